@@ -1,0 +1,105 @@
+"""Frozen configuration, one slice per owner. Nothing reads a slice that is not its own, and nothing reads a global."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from bankfull.errors import ConfigError
+
+
+def _positive(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedConfig:
+    """What may share a step, and in which order requests are served."""
+
+    rows: int = 64
+    """Sequences that can be in the batch at once."""
+    step_tokens: int = 512
+    """Tokens computed in one step, decodes first."""
+    policy: str = "fcfs"
+    batching: str = "continuous"
+    batch_size: int = 8
+    """For static and dynamic batching."""
+    batch_delay: float = 0.05
+    """Dynamic batching: seconds after which an incomplete batch starts, counted from its first queued request."""
+    max_waiting: int = 100_000
+
+    def __post_init__(self) -> None:
+        _positive(self, "rows", "step_tokens", "batch_size", "max_waiting")
+        if self.policy not in ("fcfs", "priority"):
+            raise ConfigError(f"policy={self.policy!r} is unknown; use 'fcfs' or 'priority'.")
+        if self.batching not in ("continuous", "static", "dynamic"):
+            raise ConfigError(f"batching={self.batching!r} is unknown; use 'continuous', 'static' or 'dynamic'.")
+        if not 0 <= self.batch_delay < float("inf"):
+            raise ConfigError(f"batch_delay={self.batch_delay!r} must be a finite number of seconds, 0 or more.")
+
+
+@dataclass(frozen=True, slots=True)
+class StateConfig:
+    """How much a sequence may remember, and what is shared."""
+
+    page_tokens: int = 16
+    memory: str | int | float | None = None
+    """Budget of the page pool: bytes ("2GiB", 2147483648), a fraction of the free memory (0.5), None = automatic."""
+    prefix_cache: bool = True
+    snapshot_every: int = 16
+    """Recurrent models: pages between two snapshots for prefix reuse (the prompt's last border always gets one)."""
+    snapshot_slots: int = 64
+    """Recurrent models: slots beyond what the rows themselves need."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "page_tokens", "snapshot_every")
+        if self.snapshot_slots < 0:
+            raise ConfigError(f"snapshot_slots={self.snapshot_slots!r} must not be negative.")
+        parse_memory(self.memory, 0)
+
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_memory(value: str | int | float | None, free: int) -> int | None:
+    """Bytes from "2GiB", "50%", 0.5 (a fraction of `free`) or a number of bytes; None stays None."""
+    if value is None:
+        return None
+    way_out = "give bytes ('2GiB', 2147483648) or a fraction of the free memory between 0 and 1 (0.5, '50%')"
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*|%)\s*", value)
+        if match is None:
+            raise ConfigError(f"memory={value!r} cannot be read; {way_out}.")
+        number, unit = float(match[1]), match[2].lower()
+        if unit == "%":
+            return parse_memory(number / 100, free)
+        if unit not in _UNITS:
+            raise ConfigError(f"memory={value!r} has an unknown unit; {way_out}.")
+        if not unit and number <= 1:
+            return parse_memory(number, free)
+        return int(number * _UNITS[unit])
+    if isinstance(value, bool) or value != value or value <= 0 or value == float("inf"):
+        raise ConfigError(f"memory={value!r} is not a size; {way_out}.")
+    return int(value * free) if value <= 1 else int(value)
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """Where and in which precision the model runs."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    depth: int | None = None
+    """Steps that the host may run behind the device; None = what suits the device."""
+    providers: str = "auto"
+    expand: bool = False
+    """Dequantize weights at load: more memory, never done unless asked."""
+
+    def __post_init__(self) -> None:
+        if self.depth is not None and self.depth not in (0, 1):
+            raise ConfigError(f"depth={self.depth!r} must be 0 (the host waits) or 1 (the host runs one step behind).")
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
+            raise ConfigError(f"dtype={self.dtype!r} is unknown; use auto, float32, bfloat16, float16 or float64.")

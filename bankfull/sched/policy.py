@@ -1,0 +1,98 @@
+"""Who goes first, and when a batch may take in more: two small questions, answered by interchangeable parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from bankfull.config import SchedConfig
+
+
+class Ranked(Protocol):
+    """What a policy may look at."""
+
+    @property
+    def order(self) -> int: ...
+    @property
+    def priority(self) -> int: ...
+
+
+Rank = Callable[[Ranked], tuple[int, int]]
+
+
+def rank_of(policy: str) -> Rank:
+    """Smaller runs first and is preempted last. Arrival breaks ties, so a resumed sequence keeps its place."""
+    if policy == "priority":
+        return lambda s: (s.priority, s.order)
+    return lambda s: (0, s.order)
+
+
+class Gate(Protocol):
+    """How many waiting sequences may be admitted now."""
+
+    def open(self, waiting: int, first_queued: float, running: int, now: float, sealed: bool) -> int: ...
+
+    def admitted(self) -> None:
+        """A sequence was admitted for the first time."""
+        ...
+
+    def wake_at(self, waiting: int, first_queued: float) -> float | None:
+        """When `open` may answer differently although nothing arrives or leaves."""
+        ...
+
+
+class Continuous:
+    """The batch is formed anew at every step."""
+
+    def open(self, waiting: int, first_queued: float, running: int, now: float, sealed: bool) -> int:
+        return waiting
+
+    def admitted(self) -> None:
+        pass
+
+    def wake_at(self, waiting: int, first_queued: float) -> float | None:
+        return None
+
+
+class Static:
+    """A full batch starts together and runs to its end; `sealed` (no more will come) lets the last one start short."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.left = 0
+
+    def open(self, waiting: int, first_queued: float, running: int, now: float, sealed: bool) -> int:
+        if not running and not self.left and self.ready(waiting, first_queued, now, sealed):
+            self.left = min(self.size, waiting)
+        return min(self.left, waiting)
+
+    def admitted(self) -> None:
+        self.left = max(0, self.left - 1)
+
+    def ready(self, waiting: int, first_queued: float, now: float, sealed: bool) -> bool:
+        return waiting >= self.size or (sealed and waiting > 0)
+
+    def wake_at(self, waiting: int, first_queued: float) -> float | None:
+        return None
+
+
+class Dynamic(Static):
+    """As static, but a batch also starts when its first request has waited for `delay` seconds."""
+
+    def __init__(self, size: int, delay: float) -> None:
+        super().__init__(size)
+        self.delay = delay
+
+    def ready(self, waiting: int, first_queued: float, now: float, sealed: bool) -> bool:
+        return super().ready(waiting, first_queued, now, sealed) or (waiting > 0 and now >= first_queued + self.delay)
+
+    def wake_at(self, waiting: int, first_queued: float) -> float | None:
+        return first_queued + self.delay if waiting else None
+
+
+def gate_of(config: SchedConfig) -> Gate:
+    if config.batching == "static":
+        return Static(config.batch_size)
+    if config.batching == "dynamic":
+        return Dynamic(config.batch_size, config.batch_delay)
+    return Continuous()

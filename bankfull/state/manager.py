@@ -1,0 +1,269 @@
+"""What each sequence remembers, as ids: pages and slots from two pools, found by content, shared by reference.
+
+Every change is prepared without side effects and then applied, all or nothing over the groups. Steps are numbered by
+the scheduler: `launched` is the newest one that a device may be working on, and a place that is let go stays in
+quarantine until that step has settled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from bankfull.config import StateConfig
+from bankfull.state.pages import Census, Pool
+from bankfull.state.policy import Full, GroupPolicy, Snapshots, Window
+from bankfull.state.prefix import Chain
+from bankfull.state.spec import Layout
+from bankfull.types import NULL, Tier, Transfer
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """The places of one sequence. `tables[g]` is its page table in group g; entries that left the window are NULL."""
+
+    chain: Chain
+    tables: list[list[int]]
+    live: list[int]
+    """Per group, the first page that is still held."""
+    published: list[int]
+    """Per group, the pages that were offered to the cache so far."""
+    slot: int = NULL
+    """Recurrent state after the settled tokens."""
+    writing: list[tuple[int, ...]] = field(default_factory=list)
+    """Recurrent slots that launched steps write, oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A prefix whose state is in the cache."""
+
+    length: int
+    tables: tuple[tuple[int, ...], ...] = ()
+    slot: int = NULL
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """What a step received: new table entries per group as (group, first index, pages), and slots to write."""
+
+    pages: list[tuple[int, int, tuple[int, ...]]]
+    slots: tuple[int, ...]
+
+
+class StateManager:
+    def __init__(self, layout: Layout, frames: int, slots: int, config: StateConfig) -> None:
+        self.layout = layout
+        self.pages = Pool(frames)
+        self.slots = Pool(slots if layout.recurrent else 0)
+        self.prefix_cache = config.prefix_cache
+        self.launched = -1
+        self.snapshots = Snapshots(layout.block_tokens, config.snapshot_every) if layout.recurrent else None
+        self.policies: list[GroupPolicy] = [
+            Full(g.page_tokens) if g.window is None else Window(g.page_tokens, g.window) for g in layout.paged
+        ]
+        self._pins: dict[int, tuple[tuple[Tier, int], ...]] = {}
+        self._transfers = 0
+
+    # -- questions, without side effects
+
+    def frames_for(self, length: int, new: int) -> int:
+        return self.layout.frames_for(length, new)
+
+    def fits(self, match: Match, length: int, new: int, headroom: int) -> bool:
+        """Could a sequence of `length` known tokens run to their end now, starting from `match`?"""
+        missing = idle = 0
+        for g, group in enumerate(self.layout.paged):
+            table = match.tables[g] if match.tables else ()
+            missing += max(0, group.frames_for(length, new) - sum(1 for page in table if page))
+            idle += sum(1 for page in table if self.pages.is_cached(page))
+        return missing + headroom <= self.pages.available - idle
+
+    def match(self, chain: Chain, tokens: Sequence[int], limit: int) -> Match:
+        """The longest cached prefix of at most `limit` tokens: the fixed point of every group's `reusable`."""
+        if not self.prefix_cache or limit < self.layout.block_tokens:
+            return Match(0)
+        chain.extend(tokens, len(tokens))
+        length = limit
+        while True:
+            before = length
+            for g, policy in enumerate(self.policies):
+                length = policy.reusable(lambda end, g=g: self._find(chain, g, end) is not None, length)  # type: ignore[misc]
+            if self.snapshots is not None:
+                length = self.snapshots.reusable(lambda end: self._find_slot(chain, end) is not None, length)
+            if length == before or not length:
+                break
+        if not length:
+            return Match(0)
+        tables = []
+        for g, (group, policy) in enumerate(zip(self.layout.paged, self.policies, strict=True)):
+            first = policy.first_live(length)
+            found = [self._find(chain, g, (i + 1) * group.page_tokens) for i in range(first, length // group.page_tokens)]
+            tables.append((NULL,) * first + tuple(page for page in found if page is not None))
+        return Match(length, tuple(tables), (self._find_slot(chain, length) or NULL) if self.snapshots else NULL)
+
+    def cut(self, start: int, count: int, prompt_len: int) -> int:
+        """How much of a chunk to run so that it ends where a snapshot is wanted."""
+        if self.snapshots is None or not self.prefix_cache:
+            return count
+        return self.snapshots.cut(start, count, prompt_len)
+
+    def shortage(self, state: SequenceState, upto: int, slots: int) -> tuple[int, int]:
+        """Pages and slots that `reserve` would have to take beyond what is available; (0, 0) when it would succeed."""
+        pages = sum(max(0, -(-upto // g.page_tokens) - len(t)) for g, t in zip(self.layout.paged, state.tables, strict=True))
+        wanted = slots if self.snapshots is not None else 0
+        return max(0, pages - self.pages.available), max(0, wanted - self.slots.available)
+
+    # -- the life of a sequence
+
+    def open(self, chain: Chain, match: Match) -> SequenceState:
+        """Start a sequence on what `match` found."""
+        tables = [list(t) for t in match.tables] or [[] for _ in self.layout.paged]
+        for table in tables:
+            for page in table:
+                self.pages.share(page)
+        self.slots.share(match.slot)
+        live = [policy.first_live(match.length) for policy in self.policies]
+        published = [len(table) for table in tables]
+        return SequenceState(chain, tables, live, published, match.slot)
+
+    def reserve(self, state: SequenceState, upto: int, slots: int = 1) -> Reserved | None:
+        """Places for the first `upto` tokens and `slots` recurrent states to write: all of them, or None."""
+        short_pages, short_slots = self.shortage(state, upto, slots)
+        if short_pages or short_slots:
+            return None
+        edits = []
+        for g, (group, table) in enumerate(zip(self.layout.paged, state.tables, strict=True)):
+            missing = -(-upto // group.page_tokens) - len(table)
+            if missing > 0:
+                taken = self.pages.take(missing)
+                assert taken is not None, "shortage() and take() disagree"
+                edits.append((g, len(table), tuple(taken)))
+                table.extend(taken)
+        written: tuple[int, ...] = ()
+        if self.snapshots is not None:
+            written = tuple(self.slots.take(slots) or ())
+            assert len(written) == slots, "shortage() and take() disagree"
+            state.writing.append(written)
+        return Reserved(edits, written)
+
+    def forget_before(self, state: SequenceState, position: int) -> None:
+        """No token before `position` will run again: let go of the pages that left every window."""
+        for g, (table, policy) in enumerate(zip(state.tables, self.policies, strict=True)):
+            first = min(policy.first_live(position), len(table))
+            for i in range(state.live[g], first):
+                self.pages.drop(table[i], self.launched)
+                table[i] = NULL
+            state.live[g] = max(state.live[g], first)
+
+    def commit(self, state: SequenceState, step: int, accepted: int) -> None:
+        """Step `step` has settled with `accepted` drafts: the slot after them is the state, the others are let go."""
+        if self.snapshots is None:
+            return
+        written = state.writing.pop(0)
+        self.slots.drop(state.slot, step)
+        state.slot = written[accepted]
+        for i, slot in enumerate(written):
+            if i != accepted:
+                self.slots.drop(slot, step)
+
+    def publish(self, state: SequenceState, tokens: Sequence[int], computed: int, prompt_len: int) -> None:
+        """Offer what the settled steps have filled: full pages, and the recurrent state where it is wanted."""
+        if not self.prefix_cache:
+            return
+        state.chain.extend(tokens, computed)
+        for g, (group, table) in enumerate(zip(self.layout.paged, state.tables, strict=True)):
+            full = computed // group.page_tokens
+            for i in range(state.published[g], full):
+                name = state.chain.name((i + 1) * group.page_tokens)
+                assert name is not None, "settled tokens have names"
+                self.pages.publish(table[i], (g, name))
+            state.published[g] = max(state.published[g], full)
+        if self.snapshots is not None and self.snapshots.wanted(computed, prompt_len):
+            name = state.chain.name(computed)
+            if computed % self.layout.block_tokens == 0 and name is not None:
+                self.slots.publish(state.slot, ("slot", name))
+
+    def fork(self, state: SequenceState, length: int) -> tuple[SequenceState, list[Transfer]] | None:
+        """A second sequence with the same first `length` tokens: full pages and the slot are shared, partial pages are
+        copied by transfers. `state` must stand exactly there, with nothing in flight. None when pages are short."""
+        assert not state.writing, "a sequence is forked only when it has settled"
+        partial = [g for g, group in enumerate(self.layout.paged) if length % group.page_tokens]
+        copies = self.pages.take(len(partial))
+        if copies is None:
+            return None
+        tables, transfers = [], []
+        for g, (group, table) in enumerate(zip(self.layout.paged, state.tables, strict=True)):
+            full = length // group.page_tokens
+            child = table[:full]
+            for page in child:
+                self.pages.share(page)
+            if length % group.page_tokens:
+                copy = copies.pop()
+                child.append(copy)
+                transfers.append(self._transfer((Tier.PAGE, table[full]), (Tier.PAGE, copy)))
+            tables.append(child)
+        self.slots.share(state.slot)
+        chain = Chain(b"", self.layout.block_tokens)
+        chain.names = list(state.chain.names)
+        published = [length // group.page_tokens for group in self.layout.paged]
+        return SequenceState(chain, tables, list(state.live), published, state.slot), transfers
+
+    def release(self, state: SequenceState) -> None:
+        """Let go of everything, newest pages first, so that the cache forgets the ends of contexts before their roots."""
+        for table in state.tables:
+            self.pages.drop_all(reversed(table), self.launched)
+            table.clear()
+        for written in state.writing:
+            self.slots.drop_all(written, self.launched)
+        state.writing.clear()
+        self.slots.drop(state.slot, self.launched)
+        state.slot = NULL
+
+    # -- steps
+
+    def launch(self, step: int) -> None:
+        self.launched = step
+
+    def settle(self, step: int, completed: Sequence[int] = ()) -> None:
+        """Step `step` and all before it have finished; `completed` transfers no longer pin their ends."""
+        self.pages.settle(step)
+        self.slots.settle(step)
+        for transfer in completed:
+            for tier, place in self._pins.pop(transfer):
+                (self.pages if tier is Tier.PAGE else self.slots).drop(place, step)
+
+    @property
+    def pinned(self) -> bool:
+        """Is a transfer under way whose completion was not reported yet?"""
+        return bool(self._pins)
+
+    def census(self) -> tuple[Census, Census]:
+        return self.pages.census(), self.slots.census()
+
+    def check(self) -> None:
+        """The pools' invariant: no place is lost and none is in two conditions."""
+        for name, pool in (("page", self.pages), ("slot", self.slots)):
+            census = pool.census()
+            assert census.total == pool.size, f"the {name} pool of {pool.size} adds up to {census}"
+
+    def forget(self) -> None:
+        """Empty the prefix cache."""
+        self.pages.forget()
+        self.slots.forget()
+
+    def _transfer(self, src: tuple[Tier, int], dst: tuple[Tier, int]) -> Transfer:
+        transfer = Transfer(self._transfers, src, dst)
+        self._transfers += 1
+        self._pins[transfer.id] = (src, dst)
+        for tier, place in (src, dst):
+            (self.pages if tier is Tier.PAGE else self.slots).share(place)
+        return transfer
+
+    def _find(self, chain: Chain, group: int, end: int) -> int | None:
+        name = chain.name(end)
+        return None if name is None else self.pages.find((group, name))
+
+    def _find_slot(self, chain: Chain, end: int) -> int | None:
+        name = chain.name(end)
+        return None if name is None else self.slots.find(("slot", name))

@@ -1,0 +1,143 @@
+"""A pool of equal places, by id: pages for growing state, slots for recurrent state.
+
+Every id but NULL is always in exactly one of four conditions, and they add up to the pool's size:
+  held         somebody counts on it (references > 0)
+  quarantined  nobody does, but a launched step may still touch it
+  cached       nobody does, and its content is known by a key: found again, or evicted oldest first
+  free         nobody does
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    free: int
+    cached: int
+    held: int
+    quarantined: int
+
+    @property
+    def total(self) -> int:
+        return self.free + self.cached + self.held + self.quarantined
+
+
+class Pool:
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.settled = -1
+        self.evictions = 0
+        self._free = list(range(size, 0, -1))
+        self._refs = [0] * (size + 1)
+        self._key: dict[int, Hashable] = {}
+        self._by_key: dict[Hashable, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._waiting: dict[int, int] = {}
+        self._release: deque[tuple[int, int]] = deque()
+
+    @property
+    def available(self) -> int:
+        """What `take` could hand out now."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def coming(self) -> int:
+        """What becomes available by itself once the launched steps have settled."""
+        return len(self._waiting)
+
+    def take(self, count: int) -> list[int] | None:
+        """All or nothing; evicts cached content, oldest first, when the free list is short."""
+        if count > self.available:
+            return None
+        while len(self._free) < count:
+            oldest, _ = self._cached.popitem(last=False)
+            del self._by_key[self._key.pop(oldest)]
+            self._free.append(oldest)
+            self.evictions += 1
+        taken = [self._free.pop() for _ in range(count)]
+        for place in taken:
+            self._refs[place] = 1
+        return taken
+
+    def share(self, place: int) -> None:
+        """One more holder; also brings back a cached or quarantined place whose content is still wanted."""
+        if not place:
+            return
+        if self._refs[place] == 0:
+            if place in self._waiting:
+                del self._waiting[place]
+            else:
+                del self._cached[place]
+        self._refs[place] += 1
+
+    def drop(self, place: int, step: int) -> None:
+        """One holder less; a place without holders is quarantined until `step`, the last that may touch it, settles."""
+        if not place:
+            return
+        assert self._refs[place] > 0, f"place {place} is dropped more often than it was taken"
+        self._refs[place] -= 1
+        if self._refs[place]:
+            return
+        if step > self.settled:
+            self._waiting[place] = step
+            self._release.append((step, place))
+        else:
+            self._retire(place)
+
+    def drop_all(self, places: Iterable[int], step: int) -> None:
+        for place in places:
+            self.drop(place, step)
+
+    def settle(self, step: int) -> list[int]:
+        """Every step up to `step` has finished; returns the places that left quarantine for the free list."""
+        self.settled = max(self.settled, step)
+        freed = []
+        while self._release and self._release[0][0] <= self.settled:
+            stamp, place = self._release.popleft()
+            if self._waiting.get(place) == stamp:
+                del self._waiting[place]
+                if self._retire(place):
+                    freed.append(place)
+        return freed
+
+    def publish(self, place: int, key: Hashable) -> bool:
+        """Make a held place findable. The first of two equal contents keeps the key."""
+        if not place or key in self._by_key or place in self._key:
+            return False
+        self._by_key[key] = place
+        self._key[place] = key
+        return True
+
+    def find(self, key: Hashable) -> int | None:
+        return self._by_key.get(key)
+
+    def is_cached(self, place: int) -> bool:
+        """Counted as available now, but no longer once it is shared."""
+        return place in self._cached
+
+    def forget(self) -> None:
+        """Empty the cache: nothing can be found any more; what is held stays held."""
+        for place in self._cached:
+            self._free.append(place)
+        self._cached.clear()
+        self._key.clear()
+        self._by_key.clear()
+
+    def census(self) -> Census:
+        held = sum(1 for refs in self._refs if refs)
+        return Census(len(self._free), len(self._cached), held, len(self._waiting))
+
+    def free_places(self) -> list[int]:
+        """For tests that poison what nobody may read."""
+        return list(self._free)
+
+    def _retire(self, place: int) -> bool:
+        if place in self._key:
+            self._cached[place] = None
+            return False
+        self._free.append(place)
+        return True

@@ -1,0 +1,93 @@
+"""How a kind of state ages: what a group of layers needs, may forget, can reuse, and where a chunk should end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+Hit = Callable[[int], bool]
+"""Whether the page (or snapshot) that ends after this many tokens is in the cache."""
+
+
+class GroupPolicy(Protocol):
+    def first_live(self, position: int) -> int:
+        """The first page that a token at `position`, or any later one, can still see."""
+        ...
+
+    def reusable(self, hit: Hit, length: int) -> int:
+        """The longest prefix, at most `length`, whose state for this group is all in the cache."""
+        ...
+
+
+class Full:
+    """Every page stays live; a prefix is reusable as far as its pages are there without a gap."""
+
+    def __init__(self, page_tokens: int) -> None:
+        self.page = page_tokens
+
+    def first_live(self, position: int) -> int:
+        return 0
+
+    def reusable(self, hit: Hit, length: int) -> int:
+        reach = 0
+        while reach + self.page <= length and hit(reach + self.page):
+            reach += self.page
+        return reach
+
+
+class Window:
+    """Only the last `window` tokens are seen: a hit needs the pages behind its border, not those before them."""
+
+    def __init__(self, page_tokens: int, window: int) -> None:
+        self.page = page_tokens
+        self.window = window
+
+    def first_live(self, position: int) -> int:
+        return max(0, position - self.window + 1) // self.page
+
+    def reusable(self, hit: Hit, length: int) -> int:
+        border = length // self.page * self.page
+        while border:
+            live = self.first_live(border) * self.page
+            end = border
+            while end > live and hit(end):
+                end -= self.page
+            if end <= live:
+                return border
+            # The page that ends at `end` is missing, and every border between needs it: go on before it.
+            border = end - self.page
+        return 0
+
+
+class Snapshots:
+    """Recurrent state: reusable only where a snapshot was taken."""
+
+    def __init__(self, block_tokens: int, every: int) -> None:
+        self.block = block_tokens
+        self.stride = block_tokens * every
+
+    def first_live(self, position: int) -> int:
+        return 0
+
+    def reusable(self, hit: Hit, length: int) -> int:
+        border = length // self.block * self.block
+        while border and not hit(border):
+            border -= self.block
+        return border
+
+    def wanted(self, position: int, prompt_len: int) -> bool:
+        """Is the state after `position` tokens worth keeping? The prompt's last border, and every stride."""
+        return position > 0 and (position % self.stride == 0 or position == self.last_border(prompt_len))
+
+    def last_border(self, prompt_len: int) -> int:
+        # The last prompt token always runs again, so its own border could never be used by the same prompt.
+        return (prompt_len - 1) // self.block * self.block
+
+    def cut(self, start: int, count: int, prompt_len: int) -> int:
+        """Shorten a chunk so that it ends on the next border that wants a snapshot."""
+        end = start + count
+        border = (start // self.stride + 1) * self.stride
+        last = self.last_border(prompt_len)
+        if start < last < border:
+            border = last
+        return min(end, border) - start

@@ -1,0 +1,31 @@
+"""Names for contents: a chain of SHA-256 over blocks of tokens.
+
+A block's name covers everything before it and the salt (adapter, tenant), so equal names mean equal state, on every
+tier and machine; a weak hash would let one user read another's context.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import sha256
+
+
+class Chain:
+    __slots__ = ("_block", "names")
+
+    def __init__(self, salt: bytes, block_tokens: int) -> None:
+        self._block = block_tokens
+        self.names: list[bytes] = [sha256(b"bankfull" + salt).digest()]
+        """names[i] names the first i blocks; names[0] is the salt's own."""
+
+    def extend(self, tokens: Sequence[int], length: int) -> None:
+        """Name every full block of the first `length` tokens, which must begin with what was named before."""
+        for i in range(len(self.names) - 1, length // self._block):
+            block = array("q", tokens[i * self._block : (i + 1) * self._block]).tobytes()
+            self.names.append(sha256(self.names[i] + block).digest())
+
+    def name(self, length: int) -> bytes | None:
+        """The name of the first `length` tokens (a multiple of the block), if it is known yet."""
+        index = length // self._block
+        return self.names[index] if index < len(self.names) else None

@@ -1,0 +1,71 @@
+"""What sequences remember, as tensors: one buffer of equal frames for all paged groups, one of slots for the recurrent.
+
+A frame holds, for every layer of a group and every tensor of the layer, `page_tokens` tokens. The groups view the same
+bytes with their own shapes, so any free frame serves any group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+import torch
+from torch import Tensor
+
+from bankfull.state.spec import ITEM_BYTES, Layout, TensorSpec
+from bankfull.types import Tier, Transfer
+
+LayerState = dict[str, Tensor]
+"""Paged: name -> (frames, page_tokens, *shape). Recurrent: name -> (slots, *shape)."""
+
+
+class Storage:
+    def __init__(self, layout: Layout, frames: int, slots: int, device: torch.device) -> None:
+        self.layout = layout
+        # Never zeroed: on a CPU the system commits memory only where it is first written.
+        self.frames = torch.empty(frames + 1, layout.frame_bytes, dtype=torch.uint8, device=device)
+        own: dict[int, LayerState] = {}
+        for group in layout.paged:
+            offset = 0
+            for layer in group.layers:
+                own[layer] = {}
+                for spec in group.tensors:
+                    own[layer][spec.name] = self._paged_view(spec, group.page_tokens, offset)
+                    offset += group.page_tokens * spec.nbytes
+        self.slots: list[Tensor] = []
+        if layout.recurrent is not None:
+            for layer, specs in zip(layout.recurrent.layers, layout.recurrent.tensors, strict=True):
+                # Slot 0 must read as zeros: it is the state before the first token.
+                own[layer] = {
+                    s.name: torch.zeros(slots + 1, *s.shape, dtype=getattr(torch, s.dtype), device=device) for s in specs
+                }
+                self.slots += own[layer].values()
+        self.layers: list[LayerState] = [own[owner] for owner in layout.owner]
+
+    def _paged_view(self, spec: TensorSpec, page_tokens: int, offset: int) -> Tensor:
+        item = ITEM_BYTES[spec.dtype]
+        typed = self.frames.view(getattr(torch, spec.dtype))
+        inner = [prod(spec.shape[i + 1 :]) for i in range(len(spec.shape))]
+        return typed.as_strided(
+            (self.frames.shape[0], page_tokens, *spec.shape),
+            (self.layout.frame_bytes // item, prod(spec.shape), *inner),
+            offset // item,
+        )
+
+    def transfer(self, transfers: Iterable[Transfer]) -> None:
+        for transfer in transfers:
+            tier, target = transfer.dst
+            for tensor in (self.frames,) if tier is Tier.PAGE else self.slots:
+                if transfer.src is None:
+                    tensor[target].zero_()
+                else:
+                    tensor[target].copy_(tensor[transfer.src[1]])
+
+    def poison(self, tier: Tier, places: Iterable[int]) -> None:
+        """Fill places that nobody may read with NaN: a stale read then spoils its result instead of passing unseen."""
+        index = torch.tensor(list(places), dtype=torch.long, device=self.frames.device)
+        if tier is Tier.PAGE:
+            self.frames[index] = 0xFF
+        else:
+            for tensor in self.slots:
+                tensor[index] = float("nan")
