@@ -1,0 +1,71 @@
+"""Grouped-query attention over paged keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bankfull.layers.batch import Batch
+from bankfull.layers.build import Build
+from bankfull.layers.linear import Linear
+from bankfull.layers.mixer import Angles
+from bankfull.ops import PagedMeta, paged_attention, rotate, write_pages
+from bankfull.state.spec import Paged, StateSpec, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The shape of an attention layer."""
+
+    count: int
+    kv: int
+    size: int
+    scale: float
+    window: int | None = None
+    """A token sees itself and the window - 1 tokens before it; None sees everything before."""
+    cap: float | None = None
+    """Soft cap of the scores: cap * tanh(score / cap)."""
+
+
+Norm = Callable[[Tensor], Tensor]
+
+
+class Attention:
+    def __init__(
+        self, build: Build, heads: Heads, q: Linear, k: Linear, v: Linear, out: Linear, *,
+        rope: str | None = "global", q_norm: Norm | None = None, k_norm: Norm | None = None,
+        state: StateSpec | None = None,
+    ) -> None:  # fmt: skip
+        self.heads, self.rope = heads, rope
+        self.q, self.k, self.v, self.out = q, k, v, out
+        self.q_norm, self.k_norm = q_norm, k_norm
+        kv = ("k", "v")
+        dtype = str(build.dtype).removeprefix("torch.")
+        own = Paged(tuple(TensorSpec(name, (heads.kv, heads.size), dtype) for name in kv), heads.window)
+        self.state: StateSpec = own if state is None else state
+        self._rotate = build.bind(rotate)
+        self._write = build.bind(write_pages)
+        self._attend = build.bind(paged_attention, heads=heads)
+
+    def plan(self, batch: Batch, group: int) -> PagedMeta:
+        return PagedMeta(
+            batch.q_start, batch.kv_len, batch.pages[group], batch.slots[group], batch.page_tokens[group]
+        )
+
+    def run(self, x: Tensor, state: dict[str, Tensor], meta: PagedMeta, angles: Angles | None) -> Tensor:
+        h = self.heads
+        q = self.q(x).unflatten(-1, (h.count, h.size))
+        k = self.k(x).unflatten(-1, (h.kv, h.size))
+        v = self.v(x).unflatten(-1, (h.kv, h.size))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if angles is not None:
+            q, k = self._rotate(q, *angles), self._rotate(k, *angles)
+        self._write(k, state["k"], meta.slots)
+        self._write(v, state["v"], meta.slots)
+        mixed: Tensor = self._attend(q, state["k"], state["v"], meta, h.scale, h.window, h.cap)
+        return self.out(mixed.flatten(1))
+
+

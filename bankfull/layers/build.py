@@ -1,0 +1,58 @@
+"""How a layer comes by its weights and its operations: once, when the model is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bankfull.errors import ModelError
+from bankfull.ops import Operation
+from bankfull.ops.registry import Function, Kit
+from bankfull.weights.qtensor import QTensor
+from bankfull.weights.source import TensorSource
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Where the model's tensors come from and where they go; `at` steps into a module's names."""
+
+    source: TensorSource
+    kit: Kit
+    dtype: torch.dtype
+    device: torch.device
+    expand: bool = False
+    """Dequantize block formats at load."""
+    max_len: int = 0
+    """The longest sequence that will be run; 0 = whatever the model was made for."""
+    prefix: str = ""
+
+    def at(self, name: str | int) -> Build:
+        return replace(self, prefix=self._full(str(name)))
+
+    def _full(self, name: str) -> str:
+        return f"{self.prefix}.{name}" if self.prefix else name
+
+    def bind(self, operation: Operation, **facts: Any) -> Function:
+        return self.kit.bind(operation, **{"dtype": self.dtype, **facts})
+
+    def has(self, name: str) -> bool:
+        return self.source.has(self._full(name))
+
+    def weight(self, name: str, shape: tuple[int, ...]) -> QTensor:
+        """A matrix as it lies in the file; a dense one in the dtype of the computation."""
+        found = self.source.get(self._full(name))
+        if tuple(found.shape) != shape:
+            raise ModelError(
+                f"Tensor {self._full(name)} has shape {tuple(found.shape)}, but the model's configuration asks for "
+                f"{shape}; the file and its configuration do not belong together."
+            )
+        if found.is_dense or self.expand:
+            return QTensor.dense(found.dequantize(self.dtype).to(self.device))
+        return found.to(self.device)
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """A vector or another small tensor, dense."""
+        return self.weight(name, shape).dequantize(dtype or self.dtype).to(self.device)

@@ -1,0 +1,40 @@
+"""Feed-forward layers."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from bankfull.errors import ModelError
+from bankfull.layers.build import Build
+from bankfull.layers.linear import Linear
+from bankfull.ops import ACTIVATIONS, activate, activate_mul
+
+
+def activation(name: str) -> str:
+    if name not in ACTIVATIONS:
+        raise ModelError(f"Activation {name!r} is not supported; supported are {', '.join(sorted(ACTIVATIONS))}.")
+    return ACTIVATIONS[name]
+
+
+class GatedMLP:
+    """down(f(gate(x)) * up(x))"""
+
+    def __init__(self, build: Build, gate: Linear, up: Linear, down: Linear, kind: str) -> None:
+        self.gate, self.up, self.down = gate, up, down
+        self.kind = activation(kind)
+        self._mul = build.bind(activate_mul)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self._mul(self.gate(x), self.up(x), self.kind))
+
+
+class MLP:
+    """down(f(up(x)))"""
+
+    def __init__(self, build: Build, up: Linear, down: Linear, kind: str) -> None:
+        self.up, self.down = up, down
+        self.kind = activation(kind)
+        self._activate = build.bind(activate)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self._activate(self.up(x), self.kind))

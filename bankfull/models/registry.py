@@ -1,0 +1,59 @@
+"""Which family builds which `model_type`. A family is one file in this folder that declares its models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from bankfull.errors import ModelError
+from bankfull.layers.build import Build
+from bankfull.layers.decoder import Decoder
+
+Config = Mapping[str, Any]
+
+#: model_type -> file. A table instead of imports: only the family that is asked for is loaded.
+FAMILIES = {
+    "llama": "llama",
+}
+
+#: Tensors that files carry and no model needs.
+IGNORED_ANYWHERE = (r"(^|\.)rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    build: Callable[[Config, Build], Decoder]
+    ignored: Callable[[Config], tuple[str, ...]] = lambda config: ()
+    """Patterns of tensors that this model knowingly leaves unread (a tied head, a vision tower)."""
+
+
+def family_of(config: Config) -> Family:
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise ModelError(
+            f"Architecture {kind!r} is not supported; supported are {', '.join(sorted(FAMILIES))}."
+        )
+    family = import_module(f"bankfull.models.{FAMILIES[kind]}").FAMILY
+    assert isinstance(family, Family)
+    return family
+
+
+def build_model(config: Config, build: Build) -> Decoder:
+    """The model with all its weights; a tensor that is missing, or that nobody asked for, is an error naming it."""
+    family = family_of(config)
+    try:
+        model = family.build(config, build)
+    except KeyError as missing:
+        raise ModelError(f"The model's configuration lacks {missing.args[0]!r}.") from None
+    patterns = [re.compile(p) for p in (*IGNORED_ANYWHERE, *family.ignored(config))]
+    forgotten = [name for name in build.source.unread() if not any(p.search(name) for p in patterns)]
+    if forgotten:
+        more = f" and {len(forgotten) - 3} more" if len(forgotten) > 3 else ""
+        raise ModelError(
+            f"The file holds tensors that architecture {config['model_type']!r} does not use: "
+            f"{', '.join(sorted(forgotten)[:3])}{more}; it is another model than its configuration says."
+        )
+    return model

@@ -1,0 +1,44 @@
+"""The fourth provider: tensors are meta, integers are real, and each operation records its cost instead of computing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from bankfull.ops.cost import Cost
+from bankfull.ops.registry import Function, Kit, Operation
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Costs by operation, in the order in which the operations first ran."""
+
+    total: dict[str, Cost] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def record(self, name: str, cost: Cost) -> None:
+        self.total[name] = self.total.get(name, Cost()) + cost
+        self.calls[name] = self.calls.get(name, 0) + 1
+
+    def sum(self) -> Cost:
+        return sum(self.total.values(), Cost())
+
+
+class Meter(Kit):
+    """A kit whose every binding writes to one ledger."""
+
+    def __init__(self) -> None:
+        super().__init__("meta", ())
+        self.ledger = Ledger()
+
+    def bind(self, operation: Operation, **facts: Any) -> Function:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.ledger.record(operation.name, operation.cost(*args, **kwargs))
+            return operation.on_meta(*args, **kwargs)
+
+        return run
+
+    def take(self) -> Ledger:
+        """The ledger so far; the next operations start a new one."""
+        done, self.ledger = self.ledger, Ledger()
+        return done

@@ -1,0 +1,12 @@
+"""The CPU kernels of csrc/, registered as provider "native" where the extension was built.
+
+Without it everything still works, on the torch bodies; `status` is the one line that says so.
+"""
+
+from bankfull.ops.native.extension import kernels, notify, select_isa, set_threads, status, threads
+
+if kernels is not None:
+    from bankfull.ops.native import linear as _linear  # noqa: F401
+    from bankfull.ops.native import norm as _norm  # noqa: F401
+
+__all__ = ["notify", "select_isa", "set_threads", "status", "threads"]

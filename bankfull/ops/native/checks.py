@@ -1,0 +1,29 @@
+"""What makes it safe to hand a tensor's address to C++: host memory, dense, of the expected type."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bankfull.ops.native.extension import select_isa
+
+WIDENED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def isa_is_chosen() -> bool:
+    """True; a BANKFULL_ISA that cannot be served ends here, when a model is built, with one sentence."""
+    return select_isa() is not None
+
+
+def float_rows(x: Tensor) -> Tensor:
+    """x as dense float32; x itself where it already is."""
+    if not x.is_cpu:
+        raise ValueError(f"a CPU kernel was given a tensor on {x.device}")
+    if x.dtype not in WIDENED:
+        raise ValueError(f"a float32 kernel was given {x.dtype}, which it would have to round")
+    return x.to(torch.float32).contiguous()
+
+
+def address(x: Tensor | None) -> int:
+    """0 stands for no tensor. The caller keeps the tensor alive until the kernel returns."""
+    return 0 if x is None else x.data_ptr()

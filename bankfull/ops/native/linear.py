@@ -1,0 +1,70 @@
+"""Linear layers and embeddings over GGUF blocks and dense weights, in C++.
+
+A row's result is the same bits whether it is computed alone or in a batch, and for any number of threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bankfull import _native
+from bankfull.ops.native.checks import address, float_rows, isa_is_chosen
+from bankfull.ops.reference.linear import embedding, linear
+from bankfull.weights.qtensor import QTensor
+
+FORMATS: dict[str, tuple[int, int, int]] = _native.formats()
+"""Scheme name -> (code of the format, weights per block, bytes per block)."""
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of activations. The arithmetic is float32; bfloat16 is widened on the way in and rounded once on the way out."""
+
+
+def _storage(weight: QTensor) -> Tensor:
+    return weight.parts["data" if weight.is_dense else "blocks"]
+
+
+def accepts(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
+    if dtype not in DTYPES or not isinstance(weight, QTensor) or weight.scheme.name not in FORMATS:
+        return False
+    block = FORMATS[weight.scheme.name][1]
+    storage = _storage(weight)
+    fits = len(weight.shape) == 2 and weight.shape[1] > 0 and weight.shape[1] % block == 0
+    return fits and storage.is_cpu and storage.is_contiguous() and isa_is_chosen()
+
+
+@linear.provider("native", on="cpu", accepts=accepts)
+def run_linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+    outputs, inner = weight.shape
+    if x.shape[-1] != inner:
+        raise ValueError(f"linear: the input has {x.shape[-1]} columns, the weight {inner}")
+    if bias is not None and bias.shape != (outputs,):
+        raise ValueError(f"linear: the bias has shape {tuple(bias.shape)}, the weight {outputs} outputs")
+    rows = float_rows(x)
+    y = torch.empty(*x.shape[:-1], outputs, dtype=torch.float32)
+    wide_bias = None if bias is None else float_rows(bias)
+    _native.linear(
+        FORMATS[weight.scheme.name][0], address(rows), address(_storage(weight)), address(wide_bias), address(y),
+        rows.numel() // inner, outputs, inner,
+    )  # fmt: skip
+    return y if x.dtype == torch.float32 else y.to(x.dtype)
+
+
+def dequantize(weight: QTensor) -> Tensor:
+    """The weights as float32: what the kernels multiply with, equal to `weight.dequantize()` bit for bit."""
+    code, block, _ = FORMATS[weight.scheme.name]
+    storage = _storage(weight).contiguous()
+    out = torch.empty(weight.shape, dtype=torch.float32)
+    _native.dequantize(code, address(storage), address(out), out.numel() // block)
+    return out
+
+
+def _accepts_table(*, weight: QTensor | None = None, table: QTensor | None = None, **facts: Any) -> bool:
+    return accepts(dtype=torch.float32, weight=weight if table is None else table)
+
+
+@embedding.provider("native", on="cpu", accepts=_accepts_table)
+def run_embedding(ids: Tensor, table: QTensor, dtype: torch.dtype) -> Tensor:
+    return dequantize(table.rows(ids)).to(dtype)

@@ -1,0 +1,29 @@
+"""Root-mean-square normalisation in C++."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bankfull import _native
+from bankfull.ops.native.checks import WIDENED, address, float_rows, isa_is_chosen
+from bankfull.ops.reference.norm import rms_norm
+
+
+def _accepts(*, dtype: torch.dtype | None = None, weight: Any = None, **facts: Any) -> bool:
+    # A wider weight would widen the result, which the body does and the kernel does not.
+    narrow = weight is None or getattr(weight, "dtype", None) in WIDENED
+    return dtype == torch.float32 and narrow and isa_is_chosen()
+
+
+@rms_norm.provider("native", on="cpu", accepts=_accepts)
+def run_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    columns = weight.shape[0]
+    if x.shape[-1] != columns:
+        raise ValueError(f"rms_norm: the input has {x.shape[-1]} columns, the weight {columns}")
+    rows, gain = float_rows(x), float_rows(weight)
+    y = torch.empty_like(rows)
+    _native.rms_norm(address(rows), address(gain), address(y), rows.numel() // columns, columns, eps, offset)
+    return y

@@ -1,0 +1,1 @@
+"""The bodies: what each operation means, in torch."""

@@ -1,0 +1,37 @@
+"""Pointwise non-linearities of the feed-forward layers and of the logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bankfull.ops.cost import Cost, nbytes
+from bankfull.ops.registry import op
+
+_KINDS = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "relu": torch.nn.functional.relu,
+}
+#: The names that checkpoints use for the same functions.
+ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu",
+    "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+}  # fmt: skip
+
+
+@op(cost=lambda x, kind: Cost(8.0 * x.numel(), nbytes(x), nbytes(x)))
+def activate(x: Tensor, kind: str) -> Tensor:
+    return _KINDS[kind](x)
+
+
+@op(cost=lambda gate, up, kind: Cost(9.0 * gate.numel(), nbytes(gate, up), nbytes(gate)))
+def activate_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """f(gate) * up: the gated feed-forward layer between its linears."""
+    return _KINDS[kind](gate) * up
+
+
+@op(cost=lambda x, cap: Cost(10.0 * x.numel(), nbytes(x), nbytes(x)))
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(x / cap)

@@ -1,0 +1,96 @@
+"""Attention over paged keys and values: one variable-length path for prefill, chunks, decoding and verifying."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bankfull.ops.cost import Cost, nbytes
+from bankfull.ops.reference.norm import wide
+from bankfull.ops.registry import op
+
+
+@dataclass(frozen=True, slots=True)
+class PagedMeta:
+    """Where the step's sequences lie in the pages of one group. Integers are host arrays; tensors live on the device.
+
+    Sequence i owns the queries q_start[i] .. q_start[i+1]; they are the last ones of its kv_len[i] tokens (causal from
+    the right). `pages[i]` is its page table, `slots[t]` the flat place (page * page_tokens + offset) of new token t.
+    """
+
+    q_start: np.ndarray
+    kv_len: np.ndarray
+    pages: Tensor
+    slots: Tensor
+    page_tokens: int
+
+
+@op(cost=lambda new, pages, slots: Cost(0.0, nbytes(new, slots), nbytes(new)), shape=lambda new, pages, slots: None)
+def write_pages(new: Tensor, pages: Tensor, slots: Tensor) -> None:
+    """pages (frames, page_tokens, ...) at flat slots := new (tokens, ...)."""
+    page_tokens = pages.shape[1]
+    pages[slots // page_tokens, slots % page_tokens] = new.to(pages.dtype)
+
+
+def visible_pairs(queries: int, length: int, window: int | None) -> int:
+    """Query-key pairs that a causal mask (with an optional window) leaves for the last `queries` of `length` tokens."""
+    seen = np.arange(length - queries + 1, length + 1)
+    return int((seen if window is None else np.minimum(seen, window)).sum())
+
+
+def live_from(queries: int, length: int, window: int | None) -> int:
+    """The first position that any of the last `queries` tokens can see."""
+    return 0 if window is None else max(0, length - queries + 1 - window)
+
+
+def _attention_cost(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta,
+    scale: float, window: int | None = None, cap: float | None = None,
+) -> Cost:  # fmt: skip
+    heads, size = q.shape[1], q.shape[2]
+    token_bytes = nbytes(k_pages[0, 0]) + nbytes(v_pages[0, 0])
+    pairs = live = 0
+    for queries, length in zip(np.diff(meta.q_start), meta.kv_len, strict=True):
+        pairs += visible_pairs(int(queries), int(length), window)
+        live += int(length) - live_from(int(queries), int(length), window)
+    out = q.shape[0] * heads * v_pages.shape[-1] * q.element_size()
+    return Cost(2.0 * pairs * heads * (size + v_pages.shape[-1]), nbytes(q) + live * token_bytes, out)
+
+
+def _attention_shape(q: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: object, **more: object) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], v_pages.shape[-1])
+
+
+@op(cost=_attention_cost, shape=_attention_shape)
+def paged_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta,
+    scale: float, window: int | None = None, cap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """softmax(cap(q k^T * scale) + mask) v for queries (tokens, heads, size); head i reads key head i * K // N.
+
+    One sequence at a time: a sequence's result cannot depend on its batch-mates, and only its live pages are touched.
+    """
+    page = meta.page_tokens
+    out = q.new_empty(q.shape[0], q.shape[1], v_pages.shape[-1])
+    for i, length in enumerate(meta.kv_len.tolist()):
+        first, last = int(meta.q_start[i]), int(meta.q_start[i + 1])
+        queries = last - first
+        begin = live_from(queries, length, window) // page
+        table = meta.pages[i, begin : -(-length // page)].long()
+        k, v = (wide(pages[table].flatten(0, 1)[: length - begin * page]) for pages in (k_pages, v_pages))
+        groups = q.shape[1] // k.shape[1]
+        # (K, groups, queries, size) x (K, size, keys): the heads that share keys go together, keys are never repeated.
+        grouped = wide(q[first:last]).unflatten(1, (k.shape[1], groups)).permute(1, 2, 0, 3)
+        scores = torch.matmul(grouped, k.permute(1, 2, 0)[:, None]) * scale
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
+        at = torch.arange(length - queries, length, device=q.device)[:, None]
+        key = torch.arange(begin * page, length, device=q.device)[None, :]
+        hidden = key > at if window is None else (key > at) | (key <= at - window)
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        mixed = torch.matmul(weights, v.permute(1, 0, 2)[:, None])
+        out[first:last] = mixed.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+    return out

@@ -1,0 +1,37 @@
+"""Embedding and linear layers over quantized or dense weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bankfull.ops.cost import Cost, nbytes
+from bankfull.ops.registry import op
+from bankfull.weights.qtensor import QTensor
+
+
+def _linear_cost(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Cost:
+    rows = x.numel() // x.shape[-1]
+    out, inner = weight.shape
+    return Cost(2.0 * rows * out * inner, nbytes(x, weight, bias), rows * out * x.element_size())
+
+
+@op(cost=_linear_cost)
+def linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias, with activations untouched (weight-only arithmetic)."""
+    return torch.nn.functional.linear(x, weight.dequantize(x.dtype), bias)
+
+
+def _embedding_cost(ids: Tensor, table: QTensor, dtype: torch.dtype) -> Cost:
+    row_bytes = nbytes(table) / table.shape[0]
+    return Cost(0.0, ids.numel() * row_bytes + nbytes(ids), ids.numel() * table.shape[1] * dtype.itemsize)
+
+
+def _embedding_shape(ids: Tensor, table: QTensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(ids.shape[0], table.shape[1], dtype=dtype, device="meta")
+
+
+@op(cost=_embedding_cost, shape=_embedding_shape)
+def embedding(ids: Tensor, table: QTensor, dtype: torch.dtype) -> Tensor:
+    """Only the rows asked for are read and dequantized."""
+    return table.rows(ids).dequantize(dtype)

@@ -1,0 +1,37 @@
+"""Normalisations. Reductions run in at least float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bankfull.ops.cost import Cost, nbytes
+from bankfull.ops.registry import op
+
+
+def wide(x: Tensor) -> Tensor:
+    """At least float32: what reductions and exponentials are computed in."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _rms_norm_cost(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Cost:
+    return Cost(4.0 * x.numel(), nbytes(x, weight), nbytes(x))
+
+
+@op(cost=_rms_norm_cost)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x / rms(x) * (weight + offset) over the last dimension; Gemma stores its weights with an offset of 1."""
+    y = wide(x)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    if offset:
+        return (y * (offset + wide(weight))).to(x.dtype)
+    return weight * y.to(x.dtype)
+
+
+def _layer_norm_cost(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Cost:
+    return Cost(8.0 * x.numel(), nbytes(x, weight, bias), nbytes(x))
+
+
+@op(cost=_layer_norm_cost)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return torch.nn.functional.layer_norm(x, (x.shape[-1],), weight, bias, eps)

@@ -1,0 +1,30 @@
+"""Rotary position embedding, half-split pairing (dimension i turns with i + n/2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bankfull.ops.cost import Cost, nbytes
+from bankfull.ops.registry import op
+
+
+def _angles_cost(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> Cost:
+    n = positions.numel() * frequencies.numel()
+    return Cost(3.0 * n, nbytes(positions, frequencies), 2.0 * n * dtype.itemsize)
+
+
+@op(cost=_angles_cost)
+def rope_angles(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of position x frequency, once per step for every layer that shares the frequencies."""
+    angles = positions[:, None].to(frequencies.dtype) * frequencies[None, :]
+    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+
+
+@op(cost=lambda x, cos, sin: Cost(6.0 * x.shape[0] * x.shape[1] * cos.shape[1], nbytes(x, cos, sin), nbytes(x)))
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the first 2 * cos.shape[1] dimensions of every head of x (tokens, heads, size); the rest passes through."""
+    half = cos.shape[1]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((left * cos - right * sin, right * cos + left * sin, rest), dim=-1)

@@ -1,0 +1,91 @@
+"""Recurrent mixers: a short causal convolution and Mamba's selective scan.
+
+A sequence reads the state that an earlier step left in one slot and writes the state after each of its last tokens into
+other slots, so that rolling back rejected drafts is choosing another slot. The two are never the same slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bankfull.ops.cost import Cost, nbytes
+from bankfull.ops.reference.norm import wide
+from bankfull.ops.registry import op
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentMeta:
+    """q_start as in PagedMeta; read[i] is sequence i's slot; the state after its j-th last token goes to
+    write[i, kept[i] - j] for j = kept[i] .. 1. Slots are device tensors, counts are host arrays."""
+
+    q_start: np.ndarray
+    kept: np.ndarray
+    read: Tensor
+    write: Tensor
+
+
+def _moved(state: Tensor, meta: RecurrentMeta) -> tuple[int, int]:
+    """Bytes of state read and written: one slot in, `kept` slots out, for each sequence."""
+    slot = nbytes(state[0])
+    return len(meta.kept) * slot, int(meta.kept.sum()) * slot
+
+
+def _conv_cost(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, meta: RecurrentMeta) -> Cost:
+    read, write = _moved(state, meta)
+    return Cost(2.0 * x.numel() * weight.shape[1], nbytes(x, weight, bias) + read, nbytes(x) + write)
+
+
+def _conv_shape(x: Tensor, *rest: object) -> Tensor:
+    return torch.empty_like(x)
+
+
+@op(cost=_conv_cost, shape=_conv_shape)
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, meta: RecurrentMeta) -> Tensor:
+    """Depthwise convolution over each sequence; state (slots, channels, width - 1) holds the last inputs."""
+    out = torch.empty_like(x)
+    width = weight.shape[1]
+    for i, kept in enumerate(meta.kept.tolist()):
+        first, last = int(meta.q_start[i]), int(meta.q_start[i + 1])
+        past = state.index_select(0, meta.read[i : i + 1])[0].to(x.dtype)
+        line = torch.cat((past, x[first:last].T), dim=1)
+        out[first:last] = torch.nn.functional.conv1d(line[None], weight[:, None], bias, groups=len(line))[0].T
+        for j in range(kept):
+            end = line.shape[1] - (kept - 1 - j)
+            state.index_copy_(0, meta.write[i, j : j + 1], line[None, :, end - width + 1 : end].to(state.dtype))
+    return out
+
+
+def _scan_cost(
+    x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor, meta: RecurrentMeta
+) -> Cost:
+    read, write = _moved(state, meta)
+    per_token = a.numel() * 7.0 + x.shape[1] * 3.0
+    return Cost(per_token * x.shape[0], nbytes(x, delta, a, b, c, d) + read, nbytes(x) + write)
+
+
+def _scan_shape(x: Tensor, *rest: object) -> Tensor:
+    return torch.empty_like(x)
+
+
+@op(cost=_scan_cost, shape=_scan_shape)
+def selective_scan(
+    x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor, meta: RecurrentMeta
+) -> Tensor:
+    """h = exp(delta a) h + delta b x;  y = c h + d x, per channel; x, delta (tokens, channels), a (channels, size),
+    b, c (tokens, size), state (slots, channels, size) in at least float32."""
+    out = torch.empty_like(x)
+    xs, ds, bs, cs, wide_a = wide(x), wide(delta), wide(b), wide(c), wide(a)
+    for i, kept in enumerate(meta.kept.tolist()):
+        first, last = int(meta.q_start[i]), int(meta.q_start[i + 1])
+        h = state.index_select(0, meta.read[i : i + 1])[0].to(xs.dtype)
+        for t in range(first, last):
+            h = torch.exp(ds[t, :, None] * wide_a) * h + (ds[t] * xs[t])[:, None] * bs[t][None, :]
+            out[t] = (h @ cs[t] + wide(d) * xs[t]).to(x.dtype)
+            j = kept - (last - t)
+            if j >= 0:
+                state.index_copy_(0, meta.write[i, j : j + 1], h[None].to(state.dtype))
+    return out
