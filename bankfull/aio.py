@@ -1,0 +1,131 @@
+"""The same loop for asyncio: it runs on a thread of its own, and answers arrive as async iterators."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Hashable
+from itertools import count
+from typing import Any
+
+from bankfull.errors import BankfullError
+from bankfull.frontend import Frontend, Prompt
+from bankfull.llm import LLM
+from bankfull.outputs import Delta
+from bankfull.sample.params import SamplingParams
+
+Listener = Callable[[Delta | BaseException], None]
+
+
+class AsyncEngine:
+    """Wraps an `LLM`; only the loop's thread touches it from then on."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self._front: Frontend = llm.loaded.frontend
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._news = threading.Condition()
+        self._listeners: dict[Hashable, Listener] = {}
+        self._numbers = count()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="bankfull-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
+        request_id: Hashable | None = None, **how: Any,
+    ) -> AsyncIterator[Delta]:  # fmt: skip
+        """Pieces of the answer as they come; leaving the iterator aborts the request."""
+        params = sampling_params or self.llm.default_params()
+        request = ("async", next(self._numbers)) if request_id is None else request_id
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
+
+        def listen(item: Delta | BaseException) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, item)
+
+        def submit() -> None:
+            try:
+                self._front.submit(prompt, params, request_id=request, **how)
+            except BankfullError as error:
+                listen(error)
+                return
+            self._listeners[request] = listen
+
+        self._post(submit)
+        open_samples = params.n
+        try:
+            while open_samples:
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                open_samples -= item.finish_reason is not None
+                yield item
+        finally:
+            self._post(lambda: self._forget(request))
+
+    async def abort(self, request_id: Hashable) -> None:
+        """End a request early; its iterator gets a last piece with finish_reason "abort"."""
+        self._post(lambda: self._tell(self._front.abort(request_id)))
+
+    def close(self) -> None:
+        """Stop the loop; open iterators get an error."""
+        with self._news:
+            self._closing = True
+            self._news.notify()
+        self._thread.join()
+
+    # -- on the loop's thread
+
+    def _post(self, action: Callable[[], None]) -> None:
+        with self._news:
+            self._inbox.append(action)
+            self._news.notify()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._news:
+                    while not (self._inbox or self._closing or self._runnable()):
+                        self._news.wait(self._pause())
+                    if self._closing:
+                        break
+                    actions = list(self._inbox)
+                    self._inbox.clear()
+                for action in actions:
+                    action()
+                self._tell(self._front.step())
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._fail(RuntimeError("the engine was closed"))
+
+    def _runnable(self) -> bool:
+        engine = self._front.engine
+        if not engine.busy:
+            return False
+        wake = engine.wake_at()
+        return wake is None or engine.scheduler.running > 0 or wake <= time.monotonic()
+
+    def _pause(self) -> float | None:
+        wake = self._front.engine.wake_at() if self._front.engine.busy else None
+        return None if wake is None else max(0.0, wake - time.monotonic())
+
+    def _tell(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            listener = self._listeners.get(delta.request_id)
+            if listener is not None:
+                listener(delta)
+
+    def _forget(self, request: Hashable) -> None:
+        self._listeners.pop(request, None)
+        if request in self._front.pending:
+            self._front.abort(request)
+            self._front.pending.pop(request, None)
+
+    def _fail(self, error: BaseException) -> None:
+        for listener in self._listeners.values():
+            listener(error)
+        self._listeners.clear()

@@ -1,0 +1,27 @@
+"""One token per row and step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bankfull.decode.strategy import Draft, Sampling, Scores, Verdict, View
+from bankfull.decode.verify import verify_chain
+
+
+class Plain:
+    needs: frozenset[str] = frozenset()
+
+    def width(self, load: int) -> int:
+        return 0
+
+    def begin(self, rows: Sequence[int]) -> None:
+        pass
+
+    def propose(self, view: View) -> Draft | None:
+        return None
+
+    def verify(self, scores: Scores, sampling: Sampling) -> Verdict:
+        return verify_chain(scores, sampling)
+
+    def observe(self, view: View, verdict: Verdict) -> None:
+        pass

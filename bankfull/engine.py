@@ -1,0 +1,159 @@
+"""The loop: plan -> step -> settle. One for every device, strategy and depth.
+
+At depth 0 the host waits for each step. At depth 1 it plans and enqueues step t while the device still runs t - 1, then
+settles t - 1, then enqueues the choice of tokens for t with what that told (grammar masks).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future as HostFuture
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bankfull.decode.strategy import Strategy
+from bankfull.runtime.device import Future
+from bankfull.runtime.runner import Landed, Runner
+from bankfull.sched.scheduler import Scheduler
+from bankfull.types import Finish, Output, Request, StepPlan
+
+if TYPE_CHECKING:
+    from bankfull.sample.grammar import MaskPool, Matcher
+
+Key = tuple[Hashable, int]
+"""A request and the number of its sample."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """What the engine has done so far: the raw material of meters and of the line after a run."""
+
+    steps: int = 0
+    tokens: int = 0
+    """Computed, drafts included."""
+    sampled: int = 0
+    busy: float = 0.0
+    """Seconds inside `step`."""
+
+
+class Engine:
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, strategy: Strategy, depth: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.scheduler, self.runner, self.strategy, self.depth = scheduler, runner, strategy, depth
+        self.started: dict[Hashable, float] = {}
+        """When a request first got a row, until the caller takes it."""
+        self.totals = Totals()
+        self._clock = clock
+        self._inflight: deque[tuple[StepPlan, Future[Landed]]] = deque()
+        self._owner: dict[int, Key] = {}
+        self._grammars = Grammars()
+
+    def add(self, request: Request, matcher: Matcher | None = None) -> None:
+        self.scheduler.add(request)
+        if matcher is not None:
+            for child in range(request.samples):
+                self._grammars.add((request.id, child), matcher if child == 0 else matcher.copy())
+
+    def abort(self, request_id: Hashable, reason: Finish = Finish.ABORT, child: int | None = None) -> list[Output]:
+        """Safe at any moment between two steps."""
+        outputs = self.scheduler.abort(request_id, reason, child)
+        self._grammars.drop(outputs)
+        return outputs
+
+    @property
+    def busy(self) -> bool:
+        """Is there anything to run or to settle?"""
+        return bool(self._inflight) or self.scheduler.unfinished > 0
+
+    def step(self) -> list[Output]:
+        """Plan, run and settle once; what the settled step gave. Empty when nothing could run: see `wake_at`."""
+        begun = self._clock()
+        outputs: list[Output] = []
+        plan = self.scheduler.plan(self.strategy.width(self.scheduler.running))
+        if plan is None:
+            if self._inflight:
+                outputs = self._settle()
+        else:
+            self._note(plan)
+            step = self.runner.forward(plan)
+            if self._inflight:
+                outputs = self._settle()
+            future = self.runner.finish(step, self._grammars.masks(plan, self._owner))
+            self._inflight.append((plan, future))
+            if self.depth == 0:
+                outputs = self._settle()
+        self.totals.busy += self._clock() - begun
+        return outputs
+
+    def wake_at(self) -> float | None:
+        """When a step may find work although nothing arrives; None = only an arrival helps."""
+        return self.scheduler.wake_at()
+
+    def _settle(self) -> list[Output]:
+        plan, future = self._inflight.popleft()
+        outputs = self.scheduler.settle(plan, self.runner.result(plan, future))
+        for output in outputs:
+            self.totals.sampled += len(output.tokens)
+            if self._grammars.advance(output):
+                # The grammar is complete: only an end token could follow, and the request may ignore those.
+                self.abort(output.request, Finish.STOP, output.child)
+                output.finish = Finish.STOP
+        self._grammars.drop(outputs)
+        return outputs
+
+    def _note(self, plan: StepPlan) -> None:
+        self.totals.steps += 1
+        self.totals.tokens += plan.tokens
+        for enter in plan.enter:
+            self._owner[enter.row] = (enter.payload.request, enter.child)
+            self.started.setdefault(enter.payload.request, self._clock())
+
+
+class Grammars:
+    """Masks of constrained sequences, computed on threads while the device runs."""
+
+    def __init__(self) -> None:
+        self._matchers: dict[Key, Matcher] = {}
+        self._pending: dict[Key, HostFuture[Any]] = {}
+        self._pool: MaskPool | None = None
+
+    def add(self, key: Key, matcher: Matcher) -> None:
+        self._matchers[key] = matcher
+        self._prepare(key)
+
+    def _prepare(self, key: Key) -> None:
+        if self._pool is None:
+            from bankfull.sample.grammar import MaskPool
+
+            self._pool = MaskPool()
+        self._pending[key] = self._pool.submit(self._matchers[key])
+
+    def masks(self, plan: StepPlan, owner: dict[int, Key]) -> dict[int, Any]:
+        """By row, for the rows of this step that choose a token under a grammar."""
+        if not self._matchers:
+            return {}
+        keys = ((work.row, owner[work.row]) for work in plan.work if work.sample)
+        return {row: self._pending[key].result() for row, key in keys if key in self._pending}
+
+    def advance(self, output: Output) -> bool:
+        """Follow the tokens that a sequence got; True when the grammar allows nothing more."""
+        key = (output.request, output.child)
+        matcher = self._matchers.get(key)
+        if matcher is None or output.finish is not None or not output.tokens:
+            return False
+        for token in output.tokens:
+            matcher.advance(token)
+        if matcher.finished:
+            return True
+        self._prepare(key)
+        return False
+
+    def drop(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            if output.finish is not None:
+                self._matchers.pop((output.request, output.child), None)
+                self._pending.pop((output.request, output.child), None)

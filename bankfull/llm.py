@@ -1,0 +1,213 @@
+"""The offline API, in the shape that vLLM's users know."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+from bankfull.config import RunConfig, SchedConfig, StateConfig
+from bankfull.errors import ConfigError, RequestError
+from bankfull.frontend import Prompt
+from bankfull.loading import Loaded, load
+from bankfull.outputs import Delta, EmbeddingOutput, RequestOutput, ScoreOutput
+from bankfull.sample.params import SamplingParams
+
+Messages = Sequence[Mapping[str, Any]]
+Progress = Callable[[RequestOutput], None]
+
+#: Familiar names of other engines for our options.
+ALIASES = {
+    "max_num_seqs": "rows", "max_num_batched_tokens": "step_tokens", "block_size": "page_tokens",
+    "enable_prefix_caching": "prefix_cache", "gpu_memory_utilization": "memory", "kv_cache_memory_bytes": "memory",
+    "scheduling_policy": "policy",
+}  # fmt: skip
+GENERATION_KEYS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+
+
+def configure(options: Mapping[str, Any]) -> tuple[RunConfig, SchedConfig, StateConfig]:
+    """One flat set of options, dealt out to the slices that own them."""
+    slices = (RunConfig, SchedConfig, StateConfig)
+    dealt: list[dict[str, Any]] = [{}, {}, {}]
+    for name, value in options.items():
+        own = ALIASES.get(name, name)
+        for fields, part in zip(slices, dealt, strict=True):
+            if own in fields.__dataclass_fields__:
+                if own in part:
+                    raise ConfigError(f"{name!r} and another name for {own!r} were both given; give one.")
+                part[own] = value
+                break
+        else:
+            known = sorted({f for s in slices for f in s.__dataclass_fields__} | set(ALIASES) | {"max_model_len"})
+            raise ConfigError(f"Option {name!r} is unknown; known are {', '.join(known)}.")
+    return RunConfig(**dealt[0]), SchedConfig(**dealt[1]), StateConfig(**dealt[2])
+
+
+class LLM:
+    """A model on this machine. `model` is a path, a hub id or a short name; the default is `smollm2`."""
+
+    def __init__(
+        self, model: str = "smollm2", *, device: str = "auto", dtype: str = "auto", max_model_len: int | None = None,
+        loaded: Loaded | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        if loaded is None:
+            run, sched, state = configure({"device": device, "dtype": dtype, **options})
+            loaded = load(model, run, sched, state, max_len=max_model_len)
+        self.loaded = loaded
+        self.tokenizer = loaded.tokenizer
+        self._front = loaded.frontend
+
+    @property
+    def max_model_len(self) -> int:
+        return self.loaded.sizes.max_len
+
+    def default_params(self) -> SamplingParams:
+        """The sampling that the model's own generation_config.json recommends."""
+        given = self.loaded.files.generation
+        chosen = {key: given[key] for key in GENERATION_KEYS if given.get(key) is not None}
+        if given.get("do_sample") is False:
+            chosen = {key: value for key, value in chosen.items() if key == "repetition_penalty"}
+            chosen["temperature"] = 0.0
+        return SamplingParams(**chosen)
+
+    # -- what to ask
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *, priority: Sequence[int] | None = None, progress: Progress | None = None,
+    ) -> list[RequestOutput]:  # fmt: skip
+        """One output per prompt, in order. A prompt that cannot be served raises before anything has run."""
+        many = as_prompts(prompts)
+        params = self._params_for(len(many), sampling_params)
+        if priority is not None and len(priority) != len(many):
+            raise RequestError(f"{len(many)} prompts came with {len(priority)} priorities; give one for each.")
+        ids = self._submit_all(many, params, priority or [0] * len(many))
+        return self._finish(ids, progress)
+
+    def chat(
+        self, messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *, add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None, progress: Progress | None = None,
+    ) -> list[RequestOutput]:  # fmt: skip
+        """As generate(), for one conversation or several, written with the model's chat template."""
+        several = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+        how = {"tools": tools, "add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
+        prompts = [self._front.encode_chat(m, **how) for m in several]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, progress=progress)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **how: Any
+    ) -> Iterator[Delta]:
+        """Pieces of the answer as they come. Closing the iterator aborts the request."""
+        request = self._front.submit(prompt, sampling_params or self.default_params(), **how)
+        try:
+            while not self._front.pending[request].result.finished:
+                for delta in self._advance():
+                    if delta.request_id == request:
+                        yield delta
+        finally:
+            self._front.abort(request)
+            self._front.pending.pop(request, None)
+
+    def score(self, texts: Prompt | Sequence[Prompt]) -> list[ScoreOutput]:
+        """The log-probability of every token of a text after its first."""
+        many = as_prompts(texts)
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
+        outputs = self._finish(self._submit_all(many, [params] * len(many), [0] * len(many)), None)
+        scores = []
+        for output in outputs:
+            lines = output.prompt_logprobs or []
+            values = [line[t].logprob for t, line in zip(output.prompt_token_ids, lines, strict=True) if line is not None]
+            scores.append(ScoreOutput(output.prompt_token_ids, values))
+        return scores
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "last", normalize: bool = True
+    ) -> list[EmbeddingOutput]:
+        """Hidden states after the last norm: of the last token, or their mean over the prompt."""
+        if pooling not in ("last", "mean"):
+            raise RequestError(f"pooling={pooling!r} is unknown; use 'last' or 'mean'.")
+        many = as_prompts(prompts)
+        params = [SamplingParams(detokenize=False)] * len(many)
+        ids = self._submit_all(many, params, [0] * len(many), pool=pooling)
+        pending = [self._front.pending[i] for i in ids]
+        results = self._finish(ids, None)
+        outputs = []
+        for one, result in zip(pending, results, strict=True):
+            vector = sum(one.pooled.values())
+            if pooling == "mean":
+                vector = vector / len(result.prompt_token_ids)
+            if normalize:
+                vector = vector / vector.norm().clamp_min(1e-12)
+            outputs.append(EmbeddingOutput(result.request_id, result.prompt_token_ids, vector.tolist(), result.metrics))
+        return outputs
+
+    # -- how it runs
+
+    def _params_for(self, count: int, given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+        if given is None:
+            return [self.default_params()] * count
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise RequestError(f"{count} prompts came with {len(given)} SamplingParams; give one for all or one for each.")
+        return list(given)
+
+    def _submit_all(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priority: Sequence[int], **how: Any
+    ) -> list[Hashable]:
+        ids: list[Hashable] = []
+        try:
+            for prompt, param, rank in zip(prompts, params, priority, strict=True):
+                ids.append(self._front.submit(prompt, param, priority=rank, **how))
+        except RequestError as error:
+            for request in ids:
+                self._front.abort(request)
+                self._front.pending.pop(request, None)
+            if len(prompts) > 1:
+                raise RequestError(f"Prompt {len(ids)}: {error}") from None
+            raise
+        return ids
+
+    def _finish(self, ids: Sequence[Hashable], progress: Progress | None) -> list[RequestOutput]:
+        """Run until all of `ids` have ended."""
+        scheduler = self._front.engine.scheduler
+        scheduler.sealed = True  # nothing more will come before these are done
+        waiting = set(ids)
+        try:
+            while waiting:
+                ended = {d.request_id for d in self._advance() if d.finish_reason} & waiting
+                for request in ended:
+                    result = self._front.pending[request].result
+                    if result.finished:
+                        waiting.discard(request)
+                        if progress is not None:
+                            progress(result)
+        except BaseException:
+            for request in ids:  # an interrupt must not leave requests behind
+                self._front.abort(request)
+                self._front.pending.pop(request, None)
+            raise
+        finally:
+            scheduler.sealed = False
+        return [self._front.take(request) for request in ids]
+
+    def _advance(self) -> list[Delta]:
+        deltas = self._front.step()
+        if not deltas and self._front.engine.busy:
+            wake = self._front.engine.wake_at()
+            if wake is not None:
+                time.sleep(max(0.0, min(wake - time.monotonic(), 0.05)))
+        return deltas
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A text, a dict or a list of token ids is one prompt; any other sequence holds several."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"Prompts are texts, lists of token ids or dicts, not {type(prompts).__name__}.")
+    if prompts and all(isinstance(p, int) for p in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,104 @@
+"""From a model's name to an engine that runs it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from bankfull.config import RunConfig, SchedConfig, StateConfig
+from bankfull.decode.plain import Plain
+from bankfull.decode.strategy import Strategy
+from bankfull.engine import Engine
+from bankfull.errors import ConfigError
+from bankfull.frontend import Frontend
+from bankfull.layers.build import Build
+from bankfull.layers.decoder import Decoder
+from bankfull.models.registry import build_model, family_of
+from bankfull.ops import kit_for
+from bankfull.ops.native import status as native_status
+from bankfull.runtime.device import Device, open_device
+from bankfull.runtime.memory import Sizes, plan_memory, shown
+from bankfull.runtime.runner import Runner
+from bankfull.sched.scheduler import Scheduler
+from bankfull.state.manager import StateManager
+from bankfull.state.spec import Layout, layout_of
+from bankfull.text.load import load_tokenizer
+from bankfull.text.template import ChatTemplate
+from bankfull.text.tokenizer import Tokenizer
+from bankfull.weights.locate import locate
+from bankfull.weights.source import ModelFiles, open_model
+
+log = logging.getLogger("bankfull")
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A model that is ready to run, and everything it came with."""
+
+    files: ModelFiles
+    model: Decoder
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    device: Device
+    layout: Layout
+    sizes: Sizes
+    frontend: Frontend
+
+
+def load(
+    name: str, run: RunConfig, sched: SchedConfig, state: StateConfig, *,
+    max_len: int | None = None, device: Device | None = None, strategy: Strategy | None = None,
+) -> Loaded:  # fmt: skip
+    """`device` and `strategy` stand in for those that the configuration would choose (tests, experiments)."""
+    files = open_model(locate(name))
+    family_of(files.config)  # an unsupported architecture is refused before anything else is read
+    tokenizer, template = load_tokenizer(files)
+    device = device or open_device(run.device)
+    strategy = strategy or Plain()
+    if device.kind == "cpu" and run.providers == "auto" and (missing := native_status()):
+        log.warning(missing)
+    dtype = choose_dtype(run.dtype, files, device)
+    kit = kit_for(device.kind, run.providers)
+    model = build_model(files.config, Build(files.source, kit, dtype, device.torch, run.expand, max_len or 0))
+    layout = layout_of(model.states(), state.page_tokens)
+    depth = device.depth if run.depth is None else run.depth
+    sizes = plan_memory(
+        layout, sched, state,
+        free=device.free_memory(), depth=depth, made_for=model.max_positions, max_len=max_len, drafts=strategy.width(0),
+    )  # fmt: skip
+    for notice in sizes.notices:
+        log.warning(notice)
+    sched = replace(sched, rows=sizes.rows)
+    manager = StateManager(layout, sizes.frames, sizes.slots, state)
+    try:
+        runner = Runner(
+            model, layout, device, strategy,
+            rows=sizes.rows, max_len=sizes.max_len, frames=sizes.frames, slots=sizes.slots,
+        )  # fmt: skip
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(
+            f"The {shown(sizes.nbytes(layout))} of state for {sizes.frames} pages could not be allocated; lower memory."
+        ) from error
+    engine = Engine(Scheduler(sched, manager), runner, strategy, depth)
+    frontend = Frontend(engine, tokenizer, template, vocab=model.vocab, max_len=sizes.max_len)
+    return Loaded(files, model, tokenizer, template, device, layout, sizes, frontend)
+
+
+def choose_dtype(wanted: str, files: ModelFiles, device: Device) -> torch.dtype:
+    """auto: what the checkpoint was saved in; float32 on a CPU for quantized files, whose activations are not 16-bit."""
+    if wanted != "auto":
+        return _dtype(wanted)
+    saved: Any = files.config.get("dtype") or files.config.get("torch_dtype")
+    if files.kind == "gguf" or saved is None:
+        return torch.float32 if device.kind == "cpu" else torch.bfloat16
+    return _dtype(str(saved).removeprefix("torch."))
+
+
+def _dtype(name: str) -> torch.dtype:
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+    if name not in known:
+        raise ConfigError(f"dtype {name!r} is unknown; use {', '.join(known)}.")
+    return known[name]

@@ -1,0 +1,132 @@
+"""The seam to a device: the only place that says stream, event, pinned, capture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from bankfull.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Future(Protocol[T]):
+    def wait(self) -> T:
+        """Block until the work is done; its value."""
+        ...
+
+
+class Device(Protocol):
+    kind: str
+    torch: torch.device
+    depth: int
+    """The loop depth that suits this device."""
+
+    def launch(self, work: Callable[[], T]) -> Future[T]:
+        """Run `work` after everything that was launched before; the host does not wait for it."""
+        ...
+
+    def completed(self, transfers: list[int]) -> list[int]:
+        """Called when the step that carried `transfers` is collected: all transfers that are done by now."""
+        ...
+
+    def free_memory(self) -> int: ...
+
+
+class Done(Generic[T]):
+    def __init__(self, value: T) -> None:
+        self._value = value
+
+    def wait(self) -> T:
+        return self._value
+
+
+class Cpu:
+    """Runs at once on the caller's thread: on a small machine a second busy thread only steals from the kernels."""
+
+    kind = "cpu"
+    depth = 0
+
+    def __init__(self) -> None:
+        self.torch = torch.device("cpu")
+
+    def launch(self, work: Callable[[], T]) -> Future[T]:
+        with torch.inference_mode():
+            return Done(work())
+
+    def completed(self, transfers: list[int]) -> list[int]:
+        return transfers
+
+    def free_memory(self) -> int:
+        return available_memory()
+
+
+class Cuda:
+    """Launching enqueues; `wait` waits for the event behind the work. Kernels of its own come with ops/triton."""
+
+    kind = "cuda"
+    depth = 1
+
+    def __init__(self, index: int = 0) -> None:
+        self.torch = torch.device("cuda", index)
+
+    def launch(self, work: Callable[[], T]) -> Future[T]:
+        with torch.inference_mode(), torch.cuda.device(self.torch):
+            value = work()
+            event = torch.cuda.Event()
+            event.record()
+        return _Event(value, event)
+
+    def completed(self, transfers: list[int]) -> list[int]:
+        return transfers
+
+    def free_memory(self) -> int:
+        return int(torch.cuda.mem_get_info(self.torch)[0])
+
+
+class _Event(Generic[T]):
+    def __init__(self, value: T, event: torch.cuda.Event) -> None:
+        self._value, self._event = value, event
+
+    def wait(self) -> T:
+        self._event.synchronize()
+        return self._value
+
+
+def open_device(name: str) -> Device:
+    """auto, cpu, cuda or cuda:1. Asking for what is not there is an error, never a silent fall-back."""
+    if name == "auto":
+        return Cuda() if torch.cuda.is_available() else Cpu()
+    if name == "cpu":
+        return Cpu()
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or (index and not index.isdigit()):
+        raise ConfigError(f"device={name!r} is unknown; use auto, cpu, cuda or cuda:N.")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(index or 0) >= count:
+        raise ConfigError(f"device={name!r} was asked for, but torch sees {count} CUDA devices; use device='cpu'.")
+    return Cuda(int(index or 0))
+
+
+def available_memory() -> int:
+    """Bytes that this process may still use: what the system has, within the limit of its control group."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    free = page * os.sysconf("SC_AVPHYS_PAGES")
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        if limit != "max":
+            free = min(free, max(0, int(limit) - used))
+    except (OSError, ValueError):
+        pass  # no control group, or an older kind
+    return free

@@ -1,0 +1,70 @@
+"""A device that is as late as a device may be: the cheapest insurance against planning from facts that are not there.
+
+Work runs some time after it was launched, at the latest when somebody waits for it or for something behind it; the
+completion of a transfer is reported steps late. Whoever looks at a device value too early sees an old one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from bankfull.runtime.device import Future, available_memory
+
+T = TypeVar("T")
+
+
+class Late:
+    kind = "cpu"
+    depth = 1
+
+    def __init__(self, seed: int = 0) -> None:
+        self.torch = torch.device("cpu")
+        self._random = random.Random(seed)
+        self._queue: deque[_Task[Any]] = deque()
+        self._moving: list[int] = []
+
+    def launch(self, work: Callable[[], T]) -> Future[T]:
+        task = _Task(self, work)
+        self._queue.append(task)
+        for _ in range(self._random.choice((0, 0, 0, 1, 2))):
+            self._run_one()
+        return task
+
+    def completed(self, transfers: list[int]) -> list[int]:
+        self._moving += transfers
+        # Something is always reported in the end: a step without transfers of its own reports all that is left.
+        done = len(self._moving) if not transfers else self._random.randint(0, len(self._moving))
+        reported, self._moving = self._moving[:done], self._moving[done:]
+        return reported
+
+    def free_memory(self) -> int:
+        return available_memory()
+
+    def _run_one(self) -> None:
+        if self._queue:
+            self._queue.popleft().run()
+
+    def run_until(self, task: _Task[Any]) -> None:
+        while not task.done:
+            self._run_one()
+
+
+class _Task(Future[T]):
+    def __init__(self, device: Late, work: Callable[[], T]) -> None:
+        self._device, self._work = device, work
+        self._value: T | None = None
+        self.done = False
+
+    def run(self) -> None:
+        with torch.inference_mode():
+            self._value = self._work()
+        self.done = True
+
+    def wait(self) -> T:
+        self._device.run_until(self)
+        return self._value  # type: ignore[return-value]

@@ -1,0 +1,89 @@
+"""Permanent rows: a sequence enters one, stays until it ends or is preempted, and a step gathers the rows it runs.
+
+Everything here changes only inside launched work, in the device's order; the host plans from its own lower bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bankfull.sample.params import SamplingParams
+from bankfull.sample.table import SamplingTable
+from bankfull.state.spec import Layout
+from bankfull.types import Enter, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the runner needs to know of a request: the payload that the scheduler hands through."""
+
+    request: Hashable
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int] = field(default_factory=frozenset)
+    pool: str | None = None
+    """None, "last" or "mean": return hidden states of the prompt instead of tokens."""
+
+
+class Rows:
+    def __init__(self, count: int, max_len: int, layout: Layout, vocab: int, device: torch.device) -> None:
+        self.device = device
+        self.tokens = torch.zeros(count, max_len + 1, dtype=torch.long, device=device)
+        self.known = torch.zeros(count, dtype=torch.long, device=device)
+        self.computed = np.zeros(count, np.int64)
+        """On the host, because batches are built from it; exact, because it changes in the device's order."""
+        self.slot = torch.zeros(count, dtype=torch.long, device=device)
+        self.tables = [
+            torch.zeros(count, -(-max_len // group.page_tokens), dtype=torch.long, device=device) for group in layout.paged
+        ]
+        self.sampling = SamplingTable(count, vocab, device)
+        self.jobs: list[Job | None] = [None] * count
+        self.prompt_len = np.zeros(count, np.int64)
+
+    def apply(self, plan: StepPlan) -> None:
+        for row in plan.leave:
+            self.jobs[row] = None
+            self.sampling.clear(row)
+        for enter in plan.enter:
+            self._enter(enter)
+        for edit in plan.pages:
+            pages = torch.tensor(edit.pages, dtype=torch.long, device=self.device)
+            self.tables[edit.group][edit.row, edit.first : edit.first + len(pages)] = pages
+
+    def _enter(self, enter: Enter) -> None:
+        row, job = enter.row, enter.payload
+        assert isinstance(job, Job)
+        self.tokens[row, : len(enter.tokens)] = torch.tensor(enter.tokens, dtype=torch.long, device=self.device)
+        self.known[row] = len(enter.tokens)
+        self.computed[row] = enter.computed
+        self.slot[row] = enter.slot
+        self.prompt_len[row] = enter.prompt_len
+        self.jobs[row] = job
+        if job.pool is None:
+            self.sampling.set(
+                row, job.params, prompt_len=enter.prompt_len, child=enter.child, seed=job.seed, stop_ids=job.stop_ids
+            )
+
+    def job(self, row: int) -> Job:
+        job = self.jobs[row]
+        assert job is not None, f"row {row} has work but no sequence"
+        return job
+
+    def commit(self, rows: Tensor, tokens: Tensor, counts: Tensor) -> None:
+        """Append tokens[i, :counts[i]] to the known tokens of rows[i]."""
+        for j in range(tokens.shape[1]):
+            fits = counts > j
+            self.tokens[rows[fits], self.known[rows[fits]] + j] = tokens[fits, j]
+        self.known[rows] += counts
+
+    def hint(self, rows: Sequence[int], drafts: Tensor) -> None:
+        """Write guesses behind the known tokens, where the next step's input and its verification find them."""
+        index = torch.tensor(list(rows), dtype=torch.long, device=self.device)
+        last = self.tokens.shape[1] - 1
+        for j in range(drafts.shape[1]):
+            self.tokens[index, (self.known[index] + j).clamp(max=last)] = drafts[:, j]

@@ -1,0 +1,243 @@
+"""Runs planned steps: one path for every device, model and strategy. Never names a concrete one of them.
+
+`forward` enqueues the model; `finish` enqueues the choice of tokens, with what only the previous result could tell
+(grammar masks). Neither waits for the device: `Step.result` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bankfull.decode.strategy import Sampling, Scores, Strategy, Verdict, View
+from bankfull.layers.batch import Batch
+from bankfull.layers.mixer import Mixer
+from bankfull.runtime.batch import build_batch
+from bankfull.runtime.device import Device, Future
+from bankfull.runtime.rows import Rows
+from bankfull.sample.logits import NO_TOKEN
+from bankfull.sample.logprobs import logprobs_of
+from bankfull.state.spec import Layout, StateSpec
+from bankfull.state.storage import LayerState, Storage
+from bankfull.types import StepPlan, StepResult, Work
+
+SCORE_BLOCK = 64
+"""Prompt positions whose logits exist at once while a prompt is scored."""
+
+
+class Head(Protocol):
+    def __call__(self, hidden: Tensor) -> Tensor: ...
+
+
+class Model(Protocol):
+    """All that the runner knows of a model."""
+
+    vocab: int
+    head: Any
+
+    @property
+    def mixers(self) -> list[Mixer]: ...
+    def states(self) -> list[StateSpec]: ...
+    def forward(
+        self, batch: Batch, states: Sequence[LayerState], metas: Sequence[Any], taps: dict[int, Tensor] | None = None
+    ) -> Tensor: ...
+
+
+def plan_mixers(model: Model, layout: Layout, batch: Batch) -> list[Any]:
+    """One meta per layer, made once for all layers of a kind that share a group."""
+    group_of = {layer: g for g, group in enumerate(layout.paged) for layer in group.layers}
+    made: dict[tuple[type, int], Any] = {}
+    metas = []
+    for layer, mixer in enumerate(model.mixers):
+        key = (type(mixer), group_of.get(layout.owner[layer], 0))
+        if key not in made:
+            made[key] = mixer.plan(batch, key[1])
+        metas.append(made[key])
+    return metas
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of the model's own distribution: the token's, and the most likely ones'."""
+
+    logprob: float
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class Extra:
+    """What a request asked for beside its tokens, as far as one step tells it."""
+
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """By the position of the prompt token that was predicted."""
+    pooled: tuple[int, Tensor] | None = None
+    """Position and hidden state (last), or first position and the sum of hidden states from it on (mean)."""
+
+
+@dataclass(slots=True)
+class Step:
+    """A step on its way through the device."""
+
+    plan: StepPlan
+    hidden: Tensor | None = None
+    batch: Batch | None = None
+
+
+@dataclass(slots=True)
+class Landed:
+    """What a step left on the device, before it is turned into host values."""
+
+    verdict: Verdict | None = None
+    scored: dict[int, tuple[int, Tensor, Tensor, Tensor]] = field(default_factory=dict)
+    pooled: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+
+
+class Runner:
+    def __init__(
+        self, model: Model, layout: Layout, device: Device, strategy: Strategy, *,
+        rows: int, max_len: int, frames: int, slots: int,
+    ) -> None:  # fmt: skip
+        self.model, self.layout, self.device, self.strategy = model, layout, device, strategy
+        self.storage = Storage(layout, frames, slots, device.torch)
+        self.rows = Rows(rows, max_len, layout, model.vocab, device.torch)
+
+    def forward(self, plan: StepPlan) -> Step:
+        step = Step(plan)
+
+        def run() -> None:
+            self.storage.transfer(plan.transfers)
+            self.rows.apply(plan)
+            if plan.enter:
+                self.strategy.begin([enter.row for enter in plan.enter])
+            if plan.work:
+                step.batch = build_batch(plan.work, self.rows, self.layout)
+                metas = plan_mixers(self.model, self.layout, step.batch)
+                step.hidden = self.model.forward(step.batch, self.storage.layers, metas)
+
+        self.device.launch(run)
+        return step
+
+    def finish(self, step: Step, masks: Mapping[int, np.ndarray]) -> Future[Landed]:
+        """`masks`: row -> packed bitmask of the tokens that its grammar allows next."""
+
+        def run() -> Landed:
+            landed = Landed()
+            if step.batch is None or step.hidden is None:
+                return landed
+            work = step.plan.work
+            self._prompt_extras(step.batch, step.hidden, work, landed)
+            chosen = [i for i, w in enumerate(work) if w.sample]
+            if chosen:
+                landed.verdict = self._choose(step.batch, step.hidden, [work[i] for i in chosen], masks)
+            self._commit(work, chosen, landed.verdict)
+            return landed
+
+        return self.device.launch(run)
+
+    def _choose(self, batch: Batch, hidden: Tensor, work: list[Work], masks: Mapping[int, np.ndarray]) -> Verdict:
+        device = self.device.torch
+        widths = [w.drafts + 1 for w in work]
+        lines = [w.row for w in work for _ in range(w.drafts + 1)]
+        index = torch.from_numpy(batch.logit_index).to(device)
+        mask = None
+        if masks:
+            packed = np.full((len(lines), self.rows.sampling.words), -1, np.int32)
+            for i, row in enumerate(lines):
+                if row in masks:
+                    packed[i] = masks[row]
+            mask = torch.from_numpy(packed).to(device)
+        sampling = Sampling(
+            torch.tensor(lines, device=device), lines, batch.positions[index] + 1, self.rows.tokens,
+            self.rows.sampling, widths, mask,
+        )  # fmt: skip
+        return self.strategy.verify(Scores(hidden[index], self.model.head), sampling)
+
+    def _commit(self, work: list[Work], chosen: list[int], verdict: Verdict | None) -> None:
+        """Advance the rows: tokens, lengths, and which recurrent slot holds the state."""
+        rows = self.rows
+        accepted = np.zeros(len(work), np.int64)
+        if verdict is not None and any(w.drafts for w in work):
+            accepted[chosen] = verdict.counts.cpu().numpy() - 1
+        for i, w in enumerate(work):
+            rows.computed[w.row] += w.count + accepted[i]
+        if self.layout.recurrent is not None:
+            index = torch.tensor([w.row for w in work], device=rows.device)
+            rows.slot[index] = torch.tensor([w.slots[a] for w, a in zip(work, accepted, strict=True)], device=rows.device)
+        if verdict is None:
+            return
+        host_rows = [work[i].row for i in chosen]
+        index = torch.tensor(host_rows, device=rows.device)
+        rows.commit(index, verdict.tokens, verdict.counts)
+        view = View(index, host_rows, rows.tokens, rows.known)
+        self.strategy.observe(view, verdict)
+        draft = self.strategy.propose(view)
+        if draft is not None:
+            rows.hint(host_rows, draft.tokens)
+
+    def _prompt_extras(self, batch: Batch, hidden: Tensor, work: list[Work], landed: Landed) -> None:
+        """Prompt logprobs and pooled states, for the rows that asked for them."""
+        for i, w in enumerate(work):
+            job = self.rows.job(w.row)
+            start, prompt_len = int(self.rows.computed[w.row]), int(self.rows.prompt_len[w.row])
+            first = int(batch.q_start[i])
+            last = first + min(w.count, prompt_len - start)
+            if job.pool == "mean" and last > first:
+                landed.pooled[i] = (start, hidden[first:last].to(torch.float64).sum(0))
+            elif job.pool == "last" and start + w.count >= prompt_len:
+                landed.pooled[i] = (prompt_len - 1, hidden[last - 1].clone())
+            elif job.params.prompt_logprobs is not None:
+                last = min(last, first + prompt_len - 1 - start)
+                if last > first:
+                    targets = self.rows.tokens[w.row, start + 1 : start + 1 + last - first]
+                    parts = [
+                        logprobs_of(self.model.head(h), t, job.params.prompt_logprobs)
+                        for h, t in zip(hidden[first:last].split(SCORE_BLOCK), targets.split(SCORE_BLOCK), strict=True)
+                    ]
+                    own, ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
+                    landed.scored[i] = (start + 1, own, ids, values)
+
+    def result(self, plan: StepPlan, future: Future[Landed]) -> StepResult:
+        """Wait for the step, and make its values the host's."""
+        landed = future.wait()
+        count = len(plan.work)
+        result = StepResult(plan.step, [[] for _ in range(count)], [None] * count)
+        result.completed = self.device.completed([t.id for t in plan.transfers])
+        if landed.verdict is not None:
+            _read_tokens(plan.work, landed.verdict, result)
+        for i, (first, own, ids, values) in landed.scored.items():
+            extra = result.extras[i] = result.extras[i] or Extra()
+            lines = zip(own.tolist(), ids.tolist(), values.tolist(), strict=True)
+            extra.prompt = {first + j: TokenLogprobs(o, tuple(t), tuple(v)) for j, (o, t, v) in enumerate(lines)}
+        for i, (at, vector) in landed.pooled.items():
+            result.extras[i] = Extra(pooled=(at, vector.cpu()))
+        return result
+
+
+def _read_tokens(work: list[Work], verdict: Verdict, result: StepResult) -> None:
+    sampled = verdict.sampled
+    tokens, counts = verdict.tokens.tolist(), verdict.counts.tolist()
+    own = sampled.logprobs.tolist()
+    top_ids = None if sampled.top_ids is None else sampled.top_ids.tolist()
+    top_values = None if sampled.top_logprobs is None else sampled.top_logprobs.tolist()
+    line = 0
+    for j, i in enumerate(i for i, w in enumerate(work) if w.sample):
+        result.tokens[i] = tokens[j][: counts[j]]
+        if NO_TOKEN in result.tokens[i]:
+            result.errors[i] = (
+                "No token is left to choose from: the request's own constraints (grammar, allowed or banned tokens, "
+                "logit_bias) forbid all, or the model gave no finite score; relax the constraints."
+            )
+        if own[line] == own[line]:  # not NaN: the row asked for logprobs
+            extra = result.extras[i] = Extra()
+            for k in range(line, line + counts[j]):
+                ids = [t for t in top_ids[k] if t != NO_TOKEN] if top_ids is not None else []
+                values = top_values[k][: len(ids)] if top_values is not None else []
+                extra.logprobs.append(TokenLogprobs(own[k], tuple(ids), tuple(values)))
+        line += work[i].drafts + 1
