@@ -1,0 +1,6 @@
+"""Every storage scheme that the engine reads, by name."""
+
+from bankfull.weights.formats import dense, kquants, legacy
+from bankfull.weights.scheme import Scheme
+
+SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in (*dense.SCHEMES, *legacy.SCHEMES, *kquants.SCHEMES)}

@@ -1,0 +1,260 @@
+"""Structured output: which tokens may come next under a JSON schema, a regex, a list of choices or a Lark grammar.
+
+llguidance does the parsing. It is imported when the first structured request comes, and only then.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bankfull.errors import RequestError
+from bankfull.sample.params import StructuredOutput
+
+if TYPE_CHECKING:
+    import llguidance
+
+_Made = TypeVar("_Made")
+
+_CACHED_GRAMMARS = 64
+_REASON_CHARS = 300
+# A chain of rules as long as the largest accepted source overflows a stack of ordinary size, and with it the process;
+# the pages of this one are only touched by such a grammar.
+_STACK_BYTES = 2**30
+_stack_lock = threading.Lock()
+
+
+class Vocabulary(Protocol):
+    """What is needed of a tokenizer."""
+
+    @property
+    def backend(self) -> Any: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos_ids(self) -> Collection[int]: ...
+    @property
+    def special_ids(self) -> Collection[int]: ...
+    def token_bytes(self, token: int, /) -> bytes: ...
+
+
+class Matcher:
+    """One sequence's place in its grammar. Not for two threads at once: wait for a mask before advancing."""
+
+    __slots__ = ("_inner", "_vocab")
+
+    def __init__(self, inner: llguidance.LLMatcher, vocab: int) -> None:
+        self._inner = inner
+        self._vocab = vocab
+
+    def mask(self) -> NDArray[np.int32]:
+        """Packed bits of the tokens that may come next; an end token only where the grammar may end."""
+        found = np.frombuffer(self._inner.compute_bitmask(), dtype=np.int32)
+        self._check()
+        words = np.zeros((self._vocab + 31) // 32, dtype=np.int32)
+        shared = min(len(found), len(words))
+        words[:shared] = found[:shared]
+        if self._vocab % 32:
+            words[-1] &= np.int32((1 << self._vocab % 32) - 1)
+        return words
+
+    def advance(self, token: int) -> None:
+        """The sequence has taken `token`; one that the grammar forbids fails the request."""
+        if token < 0:
+            raise RequestError("no token satisfies the request's grammar and its other bans: relax one of them.")
+        if not self._inner.consume_token(token):
+            self._check()
+            raise RequestError(f"token {token} is not allowed by the request's grammar: report this as a defect.")
+
+    @property
+    def finished(self) -> bool:
+        """Nothing but an end token may follow."""
+        return self._inner.is_stopped()
+
+    @property
+    def accepting(self) -> bool:
+        """The text so far is complete under the grammar, though more may be allowed."""
+        return self._inner.is_accepting()
+
+    def accepts(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens, from the first, could be taken; the place in the grammar stays."""
+        return self._inner.validate_tokens(list(tokens))
+
+    def copy(self) -> Matcher:
+        return Matcher(self._inner.deep_copy(), self._vocab)
+
+    def _check(self) -> None:
+        if self._inner.is_error():
+            reason = _one_line(self._inner.get_error())
+            raise RequestError(f"the structured output's grammar cannot go on ({reason}): simplify the grammar.")
+
+
+class GrammarCompiler:
+    """Compiles each grammar once. `vocab` is the width of the model's logits: ids beyond the tokenizer are never
+    allowed. Compiling a large grammar takes seconds, without holding the interpreter: call it off the engine's loop.
+    """
+
+    def __init__(self, tokenizer: Vocabulary, vocab: int | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._vocab = tokenizer.vocab_size if vocab is None else vocab
+        self._lock = threading.Lock()
+        self._made: OrderedDict[tuple[str, str], Future[llguidance.LLMatcher]] = OrderedDict()
+        self._words: llguidance.LLTokenizer | None = None
+
+    def compile(self, structured: StructuredOutput) -> Matcher:
+        key = (structured.kind, structured.source)
+        with self._lock:
+            pending = self._made.get(key)
+            mine = pending is None
+            if pending is None:
+                pending = self._made[key] = Future()
+                if len(self._made) > _CACHED_GRAMMARS:
+                    self._made.popitem(last=False)
+            self._made.move_to_end(key)
+        if mine:
+            try:
+                pending.set_result(_with_deep_stack(lambda: self._build(structured)))
+            except BaseException as problem:
+                with self._lock:
+                    if self._made.get(key) is pending:
+                        del self._made[key]
+                pending.set_exception(problem)
+        return Matcher(pending.result().deep_copy(), self._vocab)
+
+    def _build(self, structured: StructuredOutput) -> llguidance.LLMatcher:
+        library = _library()
+        with self._lock:
+            if self._words is None:
+                self._words = _token_trie(library, self._tokenizer)
+            words = self._words
+        try:
+            made: llguidance.LLMatcher = library.LLMatcher(words, _grammar_text(library, structured), log_level=0)
+            reason = made.get_error() if made.is_error() else ""
+        except ValueError as problem:
+            reason = str(problem) or "it cannot be read"
+        if reason:
+            raise RequestError(f"structured.{structured.kind} cannot be used: {_one_line(reason)}.")
+        return made
+
+
+class MaskPool:
+    """Computes masks beside the device's work; llguidance lets go of the interpreter while it does."""
+
+    def __init__(self, threads: int = 2) -> None:
+        self._threads = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="grammar-mask")
+
+    def submit(self, matcher: Matcher) -> Future[NDArray[np.int32]]:
+        return self._threads.submit(matcher.mask)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise RequestError("structured output needs the package llguidance: install it and try again.") from None
+    return llguidance
+
+
+def _grammar_text(library: Any, structured: StructuredOutput) -> str:
+    source = structured.source
+    if structured.kind == "json":
+        try:
+            json.loads(source)
+        except (ValueError, RecursionError) as problem:
+            reason = _one_line(str(problem))
+            raise RequestError(f"structured.json is not JSON ({reason}): give a JSON schema.") from None
+        return str(library.LLMatcher.grammar_from_json_schema(source))
+    if structured.kind == "regex":
+        return str(library.LLMatcher.grammar_from_regex(source))
+    if structured.kind == "choice":
+        source = "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in structured.choice or ())
+    return str(library.LLMatcher.grammar_from_lark(source))
+
+
+def _token_trie(library: Any, tokenizer: Vocabulary) -> llguidance.LLTokenizer:
+    """Built from the bytes that the detokenizer will write, so grammar and output cannot disagree."""
+    ends = list(tokenizer.eos_ids)
+    if not ends:
+        raise RequestError("structured output needs an end token, but the model's tokenizer names none: leave it out.")
+    made: llguidance.LLTokenizer = library.LLTokenizer(
+        library.TokenizerWrapper(_Tokens(tokenizer, ends[0])), n_vocab=tokenizer.vocab_size, eos_token=ends
+    )
+    return made
+
+
+class _Tokens:
+    """The view of a tokenizer that llguidance asks for; special tokens go by name, and never stand for their text."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Vocabulary, end: int) -> None:
+        self.eos_token_id = end
+        special = set(tokenizer.special_ids) | set(tokenizer.eos_ids)
+        self.special_token_ids = sorted(special)
+        self.tokens = [self._bytes_of(tokenizer, token, token in special) for token in range(tokenizer.vocab_size)]
+        # A copy, because reading special tokens as plain text is a setting of the object.
+        self._backend = type(tokenizer.backend).from_str(tokenizer.backend.to_str())
+        self._backend.encode_special_tokens = True
+        self._backend.no_truncation()
+        self._backend.no_padding()
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """The tokens that the model would expect for text that the grammar forces. A tokenizer that puts a space before
+        everything is asked behind a mark, which is then cut off; no tokens, where the bytes would not be the text's."""
+        wanted = text.encode() if isinstance(text, str) else text
+        readable = wanted.decode(errors="replace")
+        for mark in (b"", b"\x02"):
+            ids: list[int] = self._backend.encode(mark.decode() + readable, add_special_tokens=False).ids
+            written = b""
+            for cut, token in enumerate(ids):
+                if written.lstrip(b" ") == mark and b"".join(self.tokens[i] for i in ids[cut:]) == wanted:
+                    return ids[cut:]
+                written += self.tokens[token]
+                if len(written) > len(mark) + 1:
+                    break
+        return []
+
+    @staticmethod
+    def _bytes_of(tokenizer: Vocabulary, token: int, special: bool) -> bytes:
+        name = tokenizer.backend.id_to_token(token)
+        if name is None:
+            return b""
+        return str(name).encode() if special else tokenizer.token_bytes(token)
+
+
+def _one_line(reason: str) -> str:
+    """The reason without the echo of the source, the marks under it, and the parser's state."""
+    lines = [line.strip() for line in reason.split("<state>")[0].splitlines()]
+    lines = [line for line in lines if line.strip("^ ") and not line.split("|")[0].strip().isdigit()]
+    text = " ".join(" ".join(lines).split()).rstrip(".")
+    return text if len(text) <= _REASON_CHARS else text[:_REASON_CHARS] + "..."
+
+
+def _with_deep_stack(work: Callable[[], _Made]) -> _Made:
+    outcome: Future[_Made] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as problem:
+            outcome.set_exception(problem)
+
+    with _stack_lock:
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            thread = threading.Thread(target=run, name="grammar-compile")
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    thread.join()
+    return outcome.result()

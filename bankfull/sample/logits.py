@@ -1,0 +1,129 @@
+"""From a step's logits to its tokens, on the device, for rows with different wishes in one batch.
+
+The order, for every row:
+
+1. log-probabilities are taken from the model's own distribution, the log-softmax of the raw logits;
+2. the repetition penalty (tokens of prompt and output), then presence and frequency penalties (output only);
+3. `logit_bias`;
+4. bans: allowed and banned ids, stop ids before `min_tokens`, the grammar's mask, the last token of a bad word;
+5. greedy rows take the highest score, the lowest id among equals, and end here;
+6. temperature, top-k, top-p, min-p, typical-p, each on what the one before has left;
+7. one uniform number, keyed by (seed, child, position, purpose), picks the token by inverse CDF in order of ids.
+
+Logits of 16 bits are widened to float32; float64 stays float64. A row's token does not depend on its batch-mates: sums
+that decide something are integer sums, and a stage that runs for a batch-mate leaves other rows untouched. A row that
+has no usable score left (every token banned, or the model produced NaN or +inf where choosing was allowed) gets
+`NO_TOKEN`, for the caller to fail that request by name; the other rows are not affected.
+
+Nothing here waits for a device. `host_rows` repeats `rows` as Python integers, only to skip what no row asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bankfull.sample.adjust import adjust
+from bankfull.sample.draw import NO_TOKEN, best, draw
+from bankfull.sample.logprobs import logprobs_of
+from bankfull.sample.random import Purpose, uniform
+from bankfull.sample.table import CHILD, GREEDY, LOGPROBS, SEED, Facts, SamplingTable
+from bankfull.sample.truncate import truncate
+
+__all__ = ["NO_TOKEN", "Sampled", "SamplingTable", "process", "sample"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Device tensors. `logprobs` is NaN for a row that did not ask; `top_ids` and `top_logprobs` are as wide as the
+    widest wish of the batch (None when nobody asked for more than the chosen token) and hold -1 and NaN beyond a row's
+    own wish."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    top_ids: Tensor | None
+    top_logprobs: Tensor | None
+
+
+def process(
+    logits: Tensor,
+    rows: Tensor,
+    table: SamplingTable,
+    tokens: Tensor,
+    length: Tensor,
+    mask: Tensor | None = None,
+    host_rows: Sequence[int] | None = None,
+) -> Tensor:
+    """Scores [n, V] whose softmax is the distribution that a token is drawn from: -inf where no token may be drawn, and
+    for a greedy row 0 at its one token. A row may occur more than once, at different lengths (verifying drafts, which
+    then stand in `tokens`). Only the first `length` tokens of a row are looked at, and `tokens` may be a view of the
+    columns that are in use."""
+    facts = table.facts_for(host_rows, len(logits))
+    scores = adjust(_widened(logits), rows, table, tokens, length, mask, facts)
+    shaped = truncate(scores, rows, table, facts)
+    if host_rows is not None and not any(fact.greedy for fact in facts):
+        return shaped
+    top, token = scores.max(-1, keepdim=True)
+    only = torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
+    greedy = (table.wholes[rows, GREEDY] > 0).unsqueeze(-1) & top.isfinite()
+    return torch.where(greedy, only, shaped)
+
+
+def sample(
+    logits: Tensor,
+    rows: Tensor,
+    table: SamplingTable,
+    tokens: Tensor,
+    length: Tensor,
+    mask: Tensor | None = None,
+    *,
+    host_rows: Sequence[int] | None,
+) -> Sampled:
+    """One token per line of `logits` [n, V]; `length` [n] is how many tokens the row knows, the position being sampled.
+    `mask` [n, ceil(V / 32)] is a packed bitmask of the tokens that a grammar allows, all ones for rows without one."""
+    facts = table.facts_for(host_rows, len(logits))
+    scores = adjust(_widened(logits), rows, table, tokens, length, mask, facts)
+    chance = table.choose(facts, lambda fact: not fact.greedy)
+    if not chance:
+        picked = best(scores)
+    else:
+        some = chance.take(rows)
+        shaped = truncate(chance.take(scores), some, table, [facts[line] for line in chance.lines])
+        numbers = uniform(
+            table.wholes[some, SEED], table.wholes[some, CHILD], chance.take(length).to(torch.int64), Purpose.TOKEN
+        )
+        drawn = draw(shaped, numbers)
+        if host_rows is None:
+            picked = torch.where(table.wholes[rows, GREEDY] > 0, best(scores), drawn)
+        else:
+            picked = drawn if chance.index is None else chance.put(best(scores), drawn)
+    return _with_logprobs(picked, logits, rows, table, facts)
+
+
+def _widened(logits: Tensor) -> Tensor:
+    return logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+
+
+def _with_logprobs(
+    picked: Tensor, logits: Tensor, rows: Tensor, table: SamplingTable, facts: Sequence[Facts]
+) -> Sampled:
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    own = torch.full(picked.shape, torch.nan, dtype=dtype, device=picked.device)
+    chosen = table.choose(facts, lambda fact: fact.logprobs is not None)
+    if not chosen:
+        return Sampled(picked, own, None, None)
+    width = min(max(facts[line].logprobs or 0 for line in chosen.lines), logits.shape[-1])
+    part, ids, values = logprobs_of(chosen.take(logits), chosen.take(picked), width)
+    wished = table.wholes[chosen.take(rows), LOGPROBS, None]
+    own = chosen.put(own, part.masked_fill(wished.squeeze(-1) < 0, torch.nan))
+    if not width:
+        return Sampled(picked, own, None, None)
+    beyond = torch.arange(width, device=picked.device) >= wished
+    top_ids = torch.full((len(picked), width), NO_TOKEN, dtype=torch.int64, device=picked.device)
+    top_values = torch.full((len(picked), width), torch.nan, dtype=dtype, device=picked.device)
+    top_ids = chosen.put(top_ids, ids.masked_fill(beyond, NO_TOKEN))
+    top_values = chosen.put(top_values, values.masked_fill(beyond, torch.nan))
+    return Sampled(picked, own, top_ids, top_values)

@@ -1,0 +1,236 @@
+"""The sampling wishes of every permanent row: as device tensors for the kernels, as host facts for skipping work.
+
+A step gathers its lines with one index per tensor. Neutral values are exact no-ops (divide by 1, subtract 0, keep
+all), so a row's numbers are the same whether or not a batch-mate caused a stage to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bankfull.errors import RequestError
+from bankfull.sample.params import MAX_VOCAB, SamplingParams
+
+TEMPERATURE, TOP_P, MIN_P, TYPICAL_P, REPETITION, PRESENCE, FREQUENCY = range(7)
+SEED, CHILD, PROMPT_LEN, TOP_K, STOP_FROM, GREEDY, LOGPROBS = range(7)
+
+_NEUTRAL_REALS = (1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the host knows about a row; an unset row is a plain greedy one."""
+
+    greedy: bool = True
+    repeats: bool = False
+    counts: bool = False
+    biased: bool = False
+    fenced: bool = False
+    waits: bool = False
+    worded: bool = False
+    top_k: int | None = None
+    nucleus: bool = False
+    min_p: bool = False
+    typical: bool = False
+    logprobs: int | None = None
+
+
+PLAIN = Facts()
+
+
+class SamplingTable:
+    """One line per permanent row. Tensors for ragged wishes appear when a request first needs them, and grow."""
+
+    def __init__(self, rows: int, vocab: int, device: torch.device | str = "cpu") -> None:
+        if not 0 < vocab <= MAX_VOCAB:
+            raise ValueError(f"a vocabulary of {vocab} tokens is outside 1 to {MAX_VOCAB}")
+        self.rows = rows
+        self.vocab = vocab
+        self.device = torch.device(device)
+        self.words = (vocab + 31) // 32
+        self.facts: list[Facts] = [PLAIN] * rows
+        self._neutral_whole = (0, 0, 0, vocab, 0, 1, -1)
+        self.reals = torch.tensor([_NEUTRAL_REALS] * rows, dtype=torch.float64, device=self.device).view(rows, -1)
+        self.wholes = torch.tensor([self._neutral_whole] * rows, dtype=torch.int64, device=self.device).view(rows, -1)
+        self.allowed: Tensor | None = None
+        self.stops: Tensor | None = None
+        self.bias_ids: Tensor | None = None
+        self.bias_values: Tensor | None = None
+        self.bad_words: Tensor | None = None
+
+    def set(
+        self, row: int, params: SamplingParams, *, prompt_len: int, child: int, seed: int, stop_ids: Collection[int]
+    ) -> None:
+        """A request enters a row. `stop_ids` (end tokens and stop_token_ids) are banned until min_tokens are out."""
+        if params.bad_words and not params.bad_word_ids:
+            raise RuntimeError("bad_words must be tokenized into bad_word_ids before a request enters a row")
+        self.check(params, stop_ids)
+        facts = self._facts_of(params, stop_ids)
+        top_k = facts.top_k or self.vocab
+        self._write(self.reals, row, (
+            1.0 if params.greedy else params.temperature, params.top_p, params.min_p, params.typical_p,
+            params.repetition_penalty, params.presence_penalty, params.frequency_penalty,
+        ))
+        self._write(self.wholes, row, (
+            seed, child, prompt_len, top_k, prompt_len + params.min_tokens, int(params.greedy),
+            -1 if params.logprobs is None else params.logprobs,
+        ))
+        self._set_bits(row, params, stop_ids, facts)
+        self._set_bias(row, params)
+        self._set_bad_words(row, params)
+        self.facts[row] = facts
+
+    def clear(self, row: int) -> None:
+        """The request has left; until the next `set` the row is a plain greedy one."""
+        self.facts[row] = PLAIN
+        self._write(self.reals, row, _NEUTRAL_REALS)
+        self._write(self.wholes, row, self._neutral_whole)
+        if self.allowed is not None:
+            self.allowed[row].fill_(-1)
+        if self.stops is not None:
+            self.stops[row].zero_()
+        if self.bias_values is not None:
+            self.bias_values[row].zero_()
+        if self.bad_words is not None:
+            self.bad_words[row].fill_(-1)
+
+    def facts_for(self, host_rows: Sequence[int] | None, count: int) -> list[Facts]:
+        """Facts of a batch; without host rows every line is taken to want what any row of the table wants."""
+        if host_rows is not None:
+            if len(host_rows) != count:
+                raise ValueError(f"{len(host_rows)} host rows for {count} rows of logits")
+            return [self.facts[row] for row in host_rows]
+        asked = [fact.logprobs for fact in self.facts if fact.logprobs is not None]
+        union = Facts(
+            greedy=all(fact.greedy for fact in self.facts),
+            top_k=self.vocab if any(fact.top_k for fact in self.facts) else None,
+            logprobs=max(asked, default=None),
+            **{name: any(getattr(fact, name) for fact in self.facts) for name in (
+                "repeats", "counts", "biased", "fenced", "waits", "worded", "nucleus", "min_p", "typical",
+            )},
+        )
+        return [union] * count
+
+    def ship(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
+        """Host values as a device tensor, without waiting for the device: pinned memory is freed by its own event."""
+        on_gpu = self.device.type == "cuda"
+        return torch.tensor(values, dtype=dtype, pin_memory=on_gpu).to(self.device, non_blocking=True)
+
+    def choose(self, facts: Sequence[Facts], wants: Callable[[Facts], bool]) -> Choice:
+        lines = [line for line, fact in enumerate(facts) if wants(fact)]
+        every = len(lines) == len(facts)
+        return Choice(lines, None if every or not lines else self.ship(lines, torch.int64))
+
+    def _facts_of(self, params: SamplingParams, stop_ids: Collection[int]) -> Facts:
+        chance = not params.greedy
+        return Facts(
+            greedy=params.greedy,
+            repeats=params.repetition_penalty != 1.0,
+            counts=params.presence_penalty != 0.0 or params.frequency_penalty != 0.0,
+            biased=bool(params.logit_bias),
+            fenced=params.allowed_token_ids is not None or bool(params.banned_token_ids),
+            waits=params.min_tokens > 0 and bool(stop_ids),
+            worded=bool(params.bad_word_ids),
+            top_k=params.top_k if chance and 0 < params.top_k < self.vocab else None,
+            nucleus=chance and params.top_p < 1.0,
+            min_p=chance and params.min_p > 0.0,
+            typical=chance and params.typical_p < 1.0,
+            logprobs=params.logprobs,
+        )
+
+    def check(self, params: SamplingParams, stop_ids: Collection[int]) -> None:
+        named: tuple[tuple[str, Collection[int]], ...] = (
+            ("logit_bias", params.logit_bias or ()),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("banned_token_ids", params.banned_token_ids),
+            ("stop_token_ids", stop_ids),
+            *(("bad_words", ids) for ids in params.bad_word_ids),
+        )
+        for name, ids in named:
+            if ids and not (min(ids) >= 0 and max(ids) < self.vocab):
+                wrong = next(token for token in ids if not 0 <= token < self.vocab)
+                raise RequestError(f"{name} names token {wrong}, but the model's ids go from 0 to {self.vocab - 1}.")
+
+    def _write(self, table: Tensor, row: int, values: Sequence[float | int]) -> None:
+        table[row].copy_(self.ship(values, table.dtype), non_blocking=True)
+
+    def _bits(self, ids: Collection[int]) -> Tensor:
+        """A packed line (bit t % 32 of word t // 32), built on the host: it crosses as one small copy."""
+        flags = torch.zeros(self.words * 32, dtype=torch.int64)
+        flags[torch.tensor(list(ids), dtype=torch.int64)] = 1
+        packed = (flags.view(-1, 32) << torch.arange(32)).sum(-1).to(torch.int32)
+        if self.device.type == "cuda":
+            packed = packed.pin_memory()
+        return packed.to(self.device, non_blocking=True)
+
+    def _set_bits(self, row: int, params: SamplingParams, stop_ids: Collection[int], facts: Facts) -> None:
+        if facts.fenced and self.allowed is None:
+            self.allowed = torch.full((self.rows, self.words), -1, dtype=torch.int32, device=self.device)
+        if self.allowed is not None:
+            line = self.allowed[row].fill_(-1)
+            if params.allowed_token_ids is not None:
+                line &= self._bits(params.allowed_token_ids)
+            if params.banned_token_ids:
+                line &= ~self._bits(params.banned_token_ids)
+        if facts.waits and self.stops is None:
+            self.stops = torch.zeros((self.rows, self.words), dtype=torch.int32, device=self.device)
+        if self.stops is not None:
+            line = self.stops[row].zero_()
+            if facts.waits:
+                line |= self._bits(stop_ids)
+
+    def _set_bias(self, row: int, params: SamplingParams) -> None:
+        bias = params.logit_bias or {}
+        if bias:
+            self.bias_ids = self._widened(self.bias_ids, (len(bias),), 0, torch.int64)
+            self.bias_values = self._widened(self.bias_values, (len(bias),), 0, torch.float64)
+        if self.bias_ids is not None and self.bias_values is not None:
+            padding = [0] * (self.bias_ids.shape[1] - len(bias))
+            self._write(self.bias_ids, row, [*bias, *padding])
+            self._write(self.bias_values, row, [*bias.values(), *padding])
+
+    def _set_bad_words(self, row: int, params: SamplingParams) -> None:
+        """Right-aligned: the banned token is in the last column, and -1 before it matches anything."""
+        words = params.bad_word_ids
+        if words:
+            self.bad_words = self._widened(self.bad_words, (len(words), max(map(len, words))), -1, torch.int64)
+        if self.bad_words is not None:
+            _, count, width = self.bad_words.shape
+            lines = [[-1] * (width - len(ids)) + list(ids) for ids in words]
+            lines += [[-1] * width] * (count - len(words))
+            self.bad_words[row].copy_(self.ship(lines, torch.int64), non_blocking=True)
+
+    def _widened(self, old: Tensor | None, sizes: tuple[int, ...], fill: int, dtype: torch.dtype) -> Tensor:
+        """At least `sizes` wide in every ragged dimension, in powers of two; old lines stay, padded at their padding
+        side (bad words grow to the left)."""
+        if old is not None and all(have >= want for have, want in zip(old.shape[1:], sizes, strict=True)):
+            return old
+        have = (0,) * len(sizes) if old is None else tuple(old.shape[1:])
+        grown = [max(now, 1 << (want - 1).bit_length()) for now, want in zip(have, sizes, strict=True)]
+        new = torch.full((self.rows, *grown), fill, dtype=dtype, device=self.device)
+        if old is not None:
+            corner = new[:, : have[0]] if len(have) == 1 else new[:, : have[0], grown[1] - have[1] :]
+            corner.copy_(old)
+        return new
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Some lines of a batch. `index` is None when it is all of them, so that nothing is gathered."""
+
+    lines: list[int]
+    index: Tensor | None
+
+    def __bool__(self) -> bool:
+        return bool(self.lines)
+
+    def take(self, tensor: Tensor) -> Tensor:
+        return tensor if self.index is None else tensor.index_select(0, self.index)
+
+    def put(self, whole: Tensor, part: Tensor) -> Tensor:
+        """`whole` with the chosen lines replaced, as a new tensor: the logits belong to the caller."""
+        return part if self.index is None else whole.index_copy(0, self.index, part)

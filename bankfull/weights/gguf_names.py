@@ -1,0 +1,150 @@
+"""GGUF tensors under their Hugging Face names, with the converter's changes of layout undone.
+
+Only names and the order of rows change here: no number is touched, so quantized tensors stay quantized.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bankfull.errors import ModelError
+from bankfull.weights.gguf import Container, TensorInfo
+from bankfull.weights.qtensor import QTensor
+
+_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.([a-z0-9_]+)(?:\.(weight|bias))?")
+
+_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_OUTER_MAMBA = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
+
+_ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_norm": "post_attention_layernorm",
+}
+_GEMMA = _ATTENTION | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_PHI3 = _ATTENTION | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_MAMBA = {
+    "attn_norm": "norm",
+    "ssm_in": "mixer.in_proj",
+    "ssm_conv1d": "mixer.conv1d",
+    "ssm_x": "mixer.x_proj",
+    "ssm_dt": "mixer.dt_proj",
+    # The file holds -exp(A_log): it goes by the name of what it is.
+    "ssm_a": "mixer.A",
+    "ssm_d": "mixer.D",
+    "ssm_out": "mixer.out_proj",
+}
+_LAYERS: dict[str, dict[str, str]] = {
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "phi3": _PHI3,
+    "mamba": _MAMBA,
+}
+# Their rotary embedding turns neighbouring pairs, so the converter interleaved the two halves of each head.
+_INTERLEAVED = ("llama", "mistral", "smollm3")
+# Told by the config: `rope_scaling` holds what these tensors say.
+_IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+Transform = Callable[[QTensor], QTensor]
+
+
+def hf_name(name: str, model_type: str) -> str:
+    """The Hugging Face name; a tensor that the architecture does not know keeps its own, and stays unread."""
+    mamba = model_type == "mamba"
+    stem, _, suffix = name.rpartition(".")
+    outer = _OUTER_MAMBA if mamba else _OUTER
+    if stem in outer and suffix in ("weight", "bias"):
+        return f"{outer[stem]}.{suffix}"
+    match = _LAYER.fullmatch(name)
+    inner = match and _LAYERS.get(model_type, _ATTENTION).get(match[2])
+    if match is None or inner is None:
+        return name
+    prefix = "backbone.layers" if mamba else "model.layers"
+    return f"{prefix}.{match[1]}.{inner}" + (f".{match[3]}" if match[3] else "")
+
+
+def head_halves(rows: int, heads: int) -> torch.Tensor:
+    """Row order that puts the interleaved pairs of each head back into two halves."""
+    return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).flatten()
+
+
+class GGUFSource:
+    """The tensors of a GGUF file for models that only know Hugging Face names."""
+
+    def __init__(self, container: Container, config: dict[str, Any]) -> None:
+        self._name = container.path.name
+        self._tensors: dict[str, TensorInfo] = {}
+        self._transforms: dict[str, Transform] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._read: set[str] = set()
+        model_type: str = config["model_type"]
+        for original, info in container.tensors.items():
+            if original in _IN_CONFIG:
+                continue
+            name = hf_name(original, model_type)
+            if name in self._tensors:
+                raise ModelError(f"{self._name} has two tensors for '{name}': the file is damaged")
+            self._tensors[name] = info
+            self._shapes[name] = info.shape
+            if model_type in _INTERLEAVED:
+                self._undo_interleaving(name, info, config)
+            if model_type == "mamba" and name.endswith(".conv1d.weight") and len(info.shape) == 2:
+                self._restore_conv(name, info)
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        self._demand(name)
+        return self._shapes[name]
+
+    def get(self, name: str) -> QTensor:
+        self._demand(name)
+        self._read.add(name)
+        tensor = self._tensors[name].load()
+        transform = self._transforms.get(name)
+        return tensor if transform is None else transform(tensor)
+
+    def unread(self) -> list[str]:
+        return [name for name in self._tensors if name not in self._read]
+
+    def _demand(self, name: str) -> None:
+        if name not in self._tensors:
+            raise ModelError(f"{self._name} lacks the tensor '{name}': the file does not hold the whole model")
+
+    def _undo_interleaving(self, name: str, info: TensorInfo, config: dict[str, Any]) -> None:
+        if name.endswith((".q_proj.weight", ".q_proj.bias")):
+            heads = config["num_attention_heads"]
+        elif name.endswith((".k_proj.weight", ".k_proj.bias")):
+            heads = config["num_key_value_heads"]
+        else:
+            return
+        rows = info.shape[0]
+        has_rows = len(info.shape) > 1 or info.scheme.is_dense
+        if not has_rows or rows != heads * config["head_dim"] or rows // heads % 2:
+            raise ModelError(f"{self._name} has '{name}' of shape {info.shape}, not {heads} heads: it is damaged")
+        self._transforms[name] = lambda tensor: tensor.rows(head_halves(rows, heads))
+
+    def _restore_conv(self, name: str, info: TensorInfo) -> None:
+        channels, kernel = info.shape
+        self._shapes[name] = (channels, 1, kernel)
+        self._transforms[name] = lambda tensor: tensor.reshape_leading(channels, 1)

@@ -1,0 +1,108 @@
+"""Reading config.json files of any age into one vocabulary.
+
+Old files say `rope_theta`, `rope_scaling` with "type", and `torch_dtype`; new ones say `rope_parameters` and `dtype`.
+After `normalize_config` there are only `rope_theta`, `rope_scaling` (None, or a dict with "rope_type"),
+`rope_local_base_freq` and `dtype`.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any, NoReturn
+
+from bankfull.errors import ModelError
+
+MAX_JSON_BYTES = 16 << 20
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+Config = dict[str, Any]
+
+
+def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> Config:
+    """A JSON object from a file that may be anything."""
+
+    def refuse_constant(name: str) -> NoReturn:
+        raise ValueError(f"{name} is not JSON")
+
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ModelError(f"{path} is not a regular file")
+        if status.st_size > limit:
+            raise ModelError(f"{path} is larger than {limit >> 20} MiB, which no real file of its kind is")
+        with path.open("rb") as file:
+            value = json.loads(file.read(limit + 1), parse_constant=refuse_constant)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
+    except ModelError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON ({type(error).__name__}): download it again") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds a JSON {type(value).__name__} where an object is expected")
+    return value
+
+
+def normalize_config(config: Config) -> Config:
+    """The same configuration in one vocabulary; the argument is not changed, a `text_config` stays nested."""
+    made = _normalize_level(config)
+    if isinstance(nested := made.get("text_config"), dict):
+        made["text_config"] = _normalize_level(nested)
+    return made
+
+
+def _normalize_level(config: Config) -> Config:
+    made = dict(config)
+    old_dtype = made.pop("torch_dtype", None)
+    if made.get("dtype") is None and old_dtype is not None:
+        made["dtype"] = old_dtype
+    parameters = _dict_or_none(made, "rope_parameters")
+    made.pop("rope_parameters", None)
+    scaling = _dict_or_none(made, "rope_scaling")
+    if parameters is not None and any(kind in parameters for kind in LAYER_TYPES):
+        local = _dict_or_none(parameters, "sliding_attention") or {}
+        if local.get("rope_type", "default") != "default":
+            kind = str(local["rope_type"])[:80]
+            raise ModelError(f"config.json scales the rotary embedding of sliding layers by '{kind}', not supported")
+        if "rope_theta" in local:
+            made["rope_local_base_freq"] = local["rope_theta"]
+        parameters = _dict_or_none(parameters, "full_attention")
+    chosen = dict(parameters if parameters is not None else scaling or {})
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if (value := chosen.pop(key, None)) is not None:
+            made[key] = value
+    made["rope_scaling"] = _scaling(chosen, made)
+    for key in ("rope_theta", "rope_local_base_freq", "partial_rotary_factor"):
+        if made.get(key) is None:
+            made.pop(key, None)  # absent, so that a model's own default applies
+        elif not _is_positive(made[key]):
+            raise ModelError(f"config.json has a '{key}' of {str(made[key])[:80]!r}, which is not a positive number")
+    return made
+
+
+def _scaling(chosen: Config, config: Config) -> Config | None:
+    kind = chosen.get("rope_type", chosen.get("type", "default"))
+    chosen.pop("type", None)
+    if not isinstance(kind, str):
+        raise ModelError("config.json has a rope_scaling whose type is not text")
+    if kind == "default":
+        return None
+    if kind == "su" or (kind == "yarn" and "long_factor" in chosen):
+        kind = "longrope"  # its two earlier names
+    original = config.get("original_max_position_embeddings")
+    if kind == "longrope" and original is not None:
+        chosen.setdefault("original_max_position_embeddings", original)
+    return {"rope_type": kind} | {key: value for key, value in chosen.items() if key != "rope_type"}
+
+
+def _dict_or_none(config: Config, key: str) -> Config | None:
+    value = config.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise ModelError(f"config.json has a '{key}' that is a {type(value).__name__} where an object is expected")
+    return value
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e300

@@ -1,0 +1,126 @@
+"""Models of the Hugging Face hub, by `org/name`, or `org/name/file.gguf` for one file of a repository of GGUF files.
+
+`huggingface_hub` (an extra) does the work, with its own cache and its own variables: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from bankfull.errors import ModelError
+
+HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:/(?P<file>[^\0]+\.gguf))?")
+SPLIT = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
+# What a model directory needs, and nothing that could be run: no *.bin (pickles), no *.py.
+WANTED = ("model*.safetensors", "*.json", "*.jinja", "tokenizer.*", "additional_chat_templates/*.jinja")
+REFUSED = ("*.bin", "*.py", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5")
+NAMES_SHOWN = 8
+
+log = logging.getLogger("bankfull")
+
+
+def looks_like_hub_id(name: str) -> bool:
+    return HUB_ID.fullmatch(name) is not None
+
+
+def from_hub(name: str) -> Path:
+    """The directory, or the .gguf file, in the hub's local cache; downloaded into it first where that is needed."""
+    match = HUB_ID.fullmatch(name)
+    assert match is not None, name
+    repo, file = match["repo"], match["file"]
+    try:
+        import huggingface_hub as hub
+    except ImportError:
+        raise ModelError(
+            f"{name!r} is no local path, and reading it from the hub needs a package: pip install 'bankfull[hub]'."
+        ) from None
+    try:
+        if hub.constants.HF_HUB_OFFLINE:
+            return _in_snapshot(Path(hub.snapshot_download(repo, local_files_only=True)), repo, file)
+        files = hub.HfApi().list_repo_files(repo)
+        wanted, entry = choose(files, repo, file)
+        folder = Path(hub.snapshot_download(repo, allow_patterns=_literal(wanted), ignore_patterns=list(REFUSED)))
+        return folder / entry
+    except ModelError:
+        raise
+    except Exception as error:  # the library lets errors of its transports through, which differ by version
+        return _after_failure(hub, repo, file, error)
+
+
+def choose(files: Sequence[str], repo: str, file: str | None) -> tuple[list[str], str]:
+    """The files to download, and which of them to open ("" = the directory)."""
+    ggufs = [name for name in files if name.endswith(".gguf")]
+    if file is not None:
+        if file not in ggufs:
+            raise ModelError(f"The hub repository {repo} has no file {file!r}; it has {_listed(ggufs)}.")
+        return _parts(file, ggufs)
+    if any(fnmatchcase(name, "model*.safetensors") for name in files) and "config.json" in files:
+        kept = [
+            name for name in files
+            if any(fnmatchcase(name, pattern) and name.count("/") == pattern.count("/") for pattern in WANTED)
+        ]  # fmt: skip
+        return [name for name in kept if not any(fnmatchcase(name, pattern) for pattern in REFUSED)], ""
+    first = [name for name in ggufs if (m := SPLIT.fullmatch(name)) is None or int(m["part"]) == 1]
+    if len(first) == 1:
+        return _parts(first[0], ggufs)
+    if first:
+        raise ModelError(f"The hub repository {repo} holds several GGUF files: choose one as {repo}/FILE, {_listed(first)}.")
+    raise ModelError(
+        f"The hub repository {repo} holds no model.safetensors with a config.json and no .gguf file; "
+        "only these are read: use another repository of this model."
+    )
+
+
+def _parts(file: str, ggufs: Sequence[str]) -> tuple[list[str], str]:
+    match = SPLIT.fullmatch(file)
+    if match is None:
+        return [file], file
+    names = [f"{match['stem']}-{n:05d}-of-{match['count']}.gguf" for n in range(1, int(match["count"]) + 1)]
+    return [name for name in names if name in ggufs], names[0]
+
+
+def _in_snapshot(folder: Path, repo: str, file: str | None) -> Path:
+    files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    return folder / choose(files, repo, file)[1]
+
+
+def _after_failure(hub: Any, repo: str, file: str | None, error: Exception) -> Path:
+    """What was downloaded earlier serves when the hub cannot be reached, and a warning says so."""
+    kind = type(error).__name__
+    if kind == "GatedRepoError":
+        raise ModelError(
+            f"The hub repository {repo} is gated: accept its terms on its page, then set HF_TOKEN to your token."
+        ) from None
+    if kind in ("RepositoryNotFoundError", "HFValidationError"):
+        raise ModelError(
+            f"The hub has no repository {repo}, or your HF_TOKEN may not read it; check the spelling of org/name."
+        ) from None
+    reason = " ".join(str(error).split())[:200].rstrip(". ") or kind
+    try:
+        found = _in_snapshot(Path(hub.snapshot_download(repo, local_files_only=True)), repo, file)
+    except Exception:
+        offline = "HF_HUB_OFFLINE is set and its cache has no" if hub.constants.HF_HUB_OFFLINE else None
+        if offline:
+            raise ModelError(f"{offline} {repo}; unset it to download, or give a local path.") from None
+        raise ModelError(
+            f"The hub cannot be reached for {repo} ({kind}: {reason}); try again, or give a local path."
+        ) from None
+    log.warning("The hub cannot be reached (%s: %s); using the copy of %s in its cache.", kind, reason, repo)
+    return found
+
+
+def _literal(names: Sequence[str]) -> list[str]:
+    """Names as patterns that match only themselves."""
+    return [re.sub(r"([*?[])", r"[\1]", name) for name in names]
+
+
+def _listed(names: Sequence[str]) -> str:
+    if not names:
+        return "no .gguf files"
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(sorted(names)[:NAMES_SHOWN]) + more

@@ -1,0 +1,85 @@
+"""From what a user calls a model to the files on this machine.
+
+A short name comes first, so that the default model never depends on the current directory (`./smollm2` names a
+directory of that name); then a path; then a hub id.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+
+from bankfull.errors import ModelError
+from bankfull.weights import fetch
+from bankfull.weights.hub import from_hub, looks_like_hub_id
+
+DEFAULT_MODEL = "smollm2"
+LONGEST_NAME = 4096
+SIBLINGS_READ = 10_000
+
+
+def locate(name: str, report: fetch.Report | None = None) -> Path:
+    """A model directory or .gguf file; downloads what is not here. `report` replaces the progress on stderr."""
+    if not name or "\0" in name or len(name) > LONGEST_NAME:
+        raise ModelError(f"{name[:80]!r} is no name of a model: give a path, a hub id (org/name) or {_short_names()}.")
+    if name in fetch.SHORT_NAMES:
+        model = fetch.SHORT_NAMES[name]
+        return fetch.installed(model) or fetch.cached(name, model) or fetch.fetch(name, model, report)
+    path = _expanded(name)
+    try:
+        if path.is_dir():
+            return _in_directory(path)
+        if path.exists():
+            return path
+    except OSError as error:
+        raise ModelError(f"{name[:80]!r} is not a usable path: {error.strerror or error}.") from None
+    if looks_like_hub_id(name) and not _meant_as_path(name, path):
+        return from_hub(name)
+    raise ModelError(_not_found(name, path))
+
+
+def _expanded(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
+
+
+def _in_directory(path: Path) -> Path:
+    """A directory without config.json that holds one GGUF model means that model."""
+    if (path / "config.json").exists():
+        return path
+    first = [p for p in sorted(path.glob("*.gguf")) if "-of-" not in p.name or "-00001-of-" in p.name]
+    return first[0] if len(first) == 1 else path  # opening the directory says what is wrong with it
+
+
+def _meant_as_path(name: str, path: Path) -> bool:
+    """`models/llama` where `models` is a directory here is a misspelled path, not an organisation of the hub."""
+    return name.startswith((".", "~")) or path.parent.is_dir()
+
+
+def _not_found(name: str, path: Path) -> str:
+    if path.parent.is_dir() and ("/" in name or path.suffix):
+        near = _nearest(path.name, _siblings(path.parent))
+        hint = f"did you mean {str(path.with_name(near))!r}?" if near else f"{path.parent} has nothing of a similar name."
+        return f"There is no model {name!r}: {hint}"
+    near = _nearest(name, list(fetch.SHORT_NAMES))
+    hint = f"did you mean {near!r}?" if near else f"give a path, a hub id (org/name) or {_short_names()}."
+    return f"There is no model {name!r}, neither as a path nor as a short name: {hint}"
+
+
+def _siblings(folder: Path) -> list[str]:
+    try:
+        return [p.name for p, _ in zip(folder.iterdir(), range(SIBLINGS_READ), strict=False)]
+    except OSError:
+        return []
+
+
+def _nearest(name: str, names: list[str]) -> str | None:
+    folded = {n.lower(): n for n in names}
+    found = get_close_matches(name.lower(), folded, n=1, cutoff=0.6)
+    return folded[found[0]] if found else None
+
+
+def _short_names() -> str:
+    return "a short name: " + ", ".join(f"{name!r}" for name in sorted(fetch.SHORT_NAMES))

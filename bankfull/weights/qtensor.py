@@ -1,0 +1,66 @@
+"""A tensor as it lies in memory: its storage scheme, the parts that hold the bytes, and its logical shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bankfull.errors import ModelError
+from bankfull.weights.formats.dense import BY_DTYPE
+from bankfull.weights.scheme import Scheme
+
+__all__ = ["QTensor", "Scheme"]
+
+
+@dataclass(frozen=True, slots=True)
+class QTensor:
+    """Invariant: every part has the leading dimensions of `shape`; only the last one differs, block-wise.
+
+    Block formats have one part, "blocks": uint8 of shape (*shape[:-1], shape[-1] // block * block_bytes).
+    """
+
+    scheme: Scheme
+    parts: Mapping[str, Tensor]
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def dense(tensor: Tensor) -> QTensor:
+        scheme = BY_DTYPE.get(tensor.dtype)
+        if scheme is None:
+            raise ModelError(f"a weight cannot be {tensor.dtype}: convert it to float32, float16, bfloat16 or float64")
+        return QTensor(scheme, {"data": tensor}, tuple(tensor.shape))
+
+    @property
+    def is_dense(self) -> bool:
+        return self.scheme.is_dense
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.numel() * part.element_size() for part in self.parts.values())
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parts.values())).device
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values in `dtype`. May share memory with a dense part: treat the result as read-only."""
+        return self.scheme.dequantize(self.parts, self.shape, dtype)
+
+    def rows(self, index: slice | Tensor) -> QTensor:
+        """Select along the first dimension without dequantizing: a view for a slice, a copy for a tensor."""
+        if len(self.shape) < 2 and not self.is_dense:
+            raise ValueError(f"a {self.scheme.name} vector has no rows to select: its blocks run along them")
+        parts = {name: part[index] for name, part in self.parts.items()}
+        count = next(iter(parts.values())).shape[0]
+        return QTensor(self.scheme, parts, (count, *self.shape[1:]))
+
+    def reshape_leading(self, *leading: int) -> QTensor:
+        """The same bytes under other leading dimensions; the last dimension, along which blocks run, stays."""
+        parts = {name: part.reshape(*leading, part.shape[-1]) for name, part in self.parts.items()}
+        return QTensor(self.scheme, parts, (*leading, self.shape[-1]))
+
+    def to(self, device: torch.device | str) -> QTensor:
+        return QTensor(self.scheme, {name: part.to(device) for name, part in self.parts.items()}, self.shape)

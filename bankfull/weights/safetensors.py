@@ -1,0 +1,142 @@
+"""A Hugging Face directory: config.json and safetensors files, one or many, each opened once and when it is needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from bankfull.errors import ModelError
+from bankfull.weights.hf_config import normalize_config, read_json
+from bankfull.weights.qtensor import QTensor
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_INDEX_BYTES = 64 << 20
+READ_DTYPES = ("F32", "F16", "BF16", "F64")
+# Keys of config.json that say so, with the method that is meant when they do not name one.
+QUANTIZED = {"quantization_config": "unnamed", "compression_config": "compressed-tensors", "quantization": "mlx"}
+PLAIN_NAME = re.compile(r"[^/\\\0]+\.safetensors")
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def open_directory(path: Path) -> tuple[dict[str, Any], dict[str, Any], DirectorySource]:
+    """The normalized configuration, the generation defaults, and the tensors of a model directory."""
+    if not (path / "config.json").exists():
+        hint = next((name for name in sorted(item.name for item in path.iterdir()) if name.endswith(".gguf")), None)
+        way_out = f"give the path of '{hint}' in it" if hint else "give a Hugging Face model directory or a .gguf file"
+        raise ModelError(f"{path} has no config.json: {way_out}")
+    config = read_json(path / "config.json")
+    _refuse_quantized(path, config)
+    config = normalize_config(config)
+    generation_file = path / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.exists() else {}
+    return config, generation, DirectorySource(path)
+
+
+def _refuse_quantized(path: Path, config: Mapping[str, Any]) -> None:
+    nested = config.get("text_config")
+    for level in (config, nested if isinstance(nested, dict) else {}):
+        for key, method in QUANTIZED.items():
+            if not (found := level.get(key)):
+                continue
+            if isinstance(found, dict):
+                old_bitsandbytes = any(name.startswith("load_in_") for name in found)
+                method = found.get("quant_method", "bitsandbytes" if old_bitsandbytes else method)
+            raise ModelError(
+                f"{path} is quantized with '{str(method)[:80]}', which is not read: "
+                "use the unquantized checkpoint, or a GGUF file of it"
+            )
+
+
+class DirectorySource:
+    """The tensors of a directory under the names that they have in its files."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._shards: dict[str, Any] = {}
+        self._read: set[str] = set()
+        self._file_of: dict[str, str] = self._find()
+
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def has(self, name: str) -> bool:
+        return name in self._file_of
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._describe(name).get_shape())
+
+    def get(self, name: str) -> QTensor:
+        file, slices = self._file(name), self._describe(name)
+        dtype = slices.get_dtype()
+        if dtype not in READ_DTYPES:
+            known = ", ".join(READ_DTYPES)
+            raise ModelError(f"{file} stores '{name}' as {dtype}, which is not read: use a checkpoint with {known}")
+        try:
+            tensor = self._shards[file].get_tensor(name)
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+            raise ModelError(f"{file} cannot give the tensor '{name}' ({_short(error)}): download it again") from None
+        self._read.add(name)
+        return QTensor.dense(tensor)
+
+    def unread(self) -> list[str]:
+        return [name for name in self._file_of if name not in self._read]
+
+    def _find(self) -> dict[str, str]:
+        if (self._path / SINGLE).exists():
+            return dict.fromkeys(self._shard(SINGLE).keys(), SINGLE)
+        if (self._path / INDEX).exists():
+            return self._read_index()
+        present = sorted(item.name for item in self._path.iterdir())
+        pickled = next((name for name in present if name.endswith(PICKLED)), None)
+        if pickled is not None:
+            raise ModelError(
+                f"{self._path} holds its weights in '{pickled}', a pickle that could run any code: "
+                "use a checkpoint in safetensors format"
+            )
+        raise ModelError(f"{self._path} holds no weights: neither {SINGLE} nor {INDEX} is there")
+
+    def _read_index(self) -> dict[str, str]:
+        index = read_json(self._path / INDEX, MAX_INDEX_BYTES)
+        mapping = index.get("weight_map")
+        if not isinstance(mapping, dict) or not mapping:
+            raise ModelError(f"{self._path / INDEX} has no weight_map: download it again")
+        for file in mapping.values():
+            # A plain name can only be in the directory itself. Where a link there leads is the owner's choice: the
+            # usual download cache is made of links.
+            if not isinstance(file, str) or not PLAIN_NAME.fullmatch(file):
+                label = repr(str(file)[:80])
+                raise ModelError(f"{self._path / INDEX} points to {label}, which is not a safetensors file beside it")
+        return dict(mapping)
+
+    def _file(self, name: str) -> str:
+        file = self._file_of.get(name)
+        if file is None:
+            raise ModelError(f"{self._path} lacks the tensor '{name}': the checkpoint does not hold the whole model")
+        return file
+
+    def _describe(self, name: str) -> Any:
+        file = self._file(name)
+        shard = self._shard(file)
+        try:
+            return shard.get_slice(name)
+        except SafetensorError:
+            raise ModelError(f"{file} lacks the tensor '{name}' that the index promises: download it again") from None
+
+    def _shard(self, file: str) -> Any:
+        if file not in self._shards:
+            path = self._path / file
+            if not path.is_file():
+                raise ModelError(f"{path} is missing or not a regular file: download the checkpoint again")
+            try:
+                self._shards[file] = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError, ValueError, RuntimeError, MemoryError) as error:
+                raise ModelError(f"{path} is not a safetensors file ({_short(error)}): download it again") from None
+        return self._shards[file]
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:120] or type(error).__name__

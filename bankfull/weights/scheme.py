@@ -1,0 +1,50 @@
+"""How the numbers of a tensor are stored, and the one function that gives them back.
+
+`dequantize` is the meaning of a scheme: every kernel that reads the same bytes is tested against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Decode = Callable[[Mapping[str, Tensor], tuple[int, ...]], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """Two schemes are equal when their name and geometry are; `decode` is determined by the name."""
+
+    name: str
+    block: int  # elements per block; 1 for dense
+    block_bytes: int
+    decode: Decode = field(repr=False, compare=False)
+
+    @property
+    def is_dense(self) -> bool:
+        return self.block == 1
+
+    def dequantize(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The values in `dtype`. May share memory with a dense part: treat the result as read-only."""
+        return self.decode(parts, shape).to(dtype)
+
+    def row_bytes(self, columns: int) -> int:
+        return columns // self.block * self.block_bytes
+
+
+def block_scheme(name: str, block: int, block_bytes: int, unpack: Callable[[Tensor], Tensor]) -> Scheme:
+    """A scheme with the single part "blocks"; `unpack` maps uint8 (n, block_bytes) to float32 (n, block)."""
+
+    def decode(parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        return unpack(parts["blocks"].reshape(-1, block_bytes)).reshape(shape)
+
+    return Scheme(name, block, block_bytes, decode)
+
+
+def half(blocks: Tensor, at: int) -> Tensor:
+    """The float16 stored at byte `at` of each block, as float32 (n, 1)."""
+    # A copy of two bytes per block, because a dtype view needs an aligned, dense last dimension.
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).to(torch.float32)

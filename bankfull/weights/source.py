@@ -1,0 +1,76 @@
+"""Where a model's tensors and configuration come from, whatever the files look like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from bankfull.errors import ModelError
+from bankfull.weights.hf_config import normalize_config
+from bankfull.weights.qtensor import QTensor
+
+__all__ = ["ModelFiles", "TensorSource", "normalize_config", "open_model"]
+
+
+class TensorSource(Protocol):
+    """Tensors by their Hugging Face names; data are mapped, and read when they are used."""
+
+    def names(self) -> list[str]: ...
+
+    def has(self, name: str) -> bool: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def get(self, name: str) -> QTensor:
+        """The tensor, from now on marked as read; ModelError naming it when there is none."""
+
+    def unread(self) -> list[str]:
+        """What nobody asked for: a forgotten tensor shows here."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    path: Path
+    kind: Literal["hf", "gguf"]
+    config: dict[str, Any]  # the vocabulary of a Hugging Face config.json, normalized
+    source: TensorSource
+    generation: dict[str, Any]  # generation_config.json, or {}; of a GGUF file, its end tokens in that vocabulary
+    metadata: Mapping[str, Any]  # GGUF key/values, {} for a directory
+
+
+def open_model(path: str | Path) -> ModelFiles:
+    """Open a Hugging Face directory or a .gguf file; no tensor data are read."""
+    path = Path(path)
+    if "\0" in str(path):
+        raise ModelError(f"{str(path)!r} is not a path: it contains a zero byte")
+    try:
+        is_directory, exists = path.is_dir(), path.exists()
+    except OSError as error:
+        raise ModelError(f"{str(path)[:80]!r} is not a usable path: {error.strerror or error}") from None
+    if is_directory:
+        return _open_directory(path)
+    if path.suffix == ".gguf":
+        return _open_gguf(path)
+    if exists:
+        raise ModelError(f"{path} is neither a .gguf file nor a model directory with a config.json")
+    raise ModelError(f"{path} does not exist: give a model directory or a .gguf file")
+
+
+def _open_directory(path: Path) -> ModelFiles:
+    from bankfull.weights.safetensors import open_directory
+
+    config, generation, source = open_directory(path)
+    return ModelFiles(path, "hf", config, source, generation, {})
+
+
+def _open_gguf(path: Path) -> ModelFiles:
+    from bankfull.weights.gguf import open_container
+    from bankfull.weights.gguf_config import config_from, generation_from
+    from bankfull.weights.gguf_names import GGUFSource
+
+    container = open_container(path)
+    config = config_from(container)
+    source, generation = GGUFSource(container, config), generation_from(container)
+    return ModelFiles(path, "gguf", config, source, generation, container.metadata)
