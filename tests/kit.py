@@ -1,0 +1,142 @@
+"""An engine without text, for tests: tokens in, tokens out, with hands on everything inside."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from bankfull.config import SchedConfig, StateConfig
+from bankfull.decode.plain import Plain
+from bankfull.decode.strategy import Draft, Sampling, Scores, Strategy, Verdict, View
+from bankfull.decode.verify import verify_chain
+from bankfull.engine import Engine
+from bankfull.layers.decoder import Decoder
+from bankfull.runtime.device import Cpu, Device
+from bankfull.runtime.fake import Late
+from bankfull.runtime.rows import Job
+from bankfull.runtime.runner import Runner
+from bankfull.sample.params import SamplingParams
+from bankfull.sched.scheduler import Scheduler
+from bankfull.state.manager import StateManager
+from bankfull.state.spec import layout_of
+from bankfull.types import Output, Request, Tier
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass
+class Bench:
+    """An engine over a tiny model. Free pages and slots are poisoned after every step: a stale read gives NaN."""
+
+    model: Decoder
+    device: Device
+    depth: int
+    sched: SchedConfig = field(default_factory=SchedConfig)
+    state: StateConfig = field(default_factory=StateConfig)
+    strategy: Strategy = field(default_factory=Plain)
+    frames: int = 400
+    max_len: int = 128
+
+    def __post_init__(self) -> None:
+        layout = layout_of(self.model.states(), self.state.page_tokens)
+        width = self.strategy.width(0)
+        slots = (2 + self.depth) * (1 + width) * self.sched.rows + self.state.snapshot_slots
+        self.manager = StateManager(layout, self.frames if layout.paged else 0, slots, self.state)
+        self.runner = Runner(
+            self.model, layout, self.device, self.strategy,
+            rows=self.sched.rows, max_len=self.max_len, frames=self.frames if layout.paged else 0, slots=slots,
+        )  # fmt: skip
+        self.engine = Engine(Scheduler(self.sched, self.manager), self.runner, self.strategy, self.depth)
+        self.tokens: dict[tuple[object, int], list[int]] = {}
+        self.finish: dict[tuple[object, int], str] = {}
+        self.cached: dict[object, int] = {}
+        self.poison()
+
+    def add(self, name: object, prompt: Sequence[int], count: int, *, n: int = 1, params: SamplingParams = GREEDY,
+            seed: int = 0, stop: Sequence[int] = (), **more: object) -> None:  # fmt: skip
+        job = Job(name, params, seed, frozenset(stop))
+        request = Request(name, tuple(prompt), len(prompt) + count, frozenset(stop), samples=n, payload=job, **more)  # type: ignore[arg-type]
+        self.engine.add(request)
+        for child in range(n):
+            self.tokens[name, child] = []
+
+    def take(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            key = (output.request, output.child)
+            assert key not in self.finish, f"{key} goes on after its end"
+            self.tokens[key] += output.tokens
+            self.cached[output.request] = output.cached
+            if output.finish:
+                self.finish[key] = output.finish.value
+
+    def step(self) -> None:
+        self.take(self.engine.step())
+        self.manager.check()
+        self.poison()
+
+    def run(self, *, preempt: random.Random | None = None, most: int = 5000) -> None:
+        """To the end; `preempt` throws a random running sequence out at random steps, up to eight times: with one token
+        a step and no cache, endless preemption would be endless work."""
+        scheduler = self.engine.scheduler
+        left = 8
+        for _ in range(most):
+            if not self.engine.busy:
+                self.settled()
+                return
+            if preempt is not None and left and scheduler._running and preempt.random() < 0.15:
+                left -= 1
+                scheduler._preempt(preempt.choice(scheduler._running))
+            self.step()
+        raise AssertionError(f"not finished after {most} steps")
+
+    def settled(self) -> None:
+        pages, slots = self.manager.census()
+        assert pages.held == pages.quarantined == slots.held == slots.quarantined == 0, f"left behind: {pages} {slots}"
+        assert not self.manager.pinned
+
+    def poison(self) -> None:
+        self.runner.storage.poison(Tier.PAGE, self.manager.pages.free_places())
+        self.runner.storage.poison(Tier.SLOT, self.manager.slots.free_places())
+
+
+def device_of(depth: int, seed: int = 0) -> Device:
+    """Depth 1 always runs on the device that is late."""
+    return Late(seed) if depth else Cpu()
+
+
+class Guess:
+    """Proposes what greedy decoding will choose, except where it errs on purpose: accepted and rejected drafts alike."""
+
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, truths: Sequence[Sequence[int]], width: int = 3, seed: int = 0) -> None:
+        self.truths = [list(t) for t in truths]
+        self._width = width
+        self._random = random.Random(seed)
+        self.accepted = self.proposed = 0
+
+    def width(self, load: int) -> int:
+        return self._width
+
+    def begin(self, rows: Sequence[int]) -> None:
+        pass
+
+    def propose(self, view: View) -> Draft | None:
+        lines = []
+        for row in view.host_rows:
+            so_far = view.tokens[row, : int(view.known[row])].tolist()
+            truth = next((t for t in self.truths if t[: len(so_far)] == so_far), so_far)
+            right = (truth[len(so_far) :] + [0] * self._width)[: self._width]
+            lines.append([(t + 1) % 7 if self._random.random() < 0.3 else t for t in right])
+        tokens = torch.tensor(lines)
+        return Draft(tokens, torch.full((len(lines),), self._width))
+
+    def verify(self, scores: Scores, sampling: Sampling) -> Verdict:
+        return verify_chain(scores, sampling)
+
+    def observe(self, view: View, verdict: Verdict) -> None:
+        self.accepted += int((verdict.counts - 1).sum())
+        self.proposed += len(verdict.counts)

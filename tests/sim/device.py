@@ -1,0 +1,281 @@
+"""A device that computes nothing and checks everything.
+
+It learns of the world only through step plans, executes them late and in order, and knows for every position of every
+page, and for every slot, exactly which prefix was written there. Work that reads anything but its own prefix, writes
+what it may not, or touches a place that was let go, is an error.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from random import Random
+
+from bankfull.state.spec import Layout
+from bankfull.types import NULL, Request, StepPlan, StepResult, Tier, Work
+from tests.sim.oracle import EMPTY, extend, identities, next_token, root
+
+
+class SimulationError(AssertionError):
+    """The engine broke a promise."""
+
+
+def demand(promise: bool, broken: str) -> None:
+    if not promise:
+        raise SimulationError(broken)
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence as the device knows it."""
+
+    key: int
+    """Another one each time that a row is entered."""
+    request: Request
+    child: int
+    tokens: list[int]
+    prefix: list[int]
+    tables: list[list[int]]
+    slot: int
+    length: int
+    """Tokens whose state was computed."""
+
+    def identity(self, length: int) -> int:
+        return self.prefix[length - 1] if length else root(self.request.salt)
+
+
+@dataclass(slots=True)
+class Footprint:
+    """Which places a step touched, and for whom. Slots are negative, pages positive."""
+
+    step: int
+    reads: dict[int, set[int]] = field(default_factory=dict)
+    writes: dict[int, int] = field(default_factory=dict)
+    accepted: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Launched:
+    plan: StepPlan
+    before: list[Footprint]
+    """The steps that had not settled when this one was launched."""
+    mark: Footprint
+    result: StepResult | None = None
+
+
+class Device:
+    def __init__(self, layout: Layout, vocab: int, random: Random, error_rate: float) -> None:
+        self.layout = layout
+        self.vocab = vocab
+        self.random = random
+        self.error_rate = error_rate
+        self.rows: dict[int, Row] = {}
+        self.pages: dict[int, tuple[int, list[int | None]]] = {}
+        self.slots: dict[int, int] = {NULL: EMPTY}
+        self.queue: deque[Launched] = deque()
+        self.marks: dict[int, Footprint] = {}
+        """Of the steps that have not settled."""
+        self.moving: dict[int, tuple[int, ...]] = {}
+        """Transfers whose completion was not reported, and the places that they pin."""
+        self.entered = 0
+
+    # -- what the world asks
+
+    def launch(self, plan: StepPlan) -> None:
+        mark = Footprint(plan.step)
+        self.queue.append(Launched(plan, list(self.marks.values()), mark))
+        self.marks[plan.step] = mark
+        if self.random.random() < 0.3:
+            self._catch_up()
+
+    def finish(self) -> StepResult:
+        """The result of the oldest step that has none yet."""
+        self._catch_up()
+        launched = self.queue.popleft()
+        assert launched.result is not None
+        return launched.result
+
+    def settled(self, step: int) -> None:
+        del self.marks[step]
+
+    def poison(self, pages: Iterable[int], slots: Iterable[int]) -> None:
+        """These places are free: nothing in flight may count on them, and nobody may ever read what they held."""
+        pinned = {place for ends in self.moving.values() for place in ends}
+        for place in (*pages, *(-slot for slot in slots)):
+            demand(place not in pinned, f"place {place} is free while a transfer holds on to it")
+            for mark in self.marks.values():
+                touched = place in mark.writes or place in mark.reads
+                demand(not touched, f"place {place} is free while step {mark.step} may still touch it")
+            if place > 0:
+                self.pages.pop(place, None)
+            else:
+                self.slots.pop(-place, None)
+
+    # -- execution
+
+    def _catch_up(self) -> None:
+        for launched in self.queue:
+            if launched.result is None:
+                launched.result = self._execute(launched)
+
+    def _execute(self, launched: Launched) -> StepResult:
+        plan, mark = launched.plan, launched.mark
+        self._apply(plan)
+        self._transfer(plan, launched.before)
+        begins = [self._read(work, launched) for work in plan.work]
+        for work in plan.work:
+            self._write_slots_free(work, mark)
+        result = StepResult(plan.step, [], extras=[None] * len(plan.work))
+        for i, (work, begin) in enumerate(zip(plan.work, begins, strict=True)):
+            result.tokens.append(self._run(work, begin, mark))
+            if not self.rows[work.row].request.generates:
+                result.extras[i] = (work.start, work.count)
+            elif self.random.random() < self.error_rate:
+                result.tokens[i] = []
+                result.errors[i] = "the device was told to fail"
+        self._check_conflicts(launched)
+        for transfer in list(self.moving):
+            if self.random.random() < 0.5:
+                del self.moving[transfer]
+                result.completed.append(transfer)
+        return result
+
+    def _apply(self, plan: StepPlan) -> None:
+        for row in plan.leave:
+            demand(row in self.rows, f"row {row} leaves without having entered")
+            del self.rows[row]
+        for enter in plan.enter:
+            demand(enter.row not in self.rows, f"row {enter.row} is entered twice")
+            request: Request = enter.payload
+            demand(enter.tokens[: enter.prompt_len] == request.prompt, "a sequence enters with another prompt")
+            self.entered += 1
+            prefix = identities(request.salt, enter.tokens)
+            tables: list[list[int]] = [[] for _ in self.layout.paged]
+            self.rows[enter.row] = Row(
+                self.entered, request, enter.child, list(enter.tokens), prefix, tables, enter.slot, enter.computed
+            )
+        for edit in plan.pages:
+            demand(edit.row in self.rows, f"pages for row {edit.row}, which nobody has")
+            table = self.rows[edit.row].tables[edit.group]
+            demand(edit.first == len(table), f"row {edit.row} has {len(table)} pages, an edit begins at {edit.first}")
+            table.extend(edit.pages)
+
+    def _transfer(self, plan: StepPlan, before: list[Footprint]) -> None:
+        for transfer in plan.transfers:
+            ends = [transfer.dst] if transfer.src is None else [transfer.src, transfer.dst]
+            places = tuple(place if tier is Tier.PAGE else -place for tier, place in ends)
+            demand(NULL not in places, "a transfer to or from the null place")
+            for mark in before:
+                busy = places[-1] in mark.writes or places[-1] in mark.reads
+                demand(not busy, f"a transfer writes place {places[-1]} while step {mark.step} may touch it")
+                demand(places[0] not in mark.writes, f"a transfer reads place {places[0]}, still in flight")
+            self.moving[transfer.id] = places
+            if transfer.dst[0] is Tier.PAGE:
+                assert transfer.src is not None
+                demand(places[0] in self.pages, f"a transfer reads page {places[0]}, which holds nothing")
+                group, content = self.pages[places[0]]
+                self.pages[places[1]] = (group, list(content))
+            else:
+                self.slots[-places[-1]] = EMPTY if transfer.src is None else self.slots[-places[0]]
+
+    def _read(self, work: Work, launched: Launched) -> int:
+        """All that `work` must find of the past, before anything of this step is written."""
+        demand(work.row in self.rows, f"work for row {work.row}, which nobody has")
+        row = self.rows[work.row]
+        begin = row.length
+        late = sum(mark.accepted.get(row.key, 0) for mark in launched.before)
+        demand(begin == work.start + late, f"row {work.row} stands at {begin}, the plan says {work.start} + {late}")
+        reads = launched.mark.reads
+        for g, group in enumerate(self.layout.paged):
+            size, table = group.page_tokens, row.tables[g]
+            first = 0 if group.window is None else max(0, begin - group.window + 1)
+            for index in range(first // size, -(-begin // size)):
+                page = table[index] if index < len(table) else NULL
+                low, high = max(first, index * size), min(begin, (index + 1) * size)
+                where = f"row {work.row}, group {g}, positions {low} to {high - 1}"
+                demand(page != NULL, f"{where}: needed, but there is no page")
+                kind, content = self.pages.get(page, (-1, []))
+                right = kind == g and content[low % size : low % size + high - low] == row.prefix[low:high]
+                demand(right, f"{where}: page {page} holds something else")
+                reads.setdefault(page, set()).add(row.key)
+        if self.layout.recurrent is not None:
+            content = self.slots.get(row.slot)
+            wanted = row.identity(begin) if begin else EMPTY
+            demand(content == wanted, f"row {work.row}: slot {row.slot} is not the state after {begin} tokens")
+            if row.slot:
+                reads.setdefault(-row.slot, set()).add(row.key)
+        return begin
+
+    def _write_slots_free(self, work: Work, mark: Footprint) -> None:
+        wanted = 1 + work.drafts if self.layout.recurrent is not None else 0
+        demand(len(work.slots) == wanted, f"row {work.row} got {len(work.slots)} slots to write, needs {wanted}")
+        for slot in work.slots:
+            demand(slot != NULL, f"row {work.row} writes the null slot")
+            demand(-slot not in mark.reads, f"slot {slot} is read and written in one step")
+            demand(-slot not in mark.writes, f"slot {slot} is written twice in one step")
+            mark.writes[-slot] = self.rows[work.row].key
+
+    def _run(self, work: Work, begin: int, mark: Footprint) -> list[int]:
+        """Write every position of `work`, and give the accepted drafts and the sampled token."""
+        row = self.rows[work.row]
+        end = begin + work.count
+        known = len(row.tokens)
+        demand(work.count >= 1 and end <= known, f"row {work.row} runs to {end} of {known} known tokens")
+        demand(work.sample == (row.request.generates and end == known), f"row {work.row} samples at the wrong time")
+        demand(not work.drafts or work.sample, f"row {work.row} drafts where nothing is sampled")
+        accepted, given = 0, []
+        guesses: list[int] = []
+        if work.sample:
+            accepted = self.random.randint(0, work.drafts)
+            identity = row.prefix[end - 1]
+            for i in range(work.drafts + 1):
+                token = next_token(identity, row.child, self.vocab)
+                if i <= accepted:
+                    given.append(token)
+                if i == work.drafts:
+                    break
+                identity = extend(identity, token if i < accepted else token + 1)
+                guesses.append(identity)
+        written = row.prefix[begin:end] + guesses
+        self._write_pages(row, begin, written, mark)
+        for slot, identity in zip(work.slots, written[work.count - 1 :], strict=False):
+            self.slots[slot] = identity
+        row.length = end + accepted
+        if work.slots:
+            row.slot = work.slots[accepted]
+        for token in given:
+            row.tokens.append(token)
+            row.prefix.append(extend(row.prefix[-1], token))
+        mark.accepted[row.key] = accepted
+        return given
+
+    def _write_pages(self, row: Row, begin: int, written: list[int], mark: Footprint) -> None:
+        for g, group in enumerate(self.layout.paged):
+            size, table = group.page_tokens, row.tables[g]
+            covered = len(table) * size
+            demand(begin + len(written) <= covered, f"a table covers {covered} tokens of {begin + len(written)}")
+            for index in range(begin // size, -(-(begin + len(written)) // size)):
+                page = table[index]
+                demand(page != NULL, "a write to the null page")
+                demand(mark.writes.setdefault(page, row.key) == row.key, f"two rows write page {page}")
+                held = self.pages.get(page)
+                if held is None or held[0] != g:
+                    held = self.pages[page] = (g, [None] * size)
+                low, high = max(begin, index * size), min(begin + len(written), (index + 1) * size)
+                held[1][low % size : low % size + high - low] = written[low - begin : high - begin]
+
+    def _check_conflicts(self, launched: Launched) -> None:
+        """Steps that were in flight together may touch a place for one sequence only, if one of them writes it."""
+        mark = launched.mark
+        for place, key in mark.writes.items():
+            demand(mark.reads.get(place, {key}) == {key}, f"place {place} is written for one row, read for another")
+        for other in launched.before:
+            for place, key in mark.writes.items():
+                mine = place > 0 and other.writes.get(place, key) == key and other.reads.get(place, {key}) == {key}
+                untouched = place not in other.writes and place not in other.reads
+                demand(mine or untouched, f"step {mark.step} writes place {place} that step {other.step} may touch")
+            for place, keys in mark.reads.items():
+                writer = other.writes.get(place)
+                fresh = writer is not None and keys != {writer}
+                demand(not fresh, f"step {mark.step} reads place {place} before step {other.step} has settled")

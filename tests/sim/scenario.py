@@ -1,0 +1,160 @@
+"""A busy day from a seed: a model's layout, its pools, a configuration, and what arrives when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from bankfull.config import SchedConfig, StateConfig
+from bankfull.state.spec import Layout, Paged, Recurrent, Shared, StateSpec, TensorSpec, layout_of
+from bankfull.types import Request
+from tests.sim.oracle import expected
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    time: float
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    seed: int
+    layout: Layout
+    frames: int
+    slots: int
+    sched: SchedConfig
+    state: StateConfig
+    depth: int
+    drafts: int
+    vocab: int
+    abort_rate: float
+    error_rate: float
+    arrivals: tuple[Arrival, ...]
+
+
+def scenario_of(seed: int) -> Scenario:
+    random = Random(seed)
+    layout = layout_of(_specs(random), random.choice((1, 2, 2, 3, 4)))
+    vocab = random.choice((2, 3, 8, 40))
+    rows = random.randint(1, 5)
+    sched = SchedConfig(
+        rows=rows,
+        step_tokens=random.choice((1, 2, 3, 4, 6, 8, 16, 40)),
+        policy=random.choice(("fcfs", "priority")),
+        batching=random.choice(("continuous", "continuous", "continuous", "static", "dynamic")),
+        batch_size=random.randint(1, 4),
+        batch_delay=random.choice((0.0, 0.5, 3.0, 20.0)),
+    )
+    state = StateConfig(
+        prefix_cache=random.random() < 0.75,
+        snapshot_every=random.choice((1, 2, 3, 5)),
+    )
+    arrivals = _arrivals(random, vocab, rows)
+    depth = random.randint(0, 1)
+    drafts = random.choice((0, 0, 1, 2, 3))
+    return Scenario(
+        seed=seed,
+        layout=layout,
+        frames=_frames(random, layout, arrivals, sched.step_tokens),
+        slots=random.choice((2, 3, rows + 1, rows * (1 + (1 + depth) * (1 + drafts)), 60)),
+        sched=sched,
+        state=state,
+        depth=depth,
+        drafts=drafts,
+        vocab=vocab,
+        abort_rate=random.choice((0.0, 0.0, 0.02, 0.1)),
+        error_rate=random.choice((0.0, 0.0, 0.0, 0.02)),
+        arrivals=arrivals,
+    )
+
+
+def _specs(random: Random) -> list[StateSpec]:
+    """A mixture of layers; unequal weights of the groups give pages of unequal lengths."""
+    full = Paged((TensorSpec("k", (1, 4), "float32"), TensorSpec("v", (1, 4), "float32")))
+    narrow = Paged((TensorSpec("k", (1, 2), "float32"),), window=random.randint(1, 9))
+    wide = Paged(full.tensors, window=random.randint(1, 12))
+    memory = Recurrent((TensorSpec("h", (4,), "float32"),))
+    kinds: list[list[StateSpec]] = [
+        [full],
+        [full, wide],
+        [full, narrow, wide],
+        [wide],
+        [memory],
+        [memory, full],
+        [memory, narrow, full],
+        [memory, wide],
+    ]
+    specs: list[StateSpec] = []
+    for kind in random.choice(kinds):
+        specs.extend([kind] * random.randint(1, 3))
+    random.shuffle(specs)
+    if random.random() < 0.2:
+        specs.append(Shared(random.randrange(len(specs))))
+    return specs
+
+
+def _arrivals(random: Random, vocab: int, rows: int) -> tuple[Arrival, ...]:
+    arrivals: list[Arrival] = []
+    time = 0.0
+    haste = random.choice((0.0, 1.0, 4.0, 15.0))
+    salts = (b"", b"", b"", b"a", b"b")
+    for number in range(random.randint(1, 7)):
+        time += random.random() * haste
+        prompt, salt = _prompt(random, arrivals, vocab), random.choice(salts)
+        generates = random.random() < 0.9
+        samples = 1
+        if generates and random.random() < 0.25:
+            samples = random.choice((2, 3, rows + 1))
+        arrivals.append(
+            Arrival(
+                time,
+                Request(
+                    id=number,
+                    prompt=prompt,
+                    limit=len(prompt) + (random.randint(1, 14) if generates else 0),
+                    stop_ids=frozenset(random.sample(range(vocab), random.randint(0, 1))),
+                    samples=samples,
+                    priority=random.randint(0, 2),
+                    salt=salt,
+                    reuse=random.random() < 0.9,
+                    generates=generates,
+                    serial=random.random() < 0.15,
+                ),
+            )
+        )
+    for arrival in arrivals:
+        arrival.request.payload = arrival.request
+    return tuple(arrivals)
+
+
+def _prompt(random: Random, arrivals: list[Arrival], vocab: int) -> tuple[int, ...]:
+    """New, or the begin of an earlier prompt, or the next turn of an earlier conversation, each with a new end."""
+    head: tuple[int, ...] = ()
+    if arrivals and random.random() < 0.6:
+        earlier = random.choice(arrivals).request
+        head = earlier.prompt
+        if random.random() < 0.5:
+            head = head[: random.randint(1, len(head))]
+        else:
+            head += tuple(expected(earlier, random.randrange(earlier.samples), vocab)[0])
+    tail = random.randint(0 if head else 1, random.choice((1, 6, 14)))
+    return (head + tuple(random.randrange(vocab) for _ in range(tail)))[:40]
+
+
+def _frames(random: Random, layout: Layout, arrivals: tuple[Arrival, ...], step_tokens: int) -> int:
+    """From hardly enough for the longest request alone (or even less: it is refused) to plenty."""
+    need = max(_most_pages(layout, a.request.limit, step_tokens) for a in arrivals)
+    return max(1, random.choice((need, need, need + 1, need + 3, need * 2, need * 8, need - 1)))
+
+
+def _most_pages(layout: Layout, length: int, step_tokens: int) -> int:
+    """By brute force, the most pages that one sequence can need in a step that gives it up to `step_tokens`."""
+    total = 0
+    for group in layout.paged:
+        window = group.window if group.window is not None else length
+        total += max(
+            -(-min(length, start + step_tokens) // group.page_tokens) - max(0, start - window + 1) // group.page_tokens
+            for start in range(length)
+        )
+    return total

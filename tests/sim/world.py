@@ -1,0 +1,283 @@
+"""The loop around scheduler and fake device, and everything that must hold after each of its steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from random import Random
+
+from bankfull.errors import RequestError
+from bankfull.sched.scheduler import Scheduler
+from bankfull.sched.sequence import Sequence
+from bankfull.state.manager import StateManager
+from bankfull.types import NULL, Finish, Output, Request, StepPlan, Tier
+from tests.sim.device import Device, SimulationError, demand
+from tests.sim.oracle import expected
+from tests.sim.scenario import Scenario, scenario_of
+
+__all__ = ["SimulationError", "Summary", "simulate"]
+
+
+@dataclass(slots=True)
+class Summary:
+    """What a simulated day contained: for tests that the scenarios reach what they are meant to reach."""
+
+    steps: int = 0
+    preemptions: int = 0
+    cached: int = 0
+    forks: int = 0
+    evictions: int = 0
+    refused: int = 0
+    finished: int = 0
+    aborted: int = 0
+    drafts: int = 0
+
+
+@dataclass(slots=True)
+class Receipt:
+    """What came out of one sequence so far."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish: Finish | None = None
+    cached: int | None = None
+
+
+def simulate(seed: int) -> Summary:
+    """Run the day of `seed`; a broken promise raises a SimulationError that says how to see it again."""
+    try:
+        return World(scenario_of(seed)).run()
+    except Exception as problem:
+        raise SimulationError(f"seed {seed}: {problem!r}; replay it with: python -m tests.sim {seed}") from problem
+
+
+class World:
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.random = Random(scenario.seed + 1)
+        self.clock = 0.0
+        self.state = StateManager(scenario.layout, scenario.frames, scenario.slots, scenario.state)
+        self.sched = Scheduler(scenario.sched, self.state, lambda: self.clock)
+        self.device = Device(scenario.layout, scenario.vocab, Random(scenario.seed + 2), scenario.error_rate)
+        self.inflight: deque[StepPlan] = deque()
+        self.arrivals = deque(scenario.arrivals)
+        self.requests: dict[int, Request] = {}
+        self.receipts: dict[tuple[int, int], Receipt] = {}
+        self.summary = Summary()
+        self.patience = 0
+        self.admitted: set[tuple[object, int]] = set()
+        self.last_admitted = (-1, -1)
+
+    def run(self) -> Summary:
+        self._watch_preemption()
+        while True:
+            self._arrive()
+            self._abort()
+            plan = self._plan()
+            if plan is None and not self.inflight:
+                if not self._idle():
+                    break
+            elif plan is None or len(self.inflight) > self.scenario.depth:
+                self._settle()
+            self.clock += self.random.random()
+        self._check_end()
+        return self.summary
+
+    # -- events
+
+    def _arrive(self) -> None:
+        while self.arrivals and self.arrivals[0].time <= self.clock:
+            request = self.arrivals.popleft().request
+            need = self.state.frames_for(request.limit, self.scenario.sched.step_tokens)
+            try:
+                self.sched.add(request)
+            except RequestError as error:
+                demand(need > self.scenario.frames, f"a request that fits was refused: {error}")
+                self.summary.refused += 1
+                continue
+            demand(need <= self.scenario.frames, "a request that can never run was taken in")
+            self.requests[request.id] = request  # type: ignore[index]
+            for child in range(request.samples):
+                self.receipts[request.id, child] = Receipt()  # type: ignore[index]
+            self.patience += 40 + 6 * request.samples * request.limit * (2 + len(self.receipts))
+        self.sched.sealed = not self.arrivals
+
+    def _abort(self) -> None:
+        if self.requests and self.random.random() < self.scenario.abort_rate:
+            request = self.requests[self.random.choice(list(self.requests))]
+            child = self.random.choice((None, self.random.randrange(request.samples)))
+            for output in self.sched.abort(request.id, child=child):
+                demand(output.finish is Finish.ABORT, "an abort that does not end its sequence")
+                self._receive(output)
+            self._check()
+
+    def _plan(self) -> StepPlan | None:
+        drafts = self.random.randint(0, self.scenario.drafts)
+        ready = [s for s in self.sched._running if self._decodes(s)]
+        plan = self.sched.plan(drafts)
+        self._check()
+        if plan is None:
+            return None
+        self.summary.steps += 1
+        demand(self.summary.steps <= self.patience, f"not done after {self.summary.steps} steps: somebody starves")
+        self._check_plan(plan, drafts, ready)
+        self.device.launch(plan)
+        self.inflight.append(plan)
+        return plan
+
+    def _settle(self) -> None:
+        plan = self.inflight.popleft()
+        result = self.device.finish()
+        outputs = self.sched.settle(plan, result)
+        self.device.settled(plan.step)
+        for output in outputs:
+            self._receive(output)
+        self._check()
+
+    def _idle(self) -> bool:
+        """Nothing runs and nothing can: go on to the next event, or end."""
+        wake = self.sched.wake_at()
+        times = [self.arrivals[0].time] if self.arrivals else []
+        if self.sched.unfinished and wake is not None:
+            demand(wake > self.clock, "there is work to do, and nobody does it")
+            times.append(wake)
+        batching = self.scenario.sched.batching
+        demand(bool(times) or not self.sched.unfinished, "there is work to do, and nothing will ever start it")
+        demand(batching != "continuous" or not self.sched.unfinished, "continuous batching waits with nothing running")
+        if times:
+            self.clock = max(self.clock, min(times))
+        return bool(times)
+
+    def _receive(self, output: Output) -> None:
+        request = self.requests[output.request]  # type: ignore[index]
+        receipt = self.receipts[output.request, output.child]  # type: ignore[index]
+        demand(receipt.finish is None, f"{output} comes after the end")
+        receipt.tokens.extend(output.tokens)
+        receipt.finish = output.finish
+        demand(receipt.cached in (None, output.cached), "the number of cached tokens changes")
+        if output.finish is not Finish.ABORT:
+            receipt.cached = output.cached
+        allowed = len(request.prompt) - 1 if request.reuse and self.scenario.state.prefix_cache else 0
+        demand(0 <= output.cached <= allowed, f"{output.cached} tokens cached of at most {allowed}")
+        self.summary.cached += output.cached if output.finish else 0
+        if output.finish is None:
+            return
+        tokens, finish = expected(request, output.child, self.scenario.vocab)
+        if output.finish in (Finish.ABORT, Finish.ERROR):
+            self.summary.aborted += 1
+            demand(receipt.tokens == tokens[: len(receipt.tokens)], f"{output}: wrong tokens before an early end")
+            demand(len(receipt.tokens) < max(1, len(tokens)), f"{output}: ended early after all tokens")
+            demand((output.error is not None) == (output.finish is Finish.ERROR), f"{output}: error without reason")
+        else:
+            self.summary.finished += 1
+            demand(receipt.tokens == tokens, f"{output}: got {receipt.tokens}, expected {tokens}")
+            demand(output.finish is finish, f"{output}: expected {finish}")
+
+    # -- promises
+
+    def _decodes(self, seq: Sequence) -> bool:
+        """Would this sequence take exactly one token, if budget and memory allow?"""
+        if seq.known - seq.start != 1 or seq.children or (seq.request.serial and seq.sampled):
+            return False
+        return not seq.request.generates or seq.known < seq.request.limit
+
+    def _check_plan(self, plan: StepPlan, drafts: int, ready: list[Sequence]) -> None:
+        config = self.scenario.sched
+        demand(plan.tokens <= config.step_tokens, f"{plan.tokens} tokens in a step of {config.step_tokens}")
+        rows = [work.row for work in plan.work]
+        demand(len(set(rows)) == len(rows), "a row works twice in one step")
+        demand(all(0 <= row < config.rows for row in rows), "a row beyond the configured ones")
+        demand(self.sched.running <= config.rows, "more running sequences than rows")
+        self.summary.drafts += sum(work.drafts for work in plan.work)
+        self.summary.forks += len(plan.transfers)
+        demand(all(work.drafts <= drafts for work in plan.work), "more drafts than the strategy offers")
+        by_row = {seq.row: seq for seq in self.sched._running}
+        holders = self._page_holders()
+        for work in plan.work:
+            self._check_writes(by_row[work.row], holders)
+        served = {by_row[row].rank for row in rows}
+        greedy = any(work.drafts or work.count > 1 for work in plan.work)
+        for seq in ready:
+            if greedy and seq.state is not None and seq.rank not in served:
+                short = self.state.shortage(seq.state, seq.start + seq.drafted + 1, 1)
+                demand(short != (0, 0), f"{seq.request.id} cannot decode because prefill or drafts took its budget")
+        self._check_order(plan, by_row)
+
+    def _check_writes(self, seq: Sequence, holders: list[int]) -> None:
+        """What a step may write belongs to its sequence alone, and is unknown to the cache."""
+        assert seq.state is not None
+        work = seq.flying[-1]
+        drafted = seq.drafted - work.drafts
+        for group, table in zip(self.scenario.layout.paged, seq.state.tables, strict=True):
+            size = group.page_tokens
+            last = work.start + drafted + work.count + work.drafts
+            for page in table[work.start // size : -(-last // size)]:
+                demand(holders[page] == 1, f"page {page} is written while {holders[page]} sequences hold it")
+                demand(page not in self.state.pages._key, f"page {page} is written although the cache knows it")
+
+    def _check_order(self, plan: StepPlan, by_row: dict[int, Sequence]) -> None:
+        """First come, first served: among requests that nobody forks, admission follows arrival."""
+        if self.scenario.sched.policy != "fcfs":
+            return
+        for enter in plan.enter:
+            seq = by_row[enter.row]
+            first_time = (seq.request.id, seq.child) not in self.admitted
+            self.admitted.add((seq.request.id, seq.child))
+            if first_time and seq.child == 0:
+                demand(seq.rank > self.last_admitted, f"{seq.request.id} was overtaken")
+                self.last_admitted = seq.rank
+
+    def _page_holders(self) -> list[int]:
+        holders = [0] * (self.scenario.frames + 1)
+        for seq in self.sched._running:
+            assert seq.state is not None
+            for table in seq.state.tables:
+                for page in table:
+                    holders[page] += 1
+        return holders
+
+    def _check(self) -> None:
+        """The pools add up, and each reference has exactly one owner."""
+        state = self.state
+        state.check()
+        pages = self._page_holders()
+        slots = [0] * (state.slots.size + 1)
+        for seq in self.sched._running:
+            assert seq.state is not None
+            if state.slots.size:
+                slots[seq.state.slot] += 1
+            for written in seq.state.writing:
+                for slot in written:
+                    slots[slot] += 1
+        for ends in state._pins.values():
+            for tier, place in ends:
+                (pages if tier is Tier.PAGE else slots)[place] += 1
+        pages[NULL] = slots[NULL] = 0
+        demand(pages == state.pages._refs, f"pages are counted {state.pages._refs}, but held {pages}")
+        demand(slots == state.slots._refs, f"slots are counted {state.slots._refs}, but held {slots}")
+        for pool in (state.pages, state.slots):
+            free = set(pool.free_places())
+            demand(len(free) + len(pool._cached) + len(pool._waiting) == pool.census().total - pool.census().held, "")
+            demand(not any(pool._refs[place] for place in free), "a free place has holders")
+        self.device.poison(state.pages.free_places(), state.slots.free_places())
+
+    def _check_end(self) -> None:
+        for (request, child), receipt in self.receipts.items():
+            demand(receipt.finish is not None, f"request {request}, sample {child} never ended")
+        demand(not self.sched.unfinished and not self.sched._by_request, "the scheduler remembers ended sequences")
+        demand(len(self.sched._free_rows) == self.scenario.sched.rows, "a row was lost")
+        demand(not self.state.pinned and not self.device.moving, "a transfer never ended")
+        for pool in (self.state.pages, self.state.slots):
+            census = pool.census()
+            demand(census.free + census.cached == pool.size, f"after the last request the pool still holds {census}")
+        self.summary.preemptions = self.sched.preemptions
+        self.summary.evictions = self.state.pages.evictions + self.state.slots.evictions
+
+    def _watch_preemption(self) -> None:
+        preempt = self.sched._preempt
+
+        def watched(seq: Sequence) -> None:
+            others = [s for s in (*self.sched._running, *self.sched._waiting) if s is not seq]
+            demand(any(s.rank < seq.rank for s in others), "the first in rank is preempted")
+            preempt(seq)
+
+        self.sched._preempt = watched  # type: ignore[method-assign]

@@ -1,0 +1,139 @@
+"""Every lossless feature, alone and in combination, gives the greedy tokens of a plain loop without any cache.
+
+CI runs a covering array in which every pair of settings occurs; `make test-full` runs the whole product.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+import pytest
+import torch
+
+from bankfull.config import SchedConfig, StateConfig
+from bankfull.decode.plain import Plain
+from bankfull.runtime import naive
+from tests.kit import Bench, Guess, device_of
+from tests.tiny import VOCAB, model_of
+
+NEW = 20
+SETTINGS: dict[str, Sequence[object]] = {
+    "shape": ("llama", "gemma", "mamba"),
+    "cache": ("cold", "warm", "off"),
+    "chunk": (1, 7, 64, 4096),
+    "depth": (0, 1),
+    "preempt": (False, True),
+    "mates": (0, 4),
+    "n": (1, 3),
+    "page": (1, 4, 16),
+    "strategy": ("plain", "drafts"),
+}
+Case = tuple[object, ...]
+
+
+def pairwise(settings: dict[str, Sequence[object]], seed: int = 0) -> list[Case]:
+    """A small list of cases in which every two values of different settings meet: greedy, from random candidates."""
+    rng = random.Random(seed)
+    values = list(settings.values())
+    columns = list(itertools.combinations(range(len(values)), 2))
+    missing = {(i, a, j, b) for i, j in columns for a in values[i] for b in values[j]}
+    cases: list[Case] = []
+    while missing:
+        i, a, j, b = next(iter(sorted(missing, key=str)))
+        candidates = []
+        for _ in range(40):
+            case = [rng.choice(v) for v in values]
+            case[i], case[j] = a, b
+            candidates.append(tuple(case))
+        best = max(candidates, key=lambda c: sum((x, c[x], y, c[y]) in missing for x, y in columns))
+        missing -= {(x, best[x], y, best[y]) for x, y in columns}
+        cases.append(best)
+    return cases
+
+
+def test_the_covering_array_covers_every_pair() -> None:
+    cases = pairwise(SETTINGS)
+    values = list(SETTINGS.values())
+    for i, j in itertools.combinations(range(len(values)), 2):
+        assert {(c[i], c[j]) for c in cases} == set(itertools.product(values[i], values[j]))
+
+
+def prompts() -> list[list[int]]:
+    """Prompts that share beginnings, of lengths on and off every page border."""
+    rng = random.Random(7)
+    trunk = [rng.randrange(VOCAB) for _ in range(40)]
+    return [trunk[:37], trunk[:16] + [3, 1, 4], [5], trunk[:33], trunk[:20] + trunk[:12]]
+
+
+@lru_cache
+def truth(shape: str, prompt: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[int, ...]:
+    tokens, margins = naive.generate(model_of(shape, dtype), prompt, NEW, torch.device("cpu"))
+    assert min(margins) > 1e-3, f"the oracle itself hesitates: {min(margins)}"
+    return tuple(tokens)
+
+
+def check(shape: str, cache: str, chunk: int, depth: int, preempt: bool, mates: int, n: int, page: int,
+          strategy: str, dtype: torch.dtype = torch.float64, providers: str = "torch") -> None:  # fmt: skip
+    model = model_of(shape, dtype, providers)
+    asked = prompts()[: 1 + mates]
+    truths = [list(p) + list(truth(shape, tuple(p))) for p in asked]
+    guess = Guess(truths, seed=chunk)
+    bench = Bench(
+        model, device_of(depth, seed=chunk + page), depth,
+        SchedConfig(rows=4, step_tokens=chunk),
+        StateConfig(page_tokens=page, prefix_cache=cache != "off", snapshot_every=2),
+        Plain() if strategy == "plain" else guess,
+    )  # fmt: skip
+    if cache == "warm":
+        for i, prompt in enumerate(asked):
+            bench.add(("warm", i), prompt, NEW)
+        bench.run()
+    for i, prompt in enumerate(asked):
+        bench.add(i, prompt, NEW, n=n)
+    bench.run(preempt=random.Random(chunk * 31 + page) if preempt else None)
+    for i, prompt in enumerate(asked):
+        for child in range(n):
+            assert bench.tokens[i, child] == list(truth(shape, tuple(prompt))), f"prompt {i}, sample {child}"
+            assert bench.finish[i, child] == "length"
+    if cache == "warm":
+        assert bench.cached[0] > 0, "the prefix cache was never hit"
+    if cache == "off":
+        assert not any(bench.cached.values())
+    if strategy == "drafts" and not preempt:
+        assert guess.accepted > 0, "no draft was ever accepted"
+
+
+def cases() -> Iterator[object]:
+    few = set(pairwise(SETTINGS))
+    for case in itertools.product(*SETTINGS.values()):
+        marks = [] if case in few else [pytest.mark.full]
+        yield pytest.param(*case, marks=marks, id="-".join(map(str, case)))
+
+
+@pytest.mark.parametrize(",".join(SETTINGS), list(cases()))
+def test_greedy_tokens_equal_the_naive_loop(
+    shape: str, cache: str, chunk: int, depth: int, preempt: bool, mates: int, n: int, page: int, strategy: str
+) -> None:
+    check(shape, cache, chunk, depth, preempt, mates, n, page, strategy)
+
+
+@pytest.mark.parametrize("shape", SETTINGS["shape"])
+@pytest.mark.parametrize("depth", (0, 1))
+def test_kernels_in_float32_equal_the_naive_loop(shape: str, depth: int) -> None:
+    check(shape, "warm", 7, depth, True, 4, 3, 4, "drafts", torch.float32, "auto")
+
+
+def test_the_matrix_notices_a_wrong_token() -> None:
+    """A model that differs in one weight must not pass for the same."""
+    model = model_of("llama")
+    weight = model.blocks[0].feed.down.weight.parts["data"]  # type: ignore[union-attr]
+    kept = weight.clone()
+    try:
+        weight += 0.5
+        with pytest.raises(AssertionError):
+            check("llama", "cold", 7, 0, False, 4, 1, 4, "plain")
+    finally:
+        weight.copy_(kept)

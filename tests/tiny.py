@@ -1,0 +1,60 @@
+"""Tiny random models: written by `transformers`, loaded by us. Weights are drawn wide so that a mistake shows."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+import transformers
+
+from bankfull.layers.build import Build
+from bankfull.layers.decoder import Decoder
+from bankfull.models.registry import build_model
+from bankfull.ops import kit_for
+from bankfull.weights.source import open_model
+
+VOCAB = 97
+_COMMON = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "tie_word_embeddings": False}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}
+
+
+def config_of(shape: str) -> transformers.PretrainedConfig:
+    if shape == "llama":
+        return transformers.LlamaConfig(**_COMMON, **_HEADS, max_position_embeddings=256)
+    if shape == "gemma":
+        return transformers.Gemma3TextConfig(
+            **_COMMON, **_HEADS, max_position_embeddings=256, sliding_window=8, query_pre_attn_scalar=8,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        )  # fmt: skip
+    assert shape == "mamba", shape
+    return transformers.MambaConfig(**_COMMON, state_size=4, conv_kernel=4, expand=2, time_step_rank=2)
+
+
+def save(shape: str, folder: Path) -> Path:
+    """A model of that shape with seeded random weights, in the Hugging Face layout."""
+    torch.manual_seed(1234)
+    model = transformers.AutoModelForCausalLM.from_config(config_of(shape), dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if not name.endswith(("A_log", "dt_proj.bias", "D")):
+                weight.copy_(torch.randn_like(weight) * (0.3 if weight.dim() > 1 else 0.2))
+    model.save_pretrained(folder)
+    return folder
+
+
+@lru_cache
+def folder_of(shape: str) -> Path:
+    import atexit
+    import shutil
+    import tempfile
+
+    folder = Path(tempfile.mkdtemp(prefix=f"bankfull-{shape}-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return save(shape, folder)
+
+
+@lru_cache
+def model_of(shape: str, dtype: torch.dtype = torch.float64, providers: str = "torch") -> Decoder:
+    files = open_model(folder_of(shape))
+    return build_model(files.config, Build(files.source, kit_for("cpu", providers), dtype, torch.device("cpu")))
