@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bankfull.decode.strategy import Strategy
+from bankfull.errors import BankfullError
 from bankfull.runtime.device import Future
 from bankfull.runtime.runner import Landed, Runner
 from bankfull.sched.scheduler import Scheduler
@@ -98,10 +99,14 @@ class Engine:
         outputs = self.scheduler.settle(plan, self.runner.result(plan, future))
         for output in outputs:
             self.totals.sampled += len(output.tokens)
-            if self._grammars.advance(output):
-                # The grammar is complete: only an end token could follow, and the request may ignore those.
-                self.abort(output.request, Finish.STOP, output.child)
-                output.finish = Finish.STOP
+            try:
+                # A complete grammar ends its sequence: only an end token could follow, and those may be ignored.
+                ends = Finish.STOP if self._grammars.advance(output) else None
+            except BankfullError as error:
+                ends, output.error = Finish.ERROR, str(error)
+            if ends is not None:
+                self.scheduler.abort(output.request, ends, output.child)
+                output.finish = ends
         self._grammars.drop(outputs)
         return outputs
 
@@ -136,8 +141,14 @@ class Grammars:
         """By row, for the rows of this step that choose a token under a grammar."""
         if not self._matchers:
             return {}
-        keys = ((work.row, owner[work.row]) for work in plan.work if work.sample)
-        return {row: self._pending[key].result() for row, key in keys if key in self._pending}
+        masks = {}
+        for row, key in ((work.row, owner[work.row]) for work in plan.work if work.sample):
+            if key in self._pending:
+                try:
+                    masks[row] = self._pending[key].result()
+                except BankfullError:
+                    masks[row] = 0  # forbids every token: the request ends with an error, the others go on
+        return masks
 
     def advance(self, output: Output) -> bool:
         """Follow the tokens that a sequence got; True when the grammar allows nothing more."""

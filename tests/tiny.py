@@ -58,3 +58,45 @@ def folder_of(shape: str) -> Path:
 def model_of(shape: str, dtype: torch.dtype = torch.float64, providers: str = "torch") -> Decoder:
     files = open_model(folder_of(shape))
     return build_model(files.config, Build(files.source, kit_for("cpu", providers), dtype, torch.device("cpu")))
+
+
+CORPUS = "The river runs at the full capacity of its channel, and the engine fills it. {\"name\": [1, 2.5, true]} " * 3
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@lru_cache
+def speaking_folder() -> Path:
+    """A tiny Llama with a byte-level tokenizer and a chat template: a whole model, text to text."""
+    import atexit
+    import shutil
+    import tempfile
+
+    import tokenizers
+
+    folder = Path(tempfile.mkdtemp(prefix="bankfull-speaking-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320, special_tokens=special, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    )
+    backend.train_from_iterator([CORPUS], trainer)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    torch.manual_seed(5)
+    config = transformers.LlamaConfig(
+        vocab_size=backend.get_vocab_size(), hidden_size=32, num_hidden_layers=2, tie_word_embeddings=True,
+        max_position_embeddings=256, eos_token_id=backend.token_to_id("<|im_end|>"), bos_token_id=None, **_HEADS,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn_like(weight) * 0.3)
+    model.save_pretrained(folder)
+    return folder

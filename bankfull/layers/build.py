@@ -43,16 +43,20 @@ class Build:
 
     def weight(self, name: str, shape: tuple[int, ...]) -> QTensor:
         """A matrix as it lies in the file; a dense one in the dtype of the computation."""
-        found = self.source.get(self._full(name))
-        if tuple(found.shape) != shape:
-            raise ModelError(
-                f"Tensor {self._full(name)} has shape {tuple(found.shape)}, but the model's configuration asks for "
-                f"{shape}; the file and its configuration do not belong together."
-            )
+        found = self._find(name, shape)
         if found.is_dense or self.expand:
             return QTensor.dense(found.dequantize(self.dtype).to(self.device))
         return found.to(self.device)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """A vector or another small tensor, dense."""
-        return self.weight(name, shape).dequantize(dtype or self.dtype).to(self.device)
+        return self._find(name, shape).dequantize(dtype or self.dtype).to(self.device)
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> QTensor:
+        found = self.source.get(self._full(name))
+        if tuple(found.shape) != shape:
+            raise ModelError(
+                f"Tensor {self._full(name)} has shape {tuple(found.shape)}, but the model's configuration asks for "
+                f"{shape}; the file and its configuration do not belong together."
+            )
+        return found

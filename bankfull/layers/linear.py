@@ -16,15 +16,19 @@ class Linear:
         self._linear = build.bind(linear, weight=self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._linear(x, self.weight, self.bias)  # type: ignore[no-any-return]
+        return self._linear(x, self.weight, self.bias)
 
 
-def split_linear(build: Build, inner: int, outers: list[int]) -> list[Linear]:
+def split_linear(build: Build, inner: int, outers: list[int], bias: bool = False) -> list[Linear]:
     """Several layers whose rows one file tensor stacks (Phi's qkv and gate_up): views, nothing is copied."""
     whole = build.weight("weight", (sum(outers), inner))
+    biases = build.tensor("bias", (sum(outers),)) if bias else None
     parts, first = [], 0
     for outer in outers:
-        parts.append(Linear(build, inner, outer, weight=whole.rows(slice(first, first + outer))))
+        own = slice(first, first + outer)
+        part = Linear(build, inner, outer, weight=whole.rows(own))
+        part.bias = None if biases is None else biases[own]
+        parts.append(part)
         first += outer
     return parts
 
@@ -36,4 +40,4 @@ class Embedding:
         self._embedding = build.bind(embedding, weight=self.table)
 
     def __call__(self, ids: Tensor) -> Tensor:
-        return self._embedding(ids, self.table, self._dtype)  # type: ignore[no-any-return]
+        return self._embedding(ids, self.table, self._dtype)

@@ -16,7 +16,17 @@ Config = Mapping[str, Any]
 
 #: model_type -> file. A table instead of imports: only the family that is asked for is loaded.
 FAMILIES = {
+    "gemma2": "gemma",
+    "gemma3": "gemma",
+    "gemma3_text": "gemma",
     "llama": "llama",
+    "mamba": "mamba",
+    "mistral": "llama",
+    "opt": "opt",
+    "phi3": "phi3",
+    "qwen2": "qwen",
+    "qwen3": "qwen",
+    "smollm3": "smollm3",
 }
 
 #: Tensors that files carry and no model needs.
@@ -32,9 +42,9 @@ class Family:
 
 def family_of(config: Config) -> Family:
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ModelError(
-            f"Architecture {kind!r} is not supported; supported are {', '.join(sorted(FAMILIES))}."
+            f"Architecture {repr(kind)[:80]} is not supported; supported are {', '.join(sorted(FAMILIES))}."
         )
     family = import_module(f"bankfull.models.{FAMILIES[kind]}").FAMILY
     assert isinstance(family, Family)

@@ -1,4 +1,4 @@
-"""The fourth provider: tensors are meta, integers are real, and each operation records its cost instead of computing."""
+"""The fourth provider: tensors are meta, integers are real; operations record their cost instead of computing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ class Ledger:
     total: dict[str, Cost] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
 
-    def record(self, name: str, cost: Cost) -> None:
+    def record(self, name: str, cost: Cost, calls: int = 1) -> None:
         self.total[name] = self.total.get(name, Cost()) + cost
-        self.calls[name] = self.calls.get(name, 0) + 1
+        self.calls[name] = self.calls.get(name, 0) + calls
+
+    def merge(self, other: Ledger, part: str = "") -> None:
+        """Add another ledger's entries; with `part`, under "part/name"."""
+        for name, cost in other.total.items():
+            self.record(f"{part}/{name}" if part else name, cost, other.calls[name])
 
     def sum(self) -> Cost:
         return sum(self.total.values(), Cost())

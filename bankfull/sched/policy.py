@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from bankfull.config import SchedConfig
 
-
-class Ranked(Protocol):
-    """What a policy may look at."""
-
-    @property
-    def order(self) -> int: ...
-    @property
-    def priority(self) -> int: ...
+Rank = tuple[int, int]
+"""Smaller runs first and is preempted last."""
 
 
-Rank = Callable[[Ranked], tuple[int, int]]
-
-
-def rank_of(policy: str) -> Rank:
-    """Smaller runs first and is preempted last. Arrival breaks ties, so a resumed sequence keeps its place."""
-    if policy == "priority":
-        return lambda s: (s.priority, s.order)
-    return lambda s: (0, s.order)
+def rank_of(policy: str, priority: int, arrival: int) -> Rank:
+    """Arrival breaks ties, so that a rank is unique and a resumed sequence keeps its place."""
+    return (priority if policy == "priority" else 0, arrival)
 
 
 class Gate(Protocol):
@@ -63,8 +51,10 @@ class Static:
 
     def open(self, waiting: int, first_queued: float, running: int, now: float, sealed: bool) -> int:
         if not running and not self.left and self.ready(waiting, first_queued, now, sealed):
-            self.left = min(self.size, waiting)
-        return min(self.left, waiting)
+            self.left = self.size
+        # A member that was aborted while it waited leaves no seat to a later arrival.
+        self.left = min(self.left, waiting)
+        return self.left
 
     def admitted(self) -> None:
         self.left = max(0, self.left - 1)

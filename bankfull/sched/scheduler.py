@@ -8,10 +8,12 @@ step old (loop depth 1): lengths are lower bounds, pages are reserved for the wo
 from __future__ import annotations
 
 import time
-from collections import deque
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
+from operator import attrgetter
 
 from bankfull.config import SchedConfig
 from bankfull.errors import RequestError
@@ -21,17 +23,24 @@ from bankfull.state.manager import Match, Reserved, SequenceState, StateManager
 from bankfull.state.prefix import Chain
 from bankfull.types import Enter, Finish, Output, PageEdit, Request, StepPlan, StepResult, Work
 
+_rank = attrgetter("rank")
+
 
 @dataclass(slots=True)
-class Draft:
+class Sketch:
     """A step while it is being planned."""
 
     plan: StepPlan
     budget: int
+    """Tokens that may still be given out."""
+    quota: int
+    """Newcomers that the gate lets in."""
+    spare: int = 0
+    """What drafts may take of the budget without delaying a decode."""
     served: list[Sequence] = field(default_factory=list)
     """In the order of plan.work."""
     fixed: set[int] = field(default_factory=set)
-    """Orders of sequences that this step already tells the runner about: too late to preempt them."""
+    """Rows that this step already tells the runner about: too late to preempt them."""
 
 
 class Scheduler:
@@ -44,56 +53,66 @@ class Scheduler:
         """No more requests will come: an incomplete static batch need not wait."""
         self.preemptions = 0
         self._clock = clock
-        self._rank = rank_of(config.policy)
         self._gate = gate_of(config)
         self._waiting: list[Sequence] = []
-        self._running: list[Sequence] = []
+        self._running: list[Sequence] = []  # both in the order of rank
+        self._fresh: OrderedDict[Sequence, None] = OrderedDict()
+        """Waiting sequences that never ran, in the order of arrival."""
         self._free_rows = list(range(config.rows - 1, -1, -1))
         self._leaving: list[int] = []
-        self._inflight: deque[tuple[int, list[tuple[Sequence, int]]]] = deque()
+        self._inflight: deque[tuple[int, list[Sequence]]] = deque()
         self._by_request: dict[Hashable, list[Sequence]] = {}
-        self._orders = count()
+        self._arrivals = count()
         self._steps = count()
 
     # -- requests
 
     def add(self, request: Request) -> None:
         """Queue a request, or refuse it at once when it can never run."""
+        self._refuse(request)
+        now = self._clock()
+        siblings = []
+        for child in range(request.samples):
+            chain = Chain(request.salt, self.state.layout.block_tokens)
+            rank = rank_of(self.config.policy, request.priority, next(self._arrivals))
+            seq = Sequence(request, child, rank, now, chain, list(request.prompt))
+            siblings.append(seq)
+            self._fresh[seq] = None
+            insort(self._waiting, seq, key=_rank)
+        self._by_request[request.id] = siblings
+        _adopt(siblings)
+
+    def _refuse(self, request: Request) -> None:
         if request.id in self._by_request:
             raise RequestError(f"Request id {request.id!r} is already in use; give every request an id of its own.")
         if not request.prompt:
             raise RequestError("The prompt is empty; give at least one token.")
-        if len(self._waiting) + request.samples > self.config.max_waiting:
-            raise RequestError(f"{len(self._waiting)} requests are waiting already; try again later.")
+        if request.samples < 1:
+            raise RequestError(f"samples={request.samples!r} must be a whole number of at least 1.")
+        if self.waiting + request.samples > self.config.max_waiting:
+            raise RequestError(
+                f"{self.waiting} sequences are waiting and {request.samples} more would exceed max_waiting="
+                f"{self.config.max_waiting}; try again later."
+            )
         if request.generates and request.limit <= len(request.prompt):
             raise RequestError(
                 f"The prompt has {len(request.prompt)} tokens and the limit is {request.limit}; shorten the prompt or "
                 "raise the limit so that at least one token can follow."
             )
-        need = self.state.frames_for(request.limit, self.config.step_tokens)
+        length = request.limit if request.generates else len(request.prompt)
+        need = self.state.frames_for(length, self.config.step_tokens)
         if need > self.state.pages.size:
             raise RequestError(
-                f"The request may grow to {request.limit} tokens, which need {need} pages of state, but the pool has "
+                f"The request may grow to {length} tokens, which need {need} pages of state, but the pool has "
                 f"{self.state.pages.size}; lower max_tokens, shorten the prompt, or give the pool more memory."
             )
-        now = self._clock()
-        first: Sequence | None = None
-        for child in range(request.samples):
-            chain = Chain(request.salt, self.state.layout.block_tokens)
-            seq = Sequence(request, child, next(self._orders), now, chain, list(request.prompt), parent=first)
-            if first is None:
-                first = seq
-            else:
-                first.children.append(seq)
-            self._by_request.setdefault(request.id, []).append(seq)
-            self._waiting.append(seq)
 
     def abort(self, request_id: Hashable, reason: Finish = Finish.ABORT, child: int | None = None) -> list[Output]:
         """End a request, or one of its samples, at any moment; launched work for it is dropped when it settles."""
         outputs = []
         for seq in list(self._by_request.get(request_id, ())):
             if child is None or seq.child == child:
-                self._end(seq, reason)
+                self._end(seq)
                 outputs.append(Output(request_id, seq.child, [], reason, cached=seq.cached))
         return outputs
 
@@ -111,17 +130,30 @@ class Scheduler:
 
     def wake_at(self) -> float | None:
         """The clock's time at which `plan` may find work although nothing has arrived since."""
-        fresh = [s for s in self._waiting if not s.admitted]
-        return self._gate.wake_at(len(fresh), min((s.queued_at for s in fresh), default=0.0))
+        return self._gate.wake_at(len(self._fresh), self._first_queued())
+
+    def _first_queued(self) -> float:
+        return next(iter(self._fresh)).queued_at if self._fresh else 0.0
 
     # -- planning
 
     def plan(self, drafts: int = 0) -> StepPlan | None:
         """The next step with up to `drafts` guesses per decoding row; None when nothing can run now."""
-        step = Draft(StepPlan(next(self._steps)), self.config.step_tokens)
+        step = Sketch(StepPlan(next(self._steps)), self.config.step_tokens, self._quota())
+        if self.state.windowed:
+            for seq in self._running:
+                assert seq.state is not None
+                self.state.forget_before(seq.state, seq.start)
+        self._make_way(step)
+        decoding: list[Sequence] = []
+        filling: list[Sequence] = []
+        for seq in self._running:
+            (decoding if seq.missing <= 1 else filling).append(seq)
+        step.spare = step.budget - len(decoding)
         stalled = False
-        in_rank = sorted(self._running, key=self._rank)
-        for seq in sorted(in_rank, key=lambda s: s.known - s.start > 1):
+        for seq in decoding + filling:
+            if step.budget <= 0:
+                break
             if seq.state is not None:  # else it was preempted for one that ranks before it
                 stalled |= not self._serve(seq, step, drafts)
         if not stalled:
@@ -131,154 +163,194 @@ class Scheduler:
             return None
         plan.leave, self._leaving = self._leaving, []
         self.state.launch(plan.step)
-        self._inflight.append((plan.step, [(seq, seq.generation) for seq in step.served]))
+        self._inflight.append((plan.step, step.served))
         return plan
 
-    def _serve(self, seq: Sequence, step: Draft, drafts: int) -> bool:
+    def _serve(self, seq: Sequence, step: Sketch, drafts: int) -> bool:
         """Give `seq` its share of the step; False when it could use one but memory is short."""
-        self._fork_children(seq, step)
-        work = self._share_of(seq, step.budget, drafts)
-        if work is None:
+        if seq.children:
+            self._fork_children(seq, step)
+        missing = seq.missing
+        size = self._share_of(seq, missing, step.budget)
+        if size <= 0:
             return True
-        reserved = self._reserve(seq, work, step)
+        assert seq.state is not None
+        sample = size == missing and seq.request.generates
+        if drafts:
+            # Even if every draft in flight and every new one is accepted, the limit holds.
+            room = seq.request.limit - seq.known - seq.drafted - 1
+            drafts = max(0, min(drafts, step.spare, room)) if sample and size == 1 else 0
+        upto = seq.start + seq.drafted + size
+        reserved = self.state.reserve(seq.state, upto + drafts, 1 + drafts)
         if reserved is None:
-            return False
-        step.plan.pages.extend(PageEdit(group, seq.row, first, pages) for group, first, pages in reserved.pages)
-        work = replace(work, slots=reserved.slots)
+            drafts = 0  # guesses are worth no waiting, and nobody else's place
+            reserved = self._insist(seq, upto, step)
+            if reserved is None:
+                return False
+        for group, first, pages in reserved.pages:
+            step.plan.pages.append(PageEdit(group, seq.row, first, pages))
+        work = Work(seq.row, seq.start, size, drafts, sample, reserved.slots)
         step.plan.work.append(work)
         step.served.append(seq)
-        step.fixed.add(seq.order)
-        step.budget -= work.count + work.drafts
-        seq.flying.append(work)
+        step.fixed.add(seq.row)
+        step.budget -= size + drafts
+        step.spare -= drafts
+        seq.launch(work)
         return True
 
-    def _share_of(self, seq: Sequence, budget: int, drafts: int) -> Work | None:
-        """The share of a step that `seq` can use, before memory is asked; None when it has to wait or has enough."""
-        missing = seq.known - seq.start
+    def _share_of(self, seq: Sequence, missing: int, budget: int) -> int:
+        """Tokens of `seq` that this step may compute, before memory is asked; 0 when it has to wait or has enough."""
         request = seq.request
-        if missing <= 0 or budget <= 0 or (request.serial and seq.sampled):
-            return None
+        if request.serial and seq.sampled:
+            return 0
         if request.generates and seq.known >= request.limit:
-            return None  # the token that ends it is already on its way
-        size = min(missing, budget)
-        if seq.start < seq.prompt_len:
+            return 0  # the token that ends it is already on its way
+        size = missing if missing < budget else budget
+        if size > 1 and seq.start < seq.prompt_len:
             size = self.state.cut(seq.start, size, seq.prompt_len)
         if seq.children:
             # Siblings fork where all but the last prompt token has run; until they have, nobody goes past that point.
             size = min(size, seq.prompt_len - 1 - seq.start)
-            if size <= 0:
-                return None
-        sample = request.generates and size == missing
-        guesses = 0
-        if sample and size == 1:
-            # Even if every draft in flight and every new one is accepted, the limit holds.
-            guesses = max(0, min(drafts, budget - 1, request.limit - seq.known - seq.drafted - 1))
-        return Work(seq.row, seq.start, size, guesses, sample)
+        return size
 
-    def _reserve(self, seq: Sequence, work: Work, step: Draft) -> Reserved | None:
-        """Places for `work`, at the cost of sequences that rank after `seq` if need be; None = not this time."""
+    def _insist(self, seq: Sequence, upto: int, step: Sketch) -> Reserved | None:
+        """Places for `seq`, at the cost of sequences that rank after it if need be; None = not this time."""
         assert seq.state is not None
-        self.state.forget_before(seq.state, seq.start)
-        upto = seq.start + seq.drafted + work.count + work.drafts
-        while (reserved := self.state.reserve(seq.state, upto, 1 + work.drafts)) is None:
-            pages, slots = self.state.shortage(seq.state, upto, 1 + work.drafts)
-            if pages <= self.state.pages.coming and slots <= self.state.slots.coming:
-                return None  # quarantine ends soon: waiting is cheaper than throwing work away
+        while (reserved := self.state.reserve(seq.state, upto)) is None:
+            if self._coming(*self.state.shortage(seq.state, upto, 1)):
+                return None
             victim = self._last_running(step)
-            if victim is None or self._rank(victim) <= self._rank(seq):
+            if victim is None or victim.rank <= seq.rank:
                 return None
             self._preempt(victim)
         return reserved
 
-    def _admit(self, step: Draft) -> None:
+    def _coming(self, pages: int, slots: int) -> bool:
+        """Does quarantine give back so much by itself? Then waiting is cheaper than throwing work away."""
+        return pages <= self.state.pages.coming and slots <= self.state.slots.coming
+
+    # -- who comes in
+
+    def _quota(self) -> int:
+        """Newcomers that may be admitted now."""
+        if not self._fresh:
+            return 0
+        return self._gate.open(len(self._fresh), self._first_queued(), self.running, self._clock(), self.sealed)
+
+    def _admissible(self, index: int, step: Sketch) -> int | None:
+        """The first waiting sequence from `index` on whose turn it could be."""
+        if step.quota <= 0 and len(self._fresh) == len(self._waiting):
+            return None
+        for i in range(index, len(self._waiting)):
+            seq = self._waiting[i]
+            if seq.parent is None and (seq.admitted or step.quota > 0):
+                return i
+        return None
+
+    def _make_way(self, step: Sketch) -> None:
+        """Priority: before they are served, running sequences give way to a waiting one with more, if that helps."""
+        if self.config.policy != "priority" or (index := self._admissible(0, step)) is None:
+            return
+        head = self._waiting[index]
+        while lower := [s for s in self._running if s.priority > head.priority]:
+            match = self._match(head)
+            pages, slots = self._lack(head, match)
+            if self._free_rows and self._coming(pages, slots):
+                return  # it fits, or soon will
+            held = [s.state for s in lower if s.state is not None]
+            gain = sum(self.state.held(state) for state in held)
+            if pages > self.state.pages.coming + gain:
+                return
+            self._preempt(lower[-1])
+
+    def _admit(self, step: Sketch) -> None:
         """Take in waiting sequences in rank order. The first that does not fit ends it: nobody overtakes."""
-        self._waiting.sort(key=self._rank)
-        fresh = [s for s in self._waiting if not s.admitted]
-        first_queued = min((s.queued_at for s in fresh), default=0.0)
-        quota = self._gate.open(len(fresh), first_queued, self.running, self._clock(), self.sealed)
-        for seq in list(self._waiting):
-            if step.budget <= 0:
+        index = 0
+        while step.budget > 0 and self._free_rows and (found := self._admissible(index, step)) is not None:
+            index, seq = found, self._waiting[found]
+            match = self._match(seq)
+            if self._lack(seq, match) != (0, 0):
                 return
-            if seq.parent is not None or seq.row >= 0:
-                continue  # waits for its sibling's prompt, or was forked from it a moment ago
-            if not seq.admitted and quota <= 0:
-                continue
-            match = self._place_for(seq, step)
-            if match is None:
-                return
-            quota -= not seq.admitted
             if not seq.admitted:
                 seq.cached = match.length
             self._enter(seq, self.state.open(seq.chain, match), match.length, step)
             if not self._serve(seq, step, 0):
                 return
 
-    def _place_for(self, seq: Sequence, step: Draft) -> Match | None:
-        """The cached prefix (maybe empty) to start from, once a row and pages for all known tokens are there."""
-        limit = len(seq.tokens) - 1 if seq.request.reuse else 0
-        while True:
-            match = self.state.match(seq.chain, seq.tokens, limit)
-            # The headroom keeps the newcomer from being preempted, or preempting, with the very next token.
-            if self._free_rows and self.state.fits(match, len(seq.tokens), self.config.step_tokens, self.running):
-                return match
-            victim = self._last_running(step)
-            if self.config.policy != "priority" or victim is None or victim.priority <= seq.priority:
-                return None
-            self._preempt(victim)
+    def _match(self, seq: Sequence) -> Match:
+        """The cached prefix (maybe empty) to start from; at least one token always runs."""
+        return self.state.match(seq.chain, seq.tokens, len(seq.tokens) - 1 if seq.request.reuse else 0)
 
-    def _enter(self, seq: Sequence, state: SequenceState, computed: int, step: Draft) -> None:
+    def _lack(self, seq: Sequence, match: Match) -> tuple[int, int]:
+        # The headroom keeps the newcomer from being preempted, or preempting, with the very next token.
+        return self.state.lack(match, len(seq.tokens), self.config.step_tokens, self.running)
+
+    def _enter(self, seq: Sequence, state: SequenceState, computed: int, step: Sketch) -> None:
         """Give `seq` a row, and tell the runner all about it."""
+        self._unqueue(seq)
         if not seq.admitted:
+            seq.admitted = True
+            step.quota -= 1
             self._gate.admitted()
-        seq.admitted = True
-        seq.state = state
-        seq.computed = computed
-        seq.row = self._free_rows.pop()
-        self._waiting.remove(seq)
-        self._running.append(seq)
+        seq.begin(self._free_rows.pop(), state, computed)
+        insort(self._running, seq, key=_rank)
         plan = step.plan
         plan.enter.append(
             Enter(seq.row, tuple(seq.tokens), computed, seq.prompt_len, seq.child, state.slot, seq.request.payload)
         )
         plan.pages.extend(PageEdit(g, seq.row, 0, tuple(table)) for g, table in enumerate(state.tables) if table)
-        step.fixed.add(seq.order)
+        step.fixed.add(seq.row)
 
-    def _fork_children(self, seq: Sequence, step: Draft) -> None:
-        """Where all but the last prompt token has settled, siblings start on copies; one without room goes alone."""
-        if not seq.children or seq.flying or seq.computed != seq.prompt_len - 1:
+    def _fork_children(self, seq: Sequence, step: Sketch) -> None:
+        """Where all but the last prompt token has settled, siblings start on copies; those without room go alone."""
+        if seq.flying or seq.computed != seq.prompt_len - 1:
             return
         assert seq.state is not None
-        for child in seq.children:
+        while seq.children and self._free_rows and (forked := self.state.fork(seq.state, seq.computed)) is not None:
+            child = seq.children.pop(0)
             child.parent = None
-            forked = self.state.fork(seq.state, seq.computed) if self._free_rows else None
-            if forked is not None:
-                child.cached = seq.cached
-                state, transfers = forked
-                self._enter(child, state, seq.computed, step)
-                step.plan.transfers.extend(transfers)
+            child.cached = seq.cached
+            state, transfers = forked
+            self._enter(child, state, seq.computed, step)
+            step.plan.transfers.extend(transfers)
+        _adopt(seq.children)
         seq.children = []
 
-    def _last_running(self, step: Draft) -> Sequence | None:
+    # -- who goes out
+
+    def _last_running(self, step: Sketch) -> Sequence | None:
         """Whom to preempt first."""
-        return max((s for s in self._running if s.order not in step.fixed), key=self._rank, default=None)
+        return next((s for s in reversed(self._running) if s.row not in step.fixed), None)
 
     def _preempt(self, seq: Sequence) -> None:
-        """Give up row and state; the tokens stay, and will be computed again."""
         self._give_up(seq)
-        self._waiting.append(seq)
+        insort(self._waiting, seq, key=_rank)
         self.preemptions += 1
 
     def _give_up(self, seq: Sequence) -> None:
         assert seq.state is not None
         self.state.release(seq.state)
-        self._running.remove(seq)
+        del self._running[bisect_left(self._running, seq.rank, key=_rank)]
         self._free_rows.append(seq.row)
         self._leaving.append(seq.row)
-        seq.state = None
-        seq.row = -1
-        seq.computed = 0
-        seq.flying.clear()
-        seq.generation += 1
+        seq.give_up()
+
+    def _unqueue(self, seq: Sequence) -> None:
+        del self._waiting[bisect_left(self._waiting, seq.rank, key=_rank)]
+        self._fresh.pop(seq, None)
+
+    def _end(self, seq: Sequence) -> None:
+        if seq.state is not None:
+            self._give_up(seq)
+        else:
+            self._unqueue(seq)
+        _adopt(seq.children)
+        if seq.parent is not None:
+            seq.parent.children.remove(seq)
+        siblings = self._by_request[seq.request.id]
+        siblings.remove(seq)
+        if not siblings:
+            del self._by_request[seq.request.id]
 
     # -- settling
 
@@ -288,55 +360,51 @@ class Scheduler:
         assert step == plan.step == result.step, f"step {result.step} settles where {step} is due"
         self.state.settle(step, result.completed)
         outputs = []
-        for i, (work, (seq, generation)) in enumerate(zip(plan.work, served, strict=True)):
-            if seq.generation != generation:
+        extras, errors = result.extras, result.errors
+        for i, (work, seq, tokens) in enumerate(zip(plan.work, served, result.tokens, strict=True)):
+            if not seq.flying or seq.flying[0] is not work:
                 continue  # aborted, ended or preempted since: a token nobody waits for
-            extra = result.extras[i] if result.extras else None
-            output = self._settle_one(seq, work, step, result.tokens[i], result.errors.get(i))
-            output.extra = extra
-            if output.tokens or output.finish or extra is not None:
+            output = Output(seq.request.id, seq.child, [], None, None, None, seq.cached)
+            if extras:
+                output.extra = extras[i]
+            if i in errors:
+                output.finish, output.error = Finish.ERROR, errors[i]
+            else:
+                self._settle_one(seq, step, tokens, output)
+            if output.finish is not None:
+                self._end(seq)
+            if output.tokens or output.finish is not None or output.extra is not None:
                 outputs.append(output)
         return outputs
 
-    def _settle_one(self, seq: Sequence, work: Work, step: int, tokens: list[int], error: str | None) -> Output:
+    def _settle_one(self, seq: Sequence, step: int, tokens: list[int], output: Output) -> None:
+        """What `tokens` mean for `seq`: as many of them as it may keep, its new state, and whether it ends."""
         assert seq.state is not None
-        output = Output(seq.request.id, seq.child, [], cached=seq.cached)
-        seq.flying.pop(0)
-        if error is not None:
-            output.finish, output.error = Finish.ERROR, error
-            self._end(seq, Finish.ERROR)
-            return output
-        accepted = max(0, len(tokens) - 1)
-        seq.computed += work.count + accepted
-        self.state.commit(seq.state, step, accepted)
+        request = seq.request
         for token in tokens:
             seq.tokens.append(token)
             output.tokens.append(token)
-            if token in seq.request.stop_ids:
+            if token in request.stop_ids:
                 output.finish = Finish.STOP
-            elif len(seq.tokens) >= seq.request.limit:
-                output.finish = Finish.LENGTH
-            if output.finish:
                 break
-        if not seq.request.generates and seq.computed >= seq.prompt_len:
+            if len(seq.tokens) >= request.limit:
+                output.finish = Finish.LENGTH
+                break
+        # Drafts behind an end are not part of the sequence, though the device has accepted them.
+        accepted = min(len(tokens) - 1, len(output.tokens)) if tokens else 0
+        seq.land(accepted)
+        # A row that ends may have one more step in flight, which reads the slot that the device has accepted.
+        last_use = step if output.finish is None else self.state.launched
+        self.state.commit(seq.state, last_use, accepted)
+        if seq.computed >= seq.state.border:
+            self.state.publish(seq.state, seq.tokens, seq.computed, seq.prompt_len)
+        if not request.generates and seq.computed >= seq.prompt_len:
             output.finish = Finish.STOP
-        self.state.publish(seq.state, seq.tokens, min(seq.computed, len(seq.tokens)), seq.prompt_len)
-        if output.finish:
-            self._end(seq, output.finish)
-        return output
 
-    def _end(self, seq: Sequence, finish: Finish) -> None:
-        seq.finish = finish
-        if seq.state is not None:
-            self._give_up(seq)
-        else:
-            self._waiting.remove(seq)
-        for child in seq.children:
-            child.parent = None  # nobody computes its prompt any more: it goes alone
-        seq.children = []
-        if seq.parent is not None:
-            seq.parent.children.remove(seq)
-        siblings = self._by_request[seq.request.id]
-        siblings.remove(seq)
-        if not siblings:
-            del self._by_request[seq.request.id]
+
+def _adopt(siblings: list[Sequence]) -> None:
+    """The first computes the prompt, the others wait for it."""
+    for seq in siblings[:1]:
+        seq.parent, seq.children = None, siblings[1:]
+    for seq in siblings[1:]:
+        seq.parent = siblings[0]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
+from bankfull.sched.policy import Rank
 from bankfull.state.manager import SequenceState
 from bankfull.state.prefix import Chain
-from bankfull.types import Finish, Request, Work
+from bankfull.types import Request, Work
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     request: Request
     child: int
-    order: int
-    """Arrival number: unique, and kept through preemption."""
+    rank: Rank
+    """Unique, and kept through preemption."""
     queued_at: float
     chain: Chain
     tokens: list[int]
@@ -24,15 +26,19 @@ class Sequence:
     """Siblings that wait for this sequence's prompt."""
     computed: int = 0
     """Tokens whose state is settled."""
-    flying: list[Work] = field(default_factory=list)
-    """Work that is launched and not settled, oldest first."""
+    flying: deque[Work] = field(default_factory=deque)
+    """Work that is launched and not settled, oldest first. What is not here any more was given up: its result is
+    dropped, also when the sequence has meanwhile come back to the same row."""
+    start: int = 0
+    """Lower bound of the tokens that will be computed once the launched work has settled."""
+    sampled: int = 0
+    """Launched work that will give at least one token each."""
+    drafted: int = 0
+    """Launched drafts: each may turn out accepted, or not."""
     state: SequenceState | None = None
     row: int = -1
-    generation: int = 0
-    """Grows whenever the row is given up: results of an older generation are dropped."""
     admitted: bool = False
     cached: int = 0
-    finish: Finish | None = None
 
     @property
     def priority(self) -> int:
@@ -43,21 +49,33 @@ class Sequence:
         return len(self.request.prompt)
 
     @property
-    def sampled(self) -> int:
-        """Launched work that will give at least one token each."""
-        return sum(1 for w in self.flying if w.sample)
-
-    @property
-    def drafted(self) -> int:
-        """Launched drafts: each may turn out accepted, or not."""
-        return sum(w.drafts for w in self.flying)
-
-    @property
-    def start(self) -> int:
-        """Lower bound of the tokens that will be computed once the launched work has settled."""
-        return self.computed + sum(w.count for w in self.flying)
-
-    @property
     def known(self) -> int:
-        """Lower bound of the tokens that will be known then; they exceed `start` by exactly what is missing."""
+        """Lower bound of the tokens that will be known once the launched work has settled."""
         return len(self.tokens) + self.sampled
+
+    @property
+    def missing(self) -> int:
+        """Known tokens that no launched work computes. Drafts in flight move both bounds alike, so this is exact."""
+        return len(self.tokens) + self.sampled - self.start
+
+    def launch(self, work: Work) -> None:
+        self.flying.append(work)
+        self.start += work.count
+        self.drafted += work.drafts
+        self.sampled += work.sample
+
+    def land(self, accepted: int) -> None:
+        """The oldest launched work has settled with `accepted` drafts."""
+        work = self.flying.popleft()
+        self.computed += work.count + accepted
+        self.start += accepted
+        self.drafted -= work.drafts
+        self.sampled -= work.sample
+
+    def begin(self, row: int, state: SequenceState, computed: int) -> None:
+        self.row, self.state, self.computed, self.start = row, state, computed, computed
+
+    def give_up(self) -> None:
+        """Without row and state; the tokens stay, and will be computed again."""
+        self.row, self.state, self.computed, self.start, self.sampled, self.drafted = -1, None, 0, 0, 0, 0
+        self.flying.clear()

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from sys import maxsize
 
 from bankfull.config import StateConfig
+from bankfull.errors import ConfigError
 from bankfull.state.pages import Census, Pool
-from bankfull.state.policy import Full, GroupPolicy, Snapshots, Window
+from bankfull.state.policy import Full, GroupPolicy, Hit, Snapshots, Window
 from bankfull.state.prefix import Chain
 from bankfull.state.spec import Layout
 from bankfull.types import NULL, Tier, Transfer
@@ -28,6 +30,10 @@ class SequenceState:
     """Per group, the first page that is still held."""
     published: list[int]
     """Per group, the pages that were offered to the cache so far."""
+    covered: int
+    """Tokens that the tables of all groups have pages for."""
+    border: int
+    """Tokens that must be computed before there is anything new to publish."""
     slot: int = NULL
     """Recurrent state after the settled tokens."""
     writing: list[tuple[int, ...]] = field(default_factory=list)
@@ -43,22 +49,30 @@ class Match:
     slot: int = NULL
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reserved:
     """What a step received: new table entries per group as (group, first index, pages), and slots to write."""
 
-    pages: list[tuple[int, int, tuple[int, ...]]]
+    pages: Sequence[tuple[int, int, tuple[int, ...]]]
     slots: tuple[int, ...]
+
+
+NOTHING = Reserved((), ())
 
 
 class StateManager:
     def __init__(self, layout: Layout, frames: int, slots: int, config: StateConfig) -> None:
+        if layout.recurrent and slots < 2:
+            raise ConfigError(f"A recurrent model reads one slot and writes another, but the pool has {slots}; give 2.")
         self.layout = layout
         self.pages = Pool(frames)
         self.slots = Pool(slots if layout.recurrent else 0)
         self.prefix_cache = config.prefix_cache
         self.launched = -1
-        self.snapshots = Snapshots(layout.block_tokens, config.snapshot_every) if layout.recurrent else None
+        # A snapshot is of use only where the pages of every group end.
+        longest = max((g.page_tokens for g in layout.paged), default=layout.block_tokens)
+        self.snapshots = Snapshots(longest, config.snapshot_every) if layout.recurrent else None
+        self.windowed = any(g.window is not None for g in layout.paged)
         self.policies: list[GroupPolicy] = [
             Full(g.page_tokens) if g.window is None else Window(g.page_tokens, g.window) for g in layout.paged
         ]
@@ -70,14 +84,15 @@ class StateManager:
     def frames_for(self, length: int, new: int) -> int:
         return self.layout.frames_for(length, new)
 
-    def fits(self, match: Match, length: int, new: int, headroom: int) -> bool:
-        """Could a sequence of `length` known tokens run to their end now, starting from `match`?"""
+    def lack(self, match: Match, length: int, new: int, headroom: int) -> tuple[int, int]:
+        """Pages and slots that are not there now for `length` tokens from `match` on; (0, 0) when they could run."""
         missing = idle = 0
         for g, group in enumerate(self.layout.paged):
             table = match.tables[g] if match.tables else ()
             missing += max(0, group.frames_for(length, new) - sum(1 for page in table if page))
             idle += sum(1 for page in table if self.pages.is_cached(page))
-        return missing + headroom <= self.pages.available - idle
+        slots = 1 + self.slots.is_cached(match.slot) if self.snapshots is not None else 0
+        return max(0, missing + headroom + idle - self.pages.available), max(0, slots - self.slots.available)
 
     def match(self, chain: Chain, tokens: Sequence[int], limit: int) -> Match:
         """The longest cached prefix of at most `limit` tokens: the fixed point of every group's `reusable`."""
@@ -88,7 +103,7 @@ class StateManager:
         while True:
             before = length
             for g, policy in enumerate(self.policies):
-                length = policy.reusable(lambda end, g=g: self._find(chain, g, end) is not None, length)  # type: ignore[misc]
+                length = policy.reusable(self._hits(chain, g), length)
             if self.snapshots is not None:
                 length = self.snapshots.reusable(lambda end: self._find_slot(chain, end) is not None, length)
             if length == before or not length:
@@ -97,8 +112,8 @@ class StateManager:
             return Match(0)
         tables = []
         for g, (group, policy) in enumerate(zip(self.layout.paged, self.policies, strict=True)):
-            first = policy.first_live(length)
-            found = [self._find(chain, g, (i + 1) * group.page_tokens) for i in range(first, length // group.page_tokens)]
+            first, size = policy.first_live(length), group.page_tokens
+            found = (self._find(chain, g, (i + 1) * size) for i in range(first, length // size))
             tables.append((NULL,) * first + tuple(page for page in found if page is not None))
         return Match(length, tuple(tables), (self._find_slot(chain, length) or NULL) if self.snapshots else NULL)
 
@@ -110,9 +125,16 @@ class StateManager:
 
     def shortage(self, state: SequenceState, upto: int, slots: int) -> tuple[int, int]:
         """Pages and slots that `reserve` would have to take beyond what is available; (0, 0) when it would succeed."""
-        pages = sum(max(0, -(-upto // g.page_tokens) - len(t)) for g, t in zip(self.layout.paged, state.tables, strict=True))
+        pages = 0
+        if upto > state.covered:
+            for group, table in zip(self.layout.paged, state.tables, strict=True):
+                pages += max(0, -(-upto // group.page_tokens) - len(table))
         wanted = slots if self.snapshots is not None else 0
         return max(0, pages - self.pages.available), max(0, wanted - self.slots.available)
+
+    def held(self, state: SequenceState) -> int:
+        """Pages that a sequence holds, alone or with others."""
+        return sum(len(table) - live for table, live in zip(state.tables, state.live, strict=True))
 
     # -- the life of a sequence
 
@@ -125,13 +147,23 @@ class StateManager:
         self.slots.share(match.slot)
         live = [policy.first_live(match.length) for policy in self.policies]
         published = [len(table) for table in tables]
-        return SequenceState(chain, tables, live, published, match.slot)
+        return self._opened(chain, tables, live, published, match.length, match.slot)
 
     def reserve(self, state: SequenceState, upto: int, slots: int = 1) -> Reserved | None:
         """Places for the first `upto` tokens and `slots` recurrent states to write: all of them, or None."""
-        short_pages, short_slots = self.shortage(state, upto, slots)
-        if short_pages or short_slots:
+        if upto <= state.covered and self.snapshots is None:
+            return NOTHING
+        if self.shortage(state, upto, slots) != (0, 0):
             return None
+        edits = self._extend(state, upto) if upto > state.covered else ()
+        written: tuple[int, ...] = ()
+        if self.snapshots is not None:
+            written = tuple(self.slots.take(slots) or ())
+            assert len(written) == slots, "shortage() and take() disagree"
+            state.writing.append(written)
+        return Reserved(edits, written)
+
+    def _extend(self, state: SequenceState, upto: int) -> list[tuple[int, int, tuple[int, ...]]]:
         edits = []
         for g, (group, table) in enumerate(zip(self.layout.paged, state.tables, strict=True)):
             missing = -(-upto // group.page_tokens) - len(table)
@@ -140,12 +172,8 @@ class StateManager:
                 assert taken is not None, "shortage() and take() disagree"
                 edits.append((g, len(table), tuple(taken)))
                 table.extend(taken)
-        written: tuple[int, ...] = ()
-        if self.snapshots is not None:
-            written = tuple(self.slots.take(slots) or ())
-            assert len(written) == slots, "shortage() and take() disagree"
-            state.writing.append(written)
-        return Reserved(edits, written)
+        state.covered = self._covered(state.tables)
+        return edits
 
     def forget_before(self, state: SequenceState, position: int) -> None:
         """No token before `position` will run again: let go of the pages that left every window."""
@@ -157,7 +185,8 @@ class StateManager:
             state.live[g] = max(state.live[g], first)
 
     def commit(self, state: SequenceState, step: int, accepted: int) -> None:
-        """Step `step` has settled with `accepted` drafts: the slot after them is the state, the others are let go."""
+        """The oldest launched step has settled with `accepted` drafts: the slot after them is the state, the others are
+        let go; `step` is the last that may touch them."""
         if self.snapshots is None:
             return
         written = state.writing.pop(0)
@@ -169,8 +198,9 @@ class StateManager:
 
     def publish(self, state: SequenceState, tokens: Sequence[int], computed: int, prompt_len: int) -> None:
         """Offer what the settled steps have filled: full pages, and the recurrent state where it is wanted."""
-        if not self.prefix_cache:
+        if computed < state.border:
             return
+        state.border = self._next_border(computed)
         state.chain.extend(tokens, computed)
         for g, (group, table) in enumerate(zip(self.layout.paged, state.tables, strict=True)):
             full = computed // group.page_tokens
@@ -180,20 +210,17 @@ class StateManager:
                 self.pages.publish(table[i], (g, name))
             state.published[g] = max(state.published[g], full)
         if self.snapshots is not None and self.snapshots.wanted(computed, prompt_len):
-            name = state.chain.name(computed)
-            if computed % self.layout.block_tokens == 0 and name is not None:
-                self.slots.publish(state.slot, ("slot", name))
+            self.slots.publish(state.slot, ("slot", state.chain.name(computed)))
 
     def fork(self, state: SequenceState, length: int) -> tuple[SequenceState, list[Transfer]] | None:
         """A second sequence with the same first `length` tokens: full pages and the slot are shared, partial pages are
         copied by transfers. `state` must stand exactly there, with nothing in flight. None when pages are short."""
         assert not state.writing, "a sequence is forked only when it has settled"
-        partial = [g for g, group in enumerate(self.layout.paged) if length % group.page_tokens]
-        copies = self.pages.take(len(partial))
+        copies = self.pages.take(sum(1 for group in self.layout.paged if length % group.page_tokens))
         if copies is None:
             return None
         tables, transfers = [], []
-        for g, (group, table) in enumerate(zip(self.layout.paged, state.tables, strict=True)):
+        for group, table in zip(self.layout.paged, state.tables, strict=True):
             full = length // group.page_tokens
             child = table[:full]
             for page in child:
@@ -207,10 +234,10 @@ class StateManager:
         chain = Chain(b"", self.layout.block_tokens)
         chain.names = list(state.chain.names)
         published = [length // group.page_tokens for group in self.layout.paged]
-        return SequenceState(chain, tables, list(state.live), published, state.slot), transfers
+        return self._opened(chain, tables, list(state.live), published, length, state.slot), transfers
 
     def release(self, state: SequenceState) -> None:
-        """Let go of everything, newest pages first, so that the cache forgets the ends of contexts before their roots."""
+        """Let go of everything, newest pages first: the cache shall forget the ends of contexts before their roots."""
         for table in state.tables:
             self.pages.drop_all(reversed(table), self.launched)
             table.clear()
@@ -259,6 +286,23 @@ class StateManager:
         for tier, place in (src, dst):
             (self.pages if tier is Tier.PAGE else self.slots).share(place)
         return transfer
+
+    def _opened(
+        self, chain: Chain, tables: list[list[int]], live: list[int], published: list[int], length: int, slot: int
+    ) -> SequenceState:
+        border = self._next_border(length)
+        return SequenceState(chain, tables, live, published, self._covered(tables), border, slot)
+
+    def _covered(self, tables: list[list[int]]) -> int:
+        sizes = zip(self.layout.paged, tables, strict=True)
+        return min((len(table) * group.page_tokens for group, table in sizes), default=maxsize)
+
+    def _next_border(self, length: int) -> int:
+        block = self.layout.block_tokens
+        return (length // block + 1) * block if self.prefix_cache else maxsize
+
+    def _hits(self, chain: Chain, group: int) -> Hit:
+        return lambda end: self._find(chain, group, end) is not None
 
     def _find(self, chain: Chain, group: int, end: int) -> int | None:
         name = chain.name(end)

@@ -33,6 +33,7 @@ class Pool:
         self.evictions = 0
         self._free = list(range(size, 0, -1))
         self._refs = [0] * (size + 1)
+        self._last = [-1] * (size + 1)
         self._key: dict[int, Hashable] = {}
         self._by_key: dict[Hashable, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -75,11 +76,13 @@ class Pool:
         self._refs[place] += 1
 
     def drop(self, place: int, step: int) -> None:
-        """One holder less; a place without holders is quarantined until `step`, the last that may touch it, settles."""
+        """One holder less, whose last use may be in `step`; the last one gone, quarantined until such steps settle."""
         if not place:
             return
         assert self._refs[place] > 0, f"place {place} is dropped more often than it was taken"
         self._refs[place] -= 1
+        # An earlier holder may have named a later step than the last holder does.
+        step = self._last[place] = max(step, self._last[place])
         if self._refs[place]:
             return
         if step > self.settled:

@@ -130,7 +130,7 @@ def _owner(specs: Sequence[StateSpec], layer: int) -> int:
     if not isinstance(spec, Shared):
         return layer
     if not 0 <= spec.layer < layer or isinstance(specs[spec.layer], Shared):
-        raise ModelError(f"Layer {layer} shares the state of layer {spec.layer}, which is not an earlier owner of state.")
+        raise ModelError(f"Layer {layer} shares the state of layer {spec.layer}, which owns none or comes later.")
     return spec.layer
 
 

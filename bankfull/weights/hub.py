@@ -20,6 +20,7 @@ SPLIT = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
 WANTED = ("model*.safetensors", "*.json", "*.jinja", "tokenizer.*", "additional_chat_templates/*.jinja")
 REFUSED = ("*.bin", "*.py", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5")
 NAMES_SHOWN = 8
+TIMEOUT_SECONDS = 15
 
 log = logging.getLogger("bankfull")
 
@@ -35,21 +36,22 @@ def from_hub(name: str) -> Path:
     repo, file = match["repo"], match["file"]
     try:
         import huggingface_hub as hub
+        from huggingface_hub.constants import HF_HUB_OFFLINE as OFFLINE
     except ImportError:
         raise ModelError(
             f"{name!r} is no local path, and reading it from the hub needs a package: pip install 'bankfull[hub]'."
         ) from None
     try:
-        if hub.constants.HF_HUB_OFFLINE:
+        if OFFLINE:
             return _in_snapshot(Path(hub.snapshot_download(repo, local_files_only=True)), repo, file)
-        files = hub.HfApi().list_repo_files(repo)
-        wanted, entry = choose(files, repo, file)
+        siblings = hub.HfApi().model_info(repo, timeout=TIMEOUT_SECONDS).siblings or []
+        wanted, entry = choose([sibling.rfilename for sibling in siblings], repo, file)
         folder = Path(hub.snapshot_download(repo, allow_patterns=_literal(wanted), ignore_patterns=list(REFUSED)))
         return folder / entry
     except ModelError:
         raise
     except Exception as error:  # the library lets errors of its transports through, which differ by version
-        return _after_failure(hub, repo, file, error)
+        return _after_failure(hub, repo, file, error, OFFLINE)
 
 
 def choose(files: Sequence[str], repo: str, file: str | None) -> tuple[list[str], str]:
@@ -69,7 +71,7 @@ def choose(files: Sequence[str], repo: str, file: str | None) -> tuple[list[str]
     if len(first) == 1:
         return _parts(first[0], ggufs)
     if first:
-        raise ModelError(f"The hub repository {repo} holds several GGUF files: choose one as {repo}/FILE, {_listed(first)}.")
+        raise ModelError(f"The hub repository {repo} holds several GGUF files: name one as {repo}/FILE: {_listed(first)}.")
     raise ModelError(
         f"The hub repository {repo} holds no model.safetensors with a config.json and no .gguf file; "
         "only these are read: use another repository of this model."
@@ -89,7 +91,7 @@ def _in_snapshot(folder: Path, repo: str, file: str | None) -> Path:
     return folder / choose(files, repo, file)[1]
 
 
-def _after_failure(hub: Any, repo: str, file: str | None, error: Exception) -> Path:
+def _after_failure(hub: Any, repo: str, file: str | None, error: Exception, offline: bool) -> Path:
     """What was downloaded earlier serves when the hub cannot be reached, and a warning says so."""
     kind = type(error).__name__
     if kind == "GatedRepoError":
@@ -104,9 +106,10 @@ def _after_failure(hub: Any, repo: str, file: str | None, error: Exception) -> P
     try:
         found = _in_snapshot(Path(hub.snapshot_download(repo, local_files_only=True)), repo, file)
     except Exception:
-        offline = "HF_HUB_OFFLINE is set and its cache has no" if hub.constants.HF_HUB_OFFLINE else None
         if offline:
-            raise ModelError(f"{offline} {repo}; unset it to download, or give a local path.") from None
+            raise ModelError(
+                f"HF_HUB_OFFLINE is set and the hub's cache has no {repo}; unset it to download, or give a local path."
+            ) from None
         raise ModelError(
             f"The hub cannot be reached for {repo} ({kind}: {reason}); try again, or give a local path."
         ) from None

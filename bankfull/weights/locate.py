@@ -61,8 +61,9 @@ def _meant_as_path(name: str, path: Path) -> bool:
 def _not_found(name: str, path: Path) -> str:
     if path.parent.is_dir() and ("/" in name or path.suffix):
         near = _nearest(path.name, _siblings(path.parent))
-        hint = f"did you mean {str(path.with_name(near))!r}?" if near else f"{path.parent} has nothing of a similar name."
-        return f"There is no model {name!r}: {hint}"
+        if near is not None:
+            return f"There is no model {name!r}: did you mean {str(path.with_name(near))!r}?"
+        return f"There is no model {name!r}: the directory {str(path.parent)!r} has nothing of a similar name."
     near = _nearest(name, list(fetch.SHORT_NAMES))
     hint = f"did you mean {near!r}?" if near else f"give a path, a hub id (org/name) or {_short_names()}."
     return f"There is no model {name!r}, neither as a path nor as a short name: {hint}"

@@ -113,12 +113,15 @@ class World:
     def _plan(self) -> StepPlan | None:
         drafts = self.random.randint(0, self.scenario.drafts)
         ready = [s for s in self.sched._running if self._decodes(s)]
+        preemptions = self.sched.preemptions
         plan = self.sched.plan(drafts)
         self._check()
         if plan is None:
             return None
         self.summary.steps += 1
         demand(self.summary.steps <= self.patience, f"not done after {self.summary.steps} steps: somebody starves")
+        if self.sched.preemptions != preemptions:
+            ready = []  # what was given up for a later one may have helped an earlier one
         self._check_plan(plan, drafts, ready)
         self.device.launch(plan)
         self.inflight.append(plan)

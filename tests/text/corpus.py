@@ -51,6 +51,7 @@ def repetitive(seed: int = 0, count: int = 200, alphabet: str = "ab c") -> list[
 def training(seed: int = 0) -> list[str]:
     """Something to learn merges from."""
     rng = random.Random(seed)
-    words = "the river runs at full capacity of its channel and fills it 12 345 6789 don't I'LL naïve café 日本 शब्द".split()
-    lines = [" ".join(rng.choices(words, k=12)) + rng.choice([".", "!", "?\n", "  ", "\r\n", "..."]) for _ in range(400)]
+    text = "the river runs at full capacity of its channel and fills it 12 345 6789 don't I'LL naïve café 日本 शब्द"
+    words, ends = text.split(), [".", "!", "?\n", "  ", "\r\n", "..."]
+    lines = [" ".join(rng.choices(words, k=12)) + rng.choice(ends) for _ in range(400)]
     return [line for line in [*lines, *HOSTILE, *repetitive(1, 60)] if line.strip() and "\x00" not in line]

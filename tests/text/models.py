@@ -101,7 +101,7 @@ def byte_level_metadata(backend: tokenizers.Tokenizer, pre: str) -> dict[str, ob
     vocabulary = backend.get_vocab(with_added_tokens=True)
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
     assert [vocabulary[token] for token in tokens] == list(range(len(tokens)))
-    kinds = {token: 3 for token in CONTROLS} | {"<think>": 4}
+    kinds = dict.fromkeys(CONTROLS, 3) | {"<think>": 4}
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,

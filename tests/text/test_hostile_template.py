@@ -1,5 +1,7 @@
 """A template from a stranger ends soon, in little memory, and with one sentence."""
 
+# ruff: noqa: E501, a hostile template reads best in one line
+
 import resource
 import time
 from collections.abc import Iterator
@@ -10,7 +12,9 @@ import pytest
 from bankfull.errors import BankfullError
 from bankfull.text.template import ChatTemplate
 
-DOUBLING = "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = %s %}{% endfor %}{{ ns.s|length }}"
+DOUBLING = (
+    "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = %s %}{% endfor %}{{ ns.s|length }}"
+)
 TOWERS = (
     "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}"
     "{% set ns.b = [ns.b, ns.b] %}{% endfor %}"
@@ -36,7 +40,7 @@ HOSTILE = {
     "doubling by str.replace": DOUBLING.replace("%s", "ns.s.replace('a', ns.s)"),
     "doubling by empty replace": DOUBLING.replace("%s", "ns.s.replace('', ns.s)"),
     "doubling by format": DOUBLING.replace("%s", "'{}{}'.format(ns.s, ns.s)"),
-    "doubling by the format filter": DOUBLING.replace("%s", "'%s%s'|format(ns.s, ns.s)").replace("ns.s, ns.s)", "ns.s, ns.s)"),
+    "doubling by the format filter": DOUBLING.replace("%s", "'%s%s'|format(ns.s, ns.s)"),
     "doubling by %": DOUBLING.replace("= %s %}", "= '%s%s' % (ns.s, ns.s) %}"),
     "doubling by capture": "{% set ns=namespace(s='a') %}{% for i in range(60) %}{% set ns.s %}{{ ns.s }}{{ ns.s }}{% endset %}{% endfor %}",
     "doubling by macro": "{% macro m(s) %}{{ s }}{{ s }}{% endmacro %}" + DOUBLING.replace("%s", "m(ns.s)"),

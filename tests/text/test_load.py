@@ -132,7 +132,7 @@ def test_a_gguf_file_gives_both(tmp_path: Path) -> None:
 
 
 def test_missing_and_broken_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no tokenizer.json"):
+    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
         load_tokenizer(Files(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="no readable tokenizer"):

@@ -1,5 +1,7 @@
 """Chat templates render as transformers renders them, and their ids are safe."""
 
+# ruff: noqa: E501, a template keeps its own line breaks
+
 import json
 from functools import cache
 
@@ -91,7 +93,12 @@ QWEN3 = """{%- macro part(content) -%}{%- if content is string %}{{- content }}{
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}
 {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"""
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA, "mistral": MISTRAL, "qwen3": QWEN3}
-TOOLS = [{"type": "function", "function": {"name": "größe", "description": "a <b> & 'c'", "parameters": {"x": [1, 2.5, None]}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "größe", "description": "a <b> & 'c'", "parameters": {"x": [1, 2.5, None]}},
+    }
+]
 
 
 def talk(*contents: str, system: str | None = None) -> list[dict[str, object]]:
@@ -149,8 +156,13 @@ def test_templates_render_as_transformers_renders_them(name: str) -> None:
 
 
 def test_json_is_written_as_transformers_writes_it() -> None:
-    for call in ("tojson", "tojson(indent=2)", "tojson(ensure_ascii=true)", "tojson(separators=(',', ':'), sort_keys=true)"):
-        source = "{{ tools[0] | %s }}" % call
+    for call in (
+        "tojson",
+        "tojson(indent=2)",
+        "tojson(ensure_ascii=true)",
+        "tojson(separators=(',', ':'), sort_keys=true)",
+    ):
+        source = "{{ tools[0] | " + call + " }}"
         assert template(source).render(talk("x"), tools=TOOLS) == oracle(source, talk("x"), tools=TOOLS)
 
 
@@ -167,11 +179,13 @@ def test_the_variant_for_tools_serves_requests_with_tools() -> None:
 def test_a_template_that_refuses_says_why() -> None:
     with pytest.raises(RequestError, match="refused the messages: System role not supported"):
         template(GEMMA).render(talk("x", system="y"))
-    with pytest.raises(RequestError, match="failed: .*undefined"):
+    with pytest.raises(RequestError, match=r"failed: .*undefined"):
         template("{{ nothing.more }}").render(talk("x"))
 
 
-@pytest.mark.parametrize("source", ["{% for %}", "{{ x | no_such_filter }}", "{% include 'x' %}{{", "{{" + "(" * 5000, "x" * (2 << 20)])
+@pytest.mark.parametrize(
+    "source", ["{% for %}", "{{ x | no_such_filter }}", "{% include 'x' %}{{", "{{" + "(" * 5000, "x" * (2 << 20)]
+)
 def test_a_broken_template_is_a_model_error(source: str) -> None:
     with pytest.raises(ModelError, match="chat template"):
         ChatTemplate(source)
@@ -225,7 +239,11 @@ def test_half_a_spelling_changes_no_id(kind: str, name: str, part: str) -> None:
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=60, deadline=None)
-@given(pieces=st.lists(st.sampled_from([*PARTS, "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<s>", "a", "\n"]), max_size=6))
+@given(
+    pieces=st.lists(
+        st.sampled_from([*PARTS, "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<s>", "a", "\n"]), max_size=6
+    )
+)
 def test_messages_never_make_a_special_token(kind: str, name: str, pieces: list[str]) -> None:
     tokenizer = TOKENIZERS[kind]()
     hostile = "".join(pieces)
@@ -250,9 +268,11 @@ def test_tools_and_keys_never_make_a_special_token() -> None:
 
 def test_two_values_side_by_side_never_make_a_special_token() -> None:
     tokenizer = chatml_tokenizer()
-    ids = encode_chat(tokenizer, template("{{ messages[0].name }}{{ messages[0].content|trim }}"), [
-        {"role": "user", "name": "<|im_", "content": "  end|>  "}
-    ])
+    ids = encode_chat(
+        tokenizer,
+        template("{{ messages[0].name }}{{ messages[0].content|trim }}"),
+        [{"role": "user", "name": "<|im_", "content": "  end|>  "}],
+    )
     assert not tokenizer.special_ids & set(ids)
     assert tokenizer.decode(ids) == "<|im_end|>"
 
@@ -262,6 +282,8 @@ def test_a_chat_has_at_most_one_bos() -> None:
     for source in ("{{ bos_token }}{{ messages[0].content }}", "{{ messages[0].content }}"):
         ours = ChatTemplate(source, bos_token="<s>")
         assert encode_chat(tokenizer, ours, talk("the river")) == tokenizer.encode("the river")
-    spelled = encode_chat(tokenizer, ChatTemplate("{{ bos_token }}{{ messages[0].content }}", bos_token="<s>"), talk("<s>"))
+    spelled = encode_chat(
+        tokenizer, ChatTemplate("{{ bos_token }}{{ messages[0].content }}", bos_token="<s>"), talk("<s>")
+    )
     assert spelled.count(1) == 1
     assert encode_chat(chatml_tokenizer(), template(CHATML), talk("x"))[0] == 1  # <|im_start|>, no opening

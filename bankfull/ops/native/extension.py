@@ -33,6 +33,13 @@ def status() -> str | None:
     return f"native CPU kernels are missing, so the slower torch operations run ({why})."
 
 
+def required() -> ModuleType:
+    """The kernels, for modules that are imported only where they exist."""
+    if kernels is None:
+        raise ImportError(status())
+    return kernels
+
+
 @cache
 def notify() -> None:
     """For whoever builds a kit for the CPU: checks BANKFULL_ISA, and prints `status` to stderr, once per process."""

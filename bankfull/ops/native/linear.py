@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bankfull import _native
 from bankfull.ops.native.checks import address, float_rows, isa_is_chosen
+from bankfull.ops.native.extension import required
 from bankfull.ops.reference.linear import embedding, linear
 from bankfull.weights.qtensor import QTensor
+
+_native = required()
 
 FORMATS: dict[str, tuple[int, int, int]] = _native.formats()
 """Scheme name -> (code of the format, weights per block, bytes per block)."""

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bankfull import _native
 from bankfull.ops.native.checks import WIDENED, address, float_rows, isa_is_chosen
+from bankfull.ops.native.extension import required
 from bankfull.ops.reference.norm import rms_norm
+
+_native = required()
 
 
 def _accepts(*, dtype: torch.dtype | None = None, weight: Any = None, **facts: Any) -> bool:

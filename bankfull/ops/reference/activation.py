@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from bankfull.ops.cost import Cost, nbytes
+from bankfull.ops.reference.shapes import like_first
 from bankfull.ops.registry import op
 
 _KINDS = {
@@ -13,6 +14,7 @@ _KINDS = {
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "relu": torch.nn.functional.relu,
+    "softplus": torch.nn.functional.softplus,
 }
 #: The names that checkpoints use for the same functions.
 ACTIVATIONS = {
@@ -21,17 +23,17 @@ ACTIVATIONS = {
 }  # fmt: skip
 
 
-@op(cost=lambda x, kind: Cost(8.0 * x.numel(), nbytes(x), nbytes(x)))
+@op(cost=lambda x, kind: Cost(8.0 * x.numel(), nbytes(x), nbytes(x)), shape=like_first)
 def activate(x: Tensor, kind: str) -> Tensor:
     return _KINDS[kind](x)
 
 
-@op(cost=lambda gate, up, kind: Cost(9.0 * gate.numel(), nbytes(gate, up), nbytes(gate)))
+@op(cost=lambda gate, up, kind: Cost(9.0 * gate.numel(), nbytes(gate, up), nbytes(gate)), shape=like_first)
 def activate_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     """f(gate) * up: the gated feed-forward layer between its linears."""
     return _KINDS[kind](gate) * up
 
 
-@op(cost=lambda x, cap: Cost(10.0 * x.numel(), nbytes(x), nbytes(x)))
+@op(cost=lambda x, cap: Cost(10.0 * x.numel(), nbytes(x), nbytes(x)), shape=like_first)
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(x / cap)

@@ -28,7 +28,11 @@ class PagedMeta:
     page_tokens: int
 
 
-@op(cost=lambda new, pages, slots: Cost(0.0, nbytes(new, slots), nbytes(new)), shape=lambda new, pages, slots: None)
+def _write_cost(new: Tensor, pages: Tensor, slots: Tensor) -> Cost:
+    return Cost(0.0, nbytes(new, slots), new.numel() * pages.element_size())
+
+
+@op(cost=_write_cost, shape=lambda new, pages, slots: None)
 def write_pages(new: Tensor, pages: Tensor, slots: Tensor) -> None:
     """pages (frames, page_tokens, ...) at flat slots := new (tokens, ...)."""
     page_tokens = pages.shape[1]
@@ -37,8 +41,9 @@ def write_pages(new: Tensor, pages: Tensor, slots: Tensor) -> None:
 
 def visible_pairs(queries: int, length: int, window: int | None) -> int:
     """Query-key pairs that a causal mask (with an optional window) leaves for the last `queries` of `length` tokens."""
-    seen = np.arange(length - queries + 1, length + 1)
-    return int((seen if window is None else np.minimum(seen, window)).sum())
+    past = length - queries
+    whole = queries if window is None else min(max(window - past, 0), queries)  # these see everything before them
+    return whole * past + whole * (whole + 1) // 2 + (queries - whole) * (window or 0)
 
 
 def live_from(queries: int, length: int, window: int | None) -> int:

@@ -16,7 +16,11 @@ def _linear_cost(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Cost
     return Cost(2.0 * rows * out * inner, nbytes(x, weight, bias), rows * out * x.element_size())
 
 
-@op(cost=_linear_cost)
+def _linear_shape(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@op(cost=_linear_cost, shape=_linear_shape)
 def linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias, with activations untouched (weight-only arithmetic)."""
     return torch.nn.functional.linear(x, weight.dequantize(x.dtype), bias)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from bankfull.ops.cost import Cost, nbytes
+from bankfull.ops.reference.shapes import like_first
 from bankfull.ops.registry import op
 
 
@@ -18,7 +19,7 @@ def _rms_norm_cost(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -
     return Cost(4.0 * x.numel(), nbytes(x, weight), nbytes(x))
 
 
-@op(cost=_rms_norm_cost)
+@op(cost=_rms_norm_cost, shape=like_first)
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """x / rms(x) * (weight + offset) over the last dimension; Gemma stores its weights with an offset of 1."""
     y = wide(x)
@@ -32,6 +33,6 @@ def _layer_norm_cost(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Cos
     return Cost(8.0 * x.numel(), nbytes(x, weight, bias), nbytes(x))
 
 
-@op(cost=_layer_norm_cost)
+@op(cost=_layer_norm_cost, shape=like_first)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return torch.nn.functional.layer_norm(x, (x.shape[-1],), weight, bias, eps)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from bankfull.ops.cost import Cost, nbytes
+from bankfull.ops.reference.shapes import like_first
 from bankfull.ops.registry import op
 
 
@@ -14,14 +15,25 @@ def _angles_cost(positions: Tensor, frequencies: Tensor, scale: float, dtype: to
     return Cost(3.0 * n, nbytes(positions, frequencies), 2.0 * n * dtype.itemsize)
 
 
-@op(cost=_angles_cost)
+def _angles_shape(
+    positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    cos, sin = (frequencies.new_empty(positions.shape[0], frequencies.shape[0], dtype=dtype) for _ in range(2))
+    return cos, sin
+
+
+@op(cost=_angles_cost, shape=_angles_shape)
 def rope_angles(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of position x frequency, once per step for every layer that shares the frequencies."""
     angles = positions[:, None].to(frequencies.dtype) * frequencies[None, :]
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
-@op(cost=lambda x, cos, sin: Cost(6.0 * x.shape[0] * x.shape[1] * cos.shape[1], nbytes(x, cos, sin), nbytes(x)))
+def _rotate_cost(x: Tensor, cos: Tensor, sin: Tensor) -> Cost:
+    return Cost(6.0 * x.shape[0] * x.shape[1] * cos.shape[1], nbytes(x, cos, sin), nbytes(x))
+
+
+@op(cost=_rotate_cost, shape=like_first)
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the first 2 * cos.shape[1] dimensions of every head of x (tokens, heads, size); the rest passes through."""
     half = cos.shape[1]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bankfull.ops.cost import Cost, nbytes
 from bankfull.ops.reference.norm import wide
+from bankfull.ops.reference.shapes import like_first
 from bankfull.ops.registry import op
 
 
@@ -39,11 +40,7 @@ def _conv_cost(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, me
     return Cost(2.0 * x.numel() * weight.shape[1], nbytes(x, weight, bias) + read, nbytes(x) + write)
 
 
-def _conv_shape(x: Tensor, *rest: object) -> Tensor:
-    return torch.empty_like(x)
-
-
-@op(cost=_conv_cost, shape=_conv_shape)
+@op(cost=_conv_cost, shape=like_first)
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, meta: RecurrentMeta) -> Tensor:
     """Depthwise convolution over each sequence; state (slots, channels, width - 1) holds the last inputs."""
     out = torch.empty_like(x)
@@ -67,11 +64,7 @@ def _scan_cost(
     return Cost(per_token * x.shape[0], nbytes(x, delta, a, b, c, d) + read, nbytes(x) + write)
 
 
-def _scan_shape(x: Tensor, *rest: object) -> Tensor:
-    return torch.empty_like(x)
-
-
-@op(cost=_scan_cost, shape=_scan_shape)
+@op(cost=_scan_cost, shape=like_first)
 def selective_scan(
     x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor, meta: RecurrentMeta
 ) -> Tensor:

@@ -1,0 +1,28 @@
+"""bankfull: an inference engine for language models that shows how far it is from the hardware's limits."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bankfull.aio import AsyncEngine
+    from bankfull.llm import LLM
+    from bankfull.sample.params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncEngine", "SamplingParams", "__version__"]
+
+# Resolved on first use, so that `import bankfull` and the command line's help do not wait for torch.
+_HOMES = {"LLM": "bankfull.llm", "AsyncEngine": "bankfull.aio", "SamplingParams": "bankfull.sample.params"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'bankfull' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

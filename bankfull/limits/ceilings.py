@@ -1,0 +1,229 @@
+"""What this machine can do at its best, measured: how fast memory is read, and how fast matrices are multiplied.
+
+The instruments are torch's own reductions (sum, dot) and its matmul, on all of torch's threads. They show what is
+reachable with ordinary good code on this machine now, which is less than a data sheet says, and they may be beaten by a
+better kernel: a figure above 100 % of a ceiling means that the instrument, not physics, was the limit.
+Integer matrices are not measured: torch has no public fast path for them on CPUs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from bankfull.errors import ConfigError
+from bankfull.paths import cache_dir
+
+FORMAT = 1
+INSTRUMENT = "torch sum/dot and matmul, all threads, best of several"
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+SMALL_SET = 100 * 10**6
+"""Bytes of a working set that a large cache holds."""
+LARGEST_SET = 3 << 29
+UNKNOWN_CACHE = 32 << 20
+LARGEST_FILE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    read_bytes_per_s: float
+    """From a working set of `read_set_bytes`, far larger than the last-level cache where memory and time allow."""
+    cached_read_bytes_per_s: float
+    """From a working set of `cached_set_bytes`."""
+    flops: dict[str, float]
+    """Matmul peak by dtype of the arithmetic."""
+    threads: int
+    cpu: str
+    when: str
+    read_set_bytes: int
+    cached_set_bytes: int
+    cache_bytes: int
+    """The last-level cache as the system reports it; 0 = unknown."""
+    instrument: str = INSTRUMENT
+
+    def read_at(self, working_set: float) -> float:
+        """The read ceiling for a working set that is read again and again.
+
+        Up to the larger of the small set and the last-level cache it may come from the cache; never below what memory
+        itself gives.
+        """
+        fits = working_set <= max(self.cached_set_bytes, self.cache_bytes)
+        return max(self.cached_read_bytes_per_s, self.read_bytes_per_s) if fits else self.read_bytes_per_s
+
+    def flops_of(self, dtype: str) -> float:
+        found = self.flops.get(dtype.removeprefix("torch."))
+        if found is None:
+            raise ConfigError(f"No arithmetic ceiling is known for dtype {dtype!r}; known are {', '.join(self.flops)}.")
+        return found
+
+
+def measure(refresh: bool = False, budget: float = 2.0) -> Ceilings:
+    """This machine's ceilings: from the cache, or measured in about `budget` seconds and cached."""
+    if not 0 < budget <= 600:
+        raise ConfigError(f"budget={budget!r} must be a number of seconds above 0, at most 600.")
+    identity = machine()
+    path = cache_dir() / f"ceilings-{_digest(identity)}.json"
+    known = None if refresh else _load(path, identity)
+    if known is not None:
+        return known
+    found = _measure(budget, identity)
+    _save(path, identity, found)
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on; a change of any of these measures anew."""
+    import torch
+
+    return {
+        "format": FORMAT,
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def _measure(budget: float, identity: dict[str, Any]) -> Ceilings:
+    cache = _cache_bytes()
+    small = _filled(SMALL_SET, budget * 0.1)
+    wanted = min(max(4 * (cache or UNKNOWN_CACHE), 2 * SMALL_SET), LARGEST_SET, _free_memory() // 4)
+    large = _filled(max(wanted, small.nbytes), budget * 0.3)
+    cached, read = _read_rate(small, budget * 0.1), _read_rate(large, budget * 0.2)
+    sizes = large.nbytes, small.nbytes
+    del large, small
+    flops = {dtype: _matmul_rate(dtype, budget * 0.3 / len(DTYPES)) for dtype in DTYPES}
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    return Ceilings(read, cached, flops, identity["threads"], identity["cpu"], when, *sizes, cache)
+
+
+def _filled(size: int, budget: float) -> Any:
+    """Up to `size` bytes that the system has really committed; fewer when touching them takes longer than `budget`."""
+    import torch
+
+    step = 1 << 20
+    buffer = torch.empty(max(size // 8, step), dtype=torch.float64)
+    start, at = perf_counter(), 0
+    while at < buffer.numel() and (at == 0 or perf_counter() - start < budget):
+        buffer[at : at + step].fill_(1.0)
+        at += step
+    return buffer[:at]
+
+
+def _read_rate(buffer: Any, budget: float) -> float:
+    """Bytes per second, the best of two ways to read everything once."""
+    import torch
+
+    floats = buffer.view(torch.float32)
+    ways: tuple[Callable[[], object], ...] = (buffer.sum, lambda: torch.dot(floats, floats))
+    return float(buffer.nbytes / min(_shortest(way, budget / len(ways)) for way in ways))
+
+
+def _matmul_rate(dtype: str, budget: float) -> float:
+    """Operations per second of square matmuls: larger ones as long as they fit the budget and still gain."""
+    import torch
+
+    best, size, start = 0.0, 128, perf_counter()
+    while True:
+        matrix = torch.ones(size, size, dtype=getattr(torch, dtype))
+        seconds = _shortest(lambda m=matrix: m @ m, budget / 4)  # type: ignore[misc]
+        best = max(best, 2.0 * size**3 / seconds)
+        size *= 2
+        if size > 4096 or perf_counter() - start + 8 * seconds > budget:
+            return best
+
+
+def _shortest(work: Callable[[], object], budget: float) -> float:
+    """Best of the repetitions that fit, two at least: the first one also starts threads and fills caches."""
+    best, start, turns = math.inf, perf_counter(), 0
+    while turns < 2 or perf_counter() - start < budget:
+        begin = perf_counter()
+        work()
+        best, turns = min(best, perf_counter() - begin), turns + 1
+    return max(best, 1e-9)
+
+
+def _digest(identity: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _load(path: Path, identity: dict[str, Any]) -> Ceilings | None:
+    """None for a file that is missing, damaged, or of another machine: it is measured again and written over."""
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            return None
+        stored = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(stored, dict) or stored.get("machine") != identity:
+        return None
+    values = stored.get("ceilings")
+    return _checked(values) if isinstance(values, dict) else None
+
+
+def _checked(values: dict[str, Any]) -> Ceilings | None:
+    kinds = {"float": (float, int), "int": (int,), "str": (str,), "dict[str, float]": (dict,)}
+    if set(values) != {field.name for field in fields(Ceilings)}:
+        return None
+    if not all(isinstance(values[field.name], kinds[str(field.type)]) for field in fields(Ceilings)):
+        return None
+    rates = [values["read_bytes_per_s"], values["cached_read_bytes_per_s"], *values["flops"].values()]
+    if not all(isinstance(rate, int | float) and 0 < rate < math.inf for rate in rates) or not values["flops"]:
+        return None
+    return Ceilings(**values)
+
+
+def _save(path: Path, identity: dict[str, Any], found: Ceilings) -> None:
+    text = json.dumps({"machine": identity, "ceilings": asdict(found)}, indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Written whole under another name, then renamed: a reader sees the old file or the new one, never a part.
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
+            file.write(text)
+        os.replace(file.name, path)
+    except OSError as error:
+        why = error.strerror or error
+        warnings.warn(f"The machine's ceilings are not kept for next time: {path}: {why}", stacklevel=3)
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _cache_bytes() -> int:
+    """The largest cache of the first core."""
+    sizes = [0]
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        try:
+            text = file.read_text().strip()
+            sizes.append(int(text[:-1]) * {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[text[-1]])
+        except (OSError, ValueError, KeyError, IndexError):
+            continue
+    return max(sizes)
+
+
+def _free_memory() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    except (OSError, ValueError, IndexError):
+        pass
+    return 1 << 30

@@ -1,0 +1,207 @@
+"""A model on the meter: the family's own code over tensors that have a shape and a storage scheme, but no data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from bankfull.errors import ConfigError, ModelError
+from bankfull.layers.batch import Batch
+from bankfull.layers.build import Build
+from bankfull.limits.step import StepShape
+from bankfull.models.registry import Config, build_model
+from bankfull.ops.meter import Ledger, Meter
+from bankfull.runtime.runner import plan_mixers
+from bankfull.state.spec import layout_of
+from bankfull.state.storage import Storage
+from bankfull.weights.formats import SCHEMES
+from bankfull.weights.formats.dense import DTYPES
+from bankfull.weights.qtensor import QTensor
+from bankfull.weights.scheme import Scheme
+from bankfull.weights.source import ModelFiles, TensorSource, open_model
+
+META = torch.device("meta")
+HEAD = "head"
+"""Where the ledger keeps the operations that turn hidden states into scores: "head/linear", ..."""
+
+
+def blank(scheme: Scheme, shape: tuple[int, ...]) -> QTensor:
+    """A tensor of a scheme, without data."""
+    if scheme.is_dense:
+        return QTensor(scheme, {"data": torch.empty(shape, dtype=DTYPES[scheme.name], device=META)}, shape)
+    blocks = torch.empty(*shape[:-1], scheme.row_bytes(shape[-1]), dtype=torch.uint8, device=META)
+    return QTensor(scheme, {"blocks": blocks}, shape)
+
+
+class _WithoutData(TorchDispatchMode):
+    """Views are taken as they are, for they read nothing; whatever would read its operands runs on meta instead."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.is_view or any(isinstance(arg, torch.UntypedStorage) for arg in args):
+            return func(*args, **kwargs)
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+class FileShapes:
+    """The tensors of a source, without their data."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+        self.read: dict[str, QTensor] = {}
+
+    def names(self) -> list[str]:
+        return self._source.names()
+
+    def has(self, name: str) -> bool:
+        return self._source.has(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
+
+    def get(self, name: str) -> QTensor:
+        if name not in self.read:
+            with _WithoutData():
+                self.read[name] = self._source.get(name)
+            self.read[name] = self.read[name].to(META)
+        return self.read[name]
+
+    def unread(self) -> list[str]:
+        return [name for name in self._source.names() if name not in self.read]
+
+
+class AskedShapes:
+    """Stands for the file of a model that has none: it holds what the layers ask for, matrices in one scheme."""
+
+    def __init__(self, matrices: Scheme, vectors: Scheme) -> None:
+        self._matrices, self._vectors = matrices, vectors
+        self.read: dict[str, QTensor] = {}
+
+    def names(self) -> list[str]:
+        return list(self.read)
+
+    def has(self, name: str) -> bool:
+        """Optional tensors are taken to be absent; a layer that needs one asks for it."""
+        return name in self.read
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.get(name).shape
+
+    def get(self, name: str) -> QTensor:
+        if name not in self.read:
+            raise ModelError(f"Tensor {name} has no known shape without files; give a model directory or a .gguf file.")
+        return self.read[name]
+
+    def ask(self, name: str, shape: tuple[int, ...]) -> None:
+        fits = len(shape) == 2 and shape[-1] % self._matrices.block == 0
+        self.read.setdefault(name, blank(self._matrices if fits else self._vectors, shape))
+
+    def unread(self) -> list[str]:
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class _AskingBuild(Build):
+    """Tells the source which shape a layer asks for, before it asks."""
+
+    def weight(self, name: str, shape: tuple[int, ...]) -> QTensor:
+        assert isinstance(self.source, AskedShapes)
+        self.source.ask(self._full(name), shape)
+        # Named in full: a dataclass with slots is a new class, which a bare super() does not know.
+        return Build.weight(self, name, shape)
+
+
+def torch_dtype(name: str | None, config: Config) -> torch.dtype:
+    """The dtype of the computation: as asked, else the one that the model was saved in, else float32."""
+    nested = config.get("text_config") or {}
+    wanted = name or config.get("dtype") or nested.get("dtype") or "float32"
+    for known in DTYPES.values():
+        if str(known).removeprefix("torch.") == str(wanted).removeprefix("torch."):
+            return known
+    raise ConfigError(f"dtype={wanted!r} is unknown; use float32, bfloat16, float16 or float64.")
+
+
+class MeteredModel:
+    """Built once, then asked for the cost of any step. No weight is read, no state is allocated."""
+
+    def __init__(
+        self, model: ModelFiles | Mapping[str, Any], *,
+        dtype: str | None = None, scheme: str | None = None, expand: bool = False, page_tokens: int = 16,
+    ) -> None:  # fmt: skip
+        """`scheme` stores the matrices of a bare configuration; a file has its own."""
+        self.shapes: FileShapes | AskedShapes
+        if isinstance(model, ModelFiles):
+            if scheme is not None:
+                raise ConfigError(f"scheme={scheme!r} cannot be chosen: {model.path.name} has the storage that it has.")
+            self.config: Config = model.config
+            # Opened again: what is asked for here must not count as read in the caller's source.
+            self.shapes = FileShapes(open_model(model.path).source)
+        else:
+            self.config = model
+            self.shapes = _asked(scheme, torch_dtype(dtype, model))
+        self.dtype = torch_dtype(dtype, self.config)
+        self.meter = Meter()
+        kind = Build if isinstance(self.shapes, FileShapes) else _AskingBuild
+        self.model = build_model(self.config, kind(self.shapes, self.meter, self.dtype, META, expand))
+        self.layout = layout_of(self.model.states(), page_tokens)
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in the tensors that the model uses; a tied head counts once."""
+        return sum(prod(tensor.shape) for tensor in self.shapes.read.values())
+
+    @property
+    def bytes_by_scheme(self) -> dict[str, int]:
+        """As stored, by storage scheme, most bytes first."""
+        found: dict[str, int] = {}
+        for tensor in self.shapes.read.values():
+            found[tensor.scheme.name] = found.get(tensor.scheme.name, 0) + tensor.nbytes
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def cost(self, step: StepShape) -> Ledger:
+        """What a step needs at the least, by operation; the head's under "head/"."""
+        batch = self._batch(step)
+        # One frame and one slot: costs follow from the batch, never from the size of the pools.
+        states = Storage(self.layout, 1, 1, META).layers
+        self.meter.take()
+        with torch.inference_mode():
+            hidden = self.model.forward(batch, states, plan_mixers(self.model, self.layout, batch))
+            ledger = self.meter.take()
+            if step.logits:
+                self.model.head(hidden[: step.logits])
+                ledger.merge(self.meter.take(), HEAD)
+        return ledger
+
+    def _batch(self, step: StepShape) -> Batch:
+        tokens, rows = step.tokens, len(step.counts)
+
+        def integers(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.long, device=META)
+
+        widest = max(step.lengths)
+        batch = Batch(
+            np.concatenate(([0], np.cumsum(step.counts))), np.array(step.lengths), np.arange(step.logits),
+            integers(tokens), integers(tokens),
+            tuple(integers(rows, -(-widest // group.page_tokens)) for group in self.layout.paged),
+            tuple(integers(tokens) for _ in self.layout.paged),
+            tuple(group.page_tokens for group in self.layout.paged),
+        )  # fmt: skip
+        if self.layout.recurrent is not None:
+            batch.kept = np.array(step.kept)
+            batch.read, batch.write = integers(rows), integers(rows, max(step.kept))
+        return batch
+
+
+def _asked(scheme: str | None, dtype: torch.dtype) -> AskedShapes:
+    vectors = next(SCHEMES[name] for name, stored in DTYPES.items() if stored == dtype)
+    if scheme is not None and scheme not in SCHEMES:
+        raise ConfigError(f"scheme={scheme!r} is unknown; use one of {', '.join(SCHEMES)}.")
+    return AskedShapes(vectors if scheme is None else SCHEMES[scheme], vectors)

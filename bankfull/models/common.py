@@ -1,0 +1,146 @@
+"""What the families share: the parts of a transformer under their customary tensor names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from bankfull.errors import ModelError
+from bankfull.layers.attention import Attention, Heads
+from bankfull.layers.batch import Batch
+from bankfull.layers.build import Build
+from bankfull.layers.decoder import Block, Decoder, Head, Module
+from bankfull.layers.linear import Embedding, Linear
+from bankfull.layers.mlp import GatedMLP
+from bankfull.layers.norm import RMSNorm
+from bankfull.layers.rope import Rope
+from bankfull.models.fields import FULL, SLIDING, Fields
+from bankfull.models.registry import Config
+
+#: What a transformer's file leaves out when it is so.
+TRANSFORMER = {
+    "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False,
+    "tie_word_embeddings": False, "use_sliding_window": False,
+}  # fmt: skip
+
+
+def heads_of(
+    fields: Fields, *, scale: float | None = None, window: int | None = None, cap: float | None = None
+) -> Heads:
+    count = fields.size("num_attention_heads")
+    kv = fields.size_or_none("num_key_value_heads") or count
+    size = fields.size_or_none("head_dim") or fields.size("hidden_size") // count
+    if count % kv:
+        raise ModelError(f"The model's configuration has {count} attention heads, which {kv} key heads cannot share.")
+    return Heads(count, kv, size, size**-0.5 if scale is None else scale, window, cap)
+
+
+def windows_of(fields: Fields, default: Sequence[str]) -> list[int | None]:
+    """What each layer sees, by `layer_types`: everything (None), or the last so many tokens."""
+    types = fields.per_layer("layer_types", (FULL, SLIDING), default)
+    window = fields.size_or_none("sliding_window")
+    if window is None and SLIDING in types:
+        raise ModelError("The model's configuration has layers of type 'sliding_attention' but no 'sliding_window'.")
+    return [window if kind == SLIDING else None for kind in types]
+
+
+def same_window(fields: Fields) -> int | None:
+    """The window of families in which all layers are alike."""
+    window = fields.size_or_none("sliding_window")
+    kind = FULL if window is None else SLIDING
+    fields.per_layer("layer_types", (kind,), [kind] * fields.layers())
+    return window
+
+
+def attention(fields: Fields, build: Build, heads: Heads, *, qkv_bias: bool, out_bias: bool, **more: Any) -> Attention:
+    hidden, query, kv = fields.size("hidden_size"), heads.count * heads.size, heads.kv * heads.size
+    return Attention(
+        build, heads,
+        Linear(build.at("q_proj"), hidden, query, qkv_bias),
+        Linear(build.at("k_proj"), hidden, kv, qkv_bias),
+        Linear(build.at("v_proj"), hidden, kv, qkv_bias),
+        Linear(build.at("o_proj"), query, hidden, out_bias),
+        **more,
+    )  # fmt: skip
+
+
+def head_norms(fields: Fields, build: Build, heads: Heads, offset: float = 0.0) -> dict[str, RMSNorm]:
+    """Norms of each head's queries and keys, as `attention` takes them."""
+    eps = fields.number("rms_norm_eps")
+    return {name: RMSNorm(build.at(name), heads.size, eps, offset) for name in ("q_norm", "k_norm")}
+
+
+def gated_mlp(fields: Fields, build: Build, activation: str = "hidden_act") -> GatedMLP:
+    hidden, inner, bias = fields.size("hidden_size"), fields.size("intermediate_size"), fields.flag("mlp_bias")
+    return GatedMLP(
+        build,
+        Linear(build.at("gate_proj"), hidden, inner, bias),
+        Linear(build.at("up_proj"), hidden, inner, bias),
+        Linear(build.at("down_proj"), inner, hidden, bias),
+        fields.text(activation),
+    )
+
+
+def rope_of(fields: Fields, build: Build, heads: Heads) -> Rope:
+    fields.only("rope_local_base_freq")
+    fields.only("partial_rotary_factor", 1)
+    scaling, made_for = fields.object_or_none("rope_scaling"), fields.size("max_position_embeddings")
+    return Rope(build, heads.size, fields.number("rope_theta"), scaling, made_for)
+
+
+def tied_head(config: Config) -> tuple[str, ...]:
+    """A tied head's copy of the embedding; a head of its own is always read, so the pattern then finds nothing."""
+    return (r"^lm_head\.weight$",)
+
+
+def head_of(fields: Fields, build: Build, embed: Embedding, cap: float | None = None) -> Head:
+    vocab, hidden = embed.table.shape
+    weight = embed.table if fields.flag("tie_word_embeddings") else None
+    return Head(build, Linear(build.at("lm_head"), hidden, vocab, weight=weight), cap)
+
+
+def decoder(
+    fields: Fields, build: Build, blocks: Sequence[Block], ropes: Mapping[str, Rope], *,
+    root: Build | None = None, embed_scale: float = 1.0, norm_offset: float = 0.0, cap: float | None = None,
+) -> Decoder:  # fmt: skip
+    """Blocks between an embedding, a last norm and a head; `root` is where all but the head is named."""
+    root = root or build.at("model")
+    vocab, hidden = fields.size("vocab_size"), fields.size("hidden_size")
+    embed = Embedding(root.at("embed_tokens"), vocab, hidden)
+
+    def embed_tokens(batch: Batch) -> Tensor:
+        return embed(batch.tokens) if embed_scale == 1.0 else embed(batch.tokens) * embed_scale
+
+    return Decoder(
+        vocab, hidden, fields.size("max_position_embeddings"),
+        embed=embed_tokens,
+        blocks=blocks,
+        norm=RMSNorm(root.at("norm"), hidden, fields.number("rms_norm_eps"), norm_offset),
+        head=head_of(fields, build, embed, cap),
+        ropes=ropes,
+    )  # fmt: skip
+
+
+def prenorm_decoder(
+    fields: Fields, build: Build, heads: Heads,
+    mixer: Callable[[int, Build], Attention],
+    feed: Callable[[Fields, Build], Module] = gated_mlp,
+    rope: Callable[[Fields, Build, Heads], Rope] = rope_of,
+) -> Decoder:  # fmt: skip
+    """Llama's shape, which most families keep: x + attend(norm(x)), then x + feed(norm(x)), and one rotation."""
+    hidden, eps = fields.size("hidden_size"), fields.number("rms_norm_eps")
+
+    def block(layer: int) -> Block:
+        at = build.at("model").at("layers").at(layer)
+        return Block(
+            mixer(layer, at.at("self_attn")),
+            before_mixer=RMSNorm(at.at("input_layernorm"), hidden, eps),
+            feed=feed(fields, at.at("mlp")),
+            before_feed=RMSNorm(at.at("post_attention_layernorm"), hidden, eps),
+        )
+
+    # The rope comes last: by then the file's tensors have confirmed the sizes that it allocates by.
+    blocks = [block(layer) for layer in range(fields.layers())]
+    return decoder(fields, build, blocks, {"global": rope(fields, build, heads)})

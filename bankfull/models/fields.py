@@ -1,0 +1,109 @@
+"""Typed reading of a model's configuration: what is absent, of the wrong kind, or not supported is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bankfull.errors import ModelError
+from bankfull.models.registry import Config
+
+MAX_SIZE = 1 << 31
+MAX_LAYERS = 1 << 14
+"""Far above any real model; lists with a value per layer are made before a tensor could prove a count wrong."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class Fields:
+    """A configuration over a family's defaults: files leave out what the family's reference implementation assumes.
+
+    An explicit null stays one; it switches a feature off where the default switches it on.
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, config: Config, defaults: Config) -> None:
+        self._values: dict[str, Any] = {**defaults, **config}
+
+    def size(self, name: str) -> int:
+        value = self._demand(name)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < MAX_SIZE:
+            raise self._wrong(name, f"a whole number from 1 to {MAX_SIZE - 1}")
+        return value
+
+    def size_or_none(self, name: str) -> int | None:
+        return None if self._values.get(name) is None else self.size(name)
+
+    def layers(self) -> int:
+        count = self.size("num_hidden_layers")
+        if count > MAX_LAYERS:
+            raise self._wrong("num_hidden_layers", f"at most {MAX_LAYERS}")
+        return count
+
+    def number(self, name: str) -> float:
+        value = self._demand(name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e300:
+            raise self._wrong(name, "a number from 0 up")
+        return float(value)
+
+    def number_or_none(self, name: str) -> float | None:
+        return None if self._values.get(name) is None else self.number(name)
+
+    def flag(self, name: str) -> bool:
+        value = self._demand(name)
+        if not isinstance(value, bool):
+            raise self._wrong(name, "true or false")
+        return value
+
+    def text(self, name: str) -> str:
+        value = self._demand(name)
+        if not isinstance(value, str):
+            raise self._wrong(name, "text")
+        return value
+
+    def object_or_none(self, name: str) -> dict[str, Any] | None:
+        value = self._values.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self._wrong(name, "an object or null")
+        return value
+
+    def per_layer(self, name: str, supported: Sequence[Any], default: Sequence[Any]) -> list[Any]:
+        """One value for each layer, each one of `supported`; `default` where the file has none."""
+        layers = self.layers()
+        values = self._values.get(name)
+        if values is None:
+            values = list(default)
+        if not isinstance(values, list) or len(values) < layers:
+            raise self._wrong(name, f"a list of {layers} values, one for each layer")
+        for value in values:
+            if not any(value is s or (type(value) is type(s) and value == s) for s in supported):
+                raise self._unsupported(name, value, supported)
+        return values[:layers]
+
+    def only(self, name: str, *supported: Any) -> None:
+        """Refuse any value that would change the computation in a way that is not implemented; absent is fine."""
+        value = self._values.get(name)
+        if value is not None and value not in supported:
+            raise self._unsupported(name, value, supported)
+
+    def _demand(self, name: str) -> Any:
+        value = self._values.get(name)
+        if value is None:
+            raise lacking(name)
+        return value
+
+    def _wrong(self, name: str, needed: str) -> ModelError:
+        value = repr(self._values.get(name))[:80]
+        return ModelError(f"The model's configuration has {name} = {value}, but it must be {needed}.")
+
+    def _unsupported(self, name: str, value: Any, supported: Sequence[Any]) -> ModelError:
+        kind = self._values.get("model_type")
+        known = ", ".join(repr(s) for s in supported) or "none"
+        return ModelError(
+            f"The model's configuration has {name} = {repr(value)[:80]}, which is not supported for {kind!r} models; "
+            f"supported: {known}."
+        )
+
+
+def lacking(name: str) -> ModelError:
+    return ModelError(f"The model's configuration lacks {name!r}; use the file that belongs to the model.")

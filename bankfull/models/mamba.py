@@ -1,0 +1,65 @@
+"""Mamba: no attention; what a sequence remembers has one size, whatever its length."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from bankfull.layers.batch import Batch
+from bankfull.layers.build import Build
+from bankfull.layers.decoder import Block, Decoder, Module
+from bankfull.layers.linear import Embedding
+from bankfull.layers.norm import RMSNorm
+from bankfull.layers.ssm import MambaMixer, MambaShape
+from bankfull.models.common import head_of, tied_head
+from bankfull.models.fields import Fields
+from bankfull.models.registry import Config, Family
+
+MAMBA = {
+    "state_size": 16, "conv_kernel": 4, "expand": 2, "time_step_rank": "auto", "layer_norm_epsilon": 1e-5,
+    "hidden_act": "silu", "use_bias": False, "use_conv_bias": True, "residual_in_fp32": True,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+LONGEST = 1 << 17
+"""The recurrence has no longest sequence; the table of a sequence's tokens has."""
+
+
+def build_mamba(config: Config, build: Build) -> Decoder:
+    fields = Fields(config, MAMBA)
+    fields.only("hidden_act", "silu", "swish")
+    hidden, vocab, eps = fields.size("hidden_size"), fields.size("vocab_size"), fields.number("layer_norm_epsilon")
+    inner = fields.size_or_none("intermediate_size") or int(fields.number("expand") * hidden)
+    rank = math.ceil(hidden / 16) if config.get("time_step_rank", "auto") == "auto" else fields.size("time_step_rank")
+    shape = MambaShape(hidden, inner, fields.size("state_size"), rank, fields.size("conv_kernel"))
+    bias, conv_bias = fields.flag("use_bias"), fields.flag("use_conv_bias")
+    root = build.at("backbone")
+    embed = Embedding(root.at("embeddings"), vocab, hidden)
+    # Branches run in the model's dtype; what they are added to may be wider, from the embedding to the last norm.
+    stream = torch.promote_types(build.dtype, torch.float32) if fields.flag("residual_in_fp32") else build.dtype
+
+    def block(at: Build) -> Block:
+        mixer = MambaMixer(at.at("mixer"), shape, bias=bias, conv_bias=conv_bias)
+        norm = RMSNorm(at.at("norm"), hidden, eps)
+        return Block(mixer, before_mixer=lambda x: norm(x.to(build.dtype)))
+
+    def embed_tokens(batch: Batch) -> Tensor:
+        return embed(batch.tokens).to(stream)
+
+    return Decoder(
+        vocab, hidden, LONGEST,
+        embed=embed_tokens,
+        blocks=[block(root.at("layers").at(i)) for i in range(fields.layers())],
+        norm=narrowed(RMSNorm(replace(root, dtype=stream).at("norm_f"), hidden, eps), build.dtype),
+        head=head_of(fields, build, embed),
+        ropes={},
+    )  # fmt: skip
+
+
+def narrowed(module: Module, dtype: torch.dtype) -> Module:
+    return lambda x: module(x).to(dtype)
+
+
+FAMILY = Family(build_mamba, tied_head)

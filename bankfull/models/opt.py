@@ -1,0 +1,81 @@
+"""OPT: learned positions, layer norms, biases everywhere, and a feed-forward layer without a gate."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from bankfull.layers.attention import Attention
+from bankfull.layers.batch import Batch
+from bankfull.layers.build import Build
+from bankfull.layers.decoder import Block, Decoder, Module
+from bankfull.layers.linear import Embedding, Linear
+from bankfull.layers.mlp import MLP
+from bankfull.layers.norm import LayerNorm
+from bankfull.models.common import head_of, heads_of, tied_head
+from bankfull.models.fields import Fields
+from bankfull.models.registry import Config, Family
+
+OPT = {
+    "activation_function": "relu", "do_layer_norm_before": True, "_remove_final_layer_norm": False, "enable_bias": True,
+    "layer_norm_elementwise_affine": True, "tie_word_embeddings": True,
+}  # fmt: skip
+EPS = 1e-5
+POSITION_OFFSET = 2
+"""The first rows of the position table are never used: a habit of the framework that the models were trained in."""
+
+
+def build_opt(config: Config, build: Build) -> Decoder:
+    fields = Fields(config, OPT)
+    hidden, inner, vocab = fields.size("hidden_size"), fields.size("ffn_dim"), fields.size("vocab_size")
+    outer = fields.size_or_none("word_embed_proj_dim") or hidden
+    made_for, bias = fields.size("max_position_embeddings"), fields.flag("enable_bias")
+    norm_first, affine = fields.flag("do_layer_norm_before"), fields.flag("layer_norm_elementwise_affine")
+    heads = heads_of(fields)
+    root = build.at("model").at("decoder")
+    tokens = Embedding(root.at("embed_tokens"), vocab, outer)
+    places = Embedding(root.at("embed_positions"), made_for + POSITION_OFFSET, hidden)
+    widen = None if outer == hidden else Linear(root.at("project_in"), outer, hidden)
+    narrow = None if outer == hidden else Linear(root.at("project_out"), hidden, outer)
+
+    def norm(at: Build) -> LayerNorm:
+        return LayerNorm(at, hidden, EPS, affine)
+
+    def block(at: Build) -> Block:
+        own = at.at("self_attn")
+        q, k, v, out = (Linear(own.at(n), hidden, hidden, bias) for n in ("q_proj", "k_proj", "v_proj", "out_proj"))
+        return Block(
+            Attention(own, heads, q, k, v, out, rope=None),
+            before_mixer=norm(at.at("self_attn_layer_norm")),
+            feed=MLP(
+                at, Linear(at.at("fc1"), hidden, inner, bias), Linear(at.at("fc2"), inner, hidden, bias),
+                fields.text("activation_function"),
+            ),
+            before_feed=norm(at.at("final_layer_norm")),
+            norm_last=not norm_first,
+        )  # fmt: skip
+
+    def embed(batch: Batch) -> Tensor:
+        x = tokens(batch.tokens)
+        return (x if widen is None else widen(x)) + places(batch.positions + POSITION_OFFSET)
+
+    has_norm = norm_first and not fields.flag("_remove_final_layer_norm")
+    return Decoder(
+        vocab, outer, made_for,
+        embed=embed,
+        blocks=[block(root.at("layers").at(i)) for i in range(fields.layers())],
+        norm=in_turn(norm(root.at("final_layer_norm")) if has_norm else None, narrow),
+        head=head_of(fields, build, tokens),
+        ropes={},
+    )  # fmt: skip
+
+
+def in_turn(*modules: Module | None) -> Module:
+    def run(x: Tensor) -> Tensor:
+        for module in modules:
+            x = x if module is None else module(x)
+        return x
+
+    return run
+
+
+FAMILY = Family(build_opt, tied_head)

@@ -1,0 +1,48 @@
+"""Phi-3, Phi-3.5 and Phi-4-mini: a Llama whose matrices lie fused in the file, and whose heads may turn in part."""
+
+from __future__ import annotations
+
+from bankfull.errors import ModelError
+from bankfull.layers.attention import Attention, Heads
+from bankfull.layers.build import Build
+from bankfull.layers.decoder import Decoder
+from bankfull.layers.linear import Linear, split_linear
+from bankfull.layers.mlp import GatedMLP
+from bankfull.layers.rope import Rope
+from bankfull.models.common import TRANSFORMER, heads_of, prenorm_decoder, same_window, tied_head
+from bankfull.models.fields import Fields
+from bankfull.models.registry import Config, Family
+
+PHI3 = TRANSFORMER | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}
+
+
+def build_phi3(config: Config, build: Build) -> Decoder:
+    fields = Fields(config, PHI3)
+    for bias in ("attention_bias", "mlp_bias", "lm_head_bias"):
+        fields.only(bias, False)
+    heads = heads_of(fields, window=same_window(fields))
+    hidden, query, kv = fields.size("hidden_size"), heads.count * heads.size, heads.kv * heads.size
+
+    def mixer(layer: int, at: Build) -> Attention:
+        q, k, v = split_linear(at.at("qkv_proj"), hidden, [query, kv, kv])
+        return Attention(at, heads, q, k, v, Linear(at.at("o_proj"), query, hidden))
+
+    return prenorm_decoder(fields, build, heads, mixer, feed=fused_mlp, rope=partial_rope)
+
+
+def fused_mlp(fields: Fields, build: Build) -> GatedMLP:
+    hidden, inner = fields.size("hidden_size"), fields.size("intermediate_size")
+    gate, up = split_linear(build.at("gate_up_proj"), hidden, [inner, inner])
+    return GatedMLP(build, gate, up, Linear(build.at("down_proj"), inner, hidden), fields.text("hidden_act"))
+
+
+def partial_rope(fields: Fields, build: Build, heads: Heads) -> Rope:
+    """Only the first dimensions of a head turn."""
+    part = fields.number("partial_rotary_factor")
+    if not 0 < part <= 1:
+        raise ModelError(f"The model's configuration has partial_rotary_factor = {part}, which is not in (0, 1].")
+    scaling, made_for = fields.object_or_none("rope_scaling"), fields.size("max_position_embeddings")
+    return Rope(build, int(heads.size * part), fields.number("rope_theta"), scaling, made_for)
+
+
+FAMILY = Family(build_phi3, tied_head)

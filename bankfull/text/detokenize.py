@@ -1,0 +1,46 @@
+"""Token ids to text while they arrive."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bankfull.text.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """Emits text as soon as its characters are whole; all that it emits together is `Tokenizer.decode` of all ids.
+
+    Each token is read once and at most three bytes wait, so the cost is linear however long the text becomes.
+    """
+
+    __slots__ = ("_decoder", "_drop_space", "_separator", "_skipped", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, *, continuing: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._drop_space = (tokenizer.pieces.drops_first_space or tokenizer.space_prefix) and not continuing
+        self._separator = b""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that is certain now that `ids` have arrived."""
+        data = bytearray()
+        for id in ids:
+            if id not in self._skipped:
+                data += self._separator
+                data += self._tokenizer.token_bytes(id)
+                self._separator = self._tokenizer.pieces.separator
+        return self._emit(self._decoder.decode(bytes(data)))
+
+    def finish(self) -> str:
+        """What was held back: the beginning of a character that never came."""
+        return self._emit(self._decoder.decode(b"", final=True))
+
+    def _emit(self, text: str) -> str:
+        if text and self._drop_space:
+            self._drop_space = False
+            return text.removeprefix(" ")
+        return text

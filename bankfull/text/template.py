@@ -1,0 +1,160 @@
+"""Chat templates: from messages to the text, and to the ids, that a model was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from jinja2 import Template
+from jinja2.exceptions import TemplateSyntaxError
+
+from bankfull.errors import ModelError, RequestError
+from bankfull.text.meter import METER, Meter
+from bankfull.text.sandbox import MeteredEnvironment, Raised
+from bankfull.text.tokenizer import Tokenizer
+
+_LONGEST_SOURCE = 1 << 20
+_DEEPEST = 64  # levels of lists and objects in one message or tool
+_UNITS = 1 << 24  # what a template may make, and as many times its input
+_UNITS_PER_CHARACTER = 64
+
+
+class ChatTemplate:
+    """A compiled template. `tool_source` is the variant that a model may ship for requests with tools.
+
+    `tokens` are the texts of the special tokens that the template may name, such as `bos_token`.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        tokens: Mapping[str, str] | None = None,
+        tool_source: str | None = None,
+    ) -> None:
+        self.source = source
+        given = {**(tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
+        self._tokens = {name: token for name, token in given.items() if token is not None}
+        self._plain = _compiled(source)
+        self._with_tools = self._plain if tool_source is None else _compiled(tool_source)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: object,
+    ) -> str:
+        """The prompt of a conversation as text."""
+        given = self._checked(messages, tools, kwargs)
+        return self._render(given, add_generation_prompt)
+
+    def _checked(self, messages: object, tools: object, kwargs: Mapping[str, object]) -> dict[str, object]:
+        if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
+            raise RequestError("messages must be a list of objects with a role and a content")
+        for index, message in enumerate(messages):
+            if not isinstance(message, Mapping):
+                raise RequestError(f"message {index} is a {type(message).__name__}, not an object with a role")
+        return {
+            "messages": plain(messages, "messages"),
+            "tools": None if tools is None else plain(tools, "tools"),
+            "documents": None,
+            **{name: plain(value, name) for name, value in kwargs.items()},
+        }
+
+    def _render(self, given: Mapping[str, object], add_generation_prompt: bool) -> str:
+        template = self._plain if given["tools"] is None else self._with_tools
+        meter = Meter(_UNITS + _UNITS_PER_CHARACTER * sum(map(len, _texts(given))))
+        token = METER.set(meter)
+        try:
+            return str(template.render({**self._tokens, **given, "add_generation_prompt": add_generation_prompt}))
+        except Raised as error:
+            raise RequestError(f"the model's chat template refused the messages: {error}") from None
+        except Exception as error:  # a template is a program: it can fail in any way
+            raise RequestError(f"the model's chat template failed: {_sentence(error)}") from None
+        finally:
+            METER.reset(token)
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, object]],
+    *,
+    tools: Sequence[Mapping[str, object]] | None = None,
+    add_generation_prompt: bool = True,
+    **kwargs: object,
+) -> list[int]:
+    """The prompt of a conversation as ids: what `tokenizer.encode` makes of the rendered text.
+
+    With one difference: a special token that a message (or a tool, or any other value) spells stays text; only the
+    template's own words are special. A value that begins or ends with half a spelling is kept apart from its
+    neighbours as well. A template that itself cuts a value and glues the parts together is the one way around this.
+    """
+    given = template._checked(messages, tools, kwargs)
+    guard = tokenizer.guard
+    texts = _texts(given)
+    if not any(map(guard.touches, texts)):
+        return tokenizer.opened(tokenizer.encode_marked(template._render(given, add_generation_prompt), None))
+    marker = guard.marker_for(texts)
+    marked = changed(given, lambda text, key: guard.mark(text, marker, edges=not key))
+    assert isinstance(marked, dict)
+    return tokenizer.opened(tokenizer.encode_marked(template._render(marked, add_generation_prompt), marker))
+
+
+def plain(value: object, name: str, depth: int = 0) -> object:
+    """A copy of `value` in plain lists, dicts, texts and numbers; a template gets nothing else in its hands."""
+    if depth > _DEEPEST:
+        raise RequestError(f"{name} is nested more than {_DEEPEST} levels deep: flatten it")
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise RequestError(f"{name} has an object with a key that is not a text: use texts as keys")
+        return {str(key): plain(item, name, depth + 1) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+        return [plain(item, name, depth + 1) for item in value]
+    raise RequestError(f"{name} contains a {type(value).__name__}: use texts, numbers, lists and objects only")
+
+
+def changed(value: object, change: Callable[[str, bool], str]) -> object:
+    """`value` with every text in it passed through `change(text, is_key)`."""
+    if isinstance(value, str):
+        return change(value, False)
+    if isinstance(value, dict):
+        return {change(key, True): changed(item, change) for key, item in value.items()}
+    if isinstance(value, list):
+        return [changed(item, change) for item in value]
+    return value
+
+
+def _compiled(source: str) -> Template:
+    if len(source) > _LONGEST_SOURCE:
+        raise ModelError(f"the model's chat template has {len(source)} characters, above the {_LONGEST_SOURCE} allowed")
+    try:
+        return MeteredEnvironment().template(source)
+    except TemplateSyntaxError as error:
+        raise ModelError(f"the model's chat template is broken in line {error.lineno}: {error.message}") from None
+    except Exception as error:  # nested too deeply for the parser or for Python's own compiler
+        raise ModelError(f"the model's chat template cannot be compiled: {_sentence(error)}") from None
+
+
+def _texts(value: object) -> list[str]:
+    """Every text in `value`, keys included."""
+    texts: list[str] = []
+
+    def note(text: str, key: bool) -> str:
+        texts.append(text)
+        return text
+
+    changed(value, note)
+    return texts
+
+
+def _sentence(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text[:500] or type(error).__name__

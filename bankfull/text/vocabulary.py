@@ -1,0 +1,79 @@
+"""The token list of a GGUF file, checked: what every kind of vocabulary is built from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import IntEnum
+
+import tokenizers
+from tokenizers import AddedToken
+
+from bankfull.errors import ModelError
+
+
+class Kind(IntEnum):
+    """What GGUF calls the token type."""
+
+    UNDEFINED = 0
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+class Vocabulary:
+    """Tokens in the order of their ids, each with its kind."""
+
+    __slots__ = ("_kinds", "_tokens", "ids", "searched_normalised")
+
+    def __init__(self, metadata: Mapping[str, object], *, searched_normalised: bool) -> None:
+        tokens = sequence(metadata, "tokenizer.ggml.tokens")
+        if not tokens or not all(isinstance(token, str) for token in tokens):
+            raise ModelError("tokenizer.ggml.tokens of the GGUF file is not a list of texts: the file is damaged")
+        # A token without text is a placeholder: it keeps its id, under a name that no text spells.
+        self._tokens = [str(token) or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
+        self.ids = {token: index for index, token in enumerate(self._tokens)}
+        if len(self.ids) != len(self._tokens):
+            twice = next(token for index, token in enumerate(self._tokens) if self.ids[token] != index)
+            raise ModelError(f"the GGUF file lists the token {twice!r} twice: convert the model again")
+        kinds = sequence(metadata, "tokenizer.ggml.token_type", default=[Kind.NORMAL] * len(self._tokens))
+        if len(kinds) != len(self._tokens):
+            raise ModelError(
+                f"the GGUF file has {len(self._tokens)} tokens and {len(kinds)} token types: the file is damaged"
+            )
+        try:
+            self._kinds = [Kind(int(kind)) for kind in kinds]  # type: ignore[call-overload]
+        except (TypeError, ValueError):
+            raise ModelError(
+                "tokenizer.ggml.token_type of the GGUF file has a value outside 0..6: the file is damaged"
+            ) from None
+        self.searched_normalised = searched_normalised
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __iter__(self) -> Iterator[tuple[str, Kind]]:
+        return zip(self._tokens, self._kinds, strict=True)
+
+    def __getitem__(self, index: int) -> str:
+        return self._tokens[index]
+
+    def add_to(self, backend: tokenizers.Tokenizer) -> None:
+        """Tells `backend` which tokens are cut out of a text before anything else."""
+        steering = [token for token, kind in self if kind in (Kind.CONTROL, Kind.UNKNOWN)]
+        symbols = [token for token, kind in self if kind is Kind.USER_DEFINED]
+        backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in steering])
+        backend.add_tokens([AddedToken(token, special=False, normalized=self.searched_normalised) for token in symbols])
+
+
+def sequence(metadata: Mapping[str, object], key: str, default: list[object] | None = None) -> list[object]:
+    """The list under `key`; arrays of any library are read element by element."""
+    value = metadata.get(key, default)
+    if value is None:
+        raise ModelError(f"the GGUF file has no {key}: it holds no complete tokenizer, so convert the model again")
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
+        raise ModelError(f"{key} of the GGUF file is not a list: the file is damaged")
+    items: list[object] = value.tolist() if hasattr(value, "tolist") else list(value)
+    return items

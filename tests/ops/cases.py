@@ -1,0 +1,265 @@
+"""Generated inputs for every operation: one seed, one case, the same on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bankfull.layers.attention import Heads
+from bankfull.ops import PagedMeta, RecurrentMeta
+from bankfull.weights.formats import SCHEMES
+from bankfull.weights.formats.dense import DTYPES
+from bankfull.weights.qtensor import QTensor
+from bankfull.weights.scheme import Scheme
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float64)
+NAN = float("nan")
+
+
+@dataclass(slots=True)
+class Case:
+    args: tuple[Any, ...]
+    dtype: torch.dtype
+    """Of the arithmetic: the tolerance follows from it."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What a layer would tell when it binds the operation."""
+    written: tuple[int, ...] = ()
+    """Arguments that the operation writes to."""
+
+    def to(self, device: str) -> Case:
+        return replace(self, args=tuple(moved(arg, device) for arg in self.args))
+
+
+def moved(value: Any, device: str) -> Any:
+    """An argument on another device, its layout in memory included."""
+    if isinstance(value, Tensor):
+        if device == "meta":
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        there = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        return there.copy_(value)
+    if isinstance(value, QTensor):
+        return replace(value, parts={name: moved(part, device) for name, part in value.parts.items()})
+    if isinstance(value, PagedMeta):
+        return replace(value, pages=moved(value.pages, device), slots=moved(value.slots, device))
+    if isinstance(value, RecurrentMeta):
+        return replace(value, read=moved(value.read, device), write=moved(value.write, device))
+    return value
+
+
+class Maker:
+    """Draws from one seed: sizes from `pick`, numbers from torch's generator. dtypes and weight schemes take turns, so
+    that as many consecutive seeds as there are combinations meet them all."""
+
+    def __init__(self, seed: int, dtype: torch.dtype | None = None) -> None:
+        self.seed, self.pick = seed, Random(seed)
+        self.numbers = torch.Generator().manual_seed(seed)
+        self.dtype = dtype or FLOATS[seed % len(FLOATS)]
+
+    def size(self, low: int, high: int) -> int:
+        return self.pick.randint(low, high)
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Half of the time not contiguous: a slice of something larger, or a transposed one."""
+        layout = self.pick.choice(("dense", "dense", "sliced", "transposed"))
+        if layout == "dense" or not shape:
+            drawn = torch.randn(shape, generator=self.numbers, dtype=torch.float64)
+        elif layout == "sliced":
+            wider = (*shape[:-1], shape[-1] + 3)
+            drawn = torch.randn(wider, generator=self.numbers, dtype=torch.float64).to(dtype or self.dtype)[..., 2:-1]
+        else:
+            drawn = torch.randn(shape[::-1], generator=self.numbers, dtype=torch.float64)
+            drawn = drawn.to(dtype or self.dtype).permute(*reversed(range(len(shape))))
+        return drawn.to(dtype or self.dtype)
+
+    def ids(self, count: int, below: int) -> Tensor:
+        return torch.randint(below, (count,), generator=self.numbers)
+
+    def scheme(self) -> Scheme:
+        schemes = list(SCHEMES.values())
+        return schemes[self.seed // len(FLOATS) % len(schemes)]
+
+    def weight(self, scheme: Scheme, outer: int, inner: int) -> QTensor:
+        """Random values in a dense scheme; in a block scheme random codes, under scales that keep values near one."""
+        if scheme.is_dense:
+            data = torch.randn(outer, inner, generator=self.numbers, dtype=torch.float64).to(DTYPES[scheme.name])
+            return QTensor(scheme, {"data": data}, (outer, inner))
+        blocks = torch.randint(256, (outer, scheme.row_bytes(inner)), generator=self.numbers, dtype=torch.uint8)
+        each = blocks.view(-1, scheme.block_bytes)
+        for at in _HALVES[scheme.name]:
+            scale = torch.rand(len(each), 1, generator=self.numbers).add(0.5).div(_LARGEST[scheme.name]).half()
+            each[:, at : at + 2] = scale.view(torch.uint8)
+        return QTensor(scheme, {"blocks": blocks}, (outer, inner))
+
+
+#: Where the blocks keep their float16 scales, and about the largest product of code and inner scale.
+_HALVES = {
+    "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,),
+    "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,),
+}  # fmt: skip
+_LARGEST = {
+    "q4_0": 8, "q4_1": 16, "q5_0": 16, "q5_1": 32, "q8_0": 128,
+    "q2_k": 45, "q3_k": 128, "q4_k": 945, "q5_k": 1953, "q6_k": 4096,
+}  # fmt: skip
+
+
+def linear(make: Maker) -> Case:
+    scheme = make.scheme()
+    inner = make.size(1, 300) if scheme.is_dense else scheme.block * make.size(1, 3)
+    rows, outer = make.size(1, 40), make.size(1, 70)
+    weight = make.weight(scheme, outer, inner)
+    lead = (rows,) if make.size(0, 3) else (2, rows)
+    bias = make.normal(outer) if make.size(0, 1) else None
+    return Case((make.normal(*lead, inner), weight, bias), make.dtype, {"weight": weight})
+
+
+def embedding(make: Maker) -> Case:
+    scheme = make.scheme()
+    inner = make.size(1, 90) if scheme.is_dense else scheme.block * make.size(1, 2)
+    count = make.size(1, 50)
+    table = make.weight(scheme, count, inner)
+    return Case((make.ids(make.size(1, 40), count), table, make.dtype), make.dtype, {"weight": table})
+
+
+def rms_norm(make: Maker) -> Case:
+    size = make.size(1, 130)
+    lead = (make.size(1, 40),) if make.size(0, 1) else (make.size(1, 12), make.size(1, 9))
+    offset = make.pick.choice((0.0, 1.0))
+    return Case((make.normal(*lead, size), make.normal(size), make.pick.choice((1e-6, 1e-5)), offset), make.dtype)
+
+
+def layer_norm(make: Maker) -> Case:
+    size = make.size(2, 130)
+    return Case((make.normal(make.size(1, 40), size), make.normal(size), make.normal(size), 1e-5), make.dtype)
+
+
+def activate(make: Maker) -> Case:
+    kind = make.pick.choice(("silu", "gelu", "gelu_tanh", "relu"))
+    return Case((make.normal(make.size(1, 40), make.size(1, 99)), kind), make.dtype)
+
+
+def activate_mul(make: Maker) -> Case:
+    kind = make.pick.choice(("silu", "gelu", "gelu_tanh", "relu"))
+    shape = (make.size(1, 40), make.size(1, 99))
+    return Case((make.normal(*shape), make.normal(*shape), kind), make.dtype)
+
+
+def soft_cap(make: Maker) -> Case:
+    return Case((make.normal(make.size(1, 40), make.size(1, 99)) * 40, make.pick.choice((1.5, 30.0))), make.dtype)
+
+
+def rope_angles(make: Maker) -> Case:
+    precise = torch.float64 if make.dtype == torch.float64 else torch.float32
+    half = make.size(1, 64)
+    frequencies = 1.0 / 10000 ** (torch.arange(half, dtype=precise) / half)
+    return Case((make.ids(make.size(1, 40), 5000), frequencies, make.pick.choice((1.0, 1.19)), make.dtype), make.dtype)
+
+
+def rotate(make: Maker) -> Case:
+    tokens, half = make.size(1, 40), make.size(1, 32)
+    size = 2 * half + make.pick.choice((0, 0, 7))
+    angles = make.normal(tokens, half, dtype=torch.float64)
+    x = make.normal(tokens, make.size(1, 9), size)
+    return Case((x, angles.cos().to(make.dtype), angles.sin().to(make.dtype)), make.dtype)
+
+
+def sequences(make: Maker, most: int = 40) -> tuple[np.ndarray, np.ndarray]:
+    """q_start and kv_len of one to five ragged sequences with at most `most` queries in all."""
+    counts = [make.size(1, max(1, most // 5)) if make.size(0, 1) else 1 for _ in range(make.size(1, 5))]
+    lengths = [count + make.pick.choice((0, make.size(0, 60))) for count in counts]
+    return np.concatenate(([0], np.cumsum(counts))), np.array(lengths)
+
+
+def paged(make: Maker, kv: int, size: int, values: int, window: int | None) -> tuple[Tensor, Tensor, PagedMeta]:
+    """Pages as the pools lay them out: strided frames in any order, poisoned wherever no sequence may look."""
+    page = make.pick.choice((1, 3, 16))
+    q_start, kv_len = sequences(make)
+    used = [-(-int(length) // page) for length in kv_len]
+    order = list(range(1, sum(used) + 3))
+    make.pick.shuffle(order)
+    frames = torch.full((len(order) + 1, 2, page, kv * (size + values)), NAN, dtype=make.dtype)
+    k_pages = frames[:, 1, :, : kv * size].unflatten(-1, (kv, size))
+    v_pages = frames[:, 1, :, kv * size :].unflatten(-1, (kv, values))
+    table = torch.zeros(len(kv_len), max(used), dtype=torch.long)
+    slots = []
+    for i, (count, length) in enumerate(zip(np.diff(q_start).tolist(), kv_len.tolist(), strict=True)):
+        table[i, : used[i]] = torch.tensor([order.pop() for _ in range(used[i])])
+        seen = 0 if window is None else max(0, length - count + 1 - window)
+        # A page is free again once all of it has left every window: then nothing may read it.
+        live = range(seen // page * page, length)
+        for at in live:
+            frame = table[i, at // page]
+            k_pages[frame, at % page] = torch.randn(kv, size, generator=make.numbers).to(make.dtype)
+            v_pages[frame, at % page] = torch.randn(kv, values, generator=make.numbers).to(make.dtype)
+        slots += [int(table[i, at // page]) * page + at % page for at in range(length - count, length)]
+        table[i, : seen // page] = 0
+    return k_pages, v_pages, PagedMeta(q_start, kv_len, table, torch.tensor(slots), page)
+
+
+def paged_attention(make: Maker, values: int | None = None) -> Case:
+    kv, groups, size = make.size(1, 4), make.pick.choice((1, 1, 2, 3, 8)), make.pick.choice((1, 5, 16, 64))
+    window, cap = make.pick.choice((None, None, 1, 7, 33)), make.pick.choice((None, 2.0, 50.0))
+    heads = Heads(kv * groups, kv, size, make.pick.choice((size**-0.5, 0.3)), window, cap)
+    k_pages, v_pages, meta = paged(make, kv, size, size if values is None else values, window)
+    q = make.normal(int(meta.q_start[-1]), heads.count, size)
+    return Case((q, k_pages, v_pages, meta, heads.scale, window, cap), make.dtype, {"heads": heads})
+
+
+def write_pages(make: Maker) -> Case:
+    kv, size = make.size(1, 4), make.size(1, 33)
+    k_pages, _, meta = paged(make, kv, size, size, None)
+    return Case((make.normal(len(meta.slots), kv, size), k_pages, meta.slots), make.dtype, written=(1,))
+
+
+def recurrent(make: Maker) -> tuple[RecurrentMeta, int]:
+    """Reads anywhere, slot 0 (the state before the first token) included; writes elsewhere; several states kept."""
+    counts = [make.size(1, 9) if make.size(0, 1) else 1 for _ in range(make.size(1, 4))]
+    kept = [make.size(1, min(count, 4)) for count in counts]
+    slots = 2 + len(counts) + sum(kept)
+    places = list(range(1, slots))
+    make.pick.shuffle(places)
+    read = [make.pick.choice((0, places.pop())) for _ in counts]
+    write = [[places.pop() for _ in range(k)] + [0] * (max(kept) - k) for k in kept]
+    q_start = np.concatenate(([0], np.cumsum(counts)))
+    return RecurrentMeta(q_start, np.array(kept), torch.tensor(read), torch.tensor(write)), slots
+
+
+def causal_conv(make: Maker) -> Case:
+    meta, slots = recurrent(make)
+    channels, width = make.size(1, 40), make.size(2, 5)
+    state = torch.randn(slots, channels, width - 1, generator=make.numbers).to(make.dtype)
+    bias = make.normal(channels) if make.size(0, 1) else None
+    x = make.normal(int(meta.q_start[-1]), channels)
+    return Case((x, make.normal(channels, width), bias, state, meta), make.dtype, written=(3,))
+
+
+def selective_scan(make: Maker) -> Case:
+    meta, slots = recurrent(make)
+    tokens, channels, size = int(meta.q_start[-1]), make.size(1, 40), make.pick.choice((1, 5, 16))
+    wide = torch.float64 if make.dtype == torch.float64 else torch.float32
+    state = torch.randn(slots, channels, size, generator=make.numbers, dtype=wide)
+    delta = torch.nn.functional.softplus(make.normal(tokens, channels))
+    a = -make.normal(channels, size, dtype=wide).exp()
+    b, c = make.normal(tokens, size), make.normal(tokens, size)
+    x, d = make.normal(tokens, channels), make.normal(channels, dtype=wide)
+    return Case((x, delta, a, b, c, d, state, meta), make.dtype, written=(6,))
+
+
+GENERATORS: dict[str, Callable[[Maker], Case]] = {
+    function.__name__: function
+    for function in (
+        linear, embedding, rms_norm, layer_norm, activate, activate_mul, soft_cap, rope_angles, rotate,
+        paged_attention, write_pages, causal_conv, selective_scan,
+    )
+}  # fmt: skip
+
+
+def case(name: str, seed: int, dtype: torch.dtype | None = None) -> Case:
+    made = GENERATORS[name](Maker(seed, dtype))
+    made.facts = {"dtype": made.dtype, **made.facts}
+    return made

@@ -1,0 +1,32 @@
+"""How close is close enough."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Largest error as a share of the largest value of the expected tensor.
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+def tensors(value: Any) -> list[Tensor]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+def assert_close(got: Any, expected: Any, dtype: torch.dtype) -> None:
+    """Tensor by tensor; NaN (poison) must stay where it was, and be nowhere else."""
+    found, wanted = tensors(got), tensors(expected)
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.shape == other.shape
+        one, other = one.detach().cpu().double(), other.detach().cpu().double()
+        assert torch.equal(one.isnan(), other.isnan())
+        if not one.numel():
+            continue
+        one, other = one.nan_to_num(), other.nan_to_num()
+        error, scale = (one - other).abs().max().item(), other.abs().max().item()
+        assert error <= TOLERANCE[dtype] * max(scale, 1e-3), f"error {error:.3g} at scale {scale:.3g}"

@@ -1,0 +1,159 @@
+"""What the operations mean, said once more: numpy, float64, one token, head or channel at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bankfull.ops import PagedMeta, RecurrentMeta
+from bankfull.weights.qtensor import QTensor
+
+Array = np.ndarray
+
+
+def f64(tensor: Tensor) -> Array:
+    return tensor.detach().to(torch.float64).numpy().copy()
+
+
+def linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
+    out = f64(x) @ f64(weight.dequantize(x.dtype)).T
+    return out if bias is None else out + f64(bias)
+
+
+def embedding(ids: Tensor, table: QTensor, dtype: torch.dtype) -> Array:
+    return f64(table.dequantize(dtype))[ids.numpy()]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Array:
+    rows, gain = f64(x), f64(weight)
+    return rows / np.sqrt((rows**2).mean(-1, keepdims=True) + eps) * (gain + offset)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Array:
+    rows = f64(x)
+    centred = rows - rows.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * f64(weight) + f64(bias)
+
+
+def soft_cap(x: Tensor, cap: float) -> Array:
+    return cap * np.tanh(f64(x) / cap)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Array:
+    """Each pair of dimensions is a complex number, turned by multiplication."""
+    out, half = f64(x), cos.shape[1]
+    turn = (f64(cos) + 1j * f64(sin))[:, None]
+    turned = (out[..., :half] + 1j * out[..., half : 2 * half]) * turn
+    out[..., :half], out[..., half : 2 * half] = turned.real, turned.imag
+    return out
+
+
+def write_pages(new: Tensor, pages: Tensor, slots: Tensor) -> Array:
+    """The pages afterwards."""
+    out, values = f64(pages), f64(new)
+    for token, slot in enumerate(slots.tolist()):
+        page, offset = divmod(slot, out.shape[1])
+        out[page, offset] = values[token]
+    return out
+
+
+def paged_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta,
+    scale: float, window: int | None = None, cap: float | None = None,
+) -> Array:  # fmt: skip
+    """A dense softmax over exactly the keys that a query may see."""
+    queries, keys, values = f64(q), f64(k_pages), f64(v_pages)
+    heads, per_key = q.shape[1], q.shape[1] // k_pages.shape[2]
+    out = np.zeros((*q.shape[:2], v_pages.shape[-1]))
+    for i, length in enumerate(meta.kv_len.tolist()):
+        first, last = meta.q_start[i : i + 2].tolist()
+        for t in range(first, last):
+            at = length - (last - t)
+            seen = range(0 if window is None else max(0, at - window + 1), at + 1)
+            places = [(int(meta.pages[i, p // meta.page_tokens]), p % meta.page_tokens) for p in seen]
+            for h in range(heads):
+                scores = np.array([queries[t, h] @ keys[page, o, h // per_key] for page, o in places]) * scale
+                if cap is not None:
+                    scores = cap * np.tanh(scores / cap)
+                weights = np.exp(scores - scores.max())
+                weights /= weights.sum()
+                out[t, h] = sum(w * values[page, o, h // per_key] for w, (page, o) in zip(weights, places, strict=True))
+    return out
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, meta: RecurrentMeta
+) -> tuple[Array, Array]:
+    """The outputs and the state afterwards, one token at a time."""
+    inputs, taps, before, after = f64(x), f64(weight), f64(state), f64(state)
+    out = np.zeros_like(inputs)
+    for i, kept in enumerate(meta.kept.tolist()):
+        first, last = meta.q_start[i : i + 2].tolist()
+        line = before[int(meta.read[i])]
+        for t in range(first, last):
+            line = np.concatenate((line, inputs[t][:, None]), axis=1)
+            out[t] = (line * taps).sum(1) + (0 if bias is None else f64(bias))
+            line = line[:, 1:]
+            if last - t <= kept:
+                after[int(meta.write[i, kept - (last - t)])] = line
+    return out, after
+
+
+def selective_scan(
+    x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor, meta: RecurrentMeta
+) -> tuple[Array, Array]:
+    """The outputs and the state afterwards, one token and one channel at a time."""
+    xs, steps, decay, enter, leave, skip = (f64(tensor) for tensor in (x, delta, a, b, c, d))
+    before, after = f64(state), f64(state)
+    out = np.zeros_like(xs)
+    for i, kept in enumerate(meta.kept.tolist()):
+        first, last = meta.q_start[i : i + 2].tolist()
+        h = before[int(meta.read[i])].copy()
+        for t in range(first, last):
+            for channel in range(xs.shape[1]):
+                step = steps[t, channel]
+                h[channel] = np.exp(step * decay[channel]) * h[channel] + step * enter[t] * xs[t, channel]
+                out[t, channel] = leave[t] @ h[channel] + skip[channel] * xs[t, channel]
+            if last - t <= kept:
+                after[int(meta.write[i, kept - (last - t)])] = h
+    return out, after
+
+
+def rope_angles(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Array, Array]:
+    # The product is rounded as the frequencies are: that rounding is part of what models were trained with.
+    angles = f64(positions[:, None].to(frequencies.dtype) * frequencies[None, :])
+    return np.cos(angles) * scale, np.sin(angles) * scale
+
+
+def _activation(x: Tensor, kind: str) -> Array:
+    from scipy.special import erf, expit
+
+    values = f64(x)
+    if kind == "silu":
+        return values * expit(values)
+    if kind == "relu":
+        return np.maximum(values, 0)
+    if kind == "gelu":
+        return values * 0.5 * (1 + erf(values / np.sqrt(2)))
+    return values * 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (values + 0.044715 * values**3)))
+
+
+def activate(x: Tensor, kind: str) -> Array:
+    return _activation(x, kind)
+
+
+def activate_mul(gate: Tensor, up: Tensor, kind: str) -> Array:
+    return _activation(gate, kind) * f64(up)
+
+
+ORACLES: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        linear, embedding, rms_norm, layer_norm, soft_cap, rotate, write_pages, paged_attention, causal_conv,
+        selective_scan, rope_angles, activate, activate_mul,
+    )
+}  # fmt: skip

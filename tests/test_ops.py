@@ -1,0 +1,114 @@
+"""Every operation x provider on this machine x generated input against the body; the bodies against an oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from bankfull.ops import OPERATIONS, Kit, RecurrentMeta
+from bankfull.weights.formats import SCHEMES
+from tests.ops import cases, oracles
+from tests.ops.compare import assert_close, tensors
+
+SEEDS = range(len(cases.FLOATS) * len(SCHEMES))
+"""Each dtype with each weight scheme."""
+PROVIDERS = [
+    pytest.param(operation, provider, id=f"{operation.name}-{provider.name}")
+    for operation in OPERATIONS.values()
+    for provider in operation.providers.values()
+    if provider.on == "cpu" or torch.cuda.is_available()
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_every_operation_has_generated_inputs_and_an_oracle() -> None:
+    assert set(cases.GENERATORS) == set(OPERATIONS)
+    assert set(oracles.ORACLES) == set(OPERATIONS)
+
+
+@pytest.mark.parametrize(("operation", "provider"), PROVIDERS)
+def test_a_provider_computes_what_the_body_means(operation, provider) -> None:  # type: ignore[no-untyped-def]
+    accepted = 0
+    for seed in SEEDS:
+        # Twice from the same seed: an operation may write to its arguments.
+        reference, given = cases.case(operation.name, seed), cases.case(operation.name, seed).to(provider.on)
+        kit = Kit(provider.on, (provider.name,))
+        run = kit.bind(operation, **given.facts)
+        if kit.chosen[operation.name] != {provider.name}:
+            continue
+        accepted += 1
+        expected, got = operation.body(*reference.args), run(*given.args)
+        assert [t.dtype for t in tensors(got)] == [t.dtype for t in tensors(expected)], f"seed {seed}"
+        assert_close(got, expected, given.dtype)
+        for i in range(len(given.args)):
+            if isinstance(given.args[i], torch.Tensor):  # what is not meant to be written must be as it was
+                assert_close(given.args[i], reference.args[i], given.dtype)
+    assert accepted, f"{provider.name} accepts none of the generated inputs of {operation.name}"
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_a_body_means_what_its_oracle_says(name: str) -> None:
+    for seed in SEEDS:
+        made, untouched = cases.case(name, seed), cases.case(name, seed)
+        expected = oracles.ORACLES[name](*untouched.args)
+        got = OPERATIONS[name].body(*made.args)
+        found = [*tensors(got), *(made.args[i] for i in made.written)]
+        wanted = expected if isinstance(expected, tuple) else (expected,)
+        assert_close(found, [torch.from_numpy(np.asarray(array)) for array in wanted], made.dtype)
+        for i, argument in enumerate(made.args):
+            if isinstance(argument, torch.Tensor) and i not in made.written:
+                assert torch.equal(argument.nan_to_num(), untouched.args[i].nan_to_num()), f"argument {i} was written"
+
+
+def test_values_may_have_another_size_than_keys() -> None:
+    for seed in range(8):
+        made = cases.paged_attention(cases.Maker(seed), values=1 + seed)
+        expected = torch.from_numpy(oracles.paged_attention(*made.args))
+        assert_close(OPERATIONS["paged_attention"].body(*made.args), expected, made.dtype)
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_the_meter_returns_the_shapes_and_dtypes_of_the_body(name: str) -> None:
+    for seed in SEEDS:
+        made = cases.case(name, seed)
+        on_meta = tensors(OPERATIONS[name].on_meta(*made.to("meta").args))
+        real = tensors(OPERATIONS[name].body(*made.args))
+        assert [(t.shape, t.dtype) for t in on_meta] == [(t.shape, t.dtype) for t in real]
+        assert all(t.is_meta for t in on_meta)
+
+
+@pytest.mark.parametrize(("name", "per_token"), [("causal_conv", (0,)), ("selective_scan", (0, 1, 3, 4))])
+def test_every_kept_slot_continues_its_sequence(name: str, per_token: tuple[int, ...]) -> None:
+    """Whatever number of drafts was accepted, the slot behind them leads to the same outputs and the same state."""
+    continued = 0
+    for seed in range(20):
+        made = cases.case(name, seed, torch.float64)
+        at, meta = made.written[0], made.args[-1]
+        whole = OPERATIONS[name].body(*made.args)
+        state = made.args[at]
+        for i, kept in enumerate(meta.kept.tolist()):
+            last = int(meta.q_start[i + 1])
+            for j in range(kept - 1):
+                begin = last - kept + 1 + j
+                spare = torch.cat((state, torch.zeros_like(state[:1])))
+                again = list(made.args)
+                for k in per_token:
+                    again[k] = made.args[k][begin:last]
+                again[at] = spare
+                again[-1] = RecurrentMeta(
+                    np.array([0, last - begin]), np.array([1]), meta.write[i, j : j + 1], torch.tensor([[len(state)]])
+                )
+                assert_close(OPERATIONS[name].body(*again), whole[begin:last], torch.float64)
+                assert_close(spare[-1], state[meta.write[i, kept - 1]], torch.float64)
+                continued += 1
+    assert continued
