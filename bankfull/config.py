@@ -69,21 +69,22 @@ def parse_memory(value: str | int | float | None, free: int) -> int | None:
     if value is None:
         return None
     way_out = "give bytes ('2GiB', 2147483648) or a fraction of the free memory between 0 and 1 (0.5, '50%')"
+    number: float = 0
+    relative = False
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*|%)\s*", value)
         if match is None:
             raise ConfigError(f"memory={value!r} cannot be read; {way_out}.")
-        number, unit = float(match[1]), match[2].lower()
-        if unit == "%":
-            return parse_memory(number / 100, free)
-        if unit not in _UNITS:
+        unit = match[2].lower()
+        if unit != "%" and unit not in _UNITS:
             raise ConfigError(f"memory={value!r} has an unknown unit; {way_out}.")
-        if not unit and number <= 1:
-            return parse_memory(number, free)
-        return int(number * _UNITS[unit])
-    if isinstance(value, bool) or value != value or value <= 0 or value == float("inf"):
+        number = float(match[1]) * _UNITS.get(unit, 0.01)
+        relative = unit == "%" or (not unit and number <= 1)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        number, relative = value, value <= 1
+    if not (0 < number <= 1 if relative else 1 <= number < float("inf")):
         raise ConfigError(f"memory={value!r} is not a size; {way_out}.")
-    return int(value * free) if value <= 1 else int(value)
+    return int(number * free) if relative else int(number)
 
 
 @dataclass(frozen=True, slots=True)

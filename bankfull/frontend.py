@@ -68,15 +68,22 @@ class Frontend:
         if isinstance(prompt, Mapping):
             known = {"prompt", "prompt_token_ids"}
             if len(prompt) != 1 or not known.issuperset(prompt):
-                raise RequestError(f"A prompt given as a dict needs exactly one of 'prompt' and 'prompt_token_ids', not {sorted(map(str, prompt))}.")
+                raise RequestError(
+                    "A prompt given as a dict needs exactly one of 'prompt' and 'prompt_token_ids', not "
+                    f"{sorted(map(str, prompt))}."
+                )
             prompt = next(iter(prompt.values()))
+        text: str | None = None
+        ids: list[int]
         if isinstance(prompt, str):
             text, ids = prompt, self.tokenizer.encode(prompt)
         elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-            text, ids = None, list(prompt)
+            ids = list(prompt)  # type: ignore[arg-type]  # checked below, one by one
             for token in ids:
                 if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab:
-                    raise RequestError(f"Prompt token {token!r} is not an id of this model; ids go from 0 to {self.vocab - 1}.")
+                    raise RequestError(
+                        f"Prompt token {token!r} is not an id of this model; ids go from 0 to {self.vocab - 1}."
+                    )
         else:
             raise RequestError(f"A prompt is a text or a list of token ids, not {type(prompt).__name__}.")
         if not ids:
@@ -126,15 +133,15 @@ class Frontend:
             return prompt_len
         if prompt_len >= self.max_len:
             raise RequestError(
-                f"The prompt has {prompt_len} tokens and fills the context of {self.max_len}; shorten it so that at least "
-                "one token can follow."
+                f"The prompt has {prompt_len} tokens and fills the context of {self.max_len}; shorten it so that at "
+                "least one token can follow."
             )
         if params.max_tokens is None:
             return self.max_len
         if prompt_len + params.max_tokens > self.max_len:
             raise RequestError(
-                f"The prompt has {prompt_len} tokens, and with max_tokens={params.max_tokens} it could exceed the context "
-                f"of {self.max_len}; use max_tokens of at most {self.max_len - prompt_len}, or leave it out."
+                f"The prompt has {prompt_len} tokens, and with max_tokens={params.max_tokens} it could exceed the "
+                f"context of {self.max_len}; use max_tokens of at most {self.max_len - prompt_len}, or leave it out."
             )
         return prompt_len + params.max_tokens
 
@@ -271,7 +278,7 @@ class Frontend:
             self.engine.started.pop(output.request, None)
             if pending.params.prompt_logprobs is not None:
                 ids = result.prompt_token_ids
-                result.prompt_logprobs = [None] + [
-                    self._named(ids[i], pending.prompt_logprobs[i]) if i in pending.prompt_logprobs else None
-                    for i in range(1, len(ids))
+                known = pending.prompt_logprobs
+                result.prompt_logprobs = [
+                    self._named(token, known[i]) if i in known else None for i, token in enumerate(ids)
                 ]

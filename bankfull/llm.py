@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from bankfull.config import RunConfig, SchedConfig, StateConfig
@@ -27,18 +28,18 @@ GENERATION_KEYS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repet
 
 def configure(options: Mapping[str, Any]) -> tuple[RunConfig, SchedConfig, StateConfig]:
     """One flat set of options, dealt out to the slices that own them."""
-    slices = (RunConfig, SchedConfig, StateConfig)
+    slices = [{f.name for f in fields(part)} for part in (RunConfig, SchedConfig, StateConfig)]
     dealt: list[dict[str, Any]] = [{}, {}, {}]
     for name, value in options.items():
         own = ALIASES.get(name, name)
-        for fields, part in zip(slices, dealt, strict=True):
-            if own in fields.__dataclass_fields__:
+        for names, part in zip(slices, dealt, strict=True):
+            if own in names:
                 if own in part:
                     raise ConfigError(f"{name!r} and another name for {own!r} were both given; give one.")
                 part[own] = value
                 break
         else:
-            known = sorted({f for s in slices for f in s.__dataclass_fields__} | set(ALIASES) | {"max_model_len"})
+            known = sorted(set().union(*slices, ALIASES, ["max_model_len"]))
             raise ConfigError(f"Option {name!r} is unknown; known are {', '.join(known)}.")
     return RunConfig(**dealt[0]), SchedConfig(**dealt[1]), StateConfig(**dealt[2])
 
@@ -73,7 +74,8 @@ class LLM:
     # -- what to ask
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        self, prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *, priority: Sequence[int] | None = None, progress: Progress | None = None,
     ) -> list[RequestOutput]:  # fmt: skip
         """One output per prompt, in order. A prompt that cannot be served raises before anything has run."""
@@ -96,9 +98,7 @@ class LLM:
         prompts = [self._front.encode_chat(m, **how) for m in several]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, progress=progress)
 
-    def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **how: Any
-    ) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **how: Any) -> Iterator[Delta]:
         """Pieces of the answer as they come. Closing the iterator aborts the request."""
         request = self._front.submit(prompt, sampling_params or self.default_params(), **how)
         try:
@@ -118,7 +118,9 @@ class LLM:
         scores = []
         for output in outputs:
             lines = output.prompt_logprobs or []
-            values = [line[t].logprob for t, line in zip(output.prompt_token_ids, lines, strict=True) if line is not None]
+            values = [
+                line[t].logprob for t, line in zip(output.prompt_token_ids, lines, strict=True) if line is not None
+            ]
             scores.append(ScoreOutput(output.prompt_token_ids, values))
         return scores
 
@@ -151,7 +153,9 @@ class LLM:
         if isinstance(given, SamplingParams):
             return [given] * count
         if len(given) != count:
-            raise RequestError(f"{count} prompts came with {len(given)} SamplingParams; give one for all or one for each.")
+            raise RequestError(
+                f"{count} prompts came with {len(given)} SamplingParams; give one for all or one for each."
+            )
         return list(given)
 
     def _submit_all(

@@ -88,7 +88,7 @@ def load(
 
 
 def choose_dtype(wanted: str, files: ModelFiles, device: Device) -> torch.dtype:
-    """auto: what the checkpoint was saved in; float32 on a CPU for quantized files, whose activations are not 16-bit."""
+    """auto: what the checkpoint was saved in; for quantized files float32 on a CPU and bfloat16 on a GPU."""
     if wanted != "auto":
         return _dtype(wanted)
     saved: Any = files.config.get("dtype") or files.config.get("torch_dtype")

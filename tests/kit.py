@@ -108,7 +108,7 @@ def device_of(depth: int, seed: int = 0) -> Device:
 
 
 class Guess:
-    """Proposes what greedy decoding will choose, except where it errs on purpose: accepted and rejected drafts alike."""
+    """Proposes what greedy decoding will choose, except where it errs on purpose."""
 
     needs: frozenset[str] = frozenset()
 

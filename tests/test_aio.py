@@ -78,9 +78,7 @@ def test_abort_ends_the_iterator_with_its_reason(engine: AsyncEngine) -> None:
 
 def test_a_bad_request_raises_and_the_others_go_on(engine: AsyncEngine) -> None:
     async def run() -> tuple[object, list[Delta]]:
-        bad, good = await asyncio.gather(
-            collect(engine, ""), collect(engine, "The river"), return_exceptions=True
-        )
+        bad, good = await asyncio.gather(collect(engine, ""), collect(engine, "The river"), return_exceptions=True)
         await until_idle(engine)
         assert not isinstance(good, BaseException)
         return bad, good

@@ -65,7 +65,7 @@ def prompts() -> list[list[int]]:
     """Prompts that share beginnings, of lengths on and off every page border."""
     rng = random.Random(7)
     trunk = [rng.randrange(VOCAB) for _ in range(40)]
-    return [trunk[:37], trunk[:16] + [3, 1, 4], [5], trunk[:33], trunk[:20] + trunk[:12]]
+    return [trunk[:37], [*trunk[:16], 3, 1, 4], [5], trunk[:33], trunk[:20] + trunk[:12]]
 
 
 @lru_cache

@@ -27,7 +27,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every promise holds with a device that answers at once, and with one that is a step behind (loop depth 1)."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "late":
-            patch.setattr(bankfull.loading, "open_device", lambda name: Late(3) if name == "auto" else open_device(name))
+            patch.setattr(
+                bankfull.loading, "open_device", lambda name: Late(3) if name == "auto" else open_device(name)
+            )
         yield request.param
 
 
@@ -65,7 +67,9 @@ def test_outputs_keep_the_order_of_prompts_and_their_own_params(llm: LLM) -> Non
 
 def test_greedy_text_equals_transformers(llm: LLM, oracle: transformers.PreTrainedModel) -> None:
     ids = llm.tokenizer.encode("The engine fills its channel")
-    expected = oracle.generate(torch.tensor([ids]), max_new_tokens=12, min_new_tokens=12, do_sample=False)[0, len(ids) :]
+    expected = oracle.generate(torch.tensor([ids]), max_new_tokens=12, min_new_tokens=12, do_sample=False)[
+        0, len(ids) :
+    ]
     got = llm.generate(ids, SamplingParams(temperature=0.0, max_tokens=12, min_tokens=12))[0].outputs[0]
     assert got.token_ids == expected.tolist()
 
@@ -139,7 +143,9 @@ def test_leaving_a_stream_frees_everything(llm: LLM) -> None:
 
 
 def test_logprobs_are_the_models_own(llm: LLM, oracle: transformers.PreTrainedModel) -> None:
-    params = SamplingParams(temperature=0.3, top_k=3, seed=1, max_tokens=6, ignore_eos=True, logprobs=4, prompt_logprobs=2)
+    params = SamplingParams(
+        temperature=0.3, top_k=3, seed=1, max_tokens=6, ignore_eos=True, logprobs=4, prompt_logprobs=2
+    )
     out = llm.generate("The river runs", params)[0]
     ids = out.prompt_token_ids + out.outputs[0].token_ids
     with torch.no_grad():
@@ -186,7 +192,8 @@ def test_chat_uses_the_template_and_keeps_spelled_markers_as_text(llm: LLM) -> N
 
 
 def test_structured_output_follows_its_schema(llm: LLM) -> None:
-    schema = {"type": "object", "properties": {"name": {"enum": ["river", "engine"]}, "n": {"type": "integer", "maximum": 99}},
+    fields = {"name": {"enum": ["river", "engine"]}, "n": {"type": "integer", "maximum": 99}}
+    schema = {"type": "object", "properties": fields,
               "required": ["name", "n"], "additionalProperties": False}  # fmt: skip
     for seed in range(3):
         params = SamplingParams(seed=seed, max_tokens=150, structured=StructuredOutput(json=schema))
@@ -224,7 +231,9 @@ def test_a_hopeless_request_ends_with_an_error_and_the_others_go_on(llm: LLM) ->
         ("a", SamplingParams(stop_token_ids=[10**5]), "100000"),
     ],
 )
-def test_a_bad_request_is_refused_in_one_sentence_and_leaves_nothing(llm: LLM, prompt: object, params: SamplingParams, says: str) -> None:
+def test_a_bad_request_is_refused_in_one_sentence_and_leaves_nothing(
+    llm: LLM, prompt: object, params: SamplingParams, says: str
+) -> None:
     with pytest.raises(RequestError) as caught:
         llm.generate([prompt], params) if not isinstance(prompt, str) else llm.generate(prompt, params)  # type: ignore[list-item]
     message = str(caught.value)
@@ -265,7 +274,14 @@ def test_a_bad_option_is_refused_in_one_sentence(options: dict[str, object], say
 
 
 def test_familiar_names_are_accepted() -> None:
-    llm = LLM(str(speaking_folder()), max_num_seqs=3, max_num_batched_tokens=33, block_size=8, enable_prefix_caching=False, max_model_len=64)
+    llm = LLM(
+        str(speaking_folder()),
+        max_num_seqs=3,
+        max_num_batched_tokens=33,
+        block_size=8,
+        enable_prefix_caching=False,
+        max_model_len=64,
+    )
     scheduler = llm.loaded.frontend.engine.scheduler
     assert (scheduler.config.rows, scheduler.config.step_tokens) == (3, 33)
     assert llm.max_model_len == 64 and not scheduler.state.prefix_cache
@@ -303,7 +319,10 @@ def test_metrics_tell_queue_first_token_and_cache() -> None:
 def test_static_and_dynamic_batches_give_the_same_texts() -> None:
     prompts = ["The", "river runs", "at the full", "capacity", "of"]
     expected = [o.outputs[0].text for o in fresh().generate(prompts, GREEDY)]
-    for options in ({"batching": "static", "batch_size": 2}, {"batching": "dynamic", "batch_size": 4, "batch_delay": 0.01}):
+    for options in (
+        {"batching": "static", "batch_size": 2},
+        {"batching": "dynamic", "batch_size": 4, "batch_delay": 0.01},
+    ):
         assert [o.outputs[0].text for o in fresh(**options).generate(prompts, GREEDY)] == expected
 
 

@@ -60,7 +60,7 @@ def model_of(shape: str, dtype: torch.dtype = torch.float64, providers: str = "t
     return build_model(files.config, Build(files.source, kit_for("cpu", providers), dtype, torch.device("cpu")))
 
 
-CORPUS = "The river runs at the full capacity of its channel, and the engine fills it. {\"name\": [1, 2.5, true]} " * 3
+CORPUS = 'The river runs at the full capacity of its channel, and the engine fills it. {"name": [1, 2.5, true]} ' * 3
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

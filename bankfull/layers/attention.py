@@ -50,9 +50,7 @@ class Attention:
         self._attend = build.bind(paged_attention, heads=heads)
 
     def plan(self, batch: Batch, group: int) -> PagedMeta:
-        return PagedMeta(
-            batch.q_start, batch.kv_len, batch.pages[group], batch.slots[group], batch.page_tokens[group]
-        )
+        return PagedMeta(batch.q_start, batch.kv_len, batch.pages[group], batch.slots[group], batch.page_tokens[group])
 
     def run(self, x: Tensor, state: dict[str, Tensor], meta: PagedMeta, angles: Angles | None) -> Tensor:
         h = self.heads
@@ -67,5 +65,3 @@ class Attention:
         self._write(v, state["v"], meta.slots)
         mixed: Tensor = self._attend(q, state["k"], state["v"], meta, h.scale, h.window, h.cap)
         return self.out(mixed.flatten(1))
-
-

@@ -1,4 +1,4 @@
-"""What one step runs, flattened: the tokens of all sequences one after the other. No modes: a decode is a chunk of one."""
+"""What one step runs, flattened: the tokens of all sequences in a row. No modes: a decode is a chunk of one."""
 
 from __future__ import annotations
 

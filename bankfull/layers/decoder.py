@@ -53,7 +53,7 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = self.project(hidden)
-        return logits if self.cap is None else self._cap(logits, self.cap)  # type: ignore[no-any-return]
+        return logits if self.cap is None else self._cap(logits, self.cap)
 
 
 @dataclass(slots=True)

@@ -33,9 +33,7 @@ class Rope:
         exponents = torch.arange(0, size, 2, dtype=torch.int64, device=device).to(precise) / size
         kind = (scaling or {}).get("rope_type", "default")
         if not isinstance(kind, str) or kind not in _SCALINGS:
-            raise ModelError(
-                f"RoPE scaling {repr(kind)[:80]} is not supported; supported are {', '.join(_SCALINGS)}."
-            )
+            raise ModelError(f"RoPE scaling {repr(kind)[:80]} is not supported; supported are {', '.join(_SCALINGS)}.")
         how = Scaling(kind, scaling or {}, theta, max_positions, build.max_len or max_positions)
         frequencies, self.scale = _SCALINGS[kind](1.0 / theta**exponents, how)
         self.frequencies = frequencies.to(build.device)

@@ -112,17 +112,29 @@ class AskedShapes:
 class _AskingBuild(Build):
     """Tells the source which shape a layer asks for, before it asks."""
 
+    # The class is named in full: a dataclass with slots is a new class, which a bare super() does not know.
+
     def weight(self, name: str, shape: tuple[int, ...]) -> QTensor:
-        assert isinstance(self.source, AskedShapes)
-        self.source.ask(self._full(name), shape)
-        # Named in full: a dataclass with slots is a new class, which a bare super() does not know.
+        self._ask(name, shape)
         return Build.weight(self, name, shape)
 
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        self._ask(name, shape)
+        return Build.tensor(self, name, shape, dtype)
 
-def torch_dtype(name: str | None, config: Config) -> torch.dtype:
-    """The dtype of the computation: as asked, else the one that the model was saved in, else float32."""
-    nested = config.get("text_config") or {}
-    wanted = name or config.get("dtype") or nested.get("dtype") or "float32"
+    def _ask(self, name: str, shape: tuple[int, ...]) -> None:
+        assert isinstance(self.source, AskedShapes)
+        self.source.ask(self._full(name), shape)
+
+
+def torch_dtype(name: str | None, model: ModelFiles | Config) -> torch.dtype:
+    """The dtype of the computation: as asked; else, as on a CPU, float32 for a GGUF file and the checkpoint's own for
+    the others."""
+    saved = None
+    if not isinstance(model, ModelFiles) or model.kind != "gguf":
+        config = model.config if isinstance(model, ModelFiles) else model
+        saved = config.get("dtype") or (config.get("text_config") or {}).get("dtype")
+    wanted = saved or "float32" if name in (None, "auto") else name
     for known in DTYPES.values():
         if str(known).removeprefix("torch.") == str(wanted).removeprefix("torch."):
             return known
@@ -147,7 +159,7 @@ class MeteredModel:
         else:
             self.config = model
             self.shapes = _asked(scheme, torch_dtype(dtype, model))
-        self.dtype = torch_dtype(dtype, self.config)
+        self.dtype = torch_dtype(dtype, model)
         self.meter = Meter()
         kind = Build if isinstance(self.shapes, FileShapes) else _AskingBuild
         self.model = build_model(self.config, kind(self.shapes, self.meter, self.dtype, META, expand))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from bankfull.layers.attention import Attention
+from bankfull.errors import ModelError
+from bankfull.layers.attention import Attention, Heads
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Block, Decoder, Module
 from bankfull.layers.linear import Embedding, Linear
 from bankfull.layers.mlp import MLP
 from bankfull.layers.norm import LayerNorm
-from bankfull.models.common import head_of, heads_of, tied_head
+from bankfull.models.common import head_of, tied_head
 from bankfull.models.fields import Fields
 from bankfull.models.registry import Config, Family
 
@@ -30,7 +31,10 @@ def build_opt(config: Config, build: Build) -> Decoder:
     outer = fields.size_or_none("word_embed_proj_dim") or hidden
     made_for, bias = fields.size("max_position_embeddings"), fields.flag("enable_bias")
     norm_first, affine = fields.flag("do_layer_norm_before"), fields.flag("layer_norm_elementwise_affine")
-    heads = heads_of(fields)
+    count = fields.size("num_attention_heads")
+    if hidden % count:
+        raise ModelError(f"The model's configuration has a hidden_size of {hidden}, which {count} heads cannot share.")
+    heads = Heads(count, count, hidden // count, (hidden // count) ** -0.5)
     root = build.at("model").at("decoder")
     tokens = Embedding(root.at("embed_tokens"), vocab, outer)
     places = Embedding(root.at("embed_positions"), made_for + POSITION_OFFSET, hidden)

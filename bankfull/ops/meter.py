@@ -22,7 +22,7 @@ class Ledger:
 
     def merge(self, other: Ledger, part: str = "") -> None:
         """Add another ledger's entries; with `part`, under "part/name"."""
-        for name, cost in other.total.items():
+        for name, cost in list(other.total.items()):
             self.record(f"{part}/{name}" if part else name, cost, other.calls[name])
 
     def sum(self) -> Cost:

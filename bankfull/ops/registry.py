@@ -38,7 +38,9 @@ class Operation:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.body(*args, **kwargs)
 
-    def provider(self, name: str, *, on: str, accepts: Callable[..., bool] | None = None) -> Callable[[Function], Function]:
+    def provider(
+        self, name: str, *, on: str, accepts: Callable[..., bool] | None = None
+    ) -> Callable[[Function], Function]:
         def register(run: Function) -> Function:
             self.providers[name] = Provider(name, on, run, accepts or (lambda **facts: True))
             return run

@@ -12,10 +12,11 @@ import torch
 from bankfull.errors import ConfigError
 
 T = TypeVar("T")
+Value = TypeVar("Value", covariant=True)
 
 
-class Future(Protocol[T]):
-    def wait(self) -> T:
+class Future(Protocol[Value]):
+    def wait(self) -> Value:
         """Block until the work is done; its value."""
         ...
 

@@ -46,7 +46,9 @@ def plan_memory(
     asked = parse_memory(state.memory, free)
     budget = int(AUTOMATIC * free) if asked is None else asked
     if asked is not None and asked > free:
-        raise ConfigError(f"memory={state.memory!r} asks for {shown(asked)}, but only {shown(free)} are free; ask for less.")
+        raise ConfigError(
+            f"memory={state.memory!r} asks for {shown(asked)}, but only {shown(free)} are free; ask for less."
+        )
     notices = []
     rows, slots = sched.rows, 0
     if layout.recurrent is not None:
@@ -70,8 +72,8 @@ def plan_memory(
         if fits < min(length, 2) or (max_len is not None and fits < max_len):
             need = layout.frames_for(length, sched.step_tokens) + 1
             raise ConfigError(
-                f"A sequence of {length} tokens needs {shown(need * layout.frame_bytes)} of state, but the memory budget "
-                f"is {shown(budget)}; raise memory or lower max_model_len to {max(fits, 0)}."
+                f"A sequence of {length} tokens needs {shown(need * layout.frame_bytes)} of state, but the memory "
+                f"budget is {shown(budget)}; raise memory or lower max_model_len to {max(fits, 0)}."
             )
         if fits < length:
             notices.append(f"{shown(budget)} of state hold {fits} tokens: the context is {fits}, not {length}.")

@@ -31,7 +31,9 @@ def hidden_states(model: Model, tokens: Sequence[int], device: torch.device, chu
     return torch.cat(parts)
 
 
-def single_batch(layout: Layout, tokens: Sequence[int], start: int, size: int, turn: int, device: torch.device) -> Batch:
+def single_batch(
+    layout: Layout, tokens: Sequence[int], start: int, size: int, turn: int, device: torch.device
+) -> Batch:
     """`size` tokens of one sequence from `start` on; its pages lie one after the other."""
     positions = torch.arange(start, start + size, device=device)
     pages, first = [], 1

@@ -39,7 +39,8 @@ class Rows:
         """On the host, because batches are built from it; exact, because it changes in the device's order."""
         self.slot = torch.zeros(count, dtype=torch.long, device=device)
         self.tables = [
-            torch.zeros(count, -(-max_len // group.page_tokens), dtype=torch.long, device=device) for group in layout.paged
+            torch.zeros(count, -(-max_len // group.page_tokens), dtype=torch.long, device=device)
+            for group in layout.paged
         ]
         self.sampling = SamplingTable(count, vocab, device)
         self.jobs: list[Job | None] = [None] * count

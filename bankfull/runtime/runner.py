@@ -169,7 +169,9 @@ class Runner:
             rows.computed[w.row] += w.count + accepted[i]
         if self.layout.recurrent is not None:
             index = torch.tensor([w.row for w in work], device=rows.device)
-            rows.slot[index] = torch.tensor([w.slots[a] for w, a in zip(work, accepted, strict=True)], device=rows.device)
+            rows.slot[index] = torch.tensor(
+                [w.slots[a] for w, a in zip(work, accepted, strict=True)], device=rows.device
+            )
         if verdict is None:
             return
         host_rows = [work[i].row for i in chosen]

@@ -37,7 +37,8 @@ class Storage:
             for layer, specs in zip(layout.recurrent.layers, layout.recurrent.tensors, strict=True):
                 # Slot 0 must read as zeros: it is the state before the first token.
                 own[layer] = {
-                    s.name: torch.zeros(slots + 1, *s.shape, dtype=getattr(torch, s.dtype), device=device) for s in specs
+                    s.name: torch.zeros(slots + 1, *s.shape, dtype=getattr(torch, s.dtype), device=device)
+                    for s in specs
                 }
                 self.slots += own[layer].values()
         self.layers: list[LayerState] = [own[owner] for owner in layout.owner]

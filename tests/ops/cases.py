@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bankfull.layers.attention import Heads
 from bankfull.ops import PagedMeta, RecurrentMeta
+from bankfull.ops.reference.activation import _KINDS as KINDS
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.formats.dense import DTYPES
 from bankfull.weights.qtensor import QTensor
@@ -77,6 +78,9 @@ class Maker:
             drawn = drawn.to(dtype or self.dtype).permute(*reversed(range(len(shape))))
         return drawn.to(dtype or self.dtype)
 
+    def state(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.numbers, dtype=torch.promote_types(self.dtype, torch.float32))
+
     def ids(self, count: int, below: int) -> Tensor:
         return torch.randint(below, (count,), generator=self.numbers)
 
@@ -139,12 +143,12 @@ def layer_norm(make: Maker) -> Case:
 
 
 def activate(make: Maker) -> Case:
-    kind = make.pick.choice(("silu", "gelu", "gelu_tanh", "relu"))
+    kind = make.pick.choice(list(KINDS))
     return Case((make.normal(make.size(1, 40), make.size(1, 99)), kind), make.dtype)
 
 
 def activate_mul(make: Maker) -> Case:
-    kind = make.pick.choice(("silu", "gelu", "gelu_tanh", "relu"))
+    kind = make.pick.choice(list(KINDS))
     shape = (make.size(1, 40), make.size(1, 99))
     return Case((make.normal(*shape), make.normal(*shape), kind), make.dtype)
 
@@ -232,7 +236,8 @@ def recurrent(make: Maker) -> tuple[RecurrentMeta, int]:
 def causal_conv(make: Maker) -> Case:
     meta, slots = recurrent(make)
     channels, width = make.size(1, 40), make.size(2, 5)
-    state = torch.randn(slots, channels, width - 1, generator=make.numbers).to(make.dtype)
+    # What a slot holds is as wide as the recurrence's own state, whatever the activations are.
+    state = make.state(slots, channels, width - 1)
     bias = make.normal(channels) if make.size(0, 1) else None
     x = make.normal(int(meta.q_start[-1]), channels)
     return Case((x, make.normal(channels, width), bias, state, meta), make.dtype, written=(3,))
@@ -241,8 +246,8 @@ def causal_conv(make: Maker) -> Case:
 def selective_scan(make: Maker) -> Case:
     meta, slots = recurrent(make)
     tokens, channels, size = int(meta.q_start[-1]), make.size(1, 40), make.pick.choice((1, 5, 16))
-    wide = torch.float64 if make.dtype == torch.float64 else torch.float32
-    state = torch.randn(slots, channels, size, generator=make.numbers, dtype=wide)
+    wide = torch.promote_types(make.dtype, torch.float32)
+    state = make.state(slots, channels, size)
     delta = torch.nn.functional.softplus(make.normal(tokens, channels))
     a = -make.normal(channels, size, dtype=wide).exp()
     b, c = make.normal(tokens, size), make.normal(tokens, size)

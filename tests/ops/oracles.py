@@ -137,8 +137,11 @@ def _activation(x: Tensor, kind: str) -> Array:
         return values * expit(values)
     if kind == "relu":
         return np.maximum(values, 0)
+    if kind == "softplus":
+        return np.logaddexp(values, 0)
     if kind == "gelu":
         return values * 0.5 * (1 + erf(values / np.sqrt(2)))
+    assert kind == "gelu_tanh"
     return values * 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (values + 0.044715 * values**3)))
 
 

@@ -78,6 +78,7 @@ class Device:
         """Of the steps that have not settled."""
         self.moving: dict[int, tuple[int, ...]] = {}
         """Transfers whose completion was not reported, and the places that they pin."""
+        self.free: set[int] = set()
         self.entered = 0
 
     # -- what the world asks
@@ -102,7 +103,8 @@ class Device:
     def poison(self, pages: Iterable[int], slots: Iterable[int]) -> None:
         """These places are free: nothing in flight may count on them, and nobody may ever read what they held."""
         pinned = {place for ends in self.moving.values() for place in ends}
-        for place in (*pages, *(-slot for slot in slots)):
+        self.free = {*pages, *(-slot for slot in slots)}
+        for place in self.free:
             demand(place not in pinned, f"place {place} is free while a transfer holds on to it")
             for mark in self.marks.values():
                 touched = place in mark.writes or place in mark.reads
@@ -200,9 +202,9 @@ class Device:
                 demand(right, f"{where}: page {page} holds something else")
                 reads.setdefault(page, set()).add(row.key)
         if self.layout.recurrent is not None:
-            content = self.slots.get(row.slot)
             wanted = row.identity(begin) if begin else EMPTY
-            demand(content == wanted, f"row {work.row}: slot {row.slot} is not the state after {begin} tokens")
+            right = self.slots.get(row.slot) == wanted
+            demand(right, f"row {work.row}: slot {row.slot} is not the state after {begin} tokens")
             if row.slot:
                 reads.setdefault(-row.slot, set()).add(row.key)
         return begin
@@ -268,6 +270,8 @@ class Device:
     def _check_conflicts(self, launched: Launched) -> None:
         """Steps that were in flight together may touch a place for one sequence only, if one of them writes it."""
         mark = launched.mark
+        lost = self.free.intersection(mark.writes) | self.free.intersection(mark.reads)
+        demand(not lost, f"step {mark.step} touches {lost}, which were let go before it has settled")
         for place, key in mark.writes.items():
             demand(mark.reads.get(place, {key}) == {key}, f"place {place} is written for one row, read for another")
         for other in launched.before:

@@ -73,6 +73,7 @@ class World:
             self._arrive()
             self._abort()
             plan = self._plan()
+            self._abort()
             if plan is None and not self.inflight:
                 if not self._idle():
                     break
@@ -102,8 +103,9 @@ class World:
         self.sched.sealed = not self.arrivals
 
     def _abort(self) -> None:
-        if self.requests and self.random.random() < self.scenario.abort_rate:
-            request = self.requests[self.random.choice(list(self.requests))]
+        live = self.sched._by_request
+        if live and self.random.random() < self.scenario.abort_rate:
+            request = self.requests[self.random.choice(list(live))]  # type: ignore[index]
             child = self.random.choice((None, self.random.randrange(request.samples)))
             for output in self.sched.abort(request.id, child=child):
                 demand(output.finish is Finish.ABORT, "an abort that does not end its sequence")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from bankfull.ops.cost import Cost, nbytes
 from bankfull.ops.reference.shapes import like_first
 from bankfull.ops.registry import op
 
-_KINDS = {
+_KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),

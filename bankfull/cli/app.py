@@ -1,0 +1,90 @@
+"""The commands under one name, and what becomes of their errors.
+
+Nothing heavy is imported here or at the top of a command's file: help must come at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Annotated, Any
+
+import typer
+
+from bankfull import __version__
+from bankfull.cli.chat import chat
+from bankfull.cli.doctor import doctor
+from bankfull.cli.generate import generate
+from bankfull.cli.info import info
+from bankfull.cli.limits import limits
+from bankfull.cli.options import flat
+from bankfull.cli.pull import pull
+from bankfull.cli.run import run
+from bankfull.errors import BankfullError
+
+BAD_INPUT, INTERRUPTED = 2, 130
+COMMANDS: tuple[Callable[..., int | None], ...] = (run, chat, generate, pull, info, limits, doctor)
+
+# Rich would draw boxes around the help, at the price of doubling the time until it appears.
+app = typer.Typer(
+    name="bankfull", rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)  # fmt: skip
+
+
+@app.callback(invoke_without_command=True)
+def options_of_all(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
+    """Run language models at the full capacity of this machine, and see how full it is."""
+    if version:
+        print(f"bankfull {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+for command in COMMANDS:
+    app.command(command.__name__)(flat(command))
+
+
+def run_command(arguments: Sequence[str] | None = None) -> int:
+    """The exit code. Whatever is wrong with the input becomes one sentence on stderr."""
+    reconfigure: Any = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")  # a character that the terminal cannot show must not end an answer
+    try:
+        code = app(args=arguments, prog_name="bankfull", standalone_mode=False)
+        sys.stdout.flush()
+        return int(code or 0)
+    except BankfullError as error:
+        return _refuse(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except typer.Abort:
+        return 1
+    except BrokenPipeError:
+        _discard_output()
+        return 1
+    except SystemExit as leaving:  # typer's own answer to a reader that has gone
+        _discard_output()
+        return leaving.code if isinstance(leaving.code, int) else 1
+    except Exception as error:
+        # Typer's errors of usage have no public class, but these two names in every version.
+        if hasattr(error, "format_message") and hasattr(error, "exit_code"):
+            return _refuse(error.format_message())
+        raise
+
+
+def _refuse(problem: object) -> int:
+    sys.stdout.flush()
+    print("bankfull: " + " ".join(str(problem).split()), file=sys.stderr)
+    return BAD_INPUT
+
+
+def _discard_output() -> None:
+    """Nobody reads any more: what is still buffered goes nowhere, so that leaving does not fail a second time."""
+    with suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

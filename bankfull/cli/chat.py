@@ -1,0 +1,38 @@
+"""`bankfull chat`: a conversation, in a terminal or through a pipe."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from bankfull.cli.options import EngineOptions, NoLimit, SamplingOptions
+
+
+def chat(
+    engine: EngineOptions,
+    system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
+    *,
+    sampling: SamplingOptions,
+    no_limit: NoLimit = False,
+) -> int | None:
+    """Talk with a model.
+
+    A line that ends in a backslash goes on in the next one. Ctrl-C stops an answer, /quit or Ctrl-D the program, /help
+    shows the other commands. Piped input works too: one message or command per line; the exit code is then 2 if one of
+    them was refused.
+    """
+    from bankfull.errors import RequestError
+
+    llm = engine.load()
+    if llm.loaded.template is None:
+        raise RequestError(f"The model {engine.model!r} has no chat template; use `bankfull run --raw` with it.")
+    params = sampling.params(llm)
+
+    from bankfull.cli.conversation import Conversation
+    from bankfull.cli.lines import lines_of_stdin
+    from bankfull.cli.speed import limit_of
+
+    talk = Conversation(llm, engine.model, params, limit_of(llm, engine, not no_limit), system)
+    with lines_of_stdin() as lines:
+        return talk.hold(lines)

@@ -1,0 +1,171 @@
+"""A conversation with a model: messages, the commands that begin with a slash, and one answer after the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from bankfull.cli.answer import Watch, answer
+from bankfull.cli.sampling import params_from
+from bankfull.cli.speed import Limit, speed_of
+from bankfull.cli.terminal import say, write_text
+from bankfull.errors import BankfullError, RequestError
+from bankfull.llm import LLM
+from bankfull.sample.params import SamplingParams
+
+HELP = """\
+/help                  this list
+/reset                 forget the conversation; the system message stays
+/system [TEXT]         set the system message, or without TEXT remove it
+/params [NAME=VALUE]   show or change how tokens are chosen, such as /params temperature=0.7 max_tokens=100
+/save FILE             keep the conversation in a file
+/load FILE             go on with a conversation that was kept
+/quit                  leave (Ctrl-D does too)
+A line that ends in \\ goes on in the next; // at the beginning stands for a message that begins with /."""
+LARGEST_FILE = 64 << 20
+ROLES = ("system", "user", "assistant")
+
+Message = dict[str, Any]
+
+
+class Conversation:
+    def __init__(self, llm: LLM, model: str, params: SamplingParams, limit: Limit | None, system: str | None) -> None:
+        self._llm, self._model, self._params, self._limit = llm, model, params, limit
+        self._watch = Watch(llm)
+        self._system = system
+        self._messages: list[Message] = []
+        self._commands: dict[str, Callable[[str], None]] = {
+            "help": lambda rest: say(HELP), "reset": self._reset, "system": self._set_system,
+            "params": self._change_params, "save": self._save, "load": self._load,
+        }  # fmt: skip
+
+    def hold(self, lines: Iterator[str]) -> int:
+        """Until the lines end; 2 if one of them was refused."""
+        code = 0
+        for line in lines:
+            text = line.strip()
+            if text == "/quit":
+                break
+            try:
+                self._take(text, line)
+            except BankfullError as error:
+                say(f"bankfull: {error}")
+                code = 2
+        return code
+
+    def _take(self, text: str, line: str) -> None:
+        if not text:
+            return
+        if text.startswith("/") and not text.startswith("//"):
+            name, _, rest = text[1:].partition(" ")
+            if name not in self._commands:
+                raise RequestError(f"There is no command /{name[:40]}; /help lists them, and // begins a message with /.")
+            self._commands[name](rest.strip())
+            return
+        self._answer(line[line.index("/") + 1 :] if text.startswith("//") else line)
+
+    # -- talking
+
+    def _answer(self, text: str) -> None:
+        """A message that cannot be answered is not kept, so that the conversation can go on."""
+        said: Message = {"role": "user", "content": text}
+        ids = self._llm.loaded.frontend.encode_chat([*self._opening(), *self._messages, said])
+        context = self._llm.max_model_len
+        if len(ids) >= context:
+            raise RequestError(
+                f"The conversation has {len(ids)} tokens with this message, but the context holds {context}; "
+                "type /reset to begin anew, or say it in fewer words."
+            )
+        made = answer(self._llm, ids, self._params, self._watch, lambda delta: write_text(delta.text))
+        output = made.result.outputs[0]
+        write_text("" if output.text.endswith("\n") else "\n")
+        if output.error:
+            raise RequestError(output.error)
+        self._messages += [said, {"role": "assistant", "content": output.text}]
+        say(speed_of(made, self._limit).line())
+        if output.finish_reason == "length" and len(ids) + len(output.token_ids) >= context:
+            say(f"bankfull: the answer ends here because the context of {context} tokens is full; type /reset to begin anew.")
+
+    def _opening(self) -> list[Message]:
+        return [] if self._system is None else [{"role": "system", "content": self._system}]
+
+    # -- commands
+
+    def _reset(self, rest: str) -> None:
+        self._messages = []
+        say("bankfull: the conversation is forgotten.")
+
+    def _set_system(self, rest: str) -> None:
+        self._system = rest or None
+        say(f"bankfull: the system message is {'set' if rest else 'removed'}; the conversation goes on.")
+
+    def _change_params(self, rest: str) -> None:
+        changes = {}
+        for pair in rest.split():
+            name, equals, value = pair.partition("=")
+            if not equals:
+                raise RequestError(f"{pair!r} is no NAME=VALUE; write for example /params temperature=0.7.")
+            changes[name] = _value(value)
+        if changes.get("n", 1) != 1:
+            raise RequestError("A conversation goes on with one answer, so n stays 1.")
+        params = params_from(self._params, changes)
+        self._llm.loaded.frontend.engine.runner.rows.sampling.check(params, frozenset())
+        self._params = params
+        plain = SamplingParams()
+        names = [name for name in plain.__slots__ if getattr(params, name) != getattr(plain, name)]
+        say("bankfull: " + (", ".join(f"{name}={getattr(params, name)!r}" for name in names) or "all defaults"))
+
+    def _save(self, rest: str) -> None:
+        path = _path(rest, "/save")
+        if path.exists():
+            _read(path)  # only an earlier conversation may be written over
+        kept = {"model": self._model, "messages": [*self._opening(), *self._messages]}
+        try:
+            path.write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n")
+        except OSError as error:
+            raise RequestError(f"{path} cannot be written: {error.strerror or error}.") from None
+        say(f"bankfull: {len(self._messages)} messages are kept in {path}.")
+
+    def _load(self, rest: str) -> None:
+        path = _path(rest, "/load")
+        messages = _read(path)
+        self._system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else None
+        self._messages = messages
+        say(f"bankfull: {len(messages)} messages of {path} are the conversation now.")
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _path(text: str, command: str) -> Path:
+    if not text or "\0" in text:
+        raise RequestError(f"{command} needs the name of a file, such as {command} talk.json.")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
+
+
+def _read(path: Path) -> list[Message]:
+    """The messages of a file that /save has written, or that somebody wrote like one."""
+    try:
+        if path.stat().st_size > LARGEST_FILE or not path.is_file():
+            raise RequestError(f"{path} is no conversation that /save has written; choose another file.")
+        content = json.loads(path.read_bytes())
+        messages = content["messages"]
+        for message in messages:
+            if set(message) != {"role", "content"} or message["role"] not in ROLES or not isinstance(message["content"], str):
+                raise TypeError
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except RequestError:
+        raise
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise RequestError(f"{path} is no conversation that /save has written; choose another file.") from None
+    return list(messages)

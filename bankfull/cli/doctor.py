@@ -1,0 +1,141 @@
+"""`bankfull doctor`: what a bug report needs to know of this machine, and nothing that is nobody's business."""
+
+from __future__ import annotations
+
+import json as json_text
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from bankfull.cli.options import Json
+
+PACKAGES = (
+    "torch", "numpy", "tokenizers", "safetensors", "jinja2", "llguidance", "msgspec", "typer", "rich", "huggingface_hub",
+)  # fmt: skip
+FILES_COUNTED = 100_000
+
+
+def doctor(json: Json = False) -> None:
+    """Print versions, devices, kernels, the cache and the measured limits, for a bug report."""
+    found = examine()
+    if json:
+        print(json_text.dumps(found))
+        return
+    for title, part in found.items():
+        print(title)
+        for name, value in part.items():
+            print(f"  {name}: {_shown(value)}")
+
+
+def examine() -> dict[str, dict[str, Any]]:
+    from bankfull import __version__
+
+    return {
+        "versions": {"bankfull": __version__, "python": platform.python_version(), **_packages()},
+        "machine": _machine(),
+        "kernels": _kernels(),
+        "devices": _devices(),
+        "cache": _cache(),
+        "limits": _limits(),
+    }
+
+
+def _packages() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _machine() -> dict[str, Any]:
+    from bankfull.limits.ceilings import machine
+    from bankfull.runtime.device import available_memory
+
+    known = machine()
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}", "cpu": known["cpu"],
+        "cores": known["cores"], "threads": known["threads"], "free memory, bytes": available_memory(),
+    }  # fmt: skip
+
+
+def _kernels() -> dict[str, Any]:
+    from bankfull.errors import ConfigError
+    from bankfull.ops import native
+    from bankfull.ops.native.extension import kernels
+
+    if kernels is None:
+        return {"native": native.status()}
+    try:
+        chosen = native.select_isa()
+    except ConfigError as error:
+        return {"native": f"present, but {error}", "instruction sets": kernels.isas()}
+    return {
+        "native": "present", "instruction set": chosen, "instruction sets": kernels.isas(), "threads": native.threads(),
+    }  # fmt: skip
+
+
+def _devices() -> dict[str, Any]:
+    import torch
+
+    found: dict[str, Any] = {"cpu": "yes"}
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            facts = torch.cuda.get_device_properties(index)
+            found[f"cuda:{index}"] = f"{facts.name}, {facts.total_memory} bytes, sm {facts.major}.{facts.minor}"
+    return found
+
+
+def _cache() -> dict[str, Any]:
+    from bankfull.errors import ConfigError
+    from bankfull.paths import cache_dir
+
+    try:
+        folder = cache_dir()
+    except ConfigError as error:
+        return {"directory": None, "problem": str(error)}
+    size = count = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            count += 1
+            try:
+                size += os.lstat(os.path.join(root, name)).st_size
+            except OSError:
+                continue
+        if count > FILES_COUNTED:
+            return {"directory": _without_home(folder), "bytes": f"more than {size}", "files": f"more than {count}"}
+    return {"directory": _without_home(folder), "bytes": size, "files": count}
+
+
+def _without_home(path: Path) -> str:
+    """A report is public: the name of a user's home is not part of it."""
+    try:
+        return str(Path("~") / path.relative_to(Path.home()))
+    except (ValueError, RuntimeError):
+        return str(path)
+
+
+def _limits() -> dict[str, Any]:
+    """What was measured earlier: a report does not wait for a measurement."""
+    from dataclasses import asdict
+
+    from bankfull.errors import ConfigError
+    from bankfull.limits.ceilings import known
+
+    try:
+        found = known()
+    except ConfigError:
+        found = None
+    return asdict(found) if found is not None else {"measured": "no; `bankfull limits` does it"}
+
+
+def _shown(value: object) -> object:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {item:.4g}" for key, item in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else "not installed" if value is None else value

@@ -1,0 +1,63 @@
+"""`bankfull info`: what a model is, and what bounds it on this machine, without reading its weights."""
+
+from __future__ import annotations
+
+import json as json_text
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bankfull.cli.options import Json
+
+if TYPE_CHECKING:
+    from bankfull.limits.roofline import Roofline
+    from bankfull.weights.source import ModelFiles
+
+Title = str
+
+
+def info(
+    model: Annotated[
+        str, typer.Argument(help="A model directory, a .gguf file, a hub id (org/name), or a short name (smollm2).")
+    ] = "smollm2",
+    *,
+    roofline: Annotated[
+        bool, typer.Option("--roofline", help="What bounds each operation on this machine, and the shortest times.")
+    ] = False,
+    dtype: Annotated[str | None, typer.Option(help="Of the computation.", show_default="as saved, else float32")] = None,
+    json: Json = False,
+) -> None:
+    """Describe a model: its shape, its bytes, its state per token, and what a token costs."""
+    from bankfull.cli.terminal import print_table
+    from bankfull.limits.info import describe
+    from bankfull.weights.locate import locate
+    from bankfull.weights.source import open_model
+
+    files = open_model(locate(model))
+    found = describe(files, dtype=dtype)
+    bounds = _rooflines(files, found.dtype, found.context_length) if roofline else {}
+    if json:
+        extra = {"roofline": {title: bound.as_rows() for title, bound in bounds.items()}} if roofline else {}
+        print(json_text.dumps(found.to_dict() | extra))
+        return
+    from bankfull.limits.show import info_table, roofline_table
+
+    print_table(info_table(found))
+    for title, bound in bounds.items():
+        print_table(roofline_table(bound, title))
+
+
+def _rooflines(files: ModelFiles, dtype: str, longest: int) -> dict[Title, Roofline]:
+    from bankfull.limits.ceilings import measure
+    from bankfull.limits.info import DECODE_CONTEXTS, PREFILL_TOKENS
+    from bankfull.limits.metered import MeteredModel
+    from bankfull.limits.roofline import roofline
+    from bankfull.limits.step import StepShape
+
+    metered, ceilings = MeteredModel(files, dtype=dtype), measure()
+    tokens, context = min(PREFILL_TOKENS, longest), min(max(DECODE_CONTEXTS), longest)
+    steps: dict[Title, Any] = {
+        f"prefill of {tokens} tokens": StepShape.prefill(tokens),
+        f"decode at context {context}": StepShape.decode(1, context),
+    }
+    return {title: roofline(metered.cost(step), ceilings, dtype) for title, step in steps.items()}

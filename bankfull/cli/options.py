@@ -1,0 +1,135 @@
+"""Options that several commands share, as dataclasses, and the decorator that spreads them over a command line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+if TYPE_CHECKING:
+    from bankfull.llm import LLM
+    from bankfull.sample.params import SamplingParams
+
+Command = Callable[..., int | None]
+
+Model = Annotated[
+    str,
+    typer.Option("-m", "--model", help="A model directory, a .gguf file, a hub id (org/name), or a short name (smollm2)."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+NoLimit = Annotated[bool, typer.Option("--no-limit", help="Do not compare the speed with this machine's limit.")]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Which model runs, and how."""
+
+    model: Model = "smollm2"
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")] = "auto"
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest sequence, prompt included.", show_default="the model's")
+    ] = None
+    memory: Annotated[
+        str | None,
+        typer.Option(help="For the state of sequences: 2GiB, 50% of what is free.", show_default="automatic"),
+    ] = None
+    rows: Annotated[int, typer.Option(help="Sequences that run at once.")] = 64
+    step_tokens: Annotated[int, typer.Option(help="Tokens computed in one step.")] = 512
+    page_tokens: Annotated[int, typer.Option(help="Tokens per page of state.")] = 16
+    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Never reuse the state of a prefix.")] = False
+    depth: Annotated[
+        int | None, typer.Option(help="Steps that the host runs behind the device: 0 or 1.", show_default="by device")
+    ] = None
+    providers: Annotated[str, typer.Option(help="auto (the fastest kernels) or torch (the reference).")] = "auto"
+    expand: Annotated[bool, typer.Option("--expand", help="Dequantize weights at load; needs more memory.")] = False
+
+    def load(self) -> LLM:
+        """The model, ready to run. Notices of the engine go to stderr."""
+        import logging
+
+        logging.basicConfig(format="bankfull: %(message)s", level=logging.WARNING)
+        from bankfull.llm import LLM
+
+        return LLM(
+            self.model, device=self.device, dtype=self.dtype, max_model_len=self.max_model_len, memory=self.memory,
+            rows=self.rows, step_tokens=self.step_tokens, page_tokens=self.page_tokens, depth=self.depth,
+            prefix_cache=not self.no_prefix_cache, providers=self.providers, expand=self.expand,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How tokens are chosen. What is not given comes from the model's generation_config.json; a model that says nothing
+    is decoded greedily, unless an option is given that only makes sense when sampling: then at temperature 1."""
+
+    temperature: Annotated[
+        float | None, typer.Option(help="0 = always the likeliest token.", show_default="the model's own, else 0")
+    ] = None
+    top_k: Annotated[int | None, typer.Option(help="Only the k likeliest tokens; 0 = all.", show_default=False)] = None
+    top_p: Annotated[
+        float | None, typer.Option(help="Only the likeliest tokens with this much probability.", show_default=False)
+    ] = None
+    min_p: Annotated[
+        float | None, typer.Option(help="Only tokens at least this likely, relative to the best.", show_default=False)
+    ] = None
+    repetition_penalty: Annotated[float | None, typer.Option(help="1 = none.", show_default=False)] = None
+    presence_penalty: Annotated[float | None, typer.Option(help="0 = none.", show_default=False)] = None
+    frequency_penalty: Annotated[float | None, typer.Option(help="0 = none.", show_default=False)] = None
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Tokens to generate at most.", show_default="until the context is full")
+    ] = None
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", show_default="random")] = None
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End before this text; may be given several times.", show_default=False)
+    ] = None
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end of text.")] = False
+
+    def given(self) -> dict[str, Any]:
+        """Only what the user asked for, under the names of SamplingParams."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None and value is not False}
+
+    def params(self, llm: LLM) -> SamplingParams:
+        from bankfull.cli.sampling import default_params, params_from
+
+        return params_from(default_params(llm), self.given())
+
+
+def flat(command: Command) -> Callable[..., int | None]:
+    """A command that takes dataclasses of options, as typer needs it: each field an option of its own."""
+    hints = get_type_hints(command, include_extras=True)
+    hints.pop("return", None)
+    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters = []
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.name in groups:
+            parameters += _spread(groups[parameter.name])
+        else:
+            kind = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(parameter.replace(kind=kind, annotation=hints[parameter.name]))
+
+    @wraps(command)
+    def run(**values: Any) -> int | None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        return command(**values)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    del run.__wrapped__  # typer would look behind the signature
+    return run
+
+
+def _spread(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    for field in fields(group):
+        assert field.default is not MISSING, f"{group.__name__}.{field.name} needs a default"
+    return [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        for f in fields(group)
+    ]

@@ -1,0 +1,125 @@
+"""`bankfull run`: one prompt, one answer."""
+
+from __future__ import annotations
+
+import json as json_text
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bankfull.cli.options import EngineOptions, Json, NoLimit, SamplingOptions
+
+if TYPE_CHECKING:
+    from bankfull.cli.answer import Answer
+    from bankfull.cli.speed import Speed
+    from bankfull.frontend import Prompt
+    from bankfull.llm import LLM
+
+
+def run(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing reads it from stdin.")] = None,
+    *,
+    engine: EngineOptions,
+    system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Give the prompt to the model as it is, without chat template.")] = False,
+    n: Annotated[int, typer.Option("-n", "--n", help="Different answers; shown when all are there.")] = 1,
+    sampling: SamplingOptions,
+    json: Json = False,
+    no_limit: NoLimit = False,
+    naive: Annotated[bool, typer.Option("--naive", help="The slow baseline, for comparison: greedy, no cache.")] = False,
+) -> int | None:
+    """Answer one prompt, and say how fast that was.
+
+    The text streams to stdout, and one line about the speed follows on stderr. The prompt is written with the model's
+    chat template, if it has one. Sampling follows the model's generation_config.json; a model without is decoded
+    greedily, unless --top-k, --top-p, --min-p or -n is given.
+    """
+    from bankfull.cli.sampling import default_params, params_from
+    from bankfull.cli.terminal import say, write_text
+    from bankfull.errors import ConfigError, RequestError
+
+    text = _prompt_text(prompt)
+    if not text:
+        raise RequestError("The prompt is empty; give at least one character.")
+    if raw and system is not None:
+        raise ConfigError("--system needs the chat template, which --raw leaves out; give one of the two.")
+    given = sampling.given() | ({"n": n} if n != 1 else {})
+    if naive:
+        from bankfull.cli.naive import check_naive
+
+        check_naive(given)
+    llm = engine.load()
+    params = params_from(default_params(llm), given)
+
+    from bankfull.cli.answer import Watch, answer
+    from bankfull.cli.speed import limit_of, speed_of
+
+    asked = _as_asked(llm, text, system, raw)
+    streams = not json and n == 1
+    show = (lambda delta: write_text(delta.text)) if streams else None
+    if naive:
+        from bankfull.cli.naive import naive_answer
+
+        made = naive_answer(llm, asked, given, show)
+    else:
+        made = answer(llm, asked, params, Watch(llm), show)
+    if not json:
+        _finish_text(made, streamed=streams)
+    if problem := next((o.error for o in made.result.outputs if o.error), None):
+        raise RequestError(problem)
+    if made.interrupted:
+        return 130
+    speed = speed_of(made, limit_of(llm, engine, not no_limit))
+    if json:
+        print(json_text.dumps(_as_json(engine.model, made, speed), ensure_ascii=False))
+    else:
+        say(speed.line())
+    return None
+
+
+def _prompt_text(prompt: str | None) -> str:
+    from bankfull.cli.terminal import read_input
+    from bankfull.errors import RequestError
+
+    if prompt is not None and prompt != "-":
+        return prompt
+    if prompt is None and sys.stdin.isatty():
+        raise RequestError("No prompt was given; write it after `bankfull run`, or pipe it in.")
+    return read_input()
+
+
+def _as_asked(llm: LLM, text: str, system: str | None, raw: bool) -> Prompt:
+    from bankfull.errors import ConfigError
+
+    if raw or llm.loaded.template is None:
+        if system is not None:
+            raise ConfigError("This model has no chat template, so --system has no place; write it into the prompt.")
+        return text
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    return llm.loaded.frontend.encode_chat([*opening, {"role": "user", "content": text}])
+
+
+def _finish_text(made: Answer, streamed: bool) -> None:
+    from bankfull.cli.terminal import write_text
+
+    outputs = made.result.outputs
+    for output in outputs:
+        if not streamed:
+            heading = f"--- {output.index + 1} of {len(outputs)}\n" if len(outputs) > 1 else ""
+            write_text(heading + output.text)
+        if not output.text.endswith("\n"):
+            write_text("\n")
+
+
+def _as_json(model: str, made: Answer, speed: Speed) -> dict[str, Any]:
+    first, *others = samples = [
+        {"text": o.text, "token_ids": o.token_ids, "finish_reason": o.finish_reason, "stop_reason": o.stop_reason}
+        for o in made.result.outputs
+    ]
+    usage = {
+        "prompt_tokens": speed.prompt_tokens, "cached_tokens": speed.cached_tokens,
+        "completion_tokens": speed.output_tokens,
+    }  # fmt: skip
+    several = {"samples": samples} if others else {}
+    return {"model": model, **first, **several, "usage": usage, "metrics": speed.as_json()}

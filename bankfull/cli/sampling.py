@@ -1,0 +1,58 @@
+"""From what a user or a file says about sampling to checked SamplingParams."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+from bankfull.errors import RequestError
+from bankfull.sample.params import SamplingParams, StructuredOutput
+
+if TYPE_CHECKING:
+    from bankfull.llm import LLM
+
+KNOWN = tuple(field.name for field in fields(SamplingParams))
+ONLY_WHEN_SAMPLING = ("top_k", "top_p", "min_p", "typical_p")
+
+
+def default_params(llm: LLM) -> SamplingParams:
+    """What the model recommends, where it recommends sampling; else greedy."""
+    recommended = llm.default_params()
+    generation = llm.loaded.files.generation
+    if generation.get("temperature") is None and not generation.get("do_sample"):
+        return replace(recommended, temperature=0.0)
+    return recommended
+
+
+def params_from(base: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
+    """`base`, changed by `given`; whatever is unknown or out of range is a RequestError."""
+    changes = dict(given)
+    for name in changes:
+        if name not in KNOWN:
+            raise RequestError(f"There is no sampling parameter {name!r}; known are {', '.join(KNOWN)}.")
+    if isinstance(form := changes.get("structured"), Mapping):
+        changes["structured"] = _structured(form)
+    if isinstance(bias := changes.get("logit_bias"), Mapping):
+        changes["logit_bias"] = {_token(key): value for key, value in bias.items()}
+    if base.greedy and "temperature" not in changes and _asks_to_sample(changes):
+        changes["temperature"] = 1.0
+    return replace(base, **changes)
+
+
+def _asks_to_sample(changes: Mapping[str, Any]) -> bool:
+    several = changes.get("n", 1) != 1
+    return several or any(name in changes for name in ONLY_WHEN_SAMPLING)
+
+
+def _structured(form: Mapping[str, Any]) -> StructuredOutput:
+    known = tuple(field.name for field in fields(StructuredOutput))
+    for name in form:
+        if name not in known:
+            raise RequestError(f"structured has no field {name!r}; give one of {', '.join(known)}.")
+    return StructuredOutput(**form)
+
+
+def _token(key: object) -> object:
+    """JSON writes the keys of an object as texts."""
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key

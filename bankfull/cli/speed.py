@@ -1,0 +1,97 @@
+"""How fast an answer came, and how near that is to what the machine could do at best."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bankfull.cli.answer import Answer
+from bankfull.cli.options import EngineOptions
+from bankfull.cli.terminal import say
+from bankfull.limits.step import StepShape
+from bankfull.llm import LLM
+
+
+class Limit:
+    """The shortest time that steps of one model can take on this machine. Measures the machine if nobody has yet."""
+
+    def __init__(self, llm: LLM, options: EngineOptions) -> None:
+        from bankfull.limits.ceilings import measure
+        from bankfull.limits.closed_form import closed_form
+        from bankfull.limits.metered import MeteredModel
+        from bankfull.loading import choose_dtype
+
+        files = llm.loaded.files
+        dtype = str(choose_dtype(options.dtype, files, llm.loaded.device)).removeprefix("torch.")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            self._ceilings = measure()
+        for warning in caught:
+            say(f"bankfull: {warning.message}")
+        self._form = closed_form(MeteredModel(files, dtype=dtype, expand=options.expand))
+        self._peak = self._ceilings.flops_of(dtype)
+
+    def seconds(self, steps: Sequence[StepShape]) -> float:
+        costs = (self._form.cost(shape) for shape in steps)
+        return sum(cost.seconds(self._peak, self._ceilings.read_at(cost.read)) for cost in costs)
+
+
+def limit_of(llm: LLM, options: EngineOptions, wanted: bool) -> Limit | None:
+    """None where it is not wanted, or not known: ceilings are measured on CPUs only."""
+    return Limit(llm, options) if wanted and llm.loaded.device.kind == "cpu" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    ttft: float | None
+    """Seconds until the first token."""
+    total: float | None
+    """Seconds until the last one."""
+    limit: float | None
+    """The shortest time, in seconds, that the machine could have taken for all tokens after the first."""
+
+    @property
+    def decode_seconds(self) -> float | None:
+        if self.ttft is None or self.total is None or self.output_tokens < 2 or self.total <= self.ttft:
+            return None
+        return self.total - self.ttft
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second after the first."""
+        return (self.output_tokens - 1) / self.decode_seconds if self.decode_seconds else None
+
+    @property
+    def percent(self) -> float | None:
+        return 100 * self.limit / self.decode_seconds if self.limit and self.decode_seconds else None
+
+    def line(self) -> str:
+        parts = [f"{self.output_tokens} tokens"]
+        if self.rate is not None:
+            near = "" if self.percent is None else f" ({self.percent:.0f}% of this machine's limit)"
+            parts.append(f"{self.rate:.1f} tokens/s{near}")
+        if self.ttft is not None:
+            parts.append(f"first after {self.ttft:.2f} s")
+        cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
+        parts.append(f"prompt {self.prompt_tokens} tokens{cached}")
+        return "bankfull: " + ", ".join(parts)
+
+    def as_json(self) -> dict[str, float | None]:
+        return {
+            "time_to_first_token_s": self.ttft, "total_s": self.total, "decode_tokens_per_s": self.rate,
+            "limit_tokens_per_s": (self.output_tokens - 1) / self.limit if self.limit else None,
+            "percent_of_limit": self.percent,
+        }  # fmt: skip
+
+
+def speed_of(answer: Answer, limit: Limit | None) -> Speed:
+    metrics = answer.result.metrics
+    bound = limit.seconds(answer.decode_steps) if limit is not None and answer.decode_steps else None
+    return Speed(
+        len(answer.result.prompt_token_ids), metrics.cached_tokens, metrics.output_tokens, metrics.ttft, metrics.finished,
+        bound,
+    )  # fmt: skip

@@ -1,0 +1,83 @@
+"""What differs between a terminal and a pipe: reading prompts, printing what a model wrote, showing progress."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+from bankfull.errors import RequestError
+
+LARGEST_INPUT = 64 << 20
+SECONDS_BETWEEN_LINES = 30.0
+
+# A model may write escape sequences, which a terminal would obey. Control characters show as their symbols instead.
+_CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_CONTROLS |= {0x7F: 0x2421} | {code: 0xFFFD for code in range(0x80, 0xA0)}
+
+
+def say(text: str) -> None:
+    """A line about the run, beside its output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def write_text(text: str) -> None:
+    """What a model wrote, at once, to stdout."""
+    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def read_input() -> str:
+    """All of stdin, without the newline that ends it."""
+    stream: IO[Any] = getattr(sys.stdin, "buffer", sys.stdin)
+    data = stream.read(LARGEST_INPUT + 1)
+    if len(data) > LARGEST_INPUT:
+        raise RequestError(f"The prompt on stdin is longer than {LARGEST_INPUT >> 20} MiB; give a shorter one.")
+    try:
+        text = data if isinstance(data, str) else data.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"The prompt on stdin is not UTF-8 text (byte {error.start}); convert it first.") from None
+    return text.removesuffix("\n")
+
+
+Advance = Callable[[int, str], None]
+"""Called with how many are done, and a note."""
+
+
+@contextmanager
+def progress(what: str, total: int | None, done: int = 0) -> Iterator[Advance]:
+    """On a terminal a bar, elsewhere a line from time to time; on stderr."""
+    if not sys.stderr.isatty():
+        last = time.monotonic()
+
+        def line(count: int, note: str) -> None:
+            nonlocal last
+            if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+                last = time.monotonic()
+                say(f"bankfull: {what}: {count}{'' if total is None else f' of {total}'}, {note}")
+
+        yield line
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=total, completed=done, note="")
+        yield lambda count, note: bar.update(task, completed=count, note=note)
+
+
+def print_table(table: Any) -> None:
+    """A rich table: with its frame on a terminal, as bare columns elsewhere."""
+    from rich.console import Console
+
+    if sys.stdout.isatty():
+        Console().print(table)
+        return
+    table.box = None
+    Console(file=sys.stdout, width=400, no_color=True, highlight=False).print(table, soft_wrap=False)

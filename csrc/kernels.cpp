@@ -1,0 +1,55 @@
+// Compiled once per instruction set, with BANKFULL_ISA_NAME naming it: the table of that set's kernels.
+#include "kernels.hpp"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "threads.hpp"
+
+namespace bankfull::BANKFULL_ISA_NAME {
+
+#include "lanes.hpp"
+#include "blocks.hpp"
+#include "linear.hpp"
+#include "norm.hpp"
+
+template <class F>
+static void dequantize(const uint8_t* blocks, float* out, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) F::decode(blocks + i * F::bytes, out + i * F::block);
+}
+
+template <class F>
+static constexpr void offer(Kernels& table, Format format, const char* name) {
+    table.facts[format] = {name, F::block, F::bytes};
+    table.linear[format] = linear<F>;
+    table.dequantize[format] = dequantize<F>;
+}
+
+static constexpr Kernels build() {
+    Kernels table{};
+    offer<AsF32>(table, F32, "f32");
+    offer<AsF16>(table, F16, "f16");
+    offer<AsBF16>(table, BF16, "bf16");
+    offer<AsQ4_0>(table, Q4_0, "q4_0");
+    offer<AsQ4_1>(table, Q4_1, "q4_1");
+    offer<AsQ5_0>(table, Q5_0, "q5_0");
+    offer<AsQ5_1>(table, Q5_1, "q5_1");
+    offer<AsQ8_0>(table, Q8_0, "q8_0");
+    offer<AsQ2_K>(table, Q2_K, "q2_k");
+    offer<AsQ3_K>(table, Q3_K, "q3_k");
+    offer<AsQ4_K>(table, Q4_K, "q4_k");
+    offer<AsQ5_K>(table, Q5_K, "q5_k");
+    offer<AsQ6_K>(table, Q6_K, "q6_k");
+    table.rms_norm = rms_norm;
+    return table;
+}
+
+static constexpr Kernels TABLE = build();
+
+}  // namespace bankfull::BANKFULL_ISA_NAME
+
+#define CONCAT(a, b) a##b
+#define FUNCTION(isa) CONCAT(kernels_, isa)
+
+const bankfull::Kernels& bankfull::FUNCTION(BANKFULL_ISA_NAME)() { return BANKFULL_ISA_NAME::TABLE; }

@@ -1,0 +1,156 @@
+// Sixteen float lanes, whatever the register width. Every kernel sums into sixteen lanes and folds them in one order, so
+// a result depends neither on the width (avx2 and avx512 agree bit for bit) nor on threads or batch-mates.
+//
+// Included inside a namespace per instruction set: nothing here may be shared between two of them, because the linker
+// would keep one copy of a shared inline function, compiled for either.
+
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+
+static inline Bytes load_bytes(const uint8_t* p) {
+    Bytes bytes;
+    __builtin_memcpy(&bytes, p, 16);
+    return bytes;
+}
+
+#if defined(__AVX2__)
+
+static inline __m128i raw(Bytes b) { return reinterpret_cast<__m128i>(b); }
+static inline __m256i raw(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+
+static inline float fold(__m256 v) {
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+static inline float half(const uint8_t* p) {
+    uint16_t bits;
+    __builtin_memcpy(&bits, p, 2);
+    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
+}
+
+#endif
+
+#if defined(__AVX512F__)
+
+struct Lanes {
+    __m512 v;
+    static Lanes splat(float f) { return {_mm512_set1_ps(f)}; }
+    static Lanes load(const float* p) { return {_mm512_loadu_ps(p)}; }
+    static Lanes load_half(const uint8_t* p) { return {_mm512_cvtph_ps(raw(p))}; }
+    static Lanes load_bfloat(const uint8_t* p) {
+        return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw(p)), 16))};
+    }
+    static Lanes from_unsigned(Bytes b) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(raw(b)))}; }
+    static Lanes from_signed(Bytes b) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(raw(b)))}; }
+    Lanes operator*(Lanes o) const { return {_mm512_mul_ps(v, o.v)}; }
+    Lanes operator+(Lanes o) const { return {_mm512_add_ps(v, o.v)}; }
+    Lanes operator-(Lanes o) const { return {_mm512_sub_ps(v, o.v)}; }
+    void add_product(Lanes a, Lanes b) { v = _mm512_fmadd_ps(a.v, b.v, v); }
+    void store(float* p) const { _mm512_storeu_ps(p, v); }
+    float sum() const {
+        const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1));
+        return fold(_mm256_add_ps(_mm512_castps512_ps256(v), high));
+    }
+};
+
+#elif defined(__AVX2__)
+
+struct Lanes {
+    __m256 a, b;
+    static Lanes splat(float f) { return {_mm256_set1_ps(f), _mm256_set1_ps(f)}; }
+    static Lanes load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+    static Lanes load_half(const uint8_t* p) {
+        return {_mm256_cvtph_ps(raw(load_bytes(p))), _mm256_cvtph_ps(raw(load_bytes(p + 16)))};
+    }
+    static __m256 bfloat(Bytes b) {
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw(b)), 16));
+    }
+    static Lanes load_bfloat(const uint8_t* p) { return {bfloat(load_bytes(p)), bfloat(load_bytes(p + 16))}; }
+    static Lanes from_unsigned(Bytes b) {
+        return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(raw(b))),
+                _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(raw(b), 8)))};
+    }
+    static Lanes from_signed(Bytes b) {
+        return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(raw(b))),
+                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(raw(b), 8)))};
+    }
+    Lanes operator*(Lanes o) const { return {_mm256_mul_ps(a, o.a), _mm256_mul_ps(b, o.b)}; }
+    Lanes operator+(Lanes o) const { return {_mm256_add_ps(a, o.a), _mm256_add_ps(b, o.b)}; }
+    Lanes operator-(Lanes o) const { return {_mm256_sub_ps(a, o.a), _mm256_sub_ps(b, o.b)}; }
+    void add_product(Lanes x, Lanes y) {
+        a = _mm256_fmadd_ps(x.a, y.a, a);
+        b = _mm256_fmadd_ps(x.b, y.b, b);
+    }
+    void store(float* p) const {
+        _mm256_storeu_ps(p, a);
+        _mm256_storeu_ps(p + 8, b);
+    }
+    float sum() const { return fold(_mm256_add_ps(a, b)); }
+};
+
+#else
+
+static inline float half(const uint8_t* p) {
+    uint16_t bits;
+    __builtin_memcpy(&bits, p, 2);
+    uint32_t wide = uint32_t(bits & 0x7fffu) << 13;
+    float value;
+    if (wide >= 0x0f800000u) {  // infinity or NaN: the exponent becomes all ones
+        wide |= 0x7f800000u;
+    } else {  // read with float's exponent bias, then scale by 2^112: exact, for subnormals too
+        __builtin_memcpy(&value, &wide, 4);
+        value *= 0x1p112f;
+        __builtin_memcpy(&wide, &value, 4);
+    }
+    wide |= uint32_t(bits & 0x8000u) << 16;
+    __builtin_memcpy(&value, &wide, 4);
+    return value;
+}
+
+struct Lanes {
+    typedef float Four __attribute__((vector_size(16)));
+    Four v[4];
+    static Lanes load(const float* p) {
+        Lanes lanes;
+        __builtin_memcpy(lanes.v, p, 64);
+        return lanes;
+    }
+    template <class Element>
+    static Lanes each(Element element) {
+        float wide[16];
+        for (int i = 0; i < 16; ++i) wide[i] = element(i);
+        return load(wide);
+    }
+    static Lanes splat(float f) {
+        return each([f](int) { return f; });
+    }
+    static Lanes load_half(const uint8_t* p) {
+        return each([p](int i) { return half(p + 2 * i); });
+    }
+    static Lanes load_bfloat(const uint8_t* p) {
+        return each([p](int i) {
+            const uint8_t bytes[4] = {0, 0, p[2 * i], p[2 * i + 1]};
+            float value;
+            __builtin_memcpy(&value, bytes, 4);
+            return value;
+        });
+    }
+    static Lanes from_unsigned(Bytes b) {
+        return each([&b](int i) { return float(int(b[i])); });
+    }
+    static Lanes from_signed(Bytes b) {
+        return each([&b](int i) { return float(int8_t(b[i])); });
+    }
+    Lanes operator*(const Lanes& o) const { return {v[0] * o.v[0], v[1] * o.v[1], v[2] * o.v[2], v[3] * o.v[3]}; }
+    Lanes operator+(const Lanes& o) const { return {v[0] + o.v[0], v[1] + o.v[1], v[2] + o.v[2], v[3] + o.v[3]}; }
+    Lanes operator-(const Lanes& o) const { return {v[0] - o.v[0], v[1] - o.v[1], v[2] - o.v[2], v[3] - o.v[3]}; }
+    void add_product(const Lanes& a, const Lanes& b) { *this = *this + a * b; }
+    void store(float* p) const { __builtin_memcpy(p, v, 64); }
+    float sum() const {
+        const Four four = (v[0] + v[2]) + (v[1] + v[3]);
+        return (four[0] + four[2]) + (four[1] + four[3]);
+    }
+};
+
+#endif

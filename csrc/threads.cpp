@@ -1,0 +1,181 @@
+#include "threads.hpp"
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
+
+namespace bankfull {
+namespace {
+
+int available_cores() {
+#if defined(__linux__)
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) > 0) return CPU_COUNT(&set);
+#endif
+    const unsigned count = std::thread::hardware_concurrency();
+    return count ? int(count) : 1;
+}
+
+void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+class Pool {
+  public:
+    explicit Pool(int threads) {
+        for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { serve(); });
+    }
+
+    ~Pool() {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            stop_ = true;
+            epoch_.fetch_add(1);
+        }
+        wake_.notify_all();
+        for (std::thread& worker : workers_) worker.join();
+    }
+
+    int threads() const { return int(workers_.size()) + 1; }
+
+    void run(int64_t count, int64_t piece, Task task, const void* job) {
+        task_ = task;
+        job_ = job;
+        count_ = count;
+        piece_ = piece;
+        next_.store(0, std::memory_order_relaxed);
+        inside_.store(OPEN, std::memory_order_release);
+        epoch_.fetch_add(1);  // sequentially consistent with sleepers_: one of the two sides sees the other
+        if (sleepers_.load() > 0) {
+            { std::lock_guard<std::mutex> lock(mutex_); }
+            wake_.notify_all();
+        }
+        work();
+        inside_.fetch_and(~OPEN, std::memory_order_acq_rel);
+        for (int spins = 0; inside_.load(std::memory_order_acquire) != 0; ++spins) {
+            if (spins < SPINS)
+                relax();
+            else
+                std::this_thread::yield();
+        }
+    }
+
+  private:
+    static constexpr uint32_t OPEN = 1u << 31;
+    static constexpr int SPINS = 2000;  // some tens of microseconds: the gap between two operations of a model
+
+    void work() {
+        for (;;) {
+            const int64_t begin = next_.fetch_add(piece_, std::memory_order_relaxed);
+            if (begin >= count_) return;
+            task_(job_, begin, begin + piece_ < count_ ? begin + piece_ : count_);
+        }
+    }
+
+    // A job's fields may be read only between joining and leaving: the caller changes them when nobody is inside.
+    bool join() {
+        uint32_t seen = inside_.load(std::memory_order_acquire);
+        while (seen & OPEN)
+            if (inside_.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) return true;
+        return false;
+    }
+
+    void serve() {
+        uint32_t done = 0;
+        while (!stop_.load()) {
+            for (int spins = 0; epoch_.load(std::memory_order_acquire) == done && spins < SPINS; ++spins) relax();
+            if (epoch_.load() == done) {
+                std::unique_lock<std::mutex> lock(mutex_);
+                sleepers_.fetch_add(1);
+                wake_.wait(lock, [&] { return epoch_.load() != done; });
+                sleepers_.fetch_sub(1);
+            }
+            done = epoch_.load();
+            if (join()) {
+                work();
+                inside_.fetch_sub(1, std::memory_order_acq_rel);
+            }
+        }
+    }
+
+    Task task_ = nullptr;
+    const void* job_ = nullptr;
+    int64_t count_ = 0, piece_ = 1;
+    alignas(64) std::atomic<int64_t> next_{0};
+    alignas(64) std::atomic<uint32_t> inside_{0};  // OPEN while the job takes helpers, plus the helpers inside
+    alignas(64) std::atomic<uint32_t> epoch_{0};
+    std::atomic<int> sleepers_{0};
+    std::atomic<bool> stop_{false};
+    std::mutex mutex_;
+    std::condition_variable wake_;
+    std::vector<std::thread> workers_;
+};
+
+struct Shared {
+    std::mutex turn;
+    std::unique_ptr<Pool> pool;
+};
+
+// Never destroyed: workers may still sleep in it while the process exits.
+Shared* shared = new Shared;
+
+Pool& pool() {
+    if (!shared->pool) {
+#if defined(__unix__) || defined(__APPLE__)
+        // A forked child has the caller's thread only: it starts over with an empty pool of its own.
+        static const int registered = pthread_atfork(nullptr, nullptr, [] { shared = new Shared; });
+        (void)registered;
+#endif
+        shared->pool = std::make_unique<Pool>(available_cores());
+    }
+    return *shared->pool;
+}
+
+}  // namespace
+
+void parallel(int64_t count, int64_t piece, Task task, const void* job) {
+    if (count <= piece) {
+        if (count > 0) task(job, 0, count);
+        return;
+    }
+    std::lock_guard<std::mutex> lock(shared->turn);
+    pool().run(count, piece, task, job);
+}
+
+int threads() {
+    std::lock_guard<std::mutex> lock(shared->turn);
+    return pool().threads();
+}
+
+void set_threads(int count) {
+    std::lock_guard<std::mutex> lock(shared->turn);
+    if (pool().threads() == count) return;
+    shared->pool.reset();
+    shared->pool = std::make_unique<Pool>(count);
+}
+
+float* scratch(int64_t floats) {
+    thread_local std::unique_ptr<float[]> buffer;
+    thread_local int64_t size = 0;
+    if (size < floats) {
+        buffer.reset(new float[size_t(floats)]);
+        size = floats;
+    }
+    return buffer.get();
+}
+
+}  // namespace bankfull

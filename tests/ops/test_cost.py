@@ -1,0 +1,163 @@
+"""Declared costs against what the bodies really do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from bankfull.ops import OPERATIONS, Cost
+from bankfull.ops.cost import nbytes
+from bankfull.ops.meter import Meter
+from bankfull.ops.reference.attention import live_from, visible_pairs
+from bankfull.weights.formats import SCHEMES
+from bankfull.weights.qtensor import QTensor
+from tests.ops import cases
+from tests.ops.compare import tensors
+
+SEEDS = range(12)
+
+
+def counted_flops(name: str, args: tuple[Any, ...]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        OPERATIONS[name].body(*args)
+    return counter.get_total_flops()
+
+
+def touched(name: str, made: cases.Case) -> tuple[int, int]:
+    """Bytes that the body reads and writes, seen from outside: an element is read when a result depends on it (its
+    gradient is not zero), and written when it is new or has changed."""
+    leaves: dict[int, Tensor] = {}
+    args = list(made.args)
+    for i, arg in enumerate(args):
+        if isinstance(arg, QTensor):
+            leaves[i] = arg.parts["data"].requires_grad_()
+        elif isinstance(arg, Tensor) and arg.is_floating_point():
+            leaves[i] = arg.detach().clone().requires_grad_()
+            args[i] = leaves[i].clone()
+    before = {i: args[i].detach().clone() for i in made.written}
+    results = tensors(OPERATIONS[name].body(*args))
+    # A changed argument counts as a result only where it was written.
+    written = {i: (args[i].detach() != before[i]) & ~(args[i].detach().isnan() & before[i].isnan()) for i in before}
+    outputs = [*results, *(args[i][mask] for i, mask in written.items())]
+    noise = torch.Generator().manual_seed(1)
+    total = sum((out * torch.rand(out.shape, generator=noise, dtype=out.dtype).add(1)).sum() for out in outputs)
+    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)  # type: ignore[arg-type]
+    read = sum(
+        int((gradient.nan_to_num() != 0).sum()) * gradient.element_size() for gradient in found if gradient is not None
+    )
+    read += sum(nbytes(arg) for arg in made.args if isinstance(arg, Tensor) and not arg.is_floating_point())
+    write = sum(nbytes(out) for out in results) + sum(int(m.sum()) * args[i].element_size() for i, m in written.items())
+    return read, write
+
+
+def settled(name: str, made: cases.Case) -> bool:
+    """Leaves out inputs for which "each operand moves once" and "what results depend on" are different questions."""
+    if name in ("causal_conv", "selective_scan"):
+        return len(set(made.args[-1].read.tolist())) == len(made.args[-1].read)  # a slot read by two is moved twice
+    if name == "embedding":
+        return len(set(made.args[0].tolist())) == len(made.args[0])  # so is a row
+    if name in ("activate", "activate_mul"):
+        return made.args[-1] != "relu"  # flat: nothing depends on half of the inputs
+    if name in ("rms_norm", "layer_norm"):
+        return made.args[0].shape[-1] > 2  # one number is its own mean, of two only the order matters
+    if name == "paged_attention":
+        meta, window = made.args[3], made.args[5]  # a query that sees one key takes its value, whatever the two are
+        return window != 1 and bool((meta.kv_len > np.diff(meta.q_start)).all())
+    return True
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_declared_bytes_are_the_bytes_touched(name: str) -> None:
+    checked = 0
+    for seed in range(60):
+        make = cases.Maker(seed, torch.float64)
+        make.scheme = lambda: SCHEMES["f64"]  # type: ignore[method-assign]
+        made = cases.GENERATORS[name](make)
+        if not settled(name, made):
+            continue
+        declared = OPERATIONS[name].cost(*made.args)
+        read, write = touched(name, made)
+        assert (declared.read, declared.write) == (read, write), f"seed {seed}"
+        checked += 1
+    assert checked >= 5
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_weight_costs_the_bytes_of_its_scheme(scheme: str) -> None:
+    make = cases.Maker(3, torch.float32)
+    block = SCHEMES[scheme].block
+    inner = 512 if block > 1 else 96
+    weight = make.weight(SCHEMES[scheme], 10, inner)
+    stored = 10 * inner // block * SCHEMES[scheme].block_bytes
+    x, ids = torch.zeros(4, inner), torch.tensor([1, 5, 9])
+    assert OPERATIONS["linear"].cost(x, weight) == Cost(2 * 4 * 10 * inner, 4 * inner * 4 + stored, 4 * 10 * 4)
+    expected = Cost(0, 3 * stored / 10 + 3 * 8, 3 * inner * 2)
+    assert OPERATIONS["embedding"].cost(ids, weight, torch.bfloat16) == expected
+
+
+def test_state_in_another_dtype_is_moved_in_that_dtype() -> None:
+    new, pages, slots = torch.zeros(3, 2, 5), torch.zeros(4, 8, 2, 5, dtype=torch.bfloat16), torch.tensor([1, 9, 30])
+    assert OPERATIONS["write_pages"].cost(new, pages, slots) == Cost(0, 3 * 2 * 5 * 4 + 3 * 8, 3 * 2 * 5 * 2)
+
+
+@pytest.mark.parametrize("name", ["linear", "causal_conv"])
+def test_declared_flops_are_those_that_torch_counts(name: str) -> None:
+    for seed in SEEDS:
+        made = cases.case(name, seed)
+        assert OPERATIONS[name].cost(*made.args).flops == counted_flops(name, made.args)
+
+
+def test_attention_one_token_at_a_time_declares_what_torch_counts() -> None:
+    for seed in SEEDS:
+        make = cases.Maker(seed)
+        kv, groups, size = make.size(1, 3), make.size(1, 4), make.size(1, 20)
+        k_pages, v_pages, meta = cases.paged(make, kv, size, size, None)
+        rows = np.arange(len(meta.kv_len) + 1)
+        meta = cases.PagedMeta(rows, meta.kv_len, meta.pages, meta.slots, meta.page_tokens)
+        args = (make.normal(len(meta.kv_len), kv * groups, size), k_pages, v_pages, meta, 1.0)
+        assert OPERATIONS["paged_attention"].cost(*args).flops == counted_flops("paged_attention", args)
+
+
+def test_attention_of_many_tokens_declares_only_the_visible_part_of_what_the_body_computes() -> None:
+    """The body multiplies the whole rectangle and masks it; the cost is what remains, the least that must be done."""
+    for seed in range(40):
+        args = cases.case("paged_attention", seed).args
+        q, meta, window = args[0], args[3], args[5]
+        width = 2 * q.shape[1] * (q.shape[2] + args[2].shape[-1])
+        rectangle = visible = 0
+        for count, length in zip(np.diff(meta.q_start).tolist(), meta.kv_len.tolist(), strict=True):
+            begin = live_from(count, length, window) // meta.page_tokens * meta.page_tokens
+            rectangle += count * (length - begin)
+            keys, queries = np.arange(length)[None], np.arange(length - count, length)[:, None]
+            mask = (keys <= queries) & (keys > queries - (window or length))
+            visible += int(mask.sum())
+            assert int(mask.sum()) == visible_pairs(count, length, window)
+        assert counted_flops("paged_attention", args) == width * rectangle
+        assert OPERATIONS["paged_attention"].cost(*args).flops == width * visible
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_the_meter_records_on_meta_what_real_tensors_cost(name: str) -> None:
+    meter = Meter()
+    run = meter.bind(OPERATIONS[name])
+    for seed in SEEDS:
+        made = cases.case(name, seed)
+        run(*made.to("meta").args)
+        assert meter.take().total == {name: OPERATIONS[name].cost(*made.args)}
+
+
+def test_a_ledger_adds_up_calls_and_costs_by_operation() -> None:
+    meter = Meter()
+    run = meter.bind(OPERATIONS["soft_cap"])
+    for rows in (1, 2):
+        run(torch.empty(rows, 3, device="meta"), 2.0)
+    first = meter.take()
+    assert first.calls == {"soft_cap": 2} and first.sum() == Cost(90.0, 36.0, 36.0)
+    first.merge(first, "head")
+    assert list(first.calls) == ["soft_cap", "head/soft_cap"] and first.sum() == Cost(180.0, 72.0, 72.0)
+    assert meter.take().total == {}

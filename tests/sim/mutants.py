@@ -1,0 +1,206 @@
+"""Bugs to plant, so that we know that the simulator would see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pytest import MonkeyPatch
+
+from bankfull.sched.scheduler import Scheduler, Sketch
+from bankfull.sched.sequence import Sequence
+from bankfull.state.manager import Match, SequenceState, StateManager
+from bankfull.state.pages import Pool
+from bankfull.state.policy import Window
+from bankfull.state.prefix import Chain
+from bankfull.types import Tier, Transfer, Work
+
+Mutant = Callable[[MonkeyPatch], None]
+
+
+def quarantine_is_skipped(patch: MonkeyPatch) -> None:
+    def drop(pool: Pool, place: int, step: int) -> None:
+        original(pool, place, -1)
+
+    original = Pool.drop
+    patch.setattr(Pool, "drop", drop)
+
+
+def quarantine_asks_only_the_last_holder(patch: MonkeyPatch) -> None:
+    def drop(pool: Pool, place: int, step: int) -> None:
+        pool._last[place] = -1
+        original(pool, place, step)
+
+    original = Pool.drop
+    patch.setattr(Pool, "drop", drop)
+
+
+def pages_are_published_before_they_settle(patch: MonkeyPatch) -> None:
+    def serve(sched: Scheduler, seq: Sequence, step: Sketch, drafts: int) -> bool:
+        served = original(sched, seq, step, drafts)
+        if seq.state is not None:
+            sched.state.publish(seq.state, seq.tokens, min(seq.start, len(seq.tokens)), seq.prompt_len)
+        return served
+
+    original = Scheduler._serve
+    patch.setattr(Scheduler, "_serve", serve)
+
+
+def window_forgets_one_page_early(patch: MonkeyPatch) -> None:
+    def first_live(window: Window, position: int) -> int:
+        return original(window, position) + 1
+
+    original = Window.first_live
+    patch.setattr(Window, "first_live", first_live)
+
+
+def fork_shares_the_partial_page(patch: MonkeyPatch) -> None:
+    def fork(manager: StateManager, state: SequenceState, length: int) -> tuple[SequenceState, list[Transfer]]:
+        forked = original(manager, state, length)
+        if forked is None:
+            return None  # type: ignore[return-value]
+        child, transfers = forked
+        for table, theirs in zip(child.tables, state.tables, strict=True):
+            for i, page in enumerate(theirs[: len(table)]):
+                if table[i] != page:
+                    manager.pages.drop(table[i], manager.launched)
+                    manager.pages.share(page)
+                    table[i] = page
+        for transfer in transfers:
+            for _, place in manager._pins.pop(transfer.id):
+                manager.pages.drop(place, manager.launched)
+        return child, []
+
+    original = StateManager.fork
+    patch.setattr(StateManager, "fork", fork)
+
+
+def sharing_takes_no_reference(patch: MonkeyPatch) -> None:
+    def share(pool: Pool, place: int) -> None:
+        if not pool._refs[place]:
+            original(pool, place)
+
+    original = Pool.share
+    patch.setattr(Pool, "share", share)
+
+
+def transfers_pin_nothing(patch: MonkeyPatch) -> None:
+    def pin(manager: StateManager, src: tuple[Tier, int], dst: tuple[Tier, int]) -> Transfer:
+        transfer = original(manager, src, dst)
+        for _, place in manager._pins[transfer.id]:
+            manager.pages.drop(place, manager.launched)
+        manager._pins[transfer.id] = ()
+        return transfer
+
+    original = StateManager._transfer
+    patch.setattr(StateManager, "_transfer", pin)
+
+
+def preemption_drops_the_last_token(patch: MonkeyPatch) -> None:
+    def preempt(sched: Scheduler, seq: Sequence) -> None:
+        original(sched, seq)
+        if len(seq.tokens) > seq.prompt_len:
+            seq.tokens.pop()
+
+    original = Scheduler._preempt
+    patch.setattr(Scheduler, "_preempt", preempt)
+
+
+def results_of_given_up_work_count(patch: MonkeyPatch) -> None:
+    def give_up(seq: Sequence) -> None:
+        flying = list(seq.flying)
+        original(seq)
+        seq.flying.extend(flying)
+
+    original = Sequence.give_up
+    patch.setattr(Sequence, "give_up", give_up)
+
+
+def salt_is_not_part_of_the_name(patch: MonkeyPatch) -> None:
+    def init(chain: Chain, salt: bytes, block_tokens: int) -> None:
+        original(chain, b"", block_tokens)
+
+    original = Chain.__init__
+    patch.setattr(Chain, "__init__", init)
+
+
+def recurrent_state_ignores_accepted_drafts(patch: MonkeyPatch) -> None:
+    def commit(manager: StateManager, state: SequenceState, step: int, accepted: int) -> None:
+        original(manager, state, step, 0)
+
+    original = StateManager.commit
+    patch.setattr(StateManager, "commit", commit)
+
+
+def drafts_in_flight_get_no_pages(patch: MonkeyPatch) -> None:
+    def launch(seq: Sequence, work: Work) -> None:
+        original(seq, work)
+        seq.drafted = 0
+
+    original = Sequence.launch
+    patch.setattr(Sequence, "launch", launch)
+
+
+def release_keeps_a_page(patch: MonkeyPatch) -> None:
+    def release(manager: StateManager, state: SequenceState) -> None:
+        if state.tables and state.tables[0]:
+            state.tables[0].pop()
+        original(manager, state)
+
+    original = StateManager.release
+    patch.setattr(StateManager, "release", release)
+
+
+def waiting_for_memory_never_ends(patch: MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "_coming", lambda *_: True)
+
+
+def the_last_prompt_token_is_reused(patch: MonkeyPatch) -> None:
+    def match(sched: Scheduler, seq: Sequence) -> Match:
+        return sched.state.match(seq.chain, seq.tokens, len(seq.tokens))
+
+    patch.setattr(Scheduler, "_match", match)
+
+
+def drafts_take_the_budget_of_decodes(patch: MonkeyPatch) -> None:
+    def serve(sched: Scheduler, seq: Sequence, step: Sketch, drafts: int) -> bool:
+        step.spare = step.budget - 1
+        return original(sched, seq, step, drafts)
+
+    original = Scheduler._serve
+    patch.setattr(Scheduler, "_serve", serve)
+
+
+def a_page_is_named_by_its_own_tokens_only(patch: MonkeyPatch) -> None:
+    def extend(chain: Chain, tokens: Any, length: int) -> None:
+        root, *_ = chain.names
+        chain.names[1:] = []
+        while len(chain.names) <= length // chain._block:
+            i = len(chain.names) - 1
+            alone = Chain(b"", chain._block)
+            original(alone, tokens[i * chain._block : (i + 1) * chain._block], chain._block)
+            chain.names.append(root + alone.names[1])
+
+    original = Chain.extend
+    patch.setattr(Chain, "extend", extend)
+
+
+MUTANTS: list[Mutant] = [
+    quarantine_is_skipped,
+    quarantine_asks_only_the_last_holder,
+    pages_are_published_before_they_settle,
+    window_forgets_one_page_early,
+    fork_shares_the_partial_page,
+    sharing_takes_no_reference,
+    transfers_pin_nothing,
+    preemption_drops_the_last_token,
+    results_of_given_up_work_count,
+    salt_is_not_part_of_the_name,
+    recurrent_state_ignores_accepted_drafts,
+    drafts_in_flight_get_no_pages,
+    release_keeps_a_page,
+    waiting_for_memory_never_ends,
+    the_last_prompt_token_is_reused,
+    drafts_take_the_budget_of_decodes,
+    a_page_is_named_by_its_own_tokens_only,
+]

@@ -1,0 +1,35 @@
+"""Ten thousand simulated days: nothing is lost, nothing comes twice, nobody starves, and no output ever changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+
+import pytest
+
+from tests.sim import SimulationError, simulate
+from tests.sim.mutants import MUTANTS, Mutant
+
+SEEDS, CHUNK = 10_000, 500
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_every_day_ends_with_every_request_served_exactly(first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        simulate(seed)
+
+
+def test_the_days_reach_every_corner_that_they_are_meant_to_reach() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(300):
+        seen.update(asdict(simulate(seed)))
+    rare = {name: count for name, count in seen.items() if count < 50}
+    assert not rare, f"too rare to prove anything: {rare}"
+
+
+@pytest.mark.parametrize("plant", MUTANTS, ids=lambda m: m.__name__)
+def test_a_planted_bug_is_found_within_some_hundred_days(plant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(SimulationError, match=r"seed \d+: .*python -m tests\.sim \d+"):
+        for seed in range(800):
+            simulate(seed)
