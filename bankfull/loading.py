@@ -17,8 +17,7 @@ from bankfull.frontend import Frontend
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model, family_of
-from bankfull.ops import kit_for
-from bankfull.ops.native import status as native_status
+from bankfull.ops import kit_for, native
 from bankfull.runtime.device import Device, open_device
 from bankfull.runtime.memory import Sizes, plan_memory, shown
 from bankfull.runtime.runner import Runner
@@ -58,8 +57,8 @@ def load(
     tokenizer, template = load_tokenizer(files)
     device = device or open_device(run.device)
     strategy = strategy or Plain()
-    if device.kind == "cpu" and run.providers == "auto" and (missing := native_status()):
-        log.warning(missing)
+    if device.kind == "cpu" and run.providers == "auto":
+        native.notify()
     dtype = choose_dtype(run.dtype, files, device)
     kit = kit_for(device.kind, run.providers)
     model = build_model(files.config, Build(files.source, kit, dtype, device.torch, run.expand, max_len or 0))

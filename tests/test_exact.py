@@ -128,7 +128,8 @@ def test_kernels_in_float32_equal_the_naive_loop(shape: str, depth: int) -> None
 
 def test_the_matrix_notices_a_wrong_token() -> None:
     """A model that differs in one weight must not pass for the same."""
-    model = model_of("llama")
+    check("llama", "cold", 7, 0, False, 4, 1, 4, "plain")
+    model = model_of("llama", torch.float64, "torch")
     weight = model.blocks[0].feed.down.weight.parts["data"]  # type: ignore[union-attr]
     kept = weight.clone()
     try:

@@ -61,7 +61,7 @@ class Conversation:
         if text.startswith("/") and not text.startswith("//"):
             name, _, rest = text[1:].partition(" ")
             if name not in self._commands:
-                raise RequestError(f"There is no command /{name[:40]}; /help lists them, and // begins a message with /.")
+                raise RequestError(f"There is no command /{name[:40]}; /help lists them all.")
             self._commands[name](rest.strip())
             return
         self._answer(line[line.index("/") + 1 :] if text.startswith("//") else line)
@@ -86,7 +86,7 @@ class Conversation:
         self._messages += [said, {"role": "assistant", "content": output.text}]
         say(speed_of(made, self._limit).line())
         if output.finish_reason == "length" and len(ids) + len(output.token_ids) >= context:
-            say(f"bankfull: the answer ends here because the context of {context} tokens is full; type /reset to begin anew.")
+            say(f"bankfull: the context of {context} tokens is full, so the answer ends; type /reset to begin anew.")
 
     def _opening(self) -> list[Message]:
         return [] if self._system is None else [{"role": "system", "content": self._system}]
@@ -159,8 +159,12 @@ def _read(path: Path) -> list[Message]:
             raise RequestError(f"{path} is no conversation that /save has written; choose another file.")
         content = json.loads(path.read_bytes())
         messages = content["messages"]
+        if not isinstance(messages, list):
+            raise TypeError
         for message in messages:
-            if set(message) != {"role", "content"} or message["role"] not in ROLES or not isinstance(message["content"], str):
+            if set(message) != {"role", "content"} or message["role"] not in ROLES:
+                raise TypeError
+            if not isinstance(message["content"], str):
                 raise TypeError
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror or error}.") from None
@@ -168,4 +172,4 @@ def _read(path: Path) -> list[Message]:
         raise
     except (ValueError, TypeError, KeyError, RecursionError):
         raise RequestError(f"{path} is no conversation that /save has written; choose another file.") from None
-    return list(messages)
+    return messages

@@ -12,7 +12,8 @@ from typing import Any
 from bankfull.cli.options import Json
 
 PACKAGES = (
-    "torch", "numpy", "tokenizers", "safetensors", "jinja2", "llguidance", "msgspec", "typer", "rich", "huggingface_hub",
+    "torch", "numpy", "tokenizers", "safetensors", "jinja2", "llguidance", "msgspec", "typer", "rich",
+    "huggingface_hub",
 )  # fmt: skip
 FILES_COUNTED = 100_000
 
@@ -124,10 +125,12 @@ def _limits() -> dict[str, Any]:
     from dataclasses import asdict
 
     from bankfull.errors import ConfigError
-    from bankfull.limits.ceilings import known
+    from bankfull.limits.ceilings import _digest, _load, machine
+    from bankfull.paths import cache_dir
 
+    identity = machine()
     try:
-        found = known()
+        found = _load(cache_dir() / f"ceilings-{_digest(identity)}.json", identity)
     except ConfigError:
         found = None
     return asdict(found) if found is not None else {"measured": "no; `bankfull limits` does it"}

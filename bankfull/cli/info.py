@@ -24,7 +24,7 @@ def info(
     roofline: Annotated[
         bool, typer.Option("--roofline", help="What bounds each operation on this machine, and the shortest times.")
     ] = False,
-    dtype: Annotated[str | None, typer.Option(help="Of the computation.", show_default="as saved, else float32")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the computation.", show_default="as saved")] = None,
     json: Json = False,
 ) -> None:
     """Describe a model: its shape, its bytes, its state per token, and what a token costs."""

@@ -18,7 +18,7 @@ Command = Callable[..., int | None]
 
 Model = Annotated[
     str,
-    typer.Option("-m", "--model", help="A model directory, a .gguf file, a hub id (org/name), or a short name (smollm2)."),
+    typer.Option("-m", "--model", help="A directory, a .gguf file, a hub id (org/name), or a short name (smollm2)."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 NoLimit = Annotated[bool, typer.Option("--no-limit", help="Do not compare the speed with this machine's limit.")]
@@ -41,7 +41,7 @@ class EngineOptions:
     rows: Annotated[int, typer.Option(help="Sequences that run at once.")] = 64
     step_tokens: Annotated[int, typer.Option(help="Tokens computed in one step.")] = 512
     page_tokens: Annotated[int, typer.Option(help="Tokens per page of state.")] = 16
-    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Never reuse the state of a prefix.")] = False
+    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Never reuse a prefix's state.")] = False
     depth: Annotated[
         int | None, typer.Option(help="Steps that the host runs behind the device: 0 or 1.", show_default="by device")
     ] = None
@@ -104,7 +104,7 @@ def flat(command: Command) -> Callable[..., int | None]:
     """A command that takes dataclasses of options, as typer needs it: each field an option of its own."""
     hints = get_type_hints(command, include_extras=True)
     hints.pop("return", None)
-    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters = []
     for parameter in inspect.signature(command).parameters.values():
         if parameter.name in groups:

@@ -22,12 +22,12 @@ def run(
     *,
     engine: EngineOptions,
     system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Give the prompt to the model as it is, without chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without chat template.")] = False,
     n: Annotated[int, typer.Option("-n", "--n", help="Different answers; shown when all are there.")] = 1,
     sampling: SamplingOptions,
     json: Json = False,
     no_limit: NoLimit = False,
-    naive: Annotated[bool, typer.Option("--naive", help="The slow baseline, for comparison: greedy, no cache.")] = False,
+    naive: Annotated[bool, typer.Option("--naive", help="The slow baseline: greedy, no cache.")] = False,
 ) -> int | None:
     """Answer one prompt, and say how fast that was.
 

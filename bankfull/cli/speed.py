@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from bankfull.cli.answer import Answer
 from bankfull.cli.options import EngineOptions
@@ -12,29 +14,41 @@ from bankfull.cli.terminal import say
 from bankfull.limits.step import StepShape
 from bankfull.llm import LLM
 
+if TYPE_CHECKING:
+    from bankfull.limits.ceilings import Ceilings
+    from bankfull.limits.closed_form import ClosedForm
+
 
 class Limit:
-    """The shortest time that steps of one model can take on this machine. Measures the machine if nobody has yet."""
+    """The shortest time that steps of one model can take on this machine.
+
+    Nothing happens before the first question; the machine is measured then if nobody has yet.
+    """
 
     def __init__(self, llm: LLM, options: EngineOptions) -> None:
+        self._llm, self._options = llm, options
+
+    def seconds(self, steps: Sequence[StepShape]) -> float:
+        form, ceilings, peak = self._known
+        costs = (form.cost(shape) for shape in steps)
+        return sum(cost.seconds(peak, ceilings.read_at(cost.read)) for cost in costs)
+
+    @cached_property
+    def _known(self) -> tuple[ClosedForm, Ceilings, float]:
         from bankfull.limits.ceilings import measure
         from bankfull.limits.closed_form import closed_form
         from bankfull.limits.metered import MeteredModel
         from bankfull.loading import choose_dtype
 
-        files = llm.loaded.files
-        dtype = str(choose_dtype(options.dtype, files, llm.loaded.device)).removeprefix("torch.")
+        loaded = self._llm.loaded
+        dtype = str(choose_dtype(self._options.dtype, loaded.files, loaded.device)).removeprefix("torch.")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            self._ceilings = measure()
+            ceilings = measure()
         for warning in caught:
             say(f"bankfull: {warning.message}")
-        self._form = closed_form(MeteredModel(files, dtype=dtype, expand=options.expand))
-        self._peak = self._ceilings.flops_of(dtype)
-
-    def seconds(self, steps: Sequence[StepShape]) -> float:
-        costs = (self._form.cost(shape) for shape in steps)
-        return sum(cost.seconds(self._peak, self._ceilings.read_at(cost.read)) for cost in costs)
+        form = closed_form(MeteredModel(loaded.files, dtype=dtype, expand=self._options.expand))
+        return form, ceilings, ceilings.flops_of(dtype)
 
 
 def limit_of(llm: LLM, options: EngineOptions, wanted: bool) -> Limit | None:
@@ -72,7 +86,7 @@ class Speed:
     def line(self) -> str:
         parts = [f"{self.output_tokens} tokens"]
         if self.rate is not None:
-            near = "" if self.percent is None else f" ({self.percent:.0f}% of this machine's limit)"
+            near = "" if self.percent is None else f" ({percentage(self.percent)} of this machine's limit)"
             parts.append(f"{self.rate:.1f} tokens/s{near}")
         if self.ttft is not None:
             parts.append(f"first after {self.ttft:.2f} s")
@@ -88,10 +102,14 @@ class Speed:
         }  # fmt: skip
 
 
+def percentage(percent: float) -> str:
+    return f"{percent:.0f}%" if percent >= 10 else f"{percent:.1f}%"
+
+
 def speed_of(answer: Answer, limit: Limit | None) -> Speed:
     metrics = answer.result.metrics
     bound = limit.seconds(answer.decode_steps) if limit is not None and answer.decode_steps else None
     return Speed(
-        len(answer.result.prompt_token_ids), metrics.cached_tokens, metrics.output_tokens, metrics.ttft, metrics.finished,
-        bound,
+        len(answer.result.prompt_token_ids), metrics.cached_tokens, metrics.output_tokens, metrics.ttft,
+        metrics.finished, bound,
     )  # fmt: skip

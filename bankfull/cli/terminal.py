@@ -15,7 +15,7 @@ SECONDS_BETWEEN_LINES = 30.0
 
 # A model may write escape sequences, which a terminal would obey. Control characters show as their symbols instead.
 _CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
-_CONTROLS |= {0x7F: 0x2421} | {code: 0xFFFD for code in range(0x80, 0xA0)}
+_CONTROLS |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 def say(text: str) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.overrides import TorchFunctionMode
 
 from bankfull.errors import ConfigError, ModelError
 from bankfull.layers.batch import Batch
@@ -40,15 +39,14 @@ def blank(scheme: Scheme, shape: tuple[int, ...]) -> QTensor:
     return QTensor(scheme, {"blocks": blocks}, shape)
 
 
-class _WithoutData(TorchDispatchMode):
-    """Views are taken as they are, for they read nothing; whatever would read its operands runs on meta instead."""
+class _WithoutData(TorchFunctionMode):
+    """Sources hand out views of mapped files, which read nothing, unless they must reorder rows; while this is active,
+    a selection of rows by index is made of the shapes alone."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func.is_view or any(isinstance(arg, torch.UntypedStorage) for arg in args):
-            return func(*args, **kwargs)
-        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), (args, kwargs))
-        return func(*args, **kwargs)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor):
+            args = (args[0].to(META), args[1].to(META))
+        return func(*args, **(kwargs or {}))
 
 
 class FileShapes:

@@ -62,14 +62,15 @@ def ceilings_table(found: Ceilings) -> Table:
 
 def info_table(info: ModelInfo) -> Table:
     # Text, never markup: names come from files that anybody may have written.
-    table = Table(title=Text(info.path), show_header=False)
-    table.add_column()
-    table.add_column()
+    table = Table(show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
 
     def line(name: str, value: object) -> None:
         table.add_row(name, Text(str(value)))
 
     shape = info.shape
+    line("model", info.path)
     line("architecture", f"{info.architecture} ({info.kind})")
     line("layers", info.layers)
     line("hidden", shape.hidden)

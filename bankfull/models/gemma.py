@@ -51,8 +51,8 @@ def build_text_tower(config: Config, build: Build) -> Decoder:
     # The reference leaves the cap out here and applies it in the text model: nobody can tell what such a file means.
     fields.only("final_logit_softcapping")
     # The tower's names depend on the version that saved it.
-    outer = build.at("language_model")
-    if outer.has("model.embed_tokens.weight"):
+    if any(name.startswith("language_model.") for name in build.source.names()):
+        outer = build.at("language_model")
         return build_text(fields, outer, outer.at("model"), third=True)
     return build_text(fields, build, build.at("model").at("language_model"), third=True)
 

@@ -112,6 +112,8 @@ def layout_of(specs: Sequence[StateSpec], page_tokens: int) -> Layout:
     recurrent = [i for i, spec in enumerate(specs) if isinstance(spec, Recurrent)]
     for i, spec in enumerate(specs):
         if isinstance(spec, Paged):
+            if not sum(tensor.nbytes for tensor in spec.tensors):
+                raise ModelError(f"Layer {i} declares pages without content; leave the state out, or give it tensors.")
             alike.setdefault((spec.tensors, spec.window), []).append(i)
     weights = {key: len(layers) * sum(t.nbytes for t in key[0]) for key, layers in alike.items()}
     heaviest = max(weights.values(), default=0)

@@ -71,7 +71,7 @@ def choose(files: Sequence[str], repo: str, file: str | None) -> tuple[list[str]
     if len(first) == 1:
         return _parts(first[0], ggufs)
     if first:
-        raise ModelError(f"The hub repository {repo} holds several GGUF files: name one as {repo}/FILE: {_listed(first)}.")
+        raise ModelError(f"Hub repository {repo} holds several GGUF files: name one, as {repo}/FILE: {_listed(first)}.")
     raise ModelError(
         f"The hub repository {repo} holds no model.safetensors with a config.json and no .gguf file; "
         "only these are read: use another repository of this model."

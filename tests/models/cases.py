@@ -118,5 +118,16 @@ CASES: dict[str, Case] = {
                        tie_word_embeddings=False, residual_in_fp32=False),
 }  # fmt: skip
 
-FAMILIES = ("llama", "mistral", "smollm3", "qwen2", "qwen3", "gemma2", "gemma3-text", "gemma3", "phi3-long", "opt", "mamba")
+FAMILIES = (
+    "llama", "mistral", "smollm3", "qwen2", "qwen3", "gemma2", "gemma3-text", "gemma3", "phi3-long", "opt", "mamba",
+)  # fmt: skip
 """One case of each kind, for tests that try many things with it."""
+
+WHOLE_BLOCKS: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+BLOCKED: dict[str, Case] = {
+    "llama-blocks": model("Llama", **WHOLE_BLOCKS),
+    "gemma2-blocks": model("Gemma2", **{**GEMMA, **WHOLE_BLOCKS, "head_dim": 16}),
+    "phi3-blocks": model("Phi3", **PHI3, **WHOLE_BLOCKS),
+    "mamba-blocks": mamba(hidden_size=64, time_step_rank=32),
+}
+"""Rows that are whole numbers of quantization blocks."""

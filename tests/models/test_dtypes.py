@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bankfull.state.spec import Recurrent
+from bankfull.state.spec import Paged, Recurrent
 from tests.models.cases import CASES
-from tests.models.oracle import PASSES, TOLERANCE, error, logits, ours, reference_logits, saved
+from tests.models.oracle import PASSES, TOLERANCE, error, ours, reference_logits, saved, spread
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -16,8 +16,7 @@ def test_bfloat16_is_as_close_to_float32_as_the_reference_is(name: str) -> None:
     narrow = CASES[name]().to(torch.bfloat16).eval()
     narrow.load_state_dict(model.reference.state_dict())
     off = float((reference_logits(narrow).float() - model.logits).square().mean().sqrt())
-    ours_off = float((logits(ours(name, dtype=torch.bfloat16), PASSES["chunks"]) - model.logits).square().mean().sqrt())
-    assert ours_off < 1.5 * off < 0.5
+    assert spread(ours(name, dtype=torch.bfloat16), model.logits, PASSES["chunks"]) < 1.5 * off < 0.5
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -25,6 +24,7 @@ def test_float64_agrees_with_float32_and_keeps_its_state_in_float64(name: str) -
     model = ours(name, dtype=torch.float64)
     assert error(model, saved(name).logits, PASSES["chunks"]) < TOLERANCE
     for state in model.states():
+        assert isinstance(state, Paged | Recurrent)
         assert {tensor.dtype for tensor in state.tensors} == {"float64"}
 
 

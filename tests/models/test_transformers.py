@@ -59,10 +59,10 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "change"), WRONG, ids=lambda value: value if isinstance(value, str) else "-".join(value))
+@pytest.mark.parametrize(("name", "change"), WRONG, ids=[f"{name}-{'-'.join(change)}" for name, change in WRONG])
 def test_a_wrong_reading_of_the_configuration_shows_in_the_logits(name: str, change: dict[str, Any]) -> None:
     """What keeps the test above honest: none of its models is so tame that a mistake would pass."""
-    assert error(ours(name, **change), saved(name).logits) > 10 * TOLERANCE
+    assert error(ours(name, changes=change), saved(name).logits) > 10 * TOLERANCE
 
 
 def test_a_wrong_position_or_a_lost_state_shows_in_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_the_text_tower_is_found_under_both_of_its_names(tmp_path: Path) -> None
 
 def test_sparse_published_files_get_the_family_defaults() -> None:
     """Gemma 3's own files leave out most of what they mean."""
-    assert error(ours("gemma3-text", layer_types=None), saved("gemma3-text").logits) > 10 * TOLERANCE
+    assert error(ours("gemma3-text", changes={"layer_types": None}), saved("gemma3-text").logits) > 10 * TOLERANCE
     reference = type(saved("gemma3-text").reference.config)()
     for name in ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
                  "rms_norm_eps", "query_pre_attn_scalar", "sliding_window", "hidden_activation", "tie_word_embeddings",

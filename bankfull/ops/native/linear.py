@@ -31,6 +31,8 @@ def _storage(weight: QTensor) -> Tensor:
 def accepts(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
     if dtype not in DTYPES or not isinstance(weight, QTensor) or weight.scheme.name not in FORMATS:
         return False
+    if weight.is_dense and dtype != torch.float32:
+        return False  # torch multiplies 16-bit matrices on units that these kernels do not use
     block = FORMATS[weight.scheme.name][1]
     storage = _storage(weight)
     fits = len(weight.shape) == 2 and weight.shape[1] > 0 and weight.shape[1] % block == 0

@@ -1,0 +1,42 @@
+"""Tiny models of several architectures as configurations, and one as files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from bankfull.limits.metered import MeteredModel
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 160, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "dtype": "float32",
+}  # fmt: skip
+WINDOWED = {**LLAMA, "model_type": "mistral", "sliding_window": 40, "tie_word_embeddings": False}
+MIXED = {
+    **LLAMA, "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 24, "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 16, "hidden_activation": "gelu_pytorch_tanh", "rope_local_base_freq": 10000.0,
+}  # fmt: skip
+RECURRENT = {
+    "model_type": "mamba", "hidden_size": 48, "num_hidden_layers": 2, "vocab_size": 160, "state_size": 8,
+    "conv_kernel": 4, "expand": 2, "time_step_rank": 3, "dtype": "float32",
+}  # fmt: skip
+CONFIGS = {"llama": LLAMA, "windowed": WINDOWED, "mixed": MIXED, "recurrent": RECURRENT}
+
+
+def save_directory(path: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Path:
+    """The model with random weights as a Hugging Face directory; which tensors there are is asked of the meter."""
+    shapes = MeteredModel(config).shapes.read
+    generator = torch.Generator().manual_seed(0)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(
+        {name: (torch.randn(t.shape, generator=generator) * 0.1).to(dtype) for name, t in shapes.items()},
+        path / "model.safetensors",
+    )
+    return path

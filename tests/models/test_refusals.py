@@ -1,0 +1,167 @@
+"""A configuration that means something we do not compute is refused with its name; nothing in it is ever ignored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from bankfull.errors import ModelError
+from bankfull.models.fields import Fields
+from bankfull.models.registry import Config
+from bankfull.weights.source import open_model
+from tests.models.cases import FAMILIES
+from tests.models.oracle import build, ours, saved
+
+UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"model_type": "falcon"}, "'falcon' is not supported; supported are .*llama.*mamba"),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic' is not supported"),
+    ("llama", {"hidden_act": "xielu"}, "Activation 'xielu' is not supported"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    ("llama", {"sliding_window": 8}, "sliding_window = 8"),
+    ("llama", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "'chunked_attention'"),
+    ("llama", {"rope_local_base_freq": 100.0}, "rope_local_base_freq = 100.0"),
+    ("llama", {"num_key_value_heads": 4}, "6 attention heads, which 4 key heads"),
+    ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000"),
+    ("llama", {"hidden_size": "48"}, "hidden_size = '48'"),
+    ("llama", {"rms_norm_eps": None}, "lacks 'rms_norm_eps'"),
+    ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no'"),
+    ("llama", {"rope_theta": 1.0}, "base over 1"),
+    ("llama", {"rope_scaling": {"rope_type": "linear"}}, "needs 'factor'"),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "factor = '4'"),
+    ("mistral", {"layer_types": ["full_attention"] * 3}, "'full_attention'"),
+    ("smollm3", {"no_rope_layers": [1, 2, 1, 0]}, "no_rope_layers = 2"),
+    ("smollm3", {"layer_types": ["sliding_attention"] * 4}, "sliding_window"),
+    ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "layer_types = 'sliding_attention'"),
+    ("qwen3", {"layer_types": ["full_attention"]}, "a list of 3 values"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+    ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0"),
+    ("gemma3-text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+    ("gemma3", {"text_config": None}, "lacks 'text_config'"),
+    ("phi3-long", {"attention_bias": True}, "attention_bias = True"),
+    ("phi3-long", {"partial_rotary_factor": 1e9}, "partial_rotary_factor = 1000000000.0"),
+    ("phi3-long", {"partial_rotary_factor": 1.0}, "long_factor = .*a list of 4 positive numbers"),
+    ("opt", {"num_attention_heads": 5}, "hidden_size of 48, which 5 heads"),
+    ("mamba", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), UNSUPPORTED, ids=[f"{n}-{m[:30]}" for n, _, m in UNSUPPORTED])
+def test_an_unsupported_value_is_refused_by_name(name: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        ours(name, changes=change)
+
+
+INERT = {
+    "architectures", "dtype", "model_type", "transformers_version", "use_cache", "bos_token_id", "eos_token_id",
+    "pad_token_id", "attention_dropout", "dropout", "layerdrop", "embd_pdrop", "resid_pdrop", "initializer_range",
+    "init_std", "pretraining_tp",
+    # How weights were first drawn, and which of two equal scans trains faster.
+    "rescale_prenorm_residual", "time_step_floor", "time_step_init_scheme", "time_step_max", "time_step_min",
+    "time_step_scale", "use_associative_scan", "use_mambapy",
+    # Said again by another field that is read: the layers' types, the inner size, the scaling's own copy.
+    "_sliding_window_pattern", "expand", "original_max_position_embeddings",
+}  # fmt: skip
+#: Fields that the reference leaves alone too, because another one switches them off or the family has no such part.
+SWITCHED_OFF = {
+    "qwen2": {"max_window_layers", "sliding_window"},
+    "qwen3": {"max_window_layers", "sliding_window"},
+    "opt": {"intermediate_size", "num_key_value_heads", "rope_scaling"},
+    "mamba": {"rope_scaling"},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_field_that_could_change_the_computation_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Watched(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
+            read.add(key)
+            return super().get(key, default)
+
+    def watch(self: Fields, config: Config, defaults: Config) -> None:
+        self._values = Watched({**defaults, **config})
+
+    read: set[str] = set()
+    monkeypatch.setattr(Fields, "__init__", watch)
+    config = open_model(saved(name).path).config
+    ours(name)
+    ignored = set(config.get("text_config", config)) - read - INERT - SWITCHED_OFF.get(name, set())
+    assert not ignored
+
+
+HOSTILE: tuple[Any, ...] = ("x", -1, 0, 1.5, 10**400, True, None, [], [0], {}, {"rope_type": []})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_value_of_any_field_gives_another_error_than_ours(name: str) -> None:
+    files = open_model(saved(name).path)
+    nested = "text_config" in files.config
+    config = files.config["text_config"] if nested else files.config
+    for field in config:
+        for value in HOSTILE:
+            change = {"text_config": config | {field: value}} if nested else {field: value}
+            try:
+                build(files, changes=change)
+            except ModelError as error:
+                assert len(str(error)) < 400
+
+
+@pytest.mark.parametrize("name", ["llama-linear", "llama-llama3", "llama-yarn-tuned", "phi3-long", "gemma3-text"])
+def test_no_value_of_any_scaling_field_gives_another_error_than_ours(name: str) -> None:
+    files = open_model(saved(name).path)
+    scaling = files.config["rope_scaling"]
+    for field in scaling:
+        for value in (*HOSTILE, 1e-300, 1e299):
+            try:
+                build(files, changes={"rope_scaling": scaling | {field: value}})
+            except ModelError as error:
+                assert field in str(error) or "RoPE" in str(error)
+
+
+@pytest.fixture
+def edited(tmp_path: Path) -> Any:
+    """A model directory whose tensors a test may change."""
+
+    def edit(name: str, change: Any) -> Any:
+        source = saved(name).path
+        tensors = load_file(source / "model.safetensors")
+        change(tensors)
+        save_file(tensors, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text((source / "config.json").read_text())
+        return open_model(tmp_path)
+
+    return edit
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_tensor_too_many_is_an_error_that_names_it(name: str, edited: Any) -> None:
+    def add(tensors: dict[str, Any]) -> None:
+        tensors["model.layers.0.mlp.secret.weight"] = next(iter(tensors.values())).clone()
+
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.secret\.weight"):
+        build(edited(name, add))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_tensor_is_needed_in_its_own_shape(name: str, edited: Any) -> None:
+    tensors = load_file(saved(name).path / "model.safetensors")
+    needed = [n for n in tensors if "vision" not in n and "multi_modal" not in n]
+    for missing in needed[:: max(1, len(needed) // 6)]:
+        with pytest.raises(ModelError, match=missing.replace(".", r"\.")):
+            build(edited(name, lambda tensors, gone=missing: tensors.pop(gone)))
+
+        def widen(tensors: dict[str, Any], name: str = missing) -> None:
+            tensors[name] = tensors[name].repeat(2, *[1] * (tensors[name].dim() - 1))
+
+        with pytest.raises(ModelError, match=missing.replace(".", r"\.") + " has shape"):
+            build(edited(name, widen))
+
+
+def test_copies_that_files_carry_along_are_no_error(edited: Any) -> None:
+    def add(tensors: dict[str, Any]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = tensors["model.norm.weight"].clone()
+
+    build(edited("llama-tied-biased", add))
