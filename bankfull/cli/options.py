@@ -81,7 +81,7 @@ class SamplingOptions:
     presence_penalty: Annotated[float | None, typer.Option(help="0 = none.", show_default=False)] = None
     frequency_penalty: Annotated[float | None, typer.Option(help="0 = none.", show_default=False)] = None
     max_tokens: Annotated[
-        int | None, typer.Option(help="Tokens to generate at most.", show_default="until the context is full")
+        int | None, typer.Option(min=1, help="Tokens to generate at most.", show_default="until the context is full")
     ] = None
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", show_default="random")] = None
     stop: Annotated[

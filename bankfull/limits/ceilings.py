@@ -131,16 +131,19 @@ def _read_rate(buffer: Any, budget: float) -> float:
 
 
 def _matmul_rate(dtype: str, budget: float) -> float:
-    """Operations per second of square matmuls: larger ones as long as they fit the budget and still gain."""
+    """Operations per second of square matmuls: larger ones until a single one is a good part of the budget.
+
+    Small ones tell nothing: on a busy machine most of their time is threads waiting for one another.
+    """
     import torch
 
-    best, size, start = 0.0, 128, perf_counter()
+    best, size = 0.0, 256
     while True:
         matrix = torch.ones(size, size, dtype=getattr(torch, dtype))
         seconds = _shortest(lambda m=matrix: m @ m, budget / 4)  # type: ignore[misc]
         best = max(best, 2.0 * size**3 / seconds)
         size *= 2
-        if size > 4096 or perf_counter() - start + 8 * seconds > budget:
+        if size > 2048 or seconds > budget / 4:
             return best
 
 

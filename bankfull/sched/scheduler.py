@@ -257,8 +257,7 @@ class Scheduler:
             pages, slots = self._lack(head, match)
             if self._free_rows and self._coming(pages, slots):
                 return  # it fits, or soon will
-            held = [s.state for s in lower if s.state is not None]
-            gain = sum(self.state.held(state) for state in held)
+            gain = sum(self.state.held(s.state) for s in lower if s.state is not None)
             if pages > self.state.pages.coming + gain:
                 return
             self._preempt(lower[-1])

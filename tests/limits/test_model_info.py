@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -93,3 +95,32 @@ def test_a_description_is_plain_json_and_can_be_shown(name: str, tmp_path: Path)
     Console(file=out, width=160, color_system=None).print(info_table(info))
     for expected in ("[bold]m", info.architecture, "parameters", "chat template", "per token"):
         assert expected in out.getvalue()
+
+
+def test_a_gguf_file_is_described_by_its_own_storage_schemes(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(128)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_token_list([f"<{i}>" for i in range(8)])
+    rows = {"attn_q": 64, "attn_k": 32, "attn_v": 32, "attn_output": 64, "ffn_gate": 96, "ffn_up": 96}
+    shapes = {f"blk.0.{name}.weight": (count, 64) for name, count in rows.items()}
+    shapes |= {"blk.0.ffn_down.weight": (64, 96), "token_embd.weight": (8, 64)}
+    for name, shape in shapes.items():
+        packed = gguf.quants.quantize(np.zeros(shape, np.float32), gguf.GGMLQuantizationType.Q8_0)
+        writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    for name in ("output_norm.weight", "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight"):
+        writer.add_tensor(name, np.zeros(64, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    info = describe(open_model(tmp_path / "tiny.gguf"))
+    elements = sum(a * b for a, b in shapes.values())
+    assert info.bytes_by_scheme == {"q8_0": elements // 32 * 34, "f32": 3 * 64 * 4}
+    assert (info.kind, info.dtype, info.parameters, info.context_length) == ("gguf", "float32", elements + 3 * 64, 128)
+    assert info.tokenizer is None and "tokenizer.ggml.model" in str(info.tokenizer_problem)

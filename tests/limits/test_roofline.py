@@ -82,7 +82,7 @@ def test_tables_show_what_was_computed() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0 B"), (0.5, "0.5 B"), (999, "999 B"), (999.6, "1 kB"), (1234, "1.23 kB"), (999_600, "1 MB"), (5e15, "5000 TB")],
+    [(0, "0 B"), (0.5, "0.5 B"), (999.6, "1 kB"), (1234, "1.23 kB"), (999_600, "1 MB"), (5e15, "5000 TB")],
 )
 def test_numbers_are_shown_with_three_digits_and_a_prefix(value: float, text: str) -> None:
     assert scaled(value, "B") == text

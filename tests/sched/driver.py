@@ -53,7 +53,7 @@ def step(sched: Scheduler, drafts: int = 0) -> list[Output]:
 
 def drain(sched: Scheduler) -> dict[tuple[Any, int], Output]:
     """Run to the end; the last output of each sequence."""
-    last = {}
+    last: dict[tuple[Any, int], Output] = {}
     for _ in range(1000):
         if not sched.unfinished:
             return last

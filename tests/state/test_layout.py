@@ -75,7 +75,7 @@ def test_frames_for_covers_the_worst_moment_and_wastes_at_most_two_pages_a_group
 @pytest.mark.parametrize("layer", [0, 2, 5, -1])
 def test_sharing_with_a_layer_that_owns_nothing_yet_is_an_error_of_the_model(layer: int) -> None:
     full = Paged((TensorSpec("k", (1,), "float32"),))
-    specs = [Shared(0), full] if layer == 0 else [full, full, Shared(layer)]
+    specs: list[StateSpec] = [Shared(0), full] if layer == 0 else [full, full, Shared(layer)]
     with pytest.raises(ModelError, match="shares the state of layer"):
         layout_of(specs, 4)
 

@@ -29,12 +29,12 @@ def test_a_match_is_the_longest_prefix_whose_state_is_there_in_every_group(
     chain.extend(tokens, len(tokens))
     for g, index in pages:
         if g < len(layout.paged) and index * layout.paged[g].page_tokens <= 24:
-            (page,) = manager.pages.take(1) or ()
+            [page] = manager.pages.take(1) or []
             manager.pages.publish(page, (g, chain.name(index * layout.paged[g].page_tokens)))
     longest = max((g.page_tokens for g in layout.paged), default=2)
     for index in snapshots if layout.recurrent else ():
         if index * longest <= 24:
-            (slot,) = manager.slots.take(1) or ()
+            [slot] = manager.slots.take(1) or []
             manager.slots.publish(slot, ("slot", chain.name(index * longest)))
 
     def there(length: int) -> bool:

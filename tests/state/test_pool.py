@@ -127,7 +127,7 @@ def test_the_null_place_is_never_handed_out_and_never_counted() -> None:
 
 def test_a_place_stays_in_quarantine_for_the_latest_step_of_all_its_holders() -> None:
     pool = Pool(1)
-    (place,) = pool.take(1) or ()
+    [place] = pool.take(1) or []
     pool.share(place)
     pool.settle(4)
     pool.drop(place, 5)
@@ -137,7 +137,7 @@ def test_a_place_stays_in_quarantine_for_the_latest_step_of_all_its_holders() ->
 
 def test_what_comes_back_from_quarantine_is_not_freed_by_its_first_stamp() -> None:
     pool = Pool(1)
-    (place,) = pool.take(1) or ()
+    [place] = pool.take(1) or []
     pool.publish(place, "key")
     pool.drop(place, 3)
     pool.share(place)
@@ -146,7 +146,7 @@ def test_what_comes_back_from_quarantine_is_not_freed_by_its_first_stamp() -> No
 
 def test_dropping_more_often_than_taking_is_caught() -> None:
     pool = Pool(1)
-    (place,) = pool.take(1) or ()
+    [place] = pool.take(1) or []
     pool.drop(place, -1)
     with pytest.raises(AssertionError, match="dropped more often"):
         pool.drop(place, -1)
