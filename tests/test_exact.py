@@ -102,7 +102,7 @@ def check(shape: str, cache: str, chunk: int, depth: int, preempt: bool, mates: 
         assert bench.cached[0] > 0, "the prefix cache was never hit"
     if cache == "off":
         assert not any(bench.cached.values())
-    if strategy == "drafts" and not preempt:
+    if strategy == "drafts" and not preempt and chunk > 1:  # one token a step leaves no room for guesses
         assert guess.accepted > 0, "no draft was ever accepted"
 
 

@@ -77,6 +77,8 @@ class Batch:
         self._llm, self._params = llm, params
         self._window = WINDOW_ROWS * llm.loaded.sizes.rows
         self._watch, self._limit = Watch(llm), limit_of(llm, engine, wants_limit)
+        if self._limit is not None:
+            self._limit.seconds([])  # a measurement of the machine must not count as time of the batch
         self._begun = time.monotonic()
         self._tokens, self._steps, self._limit_seconds = 0, 0, 0.0
 

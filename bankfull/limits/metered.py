@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 
 from bankfull.errors import ConfigError, ModelError
 from bankfull.layers.batch import Batch
@@ -24,7 +23,7 @@ from bankfull.weights.formats import SCHEMES
 from bankfull.weights.formats.dense import DTYPES
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.scheme import Scheme
-from bankfull.weights.source import ModelFiles, TensorSource, open_model
+from bankfull.weights.source import ModelFiles, TensorSource
 
 META = torch.device("meta")
 HEAD = "head"
@@ -39,18 +38,8 @@ def blank(scheme: Scheme, shape: tuple[int, ...]) -> QTensor:
     return QTensor(scheme, {"blocks": blocks}, shape)
 
 
-class _WithoutData(TorchFunctionMode):
-    """Sources hand out views of mapped files, which read nothing, unless they must reorder rows; while this is active,
-    a selection of rows by index is made of the shapes alone."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor):
-            args = (args[0].to(META), args[1].to(META))
-        return func(*args, **(kwargs or {}))
-
-
 class FileShapes:
-    """The tensors of a source, without their data."""
+    """The tensors of a source, without their data; nothing counts as read there."""
 
     def __init__(self, source: TensorSource) -> None:
         self._source = source
@@ -65,11 +54,12 @@ class FileShapes:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._source.shape(name)
 
+    def scheme(self, name: str) -> Scheme:
+        return self._source.scheme(name)
+
     def get(self, name: str) -> QTensor:
         if name not in self.read:
-            with _WithoutData():
-                self.read[name] = self._source.get(name)
-            self.read[name] = self.read[name].to(META)
+            self.read[name] = blank(self._source.scheme(name), self._source.shape(name))
         return self.read[name]
 
     def unread(self) -> list[str]:
@@ -92,6 +82,9 @@ class AskedShapes:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.get(name).shape
+
+    def scheme(self, name: str) -> Scheme:
+        return self.get(name).scheme
 
     def get(self, name: str) -> QTensor:
         if name not in self.read:
@@ -152,8 +145,7 @@ class MeteredModel:
             if scheme is not None:
                 raise ConfigError(f"scheme={scheme!r} cannot be chosen: {model.path.name} has the storage that it has.")
             self.config: Config = model.config
-            # Opened again: what is asked for here must not count as read in the caller's source.
-            self.shapes = FileShapes(open_model(model.path).source)
+            self.shapes = FileShapes(model.source)
         else:
             self.config = model
             self.shapes = _asked(scheme, torch_dtype(dtype, model))

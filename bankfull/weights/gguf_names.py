@@ -13,7 +13,7 @@ import torch
 
 from bankfull.errors import ModelError
 from bankfull.weights.gguf import Container, TensorInfo
-from bankfull.weights.qtensor import QTensor
+from bankfull.weights.qtensor import QTensor, Scheme
 
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.([a-z0-9_]+)(?:\.(weight|bias))?")
 
@@ -116,6 +116,10 @@ class GGUFSource:
     def shape(self, name: str) -> tuple[int, ...]:
         self._demand(name)
         return self._shapes[name]
+
+    def scheme(self, name: str) -> Scheme:
+        self._demand(name)
+        return self._tensors[name].scheme
 
     def get(self, name: str) -> QTensor:
         self._demand(name)

@@ -10,12 +10,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from bankfull.errors import ModelError
+from bankfull.weights.formats.dense import SCHEMES
 from bankfull.weights.hf_config import normalize_config, read_json
-from bankfull.weights.qtensor import QTensor
+from bankfull.weights.qtensor import QTensor, Scheme
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 << 20
-READ_DTYPES = ("F32", "F16", "BF16", "F64")
+READ_DTYPES = {scheme.name.upper(): scheme for scheme in SCHEMES}
 # Keys of config.json that say so, with the method that is meant when they do not name one.
 QUANTIZED = {"quantization_config": "unnamed", "compression_config": "compressed-tensors", "quantization": "mlx"}
 PLAIN_NAME = re.compile(r"[^/\\\0]+\.safetensors")
@@ -69,12 +70,18 @@ class DirectorySource:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._describe(name).get_shape())
 
-    def get(self, name: str) -> QTensor:
-        file, slices = self._file(name), self._describe(name)
-        dtype = slices.get_dtype()
+    def scheme(self, name: str) -> Scheme:
+        dtype = self._describe(name).get_dtype()
         if dtype not in READ_DTYPES:
             known = ", ".join(READ_DTYPES)
-            raise ModelError(f"{file} stores '{name}' as {dtype}, which is not read: use a checkpoint with {known}")
+            raise ModelError(
+                f"{self._file(name)} stores '{name}' as {dtype}, which is not read: use a checkpoint with {known}"
+            )
+        return READ_DTYPES[dtype]
+
+    def get(self, name: str) -> QTensor:
+        self.scheme(name)
+        file = self._file(name)
         try:
             tensor = self._shards[file].get_tensor(name)
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:

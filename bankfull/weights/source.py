@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from bankfull.errors import ModelError
 from bankfull.weights.hf_config import normalize_config
-from bankfull.weights.qtensor import QTensor
+from bankfull.weights.qtensor import QTensor, Scheme
 
 __all__ = ["ModelFiles", "TensorSource", "normalize_config", "open_model"]
 
@@ -22,6 +22,9 @@ class TensorSource(Protocol):
     def has(self, name: str) -> bool: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def scheme(self, name: str) -> Scheme:
+        """How its numbers are stored; like `shape`, without reading them."""
 
     def get(self, name: str) -> QTensor:
         """The tensor, from now on marked as read; ModelError naming it when there is none."""
