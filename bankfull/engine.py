@@ -48,6 +48,8 @@ class Engine:
         self.started: dict[Hashable, float] = {}
         """When a request first got a row, until the caller takes it."""
         self.totals = Totals()
+        self.watchers: list[Callable[[StepPlan], None]] = []
+        """Told of every step when it is launched: meters."""
         self._clock = clock
         self._inflight: deque[tuple[StepPlan, Future[Landed]]] = deque()
         self._owner: dict[int, Key] = {}
@@ -113,6 +115,8 @@ class Engine:
     def _note(self, plan: StepPlan) -> None:
         self.totals.steps += 1
         self.totals.tokens += plan.tokens
+        for watcher in self.watchers:
+            watcher(plan)
         for enter in plan.enter:
             self._owner[enter.row] = (enter.payload.request, enter.child)
             self.started.setdefault(enter.payload.request, self._clock())

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from bankfull.frontend import Frontend, Prompt
 from bankfull.limits.step import StepShape
 from bankfull.llm import LLM
 from bankfull.outputs import Delta, RequestOutput
 from bankfull.sample.params import SamplingParams
+from bankfull.types import StepPlan
 
 NAP = 0.05
 
@@ -29,21 +29,15 @@ class Answer:
 
 
 class Watch:
-    """Stands before the engine's runner and notes the shape of each step that it is given."""
+    """Notes the shape of each step that the engine launches."""
 
     def __init__(self, llm: LLM) -> None:
-        engine = llm.loaded.frontend.engine
-        self._runner: Any = engine.runner
         self._shapes: list[StepShape] = []
-        engine.runner = self  # type: ignore[assignment]
+        llm.loaded.frontend.engine.watchers.append(self._note)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    def forward(self, plan: Any) -> Any:
+    def _note(self, plan: StepPlan) -> None:
         if plan.work:
             self._shapes.append(StepShape.of(plan.work))
-        return self._runner.forward(plan)
 
     def take(self) -> list[StepShape]:
         """The steps since the last call."""

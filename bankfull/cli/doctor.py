@@ -125,12 +125,10 @@ def _limits() -> dict[str, Any]:
     from dataclasses import asdict
 
     from bankfull.errors import ConfigError
-    from bankfull.limits.ceilings import _digest, _load, machine
-    from bankfull.paths import cache_dir
+    from bankfull.limits.ceilings import known
 
-    identity = machine()
     try:
-        found = _load(cache_dir() / f"ceilings-{_digest(identity)}.json", identity)
+        found = known()
     except ConfigError:
         found = None
     return asdict(found) if found is not None else {"measured": "no; `bankfull limits` does it"}

@@ -72,14 +72,18 @@ def measure(refresh: bool = False, budget: float = 2.0) -> Ceilings:
     """This machine's ceilings: from the cache, or measured in about `budget` seconds and cached."""
     if not 0 < budget <= 600:
         raise ConfigError(f"budget={budget!r} must be a number of seconds above 0, at most 600.")
-    identity = machine()
-    path = cache_dir() / f"ceilings-{_digest(identity)}.json"
-    known = None if refresh else _load(path, identity)
-    if known is not None:
-        return known
-    found = _measure(budget, identity)
-    _save(path, identity, found)
+    found = None if refresh else known()
+    if found is None:
+        identity = machine()
+        found = _measure(budget, identity)
+        _save(_path(identity), identity, found)
     return found
+
+
+def known() -> Ceilings | None:
+    """What was measured on this machine before, if anything."""
+    identity = machine()
+    return _load(_path(identity), identity)
 
 
 def machine() -> dict[str, Any]:
@@ -157,8 +161,9 @@ def _shortest(work: Callable[[], object], budget: float) -> float:
     return max(best, 1e-9)
 
 
-def _digest(identity: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+def _path(identity: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_dir() / f"ceilings-{digest}.json"
 
 
 def _load(path: Path, identity: dict[str, Any]) -> Ceilings | None:

@@ -30,7 +30,7 @@ NAN, INF = math.nan, math.inf
         ("bad_words", "word"), ("bad_words", ["x"] * 65), ("bad_word_ids", [[]]), ("bad_word_ids", [[1, -1]]),
         ("bad_word_ids", [[1]] * 257), ("bad_word_ids", [[1] * 65]), ("stop", [""]), ("stop", ["x"] * 65),
         ("stop", [1]), ("stop", 3), ("stop", ["x" * 5000]), ("stop", (s for s in "ab")), ("stop_token_ids", [2**30]),
-        ("stop_token_ids", [True]), ("include_stop_str_in_output", 1), ("min_tokens", -1), ("max_tokens", 0),
+        ("stop_token_ids", [True]), ("include_stop_str_in_output", 1), ("min_tokens", -1), ("max_tokens", -1),
         ("max_tokens", 2**31), ("ignore_eos", "no"), ("seed", 2**63), ("seed", 0.5), ("logprobs", -1),
         ("logprobs", 65), ("prompt_logprobs", 65), ("detokenize", None), ("skip_special_tokens", 0),
         ("structured", {"json": {}}),
