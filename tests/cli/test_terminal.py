@@ -76,8 +76,9 @@ def test_interrupts_stop_the_answer_and_lines_are_remembered(model: Path, cache:
     terminal.type("\x03")
     terminal.expect(" tokens/s")
     terminal.expect("> ")
+    # A signal between the prompt and the wait for keys would only count with the next key.
     terminal.type("half a line")
-    terminal.expect("half a line")  # a signal between the prompt and the wait for keys would only count with the next key
+    terminal.expect("half a line")
     time.sleep(0.5)
     terminal.type("\x03")  # at the prompt Ctrl-C throws the line away
     terminal.expect("> ")
