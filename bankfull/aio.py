@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -44,11 +45,15 @@ class AsyncEngine:
         queue: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
 
         def listen(item: Delta | BaseException) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, item)
+            with suppress(RuntimeError):  # the caller's event loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(queue.put_nowait, item)
+
+        # Tokenizing and compiling a grammar may take long: neither the event loop nor the engine's waits for it.
+        prepared = await asyncio.to_thread(self._front.prepare, prompt, params, **how)
 
         def submit() -> None:
             try:
-                self._front.submit(prompt, params, request_id=request, **how)
+                self._front.queue(prepared, request)
             except BankfullError as error:
                 listen(error)
                 return

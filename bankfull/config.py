@@ -98,6 +98,8 @@ class RunConfig:
     providers: str = "auto"
     expand: bool = False
     """Dequantize weights at load: more memory, never done unless asked."""
+    seed: int | None = None
+    """Makes requests without a seed of their own repeatable, in the order in which they come."""
 
     def __post_init__(self) -> None:
         if self.depth is not None and self.depth not in (0, 1):

@@ -89,6 +89,8 @@ class Engine:
             self._inflight.append((plan, future))
             if self.depth == 0:
                 outputs = self._settle()
+        if not self.busy:
+            self.scheduler.state.check()
         self.totals.busy += self._clock() - begun
         return outputs
 

@@ -17,6 +17,7 @@ from bankfull.errors import RequestError
 from bankfull.outputs import CompletionOutput, Delta, Logprob, Metrics, RequestOutput
 from bankfull.runtime.rows import Job
 from bankfull.runtime.runner import Extra, TokenLogprobs
+from bankfull.sample.grammar import GrammarCompiler, Matcher
 from bankfull.sample.params import SamplingParams
 from bankfull.text.detokenize import Detokenizer
 from bankfull.text.stop import StopText
@@ -36,12 +37,29 @@ class Sample:
     stop: StopText | None
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that is checked and ready to be queued."""
+
+    text: str | None
+    ids: list[int]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    limit: int
+    generates: bool
+    matcher: Matcher | None
+    priority: int
+    salt: str
+    pool: str | None
+
+
 @dataclass(slots=True)
 class Pending:
     """A request that has not ended."""
 
     result: RequestOutput
     params: SamplingParams
+    stop_ids: frozenset[int]
     samples: list[Sample]
     arrived: float
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
@@ -52,14 +70,15 @@ class Pending:
 class Frontend:
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate | None, *,
-        vocab: int, max_len: int, clock: Callable[[], float] = time.monotonic,
+        vocab: int, max_len: int, seed: int | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.engine, self.tokenizer, self.template = engine, tokenizer, template
         self.vocab, self.max_len = vocab, max_len
         self.pending: dict[Hashable, Pending] = {}
         self._clock = clock
         self._numbers = count()
-        self._compiler: Any = None
+        self._seeds = random.Random(seed)
+        self._grammars = GrammarCompiler(tokenizer, vocab)
 
     # -- in
 
@@ -98,34 +117,43 @@ class Frontend:
         return encode_chat(self.tokenizer, self.template, messages, **kwargs)
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: Hashable | None = None,
-        priority: int = 0, salt: str = "", pool: str | None = None,
-    ) -> Hashable:  # fmt: skip
+        self, prompt: Prompt, params: SamplingParams, *, request_id: Hashable | None = None, **how: Any
+    ) -> Hashable:
         """Queue a request; its id. Whatever is wrong with it is said now."""
+        return self.queue(self.prepare(prompt, params, **how), request_id)
+
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None
+    ) -> Prepared:
+        """All that is slow about a request (tokens, a grammar) and all checks; may run on any thread."""
         text, ids = self.encode(prompt)
-        request_id = next(self._numbers) if request_id is None else request_id
         generates = pool is None and params.max_tokens != 0
         limit = self._limit(len(ids), params, generates)
         eos = frozenset() if params.ignore_eos else self.tokenizer.eos_ids
         stop_ids = frozenset(params.stop_token_ids) | eos
         params = self._with_word_ids(params)
         self.engine.runner.rows.sampling.check(params, stop_ids)
-        matcher = None
-        if params.structured is not None and generates:
-            matcher = self._grammar_compiler().compile(params.structured)
-        seed = random.getrandbits(63) if params.seed is None else params.seed
+        structured = params.structured if generates else None
+        matcher = None if structured is None else self._grammars.compile(structured)
+        return Prepared(text, ids, params, stop_ids, limit, generates, matcher, priority, salt, pool)
+
+    def queue(self, prepared: Prepared, request_id: Hashable | None = None) -> Hashable:
+        params, pool = prepared.params, prepared.pool
+        request_id = next(self._numbers) if request_id is None else request_id
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         request = Request(
-            request_id, tuple(ids), limit, stop_ids,
-            samples=params.n if generates else 1, priority=priority, salt=salt.encode(),
+            request_id, tuple(prepared.ids), prepared.limit, prepared.stop_ids,
+            samples=params.n if prepared.generates else 1, priority=prepared.priority, salt=prepared.salt.encode(),
             # Every prompt position has to run when each one's scores or hidden state are part of the answer.
             reuse=params.prompt_logprobs is None and pool != "mean",
-            generates=generates,
-            payload=Job(request_id, params, seed, stop_ids, pool),
+            generates=prepared.generates,
+            payload=Job(request_id, params, seed, prepared.stop_ids, pool),
         )  # fmt: skip
-        self.engine.add(request, matcher)
+        self.engine.add(request, prepared.matcher)
         samples = [self._sample(i, params) for i in range(request.samples)]
-        result = RequestOutput(request_id, text, ids, [s.output for s in samples], metrics=Metrics(time.time()))
-        self.pending[request_id] = Pending(result, params, samples, self._clock())
+        metrics = Metrics(time.time())
+        result = RequestOutput(request_id, prepared.text, prepared.ids, [s.output for s in samples], metrics=metrics)
+        self.pending[request_id] = Pending(result, params, prepared.stop_ids, samples, self._clock())
         return request_id
 
     def _limit(self, prompt_len: int, params: SamplingParams, generates: bool) -> int:
@@ -152,13 +180,6 @@ class Frontend:
         spellings = [w for word in params.bad_words for w in (word, " " + word.lstrip())]
         ids = {tuple(self.tokenizer.encode(w, add_bos=False, parse_special=False)) for w in spellings}
         return replace(params, bad_word_ids=tuple(sorted(i for i in ids if i)))
-
-    def _grammar_compiler(self) -> Any:
-        if self._compiler is None:
-            from bankfull.sample.grammar import GrammarCompiler
-
-            self._compiler = GrammarCompiler(self.tokenizer, self.vocab)
-        return self._compiler
 
     def _sample(self, index: int, params: SamplingParams) -> Sample:
         wants = params.logprobs is not None
@@ -203,7 +224,7 @@ class Frontend:
             metrics.ttft = now
         extra: Extra | None = output.extra
         logprobs = self._take_extra(pending, done, output, extra)
-        text = self._text(sample, pending.params, output)
+        text = self._text(sample, pending, output)
         if sample.stop is not None and sample.stop.stopped is not None and done.finish_reason is None:
             done.stop_reason = sample.stop.stopped
             if output.finish is None:
@@ -219,14 +240,14 @@ class Frontend:
             done.error,
         )  # fmt: skip
 
-    def _text(self, sample: Sample, params: SamplingParams, output: Output) -> str:
+    def _text(self, sample: Sample, pending: Pending, output: Output) -> str:
         """The text that this output adds and that no later one can take back."""
-        done = sample.output
+        done, params = sample.output, pending.params
         done.token_ids += output.tokens
         if sample.detokenizer is None:
             return ""
         tokens = list(output.tokens)
-        if output.finish is Finish.STOP and tokens and tokens[-1] in self._stop_ids(params):
+        if output.finish is Finish.STOP and tokens and tokens[-1] in pending.stop_ids:
             if tokens[-1] in params.stop_token_ids:
                 done.stop_reason = tokens[-1]
             if not (params.include_stop_str_in_output and tokens[-1] in params.stop_token_ids):
@@ -240,10 +261,6 @@ class Frontend:
         if output.finish is not None and sample.stop.stopped is None:
             text += sample.stop.finish()
         return text
-
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        eos = frozenset() if params.ignore_eos else self.tokenizer.eos_ids
-        return frozenset(params.stop_token_ids) | eos
 
     def _take_extra(
         self, pending: Pending, done: CompletionOutput, output: Output, extra: Extra | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -23,6 +24,12 @@ ALIASES = {
     "enable_prefix_caching": "prefix_cache", "gpu_memory_utilization": "memory", "kv_cache_memory_bytes": "memory",
     "scheduling_policy": "policy",
 }  # fmt: skip
+#: Options of other engines that mean what this engine does anyway, as long as they have this value.
+NEUTRAL = {
+    "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "trust_remote_code": False,
+    "enable_chunked_prefill": True, "tokenizer_mode": "auto", "load_format": "auto", "kv_cache_dtype": "auto",
+    "quantization": None, "enable_lora": False, "speculative_config": None,
+}  # fmt: skip
 GENERATION_KEYS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 
@@ -31,6 +38,10 @@ def configure(options: Mapping[str, Any]) -> tuple[RunConfig, SchedConfig, State
     slices = [{f.name for f in fields(part)} for part in (RunConfig, SchedConfig, StateConfig)]
     dealt: list[dict[str, Any]] = [{}, {}, {}]
     for name, value in options.items():
+        if name in NEUTRAL:
+            if value != NEUTRAL[name]:
+                raise ConfigError(f"{name}={value!r} is not supported; leave it out, or give {NEUTRAL[name]!r}.")
+            continue
         own = ALIASES.get(name, name)
         for names, part in zip(slices, dealt, strict=True):
             if own in names:
@@ -39,7 +50,7 @@ def configure(options: Mapping[str, Any]) -> tuple[RunConfig, SchedConfig, State
                 part[own] = value
                 break
         else:
-            known = sorted(set().union(*slices, ALIASES, ["max_model_len"]))
+            known = sorted(set().union(*slices, ALIASES, NEUTRAL, ["max_model_len"]))
             raise ConfigError(f"Option {name!r} is unknown; known are {', '.join(known)}.")
     return RunConfig(**dealt[0]), SchedConfig(**dealt[1]), StateConfig(**dealt[2])
 
@@ -76,7 +87,7 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *, priority: Sequence[int] | None = None, progress: Progress | None = None,
+        *, priority: Sequence[int] | None = None, use_tqdm: bool = False, progress: Progress | None = None,
     ) -> list[RequestOutput]:  # fmt: skip
         """One output per prompt, in order. A prompt that cannot be served raises before anything has run."""
         many = as_prompts(prompts)
@@ -84,7 +95,10 @@ class LLM:
         if priority is not None and len(priority) != len(many):
             raise RequestError(f"{len(many)} prompts came with {len(priority)} priorities; give one for each.")
         ids = self._submit_all(many, params, priority or [0] * len(many))
-        return self._finish(ids, progress)
+        if not use_tqdm:
+            return self._finish(ids, progress)
+        with _progress_bar(len(ids), progress) as bar:
+            return self._finish(ids, bar)
 
     def chat(
         self, messages: Messages | Sequence[Messages],
@@ -204,6 +218,23 @@ class LLM:
             if wake is not None:
                 time.sleep(max(0.0, min(wake - time.monotonic(), 0.05)))
         return deltas
+
+
+@contextmanager
+def _progress_bar(count: int, also: Progress | None) -> Iterator[Progress]:
+    """Requests that are done, on stderr."""
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True)) as bar:
+        task = bar.add_task("requests", total=count)
+
+        def tick(result: RequestOutput) -> None:
+            bar.advance(task)
+            if also is not None:
+                also(result)
+
+        yield tick
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -82,7 +82,7 @@ def load(
             f"The {shown(sizes.nbytes(layout))} of state for {sizes.frames} pages could not be allocated; lower memory."
         ) from error
     engine = Engine(Scheduler(sched, manager), runner, strategy, depth)
-    frontend = Frontend(engine, tokenizer, template, vocab=model.vocab, max_len=sizes.max_len)
+    frontend = Frontend(engine, tokenizer, template, vocab=model.vocab, max_len=sizes.max_len, seed=run.seed)
     return Loaded(files, model, tokenizer, template, device, layout, sizes, frontend)
 
 

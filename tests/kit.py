@@ -14,7 +14,7 @@ from bankfull.decode.strategy import Draft, Sampling, Scores, Strategy, Verdict,
 from bankfull.decode.verify import verify_chain
 from bankfull.engine import Engine
 from bankfull.layers.decoder import Decoder
-from bankfull.runtime.device import Cpu, Device
+from bankfull.runtime.device import Cpu, Cuda, Device
 from bankfull.runtime.fake import Late
 from bankfull.runtime.rows import Job
 from bankfull.runtime.runner import Runner
@@ -23,6 +23,7 @@ from bankfull.sched.scheduler import Scheduler
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import layout_of
 from bankfull.types import Output, Request, Tier
+from tests.tiny import DEVICE
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -103,7 +104,9 @@ class Bench:
 
 
 def device_of(depth: int, seed: int = 0) -> Device:
-    """Depth 1 always runs on the device that is late."""
+    """Depth 1 always runs on the device that is late, unless a real one is tested."""
+    if DEVICE.type == "cuda":
+        return Cuda(DEVICE.index or 0)
     return Late(seed) if depth else Cpu()
 
 
@@ -131,8 +134,8 @@ class Guess:
             truth = next((t for t in self.truths if t[: len(so_far)] == so_far), so_far)
             right = (truth[len(so_far) :] + [0] * self._width)[: self._width]
             lines.append([(t + 1) % 7 if self._random.random() < 0.3 else t for t in right])
-        tokens = torch.tensor(lines)
-        return Draft(tokens, torch.full((len(lines),), self._width))
+        tokens = torch.tensor(lines, device=view.tokens.device)
+        return Draft(tokens, torch.full_like(tokens[:, 0], self._width))
 
     def verify(self, scores: Scores, sampling: Sampling) -> Verdict:
         return verify_chain(scores, sampling)

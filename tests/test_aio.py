@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from bankfull import LLM, AsyncEngine, SamplingParams
 from bankfull.errors import RequestError
 from bankfull.outputs import Delta
+from bankfull.sample.params import StructuredOutput
 from tests.tiny import speaking_folder
 
 PARAMS = SamplingParams(temperature=1.0, seed=11, max_tokens=10, ignore_eos=True)
@@ -92,6 +94,14 @@ def test_samples_of_a_request_arrive_under_their_index(engine: AsyncEngine) -> N
     deltas = asyncio.run(collect(engine, "The river", params))
     assert {d.index for d in deltas} == {0, 1, 2}
     assert sum(d.finish_reason is not None for d in deltas) == 3
+
+
+def test_grammars_are_compiled_off_the_loops_and_hold(engine: AsyncEngine) -> None:
+    params = SamplingParams(seed=3, structured=StructuredOutput(regex="[ab]{3,5}"))
+    deltas = asyncio.run(collect(engine, "The river", params))
+    assert re.fullmatch("[ab]{3,5}", "".join(d.text for d in deltas))
+    with pytest.raises(RequestError, match="regex"):
+        asyncio.run(collect(engine, "The river", SamplingParams(structured=StructuredOutput(regex="("))))
 
 
 def test_closing_tells_those_who_still_wait(engine: AsyncEngine) -> None:

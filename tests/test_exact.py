@@ -17,7 +17,7 @@ from bankfull.config import SchedConfig, StateConfig
 from bankfull.decode.plain import Plain
 from bankfull.runtime import naive
 from tests.kit import Bench, Guess, device_of
-from tests.tiny import VOCAB, model_of
+from tests.tiny import DEVICE, VOCAB, model_of
 
 NEW = 20
 SETTINGS: dict[str, Sequence[object]] = {
@@ -70,7 +70,7 @@ def prompts() -> list[list[int]]:
 
 @lru_cache
 def truth(shape: str, prompt: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[int, ...]:
-    tokens, margins = naive.generate(model_of(shape, dtype), prompt, NEW, torch.device("cpu"))
+    tokens, margins = naive.generate(model_of(shape, dtype), prompt, NEW, DEVICE)
     assert min(margins) > 1e-3, f"the oracle itself hesitates: {min(margins)}"
     return tuple(tokens)
 

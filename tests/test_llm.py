@@ -287,6 +287,26 @@ def test_familiar_names_are_accepted() -> None:
     assert llm.max_model_len == 64 and not scheduler.state.prefix_cache
 
 
+def test_familiar_options_that_change_nothing_are_accepted_and_others_are_not() -> None:
+    fresh(tensor_parallel_size=1, trust_remote_code=False, enable_chunked_prefill=True, quantization=None)
+    for option in ({"tensor_parallel_size": 2}, {"trust_remote_code": True}, {"quantization": "awq"}):
+        with pytest.raises(ConfigError, match=next(iter(option))):
+            fresh(**option)
+
+
+def test_a_seeded_engine_repeats_requests_without_a_seed() -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    drawn = [[o.outputs[0].token_ids for o in fresh(seed=s).generate(["The", "The"], params)] for s in (5, 5, 6)]
+    assert drawn[0] == drawn[1] != drawn[2] and drawn[0][0] != drawn[0][1]
+
+
+def test_progress_is_told_request_by_request(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    seen: list[object] = []
+    outputs = llm.generate(["The", "river"], GREEDY, use_tqdm=True, progress=lambda done: seen.append(done.request_id))
+    assert sorted(map(str, seen)) == sorted(str(o.request_id) for o in outputs)
+    assert "requests" in capfd.readouterr().err
+
+
 def test_a_model_without_a_template_says_so(tmp_path: object) -> None:
     import shutil
     from pathlib import Path

@@ -68,6 +68,41 @@ def test_the_core_imports_without_the_libraries_of_single_features() -> None:
     output_of("block('llguidance', 'msgspec', 'transformers', 'gguf', 'sentencepiece', 'huggingface_hub')\n" + imports)
 
 
+def test_the_core_runs_without_the_libraries_of_single_features() -> None:
+    """A whole request, text to text; only a structured one needs llguidance, and says so."""
+    from tests.tiny import speaking_folder
+
+    code = f"""
+block('llguidance', 'msgspec', 'transformers', 'gguf', 'sentencepiece', 'huggingface_hub')
+from bankfull import LLM, SamplingParams
+from bankfull.errors import RequestError
+from bankfull.sample.params import StructuredOutput
+llm = LLM({str(speaking_folder())!r}, memory='8MiB')
+out = llm.generate('The river', SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))[0]
+assert len(out.outputs[0].token_ids) == 5
+try:
+    llm.generate('The river', SamplingParams(structured=StructuredOutput(choice=['a'])))
+except RequestError as error:
+    print(error)
+"""
+    assert "llguidance" in output_of(code)
+
+
+def test_without_the_native_extension_a_request_is_served_and_one_line_says_so() -> None:
+    from tests.tiny import speaking_folder
+
+    code = f"""
+block('bankfull._native')
+from bankfull import LLM, SamplingParams
+for _ in range(2):
+    llm = LLM({str(speaking_folder())!r}, memory='8MiB')
+    assert llm.generate('The river', SamplingParams(max_tokens=3, ignore_eos=True))[0].finished
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("native CPU kernels are missing") == 1 and done.stderr.count("\n") == 1
+
+
 def test_without_the_native_extension_linear_works_and_one_line_says_so() -> None:
     code = """
 block('bankfull._native')

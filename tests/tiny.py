@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from bankfull.ops import kit_for
 from bankfull.weights.source import open_model
 
 VOCAB = 97
+DEVICE = torch.device(os.environ.get("BANKFULL_TEST_DEVICE", "cpu"))
+"""Where the models of the exactness matrix run."""
 _COMMON = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "tie_word_embeddings": False}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}
 
@@ -59,7 +62,7 @@ def folder_of(shape: str) -> Path:
 @lru_cache
 def model_of(shape: str, dtype: torch.dtype = torch.float64, providers: str = "torch") -> Decoder:
     files = open_model(folder_of(shape))
-    return build_model(files.config, Build(files.source, kit_for("cpu", providers), dtype, torch.device("cpu")))
+    return build_model(files.config, Build(files.source, kit_for(DEVICE.type, providers), dtype, DEVICE))
 
 
 CORPUS = 'The river runs at the full capacity of its channel, and the engine fills it. {"name": [1, 2.5, true]} ' * 3

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -266,3 +268,49 @@ def test_opening_reads_no_tensor_data(single: Path) -> None:
     assert torch.equal(tensor.rows(slice(rows - 2, rows)).dequantize(), torch.zeros(2, width))
     assert resident_bytes() - before < 32 << 20
     assert time.monotonic() - started < 5
+
+
+BOUNDED = """
+import json, resource, struct, sys
+from pathlib import Path
+from bankfull.errors import ModelError
+from bankfull.weights.source import open_model
+
+folder = Path(sys.argv[1])
+file = folder / "model.safetensors"
+entry = lambda shape, end: {"dtype": "F32", "shape": shape, "data_offsets": [0, end]}
+hostile = [
+    (2**63, b"{}"), (2**64 - 1, b"{}"), (99 << 20, b"{}"), (1 << 40, b"{}" * 50),
+    *((None, json.dumps({"w": entry(shape, end)}).encode()) for shape, end in (
+        ([2**40, 2**40], 64), ([2**62, 4], 64), ([2**31, 2**31, 2**31], 0), ([16], 2**63), ([2**40], 2**42),
+        ([0, 2**60], 64),
+    )),
+    (None, b'{"__metadata__": {"a": "' + b"x" * (1 << 20) + b'"}, "w": ' + b"[" * 1000),
+    (None, b"[" * (1 << 20)),
+]
+pages = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+refused = 0
+for length, header in hostile:
+    file.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header + bytes(64))
+    limit = pages + file.stat().st_size + (64 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    try:
+        source = open_model(folder).source
+        [source.get(name).dequantize() for name in source.names()]
+    except ModelError as error:
+        assert "\\n" not in str(error), error
+        refused += 1
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print(refused, len(hostile))
+"""
+
+
+def test_a_hostile_header_cannot_make_us_allocate(single: Path) -> None:
+    """The process may not grow by more than the file's size and 64 MiB: an attempt would end it without a sentence."""
+    warm = "from safetensors import safe_open\nimport bankfull.weights.safetensors\n"
+    done = subprocess.run(
+        [sys.executable, "-c", warm + BOUNDED, str(single)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    refused, tried = map(int, done.stdout.split())
+    assert refused == tried
