@@ -100,9 +100,11 @@ def machine() -> dict[str, Any]:
 
 
 def _measure(budget: float, identity: dict[str, Any]) -> Ceilings:
+    from bankfull.runtime.device import available_memory
+
     cache = _cache_bytes()
     small = _filled(SMALL_SET, budget * 0.1)
-    wanted = min(max(4 * (cache or UNKNOWN_CACHE), 2 * SMALL_SET), LARGEST_SET, _free_memory() // 4)
+    wanted = min(max(4 * (cache or UNKNOWN_CACHE), 2 * SMALL_SET), LARGEST_SET, available_memory() // 4)
     large = _filled(max(wanted, small.nbytes), budget * 0.3)
     cached, read = _read_rate(small, budget * 0.1), _read_rate(large, budget * 0.2)
     sizes = large.nbytes, small.nbytes
@@ -225,13 +227,3 @@ def _cache_bytes() -> int:
         except (OSError, ValueError, KeyError, IndexError):
             continue
     return max(sizes)
-
-
-def _free_memory() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    except (OSError, ValueError, IndexError):
-        pass
-    return 1 << 30
