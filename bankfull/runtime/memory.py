@@ -71,10 +71,10 @@ def plan_memory(
         fits = longest(layout, frames, length, sched.step_tokens)
         if fits < min(length, 2) or (max_len is not None and fits < max_len):
             need = layout.frames_for(length, sched.step_tokens) + 1
-            least = f" to at least {shown(2 * layout.frame_bytes)}"
+            way_out = f", or lower max_model_len to {fits}" if fits > 1 else f" to {shown(2 * layout.frame_bytes)}"
             raise ConfigError(
                 f"A sequence of {length} tokens needs {shown(need * layout.frame_bytes)} of state, but the memory "
-                f"budget is {shown(budget)}; raise memory{f', or lower max_model_len to {fits}' if fits > 1 else least}."
+                f"budget is {shown(budget)}; raise memory{way_out}."
             )
         if fits < length:
             notices.append(f"{shown(budget)} of state hold {fits} tokens: the context is {fits}, not {length}.")
