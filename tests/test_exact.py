@@ -126,6 +126,12 @@ def test_kernels_in_float32_equal_the_naive_loop(shape: str, depth: int) -> None
     check(shape, "warm", 7, depth, True, 4, 3, 4, "drafts", torch.float32, "auto")
 
 
+@pytest.mark.parametrize("page", (1, 4))
+def test_a_windowed_prompt_that_ran_in_one_chunk_is_found_again_at_depth_1(page: int) -> None:
+    """Its pages leave the window before the step that fills them has settled: they must be published all the same."""
+    check("gemma", "warm", 64, 1, False, 0, 1, page, "plain")
+
+
 def test_the_matrix_notices_a_wrong_token() -> None:
     """A model that differs in one weight must not pass for the same."""
     check("llama", "cold", 7, 0, False, 4, 1, 4, "plain")

@@ -176,9 +176,10 @@ class StateManager:
         return edits
 
     def forget_before(self, state: SequenceState, position: int) -> None:
-        """No token before `position` will run again: let go of the pages that left every window."""
+        """No token before `position` will run again: let go of the pages that left every window. A page that a launched
+        step is still filling stays until it was published: the next request with this prompt would look for it."""
         for g, (table, policy) in enumerate(zip(state.tables, self.policies, strict=True)):
-            first = min(policy.first_live(position), len(table))
+            first = min(policy.first_live(position), state.published[g] if self.prefix_cache else len(table))
             for i in range(state.live[g], first):
                 self.pages.drop(table[i], self.launched)
                 table[i] = NULL
