@@ -12,11 +12,14 @@ from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear
 from bankfull.layers.mixer import Angles, Mixer
+from bankfull.layers.norm import Norm
 from bankfull.layers.rope import Rope
 from bankfull.ops import soft_cap
 from bankfull.state.spec import StateSpec
 
 Module = Callable[[Tensor], Tensor]
+Stream = tuple[Tensor, Tensor | None]
+"""The residual stream, and a branch that has not joined it yet: it does so together with the next norm."""
 
 
 @dataclass(slots=True)
@@ -24,24 +27,38 @@ class Block:
     """x + mix(x), then x + feed(x); norms before each branch, and after it where the family has them."""
 
     mixer: Mixer
-    before_mixer: Module
+    before_mixer: Norm
     feed: Module | None = None
-    before_feed: Module | None = None
+    before_feed: Norm | None = None
     after_mixer: Module | None = None
     after_feed: Module | None = None
     norm_last: bool = False
-    """Post-norm (early OPT): `before_*` norms are applied after the residual sum instead."""
+    """Post-norm (early OPT): `before_*` norms are applied to the sum, and what they give is the stream."""
 
-    def run(self, x: Tensor, state: dict[str, Tensor], meta: Any, angles: Angles | None) -> Tensor:
-        mixed = self.mixer.run(x if self.norm_last else self.before_mixer(x), state, meta, angles)
-        x = x + (mixed if self.after_mixer is None else self.after_mixer(mixed))
+    def run(self, stream: Stream, state: dict[str, Tensor], meta: Any, angles: Angles | None) -> Stream:
         if self.norm_last:
-            x = self.before_mixer(x)
+            return self._run_post_norm(stream, state, meta, angles)
+        x, inner = normed(self.before_mixer, stream)
+        branch = self.mixer.run(inner, state, meta, angles)
+        if self.after_mixer is not None:
+            branch = self.after_mixer(branch)
         if self.feed is None or self.before_feed is None:
-            return x
-        fed = self.feed(x if self.norm_last else self.before_feed(x))
-        x = x + (fed if self.after_feed is None else self.after_feed(fed))
-        return self.before_feed(x) if self.norm_last else x
+            return x, branch
+        x, inner = self.before_feed.join(x, branch)
+        branch = self.feed(inner)
+        return x, branch if self.after_feed is None else self.after_feed(branch)
+
+    def _run_post_norm(self, stream: Stream, state: dict[str, Tensor], meta: Any, angles: Angles | None) -> Stream:
+        x, pending = stream
+        assert pending is None and self.feed is not None and self.before_feed is not None
+        _, x = self.before_mixer.join(x, self.mixer.run(x, state, meta, angles))
+        _, x = self.before_feed.join(x, self.feed(x))
+        return x, None
+
+
+def normed(norm: Norm, stream: Stream) -> tuple[Tensor, Tensor]:
+    x, pending = stream
+    return (x, norm(x)) if pending is None else norm.join(x, pending)
 
 
 class Head:
@@ -65,7 +82,7 @@ class Decoder:
     max_positions: int
     embed: Callable[[Batch], Tensor]
     blocks: Sequence[Block]
-    norm: Module
+    norm: Norm
     head: Head
     ropes: Mapping[str, Rope]
 
@@ -82,10 +99,11 @@ class Decoder:
     ) -> Tensor:  # fmt: skip
         """Hidden states of every token. `taps` maps layer numbers to what that layer gave out, filled on the way."""
         angles = {name: rope(batch.positions) for name, rope in self.ropes.items()}
-        x = self.embed(batch)
+        stream: Stream = (self.embed(batch), None)
         for i, block in enumerate(self.blocks):
             rope = block.mixer.rope
-            x = block.run(x, states[i], metas[i], None if rope is None else angles[rope])
+            stream = block.run(stream, states[i], metas[i], None if rope is None else angles[rope])
             if taps is not None and i in taps:
-                taps[i] = x
-        return self.norm(x)
+                x, pending = stream
+                taps[i] = x if pending is None else x + pending
+        return normed(self.norm, stream)[1]

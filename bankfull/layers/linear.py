@@ -34,10 +34,11 @@ def split_linear(build: Build, inner: int, outers: list[int], bias: bool = False
 
 
 class Embedding:
-    def __init__(self, build: Build, count: int, size: int) -> None:
+    def __init__(self, build: Build, count: int, size: int, scale: float = 1.0) -> None:
         self.table = build.weight("weight", (count, size))
+        self.scale = scale
         self._dtype = build.dtype
         self._embedding = build.bind(embedding, weight=self.table)
 
     def __call__(self, ids: Tensor) -> Tensor:
-        return self._embedding(ids, self.table, self._dtype)
+        return self._embedding(ids, self.table, self._dtype, self.scale)

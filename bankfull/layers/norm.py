@@ -1,10 +1,23 @@
+"""Norms, and how a branch joins the residual stream on its way into the next one."""
+
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from bankfull.layers.build import Build
-from bankfull.ops import layer_norm, rms_norm
+from bankfull.ops import add, add_rms_norm, layer_norm, rms_norm
+
+
+class Norm(Protocol):
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def join(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """The stream with the branch `delta` joined, and its norm: one pass over memory where a kernel offers it."""
+        ...
 
 
 class RMSNorm:
@@ -12,9 +25,28 @@ class RMSNorm:
         self.weight = build.tensor("weight", (size,))
         self.eps, self.offset = eps, offset
         self._norm = build.bind(rms_norm)
+        self._join = build.bind(add_rms_norm)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._norm(x, self.weight, self.eps, self.offset)
+
+    def join(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        return self._join(x, delta, self.weight, self.eps, self.offset)
+
+
+class AddThen:
+    """Any module in the place of a norm: the branch joins first, in a pass of its own."""
+
+    def __init__(self, build: Build, module: Callable[[Tensor], Tensor]) -> None:
+        self._module = module
+        self._add = build.bind(add)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._module(x)
+
+    def join(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        x = self._add(x, delta)
+        return x, self._module(x)
 
 
 class LayerNorm:

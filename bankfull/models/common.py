@@ -108,10 +108,10 @@ def decoder(
     """Blocks between an embedding, a last norm and a head; `root` is where all but the head is named."""
     root = root or build.at("model")
     vocab, hidden = fields.size("vocab_size"), fields.size("hidden_size")
-    embed = Embedding(root.at("embed_tokens"), vocab, hidden)
+    embed = Embedding(root.at("embed_tokens"), vocab, hidden, embed_scale)
 
     def embed_tokens(batch: Batch) -> Tensor:
-        return embed(batch.tokens) if embed_scale == 1.0 else embed(batch.tokens) * embed_scale
+        return embed(batch.tokens)
 
     return Decoder(
         vocab, hidden, fields.size("max_position_embeddings"),

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
-from bankfull.layers.decoder import Block, Decoder, Module
+from bankfull.layers.decoder import Block, Decoder
 from bankfull.layers.linear import Embedding
-from bankfull.layers.norm import RMSNorm
+from bankfull.layers.norm import AddThen, RMSNorm
 from bankfull.layers.ssm import MambaMixer, MambaShape
 from bankfull.models.common import head_of, tied_head
 from bankfull.models.fields import Fields
@@ -40,10 +40,12 @@ def build_mamba(config: Config, build: Build) -> Decoder:
     # Branches run in the model's dtype; what they are added to may be wider, from the embedding to the last norm.
     stream = torch.promote_types(build.dtype, torch.float32) if fields.flag("residual_in_fp32") else build.dtype
 
+    last_norm = RMSNorm(replace(root, dtype=stream).at("norm_f"), hidden, eps)
+
     def block(at: Build) -> Block:
         mixer = MambaMixer(at.at("mixer"), shape, bias=bias, conv_bias=conv_bias)
         norm = RMSNorm(at.at("norm"), hidden, eps)
-        return Block(mixer, before_mixer=lambda x: norm(x.to(build.dtype)))
+        return Block(mixer, before_mixer=AddThen(at, lambda x: norm(x.to(build.dtype))))
 
     def embed_tokens(batch: Batch) -> Tensor:
         return embed(batch.tokens).to(stream)
@@ -52,14 +54,10 @@ def build_mamba(config: Config, build: Build) -> Decoder:
         vocab, hidden, LONGEST,
         embed=embed_tokens,
         blocks=[block(root.at("layers").at(i)) for i in range(fields.layers())],
-        norm=narrowed(RMSNorm(replace(root, dtype=stream).at("norm_f"), hidden, eps), build.dtype),
+        norm=AddThen(root, lambda x: last_norm(x).to(build.dtype)),
         head=head_of(fields, build, embed),
         ropes={},
     )  # fmt: skip
-
-
-def narrowed(module: Module, dtype: torch.dtype) -> Module:
-    return lambda x: module(x).to(dtype)
 
 
 FAMILY = Family(build_mamba, tied_head)

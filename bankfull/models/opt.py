@@ -11,10 +11,11 @@ from bankfull.layers.build import Build
 from bankfull.layers.decoder import Block, Decoder, Module
 from bankfull.layers.linear import Embedding, Linear
 from bankfull.layers.mlp import MLP
-from bankfull.layers.norm import LayerNorm
+from bankfull.layers.norm import AddThen, LayerNorm
 from bankfull.models.common import head_of, tied_head
 from bankfull.models.fields import Fields
 from bankfull.models.registry import Config, Family
+from bankfull.ops import add
 
 OPT = {
     "activation_function": "relu", "do_layer_norm_before": True, "_remove_final_layer_norm": False, "enable_bias": True,
@@ -38,11 +39,12 @@ def build_opt(config: Config, build: Build) -> Decoder:
     root = build.at("model").at("decoder")
     tokens = Embedding(root.at("embed_tokens"), vocab, outer)
     places = Embedding(root.at("embed_positions"), made_for + POSITION_OFFSET, hidden)
+    place = build.bind(add)
     widen = None if outer == hidden else Linear(root.at("project_in"), outer, hidden)
     narrow = None if outer == hidden else Linear(root.at("project_out"), hidden, outer)
 
-    def norm(at: Build) -> LayerNorm:
-        return LayerNorm(at, hidden, EPS, affine)
+    def norm(at: Build) -> AddThen:
+        return AddThen(at, LayerNorm(at, hidden, EPS, affine))
 
     def block(at: Build) -> Block:
         own = at.at("self_attn")
@@ -60,14 +62,14 @@ def build_opt(config: Config, build: Build) -> Decoder:
 
     def embed(batch: Batch) -> Tensor:
         x = tokens(batch.tokens)
-        return (x if widen is None else widen(x)) + places(batch.positions + POSITION_OFFSET)
+        return place(x if widen is None else widen(x), places(batch.positions + POSITION_OFFSET))
 
     has_norm = norm_first and not fields.flag("_remove_final_layer_norm")
     return Decoder(
         vocab, outer, made_for,
         embed=embed,
         blocks=[block(root.at("layers").at(i)) for i in range(fields.layers())],
-        norm=in_turn(norm(root.at("final_layer_norm")) if has_norm else None, narrow),
+        norm=AddThen(root, in_turn(norm(root.at("final_layer_norm")) if has_norm else None, narrow)),
         head=head_of(fields, build, tokens),
         ropes={},
     )  # fmt: skip

@@ -127,7 +127,8 @@ def embedding(make: Maker) -> Case:
     inner = make.size(1, 90) if scheme.is_dense else scheme.block * make.size(1, 2)
     count = make.size(1, 50)
     table = make.weight(scheme, count, inner)
-    return Case((make.ids(make.size(1, 40), count), table, make.dtype), make.dtype, {"weight": table})
+    scale = make.pick.choice((1.0, 5.5))
+    return Case((make.ids(make.size(1, 40), count), table, make.dtype, scale), make.dtype, {"weight": table})
 
 
 def rms_norm(make: Maker) -> Case:
@@ -135,6 +136,17 @@ def rms_norm(make: Maker) -> Case:
     lead = (make.size(1, 40),) if make.size(0, 1) else (make.size(1, 12), make.size(1, 9))
     offset = make.pick.choice((0.0, 1.0))
     return Case((make.normal(*lead, size), make.normal(size), make.pick.choice((1e-6, 1e-5)), offset), make.dtype)
+
+
+def add(make: Maker) -> Case:
+    shape = make.size(1, 40), make.size(1, 130)
+    return Case((make.normal(*shape), make.normal(*shape)), make.dtype)
+
+
+def add_rms_norm(make: Maker) -> Case:
+    shape = make.size(1, 40), make.size(1, 130)
+    offset = make.pick.choice((0.0, 1.0))
+    return Case((make.normal(*shape), make.normal(*shape), make.normal(shape[1]), 1e-5, offset), make.dtype)
 
 
 def layer_norm(make: Maker) -> Case:
@@ -258,7 +270,7 @@ def selective_scan(make: Maker) -> Case:
 GENERATORS: dict[str, Callable[[Maker], Case]] = {
     function.__name__: function
     for function in (
-        linear, embedding, rms_norm, layer_norm, activate, activate_mul, soft_cap, rope_angles, rotate,
+        linear, embedding, rms_norm, add, add_rms_norm, layer_norm, activate, activate_mul, soft_cap, rope_angles, rotate,
         paged_attention, write_pages, causal_conv, selective_scan,
     )
 }  # fmt: skip

@@ -24,13 +24,24 @@ def linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
     return out if bias is None else out + f64(bias)
 
 
-def embedding(ids: Tensor, table: QTensor, dtype: torch.dtype) -> Array:
-    return f64(table.dequantize(dtype))[ids.numpy()]
+def embedding(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float = 1.0) -> Array:
+    return f64(table.dequantize(dtype))[ids.numpy()] * scale
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Array:
     rows, gain = f64(x), f64(weight)
     return rows / np.sqrt((rows**2).mean(-1, keepdims=True) + eps) * (gain + offset)
+
+
+def add(x: Tensor, delta: Tensor) -> Array:
+    return f64(x) + f64(delta)
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Array, Array]:
+    # The stream is rounded to its dtype before it is normed: that is what the next block sees.
+    rows = f64((x + delta))
+    gain = f64(weight)
+    return f64(x) + f64(delta), rows / np.sqrt((rows**2).mean(-1, keepdims=True) + eps) * (gain + offset)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Array:
@@ -156,7 +167,7 @@ def activate_mul(gate: Tensor, up: Tensor, kind: str) -> Array:
 ORACLES: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
-        linear, embedding, rms_norm, layer_norm, soft_cap, rotate, write_pages, paged_attention, causal_conv,
+        linear, embedding, rms_norm, add, add_rms_norm, layer_norm, soft_cap, rotate, write_pages, paged_attention, causal_conv,
         selective_scan, rope_angles, activate, activate_mul,
     )
 }  # fmt: skip

@@ -65,7 +65,7 @@ def settled(name: str, made: cases.Case) -> bool:
         return made.args[-1] != "relu"  # flat: nothing depends on half of the inputs
     if name == "soft_cap":
         return made.args[1] > 10  # a low cap is flat far out
-    if name in ("rms_norm", "layer_norm"):
+    if name in ("rms_norm", "add_rms_norm", "layer_norm"):
         return made.args[0].shape[-1] > 2  # one number is its own mean, of two only the order matters
     if name == "paged_attention":
         meta, window = made.args[3], made.args[5]  # a query that sees one key takes its value, whatever the two are

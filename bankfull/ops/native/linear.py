@@ -70,5 +70,6 @@ def _accepts_table(*, weight: QTensor | None = None, table: QTensor | None = Non
 
 
 @embedding.provider("native", on="cpu", accepts=_accepts_table)
-def run_embedding(ids: Tensor, table: QTensor, dtype: torch.dtype) -> Tensor:
-    return dequantize(table.rows(ids)).to(dtype)
+def run_embedding(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    rows = dequantize(table.rows(ids)).to(dtype)
+    return rows if scale == 1.0 else rows * scale

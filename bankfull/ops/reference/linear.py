@@ -26,16 +26,18 @@ def linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     return torch.nn.functional.linear(x, weight.dequantize(x.dtype), bias)
 
 
-def _embedding_cost(ids: Tensor, table: QTensor, dtype: torch.dtype) -> Cost:
+def _embedding_cost(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float = 1.0) -> Cost:
     row_bytes = nbytes(table) / table.shape[0]
-    return Cost(0.0, ids.numel() * row_bytes + nbytes(ids), ids.numel() * table.shape[1] * dtype.itemsize)
+    scaled = 0.0 if scale == 1.0 else float(ids.numel() * table.shape[1])
+    return Cost(scaled, ids.numel() * row_bytes + nbytes(ids), ids.numel() * table.shape[1] * dtype.itemsize)
 
 
-def _embedding_shape(ids: Tensor, table: QTensor, dtype: torch.dtype) -> Tensor:
+def _embedding_shape(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     return torch.empty(ids.shape[0], table.shape[1], dtype=dtype, device="meta")
 
 
 @op(cost=_embedding_cost, shape=_embedding_shape)
-def embedding(ids: Tensor, table: QTensor, dtype: torch.dtype) -> Tensor:
+def embedding(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     """Only the rows asked for are read and dequantized."""
-    return table.rows(ids).dequantize(dtype)
+    rows = table.rows(ids).dequantize(dtype)
+    return rows if scale == 1.0 else rows * scale

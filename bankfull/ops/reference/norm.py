@@ -1,4 +1,4 @@
-"""Normalisations. Reductions run in at least float32."""
+"""Normalisations, and how branches join the residual stream. Reductions run in at least float32."""
 
 from __future__ import annotations
 
@@ -27,6 +27,29 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     if offset:
         return (y * (offset + wide(weight))).to(x.dtype)
     return weight * y.to(x.dtype)
+
+
+@op(cost=lambda x, delta: Cost(1.0 * x.numel(), nbytes(x, delta), nbytes(x)), shape=like_first)
+def add(x: Tensor, delta: Tensor) -> Tensor:
+    """A branch joins the stream, which may be wider than the branch."""
+    return x + delta
+
+
+def _add_rms_norm_cost(x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Cost:
+    return Cost(5.0 * x.numel(), nbytes(x, delta, weight), 2 * nbytes(x))
+
+
+def _add_rms_norm_shape(x: Tensor, *rest: object, **more: object) -> tuple[Tensor, Tensor]:
+    return like_first(x), like_first(x)
+
+
+@op(cost=_add_rms_norm_cost, shape=_add_rms_norm_shape)
+def add_rms_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The stream with a branch joined, and its norm: what the next branch reads."""
+    x = x + delta
+    return x, rms_norm.body(x, weight, eps, offset)
 
 
 def _layer_norm_cost(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Cost:
