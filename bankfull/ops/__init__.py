@@ -10,8 +10,8 @@ from bankfull.ops.reference.ssm import RecurrentMeta, causal_conv, selective_sca
 from bankfull.ops.registry import OPERATIONS, Kit, Operation, kit_for
 
 __all__ = [
-    "ACTIVATIONS", "OPERATIONS", "Cost", "Kit", "Operation", "PagedMeta", "RecurrentMeta",
-    "activate", "activate_mul", "add", "add_rms_norm", "causal_conv", "embedding", "kit_for", "layer_norm", "linear", "paged_attention",
+    "ACTIVATIONS", "OPERATIONS", "Cost", "Kit", "Operation", "PagedMeta", "RecurrentMeta", "activate", "activate_mul",
+    "add", "add_rms_norm", "causal_conv", "embedding", "kit_for", "layer_norm", "linear", "paged_attention",
     "rms_norm", "rope_angles", "rotate", "selective_scan", "soft_cap", "write_pages",
 ]  # fmt: skip
 

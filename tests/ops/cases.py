@@ -270,8 +270,8 @@ def selective_scan(make: Maker) -> Case:
 GENERATORS: dict[str, Callable[[Maker], Case]] = {
     function.__name__: function
     for function in (
-        linear, embedding, rms_norm, add, add_rms_norm, layer_norm, activate, activate_mul, soft_cap, rope_angles, rotate,
-        paged_attention, write_pages, causal_conv, selective_scan,
+        linear, embedding, rms_norm, add, add_rms_norm, layer_norm, activate, activate_mul, soft_cap, rope_angles,
+        rotate, paged_attention, write_pages, causal_conv, selective_scan,
     )
 }  # fmt: skip
 

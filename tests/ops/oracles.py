@@ -39,7 +39,7 @@ def add(x: Tensor, delta: Tensor) -> Array:
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Array, Array]:
     # The stream is rounded to its dtype before it is normed: that is what the next block sees.
-    rows = f64((x + delta))
+    rows = f64(x + delta)
     gain = f64(weight)
     return f64(x) + f64(delta), rows / np.sqrt((rows**2).mean(-1, keepdims=True) + eps) * (gain + offset)
 
@@ -167,7 +167,7 @@ def activate_mul(gate: Tensor, up: Tensor, kind: str) -> Array:
 ORACLES: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
-        linear, embedding, rms_norm, add, add_rms_norm, layer_norm, soft_cap, rotate, write_pages, paged_attention, causal_conv,
-        selective_scan, rope_angles, activate, activate_mul,
+        linear, embedding, rms_norm, add, add_rms_norm, layer_norm, soft_cap, rotate, write_pages, paged_attention,
+        causal_conv, selective_scan, rope_angles, activate, activate_mul,
     )
 }  # fmt: skip
