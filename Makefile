@@ -4,6 +4,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
+BENCH_OPTIONS ?=
 DEMO_PROMPT ?= A river that runs at bankfull is
 
 VENV := .venv
@@ -12,7 +13,7 @@ STAMPS := .stamps
 BUILD_INPUTS := pyproject.toml CMakeLists.txt bankfull/__init__.py $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full lint clean
+.PHONY: help install demo bench test test-full lint clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +35,9 @@ install: ## Create .venv with the package (editable), its kernels and the tools;
 demo: install ## Fetch the default model and let it write a few words
 	$(BIN)/bankfull pull
 	$(BIN)/bankfull run "$(DEMO_PROMPT)"
+
+bench: install ## Compare with llama.cpp and vLLM on this machine; BENCH_OPTIONS="--peers llamacpp --pairs 3" for less
+	$(BIN)/python -m benchmarks.cpu_peers $(BENCH_OPTIONS)
 
 lint: install ## Style, types and the rules on who may import whom
 	$(BIN)/ruff check

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from bankfull import __version__
+from bankfull.cli.bench import bench
 from bankfull.cli.chat import chat
 from bankfull.cli.doctor import doctor
 from bankfull.cli.generate import generate
@@ -21,11 +22,12 @@ from bankfull.cli.info import info
 from bankfull.cli.limits import limits
 from bankfull.cli.options import flat
 from bankfull.cli.pull import pull
+from bankfull.cli.quality import quality
 from bankfull.cli.run import run
 from bankfull.errors import BankfullError
 
 BAD_INPUT, INTERRUPTED = 2, 130
-COMMANDS: tuple[Callable[..., int | None], ...] = (run, chat, generate, pull, info, limits, doctor)
+COMMANDS: tuple[Callable[..., int | None], ...] = (run, chat, generate, pull, info, limits, bench, quality, doctor)
 
 # Rich would draw boxes around the help, at the price of doubling the time until it appears.
 app = typer.Typer(

@@ -1,0 +1,228 @@
+"""`bankfull quality`: what quantized weights, kernels and dtypes cost, against a reference on the same text."""
+
+from __future__ import annotations
+
+import json as json_text
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bankfull.cli.options import Json
+
+if TYPE_CHECKING:
+    import torch
+
+    from bankfull.layers.decoder import Decoder
+    from bankfull.limits.quality import Quality
+    from bankfull.text.tokenizer import Tokenizer
+
+LARGEST_TEXT = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class QualityOptions:
+    """How the model runs, and what it is compared with, on which text."""
+
+    against: Annotated[
+        str | None,
+        typer.Option(help="A reference with the same vocabulary.", show_default="the model itself, dequantized"),
+    ] = None
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            help="Round the model's matrices to this weight type first: q8_0, q4_0, q4_k, ...; behind a comma what "
+            "becomes of matrices that it does not fit (q4_k,q5_0 or q4_k,keep).",
+            show_default=False,
+        ),
+    ] = None
+    tables: Annotated[
+        bool, typer.Option("--tables", help="With --quantize: round the embeddings and the head, too.")
+    ] = False
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")] = "auto"
+    providers: Annotated[str, typer.Option(help="auto (the fastest kernels) or torch (the reference).")] = "auto"
+    expand: Annotated[bool, typer.Option("--expand", help="Dequantize weights at load; needs more memory.")] = False
+    text: Annotated[
+        Path | None, typer.Option(help="A UTF-8 file to evaluate on.", show_default="the text of the package")
+    ] = None
+    window: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens that are seen together.", show_default="512, or the model's context"),
+    ] = None
+    chunk: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that the model computes at once.", show_default="the window")
+    ] = None
+    chunks: Annotated[
+        bool,
+        typer.Option("--chunks", help="Compare the model with itself, too: 8, 64 and all tokens at once with one."),
+    ] = False
+
+
+def quality(
+    model: Annotated[
+        str, typer.Argument(help="A model directory, a .gguf file, a hub id (org/name), or a short name (smollm2).")
+    ] = "smollm2",
+    *,
+    options: QualityOptions,
+    json: Json = False,
+) -> None:
+    """Measure the quality of a model as it runs: perplexity, and how far its predictions are from a reference's.
+
+    The reference computes in float32 with dequantized weights and no fast kernels.
+    """
+    from bankfull.cli.terminal import print_table, progress
+    from bankfull.limits.quality import CHUNKS, across_chunks, evaluate, windows_of
+
+    pair = _prepare(model, options)
+    size = pair.window
+    shared: dict[str, Any] = {"opening": pair.opening, "window": size, "device": pair.device}
+    total = sum(len(part.tokens) - part.first for part in windows_of(pair.texts, pair.opening, size))
+    with progress("evaluating", total) as advance:
+        found = evaluate(
+            pair.model, pair.reference, pair.texts, chunk=options.chunk, **shared,
+            progress=lambda done: advance(done, "tokens"),
+        )  # fmt: skip
+    widths: dict[int, Quality] = {}
+    if options.chunks:
+        sizes = sorted({min(width, size) for width in CHUNKS})
+        with progress("in chunks", total) as advance:
+            widths = across_chunks(
+                pair.model, pair.texts, chunks=sizes, **shared, progress=lambda done: advance(done, "tokens")
+            )
+    if json:
+        extra = {"chunks": {str(width): each.to_dict() for width, each in widths.items()}} if options.chunks else {}
+        print(json_text.dumps(pair.facts | found.to_dict() | extra))
+        return
+    print_table(_quality_table(pair.facts, found))
+    if widths:
+        print_table(_chunks_table(widths))
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two models and the tokens to run them on."""
+
+    model: Decoder
+    reference: Decoder
+    texts: list[list[int]]
+    opening: tuple[int, ...]
+    window: int
+    device: torch.device
+    facts: dict[str, Any]
+
+
+def _prepare(model: str, options: QualityOptions) -> Pair:
+    from bankfull.errors import ConfigError
+    from bankfull.layers.build import Build
+    from bankfull.limits.quality import WINDOW, dequantized
+    from bankfull.loading import choose_dtype
+    from bankfull.models.registry import build_model
+    from bankfull.ops import kit_for
+    from bankfull.runtime.device import open_device
+    from bankfull.text.load import load_tokenizer
+    from bankfull.weights.locate import locate
+    from bankfull.weights.requantized import Requantized, bits_per_weight, parse_types
+    from bankfull.weights.source import TensorSource, open_model
+
+    types = None if options.quantize is None else parse_types(options.quantize)
+    if options.tables and types is None:
+        raise ConfigError("--tables says what --quantize rounds; give --quantize, too.")
+    texts = _texts(options.text)
+    device = open_device(options.device)
+    against = model if options.against is None else options.against
+    # Opened twice: a source keeps account of what was read, one model at a time.
+    files, reference_files = open_model(locate(model)), open_model(locate(against))
+    tokenizer, _ = load_tokenizer(files)
+    if options.against is not None:
+        _refuse_other_vocabulary(tokenizer, load_tokenizer(reference_files)[0], model, against)
+
+    source: TensorSource = files.source if types is None else Requantized(files.source, types, options.tables)
+    dtype, longest = choose_dtype(options.dtype, files, device), options.window or WINDOW
+    kit = kit_for(device.kind, options.providers)
+    built = build_model(files.config, Build(source, kit, dtype, device.torch, options.expand, longest))
+    reference = dequantized(reference_files, device.torch, longest)
+    window = options.window or min(WINDOW, built.max_positions, reference.max_positions)
+    facts = {
+        "model": model, "reference": options.against or f"{model}, dequantized",
+        "text": "bundled" if options.text is None else str(options.text),
+        "quantize": options.quantize, "tables": options.tables, "bits_per_weight": bits_per_weight(source),
+        "dtype": str(dtype).removeprefix("torch."), "providers": options.providers, "expand": options.expand,
+        "window": window, "chunk": options.chunk or window,
+    }  # fmt: skip
+    ids = [tokenizer.encode(part, add_bos=False, parse_special=False) for part in texts]
+    return Pair(built, reference, ids, tokenizer.opening if tokenizer.add_bos else (), window, device.torch, facts)
+
+
+def _texts(path: Path | None) -> list[str]:
+    from bankfull.errors import RequestError
+    from bankfull.limits.quality import bundled_texts
+
+    if path is None:
+        return list(bundled_texts().values())
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST_TEXT + 1)
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    if len(data) > LARGEST_TEXT:
+        raise RequestError(f"{path} is longer than {LARGEST_TEXT >> 20} MiB; give a shorter text.")
+    try:
+        return [data.decode()]
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} is not UTF-8 text (byte {error.start}); convert it first.") from None
+
+
+def _refuse_other_vocabulary(own: Tokenizer, other: Tokenizer, model: str, against: str) -> None:
+    from bankfull.errors import ModelError
+
+    if own.vocab_size != other.vocab_size or any(
+        own.token_bytes(id) != other.token_bytes(id) for id in range(own.vocab_size)
+    ):
+        raise ModelError(
+            f"{model} and {against} have different vocabularies, so their predictions cannot be compared; choose a "
+            "reference that shares the model's tokenizer."
+        )
+
+
+def _quality_table(facts: dict[str, Any], found: Quality) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    weights = f"{facts['bits_per_weight']:.3g} bits per weight"
+    if facts["quantize"]:
+        weights += f", rounded to {facts['quantize']}" + (" with the tables" if facts["tables"] else "")
+    rows = {
+        "model": f"{facts['model']} ({facts['dtype']}, kernels: {facts['providers']}, {facts['chunk']} tokens at once)",
+        "weights": weights,
+        "reference": f"{facts['reference']} (float32, torch)",
+        "perplexity": f"{found.perplexity:.4f}",
+        "of the reference": f"{found.reference_perplexity:.4f}",
+        "ratio": f"{found.ratio:.5f} ({found.ratio - 1:+.3%})",
+        "KL mean": f"{found.kl_mean:.3g}",
+        "KL median, p99, max": f"{found.kl_median:.3g}, {found.kl_p99:.3g}, {found.kl_max:.3g}",
+        "same likeliest token": f"{found.top1:.2%}",
+        "log-probability, mean error": f"{found.logprob_error:.3g}",
+        "tokens": f"{found.tokens} in {found.windows} windows of up to {facts['window']}",
+        "time": f"{found.seconds:.1f} s, reference {found.reference_seconds:.1f} s",
+    }
+    for name, value in rows.items():
+        # Text, never markup: names come from the user.
+        table.add_row(name, Text(value))
+    return table
+
+
+def _chunks_table(widths: dict[int, Quality]) -> Any:
+    from rich.table import Table
+
+    table = Table(title="tokens at once, against one at a time")
+    for heading in ("tokens", "ratio", "KL mean", "KL p99", "KL max", "same likeliest token"):
+        table.add_column(heading, justify="right")
+    for width, found in widths.items():
+        figures = (found.kl_mean, found.kl_p99, found.kl_max)
+        table.add_row(str(width), f"{found.ratio:.6f}", *(f"{kl:.3g}" for kl in figures), f"{found.top1:.2%}")
+    return table

@@ -1,0 +1,80 @@
+"""A report of a benchmark for a reader: rich tables. No arithmetic but units."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from bankfull.limits.bench_watch import breaks
+from bankfull.limits.show import duration, scaled
+
+if TYPE_CHECKING:
+    from bankfull.limits.bench import Report
+    from bankfull.limits.bench_stats import Spread
+
+SKIPPED = {"prefill_seconds"}
+"""Shown under another name."""
+
+
+def bench_table(report: Report, title: str) -> Table:
+    table = Table(title=Text(title))
+    table.add_column("figure", no_wrap=True)
+    for heading in ("median", "quartiles", "lowest .. highest"):
+        table.add_column(heading, justify="right")
+    for name, found in report.summary().items():
+        if found is not None and name not in SKIPPED:
+            table.add_row(_label(name), *_cells(name, found))
+    return table
+
+
+def notes(report: Report) -> list[str]:
+    """What a reader must know beside the table."""
+    lines = []
+    used = report.ceilings
+    if used is None:
+        lines.append("limit: not known, ceilings are measured on CPUs only")
+    else:
+        lines.append(
+            f"ceilings: read {scaled(used.read_bytes_per_s, 'B/s')}, from cache "
+            f"{scaled(used.cached_read_bytes_per_s, 'B/s')}, matmul {report.dtype} "
+            f"{scaled(used.flops_of(report.dtype), 'FLOP/s')}; the better of a measurement before and one after, "
+            f"{used.threads} threads, {used.cpu}"
+        )
+    places = sum(sum(providers.values()) for providers in report.bound.values())
+    lines.append(f"operations: {breaks(report.bound)} of {places} places break off to torch bodies")
+    for name, providers in report.bound.items():
+        lines.append(f"  {name}: " + ", ".join(f"{provider} {count}" for provider, count in providers.items()))
+    return lines
+
+
+def _label(name: str) -> str:
+    """time_to_first_token_s -> "time to first token"; decode_tokens_per_s -> "decode tokens/s"."""
+    if name.endswith(("bytes_per_s", "flop_per_s")):
+        name = name.removesuffix("_per_s")  # the unit stands beside the figure
+    return name.replace("_per_s", "/s").removesuffix("_s").replace("_", " ")
+
+
+def _cells(name: str, found: Spread) -> tuple[str, str, str]:
+    return (
+        _shown(name, found.median),
+        f"{_shown(name, found.lower)} .. {_shown(name, found.upper)}",
+        f"{_shown(name, found.low)} .. {_shown(name, found.high)}",
+    )
+
+
+def _shown(name: str, value: float) -> str:
+    if name.endswith("bytes_per_s"):
+        return scaled(value, "B/s")
+    if name.endswith("flop_per_s"):
+        return scaled(value, "FLOP/s")
+    if name.endswith("tokens_per_s"):
+        return f"{value:.1f}"
+    if name.endswith("share"):
+        return f"{value:.1%}"
+    if name.endswith("percent_of_limit"):
+        return f"{value:.1f}%"
+    if name.endswith(("seconds", "_s")):
+        return duration(value)
+    return f"{value:.3g}"

@@ -1,0 +1,228 @@
+"""What a way of running a model costs in quality: its next-token distributions beside those of a reference.
+
+Both sides run over the same windows of tokens. Each window begins with the model's own opening (its beginning-of-text
+token, where it has one) and starts from an empty state; windows do not overlap, and none spans two texts. What the
+window begins with, opening or first token, is not predicted. Everything is computed in float64 from the logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.resources import files as package_files
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bankfull.errors import ConfigError, ModelError, RequestError
+from bankfull.layers.build import Build
+from bankfull.layers.decoder import Decoder
+from bankfull.models.registry import build_model
+from bankfull.ops import kit_for
+from bankfull.runtime.naive import hidden_states
+from bankfull.weights.source import ModelFiles
+
+WINDOW = 512
+CHUNKS = (1, 8, 64, 512)
+BLOCK_BYTES = 32 << 20
+"""Of float64 scores that exist at once for one side; a single position may take more."""
+CPU = torch.device("cpu")
+
+Progress = Callable[[int], None]
+"""Called with the tokens predicted so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """KL is KL(reference || model) in nats of the next-token distributions, one value per predicted token."""
+
+    tokens: int
+    """Predicted ones."""
+    windows: int
+    perplexity: float
+    reference_perplexity: float
+    kl_mean: float
+    kl_median: float
+    kl_p99: float
+    kl_max: float
+    top1: float
+    """Share of positions where both sides find the same token likeliest."""
+    logprob_error: float
+    """Mean absolute difference of the log-probability of the token that came."""
+    seconds: float
+    reference_seconds: float
+
+    @property
+    def ratio(self) -> float:
+        return self.perplexity / self.reference_perplexity
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"ratio": self.ratio}
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    tokens: tuple[int, ...]
+    first: int
+    """The first position whose token is predicted."""
+
+
+def bundled_texts() -> dict[str, str]:
+    """The evaluation text that comes with the package, by file name."""
+    folder = package_files("bankfull.limits") / "evaluation"
+    found = sorted((item for item in folder.iterdir() if item.name.endswith(".txt")), key=lambda item: item.name)
+    return {item.name: item.read_text(encoding="utf-8") for item in found}
+
+
+def windows_of(texts: Sequence[Sequence[int]], opening: Sequence[int] = (), window: int = WINDOW) -> list[Window]:
+    """The texts' tokens cut into windows of at most `window` tokens, opening included. A text whose last window would
+    hold nothing to predict ends before it."""
+    first = max(1, len(opening))
+    if window <= first:
+        raise ConfigError(f"window={window} leaves nothing to predict; use at least {first + 1}.")
+    own = window - len(opening)
+    made = []
+    for text in texts:
+        for at in range(0, len(text), own):
+            tokens = (*opening, *text[at : at + own])
+            if len(tokens) > first:
+                made.append(Window(tokens, first))
+    if not made:
+        raise RequestError("The evaluation text has no token to predict; give a longer one.")
+    return made
+
+
+def dequantized(files: ModelFiles, device: torch.device = CPU, max_len: int = 0) -> Decoder:
+    """The reference of a model: its own weights, dequantized, in float32, computed by the operations' torch bodies."""
+    return build_model(
+        files.config, Build(files.source, kit_for(device.type, "torch"), torch.float32, device, True, max_len)
+    )
+
+
+def evaluate(
+    model: Decoder, reference: Decoder, texts: Sequence[Sequence[int]], *,
+    opening: Sequence[int] = (), window: int = WINDOW, chunk: int | None = None, device: torch.device = CPU,
+    progress: Progress | None = None,
+) -> Quality:  # fmt: skip
+    """`texts` are token ids. The reference computes a window in one pass, `model` in passes of `chunk` tokens."""
+    _check(model, window, window if chunk is None else chunk)
+    _check(reference, window, window)
+    if model.vocab != reference.vocab:
+        raise ModelError(
+            f"The models have different vocabularies ({model.vocab} and {reference.vocab} tokens), so their "
+            "distributions cannot be compared; choose a reference that shares the model's tokenizer."
+        )
+    sides = (_Side(reference, window, device), _Side(model, window if chunk is None else chunk, device))
+    return _compare(sides, windows_of(texts, opening, window), progress)[0]
+
+
+def across_chunks(
+    model: Decoder, texts: Sequence[Sequence[int]], *,
+    chunks: Sequence[int] = CHUNKS, opening: Sequence[int] = (), window: int = WINDOW, device: torch.device = CPU,
+    progress: Progress | None = None,
+) -> dict[int, Quality]:  # fmt: skip
+    """The same model in passes of different widths, each against the first of `chunks`.
+
+    One row and many rows may take different kernels; with the first chunk 1 this tells how far prefill and batches lie
+    from decoding one stream.
+    """
+    if len(chunks) < 2 or len(set(chunks)) < len(chunks):
+        raise ConfigError(f"chunks={tuple(chunks)} must be at least two different sizes.")
+    for chunk in chunks:
+        _check(model, window, chunk)
+    sides = [_Side(model, chunk, device) for chunk in chunks]
+    return dict(zip(chunks[1:], _compare(sides, windows_of(texts, opening, window), progress), strict=True))
+
+
+def _check(model: Decoder, window: int, chunk: int) -> None:
+    if window > model.max_positions:
+        raise ConfigError(
+            f"window={window} is longer than the {model.max_positions} positions that the model was made for; use at "
+            "most that many."
+        )
+    if not 1 <= chunk <= window:
+        raise ConfigError(f"chunk={chunk} must be at least 1 and at most the window of {window} tokens.")
+
+
+@dataclass(slots=True)
+class _Side:
+    model: Decoder
+    chunk: int
+    device: torch.device
+    seconds: float = 0.0
+
+    def hidden(self, window: Window) -> Tensor:
+        start, count = perf_counter(), len(window.tokens)
+        chunks = [min(self.chunk, count - at) for at in range(0, count, self.chunk)]
+        hidden = hidden_states(self.model, window.tokens, self.device, chunks)
+        self.seconds += perf_counter() - start
+        return hidden
+
+    def logprobs(self, hidden: Tensor) -> Tensor:
+        """(positions, vocab) in float64; the head sees no more rows at once than the layers did."""
+        start = perf_counter()
+        scores = torch.cat([self.model.head(rows).to(torch.float64) for rows in hidden.split(self.chunk)])
+        if not bool(scores.isfinite().all()):
+            raise ModelError("The model gave scores that are not finite; try another dtype (float32).")
+        logprobs = scores.log_softmax(-1)
+        self.seconds += perf_counter() - start
+        return logprobs
+
+
+class _Tally:
+    """One number per predicted token and quantity: all that is kept of the scores.
+
+    Allocated once: small arrays that stay, made between large ones that go, would keep the allocator from ever giving
+    the large ones' memory back.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.own, self.reference, self.kl = (np.empty(count, np.float64) for _ in range(3))
+        self.same = np.empty(count, np.bool_)
+
+    def add(self, at: int, reference: Tensor, own: Tensor, targets: Tensor) -> None:
+        place = slice(at, at + len(targets))
+        # Rounding may take the sum of terms of both signs below zero by some 1e-17.
+        self.kl[place] = (reference.exp() * (reference - own)).sum(-1).clamp(min=0).cpu().numpy()
+        self.same[place] = (reference.argmax(-1) == own.argmax(-1)).cpu().numpy()
+        self.own[place] = own.gather(-1, targets[:, None])[:, 0].cpu().numpy()
+        self.reference[place] = reference.gather(-1, targets[:, None])[:, 0].cpu().numpy()
+
+    def quality(self, windows: int, seconds: float, reference_seconds: float) -> Quality:
+        own, reference, kl = self.own, self.reference, self.kl
+        return Quality(
+            len(own), windows, _perplexity(own), _perplexity(reference),
+            float(kl.mean()), float(np.median(kl)), float(np.percentile(kl, 99)), float(kl.max()),
+            float(self.same.mean()), float(np.abs(own - reference).mean()), seconds, reference_seconds,
+        )  # fmt: skip
+
+
+def _perplexity(logprobs: np.ndarray) -> float:
+    # A model that is wrong enough overflows a double; the largest one stands for that.
+    return math.exp(min(-float(logprobs.mean()), 709.0))
+
+
+@torch.inference_mode()
+def _compare(sides: Sequence[_Side], windows: Sequence[Window], progress: Progress | None) -> list[Quality]:
+    """Every side but the first against the first."""
+    reference, others = sides[0], sides[1:]
+    count, done = sum(len(window.tokens) - window.first for window in windows), 0
+    tallies = [_Tally(count) for _ in others]
+    block = max(1, BLOCK_BYTES // (8 * reference.model.vocab))
+    for window in windows:
+        hidden = [side.hidden(window) for side in sides]
+        last = len(window.tokens) - 1
+        for at in range(window.first - 1, last, block):
+            end = min(at + block, last)
+            targets = torch.tensor(window.tokens[at + 1 : end + 1], device=reference.device)
+            expected = reference.logprobs(hidden[0][at:end])
+            for side, tally, states in zip(others, tallies, hidden[1:], strict=True):
+                tally.add(done, expected, side.logprobs(states[at:end]), targets)
+            done += end - at
+            if progress is not None:
+                progress(done)
+    return [t.quality(len(windows), s.seconds, reference.seconds) for t, s in zip(tallies, others, strict=True)]

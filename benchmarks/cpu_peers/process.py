@@ -1,0 +1,125 @@
+"""An engine in a process of its own, that computes only when it has its turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, Queue
+from typing import Any
+
+from benchmarks.cpu_peers import machine
+from benchmarks.cpu_peers.protocol import Prompts
+
+LONGEST_REPLY = 1 << 20
+GRACE = 10.0
+
+
+class EngineFailed(Exception):
+    """One sentence: which engine, and what happened."""
+
+
+class EngineProcess:
+    def __init__(
+        self, label: str, command: Sequence[str], log: Path, *,
+        timeout: float = 1800.0, variables: Mapping[str, str] | None = None, folder: Path | None = None,
+    ) -> None:  # fmt: skip
+        self.label, self.name, self._timeout, self._log = label, label, timeout, log
+        self.started = time.perf_counter()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, cwd=folder,
+                env={**os.environ, **(variables or {})}, start_new_session=True,
+            )  # fmt: skip
+        self._group = self._process.pid
+        self._replies: Queue[bytes] = Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def load(self, model: str, threads: int) -> float:
+        """Seconds."""
+        reply = self._ask(op="load", model=model, threads=threads)
+        self.name = reply["name"]
+        return float(reply["seconds"])
+
+    def work(self, prompts: Prompts, new: int) -> float:
+        """Seconds to generate `new` tokens behind each prompt."""
+        reply = self._ask(op="work", prompts=prompts, new=new)
+        if reply["counts"] != [new] * len(prompts):
+            raise EngineFailed(f"{self.label} gave {sum(reply['counts'])} tokens instead of {len(prompts)} x {new}")
+        return float(reply["seconds"])
+
+    def sleep(self) -> None:
+        """Stop all its threads, also those that spin while they wait."""
+        self._signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def quit(self) -> None:
+        """Ask; then insist."""
+        self.wake()
+        with suppress(OSError, ValueError):
+            self._send({"op": "quit"})
+        try:
+            self._process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):
+                if stream is not None:
+                    stream.close()
+
+    def cpu_seconds(self) -> float:
+        return machine.cpu_seconds(self._group)
+
+    def resident_bytes(self) -> int:
+        return machine.resident_bytes(self._group)
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._group, number)
+
+    def _read(self) -> None:
+        stream = self._process.stdout
+        assert stream is not None
+        with suppress(OSError, ValueError):
+            while line := stream.readline(LONGEST_REPLY):
+                self._replies.put(line)
+        self._replies.put(b"")
+
+    def _send(self, message: dict[str, Any]) -> None:
+        stream = self._process.stdin
+        assert stream is not None
+        stream.write(json.dumps(message).encode() + b"\n")
+        stream.flush()
+
+    def _ask(self, **message: Any) -> dict[str, Any]:
+        try:
+            self._send(message)
+            line = self._replies.get(timeout=self._timeout)
+        except Empty:
+            self._signal(signal.SIGKILL)  # an answer that came later would be taken for that of the next question
+            raise EngineFailed(f"{self.label} gave no answer in {self._timeout:.0f} s") from None
+        except OSError:
+            line = b""
+        if not line:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE)
+            code = self._process.poll()
+            raise EngineFailed(f"{self.label} ended with code {code} (what it said: {self._log})")
+        try:
+            reply = json.loads(line)
+            ok = reply["ok"]
+        except (ValueError, KeyError, TypeError):
+            raise EngineFailed(f"{self.label} answered what is no reply: {line[:80]!r}") from None
+        if not ok:
+            raise EngineFailed(f"{self.label}: {reply.get('error')}")
+        return dict(reply)

@@ -1,0 +1,32 @@
+"""From starting a process to its first token."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+from benchmarks.cpu_peers.process import EngineFailed
+
+PROMPT = "The river"
+
+
+def seconds_to_first_token(model: str, repetitions: int) -> list[float]:
+    """Of `bankfull run`, imports included. The first process warms the disk's cache and does not count."""
+    return [_once(model) for _ in range(repetitions + 1)][1:]
+
+
+def _once(model: str) -> float:
+    command = [sys.executable, "-m", "bankfull", "run", PROMPT, "-m", model, "--max-tokens", "4", "--ignore-eos"]
+    begun = time.perf_counter()
+    with subprocess.Popen(
+        [*command, "--no-limit"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        first = process.stdout.read(1)
+        seconds = time.perf_counter() - begun
+        process.stdout.read()
+        said = process.stderr.read().decode(errors="replace").strip()
+    if not first or process.returncode:
+        raise EngineFailed(f"bankfull run ended with code {process.returncode}: {said[-200:]}")
+    return seconds

@@ -1,0 +1,64 @@
+"""The rows for a reader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from bankfull.limits.bench_stats import Spread
+from benchmarks.cpu_peers.turns import Row
+
+if TYPE_CHECKING:
+    from bankfull.limits.ceilings import Ceilings
+
+BUSY_CORES = 0.1
+"""Used by others, from which on a reader is warned."""
+
+
+def ratio_table(rows: Sequence[Row], title: str) -> Table:
+    table = Table(title=Text(title))
+    table.add_column("work", no_wrap=True)
+    table.add_column("peer", overflow="fold")
+    for heading in ("ratio", "quartiles", "ours", "peer's", "unit", "pairs", "busy elsewhere"):
+        table.add_column(heading, justify="right", no_wrap=heading != "quartiles")
+    for row in rows:
+        found = row.spreads()
+        if found is None:
+            table.add_row(row.work, Text(row.peer), Text(f"not measured: {row.problem}"), *[""] * 6)
+            continue
+        ratio, ours, theirs = found
+        times = "-" if ratio is None else f"{ratio.median:.2f}x"
+        elsewhere = "" if row.others is None else f"{row.others:.2f} cores"
+        table.add_row(
+            row.work, Text(row.peer), times, _quartiles(ratio), _figure(ours.median),
+            _figure(theirs.median), row.unit, str(ours.count), elsewhere,
+        )  # fmt: skip
+    return table
+
+
+def notes(rows: Sequence[Row], ceilings: Ceilings | None) -> list[str]:
+    from bankfull.limits.show import scaled
+
+    lines = ["ratio: the median over the pairs, above 1 where this engine is better"]
+    if ceilings is not None:
+        lines.append(
+            f"machine: {ceilings.cpu}, {ceilings.threads} threads, read {scaled(ceilings.read_bytes_per_s, 'B/s')}, "
+            f"from cache {scaled(ceilings.cached_read_bytes_per_s, 'B/s')}, matmul "
+            + ", ".join(f"{dtype} {scaled(rate, 'FLOP/s')}" for dtype, rate in ceilings.flops.items())
+            + "; the better of a measurement before and one after"
+        )
+    worst = max((row.others for row in rows if row.others is not None), default=0.0)
+    if worst > BUSY_CORES:
+        lines.append(f"the machine was busy with other work (up to {worst:.2f} cores): these figures are rough")
+    return lines
+
+
+def _quartiles(found: Spread | None) -> str:
+    return "" if found is None or found.count < 2 else f"{found.lower:.2f}x .. {found.upper:.2f}x"
+
+
+def _figure(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,77 @@
+"""The kinds of work that engines are compared on, and the prompts: token ids, never the same twice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from benchmarks.cpu_peers.process import EngineFailed
+from benchmarks.cpu_peers.protocol import Prompts
+
+Measure = Literal["decode", "prefill", "output"]
+WARM_UP_TOKENS = 8
+
+
+class Worker(Protocol):
+    def work(self, prompts: Prompts, new: int) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    name: str
+    measure: Measure
+    prompt_len: int
+    new: int
+    requests: int = 1
+
+    def warm_up(self, worker: Worker, fresh: FreshPrompts) -> None:
+        worker.work(fresh.take(self.requests, self.prompt_len), min(self.new, WARM_UP_TOKENS))
+
+    def rate(self, worker: Worker, several: tuple[Prompts, Prompts]) -> float:
+        """Tokens per second. Decoding is what n tokens take beyond the first, so it takes two prompts to tell."""
+        whole = worker.work(several[0], self.new)
+        if self.measure == "prefill":
+            return self.prompt_len / whole
+        if self.measure == "output":
+            return self.requests * self.new / whole
+        first = worker.work(several[1], 1)
+        if whole <= first:
+            raise EngineFailed(f"{self.new} tokens took no longer than one; the machine is too busy to measure")
+        return (self.new - 1) / (whole - first)
+
+    def prompts(self, fresh: FreshPrompts) -> tuple[Prompts, Prompts]:
+        """For one turn of each engine of a pair: both get the very same."""
+        return fresh.take(self.requests, self.prompt_len), fresh.take(self.requests, self.prompt_len)
+
+
+WORKS = {
+    work.name: work
+    for work in (
+        Work("decode", "decode", 32, 128),
+        Work("prefill512", "prefill", 512, 1),
+        Work("prefill2048", "prefill", 2048, 1),
+        Work("batch8", "output", 128, 128, 8),
+        Work("batch32", "output", 128, 128, 32),
+        Work("batch64", "output", 128, 128, 64),
+    )
+}
+
+
+class FreshPrompts:
+    """Random ids below `vocab`; each call gives others, the same sequence of calls the same ones."""
+
+    def __init__(self, vocab: int, seed: int = 0) -> None:
+        self._random, self._vocab = random.Random(seed), vocab
+
+    def take(self, count: int, length: int) -> Prompts:
+        return [self._random.choices(range(self._vocab), k=length) for _ in range(count)]
+
+
+def chosen(names: str) -> Iterator[Work]:
+    """From "decode,prefill512"; ValueError names what is unknown."""
+    for name in names.split(","):
+        if name not in WORKS:
+            raise ValueError(f"there is no work {name!r}; choose from {', '.join(WORKS)}")
+        yield WORKS[name]
