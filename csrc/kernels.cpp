@@ -13,6 +13,11 @@ namespace bankfull::BANKFULL_ISA_NAME {
 #include "blocks.hpp"
 #include "linear.hpp"
 #include "norm.hpp"
+#include "math.hpp"
+#include "pointwise.hpp"
+#include "rope.hpp"
+#include "attention.hpp"
+#include "recurrent.hpp"
 
 template <class F>
 static void dequantize(const uint8_t* blocks, float* out, int64_t count) {
@@ -42,6 +47,18 @@ static constexpr Kernels build() {
     offer<AsQ5_K>(table, Q5_K, "q5_k");
     offer<AsQ6_K>(table, Q6_K, "q6_k");
     table.rms_norm = rms_norm;
+    table.layer_norm = layer_norm;
+    table.pointwise[SILU] = pointwise<Silu>;
+    table.pointwise[GELU_TANH] = pointwise<GeluTanh>;
+    table.pointwise[RELU] = pointwise<Relu>;
+    table.pointwise[SOFTPLUS] = pointwise<Softplus>;
+    table.pointwise[SOFT_CAP] = pointwise<SoftCap>;
+    table.rotate = rotate;
+    table.attention[PAGES_F32] = attend<Float32>;
+    table.attention[PAGES_BF16] = attend<BFloat16>;
+    table.merge = merge_split;
+    table.causal_conv = causal_conv;
+    table.selective_scan = selective_scan;
     return table;
 }
 

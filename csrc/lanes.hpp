@@ -3,6 +3,8 @@
 //
 // Included inside a namespace per instruction set: nothing here may be shared between two of them, because the linker
 // would keep one copy of a shared inline function, compiled for either.
+//
+// larger and smaller give their second operand where either is NaN. power_of_two takes whole numbers, -126 to 127.
 
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 
@@ -46,6 +48,16 @@ struct Lanes {
     Lanes operator*(Lanes o) const { return {_mm512_mul_ps(v, o.v)}; }
     Lanes operator+(Lanes o) const { return {_mm512_add_ps(v, o.v)}; }
     Lanes operator-(Lanes o) const { return {_mm512_sub_ps(v, o.v)}; }
+    Lanes operator/(Lanes o) const { return {_mm512_div_ps(v, o.v)}; }
+    static Lanes larger(Lanes a, Lanes b) { return {_mm512_max_ps(a.v, b.v)}; }
+    static Lanes smaller(Lanes a, Lanes b) { return {_mm512_min_ps(a.v, b.v)}; }
+    static Lanes below(Lanes a, Lanes b, Lanes yes, Lanes no) {
+        return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
+    }
+    Lanes power_of_two() const {
+        return {_mm512_castsi512_ps(
+            _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(v), _mm512_set1_epi32(127)), 23))};
+    }
     void add_product(Lanes a, Lanes b) { v = _mm512_fmadd_ps(a.v, b.v, v); }
     void store(float* p) const { _mm512_storeu_ps(p, v); }
     float sum() const {
@@ -78,6 +90,18 @@ struct Lanes {
     Lanes operator*(Lanes o) const { return {_mm256_mul_ps(a, o.a), _mm256_mul_ps(b, o.b)}; }
     Lanes operator+(Lanes o) const { return {_mm256_add_ps(a, o.a), _mm256_add_ps(b, o.b)}; }
     Lanes operator-(Lanes o) const { return {_mm256_sub_ps(a, o.a), _mm256_sub_ps(b, o.b)}; }
+    Lanes operator/(Lanes o) const { return {_mm256_div_ps(a, o.a), _mm256_div_ps(b, o.b)}; }
+    static Lanes larger(Lanes x, Lanes y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+    static Lanes smaller(Lanes x, Lanes y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+    static Lanes below(Lanes x, Lanes y, Lanes yes, Lanes no) {
+        return {_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)),
+                _mm256_blendv_ps(no.b, yes.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};
+    }
+    static __m256 power(__m256 n) {
+        const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+        return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
+    }
+    Lanes power_of_two() const { return {power(a), power(b)}; }
     void add_product(Lanes x, Lanes y) {
         a = _mm256_fmadd_ps(x.a, y.a, a);
         b = _mm256_fmadd_ps(x.b, y.b, b);
@@ -145,6 +169,23 @@ struct Lanes {
     Lanes operator*(const Lanes& o) const { return {v[0] * o.v[0], v[1] * o.v[1], v[2] * o.v[2], v[3] * o.v[3]}; }
     Lanes operator+(const Lanes& o) const { return {v[0] + o.v[0], v[1] + o.v[1], v[2] + o.v[2], v[3] + o.v[3]}; }
     Lanes operator-(const Lanes& o) const { return {v[0] - o.v[0], v[1] - o.v[1], v[2] - o.v[2], v[3] - o.v[3]}; }
+    Lanes operator/(const Lanes& o) const { return {v[0] / o.v[0], v[1] / o.v[1], v[2] / o.v[2], v[3] / o.v[3]}; }
+    static Lanes below(const Lanes& a, const Lanes& b, const Lanes& yes, const Lanes& no) {
+        Lanes lanes;
+        for (int i = 0; i < 4; ++i) lanes.v[i] = a.v[i] < b.v[i] ? yes.v[i] : no.v[i];
+        return lanes;
+    }
+    static Lanes larger(const Lanes& a, const Lanes& b) { return below(b, a, a, b); }
+    static Lanes smaller(const Lanes& a, const Lanes& b) { return below(a, b, a, b); }
+    Lanes power_of_two() const {
+        return each([this](int i) {
+            const float n = v[i / 4][i % 4];
+            const uint32_t bits = uint32_t(n == n ? int32_t(n) + 127 : 0) << 23;
+            float value;
+            __builtin_memcpy(&value, &bits, 4);
+            return value;
+        });
+    }
     void add_product(const Lanes& a, const Lanes& b) { *this = *this + a * b; }
     void store(float* p) const { __builtin_memcpy(p, v, 64); }
     float sum() const {
@@ -154,3 +195,24 @@ struct Lanes {
 };
 
 #endif
+
+// The first `count` of sixteen floats; the other lanes are 0.
+static inline Lanes load_some(const float* p, int64_t count) {
+    if (count >= 16) return Lanes::load(p);
+    float padded[16] = {};
+    __builtin_memcpy(padded, p, size_t(count) * sizeof(float));
+    return Lanes::load(padded);
+}
+
+static inline void store_some(Lanes lanes, float* p, int64_t count) {
+    if (count >= 16) return lanes.store(p);
+    float padded[16];
+    lanes.store(padded);
+    __builtin_memcpy(p, padded, size_t(count) * sizeof(float));
+}
+
+static inline float first_lane(Lanes lanes) {
+    float all[16];
+    lanes.store(all);
+    return all[0];
+}

@@ -2,11 +2,15 @@
 // they pass, and an address costs a tenth of a DLPack exchange, which a decoding step would pay hundreds of times.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
+#include <tuple>
 
+#include "attention_plan.hpp"
 #include "isa.hpp"
+#include "pages.hpp"
 #include "threads.hpp"
 
 namespace nb = nanobind;
@@ -15,6 +19,7 @@ using namespace bankfull;
 namespace {
 
 constexpr int64_t PIECE_WORK = 16384;  // multiplications that are worth a hand-over between threads
+constexpr int64_t PIECE_EXPONENTIALS = 4096;
 constexpr int MAX_THREADS = 1024;
 
 void require(bool fine, const char* message) {
@@ -31,9 +36,39 @@ T* pointer(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-struct LinearTask {
-    void (*run)(const LinearJob&, int64_t, int64_t);
-    LinearJob job;
+// Runs a kernel on pieces of [0, count); what fits one piece never leaves the caller's thread.
+template <class Job>
+void spread(void (*kernel)(const Job&, int64_t, int64_t), const Job& job, int64_t count, int64_t piece) {
+    struct Pair {
+        void (*kernel)(const Job&, int64_t, int64_t);
+        const Job& job;
+    };
+    const Pair pair{kernel, job};
+    parallel(count, piece, [](const void* p, int64_t begin, int64_t end) {
+        const Pair& both = *static_cast<const Pair*>(p);
+        both.kernel(both.job, begin, end);
+    }, &pair);
+}
+
+// A one-dimensional int64 array of numpy, held while its address is used. Needs the GIL at both ends.
+class Integers {
+  public:
+    explicit Integers(nb::handle array) {
+        if (PyObject_GetBuffer(array.ptr(), &view_, PyBUF_ND | PyBUF_FORMAT) != 0) throw nb::python_error();
+        const char* format = view_.format ? view_.format : "";
+        const bool whole = (format[0] == 'l' || format[0] == 'q') && format[1] == 0 && view_.itemsize == 8;
+        if (view_.ndim == 1 && whole) return;
+        PyBuffer_Release(&view_);
+        throw std::invalid_argument("expected a dense one-dimensional array of int64");
+    }
+    ~Integers() { PyBuffer_Release(&view_); }
+    Integers(const Integers&) = delete;
+    Integers& operator=(const Integers&) = delete;
+    const int64_t* data() const { return static_cast<const int64_t*>(view_.buf); }
+    int64_t size() const { return int64_t(view_.len) / 8; }
+
+  private:
+    Py_buffer view_;
 };
 
 void linear(int format, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t y, int64_t rows, int64_t outputs,
@@ -42,32 +77,125 @@ void linear(int format, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t
     require(rows >= 0 && outputs >= 0 && inner > 0 && inner % f.block == 0, "linear: the sizes do not fit the format");
     if (rows == 0 || outputs == 0) return;
     require(x && weight && y, "linear: a null address");
-    const LinearTask task{kernels().linear[format],
-                          {pointer<float>(x), pointer<uint8_t>(weight), pointer<float>(bias), pointer<float>(y), rows,
-                           outputs, inner, inner / f.block * f.bytes}};
+    const LinearJob job{pointer<float>(x), pointer<uint8_t>(weight), pointer<float>(bias), pointer<float>(y), rows, outputs,
+                        inner, inner / f.block * f.bytes};
     // A multiple of four outputs, so that prefill's tiles stay whole.
-    const int64_t piece = (PIECE_WORK / (inner * rows) + 4) / 4 * 4;
-    parallel(outputs, piece, [](const void* p, int64_t begin, int64_t end) {
-        const LinearTask& t = *static_cast<const LinearTask*>(p);
-        t.run(t.job, begin, end);
-    }, &task);
+    spread(kernels().linear[format], job, outputs, (PIECE_WORK / (inner * rows) + 4) / 4 * 4);
 }
-
-struct NormTask {
-    void (*run)(const NormJob&, int64_t, int64_t);
-    NormJob job;
-};
 
 void rms_norm(uintptr_t x, uintptr_t weight, uintptr_t y, int64_t rows, int64_t columns, float eps, float offset) {
     require(rows >= 0 && columns > 0, "rms_norm: the sizes must be positive");
     if (rows == 0) return;
     require(x && weight && y, "rms_norm: a null address");
-    const NormTask task{kernels().rms_norm,
-                        {pointer<float>(x), pointer<float>(weight), pointer<float>(y), columns, eps, offset}};
-    parallel(rows, PIECE_WORK / columns + 1, [](const void* p, int64_t begin, int64_t end) {
-        const NormTask& t = *static_cast<const NormTask*>(p);
-        t.run(t.job, begin, end);
-    }, &task);
+    const NormJob job{pointer<float>(x), pointer<float>(weight), pointer<float>(y), columns, eps, offset};
+    spread(kernels().rms_norm, job, rows, PIECE_WORK / columns + 1);
+}
+
+void layer_norm(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t y, int64_t rows, int64_t columns, float eps) {
+    require(rows >= 0 && columns > 0, "layer_norm: the sizes must be positive");
+    if (rows == 0) return;
+    require(x && weight && bias && y, "layer_norm: a null address");
+    const LayerNormJob job{pointer<float>(x), pointer<float>(weight), pointer<float>(bias), pointer<float>(y), columns, eps};
+    spread(kernels().layer_norm, job, rows, PIECE_WORK / columns + 1);
+}
+
+void pointwise(int kind, uintptr_t x, uintptr_t factor, uintptr_t y, int64_t count, float parameter) {
+    require(kind >= 0 && kind < POINTWISE && count >= 0, "pointwise: an unknown function or a negative count");
+    if (count == 0) return;
+    require(x && y, "pointwise: a null address");
+    const PointwiseJob job{pointer<float>(x), pointer<float>(factor), pointer<float>(y), parameter};
+    spread(kernels().pointwise[kind], job, count, PIECE_EXPONENTIALS);
+}
+
+void rotate(uintptr_t x, uintptr_t cos, uintptr_t sin, uintptr_t y, int64_t tokens, int64_t heads,
+            int64_t size, int64_t half) {
+    require(tokens >= 0 && heads > 0 && half >= 0 && 2 * half <= size, "rotate: the sizes do not fit each other");
+    if (tokens == 0) return;
+    require(x && cos && sin && y, "rotate: a null address");
+    const RotateJob job{pointer<float>(x), pointer<float>(cos), pointer<float>(sin), pointer<float>(y),
+                        heads, size, half};
+    spread(kernels().rotate, job, tokens, PIECE_WORK / (heads * size) + 1);
+}
+
+void write_tokens(uintptr_t rows, uintptr_t pages, uintptr_t slots, int64_t tokens, int64_t bytes, int64_t frames,
+                  int64_t page_tokens, int64_t frame, int64_t token) {
+    if (tokens == 0) return;
+    require(rows && pages && slots, "write_pages: a null address");
+    write_pages({pointer<uint8_t>(rows), pointer<uint8_t>(pages), pointer<int64_t>(slots), bytes, page_tokens, frame, token},
+                tokens, frames);
+}
+
+using Strides = std::tuple<int64_t, int64_t, int64_t, int64_t>;
+
+Pages pages_at(uintptr_t address, const Strides& strides) {
+    return {pointer<uint8_t>(address), std::get<0>(strides), std::get<1>(strides), std::get<2>(strides)};
+}
+
+void attention(bool narrow, uintptr_t q, uintptr_t k, const Strides& k_strides, uintptr_t v, const Strides& v_strides,
+               uintptr_t y, nb::handle q_start, nb::handle kv_len, uintptr_t table, int64_t table_stride, int64_t width,
+               int64_t frames, int64_t page_tokens, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t size,
+               int64_t values, float scale, int64_t window, float cap) {
+    const Integers starts(q_start), lengths(kv_len);
+    require(starts.size() == lengths.size() + 1, "paged_attention: q_start has one entry more than kv_len");
+    if (tokens == 0) return;
+    require(q && k && v && y && table, "paged_attention: a null address");
+    const AttentionJob job{pointer<float>(q), pointer<float>(y), pages_at(k, k_strides), pages_at(v, v_strides),
+                           starts.data(), lengths.data(), pointer<int64_t>(table), table_stride, page_tokens, heads,
+                           kv_heads, size, values, window, scale, cap, nullptr, nullptr, nullptr};
+    const nb::gil_scoped_release free;
+    paged_attention(job, narrow ? PAGES_BF16 : PAGES_F32, lengths.size(), tokens, width, frames);
+}
+
+// Checks all that a slot's address is made of.
+RecurrentPlan plan_of(const Integers& starts, const Integers& kept, uintptr_t read, uintptr_t write, int64_t write_stride,
+                      int64_t most, int64_t slots, int64_t tokens, int64_t channels) {
+    const int64_t sequences = kept.size();
+    require(starts.size() == sequences + 1 && starts.data()[0] == 0 && starts.data()[sequences] == tokens,
+            "recurrent: q_start does not cover the tokens");
+    const RecurrentPlan plan{starts.data(), kept.data(), pointer<int64_t>(read), pointer<int64_t>(write),
+                             sequences, write_stride, channels};
+    for (int64_t i = 0; i < sequences; ++i) {
+        const int64_t count = plan.q_start[i + 1] - plan.q_start[i];
+        require(count >= 0 && plan.kept[i] >= 0 && plan.kept[i] <= count && plan.kept[i] <= most,
+                "recurrent: more states are kept than there are tokens or slots");
+        require(plan.read[i] >= 0 && plan.read[i] < slots, "recurrent: a slot is read that is not there");
+        for (int64_t j = 0; j < plan.kept[i]; ++j) {
+            const int64_t slot = plan.write[i * write_stride + j];
+            require(slot >= 0 && slot < slots, "recurrent: a slot is written that is not there");
+        }
+    }
+    return plan;
+}
+
+void causal_conv(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t state, uintptr_t y, nb::handle q_start,
+                 nb::handle kept, uintptr_t read, uintptr_t write, int64_t write_stride, int64_t most, int64_t slots,
+                 int64_t tokens, int64_t channels, int64_t width) {
+    const Integers starts(q_start), counts(kept);
+    require(channels > 0 && width > 0, "causal_conv: the sizes must be positive");
+    if (tokens == 0) return;
+    require(x && weight && (state || width == 1) && y && read, "causal_conv: a null address");
+    const ConvJob job{plan_of(starts, counts, read, write, write_stride, most, slots, tokens, channels),
+                      pointer<float>(x), pointer<float>(weight), pointer<float>(bias), pointer<float>(state),
+                      pointer<float>(y), width};
+    const nb::gil_scoped_release free;
+    const int64_t items = counts.size() * ((channels + 15) / 16), each = tokens * channels * width / items + 1;
+    spread(kernels().causal_conv, job, items, PIECE_WORK / each + 1);
+}
+
+void selective_scan(uintptr_t x, uintptr_t delta, uintptr_t a, uintptr_t b, uintptr_t c, uintptr_t d, uintptr_t state,
+                    uintptr_t y, int64_t b_token, int64_t c_token, nb::handle q_start, nb::handle kept, uintptr_t read,
+                    uintptr_t write, int64_t write_stride, int64_t most, int64_t slots, int64_t tokens, int64_t channels,
+                    int64_t size) {
+    const Integers starts(q_start), counts(kept);
+    require(channels > 0 && size > 0, "selective_scan: the sizes must be positive");
+    if (tokens == 0) return;
+    require(x && delta && a && b && c && d && state && y && read, "selective_scan: a null address");
+    const ScanJob job{plan_of(starts, counts, read, write, write_stride, most, slots, tokens, channels),
+                      pointer<float>(x), pointer<float>(delta), pointer<float>(a), pointer<float>(b), pointer<float>(c),
+                      pointer<float>(d), pointer<float>(state), pointer<float>(y), size, b_token, c_token};
+    const nb::gil_scoped_release free;
+    const int64_t items = counts.size() * ((channels + 15) / 16), each = tokens * channels * size / items + 1;
+    spread(kernels().selective_scan, job, items, PIECE_EXPONENTIALS / each + 1);
 }
 
 void dequantize(int format, uintptr_t blocks, uintptr_t out, int64_t count) {
@@ -88,6 +216,16 @@ nb::dict formats() {
     return found;
 }
 
+nb::dict functions() {
+    nb::dict found;
+    found["silu"] = int(SILU);
+    found["gelu_tanh"] = int(GELU_TANH);
+    found["relu"] = int(RELU);
+    found["softplus"] = int(SOFTPLUS);
+    found["soft_cap"] = int(SOFT_CAP);
+    return found;
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -95,6 +233,21 @@ NB_MODULE(_native, m) {
     m.doc() = "Kernels for CPUs. Call them through bankfull.ops: addresses are not checked here.";
     m.def("linear", &linear, Free(), "format, x, weight, bias (0: none), y: addresses; rows, outputs, inner");
     m.def("rms_norm", &rms_norm, Free(), "x, weight, y: addresses; rows, columns, eps, offset");
+    m.def("layer_norm", &layer_norm, Free(), "x, weight, bias, y: addresses; rows, columns, eps");
+    m.def("pointwise", &pointwise, Free(), "function, x, factor (0: none), y: addresses; count, parameter");
+    m.def("rotate", &rotate, Free(), "x, cos, sin, y: addresses; tokens, heads, size, half");
+    m.def("write_pages", &write_tokens, Free(),
+          "rows, pages, slots: addresses; tokens, bytes of a row, frames, page_tokens, bytes of a frame and of a token");
+    m.def("paged_attention", &attention,
+          "narrow (bfloat16 pages), q, k, k's strides, v, v's strides, y, q_start, kv_len, table, its stride and width, "
+          "frames, page_tokens, tokens, heads, kv_heads, size, values, scale, window (0: none), cap (0: none)");
+    m.def("causal_conv", &causal_conv,
+          "x, weight, bias (0: none), state, y, q_start, kept, read, write, its stride and width, slots, tokens, channels, "
+          "width");
+    m.def("selective_scan", &selective_scan,
+          "x, delta, a, b, c, d, state, y, token strides of b and c, q_start, kept, read, write, its stride and width, "
+          "slots, tokens, channels, size");
+    m.def("functions", &functions, "name -> the code that pointwise takes");
     m.def("dequantize", &dequantize, Free(), "format, blocks, out: addresses; how many blocks");
     m.def("formats", &formats, "name -> (format, weights per block, bytes per block)");
     m.def("isas", &available_isas, "the instruction sets of this processor, best first");

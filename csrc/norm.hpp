@@ -16,3 +16,24 @@ static void rms_norm(const NormJob& job, int64_t begin, int64_t end) {
         for (int64_t i = 0; i < columns; ++i) y[i] = x[i] * scale * (job.weight[i] + job.offset);
     }
 }
+
+static void layer_norm(const LayerNormJob& job, int64_t begin, int64_t end) {
+    const int64_t columns = job.columns;
+    for (int64_t row = begin; row < end; ++row) {
+        const float* x = job.x + row * columns;
+        float* y = job.y + row * columns;
+        Lanes sums = Lanes::splat(0.0f);
+        for (int64_t i = 0; i < columns; i += 16) sums = sums + load_some(x + i, columns - i);
+        const float mean = sums.sum() / float(columns);
+        // Around the mean, in a second pass: the difference of two large sums would lose what it is after.
+        Lanes squares = Lanes::splat(0.0f);
+        for (int64_t i = 0; i < columns; i += 16) {
+            float padded[16];
+            for (int j = 0; j < 16; ++j) padded[j] = i + j < columns ? x[i + j] - mean : 0.0f;
+            const Lanes away = Lanes::load(padded);
+            squares.add_product(away, away);
+        }
+        const float scale = 1.0f / __builtin_sqrtf(squares.sum() / float(columns) + job.eps);
+        for (int64_t i = 0; i < columns; ++i) y[i] = (x[i] - mean) * scale * job.weight[i] + job.bias[i];
+    }
+}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -19,7 +21,24 @@ _native = pytest.importorskip("bankfull._native", reason="the native extension w
 
 import gguf  # noqa: E402
 
-from bankfull.ops import Kit, embedding, linear, native, rms_norm  # noqa: E402
+from bankfull.ops import (  # noqa: E402
+    Kit,
+    PagedMeta,
+    RecurrentMeta,
+    activate,
+    activate_mul,
+    causal_conv,
+    embedding,
+    layer_norm,
+    linear,
+    native,
+    paged_attention,
+    rms_norm,
+    rotate,
+    selective_scan,
+    soft_cap,
+    write_pages,
+)  # fmt: skip
 from bankfull.ops.native.linear import DTYPES, FORMATS, dequantize  # noqa: E402
 from bankfull.weights.formats import SCHEMES, dense  # noqa: E402
 from bankfull.weights.qtensor import QTensor  # noqa: E402
@@ -296,3 +315,260 @@ def test_thread_counts_out_of_range_are_refused() -> None:
             native.set_threads(count)
         with pytest.raises(ValueError, match="1 to 1024"):
             _native.set_threads(count)
+
+
+# ---- attention, recurrences and the pointwise rest -----------------------------------------------------------------
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+@dataclass(slots=True)
+class Sequence:
+    """Queries, keys and values of one sequence, whose pages are shuffled frames of a strided buffer."""
+
+    q: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    table: Tensor
+    page: int
+
+    def attend(self, start: int, stop: int, window: int | None = None, cap: float | None = None) -> Tensor:
+        """The queries [start, stop), with nothing after them in sight."""
+        places = torch.arange(start, stop)
+        meta = PagedMeta(np.array([0, stop - start]), np.array([stop]), self.table, places, self.page)
+        run = paged_attention.providers["native"].run
+        return run(self.q[start:stop], self.k_pages, self.v_pages, meta, self.q.shape[-1] ** -0.5, window, cap)
+
+
+def sequence_of(
+    length: int, heads: int = 6, kv: int = 2, size: int = 24, values: int = 20, page: int = 16,
+    dtype: torch.dtype = torch.float32, seed: int = 0,
+) -> Sequence:  # fmt: skip
+    random = torch.Generator().manual_seed(seed)
+    used = -(-length // page)
+    frames = torch.randn(used + 2, 2, page, kv * (size + values), generator=random).to(dtype)
+    k_pages = frames[:, 1, :, : kv * size].unflatten(-1, (kv, size))
+    v_pages = frames[:, 1, :, kv * size :].unflatten(-1, (kv, values))
+    table = (torch.randperm(used, generator=random) + 1)[None]
+    return Sequence(torch.randn(length, heads, size, generator=random), k_pages, v_pages, table, page)
+
+
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (45, None), (200, 30.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_of_a_query_is_the_same_bits_alone_in_chunks_and_in_one_pass(
+    window: int | None, cap: float | None, dtype: torch.dtype, isa: str
+) -> None:
+    sequence = sequence_of(300, dtype=dtype)
+    whole = sequence.attend(0, 300, window, cap)
+    for size in (1, 7, 64, 131):
+        cut = [sequence.attend(at, min(at + size, 300), window, cap) for at in range(0, 300, size)]
+        assert same_bits(torch.cat(cut), whole), size
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (5, 1), (4, 4), (40, 1)])
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 17), (64, 64), (100, 80)])
+def test_attention_of_any_head_shape_is_the_body_and_keeps_its_bits(
+    heads: tuple[int, int], sizes: tuple[int, int], isa: str
+) -> None:
+    sequence = sequence_of(140, *heads, *sizes, page=5)
+    whole = sequence.attend(0, 140)
+    assert same_bits(torch.cat([sequence.attend(i, i + 1) for i in range(140)]), whole)
+    meta = PagedMeta(np.array([0, 140]), np.array([140]), sequence.table, torch.arange(140), 5)
+    wide = (t.double() for t in (sequence.q, sequence.k_pages, sequence.v_pages))
+    expected = paged_attention.body(*wide, meta, sizes[0] ** -0.5)
+    torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=3e-6)
+
+
+def test_attention_does_not_depend_on_threads_nor_on_batch_mates(threads: None) -> None:
+    """A long decode is cut over threads, and cut otherwise beside a prefill: neither shows."""
+    lengths, queries = [3000, 200, 1, 777], [1, 200, 1, 3]
+    sequences = [sequence_of(n, 9, 3, 64, 64, seed=i) for i, n in enumerate(lengths)]
+    _native.set_threads(1)
+    alone = [s.attend(n - q, n) for s, n, q in zip(sequences, lengths, queries, strict=True)]
+    k_pages, v_pages = (torch.cat([getattr(s, name) for s in sequences]) for name in ("k_pages", "v_pages"))
+    first, table = 0, torch.zeros(4, -(-3000 // 16), dtype=torch.long)
+    for i, s in enumerate(sequences):
+        table[i, : s.table.shape[1]] = s.table[0] + first
+        first += len(s.k_pages)
+    meta = PagedMeta(np.cumsum([0, *queries]), np.array(lengths), table, torch.zeros(205, dtype=torch.long), 16)
+    q = torch.cat([s.q[n - c : n] for s, n, c in zip(sequences, lengths, queries, strict=True)])
+    for count in (1, 2, 3):
+        _native.set_threads(count)
+        assert all(
+            same_bits(s.attend(n - c, n), one) for s, n, c, one in zip(sequences, lengths, queries, alone, strict=True)
+        )
+        together = paged_attention.providers["native"].run(q, k_pages, v_pages, meta, 64**-0.5)
+        assert same_bits(together, torch.cat(alone))
+
+
+@pytest.mark.skipif("avx512" not in ISAS, reason="this processor has no AVX-512")
+def test_avx2_and_avx512_attend_bit_for_bit_alike(any_isa: None) -> None:
+    sequence, results = sequence_of(300), []
+    for name in ("avx2", "avx512"):
+        _native.set_isa(name)
+        results.append(sequence.attend(0, 300, 100, 20.0))
+    assert same_bits(*results)
+
+
+def test_what_a_query_may_not_see_cannot_touch_it(isa: str) -> None:
+    """Pages behind the window and tokens after the query hold NaN, also within the same page and tile."""
+    sequence = sequence_of(200)
+    expected = sequence.attend(180, 190, 30)
+    for at in [*range(151), *range(190, 200)]:
+        frame, offset = int(sequence.table[0, at // 16]), at % 16
+        sequence.k_pages[frame, offset] = sequence.v_pages[frame, offset] = float("nan")
+    assert same_bits(sequence.attend(180, 190, 30), expected)
+    frame = int(sequence.table[0, 185 // 16])
+    sequence.v_pages[frame, 185 % 16] = float("nan")  # the sixth query's own value
+    spoilt = sequence.attend(180, 190, 30)
+    assert same_bits(spoilt[:5], expected[:5]) and spoilt[5:].isnan().all()
+
+
+def test_attention_refuses_page_tables_and_shapes_that_do_not_fit() -> None:
+    sequence = sequence_of(40)
+    sequence.table[0, 1] = 99
+    with pytest.raises(ValueError, match="page that is not there"):
+        sequence.attend(39, 40)
+    sequence.attend(39, 40, 3)  # behind the window a table may hold anything
+    with pytest.raises(ValueError, match="longer than its pages"):
+        replace(sequence, table=sequence.table[:, :2]).attend(39, 40)
+    with pytest.raises(ValueError, match="side by side"):
+        replace(sequence, k_pages=sequence.k_pages.repeat_interleave(2, -1)[..., ::2]).attend(0, 4)
+    with pytest.raises(ValueError, match="float16"):
+        replace(sequence, k_pages=sequence.k_pages.half()).attend(0, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_write_pages_moves_bytes_and_refuses_other_places(dtype: torch.dtype, threads: None) -> None:
+    run = write_pages.providers["native"].run
+    frames = torch.zeros(9, 2, 16, 12, dtype=dtype)
+    pages = frames[:, 1].unflatten(-1, (3, 4))
+    new, slots = torch.randn(100, 3, 4).to(dtype), torch.randperm(9 * 16)[:100]
+    expected = pages.clone()
+    write_pages.body(new, expected, slots)
+    run(new, pages, slots)
+    assert torch.equal(pages, expected) and not frames[:, 0].any()
+    for wrong in (-1, 9 * 16):
+        with pytest.raises(ValueError, match="not there"):
+            run(new[:2], pages, torch.tensor([0, wrong]))
+    assert torch.equal(pages, expected)
+
+
+def test_rotate_is_the_body_bit_for_bit(isa: str) -> None:
+    for half, size in ((32, 64), (5, 10), (8, 23), (40, 80)):
+        x, cos, sin = rows_of(7, 3, size), rows_of(7, half, seed=2), rows_of(7, half, seed=3)
+        assert same_bits(rotate.providers["native"].run(x, cos, sin), rotate.body(x, cos, sin))
+
+
+def ulps(got: Tensor, exact: Tensor) -> float:
+    """The largest error in units of the last place of the exact result."""
+    unit = 2.0 ** (exact.abs().clamp_min(2.0**-126).log2().floor() - 23)
+    return float(((got.double() - exact) / unit).abs().max())
+
+
+@pytest.mark.parametrize("kind", ["silu", "softplus", "relu"])
+def test_activations_are_exact_to_a_few_units_in_the_last_place(kind: str, isa: str) -> None:
+    x = torch.cat((torch.linspace(-8, 8, 40001), torch.linspace(-1e-3, 1e-3, 1001)))
+    wide = x.double()
+    exact = wide.exp().log1p() if kind == "softplus" else activate.body(wide, kind)
+    assert ulps(activate.providers["native"].run(x, kind), exact) <= 4
+
+
+def test_gelu_is_exact_to_a_few_units_of_its_input(isa: str) -> None:
+    x = torch.linspace(-8, 8, 40001)
+    exact = activate.body(x.double(), "gelu_tanh")
+    error = (activate.providers["native"].run(x, "gelu_tanh").double() - exact).abs()
+    assert (error <= 4 * 2.0**-24 * x.double().abs()).all()
+
+
+def test_the_scan_s_exponential_is_exact_to_two_units_over_its_whole_range(isa: str) -> None:
+    """With h = 1, b = 0, c = 1, d = 0 the scan is exp(delta a)."""
+    delta = torch.linspace(-87, 88.7, 4000)
+    one, zero = torch.ones(1, 4000), torch.zeros(1, 1)
+    meta = RecurrentMeta(np.array([0, 1]), np.array([0]), torch.tensor([0]), torch.zeros(1, 0, dtype=torch.long))
+    scan = selective_scan.providers["native"].run
+    state = torch.ones(1, 4000, 1)
+    got = scan(one, delta[None], torch.ones(4000, 1), zero, zero + 1, torch.zeros(4000), state, meta)[0]
+    assert ulps(got, delta.double().exp()) <= 2.0
+    for value, expected in ((-200.0, 0.0), (200.0, math.inf), (-math.inf, 0.0), (math.nan, math.nan), (0.0, 1.0)):
+        found = scan(
+            one[:, :1], one[:, :1], torch.tensor([[value]]), zero, zero + 1, torch.zeros(1), state[:, :1].clone(), meta
+        )
+        torch.testing.assert_close(found, torch.tensor([[expected]]), equal_nan=True, rtol=0, atol=0)
+
+
+def test_soft_cap_is_exact_to_a_few_units_and_odd(isa: str) -> None:
+    x = torch.linspace(-300, 300, 60001)
+    run = soft_cap.providers["native"].run
+    assert ulps(run(x, 30.0), soft_cap.body(x.double(), 30.0)) <= 4
+    assert same_bits(run(-x, 30.0), -run(x, 30.0))
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "softplus"])
+def test_activations_pass_extremes_on_and_keep_their_bits_wherever_an_element_lies(kind: str, isa: str) -> None:
+    x = torch.tensor([-math.inf, -1e30, -100.0, -0.0, 0.0, 100.0, 1e30, math.inf, math.nan])
+    run, gated = activate.providers["native"].run, activate_mul.providers["native"].run
+    torch.testing.assert_close(run(x, kind), activate.body(x, kind), equal_nan=True)
+    y = rows_of(9001)
+    whole = run(y, kind)
+    assert same_bits(torch.cat([run(part, kind) for part in y.split(7)]), whole)
+    torch.testing.assert_close(gated(y, y.flip(0), kind), whole * y.flip(0), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("columns", [1, 15, 16, 577])
+def test_layer_norm_is_the_body_within_float32_rounding(columns: int, isa: str) -> None:
+    x, weight, bias = 50 + rows_of(70, columns), rows_of(columns, seed=2), rows_of(columns, seed=3)
+    run = layer_norm.providers["native"].run
+    exact = layer_norm.body(x.double(), weight.double(), bias.double(), 1e-5)
+    torch.testing.assert_close(run(x, weight, bias, 1e-5).double(), exact, rtol=1e-4, atol=2e-5)
+    assert same_bits(torch.cat([run(row, weight, bias, 1e-5) for row in x.split(1)]), run(x, weight, bias, 1e-5))
+
+
+def stepped(run: Callable[..., Tensor], inputs: list[Tensor], state: Tensor, cuts: list[int]) -> Tensor:
+    """Runs tokens in pieces that end at `cuts`; the state wanders from slot to slot."""
+    out, slot, begin = [], 0, 0
+    for end in cuts:
+        meta = RecurrentMeta(
+            np.array([0, end - begin]), np.array([1]), torch.tensor([slot]), torch.tensor([[slot + 1]])
+        )
+        out.append(run([x[begin:end] for x in inputs], state, meta))
+        slot, begin = slot + 1, end
+    return torch.cat([*out, state[slot].reshape(-1, out[0].shape[1])])
+
+
+@pytest.mark.parametrize("channels", [5, 16, 700])
+def test_recurrences_are_the_same_bits_in_one_pass_in_chunks_and_token_by_token(
+    channels: int, isa: str, threads: None
+) -> None:
+    tokens, size, width = 24, 16 if channels == 16 else 5, 4
+    x, delta = rows_of(tokens, channels), rows_of(tokens, channels, seed=2).exp()
+    b, c = rows_of(tokens, 2 * size + 3, seed=3)[:, 3:].split(size, 1)
+    a, d = -rows_of(channels, size, seed=4).exp(), rows_of(channels, seed=5)
+    weight, bias = rows_of(channels, width, seed=6), rows_of(channels, seed=7)
+
+    def scan(parts: list[Tensor], state: Tensor, meta: RecurrentMeta) -> Tensor:
+        return selective_scan.providers["native"].run(parts[0], parts[1], a, parts[2], parts[3], d, state, meta)
+
+    def conv(parts: list[Tensor], state: Tensor, meta: RecurrentMeta) -> Tensor:
+        return causal_conv.providers["native"].run(parts[0], weight, bias, state, meta)
+
+    for run, inputs, shape in ((scan, [x, delta, b, c], (channels, size)), (conv, [x], (channels, width - 1))):
+        results = []
+        for cuts in ([tokens], [7, 9, tokens], list(range(1, tokens + 1))):
+            for count in (1, 2, 3):
+                _native.set_threads(count)
+                results.append(stepped(run, inputs, torch.zeros(tokens + 1, *shape), cuts))
+        assert all(same_bits(one, results[0]) for one in results)
+
+
+def test_recurrences_refuse_slots_that_are_not_there() -> None:
+    x, state, run = rows_of(1, 4), torch.zeros(3, 4, 1), causal_conv.providers["native"].run
+    for read, write in ((3, 1), (-1, 1), (0, 3)):
+        meta = RecurrentMeta(np.array([0, 1]), np.array([1]), torch.tensor([read]), torch.tensor([[write]]))
+        with pytest.raises(ValueError, match="not there"):
+            run(x, rows_of(4, 2), None, state, meta)
+    meta = RecurrentMeta(np.array([0, 1]), np.array([2]), torch.tensor([0]), torch.tensor([[1, 2]]))
+    with pytest.raises(ValueError, match="more states"):
+        run(x, rows_of(4, 2), None, state, meta)

@@ -6,7 +6,11 @@ Without it everything still works, on the torch bodies; `status` is the one line
 from bankfull.ops.native.extension import kernels, notify, select_isa, set_threads, status, threads
 
 if kernels is not None:
+    from bankfull.ops.native import activation as _activation  # noqa: F401
+    from bankfull.ops.native import attention as _attention  # noqa: F401
     from bankfull.ops.native import linear as _linear  # noqa: F401
     from bankfull.ops.native import norm as _norm  # noqa: F401
+    from bankfull.ops.native import recurrent as _recurrent  # noqa: F401
+    from bankfull.ops.native import rope as _rope  # noqa: F401
 
 __all__ = ["notify", "select_isa", "set_threads", "status", "threads"]

@@ -17,11 +17,29 @@ def isa_is_chosen() -> bool:
 
 def float_rows(x: Tensor) -> Tensor:
     """x as dense float32; x itself where it already is."""
+    if x.dtype is torch.float32 and x.is_cpu and x.is_contiguous():
+        return x
     if not x.is_cpu:
         raise ValueError(f"a CPU kernel was given a tensor on {x.device}")
     if x.dtype not in WIDENED:
         raise ValueError(f"a float32 kernel was given {x.dtype}, which it would have to round")
     return x.to(torch.float32).contiguous()
+
+
+def dense_floats(x: Tensor) -> Tensor:
+    """x, which a kernel writes to: a copy would not do."""
+    if x.dtype is not torch.float32 or not x.is_cpu or not x.is_contiguous():
+        raise ValueError(f"a kernel that writes float32 in place was given {x.dtype} on {x.device}, or strided")
+    return x
+
+
+def integers(x: Tensor) -> Tensor:
+    """x as dense int64 in host memory; x itself where it already is."""
+    if x.dtype is torch.int64 and x.is_cpu and x.is_contiguous():
+        return x
+    if not x.is_cpu or x.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"a CPU kernel was given indices in {x.dtype} on {x.device}")
+    return x.to(torch.int64).contiguous()
 
 
 def address(x: Tensor | None) -> int:

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation in C++."""
+"""Normalisations in C++."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bankfull.ops.native.checks import WIDENED, address, float_rows, isa_is_chosen
 from bankfull.ops.native.extension import required
-from bankfull.ops.reference.norm import rms_norm
+from bankfull.ops.reference.norm import add_rms_norm, layer_norm, rms_norm
 
 _native = required()
 
@@ -28,4 +28,25 @@ def run_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> 
     rows, gain = float_rows(x), float_rows(weight)
     y = torch.empty_like(rows)
     _native.rms_norm(address(rows), address(gain), address(y), rows.numel() // columns, columns, eps, offset)
+    return y
+
+
+@add_rms_norm.provider("native", on="cpu", accepts=_accepts)
+def run_add_rms_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    joined = x + delta
+    return joined, run_rms_norm(joined, weight, eps, offset)
+
+
+@layer_norm.provider("native", on="cpu", accepts=_accepts)
+def run_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    columns = weight.shape[0]
+    if x.shape[-1] != columns or bias.shape != (columns,):
+        raise ValueError(f"layer_norm: the input has {x.shape[-1]} columns, the weight {columns}")
+    rows, gain, shift = float_rows(x), float_rows(weight), float_rows(bias)
+    y = torch.empty_like(rows)
+    _native.layer_norm(
+        rows.data_ptr(), gain.data_ptr(), shift.data_ptr(), y.data_ptr(), rows.numel() // columns, columns, eps
+    )
     return y

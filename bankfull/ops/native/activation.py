@@ -1,0 +1,51 @@
+"""Pointwise non-linearities in C++."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bankfull.ops.native.checks import float_rows, isa_is_chosen
+from bankfull.ops.native.extension import required
+from bankfull.ops.reference.activation import activate, activate_mul, soft_cap
+
+_native = required()
+
+CODES: dict[str, int] = _native.functions()
+"""What is missing (gelu, with its error function) is rare and left to the body: a binding does not know the kind."""
+
+
+def _accepts(*, dtype: torch.dtype | None = None, **facts: Any) -> bool:
+    return dtype == torch.float32 and isa_is_chosen()
+
+
+@activate.provider("native", on="cpu", accepts=_accepts)
+def run_activate(x: Tensor, kind: str) -> Tensor:
+    code = CODES.get(kind)
+    if code is None:
+        return activate.body(x, kind)
+    rows = float_rows(x)
+    y = torch.empty_like(rows)
+    _native.pointwise(code, rows.data_ptr(), 0, y.data_ptr(), rows.numel(), 0.0)
+    return y
+
+
+@activate_mul.provider("native", on="cpu", accepts=_accepts)
+def run_activate_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    code = CODES.get(kind)
+    if code is None or gate.shape != up.shape:
+        return activate_mul.body(gate, up, kind)
+    rows, factor = float_rows(gate), float_rows(up)
+    y = torch.empty_like(rows)
+    _native.pointwise(code, rows.data_ptr(), factor.data_ptr(), y.data_ptr(), rows.numel(), 0.0)
+    return y
+
+
+@soft_cap.provider("native", on="cpu", accepts=_accepts)
+def run_soft_cap(x: Tensor, cap: float) -> Tensor:
+    rows = float_rows(x)
+    y = torch.empty_like(rows)
+    _native.pointwise(CODES["soft_cap"], rows.data_ptr(), 0, y.data_ptr(), rows.numel(), cap)
+    return y

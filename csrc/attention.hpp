@@ -1,0 +1,358 @@
+// Attention over pages. A row is one query of one head. In each chunk of positions: all scores, their maximum, the
+// exponentials, their sum in sixteen lanes, and the values mixed in the order of positions; then chunks are merged in
+// order. What a row may not see is never added to it, so its bits are the same alone, in a tile, and in any cut of the
+// work: chunks, lanes and the order of values hang on absolute positions only.
+//
+// Included inside a namespace per instruction set.
+
+typedef float Four __attribute__((vector_size(16)));
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#else
+typedef int32_t FourIndices __attribute__((vector_size(16)));
+#define SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, FourIndices{i, j, k, l})
+#endif
+
+struct Float32 {
+    static constexpr int bytes = 4;
+    static Lanes load(const uint8_t* p) { return Lanes::load(reinterpret_cast<const float*>(p)); }
+    static float one(const uint8_t* p) {
+        float value;
+        __builtin_memcpy(&value, p, 4);
+        return value;
+    }
+    static Four four(const uint8_t* p) {
+        Four value;
+        __builtin_memcpy(&value, p, 16);
+        return value;
+    }
+};
+
+struct BFloat16 {
+    static constexpr int bytes = 2;
+    static Lanes load(const uint8_t* p) { return Lanes::load_bfloat(p); }
+    static float one(const uint8_t* p) {
+        uint16_t half;
+        __builtin_memcpy(&half, p, 2);
+        const uint32_t bits = uint32_t(half) << 16;
+        float value;
+        __builtin_memcpy(&value, &bits, 4);
+        return value;
+    }
+    static Four four(const uint8_t* p) { return Four{one(p), one(p + 2), one(p + 4), one(p + 6)}; }
+};
+
+static constexpr int64_t KEYS = 32;  // scored at once: two blocks of lanes
+#if defined(__AVX512F__)
+static constexpr int SCORE_ROWS = 4, MIX_ROWS = 4, MIX_LANES = 4;
+#else
+static constexpr int SCORE_ROWS = 2, MIX_ROWS = 2, MIX_LANES = 2;
+#endif
+
+// The rows of an item, and what each of them sees.
+struct Rows {
+    const AttentionJob& job;
+    int64_t token, kv_head, queries, groups, count, position;  // position: of the first query in its sequence
+
+    Rows(const AttentionJob& j, const AttentionItem& item)
+        : job(j), token(j.q_start[item.sequence] + item.first), kv_head(item.kv_head), queries(item.queries),
+          groups(j.heads / j.kv_heads), count(queries * groups) {
+        const int64_t all = j.q_start[item.sequence + 1] - j.q_start[item.sequence];
+        position = j.kv_len[item.sequence] - all + item.first;
+    }
+    int64_t flat(int64_t row) const { return (token + row / groups) * job.heads + kv_head * groups + row % groups; }
+    const float* query(int64_t row) const { return job.q + flat(row) * job.size; }
+    float* result(int64_t row) const { return job.y + flat(row) * job.values; }
+    // Positions that the row sees in [begin, end) of a chunk; none when from >= to.
+    int64_t to(int64_t row, int64_t end) const {
+        const int64_t last = position + row / groups + 1;
+        return last < end ? last : end;
+    }
+    int64_t from(int64_t row, int64_t begin) const {
+        const int64_t start = job.window ? position + row / groups + 1 - job.window : 0;
+        return start > begin ? start : begin;
+    }
+};
+
+// A row's partial result: the mixed values, padded to whole lanes, then maximum and sum.
+static inline int64_t padded_values(const AttentionJob& job) { return (job.values + 15) / 16 * 16; }
+static inline int64_t partial_floats(const AttentionJob& job) { return padded_values(job) + 2; }
+
+// Sixteen keys side by side: keys[d * KEYS + i] is dimension d of key i.
+template <class E>
+static void transpose_keys(const uint8_t* const* at, int64_t size, float* keys) {
+    int64_t d = 0;
+    for (; d + 4 <= size; d += 4)
+        for (int64_t i = 0; i < 16; i += 4) {
+            const Four a = E::four(at[i] + d * E::bytes), b = E::four(at[i + 1] + d * E::bytes);
+            const Four c = E::four(at[i + 2] + d * E::bytes), e = E::four(at[i + 3] + d * E::bytes);
+            const Four ab = SHUFFLE(a, b, 0, 4, 1, 5), AB = SHUFFLE(a, b, 2, 6, 3, 7);
+            const Four ce = SHUFFLE(c, e, 0, 4, 1, 5), CE = SHUFFLE(c, e, 2, 6, 3, 7);
+            const Four turned[4] = {SHUFFLE(ab, ce, 0, 1, 4, 5), SHUFFLE(ab, ce, 2, 3, 6, 7),
+                                    SHUFFLE(AB, CE, 0, 1, 4, 5), SHUFFLE(AB, CE, 2, 3, 6, 7)};
+            for (int64_t j = 0; j < 4; ++j) __builtin_memcpy(keys + (d + j) * KEYS + i, &turned[j], 16);
+        }
+    for (; d < size; ++d)
+        for (int64_t i = 0; i < 16; ++i) keys[d * KEYS + i] = E::one(at[i] + d * E::bytes);
+}
+
+template <int R>
+static void score_rows(const Rows& rows, int64_t row, const float* keys, float* scores) {
+    const AttentionJob& job = rows.job;
+    const float* q[R];
+    Lanes left[R], right[R];
+    for (int r = 0; r < R; ++r) {
+        q[r] = rows.query(row + r);
+        left[r] = right[r] = Lanes::splat(0.0f);
+    }
+    for (int64_t d = 0; d < job.size; ++d) {
+        const Lanes a = Lanes::load(keys + d * KEYS), b = Lanes::load(keys + d * KEYS + 16);
+        for (int r = 0; r < R; ++r) {
+            const Lanes each = Lanes::splat(q[r][d]);
+            left[r].add_product(each, a);
+            right[r].add_product(each, b);
+        }
+    }
+    const Lanes scale = Lanes::splat(job.scale);
+    for (int r = 0; r < R; ++r)
+        for (int half = 0; half < 2; ++half) {
+            Lanes score = (half ? right[r] : left[r]) * scale;
+            if (job.cap) score = SoftCap::of(score, job.cap);
+            score.store(scores + (row + r) * CHUNK + half * 16);
+        }
+}
+
+// Scores of [from, to) become exponentials over their maximum; lanes of the outer blocks that lie outside become 0.
+static void soften(float* scores, int64_t from, int64_t to, float& maximum, float& total) {
+    const int64_t begin = from / 16 * 16, end = (to + 15) / 16 * 16;
+    for (int64_t i = begin; i < from; ++i) scores[i] = -__builtin_inff();
+    for (int64_t i = to; i < end; ++i) scores[i] = -__builtin_inff();
+    Lanes most = Lanes::load(scores + begin);
+    for (int64_t i = begin + 16; i < end; i += 16) most = Lanes::larger(most, Lanes::load(scores + i));
+    float each[16];
+    most.store(each);
+    maximum = each[0];
+    for (int i = 1; i < 16; ++i) maximum = each[i] > maximum ? each[i] : maximum;
+    const Lanes top = Lanes::splat(maximum);
+    Lanes sums = Lanes::splat(0.0f);
+    for (int64_t i = begin; i < end; i += 16) {
+        const Lanes weights = exponential(Lanes::load(scores + i) - top);
+        weights.store(scores + i);
+        sums = sums + weights;
+    }
+    total = sums.sum();
+}
+
+// mixed[r] += weights[r][j] * values[j] for j in [from, to), C lanes of columns.
+template <class E, int R, int C>
+static void mix_tile(float* const* mixed, const float* const* weights, const uint8_t* const* values, int64_t byte,
+                     int64_t column, int64_t from, int64_t to) {
+    Lanes sums[R][C];
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) sums[r][c] = Lanes::load(mixed[r] + column + c * 16);
+    for (int64_t j = from; j < to; ++j) {
+        Lanes lanes[C];
+        for (int c = 0; c < C; ++c) lanes[c] = E::load(values[j] + byte + c * 16 * E::bytes);
+        for (int r = 0; r < R; ++r) {
+            const Lanes weight = Lanes::splat(weights[r][j]);
+            for (int c = 0; c < C; ++c) sums[r][c].add_product(weight, lanes[c]);
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) sums[r][c].store(mixed[r] + column + c * 16);
+}
+
+// Where a chunk's values lie: in their pages, and the columns beyond whole lanes in a padded copy.
+struct Values {
+    const uint8_t* at[CHUNK];
+    const uint8_t* tail[CHUNK];
+    int64_t columns;
+};
+
+template <class E, int R>
+static void mix_rows(float* const* mixed, const float* const* weights, const Values& values, int64_t from, int64_t to) {
+    if (from >= to) return;
+    const int64_t whole = values.columns / 16 * 16;
+    int64_t column = 0;
+    for (; column + MIX_LANES * 16 <= whole; column += MIX_LANES * 16)
+        mix_tile<E, R, MIX_LANES>(mixed, weights, values.at, column * E::bytes, column, from, to);
+    for (; column < whole; column += 16)
+        mix_tile<E, R, 1>(mixed, weights, values.at, column * E::bytes, column, from, to);
+    if (column < values.columns) mix_tile<Float32, R, 1>(mixed, weights, values.tail, 0, column, from, to);
+}
+
+// Rows of a tile see different keys only at the ends: there each goes alone, between them all go together.
+template <class E, int R>
+static void mix(const Rows& rows, int64_t row, float* partial, const float* scores, const Values& values, int64_t start,
+                int64_t from, int64_t to) {
+    float* mixed[R];
+    const float* weights[R];
+    int64_t a[R], b[R], begin = 0, end = CHUNK;
+    for (int r = 0; r < R; ++r) {
+        mixed[r] = partial + (row + r) * partial_floats(rows.job);
+        weights[r] = scores + (row + r) * CHUNK;
+        a[r] = rows.from(row + r, from) - start;
+        b[r] = rows.to(row + r, to) - start;
+        begin = a[r] > begin ? a[r] : begin;
+        end = b[r] < end ? b[r] : end;
+    }
+    if (begin >= end) {
+        for (int r = 0; r < R; ++r) mix_rows<E, 1>(mixed + r, weights + r, values, a[r], b[r]);
+        return;
+    }
+    for (int r = 0; r < R; ++r) mix_rows<E, 1>(mixed + r, weights + r, values, a[r], begin);
+    mix_rows<E, R>(mixed, weights, values, begin, end);
+    for (int r = 0; r < R; ++r) mix_rows<E, 1>(mixed + r, weights + r, values, end, b[r]);
+}
+
+struct Work {
+    float *keys, *scores, *tails, *partial, *running;
+    uint8_t* nothing;  // a key of zeros, for lanes without one
+
+    static int64_t floats(const AttentionJob& job, int64_t rows) {
+        return job.size * (KEYS + 1) + rows * (CHUNK + 2 * partial_floats(job)) + CHUNK * 16;
+    }
+    Work(const AttentionJob& job, int64_t rows) {
+        keys = scratch(floats(job, rows));
+        scores = keys + job.size * KEYS;
+        tails = scores + rows * CHUNK;
+        partial = tails + CHUNK * 16;
+        running = partial + rows * partial_floats(job);
+        float* zeros = running + rows * partial_floats(job);
+        for (int64_t d = 0; d < job.size; ++d) zeros[d] = 0.0f;
+        nothing = reinterpret_cast<uint8_t*>(zeros);
+    }
+};
+
+// Where the positions [from, to) lie. One division, then counting: divisions would cost as much as the products.
+template <class E>
+static void locate(const AttentionJob& job, const Pages& pages, const AttentionItem& item, int64_t from, int64_t to,
+                   const uint8_t** at) {
+    const int64_t* table = job.table + item.sequence * job.table_stride;
+    int64_t page = from / job.page_tokens, token = from - page * job.page_tokens;
+    for (int64_t position = from; position < to; ++page, token = 0) {
+        const uint8_t* p =
+            pages.data + (table[page] * pages.frame + token * pages.token + item.kv_head * pages.head) * E::bytes;
+        for (; token < job.page_tokens && position < to; ++token, ++position, p += pages.token * E::bytes) *at++ = p;
+    }
+}
+
+template <class E>
+static void attend_chunk(const Rows& rows, const AttentionItem& item, int64_t chunk, const Work& work, float* partial) {
+    const AttentionJob& job = rows.job;
+    const int64_t start = chunk * CHUNK;
+    // What any row of the tile sees: the first row starts first, the last row ends last.
+    const int64_t from = rows.from(0, start), to = rows.to(rows.count - 1, start + CHUNK);
+
+    for (int64_t block = from / KEYS * KEYS; block < to; block += KEYS) {
+        const uint8_t* at[KEYS];
+        const int64_t a = block < from ? from : block, b = block + KEYS < to ? block + KEYS : to;
+        for (int64_t i = 0; i < a - block; ++i) at[i] = work.nothing;
+        locate<E>(job, job.k, item, a, b, at + (a - block));
+        for (int64_t i = b - block; i < KEYS; ++i) at[i] = work.nothing;
+        transpose_keys<E>(at, job.size, work.keys);
+        transpose_keys<E>(at + 16, job.size, work.keys + 16);
+        float* scores = work.scores + block - start;
+        int64_t row = 0;
+        for (; row + SCORE_ROWS <= rows.count; row += SCORE_ROWS) score_rows<SCORE_ROWS>(rows, row, work.keys, scores);
+        if (row + 3 == rows.count) score_rows<3>(rows, row, work.keys, scores);
+        if (row + 2 == rows.count) score_rows<2>(rows, row, work.keys, scores);
+        if (row + 1 == rows.count) score_rows<1>(rows, row, work.keys, scores);
+    }
+
+    Values values;
+    values.columns = job.values;
+    const int64_t whole = job.values / 16 * 16;
+    locate<E>(job, job.v, item, from, to, values.at + (from - start));
+    for (int64_t i = from - start; i < to - start; ++i) {
+        float* tail = work.tails + i * 16;
+        values.tail[i] = reinterpret_cast<const uint8_t*>(tail);
+        if (whole == job.values) continue;
+        for (int64_t c = 0; c < 16; ++c)
+            tail[c] = whole + c < job.values ? E::one(values.at[i] + (whole + c) * E::bytes) : 0.0f;
+    }
+    const int64_t mixed = padded_values(job);
+    for (int64_t row = 0; row < rows.count; ++row) {
+        float* result = partial + row * partial_floats(job);
+        for (int64_t c = 0; c < mixed; ++c) result[c] = 0.0f;
+        const int64_t a = rows.from(row, from), b = rows.to(row, to);
+        if (a < b) soften(work.scores + row * CHUNK, a - start, b - start, result[mixed], result[mixed + 1]);
+    }
+    int64_t row = 0;
+    for (; row + MIX_ROWS <= rows.count; row += MIX_ROWS)
+        mix<E, MIX_ROWS>(rows, row, partial, work.scores, values, start, from, to);
+    if (row + 3 == rows.count) return mix<E, 3>(rows, row, partial, work.scores, values, start, from, to);
+    if (row + 2 == rows.count) return mix<E, 2>(rows, row, partial, work.scores, values, start, from, to);
+    if (row + 1 == rows.count) return mix<E, 1>(rows, row, partial, work.scores, values, start, from, to);
+}
+
+// The next chunk's partial results join the running ones; rows that see nothing of the chunk are passed over.
+static void join_chunk(const Rows& rows, int64_t chunk, const float* partial, float* running) {
+    const AttentionJob& job = rows.job;
+    const int64_t mixed = padded_values(job), stride = mixed + 2, start = chunk * CHUNK;
+    for (int64_t row = 0; row < rows.count; ++row) {
+        if (rows.from(row, start) >= rows.to(row, start + CHUNK)) continue;
+        const float* next = partial + row * stride;
+        float* sum = running + row * stride;
+        if (rows.from(row, 0) >= start) {  // the row's first chunk
+            __builtin_memcpy(sum, next, size_t(stride) * sizeof(float));
+            continue;
+        }
+        const float top = next[mixed] > sum[mixed] ? next[mixed] : sum[mixed];
+        const Lanes old = exponential(Lanes::splat(sum[mixed] - top));
+        const Lanes fresh = exponential(Lanes::splat(next[mixed] - top));
+        for (int64_t c = 0; c < mixed; c += 16) {
+            Lanes both = Lanes::load(sum + c) * old;
+            both.add_product(Lanes::load(next + c), fresh);
+            both.store(sum + c);
+        }
+        sum[mixed] = top;
+        sum[mixed + 1] = sum[mixed + 1] * first_lane(old) +
+                         next[mixed + 1] * first_lane(fresh);
+    }
+}
+
+static void finish(const Rows& rows, const float* running) {
+    const int64_t mixed = padded_values(rows.job), values = rows.job.values;
+    for (int64_t row = 0; row < rows.count; ++row) {
+        const float* sum = running + row * (mixed + 2);
+        float* y = rows.result(row);
+        for (int64_t c = 0; c < values; ++c) y[c] = sum[c] / sum[mixed + 1];
+    }
+}
+
+template <class E>
+static void attend(const AttentionJob& job, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+        const AttentionItem& item = job.items[i];
+        const Rows rows(job, item);
+        const Work work(job, rows.count);
+        if (item.partial >= 0) {
+            const int64_t each = rows.count * partial_floats(job);
+            for (int64_t chunk = item.chunk_begin; chunk < item.chunk_end; ++chunk)
+                attend_chunk<E>(rows, item, chunk, work,
+                                job.partials + item.partial + (chunk - item.chunk_begin) * each);
+            continue;
+        }
+        for (int64_t chunk = item.chunk_begin; chunk < item.chunk_end; ++chunk) {
+            attend_chunk<E>(rows, item, chunk, work, work.partial);
+            join_chunk(rows, chunk, work.partial, work.running);
+        }
+        finish(rows, work.running);
+    }
+}
+
+static void merge_split(const AttentionJob& job, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+        const AttentionItem& item = job.split[i];
+        const Rows rows(job, item);
+        const int64_t each = rows.count * partial_floats(job);
+        float* running = scratch(each);
+        for (int64_t chunk = item.chunk_begin; chunk < item.chunk_end; ++chunk)
+            join_chunk(rows, chunk, job.partials + item.partial + (chunk - item.chunk_begin) * each, running);
+        finish(rows, running);
+    }
+}
+
+#undef SHUFFLE

@@ -1,0 +1,119 @@
+#include "attention_plan.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+#include <vector>
+
+#include "isa.hpp"
+#include "threads.hpp"
+
+namespace bankfull {
+namespace {
+
+constexpr int64_t TILE_ROWS = 32;    // rows that share a tile's keys
+constexpr int64_t PIECES = 64;       // into which a step's work is cut at least, where there is as much
+constexpr int64_t ALONE = 1 << 16;   // multiplications that are done before another thread has woken up
+
+void require(bool fine, const char* message) {
+    if (!fine) throw std::invalid_argument(message);
+}
+
+// Pages that any query may look at must be there; the others may hold anything.
+void check(const AttentionJob& job, int64_t sequences, int64_t tokens, int64_t width, int64_t frames) {
+    require(job.page_tokens > 0 && job.kv_heads > 0 && job.heads > 0 && job.heads % job.kv_heads == 0 && job.size > 0 &&
+                job.values > 0 && job.window >= 0,
+            "paged_attention: the sizes do not fit each other");
+    require(job.q_start[0] == 0 && job.q_start[sequences] == tokens,
+            "paged_attention: q_start does not cover the queries");
+    for (int64_t i = 0; i < sequences; ++i) {
+        const int64_t queries = job.q_start[i + 1] - job.q_start[i], length = job.kv_len[i];
+        require(queries >= 0 && length >= queries && length <= width * job.page_tokens,
+                "paged_attention: a sequence is longer than its pages or shorter than its queries");
+        if (queries == 0) continue;
+        const int64_t seen = job.window ? std::max<int64_t>(0, length - queries + 1 - job.window) : 0;
+        const int64_t* pages = job.table + i * job.table_stride;
+        for (int64_t page = seen / job.page_tokens; page * job.page_tokens < length; ++page)
+            require(pages[page] >= 0 && pages[page] < frames,
+                    "paged_attention: a page table names a page that is not there");
+    }
+}
+
+struct Plan {
+    std::vector<AttentionItem> tiles, items, split;
+    std::vector<float> partials;
+    int64_t products = 0;
+
+    void build(const AttentionJob& job, int64_t sequences) {
+        tiles.clear();
+        items.clear();
+        split.clear();
+        products = 0;
+        const int64_t groups = job.heads / job.kv_heads, most = std::max<int64_t>(1, TILE_ROWS / groups);
+        int64_t chunks = 0;
+        for (int64_t i = 0; i < sequences; ++i) {
+            const int64_t queries = job.q_start[i + 1] - job.q_start[i], past = job.kv_len[i] - queries;
+            for (int64_t first = 0; first < queries; first += most) {
+                const int64_t count = std::min(most, queries - first), end = past + first + count;
+                const int64_t from = job.window ? std::max<int64_t>(0, past + first + 1 - job.window) : 0;
+                const AttentionItem tile{i, 0, first, count, from / CHUNK, (end + CHUNK - 1) / CHUNK, -1};
+                for (int64_t head = 0; head < job.kv_heads; ++head) {
+                    tiles.push_back(tile);
+                    tiles.back().kv_head = head;
+                }
+                chunks += (tile.chunk_end - tile.chunk_begin) * job.kv_heads;
+                products += (end - from) * count * job.heads * (job.size + job.values);
+            }
+        }
+        // A tile with more than its share of the chunks is cut, so that one long sequence keeps every thread busy.
+        const int64_t share = std::max<int64_t>(1, chunks / PIECES);
+        const int64_t floats = (job.values + 15) / 16 * 16 + 2;
+        int64_t used = 0;
+        for (AttentionItem tile : tiles) {
+            if (tile.chunk_end - tile.chunk_begin <= share || products <= ALONE) {
+                items.push_back(tile);
+                continue;
+            }
+            const int64_t each = tile.queries * groups * floats;
+            tile.partial = used;
+            split.push_back(tile);
+            for (int64_t chunk = tile.chunk_begin; chunk < tile.chunk_end; chunk += share) {
+                AttentionItem piece = tile;
+                piece.chunk_begin = chunk;
+                piece.chunk_end = std::min(chunk + share, tile.chunk_end);
+                piece.partial = used + (chunk - tile.chunk_begin) * each;
+                items.push_back(piece);
+            }
+            used += (tile.chunk_end - tile.chunk_begin) * each;
+        }
+        if (int64_t(partials.size()) < used) partials.resize(size_t(used));
+    }
+};
+
+struct Task {
+    void (*run)(const AttentionJob&, int64_t, int64_t);
+    const AttentionJob& job;
+};
+
+void spread(const Task& task, int64_t count, int64_t piece) {
+    parallel(count, piece, [](const void* p, int64_t begin, int64_t end) {
+        const Task& t = *static_cast<const Task*>(p);
+        t.run(t.job, begin, end);
+    }, &task);
+}
+
+}  // namespace
+
+void paged_attention(AttentionJob job, PageType type, int64_t sequences, int64_t tokens, int64_t width,
+                     int64_t frames) {
+    check(job, sequences, tokens, width, frames);
+    thread_local Plan plan;  // kept for its memory
+    plan.build(job, sequences);
+    job.items = plan.items.data();
+    job.split = plan.split.data();
+    job.partials = plan.partials.data();
+    const int64_t items = int64_t(plan.items.size()), split = int64_t(plan.split.size());
+    spread({kernels().attention[type], job}, items, plan.products <= ALONE ? items : 1);
+    spread({kernels().merge, job}, split, plan.products <= 32 * ALONE ? split : 1);
+}
+
+}  // namespace bankfull

@@ -1,0 +1,95 @@
+// What kernels are told: plain records of addresses and sizes, shared by every instruction set.
+#pragma once
+
+#include <cstdint>
+
+namespace bankfull {
+
+// y[row][o] = sum_k x[row][k] * weight[o][k] + bias[o], for the outputs [begin, end).
+struct LinearJob {
+    const float* x;
+    const uint8_t* weight;
+    const float* bias;  // may be null
+    float* y;
+    int64_t rows, outputs, inner, row_bytes;
+};
+
+// y = x / rms(x) * (weight + offset), for the rows [begin, end).
+struct NormJob {
+    const float* x;
+    const float* weight;
+    float* y;
+    int64_t columns;
+    float eps, offset;
+};
+
+// y = (x - mean(x)) / deviation(x) * weight + bias, for the rows [begin, end).
+struct LayerNormJob {
+    const float *x, *weight, *bias;
+    float* y;
+    int64_t columns;
+    float eps;
+};
+
+// y = f(x), or f(x) * factor, for the elements [begin, end).
+struct PointwiseJob {
+    const float* x;
+    const float* factor;  // may be null
+    float* y;
+    float parameter;
+};
+
+// The first 2 * half dimensions of every head are turned, for the tokens [begin, end).
+struct RotateJob {
+    const float *x, *cos, *sin;
+    float* y;
+    int64_t heads, size, half;
+};
+
+// Keys or values in their pages. Strides are counted in elements; a head's numbers lie side by side.
+struct Pages {
+    const uint8_t* data;
+    int64_t frame, token, head;
+};
+
+// Queries [first, first + queries) of a sequence and all the heads that share one key head, over chunks of its keys.
+struct AttentionItem {
+    int64_t sequence, kv_head, first, queries, chunk_begin, chunk_end;
+    int64_t partial;  // where its chunks' partial results go, in floats; -1: it owns all chunks and finishes the rows
+};
+
+struct AttentionJob {
+    const float* q;
+    float* y;
+    Pages k, v;
+    const int64_t *q_start, *kv_len, *table;
+    int64_t table_stride, page_tokens, heads, kv_heads, size, values;
+    int64_t window;  // 0: none
+    float scale, cap;  // cap 0: none
+    const AttentionItem* items;
+    const AttentionItem* split;  // the whole of what was cut into several items
+    float* partials;
+};
+
+// Where sequences' recurrent states lie; as RecurrentMeta.
+struct RecurrentPlan {
+    const int64_t *q_start, *kept, *read, *write;
+    int64_t sequences, write_stride, channels;
+};
+
+struct ConvJob {
+    RecurrentPlan plan;
+    const float *x, *weight;
+    const float* bias;  // may be null
+    float *state, *y;
+    int64_t width;
+};
+
+struct ScanJob {
+    RecurrentPlan plan;
+    const float *x, *delta, *a, *b, *c, *d;
+    float *state, *y;
+    int64_t size, b_token, c_token;  // floats from one token of b and c to the next
+};
+
+}  // namespace bankfull

@@ -1,0 +1,43 @@
+// Activations, alone or as the gate of a product. Included inside a namespace per instruction set.
+
+struct Silu {
+    static Lanes of(Lanes x, float) {
+        return x / (Lanes::splat(1.0f) + exponential(Lanes::splat(0.0f) - x));
+    }
+};
+
+// x (1 + tanh u) / 2 = x / (1 + exp(-2 u)): without the cancellation of 1 + tanh.
+struct GeluTanh {
+    static Lanes of(Lanes x, float) {
+        const Lanes cubic = x + Lanes::splat(0.044715f) * (x * x * x);
+        return x / (Lanes::splat(1.0f) + exponential(Lanes::splat(-1.5957691216f) * cubic));
+    }
+};
+
+struct Relu {
+    static Lanes of(Lanes x, float) { return Lanes::larger(Lanes::splat(0.0f), x); }
+};
+
+struct Softplus {
+    static Lanes of(Lanes x, float) {
+        const Lanes zero = Lanes::splat(0.0f), negative = zero - x;
+        const Lanes small = exponential(Lanes::below(x, zero, x, negative));
+        return Lanes::larger(zero, x) + log_one_plus(small);
+    }
+};
+
+struct SoftCap {
+    static Lanes of(Lanes x, float cap) {
+        return Lanes::splat(cap) * hyperbolic_tangent(x / Lanes::splat(cap));
+    }
+};
+
+template <class Function>
+static void pointwise(const PointwiseJob& job, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i += 16) {
+        const int64_t count = end - i;
+        Lanes y = Function::of(load_some(job.x + i, count), job.parameter);
+        if (job.factor) y = y * load_some(job.factor + i, count);
+        store_some(y, job.y + i, count);
+    }
+}
