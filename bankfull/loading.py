@@ -17,7 +17,7 @@ from bankfull.frontend import Frontend
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model, family_of
-from bankfull.ops import kit_for, native
+from bankfull.ops import Kit, kit_for, native
 from bankfull.runtime.device import Device, open_device
 from bankfull.runtime.memory import Sizes, plan_memory, shown
 from bankfull.runtime.runner import Runner
@@ -38,6 +38,8 @@ class Loaded:
     """A model that is ready to run, and everything it came with."""
 
     files: ModelFiles
+    kit: Kit
+    """Which provider each of the model's operations was bound to."""
     model: Decoder
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -83,7 +85,7 @@ def load(
         ) from error
     engine = Engine(Scheduler(sched, manager), runner, strategy, depth)
     frontend = Frontend(engine, tokenizer, template, vocab=model.vocab, max_len=sizes.max_len, seed=run.seed)
-    return Loaded(files, model, tokenizer, template, device, layout, sizes, frontend)
+    return Loaded(files, kit, model, tokenizer, template, device, layout, sizes, frontend)
 
 
 def choose_dtype(wanted: str, files: ModelFiles, device: Device) -> torch.dtype:

@@ -93,7 +93,7 @@ def rows_of(*shape: int, seed: int = 1) -> Tensor:
 def native_linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     kit = Kit("cpu", ("native",))
     run = kit.bind(linear, dtype=x.dtype, weight=weight)
-    assert kit.chosen["linear"] == {"native"}
+    assert set(kit.chosen["linear"]) == {"native"}
     return run(x, weight, bias)
 
 

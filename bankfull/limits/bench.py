@@ -182,7 +182,7 @@ class Bench:
                 if advance is not None:
                     advance(turn)
         ran = {name.rpartition("/")[2] for name in self._metered.cost(StepShape.decode()).calls}
-        bound = bindings(self._llm.loaded.model, ran)
+        bound = bindings(self._llm.loaded.kit, ran)
         return Report(kind, self._load, self._dtype, device, turns, before, self._ceilings(), bound)
 
     @cached_property

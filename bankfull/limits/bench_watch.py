@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection
-from functools import partial
 from time import perf_counter
-from types import CellType, FunctionType, MethodType
-from typing import Any, TypeVar
-
-import torch
+from typing import TypeVar
 
 from bankfull.engine import Engine
 from bankfull.limits.step import StepShape
-from bankfull.ops.registry import BODY, OPERATIONS
+from bankfull.ops.registry import BODY, Kit
 from bankfull.runtime.device import Device, Future
 from bankfull.types import StepPlan
 
@@ -85,49 +80,11 @@ Bindings = dict[str, dict[str, int]]
 """Operation -> provider -> how many places of the model call it."""
 
 
-def bindings(model: object, ran: Collection[str]) -> Bindings:
-    """What the layers of a built model were bound to, counted, for the operations that `ran`.
-
-    Found in the layers themselves and in what their functions close over.
-    """
-    names = {id(operation.body): (name, BODY) for name, operation in OPERATIONS.items()}
-    names |= {id(p.run): (name, p.name) for name, operation in OPERATIONS.items() for p in operation.providers.values()}
-    counted: Counter[tuple[str, str]] = Counter()
-    seen: set[int] = set()
-    waiting = [model]
-    while waiting:
-        for part in _parts(waiting.pop()):
-            if id(part) in names:
-                counted[names[id(part)]] += 1  # once for each holder
-            elif id(part) not in seen and not isinstance(part, torch.Tensor | str | bytes | int | float | type | None):
-                seen.add(id(part))
-                waiting.append(part)
-    found: Bindings = {}
-    for (name, provider), count in sorted(counted.items()):
-        if name in ran:
-            found.setdefault(name, {})[provider] = count
-    return found
+def bindings(kit: Kit, ran: Collection[str]) -> Bindings:
+    """What the model's layers were bound to, for the operations that `ran`: some are bound for what never happens."""
+    return {name: dict(kit.chosen[name]) for name in sorted(kit.chosen) if name in ran}
 
 
 def breaks(found: Bindings) -> int:
     """Places that leave the kernels for a torch body."""
     return sum(providers.get(BODY, 0) for providers in found.values())
-
-
-_EMPTY = CellType()
-
-
-def _parts(at: Any) -> list[Any]:
-    if isinstance(at, dict):
-        return list(at.values())
-    if isinstance(at, list | tuple | set | frozenset):
-        return list(at)
-    if isinstance(at, FunctionType):  # its globals are not the model's
-        return [cell.cell_contents for cell in at.__closure__ or () if cell != _EMPTY]
-    if isinstance(at, MethodType):
-        return [at.__self__]
-    if isinstance(at, partial):
-        return [at.func, *at.args, *at.keywords.values()]
-    own = list(vars(at).values()) if hasattr(at, "__dict__") else []
-    slots = [name for kind in type(at).__mro__ for name in getattr(kind, "__slots__", ())]
-    return own + [getattr(at, name) for name in slots if hasattr(at, name)]

@@ -6,6 +6,7 @@ the device and from what is known of the operands (`facts`: dtype, weight, ...),
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,16 +73,19 @@ class Kit:
     def __init__(self, device: str = "cpu", prefer: Sequence[str] = ("native", "triton")) -> None:
         self.device = device
         self.prefer = tuple(prefer)
-        self.chosen: dict[str, set[str]] = {}
+        self.chosen: dict[str, Counter[str]] = {}
+        """Operation -> provider -> how many places of the model were bound to it."""
 
     def bind(self, operation: Operation, **facts: Any) -> Function:
         for name in self.prefer:
             provider = operation.providers.get(name)
             if provider is not None and provider.on == self.device and provider.accepts(**facts):
-                self.chosen.setdefault(operation.name, set()).add(name)
-                return provider.run
-        self.chosen.setdefault(operation.name, set()).add(BODY)
-        return operation.body
+                return self._note(operation, name, provider.run)
+        return self._note(operation, BODY, operation.body)
+
+    def _note(self, operation: Operation, provider: str, run: Function) -> Function:
+        self.chosen.setdefault(operation.name, Counter())[provider] += 1
+        return run
 
 
 def kit_for(device: str, providers: str = "auto") -> Kit:

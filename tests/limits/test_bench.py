@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +18,7 @@ from bankfull.limits.bench_watch import Watched, bindings, breaks
 from bankfull.limits.ceilings import Ceilings
 from bankfull.limits.metered import MeteredModel
 from bankfull.limits.step import StepShape
-from bankfull.ops import linear, rms_norm
+from bankfull.ops import kit_for, linear, rms_norm
 from bankfull.ops.cost import Cost
 from bankfull.ops.registry import OPERATIONS
 from tests.tiny import speaking_folder
@@ -202,23 +202,17 @@ def test_the_notes_count_the_breaks() -> None:
     assert breaks({"a": {"native": 3}, "b": {"torch": 2}, "c": {"torch": 1, "native": 1}}) == 3
 
 
-def test_bindings_are_found_in_layers_lists_closures_and_partial_functions() -> None:
-    class Layer:
-        __slots__ = ("run",)
-
-        def __init__(self, run: object) -> None:
-            self.run = run
-
-    first, second = Layer(linear.body), Layer(rms_norm.body)
-    model = {"blocks": [first, second, first], "embed": lambda: first, "head": partial(linear.body, 1)}
-    model["more"] = [Layer(lambda: model["head"])]  # type: ignore[dict-item]
-    assert bindings(model, OPERATIONS) == {"linear": {"torch": 2}, "rms_norm": {"torch": 1}}
-    assert bindings(model, {"rms_norm"}) == {"rms_norm": {"torch": 1}}
+def test_bindings_are_what_the_kit_bound_and_what_ran() -> None:
+    kit = kit_for("cpu", "torch")
+    for operation in (linear, rms_norm, linear):
+        kit.bind(operation, dtype=torch.float32)
+    assert bindings(kit, OPERATIONS) == {"linear": {"torch": 2}, "rms_norm": {"torch": 1}}
+    assert bindings(kit, {"rms_norm"}) == {"rms_norm": {"torch": 1}}
 
 
 def test_every_operation_that_runs_is_found_bound_somewhere(llm: LLM) -> None:
     ran = {n.rpartition("/")[2] for n in MeteredModel(llm.loaded.files).cost(StepShape.decode()).calls}
-    found = bindings(llm.loaded.model, ran)
+    found = bindings(llm.loaded.kit, ran)
     assert set(found) == ran and all(set(providers) == {"torch"} for providers in found.values())
 
 
