@@ -17,6 +17,8 @@ struct LinearJob {
 // y = x / rms(x) * (weight + offset), for the rows [begin, end).
 struct NormJob {
     const float* x;
+    const float* delta;  // joins x first, if there is one; the sum goes to `joined`
+    float* joined;
     const float* weight;
     float* y;
     int64_t columns;

@@ -83,11 +83,15 @@ void linear(int format, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t
     spread(kernels().linear[format], job, outputs, (PIECE_WORK / (inner * rows) + 4) / 4 * 4);
 }
 
-void rms_norm(uintptr_t x, uintptr_t weight, uintptr_t y, int64_t rows, int64_t columns, float eps, float offset) {
+// delta and joined may both be 0: then nothing joins x.
+void rms_norm(uintptr_t x, uintptr_t delta, uintptr_t joined, uintptr_t weight, uintptr_t y, int64_t rows,
+              int64_t columns, float eps, float offset) {
     require(rows >= 0 && columns > 0, "rms_norm: the sizes must be positive");
     if (rows == 0) return;
-    require(x && weight && y, "rms_norm: a null address");
-    const NormJob job{pointer<float>(x), pointer<float>(weight), pointer<float>(y), columns, eps, offset};
+    require(x && weight && y && !delta == !joined, "rms_norm: a null address");
+    const NormJob job{pointer<float>(x),      pointer<float>(delta), pointer<float>(joined),
+                      pointer<float>(weight), pointer<float>(y),     columns,
+                      eps,                    offset};
     spread(kernels().rms_norm, job, rows, PIECE_WORK / columns + 1);
 }
 
@@ -232,7 +236,7 @@ NB_MODULE(_native, m) {
     using Free = nb::call_guard<nb::gil_scoped_release>;
     m.doc() = "Kernels for CPUs. Call them through bankfull.ops: addresses are not checked here.";
     m.def("linear", &linear, Free(), "format, x, weight, bias (0: none), y: addresses; rows, outputs, inner");
-    m.def("rms_norm", &rms_norm, Free(), "x, weight, y: addresses; rows, columns, eps, offset");
+    m.def("rms_norm", &rms_norm, Free(), "x, delta (0: none), joined, weight, y: addresses; rows, columns, eps, offset");
     m.def("layer_norm", &layer_norm, Free(), "x, weight, bias, y: addresses; rows, columns, eps");
     m.def("pointwise", &pointwise, Free(), "function, x, factor (0: none), y: addresses; count, parameter");
     m.def("rotate", &rotate, Free(), "x, cos, sin, y: addresses; tokens, heads, size, half");

@@ -1,10 +1,16 @@
-// Root-mean-square normalisation. Included inside a namespace per instruction set.
+// Normalisations. Included inside a namespace per instruction set.
 
 static void rms_norm(const NormJob& job, int64_t begin, int64_t end) {
     const int64_t columns = job.columns, whole = columns / 16 * 16;
     for (int64_t row = begin; row < end; ++row) {
         const float* x = job.x + row * columns;
         float* y = job.y + row * columns;
+        if (job.delta) {
+            const float* delta = job.delta + row * columns;
+            float* joined = job.joined + row * columns;
+            for (int64_t i = 0; i < columns; ++i) joined[i] = x[i] + delta[i];
+            x = joined;
+        }
         Lanes squares = Lanes::splat(0.0f);
         for (int64_t i = 0; i < whole; i += 16) {
             const Lanes lanes = Lanes::load(x + i);

@@ -572,3 +572,17 @@ def test_recurrences_refuse_slots_that_are_not_there() -> None:
     meta = RecurrentMeta(np.array([0, 1]), np.array([2]), torch.tensor([0]), torch.tensor([[1, 2]]))
     with pytest.raises(ValueError, match="more states"):
         run(x, rows_of(4, 2), None, state, meta)
+
+
+@pytest.mark.parametrize("columns", (1, 15, 16, 100, 576))
+def test_joining_a_branch_and_norming_are_the_same_bits_in_one_pass(columns: int, isa: str) -> None:
+    from bankfull.ops.native.norm import run_add_rms_norm, run_rms_norm
+
+    generator = torch.Generator().manual_seed(columns)
+    x, delta = (torch.randn(7, columns, generator=generator) for _ in range(2))
+    weight = torch.randn(columns, generator=generator)
+    joined, normed = run_add_rms_norm(x, delta, weight, 1e-5, 1.0)
+    assert torch.equal(joined, x + delta)
+    assert torch.equal(normed, run_rms_norm(x + delta, weight, 1e-5, 1.0))
+    alone = [run_add_rms_norm(x[i : i + 1], delta[i : i + 1], weight, 1e-5, 1.0)[1] for i in range(7)]
+    assert torch.equal(normed, torch.cat(alone))

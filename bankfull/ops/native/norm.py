@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bankfull.ops.native.checks import WIDENED, address, float_rows, isa_is_chosen
+from bankfull.ops.native.checks import WIDENED, float_rows, isa_is_chosen
 from bankfull.ops.native.extension import required
 from bankfull.ops.reference.norm import add_rms_norm, layer_norm, rms_norm
 
@@ -27,7 +27,8 @@ def run_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> 
         raise ValueError(f"rms_norm: the input has {x.shape[-1]} columns, the weight {columns}")
     rows, gain = float_rows(x), float_rows(weight)
     y = torch.empty_like(rows)
-    _native.rms_norm(address(rows), address(gain), address(y), rows.numel() // columns, columns, eps, offset)
+    count = rows.numel() // columns
+    _native.rms_norm(rows.data_ptr(), 0, 0, gain.data_ptr(), y.data_ptr(), count, columns, eps, offset)
     return y
 
 
@@ -35,8 +36,16 @@ def run_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> 
 def run_add_rms_norm(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    joined = x + delta
-    return joined, run_rms_norm(joined, weight, eps, offset)
+    columns = weight.shape[0]
+    if x.shape[-1] != columns or delta.shape != x.shape:
+        raise ValueError(f"add_rms_norm: {tuple(x.shape)}, {tuple(delta.shape)} and a weight of {columns} do not fit")
+    rows, branch, gain = float_rows(x), float_rows(delta), float_rows(weight)
+    joined, y = torch.empty_like(rows), torch.empty_like(rows)
+    _native.rms_norm(
+        rows.data_ptr(), branch.data_ptr(), joined.data_ptr(), gain.data_ptr(), y.data_ptr(), rows.numel() // columns,
+        columns, eps, offset,
+    )  # fmt: skip
+    return joined, y
 
 
 @layer_norm.provider("native", on="cpu", accepts=_accepts)
