@@ -32,6 +32,9 @@ from bankfull.weights.source import ModelFiles, open_model
 
 log = logging.getLogger("bankfull")
 
+OFFERED: frozenset[str] = frozenset()
+"""What a strategy may ask for beyond hidden states and logits; nothing does yet."""
+
 
 @dataclass(slots=True)
 class Loaded:
@@ -59,6 +62,11 @@ def load(
     tokenizer, template = load_tokenizer(files)
     device = device or open_device(run.device)
     strategy = strategy or Plain()
+    if strategy.needs - OFFERED:
+        raise ConfigError(
+            f"The strategy {type(strategy).__name__} needs {', '.join(sorted(strategy.needs - OFFERED))}, which this "
+            "engine does not offer; choose another strategy."
+        )
     if device.kind == "cpu" and run.providers == "auto":
         native.notify()
     dtype = choose_dtype(run.dtype, files, device)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 
+import bankfull.loading
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.decode.plain import Plain
 from bankfull.decode.strategy import Draft, Sampling, Scores, Strategy, Verdict, View
 from bankfull.decode.verify import verify_chain
 from bankfull.engine import Engine
 from bankfull.layers.decoder import Decoder
-from bankfull.runtime.device import Cpu, Cuda, Device
+from bankfull.runtime.device import Cpu, Cuda, Device, open_device
 from bankfull.runtime.fake import Late
 from bankfull.runtime.rows import Job
 from bankfull.runtime.runner import Runner
@@ -99,8 +102,30 @@ class Bench:
         assert not self.manager.pinned
 
     def poison(self) -> None:
-        self.runner.storage.poison(Tier.PAGE, self.manager.pages.free_places())
-        self.runner.storage.poison(Tier.SLOT, self.manager.slots.free_places())
+        poison(self.engine)
+
+
+def poison(engine: Engine) -> None:
+    """NaN wherever nobody may read."""
+    storage, state = engine.runner.storage, engine.scheduler.state
+    storage.poison(Tier.PAGE, state.pages.free_places())
+    storage.poison(Tier.SLOT, state.slots.free_places())
+
+
+@contextmanager
+def late_devices() -> Iterator[None]:
+    """Whoever loads a model meanwhile gets the late device (loop depth 1), and freed places are poisoned."""
+    step = Engine.step
+
+    def poisoned(self: Engine) -> list[Output]:
+        outputs = step(self)
+        poison(self)
+        return outputs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bankfull.loading, "open_device", lambda name: Late(3) if name == "auto" else open_device(name))
+        patch.setattr(Engine, "step", poisoned)
+        yield
 
 
 def device_of(depth: int, seed: int = 0) -> Device:
@@ -135,7 +160,7 @@ class Guess:
             right = (truth[len(so_far) :] + [0] * self._width)[: self._width]
             lines.append([(t + 1) % 7 if self._random.random() < 0.3 else t for t in right])
         tokens = torch.tensor(lines, device=view.tokens.device)
-        return Draft(tokens, torch.full_like(tokens[:, 0], self._width))
+        return Draft(tokens)
 
     def verify(self, scores: Scores, sampling: Sampling) -> Verdict:
         return verify_chain(scores, sampling)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
@@ -12,16 +13,18 @@ from bankfull import LLM, AsyncEngine, SamplingParams
 from bankfull.errors import RequestError
 from bankfull.outputs import Delta
 from bankfull.sample.params import StructuredOutput
+from tests.kit import late_devices
 from tests.tiny import speaking_folder
 
 PARAMS = SamplingParams(temperature=1.0, seed=11, max_tokens=10, ignore_eos=True)
 
 
-@pytest.fixture
-def engine() -> Iterator[AsyncEngine]:
-    made = AsyncEngine(LLM(str(speaking_folder()), dtype="float32", memory="8MiB", page_tokens=4))
-    yield made
-    made.close()
+@pytest.fixture(params=["cpu", "late"])
+def engine(request: pytest.FixtureRequest) -> Iterator[AsyncEngine]:
+    with late_devices() if request.param == "late" else nullcontext():
+        made = AsyncEngine(LLM(str(speaking_folder()), dtype="float32", memory="1MiB", page_tokens=4))
+        yield made
+        made.close()
 
 
 async def collect(engine: AsyncEngine, prompt: object, params: SamplingParams = PARAMS, **how: object) -> list[Delta]:

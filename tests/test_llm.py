@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 import transformers
 
-import bankfull.loading
 from bankfull import LLM, SamplingParams
 from bankfull.errors import BankfullError, ConfigError, RequestError
-from bankfull.runtime.device import open_device
-from bankfull.runtime.fake import Late
 from bankfull.sample.params import StructuredOutput
+from tests.kit import late_devices
 from tests.tiny import speaking_folder
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -25,11 +24,7 @@ CHANCE = SamplingParams(temperature=1.0, seed=7, max_tokens=12, ignore_eos=True)
 @pytest.fixture(scope="module", params=["cpu", "late"], autouse=True)
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every promise holds with a device that answers at once, and with one that is a step behind (loop depth 1)."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "late":
-            patch.setattr(
-                bankfull.loading, "open_device", lambda name: Late(3) if name == "auto" else open_device(name)
-            )
+    with late_devices() if request.param == "late" else nullcontext():
         yield request.param
 
 
@@ -305,6 +300,18 @@ def test_progress_is_told_request_by_request(llm: LLM, capfd: pytest.CaptureFixt
     outputs = llm.generate(["The", "river"], GREEDY, use_tqdm=True, progress=lambda done: seen.append(done.request_id))
     assert sorted(map(str, seen)) == sorted(str(o.request_id) for o in outputs)
     assert "requests" in capfd.readouterr().err
+
+
+def test_a_strategy_that_needs_what_is_not_there_is_refused() -> None:
+    from bankfull.config import RunConfig, SchedConfig, StateConfig
+    from bankfull.decode.plain import Plain
+    from bankfull.loading import load
+
+    class Greedy(Plain):
+        needs = frozenset({"taps"})
+
+    with pytest.raises(ConfigError, match="Greedy needs taps"):
+        load(str(speaking_folder()), RunConfig(), SchedConfig(), StateConfig(), strategy=Greedy())
 
 
 def test_a_model_without_a_template_says_so(tmp_path: object) -> None:

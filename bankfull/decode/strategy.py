@@ -15,10 +15,10 @@ from bankfull.sample.table import SamplingTable
 
 @dataclass(slots=True)
 class Draft:
-    """Guesses for the next tokens of some rows: a chain per row, the first counts[i] of tokens[i] being meant."""
+    """Guesses for the next tokens of some rows: a chain (rows, width). Whoever has fewer guesses fills up with any
+    token: a wrong guess is rejected like every other."""
 
     tokens: Tensor
-    counts: Tensor
 
 
 @dataclass(slots=True)
