@@ -62,7 +62,9 @@ struct Rows {
         position = j.kv_len[item.sequence] - all + item.first;
     }
     int64_t flat(int64_t row) const { return (token + row / groups) * job.heads + kv_head * groups + row % groups; }
-    const float* query(int64_t row) const { return job.q + flat(row) * job.size; }
+    const float* query(int64_t row) const {
+        return job.q + (token + row / groups) * job.q_token + (kv_head * groups + row % groups) * job.size;
+    }
     float* result(int64_t row) const { return job.y + flat(row) * job.values; }
     // Positions that the row sees in [begin, end) of a chunk; none when from >= to.
     int64_t to(int64_t row, int64_t end) const {

@@ -3,6 +3,14 @@
 #include <atomic>
 #include <stdexcept>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace bankfull {
 namespace {
 
@@ -11,14 +19,47 @@ struct Isa {
     const Kernels& (*table)();
 };
 
+#if defined(__x86_64__)
+
+// Leaf 7 names what the compiler's own test does not know yet.
+struct Leaf7 {
+    unsigned ecx0 = 0, edx0 = 0, eax1 = 0;
+    Leaf7() {
+        unsigned a, b, c, d;
+        if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) ecx0 = c, edx0 = d;
+        if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) eax1 = a;
+    }
+    bool avx512_vnni() const { return ecx0 >> 11 & 1; }
+    bool avx_vnni() const { return eax1 >> 4 & 1; }
+    bool avx512_bf16() const { return eax1 >> 5 & 1; }
+    bool tiles() const { return (edx0 >> 24 & 1) && (edx0 >> 22 & 1) && (edx0 >> 25 & 1); }  // tile, bf16, int8
+};
+
+// Tiles are eight KiB of registers: the system saves them only for a process that has asked.
+bool tiles_are_permitted() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+    return false;
+#endif
+}
+
+#endif
+
 std::vector<Isa> detect() {
     std::vector<Isa> found;
 #if defined(__x86_64__)
     __builtin_cpu_init();
+    const Leaf7 leaf;
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
                         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
+    const bool vnni = avx512 && leaf.avx512_vnni();
+    if (vnni && leaf.avx512_bf16() && leaf.tiles() && tiles_are_permitted()) found.push_back({"amx", kernels_amx});
+    if (vnni) found.push_back({"vnni", kernels_vnni});
     if (avx512) found.push_back({"avx512", kernels_avx512});
+    if (avx2 && leaf.avx_vnni()) found.push_back({"avxvnni", kernels_avxvnni});
     if (avx2) found.push_back({"avx2", kernels_avx2});
 #endif
     found.push_back({"generic", kernels_generic});

@@ -14,15 +14,56 @@ struct LinearJob {
     int64_t rows, outputs, inner, row_bytes;
 };
 
+// Rows of activations in the form that packed weights are multiplied with; activations.hpp says how they lie.
+enum class Activations : int {
+    Codes,  // int8 codes and a scale for each group of 32
+    Tiles,  // bfloat16
+};
+
+struct Encoded {
+    uint8_t* data;  // null: results stay float32
+    int64_t stride;  // bytes from one row to the next
+    Activations kind;
+};
+
+struct EncodeJob {
+    const float* x;
+    int64_t x_stride, columns;  // stride in floats
+    Encoded out;
+};
+
+// One of the weights that share a PackedJob's activations.
+struct PackedPart {
+    const uint8_t* weight;
+    const float* bias;  // may be null
+    float* y;
+    int64_t y_stride;  // floats from one row to the next
+    int64_t outputs;
+    int pack;  // Pack
+};
+
+// y[row][o] = sum_k x[row][k] * weight[o][k] + bias[o] for each part. A unit is 32 outputs of one part; the units of all
+// parts are counted in a row, each part beginning a new one. Gated: there are two parts of equal size, whose y are not
+// used; out[row][o] = f(first) * second, encoded, or as floats where out.data is null and first.y is not.
+struct PackedJob {
+    Encoded x;
+    int64_t rows, inner;
+    const PackedPart* parts;
+    int64_t count;
+    int gate;  // a Pointwise, or -1: no gate
+    Encoded out;
+};
+
 // y = x / rms(x) * (weight + offset), for the rows [begin, end).
 struct NormJob {
     const float* x;
     const float* delta;  // joins x first, if there is one; the sum goes to `joined`
     float* joined;
     const float* weight;
-    float* y;
+    float* y;  // null where the result is only wanted encoded
     int64_t columns;
     float eps, offset;
+    Encoded out;
 };
 
 // y = (x - mean(x)) / deviation(x) * weight + bias, for the rows [begin, end).
@@ -66,6 +107,8 @@ struct AttentionJob {
     Pages k, v;
     const int64_t *q_start, *kv_len, *table;
     int64_t table_stride, page_tokens, heads, kv_heads, size, values;
+    int64_t q_token;  // floats from one token's queries to the next
+    Encoded out;  // with data: results go there, encoded, and y is not written
     int64_t window;  // 0: none
     float scale, cap;  // cap 0: none
     const AttentionItem* items;

@@ -12,9 +12,12 @@ namespace bankfull::BANKFULL_ISA_NAME {
 #include "lanes.hpp"
 #include "blocks.hpp"
 #include "linear.hpp"
+#include "activations.hpp"
 #include "norm.hpp"
 #include "math.hpp"
 #include "pointwise.hpp"
+#include "packs.hpp"
+#include "packed.hpp"
 #include "rope.hpp"
 #include "attention.hpp"
 #include "recurrent.hpp"
@@ -46,6 +49,9 @@ static constexpr Kernels build() {
     offer<AsQ4_K>(table, Q4_K, "q4_k");
     offer<AsQ5_K>(table, Q5_K, "q5_k");
     offer<AsQ6_K>(table, Q6_K, "q6_k");
+    offer_packs(table);
+    table.packed = packed;
+    table.encode = encode;
     table.rms_norm = rms_norm;
     table.layer_norm = layer_norm;
     table.pointwise[SILU] = pointwise<Silu>;

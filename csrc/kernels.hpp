@@ -18,8 +18,28 @@ struct FormatFacts {
     int bytes;  // bytes in a block
 };
 
+// Weights repacked for products of integers: sixteen outputs side by side, see packs.hpp. The last letters say what goes
+// with the codes of a group: M a minimum, K scales (and minimums) that are integers times those of the block.
+enum Pack : int { PACK4, PACK4M, PACK8, PACK8M, PACK4K, PACK8K, PACK6K, PACK8S, PACK8SM, PACKS };
+
+// Bytes from one encoded row to the next, whichever form it has.
+constexpr int64_t encoded_stride(int64_t columns) {
+    const int64_t codes = columns + columns / 32 * 4 + columns / 16 * 4, tiles = (columns + 31) / 32 * 64;
+    return ((codes > tiles ? codes : tiles) + 63) / 64 * 64;
+}
+
+struct PackFacts {
+    const char* name;
+    int block;  // weights of one output in a block
+    int bytes;  // bytes of a block: sixteen outputs
+};
+
 struct Kernels {
     FormatFacts facts[FORMATS];
+    PackFacts packs[PACKS];
+    int64_t tile_rows;  // from so many rows on, activations are Tiles and the products run in tiles; 0: never
+    void (*packed)(const PackedJob&, int64_t begin, int64_t end);  // units of 32 outputs, counted over all parts
+    void (*encode)(const EncodeJob&, int64_t begin, int64_t end);  // rows
     void (*linear[FORMATS])(const LinearJob&, int64_t begin, int64_t end);
     void (*dequantize[FORMATS])(const uint8_t* blocks, float* out, int64_t count);
     void (*rms_norm)(const NormJob&, int64_t begin, int64_t end);
@@ -34,6 +54,9 @@ struct Kernels {
 
 const Kernels& kernels_generic();
 const Kernels& kernels_avx2();
+const Kernels& kernels_avxvnni();
 const Kernels& kernels_avx512();
+const Kernels& kernels_vnni();
+const Kernels& kernels_amx();
 
 }  // namespace bankfull

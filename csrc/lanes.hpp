@@ -33,6 +33,44 @@ static inline float half(const uint8_t* p) {
 
 #endif
 
+// What encoding activations needs, where no instruction does it at once.
+template <class L>
+static inline int32_t store_codes_one_by_one(const L& lanes, int8_t* p) {
+    float each[16];
+    lanes.store(each);
+    int32_t sum = 0;
+    for (int i = 0; i < 16; ++i) {
+        const float shifted = each[i] + 0x1.8p23f;  // rounds to a whole number, ties to even
+        int32_t bits;
+        __builtin_memcpy(&bits, &shifted, 4);
+        const int32_t whole = each[i] == each[i] ? bits - 0x4b400000 : 0;
+        p[i] = int8_t(whole);
+        sum += whole;
+    }
+    return sum;
+}
+
+template <class L>
+static inline void store_bfloat_one_by_one(const L& lanes, uint8_t* p) {
+    uint32_t bits[16];
+    lanes.store(reinterpret_cast<float*>(bits));
+    for (int i = 0; i < 16; ++i) {
+        const bool nan = (bits[i] & 0x7fffffffu) > 0x7f800000u;
+        const uint32_t narrow = nan ? bits[i] >> 16 | 0x40u : (bits[i] + 0x7fffu + (bits[i] >> 16 & 1u)) >> 16;
+        p[2 * i] = uint8_t(narrow);
+        p[2 * i + 1] = uint8_t(narrow >> 8);
+    }
+}
+
+template <class L>
+static inline float most_one_by_one(const L& lanes) {
+    float each[16], most;
+    lanes.store(each);
+    most = each[0];
+    for (int i = 1; i < 16; ++i) most = each[i] > most ? each[i] : most;
+    return most;
+}
+
 #if defined(__AVX512F__)
 
 struct Lanes {
@@ -60,6 +98,24 @@ struct Lanes {
     }
     void add_product(Lanes a, Lanes b) { v = _mm512_fmadd_ps(a.v, b.v, v); }
     void store(float* p) const { _mm512_storeu_ps(p, v); }
+    // Rounded to nearest even; NaN becomes 0. Returns the sum of the codes.
+    int32_t store_codes(int8_t* p) const {
+        const __m512i whole = _mm512_cvtps_epi32(_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(v, v, _CMP_ORD_Q), v));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(whole));
+        return _mm512_reduce_add_epi32(whole);
+    }
+    void store_bfloat(uint8_t* p) const {
+#if defined(__AVX512BF16__)
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v)));
+#else
+        const __m512i bits = _mm512_castps_si512(v), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+        const __m512i up = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+        const __m512i nan = _mm512_or_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(0x40));
+        const __m512i narrow = _mm512_mask_mov_epi32(nan, _mm512_cmp_ps_mask(v, v, _CMP_ORD_Q), up);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(narrow));
+#endif
+    }
+    float most() const { return _mm512_reduce_max_ps(v); }
     float sum() const {
         const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1));
         return fold(_mm256_add_ps(_mm512_castps512_ps256(v), high));
@@ -110,6 +166,9 @@ struct Lanes {
         _mm256_storeu_ps(p, a);
         _mm256_storeu_ps(p + 8, b);
     }
+    int32_t store_codes(int8_t* p) const { return store_codes_one_by_one(*this, p); }
+    void store_bfloat(uint8_t* p) const { store_bfloat_one_by_one(*this, p); }
+    float most() const { return most_one_by_one(*this); }
     float sum() const { return fold(_mm256_add_ps(a, b)); }
 };
 
@@ -188,6 +247,9 @@ struct Lanes {
     }
     void add_product(const Lanes& a, const Lanes& b) { *this = *this + a * b; }
     void store(float* p) const { __builtin_memcpy(p, v, 64); }
+    int32_t store_codes(int8_t* p) const { return store_codes_one_by_one(*this, p); }
+    void store_bfloat(uint8_t* p) const { store_bfloat_one_by_one(*this, p); }
+    float most() const { return most_one_by_one(*this); }
     float sum() const {
         const Four four = (v[0] + v[2]) + (v[1] + v[3]);
         return (four[0] + four[2]) + (four[1] + four[3]);

@@ -91,7 +91,7 @@ void rms_norm(uintptr_t x, uintptr_t delta, uintptr_t joined, uintptr_t weight, 
     require(x && weight && y && !delta == !joined, "rms_norm: a null address");
     const NormJob job{pointer<float>(x),      pointer<float>(delta), pointer<float>(joined),
                       pointer<float>(weight), pointer<float>(y),     columns,
-                      eps,                    offset};
+                      eps,                    offset,                {}};
     spread(kernels().rms_norm, job, rows, PIECE_WORK / columns + 1);
 }
 
@@ -145,7 +145,7 @@ void attention(bool narrow, uintptr_t q, uintptr_t k, const Strides& k_strides, 
     require(q && k && v && y && table, "paged_attention: a null address");
     const AttentionJob job{pointer<float>(q), pointer<float>(y), pages_at(k, k_strides), pages_at(v, v_strides),
                            starts.data(), lengths.data(), pointer<int64_t>(table), table_stride, page_tokens, heads,
-                           kv_heads, size, values, window, scale, cap, nullptr, nullptr, nullptr};
+                           kv_heads, size, values, heads * size, {}, window, scale, cap, nullptr, nullptr, nullptr};
     const nb::gil_scoped_release free;
     paged_attention(job, narrow ? PAGES_BF16 : PAGES_F32, lengths.size(), tokens, width, frames);
 }

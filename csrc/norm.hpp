@@ -4,7 +4,7 @@ static void rms_norm(const NormJob& job, int64_t begin, int64_t end) {
     const int64_t columns = job.columns, whole = columns / 16 * 16;
     for (int64_t row = begin; row < end; ++row) {
         const float* x = job.x + row * columns;
-        float* y = job.y + row * columns;
+        float* y = job.y ? job.y + row * columns : scratch(columns);
         if (job.delta) {
             const float* delta = job.delta + row * columns;
             float* joined = job.joined + row * columns;
@@ -20,6 +20,7 @@ static void rms_norm(const NormJob& job, int64_t begin, int64_t end) {
         for (int64_t i = whole; i < columns; ++i) sum += x[i] * x[i];
         const float scale = 1.0f / __builtin_sqrtf(sum / float(columns) + job.eps);
         for (int64_t i = 0; i < columns; ++i) y[i] = x[i] * scale * (job.weight[i] + job.offset);
+        if (job.out.data) encode_row(y, columns, job.out.data + row * job.out.stride, job.out.kind);
     }
 }
 

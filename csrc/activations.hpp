@@ -1,0 +1,48 @@
+// Rows of activations as packed weights are multiplied with them. Included inside a namespace per instruction set.
+//
+// Codes: a row of K columns (K a multiple of 32) is K int8 codes, then K / 32 float scales, then K / 16 int32 sums of
+// sixteen codes each (what offsets and minimums of weights are multiplied with). A group's scale is its largest value
+// over 127; a group of zeros has scale 0.
+// Tiles: K bfloat16, rounded to nearest even, then zeros up to a multiple of 32 columns.
+// Both begin on multiples of 64 bytes; encoded_stride (kernels.hpp) has room for either.
+
+static constexpr int64_t GROUP = 32;
+
+struct Codes {
+    int8_t* codes;
+    float* scales;
+    int32_t* sums;
+
+    Codes(uint8_t* row, int64_t columns)
+        : codes(reinterpret_cast<int8_t*>(row)), scales(reinterpret_cast<float*>(row + columns)),
+          sums(reinterpret_cast<int32_t*>(row + columns + columns / GROUP * 4)) {}
+};
+
+// Thirty-two values at columns [column, column + 32) of a row.
+static inline void encode_group(const float* x, const Codes& row, int64_t column) {
+    const Lanes left = Lanes::load(x), right = Lanes::load(x + 16), zero = Lanes::splat(0.0f);
+    const float most = Lanes::larger(Lanes::larger(left, zero - left), Lanes::larger(right, zero - right)).most();
+    const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
+    row.scales[column / GROUP] = most / 127.0f;
+    row.sums[column / 16] = (left * Lanes::splat(inverse)).store_codes(row.codes + column);
+    row.sums[column / 16 + 1] = (right * Lanes::splat(inverse)).store_codes(row.codes + column + 16);
+}
+
+// Sixteen values at columns [column, column + 16) of a row of tiles.
+static inline void encode_tile(Lanes x, uint8_t* row, int64_t column) { x.store_bfloat(row + column * 2); }
+
+static inline void encode_row(const float* x, int64_t columns, uint8_t* row, Activations kind) {
+    if (kind == Activations::Codes) {
+        const Codes codes(row, columns);
+        for (int64_t i = 0; i < columns; i += GROUP) encode_group(x + i, codes, i);
+        return;
+    }
+    const int64_t padded = (columns + 31) / 32 * 32;
+    for (int64_t i = 0; i < padded; i += 16)
+        encode_tile(i < columns ? load_some(x + i, columns - i) : Lanes::splat(0.0f), row, i);
+}
+
+static void encode(const EncodeJob& job, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+        encode_row(job.x + row * job.x_stride, job.columns, job.out.data + row * job.out.stride, job.out.kind);
+}

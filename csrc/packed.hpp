@@ -1,0 +1,1 @@
+static void packed(const PackedJob&, int64_t, int64_t) {}
