@@ -16,6 +16,7 @@ from bankfull.ops.cost import Cost
 
 Function = Callable[..., Any]
 BODY = "torch"
+FLOAT, INT8 = "float", "int8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +71,13 @@ def op(*, cost: Callable[..., Cost], shape: Function | None = None) -> Callable[
 class Kit:
     """The providers for one device, in order of preference; the torch body stands behind them all."""
 
-    def __init__(self, device: str = "cpu", prefer: Sequence[str] = ("native", "triton")) -> None:
+    def __init__(
+        self, device: str = "cpu", prefer: Sequence[str] = ("native", "triton"), activations: str = FLOAT
+    ) -> None:
         self.device = device
         self.prefer = tuple(prefer)
+        self.activations = activations
+        """FLOAT: weights alone are quantized. INT8: so is what they are multiplied with (lossy)."""
         self.chosen: dict[str, Counter[str]] = {}
         """Operation -> provider -> how many places of the model were bound to it."""
 
@@ -88,10 +93,10 @@ class Kit:
         return run
 
 
-def kit_for(device: str, providers: str = "auto") -> Kit:
+def kit_for(device: str, providers: str = "auto", activations: str = FLOAT) -> Kit:
     """`providers`: auto (the fastest that accept), or torch (bodies only: the reference)."""
-    if providers == BODY:
-        return Kit(device, ())
-    if providers != "auto":
+    if providers not in ("auto", BODY):
         raise ConfigError(f"providers={providers!r} is unknown; use 'auto' or 'torch'.")
-    return Kit(device)
+    if activations not in (FLOAT, INT8):
+        raise ConfigError(f"activations={activations!r} is unknown; use 'float' or 'int8'.")
+    return Kit(device, () if providers == BODY else ("native", "triton"), activations)
