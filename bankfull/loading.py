@@ -85,7 +85,7 @@ def load(
     try:
         runner = Runner(
             model, layout, device, strategy,
-            rows=sizes.rows, max_len=sizes.max_len, frames=sizes.frames, slots=sizes.slots,
+            rows=sizes.rows, max_len=sizes.max_len, frames=sizes.frames, slots=sizes.slots, kit=kit,
         )  # fmt: skip
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(

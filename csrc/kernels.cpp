@@ -19,6 +19,7 @@ namespace bankfull::BANKFULL_ISA_NAME {
 #include "packs.hpp"
 #include "packed.hpp"
 #include "rope.hpp"
+#include "intake.hpp"
 #include "attention.hpp"
 #include "recurrent.hpp"
 
@@ -28,10 +29,21 @@ static void dequantize(const uint8_t* blocks, float* out, int64_t count) {
 }
 
 template <class F>
+static void embedding(const EmbeddingJob& job, int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+        float* y = job.y + token * job.columns;
+        dequantize<F>(job.table + job.ids[token] * job.row_bytes, y, job.columns / F::block);
+        if (job.scale != 1.0f)
+            for (int64_t i = 0; i < job.columns; ++i) y[i] *= job.scale;
+    }
+}
+
+template <class F>
 static constexpr void offer(Kernels& table, Format format, const char* name) {
     table.facts[format] = {name, F::block, F::bytes};
     table.linear[format] = linear<F>;
     table.dequantize[format] = dequantize<F>;
+    table.embedding[format] = embedding<F>;
 }
 
 static constexpr Kernels build() {
@@ -59,7 +71,9 @@ static constexpr Kernels build() {
     table.pointwise[RELU] = pointwise<Relu>;
     table.pointwise[SOFTPLUS] = pointwise<Softplus>;
     table.pointwise[SOFT_CAP] = pointwise<SoftCap>;
+    table.pointwise[PLUS] = plus;
     table.rotate = rotate;
+    table.intake = intake;
     table.attention[PAGES_F32] = attend<Float32>;
     table.attention[PAGES_BF16] = attend<BFloat16>;
     table.merge = merge_split;

@@ -9,7 +9,7 @@ namespace bankfull {
 constexpr int64_t CHUNK = 128;
 
 enum PageType : int { PAGES_F32, PAGES_BF16, PAGE_TYPES };
-enum Pointwise : int { SILU, GELU_TANH, RELU, SOFTPLUS, SOFT_CAP, POINTWISE };
+enum Pointwise : int { SILU, GELU_TANH, RELU, SOFTPLUS, SOFT_CAP, PLUS, POINTWISE };
 enum Format : int { F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, FORMATS };
 
 struct FormatFacts {
@@ -42,6 +42,8 @@ struct Kernels {
     void (*encode)(const EncodeJob&, int64_t begin, int64_t end);  // rows
     void (*linear[FORMATS])(const LinearJob&, int64_t begin, int64_t end);
     void (*dequantize[FORMATS])(const uint8_t* blocks, float* out, int64_t count);
+    void (*embedding[FORMATS])(const EmbeddingJob&, int64_t begin, int64_t end);
+    void (*intake)(const IntakeJob&, int64_t begin, int64_t end);
     void (*rms_norm)(const NormJob&, int64_t begin, int64_t end);
     void (*layer_norm)(const LayerNormJob&, int64_t begin, int64_t end);
     void (*pointwise[POINTWISE])(const PointwiseJob&, int64_t begin, int64_t end);

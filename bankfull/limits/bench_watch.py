@@ -10,6 +10,7 @@ from bankfull.engine import Engine
 from bankfull.limits.step import StepShape
 from bankfull.ops.registry import BODY, Kit
 from bankfull.runtime.device import Device, Future
+from bankfull.runtime.forward import Eager, Forward
 from bankfull.types import StepPlan
 
 T = TypeVar("T")
@@ -35,6 +36,9 @@ class TimedDevice:
                 self.inside += perf_counter() - begun
 
         return self._device.launch(timed)
+
+    def capture(self, forward: Eager, kit: Kit) -> Forward:
+        return self._device.capture(forward, kit)
 
     def completed(self, transfers: list[int]) -> list[int]:
         return self._device.completed(transfers)

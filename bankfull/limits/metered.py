@@ -16,7 +16,7 @@ from bankfull.layers.build import Build
 from bankfull.limits.step import StepShape
 from bankfull.models.registry import Config, build_model
 from bankfull.ops.meter import Ledger, Meter
-from bankfull.runtime.runner import plan_mixers
+from bankfull.runtime.forward import plan_mixers
 from bankfull.state.spec import layout_of
 from bankfull.state.storage import Storage
 from bankfull.weights.formats import SCHEMES

@@ -6,9 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,49 +15,19 @@ from torch import Tensor
 
 from bankfull.decode.strategy import Sampling, Scores, Strategy, Verdict, View
 from bankfull.layers.batch import Batch
-from bankfull.layers.mixer import Mixer
+from bankfull.ops.registry import Kit
 from bankfull.runtime.batch import build_batch
 from bankfull.runtime.device import Device, Future
+from bankfull.runtime.forward import Eager, Forward, Model
 from bankfull.runtime.rows import Rows
 from bankfull.sample.logits import NO_TOKEN
 from bankfull.sample.logprobs import logprobs_of
-from bankfull.state.spec import Layout, StateSpec
-from bankfull.state.storage import LayerState, Storage
+from bankfull.state.spec import Layout
+from bankfull.state.storage import Storage
 from bankfull.types import StepPlan, StepResult, Work
 
 SCORE_BLOCK = 64
 """Prompt positions whose logits exist at once while a prompt is scored."""
-
-
-class Head(Protocol):
-    def __call__(self, hidden: Tensor) -> Tensor: ...
-
-
-class Model(Protocol):
-    """All that the runner knows of a model."""
-
-    vocab: int
-    head: Any
-
-    @property
-    def mixers(self) -> list[Mixer]: ...
-    def states(self) -> list[StateSpec]: ...
-    def forward(
-        self, batch: Batch, states: Sequence[LayerState], metas: Sequence[Any], taps: dict[int, Tensor] | None = None
-    ) -> Tensor: ...
-
-
-def plan_mixers(model: Model, layout: Layout, batch: Batch) -> list[Any]:
-    """One meta per layer, made once for all layers of a kind that share a group."""
-    group_of = {layer: g for g, group in enumerate(layout.paged) for layer in group.layers}
-    made: dict[tuple[type, int], Any] = {}
-    metas = []
-    for layer, mixer in enumerate(model.mixers):
-        key = (type(mixer), group_of.get(layout.owner[layer], 0))
-        if key not in made:
-            made[key] = mixer.plan(batch, key[1])
-        metas.append(made[key])
-    return metas
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +71,13 @@ class Landed:
 class Runner:
     def __init__(
         self, model: Model, layout: Layout, device: Device, strategy: Strategy, *,
-        rows: int, max_len: int, frames: int, slots: int,
+        rows: int, max_len: int, frames: int, slots: int, kit: Kit | None = None,
     ) -> None:  # fmt: skip
+        """`kit`: the one that the model was built with; without it, steps are not captured."""
         self.model, self.layout, self.device, self.strategy = model, layout, device, strategy
         self.storage = Storage(layout, frames, slots, device.torch)
+        eager = Eager(model, layout, self.storage.layers)
+        self.run_model: Forward = eager if kit is None else device.capture(eager, kit)
         self.rows = Rows(rows, max_len, layout, model.vocab, device.torch)
 
     def forward(self, plan: StepPlan) -> Step:
@@ -118,8 +90,7 @@ class Runner:
                 self.strategy.begin([enter.row for enter in plan.enter])
             if plan.work:
                 step.batch = build_batch(plan.work, self.rows, self.layout)
-                metas = plan_mixers(self.model, self.layout, step.batch)
-                step.hidden = self.model.forward(step.batch, self.storage.layers, metas)
+                step.hidden = self.run_model(step.batch)
 
         self.device.launch(run)
         return step

@@ -26,6 +26,25 @@ def linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     return torch.nn.functional.linear(x, weight.dequantize(x.dtype), bias)
 
 
+GROUP = 32
+"""Activations that share a scale."""
+
+
+def rounded(x: Tensor) -> Tensor:
+    """x as int8 codes times a scale for each group of columns: the largest of a group is 127."""
+    groups = x.unflatten(-1, (-1, GROUP))
+    largest = groups.abs().amax(-1, keepdim=True)
+    inverse = torch.where(largest > 0, 127 / largest, 0)
+    return ((groups * inverse).round() * (largest / 127)).flatten(-2)
+
+
+@op(cost=_linear_cost, shape=_linear_shape)
+def linear_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+    """The lossy one: activations are rounded to 8 bits, in groups of 32 columns, before they are multiplied. A kernel
+    may keep them finer (bfloat16) where many rows make that no slower."""
+    return torch.nn.functional.linear(rounded(x), weight.dequantize(x.dtype), bias)
+
+
 def _embedding_cost(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float = 1.0) -> Cost:
     row_bytes = nbytes(table) / table.shape[0]
     scaled = 0.0 if scale == 1.0 else float(ids.numel() * table.shape[1])

@@ -1,0 +1,6 @@
+// The parts of the Python module that have a file of their own.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+void bind_tape(nanobind::module_& m);
