@@ -55,6 +55,11 @@ struct PackedJob {
     Encoded out;
 };
 
+struct Best {
+    float value;
+    int64_t index;
+};
+
 // y = x / rms(x) * (weight + offset), for the rows [begin, end).
 struct NormJob {
     const float* x;

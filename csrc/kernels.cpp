@@ -10,6 +10,7 @@
 namespace bankfull::BANKFULL_ISA_NAME {
 
 #include "lanes.hpp"
+#include "best.hpp"
 #include "blocks.hpp"
 #include "linear.hpp"
 #include "activations.hpp"
@@ -64,6 +65,7 @@ static constexpr Kernels build() {
     offer_packs(table);
     table.packed = packed;
     table.encode = encode;
+    table.best_of = best_of;
     table.rms_norm = rms_norm;
     table.layer_norm = layer_norm;
     table.pointwise[SILU] = pointwise<Silu>;

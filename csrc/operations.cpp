@@ -1,7 +1,9 @@
 #include "operations.hpp"
 
 #include <cmath>
+#include <limits>
 #include <stdexcept>
+#include <vector>
 
 #include "isa.hpp"
 #include "threads.hpp"
@@ -79,6 +81,60 @@ void run_intake(const IntakeJob& job, int64_t tokens) {
         if (job.slots[i] < 0 || job.slots[i] >= job.places)
             throw std::invalid_argument("write_pages: a slot names a page that is not there");
     spread(kernels().intake, job, tokens, PIECE_WORK / ((job.heads + 2 * job.kv_heads) * job.size) + 1);
+}
+
+namespace {
+
+constexpr int64_t UNIT = 32, BEST_UNITS = 16;  // units whose outputs exist at once, on each thread
+
+struct BestJob {
+    const PackedJob& packed;
+    Best* found;  // for each piece of units and each row
+};
+
+// Not `scratch`: the kernels below use that.
+float* outputs_of_this_thread(int64_t floats) {
+    thread_local std::vector<float> outputs;
+    if (int64_t(outputs.size()) < floats) outputs.resize(size_t(floats));
+    return outputs.data();
+}
+
+void best_of_pieces(const BestJob& job, int64_t begin, int64_t end) {
+    const int64_t rows = job.packed.rows, width = BEST_UNITS * UNIT, all = job.packed.parts->outputs;
+    float* y = outputs_of_this_thread(rows * width);
+    for (int64_t piece = begin; piece < end; ++piece) {
+        const int64_t first = piece * width, last = first + width < all ? first + width : all;
+        PackedPart part = *job.packed.parts;
+        part.y = y - first;
+        part.y_stride = width;
+        PackedJob some = job.packed;
+        some.parts = &part;
+        kernels().packed(some, piece * BEST_UNITS, (last + UNIT - 1) / UNIT);
+        for (int64_t row = 0; row < rows; ++row) {
+            Best best = kernels().best_of(y + row * width, last - first);
+            if (best.index >= 0) best.index += first;
+            job.found[piece * rows + row] = best;
+        }
+    }
+}
+
+}  // namespace
+
+void run_packed_best(const PackedJob& job, int64_t* best) {
+    const int64_t pieces = (job.parts->outputs + BEST_UNITS * UNIT - 1) / (BEST_UNITS * UNIT);
+    thread_local std::vector<Best> found;  // kept for its memory
+    if (int64_t(found.size()) < pieces * job.rows) found.resize(size_t(pieces * job.rows));
+    spread(best_of_pieces, BestJob{job, found.data()}, pieces, 1);
+    for (int64_t row = 0; row < job.rows; ++row) {
+        Best most{-std::numeric_limits<float>::infinity(), -1};
+        for (int64_t piece = 0; piece < pieces; ++piece) {
+            const Best& next = found[size_t(piece * job.rows + row)];
+            const bool spoilt = next.index < 0 && !(next.value < 0.0f);  // NaN or +inf, not a piece of -inf alone
+            if (spoilt || next.value > most.value) most = next;
+            if (spoilt) break;
+        }
+        best[row] = most.index;
+    }
 }
 
 RecurrentPlan checked_plan(const RecurrentPlan& plan, int64_t most, int64_t slots, int64_t tokens) {
