@@ -16,6 +16,8 @@
 namespace nb = nanobind;
 using namespace bankfull;
 
+void bind_packed(nb::module_& m);  // bind_packed.cpp
+
 namespace {
 
 constexpr int64_t PIECE_WORK = 16384;  // multiplications that are worth a hand-over between threads
@@ -259,4 +261,5 @@ NB_MODULE(_native, m) {
     m.def("set_isa", &set_isa);
     m.def("threads", &threads, Free());
     m.def("set_threads", &set_thread_count, Free());
+    bind_packed(m);
 }
