@@ -3,4 +3,5 @@
 
 #include <nanobind/nanobind.h>
 
+void bind_packed(nanobind::module_& m);
 void bind_tape(nanobind::module_& m);

@@ -1,5 +1,6 @@
 // Compiled once per instruction set, with BANKFULL_ISA_NAME naming it: the table of that set's kernels.
 #include "kernels.hpp"
+#include "packing.hpp"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -17,7 +18,11 @@ namespace bankfull::BANKFULL_ISA_NAME {
 #include "norm.hpp"
 #include "math.hpp"
 #include "pointwise.hpp"
+#include "dots.hpp"
 #include "packs.hpp"
+#include "epilogue.hpp"
+#include "packed_codes.hpp"
+#include "packed_tiles.hpp"
 #include "packed.hpp"
 #include "rope.hpp"
 #include "intake.hpp"
@@ -63,6 +68,7 @@ static constexpr Kernels build() {
     offer<AsQ5_K>(table, Q5_K, "q5_k");
     offer<AsQ6_K>(table, Q6_K, "q6_k");
     offer_packs(table);
+    table.tile_rows = TILE_ROWS;
     table.packed = packed;
     table.encode = encode;
     table.best_of = best_of;

@@ -18,9 +18,9 @@ struct FormatFacts {
     int bytes;  // bytes in a block
 };
 
-// Weights repacked for products of integers: sixteen outputs side by side, see packs.hpp. The last letters say what goes
-// with the codes of a group: M a minimum, K scales (and minimums) that are integers times those of the block.
-enum Pack : int { PACK4, PACK4M, PACK8, PACK8M, PACK4K, PACK8K, PACK6K, PACK8S, PACK8SM, PACKS };
+// Weights repacked for products of integers: sixteen outputs side by side, see packing.hpp. The number is the bits of a
+// code; the letters say what goes with the codes: M a minimum, S an integer scale for each group, K is both.
+enum Pack : int { PACK4, PACK4M, PACK4K, PACK4S, PACK4SM, PACK5, PACK5M, PACK5K, PACK6S, PACK8, PACKS };
 
 // Bytes from one encoded row to the next, whichever form it has.
 constexpr int64_t encoded_stride(int64_t columns) {
@@ -31,7 +31,7 @@ constexpr int64_t encoded_stride(int64_t columns) {
 struct PackFacts {
     const char* name;
     int block;  // weights of one output in a block
-    int bytes;  // bytes of a block: sixteen outputs
+    int bytes;  // bytes of a block: sixteen outputs, scales and codes
 };
 
 struct Kernels {

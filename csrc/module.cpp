@@ -18,6 +18,7 @@
 namespace nb = nanobind;
 using namespace bankfull;
 
+
 namespace {
 
 constexpr int MAX_THREADS = 1024;
@@ -251,4 +252,5 @@ NB_MODULE(_native, m) {
     bind_tape(m);
     m.def("threads", &threads, Free());
     m.def("set_threads", &set_thread_count, Free());
+    bind_packed(m);
 }

@@ -47,10 +47,6 @@ void run_linear(const LinearJob& job, Format format) {
     spread(kernels().linear[format], job, job.outputs, (PIECE_WORK / (job.inner * job.rows) + 4) / 4 * 4);
 }
 
-void run_encode(const EncodeJob& job, int64_t rows) {
-    spread(kernels().encode, job, rows, PIECE_WORK / job.columns + 1);
-}
-
 void run_rms_norm(const NormJob& job, int64_t rows) {
     spread(kernels().rms_norm, job, rows, PIECE_WORK / job.columns + 1);
 }
@@ -151,8 +147,6 @@ RecurrentPlan checked_plan(const RecurrentPlan& plan, int64_t most, int64_t slot
     }
     return plan;
 }
-
-void run_packed(const PackedJob&) {}
 
 void run_causal_conv(const ConvJob& job, int64_t tokens) {
     const int64_t items = job.plan.sequences * ((job.plan.channels + 15) / 16);

@@ -3,11 +3,11 @@
 #pragma once
 
 #include "kernels.hpp"
+#include "packed_plan.hpp"
 
 namespace bankfull {
 
 void run_linear(const LinearJob& job, Format format);
-void run_encode(const EncodeJob& job, int64_t rows);
 void run_rms_norm(const NormJob& job, int64_t rows);
 void run_layer_norm(const LayerNormJob& job, int64_t rows);
 void run_pointwise(const PointwiseJob& job, Pointwise kind, int64_t count);
@@ -15,7 +15,6 @@ void run_rotate(const RotateJob& job, int64_t tokens);
 void run_angles(const AnglesJob& job, int64_t tokens);
 void run_embedding(const EmbeddingJob& job, Format format, int64_t tokens);
 void run_intake(const IntakeJob& job, int64_t tokens);
-void run_packed(const PackedJob& job);
 // For each row the highest of all outputs, without storing them: of one part, whose y is not used. -1 where a row has a
 // NaN or no finite highest.
 void run_packed_best(const PackedJob& job, int64_t* best);
