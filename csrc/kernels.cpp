@@ -27,6 +27,7 @@ namespace bankfull::BANKFULL_ISA_NAME {
 #include "rope.hpp"
 #include "intake.hpp"
 #include "attention.hpp"
+#include "attention_tiles.hpp"
 #include "recurrent.hpp"
 
 template <class F>
@@ -83,7 +84,14 @@ static constexpr Kernels build() {
     table.rotate = rotate;
     table.intake = intake;
     table.attention[PAGES_F32] = attend<Float32>;
+    table.attention_rows[PAGES_F32] = attention_rows;
+#if defined(__AMX_BF16__)
+    table.attention[PAGES_BF16] = attention_tiles::attend;
+    table.attention_rows[PAGES_BF16] = attention_tiles::rows;
+#else
     table.attention[PAGES_BF16] = attend<BFloat16>;
+    table.attention_rows[PAGES_BF16] = attention_rows;
+#endif
     table.merge = merge_split;
     table.causal_conv = causal_conv;
     table.selective_scan = selective_scan;
