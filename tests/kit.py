@@ -17,10 +17,10 @@ from bankfull.decode.strategy import Draft, Sampling, Scores, Strategy, Verdict,
 from bankfull.decode.verify import verify_chain
 from bankfull.engine import Engine
 from bankfull.layers.decoder import Decoder
+from bankfull.ops import Kit
 from bankfull.runtime.device import Cpu, Cuda, Device, open_device
 from bankfull.runtime.fake import Late
 from bankfull.runtime.rows import Job
-from bankfull.ops import Kit
 from bankfull.runtime.runner import Runner
 from bankfull.sample.params import SamplingParams
 from bankfull.sched.scheduler import Scheduler

@@ -39,7 +39,7 @@ class Build:
         return self.kit.bind(operation, **{"dtype": self.dtype, **facts})
 
     def prepare(self, operation: Operation, weight: QTensor) -> Any:
-        return self.kit.prepare(operation, weight, dtype=self.dtype)
+        return self.kit.prepare(operation, weight, dtype=self.dtype, weight=weight)
 
     def has(self, name: str) -> bool:
         return self.source.has(self._full(name))

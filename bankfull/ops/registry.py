@@ -106,10 +106,10 @@ class Kit:
 
         return call
 
-    def prepare(self, operation: Operation, weight: Any, **facts: Any) -> Any:
-        """The weight as the provider that `bind` chooses wants it."""
-        provider = self._choose(operation, {**facts, "weight": weight})
-        return weight if provider is None or provider.prepare is None else provider.prepare(weight)
+    def prepare(self, operation: Operation, stored: Any, /, **facts: Any) -> Any:
+        """The weight as the provider wants it that `bind` chooses for these facts."""
+        provider = self._choose(operation, facts)
+        return stored if provider is None or provider.prepare is None else provider.prepare(stored)
 
     @contextmanager
     def recording(self, recorder: Recorder) -> Iterator[None]:

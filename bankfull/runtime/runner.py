@@ -113,10 +113,9 @@ class Runner:
         return self.device.launch(run)
 
     def _choose(self, batch: Batch, hidden: Tensor, work: list[Work], masks: Mapping[int, np.ndarray]) -> Verdict:
-        device = self.device.torch
+        device, index = self.device.torch, batch.logit_index
         widths = [w.drafts + 1 for w in work]
         lines = [w.row for w in work for _ in range(w.drafts + 1)]
-        index = torch.from_numpy(batch.logit_index).to(device)
         mask = None
         if masks:
             packed = np.full((len(lines), self.rows.sampling.words), -1, np.int32)
@@ -124,31 +123,30 @@ class Runner:
                 if row in masks:
                     packed[i] = masks[row]
             mask = torch.from_numpy(packed).to(device)
-        sampling = Sampling(
-            torch.tensor(lines, device=device), lines, batch.positions[index] + 1, self.rows.tokens,
-            self.rows.sampling, widths, mask,
-        )  # fmt: skip
-        return self.strategy.verify(Scores(hidden[index], self.model.head), sampling)
+        sampling = Sampling(lines, widths, batch.positions, index, self.rows.tokens, self.rows.sampling, mask)
+        # Where every token is scored, they are all there already, in order.
+        wanted = hidden if len(index) == len(hidden) else hidden[torch.from_numpy(index).to(device)]
+        return self.strategy.verify(Scores(wanted, self.model.head), sampling)
 
     def _commit(self, work: list[Work], chosen: list[int], verdict: Verdict | None) -> None:
         """Advance the rows: tokens, lengths, and which recurrent slot holds the state."""
         rows = self.rows
-        accepted = np.zeros(len(work), np.int64)
         if verdict is not None and any(w.drafts for w in work):
+            accepted = np.zeros(len(work), np.int64)
             accepted[chosen] = verdict.counts.cpu().numpy() - 1
+        else:
+            accepted = None
         for i, w in enumerate(work):
-            rows.computed[w.row] += w.count + accepted[i]
+            rows.computed[w.row] += w.count if accepted is None else w.count + accepted[i]
         if self.layout.recurrent is not None:
             index = torch.tensor([w.row for w in work], device=rows.device)
-            rows.slot[index] = torch.tensor(
-                [w.slots[a] for w, a in zip(work, accepted, strict=True)], device=rows.device
-            )
+            kept = [w.slots[0 if accepted is None else accepted[i]] for i, w in enumerate(work)]
+            rows.slot[index] = torch.tensor(kept, device=rows.device)
         if verdict is None:
             return
         host_rows = [work[i].row for i in chosen]
-        index = torch.tensor(host_rows, device=rows.device)
-        rows.commit(index, verdict.tokens, verdict.counts)
-        view = View(index, host_rows, rows.tokens, rows.known)
+        rows.commit(host_rows, verdict.tokens, verdict.counts)
+        view = View(host_rows, rows.tokens, rows.known)
         self.strategy.observe(view, verdict)
         draft = self.strategy.propose(view)
         if draft is not None:
@@ -196,7 +194,7 @@ class Runner:
 def _read_tokens(work: list[Work], verdict: Verdict, result: StepResult) -> None:
     sampled = verdict.sampled
     tokens, counts = verdict.tokens.tolist(), verdict.counts.tolist()
-    own = sampled.logprobs.tolist()
+    own = None if sampled.logprobs is None else sampled.logprobs.tolist()
     top_ids = None if sampled.top_ids is None else sampled.top_ids.tolist()
     top_values = None if sampled.top_logprobs is None else sampled.top_logprobs.tolist()
     line = 0
@@ -207,7 +205,7 @@ def _read_tokens(work: list[Work], verdict: Verdict, result: StepResult) -> None
                 "No token is left to choose from: the request's own constraints (grammar, allowed or banned tokens, "
                 "logit_bias) forbid all, or the model gave no finite score; relax the constraints."
             )
-        if own[line] == own[line]:  # not NaN: the row asked for logprobs
+        if own is not None and own[line] == own[line]:  # not NaN: the row asked for logprobs
             extra = result.extras[i] = Extra()
             for k in range(line, line + counts[j]):
                 ids = [t for t in top_ids[k] if t != NO_TOKEN] if top_ids is not None else []

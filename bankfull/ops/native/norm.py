@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bankfull.ops.native.activation import CODES
 from bankfull.ops.native.checks import WIDENED, float_rows, isa_is_chosen
 from bankfull.ops.native.extension import required
-from bankfull.ops.native.activation import CODES
 from bankfull.ops.reference.norm import add, add_rms_norm, layer_norm, rms_norm
 
 _native = required()

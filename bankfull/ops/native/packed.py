@@ -16,7 +16,7 @@ from torch import Tensor
 from bankfull.ops.native.checks import address, float_rows
 from bankfull.ops.native.extension import required
 from bankfull.ops.native.linear import FORMATS, accepts, storage_of
-from bankfull.ops.reference.linear import linear_int8
+from bankfull.ops.reference.linear import best_output_int8, linear_int8
 from bankfull.weights.qtensor import QTensor
 
 _native = required()
@@ -55,8 +55,8 @@ def _accepts(*, dtype: torch.dtype | None = None, weight: QTensor | None = None,
     return int(_native.pack_of(FORMATS[weight.scheme.name][0])) >= 0
 
 
-@linear_int8.provider("native", on="cpu", accepts=_accepts, prepare=pack)
-def run_linear_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+def _encode(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> tuple[Tensor, int, int, bool]:
+    """The rows as the kernels want them, their stride, how many there are, and whether they are tiles."""
     outputs, inner = weight.shape
     if x.shape[-1] != inner:
         raise ValueError(f"linear_int8: the input has {x.shape[-1]} columns, the weight {inner}")
@@ -66,9 +66,29 @@ def run_linear_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None = None)
     count, stride = rows.numel() // inner, int(_native.encoded_stride(inner))
     tiles = 0 < _native.tile_rows() <= count
     encoded = torch.empty(count * stride, dtype=torch.uint8)
+    _native.encode(address(rows), inner, count, inner, address(encoded), stride, tiles)
+    return encoded, stride, count, tiles
+
+
+@linear_int8.provider("native", on="cpu", accepts=_accepts, prepare=pack)
+def run_linear_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    outputs, inner = weight.shape
+    encoded, stride, count, tiles = _encode(x, weight, bias)
     y = torch.empty(*x.shape[:-1], outputs, dtype=torch.float32)
     wide_bias = None if bias is None else float_rows(bias)
-    _native.encode(address(rows), inner, count, inner, address(encoded), stride, tiles)
     part = (address(weight.data), address(wide_bias), address(y), outputs, outputs, weight.pack)
     _native.packed_linear(tiles, address(encoded), stride, count, inner, [part], -1, 0, 0, False)
     return y
+
+
+@best_output_int8.provider("native", on="cpu", accepts=_accepts, prepare=pack)
+def run_best_output_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    outputs, inner = weight.shape
+    encoded, stride, count, tiles = _encode(x, weight, bias)
+    best = torch.empty(x.shape[:-1], dtype=torch.int64)
+    wide_bias = None if bias is None else float_rows(bias)
+    _native.packed_best(
+        tiles, address(encoded), stride, count, inner, address(weight.data), address(wide_bias), outputs, weight.pack,
+        address(best),
+    )  # fmt: skip
+    return best

@@ -77,7 +77,7 @@ class Recorder:
             return Input(self._named(_storage(tensor), f"a tensor of shape {tuple(tensor.shape)}"))
         item = tensor.element_size()
         dense = tensor.shape[0] == TOKENS and (tensor.dim() < 2 or tensor[0].is_contiguous())
-        offset = tensor.storage_offset() * item
+        offset = int(tensor.storage_offset()) * item
         if not dense or tensor.stride(0) * item != value.row_bytes or offset >= value.row_bytes:
             raise CannotRecord(f"a view of shape {tuple(tensor.shape)} is not made of whole columns of a result")
         return View(value, offset)
