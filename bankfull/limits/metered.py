@@ -32,10 +32,7 @@ HEAD = "head"
 
 def blank(scheme: Scheme, shape: tuple[int, ...]) -> QTensor:
     """A tensor of a scheme, without data."""
-    if scheme.is_dense:
-        return QTensor(scheme, {"data": torch.empty(shape, dtype=DTYPES[scheme.name], device=META)}, shape)
-    blocks = torch.empty(*shape[:-1], scheme.row_bytes(shape[-1]), dtype=torch.uint8, device=META)
-    return QTensor(scheme, {"blocks": blocks}, shape)
+    return QTensor(scheme, scheme.empty(shape, META), shape)
 
 
 class FileShapes:

@@ -14,7 +14,7 @@ from torch import Tensor
 from bankfull.layers.attention import Heads
 from bankfull.ops import PagedMeta, RecurrentMeta
 from bankfull.ops.reference.activation import _KINDS as KINDS
-from bankfull.weights.formats import SCHEMES
+from bankfull.weights.formats import SCHEMES, groups
 from bankfull.weights.formats.dense import DTYPES
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.scheme import Scheme
@@ -93,6 +93,12 @@ class Maker:
         if scheme.is_dense:
             data = torch.randn(outer, inner, generator=self.numbers, dtype=torch.float64).to(DTYPES[scheme.name])
             return QTensor(scheme, {"data": data}, (outer, inner))
+        if scheme.name in _GROUPED:
+            parts = scheme.empty((outer, inner))
+            codes, scales = parts["codes"], parts["scales"]
+            codes.view(torch.uint8).random_(256, generator=self.numbers)
+            scales.copy_(torch.rand(scales.shape, generator=self.numbers).add(0.5).div(_GROUPED[scheme.name]))
+            return QTensor(scheme, parts, (outer, inner))
         blocks = torch.randint(256, (outer, scheme.row_bytes(inner)), generator=self.numbers, dtype=torch.uint8)
         each = blocks.view(-1, scheme.block_bytes)
         for at in _HALVES[scheme.name]:
@@ -110,6 +116,8 @@ _LARGEST = {
     "q4_0": 8, "q4_1": 16, "q5_0": 16, "q5_1": 32, "q8_0": 128,
     "q2_k": 45, "q3_k": 128, "q4_k": 945, "q5_k": 1953, "q6_k": 4096,
 }  # fmt: skip
+_GROUPED = {scheme.name: 128 if scheme.name.startswith("int8") else 8 for scheme in groups.SCHEMES}
+"""The largest code of each scheme that keeps codes and scales apart."""
 
 
 def linear(make: Maker) -> Case:
