@@ -98,6 +98,8 @@ class RunConfig:
     providers: str = "auto"
     expand: bool = False
     """Dequantize weights at load: more memory, never done unless asked."""
+    quantize: str | None = None
+    """Round the matrices of an unquantized checkpoint at load: "int8", "int4", "int4:64", "q4_k,keep", ... (lossy)."""
     seed: int | None = None
     """Makes requests without a seed of their own repeatable, in the order in which they come."""
 
@@ -106,3 +108,5 @@ class RunConfig:
             raise ConfigError(f"depth={self.depth!r} must be 0 (the host waits) or 1 (the host runs one step behind).")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
             raise ConfigError(f"dtype={self.dtype!r} is unknown; use auto, float32, bfloat16, float16 or float64.")
+        if not isinstance(self.quantize, str | None):
+            raise ConfigError(f"quantize={self.quantize!r} is not the name of a weight type; use 'int8' or 'int4'.")

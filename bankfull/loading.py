@@ -28,6 +28,7 @@ from bankfull.text.load import load_tokenizer
 from bankfull.text.template import ChatTemplate
 from bankfull.text.tokenizer import Tokenizer
 from bankfull.weights.locate import locate
+from bankfull.weights.requantized import Requantized, block_types, parse_wish
 from bankfull.weights.source import ModelFiles, open_model
 
 log = logging.getLogger("bankfull")
@@ -59,6 +60,8 @@ def load(
     """`device` and `strategy` stand in for those that the configuration would choose (tests, experiments)."""
     files = open_model(locate(name))
     family_of(files.config)  # an unsupported architecture is refused before anything else is read
+    if run.quantize is not None:
+        files = rounded(files, run.quantize)
     tokenizer, template = load_tokenizer(files)
     device = device or open_device(run.device)
     strategy = strategy or Plain()
@@ -94,6 +97,20 @@ def load(
     engine = Engine(Scheduler(sched, manager), runner, strategy, depth)
     frontend = Frontend(engine, tokenizer, template, vocab=model.vocab, max_len=sizes.max_len, seed=run.seed)
     return Loaded(files, kit, model, tokenizer, template, device, layout, sizes, frontend)
+
+
+def rounded(files: ModelFiles, wanted: str) -> ModelFiles:
+    """The same model, with its matrices rounded when they are read."""
+    wish = parse_wish(wanted)
+    if found := block_types(files.source):
+        raise ConfigError(
+            f"{files.path.name} is quantized already ({', '.join(found)}), so that quantize={wanted[:40]!r} would lose "
+            "twice; leave the option out, or give an unquantized checkpoint."
+        )
+    source = Requantized(files.source, wish.types, wish.tables)
+    if kept := len(source.kept()):
+        log.warning(f"{kept} matrices are left unquantized: no group of {wanted[:40]} divides their columns.")
+    return replace(files, source=source)
 
 
 def choose_dtype(wanted: str, files: ModelFiles, device: Device) -> torch.dtype:

@@ -47,6 +47,14 @@ class EngineOptions:
     ] = None
     providers: Annotated[str, typer.Option(help="auto (the fastest kernels) or torch (the reference).")] = "auto"
     expand: Annotated[bool, typer.Option("--expand", help="Dequantize weights at load; needs more memory.")] = False
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            help="Round an unquantized checkpoint's matrices at load (lossy): int8, int4, int4:64 (a scale for each 64 "
+            "columns, not 32; or 128), or a block type such as q4_k,keep. Embeddings and head, too: int4,tables.",
+            show_default=False,
+        ),
+    ] = None
 
     def load(self) -> LLM:
         """The model, ready to run. Notices of the engine go to stderr."""
@@ -58,7 +66,7 @@ class EngineOptions:
         return LLM(
             self.model, device=self.device, dtype=self.dtype, max_model_len=self.max_model_len, memory=self.memory,
             rows=self.rows, step_tokens=self.step_tokens, page_tokens=self.page_tokens, depth=self.depth,
-            prefix_cache=not self.no_prefix_cache, providers=self.providers, expand=self.expand,
+            prefix_cache=not self.no_prefix_cache, providers=self.providers, expand=self.expand, quantize=self.quantize,
         )  # fmt: skip
 
 

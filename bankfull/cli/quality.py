@@ -32,8 +32,8 @@ class QualityOptions:
     quantize: Annotated[
         str | None,
         typer.Option(
-            help="Round the model's matrices to this weight type first: q8_0, q4_0, q4_k, ...; behind a comma what "
-            "becomes of matrices that it does not fit (q4_k,q5_0 or q4_k,keep).",
+            help="Round the model's matrices to this weight type first: int8, int4, int4:64, q8_0, q4_k, ...; behind a "
+            "comma what becomes of matrices that it does not fit (q4_k,q5_0 or q4_k,keep).",
             show_default=False,
         ),
     ] = None
@@ -123,11 +123,11 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
     from bankfull.runtime.device import open_device
     from bankfull.text.load import load_tokenizer
     from bankfull.weights.locate import locate
-    from bankfull.weights.requantized import Requantized, bits_per_weight, parse_types
+    from bankfull.weights.requantized import Requantized, bits_per_weight, parse_wish
     from bankfull.weights.source import TensorSource, open_model
 
-    types = None if options.quantize is None else parse_types(options.quantize)
-    if options.tables and types is None:
+    wish = None if options.quantize is None else parse_wish(options.quantize)
+    if options.tables and wish is None:
         raise ConfigError("--tables says what --quantize rounds; give --quantize, too.")
     texts = _texts(options.text)
     device = open_device(options.device)
@@ -138,7 +138,11 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
     if options.against is not None:
         _refuse_other_vocabulary(tokenizer, load_tokenizer(reference_files)[0], model, against)
 
-    source: TensorSource = files.source if types is None else Requantized(files.source, types, options.tables)
+    source: TensorSource = files.source
+    tables, kept = options.tables or (wish is not None and wish.tables), 0
+    if wish is not None:
+        source = rounded = Requantized(source, wish.types, tables)
+        kept = len(rounded.kept())
     dtype, longest = choose_dtype(options.dtype, files, device), options.window or WINDOW
     kit = kit_for(device.kind, options.providers)
     built = build_model(files.config, Build(source, kit, dtype, device.torch, options.expand, longest))
@@ -147,7 +151,7 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
     facts = {
         "model": model, "reference": options.against or f"{model}, dequantized",
         "text": "bundled" if options.text is None else str(options.text),
-        "quantize": options.quantize, "tables": options.tables, "bits_per_weight": bits_per_weight(source),
+        "quantize": options.quantize, "tables": tables, "kept": kept, "bits_per_weight": bits_per_weight(source),
         "dtype": str(dtype).removeprefix("torch."), "providers": options.providers, "expand": options.expand,
         "window": window, "chunk": options.chunk or window,
     }  # fmt: skip
@@ -196,6 +200,8 @@ def _quality_table(facts: dict[str, Any], found: Quality) -> Any:
     weights = f"{facts['bits_per_weight']:.3g} bits per weight"
     if facts["quantize"]:
         weights += f", rounded to {facts['quantize']}" + (" with the tables" if facts["tables"] else "")
+    if facts["kept"]:
+        weights += f" ({facts['kept']} matrices do not fit and are kept)"
     rows = {
         "model": f"{facts['model']} ({facts['dtype']}, kernels: {facts['providers']}, {facts['chunk']} tokens at once)",
         "weights": weights,

@@ -11,6 +11,7 @@ from torch import Tensor
 from bankfull.errors import ModelError
 from bankfull.ops import Operation
 from bankfull.ops.registry import Function, Kit
+from bankfull.weights.formats.groups import as_blocks
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.source import TensorSource
 
@@ -46,6 +47,8 @@ class Build:
         found = self._find(name, shape)
         if found.is_dense or self.expand:
             return QTensor.dense(found.dequantize(self.dtype).to(self.device))
+        if self.kit.device == "cpu" and "native" in self.kit.prefer:
+            found = as_blocks(found)  # the kernels know groups under this name
         return found.to(self.device)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:

@@ -20,8 +20,8 @@ from bankfull.weights.rounding import half, inverse, signed, symmetric
 
 Encode = Callable[[Tensor], tuple[Tensor, ...]]
 """float32 (n, block) to the parts of the scheme, in their order, each (n, elements per block)."""
-ELEMENTS_AT_ONCE = 1 << 22
-"""Bounds the working memory, which is several times that of the values."""
+ELEMENTS_AT_ONCE = 1 << 18
+"""Bounds the working memory, which is several times that of the values: it should stay in the processor's caches."""
 
 
 def quantize(tensor: Tensor, name: str) -> QTensor:

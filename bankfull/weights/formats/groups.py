@@ -1,7 +1,7 @@
 """Whole numbers under one float16 scale for each group of columns: what `--quantize int8` and `int4` make of a matrix.
 
-Two parts: "codes", int8 (out, in) or, for int4, uint8 (out, in / 2), and "scales", float16 (out, in / group). An int4 code
-is stored plus 8; of two neighbouring columns the first lies in the lower half of their byte. Scales may be negative.
+Two parts: "codes", int8 (out, in) or, for int4, uint8 (out, in / 2), and "scales", float16 (out, in / group). An int4
+code is stored plus 8; of two neighbouring columns the first lies in the lower half of their byte. Scales have a sign.
 """
 
 from __future__ import annotations
