@@ -60,9 +60,12 @@ def folder_of(shape: str) -> Path:
 
 
 @lru_cache
-def model_of(shape: str, dtype: torch.dtype = torch.float64, providers: str = "torch") -> Decoder:
+def model_of(
+    shape: str, dtype: torch.dtype = torch.float64, providers: str = "torch", kv_dtype: torch.dtype | None = None
+) -> Decoder:
     files = open_model(folder_of(shape))
-    return build_model(files.config, Build(files.source, kit_for(DEVICE.type, providers), dtype, DEVICE))
+    kit = kit_for(DEVICE.type, providers)
+    return build_model(files.config, Build(files.source, kit, dtype, DEVICE, kv_dtype=kv_dtype))
 
 
 CORPUS = 'The river runs at the full capacity of its channel, and the engine fills it. {"name": [1, 2.5, true]} ' * 3

@@ -28,7 +28,13 @@ class Build:
     """Dequantize block formats at load."""
     max_len: int = 0
     """The longest sequence that will be run; 0 = whatever the model was made for."""
+    kv_dtype: torch.dtype | None = None
+    """Of the keys and values in pages: None = that of the computation; int8 is rounded (lossy)."""
     prefix: str = ""
+
+    @property
+    def pages(self) -> torch.dtype:
+        return self.kv_dtype or self.dtype
 
     def at(self, name: str | int) -> Build:
         return replace(self, prefix=self._full(str(name)))
