@@ -81,7 +81,7 @@ def check(shape: str, cache: str, chunk: int, depth: int, preempt: bool, mates: 
           kv_dtype: torch.dtype | None = None) -> None:  # fmt: skip
     """Rounded keys and values are compared with a plain loop that rounds them alike."""
     how = () if kv_dtype is None else (dtype, providers, kv_dtype)
-    model = model_of(shape, dtype, providers, kv_dtype)
+    model = model_of(shape, *(how or (dtype, providers)))
     asked = prompts()[: 1 + mates]
     expected = [list(truth(shape, tuple(p), *how)) for p in asked]
     truths = [list(p) + tokens for p, tokens in zip(asked, expected, strict=True)]

@@ -41,7 +41,8 @@ def test_lossy_pages_change_the_scores_a_little(kv: str) -> None:
 
 
 def test_int8_pages_hold_a_byte_a_number_and_a_scale_a_head() -> None:
-    plain, rounded = (layout_of(model_of("llama", torch.float32, "torch", kv).states(), 16) for kv in (None, torch.int8))
+    models = [model_of("llama", torch.float32, "torch", kv) for kv in (None, torch.int8)]
+    plain, rounded = (layout_of(model.states(), 16) for model in models)
     kv_heads, size, layers = 2, 8, 3
     assert plain.token_bytes == layers * 2 * kv_heads * size * 4
     assert rounded.token_bytes == layers * 2 * kv_heads * (size + 4)

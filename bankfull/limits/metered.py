@@ -135,8 +135,10 @@ class MeteredModel:
     def __init__(
         self, model: ModelFiles | Mapping[str, Any], *,
         dtype: str | None = None, scheme: str | None = None, expand: bool = False, page_tokens: int = 16,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        """`scheme` stores the matrices of a bare configuration; a file has its own."""
+        """`scheme` stores the matrices of a bare configuration; a file has its own. `kv_dtype` stores keys and values:
+        None = as the computation."""
         self.shapes: FileShapes | AskedShapes
         if isinstance(model, ModelFiles):
             if scheme is not None:
@@ -149,7 +151,8 @@ class MeteredModel:
         self.dtype = torch_dtype(dtype, model)
         self.meter = Meter()
         kind = Build if isinstance(self.shapes, FileShapes) else _AskingBuild
-        self.model = build_model(self.config, kind(self.shapes, self.meter, self.dtype, META, expand))
+        build = kind(self.shapes, self.meter, self.dtype, META, expand, kv_dtype=kv_dtype)
+        self.model = build_model(self.config, build)
         self.layout = layout_of(self.model.states(), page_tokens)
 
     @property

@@ -16,7 +16,8 @@ DTYPES = ["float64", "float32", "bfloat16", "int8"]
 
 
 def specs(name: str) -> st.SearchStrategy[TensorSpec]:
-    return st.builds(TensorSpec, st.just(name), st.tuples(st.integers(1, 3), st.integers(1, 7)), st.sampled_from(DTYPES))
+    shapes = st.tuples(st.integers(1, 3), st.integers(1, 7))
+    return st.builds(TensorSpec, st.just(name), shapes, st.sampled_from(DTYPES))
 
 
 PAGED = st.builds(

@@ -49,8 +49,8 @@ def _write_int8_cost(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) 
 
 @op(cost=_write_int8_cost, shape=lambda new, pages, scales, slots: None)
 def write_pages_int8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) -> None:
-    """As `write_pages`, rounded: pages (frames, page_tokens, heads, size) of int8 codes, and for each token and head one
-    float32 scale (frames, page_tokens, heads). Numbers that are not finite leave a scale that is not finite."""
+    """As `write_pages`, rounded: pages (frames, page_tokens, heads, size) of int8 codes, and one float32 scale for each
+    token and head (frames, page_tokens, heads). Numbers that are not finite leave a scale that is not finite."""
     numbers = new.to(torch.float32)
     scale = numbers.abs().amax(-1) / LEVELS
     codes = (numbers / scale.unsqueeze(-1)).nan_to_num(0.0).round().clamp(-LEVELS, LEVELS)
