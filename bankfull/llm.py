@@ -22,12 +22,12 @@ Progress = Callable[[RequestOutput], None]
 ALIASES = {
     "max_num_seqs": "rows", "max_num_batched_tokens": "step_tokens", "block_size": "page_tokens",
     "enable_prefix_caching": "prefix_cache", "gpu_memory_utilization": "memory", "kv_cache_memory_bytes": "memory",
-    "scheduling_policy": "policy",
+    "scheduling_policy": "policy", "kv_cache_dtype": "kv_dtype",
 }  # fmt: skip
 #: Options of other engines that mean what this engine does anyway, as long as they have this value.
 NEUTRAL = {
     "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "trust_remote_code": False,
-    "enable_chunked_prefill": True, "tokenizer_mode": "auto", "load_format": "auto", "kv_cache_dtype": "auto",
+    "enable_chunked_prefill": True, "tokenizer_mode": "auto", "load_format": "auto",
     "quantization": None, "enable_lora": False, "speculative_config": None,
 }  # fmt: skip
 GENERATION_KEYS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")

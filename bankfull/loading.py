@@ -18,16 +18,18 @@ from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model, family_of
 from bankfull.ops import Kit, kit_for, native
+from bankfull.ops.registry import FLOAT, INT8
 from bankfull.runtime.device import Device, open_device
 from bankfull.runtime.memory import Sizes, plan_memory, shown
 from bankfull.runtime.runner import Runner
 from bankfull.sched.scheduler import Scheduler
 from bankfull.state.manager import StateManager
-from bankfull.state.spec import Layout, layout_of
+from bankfull.state.spec import Layout, Paged, layout_of
 from bankfull.text.load import load_tokenizer
 from bankfull.text.template import ChatTemplate
 from bankfull.text.tokenizer import Tokenizer
 from bankfull.weights.locate import locate
+from bankfull.weights.requantized import Requantized, block_types, parse_wish
 from bankfull.weights.source import ModelFiles, open_model
 
 log = logging.getLogger("bankfull")
@@ -41,8 +43,8 @@ class Loaded:
     """A model that is ready to run, and everything it came with."""
 
     files: ModelFiles
-    kit: Kit
-    """Which provider each of the model's operations was bound to."""
+    build: Build
+    """What the options came to: dtypes, and the provider that each of the model's operations was bound to."""
     model: Decoder
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -50,6 +52,10 @@ class Loaded:
     layout: Layout
     sizes: Sizes
     frontend: Frontend
+
+    @property
+    def kit(self) -> Kit:
+        return self.build.kit
 
 
 def load(
@@ -59,6 +65,8 @@ def load(
     """`device` and `strategy` stand in for those that the configuration would choose (tests, experiments)."""
     files = open_model(locate(name))
     family_of(files.config)  # an unsupported architecture is refused before anything else is read
+    if run.quantize is not None:
+        files = rounded(files, run.quantize)
     tokenizer, template = load_tokenizer(files)
     device = device or open_device(run.device)
     strategy = strategy or Plain()
@@ -69,9 +77,9 @@ def load(
         )
     if device.kind == "cpu" and run.providers == "auto":
         native.notify()
-    dtype = choose_dtype(run.dtype, files, device)
-    kit = kit_for(device.kind, run.providers)
-    model = build_model(files.config, Build(files.source, kit, dtype, device.torch, run.expand, max_len or 0))
+    build = plan_build(files, run, device, max_len or 0)
+    model = build_model(files.config, build)
+    refuse_pages_without_use(model, run.kv_dtype)
     layout = layout_of(model.states(), state.page_tokens)
     depth = device.depth if run.depth is None else run.depth
     sizes = plan_memory(
@@ -93,7 +101,35 @@ def load(
         ) from error
     engine = Engine(Scheduler(sched, manager), runner, strategy, depth)
     frontend = Frontend(engine, tokenizer, template, vocab=model.vocab, max_len=sizes.max_len, seed=run.seed)
-    return Loaded(files, kit, model, tokenizer, template, device, layout, sizes, frontend)
+    return Loaded(files, build, model, tokenizer, template, device, layout, sizes, frontend)
+
+
+def rounded(files: ModelFiles, wanted: str) -> ModelFiles:
+    """The same model, with its matrices rounded when they are read."""
+    wish = parse_wish(wanted)
+    if found := block_types(files.source):
+        raise ConfigError(
+            f"{files.path.name} is quantized already ({', '.join(found)}), so that quantize={wanted[:40]!r} would lose "
+            "twice; leave the option out, or give an unquantized checkpoint."
+        )
+    source = Requantized(files.source, wish.types, wish.tables)
+    if kept := len(source.kept()):
+        log.warning(f"{kept} matrices are left unquantized: no group of {wanted[:40]} divides their columns.")
+    return replace(files, source=source)
+
+
+def plan_build(files: ModelFiles, run: RunConfig, device: Device, max_len: int = 0) -> Build:
+    """How a model is built from these files: what the options leave open is decided here."""
+    dtype = choose_dtype(run.dtype, files, device)
+    kit = kit_for(device.kind, run.providers, choose_activations(run, files, device))
+    return Build(
+        files.source, kit, dtype, device.torch, run.expand, max_len, choose_kv_dtype(run.kv_dtype, dtype, kit)
+    )
+
+
+def refuse_pages_without_use(model: Decoder, kv_dtype: str) -> None:
+    if kv_dtype != "auto" and not any(isinstance(state, Paged) for state in model.states()):
+        raise ConfigError(f"kv_dtype={kv_dtype!r} has no use here: this model keeps no keys and values; leave it out.")
 
 
 def choose_dtype(wanted: str, files: ModelFiles, device: Device) -> torch.dtype:
@@ -104,6 +140,23 @@ def choose_dtype(wanted: str, files: ModelFiles, device: Device) -> torch.dtype:
     if files.kind == "gguf" or saved is None:
         return torch.float32 if device.kind == "cpu" else torch.bfloat16
     return _dtype(str(saved).removeprefix("torch."))
+
+
+def choose_activations(run: RunConfig, files: ModelFiles, device: Device) -> str:
+    """auto: int8 on a CPU with its kernels, for a model that has weights in blocks; float wherever the user named a
+    dtype, for the reference operations, and for weights that are dequantized: that is the exact mode."""
+    if run.activations != "auto":
+        return run.activations
+    untold = run.dtype == "auto" and run.providers == "auto" and not run.expand
+    able = device.kind == "cpu" and native.status() is None
+    return INT8 if untold and able and block_types(files.source) else FLOAT
+
+
+def choose_kv_dtype(wanted: str, dtype: torch.dtype, kit: Kit) -> torch.dtype:
+    """auto: the dtype of the computation; where activations are rounded anyway, bfloat16."""
+    if wanted == "auto":
+        return torch.bfloat16 if kit.activations == INT8 else dtype
+    return torch.int8 if wanted == "int8" else _dtype(wanted)
 
 
 def _dtype(name: str) -> torch.dtype:

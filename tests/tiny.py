@@ -60,15 +60,20 @@ def folder_of(shape: str) -> Path:
 
 
 @lru_cache
-def kit_of(shape: str, dtype: torch.dtype = torch.float64, providers: str = "torch") -> Kit:
+def kit_of(
+    shape: str, dtype: torch.dtype = torch.float64, providers: str = "torch", kv_dtype: torch.dtype | None = None
+) -> Kit:
     """The kit that `model_of` builds with."""
     return kit_for(DEVICE.type, providers)
 
 
 @lru_cache
-def model_of(shape: str, dtype: torch.dtype = torch.float64, providers: str = "torch") -> Decoder:
+def model_of(
+    shape: str, dtype: torch.dtype = torch.float64, providers: str = "torch", kv_dtype: torch.dtype | None = None
+) -> Decoder:
     files = open_model(folder_of(shape))
-    return build_model(files.config, Build(files.source, kit_of(shape, dtype, providers), dtype, DEVICE))
+    kit = kit_of(shape, dtype, providers, kv_dtype)
+    return build_model(files.config, Build(files.source, kit, dtype, DEVICE, kv_dtype=kv_dtype))
 
 
 CORPUS = 'The river runs at the full capacity of its channel, and the engine fills it. {"name": [1, 2.5, true]} ' * 3

@@ -46,9 +46,8 @@ def bench(
     llm = engine.load()
 
     from bankfull.cli.terminal import print_table, progress
-    from bankfull.loading import choose_dtype
 
-    dtype = str(choose_dtype(engine.dtype, llm.loaded.files, llm.loaded.device)).removeprefix("torch.")
+    dtype = str(llm.loaded.build.dtype).removeprefix("torch.")
     with progress("repetitions", reps) as advance:
         report = Bench(llm, load, dtype=dtype, expand=engine.expand).run(kind, lambda done: advance(done, kind))
     if json:

@@ -33,6 +33,6 @@ def chat(
     from bankfull.cli.lines import lines_of_stdin
     from bankfull.cli.speed import limit_of
 
-    talk = Conversation(llm, engine.model, params, limit_of(llm, engine, not no_limit), system)
+    talk = Conversation(llm, engine.model, params, limit_of(llm, not no_limit), system)
     with lines_of_stdin() as lines:
         return talk.hold(lines)

@@ -46,7 +46,7 @@ def generate(
         raise ConfigError(f"The input {input} does not exist; give a file with one JSON object per line.")
     if output.exists() and output.samefile(input):
         raise ConfigError(f"{output} is both input and output; choose another output.")
-    setting = json_text.dumps({"model": engine.model, **sampling.given()}, sort_keys=True)
+    setting = json_text.dumps({"model": engine.model, **engine.rounding(), **sampling.given()}, sort_keys=True)
     with Results(output) as results:
         records = read_records(input, setting)
         done, errors = results.resume(records)
@@ -57,7 +57,7 @@ def generate(
             say(f"bankfull: nothing is left to do ({errors} errors).")
             return None
         llm = engine.load()
-        batch = Batch(llm, engine, sampling.params(llm), wants_limit=not no_limit)
+        batch = Batch(llm, sampling.params(llm), wants_limit=not no_limit)
         with progress("requests", total, done) as advance:
             for result in batch.results(records):
                 results.append(result)
@@ -70,13 +70,13 @@ def generate(
 class Batch:
     """Requests through the engine, a window of them at a time."""
 
-    def __init__(self, llm: LLM, engine: EngineOptions, params: SamplingParams, *, wants_limit: bool) -> None:
+    def __init__(self, llm: LLM, params: SamplingParams, *, wants_limit: bool) -> None:
         from bankfull.cli.answer import Watch
         from bankfull.cli.speed import limit_of
 
         self._llm, self._params = llm, params
         self._window = WINDOW_ROWS * llm.loaded.sizes.rows
-        self._watch, self._limit = Watch(llm), limit_of(llm, engine, wants_limit)
+        self._watch, self._limit = Watch(llm), limit_of(llm, wants_limit)
         if self._limit is not None:
             self._limit.seconds([])  # a measurement of the machine must not count as time of the batch
         self._begun = time.monotonic()

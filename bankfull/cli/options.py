@@ -20,6 +20,19 @@ Model = Annotated[
     str,
     typer.Option("-m", "--model", help="A directory, a .gguf file, a hub id (org/name), or a short name (smollm2)."),
 ]
+Dtype = Annotated[
+    str, typer.Option(help="auto, float32 (exact: nothing is rounded on the way), bfloat16, float16 or float64.")
+]
+KvDtype = Annotated[
+    str, typer.Option(help="Of keys and values: auto, float32, bfloat16, or int8 (a quarter of the memory; lossy).")
+]
+Activations = Annotated[
+    str,
+    typer.Option(
+        help="What quantized weights are multiplied with: int8 (lossy) or float. auto is int8 on a CPU, but float, "
+        "which is exact, with --dtype float32."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 NoLimit = Annotated[bool, typer.Option("--no-limit", help="Do not compare the speed with this machine's limit.")]
 
@@ -30,7 +43,7 @@ class EngineOptions:
 
     model: Model = "smollm2"
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")] = "auto"
+    dtype: Dtype = "auto"
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest sequence, prompt included.", show_default="the model's")
     ] = None
@@ -47,6 +60,21 @@ class EngineOptions:
     ] = None
     providers: Annotated[str, typer.Option(help="auto (the fastest kernels) or torch (the reference).")] = "auto"
     expand: Annotated[bool, typer.Option("--expand", help="Dequantize weights at load; needs more memory.")] = False
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            help="Round an unquantized checkpoint's matrices at load (lossy): int8, int4, int4:64 (a scale for each 64 "
+            "columns, not 32; or 128), or a block type such as q4_k,keep. Embeddings and head, too: int4,tables.",
+            show_default=False,
+        ),
+    ] = None
+    kv_dtype: KvDtype = "auto"
+    activations: Activations = "auto"
+
+    def rounding(self) -> dict[str, str]:
+        """What was asked for that changes results, under the names of RunConfig."""
+        asked = {"quantize": self.quantize, "kv_dtype": self.kv_dtype, "activations": self.activations}
+        return {name: value for name, value in asked.items() if value not in (None, "auto")}
 
     def load(self) -> LLM:
         """The model, ready to run. Notices of the engine go to stderr."""
@@ -58,7 +86,8 @@ class EngineOptions:
         return LLM(
             self.model, device=self.device, dtype=self.dtype, max_model_len=self.max_model_len, memory=self.memory,
             rows=self.rows, step_tokens=self.step_tokens, page_tokens=self.page_tokens, depth=self.depth,
-            prefix_cache=not self.no_prefix_cache, providers=self.providers, expand=self.expand,
+            prefix_cache=not self.no_prefix_cache, providers=self.providers, expand=self.expand, quantize=self.quantize,
+            kv_dtype=self.kv_dtype, activations=self.activations,
         )  # fmt: skip
 
 

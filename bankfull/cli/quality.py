@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json as json_text
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bankfull.cli.options import Json
+from bankfull.cli.options import Activations, Dtype, Json, KvDtype
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +32,8 @@ class QualityOptions:
     quantize: Annotated[
         str | None,
         typer.Option(
-            help="Round the model's matrices to this weight type first: q8_0, q4_0, q4_k, ...; behind a comma what "
-            "becomes of matrices that it does not fit (q4_k,q5_0 or q4_k,keep).",
+            help="Round the model's matrices to this weight type first: int8, int4, int4:64, q8_0, q4_k, ...; behind a "
+            "comma what becomes of matrices that it does not fit (q4_k,q5_0 or q4_k,keep).",
             show_default=False,
         ),
     ] = None
@@ -41,9 +41,11 @@ class QualityOptions:
         bool, typer.Option("--tables", help="With --quantize: round the embeddings and the head, too.")
     ] = False
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")] = "auto"
+    dtype: Dtype = "auto"
     providers: Annotated[str, typer.Option(help="auto (the fastest kernels) or torch (the reference).")] = "auto"
     expand: Annotated[bool, typer.Option("--expand", help="Dequantize weights at load; needs more memory.")] = False
+    kv_dtype: KvDtype = "auto"
+    activations: Activations = "auto"
     text: Annotated[
         Path | None, typer.Option(help="A UTF-8 file to evaluate on.", show_default="the text of the package")
     ] = None
@@ -114,20 +116,23 @@ class Pair:
 
 
 def _prepare(model: str, options: QualityOptions) -> Pair:
+    from bankfull.config import RunConfig
     from bankfull.errors import ConfigError
-    from bankfull.layers.build import Build
     from bankfull.limits.quality import WINDOW, dequantized
-    from bankfull.loading import choose_dtype
+    from bankfull.loading import plan_build, refuse_pages_without_use
     from bankfull.models.registry import build_model
-    from bankfull.ops import kit_for
     from bankfull.runtime.device import open_device
     from bankfull.text.load import load_tokenizer
     from bankfull.weights.locate import locate
-    from bankfull.weights.requantized import Requantized, bits_per_weight, parse_types
-    from bankfull.weights.source import TensorSource, open_model
+    from bankfull.weights.requantized import Requantized, bits_per_weight, parse_wish
+    from bankfull.weights.source import open_model
 
-    types = None if options.quantize is None else parse_types(options.quantize)
-    if options.tables and types is None:
+    run = RunConfig(
+        options.device, options.dtype, providers=options.providers, expand=options.expand,
+        kv_dtype=options.kv_dtype, activations=options.activations,
+    )  # fmt: skip
+    wish = None if options.quantize is None else parse_wish(options.quantize)
+    if options.tables and wish is None:
         raise ConfigError("--tables says what --quantize rounds; give --quantize, too.")
     texts = _texts(options.text)
     device = open_device(options.device)
@@ -138,17 +143,22 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
     if options.against is not None:
         _refuse_other_vocabulary(tokenizer, load_tokenizer(reference_files)[0], model, against)
 
-    source: TensorSource = files.source if types is None else Requantized(files.source, types, options.tables)
-    dtype, longest = choose_dtype(options.dtype, files, device), options.window or WINDOW
-    kit = kit_for(device.kind, options.providers)
-    built = build_model(files.config, Build(source, kit, dtype, device.torch, options.expand, longest))
+    tables, kept = options.tables or (wish is not None and wish.tables), 0
+    if wish is not None:
+        source = Requantized(files.source, wish.types, tables)
+        files, kept = replace(files, source=source), len(source.kept())
+    longest = options.window or WINDOW
+    build = plan_build(files, run, device, longest)
+    built = build_model(files.config, build)
+    refuse_pages_without_use(built, options.kv_dtype)
     reference = dequantized(reference_files, device.torch, longest)
     window = options.window or min(WINDOW, built.max_positions, reference.max_positions)
     facts = {
         "model": model, "reference": options.against or f"{model}, dequantized",
         "text": "bundled" if options.text is None else str(options.text),
-        "quantize": options.quantize, "tables": options.tables, "bits_per_weight": bits_per_weight(source),
-        "dtype": str(dtype).removeprefix("torch."), "providers": options.providers, "expand": options.expand,
+        "quantize": options.quantize, "tables": tables, "kept": kept, "bits_per_weight": bits_per_weight(files.source),
+        "dtype": str(build.dtype).removeprefix("torch."), "kv_dtype": str(build.pages).removeprefix("torch."),
+        "providers": options.providers, "expand": options.expand,
         "window": window, "chunk": options.chunk or window,
     }  # fmt: skip
     ids = [tokenizer.encode(part, add_bos=False, parse_special=False) for part in texts]
@@ -196,8 +206,13 @@ def _quality_table(facts: dict[str, Any], found: Quality) -> Any:
     weights = f"{facts['bits_per_weight']:.3g} bits per weight"
     if facts["quantize"]:
         weights += f", rounded to {facts['quantize']}" + (" with the tables" if facts["tables"] else "")
+    if facts["kept"]:
+        weights += f" ({facts['kept']} matrices do not fit and are kept)"
+    dtype, kv_dtype = facts["dtype"], facts["kv_dtype"]
+    if kv_dtype != dtype:
+        dtype += f", {kv_dtype} keys and values"
     rows = {
-        "model": f"{facts['model']} ({facts['dtype']}, kernels: {facts['providers']}, {facts['chunk']} tokens at once)",
+        "model": f"{facts['model']} ({dtype}, kernels: {facts['providers']}, {facts['chunk']} tokens at once)",
         "weights": weights,
         "reference": f"{facts['reference']} (float32, torch)",
         "perplexity": f"{found.perplexity:.4f}",

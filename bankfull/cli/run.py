@@ -70,7 +70,7 @@ def run(
         raise RequestError(problem)
     if made.interrupted:
         return 130
-    speed = speed_of(made, limit_of(llm, engine, not no_limit))
+    speed = speed_of(made, limit_of(llm, not no_limit))
     if json:
         print(json_text.dumps(_as_json(engine.model, made, speed), ensure_ascii=False))
     else:

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from bankfull.cli.answer import Answer
-from bankfull.cli.options import EngineOptions
 from bankfull.cli.terminal import say
 from bankfull.limits.step import StepShape
 from bankfull.llm import LLM
@@ -25,8 +24,8 @@ class Limit:
     Nothing happens before the first question; the machine is measured then if nobody has yet.
     """
 
-    def __init__(self, llm: LLM, options: EngineOptions) -> None:
-        self._llm, self._options = llm, options
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
 
     def seconds(self, steps: Sequence[StepShape]) -> float:
         form, ceilings, peak = self._known
@@ -38,22 +37,23 @@ class Limit:
         from bankfull.limits.ceilings import measure
         from bankfull.limits.closed_form import closed_form
         from bankfull.limits.metered import MeteredModel
-        from bankfull.loading import choose_dtype
 
         loaded = self._llm.loaded
-        dtype = str(choose_dtype(self._options.dtype, loaded.files, loaded.device)).removeprefix("torch.")
+        dtype = str(loaded.build.dtype).removeprefix("torch.")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             ceilings = measure()
         for warning in caught:
             say(f"bankfull: {warning.message}")
-        form = closed_form(MeteredModel(loaded.files, dtype=dtype, expand=self._options.expand))
+        form = closed_form(
+            MeteredModel(loaded.files, dtype=dtype, expand=loaded.build.expand, kv_dtype=loaded.build.kv_dtype)
+        )
         return form, ceilings, ceilings.flops_of(dtype)
 
 
-def limit_of(llm: LLM, options: EngineOptions, wanted: bool) -> Limit | None:
+def limit_of(llm: LLM, wanted: bool) -> Limit | None:
     """None where it is not wanted, or not known: ceilings are measured on CPUs only."""
-    return Limit(llm, options) if wanted and llm.loaded.device.kind == "cpu" else None
+    return Limit(llm) if wanted and llm.loaded.device.kind == "cpu" else None
 
 
 @dataclass(frozen=True, slots=True)

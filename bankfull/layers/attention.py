@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear
 from bankfull.layers.mixer import Angles
-from bankfull.ops import PagedMeta, paged_attention, rotate, write_pages
+from bankfull.ops import PagedMeta, paged_attention, rotate, write_pages, write_pages_int8
 from bankfull.state.spec import Paged, StateSpec, TensorSpec
 
 
@@ -41,13 +42,12 @@ class Attention:
         self.heads, self.rope = heads, rope
         self.q, self.k, self.v, self.out = q, k, v, out
         self.q_norm, self.k_norm = q_norm, k_norm
-        kv = ("k", "v")
-        dtype = str(build.dtype).removeprefix("torch.")
-        own = Paged(tuple(TensorSpec(name, (heads.kv, heads.size), dtype) for name in kv), heads.window)
+        self.rounded = build.pages is torch.int8
+        own = Paged(_pages(heads, build.pages), heads.window)
         self.state: StateSpec = own if state is None else state
         self._rotate = build.bind(rotate)
-        self._write = build.bind(write_pages)
-        self._attend = build.bind(paged_attention, heads=heads)
+        self._write = build.bind(write_pages_int8 if self.rounded else write_pages, pages=build.pages)
+        self._attend = build.bind(paged_attention, heads=heads, pages=build.pages)
 
     def plan(self, batch: Batch, group: int) -> PagedMeta:
         return PagedMeta(batch.q_start, batch.kv_len, batch.pages[group], batch.slots[group], batch.page_tokens[group])
@@ -61,7 +61,17 @@ class Attention:
             q, k = self.q_norm(q), self.k_norm(k)
         if angles is not None:
             q, k = self._rotate(q, *angles), self._rotate(k, *angles)
-        self._write(k, state["k"], meta.slots)
-        self._write(v, state["v"], meta.slots)
-        mixed: Tensor = self._attend(q, state["k"], state["v"], meta, h.scale, h.window, h.cap)
+        scales = (state["k_scale"], state["v_scale"]) if self.rounded else ()
+        self._write(k, state["k"], *scales[:1], meta.slots)
+        self._write(v, state["v"], *scales[1:], meta.slots)
+        mixed: Tensor = self._attend(q, state["k"], state["v"], meta, h.scale, h.window, h.cap, *scales)
         return self.out(mixed.flatten(1))
+
+
+def _pages(heads: Heads, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+    """What a token leaves in a page: its key and value, and their scales where they are rounded."""
+    kind = str(dtype).removeprefix("torch.")
+    numbers = tuple(TensorSpec(name, (heads.kv, heads.size), kind) for name in ("k", "v"))
+    if dtype is not torch.int8:
+        return numbers
+    return (*numbers, *(TensorSpec(name, (heads.kv,), "float32") for name in ("k_scale", "v_scale")))

@@ -11,6 +11,7 @@ from torch import Tensor
 from bankfull.errors import ModelError
 from bankfull.ops import Operation
 from bankfull.ops.registry import Function, Kit
+from bankfull.weights.formats.groups import as_blocks
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.source import TensorSource
 
@@ -27,7 +28,13 @@ class Build:
     """Dequantize block formats at load."""
     max_len: int = 0
     """The longest sequence that will be run; 0 = whatever the model was made for."""
+    kv_dtype: torch.dtype | None = None
+    """Of the keys and values in pages: None = that of the computation; int8 is rounded (lossy)."""
     prefix: str = ""
+
+    @property
+    def pages(self) -> torch.dtype:
+        return self.kv_dtype or self.dtype
 
     def at(self, name: str | int) -> Build:
         return replace(self, prefix=self._full(str(name)))
@@ -49,6 +56,8 @@ class Build:
         found = self._find(name, shape)
         if found.is_dense or self.expand:
             return QTensor.dense(found.dequantize(self.dtype).to(self.device))
+        if self.kit.device == "cpu" and "native" in self.kit.prefer:
+            found = as_blocks(found)  # the kernels know groups under this name
         return found.to(self.device)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:

@@ -187,7 +187,8 @@ class Bench:
 
     @cached_property
     def _metered(self) -> MeteredModel:
-        return MeteredModel(self._llm.loaded.files, dtype=self._dtype, expand=self._expand)
+        loaded = self._llm.loaded
+        return MeteredModel(loaded.files, dtype=self._dtype, expand=self._expand, kv_dtype=loaded.build.kv_dtype)
 
     @cached_property
     def _form(self) -> ClosedForm:

@@ -32,10 +32,7 @@ HEAD = "head"
 
 def blank(scheme: Scheme, shape: tuple[int, ...]) -> QTensor:
     """A tensor of a scheme, without data."""
-    if scheme.is_dense:
-        return QTensor(scheme, {"data": torch.empty(shape, dtype=DTYPES[scheme.name], device=META)}, shape)
-    blocks = torch.empty(*shape[:-1], scheme.row_bytes(shape[-1]), dtype=torch.uint8, device=META)
-    return QTensor(scheme, {"blocks": blocks}, shape)
+    return QTensor(scheme, scheme.empty(shape, META), shape)
 
 
 class FileShapes:
@@ -138,8 +135,10 @@ class MeteredModel:
     def __init__(
         self, model: ModelFiles | Mapping[str, Any], *,
         dtype: str | None = None, scheme: str | None = None, expand: bool = False, page_tokens: int = 16,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        """`scheme` stores the matrices of a bare configuration; a file has its own."""
+        """`scheme` stores the matrices of a bare configuration; a file has its own. `kv_dtype` stores keys and values:
+        None = as the computation."""
         self.shapes: FileShapes | AskedShapes
         if isinstance(model, ModelFiles):
             if scheme is not None:
@@ -152,7 +151,8 @@ class MeteredModel:
         self.dtype = torch_dtype(dtype, model)
         self.meter = Meter()
         kind = Build if isinstance(self.shapes, FileShapes) else _AskingBuild
-        self.model = build_model(self.config, kind(self.shapes, self.meter, self.dtype, META, expand))
+        build = kind(self.shapes, self.meter, self.dtype, META, expand, kv_dtype=kv_dtype)
+        self.model = build_model(self.config, build)
         self.layout = layout_of(self.model.states(), page_tokens)
 
     @property

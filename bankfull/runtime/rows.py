@@ -93,8 +93,8 @@ class Rows:
         return job
 
     def commit(self, rows: Sequence[int], tokens: Tensor, counts: Tensor) -> None:
-        """Append tokens[i, :counts[i]] to the known tokens of rows[i]. A row that got NO_TOKEN is about to end; until then
-        what it reads does not matter, but must be a token."""
+        """Append tokens[i, :counts[i]] to the known tokens of rows[i]. A row that got NO_TOKEN is about to end; until
+        then what it reads does not matter, but must be a token."""
         if self.host is not None:
             return self.host.commit(rows, tokens.numpy(), counts.numpy())
         index = torch.tensor(list(rows), device=self.device)

@@ -7,6 +7,7 @@ bytes with their own shapes, so any free frame serves any group.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
 from math import prod
 
 import torch
@@ -26,12 +27,14 @@ class Storage:
         self.frames = torch.empty(frames + 1, layout.frame_bytes, dtype=torch.uint8, device=device)
         own: dict[int, LayerState] = {}
         for group in layout.paged:
+            own |= {layer: {} for layer in group.layers}
             offset = 0
-            for layer in group.layers:
-                own[layer] = {}
-                for spec in group.tensors:
-                    own[layer][spec.name] = self._paged_view(spec, group.page_tokens, offset)
-                    offset += group.page_tokens * spec.nbytes
+            # Wide numbers first: whatever the shapes are, each tensor then begins at a multiple of its numbers' size.
+            for item in sorted({ITEM_BYTES[spec.dtype] for spec in group.tensors}, reverse=True):
+                for layer, spec in product(group.layers, group.tensors):
+                    if ITEM_BYTES[spec.dtype] == item:
+                        own[layer][spec.name] = self._paged_view(spec, group.page_tokens, offset)
+                        offset += group.page_tokens * spec.nbytes
         self.slots: list[Tensor] = []
         if layout.recurrent is not None:
             for layer, specs in zip(layout.recurrent.layers, layout.recurrent.tensors, strict=True):
@@ -63,7 +66,10 @@ class Storage:
                     tensor[target].copy_(tensor[transfer.src[1]])
 
     def poison(self, tier: Tier, places: Iterable[int]) -> None:
-        """Fill places that nobody may read with NaN: a stale read then spoils its result instead of passing unseen."""
+        """Fill places that nobody may read with NaN: a stale read then spoils its result instead of passing unseen.
+
+        Bytes of 0xFF are NaN in every type of float; int8 pages show it by their scales.
+        """
         index = torch.tensor(list(places), dtype=torch.long, device=self.frames.device)
         if tier is Tier.PAGE:
             self.frames[index] = 0xFF

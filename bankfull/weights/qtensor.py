@@ -19,7 +19,8 @@ __all__ = ["QTensor", "Scheme"]
 class QTensor:
     """Invariant: every part has the leading dimensions of `shape`; only the last one differs, block-wise.
 
-    Block formats have one part, "blocks": uint8 of shape (*shape[:-1], shape[-1] // block * block_bytes).
+    The scheme says which parts there are. Block formats have one, "blocks": uint8 of shape
+    (*shape[:-1], shape[-1] // block * block_bytes).
     """
 
     scheme: Scheme

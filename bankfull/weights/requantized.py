@@ -8,11 +8,15 @@ from dataclasses import dataclass
 
 from bankfull.errors import ConfigError, ModelError
 from bankfull.weights.formats import SCHEMES
+from bankfull.weights.formats.groups import GROUPS, KINDS, name_of
 from bankfull.weights.qtensor import QTensor, Scheme
 from bankfull.weights.quantize import ENCODINGS, quantize
 from bankfull.weights.source import TensorSource
 
-KEEP = "keep"
+KEEP, TABLES = "keep", "tables"
+_BLOCKS = tuple(name for name in ENCODINGS if not name.startswith(KINDS))
+_INTEGERS = re.compile(rf"({'|'.join(KINDS)})(?:(?::|_g)([0-9]+))?")
+_CHOICES = f"int8, int4, int4:64 (a scale for each 64 columns instead of 32; or 128), or one of {', '.join(_BLOCKS)}"
 _TABLE = re.compile(r"(^|\.)(lm_head|embeddings|embed_\w+)\.weight$")
 
 
@@ -48,8 +52,15 @@ class Requantized:
     def unread(self) -> list[str]:
         return self.source.unread()
 
+    def kept(self) -> list[str]:
+        """Matrices that none of `types` fits, and that are left as they are."""
+        return [name for name in self.source.names() if self._meant(name) and self._target(name) is None]
+
+    def _meant(self, name: str) -> bool:
+        return is_matrix(self.source, name) and (self.tables or not _TABLE.search(name))
+
     def _target(self, name: str) -> Scheme | None:
-        if not is_matrix(self.source, name) or (_TABLE.search(name) and not self.tables):
+        if not self._meant(name):
             return None
         columns = self.source.shape(name)[1]
         for chosen in self.types:
@@ -63,13 +74,42 @@ class Requantized:
         )
 
 
-def parse_types(text: str) -> tuple[str, ...]:
-    """ "q4_k,q5_0" or "q4_k,keep": the first type, and what becomes of matrices that it does not fit."""
-    types = tuple(part.strip().lower() for part in text.split(","))
-    unknown = [name for name in types if name not in ENCODINGS and (name != KEEP or len(types) == 1)]
-    if unknown:
-        raise ConfigError(f"Weights cannot be quantized to {unknown[0][:40]!r}; use one of {', '.join(ENCODINGS)}.")
-    return types
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a user wants matrices to be rounded to."""
+
+    types: tuple[str, ...]
+    tables: bool
+
+
+def parse_wish(text: str) -> Wish:
+    """ "int4", "int8:128", "q4_k,q5_0", "q4_k,keep", "q4_0,tables": types in order of preference, what becomes of
+    matrices that none of them fits, and whether embeddings and the head are meant, too.
+
+    The integer types fall back to narrower groups by themselves, and then leave a matrix as it is.
+    """
+    words = [part.strip().lower() for part in text.split(",")]
+    types: list[str] = []
+    for word in words:
+        if word != TABLES:
+            types += _types_of(word)
+    if not types or types[0] == KEEP:
+        raise ConfigError(f"Weights cannot be quantized to {text[:40]!r}, which names no type; use {_CHOICES}.")
+    if all(name not in _BLOCKS for name in types):
+        types.append(KEEP)
+    return Wish(tuple(types), TABLES in words)
+
+
+def _types_of(word: str) -> list[str]:
+    if word == KEEP or word in _BLOCKS:
+        return [word]
+    match = _INTEGERS.fullmatch(word)
+    if match is None:
+        raise ConfigError(f"Weights cannot be quantized to {word[:40]!r}; use {_CHOICES}.")
+    kind, widest = match[1], int(match[2] or min(GROUPS))
+    if widest not in GROUPS:
+        raise ConfigError(f"A group cannot be {match[2][:40]} columns wide; use {kind}:32, {kind}:64 or {kind}:128.")
+    return [name_of(kind, group) for group in GROUPS if group <= widest]
 
 
 def is_matrix(source: TensorSource, name: str) -> bool:
@@ -85,3 +125,9 @@ def bits_per_weight(source: TensorSource) -> float:
             bits += 8 * shape[0] * source.scheme(name).row_bytes(shape[1])
             elements += math.prod(shape)
     return bits / max(elements, 1)
+
+
+def block_types(source: TensorSource) -> list[str]:
+    """The quantized types that the matrices of a source are stored in."""
+    schemes = {source.scheme(name) for name in source.names() if is_matrix(source, name)}
+    return sorted(scheme.name for scheme in schemes if not scheme.is_dense)

@@ -15,17 +15,39 @@ Decode = Callable[[Mapping[str, Tensor], tuple[int, ...]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """One of the tensors that hold a quantized tensor: so many elements of a dtype for each block of numbers."""
+
+    name: str
+    dtype: torch.dtype
+    per_block: int
+
+
+@dataclass(frozen=True, slots=True)
 class Scheme:
     """Two schemes are equal when their name and geometry are; `decode` is determined by the name."""
 
     name: str
     block: int  # elements per block; 1 for dense
-    block_bytes: int
+    parts: tuple[Part, ...]
     decode: Decode = field(repr=False, compare=False)
 
     @property
     def is_dense(self) -> bool:
         return self.block == 1
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(part.per_block * part.dtype.itemsize for part in self.parts)
+
+    def empty(self, shape: tuple[int, ...], device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """The parts of a tensor of that shape, not filled yet."""
+
+        def size(part: Part) -> tuple[int, ...]:
+            # A single number, which has no dimension, keeps having none.
+            return (*shape[:-1], *(columns // self.block * part.per_block for columns in shape[-1:]))
+
+        return {part.name: torch.empty(size(part), dtype=part.dtype, device=device) for part in self.parts}
 
     def dequantize(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The values in `dtype`. May share memory with a dense part: treat the result as read-only."""
@@ -41,7 +63,7 @@ def block_scheme(name: str, block: int, block_bytes: int, unpack: Callable[[Tens
     def decode(parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
         return unpack(parts["blocks"].reshape(-1, block_bytes)).reshape(shape)
 
-    return Scheme(name, block, block_bytes, decode)
+    return Scheme(name, block, (Part("blocks", torch.uint8, block_bytes),), decode)
 
 
 def half(blocks: Tensor, at: int) -> Tensor:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -25,6 +26,7 @@ from bankfull.runtime.naive import single_batch
 from bankfull.state.spec import layout_of
 from bankfull.state.storage import Storage
 from bankfull.types import Work
+from bankfull.weights.requantized import Requantized, parse_wish
 from bankfull.weights.source import open_model
 from tests.limits.models import CONFIGS, LLAMA, save_directory
 
@@ -48,10 +50,13 @@ class Noting(Kit):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_meter_says_what_real_tensors_say_step_by_step(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", [None, torch.bfloat16, torch.int8], ids=str)
+def test_the_meter_says_what_real_tensors_say_step_by_step(
+    name: str, kv_dtype: torch.dtype | None, tmp_path: Path
+) -> None:
     files = open_model(save_directory(tmp_path / name, CONFIGS[name]))
-    metered, kit = MeteredModel(files), Noting()
-    model = build_model(files.config, Build(files.source, kit, torch.float32, CPU))
+    metered, kit = MeteredModel(files, kv_dtype=kv_dtype), Noting()
+    model = build_model(files.config, Build(files.source, kit, torch.float32, CPU, kv_dtype=kv_dtype))
     layout = layout_of(model.states(), 16)
     tokens = list(range(70))
     storage = Storage(layout, sum(-(-70 // g.page_tokens) for g in layout.paged), 2, CPU)
@@ -131,6 +136,32 @@ def test_a_configuration_can_be_imagined_in_any_storage_scheme() -> None:
     spared = dense.cost(step).sum().read - packed.cost(step).sum().read
     assert spared == saved + embedding / 160  # one row of the embedding, and the whole of it as the head
     assert dense.cost(step).sum().flops == packed.cost(step).sum().flops
+
+
+@pytest.mark.parametrize("wanted", ["int4:64", "int8"])
+def test_weights_rounded_at_load_cost_what_their_groups_store(wanted: str, tmp_path: Path) -> None:
+    files = open_model(save_directory(tmp_path / "m", LLAMA))
+    rounded = replace(files, source=Requantized(files.source, parse_wish(wanted).types))
+    plain, small = MeteredModel(files), MeteredModel(rounded)
+    inner = 3 * (64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 96)  # columns of 64 and 96
+    down = 3 * 64 * 96 if wanted == "int4:64" else 0
+    name, bits = ("int4_g64", 4.25) if down else ("int8_g32", 8.5)
+    assert small.bytes_by_scheme[name] == (inner - down) * bits / 8
+    assert small.bytes_by_scheme.get("int4_g32", 0) == down * 4.5 / 8
+    step = StepShape.decode(1, 10)
+    spared = plain.cost(step).sum().read - small.cost(step).sum().read
+    assert spared == inner * 4 - (inner - down) * bits / 8 - down * 4.5 / 8
+
+
+def test_keys_and_values_cost_what_their_pages_store() -> None:
+    step = StepShape.decode(1, 100)
+    per_token = 3 * 2 * 2  # layers, keys and values, heads
+    exact, half, rounded = (
+        MeteredModel(LLAMA, kv_dtype=kv).cost(step).total["paged_attention"].read
+        for kv in (None, torch.bfloat16, torch.int8)
+    )
+    assert exact - half == 100 * per_token * 16 * 2
+    assert exact - rounded == 100 * per_token * (16 * 3 - 4)
 
 
 def test_metering_leaves_the_callers_source_unread(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from bankfull.layers.attention import Heads
 from bankfull.ops import PagedMeta, RecurrentMeta
 from bankfull.ops.reference.activation import _KINDS as KINDS
-from bankfull.weights.formats import SCHEMES
+from bankfull.weights.formats import SCHEMES, groups
 from bankfull.weights.formats.dense import DTYPES
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.scheme import Scheme
@@ -93,6 +93,12 @@ class Maker:
         if scheme.is_dense:
             data = torch.randn(outer, inner, generator=self.numbers, dtype=torch.float64).to(DTYPES[scheme.name])
             return QTensor(scheme, {"data": data}, (outer, inner))
+        if scheme.name in _GROUPED:
+            parts = scheme.empty((outer, inner))
+            codes, scales = parts["codes"], parts["scales"]
+            codes.view(torch.uint8).random_(256, generator=self.numbers)
+            scales.copy_(torch.rand(scales.shape, generator=self.numbers).add(0.5).div(_GROUPED[scheme.name]))
+            return QTensor(scheme, parts, (outer, inner))
         blocks = torch.randint(256, (outer, scheme.row_bytes(inner)), generator=self.numbers, dtype=torch.uint8)
         each = blocks.view(-1, scheme.block_bytes)
         for at in _HALVES[scheme.name]:
@@ -110,6 +116,8 @@ _LARGEST = {
     "q4_0": 8, "q4_1": 16, "q5_0": 16, "q5_1": 32, "q8_0": 128,
     "q2_k": 45, "q3_k": 128, "q4_k": 945, "q5_k": 1953, "q6_k": 4096,
 }  # fmt: skip
+_GROUPED = {scheme.name: 128 if scheme.name.startswith("int8") else 8 for scheme in groups.SCHEMES}
+"""The largest code of each scheme that keeps codes and scales apart."""
 
 
 def linear(make: Maker) -> Case:
@@ -218,14 +226,17 @@ def sequences(make: Maker, most: int = 40) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(([0], np.cumsum(counts))), np.array(lengths)
 
 
-def paged(make: Maker, kv: int, size: int, values: int, window: int | None) -> tuple[Tensor, Tensor, PagedMeta]:
+def paged(
+    make: Maker, kv: int, size: int, values: int, window: int | None, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, PagedMeta]:
     """Pages as the pools lay them out: strided frames in any order, poisoned wherever no sequence may look."""
+    dtype = dtype or make.dtype
     page = make.pick.choice((1, 3, 16))
     q_start, kv_len = sequences(make)
     used = [-(-int(length) // page) for length in kv_len]
     order = list(range(1, sum(used) + 3))
     make.pick.shuffle(order)
-    frames = torch.full((len(order) + 1, 2, page, kv * (size + values)), NAN, dtype=make.dtype)
+    frames = torch.full((len(order) + 1, 2, page, kv * (size + values)), NAN, dtype=dtype)
     k_pages = frames[:, 1, :, : kv * size].unflatten(-1, (kv, size))
     v_pages = frames[:, 1, :, kv * size :].unflatten(-1, (kv, values))
     table = torch.zeros(len(kv_len), max(used), dtype=torch.long)
@@ -237,8 +248,8 @@ def paged(make: Maker, kv: int, size: int, values: int, window: int | None) -> t
         live = range(seen // page * page, length)
         for at in live:
             frame = table[i, at // page]
-            k_pages[frame, at % page] = torch.randn(kv, size, generator=make.numbers).to(make.dtype)
-            v_pages[frame, at % page] = torch.randn(kv, values, generator=make.numbers).to(make.dtype)
+            k_pages[frame, at % page] = torch.randn(kv, size, generator=make.numbers).to(dtype)
+            v_pages[frame, at % page] = torch.randn(kv, values, generator=make.numbers).to(dtype)
         slots += [int(table[i, at // page]) * page + at % page for at in range(length - count, length)]
         table[i, : seen // page] = 0
     return k_pages, v_pages, PagedMeta(q_start, kv_len, table, torch.tensor(slots), page)
@@ -248,15 +259,39 @@ def paged_attention(make: Maker, values: int | None = None) -> Case:
     kv, groups, size = make.size(1, 4), make.pick.choice((1, 1, 2, 3, 8)), make.pick.choice((1, 5, 16, 64))
     window, cap = make.pick.choice((None, None, 1, 7, 33)), make.pick.choice((None, 2.0, 50.0))
     heads = Heads(kv * groups, kv, size, make.pick.choice((size**-0.5, 0.3)), window, cap)
-    k_pages, v_pages, meta = paged(make, kv, size, size if values is None else values, window)
+    dtype = make.pick.choice((make.dtype, make.dtype, torch.bfloat16, torch.int8))
+    floats = make.dtype if dtype is torch.int8 else dtype
+    k_pages, v_pages, meta = paged(make, kv, size, size if values is None else values, window, floats)
+    scales: tuple[Tensor, ...] = ()
+    if dtype is torch.int8:
+        (k_pages, k_scales), (v_pages, v_scales) = rounded(make, k_pages), rounded(make, v_pages)
+        scales = k_scales, v_scales
     q = make.normal(int(meta.q_start[-1]), heads.count, size)
-    return Case((q, k_pages, v_pages, meta, heads.scale, window, cap), make.dtype, {"heads": heads})
+    args = (q, k_pages, v_pages, meta, heads.scale, window, cap, *scales)
+    return Case(args, make.dtype, {"heads": heads, "pages": dtype})
+
+
+def rounded(make: Maker, pages: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales in the place of numbers; where the numbers were poisoned, the scales are."""
+    codes = torch.empty(*pages.shape[:-1], pages.shape[-1] + 3, dtype=torch.int8)[..., 1:-2]
+    codes.random_(-127, 128, generator=make.numbers)
+    scales = torch.rand(pages.shape[:-1], generator=make.numbers).add(0.5).div(64)
+    return codes, scales.masked_fill(pages.isnan().any(-1), NAN)
 
 
 def write_pages(make: Maker) -> Case:
     kv, size = make.size(1, 4), make.size(1, 33)
     k_pages, _, meta = paged(make, kv, size, size, None)
     return Case((make.normal(len(meta.slots), kv, size), k_pages, meta.slots), make.dtype, written=(1,))
+
+
+def write_pages_int8(make: Maker) -> Case:
+    """New numbers of many magnitudes, and now and then nothing but zeros."""
+    kv, size = make.size(1, 4), make.size(1, 33)
+    k_pages, _, meta = paged(make, kv, size, size, None)
+    new = make.normal(len(meta.slots), kv, size) * 10.0 ** make.size(-6, 6)
+    new[make.size(0, len(new) - 1)] *= make.pick.choice((0, 1))
+    return Case((new, *rounded(make, k_pages), meta.slots), make.dtype, {"pages": torch.int8}, written=(1, 2))
 
 
 def recurrent(make: Maker) -> tuple[RecurrentMeta, int]:
@@ -298,8 +333,8 @@ GENERATORS: dict[str, Callable[[Maker], Case]] = {
     function.__name__: function
     for function in (
         linear, linear_int8, best_output, best_output_int8, embedding, rms_norm, add, add_rms_norm, layer_norm,
-        activate, activate_mul, soft_cap, rope_angles, rotate, paged_attention, write_pages, causal_conv,
-        selective_scan,
+        activate, activate_mul, soft_cap, rope_angles, rotate, paged_attention, write_pages, write_pages_int8,
+        causal_conv, selective_scan,
     )
 }  # fmt: skip
 

@@ -92,12 +92,27 @@ def write_pages(new: Tensor, pages: Tensor, slots: Tensor) -> Array:
     return out
 
 
+def write_pages_int8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) -> tuple[Array, Array]:
+    """Codes and scales afterwards. The arithmetic is float32: which side of a half a number falls on is defined."""
+    codes, steps, numbers = pages.numpy().copy(), scales.numpy().copy(), new.to(torch.float32).numpy()
+    for token, slot in enumerate(slots.tolist()):
+        page, offset = divmod(slot, codes.shape[1])
+        for head, line in enumerate(numbers[token]):
+            step = np.abs(line).max() / np.float32(127)
+            codes[page, offset, head] = np.rint(line / step) if step else 0
+            steps[page, offset, head] = step
+    return codes, steps
+
+
 def paged_attention(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta,
     scale: float, window: int | None = None, cap: float | None = None,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
 ) -> Array:  # fmt: skip
     """A dense softmax over exactly the keys that a query may see."""
     queries, keys, values = f64(q), f64(k_pages), f64(v_pages)
+    if k_scales is not None and v_scales is not None:
+        keys, values = keys * f64(k_scales)[..., None], values * f64(v_scales)[..., None]
     heads, per_key = q.shape[1], q.shape[1] // k_pages.shape[2]
     out = np.zeros((*q.shape[:2], v_pages.shape[-1]))
     for i, length in enumerate(meta.kv_len.tolist()):
@@ -188,7 +203,7 @@ ORACLES: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         linear, linear_int8, best_output, best_output_int8, embedding, rms_norm, add, add_rms_norm, layer_norm,
-        soft_cap, rotate, write_pages, paged_attention,
-        causal_conv, selective_scan, rope_angles, activate, activate_mul,
+        soft_cap, rotate, write_pages, write_pages_int8, paged_attention, causal_conv, selective_scan, rope_angles,
+        activate, activate_mul,
     )
 }  # fmt: skip

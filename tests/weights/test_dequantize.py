@@ -13,7 +13,7 @@ from bankfull.errors import ModelError
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
 
-BLOCK_FORMATS = [name for name, scheme in SCHEMES.items() if not scheme.is_dense]
+BLOCK_FORMATS = [name for name, scheme in SCHEMES.items() if [part.name for part in scheme.parts] == ["blocks"]]
 # Where the float16 scales lie in a block.
 HALVES = {"q4_0": [0], "q4_1": [0, 2], "q5_0": [0], "q5_1": [0, 2], "q8_0": [0],
           "q2_k": [80, 82], "q3_k": [108], "q4_k": [0, 2], "q5_k": [0, 2], "q6_k": [208]}  # fmt: skip

@@ -13,7 +13,7 @@ from bankfull.errors import ConfigError, ModelError
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.quantize import ENCODINGS, quantize
-from bankfull.weights.requantized import Requantized, bits_per_weight, parse_types
+from bankfull.weights.requantized import Requantized, bits_per_weight, block_types, parse_wish
 
 STANDARD = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 SUPER = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
@@ -188,18 +188,47 @@ def test_only_matrices_are_requantized_and_tables_only_if_asked() -> None:
 
 
 def test_matrices_that_the_first_type_does_not_fit_get_the_second_or_a_refusal() -> None:
-    made = Requantized(source(), parse_types("Q4_K, q5_0"))
+    made = Requantized(source(), parse_wish("Q4_K, q5_0").types)
     assert made.scheme("model.layers.0.mlp.down_proj.weight").name == "q4_k"
     assert made.scheme("model.layers.0.mlp.up_proj.weight").name == "q5_0"
     with pytest.raises(ModelError, match=r"up_proj\.weight has 64 columns"):
         Requantized(source(), ("q4_k",)).get("model.layers.0.mlp.up_proj.weight")
-    kept = Requantized(source(), parse_types("q4_k,keep"))
+    kept = Requantized(source(), parse_wish("q4_k,keep").types)
     assert [kept.scheme(f"model.layers.0.mlp.{n}_proj.weight").name for n in ("down", "up")] == ["q4_k", "f32"]
     for unknown in ("int3", "keep", "q4_0,", ""):
         with pytest.raises(ConfigError, match="cannot be quantized"):
-            parse_types(unknown)
+            parse_wish(unknown)
 
 
 def test_bits_per_weight_include_the_scales() -> None:
     assert bits_per_weight(source()) == 32
     assert bits_per_weight(Requantized(source(), ("q4_0",), True)) == 4.5
+
+
+def test_integer_types_fall_back_to_narrower_groups_and_then_keep_a_matrix() -> None:
+    assert parse_wish("int4").types == ("int4_g32", "keep")
+    assert parse_wish("int8:128") == parse_wish("INT8_g128") and parse_wish("int8:128").types == (
+        "int8_g128", "int8_g64", "int8_g32", "keep",
+    )  # fmt: skip
+    assert parse_wish("int4:64,q8_0").types == ("int4_g64", "int4_g32", "q8_0")
+    widths = {"a.weight": 256, "b.weight": 192, "c.weight": 96, "d.weight": 40, "lm_head.weight": 40}
+    made = Requantized(Tensors({n: torch.randn(4, w) for n, w in widths.items()}), parse_wish("int4:128").types)
+    assert [made.get(name).scheme.name for name in widths] == ["int4_g128", "int4_g64", "int4_g32", "f32", "f32"]
+    assert made.kept() == ["d.weight"]
+
+
+def test_tables_are_a_word_of_the_wish() -> None:
+    assert parse_wish("q4_0, tables").tables and not parse_wish("q4_0").tables
+    for unknown in ("tables", "int4:", "int4:48", "int4:x", "int4_g", "int", "int4:64:32"):
+        with pytest.raises(ConfigError):
+            parse_wish(unknown)
+
+
+def test_the_quantized_types_of_a_source_are_told_without_reading_it() -> None:
+    assert block_types(source()) == []
+    assert block_types(Requantized(source(), parse_wish("q4_k,int4:64").types)) == ["int4_g64", "q4_k"]
+
+
+def test_bits_per_weight_of_groups() -> None:
+    assert bits_per_weight(Requantized(source(), ("int4_g64",), True)) == 4.25
+    assert bits_per_weight(Requantized(source(), ("int8_g32",), True)) == 8.5

@@ -17,18 +17,21 @@ from bankfull.ops.reference.attention import PagedMeta, paged_attention, write_p
 _native = required()
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""Of queries and pages. The arithmetic is float32."""
+"""Of queries and pages, each on its own. The arithmetic is float32; int8 pages are left to the torch body."""
 
 
-def _accepts(*, dtype: torch.dtype | None = None, **facts: Any) -> bool:
-    return dtype in DTYPES and isa_is_chosen()
+def _accepts(*, dtype: torch.dtype | None = None, pages: torch.dtype | None = None, **facts: Any) -> bool:
+    return dtype in DTYPES and (pages or dtype) in DTYPES and isa_is_chosen()
 
 
 @paged_attention.provider("native", on="cpu", accepts=_accepts)
 def run_paged_attention(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta,
     scale: float, window: int | None = None, cap: float | None = None,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    if k_scales is not None or v_scales is not None:
+        raise ValueError("paged_attention: pages under scales are not for this kernel")
     tokens, heads, size = q.shape
     frames, page_tokens, kv, key_size = k_pages.shape
     values = v_pages.shape[3]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from bankfull.ops.cost import Cost, nbytes
-from bankfull.ops.reference.norm import wide
 from bankfull.ops.registry import op
 
 
@@ -39,6 +38,28 @@ def write_pages(new: Tensor, pages: Tensor, slots: Tensor) -> None:
     pages[slots // page_tokens, slots % page_tokens] = new.to(pages.dtype)
 
 
+LEVELS = 127
+"""Of int8 keys and values on each side of zero."""
+
+
+def _write_int8_cost(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) -> Cost:
+    written = new.numel() * pages.element_size() + new.numel() // new.shape[-1] * scales.element_size()
+    return Cost(3.0 * new.numel(), nbytes(new, slots), written)
+
+
+@op(cost=_write_int8_cost, shape=lambda new, pages, scales, slots: None)
+def write_pages_int8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) -> None:
+    """As `write_pages`, rounded: pages (frames, page_tokens, heads, size) of int8 codes, and one float32 scale for each
+    token and head (frames, page_tokens, heads). Numbers that are not finite leave a scale that is not finite."""
+    numbers = new.to(torch.float32)
+    scale = numbers.abs().amax(-1) / LEVELS
+    codes = (numbers / scale.unsqueeze(-1)).nan_to_num(0.0).round().clamp(-LEVELS, LEVELS)
+    page_tokens = pages.shape[1]
+    page, offset = slots // page_tokens, slots % page_tokens
+    pages[page, offset] = codes.to(torch.int8)
+    scales[page, offset] = scale
+
+
 def visible_pairs(queries: int, length: int, window: int | None) -> int:
     """Query-key pairs that a causal mask (with an optional window) leaves for the last `queries` of `length` tokens."""
     past = length - queries
@@ -54,9 +75,10 @@ def live_from(queries: int, length: int, window: int | None) -> int:
 def _attention_cost(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta,
     scale: float, window: int | None = None, cap: float | None = None,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
 ) -> Cost:  # fmt: skip
     heads, size = q.shape[1], q.shape[2]
-    token_bytes = nbytes(k_pages[0, 0]) + nbytes(v_pages[0, 0])
+    token_bytes = sum(nbytes(part[0, 0]) for part in (k_pages, v_pages, k_scales, v_scales) if part is not None)
     pairs = live = 0
     for queries, length in zip(np.diff(meta.q_start), meta.kv_len, strict=True):
         pairs += visible_pairs(int(queries), int(length), window)
@@ -69,26 +91,38 @@ def _attention_shape(q: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: object,
     return q.new_empty(q.shape[0], q.shape[1], v_pages.shape[-1])
 
 
+def _numbers(pages: Tensor, scales: Tensor | None, table: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tokens of the pages in `table`, one after the other."""
+    numbers = pages[table].flatten(0, 1).to(dtype)
+    return numbers if scales is None else numbers * scales[table].flatten(0, 1).to(dtype).unsqueeze(-1)
+
+
 @op(cost=_attention_cost, shape=_attention_shape)
 def paged_attention(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta,
     scale: float, window: int | None = None, cap: float | None = None,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """softmax(cap(q k^T * scale) + mask) v for queries (tokens, heads, size); head i reads key head i * K // N.
 
+    Pages may have another dtype than queries; int8 pages come with the scales that `write_pages_int8` left.
     One sequence at a time: a sequence's result cannot depend on its batch-mates, and only its live pages are touched.
     """
     page = meta.page_tokens
+    exact = torch.promote_types(torch.promote_types(q.dtype, k_pages.dtype), torch.float32)
     out = q.new_empty(q.shape[0], q.shape[1], v_pages.shape[-1])
     for i, length in enumerate(meta.kv_len.tolist()):
         first, last = int(meta.q_start[i]), int(meta.q_start[i + 1])
         queries = last - first
         begin = live_from(queries, length, window) // page
         table = meta.pages[i, begin : -(-length // page)].long()
-        k, v = (wide(pages[table].flatten(0, 1)[: length - begin * page]) for pages in (k_pages, v_pages))
+        k, v = (
+            _numbers(pages, scales, table, exact)[: length - begin * page]
+            for pages, scales in ((k_pages, k_scales), (v_pages, v_scales))
+        )
         groups = q.shape[1] // k.shape[1]
         # (K, groups, queries, size) x (K, size, keys): the heads that share keys go together, keys are never repeated.
-        grouped = wide(q[first:last]).unflatten(1, (k.shape[1], groups)).permute(1, 2, 0, 3)
+        grouped = q[first:last].to(exact).unflatten(1, (k.shape[1], groups)).permute(1, 2, 0, 3)
         scores = torch.matmul(grouped, k.permute(1, 2, 0)[:, None]) * scale
         if cap is not None:
             scores = cap * torch.tanh(scores / cap)

@@ -1,0 +1,75 @@
+"""Whole numbers under one float16 scale for each group of columns: what `--quantize int8` and `int4` make of a matrix.
+
+Two parts: "codes", int8 (out, in) or, for int4, uint8 (out, in / 2), and "scales", float16 (out, in / group). An int4
+code is stored plus 8; of two neighbouring columns the first lies in the lower half of their byte. Scales have a sign.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from bankfull.weights.formats import legacy
+from bankfull.weights.scheme import Part, Scheme
+
+if TYPE_CHECKING:
+    from bankfull.weights.qtensor import QTensor
+
+GROUPS = (128, 64, 32)
+KINDS = ("int8", "int4")
+
+
+def name_of(kind: str, group: int) -> str:
+    return f"{kind}_g{group}"
+
+
+def pack_pairs(codes: Tensor) -> Tensor:
+    """Codes 0 to 15 (..., n) as bytes (..., n / 2)."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def _pairs(packed: Tensor) -> Tensor:
+    """What `pack_pairs` packed."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def _scheme(kind: str, group: int) -> Scheme:
+    codes = Part("codes", torch.int8, group) if kind == "int8" else Part("codes", torch.uint8, group // 2)
+
+    def decode(parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        packed = parts["codes"]
+        numbers = packed.to(torch.float32) if kind == "int8" else _pairs(packed).to(torch.float32) - 8
+        scales = parts["scales"].to(torch.float32)
+        return (scales.unsqueeze(-1) * numbers.unflatten(-1, (-1, group))).reshape(shape)
+
+    return Scheme(name_of(kind, group), group, (codes, Part("scales", torch.float16, 1)), decode)
+
+
+SCHEMES = tuple(_scheme(kind, group) for kind in KINDS for group in sorted(GROUPS))
+_BLOCKS = {scheme.name: scheme for scheme in legacy.SCHEMES}
+_TWIN = {scheme.name: _BLOCKS["q8_0" if scheme.name.startswith("int8") else "q4_0"] for scheme in SCHEMES}
+"""The block format that says the same of each 32 columns."""
+
+
+def as_blocks(weight: QTensor) -> QTensor:
+    """The same numbers, bit for bit, as q8_0 or q4_0 blocks, in which each 32 columns repeat their group's scale.
+
+    A weight in any other scheme is given back as it is.
+    """
+    twin = _TWIN.get(weight.scheme.name)
+    if twin is None:
+        return weight
+    scales = weight.parts["scales"].repeat_interleave(weight.scheme.block // twin.block, -1)
+    codes = weight.parts["codes"]
+    if twin.name == "q8_0":
+        stored = codes.contiguous().view(torch.uint8).reshape(-1, twin.block)
+    else:
+        first, second = _pairs(codes).reshape(-1, 2, twin.block // 2).unbind(1)
+        stored = first | (second << 4)
+    blocks = torch.cat((scales.reshape(-1, 1).view(torch.uint8), stored), -1)
+    shape = (*weight.shape[:-1], twin.row_bytes(weight.shape[-1]))
+    return replace(weight, scheme=twin, parts={"blocks": blocks.reshape(shape)})

@@ -1,0 +1,193 @@
+"""From options to a model: what is rounded, what stays exact, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bankfull import LLM, SamplingParams
+from bankfull.config import RunConfig
+from bankfull.errors import BankfullError, ConfigError
+from bankfull.layers.build import Build
+from bankfull.layers.decoder import Decoder
+from bankfull.loading import choose_activations, plan_build, rounded
+from bankfull.models.registry import build_model
+from bankfull.ops import kit_for, native
+from bankfull.runtime import naive
+from bankfull.runtime.device import Cpu
+from bankfull.weights.formats import SCHEMES
+from bankfull.weights.locate import locate
+from bankfull.weights.qtensor import QTensor
+from bankfull.weights.quantize import quantize
+from bankfull.weights.source import open_model
+from tests.tiny import folder_of, speaking_folder
+
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+PROMPT = "The engine fills its channel"
+
+
+def fresh(**options: object) -> LLM:
+    return LLM(str(speaking_folder()), **{"dtype": "float32", "memory": "8MiB", **options})  # type: ignore[arg-type]
+
+
+class Rounded:
+    """The tiny model's own tensors; what `--quantize` rounds has been rounded, and is dense again."""
+
+    def __init__(self, name: str) -> None:
+        self.inner, self.type = open_model(speaking_folder()).source, name
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+    def get(self, name: str) -> QTensor:
+        found = self.inner.get(name)
+        if len(found.shape) != 2 or found.shape[1] % 32 or "embed" in name:
+            return found
+        return QTensor.dense(quantize(found.dequantize(), self.type).dequantize())
+
+
+def model_over(source: object) -> Decoder:
+    config = open_model(speaking_folder()).config
+    return build_model(config, Build(source, kit_for("cpu", "torch"), torch.float32, CPU))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("providers", ["auto", "torch"])
+@pytest.mark.parametrize(("wanted", "stored"), [("int4", "int4_g32"), ("int8:128", "int8_g32"), ("q5_0,keep", "q5_0")])
+def test_a_model_rounded_at_load_computes_with_the_rounded_numbers(wanted: str, stored: str, providers: str) -> None:
+    llm = fresh(quantize=wanted, providers=providers)
+    output = llm.generate(PROMPT, GREEDY)[0]
+    expected, margins = naive.generate(model_over(Rounded(stored)), output.prompt_token_ids, 12, CPU)
+    assert min(margins) > 1e-3 and output.outputs[0].token_ids == expected
+    plain = fresh(providers=providers).generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+    assert wanted != "int4" or plain != expected, "rounding to 4 bits changed nothing: the test proves nothing"
+    layer = llm.loaded.model.blocks[0].mixer
+    as_kernels_read_it = {"int4_g32": "q4_0", "int8_g32": "q8_0"}.get(stored, stored)
+    assert layer.q.weight.scheme.name == (as_kernels_read_it if providers == "auto" else stored)  # type: ignore[attr-defined]
+    assert llm.loaded.model.blocks[0].feed.down.weight.is_dense  # type: ignore[union-attr]
+
+
+@pytest.mark.skipif(native.status() is not None, reason="the kernels are not built")
+@pytest.mark.parametrize("wanted", ["int8", "int4:64"])
+def test_the_kernels_run_group_formats_at_once(wanted: str) -> None:
+    assert set(fresh(quantize=wanted).loaded.kit.chosen["linear"]) == {"native"}
+
+
+def test_what_is_kept_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "bankfull"):
+        fresh(quantize="int8")
+        assert [r.message for r in caplog.records] == [
+            "2 matrices are left unquantized: no group of int8 divides their columns."
+        ]
+        caplog.clear()
+        fresh()
+        assert not caplog.records
+
+
+def test_tables_are_rounded_only_where_asked_for() -> None:
+    kept, tables = (fresh(quantize=wanted).loaded.model for wanted in ("int8", "int8,tables"))
+    assert kept.head.project.weight.scheme == SCHEMES["f32"]
+    assert tables.head.project.weight.scheme == SCHEMES["q8_0"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"quantize": "int3"}, "'int3'"),
+        ({"quantize": "int4:48"}, "int4:64"),
+        ({"quantize": "tables"}, "names no type"),
+        ({"quantize": 4}, "quantize=4"),
+        ({"quantize": "q4_0"}, "48 columns"),
+        ({"kv_dtype": "int4"}, "kv_dtype='int4'"),
+        ({"kv_cache_dtype": "fp8"}, "kv_dtype='fp8'"),
+        ({"activations": "int4"}, "activations='int4'"),
+    ],
+)
+def test_a_bad_option_is_refused_in_one_sentence(options: dict[str, object], says: str) -> None:
+    with pytest.raises(BankfullError) as caught:
+        fresh(**options)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_quantized_file_is_not_quantized_again() -> None:
+    with pytest.raises(ConfigError, match=r"is quantized already \(q4_1, q8_0\)"):
+        LLM("smollm2", quantize="int8")
+
+
+def build_of(llm: LLM) -> tuple[str, torch.dtype]:
+    return llm.loaded.build.kit.activations, llm.loaded.build.pages
+
+
+@pytest.mark.skipif(native.status() is not None, reason="the kernels are not built")
+@pytest.mark.parametrize(
+    ("options", "activations", "pages"),
+    [
+        ({}, "int8", torch.bfloat16),
+        ({"dtype": "float32"}, "float", torch.float32),
+        ({"dtype": "bfloat16"}, "float", torch.bfloat16),
+        ({"providers": "torch"}, "float", torch.float32),
+        ({"expand": True}, "float", torch.float32),
+        ({"quantize": None}, "float", torch.float32),
+        ({"activations": "float"}, "float", torch.float32),
+        ({"activations": "int8", "dtype": "float32"}, "int8", torch.bfloat16),
+        ({"activations": "int8", "kv_dtype": "float32"}, "int8", torch.float32),
+        ({"kv_dtype": "int8"}, "int8", torch.int8),
+        ({"kv_dtype": "bfloat16", "dtype": "float32"}, "float", torch.bfloat16),
+    ],
+)
+def test_activations_are_int8_unless_something_asks_for_exact_ones(
+    options: dict[str, object], activations: str, pages: torch.dtype
+) -> None:
+    """Of a model with weights in blocks, on a CPU with its kernels."""
+    assert build_of(fresh(**{"quantize": "int8", "dtype": "auto", **options})) == (activations, pages)
+
+
+def test_without_kernels_or_on_another_device_activations_are_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = rounded(open_model(speaking_folder()), "int8")
+    elsewhere = SimpleNamespace(kind="cuda")
+    assert choose_activations(RunConfig(), files, elsewhere) == "float"  # type: ignore[arg-type]
+    monkeypatch.setattr(native, "status", lambda: "they are missing")
+    assert choose_activations(RunConfig(), files, Cpu()) == "float"
+    monkeypatch.setattr(native, "status", lambda: None)
+    assert choose_activations(RunConfig(), files, Cpu()) == "int8"
+
+
+@pytest.mark.parametrize("providers", ["auto", "torch"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+def test_the_engine_stores_keys_and_values_as_asked(kv_dtype: str, providers: str) -> None:
+    """In its own pages, and with the tokens of a plain loop that stores them alike."""
+    llm = fresh(kv_dtype=kv_dtype, providers=providers)
+    state = llm.loaded.frontend.engine.runner.storage.layers[0]
+    assert state["k"].dtype == state["v"].dtype == getattr(torch, kv_dtype)
+    output = llm.generate(PROMPT, GREEDY)[0]
+    expected, margins = naive.generate(llm.loaded.model, output.prompt_token_ids, 12, CPU)
+    assert min(margins) > 1e-3 and output.outputs[0].token_ids == expected
+
+
+def test_int8_keys_and_values_leave_room_for_more_tokens() -> None:
+    plain, rounded_ = (fresh(kv_dtype=kv, memory="256KiB").loaded for kv in ("float32", "int8"))
+    assert rounded_.layout.token_bytes == 2 * 2 * 2 * (8 + 4) and plain.layout.token_bytes == 2 * 2 * 2 * 8 * 4
+    assert rounded_.sizes.frames > 2 * plain.sizes.frames
+
+
+def test_a_model_without_keys_and_values_refuses_a_dtype_for_them(tmp_path: Path) -> None:
+    folder = tmp_path / "mamba"
+    shutil.copytree(folder_of("mamba"), folder)
+    for file in speaking_folder().glob("tokenizer*"):
+        shutil.copy(file, folder)
+    LLM(str(folder), memory="8MiB")
+    with pytest.raises(ConfigError, match="keeps no keys and values"):
+        LLM(str(folder), memory="8MiB", kv_dtype="int8")
+
+
+@pytest.mark.skipif(native.status() is not None, reason="the kernels are not built")
+def test_the_default_model_is_exact_where_a_dtype_is_named() -> None:
+    files = open_model(locate("smollm2"))
+    plain, exact = (plan_build(files, RunConfig(dtype=dtype), Cpu()) for dtype in ("auto", "float32"))
+    assert (plain.kit.activations, plain.dtype, plain.pages) == ("int8", torch.float32, torch.bfloat16)
+    assert (exact.kit.activations, exact.dtype, exact.pages) == ("float", torch.float32, torch.float32)

@@ -1,0 +1,113 @@
+"""Group formats: what their bytes mean, how they are made, and that their translation into blocks changes nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from bankfull.weights.formats import SCHEMES, groups
+from bankfull.weights.formats.groups import as_blocks
+from bankfull.weights.qtensor import QTensor
+from bankfull.weights.quantize import quantize
+from tests.weights.test_quantize import awkward
+
+NAMES = [scheme.name for scheme in groups.SCHEMES]
+
+
+def made(name: str, *leading: int, columns: int = 256, seed: int = 0) -> QTensor:
+    """Every code, negative scales, and scales at both ends of float16."""
+    numbers = torch.Generator().manual_seed(seed)
+    scheme = SCHEMES[name]
+    shape = (*leading, columns)
+    parts = scheme.empty(shape)
+    parts["codes"].view(torch.uint8).random_(256, generator=numbers)
+    exponents = torch.randint(-24, 9, parts["scales"].shape, generator=numbers)
+    parts["scales"].copy_(torch.randn(parts["scales"].shape, generator=numbers) * 2.0**exponents)
+    return QTensor(scheme, parts, shape)
+
+
+def meaning(weight: QTensor) -> np.ndarray:
+    """The format's definition, one number at a time."""
+    codes, scales = weight.parts["codes"].numpy(), weight.parts["scales"].numpy()
+    rows, columns = weight.shape
+    values = np.empty((rows, columns), np.float32)
+    for row in range(rows):
+        for column in range(columns):
+            if weight.scheme.name.startswith("int8"):
+                code = int(codes[row, column])
+            else:
+                byte = int(codes[row, column // 2])
+                code = (byte >> 4 if column % 2 else byte & 15) - 8
+            values[row, column] = np.float32(scales[row, column // weight.scheme.block]) * np.float32(code)
+    return values
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_are_their_code_times_the_scale_of_their_group(name: str) -> None:
+    weight = made(name, 5)
+    np.testing.assert_array_equal(weight.dequantize().numpy(), meaning(weight))
+    assert weight.dequantize(torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_have_the_leading_dimensions_and_their_bytes_add_up(name: str) -> None:
+    weight, scheme = made(name, 6, columns=384), SCHEMES[name]
+    bits = 8 if name.startswith("int8") else 4
+    assert all(part.shape[:-1] == (6,) for part in weight.parts.values())
+    assert scheme.row_bytes(384) == 384 * bits // 8 + 384 // scheme.block * 2
+    assert weight.nbytes == 6 * scheme.row_bytes(384)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_and_leading_dimensions_can_be_chosen_without_dequantizing(name: str) -> None:
+    weight = made(name, 12)
+    values = weight.dequantize()
+    chosen = torch.tensor([7, 0, 7])
+    assert torch.equal(weight.rows(chosen).dequantize(), values[chosen])
+    assert torch.equal(weight.rows(slice(3, 9)).dequantize(), values[3:9])
+    shared = weight.rows(slice(3, 9)).parts["codes"].untyped_storage().data_ptr()
+    assert shared == weight.parts["codes"].untyped_storage().data_ptr()
+    assert torch.equal(weight.reshape_leading(3, 4).dequantize(), values.reshape(3, 4, 256))
+    assert weight.to("meta").nbytes == weight.nbytes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_say_the_same_bit_for_bit(name: str) -> None:
+    for weight in (made(name, 9), made(name, 2, 3, columns=128), made(name, 16, seed=4).rows(slice(3, 11))):
+        blocks = as_blocks(weight)
+        assert blocks.scheme == SCHEMES["q8_0" if name.startswith("int8") else "q4_0"] and blocks.shape == weight.shape
+        assert blocks.parts["blocks"].shape == (*weight.shape[:-1], blocks.scheme.row_bytes(weight.shape[-1]))
+        assert torch.equal(blocks.dequantize().view(torch.int32), weight.dequantize().view(torch.int32))
+
+
+def test_other_schemes_are_left_alone() -> None:
+    for weight in (QTensor.dense(torch.ones(2, 64)), quantize(torch.ones(2, 64), "q4_1")):
+        assert as_blocks(weight) is weight
+
+
+@pytest.mark.parametrize(("narrow", "blocks"), [("int8_g32", "q8_0"), ("int4_g32", "q4_0")])
+def test_groups_of_32_are_rounded_as_the_standard_blocks_are(narrow: str, blocks: str) -> None:
+    values = awkward()
+    assert torch.equal(as_blocks(quantize(values, narrow)).parts["blocks"], quantize(values, blocks).parts["blocks"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_errors_are_within_half_a_step(name: str) -> None:
+    values = awkward()
+    group = SCHEMES[name].block
+    encoded = quantize(values, name)
+    step = encoded.parts["scales"].abs().float().unsqueeze(-1)
+    error = (encoded.dequantize() - values).abs().unflatten(-1, (-1, group))
+    # int4 lacks one code on the side where the extreme is not: up to a whole step there. Scales are float16, where
+    # steps below 2^-14 lose bits.
+    allowed = 0.5 if name.startswith("int8") else 1.0
+    slack = values.abs().unflatten(-1, (-1, group)).amax(-1, keepdim=True) * 2**-10 + 128 * 2**-25
+    assert bool((error <= step * allowed + slack).all())
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_narrower_groups_lose_less(kind: str) -> None:
+    values = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    errors = [(quantize(values, f"{kind}_g{g}").dequantize() - values).square().mean().item() for g in (32, 64, 128)]
+    assert errors[0] < errors[1] < errors[2]
