@@ -93,7 +93,7 @@ def load(
     try:
         runner = Runner(
             model, layout, device, strategy,
-            rows=sizes.rows, max_len=sizes.max_len, frames=sizes.frames, slots=sizes.slots, kit=kit,
+            rows=sizes.rows, max_len=sizes.max_len, frames=sizes.frames, slots=sizes.slots, kit=build.kit,
         )  # fmt: skip
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(

@@ -91,7 +91,7 @@ def check(shape: str, cache: str, chunk: int, depth: int, preempt: bool, mates: 
         SchedConfig(rows=4, step_tokens=chunk),
         StateConfig(page_tokens=page, prefix_cache=cache != "off", snapshot_every=2),
         Plain() if strategy == "plain" else guess,
-        kit=kit_of(shape, dtype, providers),
+        kit=kit_of(shape, *(how or (dtype, providers))),
     )  # fmt: skip
     if cache == "warm":
         for i, prompt in enumerate(asked):
