@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ class Tape:
         self._pieces: list[tuple[int, int] | Break] = []
         self._write(nodes)
         self._arena = torch.empty(0, dtype=torch.uint8)
+        self.seconds = 0.0
+        """Inside replays, so far."""
 
     @property
     def breaks(self) -> dict[str, int]:
@@ -60,7 +63,9 @@ class Tape:
             if isinstance(piece, Break):
                 self._call(piece, tokens, tensors or {})
             else:
+                begun = perf_counter()
                 self._tape.replay(arena, tokens, sequences, inputs, piece[0], piece[1], timed)
+                self.seconds += perf_counter() - begun
         return self._tensor(self._result, tokens, (self._columns,), self._dtype)
 
     def times(self) -> dict[str, tuple[float, int]]:
