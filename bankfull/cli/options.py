@@ -24,7 +24,7 @@ Dtype = Annotated[
     str, typer.Option(help="auto, float32 (exact: nothing is rounded on the way), bfloat16, float16 or float64.")
 ]
 KvDtype = Annotated[
-    str, typer.Option(help="Of keys and values: auto, float32, bfloat16, or int8 (a quarter of the memory; lossy).")
+    str, typer.Option(help="Of keys and values: auto, float32, bfloat16, or int8 (near a quarter of float32; lossy).")
 ]
 Activations = Annotated[
     str,
