@@ -81,7 +81,7 @@ def shape_file(name: str, folder: Path) -> Path:
 def write(shape: Shape, name: str, path: Path) -> None:
     """The same bytes for the same shape and name; a part of one tensor is in memory at a time."""
     try:
-        import gguf  # type: ignore[import-not-found,unused-ignore]
+        import gguf
     except ImportError:
         raise CannotInstall("files of random weights are written with the package gguf: pip install gguf") from None
     import numpy
