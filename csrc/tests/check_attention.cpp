@@ -1,0 +1,244 @@
+// Rotary positions, pages, and attention over them.
+#include "attention_plan.hpp"
+#include "kernel_checks.hpp"
+#include "pages.hpp"
+
+namespace checks {
+namespace {
+
+struct Angles {
+    Angles(Random& random, int64_t tokens, int64_t half) : cos(tokens * half), sin(tokens * half) {
+        Array<int64_t> positions(tokens);
+        Array<float> frequencies(half);
+        for (int64_t& position : positions) position = random.between(0, 100000);
+        for (int64_t i = 0; i < half; ++i) frequencies[i] = float(std::pow(10000.0, -double(i) / double(half)));
+        AnglesJob job{};
+        job.positions = positions.data(), job.frequencies = frequencies.data(), job.cos = cos.data();
+        job.sin = sin.data(), job.half = half, job.scale = random.one_in(2) ? 1.0f : 1.3f;
+        run_angles(job, tokens);
+        for (int64_t token = 0; token < tokens; ++token)
+            for (int64_t i = 0; i < half; ++i) {
+                const double angle = double(float(positions[token]) * frequencies[i]);
+                expect_close(cos[token * half + i], std::cos(angle) * double(job.scale), 2e-7, "cos", i);
+                expect_close(sin[token * half + i], std::sin(angle) * double(job.scale), 2e-7, "sin", i);
+            }
+    }
+    Array<float> cos, sin;
+};
+
+// A head's dimension `i`, turned.
+double turned(const float* head, const float* cos, const float* sin, int64_t half, int64_t i) {
+    if (i >= 2 * half) return head[i];
+    if (i < half) return double(head[i]) * cos[i] - double(head[i + half]) * sin[i];
+    return double(head[i]) * cos[i - half] + double(head[i - half]) * sin[i - half];
+}
+
+// Keys or values of one layer in pages, in either type; what is not written is NaN.
+struct Store {
+    Store(int64_t pages, int64_t tokens, int64_t kv_heads, int64_t numbers, bool in_bfloat)
+        : frames(pages), page_tokens(tokens), heads(kv_heads), size(numbers), narrow(in_bfloat),
+          bytes(pages * tokens * kv_heads * numbers * item(), 4) {
+        for (int64_t i = 0; i < bytes.size() / item(); ++i) write(i, NOT_A_NUMBER);
+    }
+    int64_t item() const { return narrow ? 2 : 4; }
+    int64_t token() const { return heads * size; }
+    int64_t frame() const { return page_tokens * token(); }
+    // `slot`: page * page_tokens + offset.
+    int64_t at(int64_t slot, int64_t head, int64_t i) const { return slot * token() + head * size + i; }
+    void write(int64_t place, float value) {
+        if (narrow) {
+            const uint16_t bits = std::isnan(value) ? 0x7fc0 : to_bfloat(value);
+            std::memcpy(bytes.data() + place * 2, &bits, 2);
+        } else {
+            std::memcpy(bytes.data() + place * 4, &value, 4);
+        }
+    }
+    double read(int64_t place) const {
+        uint16_t bits;
+        float value;
+        std::memcpy(&bits, bytes.data() + place * item(), 2);
+        if (narrow) return bfloat_value(bits);
+        std::memcpy(&value, bytes.data() + place * 4, 4);
+        return value;
+    }
+    Pages pages() const { return {bytes.data(), frame(), token(), size}; }
+
+    int64_t frames, page_tokens, heads, size;
+    bool narrow;
+    Array<uint8_t> bytes;
+};
+
+// Sequences of any length over shuffled pages; pages that nobody may look at do not exist.
+void check_attention(Random& random, PageType type) {
+    static constexpr int64_t sizes[] = {8, 20, 32, 64, 64, 96};
+    static constexpr int64_t lengths_of_pages[] = {1, 4, 5, 16, 32, 48};
+    const int64_t sequences = random.between(1, 3), kv_heads = random.between(1, 2), groups = random.between(1, 5);
+    const int64_t heads = kv_heads * groups, size = random.any_of(sizes), values = random.one_in(2) ? size : random.any_of(sizes);
+    const int64_t page_tokens = random.any_of(lengths_of_pages), window = random.one_in(3) ? random.between(1, 150) : 0;
+    const float cap = random.one_in(4) ? 5.0f : 0.0f, scale = float(1 / std::sqrt(double(size)));
+    std::vector<int64_t> q_start{0}, kv_len;
+    for (int64_t i = 0; i < sequences; ++i) {
+        const int64_t queries = random.one_in(2) ? 1 : random.between(1, random.one_in(4) ? 90 : 20);
+        q_start.push_back(q_start.back() + queries);
+        kv_len.push_back(queries + random.between(0, random.one_in(3) ? 500 : 60));
+    }
+    const int64_t longest = *std::max_element(kv_len.begin(), kv_len.end());
+    const int64_t width = (longest + page_tokens - 1) / page_tokens + random.between(0, 1), frames = sequences * width;
+    const std::vector<int64_t> places = distinct(random, frames, frames);
+    std::vector<int64_t> table(size_t(sequences * width), -1000000);
+    const bool narrow = type == PAGES_BF16;
+    Store k(frames, page_tokens, kv_heads, size, narrow), v(frames, page_tokens, kv_heads, values, narrow);
+    const auto slot = [&](int64_t i, int64_t position) {
+        return places[size_t(i * width + position / page_tokens)] * page_tokens + position % page_tokens;
+    };
+    for (int64_t i = 0; i < sequences; ++i) {
+        const int64_t past = kv_len[size_t(i)] - (q_start[size_t(i) + 1] - q_start[size_t(i)]);
+        for (int64_t p = window ? std::max<int64_t>(0, past + 1 - window) : 0; p < kv_len[size_t(i)]; ++p) {
+            table[size_t(i * width + p / page_tokens)] = places[size_t(i * width + p / page_tokens)];
+            for (int64_t head = 0; head < kv_heads; ++head) {
+                for (int64_t d = 0; d < size; ++d) k.write(k.at(slot(i, p), head, d), random.normal());
+                for (int64_t d = 0; d < values; ++d) v.write(v.at(slot(i, p), head, d), random.normal());
+            }
+        }
+    }
+    const int64_t tokens = q_start.back(), q_token = heads * size + random.between(0, 4);
+    const Array<float> q = normals(random, tokens * q_token);
+    Array<float> y(tokens * heads * values);
+
+    AttentionJob job{};
+    job.q = q.data(), job.y = y.data(), job.k = k.pages(), job.v = v.pages();
+    job.q_start = q_start.data(), job.kv_len = kv_len.data(), job.table = table.data(), job.table_stride = width;
+    job.page_tokens = page_tokens, job.heads = heads, job.kv_heads = kv_heads, job.size = size, job.values = values;
+    job.q_token = q_token, job.window = window, job.scale = scale, job.cap = cap;
+    paged_attention(job, type, sequences, tokens, width, frames);
+
+    // Tiles round queries and weights: the largest of values that are drawn so is about 4.
+    const double error = narrow && kernels().tile_rows > 0 && size % 32 == 0 && values % 32 == 0 ? 0.05 : 2e-5;
+    for (int64_t i = 0; i < sequences; ++i)
+        for (int64_t token = q_start[size_t(i)]; token < q_start[size_t(i) + 1]; ++token)
+            for (int64_t head = 0; head < heads; ++head) {
+                const int64_t position = kv_len[size_t(i)] - (q_start[size_t(i) + 1] - token);
+                const int64_t from = window ? std::max<int64_t>(0, position + 1 - window) : 0;
+                std::vector<double> weights;
+                double most = -INFINITE, total = 0;
+                for (int64_t p = from; p <= position; ++p) {
+                    double score = 0;
+                    for (int64_t d = 0; d < size; ++d)
+                        score += double(q[token * q_token + head * size + d]) * k.read(k.at(slot(i, p), head / groups, d));
+                    score *= double(scale);
+                    weights.push_back(cap ? cap * std::tanh(score / cap) : score);
+                    most = std::max(most, weights.back());
+                }
+                for (double& weight : weights) total += weight = std::exp(weight - most);
+                for (int64_t d = 0; d < values; ++d) {
+                    double want = 0;
+                    for (int64_t p = from; p <= position; ++p)
+                        want += weights[size_t(p - from)] / total * v.read(v.at(slot(i, p), head / groups, d));
+                    const int64_t place = (token * heads + head) * values + d;
+                    expect_close(y[place], want, error, narrow ? "attention over bfloat16" : "attention over float32", place);
+                }
+            }
+
+    for (const Activations kind : {Activations::Codes, Activations::Tiles}) {
+        if (values % 32 != 0) break;
+        EncodedRows wanted(tokens, heads * values, kind), found(tokens, heads * values, kind);
+        EncodeJob encode{};
+        encode.x = y.data(), encode.x_stride = heads * values, encode.columns = heads * values;
+        encode.out = wanted.place();
+        run_encode(encode, tokens);
+        job.out = found.place();
+        paged_attention(job, type, sequences, tokens, width, frames);
+        expect_same_rows(found, wanted, "encoded attention");
+    }
+}
+
+}  // namespace
+
+void check_rotate(Random& random) {
+    const int64_t tokens = random.between(1, 7), heads = random.between(1, 5), half = random.between(0, 40);
+    const int64_t size = 2 * half + random.between(half ? 0 : 1, 9);
+    const Angles angles(random, tokens, half);
+    const Array<float> x = normals(random, tokens * heads * size);
+    Array<float> y(x.size());
+    RotateJob job{};
+    job.x = x.data(), job.cos = angles.cos.data(), job.sin = angles.sin.data(), job.y = y.data();
+    job.heads = heads, job.size = size, job.half = half;
+    run_rotate(job, tokens);
+    for (int64_t i = 0; i < y.size(); ++i) {
+        const int64_t token = i / (heads * size);
+        const double want = turned(x.data() + i / size * size, angles.cos.data() + token * half,
+                                   angles.sin.data() + token * half, half, i % size);
+        expect_close(y[i], want, 1e-6, "rotate", i);
+    }
+}
+
+void check_intake(Random& random) {
+    const int64_t tokens = random.between(1, 12), kv_heads = random.between(1, 3), heads = kv_heads * random.between(1, 4);
+    const int64_t half = random.one_in(4) ? 0 : random.between(1, 36), size = 2 * half + random.between(half ? 0 : 1, 9);
+    const int64_t values = random.between(1, 70), page_tokens = random.between(1, 8);
+    const int64_t q_token = heads * size + random.between(0, 3), k_token = kv_heads * size + random.between(0, 3);
+    const int64_t v_token = kv_heads * values + random.between(0, 3);
+    const bool narrow = random.one_in(2), in_place = random.one_in(2), has_values = !random.one_in(4);
+    const Angles angles(random, tokens, half);
+    const Array<float> before = normals(random, tokens * q_token), k = normals(random, tokens * k_token);
+    const Array<float> v = normals(random, tokens * v_token);
+    Array<float> q(before.size()), elsewhere(before.size());
+    std::copy(before.begin(), before.end(), q.begin());
+    const int64_t frames = tokens / page_tokens + 2;
+    Store keys(frames, page_tokens, kv_heads, size, narrow), stored(frames, page_tokens, kv_heads, values, narrow);
+    const std::vector<int64_t> slots = distinct(random, tokens, frames * page_tokens);
+
+    IntakeJob job{};
+    job.q = q.data(), job.k = k.data(), job.v = has_values ? v.data() : nullptr;
+    job.q_token = q_token, job.k_token = k_token, job.v_token = v_token;
+    job.cos = angles.cos.data(), job.sin = angles.sin.data();
+    job.turned = in_place ? q.data() : elsewhere.data(), job.turned_token = q_token;
+    job.k_pages = keys.bytes.data(), job.k_frame = keys.frame() * keys.item(), job.k_token_bytes = keys.token() * keys.item();
+    job.v_pages = stored.bytes.data(), job.v_frame = stored.frame() * stored.item();
+    job.v_token_bytes = stored.token() * stored.item();
+    job.slots = slots.data(), job.places = frames * page_tokens, job.page_tokens = page_tokens;
+    job.heads = heads, job.kv_heads = kv_heads, job.size = size, job.values = values, job.half = half, job.narrow = narrow;
+    run_intake(job, tokens);
+
+    for (int64_t token = 0; token < tokens; ++token) {
+        const float *cos = angles.cos.data() + token * half, *sin = angles.sin.data() + token * half;
+        for (int64_t head = 0; head < kv_heads; ++head) {
+            for (int64_t i = 0; i < size; ++i) {
+                const double want = turned(k.data() + token * k_token + head * size, cos, sin, half, i);
+                expect_close(keys.read(keys.at(slots[size_t(token)], head, i)), want,
+                             narrow ? BFLOAT * (std::fabs(want) + 1e-4) : 1e-6, "stored key", i);
+            }
+            for (int64_t i = 0; i < values && has_values; ++i) {
+                const float value = v[token * v_token + head * values + i];
+                expect_close(stored.read(stored.at(slots[size_t(token)], head, i)),
+                             narrow ? bfloat_value(to_bfloat(value)) : value, 0, "stored value", i);
+            }
+        }
+        for (int64_t head = 0; head < heads && half; ++head)
+            for (int64_t i = 0; i < size; ++i) {
+                const int64_t at = token * q_token + head * size;
+                expect_close(job.turned[at + i], turned(before.data() + at, cos, sin, half, i), 1e-6, "turned query", i);
+            }
+    }
+}
+
+void check_write(Random& random) {
+    const int64_t tokens = random.between(1, 20), page_tokens = random.between(1, 6), bytes = random.between(1, 90);
+    const int64_t frames = tokens / page_tokens + 2;
+    Array<uint8_t> rows(tokens * bytes), pages(frames * page_tokens * bytes);
+    for (uint8_t& byte : rows) byte = uint8_t(random.next());
+    const std::vector<int64_t> slots = distinct(random, tokens, frames * page_tokens);
+    WriteJob job{};
+    job.rows = rows.data(), job.pages = pages.data(), job.slots = slots.data(), job.bytes = bytes;
+    job.page_tokens = page_tokens, job.frame = page_tokens * bytes, job.token = bytes;
+    write_pages(job, tokens, frames);
+    for (int64_t i = 0; i < tokens; ++i)
+        expect_same_bits(pages.data() + slots[size_t(i)] * bytes, rows.data() + i * bytes, bytes, "written row");
+}
+
+void check_attention_over_pages(Random& random) {
+    check_attention(random, PAGES_F32);
+    check_attention(random, PAGES_BF16);
+}
+
+}  // namespace checks
