@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cmath>
+#include <csignal>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -118,6 +119,12 @@ class Verdicts {
     void begin(std::string about) {
         about_ = std::move(about);
         told_ = 0;
+#if !defined(__SANITIZE_ADDRESS__)  // which tells more
+        std::signal(SIGSEGV, [](int) {
+            std::fprintf(stderr, "%s: an operand was left, or an address is wrong\n", all().about_.c_str());
+            _exit(1);
+        });
+#endif
     }
     void pass() { ++made_; }
     void fail(const std::string& message) {
