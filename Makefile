@@ -36,7 +36,7 @@ demo: install ## Fetch the default model and let it write a few words
 	$(BIN)/bankfull pull
 	$(BIN)/bankfull run "$(DEMO_PROMPT)"
 
-bench: install ## Compare with llama.cpp and vLLM on this machine; BENCH_OPTIONS="--peers llamacpp --pairs 3" for less
+bench: install ## Compare with llama.cpp and vLLM on this machine; BENCH_OPTIONS="--peers llamacpp --pairs 3" for less, "--help" for all
 	$(BIN)/python -m benchmarks.cpu_peers $(BENCH_OPTIONS)
 
 lint: install ## Style, types and the rules on who may import whom

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncEngine", "SamplingParams", "__version__"]
+
+# torch's own threads would spin for milliseconds after each of its operations, on the cores that the kernels need. Read
+# when torch is loaded; whoever has loaded it before, or has set it, keeps what they have.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Resolved on first use, so that `import bankfull` and the command line's help do not wait for torch.
 _HOMES = {"LLM": "bankfull.llm", "AsyncEngine": "bankfull.aio", "SamplingParams": "bankfull.sample.params"}

@@ -79,6 +79,8 @@ def load(
         native.notify()
     build = plan_build(files, run, device, max_len or 0)
     model = build_model(files.config, build)
+    if build.kit.activations == INT8:
+        files.source.release()  # the weights lie repacked
     refuse_pages_without_use(model, run.kv_dtype)
     layout = layout_of(model.states(), state.page_tokens)
     depth = device.depth if run.depth is None else run.depth
@@ -93,7 +95,7 @@ def load(
     try:
         runner = Runner(
             model, layout, device, strategy,
-            rows=sizes.rows, max_len=sizes.max_len, frames=sizes.frames, slots=sizes.slots,
+            rows=sizes.rows, max_len=sizes.max_len, frames=sizes.frames, slots=sizes.slots, kit=build.kit,
         )  # fmt: skip
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(
@@ -120,8 +122,9 @@ def rounded(files: ModelFiles, wanted: str) -> ModelFiles:
 
 def plan_build(files: ModelFiles, run: RunConfig, device: Device, max_len: int = 0) -> Build:
     """How a model is built from these files: what the options leave open is decided here."""
-    dtype = choose_dtype(run.dtype, files, device)
-    kit = kit_for(device.kind, run.providers, choose_activations(run, files, device))
+    activations = choose_activations(run, files, device)
+    dtype = torch.float32 if activations == INT8 and run.dtype == "auto" else choose_dtype(run.dtype, files, device)
+    kit = kit_for(device.kind, run.providers, activations)
     return Build(
         files.source, kit, dtype, device.torch, run.expand, max_len, choose_kv_dtype(run.kv_dtype, dtype, kit)
     )

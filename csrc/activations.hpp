@@ -19,13 +19,17 @@ struct Codes {
 };
 
 // Thirty-two values at columns [column, column + 32) of a row.
-static inline void encode_group(const float* x, const Codes& row, int64_t column) {
-    const Lanes left = Lanes::load(x), right = Lanes::load(x + 16), zero = Lanes::splat(0.0f);
+static inline void encode_group(Lanes left, Lanes right, const Codes& row, int64_t column) {
+    const Lanes zero = Lanes::splat(0.0f);
     const float most = Lanes::larger(Lanes::larger(left, zero - left), Lanes::larger(right, zero - right)).most();
     const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
     row.scales[column / GROUP] = most / 127.0f;
     row.sums[column / 16] = (left * Lanes::splat(inverse)).store_codes(row.codes + column);
     row.sums[column / 16 + 1] = (right * Lanes::splat(inverse)).store_codes(row.codes + column + 16);
+}
+
+static inline void encode_group(const float* x, const Codes& row, int64_t column) {
+    encode_group(Lanes::load(x), Lanes::load(x + 16), row, column);
 }
 
 // Sixteen values at columns [column, column + 16) of a row of tiles.

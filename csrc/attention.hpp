@@ -61,18 +61,18 @@ struct Rows {
         const int64_t all = j.q_start[item.sequence + 1] - j.q_start[item.sequence];
         position = j.kv_len[item.sequence] - all + item.first;
     }
-    int64_t flat(int64_t row) const { return (token + row / groups) * job.heads + kv_head * groups + row % groups; }
-    const float* query(int64_t row) const {
-        return job.q + (token + row / groups) * job.q_token + (kv_head * groups + row % groups) * job.size;
-    }
-    float* result(int64_t row) const { return job.y + flat(row) * job.values; }
+    // A decode has one query, and no time for divisions.
+    int64_t query_of(int64_t row) const { return queries == 1 ? 0 : row / groups; }
+    int64_t token_of(int64_t row) const { return token + query_of(row); }
+    int64_t head_of(int64_t row) const { return kv_head * groups + row - query_of(row) * groups; }
+    const float* query(int64_t row) const { return job.q + token_of(row) * job.q_token + head_of(row) * job.size; }
     // Positions that the row sees in [begin, end) of a chunk; none when from >= to.
     int64_t to(int64_t row, int64_t end) const {
-        const int64_t last = position + row / groups + 1;
+        const int64_t last = position + query_of(row) + 1;
         return last < end ? last : end;
     }
     int64_t from(int64_t row, int64_t begin) const {
-        const int64_t start = job.window ? position + row / groups + 1 - job.window : 0;
+        const int64_t start = job.window ? position + query_of(row) + 1 - job.window : 0;
         return start > begin ? start : begin;
     }
 };
@@ -315,12 +315,32 @@ static void join_chunk(const Rows& rows, int64_t chunk, const float* partial, fl
     }
 }
 
-static void finish(const Rows& rows, const float* running) {
-    const int64_t mixed = padded_values(rows.job), values = rows.job.values;
-    for (int64_t row = 0; row < rows.count; ++row) {
-        const float* sum = running + row * (mixed + 2);
-        float* y = rows.result(row);
-        for (int64_t c = 0; c < values; ++c) y[c] = sum[c] / sum[mixed + 1];
+// Sums over their totals: the results of one row, to where the job wants them. Encoded heads are whole groups of columns.
+static void finish_row(const Rows& rows, int64_t row, float* sum, float total) {
+    const AttentionJob& job = rows.job;
+    const int64_t token = rows.token_of(row), column = rows.head_of(row) * job.values;
+    if (!job.out.data) {
+        float* y = job.y + token * job.heads * job.values + column;
+        for (int64_t c = 0; c < job.values; ++c) y[c] = sum[c] / total;
+        return;
+    }
+    uint8_t* encoded = job.out.data + token * job.out.stride;
+    const Lanes divisor = Lanes::splat(total);
+    if (job.out.kind == Activations::Tiles) {
+        for (int64_t c = 0; c < job.values; c += 16) encode_tile(Lanes::load(sum + c) / divisor, encoded, column + c);
+        return;
+    }
+    const Codes codes(encoded, job.heads * job.values);
+    for (int64_t c = 0; c < job.values; c += 16) (Lanes::load(sum + c) / divisor).store(sum + c);
+    for (int64_t c = 0; c < job.values; c += GROUP) encode_group(sum + c, codes, column + c);
+}
+
+// The rows [first, first + count), whose running results begin at `running`.
+static void finish(const Rows& rows, int64_t first, int64_t count, float* running) {
+    const int64_t mixed = padded_values(rows.job);
+    for (int64_t i = 0; i < count; ++i) {
+        float* sum = running + i * partial_floats(rows.job);
+        finish_row(rows, first + i, sum, sum[mixed + 1]);
     }
 }
 
@@ -341,7 +361,7 @@ static void attend(const AttentionJob& job, int64_t begin, int64_t end) {
             attend_chunk<E>(rows, item, chunk, work, work.partial);
             join_chunk(rows, chunk, work.partial, work.running);
         }
-        finish(rows, work.running);
+        finish(rows, 0, rows.count, work.running);
     }
 }
 
@@ -353,8 +373,11 @@ static void merge_split(const AttentionJob& job, int64_t begin, int64_t end) {
         float* running = scratch(each);
         for (int64_t chunk = item.chunk_begin; chunk < item.chunk_end; ++chunk)
             join_chunk(rows, chunk, job.partials + item.partial + (chunk - item.chunk_begin) * each, running);
-        finish(rows, running);
+        finish(rows, 0, rows.count, running);
     }
 }
+
+// Rows that share a piece of work, at most: their scores and sums stay in the nearest cache.
+static int64_t attention_rows(const AttentionJob&) { return 32; }
 
 #undef SHUFFLE

@@ -10,8 +10,7 @@
 namespace bankfull {
 namespace {
 
-constexpr int64_t TILE_ROWS = 32;    // rows that share a tile's keys
-constexpr int64_t PIECES = 64;       // into which a step's work is cut at least, where there is as much
+constexpr int64_t PIECES = 4;        // for each thread: into so many a step's work is cut at least, where there is as much
 constexpr int64_t ALONE = 1 << 16;   // multiplications that are done before another thread has woken up
 
 void require(bool fine, const char* message) {
@@ -23,6 +22,8 @@ void check(const AttentionJob& job, int64_t sequences, int64_t tokens, int64_t w
     require(job.page_tokens > 0 && job.kv_heads > 0 && job.heads > 0 && job.heads % job.kv_heads == 0 && job.size > 0 &&
                 job.values > 0 && job.window >= 0,
             "paged_attention: the sizes do not fit each other");
+    require(!job.out.data || job.values % 32 == 0,
+            "paged_attention: results are encoded in groups of 32, and a head has another number of values");
     require(job.q_start[0] == 0 && job.q_start[sequences] == tokens,
             "paged_attention: q_start does not cover the queries");
     for (int64_t i = 0; i < sequences; ++i) {
@@ -43,16 +44,20 @@ struct Plan {
     std::vector<float> partials;
     int64_t products = 0;
 
-    void build(const AttentionJob& job, int64_t sequences) {
+    // Items of at most `rows` rows for `threads` threads.
+    void build(const AttentionJob& job, int64_t sequences, int64_t rows, int64_t threads) {
         tiles.clear();
         items.clear();
         split.clear();
         products = 0;
-        const int64_t groups = job.heads / job.kv_heads, most = std::max<int64_t>(1, TILE_ROWS / groups);
+        const int64_t groups = job.heads / job.kv_heads, pieces = PIECES * threads;
+        const int64_t share_of_rows = job.q_start[sequences] * job.heads / pieces / 16 * 16;
+        const int64_t most = std::max<int64_t>(1, std::min(rows, std::max<int64_t>(share_of_rows, 16)) / groups);
         int64_t chunks = 0;
         for (int64_t i = 0; i < sequences; ++i) {
             const int64_t queries = job.q_start[i + 1] - job.q_start[i], past = job.kv_len[i] - queries;
-            for (int64_t first = 0; first < queries; first += most) {
+            // The last queries see most: whoever gets them begins with them.
+            for (int64_t first = (queries - 1) / most * most; first >= 0 && queries > 0; first -= most) {
                 const int64_t count = std::min(most, queries - first), end = past + first + count;
                 const int64_t from = job.window ? std::max<int64_t>(0, past + first + 1 - job.window) : 0;
                 const AttentionItem tile{i, 0, first, count, from / CHUNK, (end + CHUNK - 1) / CHUNK, -1};
@@ -65,7 +70,7 @@ struct Plan {
             }
         }
         // A tile with more than its share of the chunks is cut, so that one long sequence keeps every thread busy.
-        const int64_t share = std::max<int64_t>(1, chunks / PIECES);
+        const int64_t share = std::max<int64_t>(1, chunks / pieces);
         const int64_t floats = (job.values + 15) / 16 * 16 + 2;
         int64_t used = 0;
         for (AttentionItem tile : tiles) {
@@ -107,7 +112,7 @@ void paged_attention(AttentionJob job, PageType type, int64_t sequences, int64_t
                      int64_t frames) {
     check(job, sequences, tokens, width, frames);
     thread_local Plan plan;  // kept for its memory
-    plan.build(job, sequences);
+    plan.build(job, sequences, kernels().attention_rows[type](job), threads());
     job.items = plan.items.data();
     job.split = plan.split.data();
     job.partials = plan.partials.data();

@@ -8,6 +8,7 @@ namespace bankfull {
 // y[row][o] = sum_k x[row][k] * weight[o][k] + bias[o], for the outputs [begin, end).
 struct LinearJob {
     const float* x;
+    int64_t x_stride;  // floats from one row to the next
     const uint8_t* weight;
     const float* bias;  // may be null
     float* y;
@@ -54,6 +55,11 @@ struct PackedJob {
     Encoded out;
 };
 
+struct Best {
+    float value;
+    int64_t index;
+};
+
 // y = x / rms(x) * (weight + offset), for the rows [begin, end).
 struct NormJob {
     const float* x;
@@ -87,6 +93,39 @@ struct RotateJob {
     const float *x, *cos, *sin;
     float* y;
     int64_t heads, size, half;
+};
+
+// cos and sin of position * frequency, times a scale, for the tokens [begin, end).
+struct AnglesJob {
+    const int64_t* positions;
+    const float* frequencies;
+    float *cos, *sin;
+    int64_t half;
+    float scale;
+};
+
+// Rows of a table in blocks, as floats, for the tokens [begin, end).
+struct EmbeddingJob {
+    const int64_t* ids;
+    const uint8_t* table;
+    float* y;
+    int64_t count, columns, row_bytes;
+    float scale;
+};
+
+// Queries, keys and values of new tokens on their way into attention. Keys and values go to their pages, whose numbers
+// are bfloat16 where `narrow`. Token strides of q, k, v and turned are in floats, those of pages in bytes.
+struct IntakeJob {
+    const float *q, *k, *v;  // v may be null
+    int64_t q_token, k_token, v_token;
+    const float *cos, *sin;
+    float* turned;  // queries; may be q itself
+    int64_t turned_token;
+    uint8_t *k_pages, *v_pages;
+    int64_t k_frame, k_token_bytes, v_frame, v_token_bytes;
+    const int64_t* slots;  // page * page_tokens + offset, below `places`
+    int64_t places, page_tokens, heads, kv_heads, size, values, half;  // half 0: nothing is turned
+    bool narrow;
 };
 
 // Keys or values in their pages. Strides are counted in elements; a head's numbers lie side by side.

@@ -1,5 +1,6 @@
 // Compiled once per instruction set, with BANKFULL_ISA_NAME naming it: the table of that set's kernels.
 #include "kernels.hpp"
+#include "packing.hpp"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -10,16 +11,23 @@
 namespace bankfull::BANKFULL_ISA_NAME {
 
 #include "lanes.hpp"
+#include "best.hpp"
 #include "blocks.hpp"
 #include "linear.hpp"
 #include "activations.hpp"
 #include "norm.hpp"
 #include "math.hpp"
 #include "pointwise.hpp"
+#include "dots.hpp"
 #include "packs.hpp"
+#include "epilogue.hpp"
+#include "packed_codes.hpp"
+#include "packed_tiles.hpp"
 #include "packed.hpp"
 #include "rope.hpp"
+#include "intake.hpp"
 #include "attention.hpp"
+#include "attention_tiles.hpp"
 #include "recurrent.hpp"
 
 template <class F>
@@ -28,10 +36,21 @@ static void dequantize(const uint8_t* blocks, float* out, int64_t count) {
 }
 
 template <class F>
+static void embedding(const EmbeddingJob& job, int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+        float* y = job.y + token * job.columns;
+        dequantize<F>(job.table + job.ids[token] * job.row_bytes, y, job.columns / F::block);
+        if (job.scale != 1.0f)
+            for (int64_t i = 0; i < job.columns; ++i) y[i] *= job.scale;
+    }
+}
+
+template <class F>
 static constexpr void offer(Kernels& table, Format format, const char* name) {
     table.facts[format] = {name, F::block, F::bytes};
     table.linear[format] = linear<F>;
     table.dequantize[format] = dequantize<F>;
+    table.embedding[format] = embedding<F>;
 }
 
 static constexpr Kernels build() {
@@ -50,8 +69,10 @@ static constexpr Kernels build() {
     offer<AsQ5_K>(table, Q5_K, "q5_k");
     offer<AsQ6_K>(table, Q6_K, "q6_k");
     offer_packs(table);
+    table.tile_rows = TILE_ROWS;
     table.packed = packed;
     table.encode = encode;
+    table.best_of = best_of;
     table.rms_norm = rms_norm;
     table.layer_norm = layer_norm;
     table.pointwise[SILU] = pointwise<Silu>;
@@ -59,9 +80,18 @@ static constexpr Kernels build() {
     table.pointwise[RELU] = pointwise<Relu>;
     table.pointwise[SOFTPLUS] = pointwise<Softplus>;
     table.pointwise[SOFT_CAP] = pointwise<SoftCap>;
+    table.pointwise[PLUS] = plus;
     table.rotate = rotate;
+    table.intake = intake;
     table.attention[PAGES_F32] = attend<Float32>;
+    table.attention_rows[PAGES_F32] = attention_rows;
+#if defined(__AMX_BF16__)
+    table.attention[PAGES_BF16] = attention_tiles::attend;
+    table.attention_rows[PAGES_BF16] = attention_tiles::rows;
+#else
     table.attention[PAGES_BF16] = attend<BFloat16>;
+    table.attention_rows[PAGES_BF16] = attention_rows;
+#endif
     table.merge = merge_split;
     table.causal_conv = causal_conv;
     table.selective_scan = selective_scan;

@@ -9,7 +9,7 @@ namespace bankfull {
 constexpr int64_t CHUNK = 128;
 
 enum PageType : int { PAGES_F32, PAGES_BF16, PAGE_TYPES };
-enum Pointwise : int { SILU, GELU_TANH, RELU, SOFTPLUS, SOFT_CAP, POINTWISE };
+enum Pointwise : int { SILU, GELU_TANH, RELU, SOFTPLUS, SOFT_CAP, PLUS, POINTWISE };
 enum Format : int { F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, FORMATS };
 
 struct FormatFacts {
@@ -18,9 +18,9 @@ struct FormatFacts {
     int bytes;  // bytes in a block
 };
 
-// Weights repacked for products of integers: sixteen outputs side by side, see packs.hpp. The last letters say what goes
-// with the codes of a group: M a minimum, K scales (and minimums) that are integers times those of the block.
-enum Pack : int { PACK4, PACK4M, PACK8, PACK8M, PACK4K, PACK8K, PACK6K, PACK8S, PACK8SM, PACKS };
+// Weights repacked for products of integers: sixteen outputs side by side, see packing.hpp. The number is the bits of a
+// code; the letters say what goes with the codes: M a minimum, S an integer scale for each group, K is both.
+enum Pack : int { PACK4, PACK4M, PACK4K, PACK4S, PACK4SM, PACK5, PACK5M, PACK5K, PACK6S, PACK8, PACKS };
 
 // Bytes from one encoded row to the next, whichever form it has.
 constexpr int64_t encoded_stride(int64_t columns) {
@@ -31,7 +31,7 @@ constexpr int64_t encoded_stride(int64_t columns) {
 struct PackFacts {
     const char* name;
     int block;  // weights of one output in a block
-    int bytes;  // bytes of a block: sixteen outputs
+    int bytes;  // bytes of a block: sixteen outputs, scales and codes
 };
 
 struct Kernels {
@@ -42,11 +42,15 @@ struct Kernels {
     void (*encode)(const EncodeJob&, int64_t begin, int64_t end);  // rows
     void (*linear[FORMATS])(const LinearJob&, int64_t begin, int64_t end);
     void (*dequantize[FORMATS])(const uint8_t* blocks, float* out, int64_t count);
+    void (*embedding[FORMATS])(const EmbeddingJob&, int64_t begin, int64_t end);
+    Best (*best_of)(const float* scores, int64_t count);
+    void (*intake)(const IntakeJob&, int64_t begin, int64_t end);
     void (*rms_norm)(const NormJob&, int64_t begin, int64_t end);
     void (*layer_norm)(const LayerNormJob&, int64_t begin, int64_t end);
     void (*pointwise[POINTWISE])(const PointwiseJob&, int64_t begin, int64_t end);
     void (*rotate)(const RotateJob&, int64_t begin, int64_t end);
     void (*attention[PAGE_TYPES])(const AttentionJob&, int64_t begin, int64_t end);  // items
+    int64_t (*attention_rows[PAGE_TYPES])(const AttentionJob&);  // rows (queries of heads) that an item should have at most
     void (*merge)(const AttentionJob&, int64_t begin, int64_t end);                  // of `split`
     void (*causal_conv)(const ConvJob&, int64_t begin, int64_t end);
     void (*selective_scan)(const ScanJob&, int64_t begin, int64_t end);

@@ -28,7 +28,7 @@ static void few_rows(const LinearJob& job, int64_t begin, int64_t end) {
             F::decode(p, w);
             for (int i = 0; i < F::block; i += 16) {
                 const Lanes lanes = Lanes::load(w + i);
-                for (int r = 0; r < R; ++r) sums[r].add_product(lanes, Lanes::load(job.x + r * job.inner + k + i));
+                for (int r = 0; r < R; ++r) sums[r].add_product(lanes, Lanes::load(job.x + r * job.x_stride + k + i));
             }
         }
         store_tile<R>(job, sums, 0, output);
@@ -37,13 +37,13 @@ static void few_rows(const LinearJob& job, int64_t begin, int64_t end) {
 
 template <int O, int R>
 static void multiply_tile(const LinearJob& job, const float* w, int64_t row, int64_t output) {
-    const float* x = job.x + row * job.inner;
+    const float* x = job.x + row * job.x_stride;
     Lanes sums[O][R];
     for (int o = 0; o < O; ++o)
         for (int r = 0; r < R; ++r) sums[o][r] = Lanes::splat(0.0f);
     for (int64_t k = 0; k < job.inner; k += 16) {
         Lanes inputs[R];
-        for (int r = 0; r < R; ++r) inputs[r] = Lanes::load(x + r * job.inner + k);
+        for (int r = 0; r < R; ++r) inputs[r] = Lanes::load(x + r * job.x_stride + k);
         for (int o = 0; o < O; ++o) {
             const Lanes lanes = Lanes::load(w + o * job.inner + k);
             for (int r = 0; r < R; ++r) sums[o][r].add_product(lanes, inputs[r]);

@@ -9,17 +9,18 @@
 #include <tuple>
 
 #include "attention_plan.hpp"
+#include "bindings.hpp"
 #include "isa.hpp"
+#include "operations.hpp"
 #include "pages.hpp"
 #include "threads.hpp"
 
 namespace nb = nanobind;
 using namespace bankfull;
 
+
 namespace {
 
-constexpr int64_t PIECE_WORK = 16384;  // multiplications that are worth a hand-over between threads
-constexpr int64_t PIECE_EXPONENTIALS = 4096;
 constexpr int MAX_THREADS = 1024;
 
 void require(bool fine, const char* message) {
@@ -34,20 +35,6 @@ const FormatFacts& facts(int format) {
 template <class T>
 T* pointer(uintptr_t address) {
     return reinterpret_cast<T*>(address);
-}
-
-// Runs a kernel on pieces of [0, count); what fits one piece never leaves the caller's thread.
-template <class Job>
-void spread(void (*kernel)(const Job&, int64_t, int64_t), const Job& job, int64_t count, int64_t piece) {
-    struct Pair {
-        void (*kernel)(const Job&, int64_t, int64_t);
-        const Job& job;
-    };
-    const Pair pair{kernel, job};
-    parallel(count, piece, [](const void* p, int64_t begin, int64_t end) {
-        const Pair& both = *static_cast<const Pair*>(p);
-        both.kernel(both.job, begin, end);
-    }, &pair);
 }
 
 // A one-dimensional int64 array of numpy, held while its address is used. Needs the GIL at both ends.
@@ -77,10 +64,9 @@ void linear(int format, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t
     require(rows >= 0 && outputs >= 0 && inner > 0 && inner % f.block == 0, "linear: the sizes do not fit the format");
     if (rows == 0 || outputs == 0) return;
     require(x && weight && y, "linear: a null address");
-    const LinearJob job{pointer<float>(x), pointer<uint8_t>(weight), pointer<float>(bias), pointer<float>(y), rows, outputs,
+    const LinearJob job{pointer<float>(x), inner, pointer<uint8_t>(weight), pointer<float>(bias), pointer<float>(y), rows, outputs,
                         inner, inner / f.block * f.bytes};
-    // A multiple of four outputs, so that prefill's tiles stay whole.
-    spread(kernels().linear[format], job, outputs, (PIECE_WORK / (inner * rows) + 4) / 4 * 4);
+    run_linear(job, Format(format));
 }
 
 // delta and joined may both be 0: then nothing joins x.
@@ -92,7 +78,7 @@ void rms_norm(uintptr_t x, uintptr_t delta, uintptr_t joined, uintptr_t weight, 
     const NormJob job{pointer<float>(x),      pointer<float>(delta), pointer<float>(joined),
                       pointer<float>(weight), pointer<float>(y),     columns,
                       eps,                    offset,                {}};
-    spread(kernels().rms_norm, job, rows, PIECE_WORK / columns + 1);
+    run_rms_norm(job, rows);
 }
 
 void layer_norm(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t y, int64_t rows, int64_t columns, float eps) {
@@ -100,15 +86,15 @@ void layer_norm(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t y, int6
     if (rows == 0) return;
     require(x && weight && bias && y, "layer_norm: a null address");
     const LayerNormJob job{pointer<float>(x), pointer<float>(weight), pointer<float>(bias), pointer<float>(y), columns, eps};
-    spread(kernels().layer_norm, job, rows, PIECE_WORK / columns + 1);
+    run_layer_norm(job, rows);
 }
 
 void pointwise(int kind, uintptr_t x, uintptr_t factor, uintptr_t y, int64_t count, float parameter) {
     require(kind >= 0 && kind < POINTWISE && count >= 0, "pointwise: an unknown function or a negative count");
     if (count == 0) return;
-    require(x && y, "pointwise: a null address");
+    require(x && y && (factor || kind != PLUS), "pointwise: a null address");
     const PointwiseJob job{pointer<float>(x), pointer<float>(factor), pointer<float>(y), parameter};
-    spread(kernels().pointwise[kind], job, count, PIECE_EXPONENTIALS);
+    run_pointwise(job, Pointwise(kind), count);
 }
 
 void rotate(uintptr_t x, uintptr_t cos, uintptr_t sin, uintptr_t y, int64_t tokens, int64_t heads,
@@ -118,7 +104,26 @@ void rotate(uintptr_t x, uintptr_t cos, uintptr_t sin, uintptr_t y, int64_t toke
     require(x && cos && sin && y, "rotate: a null address");
     const RotateJob job{pointer<float>(x), pointer<float>(cos), pointer<float>(sin), pointer<float>(y),
                         heads, size, half};
-    spread(kernels().rotate, job, tokens, PIECE_WORK / (heads * size) + 1);
+    run_rotate(job, tokens);
+}
+
+void rope_angles(uintptr_t positions, uintptr_t frequencies, uintptr_t cos, uintptr_t sin, int64_t tokens, int64_t half,
+                 float scale) {
+    require(tokens >= 0 && half >= 0, "rope_angles: the sizes must not be negative");
+    if (tokens == 0 || half == 0) return;
+    require(positions && frequencies && cos && sin, "rope_angles: a null address");
+    run_angles({pointer<int64_t>(positions), pointer<float>(frequencies), pointer<float>(cos), pointer<float>(sin), half,
+                scale}, tokens);
+}
+
+void embedding(int format, uintptr_t ids, uintptr_t table, uintptr_t y, int64_t tokens, int64_t count, int64_t columns,
+               float scale) {
+    const FormatFacts& f = facts(format);
+    require(tokens >= 0 && count >= 0 && columns > 0 && columns % f.block == 0, "embedding: the sizes do not fit the format");
+    if (tokens == 0) return;
+    require(ids && table && y, "embedding: a null address");
+    run_embedding({pointer<int64_t>(ids), pointer<uint8_t>(table), pointer<float>(y), count, columns,
+                   columns / f.block * f.bytes, scale}, Format(format), tokens);
 }
 
 void write_tokens(uintptr_t rows, uintptr_t pages, uintptr_t slots, int64_t tokens, int64_t bytes, int64_t frames,
@@ -150,25 +155,11 @@ void attention(bool narrow, uintptr_t q, uintptr_t k, const Strides& k_strides, 
     paged_attention(job, narrow ? PAGES_BF16 : PAGES_F32, lengths.size(), tokens, width, frames);
 }
 
-// Checks all that a slot's address is made of.
 RecurrentPlan plan_of(const Integers& starts, const Integers& kept, uintptr_t read, uintptr_t write, int64_t write_stride,
                       int64_t most, int64_t slots, int64_t tokens, int64_t channels) {
-    const int64_t sequences = kept.size();
-    require(starts.size() == sequences + 1 && starts.data()[0] == 0 && starts.data()[sequences] == tokens,
-            "recurrent: q_start does not cover the tokens");
-    const RecurrentPlan plan{starts.data(), kept.data(), pointer<int64_t>(read), pointer<int64_t>(write),
-                             sequences, write_stride, channels};
-    for (int64_t i = 0; i < sequences; ++i) {
-        const int64_t count = plan.q_start[i + 1] - plan.q_start[i];
-        require(count >= 0 && plan.kept[i] >= 0 && plan.kept[i] <= count && plan.kept[i] <= most,
-                "recurrent: more states are kept than there are tokens or slots");
-        require(plan.read[i] >= 0 && plan.read[i] < slots, "recurrent: a slot is read that is not there");
-        for (int64_t j = 0; j < plan.kept[i]; ++j) {
-            const int64_t slot = plan.write[i * write_stride + j];
-            require(slot >= 0 && slot < slots, "recurrent: a slot is written that is not there");
-        }
-    }
-    return plan;
+    require(starts.size() == kept.size() + 1, "recurrent: q_start has one entry more than kept");
+    return checked_plan({starts.data(), kept.data(), pointer<int64_t>(read), pointer<int64_t>(write), kept.size(),
+                         write_stride, channels}, most, slots, tokens);
 }
 
 void causal_conv(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t state, uintptr_t y, nb::handle q_start,
@@ -182,8 +173,7 @@ void causal_conv(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t state,
                       pointer<float>(x), pointer<float>(weight), pointer<float>(bias), pointer<float>(state),
                       pointer<float>(y), width};
     const nb::gil_scoped_release free;
-    const int64_t items = counts.size() * ((channels + 15) / 16), each = tokens * channels * width / items + 1;
-    spread(kernels().causal_conv, job, items, PIECE_WORK / each + 1);
+    run_causal_conv(job, tokens);
 }
 
 void selective_scan(uintptr_t x, uintptr_t delta, uintptr_t a, uintptr_t b, uintptr_t c, uintptr_t d, uintptr_t state,
@@ -198,8 +188,7 @@ void selective_scan(uintptr_t x, uintptr_t delta, uintptr_t a, uintptr_t b, uint
                       pointer<float>(x), pointer<float>(delta), pointer<float>(a), pointer<float>(b), pointer<float>(c),
                       pointer<float>(d), pointer<float>(state), pointer<float>(y), size, b_token, c_token};
     const nb::gil_scoped_release free;
-    const int64_t items = counts.size() * ((channels + 15) / 16), each = tokens * channels * size / items + 1;
-    spread(kernels().selective_scan, job, items, PIECE_EXPONENTIALS / each + 1);
+    run_selective_scan(job, tokens);
 }
 
 void dequantize(int format, uintptr_t blocks, uintptr_t out, int64_t count) {
@@ -227,6 +216,7 @@ nb::dict functions() {
     found["relu"] = int(RELU);
     found["softplus"] = int(SOFTPLUS);
     found["soft_cap"] = int(SOFT_CAP);
+    found["plus"] = int(PLUS);
     return found;
 }
 
@@ -240,6 +230,8 @@ NB_MODULE(_native, m) {
     m.def("layer_norm", &layer_norm, Free(), "x, weight, bias, y: addresses; rows, columns, eps");
     m.def("pointwise", &pointwise, Free(), "function, x, factor (0: none), y: addresses; count, parameter");
     m.def("rotate", &rotate, Free(), "x, cos, sin, y: addresses; tokens, heads, size, half");
+    m.def("rope_angles", &rope_angles, Free(), "positions, frequencies, cos, sin: addresses; tokens, half, scale");
+    m.def("embedding", &embedding, Free(), "format, ids, table, y: addresses; tokens, rows of the table, columns, scale");
     m.def("write_pages", &write_tokens, Free(),
           "rows, pages, slots: addresses; tokens, bytes of a row, frames, page_tokens, bytes of a frame and of a token");
     m.def("paged_attention", &attention,
@@ -257,6 +249,8 @@ NB_MODULE(_native, m) {
     m.def("isas", &available_isas, "the instruction sets of this processor, best first");
     m.def("isa", &current_isa);
     m.def("set_isa", &set_isa);
+    bind_tape(m);
     m.def("threads", &threads, Free());
     m.def("set_threads", &set_thread_count, Free());
+    bind_packed(m);
 }

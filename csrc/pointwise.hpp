@@ -41,3 +41,7 @@ static void pointwise(const PointwiseJob& job, int64_t begin, int64_t end) {
         store_some(y, job.y + i, count);
     }
 }
+
+static void plus(const PointwiseJob& job, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) job.y[i] = job.x[i] + job.factor[i];
+}

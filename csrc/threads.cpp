@@ -1,9 +1,15 @@
 #include "threads.hpp"
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
+#include <cstdlib>
+#include <fstream>
 #include <memory>
 #include <mutex>
+#include <set>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -17,10 +23,40 @@
 namespace bankfull {
 namespace {
 
+#if defined(__linux__)
+
+// What the control group allows, in whole processors; 0: no limit. Both generations of the interface are asked.
+int quota() {
+    double allowed = 0, period = 0;
+    std::string word;
+    if (std::ifstream file("/sys/fs/cgroup/cpu.max"); file >> word >> period && word != "max")
+        allowed = std::strtod(word.c_str(), nullptr);
+    else if (std::ifstream old("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"); old >> allowed && allowed > 0)
+        std::ifstream("/sys/fs/cgroup/cpu/cpu.cfs_period_us") >> period;
+    return allowed > 0 && period > 0 ? std::max(1, int(allowed / period + 0.999)) : 0;
+}
+
+// Two threads of one core share its arithmetic: a second worker there only fights the first.
+int physical_cores(const cpu_set_t& set) {
+    std::set<std::string> cores;
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+        if (!CPU_ISSET(cpu, &set)) continue;
+        std::ifstream file("/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list");
+        std::string siblings;
+        cores.insert(file >> siblings ? siblings : std::to_string(cpu));
+    }
+    return int(cores.size());
+}
+
+#endif
+
 int available_cores() {
 #if defined(__linux__)
     cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) > 0) return CPU_COUNT(&set);
+    if (sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) > 0) {
+        const int cores = physical_cores(set), most = quota();
+        return most ? std::min(cores, most) : cores;
+    }
 #endif
     const unsigned count = std::thread::hardware_concurrency();
     return count ? int(count) : 1;
@@ -76,7 +112,8 @@ class Pool {
 
   private:
     static constexpr uint32_t OPEN = 1u << 31;
-    static constexpr int SPINS = 2000;  // some tens of microseconds: the gap between two operations of a model
+    static constexpr int SPINS = 2000;  // some tens of microseconds: the end of a piece that another thread has begun
+    static constexpr std::chrono::microseconds PATIENCE{300};
 
     void work() {
         for (;;) {
@@ -94,11 +131,22 @@ class Pool {
         return false;
     }
 
+    // Is there a new job within the time that a host takes between two steps?
+    bool soon(uint32_t done) const {
+        const auto until = std::chrono::steady_clock::now() + PATIENCE;
+        do
+            for (int spins = 0; spins < 64; ++spins) {
+                if (epoch_.load(std::memory_order_acquire) != done) return true;
+                relax();
+            }
+        while (std::chrono::steady_clock::now() < until);
+        return epoch_.load() != done;
+    }
+
     void serve() {
         uint32_t done = 0;
         while (!stop_.load()) {
-            for (int spins = 0; epoch_.load(std::memory_order_acquire) == done && spins < SPINS; ++spins) relax();
-            if (epoch_.load() == done) {
+            if (!soon(done)) {
                 std::unique_lock<std::mutex> lock(mutex_);
                 sleepers_.fetch_add(1);
                 wake_.wait(lock, [&] { return epoch_.load() != done; });

@@ -17,6 +17,7 @@ from bankfull.decode.strategy import Draft, Sampling, Scores, Strategy, Verdict,
 from bankfull.decode.verify import verify_chain
 from bankfull.engine import Engine
 from bankfull.layers.decoder import Decoder
+from bankfull.ops import Kit
 from bankfull.runtime.device import Cpu, Cuda, Device, open_device
 from bankfull.runtime.fake import Late
 from bankfull.runtime.rows import Job
@@ -43,6 +44,8 @@ class Bench:
     strategy: Strategy = field(default_factory=Plain)
     frames: int = 400
     max_len: int = 128
+    kit: Kit | None = None
+    """With it, steps are captured where the device can."""
 
     def __post_init__(self) -> None:
         layout = layout_of(self.model.states(), self.state.page_tokens)
@@ -52,6 +55,7 @@ class Bench:
         self.runner = Runner(
             self.model, layout, self.device, self.strategy,
             rows=self.sched.rows, max_len=self.max_len, frames=self.frames if layout.paged else 0, slots=slots,
+            kit=self.kit,
         )  # fmt: skip
         self.engine = Engine(Scheduler(self.sched, self.manager), self.runner, self.strategy, self.depth)
         self.tokens: dict[tuple[object, int], list[int]] = {}

@@ -17,7 +17,7 @@ from bankfull.config import SchedConfig, StateConfig
 from bankfull.decode.plain import Plain
 from bankfull.runtime import naive
 from tests.kit import Bench, Guess, device_of
-from tests.tiny import DEVICE, VOCAB, model_of
+from tests.tiny import DEVICE, VOCAB, kit_of, model_of
 
 NEW = 20
 SETTINGS: dict[str, Sequence[object]] = {
@@ -91,6 +91,7 @@ def check(shape: str, cache: str, chunk: int, depth: int, preempt: bool, mates: 
         SchedConfig(rows=4, step_tokens=chunk),
         StateConfig(page_tokens=page, prefix_cache=cache != "off", snapshot_every=2),
         Plain() if strategy == "plain" else guess,
+        kit=kit_of(shape, *(how or (dtype, providers))),
     )  # fmt: skip
     if cache == "warm":
         for i, prompt in enumerate(asked):

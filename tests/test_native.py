@@ -23,6 +23,7 @@ import gguf  # noqa: E402
 
 from bankfull.ops import (  # noqa: E402
     Kit,
+    Operation,
     PagedMeta,
     RecurrentMeta,
     activate,
@@ -203,15 +204,19 @@ def test_any_shape_stride_and_bias_is_accepted(
 
 
 def test_what_the_kernels_cannot_do_is_left_to_the_body() -> None:
-    kit = Kit("cpu", ("native",))
+    def chosen(operation: Operation, **facts: object) -> list[str]:
+        kit = Kit("cpu", ("native",))
+        kit.bind(operation, **facts)
+        return list(kit.chosen[operation.name])
+
     weight = weight_of("q8_0", 8, 64)
     strided = QTensor.dense(torch.randn(8, 64)[:, ::2])
     ragged = QTensor.dense(torch.randn(8, 20))
-    assert kit.bind(linear, dtype=torch.float64, weight=weight) is linear.body
+    assert chosen(linear, dtype=torch.float64, weight=weight) == ["torch"]
     for unfit in (strided, ragged, None):
-        assert kit.bind(linear, dtype=torch.float32, weight=unfit) is linear.body
-    assert kit.bind(rms_norm, dtype=torch.float64) is rms_norm.body
-    assert kit.bind(linear, dtype=torch.float32, weight=weight) is not linear.body
+        assert chosen(linear, dtype=torch.float32, weight=unfit) == ["torch"]
+    assert chosen(rms_norm, dtype=torch.float64) == ["torch"]
+    assert chosen(linear, dtype=torch.float32, weight=weight) == ["native"]
 
 
 def test_an_input_of_the_wrong_width_or_type_is_refused() -> None:

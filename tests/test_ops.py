@@ -10,6 +10,7 @@ import torch
 
 from bankfull.ops import OPERATIONS, Kit, RecurrentMeta
 from bankfull.weights.formats import SCHEMES
+from bankfull.weights.qtensor import QTensor
 from tests.ops import cases, oracles
 from tests.ops.compare import assert_close, tensors
 
@@ -47,7 +48,8 @@ def test_a_provider_computes_what_the_body_means(operation, provider) -> None:  
         if set(kit.chosen[operation.name]) != {provider.name}:
             continue
         accepted += 1
-        expected, got = operation.body(*reference.args), run(*given.args)
+        prepared = [kit.prepare(operation, a, **given.facts) if isinstance(a, QTensor) else a for a in given.args]
+        expected, got = operation.body(*reference.args), run(*prepared)
         assert [t.dtype for t in tensors(got)] == [t.dtype for t in tensors(expected)], f"seed {seed}"
         assert_close(got, expected, given.dtype)
         for i in range(len(given.args)):

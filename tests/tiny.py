@@ -12,7 +12,7 @@ import transformers
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model
-from bankfull.ops import kit_for
+from bankfull.ops import Kit, kit_for
 from bankfull.weights.source import open_model
 
 VOCAB = 97
@@ -60,11 +60,19 @@ def folder_of(shape: str) -> Path:
 
 
 @lru_cache
+def kit_of(
+    shape: str, dtype: torch.dtype = torch.float64, providers: str = "torch", kv_dtype: torch.dtype | None = None
+) -> Kit:
+    """The kit that `model_of` builds with."""
+    return kit_for(DEVICE.type, providers)
+
+
+@lru_cache
 def model_of(
     shape: str, dtype: torch.dtype = torch.float64, providers: str = "torch", kv_dtype: torch.dtype | None = None
 ) -> Decoder:
     files = open_model(folder_of(shape))
-    kit = kit_for(DEVICE.type, providers)
+    kit = kit_of(shape, dtype, providers, kv_dtype)
     return build_model(files.config, Build(files.source, kit, dtype, DEVICE, kv_dtype=kv_dtype))
 
 

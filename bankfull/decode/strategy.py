@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bankfull.sample.logits import Sampled
-from bankfull.sample.table import SamplingTable
+from bankfull.sample.table import PLAIN, SamplingTable
 
 
 @dataclass(slots=True)
@@ -21,32 +23,65 @@ class Draft:
     tokens: Tensor
 
 
+class Head(Protocol):
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits."""
+        ...
+
+    def best(self, hidden: Tensor) -> Tensor:
+        """The token of the highest logit, the lowest id among equals; -1 where that is not finite."""
+        ...
+
+
 @dataclass(slots=True)
 class Scores:
     """What the model thinks of some tokens; logits exist only once somebody asks for them."""
 
     hidden: Tensor
-    head: Callable[[Tensor], Tensor]
+    head: Head
 
     def logits(self) -> Tensor:
         return self.head(self.hidden)
 
+    def best(self) -> Tensor:
+        return self.head.best(self.hidden)
 
-@dataclass(slots=True)
+
 class Sampling:
-    """Everything that chooses tokens may look at. A row with w drafts has w + 1 lines, one per position to decide."""
+    """Everything that chooses tokens may look at. A row with w drafts has w + 1 lines, one per position to decide.
 
-    rows: Tensor
-    """(lines) the permanent row of each line."""
-    host_rows: Sequence[int]
-    length: Tensor
-    """(lines) tokens before the position to decide, drafts included."""
-    tokens: Tensor
-    """(all rows, longest) token ids of every permanent row, drafts written behind the known ones."""
-    table: SamplingTable
-    widths: Sequence[int]
-    """Lines per row of the step, in order."""
-    mask: Tensor | None = None
+    Tensors are made when they are asked for: plain greedy decoding asks for none of them.
+    """
+
+    def __init__(
+        self, host_rows: Sequence[int], widths: Sequence[int], positions: Tensor, index: np.ndarray, tokens: Tensor,
+        table: SamplingTable, mask: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """`positions` of all tokens of the step; `index`: those of the lines among them."""
+        self.host_rows = host_rows
+        """The permanent row of each line."""
+        self.widths = widths
+        """Lines per row of the step, in order."""
+        self.tokens = tokens
+        """(all rows, longest) token ids of every permanent row, drafts written behind the known ones."""
+        self.table, self.mask = table, mask
+        self._positions, self._index = positions, index
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """(lines) `host_rows` on the device."""
+        return torch.tensor(self.host_rows, device=self._positions.device)
+
+    @cached_property
+    def length(self) -> Tensor:
+        """(lines) tokens before the position to decide, drafts included."""
+        return self._positions[torch.from_numpy(self._index).to(self._positions.device)] + 1
+
+    @property
+    def plain_greedy(self) -> bool:
+        """No line asks for anything but the likeliest token."""
+        facts = self.table.facts
+        return self.mask is None and all(facts[row] is PLAIN for row in self.host_rows)
 
 
 @dataclass(slots=True)
@@ -58,15 +93,17 @@ class Verdict:
     sampled: Sampled
 
 
-@dataclass(slots=True)
 class View:
     """Rows that will decode next, as a proposer sees them, after their newest tokens were committed."""
 
-    rows: Tensor
-    host_rows: Sequence[int]
-    tokens: Tensor
-    known: Tensor
-    """(all rows) how many of a row's tokens are known."""
+    def __init__(self, host_rows: Sequence[int], tokens: Tensor, known: Tensor) -> None:
+        self.host_rows, self.tokens = host_rows, tokens
+        self.known = known
+        """(all rows) how many of a row's tokens are known."""
+
+    @cached_property
+    def rows(self) -> Tensor:
+        return torch.tensor(self.host_rows, device=self.tokens.device)
 
 
 class Strategy(Protocol):

@@ -11,14 +11,17 @@ from __future__ import annotations
 import torch
 
 from bankfull.decode.strategy import Sampling, Scores, Verdict, stack
-from bankfull.sample.logits import NO_TOKEN, sample
+from bankfull.sample.logits import NO_TOKEN, Sampled, sample
 
 
 def verify_chain(scores: Scores, sampling: Sampling) -> Verdict:
-    sampled = sample(
-        scores.logits(), sampling.rows, sampling.table, sampling.tokens, sampling.length, sampling.mask,
-        host_rows=sampling.host_rows,
-    )  # fmt: skip
+    if sampling.plain_greedy:
+        sampled = Sampled(scores.best())
+    else:
+        sampled = sample(
+            scores.logits(), sampling.rows, sampling.table, sampling.tokens, sampling.length, sampling.mask,
+            host_rows=sampling.host_rows,
+        )  # fmt: skip
     chosen = stack(sampled.tokens, sampling.widths, NO_TOKEN)
     widths = torch.tensor(sampling.widths, device=chosen.device)
     if chosen.shape[1] == 1:

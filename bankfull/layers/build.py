@@ -45,6 +45,9 @@ class Build:
     def bind(self, operation: Operation, **facts: Any) -> Function:
         return self.kit.bind(operation, **{"dtype": self.dtype, **facts})
 
+    def prepare(self, operation: Operation, weight: QTensor) -> Any:
+        return self.kit.prepare(operation, weight, dtype=self.dtype, weight=weight)
+
     def has(self, name: str) -> bool:
         return self.source.has(self._full(name))
 

@@ -15,6 +15,7 @@ from bankfull.layers.mixer import Angles, Mixer
 from bankfull.layers.norm import Norm
 from bankfull.layers.rope import Rope
 from bankfull.ops import soft_cap
+from bankfull.ops.reference.linear import highest
 from bankfull.state.spec import StateSpec
 
 Module = Callable[[Tensor], Tensor]
@@ -71,6 +72,11 @@ class Head:
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = self.project(hidden)
         return logits if self.cap is None else self._cap(logits, self.cap)
+
+    def best(self, hidden: Tensor) -> Tensor:
+        """The token of the highest logit, the lowest id among equals; -1 where that is not finite."""
+        # Rounding may make equals of different scores under the cap: then the logits decide.
+        return self.project.best(hidden) if self.cap is None else highest(self(hidden))
 
 
 @dataclass(slots=True)

@@ -5,18 +5,33 @@ from __future__ import annotations
 from torch import Tensor
 
 from bankfull.layers.build import Build
-from bankfull.ops import embedding, linear
+from bankfull.ops import best_output, best_output_int8, embedding, linear, linear_int8
+from bankfull.ops.reference.linear import GROUP
+from bankfull.ops.registry import INT8
 from bankfull.weights.qtensor import QTensor
 
 
 class Linear:
     def __init__(self, build: Build, inner: int, outer: int, bias: bool = False, weight: QTensor | None = None) -> None:
-        self.weight = build.weight("weight", (outer, inner)) if weight is None else weight
+        stored = build.weight("weight", (outer, inner)) if weight is None else weight
+        rounds = build.kit.activations == INT8 and _rounds(stored)
+        operation = linear_int8 if rounds else linear
+        self.weight = build.prepare(operation, stored)
         self.bias = build.tensor("bias", (outer,)) if bias else None
-        self._linear = build.bind(linear, weight=self.weight)
+        self._linear = build.bind(operation, weight=stored)
+        self._best = build.bind(best_output_int8 if rounds else best_output, weight=stored)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._linear(x, self.weight, self.bias)
+
+    def best(self, x: Tensor) -> Tensor:
+        """Which output is highest, for each row; -1 where that cannot be said."""
+        return self._best(x, self.weight, self.bias)
+
+
+def _rounds(weight: QTensor) -> bool:
+    """Does it make sense to round what this weight is multiplied with? Only if the weight itself is rounded."""
+    return not weight.is_dense and weight.shape[1] % GROUP == 0
 
 
 def split_linear(build: Build, inner: int, outers: list[int], bias: bool = False) -> list[Linear]:

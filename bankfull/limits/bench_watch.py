@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from time import perf_counter
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from torch import Tensor
+
+from bankfull.decode.strategy import Head
 from bankfull.engine import Engine
 from bankfull.limits.step import StepShape
 from bankfull.ops.registry import BODY, Kit
 from bankfull.runtime.device import Device, Future
+from bankfull.runtime.forward import Eager, Forward
 from bankfull.types import StepPlan
+
+if TYPE_CHECKING:
+    from bankfull.ops.native.tape import Tape
 
 T = TypeVar("T")
 
@@ -36,6 +43,9 @@ class TimedDevice:
 
         return self._device.launch(timed)
 
+    def capture(self, forward: Eager, kit: Kit) -> Forward:
+        return self._device.capture(forward, kit)
+
     def completed(self, transfers: list[int]) -> list[int]:
         return self._device.completed(transfers)
 
@@ -43,22 +53,45 @@ class TimedDevice:
         return self._device.free_memory()
 
 
+class TimedHead:
+    """A head that sums up the time inside its kernels."""
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+        self.inside = 0.0
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        begun = perf_counter()
+        logits = self.head(hidden)
+        self.inside += perf_counter() - begun
+        return logits
+
+    def best(self, hidden: Tensor) -> Tensor:
+        begun = perf_counter()
+        tokens = self.head.best(hidden)
+        self.inside += perf_counter() - begun
+        return tokens
+
+
 class Watched:
     """An engine under instruments; within the block only."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._device = engine.runner.device
-        self.timed = TimedDevice(self._device)
+        self._device, self._head = engine.runner.device, engine.runner.model.head
+        self.timed, self.timed_head = TimedDevice(self._device), TimedHead(self._head)
+        self.tape: Tape | None = getattr(engine.runner.run_model, "tape", None)
         self._shapes: list[StepShape] = []
 
     def __enter__(self) -> Watched:
         self._engine.runner.device = self.timed
+        self._engine.runner.model.head = self.timed_head
         self._engine.watchers.append(self._note)
         return self
 
     def __exit__(self, *problem: object) -> None:
         self._engine.runner.device = self._device
+        self._engine.runner.model.head = self._head
         self._engine.watchers.remove(self._note)
 
     def _note(self, plan: StepPlan) -> None:
@@ -72,8 +105,8 @@ class Watched:
 
     @property
     def inside(self) -> float:
-        """Seconds inside launched work so far."""
-        return self.timed.inside
+        """Seconds inside kernels so far: the tape's and the head's; without a tape, inside launched work."""
+        return self.timed.inside if self.tape is None else self.tape.seconds + self.timed_head.inside
 
 
 Bindings = dict[str, dict[str, int]]

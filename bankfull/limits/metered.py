@@ -16,7 +16,7 @@ from bankfull.layers.build import Build
 from bankfull.limits.step import StepShape
 from bankfull.models.registry import Config, build_model
 from bankfull.ops.meter import Ledger, Meter
-from bankfull.runtime.runner import plan_mixers
+from bankfull.runtime.forward import plan_mixers
 from bankfull.state.spec import layout_of
 from bankfull.state.storage import Storage
 from bankfull.weights.formats import SCHEMES
@@ -62,6 +62,9 @@ class FileShapes:
     def unread(self) -> list[str]:
         return [name for name in self._source.names() if name not in self.read]
 
+    def release(self) -> None:
+        """Nothing was read."""
+
 
 class AskedShapes:
     """Stands for the file of a model that has none: it holds what the layers ask for, matrices in one scheme."""
@@ -94,6 +97,9 @@ class AskedShapes:
 
     def unread(self) -> list[str]:
         return []
+
+    def release(self) -> None:
+        """Nothing was read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ def build_opt(config: Config, build: Build) -> Decoder:
     root = build.at("model").at("decoder")
     tokens = Embedding(root.at("embed_tokens"), vocab, outer)
     places = Embedding(root.at("embed_positions"), made_for + POSITION_OFFSET, hidden)
+    places.table = places.table.rows(slice(POSITION_OFFSET, None))
     place = build.bind(add)
     widen = None if outer == hidden else Linear(root.at("project_in"), outer, hidden)
     narrow = None if outer == hidden else Linear(root.at("project_out"), hidden, outer)
@@ -62,7 +63,7 @@ def build_opt(config: Config, build: Build) -> Decoder:
 
     def embed(batch: Batch) -> Tensor:
         x = tokens(batch.tokens)
-        return place(x if widen is None else widen(x), places(batch.positions + POSITION_OFFSET))
+        return place(x if widen is None else widen(x), places(batch.positions))
 
     has_norm = norm_first and not fields.flag("_remove_final_layer_norm")
     return Decoder(

@@ -7,9 +7,10 @@ the device and from what is known of the operands (`facts`: dtype, weight, ...),
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from bankfull.errors import ConfigError
 from bankfull.ops.cost import Cost
@@ -26,6 +27,8 @@ class Provider:
     run: Function
     accepts: Callable[..., bool]
     """Called with the facts of the binding as keywords; must tolerate facts that it does not know."""
+    prepare: Function | None = None
+    """What its calls are given in the place of the weight: the same numbers in a layout of its own, made once."""
 
 
 @dataclass(slots=True)
@@ -41,10 +44,10 @@ class Operation:
         return self.body(*args, **kwargs)
 
     def provider(
-        self, name: str, *, on: str, accepts: Callable[..., bool] | None = None
+        self, name: str, *, on: str, accepts: Callable[..., bool] | None = None, prepare: Function | None = None
     ) -> Callable[[Function], Function]:
         def register(run: Function) -> Function:
-            self.providers[name] = Provider(name, on, run, accepts or (lambda **facts: True))
+            self.providers[name] = Provider(name, on, run, accepts or (lambda **facts: True), prepare)
             return run
 
         return register
@@ -68,6 +71,12 @@ def op(*, cost: Callable[..., Cost], shape: Function | None = None) -> Callable[
     return register
 
 
+class Recorder(Protocol):
+    def add(self, operation: Operation, provider: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note a call; what it returns has the shapes of the operation's results."""
+        ...
+
+
 class Kit:
     """The providers for one device, in order of preference; the torch body stands behind them all."""
 
@@ -81,16 +90,41 @@ class Kit:
         self.chosen: dict[str, Counter[str]] = {}
         """Operation -> provider -> how many places of the model were bound to it."""
 
+        self.recorder: Recorder | None = None
+        """While there is one, bound operations are noted instead of run."""
+
     def bind(self, operation: Operation, **facts: Any) -> Function:
+        """The operation as a layer calls it."""
+        provider = self._choose(operation, facts)
+        name, run = (BODY, operation.body) if provider is None else (provider.name, provider.run)
+        self.chosen.setdefault(operation.name, Counter())[name] += 1
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.recorder is None:
+                return run(*args, **kwargs)
+            return self.recorder.add(operation, name, args, kwargs)
+
+        return call
+
+    def prepare(self, operation: Operation, stored: Any, /, **facts: Any) -> Any:
+        """The weight as the provider wants it that `bind` chooses for these facts."""
+        provider = self._choose(operation, facts)
+        return stored if provider is None or provider.prepare is None else provider.prepare(stored)
+
+    @contextmanager
+    def recording(self, recorder: Recorder) -> Iterator[None]:
+        self.recorder = recorder
+        try:
+            yield
+        finally:
+            self.recorder = None
+
+    def _choose(self, operation: Operation, facts: dict[str, Any]) -> Provider | None:
         for name in self.prefer:
             provider = operation.providers.get(name)
             if provider is not None and provider.on == self.device and provider.accepts(**facts):
-                return self._note(operation, name, provider.run)
-        return self._note(operation, BODY, operation.body)
-
-    def _note(self, operation: Operation, provider: str, run: Function) -> Function:
-        self.chosen.setdefault(operation.name, Counter())[provider] += 1
-        return run
+                return provider
+        return None
 
 
 def kit_for(device: str, providers: str = "auto", activations: str = FLOAT) -> Kit:

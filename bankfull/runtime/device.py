@@ -10,6 +10,8 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from bankfull.errors import ConfigError
+from bankfull.ops.registry import Kit
+from bankfull.runtime.forward import Eager, Forward
 
 T = TypeVar("T")
 Value = TypeVar("Value", covariant=True)
@@ -29,6 +31,10 @@ class Device(Protocol):
 
     def launch(self, work: Callable[[], T]) -> Future[T]:
         """Run `work` after everything that was launched before; the host does not wait for it."""
+        ...
+
+    def capture(self, forward: Eager, kit: Kit) -> Forward:
+        """The same computation in fewer launches, where the device can; else `forward` itself."""
         ...
 
     def completed(self, transfers: list[int]) -> list[int]:
@@ -59,6 +65,9 @@ class Cpu:
         with torch.inference_mode():
             return Done(work())
 
+    def capture(self, forward: Eager, kit: Kit) -> Forward:
+        return record_on_tape(forward, kit)
+
     def completed(self, transfers: list[int]) -> list[int]:
         return transfers
 
@@ -82,11 +91,25 @@ class Cuda:
             event.record()
         return _Event(value, event)
 
+    def capture(self, forward: Eager, kit: Kit) -> Forward:
+        return forward
+
     def completed(self, transfers: list[int]) -> list[int]:
         return transfers
 
     def free_memory(self) -> int:
         return int(torch.cuda.mem_get_info(self.torch)[0])
+
+
+def record_on_tape(forward: Eager, kit: Kit) -> Forward:
+    """On a tape, where the kernels are there and the model uses any of them."""
+    from bankfull.ops import native
+
+    if native.status() is not None or not any(counts["native"] for counts in kit.chosen.values()):
+        return forward
+    from bankfull.runtime.taped import Taped
+
+    return Taped(forward, kit)
 
 
 class _Event(Generic[T]):

@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from bankfull.runtime.device import Future, available_memory
+from bankfull.ops.registry import Kit
+from bankfull.runtime.device import Future, available_memory, record_on_tape
+from bankfull.runtime.forward import Eager, Forward
 
 T = TypeVar("T")
 
@@ -34,6 +36,9 @@ class Late:
         for _ in range(self._random.choice((0, 0, 0, 1, 2))):
             self._run_one()
         return task
+
+    def capture(self, forward: Eager, kit: Kit) -> Forward:
+        return record_on_tape(forward, kit)
 
     def completed(self, transfers: list[int]) -> list[int]:
         self._moving += transfers

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bankfull.layers.batch import Batch
-from bankfull.runtime.runner import Model, plan_mixers
+from bankfull.runtime.forward import Model, plan_mixers
 from bankfull.state.spec import Layout, layout_of
 from bankfull.state.storage import Storage
 

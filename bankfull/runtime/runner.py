@@ -6,9 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,49 +15,19 @@ from torch import Tensor
 
 from bankfull.decode.strategy import Sampling, Scores, Strategy, Verdict, View
 from bankfull.layers.batch import Batch
-from bankfull.layers.mixer import Mixer
+from bankfull.ops.registry import Kit
 from bankfull.runtime.batch import build_batch
 from bankfull.runtime.device import Device, Future
+from bankfull.runtime.forward import Eager, Forward, Model
 from bankfull.runtime.rows import Rows
 from bankfull.sample.logits import NO_TOKEN
 from bankfull.sample.logprobs import logprobs_of
-from bankfull.state.spec import Layout, StateSpec
-from bankfull.state.storage import LayerState, Storage
+from bankfull.state.spec import Layout
+from bankfull.state.storage import Storage
 from bankfull.types import StepPlan, StepResult, Work
 
 SCORE_BLOCK = 64
 """Prompt positions whose logits exist at once while a prompt is scored."""
-
-
-class Head(Protocol):
-    def __call__(self, hidden: Tensor) -> Tensor: ...
-
-
-class Model(Protocol):
-    """All that the runner knows of a model."""
-
-    vocab: int
-    head: Any
-
-    @property
-    def mixers(self) -> list[Mixer]: ...
-    def states(self) -> list[StateSpec]: ...
-    def forward(
-        self, batch: Batch, states: Sequence[LayerState], metas: Sequence[Any], taps: dict[int, Tensor] | None = None
-    ) -> Tensor: ...
-
-
-def plan_mixers(model: Model, layout: Layout, batch: Batch) -> list[Any]:
-    """One meta per layer, made once for all layers of a kind that share a group."""
-    group_of = {layer: g for g, group in enumerate(layout.paged) for layer in group.layers}
-    made: dict[tuple[type, int], Any] = {}
-    metas = []
-    for layer, mixer in enumerate(model.mixers):
-        key = (type(mixer), group_of.get(layout.owner[layer], 0))
-        if key not in made:
-            made[key] = mixer.plan(batch, key[1])
-        metas.append(made[key])
-    return metas
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +71,13 @@ class Landed:
 class Runner:
     def __init__(
         self, model: Model, layout: Layout, device: Device, strategy: Strategy, *,
-        rows: int, max_len: int, frames: int, slots: int,
+        rows: int, max_len: int, frames: int, slots: int, kit: Kit | None = None,
     ) -> None:  # fmt: skip
+        """`kit`: the one that the model was built with; without it, steps are not captured."""
         self.model, self.layout, self.device, self.strategy = model, layout, device, strategy
         self.storage = Storage(layout, frames, slots, device.torch)
+        eager = Eager(model, layout, self.storage.layers)
+        self.run_model: Forward = eager if kit is None else device.capture(eager, kit)
         self.rows = Rows(rows, max_len, layout, model.vocab, device.torch)
 
     def forward(self, plan: StepPlan) -> Step:
@@ -118,8 +90,7 @@ class Runner:
                 self.strategy.begin([enter.row for enter in plan.enter])
             if plan.work:
                 step.batch = build_batch(plan.work, self.rows, self.layout)
-                metas = plan_mixers(self.model, self.layout, step.batch)
-                step.hidden = self.model.forward(step.batch, self.storage.layers, metas)
+                step.hidden = self.run_model(step.batch)
 
         self.device.launch(run)
         return step
@@ -142,10 +113,9 @@ class Runner:
         return self.device.launch(run)
 
     def _choose(self, batch: Batch, hidden: Tensor, work: list[Work], masks: Mapping[int, np.ndarray]) -> Verdict:
-        device = self.device.torch
+        device, index = self.device.torch, batch.logit_index
         widths = [w.drafts + 1 for w in work]
         lines = [w.row for w in work for _ in range(w.drafts + 1)]
-        index = torch.from_numpy(batch.logit_index).to(device)
         mask = None
         if masks:
             packed = np.full((len(lines), self.rows.sampling.words), -1, np.int32)
@@ -153,31 +123,30 @@ class Runner:
                 if row in masks:
                     packed[i] = masks[row]
             mask = torch.from_numpy(packed).to(device)
-        sampling = Sampling(
-            torch.tensor(lines, device=device), lines, batch.positions[index] + 1, self.rows.tokens,
-            self.rows.sampling, widths, mask,
-        )  # fmt: skip
-        return self.strategy.verify(Scores(hidden[index], self.model.head), sampling)
+        sampling = Sampling(lines, widths, batch.positions, index, self.rows.tokens, self.rows.sampling, mask)
+        # Where every token is scored, they are all there already, in order.
+        wanted = hidden if len(index) == len(hidden) else hidden[torch.from_numpy(index).to(device)]
+        return self.strategy.verify(Scores(wanted, self.model.head), sampling)
 
     def _commit(self, work: list[Work], chosen: list[int], verdict: Verdict | None) -> None:
         """Advance the rows: tokens, lengths, and which recurrent slot holds the state."""
         rows = self.rows
-        accepted = np.zeros(len(work), np.int64)
         if verdict is not None and any(w.drafts for w in work):
+            accepted = np.zeros(len(work), np.int64)
             accepted[chosen] = verdict.counts.cpu().numpy() - 1
+        else:
+            accepted = None
         for i, w in enumerate(work):
-            rows.computed[w.row] += w.count + accepted[i]
+            rows.computed[w.row] += w.count if accepted is None else w.count + accepted[i]
         if self.layout.recurrent is not None:
             index = torch.tensor([w.row for w in work], device=rows.device)
-            rows.slot[index] = torch.tensor(
-                [w.slots[a] for w, a in zip(work, accepted, strict=True)], device=rows.device
-            )
+            kept = [w.slots[0 if accepted is None else accepted[i]] for i, w in enumerate(work)]
+            rows.slot[index] = torch.tensor(kept, device=rows.device)
         if verdict is None:
             return
         host_rows = [work[i].row for i in chosen]
-        index = torch.tensor(host_rows, device=rows.device)
-        rows.commit(index, verdict.tokens, verdict.counts)
-        view = View(index, host_rows, rows.tokens, rows.known)
+        rows.commit(host_rows, verdict.tokens, verdict.counts)
+        view = View(host_rows, rows.tokens, rows.known)
         self.strategy.observe(view, verdict)
         draft = self.strategy.propose(view)
         if draft is not None:
@@ -225,7 +194,7 @@ class Runner:
 def _read_tokens(work: list[Work], verdict: Verdict, result: StepResult) -> None:
     sampled = verdict.sampled
     tokens, counts = verdict.tokens.tolist(), verdict.counts.tolist()
-    own = sampled.logprobs.tolist()
+    own = None if sampled.logprobs is None else sampled.logprobs.tolist()
     top_ids = None if sampled.top_ids is None else sampled.top_ids.tolist()
     top_values = None if sampled.top_logprobs is None else sampled.top_logprobs.tolist()
     line = 0
@@ -236,7 +205,7 @@ def _read_tokens(work: list[Work], verdict: Verdict, result: StepResult) -> None
                 "No token is left to choose from: the request's own constraints (grammar, allowed or banned tokens, "
                 "logit_bias) forbid all, or the model gave no finite score; relax the constraints."
             )
-        if own[line] == own[line]:  # not NaN: the row asked for logprobs
+        if own is not None and own[line] == own[line]:  # not NaN: the row asked for logprobs
             extra = result.extras[i] = Extra()
             for k in range(line, line + counts[j]):
                 ids = [t for t in top_ids[k] if t != NO_TOKEN] if top_ids is not None else []

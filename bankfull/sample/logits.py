@@ -38,14 +38,14 @@ __all__ = ["NO_TOKEN", "Sampled", "SamplingTable", "process", "sample"]
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Device tensors. `logprobs` is NaN for a row that did not ask; `top_ids` and `top_logprobs` are as wide as the
-    widest wish of the batch (None when nobody asked for more than the chosen token) and hold -1 and NaN beyond a row's
-    own wish."""
+    """Device tensors. `logprobs` is NaN for a row that did not ask, and None when nobody did; `top_ids` and
+    `top_logprobs` are as wide as the widest wish of the batch (None when nobody asked for more than the chosen token)
+    and hold -1 and NaN beyond a row's own wish."""
 
     tokens: Tensor
-    logprobs: Tensor
-    top_ids: Tensor | None
-    top_logprobs: Tensor | None
+    logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
 
 
 def process(
@@ -110,17 +110,17 @@ def _widened(logits: Tensor) -> Tensor:
 def _with_logprobs(
     picked: Tensor, logits: Tensor, rows: Tensor, table: SamplingTable, facts: Sequence[Facts]
 ) -> Sampled:
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    own = torch.full(picked.shape, torch.nan, dtype=dtype, device=picked.device)
     chosen = table.choose(facts, lambda fact: fact.logprobs is not None)
     if not chosen:
-        return Sampled(picked, own, None, None)
+        return Sampled(picked)
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    own = torch.full(picked.shape, torch.nan, dtype=dtype, device=picked.device)
     width = min(max(facts[line].logprobs or 0 for line in chosen.lines), logits.shape[-1])
     part, ids, values = logprobs_of(chosen.take(logits), chosen.take(picked), width)
     wished = table.wholes[chosen.take(rows), LOGPROBS, None]
     own = chosen.put(own, part.masked_fill(wished.squeeze(-1) < 0, torch.nan))
     if not width:
-        return Sampled(picked, own, None, None)
+        return Sampled(picked, own)
     beyond = torch.arange(width, device=picked.device) >= wished
     top_ids = torch.full((len(picked), width), NO_TOKEN, dtype=torch.int64, device=picked.device)
     top_values = torch.full((len(picked), width), torch.nan, dtype=dtype, device=picked.device)

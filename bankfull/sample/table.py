@@ -40,6 +40,7 @@ class Facts:
 
 
 PLAIN = Facts()
+"""Nothing but the likeliest token."""
 
 
 class SamplingTable:
@@ -82,7 +83,7 @@ class SamplingTable:
         self._set_bits(row, params, stop_ids, facts)
         self._set_bias(row, params)
         self._set_bad_words(row, params)
-        self.facts[row] = facts
+        self.facts[row] = PLAIN if facts == PLAIN else facts  # the very same, so that asking is cheap
 
     def clear(self, row: int) -> None:
         """The request has left; until the next `set` the row is a plain greedy one."""

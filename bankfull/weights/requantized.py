@@ -52,6 +52,9 @@ class Requantized:
     def unread(self) -> list[str]:
         return self.source.unread()
 
+    def release(self) -> None:
+        self.source.release()
+
     def kept(self) -> list[str]:
         """Matrices that none of `types` fits, and that are left as they are."""
         return [name for name in self.source.names() if self._meant(name) and self._target(name) is None]

@@ -92,6 +92,9 @@ class DirectorySource:
     def unread(self) -> list[str]:
         return [name for name in self._file_of if name not in self._read]
 
+    def release(self) -> None:
+        """The library maps its files itself, and lets go of what nobody holds."""
+
     def _find(self) -> dict[str, str]:
         if (self._path / SINGLE).exists():
             return dict.fromkeys(self._shard(SINGLE).keys(), SINGLE)

@@ -32,6 +32,9 @@ class TensorSource(Protocol):
     def unread(self) -> list[str]:
         """What nobody asked for: a forgotten tensor shows here."""
 
+    def release(self) -> None:
+        """Give back the memory of mapped files, until they are read again: for when weights were copied from them."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:

@@ -6,8 +6,9 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -15,39 +16,55 @@ from bankfull.cli.terminal import print_table
 from bankfull.limits.bench_stats import better
 from bankfull.limits.ceilings import measure
 from bankfull.paths import cache_dir
-from bankfull.weights.locate import locate
-from benchmarks.cpu_peers.peers import PEERS, Peer, Place, compare
+from bankfull.weights.locate import DEFAULT_MODEL, locate
+from benchmarks.cpu_peers.compare import Measuring, compare
+from benchmarks.cpu_peers.install import CannotInstall
+from benchmarks.cpu_peers.peers import PEERS, Peer, Place
 from benchmarks.cpu_peers.process import EngineFailed
+from benchmarks.cpu_peers.reach import bandwidth_now
+from benchmarks.cpu_peers.shapes import SHAPES, shape_file
 from benchmarks.cpu_peers.startup import seconds_to_first_token
-from benchmarks.cpu_peers.table import notes, ratio_table
-from benchmarks.cpu_peers.works import WORKS, chosen
+from benchmarks.cpu_peers.table import notes, problems, ratio_table
+from benchmarks.cpu_peers.works import FOR_MODELS, FOR_SHAPES, WORKS, chosen
 
 STARTS = 3
+PEERS_FOR_SHAPES = "llamacpp"
+"""The one peer that reads the files as they are."""
 
 
 def main(arguments: Sequence[str] | None = None, peers: Mapping[str, Peer] = PEERS) -> int:
     asked = _arguments(arguments, peers)
-    names = asked.peers.split(",")
+    names = (asked.peers or (",".join(peers) if asked.shape is None else PEERS_FOR_SHAPES)).split(",")
     try:
-        works = list(chosen(asked.work))
+        works = list(chosen(asked.work or (FOR_MODELS if asked.shape is None else FOR_SHAPES)))
         for name in names:
             if name not in peers:
                 raise ValueError(f"there is no peer {name!r}; choose from {', '.join(peers)}")
         if asked.pairs < 1 or asked.threads < 1:
             raise ValueError(f"--pairs {asked.pairs} and --threads {asked.threads} must be at least 1")
-        place = Place(locate(asked.model).resolve(), asked.folder.resolve(), asked.threads)
-    except ValueError as error:
+        folder = asked.folder.resolve()
+        places = [Place(model, folder, asked.threads) for model in _models(asked, folder)]
+    except (ValueError, CannotInstall, OSError) as error:
         print(f"cpu_peers: {error}", file=sys.stderr)
         return 2
+    _measure_with(asked.threads)
     before = None if asked.no_ceilings else measure(refresh=True)
-    our_start = _our_start(str(place.model))
-    rows = [row for name in names for row in compare(name, peers[name], works, asked.pairs, place, our_start, say)]
+    how = Measuring(works, asked.pairs, cache(_our_start), None if asked.no_ceilings else bandwidth_now, say)
+    comparisons = [compare(name, peers[name], place, how) for place in places for name in names]
     ceilings = None if before is None else better(before, measure(refresh=True))
-    print_table(ratio_table(rows, f"{place.model.name}, {place.threads} threads, bankfull against its peers"))
+    for comparison in comparisons:
+        print_table(ratio_table(comparison, asked.threads))
+        for line in problems(comparison):
+            print(line)
+    rows = [row for comparison in comparisons for row in comparison.rows]
     for line in notes(rows, ceilings):
         print(line)
     if asked.json is not None:
-        raw = {"rows": [row.as_json() for row in rows], "ceilings": None if ceilings is None else asdict(ceilings)}
+        raw = {
+            "threads": asked.threads,
+            "comparisons": [comparison.as_json() for comparison in comparisons],
+            "ceilings": None if ceilings is None else asdict(ceilings),
+        }
         asked.json.write_text(json.dumps(raw, indent=1))
     return 1 if all(row.problem for row in rows) else 0
 
@@ -56,27 +73,51 @@ def say(line: str) -> None:
     print(f"cpu_peers: {line}", file=sys.stderr, flush=True)
 
 
-def _our_start(model: str) -> float | str:
+def _models(asked: argparse.Namespace, folder: Path) -> Iterator[Path]:
+    if asked.shape is None:
+        yield locate(asked.model).resolve()
+        return
+    names = asked.shape.split(",")
+    for name in names:
+        if name not in SHAPES:
+            raise ValueError(f"there is no shape {name!r}; choose from {', '.join(SHAPES)}")
+    for name in names:
+        say(f"{name}: random weights of this shape, made once")
+        yield shape_file(name, folder)
+
+
+def _measure_with(threads: int) -> None:
+    """Ceilings are those of as many threads as the engines get."""
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def _our_start(model: Path) -> float | str:
     """Seconds, or why there are none."""
     try:
-        say("bankfull run: starting")
-        return median(seconds_to_first_token(model, STARTS))
+        say(f"bankfull run: starting with {model.name}")
+        return median(seconds_to_first_token(str(model), STARTS))
     except EngineFailed as error:
         return str(error)
 
 
 def _arguments(arguments: Sequence[str] | None, peers: Mapping[str, Peer]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_peers", description=__doc__)
-    parser.add_argument("--peers", default=",".join(peers), help=f"of {', '.join(peers)}")
-    parser.add_argument("--work", default=",".join(WORKS), help=f"of {', '.join(WORKS)}")
+    parser.add_argument(
+        "--peers", help=f"of {', '.join(peers)}; all of them, or {PEERS_FOR_SHAPES} for shapes, unless told"
+    )
+    parser.add_argument("--work", help=f"of {', '.join(WORKS)}; {FOR_MODELS}, or {FOR_SHAPES} for shapes, unless told")
     parser.add_argument("--pairs", type=int, default=7, help="alternating pairs of each work")
-    parser.add_argument("--model", default="smollm2", help="as for bankfull run")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--model", default=DEFAULT_MODEL, help="as for bankfull run")
+    what.add_argument("--shape", help=f"random weights instead of a model: of {', '.join(SHAPES)}")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="for every engine")
     parser.add_argument(
-        "--folder", type=Path, default=cache_dir() / "cpu_peers", help="for environments, converted models and logs"
+        "--folder", type=Path, default=cache_dir() / "cpu_peers", help="for environments, models made here, and logs"
     )
-    parser.add_argument("--json", type=Path, help="a file for all raw figures")
-    parser.add_argument("--no-ceilings", action="store_true", help="do not measure the machine before and after")
+    parser.add_argument("--json", type=Path, help="a file for all pairs and whatever else was measured")
+    parser.add_argument("--no-ceilings", action="store_true", help="do not measure the machine beside the engines")
     return parser.parse_args(arguments)
 
 

@@ -55,12 +55,14 @@ def widened(model: Path, work: Path) -> Path:
         from bankfull.weights.source import open_model
 
         files = open_model(model)
+        kind = str(files.config["model_type"])
+        if kind not in ARCHITECTURES:
+            raise CannotInstall(f"{model.name} cannot be stored for other engines: nobody said what they call {kind!r}")
         partial = target.with_suffix(".part")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         tensors = {n: files.source.get(n).dequantize(torch.bfloat16).contiguous() for n in files.source.names()}
         save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-        kind = str(files.config["model_type"])
         config = {**files.config, "architectures": [ARCHITECTURES[kind]], "dtype": "bfloat16"}
         (partial / "config.json").write_text(json.dumps(config, indent=1, default=str))
         partial.rename(target)

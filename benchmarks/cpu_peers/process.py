@@ -77,15 +77,24 @@ class EngineProcess:
                 if stream is not None:
                     stream.close()
 
+    def family(self) -> list[machine.Member]:
+        """Its process and all helpers of it."""
+        return machine.family(self._group)
+
     def cpu_seconds(self) -> float:
-        return machine.cpu_seconds(self._group)
+        return machine.cpu_seconds(self.family())
 
     def resident_bytes(self) -> int:
-        return machine.resident_bytes(self._group)
+        return machine.resident_bytes(self.family())
 
     def _signal(self, number: int) -> None:
+        """To the whole group at once; then to helpers that started a group of their own."""
+        apart = [member.id for member in self.family() if member.group != self._group]
         with suppress(ProcessLookupError):
             os.killpg(self._group, number)
+        for helper in apart:
+            with suppress(ProcessLookupError):
+                os.kill(helper, number)
 
     def _read(self) -> None:
         stream = self._process.stdout

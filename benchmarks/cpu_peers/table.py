@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bankfull.limits.bench_stats import Spread
-from benchmarks.cpu_peers.turns import Row
+from benchmarks.cpu_peers.rows import Comparison, Reach, Row
 
 if TYPE_CHECKING:
     from bankfull.limits.ceilings import Ceilings
@@ -18,25 +18,43 @@ BUSY_CORES = 0.1
 """Used by others, from which on a reader is warned."""
 
 
-def ratio_table(rows: Sequence[Row], title: str) -> Table:
-    table = Table(title=Text(title))
+def ratio_table(comparison: Comparison, threads: int) -> Table:
+    table = Table(title=Text(f"{comparison.title}, {threads} threads"))
     table.add_column("work", no_wrap=True)
-    table.add_column("peer", overflow="fold")
-    for heading in ("ratio", "quartiles", "ours", "peer's", "unit", "pairs", "busy elsewhere"):
-        table.add_column(heading, justify="right", no_wrap=heading != "quartiles")
-    for row in rows:
+    headings = ["ratio", "quartiles", "ours", "peer's", "unit", "pairs", "busy elsewhere"]
+    reaching = any(row.reach is not None and row.problem is None for row in comparison.rows)
+    for heading in [*headings, *(["we read", "% of read bandwidth"] if reaching else [])]:
+        table.add_column(heading, justify="right", no_wrap=heading in headings and heading != "quartiles")
+    for row in comparison.rows:
         found = row.spreads()
         if found is None:
-            table.add_row(row.work, Text(row.peer), Text(f"not measured: {row.problem}"), *[""] * 6)
+            table.add_row(row.work, "not measured")
             continue
         ratio, ours, theirs = found
         times = "-" if ratio is None else f"{ratio.median:.2f}x"
         elsewhere = "" if row.others is None else f"{row.others:.2f} cores"
         table.add_row(
-            row.work, Text(row.peer), times, _quartiles(ratio), _figure(ours.median),
-            _figure(theirs.median), row.unit, str(ours.count), elsewhere,
+            row.work, times, _quartiles(ratio), _figure(ours.median), _figure(theirs.median), row.unit,
+            str(ours.count), elsewhere, *_reached(row.reach, ours),
         )  # fmt: skip
     return table
+
+
+def problems(comparison: Comparison) -> list[str]:
+    """Each reason once, behind the works that it kept from being measured."""
+    kept: dict[str, list[str]] = {}
+    for row in comparison.rows:
+        if row.problem is not None:
+            kept.setdefault(row.problem, []).append(row.work)
+    return [f"not measured: {', '.join(works)}: {reason}" for reason, works in kept.items()]
+
+
+def _reached(reach: Reach | None, ours: Spread) -> tuple[str, ...]:
+    from bankfull.limits.show import scaled
+
+    if reach is None:
+        return ()
+    return scaled(reach.bytes_per_s(ours.median), "B/s"), f"{reach.percent(ours.median):.0f}%"
 
 
 def notes(rows: Sequence[Row], ceilings: Ceilings | None) -> list[str]:

@@ -5,49 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
-from bankfull.limits.bench_stats import Spread, spread
 from benchmarks.cpu_peers import machine
 from benchmarks.cpu_peers.process import EngineFailed, EngineProcess
+from benchmarks.cpu_peers.rows import Row
 from benchmarks.cpu_peers.works import FreshPrompts, Work
 
 Say = Callable[[str], None]
+MEMORY, IDLE = "resident memory", "idle CPU"
 IDLE_SECONDS = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table: pairs of figures, or why there are none."""
-
-    work: str
-    peer: str
-    unit: str
-    ours: tuple[float, ...] = ()
-    theirs: tuple[float, ...] = ()
-    more_is_better: bool = True
-    others: float | None = None
-    """Cores that neither of the two used while they ran: the noise in the figures."""
-    problem: str | None = None
-
-    @property
-    def ratios(self) -> tuple[float, ...]:
-        """Above 1 where we are better; none where a figure is 0."""
-        if not all((*self.ours, *self.theirs)):
-            return ()
-        pairs = zip(self.ours, self.theirs, strict=True)
-        return tuple(a / b if self.more_is_better else b / a for a, b in pairs)
-
-    def spreads(self) -> tuple[Spread | None, Spread, Spread] | None:
-        """Of the ratios, of ours, of theirs."""
-        if not self.ours or self.problem is not None:
-            return None
-        return spread(self.ratios) if self.ratios else None, spread(self.ours), spread(self.theirs)
-
-    def as_json(self) -> dict[str, Any]:
-        found = self.spreads()
-        return {**asdict(self), "ratios": self.ratios, "ratio": asdict(found[0]) if found and found[0] else None}
 
 
 @dataclass(slots=True)
@@ -100,8 +67,8 @@ class Pair:
                         rates.append(work.rate(engine, prompts))
                 say(f"{work.name}, pair {number + 1} of {pairs}: {ours[-1]:.1f} against {theirs[-1]:.1f} tokens/s")
         except EngineFailed as error:
-            return Row(work.name, self.theirs.name, "tokens/s", problem=str(error))
-        return Row(work.name, self.theirs.name, "tokens/s", tuple(ours), tuple(theirs), others=self.noise.cores)
+            return Row(work.name, "tokens/s", problem=str(error))
+        return Row(work.name, "tokens/s", tuple(ours), tuple(theirs), others=self.noise.cores)
 
     def side_rows(self, idle_seconds: float = IDLE_SECONDS) -> Iterable[Row]:
         """Memory behind one stream of decoding, and what an engine uses when nobody asks anything."""
@@ -116,9 +83,8 @@ class Pair:
                     time.sleep(idle_seconds)
                     idle.append(100 * (engine.cpu_seconds() - before) / idle_seconds)
         except EngineFailed as error:
-            return [Row(name, self.theirs.name, "", problem=str(error)) for name in ("resident memory", "idle CPU")]
-        peer = self.theirs.name
+            return [Row(name, "", problem=str(error)) for name in (MEMORY, IDLE)]
         return [
-            Row("resident memory", peer, "MiB", (resident[0],), (resident[1],), more_is_better=False),
-            Row("idle CPU", peer, "%", (idle[0],), (idle[1],), more_is_better=False),
+            Row(MEMORY, "MiB", (resident[0],), (resident[1],), more_is_better=False),
+            Row(IDLE, "%", (idle[0],), (idle[1],), more_is_better=False),
         ]

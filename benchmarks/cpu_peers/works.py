@@ -50,6 +50,7 @@ WORKS = {
     work.name: work
     for work in (
         Work("decode", "decode", 32, 128),
+        Work("decode64", "decode", 32, 64),
         Work("prefill512", "prefill", 512, 1),
         Work("prefill2048", "prefill", 2048, 1),
         Work("batch8", "output", 128, 128, 8),
@@ -57,6 +58,9 @@ WORKS = {
         Work("batch64", "output", 128, 128, 64),
     )
 }
+FOR_SHAPES = "decode64"
+"""What is done where nothing is said: large shapes take long, and decoding is what they are there for."""
+FOR_MODELS = ",".join(name for name in WORKS if name != FOR_SHAPES)
 
 
 class FreshPrompts:

@@ -1,11 +1,12 @@
 """A peer that speaks the protocol and does nothing: it says that tokens took as long as it was told.
 
-    python fake_peer.py [broken | dies | short | chatty]
+    python fake_peer.py [broken | dies | short | chatty | helped]
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 
@@ -24,6 +25,10 @@ class FakePeer:
         if self._habit == "chatty":
             print("a library prints what nobody asked for", flush=True)
             os.system("echo and so does a child")
+        if self._habit == "helped":
+            parent = os.getpid()
+            spin = f"import os\nwhile os.getppid() == {parent}: pass"
+            subprocess.Popen([sys.executable, "-c", spin], start_new_session=True)
         return f"fake 1.0 with {threads} threads"
 
     def generate(self, prompts: Prompts, new: int) -> list[list[int]]:

@@ -6,20 +6,23 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from benchmarks.cpu_peers import models
+from bankfull.limits.ceilings import Ceilings
+from benchmarks.cpu_peers import models, peers
 from benchmarks.cpu_peers.__main__ import main
 from benchmarks.cpu_peers.install import STAMP, CannotInstall, Recipe, install
 from benchmarks.cpu_peers.peers import ROOT, Place, Ready, module
 from benchmarks.cpu_peers.process import EngineFailed, EngineProcess
 from benchmarks.cpu_peers.protocol import Prompts
-from benchmarks.cpu_peers.table import notes, ratio_table
-from benchmarks.cpu_peers.turns import Pair, Row
-from benchmarks.cpu_peers.works import WORKS, FreshPrompts, Work, chosen
+from benchmarks.cpu_peers.reach import bytes_per_token
+from benchmarks.cpu_peers.rows import Comparison, Reach, Row, Side
+from benchmarks.cpu_peers.table import notes, problems, ratio_table
+from benchmarks.cpu_peers.turns import Pair
+from benchmarks.cpu_peers.works import FOR_MODELS, FOR_SHAPES, WORKS, FreshPrompts, Work, chosen
 from tests.tiny import speaking_folder
 
 TINY = Work("tiny", "decode", 4, 20)
@@ -83,11 +86,11 @@ def test_no_prompt_comes_twice_and_a_seed_repeats_them_all() -> None:
 
 
 def test_a_ratio_above_one_means_that_we_are_better() -> None:
-    assert Row("decode", "p", "tokens/s", (30.0, 20.0), (10.0, 20.0)).ratios == (3.0, 1.0)
-    assert Row("memory", "p", "MiB", (100.0,), (300.0,), more_is_better=False).ratios == (3.0,)
-    idle = Row("idle CPU", "p", "%", (0.0,), (3.0,), more_is_better=False)
+    assert Row("decode", "tokens/s", (30.0, 20.0), (10.0, 20.0)).ratios == (3.0, 1.0)
+    assert Row("memory", "MiB", (100.0,), (300.0,), more_is_better=False).ratios == (3.0,)
+    idle = Row("idle CPU", "%", (0.0,), (3.0,), more_is_better=False)
     assert idle.ratios == () and idle.as_json()["ratio"] is None and idle.spreads() is not None
-    found = Row("decode", "p", "", (1.0, 2.0, 6.0), (1.0, 1.0, 2.0)).spreads()
+    found = Row("decode", "", (1.0, 2.0, 6.0), (1.0, 1.0, 2.0)).spreads()
     assert found is not None and found[0] is not None
     assert (found[0].median, found[0].lower, found[0].upper) == (2.0, 1.5, 2.5)
 
@@ -153,6 +156,29 @@ def test_a_sleeping_engine_computes_nothing_and_wakes_where_it_was(start) -> Non
     assert engine.work([[1]], 2) > 0
 
 
+def test_a_helper_that_left_the_process_group_sleeps_and_wakes_with_its_engine(start) -> None:  # type: ignore[no-untyped-def]
+    engine = start("helped", "helped")
+    engine.load("m", 1)
+    groups = {member.group for member in engine.family()}
+    assert len(groups) == 2
+    engine.sleep()
+    assert _settles(lambda: {member.state for member in engine.family()} == {"T"})
+    before = engine.cpu_seconds()
+    time.sleep(0.2)
+    assert engine.cpu_seconds() == before
+    engine.wake()
+    assert _settles(lambda: engine.cpu_seconds() > before)  # the helper spins
+
+
+def _settles(true: Callable[[], bool]) -> bool:
+    """Signals arrive in their own time."""
+    for _ in range(100):
+        if true():
+            return True
+        time.sleep(0.05)
+    return False
+
+
 def test_a_stopped_engine_can_be_told_to_quit(start) -> None:  # type: ignore[no-untyped-def]
     engine = start()
     engine.load("m", 1)
@@ -207,6 +233,7 @@ def test_works_are_chosen_by_name() -> None:
     assert [work.name for work in chosen("decode,batch64")] == ["decode", "batch64"]
     with pytest.raises(ValueError, match="prefill2048"):
         list(chosen("decode,sleep"))
+    assert {work.name for work in (*chosen(FOR_MODELS), *chosen(FOR_SHAPES))} == set(WORKS)
 
 
 def test_one_command_compares_us_with_every_peer_and_drops_none(
@@ -214,37 +241,56 @@ def test_one_command_compares_us_with_every_peer_and_drops_none(
 ) -> None:
     monkeypatch.setitem(WORKS, "tiny", Work("tiny", "decode", 8, 12))
     monkeypatch.setattr("benchmarks.cpu_peers.__main__.STARTS", 1)
+    monkeypatch.setattr("benchmarks.cpu_peers.__main__.bandwidth_now", lambda working_set: 5e9)
+    monkeypatch.setattr("benchmarks.cpu_peers.__main__.measure", _ceilings)
     monkeypatch.setattr(Pair.side_rows, "__defaults__", (0.1,))
+    narrow = tmp_path / "narrow"
 
     def missing(place: Place) -> Ready:
         raise CannotInstall("the compiler is on holiday")
 
     def there(place: Place) -> Ready:
-        return Ready(fake(), place.model, place.model)
+        return Ready(fake(), narrow, place.model)
 
     def dying(place: Place) -> Ready:
         return Ready(fake("dies"), place.model, place.model)
 
-    raw = tmp_path / "raw.json"
+    raw, model = tmp_path / "raw.json", speaking_folder()
     code = main(
-        ["--model", str(speaking_folder()), "--peers", "there,missing,dying", "--work", "tiny", "--pairs", "2",
-         "--threads", "1", "--folder", str(tmp_path), "--no-ceilings", "--json", str(raw)],
+        ["--model", str(model), "--peers", "there,missing,dying", "--work", "tiny", "--pairs", "2",
+         "--threads", "1", "--folder", str(tmp_path), "--json", str(raw)],
         {"there": there, "missing": missing, "dying": dying},
     )  # fmt: skip
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     assert code == 0, shown
-    rows = {(row["peer"], row["work"]): row for row in json.loads(raw.read_text())["rows"]}
-    works = ("tiny", "start to first token", "resident memory", "idle CPU")
-    assert set(rows) == {(p, w) for p in ("fake 1.0 with 1 threads", "missing", "dying") for w in works}
-    tiny = rows["fake 1.0 with 1 threads", "tiny"]
-    assert len(tiny["ours"]) == len(tiny["theirs"]) == 2 and all(rate > 0 for rate in tiny["ours"])
+    found = {made["peer"]: made for made in json.loads(raw.read_text())["comparisons"]}
+    assert set(found) == {"there", "missing", "dying"}
+    rows = {(peer, row["work"]): row for peer, made in found.items() for row in made["rows"]}
+    assert set(rows) == {(p, w) for p in found for w in ("tiny", "start to first token", "resident memory", "idle CPU")}
+    assert found["there"]["theirs"] == {"engine": "fake 1.0 with 1 threads", "file": "narrow"}
+    assert found["there"]["ours"]["file"] == model.name and found["there"]["ours"]["engine"].startswith("bankfull ")
+    assert f"on {model.name} against fake 1.0 with 1 threads on narrow, 1 threads" in shown
+    tiny = rows["there", "tiny"]
+    assert len(tiny["ours"]) == len(tiny["theirs"]) == len(tiny["ratios"]) == 2
+    assert all(rate > 0 for rate in tiny["ours"])
     assert tiny["theirs"][0] < 1100  # a millisecond per token, at the least
-    assert "on holiday" in rows["missing", "tiny"]["problem"] and "not measured: the compiler is on holiday" in shown
+    needed, percent = tiny["reach"]["bytes_per_token"], tiny["reach"]["percent"]
+    assert needed > 0 and percent == pytest.approx([100 * needed * rate / 5e9 for rate in tiny["ours"]])
+    assert "on holiday" in rows["missing", "tiny"]["problem"]
+    reason = "not measured: tiny, start to first token, resident memory, idle CPU: the compiler is on holiday"
+    assert shown.count("on holiday") == 1 and reason in shown
     assert "code 7" in rows["dying", "idle CPU"]["problem"]
-    assert rows["fake 1.0 with 1 threads", "start to first token"]["ours"][0] > 0
+    assert rows["there", "start to first token"]["ours"][0] > 0
 
 
-@pytest.mark.parametrize("bad", [["--peers", "nobody"], ["--work", "sleep"], ["--pairs", "0"], ["--model", "/no/such"]])
+def _ceilings(refresh: bool) -> Ceilings:
+    return Ceilings(5e9, 9e9, {"float32": 1e11}, 1, "any", "now", 1 << 30, 1 << 26, 0)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [["--peers", "nobody"], ["--work", "sleep"], ["--pairs", "0"], ["--model", "/no/such"], ["--shape", "square"]],
+)
 def test_bad_input_is_refused_in_one_line(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(bad) == 2
     out, err = capsys.readouterr()
@@ -252,14 +298,57 @@ def test_bad_input_is_refused_in_one_line(bad: list[str], capsys: pytest.Capture
 
 
 def test_a_busy_machine_is_admitted_below_the_table() -> None:
-    quiet = Row("decode", "p", "tokens/s", (1.0,), (1.0,), others=0.01)
-    busy = Row("decode", "p", "tokens/s", (1.0,), (1.0,), others=0.9)
+    quiet = Row("decode", "tokens/s", (1.0,), (1.0,), others=0.01)
+    busy = Row("decode", "tokens/s", (1.0,), (1.0,), others=0.9)
     assert not any("rough" in line for line in notes([quiet], None))
     assert any("0.90 cores" in line and "rough" in line for line in notes([quiet, busy], None))
-    assert ratio_table([quiet, busy], "t").row_count == 2
+
+
+def test_a_table_names_both_files_and_shows_the_share_of_bandwidth_where_it_is_known() -> None:
+    us, them = Side("bankfull 1", "a.gguf"), Side("peer 2", "a.gguf")
+    plain = Row("prefill512", "tokens/s", (1.0, 3.0), (1.0, 1.0))
+    assert ratio_table(Comparison("peer", us, them, [plain]), 2).columns[-1].header == "busy elsewhere"
+    decode = Row("decode", "tokens/s", (20.0,), (10.0,), reach=Reach(1e9, 40e9))
+    failed = Row("batch8", "tokens/s", problem="it ended", reach=Reach(1e9, 40e9))
+    both = Comparison("peer", us, them, [plain, decode, failed])
+    table = ratio_table(both, 2)
+    assert str(table.title) == "bankfull 1 against peer 2, both on a.gguf, 2 threads"
+    cells = [list(column.cells) for column in table.columns]
+    assert [column.header for column in table.columns][-2:] == ["we read", "% of read bandwidth"]
+    assert cells[-2:] == [["", "20 GB/s", ""], ["", "50%", ""]] and cells[1] == ["2.00x", "2.00x", "not measured"]
+    assert problems(both) == ["not measured: batch8: it ended"]
+    other = Comparison("peer", us, Side("peer 2", "b"), [plain])
+    assert other.title == "bankfull 1 on a.gguf against peer 2 on b"
+
+
+def test_a_token_s_bytes_are_those_of_the_weights_and_the_cache_at_mid_work() -> None:
+    model = speaking_folder()
+    short, long = (bytes_per_token(model, Work("d", "decode", length, 20)) for length in (10, 110))
+    weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    assert 0.5 * weights < short < long
 
 
 def test_llama_cpp_is_told_apart_from_what_it_cannot_read(tmp_path: Path) -> None:
     with pytest.raises(CannotInstall, match=r"\.gguf files only"):
         models.gguf_only(tmp_path)
     assert module("py", "engine_x") == ["py", "-m", "benchmarks.cpu_peers.engine_x"]
+
+
+def test_both_engines_run_the_same_file_but_where_the_peer_cannot_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "env" / "bin" / "python"
+    monkeypatch.setattr(peers, "install", lambda recipe, folder: python)
+    stored, place = tmp_path / "models" / "m.Q4_0.gguf", Place(tmp_path / "m.gguf", tmp_path, 2)
+    wide = tmp_path / "models" / "m.bf16"
+    wide.mkdir(parents=True)
+    stored.touch()  # made before
+    as_it_is, requantized, widened = peers.llamacpp(place), peers.llamacpp_q4_0(place), peers.vllm(place)
+    assert as_it_is.model == as_it_is.our_model == place.model
+    assert requantized.model == requantized.our_model == stored
+    assert (widened.model, widened.our_model) == (wide, place.model)
+    assert widened.variables == {}
+    openmp = tmp_path / "env" / "lib" / "libiomp5.so"
+    openmp.parent.mkdir(parents=True)
+    openmp.touch()
+    assert peers.vllm(place).variables == {"LD_PRELOAD": str(openmp)}

@@ -21,8 +21,8 @@ from bankfull.ops import kit_for
 from bankfull.ops.cost import Cost
 from bankfull.ops.meter import Ledger, Meter
 from bankfull.ops.registry import Function, Kit, Operation
+from bankfull.runtime.forward import plan_mixers
 from bankfull.runtime.naive import single_batch
-from bankfull.runtime.runner import plan_mixers
 from bankfull.state.spec import layout_of
 from bankfull.state.storage import Storage
 from bankfull.types import Work

@@ -130,6 +130,33 @@ def linear(make: Maker) -> Case:
     return Case((make.normal(*lead, inner), weight, bias), make.dtype, {"weight": weight})
 
 
+def linear_int8(make: Maker) -> Case:
+    """Few rows: many may be kept finer than the operation says."""
+    scheme = make.scheme()
+    inner = 32 * make.size(1, 9) if scheme.is_dense else scheme.block * make.size(1, 3)
+    weight = make.weight(scheme, make.size(1, 70), inner)
+    bias = make.normal(weight.shape[0]) if make.size(0, 1) else None
+    return Case((make.normal(make.size(1, 8), inner), weight, bias), make.dtype, {"weight": weight})
+
+
+def clear_winner(made: Case, make: Maker) -> Case:
+    """Outputs so far apart that no rounding changes their order; in float64 any."""
+    x, weight, _ = made.args
+    bias = make.normal(weight.shape[0]) if make.dtype == torch.float64 else None
+    if bias is None:
+        steps = torch.randperm(weight.shape[0], generator=make.numbers).to(make.dtype)
+        bias = steps * 64 * weight.shape[1]
+    return replace(made, args=(x, weight, bias))
+
+
+def best_output(make: Maker) -> Case:
+    return clear_winner(linear(make), make)
+
+
+def best_output_int8(make: Maker) -> Case:
+    return clear_winner(linear_int8(make), make)
+
+
 def embedding(make: Maker) -> Case:
     scheme = make.scheme()
     inner = make.size(1, 90) if scheme.is_dense else scheme.block * make.size(1, 2)
@@ -305,8 +332,9 @@ def selective_scan(make: Maker) -> Case:
 GENERATORS: dict[str, Callable[[Maker], Case]] = {
     function.__name__: function
     for function in (
-        linear, embedding, rms_norm, add, add_rms_norm, layer_norm, activate, activate_mul, soft_cap, rope_angles,
-        rotate, paged_attention, write_pages, write_pages_int8, causal_conv, selective_scan,
+        linear, linear_int8, best_output, best_output_int8, embedding, rms_norm, add, add_rms_norm, layer_norm,
+        activate, activate_mul, soft_cap, rope_angles, rotate, paged_attention, write_pages, write_pages_int8,
+        causal_conv, selective_scan,
     )
 }  # fmt: skip
 

@@ -24,6 +24,26 @@ def linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
     return out if bias is None else out + f64(bias)
 
 
+def linear_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
+    """Codes are rounded in the precision of the operation: a tie must fall the same way."""
+    rows = x.numpy().copy() if x.dtype == torch.float64 else x.to(torch.float32).numpy().copy()
+    for row in rows.reshape(-1, rows.shape[-1]):
+        for at in range(0, len(row), 32):
+            group = row[at : at + 32]
+            largest = abs(group).max()
+            if largest > 0:
+                group[:] = np.rint(group * (group.dtype.type(127) / largest)) * (largest / group.dtype.type(127))
+    return linear(torch.from_numpy(rows).to(x.dtype), weight, bias)
+
+
+def best_output(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
+    return linear(x, weight, bias).argmax(-1)
+
+
+def best_output_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
+    return linear_int8(x, weight, bias).argmax(-1)
+
+
 def embedding(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float = 1.0) -> Array:
     return f64(table.dequantize(dtype))[ids.numpy()] * scale
 
@@ -182,7 +202,8 @@ def activate_mul(gate: Tensor, up: Tensor, kind: str) -> Array:
 ORACLES: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
-        linear, embedding, rms_norm, add, add_rms_norm, layer_norm, soft_cap, rotate, write_pages, write_pages_int8,
-        paged_attention, causal_conv, selective_scan, rope_angles, activate, activate_mul,
+        linear, linear_int8, best_output, best_output_int8, embedding, rms_norm, add, add_rms_norm, layer_norm,
+        soft_cap, rotate, write_pages, write_pages_int8, paged_attention, causal_conv, selective_scan, rope_angles,
+        activate, activate_mul,
     )
 }  # fmt: skip

@@ -68,7 +68,8 @@ VARIETY = [
 
 
 def lines_of(result: Sampled, line: int, width: int) -> list[torch.Tensor]:
-    out = [result.tokens[line], result.logprobs[line]]
+    nothing = torch.tensor(torch.nan)  # nobody in the batch asked
+    out = [result.tokens[line], nothing if result.logprobs is None else result.logprobs[line]]
     if width:
         assert result.top_ids is not None and result.top_logprobs is not None
         out += [result.top_ids[line, :width], result.top_logprobs[line, :width]]

@@ -16,6 +16,9 @@ _native = required()
 CODES: dict[str, int] = _native.functions()
 """What is missing (gelu, with its error function) is rare and left to the body: a binding does not know the kind."""
 
+GATES = frozenset(CODES[kind] for kind in ("silu", "gelu_tanh", "relu"))
+"""What packed weights can apply to a gate on their way out."""
+
 
 def _accepts(*, dtype: torch.dtype | None = None, **facts: Any) -> bool:
     return dtype == torch.float32 and isa_is_chosen()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bankfull.ops.native.checks import address, float_rows, isa_is_chosen
+from bankfull.ops.native.checks import address, float_rows, integers, isa_is_chosen
 from bankfull.ops.native.extension import required
 from bankfull.ops.reference.linear import embedding, linear
 from bankfull.weights.qtensor import QTensor
@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 """Of activations. The arithmetic is float32; bfloat16 is widened on the way in and rounded once on the way out."""
 
 
-def _storage(weight: QTensor) -> Tensor:
+def storage_of(weight: QTensor) -> Tensor:
     return weight.parts["data" if weight.is_dense else "blocks"]
 
 
@@ -34,7 +34,7 @@ def accepts(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, 
     if weight.is_dense and dtype != torch.float32:
         return False  # torch multiplies 16-bit matrices on units that these kernels do not use
     block = FORMATS[weight.scheme.name][1]
-    storage = _storage(weight)
+    storage = storage_of(weight)
     fits = len(weight.shape) == 2 and weight.shape[1] > 0 and weight.shape[1] % block == 0
     return fits and storage.is_cpu and storage.is_contiguous() and isa_is_chosen()
 
@@ -50,7 +50,7 @@ def run_linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor
     y = torch.empty(*x.shape[:-1], outputs, dtype=torch.float32)
     wide_bias = None if bias is None else float_rows(bias)
     _native.linear(
-        FORMATS[weight.scheme.name][0], address(rows), address(_storage(weight)), address(wide_bias), address(y),
+        FORMATS[weight.scheme.name][0], address(rows), address(storage_of(weight)), address(wide_bias), address(y),
         rows.numel() // inner, outputs, inner,
     )  # fmt: skip
     return y if x.dtype == torch.float32 else y.to(x.dtype)
@@ -59,7 +59,7 @@ def run_linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor
 def dequantize(weight: QTensor) -> Tensor:
     """The weights as float32: what the kernels multiply with, equal to `weight.dequantize()` bit for bit."""
     code, block, _ = FORMATS[weight.scheme.name]
-    storage = _storage(weight).contiguous()
+    storage = storage_of(weight).contiguous()
     out = torch.empty(weight.shape, dtype=torch.float32)
     _native.dequantize(code, address(storage), address(out), out.numel() // block)
     return out
@@ -71,5 +71,12 @@ def _accepts_table(*, weight: QTensor | None = None, table: QTensor | None = Non
 
 @embedding.provider("native", on="cpu", accepts=_accepts_table)
 def run_embedding(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    rows = dequantize(table.rows(ids)).to(dtype)
-    return rows if scale == 1.0 else rows * scale
+    if dtype is not torch.float32:
+        return embedding.body(ids, table, dtype, scale)
+    code, places = FORMATS[table.scheme.name][0], integers(ids)
+    count, columns = table.shape
+    y = torch.empty(*ids.shape, columns, dtype=torch.float32)
+    _native.embedding(
+        code, address(places), address(storage_of(table)), address(y), places.numel(), count, columns, scale
+    )
+    return y

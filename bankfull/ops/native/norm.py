@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bankfull.ops.native.activation import CODES
 from bankfull.ops.native.checks import WIDENED, float_rows, isa_is_chosen
 from bankfull.ops.native.extension import required
-from bankfull.ops.reference.norm import add_rms_norm, layer_norm, rms_norm
+from bankfull.ops.reference.norm import add, add_rms_norm, layer_norm, rms_norm
 
 _native = required()
 
@@ -58,4 +59,14 @@ def run_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tenso
     _native.layer_norm(
         rows.data_ptr(), gain.data_ptr(), shift.data_ptr(), y.data_ptr(), rows.numel() // columns, columns, eps
     )
+    return y
+
+
+@add.provider("native", on="cpu", accepts=_accepts)
+def run_add(x: Tensor, delta: Tensor) -> Tensor:
+    if x.dtype is not torch.float32 or delta.dtype is not torch.float32 or x.shape != delta.shape:
+        return add.body(x, delta)  # the stream may be wider than the branch
+    rows, branch = float_rows(x), float_rows(delta)
+    y = torch.empty_like(rows)
+    _native.pointwise(CODES["plus"], rows.data_ptr(), branch.data_ptr(), y.data_ptr(), rows.numel(), 0.0)
     return y

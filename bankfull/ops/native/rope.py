@@ -1,4 +1,4 @@
-"""Rotary positions in C++: equal to the body bit for bit."""
+"""Rotary positions in C++: turning equals the body bit for bit, angles to the last place."""
 
 from __future__ import annotations
 
@@ -7,15 +7,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bankfull.ops.native.checks import float_rows, isa_is_chosen
+from bankfull.ops.native.checks import float_rows, integers, isa_is_chosen
 from bankfull.ops.native.extension import required
-from bankfull.ops.reference.rope import rotate
+from bankfull.ops.reference.rope import rope_angles, rotate
 
 _native = required()
 
 
 def _accepts(*, dtype: torch.dtype | None = None, **facts: Any) -> bool:
     return dtype == torch.float32 and isa_is_chosen()
+
+
+@rope_angles.provider("native", on="cpu", accepts=_accepts)
+def run_rope_angles(
+    positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    if dtype is not torch.float32 or frequencies.dtype is not torch.float32:
+        return rope_angles.body(positions, frequencies, scale, dtype)
+    places, rates = integers(positions), float_rows(frequencies)
+    cos, sin = (torch.empty(len(places), len(rates)) for _ in range(2))
+    _native.rope_angles(
+        places.data_ptr(), rates.data_ptr(), cos.data_ptr(), sin.data_ptr(), len(places), len(rates), scale
+    )
+    return cos, sin
 
 
 @rotate.provider("native", on="cpu", accepts=_accepts)

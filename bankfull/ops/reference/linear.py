@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from bankfull.ops.cost import Cost, nbytes
+from bankfull.ops.reference.norm import wide
 from bankfull.ops.registry import op
 from bankfull.weights.qtensor import QTensor
 
@@ -24,6 +25,53 @@ def _linear_shape(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Ten
 def linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias, with activations untouched (weight-only arithmetic)."""
     return torch.nn.functional.linear(x, weight.dequantize(x.dtype), bias)
+
+
+def _best_cost(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Cost:
+    rows = x.numel() // x.shape[-1]
+    out, inner = weight.shape
+    return Cost(2.0 * rows * out * inner, nbytes(x, weight, bias), rows * 8)
+
+
+def _best_shape(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], dtype=torch.int64)
+
+
+def highest(scores: Tensor) -> Tensor:
+    """The index of each line's highest score, the lowest among equals; -1 where it is not finite or one is NaN."""
+    top, index = scores.max(-1)
+    return torch.where(top.isfinite(), index, -1)
+
+
+@op(cost=_best_cost, shape=_best_shape)
+def best_output(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+    """Which output of `linear` is highest: greedy decoding needs no more of a head, and a kernel stores no more."""
+    return highest(linear.body(x, weight, bias))
+
+
+GROUP = 32
+"""Activations that share a scale."""
+
+
+def rounded(x: Tensor) -> Tensor:
+    """x as int8 codes times a scale for each group of columns: the largest of a group is 127."""
+    groups = wide(x).unflatten(-1, (-1, GROUP))
+    largest = groups.abs().amax(-1, keepdim=True)
+    inverse = torch.where(largest > 0, 127 / largest, 0)
+    return ((groups * inverse).round() * (largest / 127)).flatten(-2).to(x.dtype)
+
+
+@op(cost=_linear_cost, shape=_linear_shape)
+def linear_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+    """The lossy one: activations are rounded to 8 bits, in groups of 32 columns, before they are multiplied. A kernel
+    may keep them finer (bfloat16) where many rows make that no slower."""
+    return torch.nn.functional.linear(rounded(x), weight.dequantize(x.dtype), bias)
+
+
+@op(cost=_best_cost, shape=_best_shape)
+def best_output_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+    """Which output of `linear_int8` is highest."""
+    return highest(linear_int8.body(x, weight, bias))
 
 
 def _embedding_cost(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float = 1.0) -> Cost:

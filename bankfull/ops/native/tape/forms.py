@@ -1,0 +1,275 @@
+"""Which kernels of the tape an operation is. A form notes them and returns True, or False where only the body will do.
+
+Forms come after the providers' `accepts`: types and layouts of weights were checked when the operation was bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bankfull.ops.native.activation import CODES
+from bankfull.ops.native.extension import required
+from bankfull.ops.native.linear import FORMATS, storage_of
+from bankfull.ops.native.packed import PackedWeight
+from bankfull.ops.native.tape.instruction import Fixed, Operand
+from bankfull.ops.native.tape.record import TOKENS, Recorder
+from bankfull.ops.reference.attention import PagedMeta
+from bankfull.ops.reference.ssm import RecurrentMeta
+from bankfull.weights.qtensor import QTensor
+
+Outputs = tuple[Tensor, ...]
+Form = Callable[..., bool]
+FORMS: dict[str, Form] = {}
+_native = required()
+
+
+def form(function: Form) -> Form:
+    FORMS[function.__name__] = function
+    return function
+
+
+def _floats(tensor: Tensor | None) -> Fixed | None:
+    """A weight as a float kernel reads it."""
+    return None if tensor is None else Fixed(tensor.to(torch.float32).contiguous())
+
+
+def _is_float(*tensors: Tensor) -> bool:
+    return all(tensor.dtype is torch.float32 for tensor in tensors)
+
+
+@form
+def embedding(
+    rec: Recorder, out: Outputs, ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float = 1.0
+) -> bool:
+    if dtype is not torch.float32:
+        return False
+    code, block, block_bytes = FORMATS[table.scheme.name]
+    rec.emit(
+        "embedding", {"ids": rec.operand(ids), "table": Fixed(storage_of(table))}, {"y": rec.view(out[0])},
+        format=code, count=table.shape[0], columns=table.shape[1], row_bytes=table.shape[1] // block * block_bytes,
+        scale=scale,
+    )  # fmt: skip
+    return True
+
+
+@form
+def rope_angles(
+    rec: Recorder, out: Outputs, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype
+) -> bool:
+    if dtype is not torch.float32 or frequencies.dtype is not torch.float32:
+        return False
+    rec.emit(
+        "angles", {"positions": rec.operand(positions), "frequencies": _floats(frequencies)},
+        {"cos": rec.view(out[0]), "sin": rec.view(out[1])}, half=frequencies.shape[0], scale=scale,
+    )  # fmt: skip
+    return True
+
+
+def _norm(
+    rec: Recorder, x: Tensor, delta: Tensor | None, joined: Tensor | None, y: Tensor, weight: Tensor, eps: float,
+    offset: float,
+) -> bool:  # fmt: skip
+    places = [None if t is None else rec.dense(t) for t in (x, delta, joined, y)]
+    if places[0] is None or (delta is not None and places[1] is None) or not _is_float(x):
+        return False
+    rec.emit(
+        "norm", {"x": places[0], "delta": places[1], "weight": _floats(weight)},
+        {"joined": places[2], "y": places[3], "encoded": None},
+        per_token=x.numel() // TOKENS // weight.shape[0], columns=weight.shape[0], eps=eps, offset=offset,
+    )  # fmt: skip
+    return True
+
+
+@form
+def rms_norm(rec: Recorder, out: Outputs, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> bool:
+    return _norm(rec, x, None, None, out[0], weight, eps, offset)
+
+
+@form
+def add_rms_norm(
+    rec: Recorder, out: Outputs, x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+) -> bool:
+    return _norm(rec, x, delta, out[0], out[1], weight, eps, offset)
+
+
+@form
+def layer_norm(rec: Recorder, out: Outputs, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> bool:
+    place = rec.dense(x)
+    if place is None or not _is_float(x):
+        return False
+    columns = weight.shape[0]
+    rec.emit(
+        "layer_norm", {"x": place, "weight": _floats(weight), "bias": _floats(bias)}, {"y": rec.view(out[0])},
+        per_token=x.numel() // TOKENS // columns, columns=columns, eps=eps,
+    )  # fmt: skip
+    return True
+
+
+@form
+def linear(rec: Recorder, out: Outputs, x: Tensor, weight: QTensor, bias: Tensor | None = None) -> bool:
+    if not _is_float(x) or x.dim() != 2:
+        return False
+    place = rec.view(x)
+    outputs, inner = weight.shape
+    code, block, block_bytes = FORMATS[weight.scheme.name]
+    rec.emit(
+        "linear", {"x": place, "weight": Fixed(storage_of(weight)), "bias": _floats(bias)}, {"y": rec.view(out[0])},
+        format=code, x_stride=place.stride // 4, outputs=outputs, inner=inner, row_bytes=inner // block * block_bytes,
+    )  # fmt: skip
+    return True
+
+
+@form
+def linear_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+    if not _is_float(x) or x.dim() != 2:
+        return False
+    outputs, inner = weight.shape
+    encoded = rec.encoded(rec.view(x), inner, int(_native.encoded_stride(inner)))
+    rec.emit(
+        "packed", {"x": encoded, "weight0": Fixed(weight.data), "bias0": _floats(bias)},
+        {"y0": rec.view(out[0]), "encoded": None}, inner=inner, parts=[(outputs, weight.pack)], gate=-1,
+    )  # fmt: skip
+    return True
+
+
+def _pointwise(
+    rec: Recorder, y: Tensor, code: int | None, x: Tensor, factor: Tensor | None = None, parameter: float = 0.0,
+    label: str = "pointwise",
+) -> bool:  # fmt: skip
+    places = [rec.dense(x), None if factor is None else rec.dense(factor)]
+    if code is None or not _is_float(x) or places[0] is None or (factor is not None and places[1] is None):
+        return False
+    if factor is not None and factor.shape != x.shape:
+        return False
+    rec.emit(
+        "pointwise", {"x": places[0], "factor": places[1]}, {"y": rec.view(y)}, label=label,
+        kind=code, per_token=x.numel() // TOKENS, parameter=parameter,
+    )  # fmt: skip
+    return True
+
+
+@form
+def activate(rec: Recorder, out: Outputs, x: Tensor, kind: str) -> bool:
+    return _pointwise(rec, out[0], CODES.get(kind), x)
+
+
+@form
+def activate_mul(rec: Recorder, out: Outputs, gate: Tensor, up: Tensor, kind: str) -> bool:
+    return _pointwise(rec, out[0], CODES.get(kind), gate, up)
+
+
+@form
+def soft_cap(rec: Recorder, out: Outputs, x: Tensor, cap: float) -> bool:
+    return _pointwise(rec, out[0], CODES["soft_cap"], x, parameter=cap)
+
+
+@form
+def add(rec: Recorder, out: Outputs, x: Tensor, delta: Tensor) -> bool:
+    return _is_float(delta) and _pointwise(rec, out[0], CODES["plus"], x, delta, label="add")
+
+
+@form
+def rotate(rec: Recorder, out: Outputs, x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    place = rec.dense(x)
+    if place is None or not _is_float(x):
+        return False
+    _, heads, size = x.shape
+    rec.emit(
+        "rotate", {"x": place, "cos": rec.view(cos), "sin": rec.view(sin)}, {"y": rec.view(out[0])},
+        heads=heads, size=size, half=cos.shape[1],
+    )  # fmt: skip
+    return True
+
+
+def _pages(pages: Tensor) -> tuple[int, int, int]:
+    """Strides in numbers: frame, token, head."""
+    frame, token, head, _ = pages.stride()
+    return frame, token, head
+
+
+def _storable(pages: Tensor) -> bool:
+    dense = pages.dim() == 4 and pages[0, 0].is_contiguous()
+    return dense and pages.dtype in (torch.float32, torch.bfloat16)
+
+
+@form
+def write_pages(rec: Recorder, out: Outputs, new: Tensor, pages: Tensor, slots: Tensor) -> bool:
+    if not _storable(pages) or not _is_float(new):
+        return False
+    place = rec.view(new)
+    rec.emit(
+        "write", {"rows": place, "slots": rec.operand(slots)}, {"pages": Fixed(pages)},
+        row_stride=place.stride // 4, numbers=new.numel() // TOKENS, strides=_pages(pages), frames=pages.shape[0],
+        page_tokens=pages.shape[1], narrow=pages.dtype is torch.bfloat16,
+    )  # fmt: skip
+    return True
+
+
+@form
+def paged_attention(
+    rec: Recorder, out: Outputs, q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta,
+    scale: float, window: int | None = None, cap: float | None = None, *scales: Any,
+) -> bool:  # fmt: skip
+    if any(s is not None for s in scales) or not _is_float(q) or not (_storable(k_pages) and _storable(v_pages)):
+        return False
+    place = rec.view(q)
+    _, heads, size = q.shape
+    rec.emit(
+        "attention",
+        {
+            "q": place, "k_pages": Fixed(k_pages), "v_pages": Fixed(v_pages), "q_start": rec.operand(meta.q_start),
+            "kv_len": rec.operand(meta.kv_len), "table": rec.operand(meta.pages),
+        },
+        {"y": rec.view(out[0]), "encoded": None},
+        q_token=place.stride // 4, k_strides=_pages(k_pages), v_strides=_pages(v_pages), frames=k_pages.shape[0],
+        page_tokens=k_pages.shape[1], heads=heads, kv_heads=k_pages.shape[2], size=size, values=v_pages.shape[3],
+        window=window or 0, scale=scale, cap=cap or 0.0, narrow=k_pages.dtype is torch.bfloat16,
+    )  # fmt: skip
+    return True
+
+
+def _recurrent(rec: Recorder, meta: RecurrentMeta) -> dict[str, Operand | None]:
+    return {
+        "q_start": rec.operand(meta.q_start), "kept": rec.operand(meta.kept), "read": rec.operand(meta.read),
+        "write": rec.operand(meta.write),
+    }  # fmt: skip
+
+
+@form
+def causal_conv(
+    rec: Recorder, out: Outputs, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, meta: RecurrentMeta
+) -> bool:
+    place = rec.dense(x)
+    if place is None or not _is_float(x, state) or not state.is_contiguous():
+        return False
+    reads = {"x": place, "weight": _floats(weight), "bias": _floats(bias), **_recurrent(rec, meta)}
+    rec.emit(
+        "conv", reads, {"y": rec.view(out[0]), "state": Fixed(state)},
+        slots=state.shape[0], channels=x.shape[1], width=weight.shape[1],
+    )  # fmt: skip
+    return True
+
+
+@form
+def selective_scan(
+    rec: Recorder, out: Outputs, x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor,
+    meta: RecurrentMeta,
+) -> bool:  # fmt: skip
+    places = [rec.dense(x), rec.dense(delta)]
+    if None in places or not _is_float(x, delta, b, c, state) or not state.is_contiguous():
+        return False
+    into, read_out = rec.view(b), rec.view(c)
+    reads = {
+        "x": places[0], "delta": places[1], "a": _floats(a), "b": into, "c": read_out, "d": _floats(d),
+        **_recurrent(rec, meta),
+    }  # fmt: skip
+    rec.emit(
+        "scan", reads, {"y": rec.view(out[0]), "state": Fixed(state)},
+        slots=state.shape[0], channels=x.shape[1], size=a.shape[1], b_token=into.stride // 4,
+        c_token=read_out.stride // 4,
+    )  # fmt: skip
+    return True

@@ -1,0 +1,212 @@
+"""Joining instructions whose results need not go through memory. Every rule leaves the same bits.
+
+All values are written once when the rules run, so an instruction may move up to where what it reads is known.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from bankfull.ops.native.activation import GATES
+from bankfull.ops.native.tape.instruction import Fixed, Instruction, Node, Value, View, values_in
+
+MOST_PARTS = 8
+"""Weights that one instruction multiplies; the limit of the C++ side."""
+GROUP = 32
+"""Columns that an encoded row is made of."""
+
+
+def fuse(nodes: list[Node], keep: Value) -> list[Node]:
+    """`keep`: what the tape returns."""
+    nodes = _share_activations(nodes)
+    for rule in (_gate, _encode_norm, _encode_attention, _take_in):
+        nodes = rule(nodes, keep)
+    return nodes
+
+
+def _readers(nodes: list[Node]) -> dict[Value, list[Node]]:
+    found: dict[Value, list[Node]] = defaultdict(list)
+    for node in nodes:
+        for value in values_in(node.reads.values()):
+            found[value].append(node)
+    return found
+
+
+def _writers(nodes: list[Node]) -> dict[Value, Node]:
+    return {value: node for node in nodes for value in values_in(node.writes.values())}
+
+
+def _instruction(node: Node | None, kind: str) -> Instruction | None:
+    return node if isinstance(node, Instruction) and node.kind == kind else None
+
+
+def _value(operand: object) -> Value | None:
+    return operand.value if isinstance(operand, View) else None
+
+
+def _share_activations(nodes: list[Node]) -> list[Node]:
+    """Weights that read the same encoded row go together: queries, keys and values; gate and up."""
+    first: dict[object, Instruction] = {}
+    kept: list[Node] = []
+    for node in nodes:
+        packed = _instruction(node, "packed")
+        if packed is None:
+            kept.append(node)
+            continue
+        leader = first.get(packed.reads["x"])
+        if leader is None or len(leader.facts["parts"]) == MOST_PARTS:
+            first[packed.reads["x"]] = packed
+            kept.append(packed)
+            continue
+        number = len(leader.facts["parts"])
+        leader.facts["parts"] += packed.facts["parts"]
+        leader.reads[f"weight{number}"], leader.reads[f"bias{number}"] = packed.reads["weight0"], packed.reads["bias0"]
+        leader.writes[f"y{number}"] = packed.writes["y0"]
+    return kept
+
+
+def _gate(nodes: list[Node], keep: Value) -> list[Node]:
+    """f(gate) * up where both come from one instruction and go nowhere else."""
+    readers, writers = _readers(nodes), _writers(nodes)
+    gone: set[Node] = set()
+    for node in nodes:
+        product = _instruction(node, "pointwise")
+        if product is None or product.facts["kind"] not in GATES:
+            continue
+        gate, up, y = _value(product.reads["x"]), _value(product.reads["factor"]), _value(product.writes["y"])
+        if gate is None or up is None or y is None:
+            continue
+        packed = _instruction(writers.get(gate), "packed")
+        if packed is None or writers.get(up) is not packed or len(packed.facts["parts"]) != 2:
+            continue
+        ordered = _value(packed.writes["y0"]) is gate and _value(packed.writes["y1"]) is up
+        alone = readers[gate] == [product] and readers[up] == [product] and keep not in (gate, up)
+        if not (ordered and alone) or packed.facts["parts"][0][0] % GROUP:
+            continue
+        packed.facts["gate"] = product.facts["kind"]
+        packed.label = "packed, gated"
+        packed.writes["y0"], packed.writes["y1"] = product.writes["y"], None
+        gone.add(product)
+        encode = _instruction(readers[y][0], "encode") if len(readers[y]) == 1 else None
+        if encode is not None and keep is not y:
+            packed.writes["encoded"], packed.writes["y0"] = encode.writes["encoded"], None
+            gone.add(encode)
+    return [node for node in nodes if node not in gone]
+
+
+def _encode_norm(nodes: list[Node], keep: Value) -> list[Node]:
+    """A norm encodes what it gives out."""
+    readers = _readers(nodes)
+    gone: set[Node] = set()
+    for node in nodes:
+        norm = _instruction(node, "norm")
+        y = None if norm is None else _value(norm.writes["y"])
+        if norm is None or y is None or norm.facts["per_token"] != 1:
+            continue
+        encode = next((e for e in readers[y] if _instruction(e, "encode")), None)
+        if encode is None:
+            continue
+        norm.writes["encoded"] = encode.writes["encoded"]
+        gone.add(encode)
+        if readers[y] == [encode] and keep is not y:
+            norm.writes["y"] = None
+    return [node for node in nodes if node not in gone]
+
+
+def _encode_attention(nodes: list[Node], keep: Value) -> list[Node]:
+    """Attention encodes what it gives out, where heads are whole groups."""
+    readers = _readers(nodes)
+    gone: set[Node] = set()
+    for node in nodes:
+        attention = _instruction(node, "attention")
+        y = None if attention is None else _value(attention.writes["y"])
+        if attention is None or y is None or attention.facts["values"] % GROUP or keep is y or len(readers[y]) != 1:
+            continue
+        encode = _instruction(readers[y][0], "encode")
+        if encode is not None:
+            attention.writes["encoded"], attention.writes["y"] = encode.writes["encoded"], None
+            gone.add(encode)
+    return [node for node in nodes if node not in gone]
+
+
+def _take_in(nodes: list[Node], keep: Value) -> list[Node]:
+    """Turning queries and keys and storing keys and values: one pass over the new tokens, just before attention."""
+    readers, writers = _readers(nodes), _writers(nodes)
+    stored: dict[int, Instruction] = {}
+    gone: set[Node] = set()
+    before: dict[Node, Instruction] = {}
+    for node in nodes:
+        write, attention = _instruction(node, "write"), _instruction(node, "attention")
+        if write is not None:
+            stored[_address(write.writes["pages"])] = write
+        if attention is None:
+            continue
+        keys = stored.pop(_address(attention.reads["k_pages"]), None)
+        values = stored.pop(_address(attention.reads["v_pages"]), None)
+        if keys is None or values is None or keys.reads["slots"] != values.reads["slots"]:
+            continue  # a layer that reads what another one stored
+        turns = _turns(attention, keys, readers, writers)
+        if turns is not None:
+            before[attention] = _intake(attention, keys, values, turns, readers, keep)
+            gone.update(turns, (keys, values))
+    out: list[Node] = []
+    for node in nodes:
+        if node in before:
+            out.append(before[node])
+        if node not in gone:
+            out.append(node)
+    return out
+
+
+def _address(operand: object) -> int:
+    assert isinstance(operand, Fixed)
+    return operand.tensor.data_ptr()
+
+
+def _turns(
+    attention: Instruction, keys: Instruction, readers: dict[Value, list[Node]], writers: dict[Value, Node]
+) -> tuple[Instruction, ...] | None:
+    """The rotations of queries and keys: both or none; None where they cannot be taken in."""
+    q, k = _value(attention.reads["q"]), _value(keys.reads["rows"])
+    if q is None or k is None:
+        return None
+    turn_q, turn_k = _instruction(writers.get(q), "rotate"), _instruction(writers.get(k), "rotate")
+    if turn_q is None or turn_k is None:
+        return () if turn_q is turn_k else None
+    same = all(turn_q.reads[name] == turn_k.reads[name] for name in ("cos", "sin"))
+    alone = readers[q] == [attention] and readers[k] == [keys]
+    return (turn_q, turn_k) if same and alone and turn_q.facts["half"] == turn_k.facts["half"] else None
+
+
+def _intake(
+    attention: Instruction, keys: Instruction, values: Instruction, turns: tuple[Instruction, ...],
+    readers: dict[Value, list[Node]], keep: Value,
+) -> Instruction:  # fmt: skip
+    facts = attention.facts
+    q, k, v = attention.reads["q"], keys.reads["rows"], values.reads["rows"]
+    cos = sin = turned = None
+    half = 0
+    if turns:
+        turn_q, turn_k = turns
+        cos, sin, half = turn_q.reads["cos"], turn_q.reads["sin"], turn_q.facts["half"]
+        turned, q, k = q, turn_q.reads["x"], turn_k.reads["x"]
+        assert isinstance(q, View)
+        if readers[q.value] == [turn_q] and q.value is not keep:
+            turned = q  # in place
+        attention.reads["q"], facts["q_token"] = turned, _floats_apart(turned)
+    return Instruction(
+        "intake",
+        {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "slots": keys.reads["slots"]},
+        {"turned": turned, "k_pages": attention.reads["k_pages"], "v_pages": attention.reads["v_pages"]},
+        {
+            "q_token": _floats_apart(q), "k_token": _floats_apart(k), "v_token": _floats_apart(v),
+            "turned_token": _floats_apart(turned), "half": half,
+            **{name: facts[name] for name in ("k_strides", "v_strides", "frames", "page_tokens", "heads", "kv_heads",
+                                              "size", "values", "narrow")},
+        },
+        "intake",
+    )  # fmt: skip
+
+
+def _floats_apart(operand: object) -> int:
+    return operand.stride // 4 if isinstance(operand, View) else 0

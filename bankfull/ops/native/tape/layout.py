@@ -1,0 +1,50 @@
+"""Where intermediate results lie: values that are never needed at the same time share their bytes."""
+
+from __future__ import annotations
+
+from bankfull.ops.native.tape.instruction import Node, Value, values_in
+
+ALIGN = 64
+"""Of places per token: whole cache lines, for any number of tokens."""
+
+
+def lay_out(nodes: list[Node], keep: Value) -> int:
+    """Give every value its place; the arena's bytes per token. `keep` outlives the tape."""
+    first: dict[Value, int] = {}
+    last: dict[Value, int] = {}
+    for at, node in enumerate(nodes):
+        for value in values_in([*node.writes.values(), *node.reads.values()]):
+            first.setdefault(value, at)
+            last[value] = at
+    last[keep] = len(nodes)
+    order = sorted(first, key=lambda value: first[value])
+    ends: dict[int, list[Value]] = {}
+    for value in order:
+        ends.setdefault(last[value], []).append(value)
+    taken: list[tuple[int, int]] = []
+    size = 0
+    next_end = 0
+    for value in order:
+        while next_end < first[value]:  # what was last needed before this one begins
+            for done in ends.get(next_end, []):
+                taken.remove((done.place, done.place + _bytes(done)))
+            next_end += 1
+        value.place = _gap(taken, _bytes(value))
+        taken.append((value.place, value.place + _bytes(value)))
+        taken.sort()
+        size = max(size, value.place + _bytes(value))
+    return size
+
+
+def _bytes(value: Value) -> int:
+    return -(-value.row_bytes // ALIGN) * ALIGN
+
+
+def _gap(taken: list[tuple[int, int]], size: int) -> int:
+    """The lowest place with `size` free bytes; `taken` is sorted and does not overlap."""
+    place = 0
+    for begin, end in taken:
+        if begin - place >= size:
+            break
+        place = max(place, end)
+    return place

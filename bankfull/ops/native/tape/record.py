@@ -1,0 +1,145 @@
+"""Running a model without data and noting what it would have computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bankfull.ops.native.tape.instruction import Break, Fixed, Input, Instruction, Node, Operand, Value, View
+from bankfull.ops.registry import BODY, Operation
+
+TOKENS = 13
+"""Rows of every recorded tensor. Any number does: it never reaches the tape."""
+
+
+class CannotRecord(Exception):
+    """The model does something between its operations that a tape cannot repeat; one sentence."""
+
+
+class Recorder:
+    """Stands in for the kernels while a model's `forward` runs on meta tensors.
+
+    A tensor is known by its storage, so views made by the model (heads, columns) need no kernel. Every tensor that an
+    operation reads must come from another operation, from the step's inputs, or be a weight.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self._values: dict[int, Value] = {}
+        self._inputs: dict[int, str] = {}
+        self._encoded: dict[View, View] = {}
+        self._alive: list[Any] = []  # storages are told apart by address: none may be freed and used again
+
+    def input(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Tensor:
+        """A tensor that each step brings anew."""
+        tensor = torch.empty(shape, dtype=dtype, device="meta")
+        self._alive.append(tensor)
+        self._inputs[_storage(tensor)] = name
+        return tensor
+
+    def host_input(self, name: str, size: int) -> np.ndarray:
+        """A host array that each step brings anew; told by identity."""
+        array = np.zeros(size, np.int64)
+        self._alive.append(array)
+        self._inputs[id(array)] = name
+        return array
+
+    def add(self, operation: Operation, provider: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the kit calls instead of a kernel. The result has the operation's shapes."""
+        from bankfull.ops.native.tape.forms import FORMS
+
+        made = operation.on_meta(*args, **kwargs)
+        outputs = tuple(self._output(t) for t in (made if isinstance(made, tuple) else (made,)) if t is not None)
+        form = FORMS.get(operation.name)
+        if provider == BODY or form is None or not form(self, outputs, *args, **kwargs):
+            self._break(operation, args, kwargs, outputs)
+        return outputs if isinstance(made, tuple) else (outputs[0] if outputs else None)
+
+    def emit(
+        self, kind: str, reads: dict[str, Operand | None], writes: dict[str, Operand | None], /, label: str = "",
+        **facts: Any,
+    ) -> None:  # fmt: skip
+        self.nodes.append(Instruction(kind, reads, writes, facts, label or kind))
+
+    def operand(self, tensor: Tensor | np.ndarray) -> Operand:
+        """Where a kernel finds the tensor."""
+        if isinstance(tensor, np.ndarray):
+            return Input(self._named(id(tensor), "a host array"))
+        if tensor.device.type != "meta":
+            return Fixed(tensor)
+        value = self._values.get(_storage(tensor))
+        if value is None:
+            return Input(self._named(_storage(tensor), f"a tensor of shape {tuple(tensor.shape)}"))
+        item = tensor.element_size()
+        dense = tensor.shape[0] == TOKENS and (tensor.dim() < 2 or tensor[0].is_contiguous())
+        offset = int(tensor.storage_offset()) * item
+        if not dense or tensor.stride(0) * item != value.row_bytes or offset >= value.row_bytes:
+            raise CannotRecord(f"a view of shape {tuple(tensor.shape)} is not made of whole columns of a result")
+        return View(value, offset)
+
+    def view(self, tensor: Tensor) -> View:
+        found = self.operand(tensor)
+        if not isinstance(found, View):
+            raise CannotRecord("an operation was given an input or a weight where it expects a result")
+        return found
+
+    def dense(self, tensor: Tensor) -> View | None:
+        """The view, if the tensor is all of its value."""
+        found = self.view(tensor)
+        row = tensor.numel() // TOKENS * tensor.element_size()
+        return found if row == found.value.row_bytes else None
+
+    def encoded(self, x: View, columns: int, stride: int) -> View:
+        """x as packed weights want it: encoded once for all that read it."""
+        known = self._encoded.get(x)
+        if known is None:
+            known = self._encoded[x] = View(Value(stride, torch.uint8))
+            self.emit("encode", {"x": x}, {"encoded": known}, x_stride=x.stride // 4, columns=columns)
+        return known
+
+    def _output(self, like: Tensor) -> Tensor:
+        tensor = torch.empty(like.shape, dtype=like.dtype, device="meta")
+        if tensor.dim() == 0 or tensor.shape[0] != TOKENS:
+            raise CannotRecord(f"a result of shape {tuple(like.shape)} does not have one row per token")
+        self._alive.append(tensor)
+        self._values[_storage(tensor)] = Value(tensor.numel() // TOKENS * tensor.element_size(), tensor.dtype)
+        return tensor
+
+    def _named(self, key: int, what: str) -> str:
+        name = self._inputs.get(key)
+        if name is None:
+            raise CannotRecord(f"{what} was made outside of the model's operations")
+        return name
+
+    def _break(
+        self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Iterable[Tensor]
+    ) -> None:
+        reads: dict[str, Operand | None] = {}
+        nested: dict[str, dict[str, str]] = {}
+        for name, arg in [*enumerate(args), *kwargs.items()]:
+            if isinstance(arg, Tensor):
+                reads[str(name)] = self.operand(arg)
+            elif is_dataclass(arg):
+                nested[str(name)] = self._fields(arg)
+        writes: dict[str, Operand | None] = {str(i): self.view(t) for i, t in enumerate(outputs)}
+        shapes = {str(i): (tuple(t.shape[1:]), t.dtype) for i, t in enumerate(outputs)}
+        self.nodes.append(Break(operation, args, kwargs, reads, writes, shapes, nested))
+
+    def _fields(self, record: Any) -> dict[str, str]:
+        """The fields of a record that are inputs of the step."""
+        found = {}
+        for one in fields(record):
+            part = getattr(record, one.name)
+            key = _storage(part) if isinstance(part, Tensor) and part.device.type == "meta" else id(part)
+            if key in self._inputs:
+                found[one.name] = self._inputs[key]
+        return found
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

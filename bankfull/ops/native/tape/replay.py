@@ -1,0 +1,146 @@
+"""The recorded tape in C++, and its replay over a step's inputs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bankfull.ops.native.extension import required
+from bankfull.ops.native.tape.fuse import fuse
+from bankfull.ops.native.tape.instruction import Break, Input, Instruction, Node, Operand, View
+from bankfull.ops.native.tape.layout import lay_out
+from bankfull.ops.native.tape.record import Recorder
+
+_native = required()
+_NONE, _FIXED, _ARENA, _INPUT = range(4)
+Source = tuple[int, int]
+"""An input of a step: its address and, where it has two dimensions, its columns."""
+
+
+class Tape:
+    """One tape serves every batch. Its result lies in the tape's arena and holds until the next replay."""
+
+    def __init__(self, recorder: Recorder, result: Tensor, inputs: Sequence[str]) -> None:
+        """`inputs` names what `replay` will be given, in that order."""
+        self._numbers = {name: i for i, name in enumerate(inputs)}
+        kept = recorder.view(result)
+        nodes = fuse(recorder.nodes, kept.value)
+        self.bytes_per_token = lay_out(nodes, kept.value)
+        self._result, self._columns = kept, kept.value.row_bytes // 4
+        self._dtype = result.dtype
+        self._alive: list[Tensor] = []
+        self._tape = _native.Tape()
+        self._tape.inputs = len(inputs)
+        self._pieces: list[tuple[int, int] | Break] = []
+        self._write(nodes)
+        self._arena = torch.empty(0, dtype=torch.uint8)
+        self.seconds = 0.0
+        """Inside replays, so far."""
+
+    @property
+    def breaks(self) -> dict[str, int]:
+        """Operation -> how often the tape stops for its torch body."""
+        return dict(Counter(piece.operation.name for piece in self._pieces if isinstance(piece, Break)))
+
+    def __len__(self) -> int:
+        return len(self._tape)
+
+    def replay(
+        self, tokens: int, sequences: int, inputs: Sequence[Source], tensors: Mapping[str, Any] | None = None,
+        timed: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """`tensors`: the inputs by name, for operations that are called in Python."""
+        if self.bytes_per_token * tokens > self._arena.numel():
+            self._arena = torch.empty(self.bytes_per_token * (1 << (tokens - 1).bit_length()), dtype=torch.uint8)
+        arena = self._arena.data_ptr()
+        for piece in self._pieces:
+            if isinstance(piece, Break):
+                self._call(piece, tokens, tensors or {})
+            else:
+                begun = perf_counter()
+                self._tape.replay(arena, tokens, sequences, inputs, piece[0], piece[1], timed)
+                self.seconds += perf_counter() - begun
+        return self._tensor(self._result, tokens, (self._columns,), self._dtype)
+
+    def times(self) -> dict[str, tuple[float, int]]:
+        """Kind of instruction -> seconds and runs, over all timed replays since the last call."""
+        found: dict[str, tuple[float, int]] = {}
+        for name, nanoseconds, runs in self._tape.times():
+            seconds, count = found.get(name, (0.0, 0))
+            found[name] = (seconds + nanoseconds * 1e-9, count + runs)
+        self._tape.clear_times()
+        return found
+
+    def _write(self, nodes: Sequence[Node]) -> None:
+        begin = 0
+        for node in nodes:
+            if isinstance(node, Instruction):
+                self._append(node)
+                continue
+            if len(self._tape) > begin:
+                self._pieces.append((begin, len(self._tape)))
+            self._pieces.append(node)
+            begin = len(self._tape)
+        if len(self._tape) > begin:
+            self._pieces.append((begin, len(self._tape)))
+
+    def _append(self, node: Instruction) -> None:
+        places = {name: self._place(operand) for name, operand in (node.reads | node.writes).items()}
+        facts = dict(node.facts)
+        if node.kind == "packed":
+            facts["parts"] = [
+                (places.pop(f"weight{i}"), places.pop(f"bias{i}"), places.pop(f"y{i}"), outputs, outputs, pack)
+                for i, (outputs, pack) in enumerate(facts["parts"])
+            ]
+        if "strides" in facts:
+            places["pages"] = (places["pages"], *facts.pop("strides"))
+        for name in ("k", "v"):
+            if f"{name}_strides" in facts:
+                places[f"{name}_pages"] = (places[f"{name}_pages"], *facts.pop(f"{name}_strides"))
+        getattr(self._tape, node.kind)(name=node.label, **places, **facts)
+
+    def _place(self, operand: Operand | None) -> Any:
+        if operand is None:
+            return (_NONE, 0, 0)
+        if isinstance(operand, View):
+            return (_ARENA, operand.value.place, operand.offset)
+        if isinstance(operand, Input):
+            return (_INPUT, self._numbers[operand.name], 0)
+        self._alive.append(operand.tensor)
+        return (_FIXED, operand.tensor.data_ptr(), 0)
+
+    def _tensor(self, view: View, tokens: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A value's columns as a tensor over the arena."""
+        item = dtype.itemsize
+        at = view.value.place * tokens + view.offset
+        inner, strides = 1, list[int]()
+        for size in reversed(shape):
+            strides.insert(0, inner)
+            inner *= size
+        return self._arena.view(dtype).as_strided((tokens, *shape), (view.stride // item, *strides), at // item)
+
+    def _call(self, piece: Break, tokens: int, tensors: Mapping[str, Any]) -> None:
+        def found(name: str, arg: Any) -> Any:
+            operand = piece.reads.get(name)
+            if isinstance(operand, View):
+                return self._tensor(operand, tokens, tuple(arg.shape[1:]), arg.dtype)
+            if isinstance(operand, Input):
+                return tensors[operand.name]
+            inside = piece.nested.get(name)
+            return replace(arg, **{part: tensors[source] for part, source in inside.items()}) if inside else arg
+
+        args = [found(str(i), arg) for i, arg in enumerate(piece.args)]
+        kwargs = {name: found(name, arg) for name, arg in piece.kwargs.items()}
+        made = piece.operation.body(*args, **kwargs)
+        for (name, operand), result in zip(
+            piece.writes.items(), made if isinstance(made, tuple) else (made,), strict=False
+        ):
+            assert isinstance(operand, View)
+            shape, dtype = piece.shapes[name]
+            self._tensor(operand, tokens, shape, dtype).copy_(result)

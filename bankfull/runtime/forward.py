@@ -1,0 +1,56 @@
+"""How a batch runs through the model: operation by operation, or captured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from bankfull.layers.batch import Batch
+from bankfull.layers.mixer import Mixer
+from bankfull.state.spec import Layout, StateSpec
+from bankfull.state.storage import LayerState
+
+
+class Model(Protocol):
+    """All that the runner knows of a model."""
+
+    vocab: int
+    head: Any
+
+    @property
+    def mixers(self) -> list[Mixer]: ...
+    def states(self) -> list[StateSpec]: ...
+    def forward(
+        self, batch: Batch, states: Sequence[LayerState], metas: Sequence[Any], taps: dict[int, Tensor] | None = None
+    ) -> Tensor: ...
+
+
+def plan_mixers(model: Model, layout: Layout, batch: Batch) -> list[Any]:
+    """One meta per layer, made once for all layers of a kind that share a group."""
+    group_of = {layer: g for g, group in enumerate(layout.paged) for layer in group.layers}
+    made: dict[tuple[type, int], Any] = {}
+    metas = []
+    for layer, mixer in enumerate(model.mixers):
+        key = (type(mixer), group_of.get(layout.owner[layer], 0))
+        if key not in made:
+            made[key] = mixer.plan(batch, key[1])
+        metas.append(made[key])
+    return metas
+
+
+class Forward(Protocol):
+    def __call__(self, batch: Batch) -> Tensor:
+        """Hidden states of every token of the batch. They hold until the next call."""
+        ...
+
+
+class Eager:
+    """Each operation is called from Python."""
+
+    def __init__(self, model: Model, layout: Layout, states: Sequence[LayerState]) -> None:
+        self.model, self.layout, self.states = model, layout, states
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self.model.forward(batch, self.states, plan_mixers(self.model, self.layout, batch))

@@ -1,0 +1,77 @@
+"""A CPU's captured step: the model's operations recorded once on a tape, which one call into C++ replays.
+
+One tape serves every batch: prefill, mixed steps, verifying drafts, decoding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bankfull.layers.batch import Batch
+from bankfull.ops.native.tape import Recorder, Tape
+from bankfull.ops.native.tape.record import TOKENS
+from bankfull.ops.registry import Kit
+from bankfull.runtime.forward import Eager, plan_mixers
+from bankfull.state.spec import Layout
+
+ONE_SEQUENCE = 1
+
+
+class Taped:
+    def __init__(self, eager: Eager, kit: Kit) -> None:
+        self._layout = eager.layout
+        recorder = Recorder()
+        batch = blank_batch(recorder, eager.layout)
+        with kit.recording(recorder), torch.inference_mode():
+            hidden = eager.model.forward(batch, eager.states, plan_mixers(eager.model, eager.layout, batch))
+        self.tape = Tape(recorder, hidden, input_names(eager.layout))
+        self.timed = False
+        """Sum up the time of every kernel: for profiles."""
+
+    def __call__(self, batch: Batch) -> Tensor:
+        found = inputs_of(batch)
+        sources = [_source(tensor) for tensor in found]
+        tensors = dict(zip(input_names(self._layout), found, strict=True)) if self.tape.breaks else None
+        return self.tape.replay(len(batch.tokens), len(batch.kv_len), sources, tensors, self.timed)
+
+
+def input_names(layout: Layout) -> list[str]:
+    groups = range(len(layout.paged))
+    names = ["tokens", "positions", "q_start", "kv_len", *(f"pages{g}" for g in groups), *(f"slots{g}" for g in groups)]
+    return names if layout.recurrent is None else [*names, "kept", "read", "write"]
+
+
+def inputs_of(batch: Batch) -> list[Any]:
+    """In the order of `input_names`."""
+    found = [batch.tokens, batch.positions, batch.q_start, batch.kv_len, *batch.pages, *batch.slots]
+    return found if batch.read is None else [*found, batch.kept, batch.read, batch.write]
+
+
+def blank_batch(recorder: Recorder, layout: Layout) -> Batch:
+    """A batch whose integers are the recorder's inputs."""
+    groups = range(len(layout.paged))
+    batch = Batch(
+        recorder.host_input("q_start", ONE_SEQUENCE + 1), recorder.host_input("kv_len", ONE_SEQUENCE),
+        np.zeros(0, np.int64), recorder.input("tokens", (TOKENS,)), recorder.input("positions", (TOKENS,)),
+        tuple(recorder.input(f"pages{g}", (ONE_SEQUENCE, 1)) for g in groups),
+        tuple(recorder.input(f"slots{g}", (TOKENS,)) for g in groups),
+        tuple(group.page_tokens for group in layout.paged),
+    )  # fmt: skip
+    if layout.recurrent is not None:
+        batch.kept = recorder.host_input("kept", ONE_SEQUENCE)
+        batch.read = recorder.input("read", (ONE_SEQUENCE,))
+        batch.write = recorder.input("write", (ONE_SEQUENCE, 1))
+    return batch
+
+
+def _source(found: Tensor | np.ndarray) -> tuple[int, int]:
+    width = found.shape[1] if found.ndim == 2 else 1
+    if isinstance(found, Tensor):
+        assert found.dtype is torch.int64 and found.is_contiguous()
+        return found.data_ptr(), width
+    assert found.dtype == np.int64 and found.flags.c_contiguous
+    return found.__array_interface__["data"][0], width

@@ -1,0 +1,111 @@
+"""One peer and this engine: both started, then all rows of their table."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bankfull.errors import BankfullError
+from benchmarks.cpu_peers import models
+from benchmarks.cpu_peers.install import CannotInstall
+from benchmarks.cpu_peers.peers import ROOT, Peer, Place, Ready, module
+from benchmarks.cpu_peers.process import EngineFailed, EngineProcess
+from benchmarks.cpu_peers.reach import Bandwidth, bytes_per_token
+from benchmarks.cpu_peers.rows import Comparison, Reach, Row, Side
+from benchmarks.cpu_peers.turns import IDLE, MEMORY, Pair, Say
+from benchmarks.cpu_peers.works import FreshPrompts, Work
+
+START = "start to first token"
+OURS = "bankfull"
+
+
+@dataclass(frozen=True, slots=True)
+class Measuring:
+    """What is measured, and how."""
+
+    works: Sequence[Work]
+    pairs: int
+    our_start: Callable[[Path], float | str]
+    """Seconds for a model, or why there are none."""
+    bandwidth: Bandwidth | None
+    """None = not measured."""
+    say: Say
+
+
+def compare(name: str, peer: Peer, place: Place, how: Measuring) -> Comparison:
+    """What cannot be had is a row that says why."""
+    ours, theirs = Side(OURS, place.model.name), Side(name, place.model.name)
+    try:
+        how.say(f"{name}: getting it ready")
+        ready = peer(place)
+        ours, theirs = Side(OURS, ready.our_model.name), Side(name, ready.model.name)
+        with Engines(place, FreshPrompts(models.vocabulary(ready.our_model)), how.say) as engines:
+            pair, start = _loaded(name, ready, engines, how)
+            ours, theirs = replace(ours, engine=pair.ours.name), replace(theirs, engine=pair.theirs.name)
+            beside = [start, *pair.side_rows()]
+            rows = [_row(pair, work, ready.our_model, how) for work in how.works]
+        return Comparison(name, ours, theirs, [*rows, *beside])
+    except (CannotInstall, EngineFailed, BankfullError, OSError) as error:
+        every = [*(work.name for work in how.works), START, MEMORY, IDLE]
+        return Comparison(name, ours, theirs, [Row(row, "", problem=str(error)) for row in every])
+
+
+class Engines:
+    """Processes of one comparison; none outlives it."""
+
+    def __init__(self, place: Place, fresh: FreshPrompts, say: Say) -> None:
+        self._place, self.fresh, self._say = place, fresh, say
+        self._started: list[EngineProcess] = []
+
+    def __enter__(self) -> Engines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._started:
+            self._started.pop().quit()
+
+    def start(
+        self, label: str, command: Sequence[str], model: Path, variables: Mapping[str, str] | None = None
+    ) -> tuple[EngineProcess, float]:
+        """An engine that has loaded and given a token, asleep; and the seconds from starting it to that token."""
+        threads = self._place.threads
+        # Set before anything loads, so that no library starts a pool of another size.
+        every = {"OMP_NUM_THREADS": str(threads), "PYTHONDONTWRITEBYTECODE": "1", **(variables or {})}
+        self._say(f"{label}: loading {model.name}")
+        engine = EngineProcess(label, command, self._place.folder / f"{label}.err", variables=every, folder=ROOT)
+        self._started.append(engine)
+        engine.load(str(model), threads)
+        engine.work(self.fresh.take(1, 32), 1)
+        seconds = time.perf_counter() - engine.started
+        engine.sleep()
+        return engine, seconds
+
+    def end(self, engine: EngineProcess) -> None:
+        self._started.remove(engine)
+        engine.quit()
+
+
+def _loaded(name: str, ready: Ready, engines: Engines, how: Measuring) -> tuple[Pair, Row]:
+    our_start = how.our_start(ready.our_model)
+    # A first start warms the disk's cache and a peer's own of compiled code. Ours does not count either.
+    engines.end(engines.start(name, ready.command, ready.model, ready.variables)[0])
+    theirs, their_start = engines.start(name, ready.command, ready.model, ready.variables)
+    ours, _ = engines.start(OURS, module(sys.executable, "engine_bankfull"), ready.our_model)
+    if isinstance(our_start, str):
+        start = Row(START, "s", problem=our_start)
+    else:
+        start = Row(START, "s", (our_start,), (their_start,), more_is_better=False)
+    return Pair(ours, theirs, engines.fresh), start
+
+
+def _row(pair: Pair, work: Work, our_model: Path, how: Measuring) -> Row:
+    """Decoding stands beside the bandwidth that it is bound by, the better of a look before and one after."""
+    if how.bandwidth is None or work.measure != "decode":
+        return pair.compare(work, how.pairs, how.say)
+    needed = bytes_per_token(our_model, work)
+    before = how.bandwidth(needed)
+    row = pair.compare(work, how.pairs, how.say)
+    return replace(row, reach=Reach(needed, max(before, how.bandwidth(needed))))

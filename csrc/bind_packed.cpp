@@ -1,0 +1,136 @@
+// Packed weights, for Python. Tensors come as addresses, as in module.cpp.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <tuple>
+#include <vector>
+
+#include "isa.hpp"
+#include "bindings.hpp"
+#include "operations.hpp"
+#include "packing.hpp"
+
+namespace nb = nanobind;
+using namespace bankfull;
+
+namespace {
+
+void require(bool fine, const char* message) {
+    if (!fine) throw std::invalid_argument(message);
+}
+
+template <class T>
+T* pointer(uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+const PackLayout& layout_of(int pack) {
+    require(pack >= 0 && pack < PACKS, "unknown pack");
+    return LAYOUTS[pack];
+}
+
+void require_whole_blocks(int pack, int64_t outputs, int64_t inner) {
+    require(outputs >= 0 && inner > 0 && inner % layout_of(pack).block == 0, "packed weights: not whole blocks");
+}
+
+int64_t bytes_of(int pack, int64_t outputs, int64_t inner) {
+    require_whole_blocks(pack, outputs, inner);
+    return packed_bytes(pack, outputs, inner);
+}
+
+void pack(int format, uintptr_t blocks, uintptr_t out, int64_t outputs, int64_t inner) {
+    require(format >= 0 && format < FORMATS && pack_of(format) >= 0, "pack: no pack holds this format");
+    require_whole_blocks(pack_of(format), outputs, inner);
+    if (outputs == 0) return;
+    require(blocks && out, "pack: a null address");
+    pack_weights(format, pointer<uint8_t>(blocks), pointer<uint8_t>(out), outputs, inner);
+}
+
+void unpack(int pack, uintptr_t weight, uintptr_t out, int64_t outputs, int64_t inner) {
+    require_whole_blocks(pack, outputs, inner);
+    if (outputs == 0) return;
+    require(weight && out, "unpack: a null address");
+    unpack_weights(pack, pointer<uint8_t>(weight), pointer<float>(out), outputs, inner);
+}
+
+Encoded encoded_at(uintptr_t address, int64_t stride, int64_t columns, bool tiles) {
+    require(address % 4 == 0 && stride % 4 == 0 && stride >= encoded_stride(columns),
+            "encoded rows: too short a stride, or not on multiples of four bytes");
+    return {pointer<uint8_t>(address), stride, tiles ? Activations::Tiles : Activations::Codes};
+}
+
+void encode(uintptr_t x, int64_t x_stride, int64_t rows, int64_t columns, uintptr_t out, int64_t out_stride, bool tiles) {
+    require(rows >= 0 && columns > 0 && (tiles || columns % 32 == 0), "encode: groups are 32 columns");
+    if (rows == 0) return;
+    require(x && out, "encode: a null address");
+    run_encode({pointer<float>(x), x_stride, columns, encoded_at(out, out_stride, columns, tiles)}, rows);
+}
+
+using Part = std::tuple<uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, int>;
+
+void packed_linear(bool tiles, uintptr_t x, int64_t x_stride, int64_t rows, int64_t inner, const std::vector<Part>& given,
+                   int gate, uintptr_t out, int64_t out_stride, bool out_tiles) {
+    require(!tiles || kernels().tile_rows > 0, "packed_linear: this instruction set has no tiles");
+    require(rows >= 0 && inner > 0, "packed_linear: the sizes must be positive");
+    std::vector<PackedPart> parts;
+    for (const auto& [weight, bias, y, y_stride, outputs, pack] : given) {
+        require_whole_blocks(pack, outputs, inner);
+        require(weight || outputs == 0, "packed_linear: a null address");
+        require((y && y_stride >= outputs) || gate >= 0 || rows == 0 || outputs == 0,
+                "packed_linear: no room for the results");
+        parts.push_back({pointer<uint8_t>(weight), pointer<float>(bias), pointer<float>(y), y_stride, outputs, pack});
+    }
+    Encoded target{};
+    if (gate >= 0) {
+        require(gate == SILU || gate == GELU_TANH || gate == RELU, "packed_linear: unknown gate");
+        require(parts.size() == 2 && parts[0].outputs == parts[1].outputs, "packed_linear: a gate has two equal parts");
+        require(out || (parts[0].y && parts[0].y_stride >= parts[0].outputs), "packed_linear: no room for the results");
+        if (out) {
+            require(parts[0].outputs % 32 == 0, "packed_linear: encoded results come in groups of 32");
+            target = encoded_at(out, out_stride, parts[0].outputs, out_tiles);
+        }
+    }
+    if (rows == 0 || parts.empty()) return;
+    require(x, "packed_linear: a null address");
+    run_packed({encoded_at(x, x_stride, inner, tiles), rows, inner, parts.data(), int64_t(parts.size()), gate, target});
+}
+
+// The best output of each row, as int64; see run_packed_best.
+void packed_best(bool tiles, uintptr_t x, int64_t x_stride, int64_t rows, int64_t inner, uintptr_t weight, uintptr_t bias,
+                 int64_t outputs, int pack, uintptr_t best) {
+    require(!tiles || kernels().tile_rows > 0, "packed_best: this instruction set has no tiles");
+    require(rows >= 0 && inner > 0 && outputs > 0, "packed_best: the sizes must be positive");
+    require_whole_blocks(pack, outputs, inner);
+    if (rows == 0) return;
+    require(x && weight && best, "packed_best: a null address");
+    const PackedPart part{pointer<uint8_t>(weight), pointer<float>(bias), nullptr, 0, outputs, pack};
+    run_packed_best({encoded_at(x, x_stride, inner, tiles), rows, inner, &part, 1, -1, {}}, pointer<int64_t>(best));
+}
+
+nb::dict packs() {
+    nb::dict found;
+    for (int i = 0; i < PACKS; ++i)
+        found[kernels().packs[i].name] = nb::make_tuple(i, kernels().packs[i].block, kernels().packs[i].bytes);
+    return found;
+}
+
+}  // namespace
+
+void bind_packed(nb::module_& m) {
+    using Free = nb::call_guard<nb::gil_scoped_release>;
+    m.def("packs", &packs, "name -> (pack, weights of one output per block, bytes per block of sixteen outputs)");
+    m.def("pack_of", &pack_of, "the pack that holds a format's weights exactly, or -1");
+    m.def("packed_bytes", &bytes_of, "pack, outputs, inner");
+    m.def("pack", &pack, Free(), "format, blocks, out: addresses; outputs, inner");
+    m.def("unpack", &unpack, Free(), "pack, weight, out (floats): addresses; outputs, inner");
+    m.def("encoded_stride", &encoded_stride, "bytes from one encoded row of so many columns to the next");
+    m.def("encode", &encode, Free(), "x, its stride in floats, rows, columns, out, its stride in bytes, tiles (or codes)");
+    m.def("packed_linear", &packed_linear, Free(),
+          "tiles (or codes), x, its stride in bytes, rows, inner, parts: (weight, bias (0: none), y, y's stride in floats, "
+          "outputs, pack), gate (-1: none), out (0: float results), its stride in bytes, tiles (or codes)");
+    m.def("packed_best", &packed_best, Free(),
+          "tiles (or codes), x, its stride in bytes, rows, inner, weight, bias (0: none), outputs, pack, best (int64)");
+    m.def("tile_rows", [] { return kernels().tile_rows; }, "from so many rows on, tiles are faster than codes; 0: never");
+}

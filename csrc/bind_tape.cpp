@@ -1,0 +1,221 @@
+// The tape for Python. A place is a tuple (kind, value, offset): see Place.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <map>
+#include <stdexcept>
+
+#include "bindings.hpp"
+#include "tape.hpp"
+
+namespace nb = nanobind;
+using namespace bankfull;
+
+namespace {
+
+using At = std::tuple<int, int64_t, int64_t>;
+using PagesTuple = std::tuple<At, int64_t, int64_t, int64_t>;
+
+Place place(const At& at) {
+    const int kind = std::get<0>(at);
+    if (kind < Place::NONE || kind > Place::INPUT) throw std::invalid_argument("tape: an unknown kind of place");
+    return {Place::Kind(kind), std::get<1>(at), std::get<2>(at)};
+}
+
+PagesAt pages(const PagesTuple& p) { return {place(std::get<0>(p)), std::get<1>(p), std::get<2>(p), std::get<3>(p)}; }
+
+Format format_of(int format) {
+    if (format < 0 || format >= FORMATS) throw std::invalid_argument("tape: an unknown weight format");
+    return Format(format);
+}
+
+template <class T>
+T& append(Tape& tape, const std::string& name) {
+    auto made = std::make_unique<T>();
+    T& instruction = *made;
+    tape.add(std::move(made), name);
+    return instruction;
+}
+
+// Instruction number -> (name, nanoseconds, runs).
+nb::list times(const Tape& tape) {
+    nb::list found;
+    for (const auto& instruction : tape.instructions())
+        found.append(nb::make_tuple(instruction->name, instruction->nanoseconds, instruction->runs));
+    return found;
+}
+
+}  // namespace
+
+void bind_tape(nb::module_& m) {
+    nb::class_<Tape>(m, "Tape")
+        .def(nb::init<>())
+        .def_rw("inputs", &Tape::inputs)
+        .def("__len__", [](const Tape& tape) { return tape.instructions().size(); })
+        .def("times", &times, "(name, nanoseconds, runs) of every instruction, from replays with timed=True")
+        .def("clear_times", [](Tape& tape) {
+            for (const auto& i : tape.instructions()) i->nanoseconds = i->runs = 0;
+        })
+        .def("replay",
+             [](const Tape& tape, uintptr_t arena, int64_t tokens, int64_t sequences,
+                const std::vector<std::tuple<uintptr_t, int64_t>>& inputs, int64_t begin, int64_t end, bool timed) {
+                 if (tokens < 0 || sequences < 0 || int64_t(inputs.size()) != tape.inputs)
+                     throw std::invalid_argument("tape: the step does not bring what the tape reads");
+                 std::vector<Input> found;
+                 found.reserve(inputs.size());
+                 for (const auto& input : inputs) found.push_back({std::get<0>(input), std::get<1>(input)});
+                 const nb::gil_scoped_release free;
+                 if (tokens) tape.replay({tokens, sequences, reinterpret_cast<uint8_t*>(arena), found.data()}, begin, end, timed);
+             },
+             nb::arg("arena"), nb::arg("tokens"), nb::arg("sequences"), nb::arg("inputs"), nb::arg("begin"), nb::arg("end"),
+             nb::arg("timed") = false)
+        .def("embedding",
+             [](Tape& tape, const std::string& name, At ids, At table, At y, int format, int64_t count, int64_t columns,
+                int64_t row_bytes, float scale) {
+                 auto& made = append<EmbeddingStep>(tape, name);
+                 made.ids = place(ids), made.table = place(table), made.y = place(y);
+                 made.format = format_of(format), made.count = count, made.columns = columns;
+                 made.row_bytes = row_bytes, made.scale = scale;
+             },
+             nb::arg("name"), nb::arg("ids"), nb::arg("table"), nb::arg("y"), nb::arg("format"), nb::arg("count"),
+             nb::arg("columns"), nb::arg("row_bytes"), nb::arg("scale"))
+        .def("angles",
+             [](Tape& tape, const std::string& name, At positions, At frequencies, At cos, At sin, int64_t half, float scale) {
+                 auto& made = append<AnglesStep>(tape, name);
+                 made.positions = place(positions), made.frequencies = place(frequencies);
+                 made.cos = place(cos), made.sin = place(sin), made.half = half, made.scale = scale;
+             },
+             nb::arg("name"), nb::arg("positions"), nb::arg("frequencies"), nb::arg("cos"), nb::arg("sin"), nb::arg("half"),
+             nb::arg("scale"))
+        .def("norm",
+             [](Tape& tape, const std::string& name, At x, At delta, At joined, At weight, At y, At encoded,
+                int64_t per_token, int64_t columns, float eps, float offset) {
+                 auto& made = append<NormStep>(tape, name);
+                 made.x = place(x), made.delta = place(delta), made.joined = place(joined), made.weight = place(weight);
+                 made.y = place(y), made.encoded = place(encoded), made.per_token = per_token;
+                 made.columns = columns, made.eps = eps, made.offset = offset;
+             },
+             nb::arg("name"), nb::arg("x"), nb::arg("delta"), nb::arg("joined"), nb::arg("weight"), nb::arg("y"),
+             nb::arg("encoded"), nb::arg("per_token"), nb::arg("columns"), nb::arg("eps"), nb::arg("offset"))
+        .def("layer_norm",
+             [](Tape& tape, const std::string& name, At x, At weight, At bias, At y, int64_t per_token, int64_t columns,
+                float eps) {
+                 auto& made = append<LayerNormStep>(tape, name);
+                 made.x = place(x), made.weight = place(weight), made.bias = place(bias), made.y = place(y);
+                 made.per_token = per_token, made.columns = columns, made.eps = eps;
+             },
+             nb::arg("name"), nb::arg("x"), nb::arg("weight"), nb::arg("bias"), nb::arg("y"), nb::arg("per_token"),
+             nb::arg("columns"), nb::arg("eps"))
+        .def("linear",
+             [](Tape& tape, const std::string& name, At x, At weight, At bias, At y, int format, int64_t x_stride,
+                int64_t outputs, int64_t inner, int64_t row_bytes) {
+                 auto& made = append<LinearStep>(tape, name);
+                 made.x = place(x), made.weight = place(weight), made.bias = place(bias), made.y = place(y);
+                 made.format = format_of(format), made.x_stride = x_stride, made.outputs = outputs;
+                 made.inner = inner, made.row_bytes = row_bytes;
+             },
+             nb::arg("name"), nb::arg("x"), nb::arg("weight"), nb::arg("bias"), nb::arg("y"), nb::arg("format"),
+             nb::arg("x_stride"), nb::arg("outputs"), nb::arg("inner"), nb::arg("row_bytes"))
+        .def("encode",
+             [](Tape& tape, const std::string& name, At x, At encoded, int64_t x_stride, int64_t columns) {
+                 auto& made = append<EncodeStep>(tape, name);
+                 made.x = place(x), made.encoded = place(encoded), made.x_stride = x_stride, made.columns = columns;
+             },
+             nb::arg("name"), nb::arg("x"), nb::arg("encoded"), nb::arg("x_stride"), nb::arg("columns"))
+        .def("packed",
+             [](Tape& tape, const std::string& name, At x, At encoded, int64_t inner,
+                const std::vector<std::tuple<At, At, At, int64_t, int64_t, int>>& parts, int gate) {
+                 if (parts.empty()) throw std::invalid_argument("tape: packed weights without a part");
+                 auto& made = append<PackedStep>(tape, name);
+                 made.x = place(x), made.encoded = place(encoded), made.inner = inner, made.gate = gate;
+                 for (const auto& [weight, bias, y, y_stride, outputs, pack] : parts) {
+                     if (pack < 0 || pack >= PACKS) throw std::invalid_argument("tape: an unknown pack");
+                     made.parts.push_back({place(weight), place(bias), place(y), y_stride, outputs, pack});
+                 }
+             },
+             nb::arg("name"), nb::arg("x"), nb::arg("encoded"), nb::arg("inner"), nb::arg("parts"), nb::arg("gate"))
+        .def("pointwise",
+             [](Tape& tape, const std::string& name, At x, At factor, At y, int kind, int64_t per_token, float parameter) {
+                 if (kind < 0 || kind >= POINTWISE) throw std::invalid_argument("tape: an unknown function");
+                 auto& made = append<PointwiseStep>(tape, name);
+                 made.x = place(x), made.factor = place(factor), made.y = place(y);
+                 made.kind = Pointwise(kind), made.per_token = per_token, made.parameter = parameter;
+             },
+             nb::arg("name"), nb::arg("x"), nb::arg("factor"), nb::arg("y"), nb::arg("kind"), nb::arg("per_token"),
+             nb::arg("parameter"))
+        .def("rotate",
+             [](Tape& tape, const std::string& name, At x, At cos, At sin, At y, int64_t heads, int64_t size, int64_t half) {
+                 auto& made = append<RotateStep>(tape, name);
+                 made.x = place(x), made.cos = place(cos), made.sin = place(sin), made.y = place(y);
+                 made.heads = heads, made.size = size, made.half = half;
+             },
+             nb::arg("name"), nb::arg("x"), nb::arg("cos"), nb::arg("sin"), nb::arg("y"), nb::arg("heads"), nb::arg("size"),
+             nb::arg("half"))
+        .def("write",
+             [](Tape& tape, const std::string& name, At rows, At slots, PagesTuple at, int64_t row_stride, int64_t numbers,
+                int64_t frames, int64_t page_tokens, bool narrow) {
+                 auto& made = append<WriteStep>(tape, name);
+                 made.rows = place(rows), made.slots = place(slots), made.pages = pages(at);
+                 made.row_stride = row_stride, made.numbers = numbers, made.frames = frames;
+                 made.page_tokens = page_tokens, made.narrow = narrow;
+             },
+             nb::arg("name"), nb::arg("rows"), nb::arg("slots"), nb::arg("pages"), nb::arg("row_stride"), nb::arg("numbers"),
+             nb::arg("frames"), nb::arg("page_tokens"), nb::arg("narrow"))
+        .def("intake",
+             [](Tape& tape, const std::string& name, At q, At k, At v, At cos, At sin, At turned, At slots, PagesTuple k_pages,
+                PagesTuple v_pages, int64_t q_token, int64_t k_token, int64_t v_token, int64_t turned_token, int64_t frames,
+                int64_t page_tokens, int64_t heads, int64_t kv_heads, int64_t size, int64_t values, int64_t half, bool narrow) {
+                 auto& made = append<IntakeStep>(tape, name);
+                 made.q = place(q), made.k = place(k), made.v = place(v), made.cos = place(cos), made.sin = place(sin);
+                 made.turned = place(turned), made.slots = place(slots);
+                 made.k_pages = pages(k_pages), made.v_pages = pages(v_pages);
+                 made.q_token = q_token, made.k_token = k_token, made.v_token = v_token, made.turned_token = turned_token;
+                 made.frames = frames, made.page_tokens = page_tokens, made.heads = heads, made.kv_heads = kv_heads;
+                 made.size = size, made.values = values, made.half = half, made.narrow = narrow;
+             },
+             nb::arg("name"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("cos"), nb::arg("sin"), nb::arg("turned"),
+             nb::arg("slots"), nb::arg("k_pages"), nb::arg("v_pages"), nb::arg("q_token"), nb::arg("k_token"),
+             nb::arg("v_token"), nb::arg("turned_token"), nb::arg("frames"), nb::arg("page_tokens"), nb::arg("heads"),
+             nb::arg("kv_heads"), nb::arg("size"), nb::arg("values"), nb::arg("half"), nb::arg("narrow"))
+        .def("attention",
+             [](Tape& tape, const std::string& name, At q, At y, At encoded, At q_start, At kv_len, At table,
+                PagesTuple k_pages, PagesTuple v_pages, int64_t q_token, int64_t frames, int64_t page_tokens, int64_t heads,
+                int64_t kv_heads, int64_t size, int64_t values, int64_t window, float scale, float cap, bool narrow) {
+                 auto& made = append<AttentionStep>(tape, name);
+                 made.q = place(q), made.y = place(y), made.encoded = place(encoded), made.q_start = place(q_start);
+                 made.kv_len = place(kv_len), made.table = place(table);
+                 made.k_pages = pages(k_pages), made.v_pages = pages(v_pages);
+                 made.q_token = q_token, made.frames = frames, made.page_tokens = page_tokens, made.heads = heads;
+                 made.kv_heads = kv_heads, made.size = size, made.values = values, made.window = window;
+                 made.scale = scale, made.cap = cap, made.type = narrow ? PAGES_BF16 : PAGES_F32;
+             },
+             nb::arg("name"), nb::arg("q"), nb::arg("y"), nb::arg("encoded"), nb::arg("q_start"), nb::arg("kv_len"),
+             nb::arg("table"), nb::arg("k_pages"), nb::arg("v_pages"), nb::arg("q_token"), nb::arg("frames"),
+             nb::arg("page_tokens"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("size"), nb::arg("values"),
+             nb::arg("window"), nb::arg("scale"), nb::arg("cap"), nb::arg("narrow"))
+        .def("conv",
+             [](Tape& tape, const std::string& name, At x, At weight, At bias, At state, At y, At q_start, At kept, At read,
+                At write, int64_t slots, int64_t channels, int64_t width) {
+                 auto& made = append<ConvStep>(tape, name);
+                 made.x = place(x), made.weight = place(weight), made.bias = place(bias), made.state = place(state);
+                 made.y = place(y), made.at = {place(q_start), place(kept), place(read), place(write), slots};
+                 made.channels = channels, made.width = width;
+             },
+             nb::arg("name"), nb::arg("x"), nb::arg("weight"), nb::arg("bias"), nb::arg("state"), nb::arg("y"),
+             nb::arg("q_start"), nb::arg("kept"), nb::arg("read"), nb::arg("write"), nb::arg("slots"), nb::arg("channels"),
+             nb::arg("width"))
+        .def("scan",
+             [](Tape& tape, const std::string& name, At x, At delta, At a, At b, At c, At d, At state, At y, At q_start,
+                At kept, At read, At write, int64_t slots, int64_t channels, int64_t size, int64_t b_token, int64_t c_token) {
+                 auto& made = append<ScanStep>(tape, name);
+                 made.x = place(x), made.delta = place(delta), made.a = place(a), made.b = place(b), made.c = place(c);
+                 made.d = place(d), made.state = place(state), made.y = place(y);
+                 made.at = {place(q_start), place(kept), place(read), place(write), slots};
+                 made.channels = channels, made.size = size, made.b_token = b_token, made.c_token = c_token;
+             },
+             nb::arg("name"), nb::arg("x"), nb::arg("delta"), nb::arg("a"), nb::arg("b"), nb::arg("c"), nb::arg("d"),
+             nb::arg("state"), nb::arg("y"), nb::arg("q_start"), nb::arg("kept"), nb::arg("read"), nb::arg("write"),
+             nb::arg("slots"), nb::arg("channels"), nb::arg("size"), nb::arg("b_token"), nb::arg("c_token"));
+}

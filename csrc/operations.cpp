@@ -1,0 +1,163 @@
+#include "operations.hpp"
+
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <vector>
+
+#include "isa.hpp"
+#include "threads.hpp"
+
+namespace bankfull {
+namespace {
+
+constexpr int64_t PIECE_WORK = 16384;  // multiplications that are worth a hand-over between threads
+constexpr int64_t PIECE_EXPONENTIALS = 4096;
+
+template <class Job>
+void spread(void (*kernel)(const Job&, int64_t, int64_t), const Job& job, int64_t count, int64_t piece) {
+    struct Pair {
+        void (*kernel)(const Job&, int64_t, int64_t);
+        const Job& job;
+    };
+    const Pair pair{kernel, job};
+    parallel(count, piece, [](const void* p, int64_t begin, int64_t end) {
+        const Pair& both = *static_cast<const Pair*>(p);
+        both.kernel(both.job, begin, end);
+    }, &pair);
+}
+
+void require(bool fine, const char* message) {
+    if (!fine) throw std::invalid_argument(message);
+}
+
+void angles(const AnglesJob& job, int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token)
+        for (int64_t i = 0; i < job.half; ++i) {
+            const float angle = float(job.positions[token]) * job.frequencies[i];
+            job.cos[token * job.half + i] = float(std::cos(double(angle))) * job.scale;
+            job.sin[token * job.half + i] = float(std::sin(double(angle))) * job.scale;
+        }
+}
+
+}  // namespace
+
+void run_linear(const LinearJob& job, Format format) {
+    // A multiple of four outputs, so that prefill's tiles stay whole.
+    spread(kernels().linear[format], job, job.outputs, (PIECE_WORK / (job.inner * job.rows) + 4) / 4 * 4);
+}
+
+void run_rms_norm(const NormJob& job, int64_t rows) {
+    spread(kernels().rms_norm, job, rows, PIECE_WORK / job.columns + 1);
+}
+
+void run_layer_norm(const LayerNormJob& job, int64_t rows) {
+    spread(kernels().layer_norm, job, rows, PIECE_WORK / job.columns + 1);
+}
+
+void run_pointwise(const PointwiseJob& job, Pointwise kind, int64_t count) {
+    spread(kernels().pointwise[kind], job, count, PIECE_EXPONENTIALS);
+}
+
+void run_rotate(const RotateJob& job, int64_t tokens) {
+    spread(kernels().rotate, job, tokens, PIECE_WORK / (job.heads * job.size) + 1);
+}
+
+void run_angles(const AnglesJob& job, int64_t tokens) { spread(angles, job, tokens, 1 + 256 / (job.half + 1)); }
+
+void run_embedding(const EmbeddingJob& job, Format format, int64_t tokens) {
+    for (int64_t i = 0; i < tokens; ++i)
+        if (job.ids[i] < 0 || job.ids[i] >= job.count)
+            throw std::invalid_argument("embedding: an id is outside of the table");
+    spread(kernels().embedding[format], job, tokens, PIECE_WORK / job.columns + 1);
+}
+
+void run_intake(const IntakeJob& job, int64_t tokens) {
+    for (int64_t i = 0; i < tokens; ++i)
+        if (job.slots[i] < 0 || job.slots[i] >= job.places)
+            throw std::invalid_argument("write_pages: a slot names a page that is not there");
+    spread(kernels().intake, job, tokens, PIECE_WORK / ((job.heads + 2 * job.kv_heads) * job.size) + 1);
+}
+
+namespace {
+
+constexpr int64_t UNIT = 32, BEST_UNITS = 16;  // units whose outputs exist at once, on each thread
+
+struct BestJob {
+    const PackedJob& packed;
+    Best* found;  // for each piece of units and each row
+};
+
+// Not `scratch`: the kernels below use that.
+float* outputs_of_this_thread(int64_t floats) {
+    thread_local std::vector<float> outputs;
+    if (int64_t(outputs.size()) < floats) outputs.resize(size_t(floats));
+    return outputs.data();
+}
+
+void best_of_pieces(const BestJob& job, int64_t begin, int64_t end) {
+    const int64_t rows = job.packed.rows, width = BEST_UNITS * UNIT, all = job.packed.parts->outputs;
+    float* y = outputs_of_this_thread(rows * width);
+    for (int64_t piece = begin; piece < end; ++piece) {
+        const int64_t first = piece * width, last = first + width < all ? first + width : all;
+        PackedPart part = *job.packed.parts;
+        part.y = y - first;
+        part.y_stride = width;
+        PackedJob some = job.packed;
+        some.parts = &part;
+        kernels().packed(some, piece * BEST_UNITS, (last + UNIT - 1) / UNIT);
+        for (int64_t row = 0; row < rows; ++row) {
+            Best best = kernels().best_of(y + row * width, last - first);
+            if (best.index >= 0) best.index += first;
+            job.found[piece * rows + row] = best;
+        }
+    }
+}
+
+}  // namespace
+
+void run_packed_best(const PackedJob& job, int64_t* best) {
+    const int64_t pieces = (job.parts->outputs + BEST_UNITS * UNIT - 1) / (BEST_UNITS * UNIT);
+    thread_local std::vector<Best> found;  // kept for its memory
+    if (int64_t(found.size()) < pieces * job.rows) found.resize(size_t(pieces * job.rows));
+    spread(best_of_pieces, BestJob{job, found.data()}, pieces, 1);
+    for (int64_t row = 0; row < job.rows; ++row) {
+        Best most{-std::numeric_limits<float>::infinity(), -1};
+        for (int64_t piece = 0; piece < pieces; ++piece) {
+            const Best& next = found[size_t(piece * job.rows + row)];
+            const bool spoilt = next.index < 0 && !(next.value < 0.0f);  // NaN or +inf, not a piece of -inf alone
+            if (spoilt || next.value > most.value) most = next;
+            if (spoilt) break;
+        }
+        best[row] = most.index;
+    }
+}
+
+RecurrentPlan checked_plan(const RecurrentPlan& plan, int64_t most, int64_t slots, int64_t tokens) {
+    require(plan.q_start[0] == 0 && plan.q_start[plan.sequences] == tokens, "recurrent: q_start does not cover the tokens");
+    for (int64_t i = 0; i < plan.sequences; ++i) {
+        const int64_t count = plan.q_start[i + 1] - plan.q_start[i];
+        require(count >= 0 && plan.kept[i] >= 0 && plan.kept[i] <= count && plan.kept[i] <= most,
+                "recurrent: more states are kept than there are tokens or slots");
+        require(plan.read[i] >= 0 && plan.read[i] < slots, "recurrent: a slot is read that is not there");
+        for (int64_t j = 0; j < plan.kept[i]; ++j) {
+            const int64_t slot = plan.write[i * plan.write_stride + j];
+            require(slot >= 0 && slot < slots, "recurrent: a slot is written that is not there");
+        }
+    }
+    return plan;
+}
+
+void run_causal_conv(const ConvJob& job, int64_t tokens) {
+    const int64_t items = job.plan.sequences * ((job.plan.channels + 15) / 16);
+    const int64_t each = tokens * job.plan.channels * job.width / items + 1;
+    spread(kernels().causal_conv, job, items, PIECE_WORK / each + 1);
+}
+
+void run_selective_scan(const ScanJob& job, int64_t tokens) {
+    const int64_t items = job.plan.sequences * ((job.plan.channels + 15) / 16);
+    const int64_t each = tokens * job.plan.channels * job.size / items + 1;
+    spread(kernels().selective_scan, job, items, PIECE_EXPONENTIALS / each + 1);
+}
+
+}  // namespace bankfull

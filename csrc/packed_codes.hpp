@@ -1,0 +1,132 @@
+// Packed weights times rows of int8 codes. A group's products are summed as integers, exactly; groups are added as floats
+// in the order of k, whatever the rows of a tile: a row has the same bits alone and in any batch.
+//
+// Included inside a namespace per instruction set.
+
+// Rows that share the unpacked codes: their sums should fit the registers.
+#if defined(__AVX512F__)
+static constexpr int64_t CODE_ROWS = 8;
+#elif defined(__AVX2__)
+static constexpr int64_t CODE_ROWS = 4;
+#else
+static constexpr int64_t CODE_ROWS = 2;
+#endif
+
+static constexpr int64_t AHEAD = 2048;  // bytes: how far ahead of its use a line is asked for
+
+struct CodeRows {
+    const uint8_t* data;
+    int64_t stride, inner;
+    // What a group's sum begins with (an int32), or what the group's minimum is multiplied with (a float).
+    const float* corrections;
+
+    int64_t corrections_stride() const { return inner / 16; }
+};
+
+// sums: rows of 32 floats, of which sixteen are written.
+template <Pack P, int R>
+static void multiply_pack(const uint8_t* pack, const CodeRows& x, float* sums) {
+    constexpr PackLayout layout = LAYOUTS[P];
+    using Code = Coded<layout.bits>;
+    constexpr int step = Code::step < layout.group ? Code::step : layout.group;
+    const uint8_t *scales = pack, *codes = pack + layout.codes_at(x.inner);
+    const int8_t* activations[R];
+    const float *activation_scales[R], *corrections[R];
+    Lanes totals[R];
+    for (int r = 0; r < R; ++r) {
+        activations[r] = reinterpret_cast<const int8_t*>(x.data + r * x.stride);
+        activation_scales[r] = reinterpret_cast<const float*>(x.data + r * x.stride + x.inner);
+        corrections[r] = x.corrections + r * x.corrections_stride();
+        totals[r] = Lanes::splat(0.0f);
+    }
+    for (int64_t k = 0; k < x.inner; scales += layout.scale_bytes())
+        for (int group = 0; group < layout.groups(); ++group, k += layout.group) {
+            const int64_t at = k / layout.group;
+            Sums partial[R];
+            for (int r = 0; r < R; ++r) {
+                int32_t start = 0;
+                if constexpr (layout.offset != 0) __builtin_memcpy(&start, corrections[r] + at, 4);
+                partial[r] = Sums::splat(start);
+            }
+            __builtin_prefetch(scales + AHEAD);
+#pragma GCC unroll 8
+            for (int i = 0; i < layout.group; i += step, codes += Code::bytes) {
+                Quads quads[step / 4];
+                Code::unpack(codes, quads);
+                for (int line = 0; line < Code::bytes; line += 64) __builtin_prefetch(codes + AHEAD + line);
+                for (int q = 0; q < step / 4; ++q)
+                    for (int r = 0; r < R; ++r)
+                        partial[r].template add_dot<layout.bits == 8>(quads[q], activations[r] + k + i + 4 * q);
+            }
+            const Lanes scale = PackScales<P>::scale(scales, group);
+            for (int r = 0; r < R; ++r)
+                totals[r].add_product(partial[r].lanes(), scale * Lanes::splat(activation_scales[r][k / GROUP]));
+            if constexpr (layout.minimum != 0) {
+                const Lanes minimum = PackScales<P>::minimum(scales, group);
+                for (int r = 0; r < R; ++r) totals[r].add_product(minimum, Lanes::splat(corrections[r][at]));
+            }
+        }
+    for (int r = 0; r < R; ++r) totals[r].store(sums + r * UNIT_OUTPUTS);
+}
+
+// A template for each number of rows.
+struct Multiply {
+    void (*rows[CODE_ROWS])(const uint8_t* pack, const CodeRows& x, float* sums);
+};
+
+template <Pack P>
+static constexpr Multiply multiply() {
+#if defined(__AVX512F__)
+    return {multiply_pack<P, 1>, multiply_pack<P, 2>, multiply_pack<P, 3>, multiply_pack<P, 4>,
+            multiply_pack<P, 5>, multiply_pack<P, 6>, multiply_pack<P, 7>, multiply_pack<P, 8>};
+#elif defined(__AVX2__)
+    return {multiply_pack<P, 1>, multiply_pack<P, 2>, multiply_pack<P, 3>, multiply_pack<P, 4>};
+#else
+    return {multiply_pack<P, 1>, multiply_pack<P, 2>};
+#endif
+}
+
+static constexpr Multiply MULTIPLY[PACKS] = {
+    multiply<PACK4>(), multiply<PACK4M>(), multiply<PACK4K>(), multiply<PACK4S>(), multiply<PACK4SM>(),
+    multiply<PACK5>(), multiply<PACK5M>(), multiply<PACK5K>(), multiply<PACK6S>(), multiply<PACK8>(),
+};
+
+static void correct(const PackLayout& layout, const CodeRows& x, int64_t rows, float* corrections) {
+    const int64_t groups = x.inner / layout.group;
+    for (int64_t r = 0; r < rows; ++r, corrections += x.corrections_stride()) {
+        const Codes row(const_cast<uint8_t*>(x.data + r * x.stride), x.inner);
+        const auto correction = [&](int64_t group, int32_t sum, float scale) {
+            const int32_t start = -layout.offset * sum;
+            const float minimum = float(layout.minimum) * scale * float(sum);
+            __builtin_memcpy(corrections + group, layout.minimum ? static_cast<const void*>(&minimum) : &start, 4);
+        };
+        if (layout.group == GROUP)
+            for (int64_t i = 0; i < groups; ++i) correction(i, row.sums[2 * i] + row.sums[2 * i + 1], row.scales[i]);
+        else
+            for (int64_t i = 0; i < groups; ++i) correction(i, row.sums[i], row.scales[i / 2]);
+    }
+}
+
+static void packed_codes(const PackedJob& job, int64_t begin, int64_t end) {
+    const int64_t tiles = (job.rows + CODE_ROWS - 1) / CODE_ROWS, most = (job.rows + tiles - 1) / tiles;
+    float* corrections = scratch(most * (job.inner / 16));
+    alignas(64) float sums[2][CODE_ROWS * UNIT_OUTPUTS];
+    int corrected_pack = -1;
+    int64_t corrected_row = -1;
+    for (int64_t number = begin; number < end; ++number) {
+        const Unit unit = unit_at(job, number);
+        for (int64_t row = 0; row < job.rows; row += most) {
+            const int64_t rows = job.rows - row < most ? job.rows - row : most;
+            const CodeRows x{job.x.data + row * job.x.stride, job.x.stride, job.inner, corrections};
+            for (int64_t part = 0; part < unit.count; ++part) {
+                const int pack = unit.parts[part].pack;
+                if (corrected_pack != pack || corrected_row != row) correct(LAYOUTS[pack], x, rows, corrections);
+                corrected_pack = pack;
+                corrected_row = row;
+                for (int64_t half = 0; half < 2; ++half)
+                    MULTIPLY[pack].rows[rows - 1](unit.pack(job, part, half), x, sums[part] + half * PACK_OUTPUTS);
+            }
+            finish(job, unit, row, rows, sums[0], CODE_ROWS * UNIT_OUTPUTS);
+        }
+    }
+}

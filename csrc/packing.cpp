@@ -1,0 +1,254 @@
+#include "packing.hpp"
+
+#include <cstring>
+
+#include "isa.hpp"
+#include "threads.hpp"
+
+namespace bankfull {
+namespace {
+
+// One output's block of a pack: what GGUF's block says, in the pack's terms.
+struct Block {
+    uint8_t codes[256];
+    uint16_t d, m;  // float16
+    uint8_t scales[16], minimums[16];
+};
+
+uint16_t half_at(const uint8_t* p) {
+    uint16_t bits;
+    std::memcpy(&bits, p, 2);
+    return bits;
+}
+
+// The readers: one for each GGUF format. Where a byte holds several weights, they lie half a run apart.
+
+void read_nibbles(const uint8_t* p, uint8_t* codes) {
+    for (int i = 0; i < 16; ++i) {
+        codes[i] = p[i] & 15;
+        codes[i + 16] = p[i] >> 4;
+    }
+}
+
+void add_fifth_bits(const uint8_t* p, uint8_t* codes) {
+    for (int i = 0; i < 32; ++i) codes[i] |= (p[i / 8] >> i % 8 & 1) << 4;
+}
+
+void read_q4_0(const uint8_t* p, Block& b) {
+    b.d = half_at(p);
+    read_nibbles(p + 2, b.codes);
+}
+
+void read_q4_1(const uint8_t* p, Block& b) {
+    b.d = half_at(p);
+    b.m = half_at(p + 2);
+    read_nibbles(p + 4, b.codes);
+}
+
+void read_q5_0(const uint8_t* p, Block& b) {
+    b.d = half_at(p);
+    read_nibbles(p + 6, b.codes);
+    add_fifth_bits(p + 2, b.codes);
+}
+
+void read_q5_1(const uint8_t* p, Block& b) {
+    b.d = half_at(p);
+    b.m = half_at(p + 2);
+    read_nibbles(p + 8, b.codes);
+    add_fifth_bits(p + 4, b.codes);
+}
+
+void read_q8_0(const uint8_t* p, Block& b) {
+    b.d = half_at(p);
+    for (int i = 0; i < 32; ++i) b.codes[i] = p[2 + i] ^ 0x80;  // an int8, plus 128
+}
+
+void read_q2_k(const uint8_t* p, Block& b) {
+    b.d = half_at(p + 80);
+    b.m = half_at(p + 82);
+    for (int g = 0; g < 16; ++g) {
+        b.scales[g] = p[g] & 15;
+        b.minimums[g] = p[g] >> 4;
+    }
+    for (int i = 0; i < 256; ++i) b.codes[i] = p[16 + i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3;
+}
+
+void read_q3_k(const uint8_t* p, Block& b) {
+    b.d = half_at(p + 108);
+    const uint8_t* scales = p + 96;
+    for (int g = 0; g < 16; ++g) {
+        const int low = g < 8 ? scales[g] & 15 : scales[g - 8] >> 4, high = scales[8 + g % 4] >> g / 4 * 2 & 3;
+        b.scales[g] = uint8_t((low | high << 4) - 32);
+    }
+    for (int i = 0; i < 256; ++i)
+        b.codes[i] = (p[32 + i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3) | (p[i % 32] >> i / 32 & 1) << 2;
+}
+
+void read_six_bit_scales(const uint8_t* p, Block& b) {
+    for (int g = 0; g < 4; ++g) {
+        b.scales[g] = p[g] & 63;
+        b.minimums[g] = p[g + 4] & 63;
+        b.scales[g + 4] = (p[g + 8] & 15) | p[g] >> 6 << 4;
+        b.minimums[g + 4] = p[g + 8] >> 4 | p[g + 4] >> 6 << 4;
+    }
+}
+
+void read_q4_k(const uint8_t* p, Block& b) {
+    b.d = half_at(p);
+    b.m = half_at(p + 2);
+    read_six_bit_scales(p + 4, b);
+    for (int i = 0; i < 256; ++i) b.codes[i] = p[16 + i / 64 * 32 + i % 32] >> i % 64 / 32 * 4 & 15;
+}
+
+void read_q5_k(const uint8_t* p, Block& b) {
+    b.d = half_at(p);
+    b.m = half_at(p + 2);
+    read_six_bit_scales(p + 4, b);
+    for (int i = 0; i < 256; ++i)
+        b.codes[i] = (p[48 + i / 64 * 32 + i % 32] >> i % 64 / 32 * 4 & 15) | (p[16 + i % 32] >> i / 32 & 1) << 4;
+}
+
+void read_q6_k(const uint8_t* p, Block& b) {
+    b.d = half_at(p + 208);
+    std::memcpy(b.scales, p + 192, 16);
+    for (int i = 0; i < 256; ++i)
+        b.codes[i] = (p[i / 128 * 64 + i % 64] >> i % 128 / 64 * 4 & 15) |
+                     (p[128 + i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3) << 4;
+}
+
+struct Source {
+    int pack;
+    void (*read)(const uint8_t*, Block&);
+};
+
+Source source_of(int format) {
+    switch (format) {
+        case Q4_0: return {PACK4, read_q4_0};
+        case Q4_1: return {PACK4M, read_q4_1};
+        case Q5_0: return {PACK5, read_q5_0};
+        case Q5_1: return {PACK5M, read_q5_1};
+        case Q8_0: return {PACK8, read_q8_0};
+        case Q2_K: return {PACK4SM, read_q2_k};
+        case Q3_K: return {PACK4S, read_q3_k};
+        case Q4_K: return {PACK4K, read_q4_k};
+        case Q5_K: return {PACK5K, read_q5_k};
+        case Q6_K: return {PACK6S, read_q6_k};
+        default: return {-1, nullptr};
+    }
+}
+
+// Lane `output` of a block, in both directions.
+
+// Visits the pieces of a code: calls piece(byte of the block, its bit, the code's bit, how many bits).
+template <class Piece>
+void each_piece(const PackLayout& layout, int k, int output, Piece piece) {
+    const int quad = k / 4, lane = output * 4 + k % 4;
+    switch (layout.bits) {
+        case 4: return piece(quad / 2 * 64 + lane, quad % 2 * 4, 0, 4);
+        case 5:
+            piece(quad / 8 * 320 + quad % 8 / 2 * 64 + lane, quad % 2 * 4, 0, 4);
+            return piece(quad / 8 * 320 + 256 + lane, quad % 8, 4, 1);
+        case 6:
+            piece(quad / 4 * 192 + quad % 4 / 2 * 64 + lane, quad % 2 * 4, 0, 4);
+            return piece(quad / 4 * 192 + 128 + lane, quad % 4 * 2, 4, 2);
+        default: return piece(quad * 64 + lane, 0, 0, 8);
+    }
+}
+
+void write_block(const PackLayout& layout, const Block& b, int output, uint8_t* scales, uint8_t* codes) {
+    std::memcpy(scales + 2 * output, &b.d, 2);
+    if (layout.minimum) std::memcpy(scales + 32 + 2 * output, &b.m, 2);
+    uint8_t* fine = scales + layout.fine_at() + output;
+    for (int g = 0; layout.fine != Fine::None && g < layout.groups(); ++g) {
+        fine[16 * g] = layout.fine == Fine::Nibbles ? uint8_t(b.scales[g] | b.minimums[g] << 4) : b.scales[g];
+        if (layout.fine == Fine::Unsigned) fine[16 * (layout.groups() + g)] = b.minimums[g];
+    }
+    for (int k = 0; k < layout.block; ++k)
+        each_piece(layout, k, output, [&](int byte, int bit, int from, int count) {
+            codes[byte] |= uint8_t((b.codes[k] >> from & ((1 << count) - 1)) << bit);
+        });
+}
+
+void read_block(const PackLayout& layout, Block& b, int output, const uint8_t* scales, const uint8_t* codes) {
+    b = {};
+    b.d = half_at(scales + 2 * output);
+    if (layout.minimum) b.m = half_at(scales + 32 + 2 * output);
+    const uint8_t* fine = scales + layout.fine_at() + output;
+    for (int g = 0; layout.fine != Fine::None && g < layout.groups(); ++g) {
+        b.scales[g] = layout.fine == Fine::Nibbles ? fine[16 * g] & 15 : fine[16 * g];
+        if (layout.fine == Fine::Nibbles) b.minimums[g] = fine[16 * g] >> 4;
+        if (layout.fine == Fine::Unsigned) b.minimums[g] = fine[16 * (layout.groups() + g)];
+    }
+    for (int k = 0; k < layout.block; ++k)
+        each_piece(layout, k, output, [&](int byte, int bit, int from, int count) {
+            b.codes[k] |= uint8_t((codes[byte] >> bit & ((1 << count) - 1)) << from);
+        });
+}
+
+struct PackingJob {
+    const PackLayout& layout;
+    void (*read)(const uint8_t*, Block&);
+    const uint8_t* blocks;
+    int64_t block_bytes;
+    uint8_t* packed;
+    int64_t outputs, inner;
+};
+
+void write_packs(const PackingJob& job, int64_t begin, int64_t end) {
+    const int64_t blocks = job.inner / job.layout.block, size = job.layout.bytes(job.inner);
+    std::memset(job.packed + begin * size, 0, size_t((end - begin) * size));
+    for (int64_t i = begin * PACK_OUTPUTS; i < end * PACK_OUTPUTS && i < job.outputs; ++i) {
+        uint8_t* scales = job.packed + i / PACK_OUTPUTS * size;
+        uint8_t* codes = scales + job.layout.codes_at(job.inner);
+        for (int64_t at = 0; at < blocks; ++at) {
+            Block block = {};
+            job.read(job.blocks + (i * blocks + at) * job.block_bytes, block);
+            write_block(job.layout, block, int(i % PACK_OUTPUTS), scales + at * job.layout.scale_bytes(),
+                        codes + at * job.layout.code_bytes());
+        }
+    }
+}
+
+}  // namespace
+
+int pack_of(int format) { return source_of(format).pack; }
+
+void pack_weights(int format, const uint8_t* blocks, uint8_t* out, int64_t outputs, int64_t inner) {
+    const Source source = source_of(format);
+    const PackingJob job{LAYOUTS[source.pack], source.read, blocks, kernels().facts[format].bytes, out, outputs, inner};
+    parallel(units_of(outputs) * 2, 2, [](const void* p, int64_t begin, int64_t end) {
+        write_packs(*static_cast<const PackingJob*>(p), begin, end);
+    }, &job);
+}
+
+void unpack_weights(int pack, const uint8_t* packed, float* out, int64_t outputs, int64_t inner) {
+    const PackLayout& layout = LAYOUTS[pack];
+    for (int64_t i = 0; i < outputs; ++i) {
+        const int lane = int(i % PACK_OUTPUTS);
+        const uint8_t* scales = packed + i / PACK_OUTPUTS * layout.bytes(inner);
+        const uint8_t* codes = scales + layout.codes_at(inner);
+        for (int64_t at = 0; at < inner; at += layout.block) {
+            float d[16], m[16];
+            kernels().dequantize[F16](scales, d, 1);
+            kernels().dequantize[F16](scales + 32, m, 1);
+            Block b;
+            read_block(layout, b, lane, scales, codes);
+            for (int k = 0; k < layout.block; ++k) {
+                const int g = k / layout.group;
+                float scale = d[lane], minimum = m[lane];
+                if (layout.fine == Fine::Signed) scale *= float(int8_t(b.scales[g]));
+                if (layout.fine == Fine::Unsigned || layout.fine == Fine::Nibbles) {
+                    scale *= float(b.scales[g]);
+                    minimum *= float(b.minimums[g]);
+                }
+                float weight = scale * float(b.codes[k] - layout.offset);
+                if (layout.minimum) weight += float(layout.minimum) * minimum;
+                out[i * inner + at + k] = weight;
+            }
+            scales += layout.scale_bytes();
+            codes += layout.code_bytes();
+        }
+    }
+}
+
+}  // namespace bankfull

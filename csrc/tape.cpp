@@ -1,0 +1,165 @@
+#include "tape.hpp"
+
+#include <chrono>
+#include <stdexcept>
+
+#include "attention_plan.hpp"
+#include "isa.hpp"
+#include "operations.hpp"
+
+namespace bankfull {
+namespace {
+
+Encoded encoded_at(const Place& place, const Step& step, int64_t columns) {
+    return {place.in<uint8_t>(step), encoded_stride(columns), encoding_of(step.tokens)};
+}
+
+Pages pages_at(const PagesAt& at, const Step& step) {
+    return {at.address.in<uint8_t>(step), at.frame, at.token, at.head};
+}
+
+}  // namespace
+
+Activations encoding_of(int64_t rows) {
+    const int64_t from = kernels().tile_rows;
+    return from && rows >= from ? Activations::Tiles : Activations::Codes;
+}
+
+void Tape::add(std::unique_ptr<Instruction> instruction, std::string name) {
+    instruction->name = std::move(name);
+    instructions_.push_back(std::move(instruction));
+}
+
+void Tape::replay(const Step& step, int64_t begin, int64_t end, bool timed) const {
+    if (begin < 0 || begin > end || end > int64_t(instructions_.size()))
+        throw std::invalid_argument("tape: there are not so many instructions");
+    if (!timed) {
+        for (int64_t i = begin; i < end; ++i) instructions_[size_t(i)]->run(step);
+        return;
+    }
+    for (int64_t i = begin; i < end; ++i) {
+        const Instruction& instruction = *instructions_[size_t(i)];
+        const auto begun = std::chrono::steady_clock::now();
+        instruction.run(step);
+        instruction.nanoseconds += (std::chrono::steady_clock::now() - begun).count();
+        ++instruction.runs;
+    }
+}
+
+void EmbeddingStep::run(const Step& step) const {
+    run_embedding({ids.in<int64_t>(step), table.in<uint8_t>(step), y.in<float>(step), count, columns, row_bytes, scale},
+                  format, step.tokens);
+}
+
+void AnglesStep::run(const Step& step) const {
+    run_angles({positions.in<int64_t>(step), frequencies.in<float>(step), cos.in<float>(step), sin.in<float>(step), half,
+                scale}, step.tokens);
+}
+
+void NormStep::run(const Step& step) const {
+    run_rms_norm({x.in<float>(step), delta.in<float>(step), joined.in<float>(step), weight.in<float>(step),
+                  y.in<float>(step), columns, eps, offset, encoded_at(encoded, step, columns)},
+                 step.tokens * per_token);
+}
+
+void LayerNormStep::run(const Step& step) const {
+    run_layer_norm({x.in<float>(step), weight.in<float>(step), bias.in<float>(step), y.in<float>(step), columns, eps},
+                   step.tokens * per_token);
+}
+
+void LinearStep::run(const Step& step) const {
+    run_linear({x.in<float>(step), x_stride, weight.in<uint8_t>(step), bias.in<float>(step), y.in<float>(step),
+                step.tokens, outputs, inner, row_bytes}, format);
+}
+
+void EncodeStep::run(const Step& step) const {
+    run_encode({x.in<float>(step), x_stride, columns, encoded_at(encoded, step, columns)}, step.tokens);
+}
+
+void PackedStep::run(const Step& step) const {
+    constexpr size_t MOST = 8;
+    PackedPart found[MOST];
+    if (parts.size() > MOST) throw std::invalid_argument("tape: too many weights share their activations");
+    for (size_t i = 0; i < parts.size(); ++i)
+        found[i] = {parts[i].weight.in<uint8_t>(step), parts[i].bias.in<float>(step), parts[i].y.in<float>(step),
+                    parts[i].y_stride, parts[i].outputs, parts[i].pack};
+    run_packed({encoded_at(x, step, inner), step.tokens, inner, found, int64_t(parts.size()), gate,
+                encoded_at(encoded, step, parts[0].outputs)});
+}
+
+void PointwiseStep::run(const Step& step) const {
+    run_pointwise({x.in<float>(step), factor.in<float>(step), y.in<float>(step), parameter}, kind, step.tokens * per_token);
+}
+
+void RotateStep::run(const Step& step) const {
+    run_rotate({x.in<float>(step), cos.in<float>(step), sin.in<float>(step), y.in<float>(step), heads, size, half},
+               step.tokens);
+}
+
+void WriteStep::run(const Step& step) const {
+    const int64_t item = narrow ? 2 : 4;
+    IntakeJob job{};
+    job.k = rows.in<float>(step);
+    job.k_token = row_stride;
+    job.k_pages = pages.address.in<uint8_t>(step);
+    job.k_frame = pages.frame * item;
+    job.k_token_bytes = pages.token * item;
+    job.slots = slots.in<int64_t>(step);
+    job.places = frames * page_tokens;
+    job.page_tokens = page_tokens;
+    job.kv_heads = 1;
+    job.size = numbers;
+    job.narrow = narrow;
+    run_intake(job, step.tokens);
+}
+
+void IntakeStep::run(const Step& step) const {
+    const int64_t item = narrow ? 2 : 4;
+    run_intake({q.in<float>(step), k.in<float>(step), v.in<float>(step), q_token, k_token, v_token, cos.in<float>(step),
+                sin.in<float>(step), turned.in<float>(step), turned_token, k_pages.address.in<uint8_t>(step),
+                v_pages.address.in<uint8_t>(step), k_pages.frame * item, k_pages.token * item, v_pages.frame * item,
+                v_pages.token * item, slots.in<int64_t>(step), frames * page_tokens, page_tokens, heads, kv_heads, size,
+                values, half, narrow}, step.tokens);
+}
+
+void AttentionStep::run(const Step& step) const {
+    AttentionJob job{};
+    job.q = q.in<float>(step);
+    job.y = y.in<float>(step);
+    job.k = pages_at(k_pages, step);
+    job.v = pages_at(v_pages, step);
+    job.q_start = q_start.in<int64_t>(step);
+    job.kv_len = kv_len.in<int64_t>(step);
+    job.table = table.in<int64_t>(step);
+    job.table_stride = table.width(step);
+    job.page_tokens = page_tokens;
+    job.heads = heads;
+    job.kv_heads = kv_heads;
+    job.size = size;
+    job.values = values;
+    job.q_token = q_token;
+    job.out = encoded_at(encoded, step, heads * values);
+    job.window = window;
+    job.scale = scale;
+    job.cap = cap;
+    paged_attention(job, type, step.sequences, step.tokens, job.table_stride, frames);
+}
+
+RecurrentPlan RecurrentAt::plan(const Step& step, int64_t channels) const {
+    return checked_plan({q_start.in<int64_t>(step), kept.in<int64_t>(step), read.in<int64_t>(step),
+                         write.in<int64_t>(step), step.sequences, write.width(step), channels},
+                        write.width(step), slots, step.tokens);
+}
+
+void ConvStep::run(const Step& step) const {
+    run_causal_conv({at.plan(step, channels), x.in<float>(step), weight.in<float>(step), bias.in<float>(step),
+                     state.in<float>(step), y.in<float>(step), width}, step.tokens);
+}
+
+void ScanStep::run(const Step& step) const {
+    run_selective_scan({at.plan(step, channels), x.in<float>(step), delta.in<float>(step), a.in<float>(step),
+                        b.in<float>(step), c.in<float>(step), d.in<float>(step), state.in<float>(step), y.in<float>(step),
+                        size, b_token, c_token}, step.tokens);
+}
+
+}  // namespace bankfull

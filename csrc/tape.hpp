@@ -1,0 +1,190 @@
+// The tape: a step of a model as a flat list of kernels. Arguments are fixed addresses, places in an arena whose size
+// follows the step's tokens, or inputs of the step; so one tape serves every batch, and a replay neither allocates nor
+// asks an interpreter.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels.hpp"
+
+namespace bankfull {
+
+struct Input {
+    uintptr_t address;
+    int64_t width;  // columns, where it has two dimensions
+};
+
+struct Step {
+    int64_t tokens, sequences;
+    uint8_t* arena;
+    const Input* inputs;
+};
+
+struct Place {
+    enum Kind : int { NONE, FIXED, ARENA, INPUT } kind = NONE;
+    int64_t value = 0;   // an address; bytes of arena before it, per token; or an input's number
+    int64_t offset = 0;  // bytes
+
+    template <class T>
+    T* in(const Step& step) const {
+        switch (kind) {
+            case NONE: return nullptr;
+            case FIXED: return reinterpret_cast<T*>(uintptr_t(value + offset));
+            case ARENA: return reinterpret_cast<T*>(step.arena + value * step.tokens + offset);
+            default: return reinterpret_cast<T*>(step.inputs[value].address + uintptr_t(offset));
+        }
+    }
+    int64_t width(const Step& step) const { return step.inputs[value].width; }
+};
+
+class Instruction {
+  public:
+    virtual ~Instruction() = default;
+    virtual void run(const Step& step) const = 0;
+    std::string name;
+    mutable int64_t nanoseconds = 0, runs = 0;  // while the tape is timed
+};
+
+class Tape {
+  public:
+    Tape() = default;
+    Tape(const Tape&) = delete;
+    Tape& operator=(const Tape&) = delete;
+    void add(std::unique_ptr<Instruction> instruction, std::string name);
+    // Instructions [begin, end), in order.
+    void replay(const Step& step, int64_t begin, int64_t end, bool timed) const;
+    const std::vector<std::unique_ptr<Instruction>>& instructions() const { return instructions_; }
+    int64_t inputs = 0;  // how many a step must bring
+
+  private:
+    std::vector<std::unique_ptr<Instruction>> instructions_;
+};
+
+// How activations of a step with so many rows are encoded.
+Activations encoding_of(int64_t rows);
+
+struct EmbeddingStep : Instruction {
+    Place ids, table, y;
+    Format format;
+    int64_t count, columns, row_bytes;
+    float scale;
+    void run(const Step& step) const override;
+};
+
+struct AnglesStep : Instruction {
+    Place positions, frequencies, cos, sin;
+    int64_t half;
+    float scale;
+    void run(const Step& step) const override;
+};
+
+struct NormStep : Instruction {
+    Place x, delta, joined, weight, y, encoded;
+    int64_t per_token, columns;  // rows of a token (1, or its heads), and their size
+    float eps, offset;
+    void run(const Step& step) const override;
+};
+
+struct LayerNormStep : Instruction {
+    Place x, weight, bias, y;
+    int64_t per_token, columns;
+    float eps;
+    void run(const Step& step) const override;
+};
+
+struct LinearStep : Instruction {
+    Place x, weight, bias, y;
+    Format format;
+    int64_t x_stride, outputs, inner, row_bytes;
+    void run(const Step& step) const override;
+};
+
+struct EncodeStep : Instruction {
+    Place x, encoded;
+    int64_t x_stride, columns;
+    void run(const Step& step) const override;
+};
+
+struct PackedStep : Instruction {
+    struct Part {
+        Place weight, bias, y;
+        int64_t y_stride, outputs;
+        int pack;
+    };
+    Place x, encoded;
+    int64_t inner;
+    std::vector<Part> parts;
+    int gate = -1;
+    void run(const Step& step) const override;
+};
+
+struct PointwiseStep : Instruction {
+    Place x, factor, y;
+    Pointwise kind;
+    int64_t per_token;
+    float parameter;
+    void run(const Step& step) const override;
+};
+
+struct RotateStep : Instruction {
+    Place x, cos, sin, y;
+    int64_t heads, size, half;
+    void run(const Step& step) const override;
+};
+
+// Pages of one layer: `address` of the first number, strides in numbers (frame, token, head).
+struct PagesAt {
+    Place address;
+    int64_t frame, token, head;
+};
+
+struct WriteStep : Instruction {
+    Place rows, slots;
+    PagesAt pages;
+    int64_t row_stride, numbers, frames, page_tokens;
+    bool narrow;  // pages are bfloat16
+    void run(const Step& step) const override;
+};
+
+struct IntakeStep : Instruction {
+    Place q, k, v, cos, sin, turned, slots;
+    PagesAt k_pages, v_pages;
+    int64_t q_token, k_token, v_token, turned_token;
+    int64_t frames, page_tokens, heads, kv_heads, size, values, half;
+    bool narrow;
+    void run(const Step& step) const override;
+};
+
+struct AttentionStep : Instruction {
+    Place q, y, encoded, q_start, kv_len, table;
+    PagesAt k_pages, v_pages;
+    int64_t q_token, frames, page_tokens, heads, kv_heads, size, values, window;
+    float scale, cap;
+    PageType type;
+    void run(const Step& step) const override;
+};
+
+struct RecurrentAt {
+    Place q_start, kept, read, write;
+    int64_t slots;
+    RecurrentPlan plan(const Step& step, int64_t channels) const;
+};
+
+struct ConvStep : Instruction {
+    Place x, weight, bias, state, y;
+    RecurrentAt at;
+    int64_t channels, width;
+    void run(const Step& step) const override;
+};
+
+struct ScanStep : Instruction {
+    Place x, delta, a, b, c, d, state, y;
+    RecurrentAt at;
+    int64_t channels, size, b_token, c_token;
+    void run(const Step& step) const override;
+};
+
+}  // namespace bankfull

@@ -1,0 +1,210 @@
+"""The tape: what is captured gives the bits of what is not, for every batch, family and arithmetic."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bankfull.layers.batch import Batch
+from bankfull.layers.build import Build
+from bankfull.layers.decoder import Decoder
+from bankfull.models.registry import build_model
+from bankfull.ops import Kit, activate, activate_mul, kit_for, native
+from bankfull.runtime.forward import Eager
+from bankfull.state.spec import layout_of
+from bankfull.state.storage import Storage
+from bankfull.weights.requantized import Requantized
+from bankfull.weights.source import open_model
+
+if native.status() is not None:
+    pytest.skip("the kernels are not built", allow_module_level=True)
+
+from bankfull.ops.native.tape.instruction import Instruction, Node, Value, View
+from bankfull.ops.native.tape.layout import ALIGN, lay_out
+from bankfull.ops.native.tape.record import CannotRecord, Recorder
+from bankfull.runtime.taped import Taped
+
+CPU = torch.device("cpu")
+PAGE = 4
+_COMMON = {"vocab_size": 70, "hidden_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 128}
+_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**_COMMON, **_HEADS, tie_word_embeddings=True),
+    "biased": lambda: transformers.Qwen2Config(**_COMMON, **{k: v for k, v in _HEADS.items() if k != "head_dim"}),
+    "normed": lambda: transformers.Qwen3Config(**_COMMON, **_HEADS),
+    "capped": lambda: transformers.Gemma2Config(
+        **_COMMON, **_HEADS, sliding_window=6, attn_logit_softcapping=20.0, final_logit_softcapping=10.0,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "fused": lambda: transformers.Phi3Config(
+        **_COMMON, **{k: v for k, v in _HEADS.items() if k != "head_dim"}, pad_token_id=0, partial_rotary_factor=0.5
+    ),
+    "opt": lambda: transformers.OPTConfig(
+        vocab_size=70, hidden_size=64, num_hidden_layers=2, max_position_embeddings=128, num_attention_heads=2,
+        ffn_dim=96, word_embed_proj_dim=32,
+    ),
+    "mamba": lambda: transformers.MambaConfig(
+        vocab_size=70, hidden_size=64, num_hidden_layers=2, state_size=4, time_step_rank=16
+    ),
+}  # fmt: skip
+ARITHMETIC = {"exact": (None, "float", torch.float32), "int8": ("q8_0", "int8", torch.bfloat16)}
+
+
+@lru_cache
+def folder_of(family: str) -> Path:
+    import atexit
+    import shutil
+    import tempfile
+
+    folder = Path(tempfile.mkdtemp(prefix="bankfull-tape-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.float32)
+    model.save_pretrained(folder)
+    return folder
+
+
+def built(family: str, arithmetic: str = "exact") -> tuple[Decoder, Kit]:
+    stored, activations, pages = ARITHMETIC[arithmetic]
+    files = open_model(folder_of(family))
+    source = files.source if stored is None else Requantized(files.source, (stored, "keep"), tables=True)
+    kit = kit_for("cpu", "auto", activations)
+    return build_model(files.config, Build(source, kit, torch.float32, CPU, kv_dtype=pages)), kit
+
+
+class Sides:
+    """The same sequences, eager on one state and captured on another."""
+
+    def __init__(self, model: Decoder, kit: Kit, sequences: int) -> None:
+        self.layout = layout_of(model.states(), PAGE)
+        self.states = [Storage(self.layout, 200, 2 * sequences + 2, CPU) for _ in range(2)]
+        for storage in self.states:
+            storage.frames.zero_()
+        self.eager = Eager(model, self.layout, self.states[0].layers)
+        self.taped = Taped(Eager(model, self.layout, self.states[1].layers), kit)
+        self.length = [0] * sequences
+        self.turn = [0] * sequences
+        self.random = Random(5)
+
+    def batch(self, counts: list[int]) -> Batch:
+        """counts[i] new tokens of sequence i; 0 leaves it out."""
+        live = [i for i, count in enumerate(counts) if count]
+        longest = max(self.length[i] + counts[i] for i in live)
+        q_start = np.cumsum([0, *(counts[i] for i in live)])
+        positions = torch.cat([torch.arange(self.length[i], self.length[i] + counts[i]) for i in live])
+        owner = torch.cat([torch.full((counts[i],), i) for i in live])
+        pages, slots = [], []
+        for g, group in enumerate(self.layout.paged):
+            width = -(-128 // group.page_tokens)
+            table = 1 + torch.arange(len(counts) * width).view(-1, width) % 60 + 60 * g  # own pages, far fewer used
+            pages.append(table[live][:, : -(-longest // group.page_tokens)].contiguous())
+            places = table[owner, positions // group.page_tokens]
+            slots.append(places * group.page_tokens + positions % group.page_tokens)
+        tokens = torch.tensor([self.random.randrange(70) for _ in range(int(q_start[-1]))])
+        batch = Batch(
+            q_start, np.array([self.length[i] + counts[i] for i in live]), np.zeros(0, np.int64), tokens, positions,
+            tuple(pages), tuple(slots), tuple(group.page_tokens for group in self.layout.paged),
+        )  # fmt: skip
+        if self.layout.recurrent is not None:
+            batch.kept = np.ones(len(live), np.int64)
+            batch.read = torch.tensor([0 if not self.length[i] else 1 + 2 * i + self.turn[i] for i in live])
+            batch.write = torch.tensor([[1 + 2 * i + 1 - self.turn[i]] for i in live])
+        for i in live:
+            self.length[i] += counts[i]
+            self.turn[i] = 1 - self.turn[i]
+        return batch
+
+    def step(self, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = self.batch(counts)
+        with torch.inference_mode():
+            return self.eager(batch), self.taped(batch).clone()
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETIC)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_captured_and_uncaptured_steps_give_the_same_bits(family: str, arithmetic: str) -> None:
+    model, kit = built(family, arithmetic)
+    sides = Sides(model, kit, 3)
+    assert not sides.taped.tape.breaks
+    # Prefill, chunks, mixed steps, decoding, a verify width; few rows and many: one tape serves them all.
+    for counts in ([5, 0, 0], [1, 9, 0], [1, 1, 40], [1, 1, 1], [4, 1, 3], [1, 0, 0], [0, 20, 1]):
+        eager, taped = sides.step(counts)
+        assert eager.isfinite().all() and eager.abs().sum() > 0
+        assert torch.equal(eager, taped), f"{counts}: {(eager - taped).abs().max()}"
+    for ours, theirs in zip(*(storage.layers for storage in sides.states), strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def kinds(taped: Taped) -> Counter[str]:
+    return Counter(name for name, _, _ in taped.tape._tape.times())
+
+
+def test_a_llama_layer_in_int8_is_seven_kernels() -> None:
+    model, kit = built("llama", "int8")
+    found = kinds(Sides(model, kit, 1).taped)
+    layers = len(model.blocks)
+    assert found == {
+        "embedding": 1, "angles": 1, "norm": 2 * layers + 1, "packed": 3 * layers, "packed, gated": layers,
+        "intake": layers, "attention": layers,
+    }  # fmt: skip
+
+
+def test_an_operation_with_only_a_torch_body_is_a_counted_break() -> None:
+    files = open_model(folder_of("llama"))
+    kit = Kit("cpu", ("native",))
+    taken = activate_mul.providers.pop("native")
+    try:
+        model = build_model(files.config, Build(files.source, kit, torch.float32, CPU))
+    finally:
+        activate_mul.providers["native"] = taken
+    sides = Sides(model, kit, 2)
+    assert sides.taped.tape.breaks == {"activate_mul": len(model.blocks)}
+    for counts in ([3, 0], [1, 17], [1, 1]):
+        eager, taped = sides.step(counts)
+        assert torch.equal(eager, taped)
+
+
+def test_what_a_tape_cannot_repeat_is_refused() -> None:
+    """A tensor made between two operations would be forgotten at the next replay."""
+    kit = kit_for("cpu")
+    run = kit.bind(activate, dtype=torch.float32)
+    recorder = Recorder()
+    with kit.recording(recorder), pytest.raises(CannotRecord, match="outside of the model's operations"):
+        run(torch.empty(13, 8, device="meta"), "silu")
+
+
+def test_a_tapes_memory_follows_the_largest_step_only() -> None:
+    model, kit = built("llama", "int8")
+    sides = Sides(model, kit, 2)
+    sides.step([40, 0])
+    held = sides.taped.tape._arena.data_ptr()
+    for _ in range(20):
+        sides.step([1, 2])
+    assert sides.taped.tape._arena.data_ptr() == held
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=25))
+def test_values_that_live_at_the_same_time_never_overlap(lives: list[tuple[int, int, int]]) -> None:
+    values = [Value(size, torch.uint8) for size, _, _ in lives]
+    nodes: list[Node] = [Instruction("none", {}, {}) for _ in range(13)]
+    for number, (value, (_, a, b)) in enumerate(zip(values, lives, strict=True)):
+        nodes[min(a, b)].writes[str(number)] = View(value)
+        nodes[max(a, b)].reads[str(number)] = View(value)
+    size = lay_out(nodes, values[0])
+    spans = [(min(a, b), max(a, b)) for _, a, b in lives]
+    spans[0] = (spans[0][0], len(nodes))
+    for i, (value, span) in enumerate(zip(values, spans, strict=True)):
+        assert value.place % ALIGN == 0 and value.place + value.row_bytes <= size
+        for other, span2 in list(zip(values, spans, strict=True))[:i]:
+            if span[0] <= span2[1] and span2[0] <= span[1]:
+                apart = value.place + value.row_bytes <= other.place or other.place + other.row_bytes <= value.place
+                assert apart, f"{value} and {other} are both needed at {span} and {span2}"
