@@ -98,16 +98,21 @@ void packed_linear(bool tiles, uintptr_t x, int64_t x_stride, int64_t rows, int6
     run_packed({encoded_at(x, x_stride, inner, tiles), rows, inner, parts.data(), int64_t(parts.size()), gate, target});
 }
 
-// The best output of each row, as int64; see run_packed_best.
-void packed_best(bool tiles, uintptr_t x, int64_t x_stride, int64_t rows, int64_t inner, uintptr_t weight, uintptr_t bias,
-                 int64_t outputs, int pack, uintptr_t best) {
-    require(!tiles || kernels().tile_rows > 0, "packed_best: this instruction set has no tiles");
+// The best output of each row of floats, as int64; see run_packed_best.
+void packed_best(uintptr_t x, int64_t rows, int64_t inner, uintptr_t weight, uintptr_t bias, int64_t outputs, int pack,
+                 uintptr_t best) {
     require(rows >= 0 && inner > 0 && outputs > 0, "packed_best: the sizes must be positive");
     require_whole_blocks(pack, outputs, inner);
     if (rows == 0) return;
     require(x && weight && best, "packed_best: a null address");
+    const int64_t stride = encoded_stride(inner);
+    thread_local std::vector<uint8_t> memory;  // kept; rows begin on multiples of 64 bytes
+    if (int64_t(memory.size()) < rows * stride + 64) memory.resize(size_t(rows * stride + 64));
+    uint8_t* rows_at = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
+    const Encoded encoded{rows_at, stride, encoding_of(rows)};
+    run_encode({pointer<float>(x), inner, inner, encoded}, rows);
     const PackedPart part{pointer<uint8_t>(weight), pointer<float>(bias), nullptr, 0, outputs, pack};
-    run_packed_best({encoded_at(x, x_stride, inner, tiles), rows, inner, &part, 1, -1, {}}, pointer<int64_t>(best));
+    run_packed_best({encoded, rows, inner, &part, 1, -1, {}}, pointer<int64_t>(best));
 }
 
 nb::dict packs() {
@@ -133,7 +138,7 @@ void bind_packed(nb::module_& m) {
           "tiles (or codes), x, its stride in bytes, rows, inner, parts: (weight, bias (0: none), y, y's stride in "
           "floats, outputs, pack), gate (-1: none), out (0: float results), its stride in bytes, tiles (or codes)");
     m.def("packed_best", &packed_best, Free(),
-          "tiles (or codes), x, its stride in bytes, rows, inner, weight, bias (0: none), outputs, pack, best (int64)");
+          "x (floats), rows, inner, weight, bias (0: none), outputs, pack, best (int64)");
     m.def("tile_rows", [] { return kernels().tile_rows; },
           "from so many rows on, tiles are faster than codes; 0: never");
 }

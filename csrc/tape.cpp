@@ -20,11 +20,6 @@ Pages pages_at(const PagesAt& at, const Step& step) {
 
 }  // namespace
 
-Activations encoding_of(int64_t rows) {
-    const int64_t from = kernels().tile_rows;
-    return from && rows >= from ? Activations::Tiles : Activations::Codes;
-}
-
 void Tape::add(std::unique_ptr<Instruction> instruction, std::string name) {
     instruction->name = std::move(name);
     instructions_.push_back(std::move(instruction));

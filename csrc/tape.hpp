@@ -63,9 +63,6 @@ class Tape {
     std::vector<std::unique_ptr<Instruction>> instructions_;
 };
 
-// How activations of a step with so many rows are encoded.
-Activations encoding_of(int64_t rows);
-
 struct EmbeddingStep : Instruction {
     Place ids, table, y;
     Format format;

@@ -55,13 +55,16 @@ def _accepts(*, dtype: torch.dtype | None = None, weight: QTensor | None = None,
     return int(_native.pack_of(FORMATS[weight.scheme.name][0])) >= 0
 
 
-def _encode(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> tuple[Tensor, int, int, bool]:
-    """The rows as the kernels want them, their stride, how many there are, and whether they are tiles."""
+def _check(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> None:
     outputs, inner = weight.shape
     if x.shape[-1] != inner:
         raise ValueError(f"linear_int8: the input has {x.shape[-1]} columns, the weight {inner}")
     if bias is not None and bias.shape != (outputs,):
         raise ValueError(f"linear_int8: the bias has shape {tuple(bias.shape)}, the weight {outputs} outputs")
+
+
+def _encode(x: Tensor, inner: int) -> tuple[Tensor, int, int, bool]:
+    """The rows as the kernels want them, their stride, how many there are, and whether they are tiles."""
     rows = float_rows(x)
     count, stride = rows.numel() // inner, int(_native.encoded_stride(inner))
     tiles = 0 < _native.tile_rows() <= count
@@ -73,7 +76,8 @@ def _encode(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> tuple[Tenso
 @linear_int8.provider("native", on="cpu", accepts=_accepts, prepare=pack)
 def run_linear_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     outputs, inner = weight.shape
-    encoded, stride, count, tiles = _encode(x, weight, bias)
+    _check(x, weight, bias)
+    encoded, stride, count, tiles = _encode(x, inner)
     y = torch.empty(*x.shape[:-1], outputs, dtype=torch.float32)
     wide_bias = None if bias is None else float_rows(bias)
     part = (address(weight.data), address(wide_bias), address(y), outputs, outputs, weight.pack)
@@ -84,11 +88,12 @@ def run_linear_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None = None)
 @best_output_int8.provider("native", on="cpu", accepts=_accepts, prepare=pack)
 def run_best_output_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     outputs, inner = weight.shape
-    encoded, stride, count, tiles = _encode(x, weight, bias)
+    _check(x, weight, bias)
+    rows = float_rows(x)
     best = torch.empty(x.shape[:-1], dtype=torch.int64)
     wide_bias = None if bias is None else float_rows(bias)
     _native.packed_best(
-        tiles, address(encoded), stride, count, inner, address(weight.data), address(wide_bias), outputs, weight.pack,
+        address(rows), best.numel(), inner, address(weight.data), address(wide_bias), outputs, weight.pack,
         address(best),
     )  # fmt: skip
     return best
