@@ -235,9 +235,9 @@ static void locate(const AttentionJob& job, const Pages& pages, const AttentionI
     int64_t page = from / job.page_tokens, token = from - page * job.page_tokens;
     const int64_t stride = pages.token * E::bytes;
     for (int64_t position = from; position < to; ++page, token = 0) {
-        const uint8_t* p = pages.data + (table[page] * pages.frame + item.kv_head * pages.head) * E::bytes + token * stride;
+        const uint8_t* head = pages.data + (table[page] * pages.frame + item.kv_head * pages.head) * E::bytes;
         const int64_t left = to - position, count = left < job.page_tokens - token ? left : job.page_tokens - token;
-        for (int64_t i = 0; i < count; ++i) at[i] = p + i * stride;
+        for (int64_t i = 0; i < count; ++i) at[i] = head + (token + i) * stride;
         at += count;
         position += count;
     }
@@ -318,7 +318,7 @@ static void join_chunk(const Rows& rows, int64_t chunk, const float* partial, fl
     }
 }
 
-// Sums over their totals: the results of one row, to where the job wants them. Encoded heads are whole groups of columns.
+// Sums over their totals: one row's results, to where the job wants them. An encoded head is whole groups of columns.
 static void finish_row(const Rows& rows, int64_t row, float* sum, float total) {
     const AttentionJob& job = rows.job;
     const int64_t token = rows.token_of(row), column = rows.head_of(row) * job.values;

@@ -7,8 +7,8 @@
 // any company. There are two ways, and they agree bit for bit: every score, weight and sum is made of the same numbers
 // in the same order, only their places differ.
 //   few rows (decoding, verifying):  lanes are keys. Keys are read in their pages, values are interleaved in pairs.
-//   many rows (prefill):             lanes are rows, so that no maximum or sum crosses lanes. Keys and transposed values
-//                                    are copied once and used by every sixteen rows.
+//   many rows (prefill):             lanes are rows, so that no maximum or sum crosses lanes. Keys and transposed
+//                                    values are copied once and used by every sixteen rows.
 // Both compute scores as K Q^T. Then few rows mix P V; many rows V^T P^T, whose P^T is the scores' own shape.
 //
 // A key that a row does not see may be anything, NaN too: its score is overwritten before it is looked at. Its value
@@ -99,11 +99,11 @@ struct Keys {
 struct Work {
     uint8_t *queries;  // of sixteen rows and 32 dimensions: pairs of dimensions, then rows
     uint8_t *keys;     // copies, where pages cannot be read as they are: 16 keys and 32 dimensions after each other
-    uint8_t *values;   // of 32 keys: 16 values in pairs of keys (few rows), or each value's 32 keys (many rows)
+    uint8_t *values;   // of 32 keys: 16 values in pairs of keys (few rows), or the keys of each value (many)
     uint8_t *weights;  // of 32 keys: rows of keys (few), or pairs of keys, then rows (many)
     float *scores;     // of sixteen rows: keys, then rows
     float *rows;       // sixteen rows one after the other: scores, mixed values or results
-    float *partial, *running;  // few rows: as in attention.hpp. Many: for sixteen rows, values, maximum and sum in lanes
+    float *partial, *running;  // few rows: as in attention.hpp. Many: values, maximum and sum of sixteen rows in lanes
     int32_t *ends;     // of each row: the position after its own
     const uint8_t* nothing;  // a key or value of zeros
 
@@ -149,7 +149,8 @@ static void prepare_queries(const Rows& rows, const Work& work) {
                 lines[i] = _mm512_setzero_si512();
                 if (first + i >= rows.count) continue;
                 const float* q = rows.query(first + i) + d;
-                lines[i] = narrow(_mm512_mul_ps(_mm512_loadu_ps(q), scale), _mm512_mul_ps(_mm512_loadu_ps(q + 16), scale));
+                lines[i] = narrow(_mm512_mul_ps(_mm512_loadu_ps(q), scale),
+                                  _mm512_mul_ps(_mm512_loadu_ps(q + SIDE), scale));
             }
             transpose(lines);
             for (int64_t i = 0; i < SIDE; ++i) store_line(to + i * LINE, lines[i]);
@@ -182,15 +183,16 @@ static void copy_keys(const Rows& rows, const AttentionItem& item, int64_t start
 }
 
 // Where pages hold whole tiles: a tile lies in one page, and so does what follows the last key.
-static void find_keys(const Rows& rows, const AttentionItem& item, int64_t start, int64_t from, int64_t to, Keys& keys) {
-    const AttentionJob& job = rows.job;
+static void find_keys(const AttentionJob& job, const AttentionItem& item, int64_t start, int64_t from, int64_t to,
+                      Keys& keys) {
     const int64_t* table = job.table + item.sequence * job.table_stride;
+    const uint8_t* head = job.k.data + item.kv_head * job.k.head * 2;
     const int64_t first = (from - start) / SIDE;
     keys.piece = LINE;
     keys.stride = job.k.token * 2;
     int64_t page = (start + first * SIDE) / job.page_tokens, token = start + first * SIDE - page * job.page_tokens;
     for (int64_t tile = first; tile * SIDE < to - start; ++tile) {
-        keys.tiles[tile] = job.k.data + (table[page] * job.k.frame + token * job.k.token + item.kv_head * job.k.head) * 2;
+        keys.tiles[tile] = head + (table[page] * job.k.frame + token * job.k.token) * 2;
         token += SIDE;
         if (token == job.page_tokens) token = 0, ++page;
     }
@@ -262,8 +264,10 @@ static void turn_scores(const float* scores, int64_t from, int64_t to, float* ro
             v[i] = _mm512_mask_broadcast_f32x4(v[i], 0x0f00, _mm_loadu_ps(at + 8 * SIDE));
             v[i] = _mm512_mask_broadcast_f32x4(v[i], 0xf000, _mm_loadu_ps(at + 12 * SIDE));
         }
-        const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(v[0], v[1])), b = _mm512_castps_pd(_mm512_unpacklo_ps(v[2], v[3]));
-        const __m512d c = _mm512_castps_pd(_mm512_unpackhi_ps(v[0], v[1])), d = _mm512_castps_pd(_mm512_unpackhi_ps(v[2], v[3]));
+        const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(v[0], v[1]));
+        const __m512d b = _mm512_castps_pd(_mm512_unpacklo_ps(v[2], v[3]));
+        const __m512d c = _mm512_castps_pd(_mm512_unpackhi_ps(v[0], v[1]));
+        const __m512d d = _mm512_castps_pd(_mm512_unpackhi_ps(v[2], v[3]));
         _mm512_storeu_pd(rows + key, _mm512_unpacklo_pd(a, b));
         _mm512_storeu_pd(rows + CHUNK + key, _mm512_unpackhi_pd(a, b));
         _mm512_storeu_pd(rows + 2 * CHUNK + key, _mm512_unpacklo_pd(c, d));
@@ -365,13 +369,13 @@ static void mix_columns(const Work& work, const uint8_t* const* at, int64_t coun
 
 static void attend_few(const Rows& rows, const AttentionItem& item, int64_t chunk, const Work& work, float* partial) {
     const AttentionJob& job = rows.job;
-    const int64_t start = chunk * CHUNK, mixed = job.values, stride = partial_floats(job);
+    const int64_t start = chunk * CHUNK, stride = partial_floats(job);
     const int64_t from = rows.from(0, start), to = rows.to(rows.count - 1, start + CHUNK);
     if (from >= to) return;
     const int64_t first = (from - start) / WIDE, last = (to - start + WIDE - 1) / WIDE;
     Keys keys;
     if (job.page_tokens % SIDE == 0)
-        find_keys(rows, item, start, from, to, keys);
+        find_keys(job, item, start, from, to, keys);
     else
         copy_keys(rows, item, start, from, to, work, keys);
     score(keys, from - start, to - start, work.queries, job.size, work.scores);
@@ -381,8 +385,8 @@ static void attend_few(const Rows& rows, const AttentionItem& item, int64_t chun
         float* scores = work.rows + row % 4 * CHUNK;
         if (row % 4 == 0) turn_scores(work.scores + row, from - start, to - start, scores);
         const int64_t a = rows.from(row, start) - start, b = rows.to(row, start + CHUNK) - start;
-        float* result = partial + row * stride;
-        if (a < b) soften_row(job, scores, a, b, first, last, work.weights + row * LINE, result[mixed], result[mixed + 1]);
+        float* facts = partial + row * stride + job.values;
+        if (a < b) soften_row(job, scores, a, b, first, last, work.weights + row * LINE, facts[0], facts[1]);
     }
     int64_t column = 0;
     for (; column + 2 * WIDE <= job.values; column += 2 * WIDE)
@@ -392,7 +396,8 @@ static void attend_few(const Rows& rows, const AttentionItem& item, int64_t chun
 
 // ---- many rows ------------------------------------------------------------------------------------------------------
 
-// What sixteen rows see of a chunk: each row the keys [from, to); some row [seen_from, seen_to), all [all_from, all_to).
+// What sixteen rows see of a chunk: each row the keys [from, to); some row [seen_from, seen_to), all of them
+// [all_from, all_to).
 struct Sight {
     __m512i from, to;
     int64_t seen_from, seen_to, all_from, all_to;
@@ -466,7 +471,8 @@ static inline __m512 sum_up(__m512 (&sums)[SIDE]) {
     return sums[0];
 }
 
-static void turn_values(const AttentionJob& job, const uint8_t* const* at, int64_t first, int64_t last, uint8_t* values) {
+static void turn_values(const AttentionJob& job, const uint8_t* const* at, int64_t first, int64_t last,
+                        uint8_t* values) {
     for (int64_t block = first; block < last; ++block)
         for (int64_t c = 0; c < job.values; c += WIDE)
             for (int high = 0; high < 2; ++high) {
@@ -601,8 +607,9 @@ static void attend_many(const Rows& rows, const AttentionItem& item, int64_t chu
             soften_and_mix<4>(job, work, first, last, result);
         else
             soften_and_mix<2>(job, work, first, last, result);
+        const int64_t left = rows.count - row;
         if (partials)
-            turn_result(job, result, rows.count - row < SIDE ? rows.count - row : SIDE, partials + row * partial_floats(job));
+            turn_result(job, result, left < SIDE ? left : SIDE, partials + row * partial_floats(job));
         else if (!opens)
             join_lanes(job, sight, result, running);
     }

@@ -51,7 +51,7 @@ struct Kernels {
     void (*pointwise[POINTWISE])(const PointwiseJob&, int64_t begin, int64_t end);
     void (*rotate)(const RotateJob&, int64_t begin, int64_t end);
     void (*attention[PAGE_TYPES])(const AttentionJob&, int64_t begin, int64_t end);  // items
-    int64_t (*attention_rows[PAGE_TYPES])(const AttentionJob&);  // rows (queries of heads) that an item should have at most
+    int64_t (*attention_rows[PAGE_TYPES])(const AttentionJob&);  // queries x heads of an item, at most
     void (*merge)(const AttentionJob&, int64_t begin, int64_t end);                  // of `split`
     void (*causal_conv)(const ConvJob&, int64_t begin, int64_t end);
     void (*selective_scan)(const ScanJob&, int64_t begin, int64_t end);
