@@ -26,16 +26,6 @@ static inline Lanes gate_of(int function, Lanes x) {
     }
 }
 
-// Asks for the lines that finish will write.
-static inline void expect(const PackedJob& job, const Unit& unit, int64_t row, int64_t rows) {
-    if (job.gate >= 0 && job.out.data) return;
-    const float* y = unit.parts->y + row * unit.parts->y_stride + unit.number * UNIT_OUTPUTS;
-    for (int64_t r = 0; r < rows; ++r, y += unit.parts->y_stride) {
-        __builtin_prefetch(y, 1);
-        __builtin_prefetch(y + 16, 1);
-    }
-}
-
 // Sums of rows [row, row + rows): for each part, rows of 32 floats; the second part's begin `apart` floats behind.
 static void finish(const PackedJob& job, const Unit& unit, int64_t row, int64_t rows, const float* sums,
                    int64_t apart) {

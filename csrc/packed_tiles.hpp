@@ -49,7 +49,7 @@ static inline void settle_memory() { asm volatile("" ::: "memory"); }
 // the code times another. What weights are scaled and raised by takes both into account.
 template <int Bits>
 struct Moved {
-    static constexpr int place = 2, left = 7 - Bits;  // the float's byte; the code's shift, which leaves the top bit free
+    static constexpr int place = 2, left = 7 - Bits;  // the byte of the float; the shift that leaves its top bit free
     static constexpr int32_t exponent = 0x42000000;   // 32 + code * 2^(5 - Bits)
     static constexpr float zero = 32.0f, unit = 32.0f / float(1 << Bits);
 };
@@ -220,7 +220,6 @@ static void packed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
                         shape = rows;
                         const TileBlock block{job.x.data + row * job.x.stride + 2 * k, job.x.stride, rows,
                                               own + part * apart};
-                        if (done) expect(job, unit, row, rows);
                         block.begin(k > 0);
                         if (row == first)
                             widen_and_multiply(unit.pack(job, part, 0), unit.pack(job, part, 1), unit.parts[part].pack,
