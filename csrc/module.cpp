@@ -8,6 +8,10 @@
 #include <stdexcept>
 #include <tuple>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include "attention_plan.hpp"
 #include "bindings.hpp"
 #include "isa.hpp"
@@ -214,6 +218,17 @@ void sample(uintptr_t logits, uintptr_t reals, uintptr_t wholes, uintptr_t token
     run_sample({pointer<float>(logits), wishes.data(), pointer<int64_t>(tokens), vocab, purpose}, rows);
 }
 
+// A wish: the system may decline it, and where it knows no such thing nothing happens.
+void advise_large_pages(uintptr_t address, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+    constexpr uintptr_t PAGE = 4096;
+    const uintptr_t begin = (address + PAGE - 1) / PAGE * PAGE, end = (address + uintptr_t(bytes)) / PAGE * PAGE;
+    if (bytes > 0 && end > begin) madvise(pointer<void>(begin), end - begin, MADV_HUGEPAGE);
+#else
+    (void)address, (void)bytes;
+#endif
+}
+
 void set_thread_count(int count) {
     require(count >= 1 && count <= MAX_THREADS, "the number of threads must be 1 to 1024");
     set_threads(count);
@@ -270,6 +285,7 @@ NB_MODULE(_native, m) {
     m.def("isa", &current_isa);
     m.def("set_isa", &set_isa);
     bind_tape(m);
+    m.def("advise_large_pages", &advise_large_pages, "address, bytes: memory that will be read again and again");
     m.def("threads", &threads, Free());
     m.def("set_threads", &set_thread_count, Free());
     bind_packed(m);

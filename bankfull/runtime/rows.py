@@ -105,7 +105,7 @@ class Rows:
         return job
 
     def commit(self, rows: Sequence[int], tokens: Tensor, counts: Tensor | None) -> None:
-        """Append tokens[i, :counts[i]] (without counts, one each) to the known tokens of rows[i]. A row that got NO_TOKEN
+        """Append tokens[i, :counts[i]] (without counts, one each) to the known tokens of rows[i]. A row with NO_TOKEN
         is about to end; until then what it reads does not matter, but must be a token."""
         if self.host is not None:
             return self.host.commit(rows, tokens.numpy(), None if counts is None else counts.numpy())

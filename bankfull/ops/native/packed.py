@@ -16,10 +16,12 @@ from torch import Tensor
 from bankfull.ops.native.checks import address, float_rows
 from bankfull.ops.native.extension import required
 from bankfull.ops.native.linear import FORMATS, accepts, storage_of
+from bankfull.ops.native.memory import Slabs
 from bankfull.ops.reference.linear import best_output_int8, linear_int8
 from bankfull.weights.qtensor import QTensor
 
 _native = required()
+_slabs = Slabs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ def pack(weight: QTensor) -> PackedWeight:
     outputs, inner = weight.shape
     code = FORMATS[weight.scheme.name][0]
     layout = int(_native.pack_of(code))
-    data = torch.empty(int(_native.packed_bytes(layout, outputs, inner)), dtype=torch.uint8)
+    data = _slabs.take(int(_native.packed_bytes(layout, outputs, inner)))
     _native.pack(code, address(storage_of(weight)), address(data), outputs, inner)
     return PackedWeight(data, layout, (outputs, inner))
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bankfull.ops.native.extension import required
+from bankfull.ops.native.memory import in_large_pages
 from bankfull.ops.native.tape.fuse import fuse
 from bankfull.ops.native.tape.instruction import Break, Input, Instruction, Node, Operand, View
 from bankfull.ops.native.tape.layout import lay_out
@@ -57,7 +58,8 @@ class Tape:
     ) -> Tensor:  # fmt: skip
         """`tensors`: the inputs by name, for operations that are called in Python."""
         if self.bytes_per_token * tokens > self._arena.numel():
-            self._arena = torch.empty(self.bytes_per_token * (1 << (tokens - 1).bit_length()), dtype=torch.uint8)
+            size = self.bytes_per_token * (1 << (tokens - 1).bit_length())
+            self._arena = in_large_pages(torch.empty(size, dtype=torch.uint8))
         arena = self._arena.data_ptr()
         for piece in self._pieces:
             if isinstance(piece, Break):
