@@ -42,7 +42,7 @@ class Part:
     kernels: tuple[Kernel, ...]
     """Those that took longest first."""
     costs: tuple[Cost, ...]
-    """What each step needs as a whole, with nothing written only to be read again."""
+    """What each step needs as a whole, by the meter: operation by operation, so without what fusing them saves."""
 
     @property
     def steps(self) -> int:

@@ -42,7 +42,8 @@ def profile_tables(report: Report) -> list[Table]:
     for part in report.profile or ():
         if not part.steps:
             continue
-        table = Table(title=Text(f"{part.name}, {part.steps} steps of {duration(part.seconds / part.steps)}"))
+        steps = "1 step" if part.steps == 1 else f"{part.steps} steps"
+        table = Table(title=Text(f"{part.name}, {steps} of {duration(part.seconds / part.steps)}"))
         table.add_column("kernel", no_wrap=True)
         for heading in ("runs/step", "ms/step", "share", "GB/s", "GFLOP/s", "least ms", "of limit"):
             table.add_column(heading, justify="right", no_wrap=True)

@@ -48,7 +48,7 @@ def test_latency_as_json_has_every_repetition_and_a_summary_of_them(cli: Cli, mo
 def test_a_profile_is_shown_for_both_phases_and_is_in_the_object(cli: Cli, model: Path) -> None:
     done = cli("bench", "latency", "-m", model, *SMALL, "--profile")
     assert done.code == 0, done.err
-    for shown in ("prefill, 1 steps of", "decode, 3 steps of", "least ms", "attention", "head", "host", "0 breaks"):
+    for shown in ("prefill, 1 step of", "decode, 3 steps of", "least ms", "attention", "head", "host", "0 breaks"):
         assert shown in done.out, shown
     found = cli("bench", "throughput", "-m", model, *SMALL, "--concurrency", 2, "--profile", "--json").json
     assert set(found["profile"]) == {"prefill", "decode"} and found["tape"]["breaks"] == {}
