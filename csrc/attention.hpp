@@ -233,10 +233,13 @@ static void locate(const AttentionJob& job, const Pages& pages, const AttentionI
                    const uint8_t** at) {
     const int64_t* table = job.table + item.sequence * job.table_stride;
     int64_t page = from / job.page_tokens, token = from - page * job.page_tokens;
+    const int64_t stride = pages.token * E::bytes;
     for (int64_t position = from; position < to; ++page, token = 0) {
-        const uint8_t* p =
-            pages.data + (table[page] * pages.frame + token * pages.token + item.kv_head * pages.head) * E::bytes;
-        for (; token < job.page_tokens && position < to; ++token, ++position, p += pages.token * E::bytes) *at++ = p;
+        const uint8_t* p = pages.data + (table[page] * pages.frame + item.kv_head * pages.head) * E::bytes + token * stride;
+        const int64_t left = to - position, count = left < job.page_tokens - token ? left : job.page_tokens - token;
+        for (int64_t i = 0; i < count; ++i) at[i] = p + i * stride;
+        at += count;
+        position += count;
     }
 }
 

@@ -117,7 +117,7 @@ void paged_attention(AttentionJob job, PageType type, int64_t sequences, int64_t
     job.split = plan.split.data();
     job.partials = plan.partials.data();
     const int64_t items = int64_t(plan.items.size()), split = int64_t(plan.split.size());
-    spread({kernels().attention[type], job}, items, plan.products <= ALONE ? items : 1);
+    spread({kernels().attention[type], job}, items, plan.products <= ALONE ? items : items / (PIECES * 4 * threads()) + 1);
     spread({kernels().merge, job}, split, plan.products <= 32 * ALONE ? split : 1);
 }
 

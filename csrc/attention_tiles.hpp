@@ -26,7 +26,7 @@ constexpr int64_t WIDE = 32;     // bfloat16 in a row of a tile
 constexpr int64_t LINE = 64;     // bytes in a row of a tile
 constexpr int64_t TILE = 1024;   // bytes of a tile
 constexpr int64_t BLOCKS = CHUNK / WIDE;
-constexpr int64_t FEW_ROWS = 8;  // up to which turning the scores is cheaper than turning the values
+constexpr int64_t FEW_ROWS = 16;  // up to which turning the scores is cheaper than turning the values
 constexpr int64_t MANY_ROWS = 192;
 constexpr float LOG2_OF_E = 0x1.715476p0f, LOG_OF_2 = 0x1.62e430p-1f;
 
@@ -306,38 +306,41 @@ static void soften_row(const AttentionJob& job, float* scores, int64_t from, int
     total = Lanes{sums}.sum();
 }
 
-static void pair_values(const AttentionJob& job, const uint8_t* const* at, int64_t first, int64_t last, uint8_t* values) {
-    const int64_t pieces = job.values / WIDE;
-    for (int64_t block = first; block < last; ++block)
-        for (int64_t pair = 0; pair < SIDE; ++pair)
-            for (int64_t c = 0; c < pieces; ++c) {
-                uint8_t* to = values + (block * pieces + c) * 2 * TILE + pair * LINE;
-                store_line(to, pair_up(at + block * WIDE, pair, c * LINE, false));
-                store_line(to + TILE, pair_up(at + block * WIDE, pair, c * LINE, true));
-            }
+// N times 32 columns of 32 values, in pairs of keys.
+template <int N>
+static inline void pair_values(const uint8_t* const* at, int64_t byte, uint8_t* pairs) {
+    for (int64_t pair = 0; pair < SIDE; ++pair, pairs += LINE)
+        for (int64_t i = 0; i < N; ++i) {
+            store_line(pairs + 2 * i * TILE, pair_up(at, pair, byte + i * LINE, false));
+            store_line(pairs + (2 * i + 1) * TILE, pair_up(at, pair, byte + i * LINE, true));
+        }
 }
 
-// N times 32 columns of P V.
+// N times 32 columns of P V. The next block of values is prepared while tiles are still waiting for this one.
 template <int N>
-static void mix_columns(const Work& work, int64_t count, int64_t pieces, int64_t piece, int64_t first, int64_t last,
-                        float* partial, int64_t stride) {
+static void mix_columns(const Work& work, const uint8_t* const* at, int64_t count, int64_t column, int64_t first,
+                        int64_t last, float* partial, int64_t stride) {
     _tile_zero(0);
     _tile_zero(1);
     if constexpr (N > 1) {
         _tile_zero(2);
         _tile_zero(3);
     }
+    pair_values<N>(at + first * WIDE, column * 2, work.values + first % 2 * 4 * TILE);
     for (int64_t block = first; block < last; ++block) {
-        const uint8_t* values = work.values + (block * pieces + piece) * 2 * TILE;
+        if (block + 1 < last)
+            pair_values<N>(at + (block + 1) * WIDE, column * 2, work.values + (block + 1) % 2 * 4 * TILE);
+        settle_memory();
+        const uint8_t* pairs = work.values + block % 2 * 4 * TILE;
         _tile_loadd(7, work.weights + block * TILE, LINE);
-        _tile_loadd(4, values, LINE);
+        _tile_loadd(4, pairs, LINE);
         _tile_dpbf16ps(0, 7, 4);
-        _tile_loadd(5, values + TILE, LINE);
+        _tile_loadd(5, pairs + TILE, LINE);
         _tile_dpbf16ps(1, 7, 5);
         if constexpr (N > 1) {
-            _tile_loadd(6, values + 2 * TILE, LINE);
+            _tile_loadd(6, pairs + 2 * TILE, LINE);
             _tile_dpbf16ps(2, 7, 6);
-            _tile_loadd(4, values + 3 * TILE, LINE);
+            _tile_loadd(4, pairs + 3 * TILE, LINE);
             _tile_dpbf16ps(3, 7, 4);
         }
     }
@@ -352,9 +355,9 @@ static void mix_columns(const Work& work, int64_t count, int64_t pieces, int64_t
     const __m512i right = _mm512_add_epi32(left, _mm512_set1_epi32(8));
     for (int64_t row = 0; row < count; ++row)
         for (int64_t i = 0; i < N; ++i) {
-            const float* at = mixed + (2 * i * SIDE + row) * SIDE;
-            const __m512 low = _mm512_loadu_ps(at), high = _mm512_loadu_ps(at + SIDE * SIDE);
-            float* to = partial + row * stride + (piece + i) * WIDE;
+            const float* tile = mixed + (2 * i * SIDE + row) * SIDE;
+            const __m512 low = _mm512_loadu_ps(tile), high = _mm512_loadu_ps(tile + SIDE * SIDE);
+            float* to = partial + row * stride + column + i * WIDE;
             _mm512_storeu_ps(to, _mm512_permutex2var_ps(low, left, high));
             _mm512_storeu_ps(to + SIDE, _mm512_permutex2var_ps(low, right, high));
         }
@@ -372,6 +375,8 @@ static void attend_few(const Rows& rows, const AttentionItem& item, int64_t chun
     else
         copy_keys(rows, item, start, from, to, work, keys);
     score(keys, from - start, to - start, work.queries, job.size, work.scores);
+    const uint8_t* at[CHUNK];
+    locate_chunk(rows, job.v, item, start, from, to, work.nothing, at);
     for (int64_t row = 0; row < rows.count; ++row) {
         float* scores = work.rows + row % 4 * CHUNK;
         if (row % 4 == 0) turn_scores(work.scores + row, from - start, to - start, scores);
@@ -379,15 +384,10 @@ static void attend_few(const Rows& rows, const AttentionItem& item, int64_t chun
         float* result = partial + row * stride;
         if (a < b) soften_row(job, scores, a, b, first, last, work.weights + row * LINE, result[mixed], result[mixed + 1]);
     }
-    const uint8_t* at[CHUNK];
-    locate_chunk(rows, job.v, item, start, from, to, work.nothing, at);
-    pair_values(job, at, first, last, work.values);
-    const int64_t pieces = job.values / WIDE;
-    int64_t piece = 0;
-    settle_memory();
-    for (; piece + 2 <= pieces; piece += 2)
-        mix_columns<2>(work, rows.count, pieces, piece, first, last, partial, stride);
-    if (piece < pieces) mix_columns<1>(work, rows.count, pieces, piece, first, last, partial, stride);
+    int64_t column = 0;
+    for (; column + 2 * WIDE <= job.values; column += 2 * WIDE)
+        mix_columns<2>(work, at, rows.count, column, first, last, partial, stride);
+    if (column < job.values) mix_columns<1>(work, at, rows.count, column, first, last, partial, stride);
 }
 
 // ---- many rows ------------------------------------------------------------------------------------------------------
@@ -432,36 +432,38 @@ static void hide(const AttentionJob& job, const Sight& sight, float* scores) {
     }
 }
 
-// The scores of sixteen rows become weights, in pairs of keys; a pair's weights are added in the lane of its place in
-// the block, as soften_row does.
-static void soften_rows(const float* scores, int64_t first, int64_t last, uint8_t* weights, float* maximum, float* total) {
+static __m512 largest_scores(const float* scores, int64_t first, int64_t last) {
     __m512 most[4];
     for (__m512& each : most) each = _mm512_set1_ps(-__builtin_inff());
     for (int64_t key = first * WIDE; key < last * WIDE; key += 4)
         for (int64_t i = 0; i < 4; ++i) most[i] = _mm512_max_ps(most[i], _mm512_load_ps(scores + (key + i) * SIDE));
     const __m512 all = _mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3]));
-    // A row that sees nothing has no maximum: its weights are 0, not NaN.
+    // A row that sees nothing has no maximum: its weights are to be 0, not NaN.
     const __mmask16 none = _mm512_cmp_ps_mask(all, _mm512_set1_ps(-__builtin_inff()), _CMP_EQ_OQ);
-    const __m512 top = _mm512_mask_blend_ps(none, all, _mm512_setzero_ps());
+    return _mm512_mask_blend_ps(none, all, _mm512_setzero_ps());
+}
+
+// A block's scores become weights, in pairs of keys. A pair's weights join the sum of its place in the block, as they
+// do in soften_row.
+static inline void weigh_block(const float* scores, __m512 top, uint8_t* weights, __m512 (&sums)[SIDE]) {
     alignas(64) static constexpr int16_t order[] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
                                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     const __m512i interleave = _mm512_load_si512(order);
-    __m512 sums[16];
     for (int64_t pair = 0; pair < SIDE; ++pair) {
-        sums[pair] = _mm512_setzero_ps();
-        for (int64_t block = first; block < last; ++block) {
-            const float* at = scores + (block * WIDE + 2 * pair) * SIDE;
-            const __m512 even = power_of_two(_mm512_sub_ps(_mm512_load_ps(at), top));
-            const __m512 odd = power_of_two(_mm512_sub_ps(_mm512_load_ps(at + SIDE), top));
-            const __m512i both = _mm512_permutexvar_epi16(interleave, narrow(even, odd));
-            store_line(weights + block * TILE + pair * LINE, both);
-            sums[pair] = add_pairs(sums[pair], both);
-        }
+        const float* at = scores + 2 * pair * SIDE;
+        const __m512 even = power_of_two(_mm512_sub_ps(_mm512_load_ps(at), top));
+        const __m512 odd = power_of_two(_mm512_sub_ps(_mm512_load_ps(at + SIDE), top));
+        const __m512i both = _mm512_permutexvar_epi16(interleave, narrow(even, odd));
+        store_line(weights + pair * LINE, both);
+        sums[pair] = add_pairs(sums[pair], both);
     }
-    for (int64_t half = 8; half > 0; half /= 2)
+}
+
+// In the order of Lanes::sum.
+static inline __m512 sum_up(__m512 (&sums)[SIDE]) {
+    for (int64_t half = SIDE / 2; half > 0; half /= 2)
         for (int64_t i = 0; i < half; ++i) sums[i] = _mm512_add_ps(sums[i], sums[i + half]);
-    _mm512_storeu_ps(maximum, _mm512_mul_ps(top, _mm512_set1_ps(LOG_OF_2)));
-    _mm512_storeu_ps(total, sums[0]);
+    return sums[0];
 }
 
 static void turn_values(const AttentionJob& job, const uint8_t* const* at, int64_t first, int64_t last, uint8_t* values) {
@@ -476,36 +478,66 @@ static void turn_values(const AttentionJob& job, const uint8_t* const* at, int64
             }
 }
 
-// N times sixteen rows of V^T P^T.
+// V^T P^T in two or four tiles of values: begun, joined by one block of keys after the other, and stored.
 template <int N>
-static void mix_values(const AttentionJob& job, const Work& work, int64_t value, int64_t first, int64_t last, float* mixed) {
+static inline void begin_mix() {
     _tile_zero(0);
     _tile_zero(1);
     if constexpr (N > 2) {
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (int64_t block = first; block < last; ++block) {
-        const uint8_t* values = work.values + (block * job.values + value) * LINE;
-        _tile_loadd(7, work.weights + block * TILE, LINE);
-        _tile_loadd(4, values, LINE);
-        _tile_dpbf16ps(0, 4, 7);
-        _tile_loadd(5, values + TILE, LINE);
-        _tile_dpbf16ps(1, 5, 7);
-        if constexpr (N > 2) {
-            _tile_loadd(6, values + 2 * TILE, LINE);
-            _tile_dpbf16ps(2, 6, 7);
-            _tile_loadd(4, values + 3 * TILE, LINE);
-            _tile_dpbf16ps(3, 4, 7);
-        }
-    }
-    float* to = mixed + value * SIDE;
-    _tile_stored(0, to, LINE);
-    _tile_stored(1, to + SIDE * SIDE, LINE);
+}
+
+template <int N>
+static inline void mix_block(const uint8_t* values, const uint8_t* weights) {
+    settle_memory();
+    _tile_loadd(7, weights, LINE);
+    _tile_loadd(4, values, LINE);
+    _tile_dpbf16ps(0, 4, 7);
+    _tile_loadd(5, values + TILE, LINE);
+    _tile_dpbf16ps(1, 5, 7);
     if constexpr (N > 2) {
-        _tile_stored(2, to + 2 * SIDE * SIDE, LINE);
-        _tile_stored(3, to + 3 * SIDE * SIDE, LINE);
+        _tile_loadd(6, values + 2 * TILE, LINE);
+        _tile_dpbf16ps(2, 6, 7);
+        _tile_loadd(4, values + 3 * TILE, LINE);
+        _tile_dpbf16ps(3, 4, 7);
     }
+}
+
+template <int N>
+static inline void store_mix(float* mixed) {
+    _tile_stored(0, mixed, LINE);
+    _tile_stored(1, mixed + SIDE * SIDE, LINE);
+    if constexpr (N > 2) {
+        _tile_stored(2, mixed + 2 * SIDE * SIDE, LINE);
+        _tile_stored(3, mixed + 3 * SIDE * SIDE, LINE);
+    }
+}
+
+// The scores of sixteen rows become weights, which mix the values: values, maximum and sum go to `result`. The first
+// tiles of values are mixed while the next block's weights are made.
+template <int N>
+static void soften_and_mix(const AttentionJob& job, const Work& work, int64_t first, int64_t last, float* result) {
+    const int64_t each = job.values * LINE;
+    const __m512 top = largest_scores(work.scores, first, last);
+    __m512 sums[SIDE];
+    for (__m512& sum : sums) sum = _mm512_setzero_ps();
+    begin_mix<N>();
+    for (int64_t block = first; block < last; ++block) {
+        weigh_block(work.scores + block * WIDE * SIDE, top, work.weights + block * TILE, sums);
+        if (block > first) mix_block<N>(work.values + (block - 1) * each, work.weights + (block - 1) * TILE);
+    }
+    mix_block<N>(work.values + (last - 1) * each, work.weights + (last - 1) * TILE);
+    store_mix<N>(result);
+    for (int64_t value = N * SIDE; value < job.values; value += 2 * SIDE) {
+        begin_mix<2>();
+        for (int64_t block = first; block < last; ++block)
+            mix_block<2>(work.values + block * each + value * LINE, work.weights + block * TILE);
+        store_mix<2>(result + value * SIDE);
+    }
+    _mm512_storeu_ps(result + job.values * SIDE, _mm512_mul_ps(top, _mm512_set1_ps(LOG_OF_2)));
+    _mm512_storeu_ps(result + (job.values + 1) * SIDE, sum_up(sums));
 }
 
 // join_chunk of attention.hpp, for sixteen rows in lanes: the same operations on the same numbers.
@@ -565,12 +597,10 @@ static void attend_many(const Rows& rows, const AttentionItem& item, int64_t chu
         float* result = opens ? running : work.partial;
         score(keys, sight.seen_from, sight.seen_to, work.queries_of(job, block), job.size, work.scores);
         hide(job, sight, work.scores);
-        float* most = result + job.values * SIDE;
-        soften_rows(work.scores, first, last, work.weights, most, most + SIDE);
-        int64_t value = 0;
-        settle_memory();
-        for (; value + 4 * SIDE <= job.values; value += 4 * SIDE) mix_values<4>(job, work, value, first, last, result);
-        if (value < job.values) mix_values<2>(job, work, value, first, last, result);
+        if (job.values >= 4 * SIDE)
+            soften_and_mix<4>(job, work, first, last, result);
+        else
+            soften_and_mix<2>(job, work, first, last, result);
         if (partials)
             turn_result(job, result, rows.count - row < SIDE ? rows.count - row : SIDE, partials + row * partial_floats(job));
         else if (!opens)
@@ -615,14 +645,17 @@ static void attend_item(const AttentionJob& job, const AttentionItem& item, floa
     const Work work(job, rows);
     prepare_queries(rows, work);
     const bool few = rows.count <= FEW_ROWS;
+    // The chunk that opens every row, if one does: there is nothing yet that it could join.
+    const int64_t open = rows.from(0, 0) / CHUNK, first = open == rows.from(rows.count - 1, 0) / CHUNK ? open : -1;
     for (int64_t chunk = item.chunk_begin; chunk < item.chunk_end; ++chunk) {
         float* place = partials ? partials + (chunk - item.chunk_begin) * step : nullptr;
         if (!few) {
             attend_many(rows, item, chunk, work, place);
             continue;
         }
-        attend_few(rows, item, chunk, work, place ? place : work.partial);
-        if (!place) join_chunk(rows, chunk, work.partial, work.running);
+        const bool opens = chunk == first;
+        attend_few(rows, item, chunk, work, place ? place : opens ? work.running : work.partial);
+        if (!place && !opens) join_chunk(rows, chunk, work.partial, work.running);
     }
     if (partials) return;
     if (few) return finish(rows, 0, rows.count, work.running);

@@ -61,7 +61,8 @@ Encoded encoded_at(uintptr_t address, int64_t stride, int64_t columns, bool tile
     return {pointer<uint8_t>(address), stride, tiles ? Activations::Tiles : Activations::Codes};
 }
 
-void encode(uintptr_t x, int64_t x_stride, int64_t rows, int64_t columns, uintptr_t out, int64_t out_stride, bool tiles) {
+void encode(uintptr_t x, int64_t x_stride, int64_t rows, int64_t columns, uintptr_t out, int64_t out_stride,
+            bool tiles) {
     require(rows >= 0 && columns > 0 && (tiles || columns % 32 == 0), "encode: groups are 32 columns");
     if (rows == 0) return;
     require(x && out, "encode: a null address");
@@ -70,8 +71,8 @@ void encode(uintptr_t x, int64_t x_stride, int64_t rows, int64_t columns, uintpt
 
 using Part = std::tuple<uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, int>;
 
-void packed_linear(bool tiles, uintptr_t x, int64_t x_stride, int64_t rows, int64_t inner, const std::vector<Part>& given,
-                   int gate, uintptr_t out, int64_t out_stride, bool out_tiles) {
+void packed_linear(bool tiles, uintptr_t x, int64_t x_stride, int64_t rows, int64_t inner,
+                   const std::vector<Part>& given, int gate, uintptr_t out, int64_t out_stride, bool out_tiles) {
     require(!tiles || kernels().tile_rows > 0, "packed_linear: this instruction set has no tiles");
     require(rows >= 0 && inner > 0, "packed_linear: the sizes must be positive");
     std::vector<PackedPart> parts;
@@ -126,11 +127,13 @@ void bind_packed(nb::module_& m) {
     m.def("pack", &pack, Free(), "format, blocks, out: addresses; outputs, inner");
     m.def("unpack", &unpack, Free(), "pack, weight, out (floats): addresses; outputs, inner");
     m.def("encoded_stride", &encoded_stride, "bytes from one encoded row of so many columns to the next");
-    m.def("encode", &encode, Free(), "x, its stride in floats, rows, columns, out, its stride in bytes, tiles (or codes)");
+    m.def("encode", &encode, Free(),
+          "x, its stride in floats, rows, columns, out, its stride in bytes, tiles (or codes)");
     m.def("packed_linear", &packed_linear, Free(),
-          "tiles (or codes), x, its stride in bytes, rows, inner, parts: (weight, bias (0: none), y, y's stride in floats, "
-          "outputs, pack), gate (-1: none), out (0: float results), its stride in bytes, tiles (or codes)");
+          "tiles (or codes), x, its stride in bytes, rows, inner, parts: (weight, bias (0: none), y, y's stride in "
+          "floats, outputs, pack), gate (-1: none), out (0: float results), its stride in bytes, tiles (or codes)");
     m.def("packed_best", &packed_best, Free(),
           "tiles (or codes), x, its stride in bytes, rows, inner, weight, bias (0: none), outputs, pack, best (int64)");
-    m.def("tile_rows", [] { return kernels().tile_rows; }, "from so many rows on, tiles are faster than codes; 0: never");
+    m.def("tile_rows", [] { return kernels().tile_rows; },
+          "from so many rows on, tiles are faster than codes; 0: never");
 }

@@ -45,11 +45,22 @@ static float multiply_float32(int64_t rounds) {
 
 static constexpr double TILE_PRODUCTS = 4 * 16 * 16;  // four tiles of sums
 
-static inline void load_operands(int pair) {
-    uint32_t line[16 * 16];
-    for (uint32_t& each : line) each = uint32_t(pair) * 0x00010001u;
-    _tile_loadconfig(&TILE_SHAPES.of[32]);
-    settle_memory();
+// Eight whole tiles: 0 to 3 are sums, 4 to 7 operands, all of whose pairs of bytes are the same.
+static inline void load_operands(uint16_t pair) {
+    struct alignas(64) Shapes {
+        uint8_t palette, start, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } shapes{};
+    shapes.palette = 1;
+    for (int tile = 0; tile < 8; ++tile) {
+        shapes.row_bytes[tile] = 64;
+        shapes.rows[tile] = 16;
+    }
+    uint16_t line[16 * 32];
+    for (uint16_t& each : line) each = pair;
+    asm volatile("" : : "r"(&shapes), "r"(line) : "memory");  // the compiler does not know that tiles read memory
+    _tile_loadconfig(&shapes);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -58,14 +69,13 @@ static inline void load_operands(int pair) {
     _tile_loadd(5, line, 64);
     _tile_loadd(6, line, 64);
     _tile_loadd(7, line, 64);
-    settle_memory();
+    asm volatile("" : : "r"(line) : "memory");
 }
 
 static inline float release_tiles() {
     float sums[16 * 16];
-    settle_memory();
     _tile_stored(0, sums, 64);
-    settle_memory();
+    asm volatile("" : : "r"(sums) : "memory");
     _tile_release();
     return sums[0];
 }

@@ -55,6 +55,24 @@ struct PackedJob {
     Encoded out;
 };
 
+// What a row asks of its sampler: neutral values change nothing (1, the vocabulary, 1, 0).
+struct SampleWish {
+    double temperature;
+    int64_t top_k;
+    double top_p, min_p;
+    int64_t seed, child, position;  // which random number
+    bool greedy;
+};
+
+// One token per row of logits, for the rows [begin, end); -1 where no score is usable.
+struct SampleJob {
+    const float* logits;
+    const SampleWish* wishes;
+    int64_t* tokens;
+    int64_t vocab;
+    uint32_t purpose;
+};
+
 struct Best {
     float value;
     int64_t index;

@@ -24,6 +24,7 @@ namespace bankfull::BANKFULL_ISA_NAME {
 #include "packed_codes.hpp"
 #include "packed_tiles.hpp"
 #include "packed.hpp"
+#include "sampling.hpp"
 #include "rope.hpp"
 #include "intake.hpp"
 #include "attention.hpp"
@@ -74,6 +75,7 @@ static constexpr Kernels build() {
     table.packed = packed;
     table.encode = encode;
     table.best_of = best_of;
+    table.weigh = weigh;
     table.rms_norm = rms_norm;
     table.layer_norm = layer_norm;
     table.pointwise[SILU] = pointwise<Silu>;

@@ -52,6 +52,7 @@ struct Kernels {
     void (*dequantize[FORMATS])(const uint8_t* blocks, float* out, int64_t count);
     void (*embedding[FORMATS])(const EmbeddingJob&, int64_t begin, int64_t end);
     Best (*best_of)(const float* scores, int64_t count);
+    void (*weigh)(const float* logits, int64_t vocab, float highest, float temperature, float* scores, int64_t* weights);
     void (*intake)(const IntakeJob&, int64_t begin, int64_t end);
     void (*rms_norm)(const NormJob&, int64_t begin, int64_t end);
     void (*layer_norm)(const LayerNormJob&, int64_t begin, int64_t end);

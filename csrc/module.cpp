@@ -197,6 +197,23 @@ void dequantize(int format, uintptr_t blocks, uintptr_t out, int64_t count) {
     kernels().dequantize[format](pointer<uint8_t>(blocks), pointer<float>(out), count);
 }
 
+// `reals`: temperature, top_p, min_p; `wholes`: top_k, seed, child, position, greedy: one row of each per row of logits.
+void sample(uintptr_t logits, uintptr_t reals, uintptr_t wholes, uintptr_t tokens, int64_t rows, int64_t vocab,
+            uint32_t purpose) {
+    require(rows >= 0 && vocab > 0, "sample: the sizes must be positive");
+    if (rows == 0) return;
+    require(logits && reals && wholes && tokens, "sample: a null address");
+    std::vector<SampleWish> wishes;
+    wishes.reserve(size_t(rows));
+    for (int64_t i = 0; i < rows; ++i) {
+        const double* real = pointer<double>(reals) + i * 3;
+        const int64_t* whole = pointer<int64_t>(wholes) + i * 5;
+        require(real[0] > 0 && whole[0] > 0, "sample: temperature and top_k must be positive");
+        wishes.push_back({real[0], whole[0], real[1], real[2], whole[1], whole[2], whole[3], whole[4] != 0});
+    }
+    run_sample({pointer<float>(logits), wishes.data(), pointer<int64_t>(tokens), vocab, purpose}, rows);
+}
+
 void set_thread_count(int count) {
     require(count >= 1 && count <= MAX_THREADS, "the number of threads must be 1 to 1024");
     set_threads(count);
@@ -245,6 +262,9 @@ NB_MODULE(_native, m) {
           "slots, tokens, channels, size");
     m.def("functions", &functions, "name -> the code that pointwise takes");
     m.def("dequantize", &dequantize, Free(), "format, blocks, out: addresses; how many blocks");
+    m.def("sample", &sample, Free(),
+          "logits, reals (temperature, top_p, min_p), wholes (top_k, seed, child, position, greedy), tokens: addresses; "
+          "rows, vocab, purpose");
     m.def("formats", &formats, "name -> (format, weights per block, bytes per block)");
     m.def("isas", &available_isas, "the instruction sets of this processor, best first");
     m.def("isa", &current_isa);

@@ -17,6 +17,7 @@ from bankfull.limits.step import StepShape
 from bankfull.ops.registry import BODY, Kit
 from bankfull.runtime.device import Device, Future
 from bankfull.runtime.forward import Eager, Forward
+from bankfull.sample.table import Chooser
 from bankfull.types import StepPlan
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ class TimedDevice:
 
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         return self._device.capture(forward, kit)
+
+    def chooser(self, kit: Kit) -> Chooser | None:
+        return self._device.chooser(kit)
 
     def completed(self, transfers: list[int]) -> list[int]:
         return self._device.completed(transfers)

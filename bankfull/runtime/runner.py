@@ -79,6 +79,7 @@ class Runner:
         eager = Eager(model, layout, self.storage.layers)
         self.run_model: Forward = eager if kit is None else device.capture(eager, kit)
         self.rows = Rows(rows, max_len, layout, model.vocab, device.torch)
+        self.rows.sampling.chooser = None if kit is None else device.chooser(kit)
 
     def forward(self, plan: StepPlan) -> Step:
         step = Step(plan)
