@@ -31,6 +31,7 @@ namespace bankfull::BANKFULL_ISA_NAME {
 #include "attention.hpp"
 #include "attention_tiles.hpp"
 #include "recurrent.hpp"
+#include "ceilings.hpp"
 
 template <class F>
 static void dequantize(const uint8_t* blocks, float* out, int64_t count) {
@@ -98,6 +99,7 @@ static constexpr Kernels build() {
     table.merge = merge_split;
     table.causal_conv = causal_conv;
     table.selective_scan = selective_scan;
+    offer_ceilings(table);
     return table;
 }
 

@@ -35,6 +35,14 @@ struct PackFacts {
     int bytes;  // bytes of a block: sixteen outputs, scales and codes
 };
 
+// How numbers are multiplied, for the machine's ceilings.
+enum Arithmetic : int { FLOAT32, BFLOAT16, INT8, ARITHMETICS };
+
+struct Multiplication {
+    float (*run)(int64_t rounds);  // null where the instruction set has no such products
+    double operations;             // of a round
+};
+
 struct Kernels {
     FormatFacts facts[FORMATS];
     PackFacts packs[PACKS];
@@ -56,6 +64,8 @@ struct Kernels {
     void (*merge)(const AttentionJob&, int64_t begin, int64_t end);                  // of `split`
     void (*causal_conv)(const ConvJob&, int64_t begin, int64_t end);
     void (*selective_scan)(const ScanJob&, int64_t begin, int64_t end);
+    float (*read_lines[2])(const float* data, int64_t begin, int64_t end);  // of 64 bytes; [1] asks for them ahead
+    Multiplication multiply[ARITHMETICS];
 };
 
 const Kernels& kernels_generic();

@@ -289,4 +289,5 @@ NB_MODULE(_native, m) {
     m.def("threads", &threads, Free());
     m.def("set_threads", &set_thread_count, Free());
     bind_packed(m);
+    bind_ceilings(m);
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -17,6 +17,7 @@ from bankfull.ops.native.tape.fuse import fuse
 from bankfull.ops.native.tape.instruction import Break, Input, Instruction, Node, Operand, View
 from bankfull.ops.native.tape.layout import lay_out
 from bankfull.ops.native.tape.record import Recorder
+from bankfull.ops.native.tape.traffic import label_of, traffic_of
 
 _native = required()
 _NONE, _FIXED, _ARENA, _INPUT = range(4)
@@ -33,6 +34,9 @@ class Tape:
         kept = recorder.view(result)
         nodes = fuse(recorder.nodes, kept.value)
         self.bytes_per_token = lay_out(nodes, kept.value)
+        self.traffic = traffic_of(nodes)
+        """By the labels of `times`."""
+        self._labels = [label_of(node) for node in nodes if isinstance(node, Instruction)]
         self._result, self._columns = kept, kept.value.row_bytes // 4
         self._dtype = result.dtype
         self._alive: list[Tensor] = []
@@ -42,7 +46,8 @@ class Tape:
         self._write(nodes)
         self._arena = torch.empty(0, dtype=torch.uint8)
         self.seconds = 0.0
-        """Inside replays, so far."""
+        """Inside the kernels of replays, so far; breaks are not among them."""
+        self._broken: dict[str, tuple[float, int]] = {}
 
     @property
     def breaks(self) -> dict[str, int]:
@@ -56,28 +61,32 @@ class Tape:
         self, tokens: int, sequences: int, inputs: Sequence[Source], tensors: Mapping[str, Any] | None = None,
         timed: bool = False,
     ) -> Tensor:  # fmt: skip
-        """`tensors`: the inputs by name, for operations that are called in Python."""
+        """`tensors`: the inputs by name, for operations that are called in Python. `timed`: for `times`."""
         if self.bytes_per_token * tokens > self._arena.numel():
             size = self.bytes_per_token * (1 << (tokens - 1).bit_length())
             self._arena = in_large_pages(torch.empty(size, dtype=torch.uint8))
         arena = self._arena.data_ptr()
         for piece in self._pieces:
+            begun = perf_counter()
             if isinstance(piece, Break):
                 self._call(piece, tokens, tensors or {})
+                if timed:
+                    seconds, runs = self._broken.get(label_of(piece), (0.0, 0))
+                    self._broken[label_of(piece)] = (seconds + perf_counter() - begun, runs + 1)
             else:
-                begun = perf_counter()
                 self._tape.replay(arena, tokens, sequences, inputs, piece[0], piece[1], timed)
                 self.seconds += perf_counter() - begun
         return self._tensor(self._result, tokens, (self._columns,), self._dtype)
 
     def times(self) -> dict[str, tuple[float, int]]:
-        """Kind of instruction -> seconds and runs, over all timed replays since the last call."""
-        found: dict[str, tuple[float, int]] = {}
-        for name, nanoseconds, runs in self._tape.times():
-            seconds, count = found.get(name, (0.0, 0))
-            found[name] = (seconds + nanoseconds * 1e-9, count + runs)
+        """Label -> seconds and runs, over all timed replays since the last call; what never ran is left out."""
+        found, self._broken = defaultdict(lambda: (0.0, 0), self._broken), {}
+        for label, (_, nanoseconds, runs) in zip(self._labels, self._tape.times(), strict=True):
+            if runs:
+                seconds, count = found[label]
+                found[label] = (seconds + nanoseconds * 1e-9, count + runs)
         self._tape.clear_times()
-        return found
+        return dict(found)
 
     def _write(self, nodes: Sequence[Node]) -> None:
         begin = 0
