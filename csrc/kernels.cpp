@@ -22,7 +22,6 @@ namespace bankfull::BANKFULL_ISA_NAME {
 #include "packs.hpp"
 #include "epilogue.hpp"
 #include "packed_codes.hpp"
-#include "packed_groups.hpp"
 #include "packed_tiles.hpp"
 #include "packed.hpp"
 #include "sampling.hpp"
