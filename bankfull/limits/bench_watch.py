@@ -52,9 +52,6 @@ class TimedDevice:
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         return self._device.capture(forward, kit)
 
-    def settle(self, memory: Tensor) -> None:
-        self._device.settle(memory)
-
     def chooser(self, kit: Kit) -> Chooser | None:
         return self._device.chooser(kit)
 

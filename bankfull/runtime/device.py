@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 from bankfull.errors import ConfigError
 from bankfull.ops.registry import Kit
@@ -37,10 +36,6 @@ class Device(Protocol):
 
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         """The same computation in fewer launches, where the device can; else `forward` itself."""
-        ...
-
-    def settle(self, memory: Tensor) -> None:
-        """`memory` was allocated, not touched yet, and will be read at every step."""
         ...
 
     def chooser(self, kit: Kit) -> Chooser | None:
@@ -78,14 +73,6 @@ class Cpu:
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         return record_on_tape(forward, kit)
 
-    def settle(self, memory: Tensor) -> None:
-        from bankfull.ops import native
-
-        if native.status() is None:
-            from bankfull.ops.native.memory import in_large_pages
-
-            in_large_pages(memory)
-
     def chooser(self, kit: Kit) -> Chooser | None:
         return native_chooser(kit)
 
@@ -114,9 +101,6 @@ class Cuda:
 
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         return forward
-
-    def settle(self, memory: Tensor) -> None:
-        pass
 
     def chooser(self, kit: Kit) -> Chooser | None:
         return None

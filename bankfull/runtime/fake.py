@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from bankfull.ops.registry import Kit
 from bankfull.runtime.device import Future, available_memory, native_chooser, record_on_tape
@@ -41,9 +40,6 @@ class Late:
 
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         return record_on_tape(forward, kit)
-
-    def settle(self, memory: Tensor) -> None:
-        pass
 
     def chooser(self, kit: Kit) -> Chooser | None:
         return native_chooser(kit)

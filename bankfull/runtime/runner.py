@@ -76,7 +76,6 @@ class Runner:
         """`kit`: the one that the model was built with; without it, steps are not captured."""
         self.model, self.layout, self.device, self.strategy = model, layout, device, strategy
         self.storage = Storage(layout, frames, slots, device.torch)
-        device.settle(self.storage.frames)
         eager = Eager(model, layout, self.storage.layers)
         self.run_model: Forward = eager if kit is None else device.capture(eager, kit)
         self.rows = Rows(rows, max_len, layout, model.vocab, device.torch)

@@ -1,5 +1,6 @@
 """Memory that is read again and again, in large pages: a step walks through all weights, and looking up the address of
-every four KiB of them costs as much as a good part of reading them."""
+every four KiB of them costs as much as a good part of reading them. Not for pages of keys and values: those are first
+touched while somebody waits, and a system that is short of large pages takes milliseconds to make one."""
 
 from __future__ import annotations
 
