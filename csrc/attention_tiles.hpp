@@ -1,12 +1,13 @@
-// Attention over bfloat16 pages in tiles of sixteen rows and thirty-two bfloat16 (AMX), for heads whose sizes are
-// multiples of 32. Queries and the weights of a softmax are rounded to bfloat16, to nearest even; sums are float32. A
+// Attention over bfloat16 or int8 pages in tiles of sixteen rows and thirty-two bfloat16 (AMX), for heads whose sizes are
+// multiples of 32. Codes times their scales are rounded to bfloat16, a chunk at a time. Queries and the weights of a softmax are rounded to bfloat16, to nearest even; sums are float32. A
 // row's total is the sum of its rounded weights: then what a row mixes adds up to one, and a value that all keys share
 // passes unchanged.
 //
 // Chunks, masks and merging are those of attention.hpp, and so is the promise: a row's bits are the same alone and in
 // any company. There are two ways, and they agree bit for bit: every score, weight and sum is made of the same numbers
 // in the same order, only their places differ.
-//   few rows (decoding, verifying):  lanes are keys. Keys are read in their pages, values are interleaved in pairs.
+//   few rows (decoding, verifying):  lanes are keys. Keys are read in their pages, unless those hold codes; values are
+//                                    interleaved in pairs.
 //   many rows (prefill):             lanes are rows, so that no maximum or sum crosses lanes. Keys and transposed
 //                                    values are copied once and used by every sixteen rows.
 // Both compute scores as K Q^T. Then few rows mix P V; many rows V^T P^T, whose P^T is the scores' own shape.
@@ -28,6 +29,7 @@ constexpr int64_t TILE = 1024;   // bytes of a tile
 constexpr int64_t BLOCKS = CHUNK / WIDE;
 constexpr int64_t FEW_ROWS = 16;  // up to which turning the scores is cheaper than turning the values
 constexpr int64_t MANY_ROWS = 192;
+constexpr float LARGEST_SCALE = 0x1p120f;  // whose products with codes are surely finite in bfloat16
 constexpr float LOG2_OF_E = 0x1.715476p0f, LOG_OF_2 = 0x1.62e430p-1f;
 
 // As LDTILECFG reads it. In static memory: a compiler does not see that the instruction reads.
@@ -105,6 +107,7 @@ struct Work {
     float *rows;       // sixteen rows one after the other: scores, mixed values or results
     float *partial, *running;  // few rows: as in attention.hpp. Many: values, maximum and sum of sixteen rows in lanes
     int32_t *ends;     // of each row: the position after its own
+    uint8_t *widened;  // a chunk's values, where pages hold codes
     const uint8_t* nothing;  // a key or value of zeros
 
     Work(const AttentionJob& job, const Rows& all) {
@@ -113,7 +116,8 @@ struct Work {
         const int64_t wide = floats > CHUNK ? floats : CHUNK;
         const int64_t bytes[] = {blocks * SIDE * job.size * 2, CHUNK * job.size * 2, CHUNK * job.values * 2,
                                  BLOCKS * TILE, CHUNK * SIDE * 4, SIDE * wide * 4, SIDE * floats * 4,
-                                 blocks * SIDE * floats * 4, blocks * SIDE * 4, line * 2};
+                                 blocks * SIDE * floats * 4, blocks * SIDE * 4, line * 2,
+                                 job.v.scales ? CHUNK * job.values * 2 : 0};
         int64_t sum = LINE;
         for (int64_t part : bytes) sum += (part + LINE - 1) / LINE * LINE;
         const uintptr_t start = reinterpret_cast<uintptr_t>(scratch(sum / 4));
@@ -124,6 +128,7 @@ struct Work {
             next += (bytes[i] + LINE - 1) / LINE * LINE;
         }
         queries = parts[0], keys = parts[1], values = parts[2], weights = parts[3], nothing = parts[9];
+        widened = parts[10];
         scores = reinterpret_cast<float*>(parts[4]), rows = reinterpret_cast<float*>(parts[5]);
         partial = reinterpret_cast<float*>(parts[6]), running = reinterpret_cast<float*>(parts[7]);
         ends = reinterpret_cast<int32_t*>(parts[8]);
@@ -159,26 +164,58 @@ static void prepare_queries(const Rows& rows, const Work& work) {
 }
 
 // Addresses of a whole chunk's keys or values; what nobody sees is a line of zeros.
+template <class E>
 static void locate_chunk(const Rows& rows, const Pages& pages, const AttentionItem& item, int64_t start, int64_t from,
                          int64_t to, const uint8_t* nothing, const uint8_t** at) {
     for (int64_t i = 0; i < from - start; ++i) at[i] = nothing;
-    locate<BFloat16>(rows.job, pages, item, from, to, at + (from - start));
+    locate<E>(rows.job, pages, item, from, to, at + (from - start));
     for (int64_t i = to - start; i < CHUNK; ++i) at[i] = nothing;
+}
+
+// Thirty-two codes times their scale.
+static inline __m512i widen(const uint8_t* codes, __m512 scale) {
+    return narrow(_mm512_mul_ps(Int8::load(codes).v, scale), _mm512_mul_ps(Int8::load(codes + SIDE).v, scale));
+}
+
+// The same for values, in bfloat16 whatever the pages hold.
+static void find_values(const Rows& rows, const AttentionItem& item, int64_t start, int64_t from, int64_t to,
+                        const Work& work, const uint8_t** at) {
+    const AttentionJob& job = rows.job;
+    if (!job.v.scales) return locate_chunk<BFloat16>(rows, job.v, item, start, from, to, work.nothing, at);
+    locate_chunk<Int8>(rows, job.v, item, start, from, to, work.nothing, at);
+    float scales[CHUNK];
+    gather_scales(job, job.v, item, from, to, scales);
+    for (int64_t i = from - start; i < to - start; ++i) {
+        uint8_t* line = work.widened + i * job.values * 2;
+        const __m512 scale = _mm512_set1_ps(scales[i - (from - start)]);
+        for (int64_t c = 0; c < job.values; c += WIDE) store_line(line + c * 2, widen(at[i] + c, scale));
+        at[i] = line;
+    }
 }
 
 static void copy_keys(const Rows& rows, const AttentionItem& item, int64_t start, int64_t from, int64_t to,
                       const Work& work, Keys& keys) {
     const AttentionJob& job = rows.job;
     const uint8_t* at[CHUNK];
-    locate_chunk(rows, job.k, item, start, from, to, work.nothing, at);
+    float scales[CHUNK] = {};
+    if (job.k.scales) {
+        locate_chunk<Int8>(rows, job.k, item, start, from, to, work.nothing, at);
+        gather_scales(job, job.k, item, from, to, scales + (from - start));
+    } else {
+        locate_chunk<BFloat16>(rows, job.k, item, start, from, to, work.nothing, at);
+    }
     keys.piece = TILE;
     keys.stride = LINE;
     for (int64_t tile = (from - start) / SIDE; tile * SIDE < to - start; ++tile) {
         uint8_t* copy = work.keys + tile * SIDE * job.size * 2;
         keys.tiles[tile] = copy;
-        for (int64_t i = 0; i < SIDE; ++i)
+        for (int64_t i = 0; i < SIDE; ++i) {
+            const uint8_t* key = at[tile * SIDE + i];
+            const __m512 scale = _mm512_set1_ps(scales[tile * SIDE + i]);
             for (int64_t d = 0; d < job.size / WIDE; ++d)
-                store_line(copy + d * TILE + i * LINE, load_line(at[tile * SIDE + i] + d * LINE));
+                store_line(copy + d * TILE + i * LINE,
+                           job.k.scales ? widen(key + d * WIDE, scale) : load_line(key + d * LINE));
+        }
     }
 }
 
@@ -374,13 +411,13 @@ static void attend_few(const Rows& rows, const AttentionItem& item, int64_t chun
     if (from >= to) return;
     const int64_t first = (from - start) / WIDE, last = (to - start + WIDE - 1) / WIDE;
     Keys keys;
-    if (job.page_tokens % SIDE == 0)
+    if (job.page_tokens % SIDE == 0 && !job.k.scales)
         find_keys(job, item, start, from, to, keys);
     else
         copy_keys(rows, item, start, from, to, work, keys);
     score(keys, from - start, to - start, work.queries, job.size, work.scores);
     const uint8_t* at[CHUNK];
-    locate_chunk(rows, job.v, item, start, from, to, work.nothing, at);
+    find_values(rows, item, start, from, to, work, at);
     for (int64_t row = 0; row < rows.count; ++row) {
         float* scores = work.rows + row % 4 * CHUNK;
         if (row % 4 == 0) turn_scores(work.scores + row, from - start, to - start, scores);
@@ -592,7 +629,7 @@ static void attend_many(const Rows& rows, const AttentionItem& item, int64_t chu
     Keys keys;
     copy_keys(rows, item, start, from, to, work, keys);
     const uint8_t* at[CHUNK];
-    locate_chunk(rows, job.v, item, start, from, to, work.nothing, at);
+    find_values(rows, item, start, from, to, work, at);
     turn_values(job, at, (from - start) / WIDE, (to - start + WIDE - 1) / WIDE, work.values);
     for (int64_t row = 0; row < rows.count; row += SIDE) {
         const Sight sight(job, work.ends + row, start);
@@ -626,6 +663,13 @@ static bool hidden_values_are_finite(const Rows& rows, const AttentionItem& item
     for (const auto& range : ends)
         for (int64_t from = range[0]; from < range[1]; from += CHUNK) {
             const int64_t to = from + CHUNK < range[1] ? from + CHUNK : range[1];
+            if (job.v.scales) {
+                float scales[CHUNK];
+                gather_scales(job, job.v, item, from, to, scales);
+                for (int64_t i = 0; i < to - from; ++i)
+                    if (!(scales[i] <= LARGEST_SCALE)) return false;
+                continue;
+            }
             const uint8_t* at[CHUNK];
             locate<BFloat16>(job, job.v, item, from, to, at);
             for (int64_t i = 0; i < to - from; ++i)
@@ -677,8 +721,10 @@ static bool fits(const AttentionJob& job) { return job.size % WIDE == 0 && job.v
 
 static int64_t rows(const AttentionJob& job) { return fits(job) ? MANY_ROWS : attention_rows(job); }
 
+// E: the numbers in the pages.
+template <class E>
 static void attend(const AttentionJob& job, int64_t begin, int64_t end) {
-    if (!fits(job)) return BANKFULL_ISA_NAME::attend<BFloat16>(job, begin, end);
+    if (!fits(job)) return BANKFULL_ISA_NAME::attend<E>(job, begin, end);
     _tile_loadconfig(&SHAPES);
     for (int64_t i = begin; i < end; ++i) {
         const AttentionItem& item = job.items[i];

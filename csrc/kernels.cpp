@@ -89,11 +89,13 @@ static constexpr Kernels build() {
     table.attention[PAGES_F32] = attend<Float32>;
     table.attention_rows[PAGES_F32] = attention_rows;
 #if defined(__AMX_BF16__)
-    table.attention[PAGES_BF16] = attention_tiles::attend;
-    table.attention_rows[PAGES_BF16] = attention_tiles::rows;
+    table.attention[PAGES_BF16] = attention_tiles::attend<BFloat16>;
+    table.attention[PAGES_INT8] = attention_tiles::attend<Int8>;
+    table.attention_rows[PAGES_BF16] = table.attention_rows[PAGES_INT8] = attention_tiles::rows;
 #else
     table.attention[PAGES_BF16] = attend<BFloat16>;
-    table.attention_rows[PAGES_BF16] = attention_rows;
+    table.attention[PAGES_INT8] = attend<Int8>;
+    table.attention_rows[PAGES_BF16] = table.attention_rows[PAGES_INT8] = attention_rows;
 #endif
     table.merge = merge_split;
     table.causal_conv = causal_conv;

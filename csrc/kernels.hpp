@@ -8,7 +8,6 @@ namespace bankfull {
 // Positions are cut into chunks, counted from 0: softmax runs inside a chunk, and chunks are merged in order.
 constexpr int64_t CHUNK = 128;
 
-enum PageType : int { PAGES_F32, PAGES_BF16, PAGE_TYPES };
 enum Pointwise : int { SILU, GELU_TANH, RELU, SOFTPLUS, SOFT_CAP, PLUS, POINTWISE };
 enum Format : int { F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, FORMATS };
 

@@ -138,25 +138,51 @@ void write_tokens(uintptr_t rows, uintptr_t pages, uintptr_t slots, int64_t toke
                 tokens, frames);
 }
 
+// Addresses and strides of pages (frames, tokens, heads, numbers) and of their scales (frames, tokens, heads), which may
+// be 0: none.
 using Strides = std::tuple<int64_t, int64_t, int64_t, int64_t>;
+using ScaleStrides = std::tuple<int64_t, int64_t, int64_t>;
+using PagesTuple = std::tuple<uintptr_t, Strides, uintptr_t, ScaleStrides>;
 
-Pages pages_at(uintptr_t address, const Strides& strides) {
-    return {pointer<uint8_t>(address), std::get<0>(strides), std::get<1>(strides), std::get<2>(strides)};
+Pages pages_at(const PagesTuple& pages, int type) {
+    const auto& [address, strides, scales, scale_strides] = pages;
+    require(type >= 0 && type < PAGE_TYPES && address, "pages: an unknown type, or a null address");
+    require((type == PAGES_INT8) == (scales != 0), "pages: int8 codes come with scales, and other numbers without");
+    return {pointer<uint8_t>(address), std::get<0>(strides), std::get<1>(strides), std::get<2>(strides),
+            pointer<float>(scales), std::get<0>(scale_strides), std::get<1>(scale_strides), std::get<2>(scale_strides)};
 }
 
-void attention(bool narrow, uintptr_t q, uintptr_t k, const Strides& k_strides, uintptr_t v, const Strides& v_strides,
-               uintptr_t y, nb::handle q_start, nb::handle kv_len, uintptr_t table, int64_t table_stride, int64_t width,
-               int64_t frames, int64_t page_tokens, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t size,
-               int64_t values, float scale, int64_t window, float cap) {
+void round_tokens(uintptr_t rows, const PagesTuple& pages, uintptr_t slots, int64_t tokens, int64_t heads, int64_t size,
+                  int64_t frames, int64_t page_tokens) {
+    require(heads > 0 && size > 0 && frames >= 0 && page_tokens > 0, "write_pages_int8: the sizes must be positive");
+    if (tokens == 0) return;
+    require(rows && slots, "write_pages_int8: a null address");
+    IntakeJob job{};
+    job.k = pointer<float>(rows);
+    job.k_token = heads * size;
+    job.k_pages = pages_at(pages, PAGES_INT8);
+    job.slots = pointer<int64_t>(slots);
+    job.places = frames * page_tokens;
+    job.page_tokens = page_tokens;
+    job.kv_heads = heads;
+    job.size = size;
+    job.type = PAGES_INT8;
+    run_intake(job, tokens);
+}
+
+void attention(int type, uintptr_t q, const PagesTuple& k, const PagesTuple& v, uintptr_t y, nb::handle q_start, nb::handle kv_len,
+               uintptr_t table, int64_t table_stride, int64_t width, int64_t frames, int64_t page_tokens,
+               int64_t tokens, int64_t heads, int64_t kv_heads, int64_t size, int64_t values, float scale,
+               int64_t window, float cap) {
     const Integers starts(q_start), lengths(kv_len);
     require(starts.size() == lengths.size() + 1, "paged_attention: q_start has one entry more than kv_len");
     if (tokens == 0) return;
-    require(q && k && v && y && table, "paged_attention: a null address");
-    const AttentionJob job{pointer<float>(q), pointer<float>(y), pages_at(k, k_strides), pages_at(v, v_strides),
+    require(q && y && table, "paged_attention: a null address");
+    const AttentionJob job{pointer<float>(q), pointer<float>(y), pages_at(k, type), pages_at(v, type),
                            starts.data(), lengths.data(), pointer<int64_t>(table), table_stride, page_tokens, heads,
                            kv_heads, size, values, heads * size, {}, window, scale, cap, nullptr, nullptr, nullptr};
     const nb::gil_scoped_release free;
-    paged_attention(job, narrow ? PAGES_BF16 : PAGES_F32, lengths.size(), tokens, width, frames);
+    paged_attention(job, PageType(type), lengths.size(), tokens, width, frames);
 }
 
 RecurrentPlan plan_of(const Integers& starts, const Integers& kept, uintptr_t read, uintptr_t write, int64_t write_stride,
@@ -252,6 +278,14 @@ nb::dict functions() {
     return found;
 }
 
+nb::dict page_types() {
+    nb::dict found;
+    found["float32"] = int(PAGES_F32);
+    found["bfloat16"] = int(PAGES_BF16);
+    found["int8"] = int(PAGES_INT8);
+    return found;
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -266,8 +300,12 @@ NB_MODULE(_native, m) {
     m.def("embedding", &embedding, Free(), "format, ids, table, y: addresses; tokens, rows of the table, columns, scale");
     m.def("write_pages", &write_tokens, Free(),
           "rows, pages, slots: addresses; tokens, bytes of a row, frames, page_tokens, bytes of a frame and of a token");
+    m.def("write_pages_int8", &round_tokens, Free(),
+          "rows, pages (address, strides, scales' address and strides), slots, tokens, heads, size, frames, page_tokens");
+    m.def("page_types", &page_types, "name -> the code that paged_attention takes");
     m.def("paged_attention", &attention,
-          "narrow (bfloat16 pages), q, k, k's strides, v, v's strides, y, q_start, kv_len, table, its stride and width, "
+          "type of the pages, q, k and v (address, strides, scales' address and strides), y, q_start, kv_len, table, its "
+          "stride and width, "
           "frames, page_tokens, tokens, heads, kv_heads, size, values, scale, window (0: none), cap (0: none)");
     m.def("causal_conv", &causal_conv,
           "x, weight, bias (0: none), state, y, q_start, kept, read, write, its stride and width, slots, tokens, channels, "

@@ -109,11 +109,10 @@ class Tape:
                 (places.pop(f"weight{i}"), places.pop(f"bias{i}"), places.pop(f"y{i}"), outputs, outputs, pack)
                 for i, (outputs, pack) in enumerate(facts["parts"])
             ]
-        if "strides" in facts:
-            places["pages"] = (places["pages"], *facts.pop("strides"))
-        for name in ("k", "v"):
-            if f"{name}_strides" in facts:
-                places[f"{name}_pages"] = (places[f"{name}_pages"], *facts.pop(f"{name}_strides"))
+        for name in ("", "k_", "v_"):
+            if f"{name}strides" in facts:
+                numbers, scales = facts.pop(f"{name}strides")
+                places[f"{name}pages"] = (places[f"{name}pages"], numbers, places.pop(f"{name}scales"), scales)
         getattr(self._tape, node.kind)(name=node.label, **places, **facts)
 
     def _place(self, operand: Operand | None) -> Any:
