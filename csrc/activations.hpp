@@ -7,6 +7,7 @@
 // Both begin on multiples of 64 bytes; encoded_stride (kernels.hpp) has room for either.
 
 static constexpr int64_t GROUP = 32;
+static constexpr float SMALLEST = 0x1p-120f;  // a largest value has an inverse from here on; a smaller one counts as 0
 
 struct Codes {
     int8_t* codes;
@@ -22,7 +23,7 @@ struct Codes {
 static inline void encode_group(Lanes left, Lanes right, const Codes& row, int64_t column) {
     const Lanes zero = Lanes::splat(0.0f);
     const float most = Lanes::larger(Lanes::larger(left, zero - left), Lanes::larger(right, zero - right)).most();
-    const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
+    const float inverse = most > SMALLEST ? 127.0f / most : 0.0f;
     row.scales[column / GROUP] = most / 127.0f;
     row.sums[column / 16] = (left * Lanes::splat(inverse)).store_codes(row.codes + column);
     row.sums[column / 16 + 1] = (right * Lanes::splat(inverse)).store_codes(row.codes + column + 16);

@@ -1,4 +1,6 @@
 // Compiled once per instruction set, with BANKFULL_ISA_NAME naming it: the table of that set's kernels.
+#include <cstddef>
+
 #include "kernels.hpp"
 #include "packing.hpp"
 
