@@ -73,15 +73,14 @@ def test_a_token_reads_one_row_of_a_table_and_pages_are_not_weights() -> None:
     row = view(128)
     table = Instruction("embedding", {"ids": Input("tokens"), "table": fixed(10_000)}, {"y": row}, {"row_bytes": 34})
     assert traffic_of([replace(table, label="embedding")]) == {"embedding": Traffic(1, 0, 128 + 34, 0)}
-    pages = fixed(1 << 20)
+    pages, narrow = fixed(1 << 20), Fixed(torch.empty(1 << 10, dtype=torch.bfloat16))
     intake = Instruction(
         "intake", {"q": row, "k": View(row.value, 64), "v": None, "slots": Input("slots0")},
-        {"turned": row, "k_pages": pages, "v_pages": pages},
-        {"kv_heads": 2, "size": 8, "values": 4, "narrow": True}, "intake",
+        {"turned": row, "k_pages": narrow, "v_pages": narrow}, {"kv_heads": 2, "size": 8, "values": 4}, "intake",
     )  # fmt: skip
     assert traffic_of([intake]) == {"intake": Traffic(1, 0, 2 * 128 + 2 * (8 + 4) * 2, 0)}
-    write = Instruction("write", {"rows": row}, {"pages": pages}, {"numbers": 16, "narrow": False}, "write")
-    assert traffic_of([write]) == {"write": Traffic(1, 0, 128 + 64, 0)}
+    write = Instruction("write", {"rows": row}, {"pages": pages}, {"numbers": 16}, "write")
+    assert traffic_of([write]) == {"write": Traffic(1, 0, 128 + 16, 0)}
 
 
 def test_attention_is_the_meters() -> None:

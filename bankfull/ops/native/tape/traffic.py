@@ -64,7 +64,9 @@ def _traffic(node: Node) -> Traffic:
         per_token += facts["row_bytes"]
     elif node.kind in ("write", "intake"):
         numbers = facts["numbers"] if node.kind == "write" else facts["kv_heads"] * (facts["size"] + facts["values"])
-        per_token += numbers * (2 if facts["narrow"] else 4)
+        stored = node.writes["pages" if node.kind == "write" else "k_pages"]
+        assert isinstance(stored, Fixed)
+        per_token += numbers * stored.tensor.element_size()
     elif node.kind == "packed":
         flops = 2 * facts["inner"] * _outputs(node)
     elif node.kind == "linear":
