@@ -5,18 +5,22 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
 BENCH_OPTIONS ?=
+AARCH64_CXX ?= aarch64-linux-gnu-g++
+AARCH64_EMULATOR ?= qemu-aarch64
 DEMO_PROMPT ?= A river that runs at bankfull is
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := .stamps
-BUILD_INPUTS := pyproject.toml CMakeLists.txt bankfull/__init__.py $(wildcard csrc/*)
+COMMA := ,
+KERNEL_TESTS := $(wildcard $(addprefix tests/,test_native.py test_packed.py test_tape.py test_attention_tiles.py test_ops.py))
+BUILD_INPUTS := pyproject.toml CMakeLists.txt bankfull/__init__.py $(wildcard csrc/*.cpp csrc/*.hpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo bench test test-full lint clean
+.PHONY: help install demo bench lint test test-full test-kernels test-sanitize test-aarch64 clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: ## Create .venv with the package (editable), its kernels and the tools; quick when nothing changed
 	@mkdir -p $(STAMPS)
@@ -49,6 +53,30 @@ test: install lint ## Lint, then the quick tests
 
 test-full: install lint ## Lint, then every test
 	$(BIN)/python -m pytest -q -n $(WORKERS)
+
+# $(call test_kernels,FOLDER,OPTIONS): builds the programs of csrc/tests in a folder of their own, and runs them.
+WITH_TOOLS := PATH="$(CURDIR)/$(BIN):$$PATH"
+define test_kernels
+	$(WITH_TOOLS) cmake -S . -B build/$(1) -DBANKFULL_TESTS=ON $(2) > /dev/null
+	$(WITH_TOOLS) cmake --build build/$(1) --parallel $(WORKERS)
+	$(WITH_TOOLS) ctest --test-dir build/$(1) --verbose
+endef
+
+test-kernels: install ## Every kernel of this machine's instruction sets against plain loops, in C++
+	$(call test_kernels,kernels)
+
+test-sanitize: install ## The kernels under the address, undefined-behaviour and thread sanitizers
+	$(call test_kernels,kernels-address,"-DBANKFULL_SANITIZE=address$(COMMA)undefined")
+	$(call test_kernels,kernels-thread,-DBANKFULL_SANITIZE=thread)
+	$(WITH_TOOLS) csrc/tests/sanitize.sh $(BIN)/python $(KERNEL_TESTS)
+
+test-aarch64: install ## The kernels as they are compiled for 64-bit ARM, in an emulator
+	@for tool in $(AARCH64_CXX) $(AARCH64_EMULATOR); do command -v $$tool > /dev/null || { \
+		echo "make test-aarch64 needs $(AARCH64_CXX) and $(AARCH64_EMULATOR) (Debian: g++-aarch64-linux-gnu and" \
+			"qemu-user), and $$tool is not there."; exit 1; }; done
+	$(call test_kernels,kernels-aarch64,-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+		-DCMAKE_CXX_COMPILER=$(AARCH64_CXX) -DCMAKE_EXE_LINKER_FLAGS=-static \
+		-DCMAKE_CROSSCOMPILING_EMULATOR=$(AARCH64_EMULATOR))
 
 clean: ## Remove the environment, builds and caches
 	rm -rf $(VENV) $(STAMPS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
