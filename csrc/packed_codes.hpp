@@ -12,7 +12,7 @@ static constexpr int64_t CODE_ROWS = 4;
 static constexpr int64_t CODE_ROWS = 2;
 #endif
 
-static constexpr int64_t AHEAD = 4096;  // bytes: how far ahead of its use a line is asked for
+static constexpr int64_t AHEAD = 16384;  // bytes: how far ahead of its use a line is asked for
 
 struct CodeRows {
     const uint8_t* data;
