@@ -151,22 +151,25 @@ struct Sums {
         for (int i = 0; i < 4; ++i) lanes.v[i] = __builtin_convertvector(v[i], Lanes::Four);
         return lanes;
     }
-    // Each of the eight products fits 16 bits.
-    static Four dot_pairs(Eight codes, Eight x) {
+    // Plus the sums of neighbouring products, each of which fits 16 bits.
+    static Four plus_pairs(Four sums, Eight codes, Eight x) {
 #if defined(__SSE2__)
-        return reinterpret_cast<Four>(_mm_madd_epi16(reinterpret_cast<__m128i>(codes), reinterpret_cast<__m128i>(x)));
+        return sums + reinterpret_cast<Four>(_mm_madd_epi16(reinterpret_cast<__m128i>(codes), reinterpret_cast<__m128i>(x)));
+#elif defined(__aarch64__)
+        return reinterpret_cast<Four>(vpadalq_s16(reinterpret_cast<int32x4_t>(sums), reinterpret_cast<int16x8_t>(codes * x)));
 #else
         const Four products = reinterpret_cast<Four>(codes * x);
-        return (products << 16 >> 16) + (products >> 16);
+        return sums + (products << 16 >> 16) + (products >> 16);
 #endif
     }
     template <bool Full>
     void add_dot(const Quads& q, const int8_t* p) {
         const Eight even = {p[0], p[2], p[0], p[2], p[0], p[2], p[0], p[2]};
         const Eight odd = {p[1], p[3], p[1], p[3], p[1], p[3], p[1], p[3]};
-        for (int i = 0; i < 4; ++i)
-            v[i] += dot_pairs(reinterpret_cast<Eight>(q.v[i] & 255), even) +
-                    dot_pairs(reinterpret_cast<Eight>(q.v[i] >> 8), odd);
+        for (int i = 0; i < 4; ++i) {
+            v[i] = plus_pairs(v[i], reinterpret_cast<Eight>(q.v[i] & 255), even);
+            v[i] = plus_pairs(v[i], reinterpret_cast<Eight>(q.v[i] >> 8), odd);
+        }
     }
 };
 

@@ -174,25 +174,27 @@ struct Lanes {
 
 #else
 
+typedef float FourFloats __attribute__((vector_size(16)));
+typedef uint32_t FourBits __attribute__((vector_size(16)));
+typedef int32_t FourWhole __attribute__((vector_size(16)));
+
+// float16 numbers. Read with float's exponent bias and scaled by 2^112 they are exact, subnormal ones too; the exponent of
+// an infinity or a NaN becomes all ones.
+static inline FourFloats halves(FourBits bits) {
+    const FourBits size = (bits & 0x7fff) << 13;
+    const FourBits scaled = reinterpret_cast<FourBits>(reinterpret_cast<FourFloats>(size) * 0x1p112f);
+    const FourBits wide = size >= 0x0f800000 ? size | 0x7f800000 : scaled;
+    return reinterpret_cast<FourFloats>(wide | (bits & 0x8000) << 16);
+}
+
 static inline float half(const uint8_t* p) {
     uint16_t bits;
     __builtin_memcpy(&bits, p, 2);
-    uint32_t wide = uint32_t(bits & 0x7fffu) << 13;
-    float value;
-    if (wide >= 0x0f800000u) {  // infinity or NaN: the exponent becomes all ones
-        wide |= 0x7f800000u;
-    } else {  // read with float's exponent bias, then scale by 2^112: exact, for subnormals too
-        __builtin_memcpy(&value, &wide, 4);
-        value *= 0x1p112f;
-        __builtin_memcpy(&wide, &value, 4);
-    }
-    wide |= uint32_t(bits & 0x8000u) << 16;
-    __builtin_memcpy(&value, &wide, 4);
-    return value;
+    return halves(FourBits{bits})[0];
 }
 
 struct Lanes {
-    typedef float Four __attribute__((vector_size(16)));
+    typedef FourFloats Four;
     Four v[4];
     static Lanes load(const float* p) {
         Lanes lanes;
@@ -205,19 +207,24 @@ struct Lanes {
         for (int i = 0; i < 16; ++i) wide[i] = element(i);
         return load(wide);
     }
+    template <class Elements>
+    static Lanes each_four(Elements elements) {
+        return {elements(0), elements(4), elements(8), elements(12)};
+    }
     static Lanes splat(float f) {
-        return each([f](int) { return f; });
+        return each_four([f](int) { return Four{f, f, f, f}; });
+    }
+    static FourBits four_narrow(const uint8_t* p) {
+        typedef uint16_t Narrow __attribute__((vector_size(8)));
+        Narrow narrow;
+        __builtin_memcpy(&narrow, p, 8);
+        return __builtin_convertvector(narrow, FourBits);
     }
     static Lanes load_half(const uint8_t* p) {
-        return each([p](int i) { return half(p + 2 * i); });
+        return each_four([p](int i) { return halves(four_narrow(p + 2 * i)); });
     }
     static Lanes load_bfloat(const uint8_t* p) {
-        return each([p](int i) {
-            const uint8_t bytes[4] = {0, 0, p[2 * i], p[2 * i + 1]};
-            float value;
-            __builtin_memcpy(&value, bytes, 4);
-            return value;
-        });
+        return each_four([p](int i) { return reinterpret_cast<Four>(four_narrow(p + 2 * i) << 16); });
     }
     static Lanes from_unsigned(Bytes b) {
         return each([&b](int i) { return float(int(b[i])); });
@@ -237,12 +244,9 @@ struct Lanes {
     static Lanes larger(const Lanes& a, const Lanes& b) { return below(b, a, a, b); }
     static Lanes smaller(const Lanes& a, const Lanes& b) { return below(a, b, a, b); }
     Lanes power_of_two() const {
-        return each([this](int i) {
-            const float n = v[i / 4][i % 4];
-            const uint32_t bits = uint32_t(n == n ? int32_t(n) + 127 : 0) << 23;
-            float value;
-            __builtin_memcpy(&value, &bits, 4);
-            return value;
+        return each_four([this](int i) {
+            const Four n = v[i / 4] == v[i / 4] ? v[i / 4] : Four{};  // NaN is no whole number
+            return reinterpret_cast<Four>((__builtin_convertvector(n, FourWhole) + 127) << 23);
         });
     }
     void add_product(const Lanes& a, const Lanes& b) { *this = *this + a * b; }
