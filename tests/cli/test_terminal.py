@@ -79,7 +79,7 @@ def test_interrupts_stop_the_answer_and_lines_are_remembered(model: Path, cache:
     # A signal between the prompt and the wait for keys would only count with the next key.
     terminal.type("half a line")
     terminal.expect("half a line")
-    time.sleep(0.5)
+    time.sleep(1.5)
     terminal.type("\x03")  # at the prompt Ctrl-C throws the line away
     terminal.expect("> ")
     terminal.type("/params max_tokens=2\n")
