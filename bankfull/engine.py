@@ -58,8 +58,10 @@ class Engine:
     def add(self, request: Request, matcher: Matcher | None = None) -> None:
         self.scheduler.add(request)
         if matcher is not None:
-            for child in range(request.samples):
-                self._grammars.add((request.id, child), matcher if child == 0 else matcher.copy())
+            # All copies first: from then on the matchers are used by another thread.
+            matchers = [matcher, *(matcher.copy() for _ in range(1, request.samples))]
+            for child, own in enumerate(matchers):
+                self._grammars.add((request.id, child), own)
 
     def abort(self, request_id: Hashable, reason: Finish = Finish.ABORT, child: int | None = None) -> list[Output]:
         """Safe at any moment between two steps."""
@@ -162,6 +164,8 @@ class Grammars:
         matcher = self._matchers.get(key)
         if matcher is None or output.finish is not None or not output.tokens:
             return False
+        if (pending := self._pending.pop(key, None)) is not None:
+            pending.exception()  # a matcher is used by one thread at a time: wait until its mask is there
         for token in output.tokens:
             matcher.advance(token)
         if matcher.finished:

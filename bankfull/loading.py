@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,7 +68,6 @@ def load(
     family_of(files.config)  # an unsupported architecture is refused before anything else is read
     if run.quantize is not None:
         files = rounded(files, run.quantize)
-    tokenizer, template = load_tokenizer(files)
     device = device or open_device(run.device)
     strategy = strategy or Plain()
     if strategy.needs - OFFERED:
@@ -78,7 +78,10 @@ def load(
     if device.kind == "cpu" and run.providers == "auto":
         native.notify()
     build = plan_build(files, run, device, max_len or 0)
-    model = build_model(files.config, build)
+    with ThreadPoolExecutor(1) as pool:  # a vocabulary is read by one thread, weights are repacked by the kernels'
+        text = pool.submit(load_tokenizer, files)
+        model = build_model(files.config, build)
+        tokenizer, template = text.result()
     if build.kit.activations == INT8:
         files.source.release()  # the weights lie repacked
     refuse_pages_without_use(model, run.kv_dtype)

@@ -16,6 +16,7 @@ typedef int32_t FourIndices __attribute__((vector_size(16)));
 
 struct Float32 {
     static constexpr int bytes = 4;
+    static constexpr bool scaled = false;
     static Lanes load(const uint8_t* p) { return Lanes::load(reinterpret_cast<const float*>(p)); }
     static float one(const uint8_t* p) {
         float value;
@@ -31,6 +32,7 @@ struct Float32 {
 
 struct BFloat16 {
     static constexpr int bytes = 2;
+    static constexpr bool scaled = false;
     static Lanes load(const uint8_t* p) { return Lanes::load_bfloat(p); }
     static float one(const uint8_t* p) {
         uint16_t half;
@@ -41,6 +43,23 @@ struct BFloat16 {
         return value;
     }
     static Four four(const uint8_t* p) { return Four{one(p), one(p + 2), one(p + 4), one(p + 6)}; }
+};
+
+// Codes, as whole numbers. Their scales join later: a key's its scores, a value's the weights that it is mixed with.
+struct Int8 {
+    static constexpr int bytes = 1;
+    static constexpr bool scaled = true;
+    static Lanes load(const uint8_t* p) { return Lanes::from_signed(load_bytes(p)); }
+    static float one(const uint8_t* p) { return float(int8_t(*p)); }
+    static Four four(const uint8_t* p) {
+#if defined(__SSE4_1__)
+        int32_t word;
+        __builtin_memcpy(&word, p, 4);
+        return Four(_mm_cvtepi32_ps(_mm_cvtepi8_epi32(_mm_cvtsi32_si128(word))));
+#else
+        return Four{one(p), one(p + 1), one(p + 2), one(p + 3)};
+#endif
+    }
 };
 
 static constexpr int64_t KEYS = 32;  // scored at once: two blocks of lanes
@@ -99,8 +118,9 @@ static void transpose_keys(const uint8_t* const* at, int64_t size, float* keys) 
         for (int64_t i = 0; i < 16; ++i) keys[d * KEYS + i] = E::one(at[i] + d * E::bytes);
 }
 
+// `key_scales`: of the KEYS keys; null where there are none.
 template <int R>
-static void score_rows(const Rows& rows, int64_t row, const float* keys, float* scores) {
+static void score_rows(const Rows& rows, int64_t row, const float* keys, const float* key_scales, float* scores) {
     const AttentionJob& job = rows.job;
     const float* q[R];
     Lanes left[R], right[R];
@@ -119,7 +139,9 @@ static void score_rows(const Rows& rows, int64_t row, const float* keys, float* 
     const Lanes scale = Lanes::splat(job.scale);
     for (int r = 0; r < R; ++r)
         for (int half = 0; half < 2; ++half) {
-            Lanes score = (half ? right[r] : left[r]) * scale;
+            Lanes score = half ? right[r] : left[r];
+            if (key_scales) score = score * Lanes::load(key_scales + half * 16);
+            score = score * scale;
             if (job.cap) score = SoftCap::of(score, job.cap);
             score.store(scores + (row + r) * CHUNK + half * 16);
         }
@@ -233,11 +255,24 @@ static void locate(const AttentionJob& job, const Pages& pages, const AttentionI
                    const uint8_t** at) {
     const int64_t* table = job.table + item.sequence * job.table_stride;
     int64_t page = from / job.page_tokens, token = from - page * job.page_tokens;
+    const int64_t stride = pages.token * E::bytes;
     for (int64_t position = from; position < to; ++page, token = 0) {
-        const uint8_t* p =
-            pages.data + (table[page] * pages.frame + token * pages.token + item.kv_head * pages.head) * E::bytes;
-        for (; token < job.page_tokens && position < to; ++token, ++position, p += pages.token * E::bytes) *at++ = p;
+        const uint8_t* head = pages.data + (table[page] * pages.frame + item.kv_head * pages.head) * E::bytes;
+        const int64_t left = to - position, count = left < job.page_tokens - token ? left : job.page_tokens - token;
+        for (int64_t i = 0; i < count; ++i) at[i] = head + (token + i) * stride;
+        at += count;
+        position += count;
     }
+}
+
+// Scales of the positions [from, to), at most a chunk.
+static void gather_scales(const AttentionJob& job, const Pages& pages, const AttentionItem& item, int64_t from,
+                          int64_t to, float* scales) {
+    const Pages floats{reinterpret_cast<uint8_t*>(pages.scales), pages.scale_frame, pages.scale_token,
+                       pages.scale_head, nullptr, 0, 0, 0};
+    const uint8_t* at[CHUNK];
+    locate<Float32>(job, floats, item, from, to, at);
+    for (int64_t i = 0; i < to - from; ++i) scales[i] = Float32::one(at[i]);
 }
 
 template <class E>
@@ -255,12 +290,16 @@ static void attend_chunk(const Rows& rows, const AttentionItem& item, int64_t ch
         for (int64_t i = b - block; i < KEYS; ++i) at[i] = work.nothing;
         transpose_keys<E>(at, job.size, work.keys);
         transpose_keys<E>(at + 16, job.size, work.keys + 16);
+        float key_scales[KEYS] = {};
+        if constexpr (E::scaled) gather_scales(job, job.k, item, a, b, key_scales + (a - block));
+        const float* scaled = E::scaled ? key_scales : nullptr;
         float* scores = work.scores + block - start;
         int64_t row = 0;
-        for (; row + SCORE_ROWS <= rows.count; row += SCORE_ROWS) score_rows<SCORE_ROWS>(rows, row, work.keys, scores);
-        if (row + 3 == rows.count) score_rows<3>(rows, row, work.keys, scores);
-        if (row + 2 == rows.count) score_rows<2>(rows, row, work.keys, scores);
-        if (row + 1 == rows.count) score_rows<1>(rows, row, work.keys, scores);
+        for (; row + SCORE_ROWS <= rows.count; row += SCORE_ROWS)
+            score_rows<SCORE_ROWS>(rows, row, work.keys, scaled, scores);
+        if (row + 3 == rows.count) score_rows<3>(rows, row, work.keys, scaled, scores);
+        if (row + 2 == rows.count) score_rows<2>(rows, row, work.keys, scaled, scores);
+        if (row + 1 == rows.count) score_rows<1>(rows, row, work.keys, scaled, scores);
     }
 
     Values values;
@@ -274,12 +313,17 @@ static void attend_chunk(const Rows& rows, const AttentionItem& item, int64_t ch
         for (int64_t c = 0; c < 16; ++c)
             tail[c] = whole + c < job.values ? E::one(values.at[i] + (whole + c) * E::bytes) : 0.0f;
     }
+    float value_scales[CHUNK];
+    if constexpr (E::scaled) gather_scales(job, job.v, item, from, to, value_scales + (from - start));
     const int64_t mixed = padded_values(job);
     for (int64_t row = 0; row < rows.count; ++row) {
-        float* result = partial + row * partial_floats(job);
+        float *result = partial + row * partial_floats(job), *weights = work.scores + row * CHUNK;
         for (int64_t c = 0; c < mixed; ++c) result[c] = 0.0f;
-        const int64_t a = rows.from(row, from), b = rows.to(row, to);
-        if (a < b) soften(work.scores + row * CHUNK, a - start, b - start, result[mixed], result[mixed + 1]);
+        const int64_t a = rows.from(row, from) - start, b = rows.to(row, to) - start;
+        if (a >= b) continue;
+        soften(weights, a, b, result[mixed], result[mixed + 1]);
+        if constexpr (E::scaled)
+            for (int64_t i = a; i < b; ++i) weights[i] *= value_scales[i];
     }
     int64_t row = 0;
     for (; row + MIX_ROWS <= rows.count; row += MIX_ROWS)
@@ -315,7 +359,7 @@ static void join_chunk(const Rows& rows, int64_t chunk, const float* partial, fl
     }
 }
 
-// Sums over their totals: the results of one row, to where the job wants them. Encoded heads are whole groups of columns.
+// Sums over their totals: one row's results, to where the job wants them. An encoded head is whole groups of columns.
 static void finish_row(const Rows& rows, int64_t row, float* sum, float total) {
     const AttentionJob& job = rows.job;
     const int64_t token = rows.token_of(row), column = rows.head_of(row) * job.values;

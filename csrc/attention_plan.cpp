@@ -10,8 +10,11 @@
 namespace bankfull {
 namespace {
 
-constexpr int64_t PIECES = 4;        // for each thread: into so many a step's work is cut at least, where there is as much
-constexpr int64_t ALONE = 1 << 16;   // multiplications that are done before another thread has woken up
+constexpr int64_t PIECES = 4;        // for each thread: a step's work is cut into so many, where there is as much
+constexpr int64_t LEAST_ROWS = 16;   // of an item, unless there are fewer: keys are read once for all of them
+constexpr int64_t ALONE = 1 << 11;   // multiplications for each row of an item that are done before another thread has
+                                     // woken up: kernels that take more rows at once are faster in proportion
+constexpr int64_t MERGED_ALONE = 1 << 21;  // ... whose partial results are merged before
 
 void require(bool fine, const char* message) {
     if (!fine) throw std::invalid_argument(message);
@@ -43,16 +46,17 @@ struct Plan {
     std::vector<AttentionItem> tiles, items, split;
     std::vector<float> partials;
     int64_t products = 0;
+    bool alone = false;
 
-    // Items of at most `rows` rows for `threads` threads.
-    void build(const AttentionJob& job, int64_t sequences, int64_t rows, int64_t threads) {
+    // Items of at most `rows` rows, and at least `pieces` of them where there is as much to do.
+    void build(const AttentionJob& job, int64_t sequences, int64_t rows, int64_t pieces) {
         tiles.clear();
         items.clear();
         split.clear();
         products = 0;
-        const int64_t groups = job.heads / job.kv_heads, pieces = PIECES * threads;
-        const int64_t share_of_rows = job.q_start[sequences] * job.heads / pieces / 16 * 16;
-        const int64_t most = std::max<int64_t>(1, std::min(rows, std::max<int64_t>(share_of_rows, 16)) / groups);
+        const int64_t groups = job.heads / job.kv_heads, share_of_rows = job.q_start[sequences] * job.heads / pieces;
+        const int64_t wanted = std::min(rows, std::max(share_of_rows, LEAST_ROWS));
+        const int64_t most = std::max<int64_t>(1, wanted / groups);
         int64_t chunks = 0;
         for (int64_t i = 0; i < sequences; ++i) {
             const int64_t queries = job.q_start[i + 1] - job.q_start[i], past = job.kv_len[i] - queries;
@@ -71,10 +75,11 @@ struct Plan {
         }
         // A tile with more than its share of the chunks is cut, so that one long sequence keeps every thread busy.
         const int64_t share = std::max<int64_t>(1, chunks / pieces);
+        alone = products <= ALONE * rows;
         const int64_t floats = (job.values + 15) / 16 * 16 + 2;
         int64_t used = 0;
         for (AttentionItem tile : tiles) {
-            if (tile.chunk_end - tile.chunk_begin <= share || products <= ALONE) {
+            if (tile.chunk_end - tile.chunk_begin <= share || alone) {
                 items.push_back(tile);
                 continue;
             }
@@ -111,14 +116,16 @@ void spread(const Task& task, int64_t count, int64_t piece) {
 void paged_attention(AttentionJob job, PageType type, int64_t sequences, int64_t tokens, int64_t width,
                      int64_t frames) {
     check(job, sequences, tokens, width, frames);
+    const Kernels& kernel = kernels();
+    const int64_t pieces = PIECES * threads();
     thread_local Plan plan;  // kept for its memory
-    plan.build(job, sequences, kernels().attention_rows[type](job), threads());
+    plan.build(job, sequences, kernel.attention_rows[type](job), pieces);
     job.items = plan.items.data();
     job.split = plan.split.data();
     job.partials = plan.partials.data();
     const int64_t items = int64_t(plan.items.size()), split = int64_t(plan.split.size());
-    spread({kernels().attention[type], job}, items, plan.products <= ALONE ? items : 1);
-    spread({kernels().merge, job}, split, plan.products <= 32 * ALONE ? split : 1);
+    spread({kernel.attention[type], job}, items, plan.alone ? items : items / (4 * pieces) + 1);
+    spread({kernel.merge, job}, split, plan.products <= MERGED_ALONE ? split : 1);
 }
 
 }  // namespace bankfull

@@ -1,14 +1,15 @@
-// Attention over bfloat16 pages in tiles of sixteen rows and thirty-two bfloat16 (AMX), for heads whose sizes are
-// multiples of 32. Queries and the weights of a softmax are rounded to bfloat16, to nearest even; sums are float32. A
+// Attention over bfloat16 or int8 pages in tiles of sixteen rows and thirty-two bfloat16 (AMX), for heads whose sizes are
+// multiples of 32. Codes times their scales are rounded to bfloat16, a chunk at a time. Queries and the weights of a softmax are rounded to bfloat16, to nearest even; sums are float32. A
 // row's total is the sum of its rounded weights: then what a row mixes adds up to one, and a value that all keys share
 // passes unchanged.
 //
 // Chunks, masks and merging are those of attention.hpp, and so is the promise: a row's bits are the same alone and in
 // any company. There are two ways, and they agree bit for bit: every score, weight and sum is made of the same numbers
 // in the same order, only their places differ.
-//   few rows (decoding, verifying):  lanes are keys. Keys are read in their pages, values are interleaved in pairs.
-//   many rows (prefill):             lanes are rows, so that no maximum or sum crosses lanes. Keys and transposed values
-//                                    are copied once and used by every sixteen rows.
+//   few rows (decoding, verifying):  lanes are keys. Keys are read in their pages, unless those hold codes; values are
+//                                    interleaved in pairs.
+//   many rows (prefill):             lanes are rows, so that no maximum or sum crosses lanes. Keys and transposed
+//                                    values are copied once and used by every sixteen rows.
 // Both compute scores as K Q^T. Then few rows mix P V; many rows V^T P^T, whose P^T is the scores' own shape.
 //
 // A key that a row does not see may be anything, NaN too: its score is overwritten before it is looked at. Its value
@@ -26,8 +27,9 @@ constexpr int64_t WIDE = 32;     // bfloat16 in a row of a tile
 constexpr int64_t LINE = 64;     // bytes in a row of a tile
 constexpr int64_t TILE = 1024;   // bytes of a tile
 constexpr int64_t BLOCKS = CHUNK / WIDE;
-constexpr int64_t FEW_ROWS = 8;  // up to which turning the scores is cheaper than turning the values
+constexpr int64_t FEW_ROWS = 16;  // up to which turning the scores is cheaper than turning the values
 constexpr int64_t MANY_ROWS = 192;
+constexpr float LARGEST_SCALE = 0x1p120f;  // whose products with codes are surely finite in bfloat16
 constexpr float LOG2_OF_E = 0x1.715476p0f, LOG_OF_2 = 0x1.62e430p-1f;
 
 // As LDTILECFG reads it. In static memory: a compiler does not see that the instruction reads.
@@ -99,12 +101,13 @@ struct Keys {
 struct Work {
     uint8_t *queries;  // of sixteen rows and 32 dimensions: pairs of dimensions, then rows
     uint8_t *keys;     // copies, where pages cannot be read as they are: 16 keys and 32 dimensions after each other
-    uint8_t *values;   // of 32 keys: 16 values in pairs of keys (few rows), or each value's 32 keys (many rows)
+    uint8_t *values;   // of 32 keys: 16 values in pairs of keys (few rows), or the keys of each value (many)
     uint8_t *weights;  // of 32 keys: rows of keys (few), or pairs of keys, then rows (many)
     float *scores;     // of sixteen rows: keys, then rows
     float *rows;       // sixteen rows one after the other: scores, mixed values or results
-    float *partial, *running;  // few rows: as in attention.hpp. Many: for sixteen rows, values, maximum and sum in lanes
+    float *partial, *running;  // few rows: as in attention.hpp. Many: values, maximum and sum of sixteen rows in lanes
     int32_t *ends;     // of each row: the position after its own
+    uint8_t *widened;  // a chunk's values, where pages hold codes
     const uint8_t* nothing;  // a key or value of zeros
 
     Work(const AttentionJob& job, const Rows& all) {
@@ -113,7 +116,8 @@ struct Work {
         const int64_t wide = floats > CHUNK ? floats : CHUNK;
         const int64_t bytes[] = {blocks * SIDE * job.size * 2, CHUNK * job.size * 2, CHUNK * job.values * 2,
                                  BLOCKS * TILE, CHUNK * SIDE * 4, SIDE * wide * 4, SIDE * floats * 4,
-                                 blocks * SIDE * floats * 4, blocks * SIDE * 4, line * 2};
+                                 blocks * SIDE * floats * 4, blocks * SIDE * 4, line * 2,
+                                 job.v.scales ? CHUNK * job.values * 2 : 0};
         int64_t sum = LINE;
         for (int64_t part : bytes) sum += (part + LINE - 1) / LINE * LINE;
         const uintptr_t start = reinterpret_cast<uintptr_t>(scratch(sum / 4));
@@ -124,6 +128,7 @@ struct Work {
             next += (bytes[i] + LINE - 1) / LINE * LINE;
         }
         queries = parts[0], keys = parts[1], values = parts[2], weights = parts[3], nothing = parts[9];
+        widened = parts[10];
         scores = reinterpret_cast<float*>(parts[4]), rows = reinterpret_cast<float*>(parts[5]);
         partial = reinterpret_cast<float*>(parts[6]), running = reinterpret_cast<float*>(parts[7]);
         ends = reinterpret_cast<int32_t*>(parts[8]);
@@ -149,7 +154,8 @@ static void prepare_queries(const Rows& rows, const Work& work) {
                 lines[i] = _mm512_setzero_si512();
                 if (first + i >= rows.count) continue;
                 const float* q = rows.query(first + i) + d;
-                lines[i] = narrow(_mm512_mul_ps(_mm512_loadu_ps(q), scale), _mm512_mul_ps(_mm512_loadu_ps(q + 16), scale));
+                lines[i] = narrow(_mm512_mul_ps(_mm512_loadu_ps(q), scale),
+                                  _mm512_mul_ps(_mm512_loadu_ps(q + SIDE), scale));
             }
             transpose(lines);
             for (int64_t i = 0; i < SIDE; ++i) store_line(to + i * LINE, lines[i]);
@@ -158,39 +164,72 @@ static void prepare_queries(const Rows& rows, const Work& work) {
 }
 
 // Addresses of a whole chunk's keys or values; what nobody sees is a line of zeros.
+template <class E>
 static void locate_chunk(const Rows& rows, const Pages& pages, const AttentionItem& item, int64_t start, int64_t from,
                          int64_t to, const uint8_t* nothing, const uint8_t** at) {
     for (int64_t i = 0; i < from - start; ++i) at[i] = nothing;
-    locate<BFloat16>(rows.job, pages, item, from, to, at + (from - start));
+    locate<E>(rows.job, pages, item, from, to, at + (from - start));
     for (int64_t i = to - start; i < CHUNK; ++i) at[i] = nothing;
+}
+
+// Thirty-two codes times their scale.
+static inline __m512i widen(const uint8_t* codes, __m512 scale) {
+    return narrow(_mm512_mul_ps(Int8::load(codes).v, scale), _mm512_mul_ps(Int8::load(codes + SIDE).v, scale));
+}
+
+// The same for values, in bfloat16 whatever the pages hold.
+static void find_values(const Rows& rows, const AttentionItem& item, int64_t start, int64_t from, int64_t to,
+                        const Work& work, const uint8_t** at) {
+    const AttentionJob& job = rows.job;
+    if (!job.v.scales) return locate_chunk<BFloat16>(rows, job.v, item, start, from, to, work.nothing, at);
+    locate_chunk<Int8>(rows, job.v, item, start, from, to, work.nothing, at);
+    float scales[CHUNK];
+    gather_scales(job, job.v, item, from, to, scales);
+    for (int64_t i = from - start; i < to - start; ++i) {
+        uint8_t* line = work.widened + i * job.values * 2;
+        const __m512 scale = _mm512_set1_ps(scales[i - (from - start)]);
+        for (int64_t c = 0; c < job.values; c += WIDE) store_line(line + c * 2, widen(at[i] + c, scale));
+        at[i] = line;
+    }
 }
 
 static void copy_keys(const Rows& rows, const AttentionItem& item, int64_t start, int64_t from, int64_t to,
                       const Work& work, Keys& keys) {
     const AttentionJob& job = rows.job;
     const uint8_t* at[CHUNK];
-    locate_chunk(rows, job.k, item, start, from, to, work.nothing, at);
+    float scales[CHUNK] = {};
+    if (job.k.scales) {
+        locate_chunk<Int8>(rows, job.k, item, start, from, to, work.nothing, at);
+        gather_scales(job, job.k, item, from, to, scales + (from - start));
+    } else {
+        locate_chunk<BFloat16>(rows, job.k, item, start, from, to, work.nothing, at);
+    }
     keys.piece = TILE;
     keys.stride = LINE;
     for (int64_t tile = (from - start) / SIDE; tile * SIDE < to - start; ++tile) {
         uint8_t* copy = work.keys + tile * SIDE * job.size * 2;
         keys.tiles[tile] = copy;
-        for (int64_t i = 0; i < SIDE; ++i)
+        for (int64_t i = 0; i < SIDE; ++i) {
+            const uint8_t* key = at[tile * SIDE + i];
+            const __m512 scale = _mm512_set1_ps(scales[tile * SIDE + i]);
             for (int64_t d = 0; d < job.size / WIDE; ++d)
-                store_line(copy + d * TILE + i * LINE, load_line(at[tile * SIDE + i] + d * LINE));
+                store_line(copy + d * TILE + i * LINE,
+                           job.k.scales ? widen(key + d * WIDE, scale) : load_line(key + d * LINE));
+        }
     }
 }
 
 // Where pages hold whole tiles: a tile lies in one page, and so does what follows the last key.
-static void find_keys(const Rows& rows, const AttentionItem& item, int64_t start, int64_t from, int64_t to, Keys& keys) {
-    const AttentionJob& job = rows.job;
+static void find_keys(const AttentionJob& job, const AttentionItem& item, int64_t start, int64_t from, int64_t to,
+                      Keys& keys) {
     const int64_t* table = job.table + item.sequence * job.table_stride;
+    const uint8_t* head = job.k.data + item.kv_head * job.k.head * 2;
     const int64_t first = (from - start) / SIDE;
     keys.piece = LINE;
     keys.stride = job.k.token * 2;
     int64_t page = (start + first * SIDE) / job.page_tokens, token = start + first * SIDE - page * job.page_tokens;
     for (int64_t tile = first; tile * SIDE < to - start; ++tile) {
-        keys.tiles[tile] = job.k.data + (table[page] * job.k.frame + token * job.k.token + item.kv_head * job.k.head) * 2;
+        keys.tiles[tile] = head + (table[page] * job.k.frame + token * job.k.token) * 2;
         token += SIDE;
         if (token == job.page_tokens) token = 0, ++page;
     }
@@ -262,8 +301,10 @@ static void turn_scores(const float* scores, int64_t from, int64_t to, float* ro
             v[i] = _mm512_mask_broadcast_f32x4(v[i], 0x0f00, _mm_loadu_ps(at + 8 * SIDE));
             v[i] = _mm512_mask_broadcast_f32x4(v[i], 0xf000, _mm_loadu_ps(at + 12 * SIDE));
         }
-        const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(v[0], v[1])), b = _mm512_castps_pd(_mm512_unpacklo_ps(v[2], v[3]));
-        const __m512d c = _mm512_castps_pd(_mm512_unpackhi_ps(v[0], v[1])), d = _mm512_castps_pd(_mm512_unpackhi_ps(v[2], v[3]));
+        const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(v[0], v[1]));
+        const __m512d b = _mm512_castps_pd(_mm512_unpacklo_ps(v[2], v[3]));
+        const __m512d c = _mm512_castps_pd(_mm512_unpackhi_ps(v[0], v[1]));
+        const __m512d d = _mm512_castps_pd(_mm512_unpackhi_ps(v[2], v[3]));
         _mm512_storeu_pd(rows + key, _mm512_unpacklo_pd(a, b));
         _mm512_storeu_pd(rows + CHUNK + key, _mm512_unpackhi_pd(a, b));
         _mm512_storeu_pd(rows + 2 * CHUNK + key, _mm512_unpacklo_pd(c, d));
@@ -306,38 +347,41 @@ static void soften_row(const AttentionJob& job, float* scores, int64_t from, int
     total = Lanes{sums}.sum();
 }
 
-static void pair_values(const AttentionJob& job, const uint8_t* const* at, int64_t first, int64_t last, uint8_t* values) {
-    const int64_t pieces = job.values / WIDE;
-    for (int64_t block = first; block < last; ++block)
-        for (int64_t pair = 0; pair < SIDE; ++pair)
-            for (int64_t c = 0; c < pieces; ++c) {
-                uint8_t* to = values + (block * pieces + c) * 2 * TILE + pair * LINE;
-                store_line(to, pair_up(at + block * WIDE, pair, c * LINE, false));
-                store_line(to + TILE, pair_up(at + block * WIDE, pair, c * LINE, true));
-            }
+// N times 32 columns of 32 values, in pairs of keys.
+template <int N>
+static inline void pair_values(const uint8_t* const* at, int64_t byte, uint8_t* pairs) {
+    for (int64_t pair = 0; pair < SIDE; ++pair, pairs += LINE)
+        for (int64_t i = 0; i < N; ++i) {
+            store_line(pairs + 2 * i * TILE, pair_up(at, pair, byte + i * LINE, false));
+            store_line(pairs + (2 * i + 1) * TILE, pair_up(at, pair, byte + i * LINE, true));
+        }
 }
 
-// N times 32 columns of P V.
+// N times 32 columns of P V. The next block of values is prepared while tiles are still waiting for this one.
 template <int N>
-static void mix_columns(const Work& work, int64_t count, int64_t pieces, int64_t piece, int64_t first, int64_t last,
-                        float* partial, int64_t stride) {
+static void mix_columns(const Work& work, const uint8_t* const* at, int64_t count, int64_t column, int64_t first,
+                        int64_t last, float* partial, int64_t stride) {
     _tile_zero(0);
     _tile_zero(1);
     if constexpr (N > 1) {
         _tile_zero(2);
         _tile_zero(3);
     }
+    pair_values<N>(at + first * WIDE, column * 2, work.values + first % 2 * 4 * TILE);
     for (int64_t block = first; block < last; ++block) {
-        const uint8_t* values = work.values + (block * pieces + piece) * 2 * TILE;
+        if (block + 1 < last)
+            pair_values<N>(at + (block + 1) * WIDE, column * 2, work.values + (block + 1) % 2 * 4 * TILE);
+        settle_memory();
+        const uint8_t* pairs = work.values + block % 2 * 4 * TILE;
         _tile_loadd(7, work.weights + block * TILE, LINE);
-        _tile_loadd(4, values, LINE);
+        _tile_loadd(4, pairs, LINE);
         _tile_dpbf16ps(0, 7, 4);
-        _tile_loadd(5, values + TILE, LINE);
+        _tile_loadd(5, pairs + TILE, LINE);
         _tile_dpbf16ps(1, 7, 5);
         if constexpr (N > 1) {
-            _tile_loadd(6, values + 2 * TILE, LINE);
+            _tile_loadd(6, pairs + 2 * TILE, LINE);
             _tile_dpbf16ps(2, 7, 6);
-            _tile_loadd(4, values + 3 * TILE, LINE);
+            _tile_loadd(4, pairs + 3 * TILE, LINE);
             _tile_dpbf16ps(3, 7, 4);
         }
     }
@@ -352,9 +396,9 @@ static void mix_columns(const Work& work, int64_t count, int64_t pieces, int64_t
     const __m512i right = _mm512_add_epi32(left, _mm512_set1_epi32(8));
     for (int64_t row = 0; row < count; ++row)
         for (int64_t i = 0; i < N; ++i) {
-            const float* at = mixed + (2 * i * SIDE + row) * SIDE;
-            const __m512 low = _mm512_loadu_ps(at), high = _mm512_loadu_ps(at + SIDE * SIDE);
-            float* to = partial + row * stride + (piece + i) * WIDE;
+            const float* tile = mixed + (2 * i * SIDE + row) * SIDE;
+            const __m512 low = _mm512_loadu_ps(tile), high = _mm512_loadu_ps(tile + SIDE * SIDE);
+            float* to = partial + row * stride + column + i * WIDE;
             _mm512_storeu_ps(to, _mm512_permutex2var_ps(low, left, high));
             _mm512_storeu_ps(to + SIDE, _mm512_permutex2var_ps(low, right, high));
         }
@@ -362,37 +406,35 @@ static void mix_columns(const Work& work, int64_t count, int64_t pieces, int64_t
 
 static void attend_few(const Rows& rows, const AttentionItem& item, int64_t chunk, const Work& work, float* partial) {
     const AttentionJob& job = rows.job;
-    const int64_t start = chunk * CHUNK, mixed = job.values, stride = partial_floats(job);
+    const int64_t start = chunk * CHUNK, stride = partial_floats(job);
     const int64_t from = rows.from(0, start), to = rows.to(rows.count - 1, start + CHUNK);
     if (from >= to) return;
     const int64_t first = (from - start) / WIDE, last = (to - start + WIDE - 1) / WIDE;
     Keys keys;
-    if (job.page_tokens % SIDE == 0)
-        find_keys(rows, item, start, from, to, keys);
+    if (job.page_tokens % SIDE == 0 && !job.k.scales)
+        find_keys(job, item, start, from, to, keys);
     else
         copy_keys(rows, item, start, from, to, work, keys);
     score(keys, from - start, to - start, work.queries, job.size, work.scores);
+    const uint8_t* at[CHUNK];
+    find_values(rows, item, start, from, to, work, at);
     for (int64_t row = 0; row < rows.count; ++row) {
         float* scores = work.rows + row % 4 * CHUNK;
         if (row % 4 == 0) turn_scores(work.scores + row, from - start, to - start, scores);
         const int64_t a = rows.from(row, start) - start, b = rows.to(row, start + CHUNK) - start;
-        float* result = partial + row * stride;
-        if (a < b) soften_row(job, scores, a, b, first, last, work.weights + row * LINE, result[mixed], result[mixed + 1]);
+        float* facts = partial + row * stride + job.values;
+        if (a < b) soften_row(job, scores, a, b, first, last, work.weights + row * LINE, facts[0], facts[1]);
     }
-    const uint8_t* at[CHUNK];
-    locate_chunk(rows, job.v, item, start, from, to, work.nothing, at);
-    pair_values(job, at, first, last, work.values);
-    const int64_t pieces = job.values / WIDE;
-    int64_t piece = 0;
-    settle_memory();
-    for (; piece + 2 <= pieces; piece += 2)
-        mix_columns<2>(work, rows.count, pieces, piece, first, last, partial, stride);
-    if (piece < pieces) mix_columns<1>(work, rows.count, pieces, piece, first, last, partial, stride);
+    int64_t column = 0;
+    for (; column + 2 * WIDE <= job.values; column += 2 * WIDE)
+        mix_columns<2>(work, at, rows.count, column, first, last, partial, stride);
+    if (column < job.values) mix_columns<1>(work, at, rows.count, column, first, last, partial, stride);
 }
 
 // ---- many rows ------------------------------------------------------------------------------------------------------
 
-// What sixteen rows see of a chunk: each row the keys [from, to); some row [seen_from, seen_to), all [all_from, all_to).
+// What sixteen rows see of a chunk: each row the keys [from, to); some row [seen_from, seen_to), all of them
+// [all_from, all_to).
 struct Sight {
     __m512i from, to;
     int64_t seen_from, seen_to, all_from, all_to;
@@ -432,39 +474,42 @@ static void hide(const AttentionJob& job, const Sight& sight, float* scores) {
     }
 }
 
-// The scores of sixteen rows become weights, in pairs of keys; a pair's weights are added in the lane of its place in
-// the block, as soften_row does.
-static void soften_rows(const float* scores, int64_t first, int64_t last, uint8_t* weights, float* maximum, float* total) {
+static __m512 largest_scores(const float* scores, int64_t first, int64_t last) {
     __m512 most[4];
     for (__m512& each : most) each = _mm512_set1_ps(-__builtin_inff());
     for (int64_t key = first * WIDE; key < last * WIDE; key += 4)
         for (int64_t i = 0; i < 4; ++i) most[i] = _mm512_max_ps(most[i], _mm512_load_ps(scores + (key + i) * SIDE));
     const __m512 all = _mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3]));
-    // A row that sees nothing has no maximum: its weights are 0, not NaN.
+    // A row that sees nothing has no maximum: its weights are to be 0, not NaN.
     const __mmask16 none = _mm512_cmp_ps_mask(all, _mm512_set1_ps(-__builtin_inff()), _CMP_EQ_OQ);
-    const __m512 top = _mm512_mask_blend_ps(none, all, _mm512_setzero_ps());
+    return _mm512_mask_blend_ps(none, all, _mm512_setzero_ps());
+}
+
+// A block's scores become weights, in pairs of keys. A pair's weights join the sum of its place in the block, as they
+// do in soften_row.
+static inline void weigh_block(const float* scores, __m512 top, uint8_t* weights, __m512 (&sums)[SIDE]) {
     alignas(64) static constexpr int16_t order[] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
                                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     const __m512i interleave = _mm512_load_si512(order);
-    __m512 sums[16];
     for (int64_t pair = 0; pair < SIDE; ++pair) {
-        sums[pair] = _mm512_setzero_ps();
-        for (int64_t block = first; block < last; ++block) {
-            const float* at = scores + (block * WIDE + 2 * pair) * SIDE;
-            const __m512 even = power_of_two(_mm512_sub_ps(_mm512_load_ps(at), top));
-            const __m512 odd = power_of_two(_mm512_sub_ps(_mm512_load_ps(at + SIDE), top));
-            const __m512i both = _mm512_permutexvar_epi16(interleave, narrow(even, odd));
-            store_line(weights + block * TILE + pair * LINE, both);
-            sums[pair] = add_pairs(sums[pair], both);
-        }
+        const float* at = scores + 2 * pair * SIDE;
+        const __m512 even = power_of_two(_mm512_sub_ps(_mm512_load_ps(at), top));
+        const __m512 odd = power_of_two(_mm512_sub_ps(_mm512_load_ps(at + SIDE), top));
+        const __m512i both = _mm512_permutexvar_epi16(interleave, narrow(even, odd));
+        store_line(weights + pair * LINE, both);
+        sums[pair] = add_pairs(sums[pair], both);
     }
-    for (int64_t half = 8; half > 0; half /= 2)
-        for (int64_t i = 0; i < half; ++i) sums[i] = _mm512_add_ps(sums[i], sums[i + half]);
-    _mm512_storeu_ps(maximum, _mm512_mul_ps(top, _mm512_set1_ps(LOG_OF_2)));
-    _mm512_storeu_ps(total, sums[0]);
 }
 
-static void turn_values(const AttentionJob& job, const uint8_t* const* at, int64_t first, int64_t last, uint8_t* values) {
+// In the order of Lanes::sum.
+static inline __m512 sum_up(__m512 (&sums)[SIDE]) {
+    for (int64_t half = SIDE / 2; half > 0; half /= 2)
+        for (int64_t i = 0; i < half; ++i) sums[i] = _mm512_add_ps(sums[i], sums[i + half]);
+    return sums[0];
+}
+
+static void turn_values(const AttentionJob& job, const uint8_t* const* at, int64_t first, int64_t last,
+                        uint8_t* values) {
     for (int64_t block = first; block < last; ++block)
         for (int64_t c = 0; c < job.values; c += WIDE)
             for (int high = 0; high < 2; ++high) {
@@ -476,36 +521,66 @@ static void turn_values(const AttentionJob& job, const uint8_t* const* at, int64
             }
 }
 
-// N times sixteen rows of V^T P^T.
+// V^T P^T in two or four tiles of values: begun, joined by one block of keys after the other, and stored.
 template <int N>
-static void mix_values(const AttentionJob& job, const Work& work, int64_t value, int64_t first, int64_t last, float* mixed) {
+static inline void begin_mix() {
     _tile_zero(0);
     _tile_zero(1);
     if constexpr (N > 2) {
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (int64_t block = first; block < last; ++block) {
-        const uint8_t* values = work.values + (block * job.values + value) * LINE;
-        _tile_loadd(7, work.weights + block * TILE, LINE);
-        _tile_loadd(4, values, LINE);
-        _tile_dpbf16ps(0, 4, 7);
-        _tile_loadd(5, values + TILE, LINE);
-        _tile_dpbf16ps(1, 5, 7);
-        if constexpr (N > 2) {
-            _tile_loadd(6, values + 2 * TILE, LINE);
-            _tile_dpbf16ps(2, 6, 7);
-            _tile_loadd(4, values + 3 * TILE, LINE);
-            _tile_dpbf16ps(3, 4, 7);
-        }
-    }
-    float* to = mixed + value * SIDE;
-    _tile_stored(0, to, LINE);
-    _tile_stored(1, to + SIDE * SIDE, LINE);
+}
+
+template <int N>
+static inline void mix_block(const uint8_t* values, const uint8_t* weights) {
+    settle_memory();
+    _tile_loadd(7, weights, LINE);
+    _tile_loadd(4, values, LINE);
+    _tile_dpbf16ps(0, 4, 7);
+    _tile_loadd(5, values + TILE, LINE);
+    _tile_dpbf16ps(1, 5, 7);
     if constexpr (N > 2) {
-        _tile_stored(2, to + 2 * SIDE * SIDE, LINE);
-        _tile_stored(3, to + 3 * SIDE * SIDE, LINE);
+        _tile_loadd(6, values + 2 * TILE, LINE);
+        _tile_dpbf16ps(2, 6, 7);
+        _tile_loadd(4, values + 3 * TILE, LINE);
+        _tile_dpbf16ps(3, 4, 7);
     }
+}
+
+template <int N>
+static inline void store_mix(float* mixed) {
+    _tile_stored(0, mixed, LINE);
+    _tile_stored(1, mixed + SIDE * SIDE, LINE);
+    if constexpr (N > 2) {
+        _tile_stored(2, mixed + 2 * SIDE * SIDE, LINE);
+        _tile_stored(3, mixed + 3 * SIDE * SIDE, LINE);
+    }
+}
+
+// The scores of sixteen rows become weights, which mix the values: values, maximum and sum go to `result`. The first
+// tiles of values are mixed while the next block's weights are made.
+template <int N>
+static void soften_and_mix(const AttentionJob& job, const Work& work, int64_t first, int64_t last, float* result) {
+    const int64_t each = job.values * LINE;
+    const __m512 top = largest_scores(work.scores, first, last);
+    __m512 sums[SIDE];
+    for (__m512& sum : sums) sum = _mm512_setzero_ps();
+    begin_mix<N>();
+    for (int64_t block = first; block < last; ++block) {
+        weigh_block(work.scores + block * WIDE * SIDE, top, work.weights + block * TILE, sums);
+        if (block > first) mix_block<N>(work.values + (block - 1) * each, work.weights + (block - 1) * TILE);
+    }
+    mix_block<N>(work.values + (last - 1) * each, work.weights + (last - 1) * TILE);
+    store_mix<N>(result);
+    for (int64_t value = N * SIDE; value < job.values; value += 2 * SIDE) {
+        begin_mix<2>();
+        for (int64_t block = first; block < last; ++block)
+            mix_block<2>(work.values + block * each + value * LINE, work.weights + block * TILE);
+        store_mix<2>(result + value * SIDE);
+    }
+    _mm512_storeu_ps(result + job.values * SIDE, _mm512_mul_ps(top, _mm512_set1_ps(LOG_OF_2)));
+    _mm512_storeu_ps(result + (job.values + 1) * SIDE, sum_up(sums));
 }
 
 // join_chunk of attention.hpp, for sixteen rows in lanes: the same operations on the same numbers.
@@ -554,7 +629,7 @@ static void attend_many(const Rows& rows, const AttentionItem& item, int64_t chu
     Keys keys;
     copy_keys(rows, item, start, from, to, work, keys);
     const uint8_t* at[CHUNK];
-    locate_chunk(rows, job.v, item, start, from, to, work.nothing, at);
+    find_values(rows, item, start, from, to, work, at);
     turn_values(job, at, (from - start) / WIDE, (to - start + WIDE - 1) / WIDE, work.values);
     for (int64_t row = 0; row < rows.count; row += SIDE) {
         const Sight sight(job, work.ends + row, start);
@@ -565,14 +640,13 @@ static void attend_many(const Rows& rows, const AttentionItem& item, int64_t chu
         float* result = opens ? running : work.partial;
         score(keys, sight.seen_from, sight.seen_to, work.queries_of(job, block), job.size, work.scores);
         hide(job, sight, work.scores);
-        float* most = result + job.values * SIDE;
-        soften_rows(work.scores, first, last, work.weights, most, most + SIDE);
-        int64_t value = 0;
-        settle_memory();
-        for (; value + 4 * SIDE <= job.values; value += 4 * SIDE) mix_values<4>(job, work, value, first, last, result);
-        if (value < job.values) mix_values<2>(job, work, value, first, last, result);
+        if (job.values >= 4 * SIDE)
+            soften_and_mix<4>(job, work, first, last, result);
+        else
+            soften_and_mix<2>(job, work, first, last, result);
+        const int64_t left = rows.count - row;
         if (partials)
-            turn_result(job, result, rows.count - row < SIDE ? rows.count - row : SIDE, partials + row * partial_floats(job));
+            turn_result(job, result, left < SIDE ? left : SIDE, partials + row * partial_floats(job));
         else if (!opens)
             join_lanes(job, sight, result, running);
     }
@@ -589,6 +663,13 @@ static bool hidden_values_are_finite(const Rows& rows, const AttentionItem& item
     for (const auto& range : ends)
         for (int64_t from = range[0]; from < range[1]; from += CHUNK) {
             const int64_t to = from + CHUNK < range[1] ? from + CHUNK : range[1];
+            if (job.v.scales) {
+                float scales[CHUNK];
+                gather_scales(job, job.v, item, from, to, scales);
+                for (int64_t i = 0; i < to - from; ++i)
+                    if (!(scales[i] <= LARGEST_SCALE)) return false;
+                continue;
+            }
             const uint8_t* at[CHUNK];
             locate<BFloat16>(job, job.v, item, from, to, at);
             for (int64_t i = 0; i < to - from; ++i)
@@ -615,14 +696,17 @@ static void attend_item(const AttentionJob& job, const AttentionItem& item, floa
     const Work work(job, rows);
     prepare_queries(rows, work);
     const bool few = rows.count <= FEW_ROWS;
+    // The chunk that opens every row, if one does: there is nothing yet that it could join.
+    const int64_t open = rows.from(0, 0) / CHUNK, first = open == rows.from(rows.count - 1, 0) / CHUNK ? open : -1;
     for (int64_t chunk = item.chunk_begin; chunk < item.chunk_end; ++chunk) {
         float* place = partials ? partials + (chunk - item.chunk_begin) * step : nullptr;
         if (!few) {
             attend_many(rows, item, chunk, work, place);
             continue;
         }
-        attend_few(rows, item, chunk, work, place ? place : work.partial);
-        if (!place) join_chunk(rows, chunk, work.partial, work.running);
+        const bool opens = chunk == first;
+        attend_few(rows, item, chunk, work, place ? place : opens ? work.running : work.partial);
+        if (!place && !opens) join_chunk(rows, chunk, work.partial, work.running);
     }
     if (partials) return;
     if (few) return finish(rows, 0, rows.count, work.running);
@@ -637,8 +721,10 @@ static bool fits(const AttentionJob& job) { return job.size % WIDE == 0 && job.v
 
 static int64_t rows(const AttentionJob& job) { return fits(job) ? MANY_ROWS : attention_rows(job); }
 
+// E: the numbers in the pages.
+template <class E>
 static void attend(const AttentionJob& job, int64_t begin, int64_t end) {
-    if (!fits(job)) return BANKFULL_ISA_NAME::attend<BFloat16>(job, begin, end);
+    if (!fits(job)) return BANKFULL_ISA_NAME::attend<E>(job, begin, end);
     _tile_loadconfig(&SHAPES);
     for (int64_t i = begin; i < end; ++i) {
         const AttentionItem& item = job.items[i];

@@ -61,7 +61,8 @@ Encoded encoded_at(uintptr_t address, int64_t stride, int64_t columns, bool tile
     return {pointer<uint8_t>(address), stride, tiles ? Activations::Tiles : Activations::Codes};
 }
 
-void encode(uintptr_t x, int64_t x_stride, int64_t rows, int64_t columns, uintptr_t out, int64_t out_stride, bool tiles) {
+void encode(uintptr_t x, int64_t x_stride, int64_t rows, int64_t columns, uintptr_t out, int64_t out_stride,
+            bool tiles) {
     require(rows >= 0 && columns > 0 && (tiles || columns % 32 == 0), "encode: groups are 32 columns");
     if (rows == 0) return;
     require(x && out, "encode: a null address");
@@ -70,8 +71,8 @@ void encode(uintptr_t x, int64_t x_stride, int64_t rows, int64_t columns, uintpt
 
 using Part = std::tuple<uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, int>;
 
-void packed_linear(bool tiles, uintptr_t x, int64_t x_stride, int64_t rows, int64_t inner, const std::vector<Part>& given,
-                   int gate, uintptr_t out, int64_t out_stride, bool out_tiles) {
+void packed_linear(bool tiles, uintptr_t x, int64_t x_stride, int64_t rows, int64_t inner,
+                   const std::vector<Part>& given, int gate, uintptr_t out, int64_t out_stride, bool out_tiles) {
     require(!tiles || kernels().tile_rows > 0, "packed_linear: this instruction set has no tiles");
     require(rows >= 0 && inner > 0, "packed_linear: the sizes must be positive");
     std::vector<PackedPart> parts;
@@ -97,16 +98,21 @@ void packed_linear(bool tiles, uintptr_t x, int64_t x_stride, int64_t rows, int6
     run_packed({encoded_at(x, x_stride, inner, tiles), rows, inner, parts.data(), int64_t(parts.size()), gate, target});
 }
 
-// The best output of each row, as int64; see run_packed_best.
-void packed_best(bool tiles, uintptr_t x, int64_t x_stride, int64_t rows, int64_t inner, uintptr_t weight, uintptr_t bias,
-                 int64_t outputs, int pack, uintptr_t best) {
-    require(!tiles || kernels().tile_rows > 0, "packed_best: this instruction set has no tiles");
+// The best output of each row of floats, as int64; see run_packed_best.
+void packed_best(uintptr_t x, int64_t rows, int64_t inner, uintptr_t weight, uintptr_t bias, int64_t outputs, int pack,
+                 uintptr_t best) {
     require(rows >= 0 && inner > 0 && outputs > 0, "packed_best: the sizes must be positive");
     require_whole_blocks(pack, outputs, inner);
     if (rows == 0) return;
     require(x && weight && best, "packed_best: a null address");
+    const int64_t stride = encoded_stride(inner);
+    thread_local std::vector<uint8_t> memory;  // kept; rows begin on multiples of 64 bytes
+    if (int64_t(memory.size()) < rows * stride + 64) memory.resize(size_t(rows * stride + 64));
+    uint8_t* rows_at = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
+    const Encoded encoded{rows_at, stride, encoding_of(rows)};
+    run_encode({pointer<float>(x), inner, inner, encoded}, rows);
     const PackedPart part{pointer<uint8_t>(weight), pointer<float>(bias), nullptr, 0, outputs, pack};
-    run_packed_best({encoded_at(x, x_stride, inner, tiles), rows, inner, &part, 1, -1, {}}, pointer<int64_t>(best));
+    run_packed_best({encoded, rows, inner, &part, 1, -1, {}}, pointer<int64_t>(best));
 }
 
 nb::dict packs() {
@@ -126,11 +132,13 @@ void bind_packed(nb::module_& m) {
     m.def("pack", &pack, Free(), "format, blocks, out: addresses; outputs, inner");
     m.def("unpack", &unpack, Free(), "pack, weight, out (floats): addresses; outputs, inner");
     m.def("encoded_stride", &encoded_stride, "bytes from one encoded row of so many columns to the next");
-    m.def("encode", &encode, Free(), "x, its stride in floats, rows, columns, out, its stride in bytes, tiles (or codes)");
+    m.def("encode", &encode, Free(),
+          "x, its stride in floats, rows, columns, out, its stride in bytes, tiles (or codes)");
     m.def("packed_linear", &packed_linear, Free(),
-          "tiles (or codes), x, its stride in bytes, rows, inner, parts: (weight, bias (0: none), y, y's stride in floats, "
-          "outputs, pack), gate (-1: none), out (0: float results), its stride in bytes, tiles (or codes)");
+          "tiles (or codes), x, its stride in bytes, rows, inner, parts: (weight, bias (0: none), y, y's stride in "
+          "floats, outputs, pack), gate (-1: none), out (0: float results), its stride in bytes, tiles (or codes)");
     m.def("packed_best", &packed_best, Free(),
-          "tiles (or codes), x, its stride in bytes, rows, inner, weight, bias (0: none), outputs, pack, best (int64)");
-    m.def("tile_rows", [] { return kernels().tile_rows; }, "from so many rows on, tiles are faster than codes; 0: never");
+          "x (floats), rows, inner, weight, bias (0: none), outputs, pack, best (int64)");
+    m.def("tile_rows", [] { return kernels().tile_rows; },
+          "from so many rows on, tiles are faster than codes; 0: never");
 }

@@ -16,7 +16,7 @@ using namespace bankfull;
 namespace {
 
 using At = std::tuple<int, int64_t, int64_t>;
-using PagesTuple = std::tuple<At, int64_t, int64_t, int64_t>;
+using PagesTuple = std::tuple<At, PageStrides, At, PageStrides>;
 
 Place place(const At& at) {
     const int kind = std::get<0>(at);
@@ -24,7 +24,16 @@ Place place(const At& at) {
     return {Place::Kind(kind), std::get<1>(at), std::get<2>(at)};
 }
 
-PagesAt pages(const PagesTuple& p) { return {place(std::get<0>(p)), std::get<1>(p), std::get<2>(p), std::get<3>(p)}; }
+PagesAt pages(const PagesTuple& p) {
+    return {place(std::get<0>(p)), std::get<1>(p), place(std::get<2>(p)), std::get<3>(p)};
+}
+
+// Codes mean nothing without their scales.
+PageType type_of(int type, const PagesAt& pages) {
+    if (type < 0 || type >= PAGE_TYPES || (type == PAGES_INT8) != (pages.scales.kind != Place::NONE))
+        throw std::invalid_argument("tape: an unknown type of pages, or scales that do not belong to it");
+    return PageType(type);
+}
 
 Format format_of(int format) {
     if (format < 0 || format >= FORMATS) throw std::invalid_argument("tape: an unknown weight format");
@@ -154,47 +163,50 @@ void bind_tape(nb::module_& m) {
              nb::arg("name"), nb::arg("x"), nb::arg("cos"), nb::arg("sin"), nb::arg("y"), nb::arg("heads"), nb::arg("size"),
              nb::arg("half"))
         .def("write",
-             [](Tape& tape, const std::string& name, At rows, At slots, PagesTuple at, int64_t row_stride, int64_t numbers,
-                int64_t frames, int64_t page_tokens, bool narrow) {
+             [](Tape& tape, const std::string& name, At rows, At slots, PagesTuple at, int64_t row_stride, int64_t heads,
+                int64_t size, int64_t frames, int64_t page_tokens, int type) {
                  auto& made = append<WriteStep>(tape, name);
                  made.rows = place(rows), made.slots = place(slots), made.pages = pages(at);
-                 made.row_stride = row_stride, made.numbers = numbers, made.frames = frames;
-                 made.page_tokens = page_tokens, made.narrow = narrow;
+                 made.row_stride = row_stride, made.heads = heads, made.size = size, made.frames = frames;
+                 made.page_tokens = page_tokens, made.type = type_of(type, made.pages);
              },
-             nb::arg("name"), nb::arg("rows"), nb::arg("slots"), nb::arg("pages"), nb::arg("row_stride"), nb::arg("numbers"),
-             nb::arg("frames"), nb::arg("page_tokens"), nb::arg("narrow"))
+             nb::arg("name"), nb::arg("rows"), nb::arg("slots"), nb::arg("pages"), nb::arg("row_stride"), nb::arg("heads"),
+             nb::arg("size"), nb::arg("frames"), nb::arg("page_tokens"), nb::arg("type"))
         .def("intake",
              [](Tape& tape, const std::string& name, At q, At k, At v, At cos, At sin, At turned, At slots, PagesTuple k_pages,
                 PagesTuple v_pages, int64_t q_token, int64_t k_token, int64_t v_token, int64_t turned_token, int64_t frames,
-                int64_t page_tokens, int64_t heads, int64_t kv_heads, int64_t size, int64_t values, int64_t half, bool narrow) {
+                int64_t page_tokens, int64_t heads, int64_t kv_heads, int64_t size, int64_t values, int64_t half, int type) {
                  auto& made = append<IntakeStep>(tape, name);
                  made.q = place(q), made.k = place(k), made.v = place(v), made.cos = place(cos), made.sin = place(sin);
                  made.turned = place(turned), made.slots = place(slots);
                  made.k_pages = pages(k_pages), made.v_pages = pages(v_pages);
                  made.q_token = q_token, made.k_token = k_token, made.v_token = v_token, made.turned_token = turned_token;
                  made.frames = frames, made.page_tokens = page_tokens, made.heads = heads, made.kv_heads = kv_heads;
-                 made.size = size, made.values = values, made.half = half, made.narrow = narrow;
+                 made.size = size, made.values = values, made.half = half;
+                 made.type = type_of(type, made.k_pages);
+                 type_of(type, made.v_pages);
              },
              nb::arg("name"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("cos"), nb::arg("sin"), nb::arg("turned"),
              nb::arg("slots"), nb::arg("k_pages"), nb::arg("v_pages"), nb::arg("q_token"), nb::arg("k_token"),
              nb::arg("v_token"), nb::arg("turned_token"), nb::arg("frames"), nb::arg("page_tokens"), nb::arg("heads"),
-             nb::arg("kv_heads"), nb::arg("size"), nb::arg("values"), nb::arg("half"), nb::arg("narrow"))
+             nb::arg("kv_heads"), nb::arg("size"), nb::arg("values"), nb::arg("half"), nb::arg("type"))
         .def("attention",
              [](Tape& tape, const std::string& name, At q, At y, At encoded, At q_start, At kv_len, At table,
                 PagesTuple k_pages, PagesTuple v_pages, int64_t q_token, int64_t frames, int64_t page_tokens, int64_t heads,
-                int64_t kv_heads, int64_t size, int64_t values, int64_t window, float scale, float cap, bool narrow) {
+                int64_t kv_heads, int64_t size, int64_t values, int64_t window, float scale, float cap, int type) {
                  auto& made = append<AttentionStep>(tape, name);
                  made.q = place(q), made.y = place(y), made.encoded = place(encoded), made.q_start = place(q_start);
                  made.kv_len = place(kv_len), made.table = place(table);
                  made.k_pages = pages(k_pages), made.v_pages = pages(v_pages);
                  made.q_token = q_token, made.frames = frames, made.page_tokens = page_tokens, made.heads = heads;
                  made.kv_heads = kv_heads, made.size = size, made.values = values, made.window = window;
-                 made.scale = scale, made.cap = cap, made.type = narrow ? PAGES_BF16 : PAGES_F32;
+                 made.scale = scale, made.cap = cap, made.type = type_of(type, made.k_pages);
+                 type_of(type, made.v_pages);
              },
              nb::arg("name"), nb::arg("q"), nb::arg("y"), nb::arg("encoded"), nb::arg("q_start"), nb::arg("kv_len"),
              nb::arg("table"), nb::arg("k_pages"), nb::arg("v_pages"), nb::arg("q_token"), nb::arg("frames"),
              nb::arg("page_tokens"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("size"), nb::arg("values"),
-             nb::arg("window"), nb::arg("scale"), nb::arg("cap"), nb::arg("narrow"))
+             nb::arg("window"), nb::arg("scale"), nb::arg("cap"), nb::arg("type"))
         .def("conv",
              [](Tape& tape, const std::string& name, At x, At weight, At bias, At state, At y, At q_start, At kept, At read,
                 At write, int64_t slots, int64_t channels, int64_t width) {

@@ -38,6 +38,7 @@ struct Quads {
 struct Sums {
     __m512i v;
     static Sums splat(int32_t i) { return {_mm512_set1_epi32(i)}; }
+    Sums operator+(Sums o) const { return {_mm512_add_epi32(v, o.v)}; }
     Lanes lanes() const { return {_mm512_cvtepi32_ps(v)}; }
     template <bool Full>
     void add_dot(Quads q, const int8_t* p) {
@@ -83,6 +84,7 @@ struct Quads {
 struct Sums {
     __m256i a, b;
     static Sums splat(int32_t i) { return {_mm256_set1_epi32(i), _mm256_set1_epi32(i)}; }
+    Sums operator+(Sums o) const { return {_mm256_add_epi32(a, o.a), _mm256_add_epi32(b, o.b)}; }
     Lanes lanes() const { return {_mm256_cvtepi32_ps(a), _mm256_cvtepi32_ps(b)}; }
     template <bool Full>
     static __m256i plus_dot(__m256i v, __m256i q, __m256i x) {
@@ -143,6 +145,7 @@ struct Sums {
         const Four four = {i, i, i, i};
         return {four, four, four, four};
     }
+    Sums operator+(const Sums& o) const { return {v[0] + o.v[0], v[1] + o.v[1], v[2] + o.v[2], v[3] + o.v[3]}; }
     Lanes lanes() const {
         Lanes lanes;
         for (int i = 0; i < 4; ++i) lanes.v[i] = __builtin_convertvector(v[i], Lanes::Four);

@@ -27,7 +27,8 @@ static inline Lanes gate_of(int function, Lanes x) {
 }
 
 // Sums of rows [row, row + rows): for each part, rows of 32 floats; the second part's begin `apart` floats behind.
-static void finish(const PackedJob& job, const Unit& unit, int64_t row, int64_t rows, const float* sums, int64_t apart) {
+static void finish(const PackedJob& job, const Unit& unit, int64_t row, int64_t rows, const float* sums,
+                   int64_t apart) {
     const int64_t first = unit.number * UNIT_OUTPUTS, outputs = unit.parts->outputs;
     Lanes biases[2][2];
     for (int64_t part = 0; part < unit.count; ++part)
@@ -40,8 +41,10 @@ static void finish(const PackedJob& job, const Unit& unit, int64_t row, int64_t 
         Lanes results[2];
         for (int64_t half = 0; half < 2; ++half) {
             results[half] = Lanes::load(sums + half * 16) + biases[0][half];
-            if (unit.count == 2)
-                results[half] = gate_of(job.gate, results[half]) * (Lanes::load(sums + apart + half * 16) + biases[1][half]);
+            if (unit.count == 2) {
+                const Lanes factor = Lanes::load(sums + apart + half * 16) + biases[1][half];
+                results[half] = gate_of(job.gate, results[half]) * factor;
+            }
         }
         if (job.gate >= 0 && job.out.data) {
             uint8_t* out = job.out.data + (row + r) * job.out.stride;

@@ -14,11 +14,7 @@ static inline void turn_head(const float* x, const float* cos, const float* sin,
         __builtin_memcpy(turned + 2 * half, x + 2 * half, size_t(size - 2 * half) * sizeof(float));
 }
 
-static inline void store_head(const float* x, int64_t size, bool narrow, uint8_t* place) {
-    if (!narrow) {
-        __builtin_memcpy(place, x, size_t(size) * sizeof(float));
-        return;
-    }
+static inline void store_bfloats(const float* x, int64_t size, uint8_t* place) {
     int64_t i = 0;
     for (; i + 16 <= size; i += 16) Lanes::load(x + i).store_bfloat(place + 2 * i);
     if (i < size) {
@@ -28,23 +24,62 @@ static inline void store_head(const float* x, int64_t size, bool narrow, uint8_t
     }
 }
 
+// Returns the scale: the largest magnitude over 127. Magnitudes are compared by their bits, where NaN is above infinity:
+// then a scale tells of every number that is not finite. Codes of such a head are 0, as are those of a head of zeros.
+static inline float store_codes(const float* x, int64_t size, uint8_t* place) {
+    int32_t most = 0;
+    for (int64_t i = 0; i < size; ++i) {
+        int32_t bits;
+        __builtin_memcpy(&bits, x + i, 4);
+        bits &= 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    float scale;
+    __builtin_memcpy(&scale, &most, 4);
+    scale /= 127.0f;
+    // A scale that underflowed gives quotients beyond 127. NaN passes the bounds, and is stored as 0.
+    const Lanes divisor = Lanes::splat(scale), highest = Lanes::splat(127.0f), lowest = Lanes::splat(-127.0f);
+    for (int64_t i = 0; i < size; i += 16) {
+        const Lanes quotient = load_some(x + i, size - i) / divisor;
+        const Lanes code = Lanes::larger(lowest, Lanes::smaller(highest, quotient));
+        if (i + 16 <= size) {
+            code.store_codes(reinterpret_cast<int8_t*>(place + i));
+            continue;
+        }
+        int8_t last[16];
+        code.store_codes(last);
+        __builtin_memcpy(place + i, last, size_t(size - i));
+    }
+    return scale;
+}
+
+static inline void store_head(const Pages& pages, PageType type, int64_t frame, int64_t offset, int64_t head,
+                              const float* x, int64_t size) {
+    const int64_t number = frame * pages.frame + offset * pages.token + head * pages.head;
+    uint8_t* place = pages.data + number * number_bytes(type);
+    if (type == PAGES_INT8)
+        pages.scales[frame * pages.scale_frame + offset * pages.scale_token + head * pages.scale_head] =
+            store_codes(x, size, place);
+    else if (type == PAGES_BF16)
+        store_bfloats(x, size, place);
+    else
+        __builtin_memcpy(place, x, size_t(size) * sizeof(float));
+}
+
 static void intake(const IntakeJob& job, int64_t begin, int64_t end) {
-    const int64_t item = job.narrow ? 2 : 4;
     float* turned = scratch(job.size);
     for (int64_t token = begin; token < end; ++token) {
         const float *cos = job.cos + token * job.half, *sin = job.sin + token * job.half;
         const int64_t frame = job.slots[token] / job.page_tokens, offset = job.slots[token] % job.page_tokens;
-        uint8_t* k_place = job.k_pages + frame * job.k_frame + offset * job.k_token_bytes;
-        uint8_t* v_place = job.v_pages + frame * job.v_frame + offset * job.v_token_bytes;
         for (int64_t head = 0; head < job.kv_heads; ++head) {
             const float* k = job.k + token * job.k_token + head * job.size;
             if (job.half) {
                 turn_head(k, cos, sin, job.half, job.size, turned);
                 k = turned;
             }
-            store_head(k, job.size, job.narrow, k_place + head * job.size * item);
-            if (job.v) store_head(job.v + token * job.v_token + head * job.values, job.values, job.narrow,
-                                  v_place + head * job.values * item);
+            store_head(job.k_pages, job.type, frame, offset, head, k, job.size);
+            if (job.v) store_head(job.v_pages, job.type, frame, offset, head,
+                                  job.v + token * job.v_token + head * job.values, job.values);
         }
         if (!job.half) continue;
         for (int64_t head = 0; head < job.heads; ++head)

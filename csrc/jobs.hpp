@@ -55,6 +55,24 @@ struct PackedJob {
     Encoded out;
 };
 
+// What a row asks of its sampler: neutral values change nothing (1, the vocabulary, 1, 0).
+struct SampleWish {
+    double temperature;
+    int64_t top_k;
+    double top_p, min_p;
+    int64_t seed, child, position;  // which random number
+    bool greedy;
+};
+
+// One token per row of logits, for the rows [begin, end); -1 where no score is usable.
+struct SampleJob {
+    const float* logits;
+    const SampleWish* wishes;
+    int64_t* tokens;
+    int64_t vocab;
+    uint32_t purpose;
+};
+
 struct Best {
     float value;
     int64_t index;
@@ -113,25 +131,31 @@ struct EmbeddingJob {
     float scale;
 };
 
-// Queries, keys and values of new tokens on their way into attention. Keys and values go to their pages, whose numbers
-// are bfloat16 where `narrow`. Token strides of q, k, v and turned are in floats, those of pages in bytes.
+enum PageType : int { PAGES_F32, PAGES_BF16, PAGES_INT8, PAGE_TYPES };
+
+constexpr int64_t number_bytes(PageType type) { return type == PAGES_F32 ? 4 : type == PAGES_BF16 ? 2 : 1; }
+
+// Keys or values in their pages; a head's numbers lie side by side. Where they are int8 codes, each head of a token has
+// a scale. Strides are counted in numbers, those of scales in floats.
+struct Pages {
+    uint8_t* data;
+    int64_t frame, token, head;
+    float* scales;  // null: the numbers are what they say
+    int64_t scale_frame, scale_token, scale_head;
+};
+
+// Queries, keys and values of new tokens on their way into attention. Keys and values go to their pages. Token strides
+// are in floats.
 struct IntakeJob {
     const float *q, *k, *v;  // v may be null
     int64_t q_token, k_token, v_token;
     const float *cos, *sin;
     float* turned;  // queries; may be q itself
     int64_t turned_token;
-    uint8_t *k_pages, *v_pages;
-    int64_t k_frame, k_token_bytes, v_frame, v_token_bytes;
+    Pages k_pages, v_pages;
     const int64_t* slots;  // page * page_tokens + offset, below `places`
     int64_t places, page_tokens, heads, kv_heads, size, values, half;  // half 0: nothing is turned
-    bool narrow;
-};
-
-// Keys or values in their pages. Strides are counted in elements; a head's numbers lie side by side.
-struct Pages {
-    const uint8_t* data;
-    int64_t frame, token, head;
+    PageType type;
 };
 
 // Queries [first, first + queries) of a sequence and all the heads that share one key head, over chunks of its keys.

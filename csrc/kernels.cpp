@@ -28,11 +28,13 @@ namespace bankfull::BANKFULL_ISA_NAME {
 #include "packed_codes.hpp"
 #include "packed_tiles.hpp"
 #include "packed.hpp"
+#include "sampling.hpp"
 #include "rope.hpp"
 #include "intake.hpp"
 #include "attention.hpp"
 #include "attention_tiles.hpp"
 #include "recurrent.hpp"
+#include "ceilings.hpp"
 
 template <class F>
 static void dequantize(const uint8_t* blocks, float* out, int64_t count) {
@@ -77,6 +79,7 @@ static constexpr Kernels build() {
     table.packed = packed;
     table.encode = encode;
     table.best_of = best_of;
+    table.weigh = weigh;
     table.rms_norm = rms_norm;
     table.layer_norm = layer_norm;
     table.pointwise[SILU] = pointwise<Silu>;
@@ -90,15 +93,18 @@ static constexpr Kernels build() {
     table.attention[PAGES_F32] = attend<Float32>;
     table.attention_rows[PAGES_F32] = attention_rows;
 #if defined(__AMX_BF16__)
-    table.attention[PAGES_BF16] = attention_tiles::attend;
-    table.attention_rows[PAGES_BF16] = attention_tiles::rows;
+    table.attention[PAGES_BF16] = attention_tiles::attend<BFloat16>;
+    table.attention[PAGES_INT8] = attention_tiles::attend<Int8>;
+    table.attention_rows[PAGES_BF16] = table.attention_rows[PAGES_INT8] = attention_tiles::rows;
 #else
     table.attention[PAGES_BF16] = attend<BFloat16>;
-    table.attention_rows[PAGES_BF16] = attention_rows;
+    table.attention[PAGES_INT8] = attend<Int8>;
+    table.attention_rows[PAGES_BF16] = table.attention_rows[PAGES_INT8] = attention_rows;
 #endif
     table.merge = merge_split;
     table.causal_conv = causal_conv;
     table.selective_scan = selective_scan;
+    offer_ceilings(table);
     return table;
 }
 

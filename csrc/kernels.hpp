@@ -8,7 +8,6 @@ namespace bankfull {
 // Positions are cut into chunks, counted from 0: softmax runs inside a chunk, and chunks are merged in order.
 constexpr int64_t CHUNK = 128;
 
-enum PageType : int { PAGES_F32, PAGES_BF16, PAGE_TYPES };
 enum Pointwise : int { SILU, GELU_TANH, RELU, SOFTPLUS, SOFT_CAP, PLUS, POINTWISE };
 enum Format : int { F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, FORMATS };
 
@@ -22,16 +21,25 @@ struct FormatFacts {
 // code; the letters say what goes with the codes: M a minimum, S an integer scale for each group, K is both.
 enum Pack : int { PACK4, PACK4M, PACK4K, PACK4S, PACK4SM, PACK5, PACK5M, PACK5K, PACK6S, PACK8, PACKS };
 
-// Bytes from one encoded row to the next, whichever form it has.
+// Bytes from one encoded row to the next, whichever form it has: an odd number of lines, so that the same columns of
+// many rows do not compete for the same places of a cache.
 constexpr int64_t encoded_stride(int64_t columns) {
     const int64_t codes = columns + columns / 32 * 4 + columns / 16 * 4, tiles = (columns + 31) / 32 * 64;
-    return ((codes > tiles ? codes : tiles) + 63) / 64 * 64;
+    return (((codes > tiles ? codes : tiles) + 63) / 64 | 1) * 64;
 }
 
 struct PackFacts {
     const char* name;
     int block;  // weights of one output in a block
     int bytes;  // bytes of a block: sixteen outputs, scales and codes
+};
+
+// How numbers are multiplied, for the machine's ceilings.
+enum Arithmetic : int { FLOAT32, BFLOAT16, INT8, ARITHMETICS };
+
+struct Multiplication {
+    float (*run)(int64_t rounds);  // null where the instruction set has no such products
+    double operations;             // of a round
 };
 
 struct Kernels {
@@ -44,16 +52,19 @@ struct Kernels {
     void (*dequantize[FORMATS])(const uint8_t* blocks, float* out, int64_t count);
     void (*embedding[FORMATS])(const EmbeddingJob&, int64_t begin, int64_t end);
     Best (*best_of)(const float* scores, int64_t count);
+    void (*weigh)(const float* logits, int64_t vocab, float highest, float temperature, float* scores, int64_t* weights);
     void (*intake)(const IntakeJob&, int64_t begin, int64_t end);
     void (*rms_norm)(const NormJob&, int64_t begin, int64_t end);
     void (*layer_norm)(const LayerNormJob&, int64_t begin, int64_t end);
     void (*pointwise[POINTWISE])(const PointwiseJob&, int64_t begin, int64_t end);
     void (*rotate)(const RotateJob&, int64_t begin, int64_t end);
     void (*attention[PAGE_TYPES])(const AttentionJob&, int64_t begin, int64_t end);  // items
-    int64_t (*attention_rows[PAGE_TYPES])(const AttentionJob&);  // rows (queries of heads) that an item should have at most
+    int64_t (*attention_rows[PAGE_TYPES])(const AttentionJob&);  // queries x heads of an item, at most
     void (*merge)(const AttentionJob&, int64_t begin, int64_t end);                  // of `split`
     void (*causal_conv)(const ConvJob&, int64_t begin, int64_t end);
     void (*selective_scan)(const ScanJob&, int64_t begin, int64_t end);
+    float (*read_lines[2])(const float* data, int64_t begin, int64_t end);  // of 64 bytes; [1] asks for them ahead
+    Multiplication multiply[ARITHMETICS];
 };
 
 const Kernels& kernels_generic();

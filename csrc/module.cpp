@@ -8,6 +8,10 @@
 #include <stdexcept>
 #include <tuple>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include "attention_plan.hpp"
 #include "bindings.hpp"
 #include "isa.hpp"
@@ -134,25 +138,51 @@ void write_tokens(uintptr_t rows, uintptr_t pages, uintptr_t slots, int64_t toke
                 tokens, frames);
 }
 
+// Addresses and strides of pages (frames, tokens, heads, numbers) and of their scales (frames, tokens, heads), which may
+// be 0: none.
 using Strides = std::tuple<int64_t, int64_t, int64_t, int64_t>;
+using ScaleStrides = std::tuple<int64_t, int64_t, int64_t>;
+using PagesTuple = std::tuple<uintptr_t, Strides, uintptr_t, ScaleStrides>;
 
-Pages pages_at(uintptr_t address, const Strides& strides) {
-    return {pointer<uint8_t>(address), std::get<0>(strides), std::get<1>(strides), std::get<2>(strides)};
+Pages pages_at(const PagesTuple& pages, int type) {
+    const auto& [address, strides, scales, scale_strides] = pages;
+    require(type >= 0 && type < PAGE_TYPES && address, "pages: an unknown type, or a null address");
+    require((type == PAGES_INT8) == (scales != 0), "pages: int8 codes come with scales, and other numbers without");
+    return {pointer<uint8_t>(address), std::get<0>(strides), std::get<1>(strides), std::get<2>(strides),
+            pointer<float>(scales), std::get<0>(scale_strides), std::get<1>(scale_strides), std::get<2>(scale_strides)};
 }
 
-void attention(bool narrow, uintptr_t q, uintptr_t k, const Strides& k_strides, uintptr_t v, const Strides& v_strides,
-               uintptr_t y, nb::handle q_start, nb::handle kv_len, uintptr_t table, int64_t table_stride, int64_t width,
-               int64_t frames, int64_t page_tokens, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t size,
-               int64_t values, float scale, int64_t window, float cap) {
+void round_tokens(uintptr_t rows, const PagesTuple& pages, uintptr_t slots, int64_t tokens, int64_t heads, int64_t size,
+                  int64_t frames, int64_t page_tokens) {
+    require(heads > 0 && size > 0 && frames >= 0 && page_tokens > 0, "write_pages_int8: the sizes must be positive");
+    if (tokens == 0) return;
+    require(rows && slots, "write_pages_int8: a null address");
+    IntakeJob job{};
+    job.k = pointer<float>(rows);
+    job.k_token = heads * size;
+    job.k_pages = pages_at(pages, PAGES_INT8);
+    job.slots = pointer<int64_t>(slots);
+    job.places = frames * page_tokens;
+    job.page_tokens = page_tokens;
+    job.kv_heads = heads;
+    job.size = size;
+    job.type = PAGES_INT8;
+    run_intake(job, tokens);
+}
+
+void attention(int type, uintptr_t q, const PagesTuple& k, const PagesTuple& v, uintptr_t y, nb::handle q_start, nb::handle kv_len,
+               uintptr_t table, int64_t table_stride, int64_t width, int64_t frames, int64_t page_tokens,
+               int64_t tokens, int64_t heads, int64_t kv_heads, int64_t size, int64_t values, float scale,
+               int64_t window, float cap) {
     const Integers starts(q_start), lengths(kv_len);
     require(starts.size() == lengths.size() + 1, "paged_attention: q_start has one entry more than kv_len");
     if (tokens == 0) return;
-    require(q && k && v && y && table, "paged_attention: a null address");
-    const AttentionJob job{pointer<float>(q), pointer<float>(y), pages_at(k, k_strides), pages_at(v, v_strides),
+    require(q && y && table, "paged_attention: a null address");
+    const AttentionJob job{pointer<float>(q), pointer<float>(y), pages_at(k, type), pages_at(v, type),
                            starts.data(), lengths.data(), pointer<int64_t>(table), table_stride, page_tokens, heads,
                            kv_heads, size, values, heads * size, {}, window, scale, cap, nullptr, nullptr, nullptr};
     const nb::gil_scoped_release free;
-    paged_attention(job, narrow ? PAGES_BF16 : PAGES_F32, lengths.size(), tokens, width, frames);
+    paged_attention(job, PageType(type), lengths.size(), tokens, width, frames);
 }
 
 RecurrentPlan plan_of(const Integers& starts, const Integers& kept, uintptr_t read, uintptr_t write, int64_t write_stride,
@@ -197,6 +227,34 @@ void dequantize(int format, uintptr_t blocks, uintptr_t out, int64_t count) {
     kernels().dequantize[format](pointer<uint8_t>(blocks), pointer<float>(out), count);
 }
 
+// `reals`: temperature, top_p, min_p; `wholes`: top_k, seed, child, position, greedy: one row of each per row of logits.
+void sample(uintptr_t logits, uintptr_t reals, uintptr_t wholes, uintptr_t tokens, int64_t rows, int64_t vocab,
+            uint32_t purpose) {
+    require(rows >= 0 && vocab > 0, "sample: the sizes must be positive");
+    if (rows == 0) return;
+    require(logits && reals && wholes && tokens, "sample: a null address");
+    std::vector<SampleWish> wishes;
+    wishes.reserve(size_t(rows));
+    for (int64_t i = 0; i < rows; ++i) {
+        const double* real = pointer<double>(reals) + i * 3;
+        const int64_t* whole = pointer<int64_t>(wholes) + i * 5;
+        require(real[0] > 0 && whole[0] > 0, "sample: temperature and top_k must be positive");
+        wishes.push_back({real[0], whole[0], real[1], real[2], whole[1], whole[2], whole[3], whole[4] != 0});
+    }
+    run_sample({pointer<float>(logits), wishes.data(), pointer<int64_t>(tokens), vocab, purpose}, rows);
+}
+
+// A wish: the system may decline it, and where it knows no such thing nothing happens.
+void advise_large_pages(uintptr_t address, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+    constexpr uintptr_t PAGE = 4096;
+    const uintptr_t begin = (address + PAGE - 1) / PAGE * PAGE, end = (address + uintptr_t(bytes)) / PAGE * PAGE;
+    if (bytes > 0 && end > begin) madvise(pointer<void>(begin), end - begin, MADV_HUGEPAGE);
+#else
+    (void)address, (void)bytes;
+#endif
+}
+
 void set_thread_count(int count) {
     require(count >= 1 && count <= MAX_THREADS, "the number of threads must be 1 to 1024");
     set_threads(count);
@@ -220,6 +278,14 @@ nb::dict functions() {
     return found;
 }
 
+nb::dict page_types() {
+    nb::dict found;
+    found["float32"] = int(PAGES_F32);
+    found["bfloat16"] = int(PAGES_BF16);
+    found["int8"] = int(PAGES_INT8);
+    return found;
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -234,8 +300,12 @@ NB_MODULE(_native, m) {
     m.def("embedding", &embedding, Free(), "format, ids, table, y: addresses; tokens, rows of the table, columns, scale");
     m.def("write_pages", &write_tokens, Free(),
           "rows, pages, slots: addresses; tokens, bytes of a row, frames, page_tokens, bytes of a frame and of a token");
+    m.def("write_pages_int8", &round_tokens, Free(),
+          "rows, pages (address, strides, scales' address and strides), slots, tokens, heads, size, frames, page_tokens");
+    m.def("page_types", &page_types, "name -> the code that paged_attention takes");
     m.def("paged_attention", &attention,
-          "narrow (bfloat16 pages), q, k, k's strides, v, v's strides, y, q_start, kv_len, table, its stride and width, "
+          "type of the pages, q, k and v (address, strides, scales' address and strides), y, q_start, kv_len, table, its "
+          "stride and width, "
           "frames, page_tokens, tokens, heads, kv_heads, size, values, scale, window (0: none), cap (0: none)");
     m.def("causal_conv", &causal_conv,
           "x, weight, bias (0: none), state, y, q_start, kept, read, write, its stride and width, slots, tokens, channels, "
@@ -245,12 +315,17 @@ NB_MODULE(_native, m) {
           "slots, tokens, channels, size");
     m.def("functions", &functions, "name -> the code that pointwise takes");
     m.def("dequantize", &dequantize, Free(), "format, blocks, out: addresses; how many blocks");
+    m.def("sample", &sample, Free(),
+          "logits, reals (temperature, top_p, min_p), wholes (top_k, seed, child, position, greedy), tokens: addresses; "
+          "rows, vocab, purpose");
     m.def("formats", &formats, "name -> (format, weights per block, bytes per block)");
     m.def("isas", &available_isas, "the instruction sets of this processor, best first");
     m.def("isa", &current_isa);
     m.def("set_isa", &set_isa);
     bind_tape(m);
+    m.def("advise_large_pages", &advise_large_pages, "address, bytes: memory that will be read again and again");
     m.def("threads", &threads, Free());
     m.def("set_threads", &set_thread_count, Free());
     bind_packed(m);
+    bind_ceilings(m);
 }

@@ -12,6 +12,7 @@ namespace bankfull {
 namespace {
 
 constexpr int64_t PIECE_WORK = 16384;  // multiplications that are worth a hand-over between threads
+constexpr int64_t PIECE_ROW_WORK = 4096;  // the same for work that makes several passes over each number
 constexpr int64_t PIECE_EXPONENTIALS = 4096;
 
 template <class Job>
@@ -48,7 +49,7 @@ void run_linear(const LinearJob& job, Format format) {
 }
 
 void run_rms_norm(const NormJob& job, int64_t rows) {
-    spread(kernels().rms_norm, job, rows, PIECE_WORK / job.columns + 1);
+    spread(kernels().rms_norm, job, rows, PIECE_ROW_WORK / job.columns + 1);
 }
 
 void run_layer_norm(const LayerNormJob& job, int64_t rows) {
@@ -76,7 +77,7 @@ void run_intake(const IntakeJob& job, int64_t tokens) {
     for (int64_t i = 0; i < tokens; ++i)
         if (job.slots[i] < 0 || job.slots[i] >= job.places)
             throw std::invalid_argument("write_pages: a slot names a page that is not there");
-    spread(kernels().intake, job, tokens, PIECE_WORK / ((job.heads + 2 * job.kv_heads) * job.size) + 1);
+    spread(kernels().intake, job, tokens, PIECE_ROW_WORK / ((job.heads + 2 * job.kv_heads) * job.size) + 1);
 }
 
 namespace {

@@ -11,6 +11,7 @@ void run_linear(const LinearJob& job, Format format);
 void run_rms_norm(const NormJob& job, int64_t rows);
 void run_layer_norm(const LayerNormJob& job, int64_t rows);
 void run_pointwise(const PointwiseJob& job, Pointwise kind, int64_t count);
+void run_sample(const SampleJob& job, int64_t rows);
 void run_rotate(const RotateJob& job, int64_t tokens);
 void run_angles(const AnglesJob& job, int64_t tokens);
 void run_embedding(const EmbeddingJob& job, Format format, int64_t tokens);

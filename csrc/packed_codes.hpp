@@ -1,5 +1,5 @@
-// Packed weights times rows of int8 codes. A group's products are summed as integers, exactly; groups are added as floats
-// in the order of k, whatever the rows of a tile: a row has the same bits alone and in any batch.
+// Packed weights times rows of int8 codes. A group's products are summed as integers, exactly; groups are added as
+// floats in the order of k, whatever the rows of a tile: a row has the same bits alone and in any batch.
 //
 // Included inside a namespace per instruction set.
 
@@ -12,7 +12,7 @@ static constexpr int64_t CODE_ROWS = 4;
 static constexpr int64_t CODE_ROWS = 2;
 #endif
 
-static constexpr int64_t AHEAD = 2048;  // bytes: how far ahead of its use a line is asked for
+static constexpr int64_t AHEAD = 16384;  // bytes: how far ahead of its use a line is asked for
 
 struct CodeRows {
     const uint8_t* data;
@@ -29,6 +29,7 @@ static void multiply_pack(const uint8_t* pack, const CodeRows& x, float* sums) {
     constexpr PackLayout layout = LAYOUTS[P];
     using Code = Coded<layout.bits>;
     constexpr int step = Code::step < layout.group ? Code::step : layout.group;
+    constexpr int sets = 2 * R <= CODE_ROWS ? 2 : 1;  // few rows wait for their sums: two of each are two chains
     const uint8_t *scales = pack, *codes = pack + layout.codes_at(x.inner);
     const int8_t* activations[R];
     const float *activation_scales[R], *corrections[R];
@@ -42,11 +43,12 @@ static void multiply_pack(const uint8_t* pack, const CodeRows& x, float* sums) {
     for (int64_t k = 0; k < x.inner; scales += layout.scale_bytes())
         for (int group = 0; group < layout.groups(); ++group, k += layout.group) {
             const int64_t at = k / layout.group;
-            Sums partial[R];
+            Sums partial[R][sets];
             for (int r = 0; r < R; ++r) {
                 int32_t start = 0;
                 if constexpr (layout.offset != 0) __builtin_memcpy(&start, corrections[r] + at, 4);
-                partial[r] = Sums::splat(start);
+                partial[r][0] = Sums::splat(start);
+                if constexpr (sets == 2) partial[r][1] = Sums::splat(0);
             }
             __builtin_prefetch(scales + AHEAD);
 #pragma GCC unroll 8
@@ -56,11 +58,14 @@ static void multiply_pack(const uint8_t* pack, const CodeRows& x, float* sums) {
                 for (int line = 0; line < Code::bytes; line += 64) __builtin_prefetch(codes + AHEAD + line);
                 for (int q = 0; q < step / 4; ++q)
                     for (int r = 0; r < R; ++r)
-                        partial[r].template add_dot<layout.bits == 8>(quads[q], activations[r] + k + i + 4 * q);
+                        partial[r][(i / 4 + q) % sets].template add_dot<layout.bits == 8>(
+                            quads[q], activations[r] + k + i + 4 * q);
             }
             const Lanes scale = PackScales<P>::scale(scales, group);
-            for (int r = 0; r < R; ++r)
-                totals[r].add_product(partial[r].lanes(), scale * Lanes::splat(activation_scales[r][k / GROUP]));
+            for (int r = 0; r < R; ++r) {
+                if constexpr (sets == 2) partial[r][0] = partial[r][0] + partial[r][1];
+                totals[r].add_product(partial[r][0].lanes(), scale * Lanes::splat(activation_scales[r][k / GROUP]));
+            }
             if constexpr (layout.minimum != 0) {
                 const Lanes minimum = PackScales<P>::minimum(scales, group);
                 for (int r = 0; r < R; ++r) totals[r].add_product(minimum, Lanes::splat(corrections[r][at]));

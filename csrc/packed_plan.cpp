@@ -29,6 +29,11 @@ void run_packed(const PackedJob& job) {
     }, &job);
 }
 
+Activations encoding_of(int64_t rows) {
+    const int64_t from = kernels().tile_rows;
+    return from && rows >= from ? Activations::Tiles : Activations::Codes;
+}
+
 void run_encode(const EncodeJob& job, int64_t rows) {
     parallel(rows, PIECE_VALUES / job.columns + 1, [](const void* p, int64_t begin, int64_t end) {
         kernels().encode(*static_cast<const EncodeJob*>(p), begin, end);

@@ -1,14 +1,15 @@
 // Packed weights: how they lie, and how GGUF blocks become them. Plain facts, shared by every instruction set.
 //
-// A pack is sixteen outputs side by side, over all of K: first the scales of all its blocks, up to a multiple of 64 bytes,
-// then the codes of all its blocks. Outputs are padded to whole units of two packs with weights that are zero.
+// A pack is sixteen outputs side by side, over all of K: first the scales of all its blocks, up to a multiple of 64
+// bytes, then the codes of all its blocks. Outputs are padded to whole units of two packs with weights that are zero.
 //
 // A block's scales: sixteen float16 d; sixteen float16 m where there is a minimum; then, where groups have integers of
 // their own, sixteen bytes of scales for each group, and then sixteen bytes of minimums for each group.
-// A block's codes: unsigned, in quads of four consecutive k; lane o of a quad is the four codes of output o, one byte each.
-// Quads follow each other in the order of k. 8 bits: a line of 64 bytes is a quad. 4 bits: the low nibbles of a line are a
-// quad, the high ones the next. 5 bits: four lines of nibbles, then one whose bits 0 to 7 are the fifth bits of the eight
-// quads. 6 bits: two lines of nibbles, then one whose four pairs of bits are the fifth and sixth bits of the four quads.
+// A block's codes: unsigned, in quads of four consecutive k; lane o of a quad is the four codes of output o, one byte
+// each. Quads follow each other in the order of k. 8 bits: a line of 64 bytes is a quad. 4 bits: the low nibbles of a
+// line are a quad, the high ones the next. 5 bits: four lines of nibbles, then one whose bits 0 to 7 are the fifth bits
+// of the eight quads. 6 bits: two lines of nibbles, then one whose four pairs of bits are the fifth and sixth bits of
+// the four quads.
 //
 // A weight is (d * scale) * (code - offset), then plus m, or minus m * minimum: rounded in this order it is the number
 // that GGUF's block stands for, bit for bit.

@@ -15,15 +15,13 @@ Encoded encoded_at(const Place& place, const Step& step, int64_t columns) {
 }
 
 Pages pages_at(const PagesAt& at, const Step& step) {
-    return {at.address.in<uint8_t>(step), at.frame, at.token, at.head};
+    const auto [frame, token, head] = at.strides;
+    const auto [scale_frame, scale_token, scale_head] = at.scale_strides;
+    return {at.address.in<uint8_t>(step), frame,       token,       head,
+            at.scales.in<float>(step),    scale_frame, scale_token, scale_head};
 }
 
 }  // namespace
-
-Activations encoding_of(int64_t rows) {
-    const int64_t from = kernels().tile_rows;
-    return from && rows >= from ? Activations::Tiles : Activations::Codes;
-}
 
 void Tape::add(std::unique_ptr<Instruction> instruction, std::string name) {
     instruction->name = std::move(name);
@@ -97,29 +95,24 @@ void RotateStep::run(const Step& step) const {
 }
 
 void WriteStep::run(const Step& step) const {
-    const int64_t item = narrow ? 2 : 4;
     IntakeJob job{};
     job.k = rows.in<float>(step);
     job.k_token = row_stride;
-    job.k_pages = pages.address.in<uint8_t>(step);
-    job.k_frame = pages.frame * item;
-    job.k_token_bytes = pages.token * item;
+    job.k_pages = pages_at(pages, step);
     job.slots = slots.in<int64_t>(step);
     job.places = frames * page_tokens;
     job.page_tokens = page_tokens;
-    job.kv_heads = 1;
-    job.size = numbers;
-    job.narrow = narrow;
+    job.kv_heads = heads;
+    job.size = size;
+    job.type = type;
     run_intake(job, step.tokens);
 }
 
 void IntakeStep::run(const Step& step) const {
-    const int64_t item = narrow ? 2 : 4;
     run_intake({q.in<float>(step), k.in<float>(step), v.in<float>(step), q_token, k_token, v_token, cos.in<float>(step),
-                sin.in<float>(step), turned.in<float>(step), turned_token, k_pages.address.in<uint8_t>(step),
-                v_pages.address.in<uint8_t>(step), k_pages.frame * item, k_pages.token * item, v_pages.frame * item,
-                v_pages.token * item, slots.in<int64_t>(step), frames * page_tokens, page_tokens, heads, kv_heads, size,
-                values, half, narrow}, step.tokens);
+                sin.in<float>(step), turned.in<float>(step), turned_token, pages_at(k_pages, step),
+                pages_at(v_pages, step), slots.in<int64_t>(step), frames * page_tokens, page_tokens, heads, kv_heads,
+                size, values, half, type}, step.tokens);
 }
 
 void AttentionStep::run(const Step& step) const {

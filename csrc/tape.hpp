@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "kernels.hpp"
@@ -62,9 +63,6 @@ class Tape {
   private:
     std::vector<std::unique_ptr<Instruction>> instructions_;
 };
-
-// How activations of a step with so many rows are encoded.
-Activations encoding_of(int64_t rows);
 
 struct EmbeddingStep : Instruction {
     Place ids, table, y;
@@ -135,17 +133,21 @@ struct RotateStep : Instruction {
     void run(const Step& step) const override;
 };
 
-// Pages of one layer: `address` of the first number, strides in numbers (frame, token, head).
+using PageStrides = std::tuple<int64_t, int64_t, int64_t>;  // frame, token, head
+
+// Pages of one layer, as Pages: `address` of the first number, `scales` of the first scale if there are any.
 struct PagesAt {
     Place address;
-    int64_t frame, token, head;
+    PageStrides strides;
+    Place scales;
+    PageStrides scale_strides;
 };
 
 struct WriteStep : Instruction {
     Place rows, slots;
     PagesAt pages;
-    int64_t row_stride, numbers, frames, page_tokens;
-    bool narrow;  // pages are bfloat16
+    int64_t row_stride, heads, size, frames, page_tokens;
+    PageType type;
     void run(const Step& step) const override;
 };
 
@@ -154,7 +156,7 @@ struct IntakeStep : Instruction {
     PagesAt k_pages, v_pages;
     int64_t q_token, k_token, v_token, turned_token;
     int64_t frames, page_tokens, heads, kv_heads, size, values, half;
-    bool narrow;
+    PageType type;
     void run(const Step& step) const override;
 };
 

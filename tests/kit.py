@@ -170,5 +170,6 @@ class Guess:
         return verify_chain(scores, sampling)
 
     def observe(self, view: View, verdict: Verdict) -> None:
-        self.accepted += int((verdict.counts - 1).sum())
-        self.proposed += len(verdict.counts)
+        if verdict.counts is not None:
+            self.accepted += int((verdict.counts - 1).sum())
+            self.proposed += len(verdict.counts)

@@ -64,14 +64,14 @@ def test_rounding_is_within_half_a_step_and_poison_and_overflow_show() -> None:
 
 
 @pytest.mark.skipif(native.status() is not None, reason="the kernels are not built")
-def test_kernels_take_bfloat16_pages_and_leave_int8_pages_to_the_body() -> None:
+def test_kernels_read_and_write_every_type_of_pages() -> None:
     from bankfull.layers.build import Build
     from bankfull.models.registry import build_model
     from bankfull.ops import kit_for
     from bankfull.weights.source import open_model
     from tests.tiny import folder_of
 
-    for kv, provider in ((None, "native"), (torch.bfloat16, "native"), (torch.int8, "torch")):
+    for kv, write in ((None, "write_pages"), (torch.bfloat16, "write_pages"), (torch.int8, "write_pages_int8")):
         files, kit = open_model(folder_of("llama")), kit_for("cpu")
         build_model(files.config, Build(files.source, kit, torch.float32, torch.device("cpu"), kv_dtype=kv))
-        assert set(kit.chosen["paged_attention"]) == {provider}
+        assert set(kit.chosen["paged_attention"]) == set(kit.chosen[write]) == {"native"}

@@ -39,6 +39,7 @@ from bankfull.ops import (  # noqa: E402
     selective_scan,
     soft_cap,
     write_pages,
+    write_pages_int8,
 )  # fmt: skip
 from bankfull.ops.native.linear import DTYPES, FORMATS, dequantize  # noqa: E402
 from bankfull.weights.formats import SCHEMES, dense, groups  # noqa: E402
@@ -339,13 +340,25 @@ class Sequence:
     v_pages: Tensor
     table: Tensor
     page: int
+    scales: tuple[Tensor, ...] = ()
+    """Of keys and values in int8."""
 
     def attend(self, start: int, stop: int, window: int | None = None, cap: float | None = None) -> Tensor:
         """The queries [start, stop), with nothing after them in sight."""
         places = torch.arange(start, stop)
         meta = PagedMeta(np.array([0, stop - start]), np.array([stop]), self.table, places, self.page)
-        run = paged_attention.providers["native"].run
-        return run(self.q[start:stop], self.k_pages, self.v_pages, meta, self.q.shape[-1] ** -0.5, window, cap)
+        run, scale = paged_attention.providers["native"].run, self.q.shape[-1] ** -0.5
+        return run(self.q[start:stop], self.k_pages, self.v_pages, meta, scale, window, cap, *self.scales)
+
+    def rounded(self) -> Sequence:
+        """The same in int8."""
+        places = torch.arange(self.k_pages.shape[0] * self.page)
+        pages, scales = [], []
+        for numbers in (self.k_pages, self.v_pages):
+            pages.append(torch.empty(numbers.shape, dtype=torch.int8))
+            scales.append(torch.empty(*numbers.shape[:2], 2 * numbers.shape[2])[..., ::2])
+            write_pages_int8.body(numbers.flatten(0, 1), pages[-1], scales[-1], places)
+        return replace(self, k_pages=pages[0], v_pages=pages[1], scales=tuple(scales))
 
 
 def sequence_of(
@@ -362,11 +375,11 @@ def sequence_of(
 
 
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (45, None), (200, 30.0)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_attention_of_a_query_is_the_same_bits_alone_in_chunks_and_in_one_pass(
     window: int | None, cap: float | None, dtype: torch.dtype, isa: str
 ) -> None:
-    sequence = sequence_of(300, dtype=dtype)
+    sequence = sequence_of(300).rounded() if dtype is torch.int8 else sequence_of(300, dtype=dtype)
     whole = sequence.attend(0, 300, window, cap)
     for size in (1, 7, 64, 131):
         cut = [sequence.attend(at, min(at + size, 300), window, cap) for at in range(0, 300, size)]
@@ -384,6 +397,21 @@ def test_attention_of_any_head_shape_is_the_body_and_keeps_its_bits(
     meta = PagedMeta(np.array([0, 140]), np.array([140]), sequence.table, torch.arange(140), 5)
     wide = (t.double() for t in (sequence.q, sequence.k_pages, sequence.v_pages))
     expected = paged_attention.body(*wide, meta, sizes[0] ** -0.5)
+    torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (5, 1), (40, 1)])
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 17), (48, 80)])
+def test_attention_over_int8_pages_is_the_body_and_keeps_its_bits(
+    heads: tuple[int, int], sizes: tuple[int, int], isa: str
+) -> None:
+    """Of head shapes that no tiles are for."""
+    sequence = sequence_of(140, *heads, *sizes, page=5).rounded()
+    whole = sequence.attend(0, 140)
+    assert same_bits(torch.cat([sequence.attend(i, i + 1) for i in range(140)]), whole)
+    meta = PagedMeta(np.array([0, 140]), np.array([140]), sequence.table, torch.arange(140), 5)
+    pages, scale = (sequence.k_pages, sequence.v_pages), sizes[0] ** -0.5
+    expected = paged_attention.body(sequence.q.double(), *pages, meta, scale, None, None, *sequence.scales)
     torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=3e-6)
 
 
@@ -444,6 +472,13 @@ def test_attention_refuses_page_tables_and_shapes_that_do_not_fit() -> None:
         replace(sequence, k_pages=sequence.k_pages.repeat_interleave(2, -1)[..., ::2]).attend(0, 4)
     with pytest.raises(ValueError, match="float16"):
         replace(sequence, k_pages=sequence.k_pages.half()).attend(0, 4)
+    rounded = sequence_of(40).rounded()
+    with pytest.raises(ValueError, match="no scales"):
+        replace(rounded, scales=()).attend(0, 4)
+    with pytest.raises(ValueError, match="given scales"):
+        replace(sequence, scales=rounded.scales).attend(0, 4)
+    with pytest.raises(ValueError, match="one float32 scale for each"):
+        replace(rounded, scales=(rounded.scales[0], rounded.scales[1][..., :1])).attend(0, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -460,6 +495,35 @@ def test_write_pages_moves_bytes_and_refuses_other_places(dtype: torch.dtype, th
         with pytest.raises(ValueError, match="not there"):
             run(new[:2], pages, torch.tensor([0, wrong]))
     assert torch.equal(pages, expected)
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 64, 100])
+def test_int8_pages_are_written_as_the_body_does_bit_for_bit(size: int, isa: str) -> None:
+    """Every magnitude, subnormal ones too; zeros, and numbers that are none."""
+    random = torch.Generator().manual_seed(size)
+    new = torch.randn(100, 3, size, generator=random) * 10.0 ** torch.randint(-44, 37, (100, 3, 1), generator=random)
+    new[:20] = torch.randint(-254, 255, (20, 3, size), generator=random) / 2  # ties
+    new[:20, :, 0] = 127.0
+    new[20], new[21, 1], new[22], new[23, :, -1] = 0.0, 1e-45, -3e-45, float("nan")
+    new[24, 0, 0], new[25, 1, -1], new[26, 2] = float("inf"), -float("inf"), float("-inf")
+    new[27, 0, 0], new[27, 0, -1] = float("inf"), float("nan")
+    slots = torch.randperm(9 * 16, generator=random)[:100]
+    found, expected = (
+        (torch.full((9, 16, 3, size + 2), 7, dtype=torch.int8)[..., 1:-1], torch.ones(9, 2, 16, 3)[:, 1])
+        for _ in range(2)
+    )
+    write_pages_int8.body(new, *expected, slots)
+    run = write_pages_int8.providers["native"].run
+    run(new, *found, slots)
+    assert torch.equal(found[0], expected[0])
+    finite = expected[1].isfinite()
+    assert torch.equal(found[1].isnan(), expected[1].isnan()) and torch.equal(found[1].isfinite(), finite)
+    assert same_bits(found[1][finite], expected[1][finite])
+    for wrong in (-1, 9 * 16):
+        with pytest.raises(ValueError, match="not there"):
+            run(new[:2], *found, torch.tensor([0, wrong]))
+    with pytest.raises(ValueError, match="does not fit"):
+        run(new[:, :2], *found, slots)
 
 
 def test_rotate_is_the_body_bit_for_bit(isa: str) -> None:

@@ -169,7 +169,7 @@ def test_a_pack_takes_the_bits_of_its_codes_and_scales() -> None:
         pack = _native.pack_of(code)
         assert (pack < 0) == (name in ("f32", "f16", "bf16"))
         if pack >= 0:  # codes of two and three bits take four; integer scales take whole bytes
-            spare = {"q2_k": 2, "q3_k": 1}.get(name, 0.25)
+            spare = {"q2_k": 2, "q3_k": 1.25}.get(name, 0.25)
             assert list(bits.values())[pack] <= 8 * size / block + spare
 
 
@@ -235,13 +235,12 @@ def test_extreme_codes_do_not_overflow(name: str, isa: str) -> None:
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_tiles_times_packs_are_the_products_of_bfloat16(name: str, tiles: None) -> None:
+def test_tiles_times_packs_are_the_products_of_weights_rounded_to_bfloat16(name: str, tiles: None) -> None:
     for outputs, rows, inner in ((1, 9, 256), (17, 70, 768), (96, 16, 512), (40, 33, 2304), (32, 1, 4352)):
         weight, bias = weight_of(name, outputs, inner, seed=rows), rows_of(outputs, seed=4)
         x = Rows.of(rows_of(rows, inner), tiles=True)
         (got,) = run(x, Packed.of(weight), biases=(bias,))
-        narrow = weight.dequantize().bfloat16().double()
-        assert_close(got, x.values(), narrow, bias, 1e-4)
+        assert_close(got, x.values(), weight.dequantize(torch.float64), bias, 2.0**-9 + 1e-5)  # to the nearest
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -300,8 +299,8 @@ def test_parts_of_different_packs_share_their_rows(isa: str) -> None:
             continue
         x = Rows.of(rows_of(19, 256), tiles)
         for got, weight, bias in zip(run(x, *map(Packed.of, weights), biases=biases), weights, biases, strict=True):
-            exact = weight.dequantize(torch.float64)
-            assert_close(got, x.values(), exact.bfloat16().double() if tiles else exact, bias, 1e-4)
+            tolerance = 2.0**-9 + 1e-5 if tiles else 30 * 2.0**-24
+            assert_close(got, x.values(), weight.dequantize(torch.float64), bias, tolerance)
 
 
 # ---- gates -----------------------------------------------------------------------------------------------------------

@@ -39,6 +39,9 @@ _COMMON = {"vocab_size": 70, "hidden_size": 64, "num_hidden_layers": 2, "max_pos
 _HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96}
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**_COMMON, **_HEADS, tie_word_embeddings=True),
+    "small heads": lambda: transformers.LlamaConfig(
+        **_COMMON, num_attention_heads=8, num_key_value_heads=2, head_dim=8, intermediate_size=96
+    ),
     "biased": lambda: transformers.Qwen2Config(**_COMMON, **{k: v for k, v in _HEADS.items() if k != "head_dim"}),
     "normed": lambda: transformers.Qwen3Config(**_COMMON, **_HEADS),
     "capped": lambda: transformers.Gemma2Config(
@@ -56,7 +59,12 @@ CONFIGS = {
         vocab_size=70, hidden_size=64, num_hidden_layers=2, state_size=4, time_step_rank=16
     ),
 }  # fmt: skip
-ARITHMETIC = {"exact": (None, "float", torch.float32), "int8": ("q8_0", "int8", torch.bfloat16)}
+ARITHMETIC = {
+    "exact": (None, "float", torch.float32),
+    "int8": ("q8_0", "int8", torch.bfloat16),
+    "int8 pages": ("q8_0", "int8", torch.int8),
+    "int8 pages alone": (None, "float", torch.int8),
+}
 
 
 @lru_cache
@@ -148,8 +156,9 @@ def kinds(taped: Taped) -> Counter[str]:
     return Counter(name for name, _, _ in taped.tape._tape.times())
 
 
-def test_a_llama_layer_in_int8_is_seven_kernels() -> None:
-    model, kit = built("llama", "int8")
+@pytest.mark.parametrize("arithmetic", ["int8", "int8 pages"])
+def test_a_llama_layer_in_int8_is_seven_kernels(arithmetic: str) -> None:
+    model, kit = built("llama", arithmetic)
     found = kinds(Sides(model, kit, 1).taped)
     layers = len(model.blocks)
     assert found == {

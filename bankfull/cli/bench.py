@@ -25,13 +25,16 @@ def bench(
     ] = None,
     reps: Annotated[int, typer.Option(help="Repetitions, after one that warms up.")] = 5,
     seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Run once more and show where the time of a step goes, kernel by kernel.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Measure prefill, decoding or batched generation, and compare with this machine's limit.
 
     Prompts are random token ids and all different. The machine's own ceilings are measured in the same run, once
-    before and once after, and the better ones are used. The host's share is the time outside the work that the engine
-    launches.
+    before and once after, and the better ones are used. The host's share is the time outside of the tape's kernels and
+    the head's: planning, choosing tokens, text, and operations that break off the tape.
     """
     from bankfull.errors import ConfigError
 
@@ -49,13 +52,16 @@ def bench(
 
     dtype = str(llm.loaded.build.dtype).removeprefix("torch.")
     with progress("repetitions", reps) as advance:
-        report = Bench(llm, load, dtype=dtype, expand=engine.expand).run(kind, lambda done: advance(done, kind))
+        bench = Bench(llm, load, dtype=dtype, expand=engine.expand, profile=profile)
+        report = bench.run(kind, lambda done: advance(done, kind))
     if json:
         print(json_text.dumps({"model": engine.model, **report.as_json()}))
         return
-    from bankfull.limits.bench_show import bench_table, notes
+    from bankfull.limits.bench_show import bench_table, notes, profile_tables
 
     asked = f"{requests} x {prompt_len} in, {output_len} out, {dtype}"
     print_table(bench_table(report, f"{kind} of {engine.model}: {asked}"))
+    for table in profile_tables(report):
+        print_table(table)
     for line in notes(report):
         print(line)

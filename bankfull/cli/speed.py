@@ -45,10 +45,11 @@ class Limit:
             ceilings = measure()
         for warning in caught:
             say(f"bankfull: {warning.message}")
-        form = closed_form(
-            MeteredModel(loaded.files, dtype=dtype, expand=loaded.build.expand, kv_dtype=loaded.build.kv_dtype)
+        build, activations = loaded.build, loaded.kit.activations
+        metered = MeteredModel(
+            loaded.files, dtype=dtype, expand=build.expand, kv_dtype=build.kv_dtype, activations=activations
         )
-        return form, ceilings, ceilings.flops_of(dtype)
+        return closed_form(metered), ceilings, ceilings.peak_of(dtype, activations)
 
 
 def limit_of(llm: LLM, wanted: bool) -> Limit | None:

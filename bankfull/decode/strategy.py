@@ -86,10 +86,11 @@ class Sampling:
 
 @dataclass(slots=True)
 class Verdict:
-    """Per row of the step: tokens[i, :counts[i]] are accepted, the last of them fresh. `sampled` keeps line order."""
+    """Per row of the step: tokens[i, :counts[i]] are accepted, the last of them fresh; without counts there is one of
+    each row. `sampled` keeps line order."""
 
     tokens: Tensor
-    counts: Tensor
+    counts: Tensor | None
     sampled: Sampled
 
 

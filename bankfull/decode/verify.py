@@ -23,9 +23,9 @@ def verify_chain(scores: Scores, sampling: Sampling) -> Verdict:
             host_rows=sampling.host_rows,
         )  # fmt: skip
     chosen = stack(sampled.tokens, sampling.widths, NO_TOKEN)
-    widths = torch.tensor(sampling.widths, device=chosen.device)
     if chosen.shape[1] == 1:
-        return Verdict(chosen, torch.ones_like(widths), sampled)
+        return Verdict(chosen, None, sampled)
+    widths = torch.tensor(sampling.widths, device=chosen.device)
     # The draft that follows a line's position; it decides whether the next line counts. The last line has none.
     length = stack(sampling.length, sampling.widths, 0)
     rows = stack(sampling.rows, sampling.widths, 0)

@@ -6,6 +6,7 @@ is ignored. The first turn warms up and is not counted.
 
 from __future__ import annotations
 
+import math
 import random
 import secrets
 from collections.abc import Callable, Hashable, Sequence
@@ -15,14 +16,16 @@ from time import perf_counter
 from typing import Any
 
 from bankfull.errors import ConfigError, RequestError
+from bankfull.limits.bench_profile import KernelCosts, Part, Row, Spent
 from bankfull.limits.bench_stats import Spread, better, least_seconds, per_second, share_outside, spread
-from bankfull.limits.bench_watch import Bindings, Watched, bindings
+from bankfull.limits.bench_watch import Bindings, Captured, Watched, bindings, taped_of
 from bankfull.limits.ceilings import Ceilings
 from bankfull.limits.closed_form import ClosedForm, closed_form
 from bankfull.limits.metered import MeteredModel
 from bankfull.limits.step import StepShape
 from bankfull.llm import LLM
 from bankfull.ops.cost import Cost
+from bankfull.ops.registry import FLOAT
 from bankfull.sample.params import SamplingParams
 
 MOST_TOKENS = 1 << 24
@@ -72,19 +75,24 @@ class Phase:
     tokens: int
     seconds: float
     inside: float
-    """Seconds of these inside the work launched on the device."""
+    """Seconds of these inside kernels: the tape's and the head's; without a tape, inside launched work."""
     steps: int
     sequences: int
     """Summed over the steps."""
     cost: Cost
     costs: tuple[Cost, ...] = field(repr=False)
+    shapes: tuple[StepShape, ...] = field(default=(), repr=False)
 
     @property
     def mean_batch(self) -> float | None:
         return self.sequences / self.steps if self.steps else None
 
-    def figures(self, ceilings: Ceilings | None, dtype: str, host_known: bool) -> dict[str, float | None]:
-        least = None if ceilings is None or not self.seconds else least_seconds(self.costs, ceilings, dtype)
+    def figures(
+        self, ceilings: Ceilings | None, dtype: str, host_known: bool, activations: str = FLOAT
+    ) -> dict[str, float | None]:
+        least = None
+        if ceilings is not None and self.seconds:
+            least = least_seconds(self.costs, ceilings, dtype, activations)
         return {
             "tokens_per_s": per_second(self.tokens, self.seconds),
             "seconds": self.seconds,
@@ -115,6 +123,10 @@ class Report:
     before: Ceilings | None
     after: Ceilings | None
     bound: Bindings
+    activations: str = FLOAT
+    tape: Captured | None = None
+    profile: tuple[Part, ...] | None = None
+    """Of one more repetition, where it was asked for."""
 
     @property
     def ceilings(self) -> Ceilings | None:
@@ -132,21 +144,30 @@ class Report:
         return {name: spread([v for v in values if v is not None]) if None not in values else None
                 for name, values in known.items()}  # fmt: skip
 
+    def profile_rows(self) -> dict[str, list[Row]]:
+        """The phases of the profile that had any steps."""
+        used = self.ceilings
+        peak = math.inf if used is None else used.peak_of(self.dtype, self.activations)
+        return {part.name: part.rows(used, peak) for part in self.profile or () if part.steps}
+
     def as_json(self) -> dict[str, Any]:
         used = self.ceilings
         return {
-            "kind": self.kind, "load": asdict(self.load), "dtype": self.dtype, "device": self.device,
+            "kind": self.kind, "load": asdict(self.load), "dtype": self.dtype, "activations": self.activations,
+            "device": self.device, "tape": None if self.tape is None else asdict(self.tape),
             "ceilings": None if used is None or self.before is None or self.after is None
             else {"used": asdict(used), "before": asdict(self.before), "after": asdict(self.after)},
             "operations": self.bound, "repetitions": self.figures(),
             "summary": {name: None if s is None else asdict(s) for name, s in self.summary().items()},
+            "profile": None if self.profile is None else self.profile_rows(),
         }  # fmt: skip
 
     def _of(self, turn: Turn) -> dict[str, float | None]:
         ceilings, host = self.ceilings, self.device == "cpu"
 
         def named(part: str, phase: Phase) -> dict[str, float | None]:
-            return {f"{part}_{name}": value for name, value in phase.figures(ceilings, self.dtype, host).items()}
+            found = phase.figures(ceilings, self.dtype, host, self.activations)
+            return {f"{part}_{name}": value for name, value in found.items()}
 
         if self.kind == "latency":
             return {
@@ -163,8 +184,13 @@ class Report:
 class Bench:
     """Turns of one load on one model."""
 
-    def __init__(self, llm: LLM, load: Load, *, dtype: str, expand: bool = False) -> None:
+    def __init__(self, llm: LLM, load: Load, *, dtype: str, expand: bool = False, profile: bool = False) -> None:
         load.fits(llm.max_model_len)
+        if profile and taped_of(llm.loaded.frontend.engine) is None:
+            raise ConfigError(
+                "A profile needs a step that is captured on a tape, as the native CPU kernels do; leave out --profile."
+            )
+        self._profiled = profile
         self._llm, self._load, self._dtype, self._expand = llm, load, dtype, expand
         self._front = llm.loaded.frontend
         self._salt = secrets.token_hex(8)  # an earlier benchmark on the same engine had the same prompts
@@ -181,14 +207,21 @@ class Bench:
                 turns.append(self._turn(turn, watched))
                 if advance is not None:
                     advance(turn)
+            profile = self._profile(watched) if self._profiled else None
         ran = {name.rpartition("/")[2] for name in self._metered.cost(StepShape.decode()).calls}
         bound = bindings(self._llm.loaded.kit, ran)
-        return Report(kind, self._load, self._dtype, device, turns, before, self._ceilings(), bound)
+        return Report(
+            kind, self._load, self._dtype, device, turns, before, self._ceilings(), bound,
+            self._llm.loaded.kit.activations, watched.captured, profile,
+        )  # fmt: skip
 
     @cached_property
     def _metered(self) -> MeteredModel:
         loaded = self._llm.loaded
-        return MeteredModel(loaded.files, dtype=self._dtype, expand=self._expand, kv_dtype=loaded.build.kv_dtype)
+        return MeteredModel(
+            loaded.files, dtype=self._dtype, expand=self._expand, kv_dtype=loaded.build.kv_dtype,
+            activations=loaded.kit.activations,
+        )  # fmt: skip
 
     @cached_property
     def _form(self) -> ClosedForm:
@@ -200,7 +233,21 @@ class Bench:
 
         return ceilings.measure(refresh=True) if self._llm.loaded.device.kind == "cpu" else None
 
-    def _turn(self, number: int, watched: Watched) -> Turn:
+    def _profile(self, watched: Watched) -> tuple[Part, ...]:
+        """One more repetition, its kernels timed one by one."""
+        spent: list[Spent] = []
+        with watched.timing_kernels() as tape:
+            turn = self._turn(self._load.reps + 1, watched, lambda: spent.append(watched.take_spent()))
+            spent.append(watched.take_spent())
+        costs = KernelCosts(self._metered, tape.traffic)
+        phases = {"prefill": turn.prefill, "decode": turn.decode}
+        return tuple(
+            costs.part(name, phase.seconds, taken, phase.shapes, phase.costs)
+            for (name, phase), taken in zip(phases.items(), spent, strict=True)
+        )
+
+    def _turn(self, number: int, watched: Watched, at_first: Callable[[], None] | None = None) -> Turn:
+        """`at_first` is called between the two phases."""
         front, load = self._front, self._load
         prompts = load.prompts(number, front.vocab)
         watched.take_shapes()
@@ -221,6 +268,8 @@ class Bench:
                 if produced and not first_shapes:
                     first, first_inside = perf_counter(), watched.inside
                     first_shapes, produced_first = watched.take_shapes(), produced
+                    if at_first is not None:
+                        at_first()
         finally:
             front.engine.scheduler.sealed = False
             self._forget(ids)
@@ -234,7 +283,7 @@ class Bench:
     def _phase(self, tokens: int, seconds: float, inside: float, shapes: Sequence[StepShape]) -> Phase:
         costs = tuple(self._form.cost(shape) for shape in shapes)
         sequences = sum(len(shape.counts) for shape in shapes)
-        return Phase(tokens, seconds, inside, len(shapes), sequences, sum(costs, Cost()), costs)
+        return Phase(tokens, seconds, inside, len(shapes), sequences, sum(costs, Cost()), costs, tuple(shapes))
 
     def _forget(self, ids: Sequence[Hashable]) -> None:
         for request in ids:

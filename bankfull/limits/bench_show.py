@@ -9,6 +9,7 @@ from rich.text import Text
 
 from bankfull.limits.bench_watch import breaks
 from bankfull.limits.show import duration, scaled
+from bankfull.ops.registry import INT8
 
 if TYPE_CHECKING:
     from bankfull.limits.bench import Report
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
 
 SKIPPED = {"prefill_seconds"}
 """Shown under another name."""
+PROFILE = {
+    "runs_per_step": (1, ".4g", ""), "seconds_per_step": (1e3, ".3f", ""), "share": (100, ".1f", "%"),
+    "bytes_per_s": (1e-9, ".3g", ""), "flop_per_s": (1e-9, ".3g", ""), "least_seconds_per_step": (1e3, ".3f", ""),
+    "percent_of_limit": (1, ".1f", "%"),
+}  # fmt: skip
+"""Figures of a profile -> a factor, a format and a unit."""
 
 
 def bench_table(report: Report, title: str) -> Table:
@@ -29,6 +36,30 @@ def bench_table(report: Report, title: str) -> Table:
     return table
 
 
+def profile_tables(report: Report) -> list[Table]:
+    """One for each phase of the profile."""
+    tables = []
+    for part in report.profile or ():
+        if not part.steps:
+            continue
+        steps = "1 step" if part.steps == 1 else f"{part.steps} steps"
+        table = Table(title=Text(f"{part.name}, {steps} of {duration(part.seconds / part.steps)}"))
+        table.add_column("kernel", no_wrap=True)
+        for heading in ("runs/step", "ms/step", "share", "GB/s", "GFLOP/s", "least ms", "of limit"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        rows = report.profile_rows()[part.name]
+        for row in rows:
+            if row is rows[-1]:
+                table.add_section()
+            table.add_row(Text(str(row["kernel"])), *(_cell(row[name], *how) for name, how in PROFILE.items()))
+        tables.append(table)
+    return tables
+
+
+def _cell(value: str | float | None, factor: float, form: str, unit: str) -> str:
+    return "-" if value is None or isinstance(value, str) else f"{value * factor:{form}}{unit}"
+
+
 def notes(report: Report) -> list[str]:
     """What a reader must know beside the table."""
     lines = []
@@ -36,12 +67,18 @@ def notes(report: Report) -> list[str]:
     if used is None:
         lines.append("limit: not known, ceilings are measured on CPUs only")
     else:
+        rounded = " with int8 activations" if report.activations == INT8 else ""
         lines.append(
             f"ceilings: read {scaled(used.read_bytes_per_s, 'B/s')}, from cache "
-            f"{scaled(used.cached_read_bytes_per_s, 'B/s')}, matmul {report.dtype} "
-            f"{scaled(used.flops_of(report.dtype), 'FLOP/s')}; the better of a measurement before and one after, "
-            f"{used.threads} threads, {used.cpu}"
+            f"{scaled(used.cached_read_bytes_per_s, 'B/s')}, arithmetic in {report.dtype}{rounded} "
+            f"{scaled(used.peak_of(report.dtype, report.activations), 'FLOP/s')}; the better of a measurement before "
+            f"and one after, {used.threads} threads, {used.cpu}"
         )
+    if report.tape is not None:
+        stops = report.tape.breaks
+        named = ", ".join(f"{name} {count}" for name, count in stops.items())
+        line = f"tape: {report.tape.kernels} kernels, {sum(stops.values())} breaks"
+        lines.append(f"{line} ({named})" if named else line)
     places = sum(sum(providers.values()) for providers in report.bound.values())
     lines.append(f"operations: {breaks(report.bound)} of {places} places break off to torch bodies")
     for name, providers in report.bound.items():

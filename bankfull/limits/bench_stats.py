@@ -9,6 +9,7 @@ from statistics import median
 from bankfull.errors import ConfigError
 from bankfull.limits.ceilings import Ceilings
 from bankfull.ops.cost import Cost
+from bankfull.ops.registry import FLOAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,9 @@ def share_outside(inside: float, whole: float) -> float | None:
     return min(1.0, max(0.0, 1.0 - inside / whole)) if whole > 0 else None
 
 
-def least_seconds(costs: Iterable[Cost], ceilings: Ceilings, dtype: str) -> float:
+def least_seconds(costs: Iterable[Cost], ceilings: Ceilings, dtype: str, activations: str = FLOAT) -> float:
     """The shortest time for steps that run one after another; what a step reads is its working set."""
-    peak = ceilings.flops_of(dtype)
+    peak = ceilings.peak_of(dtype, activations)
     return sum(cost.seconds(peak, ceilings.read_at(cost.read)) for cost in costs)
 
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
 from bankfull.decode.strategy import Head
 from bankfull.engine import Engine
+from bankfull.limits.metered import HEAD
 from bankfull.limits.step import StepShape
 from bankfull.ops.registry import BODY, Kit
 from bankfull.runtime.device import Device, Future
 from bankfull.runtime.forward import Eager, Forward
+from bankfull.sample.table import Chooser
 from bankfull.types import StepPlan
 
 if TYPE_CHECKING:
+    from bankfull.limits.bench_profile import Spent
     from bankfull.ops.native.tape import Tape
+    from bankfull.runtime.taped import Taped
 
 T = TypeVar("T")
 
@@ -46,6 +52,9 @@ class TimedDevice:
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         return self._device.capture(forward, kit)
 
+    def chooser(self, kit: Kit) -> Chooser | None:
+        return self._device.chooser(kit)
+
     def completed(self, transfers: list[int]) -> list[int]:
         return self._device.completed(transfers)
 
@@ -58,19 +67,32 @@ class TimedHead:
 
     def __init__(self, head: Head) -> None:
         self.head = head
-        self.inside = 0.0
+        self.inside, self.runs = 0.0, 0
 
     def __call__(self, hidden: Tensor) -> Tensor:
         begun = perf_counter()
         logits = self.head(hidden)
-        self.inside += perf_counter() - begun
+        self._note(begun)
         return logits
 
     def best(self, hidden: Tensor) -> Tensor:
         begun = perf_counter()
         tokens = self.head.best(hidden)
-        self.inside += perf_counter() - begun
+        self._note(begun)
         return tokens
+
+    def _note(self, begun: float) -> None:
+        self.inside += perf_counter() - begun
+        self.runs += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A step on its tape."""
+
+    kernels: int
+    breaks: dict[str, int]
+    """Operation -> how often the tape stops for its torch body."""
 
 
 class Watched:
@@ -80,8 +102,9 @@ class Watched:
         self._engine = engine
         self._device, self._head = engine.runner.device, engine.runner.model.head
         self.timed, self.timed_head = TimedDevice(self._device), TimedHead(self._head)
-        self.tape: Tape | None = getattr(engine.runner.run_model, "tape", None)
+        self._taped = taped_of(engine)
         self._shapes: list[StepShape] = []
+        self._head_before = (0.0, 0)
 
     def __enter__(self) -> Watched:
         self._engine.runner.device = self.timed
@@ -106,7 +129,38 @@ class Watched:
     @property
     def inside(self) -> float:
         """Seconds inside kernels so far: the tape's and the head's; without a tape, inside launched work."""
-        return self.timed.inside if self.tape is None else self.tape.seconds + self.timed_head.inside
+        return self.timed.inside if self._taped is None else self._taped.tape.seconds + self.timed_head.inside
+
+    @property
+    def captured(self) -> Captured | None:
+        return None if self._taped is None else Captured(len(self._taped.tape), self._taped.tape.breaks)
+
+    @contextmanager
+    def timing_kernels(self) -> Iterator[Tape]:
+        """Within the block every kernel of the tape is timed; there must be one."""
+        assert self._taped is not None
+        self._taped.timed = True
+        self.take_spent()
+        try:
+            yield self._taped.tape
+        finally:
+            self._taped.timed = False
+
+    def take_spent(self) -> Spent:
+        """What the tape's kernels, its breaks and the head took since the last call."""
+        assert self._taped is not None
+        seconds, runs = self._head_before
+        self._head_before = (self.timed_head.inside, self.timed_head.runs)
+        found = self._taped.tape.times()
+        if self.timed_head.runs > runs:
+            found[HEAD] = (self.timed_head.inside - seconds, self.timed_head.runs - runs)
+        return found
+
+
+def taped_of(engine: Engine) -> Taped | None:
+    """The engine's captured step, if it has one."""
+    run: Any = engine.runner.run_model
+    return run if hasattr(run, "tape") else None
 
 
 Bindings = dict[str, dict[str, int]]

@@ -1,9 +1,9 @@
-"""What this machine can do at its best, measured: how fast memory is read, and how fast matrices are multiplied.
+"""What this machine can do at its best, measured: how fast memory is read, and how fast numbers are multiplied.
 
-The instruments are torch's own reductions (sum, dot) and its matmul, on all of torch's threads. They show what is
-reachable with ordinary good code on this machine now, which is less than a data sheet says, and they may be beaten by a
-better kernel: a figure above 100 % of a ceiling means that the instrument, not physics, was the limit.
-Integer matrices are not measured: torch has no public fast path for them on CPUs.
+The instruments are kernels that do nothing else, on all threads of the kernels' pool: a sum over a working set, and
+products that stay in registers. Where there are no kernels, torch's reductions (sum, dot) and matmul stand in, as they
+do for the types that the kernels do not multiply in. Those show what ordinary good code reaches, and may be beaten: a
+figure above 100 % of such a ceiling means that the instrument, not physics, was the limit.
 """
 
 from __future__ import annotations
@@ -23,16 +23,24 @@ from time import perf_counter
 from typing import Any
 
 from bankfull.errors import ConfigError
+from bankfull.ops.native import extension
+from bankfull.ops.registry import FLOAT, INT8
 from bankfull.paths import cache_dir
 
-FORMAT = 1
-INSTRUMENT = "torch sum/dot and matmul, all threads, best of several"
+FORMAT = 2
+TORCH = "torch sum/dot and matmul, all threads, best of several"
+NATIVE = "native reads, and products in registers, all threads, best of several; torch matmul for other types"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+NARROW = ("float32", "bfloat16", "int8")
+"""What kernels may multiply in where activations are rounded."""
 SMALL_SET = 100 * 10**6
 """Bytes of a working set that a large cache holds."""
 LARGEST_SET = 3 << 29
 UNKNOWN_CACHE = 32 << 20
 LARGEST_FILE = 1 << 16
+LINE = 64
+"""Bytes that the kernels read at a time."""
+MOST_ROUNDS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +50,7 @@ class Ceilings:
     cached_read_bytes_per_s: float
     """From a working set of `cached_set_bytes`."""
     flops: dict[str, float]
-    """Matmul peak by dtype of the arithmetic."""
+    """Peak of multiplying and adding, by type of the operands; int8 where the instruction set has it."""
     threads: int
     cpu: str
     when: str
@@ -50,7 +58,7 @@ class Ceilings:
     cached_set_bytes: int
     cache_bytes: int
     """The last-level cache as the system reports it; 0 = unknown."""
-    instrument: str = INSTRUMENT
+    instrument: str = TORCH
 
     def read_at(self, working_set: float) -> float:
         """The read ceiling for a working set that is read again and again.
@@ -60,6 +68,12 @@ class Ceilings:
         """
         fits = working_set <= max(self.cached_set_bytes, self.cache_bytes)
         return max(self.cached_read_bytes_per_s, self.read_bytes_per_s) if fits else self.read_bytes_per_s
+
+    def peak_of(self, dtype: str, activations: str = FLOAT) -> float:
+        """What bounds a model's arithmetic: rounded activations may be multiplied in the fastest narrow type."""
+        if activations == INT8:
+            return max(rate for known, rate in self.flops.items() if known in NARROW)
+        return self.flops_of(dtype)
 
     def flops_of(self, dtype: str) -> float:
         found = self.flops.get(dtype.removeprefix("torch."))
@@ -74,7 +88,7 @@ def measure(refresh: bool = False, budget: float = 2.0) -> Ceilings:
         raise ConfigError(f"budget={budget!r} must be a number of seconds above 0, at most 600.")
     found = None if refresh else known()
     if found is None:
-        identity = machine()
+        identity = _identity()
         found = _measure(budget, identity)
         _save(_path(identity), identity, found)
     return found
@@ -82,21 +96,25 @@ def measure(refresh: bool = False, budget: float = 2.0) -> Ceilings:
 
 def known() -> Ceilings | None:
     """What was measured on this machine before, if anything."""
-    identity = machine()
+    identity = _identity()
     return _load(_path(identity), identity)
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on; a change of any of these measures anew."""
+    """What the figures depend on, beside the instruction set; a change of any of these measures anew."""
     import torch
 
     return {
         "format": FORMAT,
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        "threads": extension.threads(),
+        "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
     }
+
+
+def _identity() -> dict[str, Any]:
+    return {**machine(), "instruction set": extension.select_isa()}
 
 
 def _measure(budget: float, identity: dict[str, Any]) -> Ceilings:
@@ -109,9 +127,18 @@ def _measure(budget: float, identity: dict[str, Any]) -> Ceilings:
     cached, read = _read_rate(small, budget * 0.1), _read_rate(large, budget * 0.2)
     sizes = large.nbytes, small.nbytes
     del large, small
-    flops = {dtype: _matmul_rate(dtype, budget * 0.3 / len(DTYPES)) for dtype in DTYPES}
+    flops = _peaks(budget * 0.3)
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    return Ceilings(read, cached, flops, identity["threads"], identity["cpu"], when, *sizes, cache)
+    instrument = TORCH if extension.kernels is None else NATIVE
+    return Ceilings(read, cached, flops, identity["threads"], identity["cpu"], when, *sizes, cache, instrument)
+
+
+def _peaks(budget: float) -> dict[str, float]:
+    """By the kernels where they multiply in a type, else by torch."""
+    codes: dict[str, int] = {} if extension.kernels is None else extension.kernels.arithmetics()
+    types = [*DTYPES, *(name for name in codes if name not in DTYPES)]
+    each = budget / len(types)
+    return {name: _product_rate(codes[name], each) if name in codes else _matmul_rate(name, each) for name in types}
 
 
 def _filled(size: int, budget: float) -> Any:
@@ -131,9 +158,27 @@ def _read_rate(buffer: Any, budget: float) -> float:
     """Bytes per second, the best of two ways to read everything once."""
     import torch
 
-    floats = buffer.view(torch.float32)
-    ways: tuple[Callable[[], object], ...] = (buffer.sum, lambda: torch.dot(floats, floats))
-    return float(buffer.nbytes / min(_shortest(way, budget / len(ways)) for way in ways))
+    ways: tuple[Callable[[], object], ...]
+    kernels, at, size = extension.kernels, buffer.data_ptr(), buffer.nbytes // LINE * LINE
+    if kernels is not None:
+        ways = (lambda: kernels.read_memory(at, size, False), lambda: kernels.read_memory(at, size, True))
+    else:
+        floats = buffer.view(torch.float32)
+        ways = (buffer.sum, lambda: torch.dot(floats, floats))
+    return float(size / min(_shortest(way, budget / len(ways)) for way in ways))
+
+
+def _product_rate(arithmetic: int, budget: float) -> float:
+    """Operations per second of products in registers, in turns that threads do not spend on waking up."""
+    kernels, rounds = extension.required(), 1024
+
+    def turn() -> None:
+        kernels.multiply(arithmetic, rounds)
+
+    while _shortest(turn, 0.0) < budget / 32 and rounds < MOST_ROUNDS:
+        rounds *= 2
+    operations = float(kernels.multiply(arithmetic, rounds))
+    return operations / _shortest(turn, budget / 2)
 
 
 def _matmul_rate(dtype: str, budget: float) -> float:

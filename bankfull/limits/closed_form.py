@@ -7,7 +7,7 @@ equally far back, None = all the way) the query-key pairs and the cached tokens 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ import numpy as np
 from bankfull.errors import ModelError
 from bankfull.limits.step import StepShape
 from bankfull.ops.cost import Cost
+from bankfull.ops.meter import Ledger
 from bankfull.ops.reference.attention import live_from, visible_pairs
 
 if TYPE_CHECKING:
@@ -52,21 +53,34 @@ class ClosedForm:
 
 
 def closed_form(model: MeteredModel) -> ClosedForm:
+    return _fit(model, lambda ledger: {"": ledger.sum()})[""]
+
+
+def forms_by_operation(model: MeteredModel) -> dict[str, ClosedForm]:
+    """By the names of the model's ledger."""
+    return _fit(model, lambda ledger: ledger.total)
+
+
+def _fit(model: MeteredModel, costs_of: Callable[[Ledger], Mapping[str, Cost]]) -> dict[str, ClosedForm]:
+    """One form for each name of a cost; a step that does not have the name costs nothing there."""
     windows: Windows = tuple(sorted({g.window for g in model.layout.paged}, key=lambda w: (w is None, w or 0)))
     steps = list(_probes(windows))
     known = np.stack([features(step, windows) for step in steps])
-    costs = [model.cost(step).sum() for step in steps]
-    measured = np.array([(cost.flops, cost.read, cost.write) for cost in costs], np.float64)
+    found = [costs_of(model.cost(step)) for step in steps]
+    names = list(dict.fromkeys(name for costs in found for name in costs))
+    triples = [[costs.get(name, Cost()) for name in names] for costs in found]
+    measured = np.array([[x for cost in row for x in (cost.flops, cost.read, cost.write)] for row in triples])
     # Columns span twelve orders of magnitude; scaled to one, the fit is exact to rounding.
     scale = np.maximum(np.abs(known).max(0), 1.0)
     solved = np.linalg.lstsq(known / scale, measured, rcond=None)[0] / scale[:, None]
-    error = np.abs(known @ solved - measured) / np.maximum(measured, 1.0)
+    # A cost that is nothing beside the largest of its kind carries that one's rounding.
+    error = np.abs(known @ solved - measured) / np.maximum(measured, np.maximum(measured.max(0) * 1e-6, 1.0))
     if error.max() > TOLERANCE:
         raise ModelError(
             f"The cost of architecture {model.config.get('model_type')!r} does not follow from tokens, rows and "
             f"context lengths (off by {error.max():.2%}); ask the meter step by step instead."
         )
-    return ClosedForm(windows, solved)
+    return {name: ClosedForm(windows, solved[:, 3 * i : 3 * i + 3]) for i, name in enumerate(names)}
 
 
 def _probes(windows: Windows) -> Iterator[StepShape]:

@@ -16,6 +16,7 @@ from bankfull.layers.build import Build
 from bankfull.limits.step import StepShape
 from bankfull.models.registry import Config, build_model
 from bankfull.ops.meter import Ledger, Meter
+from bankfull.ops.registry import FLOAT
 from bankfull.runtime.forward import plan_mixers
 from bankfull.state.spec import layout_of
 from bankfull.state.storage import Storage
@@ -141,10 +142,10 @@ class MeteredModel:
     def __init__(
         self, model: ModelFiles | Mapping[str, Any], *,
         dtype: str | None = None, scheme: str | None = None, expand: bool = False, page_tokens: int = 16,
-        kv_dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype | None = None, activations: str = FLOAT,
     ) -> None:  # fmt: skip
         """`scheme` stores the matrices of a bare configuration; a file has its own. `kv_dtype` stores keys and values:
-        None = as the computation."""
+        None = as the computation. `activations` chooses between operations, as for a kit."""
         self.shapes: FileShapes | AskedShapes
         if isinstance(model, ModelFiles):
             if scheme is not None:
@@ -156,6 +157,7 @@ class MeteredModel:
             self.shapes = _asked(scheme, torch_dtype(dtype, model))
         self.dtype = torch_dtype(dtype, model)
         self.meter = Meter()
+        self.meter.activations = activations
         kind = Build if isinstance(self.shapes, FileShapes) else _AskingBuild
         build = kind(self.shapes, self.meter, self.dtype, META, expand, kv_dtype=kv_dtype)
         self.model = build_model(self.config, build)

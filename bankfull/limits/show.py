@@ -54,7 +54,7 @@ def ceilings_table(found: Ceilings) -> Table:
     table.add_row(f"read, {scaled(found.read_set_bytes, 'B')}", scaled(found.read_bytes_per_s, "B/s"))
     table.add_row(f"read, {scaled(found.cached_set_bytes, 'B')}", scaled(found.cached_read_bytes_per_s, "B/s"))
     for dtype, rate in found.flops.items():
-        table.add_row(f"matmul, {dtype}", scaled(rate, "FLOP/s"))
+        table.add_row(f"arithmetic, {dtype}", scaled(rate, "FLOP/s"))
     table.add_row("measured", Text(found.when))
     table.add_row("instrument", Text(found.instrument))
     return table

@@ -12,6 +12,7 @@ import torch
 from bankfull.errors import ConfigError
 from bankfull.ops.registry import Kit
 from bankfull.runtime.forward import Eager, Forward
+from bankfull.sample.table import Chooser
 
 T = TypeVar("T")
 Value = TypeVar("Value", covariant=True)
@@ -35,6 +36,10 @@ class Device(Protocol):
 
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         """The same computation in fewer launches, where the device can; else `forward` itself."""
+        ...
+
+    def chooser(self, kit: Kit) -> Chooser | None:
+        """A kernel that draws tokens, if there is one."""
         ...
 
     def completed(self, transfers: list[int]) -> list[int]:
@@ -68,6 +73,9 @@ class Cpu:
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         return record_on_tape(forward, kit)
 
+    def chooser(self, kit: Kit) -> Chooser | None:
+        return native_chooser(kit)
+
     def completed(self, transfers: list[int]) -> list[int]:
         return transfers
 
@@ -94,6 +102,9 @@ class Cuda:
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         return forward
 
+    def chooser(self, kit: Kit) -> Chooser | None:
+        return None
+
     def completed(self, transfers: list[int]) -> list[int]:
         return transfers
 
@@ -110,6 +121,16 @@ def record_on_tape(forward: Eager, kit: Kit) -> Forward:
     from bankfull.runtime.taped import Taped
 
     return Taped(forward, kit)
+
+
+def native_chooser(kit: Kit) -> Chooser | None:
+    from bankfull.ops import native
+
+    if native.status() is not None or "native" not in kit.prefer:
+        return None
+    from bankfull.ops.native.sampling import choose
+
+    return choose
 
 
 class _Event(Generic[T]):

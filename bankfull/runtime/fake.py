@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import torch
 
 from bankfull.ops.registry import Kit
-from bankfull.runtime.device import Future, available_memory, record_on_tape
+from bankfull.runtime.device import Future, available_memory, native_chooser, record_on_tape
 from bankfull.runtime.forward import Eager, Forward
+from bankfull.sample.table import Chooser
 
 T = TypeVar("T")
 
@@ -39,6 +40,9 @@ class Late:
 
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         return record_on_tape(forward, kit)
+
+    def chooser(self, kit: Kit) -> Chooser | None:
+        return native_chooser(kit)
 
     def completed(self, transfers: list[int]) -> list[int]:
         self._moving += transfers

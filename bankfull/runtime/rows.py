@@ -37,8 +37,12 @@ class HostRows:
         self.tokens, self.known, self.slot = rows.tokens.numpy(), rows.known.numpy(), rows.slot.numpy()
         self.tables = [table.numpy() for table in rows.tables]
 
-    def commit(self, rows: Sequence[int], tokens: np.ndarray, counts: np.ndarray) -> None:
+    def commit(self, rows: Sequence[int], tokens: np.ndarray, counts: np.ndarray | None) -> None:
         index = np.array(rows, np.int64)
+        if counts is None:
+            self.tokens[index, self.known[index]] = np.maximum(tokens[:, 0], 0)
+            self.known[index] += 1
+            return
         for j in range(tokens.shape[1]):
             fits = counts > j
             some = index[fits]
@@ -59,6 +63,10 @@ class Rows:
             for group in layout.paged
         ]
         self.host = HostRows(self) if device.type == "cpu" else None
+        self.one_each = np.arange(count + 1)
+        self.page_tokens = tuple(group.page_tokens for group in layout.paged)
+        self.curious: set[int] = set()
+        """Rows that ask for something beside tokens: scores of their prompt, hidden states."""
         self.sampling = SamplingTable(count, vocab, device)
         self.jobs: list[Job | None] = [None] * count
         self.prompt_len = np.zeros(count, np.int64)
@@ -66,6 +74,7 @@ class Rows:
     def apply(self, plan: StepPlan) -> None:
         for row in plan.leave:
             self.jobs[row] = None
+            self.curious.discard(row)
             self.sampling.clear(row)
         for enter in plan.enter:
             self._enter(enter)
@@ -82,6 +91,9 @@ class Rows:
         self.slot[row] = enter.slot
         self.prompt_len[row] = enter.prompt_len
         self.jobs[row] = job
+        self.curious.discard(row)
+        if job.pool is not None or job.params.prompt_logprobs is not None:
+            self.curious.add(row)
         if job.pool is None:
             self.sampling.set(
                 row, job.params, prompt_len=enter.prompt_len, child=enter.child, seed=job.seed, stop_ids=job.stop_ids
@@ -92,12 +104,13 @@ class Rows:
         assert job is not None, f"row {row} has work but no sequence"
         return job
 
-    def commit(self, rows: Sequence[int], tokens: Tensor, counts: Tensor) -> None:
-        """Append tokens[i, :counts[i]] to the known tokens of rows[i]. A row that got NO_TOKEN is about to end; until
-        then what it reads does not matter, but must be a token."""
+    def commit(self, rows: Sequence[int], tokens: Tensor, counts: Tensor | None) -> None:
+        """Append tokens[i, :counts[i]] (without counts, one each) to the known tokens of rows[i]. A row with NO_TOKEN
+        is about to end; until then what it reads does not matter, but must be a token."""
         if self.host is not None:
-            return self.host.commit(rows, tokens.numpy(), counts.numpy())
+            return self.host.commit(rows, tokens.numpy(), None if counts is None else counts.numpy())
         index = torch.tensor(list(rows), device=self.device)
+        counts = torch.ones_like(index) if counts is None else counts
         for j in range(tokens.shape[1]):
             fits = counts > j
             self.tokens[index[fits], self.known[index[fits]] + j] = tokens[fits, j].clamp_min(0)

@@ -79,6 +79,7 @@ class Runner:
         eager = Eager(model, layout, self.storage.layers)
         self.run_model: Forward = eager if kit is None else device.capture(eager, kit)
         self.rows = Rows(rows, max_len, layout, model.vocab, device.torch)
+        self.rows.sampling.chooser = None if kit is None else device.chooser(kit)
 
     def forward(self, plan: StepPlan) -> Step:
         step = Step(plan)
@@ -103,7 +104,8 @@ class Runner:
             if step.batch is None or step.hidden is None:
                 return landed
             work = step.plan.work
-            self._prompt_extras(step.batch, step.hidden, work, landed)
+            if self.rows.curious:
+                self._prompt_extras(step.batch, step.hidden, work, landed)
             chosen = [i for i, w in enumerate(work) if w.sample]
             if chosen:
                 landed.verdict = self._choose(step.batch, step.hidden, [work[i] for i in chosen], masks)
@@ -131,11 +133,10 @@ class Runner:
     def _commit(self, work: list[Work], chosen: list[int], verdict: Verdict | None) -> None:
         """Advance the rows: tokens, lengths, and which recurrent slot holds the state."""
         rows = self.rows
-        if verdict is not None and any(w.drafts for w in work):
+        accepted = None
+        if verdict is not None and verdict.counts is not None:
             accepted = np.zeros(len(work), np.int64)
             accepted[chosen] = verdict.counts.cpu().numpy() - 1
-        else:
-            accepted = None
         for i, w in enumerate(work):
             rows.computed[w.row] += w.count if accepted is None else w.count + accepted[i]
         if self.layout.recurrent is not None:
@@ -193,7 +194,8 @@ class Runner:
 
 def _read_tokens(work: list[Work], verdict: Verdict, result: StepResult) -> None:
     sampled = verdict.sampled
-    tokens, counts = verdict.tokens.tolist(), verdict.counts.tolist()
+    tokens = verdict.tokens.tolist()
+    counts = [1] * len(tokens) if verdict.counts is None else verdict.counts.tolist()
     own = None if sampled.logprobs is None else sampled.logprobs.tolist()
     top_ids = None if sampled.top_ids is None else sampled.top_ids.tolist()
     top_values = None if sampled.top_logprobs is None else sampled.top_logprobs.tolist()

@@ -89,18 +89,35 @@ def sample(
     chance = table.choose(facts, lambda fact: not fact.greedy)
     if not chance:
         picked = best(scores)
+    elif table.chooser is not None and scores.dtype == torch.float32 and host_rows is not None:
+        picked = _choose(scores, rows, table, length, facts)
     else:
-        some = chance.take(rows)
-        shaped = truncate(chance.take(scores), some, table, [facts[line] for line in chance.lines])
-        numbers = uniform(
-            table.wholes[some, SEED], table.wholes[some, CHILD], chance.take(length).to(torch.int64), Purpose.TOKEN
-        )
-        drawn = draw(shaped, numbers)
+        drawn = _draw(chance.take(scores), chance.take(rows), table, chance.take(length), chance.of(facts))
         if host_rows is None:
             picked = torch.where(table.wholes[rows, GREEDY] > 0, best(scores), drawn)
         else:
             picked = drawn if chance.index is None else chance.put(best(scores), drawn)
     return _with_logprobs(picked, logits, rows, table, facts)
+
+
+def _draw(scores: Tensor, rows: Tensor, table: SamplingTable, length: Tensor, facts: Sequence[Facts]) -> Tensor:
+    shaped = truncate(scores, rows, table, facts)
+    numbers = uniform(table.wholes[rows, SEED], table.wholes[rows, CHILD], length.to(torch.int64), Purpose.TOKEN)
+    return draw(shaped, numbers)
+
+
+def _choose(scores: Tensor, rows: Tensor, table: SamplingTable, length: Tensor, facts: Sequence[Facts]) -> Tensor:
+    """The kernel for all lines but those that it does not know. Which way a line goes hangs on its own wishes only."""
+    assert table.chooser is not None
+    odd = table.choose(facts, lambda fact: fact.typical)
+    if not odd:
+        return table.chooser(scores, rows, table, length)
+    picked = _draw(odd.take(scores), odd.take(rows), table, odd.take(length), odd.of(facts))
+    if odd.index is None:
+        return picked
+    known = table.choose(facts, lambda fact: not fact.typical)
+    others = table.chooser(known.take(scores), known.take(rows), table, known.take(length))
+    return odd.put(known.put(torch.empty_like(rows), others), picked)
 
 
 def _widened(logits: Tensor) -> Tensor:

@@ -39,6 +39,9 @@ class Facts:
     logprobs: int | None = None
 
 
+Chooser = Callable[[Tensor, Tensor, "SamplingTable", Tensor], Tensor]
+"""Scores, the lines' rows, the table and the lines' lengths -> one token per line, greedy ones included; lines with
+`typical` are not given to it."""
 PLAIN = Facts()
 """Nothing but the likeliest token."""
 
@@ -62,6 +65,8 @@ class SamplingTable:
         self.bias_ids: Tensor | None = None
         self.bias_values: Tensor | None = None
         self.bad_words: Tensor | None = None
+        self.chooser: Chooser | None = None
+        """What draws tokens in the place of tensor operations, where there is such a kernel."""
 
     def set(
         self, row: int, params: SamplingParams, *, prompt_len: int, child: int, seed: int, stop_ids: Collection[int]
@@ -228,6 +233,9 @@ class Choice:
 
     def __bool__(self) -> bool:
         return bool(self.lines)
+
+    def of(self, facts: Sequence[Facts]) -> list[Facts]:
+        return [facts[line] for line in self.lines]
 
     def take(self, tensor: Tensor) -> Tensor:
         return tensor if self.index is None else tensor.index_select(0, self.index)

@@ -23,7 +23,7 @@ def ratio_table(comparison: Comparison, threads: int) -> Table:
     table.add_column("work", no_wrap=True)
     headings = ["ratio", "quartiles", "ours", "peer's", "unit", "pairs", "busy elsewhere"]
     reaching = any(row.reach is not None and row.problem is None for row in comparison.rows)
-    for heading in [*headings, *(["we read", "% of read bandwidth"] if reaching else [])]:
+    for heading in [*headings, *(["we read", "read bandwidth", "% of read bandwidth"] if reaching else [])]:
         table.add_column(heading, justify="right", no_wrap=heading in headings and heading != "quartiles")
     for row in comparison.rows:
         found = row.spreads()
@@ -54,7 +54,8 @@ def _reached(reach: Reach | None, ours: Spread) -> tuple[str, ...]:
 
     if reach is None:
         return ()
-    return scaled(reach.bytes_per_s(ours.median), "B/s"), f"{reach.percent(ours.median):.0f}%"
+    reads = scaled(reach.bytes_per_s(ours.median), "B/s"), scaled(reach.bandwidth, "B/s")
+    return *reads, f"{reach.percent(ours.median):.0f}%"
 
 
 def notes(rows: Sequence[Row], ceilings: Ceilings | None) -> list[str]:

@@ -314,8 +314,9 @@ def test_a_table_names_both_files_and_shows_the_share_of_bandwidth_where_it_is_k
     table = ratio_table(both, 2)
     assert str(table.title) == "bankfull 1 against peer 2, both on a.gguf, 2 threads"
     cells = [list(column.cells) for column in table.columns]
-    assert [column.header for column in table.columns][-2:] == ["we read", "% of read bandwidth"]
-    assert cells[-2:] == [["", "20 GB/s", ""], ["", "50%", ""]] and cells[1] == ["2.00x", "2.00x", "not measured"]
+    assert [column.header for column in table.columns][-3:] == ["we read", "read bandwidth", "% of read bandwidth"]
+    assert cells[-3:] == [["", "20 GB/s", ""], ["", "40 GB/s", ""], ["", "50%", ""]]
+    assert cells[1] == ["2.00x", "2.00x", "not measured"]
     assert problems(both) == ["not measured: batch8: it ended"]
     other = Comparison("peer", us, Side("peer 2", "b"), [plain])
     assert other.title == "bankfull 1 on a.gguf against peer 2 on b"

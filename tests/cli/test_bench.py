@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bankfull.limits.ceilings import Ceilings
+from bankfull.ops import native
 
 from .conftest import Cli
 
@@ -41,6 +42,23 @@ def test_latency_as_json_has_every_repetition_and_a_summary_of_them(cli: Cli, mo
     assert (spread["low"], spread["high"], spread["count"]) == (min(rates), max(rates), 2)
     assert spread["median"] == pytest.approx(sum(rates) / 2)
     assert found["operations"]["paged_attention"]
+
+
+@pytest.mark.skipif(native.status() is not None, reason="the kernels are not built")
+def test_a_profile_is_shown_for_both_phases_and_is_in_the_object(cli: Cli, model: Path) -> None:
+    done = cli("bench", "latency", "-m", model, *SMALL, "--profile")
+    assert done.code == 0, done.err
+    for shown in ("prefill, 1 step of", "decode, 3 steps of", "least ms", "attention", "head", "host", "0 breaks"):
+        assert shown in done.out, shown
+    found = cli("bench", "throughput", "-m", model, *SMALL, "--concurrency", 2, "--profile", "--json").json
+    assert set(found["profile"]) == {"prefill", "decode"} and found["tape"]["breaks"] == {}
+    assert {row["kernel"] for row in found["profile"]["decode"]} >= {"attention", "head", "host", "step"}
+    assert cli("bench", "latency", "-m", model, *SMALL, "--json").json["profile"] is None
+
+
+def test_a_profile_without_kernels_is_refused(cli: Cli, model: Path) -> None:
+    done = cli("bench", "latency", "-m", model, *SMALL, "--profile", "--providers", "torch")
+    assert "leave out --profile" in done.sentence
 
 
 def test_throughput_as_json_tells_steps_and_batches(cli: Cli, model: Path) -> None:

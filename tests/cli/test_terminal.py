@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import select
+import signal
 import sys
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ class Terminal:
         environment = {**os.environ, "BANKFULL_CACHE": str(cache), "TERM": "dumb", "PYTHONPATH": str(ROOT)}
         self._pid, self._end = pty.fork()
         if self._pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests that run in the background ignore it
             os.execve(sys.executable, [sys.executable, "-c", code], environment)
         self._unread = ""
 

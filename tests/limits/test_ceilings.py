@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from bankfull.errors import ConfigError
 from bankfull.limits import ceilings
 from bankfull.limits.ceilings import Ceilings, measure
+from bankfull.ops.native import extension
 from bankfull.paths import cache_dir
 
 TINY = 0.02
@@ -30,9 +33,79 @@ def the_file(folder: Path) -> Path:
 def test_every_ceiling_is_positive_and_says_where_it_comes_from() -> None:
     found = measure(budget=TINY)
     assert found.read_bytes_per_s > 0 and found.cached_read_bytes_per_s > 0
-    assert set(found.flops) == {"float32", "bfloat16", "float16", "float64"} and min(found.flops.values()) > 0
-    assert found.threads >= 1 and found.cpu and found.when and "torch" in found.instrument
+    assert set(found.flops) - {"int8"} == {"float32", "bfloat16", "float16", "float64"}
+    assert min(found.flops.values()) > 0
+    assert found.threads >= 1 and found.cpu and found.when
+    assert found.instrument == (ceilings.TORCH if extension.kernels is None else ceilings.NATIVE)
     assert 0 < found.cached_set_bytes <= found.read_set_bytes <= 33 << 20
+
+
+def test_without_kernels_torch_is_the_instrument(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "kernels", None)
+    found = measure(budget=TINY)
+    assert found.instrument == ceilings.TORCH and min(found.read_bytes_per_s, *found.flops.values()) > 0
+    assert set(found.flops) == {"float32", "bfloat16", "float16", "float64"}
+
+
+@pytest.mark.skipif(extension.kernels is None, reason="the kernels are not built")
+def test_figures_of_another_instruction_set_are_not_mixed_in(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure(budget=TINY)
+    monkeypatch.setattr(extension, "select_isa", lambda: "another one")
+    measure(budget=TINY)
+    assert len(list(own_cache.iterdir())) == 2
+
+
+@pytest.fixture
+def every_isa() -> Iterator[Callable[[], Iterator[str]]]:
+    kernels = extension.kernels
+    if kernels is None:
+        pytest.skip("the kernels are not built")
+    before = kernels.isa()
+
+    def each() -> Iterator[str]:
+        for isa in kernels.isas():
+            kernels.set_isa(isa)
+            yield isa
+
+    yield each
+    kernels.set_isa(before)
+
+
+def test_every_instruction_set_multiplies_what_it_says(every_isa: Callable[[], Iterator[str]]) -> None:
+    kernels = extension.required()
+    known = {"amx": {"float32", "bfloat16", "int8"}, "vnni": {"float32", "int8"}, "avxvnni": {"float32", "int8"}}
+    for isa in every_isa():
+        assert set(kernels.arithmetics()) == known.get(isa, {"float32"})
+        for code in range(3):
+            once, twice = kernels.multiply(code, 10), kernels.multiply(code, 20)
+            assert twice == 2 * once and (once > 0) == (code in kernels.arithmetics().values())
+    for bad in ((3, 1), (-1, 1), (0, 0), (0, -5)):
+        with pytest.raises(ValueError, match="multiply"):
+            kernels.multiply(*bad)
+
+
+def test_more_rounds_take_longer(every_isa: Callable[[], Iterator[str]]) -> None:
+    """Nothing was optimized away: a thousandfold of work is not done in the same time."""
+    kernels = extension.required()
+    for isa in every_isa():
+        for name, code in kernels.arithmetics().items():
+            few = ceilings._shortest(lambda c=code: kernels.multiply(c, 100), 0.005)
+            many = ceilings._shortest(lambda c=code: kernels.multiply(c, 100_000), 0.005)
+            assert many > 10 * few, (isa, name)
+
+
+def test_reading_sums_up_every_line_once(every_isa: Callable[[], Iterator[str]]) -> None:
+    kernels = extension.required()
+    floats = torch.arange(1 << 17, dtype=torch.float32) % 8  # small whole numbers: every sum is exact
+    assert floats.data_ptr() % 64 == 0
+    for isa in every_isa():
+        for ahead in (False, True):
+            for lines in (0, 1, 7, 64, 1001, 8192):
+                found = kernels.read_memory(floats.data_ptr(), lines * 64, ahead)
+                assert found == floats[: lines * 16].sum(dtype=torch.float64), (isa, ahead, lines)
+    for bad in ((0, 64), (floats.data_ptr() + 4, 64), (floats.data_ptr(), 65), (floats.data_ptr(), -64)):
+        with pytest.raises(ValueError, match="whole lines"):
+            kernels.read_memory(*bad, False)
 
 
 def test_a_second_call_is_answered_from_the_cache_until_refreshed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +172,15 @@ def test_a_working_set_that_fits_the_cache_has_the_caches_ceiling() -> None:
     assert found.flops_of("torch.float32") == 1.0
     with pytest.raises(ConfigError, match="'int8'"):
         found.flops_of("int8")
+
+
+def test_rounded_activations_are_bound_by_the_fastest_narrow_type() -> None:
+    flops = {"float32": 2.0, "bfloat16": 8.0, "float16": 99.0, "float64": 99.0}
+    found = Ceilings(10.0, 30.0, flops, 1, "x", "now", 1000, 100, 200)
+    assert found.peak_of("float32") == found.peak_of("float32", "float") == 2.0
+    assert found.peak_of("float32", "int8") == 8.0
+    assert replace(found, flops={**flops, "int8": 16.0}).peak_of("float32", "int8") == 16.0
+    assert replace(found, flops={**flops, "bfloat16": 1.0}).peak_of("bfloat16", "int8") == 2.0
 
 
 @pytest.mark.parametrize("budget", [0, -1, float("nan"), 1e9])

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from bankfull.errors import ModelError
-from bankfull.limits.closed_form import closed_form, features
+from bankfull.limits.closed_form import closed_form, features, forms_by_operation
 from bankfull.limits.metered import MeteredModel
 from bankfull.limits.step import StepShape
 from bankfull.ops.cost import Cost
@@ -29,6 +29,20 @@ def test_the_formula_predicts_the_meter_for_any_step(name: str) -> None:
         exact, found = metered.cost(step).sum(), formula.cost(step)
         for quantity in ("flops", "read", "write"):
             assert getattr(found, quantity) == pytest.approx(getattr(exact, quantity), rel=1e-7)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_operation_has_a_formula_of_its_own(name: str) -> None:
+    metered, pick = MeteredModel(CONFIGS[name]), Random(3)
+    forms = forms_by_operation(metered)
+    for _ in range(10):
+        step = some_step(pick)
+        exact = metered.cost(step).total
+        assert set(exact) <= set(forms)
+        for operation, form in forms.items():
+            cost, found = exact.get(operation, Cost()), form.cost(step)
+            for quantity in ("flops", "read", "write"):
+                assert getattr(found, quantity) == pytest.approx(getattr(cost, quantity), rel=1e-6, abs=1e-2), operation
 
 
 def test_the_formula_knows_every_window_class() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from bankfull.layers.batch import Batch
 from bankfull.layers.ssm import MambaMixer
-from bankfull.models import opt
 from bankfull.models.gemma import GEMMA3
 from bankfull.ops import RecurrentMeta
 from bankfull.runtime import naive
@@ -67,7 +67,8 @@ def test_a_wrong_reading_of_the_configuration_shows_in_the_logits(name: str, cha
 
 def test_a_wrong_position_or_a_lost_state_shows_in_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     model, recurrent = ours("opt"), ours("mamba")
-    monkeypatch.setattr(opt, "POSITION_OFFSET", 1)
+    embed = model.embed
+    model.embed = lambda batch: embed(replace(batch, positions=(batch.positions - 1).clamp(min=0)))
     assert error(model, saved("opt").logits) > 10 * TOLERANCE
 
     def forget(self: MambaMixer, batch: Batch, group: int) -> RecurrentMeta:

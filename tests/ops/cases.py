@@ -32,6 +32,8 @@ class Case:
     """What a layer would tell when it binds the operation."""
     written: tuple[int, ...] = ()
     """Arguments that the operation writes to."""
+    provided: torch.dtype | None = None
+    """Of a provider's arithmetic, where that may be coarser than the body's."""
 
     def to(self, device: str) -> Case:
         return replace(self, args=tuple(moved(arg, device) for arg in self.args))
@@ -268,7 +270,9 @@ def paged_attention(make: Maker, values: int | None = None) -> Case:
         scales = k_scales, v_scales
     q = make.normal(int(meta.q_start[-1]), heads.count, size)
     args = (q, k_pages, v_pages, meta, heads.scale, window, cap, *scales)
-    return Case(args, make.dtype, {"heads": heads, "pages": dtype})
+    # Over narrow pages a provider may multiply in bfloat16, as tiles do.
+    provided = torch.bfloat16 if dtype in (torch.bfloat16, torch.int8) else None
+    return Case(args, make.dtype, {"heads": heads, "pages": dtype}, provided=provided)
 
 
 def rounded(make: Maker, pages: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,18 +5,30 @@ import pytest
 import torch
 from scipy import stats
 
+from bankfull.ops import native
 from bankfull.sample.draw import draw
 from bankfull.sample.logits import NO_TOKEN, Sampled, SamplingTable, sample
 from bankfull.sample.params import SamplingParams
+from bankfull.sample.table import Chooser
 from tests.sample import oracle
 from tests.sample.batch import batch
 
 DRAWS = 20_000
 
 
-def draws_of(wish: SamplingParams, logits: torch.Tensor, seed: int, child: int = 0) -> torch.Tensor:
+CHOOSERS: dict[str, Chooser | None] = {"tensors": None}
+if native.status() is None:
+    from bankfull.ops.native.sampling import choose
+
+    CHOOSERS["native"] = choose
+
+
+def draws_of(
+    wish: SamplingParams, logits: torch.Tensor, seed: int, child: int = 0, chooser: str = "tensors"
+) -> torch.Tensor:
     """Many independent draws of one row: the position is what varies."""
     table = SamplingTable(1, len(logits))
+    table.chooser = CHOOSERS[chooser]
     table.set(0, wish, prompt_len=0, child=child, seed=seed, stop_ids=[])
     rows, length = torch.zeros(DRAWS, dtype=torch.int64), torch.arange(DRAWS)
     tokens = torch.zeros(1, 1, dtype=torch.int64)
@@ -30,15 +42,47 @@ def draws_of(wish: SamplingParams, logits: torch.Tensor, seed: int, child: int =
     SamplingParams(temperature=0.8, top_k=20, top_p=0.95, min_p=0.05, typical_p=0.9),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("seed", [1, 2])
-def test_tokens_come_as_often_as_the_distribution_says(wish: SamplingParams, seed: int) -> None:
+@pytest.mark.parametrize("chooser", CHOOSERS)
+def test_tokens_come_as_often_as_the_distribution_says(wish: SamplingParams, seed: int, chooser: str) -> None:
     logits = torch.randn(24, generator=torch.Generator().manual_seed(seed)) * 1.5
     scores, margin = oracle.truncated(logits.double().numpy(), wish)
     assert margin > 1e-6
     probs = oracle.softmax(scores)
-    counts = np.bincount(draws_of(wish, logits, seed), minlength=24)
+    counts = np.bincount(draws_of(wish, logits, seed, 0, chooser), minlength=24)
     assert counts[probs == 0].sum() == 0
     alive = probs > 0
     assert stats.chisquare(counts[alive], probs[alive] / probs[alive].sum() * DRAWS).pvalue > 1e-4
+
+
+@pytest.mark.skipif("native" not in CHOOSERS, reason="the kernels are not built")
+@pytest.mark.parametrize("vocab", (1, 2, 17, 300, 50_000))
+def test_the_kernel_chooses_the_tokens_that_tensors_choose(vocab: int) -> None:
+    """The same numbers, the same cuts, ties included: only a border within rounding could fall otherwise."""
+    wishes = [
+        SamplingParams(temperature=0), SamplingParams(), SamplingParams(temperature=0.3, top_k=1),
+        SamplingParams(temperature=1.7, top_k=40), SamplingParams(top_p=0.9), SamplingParams(top_p=1e-6),
+        SamplingParams(temperature=2.0, top_k=3000, top_p=0.5), SamplingParams(min_p=0.03),
+        SamplingParams(temperature=0.9, top_k=50, top_p=0.95, min_p=0.01), SamplingParams(top_p=0.999),
+    ]  # fmt: skip
+    numbers = torch.Generator().manual_seed(vocab)
+    for round_ in range(3):
+        logits = torch.randn(len(wishes), vocab, generator=numbers) * 3
+        if round_ == 1:
+            logits = (logits * 2).round() / 2  # many equals
+        chosen = []
+        for chooser in CHOOSERS.values():
+            table = SamplingTable(len(wishes), vocab)
+            table.chooser = chooser
+            for row, wish in enumerate(wishes):
+                table.set(row, wish, prompt_len=0, child=row, seed=round_ + 2**40, stop_ids=[])
+            rows = torch.arange(len(wishes))
+            tokens = torch.zeros(len(wishes), 1, dtype=torch.int64)
+            found = [
+                sample(logits, rows, table, tokens, rows + at, host_rows=list(range(len(wishes)))).tokens.tolist()
+                for at in range(20)
+            ]
+            chosen.append(found)
+        assert chosen[0] == chosen[1]
 
 
 def test_children_and_seeds_draw_independently() -> None:

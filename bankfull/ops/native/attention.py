@@ -12,16 +12,31 @@ from torch import Tensor
 
 from bankfull.ops.native.checks import float_rows, integers, isa_is_chosen
 from bankfull.ops.native.extension import required
-from bankfull.ops.reference.attention import PagedMeta, paged_attention, write_pages
+from bankfull.ops.reference.attention import PagedMeta, paged_attention, write_pages, write_pages_int8
 
 _native = required()
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""Of queries and pages, each on its own. The arithmetic is float32; int8 pages are left to the torch body."""
+"""Of queries. The arithmetic is float32."""
+PAGES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _native.page_types().items()}
+"""Of pages, whatever queries are -> the code of the C++ side."""
 
 
 def _accepts(*, dtype: torch.dtype | None = None, pages: torch.dtype | None = None, **facts: Any) -> bool:
-    return dtype in DTYPES and (pages or dtype) in DTYPES and isa_is_chosen()
+    return dtype in DTYPES and (pages or dtype) in PAGES and isa_is_chosen()
+
+
+def _placed(pages: Tensor, scales: Tensor | None) -> tuple[int, tuple[int, ...], int, tuple[int, ...]]:
+    """Addresses and strides, as the C++ side takes them, of pages that it can read."""
+    if not pages.is_cpu or (pages.stride(3) != 1 and pages.shape[3] > 1):
+        raise ValueError("the numbers of a head must lie side by side in a page, in host memory")
+    if (scales is not None) != (pages.dtype is torch.int8):
+        raise ValueError(f"pages in {pages.dtype} were given {'no ' * (scales is None)}scales")
+    if scales is None:
+        return pages.data_ptr(), pages.stride(), 0, (0, 0, 0)
+    if scales.shape != pages.shape[:3] or scales.dtype is not torch.float32 or not scales.is_cpu:
+        raise ValueError("there is not one float32 scale for each token and head of the pages")
+    return pages.data_ptr(), pages.stride(), scales.data_ptr(), scales.stride()
 
 
 @paged_attention.provider("native", on="cpu", accepts=_accepts)
@@ -30,18 +45,14 @@ def run_paged_attention(
     scale: float, window: int | None = None, cap: float | None = None,
     k_scales: Tensor | None = None, v_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    if k_scales is not None or v_scales is not None:
-        raise ValueError("paged_attention: pages under scales are not for this kernel")
     tokens, heads, size = q.shape
     frames, page_tokens, kv, key_size = k_pages.shape
     values = v_pages.shape[3]
-    k_strides, v_strides, dtype = k_pages.stride(), v_pages.stride(), k_pages.dtype
     if key_size != size or v_pages.shape[:3] != (frames, page_tokens, kv) or meta.page_tokens != page_tokens:
         raise ValueError("paged_attention: queries, keys, values and page tables have sizes that do not fit each other")
-    if dtype not in DTYPES or v_pages.dtype != dtype or not (k_pages.is_cpu and v_pages.is_cpu):
-        raise ValueError(f"paged_attention: keys in {dtype} and values in {v_pages.dtype} are not float32 or bfloat16")
-    if (k_strides[3] != 1 and size > 1) or (v_strides[3] != 1 and values > 1):
-        raise ValueError("paged_attention: the numbers of a head must lie side by side in a page")
+    dtype = k_pages.dtype
+    if dtype not in PAGES or v_pages.dtype != dtype:
+        raise ValueError(f"paged_attention: no kernel reads keys in {dtype} and values in {v_pages.dtype}")
     if window is not None and window < 1:
         raise ValueError(f"paged_attention: a window of {window} tokens leaves nothing to look at")
     rows, table = float_rows(q), integers(meta.pages)
@@ -49,9 +60,9 @@ def run_paged_attention(
         raise ValueError("paged_attention: there is not one page table for each sequence")
     y = torch.empty(tokens, heads, values)
     _native.paged_attention(
-        dtype is torch.bfloat16, rows.data_ptr(), k_pages.data_ptr(), k_strides, v_pages.data_ptr(), v_strides,
-        y.data_ptr(), meta.q_start, meta.kv_len, table.data_ptr(), table.shape[1], table.shape[1], frames, page_tokens,
-        tokens, heads, kv, size, values, scale, window or 0, cap or 0.0,
+        PAGES[dtype], rows.data_ptr(), _placed(k_pages, k_scales), _placed(v_pages, v_scales), y.data_ptr(),
+        meta.q_start, meta.kv_len, table.data_ptr(), table.shape[1], table.shape[1], frames, page_tokens, tokens,
+        heads, kv, size, values, scale, window or 0, cap or 0.0,
     )  # fmt: skip
     return y if q.dtype is torch.float32 else y.to(q.dtype)
 
@@ -77,3 +88,18 @@ def run_write_pages(new: Tensor, pages: Tensor, slots: Tensor) -> None:
         new.data_ptr(), pages.data_ptr(), places.data_ptr(), tokens, inner * item, shape[0], shape[1],
         strides[0] * item, strides[1] * item,
     )  # fmt: skip
+
+
+@write_pages_int8.provider("native", on="cpu", accepts=lambda **facts: isa_is_chosen())
+def run_write_pages_int8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) -> None:
+    """The body's codes and scales, bit for bit."""
+    frames, page_tokens, heads, size = pages.shape
+    rows, places = new.to(torch.float32).contiguous(), integers(slots)
+    tokens = rows.shape[0]
+    if rows.shape[1:] != (heads, size) or places.shape != (tokens,) or not new.is_cpu:
+        raise ValueError(
+            f"write_pages_int8: {tuple(new.shape)} does not fit pages of {tuple(pages.shape)} and {len(slots)} slots"
+        )
+    _native.write_pages_int8(
+        rows.data_ptr(), _placed(pages, scales), places.data_ptr(), tokens, heads, size, frames, page_tokens
+    )

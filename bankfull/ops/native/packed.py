@@ -16,10 +16,12 @@ from torch import Tensor
 from bankfull.ops.native.checks import address, float_rows
 from bankfull.ops.native.extension import required
 from bankfull.ops.native.linear import FORMATS, accepts, storage_of
+from bankfull.ops.native.memory import Slabs
 from bankfull.ops.reference.linear import best_output_int8, linear_int8
 from bankfull.weights.qtensor import QTensor
 
 _native = required()
+_slabs = Slabs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ def pack(weight: QTensor) -> PackedWeight:
     outputs, inner = weight.shape
     code = FORMATS[weight.scheme.name][0]
     layout = int(_native.pack_of(code))
-    data = torch.empty(int(_native.packed_bytes(layout, outputs, inner)), dtype=torch.uint8)
+    data = _slabs.take(int(_native.packed_bytes(layout, outputs, inner)))
     _native.pack(code, address(storage_of(weight)), address(data), outputs, inner)
     return PackedWeight(data, layout, (outputs, inner))
 
@@ -55,13 +57,16 @@ def _accepts(*, dtype: torch.dtype | None = None, weight: QTensor | None = None,
     return int(_native.pack_of(FORMATS[weight.scheme.name][0])) >= 0
 
 
-def _encode(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> tuple[Tensor, int, int, bool]:
-    """The rows as the kernels want them, their stride, how many there are, and whether they are tiles."""
+def _check(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> None:
     outputs, inner = weight.shape
     if x.shape[-1] != inner:
         raise ValueError(f"linear_int8: the input has {x.shape[-1]} columns, the weight {inner}")
     if bias is not None and bias.shape != (outputs,):
         raise ValueError(f"linear_int8: the bias has shape {tuple(bias.shape)}, the weight {outputs} outputs")
+
+
+def _encode(x: Tensor, inner: int) -> tuple[Tensor, int, int, bool]:
+    """The rows as the kernels want them, their stride, how many there are, and whether they are tiles."""
     rows = float_rows(x)
     count, stride = rows.numel() // inner, int(_native.encoded_stride(inner))
     tiles = 0 < _native.tile_rows() <= count
@@ -73,7 +78,8 @@ def _encode(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> tuple[Tenso
 @linear_int8.provider("native", on="cpu", accepts=_accepts, prepare=pack)
 def run_linear_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     outputs, inner = weight.shape
-    encoded, stride, count, tiles = _encode(x, weight, bias)
+    _check(x, weight, bias)
+    encoded, stride, count, tiles = _encode(x, inner)
     y = torch.empty(*x.shape[:-1], outputs, dtype=torch.float32)
     wide_bias = None if bias is None else float_rows(bias)
     part = (address(weight.data), address(wide_bias), address(y), outputs, outputs, weight.pack)
@@ -84,11 +90,12 @@ def run_linear_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None = None)
 @best_output_int8.provider("native", on="cpu", accepts=_accepts, prepare=pack)
 def run_best_output_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     outputs, inner = weight.shape
-    encoded, stride, count, tiles = _encode(x, weight, bias)
+    _check(x, weight, bias)
+    rows = float_rows(x)
     best = torch.empty(x.shape[:-1], dtype=torch.int64)
     wide_bias = None if bias is None else float_rows(bias)
     _native.packed_best(
-        tiles, address(encoded), stride, count, inner, address(weight.data), address(wide_bias), outputs, weight.pack,
+        address(rows), best.numel(), inner, address(weight.data), address(wide_bias), outputs, weight.pack,
         address(best),
     )  # fmt: skip
     return best

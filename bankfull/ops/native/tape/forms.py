@@ -6,12 +6,12 @@ Forms come after the providers' `accepts`: types and layouts of weights were che
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bankfull.ops.native.activation import CODES
+from bankfull.ops.native.attention import PAGES
 from bankfull.ops.native.extension import required
 from bankfull.ops.native.linear import FORMATS, storage_of
 from bankfull.ops.native.packed import PackedWeight
@@ -185,49 +185,63 @@ def rotate(rec: Recorder, out: Outputs, x: Tensor, cos: Tensor, sin: Tensor) -> 
     return True
 
 
-def _pages(pages: Tensor) -> tuple[int, int, int]:
-    """Strides in numbers: frame, token, head."""
-    frame, token, head, _ = pages.stride()
-    return frame, token, head
+def _strides(pages: Tensor, scales: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Frame, token, head: of numbers, and of scales if there are any."""
+    return pages.stride()[:3], (0, 0, 0) if scales is None else scales.stride()
 
 
-def _storable(pages: Tensor) -> bool:
+def _storable(pages: Tensor, scales: Tensor | None) -> bool:
     dense = pages.dim() == 4 and pages[0, 0].is_contiguous()
-    return dense and pages.dtype in (torch.float32, torch.bfloat16)
+    scaled = scales is not None and scales.shape == pages.shape[:3] and _is_float(scales)
+    return dense and pages.dtype in PAGES and scaled == (pages.dtype is torch.int8)
 
 
-@form
-def write_pages(rec: Recorder, out: Outputs, new: Tensor, pages: Tensor, slots: Tensor) -> bool:
-    if not _storable(pages) or not _is_float(new):
+def _write(rec: Recorder, new: Tensor, pages: Tensor, scales: Tensor | None, slots: Tensor) -> bool:
+    if not _storable(pages, scales) or not _is_float(new):
         return False
     place = rec.view(new)
+    frames, page_tokens, heads, size = pages.shape
     rec.emit(
-        "write", {"rows": place, "slots": rec.operand(slots)}, {"pages": Fixed(pages)},
-        row_stride=place.stride // 4, numbers=new.numel() // TOKENS, strides=_pages(pages), frames=pages.shape[0],
-        page_tokens=pages.shape[1], narrow=pages.dtype is torch.bfloat16,
+        "write", {"rows": place, "slots": rec.operand(slots)},
+        {"pages": Fixed(pages), "scales": None if scales is None else Fixed(scales)},
+        row_stride=place.stride // 4, heads=heads, size=size, strides=_strides(pages, scales), frames=frames,
+        page_tokens=page_tokens, type=PAGES[pages.dtype],
     )  # fmt: skip
     return True
 
 
 @form
+def write_pages(rec: Recorder, out: Outputs, new: Tensor, pages: Tensor, slots: Tensor) -> bool:
+    return _write(rec, new, pages, None, slots)
+
+
+@form
+def write_pages_int8(rec: Recorder, out: Outputs, new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) -> bool:
+    return _write(rec, new, pages, scales, slots)
+
+
+@form
 def paged_attention(
     rec: Recorder, out: Outputs, q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta,
-    scale: float, window: int | None = None, cap: float | None = None, *scales: Any,
+    scale: float, window: int | None = None, cap: float | None = None,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
 ) -> bool:  # fmt: skip
-    if any(s is not None for s in scales) or not _is_float(q) or not (_storable(k_pages) and _storable(v_pages)):
+    if not _is_float(q) or not (_storable(k_pages, k_scales) and _storable(v_pages, v_scales)):
         return False
     place = rec.view(q)
     _, heads, size = q.shape
     rec.emit(
         "attention",
         {
-            "q": place, "k_pages": Fixed(k_pages), "v_pages": Fixed(v_pages), "q_start": rec.operand(meta.q_start),
-            "kv_len": rec.operand(meta.kv_len), "table": rec.operand(meta.pages),
+            "q": place, "k_pages": Fixed(k_pages), "v_pages": Fixed(v_pages),
+            "k_scales": None if k_scales is None else Fixed(k_scales),
+            "v_scales": None if v_scales is None else Fixed(v_scales),
+            "q_start": rec.operand(meta.q_start), "kv_len": rec.operand(meta.kv_len), "table": rec.operand(meta.pages),
         },
         {"y": rec.view(out[0]), "encoded": None},
-        q_token=place.stride // 4, k_strides=_pages(k_pages), v_strides=_pages(v_pages), frames=k_pages.shape[0],
-        page_tokens=k_pages.shape[1], heads=heads, kv_heads=k_pages.shape[2], size=size, values=v_pages.shape[3],
-        window=window or 0, scale=scale, cap=cap or 0.0, narrow=k_pages.dtype is torch.bfloat16,
+        q_token=place.stride // 4, k_strides=_strides(k_pages, k_scales), v_strides=_strides(v_pages, v_scales),
+        frames=k_pages.shape[0], page_tokens=k_pages.shape[1], heads=heads, kv_heads=k_pages.shape[2], size=size,
+        values=v_pages.shape[3], window=window or 0, scale=scale, cap=cap or 0.0, type=PAGES[k_pages.dtype],
     )  # fmt: skip
     return True
 

@@ -132,17 +132,19 @@ def _encode_attention(nodes: list[Node], keep: Value) -> list[Node]:
 def _take_in(nodes: list[Node], keep: Value) -> list[Node]:
     """Turning queries and keys and storing keys and values: one pass over the new tokens, just before attention."""
     readers, writers = _readers(nodes), _writers(nodes)
-    stored: dict[int, Instruction] = {}
+    stored: dict[tuple[int, int], Instruction] = {}
     gone: set[Node] = set()
     before: dict[Node, Instruction] = {}
     for node in nodes:
         write, attention = _instruction(node, "write"), _instruction(node, "attention")
         if write is not None:
-            stored[_address(write.writes["pages"])] = write
+            stored[_address(write.writes["pages"]), _address(write.writes["scales"])] = write
         if attention is None:
             continue
-        keys = stored.pop(_address(attention.reads["k_pages"]), None)
-        values = stored.pop(_address(attention.reads["v_pages"]), None)
+        keys, values = (
+            stored.pop((_address(attention.reads[f"{name}_pages"]), _address(attention.reads[f"{name}_scales"])), None)
+            for name in ("k", "v")
+        )
         if keys is None or values is None or keys.reads["slots"] != values.reads["slots"]:
             continue  # a layer that reads what another one stored
         turns = _turns(attention, keys, readers, writers)
@@ -159,6 +161,8 @@ def _take_in(nodes: list[Node], keep: Value) -> list[Node]:
 
 
 def _address(operand: object) -> int:
+    if operand is None:
+        return 0
     assert isinstance(operand, Fixed)
     return operand.tensor.data_ptr()
 
@@ -197,12 +201,12 @@ def _intake(
     return Instruction(
         "intake",
         {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "slots": keys.reads["slots"]},
-        {"turned": turned, "k_pages": attention.reads["k_pages"], "v_pages": attention.reads["v_pages"]},
+        {"turned": turned, **{name: attention.reads[name] for name in ("k_pages", "k_scales", "v_pages", "v_scales")}},
         {
             "q_token": _floats_apart(q), "k_token": _floats_apart(k), "v_token": _floats_apart(v),
             "turned_token": _floats_apart(turned), "half": half,
             **{name: facts[name] for name in ("k_strides", "v_strides", "frames", "page_tokens", "heads", "kv_heads",
-                                              "size", "values", "narrow")},
+                                              "size", "values", "type")},
         },
         "intake",
     )  # fmt: skip

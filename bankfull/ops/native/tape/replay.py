@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from bankfull.ops.native.extension import required
+from bankfull.ops.native.memory import in_large_pages
 from bankfull.ops.native.tape.fuse import fuse
 from bankfull.ops.native.tape.instruction import Break, Input, Instruction, Node, Operand, View
 from bankfull.ops.native.tape.layout import lay_out
 from bankfull.ops.native.tape.record import Recorder
+from bankfull.ops.native.tape.traffic import label_of, traffic_of
 
 _native = required()
 _NONE, _FIXED, _ARENA, _INPUT = range(4)
@@ -32,6 +34,9 @@ class Tape:
         kept = recorder.view(result)
         nodes = fuse(recorder.nodes, kept.value)
         self.bytes_per_token = lay_out(nodes, kept.value)
+        self.traffic = traffic_of(nodes)
+        """By the labels of `times`."""
+        self._labels = [label_of(node) for node in nodes if isinstance(node, Instruction)]
         self._result, self._columns = kept, kept.value.row_bytes // 4
         self._dtype = result.dtype
         self._alive: list[Tensor] = []
@@ -41,7 +46,8 @@ class Tape:
         self._write(nodes)
         self._arena = torch.empty(0, dtype=torch.uint8)
         self.seconds = 0.0
-        """Inside replays, so far."""
+        """Inside the kernels of replays, so far; breaks are not among them."""
+        self._broken: dict[str, tuple[float, int]] = {}
 
     @property
     def breaks(self) -> dict[str, int]:
@@ -55,27 +61,32 @@ class Tape:
         self, tokens: int, sequences: int, inputs: Sequence[Source], tensors: Mapping[str, Any] | None = None,
         timed: bool = False,
     ) -> Tensor:  # fmt: skip
-        """`tensors`: the inputs by name, for operations that are called in Python."""
+        """`tensors`: the inputs by name, for operations that are called in Python. `timed`: for `times`."""
         if self.bytes_per_token * tokens > self._arena.numel():
-            self._arena = torch.empty(self.bytes_per_token * (1 << (tokens - 1).bit_length()), dtype=torch.uint8)
+            size = self.bytes_per_token * (1 << (tokens - 1).bit_length())
+            self._arena = in_large_pages(torch.empty(size, dtype=torch.uint8))
         arena = self._arena.data_ptr()
         for piece in self._pieces:
+            begun = perf_counter()
             if isinstance(piece, Break):
                 self._call(piece, tokens, tensors or {})
+                if timed:
+                    seconds, runs = self._broken.get(label_of(piece), (0.0, 0))
+                    self._broken[label_of(piece)] = (seconds + perf_counter() - begun, runs + 1)
             else:
-                begun = perf_counter()
                 self._tape.replay(arena, tokens, sequences, inputs, piece[0], piece[1], timed)
                 self.seconds += perf_counter() - begun
         return self._tensor(self._result, tokens, (self._columns,), self._dtype)
 
     def times(self) -> dict[str, tuple[float, int]]:
-        """Kind of instruction -> seconds and runs, over all timed replays since the last call."""
-        found: dict[str, tuple[float, int]] = {}
-        for name, nanoseconds, runs in self._tape.times():
-            seconds, count = found.get(name, (0.0, 0))
-            found[name] = (seconds + nanoseconds * 1e-9, count + runs)
+        """Label -> seconds and runs, over all timed replays since the last call; what never ran is left out."""
+        found, self._broken = defaultdict(lambda: (0.0, 0), self._broken), {}
+        for label, (_, nanoseconds, runs) in zip(self._labels, self._tape.times(), strict=True):
+            if runs:
+                seconds, count = found[label]
+                found[label] = (seconds + nanoseconds * 1e-9, count + runs)
         self._tape.clear_times()
-        return found
+        return dict(found)
 
     def _write(self, nodes: Sequence[Node]) -> None:
         begin = 0
@@ -98,11 +109,10 @@ class Tape:
                 (places.pop(f"weight{i}"), places.pop(f"bias{i}"), places.pop(f"y{i}"), outputs, outputs, pack)
                 for i, (outputs, pack) in enumerate(facts["parts"])
             ]
-        if "strides" in facts:
-            places["pages"] = (places["pages"], *facts.pop("strides"))
-        for name in ("k", "v"):
-            if f"{name}_strides" in facts:
-                places[f"{name}_pages"] = (places[f"{name}_pages"], *facts.pop(f"{name}_strides"))
+        for name in ("", "k_", "v_"):
+            if f"{name}strides" in facts:
+                numbers, scales = facts.pop(f"{name}strides")
+                places[f"{name}pages"] = (places[f"{name}pages"], numbers, places.pop(f"{name}scales"), scales)
         getattr(self._tape, node.kind)(name=node.label, **places, **facts)
 
     def _place(self, operand: Operand | None) -> Any:

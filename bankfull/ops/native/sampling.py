@@ -1,0 +1,27 @@
+"""Sampling in C++: the same tokens as `bankfull.sample` up to the last place of an exponential, row by row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bankfull.ops.native.checks import float_rows
+from bankfull.ops.native.extension import required
+from bankfull.sample.random import Purpose
+from bankfull.sample.table import CHILD, GREEDY, MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, SamplingTable
+
+_native = required()
+_REALS, _WHOLES = [TEMPERATURE, TOP_P, MIN_P], [TOP_K, SEED, CHILD]
+
+
+def choose(scores: Tensor, rows: Tensor, table: SamplingTable, length: Tensor) -> Tensor:
+    """One token per line of float32 `scores`, for rows that do not ask for typical sampling."""
+    dense = float_rows(scores)
+    reals = table.reals[rows][:, _REALS].contiguous()
+    wholes = table.wholes[rows]
+    asked = torch.cat((wholes[:, _WHOLES], length[:, None], wholes[:, GREEDY, None]), 1).contiguous()
+    tokens = torch.empty(len(dense), dtype=torch.int64)
+    _native.sample(
+        dense.data_ptr(), reals.data_ptr(), asked.data_ptr(), tokens.data_ptr(), *dense.shape, int(Purpose.TOKEN)
+    )
+    return tokens

@@ -1,0 +1,144 @@
+// What a machine's ceilings are measured with: nothing but reading, nothing but multiplying. Products are returned so that
+// nothing is optimized away; their sums begin with different values, else a compiler would see that they are all one.
+//
+// Included inside a namespace per instruction set.
+
+#if defined(__AVX512F__)
+static constexpr int READ_SUMS = 8, PRODUCT_SUMS = 16;
+#elif defined(__AVX2__)
+static constexpr int READ_SUMS = 4, PRODUCT_SUMS = 6;
+#else
+static constexpr int READ_SUMS = 2, PRODUCT_SUMS = 3;
+#endif
+
+// The sum of lines of 64 bytes. Ahead: how many bytes before its use a line is asked for; 0: that is left to the processor.
+template <int Ahead>
+static float read_lines(const float* data, int64_t begin, int64_t end) {
+    Lanes sums[READ_SUMS];
+    for (int i = 0; i < READ_SUMS; ++i) sums[i] = Lanes::splat(0.0f);
+    const float *line = data + begin * 16, *last = data + end * 16;
+    for (; line + 16 * READ_SUMS <= last; line += 16 * READ_SUMS)
+        for (int i = 0; i < READ_SUMS; ++i) {
+            if constexpr (Ahead > 0) __builtin_prefetch(reinterpret_cast<const char*>(line + 16 * i) + Ahead);
+            sums[i] = sums[i] + Lanes::load(line + 16 * i);
+        }
+    for (; line < last; line += 16) sums[0] = sums[0] + Lanes::load(line);
+    for (int i = 1; i < READ_SUMS; ++i) sums[0] = sums[0] + sums[i];
+    return sums[0].sum();
+}
+
+static float multiply_float32(int64_t rounds) {
+    const Lanes half_of = Lanes::splat(0.5f), one = Lanes::splat(1.0f);  // every sum nears 2
+    Lanes sums[PRODUCT_SUMS];
+    for (int i = 0; i < PRODUCT_SUMS; ++i) sums[i] = Lanes::splat(float(i));
+    for (int64_t round = 0; round < rounds; ++round)
+        for (int i = 0; i < PRODUCT_SUMS; ++i) {
+            Lanes next = one;
+            next.add_product(sums[i], half_of);
+            sums[i] = next;
+        }
+    for (int i = 1; i < PRODUCT_SUMS; ++i) sums[0] = sums[0] + sums[i];
+    return sums[0].sum();
+}
+
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+
+static constexpr double TILE_PRODUCTS = 4 * 16 * 16;  // four tiles of sums
+
+// Eight whole tiles: 0 to 3 are sums, 4 to 7 operands, all of whose pairs of bytes are the same.
+static inline void load_operands(uint16_t pair) {
+    struct alignas(64) Shapes {
+        uint8_t palette, start, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } shapes{};
+    shapes.palette = 1;
+    for (int tile = 0; tile < 8; ++tile) {
+        shapes.row_bytes[tile] = 64;
+        shapes.rows[tile] = 16;
+    }
+    uint16_t line[16 * 32];
+    for (uint16_t& each : line) each = pair;
+    asm volatile("" : : "r"(&shapes), "r"(line) : "memory");  // the compiler does not know that tiles read memory
+    _tile_loadconfig(&shapes);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_loadd(4, line, 64);
+    _tile_loadd(5, line, 64);
+    _tile_loadd(6, line, 64);
+    _tile_loadd(7, line, 64);
+    asm volatile("" : : "r"(line) : "memory");
+}
+
+static inline float release_tiles() {
+    float sums[16 * 16];
+    _tile_stored(0, sums, 64);
+    asm volatile("" : : "r"(sums) : "memory");
+    _tile_release();
+    return sums[0];
+}
+
+static float multiply_bfloat16(int64_t rounds) {
+    load_operands(0x3f80);  // 1
+    for (int64_t round = 0; round < rounds; ++round) {
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    return release_tiles();
+}
+
+static float multiply_int8(int64_t rounds) {
+    load_operands(0x0101);
+    for (int64_t round = 0; round < rounds; ++round) {
+        _tile_dpbssd(0, 4, 6);
+        _tile_dpbssd(1, 4, 7);
+        _tile_dpbssd(2, 5, 6);
+        _tile_dpbssd(3, 5, 7);
+    }
+    return release_tiles();
+}
+
+static constexpr Multiplication BFLOAT16_PRODUCTS = {multiply_bfloat16, 2 * 32 * TILE_PRODUCTS};
+static constexpr Multiplication INT8_PRODUCTS = {multiply_int8, 2 * 64 * TILE_PRODUCTS};
+
+#elif defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+
+static float multiply_int8(int64_t rounds) {
+    const uint8_t codes[64] = {1, 2, 3};
+    const Quads quads = Quads::load(codes);
+    Sums sums[PRODUCT_SUMS];
+    for (int i = 0; i < PRODUCT_SUMS; ++i) sums[i] = Sums::splat(i);
+    for (int64_t round = 0; round < rounds; ++round)
+        for (int i = 0; i < PRODUCT_SUMS; ++i) {
+#if defined(__AVX512VNNI__)
+            sums[i].v = _mm512_dpbusd_epi32(sums[i].v, quads.v, quads.v);
+#else
+            sums[i].a = _mm256_dpbusd_avx_epi32(sums[i].a, quads.a, quads.a);
+            sums[i].b = _mm256_dpbusd_avx_epi32(sums[i].b, quads.b, quads.b);
+#endif
+        }
+    Lanes total = sums[0].lanes();
+    for (int i = 1; i < PRODUCT_SUMS; ++i) total = total + sums[i].lanes();
+    return total.sum();
+}
+
+static constexpr Multiplication BFLOAT16_PRODUCTS = {nullptr, 0};
+static constexpr Multiplication INT8_PRODUCTS = {multiply_int8, 2 * 4 * 16.0 * PRODUCT_SUMS};
+
+#else
+
+static constexpr Multiplication BFLOAT16_PRODUCTS = {nullptr, 0}, INT8_PRODUCTS = {nullptr, 0};
+
+#endif
+
+static constexpr void offer_ceilings(Kernels& table) {
+    table.read_lines[0] = read_lines<0>;
+    table.read_lines[1] = read_lines<2048>;
+    table.multiply[FLOAT32] = {multiply_float32, 2 * 16.0 * PRODUCT_SUMS};
+    table.multiply[BFLOAT16] = BFLOAT16_PRODUCTS;
+    table.multiply[INT8] = INT8_PRODUCTS;
+}
