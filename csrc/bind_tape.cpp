@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "bindings.hpp"
+#include "packing.hpp"
 #include "tape.hpp"
 
 namespace nb = nanobind;
@@ -76,7 +77,8 @@ void bind_tape(nb::module_& m) {
                  found.reserve(inputs.size());
                  for (const auto& input : inputs) found.push_back({std::get<0>(input), std::get<1>(input)});
                  const nb::gil_scoped_release free;
-                 if (tokens) tape.replay({tokens, sequences, reinterpret_cast<uint8_t*>(arena), found.data()}, begin, end, timed);
+                 if (tokens) tape.replay({tokens, sequences, reinterpret_cast<uint8_t*>(arena), found.data(), tape.rounding()}, begin,
+                                         end, timed);
              },
              nb::arg("arena"), nb::arg("tokens"), nb::arg("sequences"), nb::arg("inputs"), nb::arg("begin"), nb::arg("end"),
              nb::arg("timed") = false)
@@ -135,16 +137,19 @@ void bind_tape(nb::module_& m) {
              nb::arg("name"), nb::arg("x"), nb::arg("encoded"), nb::arg("x_stride"), nb::arg("columns"))
         .def("packed",
              [](Tape& tape, const std::string& name, At x, At encoded, int64_t inner,
-                const std::vector<std::tuple<At, At, At, int64_t, int64_t, int>>& parts, int gate) {
+                const std::vector<std::tuple<At, At, At, int64_t, int64_t, int>>& parts, int gate, bool int8) {
                  if (parts.empty()) throw std::invalid_argument("tape: packed weights without a part");
+                 tape.round(int8 ? Rounding::Int8 : Rounding::BFloat16);
                  auto& made = append<PackedStep>(tape, name);
                  made.x = place(x), made.encoded = place(encoded), made.inner = inner, made.gate = gate;
                  for (const auto& [weight, bias, y, y_stride, outputs, pack] : parts) {
-                     if (pack < 0 || pack >= PACKS) throw std::invalid_argument("tape: an unknown pack");
+                     if (pack < 0 || pack >= PACKS || (int8 && LAYOUTS[pack].dense()))
+                         throw std::invalid_argument("tape: an unknown pack, or one that is not multiplied in int8");
                      made.parts.push_back({place(weight), place(bias), place(y), y_stride, outputs, pack});
                  }
              },
-             nb::arg("name"), nb::arg("x"), nb::arg("encoded"), nb::arg("inner"), nb::arg("parts"), nb::arg("gate"))
+             nb::arg("name"), nb::arg("x"), nb::arg("encoded"), nb::arg("inner"), nb::arg("parts"), nb::arg("gate"),
+             nb::arg("int8"))
         .def("pointwise",
              [](Tape& tape, const std::string& name, At x, At factor, At y, int kind, int64_t per_token, float parameter) {
                  if (kind < 0 || kind >= POINTWISE) throw std::invalid_argument("tape: an unknown function");

@@ -29,9 +29,10 @@ void run_packed(const PackedJob& job) {
     }, &job);
 }
 
-Activations encoding_of(int64_t rows) {
+Activations encoding_of(int64_t rows, Rounding rounding) {
     const int64_t from = kernels().tile_rows;
-    return from && rows >= from ? Activations::Tiles : Activations::Codes;
+    const bool many = from && rows >= from;
+    return many || rounding == Rounding::BFloat16 ? Activations::Tiles : Activations::Codes;
 }
 
 void run_encode(const EncodeJob& job, int64_t rows) {

@@ -11,7 +11,7 @@ namespace bankfull {
 namespace {
 
 Encoded encoded_at(const Place& place, const Step& step, int64_t columns) {
-    return {place.in<uint8_t>(step), encoded_stride(columns), encoding_of(step.tokens)};
+    return {place.in<uint8_t>(step), encoded_stride(columns), encoding_of(step.tokens, step.rounding)};
 }
 
 Pages pages_at(const PagesAt& at, const Step& step) {
@@ -26,6 +26,12 @@ Pages pages_at(const PagesAt& at, const Step& step) {
 void Tape::add(std::unique_ptr<Instruction> instruction, std::string name) {
     instruction->name = std::move(name);
     instructions_.push_back(std::move(instruction));
+}
+
+void Tape::round(Rounding rounding) {
+    if (rounding_ && *rounding_ != rounding)
+        throw std::invalid_argument("tape: activations of one tape are rounded in one way");
+    rounding_ = rounding;
 }
 
 void Tape::replay(const Step& step, int64_t begin, int64_t end, bool timed) const {

@@ -129,7 +129,12 @@ def build_of(llm: LLM) -> tuple[str, torch.dtype]:
     [
         ({}, "int8", torch.bfloat16),
         ({"dtype": "float32"}, "float", torch.float32),
-        ({"dtype": "bfloat16"}, "float", torch.bfloat16),
+        ({"dtype": "bfloat16"}, "bf16", torch.bfloat16),
+        ({"dtype": "bfloat16", "quantize": None}, "bf16", torch.bfloat16),
+        ({"dtype": "bfloat16", "providers": "torch"}, "float", torch.bfloat16),
+        ({"dtype": "bfloat16", "activations": "float"}, "float", torch.bfloat16),
+        ({"activations": "bf16"}, "bf16", torch.bfloat16),
+        ({"activations": "bf16", "quantize": None, "kv_dtype": "float32"}, "bf16", torch.float32),
         ({"providers": "torch"}, "float", torch.float32),
         ({"expand": True}, "float", torch.float32),
         ({"quantize": None}, "float", torch.float32),
@@ -140,7 +145,7 @@ def build_of(llm: LLM) -> tuple[str, torch.dtype]:
         ({"kv_dtype": "bfloat16", "dtype": "float32"}, "float", torch.bfloat16),
     ],
 )
-def test_activations_are_int8_unless_something_asks_for_exact_ones(
+def test_activations_are_int8_unless_something_else_is_asked_for(
     options: dict[str, object], activations: str, pages: torch.dtype
 ) -> None:
     """Of a model with weights in blocks, on a CPU with its kernels."""

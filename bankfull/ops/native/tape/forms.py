@@ -123,8 +123,7 @@ def linear(rec: Recorder, out: Outputs, x: Tensor, weight: QTensor, bias: Tensor
     return True
 
 
-@form
-def linear_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+def _packed(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -> bool:
     if not _is_float(x) or x.dim() != 2:
         return False
     outputs, inner = weight.shape
@@ -132,8 +131,19 @@ def linear_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bi
     rec.emit(
         "packed", {"x": encoded, "weight0": Fixed(weight.data), "bias0": _floats(bias)},
         {"y0": rec.view(out[0]), "encoded": None}, inner=inner, parts=[(outputs, weight.pack)], gate=-1,
+        int8=int8,
     )  # fmt: skip
     return True
+
+
+@form
+def linear_bf16(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+    return _packed(rec, out, x, weight, bias, int8=False)
+
+
+@form
+def linear_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+    return _packed(rec, out, x, weight, bias, int8=True)
 
 
 def _pointwise(
