@@ -153,11 +153,17 @@ def choose_dtype(wanted: str, files: ModelFiles, device: Device) -> torch.dtype:
 def choose_activations(run: RunConfig, files: ModelFiles, device: Device) -> str:
     """auto, on a CPU with its kernels: int8 for a model that has weights in blocks, where no dtype was named and
     nothing is dequantized; bf16 where the dtype is bfloat16. Else float, which is the exact mode of a wider dtype."""
+    blocks = not run.expand and block_types(files.source)
+    if run.activations == INT8 and not blocks:
+        raise ConfigError(
+            f"activations={INT8!r} has no use here: no matrix of {files.path.name} is in blocks when it is multiplied; use "
+            f"{BF16!r} or {FLOAT!r}, or quantize the model."
+        )
     if run.activations != "auto":
         return run.activations
     if device.kind != "cpu" or run.providers != "auto" or native.status() is not None:
         return FLOAT
-    if run.dtype == "auto" and not run.expand and block_types(files.source):
+    if run.dtype == "auto" and blocks:
         return INT8
     return BF16 if choose_dtype(run.dtype, files, device) == torch.bfloat16 else FLOAT
 

@@ -5,8 +5,9 @@
 
 #if defined(__AMX_BF16__)
 
-static constexpr int64_t DENSE_K = 512;        // so many columns of a unit fit the first-level cache beside some rows
-static constexpr int64_t DENSE_CHUNK_ROWS = 1024;  // so many rows' sums fit the second-level cache
+// Rows that a stretch of units shares should fit the second-level cache: so many bytes of them. But with fewer than so many
+// rows at a time, weights would be read too often.
+static constexpr int64_t DENSE_ROW_BYTES = 1 << 20, DENSE_LEAST_ROWS = 128;
 
 // Up to 32 rows times both packs of a unit. Tiles 0 to 3 are sums (two of rows by two of outputs), 4 and 5 rows, 6 and 7
 // weights, as in packed_tiles.hpp.
@@ -18,26 +19,14 @@ struct DenseBlock {
     static constexpr int64_t line = UNIT_OUTPUTS * sizeof(float);
     bool tall() const { return rows > 16; }
 
-    // `more`: sums already hold the columns before.
-    void begin(bool more) const {
-        if (!more) {
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
-            return;
-        }
-        _tile_loadd(0, sums, line);
-        _tile_loadd(1, sums + 16, line);
-        if (!tall()) return;
-        _tile_loadd(2, sums + 16 * UNIT_OUTPUTS, line);
-        _tile_loadd(3, sums + 16 * UNIT_OUTPUTS + 16, line);
-    }
-
-    // Columns [begin, end). Fetch: weights come from memory, and those further on are asked for.
+    // Fetch: weights come from memory, and those further on are asked for.
     template <bool Fetch>
-    void multiply(const uint8_t* left, const uint8_t* right, int64_t begin, int64_t end) const {
-        for (int64_t k = begin; k < end; k += 32) {
+    void multiply(const uint8_t* left, const uint8_t* right, int64_t columns) const {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t k = 0; k < columns; k += 32) {
             const uint8_t *upper = x + 2 * k, *first = left + 32 * k, *second = right + 32 * k;
             if constexpr (Fetch)
                 for (int64_t i = 0; i < 1024; i += 64) {
@@ -54,9 +43,6 @@ struct DenseBlock {
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
-    }
-
-    void end() const {
         _tile_stored(0, sums, line);
         _tile_stored(1, sums + 16, line);
         if (!tall()) return;
@@ -66,38 +52,28 @@ struct DenseBlock {
 };
 
 static void dense_tiles(const PackedJob& job, int64_t begin, int64_t end) {
-    // Sums wait for the rest of K, or for the gate's other part; else those of 32 rows are finished at once.
-    const int64_t columns = (job.inner + 31) / 32 * 32, step = job.rows > 32 ? DENSE_K : columns;
-    const bool wait = job.rows > 32;
-    const int64_t chunk = wait ? (job.rows < DENSE_CHUNK_ROWS ? (job.rows + 31) / 32 * 32 : DENSE_CHUNK_ROWS) : 32;
-    const int64_t apart = chunk * UNIT_OUTPUTS;
-    float* sums = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch(2 * apart + 16)) + 63) / 64 * 64);
+    const int64_t columns = (job.inner + 31) / 32 * 32, fitting = DENSE_ROW_BYTES / (2 * columns) / 32 * 32;
+    const int64_t chunk = fitting < DENSE_LEAST_ROWS ? DENSE_LEAST_ROWS : fitting;
+    alignas(64) float sums[2][32 * UNIT_OUTPUTS];
     int64_t shape = 0;
-    for (int64_t number = begin; number < end; ++number) {
-        const Unit unit = unit_at(job, number);
-        for (int64_t first = 0; first < job.rows; first += DENSE_CHUNK_ROWS) {
-            const int64_t last = job.rows - first < DENSE_CHUNK_ROWS ? job.rows : first + DENSE_CHUNK_ROWS;
-            for (int64_t part = 0; part < unit.count; ++part) {
-                const uint8_t *left = unit.pack(job, part, 0), *right = unit.pack(job, part, 1);
-                for (int64_t k = 0; k < columns; k += step) {
-                    const int64_t stop = columns - k < step ? columns : k + step;
-                    const bool done = stop == columns && part == unit.count - 1;
-                    for (int64_t row = first; row < last; row += 32) {
-                        const int64_t rows = last - row < 32 ? last - row : 32;
-                        if (shape != rows) _tile_loadconfig(&TILE_SHAPES.of[rows]);
-                        shape = rows;
-                        float* own = sums + (row - first) * UNIT_OUTPUTS;
-                        const DenseBlock block{job.x.data + row * job.x.stride, job.x.stride, rows, own + part * apart};
-                        block.begin(k > 0);
-                        if (row == 0)
-                            block.multiply<true>(left, right, k, stop);
-                        else
-                            block.multiply<false>(left, right, k, stop);
-                        block.end();
-                        settle_memory();
-                        if (done) finish(job, unit, row, rows, own, apart);
-                    }
+    for (int64_t first = 0; first < job.rows; first += chunk) {
+        const int64_t last = job.rows - first < chunk ? job.rows : first + chunk;
+        for (int64_t number = begin; number < end; ++number) {
+            const Unit unit = unit_at(job, number);
+            for (int64_t row = first; row < last; row += 32) {
+                const int64_t rows = last - row < 32 ? last - row : 32;
+                if (shape != rows) _tile_loadconfig(&TILE_SHAPES.of[rows]);
+                shape = rows;
+                for (int64_t part = 0; part < unit.count; ++part) {
+                    const uint8_t *left = unit.pack(job, part, 0), *right = unit.pack(job, part, 1);
+                    const DenseBlock block{job.x.data + row * job.x.stride, job.x.stride, rows, sums[part]};
+                    if (row == first)
+                        block.multiply<true>(left, right, columns);
+                    else
+                        block.multiply<false>(left, right, columns);
                 }
+                settle_memory();
+                finish(job, unit, row, rows, sums[0], 32 * UNIT_OUTPUTS);
             }
         }
     }

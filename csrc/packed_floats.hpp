@@ -11,6 +11,8 @@
 // Rows that share the widened weights: their sums should fit the registers.
 #if defined(__AVX512F__)
 static constexpr int64_t FLOAT_ROWS = 8;
+#elif defined(__AVX2__)
+static constexpr int64_t FLOAT_ROWS = 3;
 #else
 static constexpr int64_t FLOAT_ROWS = 2;
 #endif
@@ -173,6 +175,8 @@ static constexpr FloatMultiply float_multiply() {
 #if defined(__AVX512F__)
     return {multiply_floats<P, 1>, multiply_floats<P, 2>, multiply_floats<P, 3>, multiply_floats<P, 4>,
             multiply_floats<P, 5>, multiply_floats<P, 6>, multiply_floats<P, 7>, multiply_floats<P, 8>};
+#elif defined(__AVX2__)
+    return {multiply_floats<P, 1>, multiply_floats<P, 2>, multiply_floats<P, 3>};
 #else
     return {multiply_floats<P, 1>, multiply_floats<P, 2>};
 #endif
