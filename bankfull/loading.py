@@ -156,8 +156,8 @@ def choose_activations(run: RunConfig, files: ModelFiles, device: Device) -> str
     blocks = not run.expand and block_types(files.source)
     if run.activations == INT8 and not blocks:
         raise ConfigError(
-            f"activations={INT8!r} has no use here: no matrix of {files.path.name} is in blocks when it is multiplied; use "
-            f"{BF16!r} or {FLOAT!r}, or quantize the model."
+            f"activations={INT8!r} has no use here: no matrix of {files.path.name} is in blocks when it is multiplied; "
+            f"use {BF16!r} or {FLOAT!r}, or quantize the model."
         )
     if run.activations != "auto":
         return run.activations
