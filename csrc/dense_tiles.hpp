@@ -5,10 +5,6 @@
 
 #if defined(__AMX_BF16__)
 
-// Rows that a stretch of units shares should fit the second-level cache: so many bytes of them. But with fewer than so many
-// rows at a time, weights would be read too often.
-static constexpr int64_t DENSE_ROW_BYTES = 1 << 20, DENSE_LEAST_ROWS = 128;
-
 // Up to 32 rows times both packs of a unit. Tiles 0 to 3 are sums (two of rows by two of outputs), 4 and 5 rows, 6 and 7
 // weights, as in packed_tiles.hpp.
 struct DenseBlock {
@@ -52,29 +48,25 @@ struct DenseBlock {
 };
 
 static void dense_tiles(const PackedJob& job, int64_t begin, int64_t end) {
-    const int64_t columns = (job.inner + 31) / 32 * 32, fitting = DENSE_ROW_BYTES / (2 * columns) / 32 * 32;
-    const int64_t chunk = fitting < DENSE_LEAST_ROWS ? DENSE_LEAST_ROWS : fitting;
+    const int64_t columns = (job.inner + 31) / 32 * 32;
     alignas(64) float sums[2][32 * UNIT_OUTPUTS];
     int64_t shape = 0;
-    for (int64_t first = 0; first < job.rows; first += chunk) {
-        const int64_t last = job.rows - first < chunk ? job.rows : first + chunk;
-        for (int64_t number = begin; number < end; ++number) {
-            const Unit unit = unit_at(job, number);
-            for (int64_t row = first; row < last; row += 32) {
-                const int64_t rows = last - row < 32 ? last - row : 32;
-                if (shape != rows) _tile_loadconfig(&TILE_SHAPES.of[rows]);
-                shape = rows;
-                for (int64_t part = 0; part < unit.count; ++part) {
-                    const uint8_t *left = unit.pack(job, part, 0), *right = unit.pack(job, part, 1);
-                    const DenseBlock block{job.x.data + row * job.x.stride, job.x.stride, rows, sums[part]};
-                    if (row == first)
-                        block.multiply<true>(left, right, columns);
-                    else
-                        block.multiply<false>(left, right, columns);
-                }
-                settle_memory();
-                finish(job, unit, row, rows, sums[0], 32 * UNIT_OUTPUTS);
+    for (int64_t number = begin; number < end; ++number) {
+        const Unit unit = unit_at(job, number);
+        for (int64_t row = 0; row < job.rows; row += 32) {
+            const int64_t rows = job.rows - row < 32 ? job.rows - row : 32;
+            if (shape != rows) _tile_loadconfig(&TILE_SHAPES.of[rows]);
+            shape = rows;
+            for (int64_t part = 0; part < unit.count; ++part) {
+                const uint8_t *left = unit.pack(job, part, 0), *right = unit.pack(job, part, 1);
+                const DenseBlock block{job.x.data + row * job.x.stride, job.x.stride, rows, sums[part]};
+                if (row == 0)
+                    block.multiply<true>(left, right, columns);
+                else
+                    block.multiply<false>(left, right, columns);
             }
+            settle_memory();
+            finish(job, unit, row, rows, sums[0], 32 * UNIT_OUTPUTS);
         }
     }
     _tile_release();

@@ -16,7 +16,7 @@ from bankfull.ops import Kit, best_output_bf16, linear_bf16  # noqa: E402
 from bankfull.weights.qtensor import QTensor  # noqa: E402
 from tests.ops import compare  # noqa: E402
 from tests.test_native import ISAS, rows_of, weight_of  # noqa: E402
-from tests.test_packed import PACKED, Packed, Rows, assert_close, run, same_bits  # noqa: E402
+from tests.test_packed import PACKED, Packed, Rows, assert_close, run, run_encoded, same_bits  # noqa: E402
 
 BLOCKS_TOLERANCE = 2.0**-9 + 1e-5
 """Tiles round such weights to the nearest bfloat16."""
@@ -68,12 +68,16 @@ def test_a_row_times_dense_weights_is_the_same_bits_alone_and_in_any_batch(inner
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_more_rows_than_a_chunk_keep_their_bits(isa: str) -> None:
+def test_more_rows_than_are_multiplied_at_once_keep_their_bits(isa: str) -> None:
     _native.set_isa(isa)
-    left, right, x = Packed.of(weight_of("bf16", 32, 70)), Packed.of(weight_of("bf16", 32, 70, 2)), rows_of(1100, 70)
-    whole = run(Rows.of(x, tiles=True), left, right, gate="silu")[0]
-    parts = [run(Rows.of(rows, tiles=True), left, right, gate="silu")[0] for rows in x.split(64)]
-    assert same_bits(torch.cat(parts), whole)
+    left, right = (Packed.of(weight_of("bf16", 32, 4100, seed)) for seed in (1, 2))
+    x = rows_of(290, 4100)
+    rows = Rows.of(x, tiles=True)
+    gated = run(rows, left, right, gate="silu")[0]
+    parts = [run(Rows.of(some, tiles=True), left, right, gate="silu")[0] for some in x.split(58)]
+    assert same_bits(torch.cat(parts), gated)
+    encoded = run_encoded(rows, left, right, "silu", tiles=True)
+    assert torch.equal(encoded.values(), gated.bfloat16().double())
 
 
 @pytest.mark.parametrize("rows", [1, 6, 33, 100])
