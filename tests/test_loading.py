@@ -141,6 +141,12 @@ def test_a_checkpoint_in_bfloat16_runs_in_it_on_one_tape_without_breaks(saved: s
     assert min(margins) > 1e-3 and output.outputs[0].token_ids == expected
 
 
+def test_a_model_computed_in_bfloat16_throughout_gives_as_many_columns_as_it_has() -> None:
+    """Its step is captured, too, wherever a kernel takes part."""
+    output = fresh(dtype="bfloat16", activations="float").generate(PROMPT, GREEDY)[0]
+    assert len(output.outputs[0].token_ids) == 12
+
+
 def test_a_quantized_file_is_not_quantized_again() -> None:
     with pytest.raises(ConfigError, match=r"is quantized already \(q4_1, q8_0\)"):
         LLM("smollm2", quantize="int8")
