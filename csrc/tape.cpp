@@ -85,6 +85,16 @@ void PackedStep::run(const Step& step) const {
                 encoded_at(encoded, step, parts[0].outputs)});
 }
 
+void PackedBestStep::run(const Step& step) const {
+    const PackedPart part{weight.in<uint8_t>(step), bias.in<float>(step), nullptr, 0, outputs, pack};
+    run_packed_best({encoded_at(x, step, inner), step.tokens, inner, &part, 1, -1, {}}, best.in<int64_t>(step));
+}
+
+void BestStep::run(const Step& step) const {
+    run_linear_best({x.in<float>(step), x_stride, weight.in<uint8_t>(step), bias.in<float>(step), nullptr, step.tokens,
+                     outputs, inner, row_bytes}, format, best.in<int64_t>(step));
+}
+
 void PointwiseStep::run(const Step& step) const {
     run_pointwise({x.in<float>(step), factor.in<float>(step), y.in<float>(step), parameter}, kind, step.tokens * per_token);
 }

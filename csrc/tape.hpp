@@ -119,6 +119,21 @@ struct PackedStep : Instruction {
     void run(const Step& step) const override;
 };
 
+// The best output of each token: see run_packed_best.
+struct PackedBestStep : Instruction {
+    Place x, weight, bias, best;
+    int64_t inner, outputs;
+    int pack;
+    void run(const Step& step) const override;
+};
+
+struct BestStep : Instruction {
+    Place x, weight, bias, best;
+    Format format;
+    int64_t x_stride, outputs, inner, row_bytes;
+    void run(const Step& step) const override;
+};
+
 struct PointwiseStep : Instruction {
     Place x, factor, y;
     Pointwise kind;

@@ -158,6 +158,7 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
         "text": "bundled" if options.text is None else str(options.text),
         "quantize": options.quantize, "tables": tables, "kept": kept, "bits_per_weight": bits_per_weight(files.source),
         "dtype": str(build.dtype).removeprefix("torch."), "kv_dtype": str(build.pages).removeprefix("torch."),
+        "activations": build.kit.activations,
         "providers": options.providers, "expand": options.expand,
         "window": window, "chunk": options.chunk or window,
     }  # fmt: skip
@@ -211,6 +212,8 @@ def _quality_table(facts: dict[str, Any], found: Quality) -> Any:
     dtype, kv_dtype = facts["dtype"], facts["kv_dtype"]
     if kv_dtype != dtype:
         dtype += f", {kv_dtype} keys and values"
+    if facts["activations"] != "float":
+        dtype += f", {facts['activations']} activations"
     rows = {
         "model": f"{facts['model']} ({dtype}, kernels: {facts['providers']}, {facts['chunk']} tokens at once)",
         "weights": weights,

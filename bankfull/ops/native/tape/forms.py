@@ -124,6 +124,21 @@ def linear(rec: Recorder, out: Outputs, x: Tensor, weight: QTensor, bias: Tensor
 
 
 @form
+def best_output(rec: Recorder, out: Outputs, x: Tensor, weight: QTensor, bias: Tensor | None = None) -> bool:
+    if not _is_float(x) or x.dim() != 2:
+        return False
+    place = rec.view(x)
+    outputs, inner = weight.shape
+    code, block, block_bytes = FORMATS[weight.scheme.name]
+    rec.emit(
+        "best", {"x": place, "weight": Fixed(storage_of(weight)), "bias": _floats(bias)}, {"best": rec.view(out[0])},
+        label="head", format=code, x_stride=place.stride // 4, outputs=outputs, inner=inner,
+        row_bytes=inner // block * block_bytes,
+    )  # fmt: skip
+    return True
+
+
+@form
 def linear_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
     if not _is_float(x) or x.dim() != 2:
         return False
@@ -132,6 +147,19 @@ def linear_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bi
     rec.emit(
         "packed", {"x": encoded, "weight0": Fixed(weight.data), "bias0": _floats(bias)},
         {"y0": rec.view(out[0]), "encoded": None}, inner=inner, parts=[(outputs, weight.pack)], gate=-1,
+    )  # fmt: skip
+    return True
+
+
+@form
+def best_output_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+    if not _is_float(x) or x.dim() != 2:
+        return False
+    outputs, inner = weight.shape
+    encoded = rec.encoded(rec.view(x), inner, int(_native.encoded_stride(inner)))
+    rec.emit(
+        "packed_best", {"x": encoded, "weight": Fixed(weight.data), "bias": _floats(bias)}, {"best": rec.view(out[0])},
+        label="head", inner=inner, outputs=outputs, pack=weight.pack,
     )  # fmt: skip
     return True
 
