@@ -46,8 +46,8 @@ class Backend(Protocol):
         self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
         deadline: float | None = None,
     ) -> AsyncIterator[list[Piece | Done]]:  # fmt: skip
-        """What each engine step adds, until `Done` (always the last). Leaving the iterator aborts the request. `deadline`:
-        seconds from now. Raises RequestError, Busy, Unavailable, EngineDied or DeadlineExceeded."""
+        """What each engine step adds, until `Done` (always the last). Leaving the iterator aborts the request.
+        `deadline`: seconds from now. Raises RequestError, Busy, Unavailable, EngineDied or DeadlineExceeded."""
         ...
 
     async def reset_cache(self) -> int:

@@ -1,5 +1,5 @@
-"""What the API process and the engine process say to each other: msgspec messages, each behind its length, over a private
-socket. Never pickle; nothing longer than MAX_MESSAGE is read.
+"""What the API process and the engine process say to each other: msgspec messages, each behind its length, over a
+private socket. Never pickle; nothing longer than MAX_MESSAGE is read.
 """
 
 from __future__ import annotations
