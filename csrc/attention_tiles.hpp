@@ -594,11 +594,12 @@ static void join_lanes(const AttentionJob& job, const Sight& sight, const float*
     const auto keep = [&](Lanes before, Lanes merged, Lanes after) {
         return _mm512_mask_blend_ps(merges, _mm512_mask_blend_ps(sight.sees, before.v, after.v), merged.v);
     };
+    const bool all_merge = merges == __mmask16(-1);  // the usual case, where nothing has to be chosen
     for (int64_t c = 0; c < job.values * SIDE; c += SIDE) {
         const Lanes before = Lanes::load(running + c), after = Lanes::load(next + c);
         Lanes both = before * old;
         both.add_product(after, fresh);
-        _mm512_storeu_ps(running + c, keep(before, both, after));
+        _mm512_storeu_ps(running + c, all_merge ? both.v : keep(before, both, after));
     }
     const Lanes before = Lanes::load(total), after = Lanes::load(next_total);
     _mm512_storeu_ps(total, keep(before, before * old + after * fresh, after));
