@@ -103,7 +103,7 @@ struct Work {
     uint8_t *keys;     // copies, where pages cannot be read as they are: 16 keys and 32 dimensions after each other
     uint8_t *values;   // of 32 keys: 16 values in pairs of keys (few rows), or the keys of each value (many)
     uint8_t *weights;  // of 32 keys: rows of keys (few), or pairs of keys, then rows (many)
-    float *scores;     // of sixteen rows: keys, then rows
+    float *scores;     // of sixteen rows: keys, then rows. Many rows: twice, for the next sixteen too
     float *rows;       // sixteen rows one after the other: scores, mixed values or results
     float *partial, *running;  // few rows: as in attention.hpp. Many: values, maximum and sum of sixteen rows in lanes
     int32_t *ends;     // of each row: the position after its own
@@ -115,7 +115,7 @@ struct Work {
         const int64_t line = job.size > job.values ? job.size : job.values;
         const int64_t wide = floats > CHUNK ? floats : CHUNK;
         const int64_t bytes[] = {blocks * SIDE * job.size * 2, CHUNK * job.size * 2, CHUNK * job.values * 2,
-                                 BLOCKS * TILE, CHUNK * SIDE * 4, SIDE * wide * 4, SIDE * floats * 4,
+                                 BLOCKS * TILE, 2 * CHUNK * SIDE * 4, SIDE * wide * 4, SIDE * floats * 4,
                                  blocks * SIDE * floats * 4, blocks * SIDE * 4, line * 2,
                                  job.v.scales ? CHUNK * job.values * 2 : 0};
         int64_t sum = LINE;
@@ -137,6 +137,7 @@ struct Work {
             ends[row] = int32_t(all.position + 1 + all.query_of(row < all.count ? row : all.count - 1));
     }
     uint8_t* queries_of(const AttentionJob& job, int64_t block) const { return queries + block * SIDE * job.size * 2; }
+    float* scores_of(int64_t block) const { return scores + block % 2 * CHUNK * SIDE; }
     float* running_of(const AttentionJob& job, int64_t block) const {
         return running + block * SIDE * partial_floats(job);
     }
@@ -206,7 +207,8 @@ static void copy_keys(const Rows& rows, const AttentionItem& item, int64_t start
     }
     keys.piece = TILE;
     keys.stride = LINE;
-    for (int64_t tile = (from - start) / SIDE; tile * SIDE < to - start; ++tile) {
+    // Whole blocks: many rows score two tiles at once.
+    for (int64_t tile = (from - start) / WIDE * 2; tile < (to - start + WIDE - 1) / WIDE * 2; ++tile) {
         uint8_t* copy = work.keys + tile * SIDE * job.size * 2;
         keys.tiles[tile] = copy;
         for (int64_t i = 0; i < SIDE; ++i) {
@@ -485,13 +487,14 @@ static __m512 largest_scores(const float* scores, int64_t first, int64_t last) {
     return _mm512_mask_blend_ps(none, all, _mm512_setzero_ps());
 }
 
-// A block's scores become weights, in pairs of keys. A pair's weights join the sum of its place in the block, as they
-// do in soften_row.
-static inline void weigh_block(const float* scores, __m512 top, uint8_t* weights, __m512 (&sums)[SIDE]) {
+// Four of a block's sixteen pairs of keys: scores become weights. A pair's weights join the sum of its place in the
+// block, as they do in soften_row.
+static inline void weigh_pairs(const float* scores, int64_t first, __m512 top, uint8_t* weights, __m512 (&sums)[SIDE]) {
     alignas(64) static constexpr int16_t order[] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
                                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     const __m512i interleave = _mm512_load_si512(order);
-    for (int64_t pair = 0; pair < SIDE; ++pair) {
+#pragma GCC unroll 4
+    for (int64_t pair = first; pair < first + 4; ++pair) {
         const float* at = scores + 2 * pair * SIDE;
         const __m512 even = power_of_two(_mm512_sub_ps(_mm512_load_ps(at), top));
         const __m512 odd = power_of_two(_mm512_sub_ps(_mm512_load_ps(at + SIDE), top));
@@ -500,6 +503,48 @@ static inline void weigh_block(const float* scores, __m512 top, uint8_t* weights
         sums[pair] = add_pairs(sums[pair], both);
     }
 }
+
+// Scores of sixteen rows that are made a block of keys at a time, between other things: tiles then multiply while lanes
+// do something else. The same products in the same order as in `score`. It has the tiles 4 to 7.
+struct Scoring {
+    const Keys& keys;
+    const uint8_t* queries;
+    float* scores;
+    int64_t pieces, block, end;
+
+    Scoring(const Keys& k, const uint8_t* q, const Sight& sight, int64_t size, float* to)
+        : keys(k), queries(q), scores(to), pieces(size / WIDE), block(sight.first_block()),
+          end(sight.nothing() ? block : sight.last_block()) {}
+
+    void begin() const {
+        if (block == end) return;
+        _tile_zero(5);
+        _tile_zero(6);
+        multiply(0, pieces / 2);
+    }
+    void finish() {
+        if (block == end) return;
+        multiply(pieces / 2, pieces);
+        float* to = scores + block++ * WIDE * SIDE;
+        _tile_stored(5, to, LINE);
+        _tile_stored(6, to + SIDE * SIDE, LINE);
+    }
+    void finish_all() {
+        while (block < end) begin(), finish();
+    }
+
+  private:
+    void multiply(int64_t from, int64_t to) const {
+        const uint8_t* const* at = keys.tiles + block * 2;
+        for (int64_t d = from; d < to; ++d) {
+            _tile_loadd(7, queries + d * TILE, LINE);
+            _tile_loadd(4, at[0] + d * keys.piece, keys.stride);
+            _tile_dpbf16ps(5, 4, 7);
+            _tile_loadd(4, at[1] + d * keys.piece, keys.stride);
+            _tile_dpbf16ps(6, 4, 7);
+        }
+    }
+};
 
 // In the order of Lanes::sum.
 static inline __m512 sum_up(__m512 (&sums)[SIDE]) {
@@ -532,20 +577,27 @@ static inline void begin_mix() {
     }
 }
 
-template <int N>
-static inline void mix_block(const uint8_t* values, const uint8_t* weights) {
-    settle_memory();
-    _tile_loadd(7, weights, LINE);
+// Two tiles of values, with the weights in tile 7. Tiles are named by literals: they are part of an instruction.
+static inline void mix_first_two(const uint8_t* values) {
     _tile_loadd(4, values, LINE);
     _tile_dpbf16ps(0, 4, 7);
     _tile_loadd(5, values + TILE, LINE);
     _tile_dpbf16ps(1, 5, 7);
-    if constexpr (N > 2) {
-        _tile_loadd(6, values + 2 * TILE, LINE);
-        _tile_dpbf16ps(2, 6, 7);
-        _tile_loadd(4, values + 3 * TILE, LINE);
-        _tile_dpbf16ps(3, 4, 7);
-    }
+}
+
+static inline void mix_next_two(const uint8_t* values) {
+    _tile_loadd(6, values + 2 * TILE, LINE);
+    _tile_dpbf16ps(2, 6, 7);
+    _tile_loadd(4, values + 3 * TILE, LINE);
+    _tile_dpbf16ps(3, 4, 7);
+}
+
+template <int N>
+static inline void mix_block(const uint8_t* values, const uint8_t* weights) {
+    settle_memory();
+    _tile_loadd(7, weights, LINE);
+    mix_first_two(values);
+    if constexpr (N > 2) mix_next_two(values);
 }
 
 template <int N>
@@ -558,18 +610,33 @@ static inline void store_mix(float* mixed) {
     }
 }
 
-// The scores of sixteen rows become weights, which mix the values: values, maximum and sum go to `result`. The first
-// tiles of values are mixed while the next block's weights are made.
+// The scores of sixteen rows become weights, which mix the values: values, maximum and sum go to `result`. While lanes
+// make a block's weights, tiles mix the block before, and score a block of the next sixteen rows.
 template <int N>
-static void soften_and_mix(const AttentionJob& job, const Work& work, int64_t first, int64_t last, float* result) {
+static void soften_and_mix(const AttentionJob& job, const Work& work, const float* scores, int64_t first, int64_t last,
+                           float* result, Scoring& ahead) {
     const int64_t each = job.values * LINE;
-    const __m512 top = largest_scores(work.scores, first, last);
+    const __m512 top = largest_scores(scores, first, last);
     __m512 sums[SIDE];
     for (__m512& sum : sums) sum = _mm512_setzero_ps();
     begin_mix<N>();
     for (int64_t block = first; block < last; ++block) {
-        weigh_block(work.scores + block * WIDE * SIDE, top, work.weights + block * TILE, sums);
-        if (block > first) mix_block<N>(work.values + (block - 1) * each, work.weights + (block - 1) * TILE);
+        const float* at = scores + block * WIDE * SIDE;
+        uint8_t* weights = work.weights + block * TILE;
+        const uint8_t* values = work.values + (block - 1) * each;
+        weigh_pairs(at, 0, top, weights, sums);
+        settle_memory();
+        if (block > first) {
+            _tile_loadd(7, weights - TILE, LINE);
+            mix_first_two(values);
+        }
+        weigh_pairs(at, 4, top, weights, sums);
+        if constexpr (N > 2)
+            if (block > first) mix_next_two(values);
+        weigh_pairs(at, 8, top, weights, sums);
+        ahead.begin();
+        weigh_pairs(at, 12, top, weights, sums);
+        ahead.finish();
     }
     mix_block<N>(work.values + (last - 1) * each, work.weights + (last - 1) * TILE);
     store_mix<N>(result);
@@ -632,20 +699,28 @@ static void attend_many(const Rows& rows, const AttentionItem& item, int64_t chu
     const uint8_t* at[CHUNK];
     find_values(rows, item, start, from, to, work, at);
     turn_values(job, at, (from - start) / WIDE, (to - start + WIDE - 1) / WIDE, work.values);
+    settle_memory();
+    Sight next(job, work.ends, start);
+    Scoring(keys, work.queries, next, job.size, work.scores).finish_all();
     for (int64_t row = 0; row < rows.count; row += SIDE) {
-        const Sight sight(job, work.ends + row, start);
-        if (sight.nothing()) continue;
-        const int64_t block = row / SIDE, first = sight.first_block(), last = sight.last_block();
-        float* running = work.running_of(job, block);
+        const Sight sight = next;
+        const int64_t block = row / SIDE, left = rows.count - row;
+        if (left > SIDE) next = Sight(job, work.ends + row + SIDE, start);
+        Scoring ahead(keys, work.queries_of(job, block + 1), next, job.size, work.scores_of(block + 1));
+        if (left <= SIDE) ahead.end = ahead.block;
+        if (sight.nothing()) {
+            ahead.finish_all();
+            continue;
+        }
+        float *scores = work.scores_of(block), *running = work.running_of(job, block);
         const bool opens = !partials && (sight.sees & sight.begins) == __mmask16(-1);
         float* result = opens ? running : work.partial;
-        score(keys, sight.seen_from, sight.seen_to, work.queries_of(job, block), job.size, work.scores);
-        hide(job, sight, work.scores);
+        hide(job, sight, scores);
         if (job.values >= 4 * SIDE)
-            soften_and_mix<4>(job, work, first, last, result);
+            soften_and_mix<4>(job, work, scores, sight.first_block(), sight.last_block(), result, ahead);
         else
-            soften_and_mix<2>(job, work, first, last, result);
-        const int64_t left = rows.count - row;
+            soften_and_mix<2>(job, work, scores, sight.first_block(), sight.last_block(), result, ahead);
+        ahead.finish_all();
         if (partials)
             turn_result(job, result, left < SIDE ? left : SIDE, partials + row * partial_floats(job));
         else if (!opens)
