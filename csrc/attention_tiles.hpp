@@ -28,7 +28,7 @@ constexpr int64_t LINE = 64;     // bytes in a row of a tile
 constexpr int64_t TILE = 1024;   // bytes of a tile
 constexpr int64_t BLOCKS = CHUNK / WIDE;
 constexpr int64_t FEW_ROWS = 16;  // up to which turning the scores is cheaper than turning the values
-constexpr int64_t MANY_ROWS = 192;
+constexpr int64_t MANY_ROWS = 384;
 constexpr float LARGEST_SCALE = 0x1p120f;  // whose products with codes are surely finite in bfloat16
 constexpr float LOG2_OF_E = 0x1.715476p0f, LOG_OF_2 = 0x1.62e430p-1f;
 
