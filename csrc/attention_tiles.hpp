@@ -29,6 +29,7 @@ constexpr int64_t TILE = 1024;   // bytes of a tile
 constexpr int64_t BLOCKS = CHUNK / WIDE;
 constexpr int64_t FEW_ROWS = 16;  // up to which turning the scores is cheaper than turning the values
 constexpr int64_t MANY_ROWS = 384;
+constexpr int64_t NEAR_BYTES = 1 << 19;  // that surely stay in a core's cache while its heads are attended to
 constexpr float LARGEST_SCALE = 0x1p120f;  // whose products with codes are surely finite in bfloat16
 constexpr float LOG2_OF_E = 0x1.715476p0f, LOG_OF_2 = 0x1.62e430p-1f;
 
@@ -406,12 +407,40 @@ static void mix_columns(const Work& work, const uint8_t* const* at, int64_t coun
         }
 }
 
+// Asks for the keys and values [from, to) of all heads. Sixteen tokens in turn from every page, because memory answers
+// several streams at once faster than one after the other, and a page's heads lie side by side.
+static void fetch_heads(const AttentionJob& job, const AttentionItem& item, int64_t from, int64_t to) {
+    const struct {
+        const Pages& pages;
+        int64_t size, number;
+    } both[] = {{job.k, job.size, job.k.scales ? 1 : 2}, {job.v, job.values, job.v.scales ? 1 : 2}};
+    const uint8_t* at[2][CHUNK];
+    for (int64_t i = 0; i < 2; ++i)
+        if (both[i].number == 1)
+            locate<Int8>(job, both[i].pages, item, from, to, at[i]);
+        else
+            locate<BFloat16>(job, both[i].pages, item, from, to, at[i]);
+    const int64_t widest = (job.size > job.values ? job.size : job.values) * 2;
+    for (int64_t first = 0; first < SIDE; ++first)
+        for (int64_t head = 0; head < job.kv_heads; ++head)
+            for (int64_t byte = 0; byte < widest; byte += LINE)
+                for (int64_t token = first; token < to - from; token += SIDE)
+                    for (int64_t i = 0; i < 2; ++i)
+                        if (byte < both[i].size * both[i].number)
+                            _mm_prefetch(reinterpret_cast<const char*>(
+                                             at[i][token] + head * both[i].pages.head * both[i].number + byte),
+                                         _MM_HINT_T0);
+}
+
 static void attend_few(const Rows& rows, const AttentionItem& item, int64_t chunk, const Work& work, float* partial) {
     const AttentionJob& job = rows.job;
     const int64_t start = chunk * CHUNK, stride = partial_floats(job);
     const int64_t from = rows.from(0, start), to = rows.to(rows.count - 1, start + CHUNK);
     if (from >= to) return;
     const int64_t first = (from - start) / WIDE, last = (to - start + WIDE - 1) / WIDE;
+    const int64_t chunks = item.chunk_end - item.chunk_begin;
+    if (item.kv_head == 0 && chunks * CHUNK * job.kv_heads * (job.size + job.values) * 2 <= NEAR_BYTES)
+        fetch_heads(job, item, from, to);
     Keys keys;
     if (job.page_tokens % SIDE == 0 && !job.k.scales)
         find_keys(job, item, start, from, to, keys);
