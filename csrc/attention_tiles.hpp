@@ -1,7 +1,7 @@
 // Attention over bfloat16 or int8 pages in tiles of sixteen rows and thirty-two bfloat16 (AMX), for heads whose sizes
 // are multiples of 32. Codes times their scales are rounded to bfloat16, a chunk at a time. Queries and the weights of
-// a softmax are rounded to bfloat16, to nearest even; sums are float32. A row's total is the sum of its rounded weights:
-// then what a row mixes adds up to one, and a value that all keys share passes unchanged.
+// a softmax are rounded to bfloat16, to nearest even; sums are float32. A row's total is the sum of its rounded
+// weights: then what a row mixes adds up to one, and a value that all keys share passes unchanged.
 //
 // Chunks, masks and merging are those of attention.hpp, and so is the promise: a row's bits are the same alone and in
 // any company. There are two ways, and they agree bit for bit: every score, weight and sum is made of the same numbers
@@ -54,14 +54,14 @@ static bool hidden_values_are_finite(const Rows& rows, const AttentionItem& item
 
 // `partials`: where the rows' partial results of the first chunk go, and those of the next `step` floats on; null where
 // the item finishes its rows.
-static void attend_item(const AttentionJob& job, const AttentionItem& item, float* partials, int64_t step) {
+static void attend_item(const AttentionJob& job, const AttentionItem& item, bool cold, float* partials, int64_t step) {
     const Rows rows(job, item);
     if (rows.queries > 1 && !hidden_values_are_finite(rows, item)) {
         for (int64_t i = 0; i < item.queries; ++i) {
             AttentionItem one = item;
             one.first += i;
             one.queries = 1;
-            attend_item(job, one, partials ? partials + i * rows.groups * partial_floats(job) : nullptr, step);
+            attend_item(job, one, cold, partials ? partials + i * rows.groups * partial_floats(job) : nullptr, step);
         }
         return;
     }
@@ -77,7 +77,7 @@ static void attend_item(const AttentionJob& job, const AttentionItem& item, floa
             continue;
         }
         const bool opens = chunk == first;
-        attend_few(rows, item, chunk, work, place ? place : opens ? work.running : work.partial);
+        attend_few(rows, item, chunk, cold, work, place ? place : opens ? work.running : work.partial);
         if (!place && !opens) join_chunk(rows, chunk, work.partial, work.running);
     }
     if (partials) return;
@@ -98,10 +98,13 @@ template <class E>
 static void attend(const AttentionJob& job, int64_t begin, int64_t end) {
     if (!fits(job)) return BANKFULL_ISA_NAME::attend<E>(job, begin, end);
     _tile_loadconfig(&SHAPES);
+    // Where a thread gets several sequences at a time, there are many: what they hold was last read a step ago. Asking
+    // for what is nearer costs more than it gains.
+    const bool cold = end - begin > job.kv_heads;
     for (int64_t i = begin; i < end; ++i) {
         const AttentionItem& item = job.items[i];
         const int64_t step = item.queries * (job.heads / job.kv_heads) * partial_floats(job);
-        attend_item(job, item, item.partial < 0 ? nullptr : job.partials + item.partial, step);
+        attend_item(job, item, cold, item.partial < 0 ? nullptr : job.partials + item.partial, step);
     }
     _tile_release();
 }

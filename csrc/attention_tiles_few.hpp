@@ -202,14 +202,16 @@ static void fetch_heads(const AttentionJob& job, const AttentionItem& item, int6
                                          _MM_HINT_T0);
 }
 
-static void attend_few(const Rows& rows, const AttentionItem& item, int64_t chunk, const Work& work, float* partial) {
+// `cold`: the pages of the item's sequence are in no cache of this core.
+static void attend_few(const Rows& rows, const AttentionItem& item, int64_t chunk, bool cold, const Work& work,
+                       float* partial) {
     const AttentionJob& job = rows.job;
     const int64_t start = chunk * CHUNK, stride = partial_floats(job);
     const int64_t from = rows.from(0, start), to = rows.to(rows.count - 1, start + CHUNK);
     if (from >= to) return;
     const int64_t first = (from - start) / WIDE, last = (to - start + WIDE - 1) / WIDE;
     const int64_t chunks = item.chunk_end - item.chunk_begin;
-    if (item.kv_head == 0 && chunks * CHUNK * job.kv_heads * (job.size + job.values) * 2 <= NEAR_BYTES)
+    if (cold && item.kv_head == 0 && chunks * CHUNK * job.kv_heads * (job.size + job.values) * 2 <= NEAR_BYTES)
         fetch_heads(job, item, from, to);
     Keys keys;
     if (job.page_tokens % SIDE == 0 && !job.k.scales)
