@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "bindings.hpp"
+#include "greedy.hpp"
 #include "packing.hpp"
 #include "tape.hpp"
 
@@ -39,6 +40,11 @@ PageType type_of(int type, const PagesAt& pages) {
 Format format_of(int format) {
     if (format < 0 || format >= FORMATS) throw std::invalid_argument("tape: an unknown weight format");
     return Format(format);
+}
+
+void require_pack(int pack, bool int8) {
+    if (pack < 0 || pack >= PACKS || (int8 && LAYOUTS[pack].dense()))
+        throw std::invalid_argument("tape: an unknown pack, or one that is not multiplied in int8");
 }
 
 template <class T>
@@ -77,8 +83,7 @@ void bind_tape(nb::module_& m) {
                  found.reserve(inputs.size());
                  for (const auto& input : inputs) found.push_back({std::get<0>(input), std::get<1>(input)});
                  const nb::gil_scoped_release free;
-                 if (tokens) tape.replay({tokens, sequences, reinterpret_cast<uint8_t*>(arena), found.data(), tape.rounding()}, begin,
-                                         end, timed);
+                 if (tokens) tape.replay({tokens, sequences, reinterpret_cast<uint8_t*>(arena), found.data()}, begin, end, timed);
              },
              nb::arg("arena"), nb::arg("tokens"), nb::arg("sequences"), nb::arg("inputs"), nb::arg("begin"), nb::arg("end"),
              nb::arg("timed") = false)
@@ -143,13 +148,33 @@ void bind_tape(nb::module_& m) {
                  auto& made = append<PackedStep>(tape, name);
                  made.x = place(x), made.encoded = place(encoded), made.inner = inner, made.gate = gate;
                  for (const auto& [weight, bias, y, y_stride, outputs, pack] : parts) {
-                     if (pack < 0 || pack >= PACKS || (int8 && LAYOUTS[pack].dense()))
-                         throw std::invalid_argument("tape: an unknown pack, or one that is not multiplied in int8");
+                     require_pack(pack, int8);
                      made.parts.push_back({place(weight), place(bias), place(y), y_stride, outputs, pack});
                  }
              },
              nb::arg("name"), nb::arg("x"), nb::arg("encoded"), nb::arg("inner"), nb::arg("parts"), nb::arg("gate"),
              nb::arg("int8"))
+        .def("packed_best",
+             [](Tape& tape, const std::string& name, At x, At weight, At bias, At best, int64_t inner, int64_t outputs,
+                int pack, bool int8) {
+                 require_pack(pack, int8);
+                 tape.round(int8 ? Rounding::Int8 : Rounding::BFloat16);
+                 auto& made = append<PackedBestStep>(tape, name);
+                 made.x = place(x), made.weight = place(weight), made.bias = place(bias), made.best = place(best);
+                 made.inner = inner, made.outputs = outputs, made.pack = pack;
+             },
+             nb::arg("name"), nb::arg("x"), nb::arg("weight"), nb::arg("bias"), nb::arg("best"), nb::arg("inner"),
+             nb::arg("outputs"), nb::arg("pack"), nb::arg("int8"))
+        .def("best",
+             [](Tape& tape, const std::string& name, At x, At weight, At bias, At best, int format, int64_t x_stride,
+                int64_t outputs, int64_t inner, int64_t row_bytes) {
+                 auto& made = append<BestStep>(tape, name);
+                 made.x = place(x), made.weight = place(weight), made.bias = place(bias), made.best = place(best);
+                 made.format = format_of(format), made.x_stride = x_stride, made.outputs = outputs;
+                 made.inner = inner, made.row_bytes = row_bytes;
+             },
+             nb::arg("name"), nb::arg("x"), nb::arg("weight"), nb::arg("bias"), nb::arg("best"), nb::arg("format"),
+             nb::arg("x_stride"), nb::arg("outputs"), nb::arg("inner"), nb::arg("row_bytes"))
         .def("pointwise",
              [](Tape& tape, const std::string& name, At x, At factor, At y, int kind, int64_t per_token, float parameter) {
                  if (kind < 0 || kind >= POINTWISE) throw std::invalid_argument("tape: an unknown function");
@@ -235,4 +260,24 @@ void bind_tape(nb::module_& m) {
              nb::arg("name"), nb::arg("x"), nb::arg("delta"), nb::arg("a"), nb::arg("b"), nb::arg("c"), nb::arg("d"),
              nb::arg("state"), nb::arg("y"), nb::arg("q_start"), nb::arg("kept"), nb::arg("read"), nb::arg("write"),
              nb::arg("slots"), nb::arg("channels"), nb::arg("size"), nb::arg("b_token"), nb::arg("c_token"));
+
+    using TableTuple = std::tuple<uintptr_t, int64_t, int64_t>;
+    nb::class_<Greedy>(m, "Greedy")
+        .def("__init__",
+             [](Greedy* self, const Tape& tape, At best, int64_t rows, int64_t longest, uintptr_t tokens, uintptr_t known,
+                uintptr_t computed, const std::vector<TableTuple>& tables) {
+                 RowsAt at{rows, longest, reinterpret_cast<int64_t*>(tokens), reinterpret_cast<int64_t*>(known),
+                           reinterpret_cast<int64_t*>(computed), {}};
+                 for (const auto& [pages, width, page_tokens] : tables)
+                     at.tables.push_back({reinterpret_cast<const int64_t*>(pages), width, page_tokens});
+                 new (self) Greedy(tape, place(best), std::move(at));
+             },
+             nb::arg("tape"), nb::arg("best"), nb::arg("rows"), nb::arg("longest"), nb::arg("tokens"), nb::arg("known"),
+             nb::arg("computed"), nb::arg("tables"), nb::keep_alive<1, 2>())
+        .def("run",
+             [](Greedy& greedy, uintptr_t arena, const std::vector<int64_t>& rows, bool timed) {
+                 const nb::gil_scoped_release free;
+                 return greedy.run(reinterpret_cast<uint8_t*>(arena), rows, timed);
+             },
+             nb::arg("arena"), nb::arg("rows"), nb::arg("timed") = false);
 }

@@ -73,6 +73,17 @@ void linear(int format, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t
     run_linear(job, Format(format));
 }
 
+// The best output of each row, as int64; see run_packed_best.
+void linear_best(int format, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t best, int64_t rows, int64_t outputs,
+                 int64_t inner) {
+    const FormatFacts& f = facts(format);
+    require(rows >= 0 && outputs > 0 && inner > 0 && inner % f.block == 0, "linear_best: the sizes do not fit the format");
+    if (rows == 0) return;
+    require(x && weight && best, "linear_best: a null address");
+    run_linear_best({pointer<float>(x), inner, pointer<uint8_t>(weight), pointer<float>(bias), nullptr, rows, outputs, inner,
+                     inner / f.block * f.bytes}, Format(format), pointer<int64_t>(best));
+}
+
 // delta and joined may both be 0: then nothing joins x.
 void rms_norm(uintptr_t x, uintptr_t delta, uintptr_t joined, uintptr_t weight, uintptr_t y, int64_t rows,
               int64_t columns, float eps, float offset) {
@@ -292,6 +303,8 @@ NB_MODULE(_native, m) {
     using Free = nb::call_guard<nb::gil_scoped_release>;
     m.doc() = "Kernels for CPUs. Call them through bankfull.ops: addresses are not checked here.";
     m.def("linear", &linear, Free(), "format, x, weight, bias (0: none), y: addresses; rows, outputs, inner");
+    m.def("linear_best", &linear_best, Free(),
+          "format, x, weight, bias (0: none), best (int64): addresses; rows, outputs, inner");
     m.def("rms_norm", &rms_norm, Free(), "x, delta (0: none), joined, weight, y: addresses; rows, columns, eps, offset");
     m.def("layer_norm", &layer_norm, Free(), "x, weight, bias, y: addresses; rows, columns, eps");
     m.def("pointwise", &pointwise, Free(), "function, x, factor (0: none), y: addresses; count, parameter");

@@ -1,5 +1,6 @@
 #include "operations.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <stdexcept>
@@ -82,11 +83,38 @@ void run_intake(const IntakeJob& job, int64_t tokens) {
 
 namespace {
 
-constexpr int64_t UNIT = 32, BEST_UNITS = 16;  // units whose outputs exist at once, on each thread
+struct FloatBest {
+    const LinearJob& linear;
+    Format format;
+};
 
+constexpr int64_t UNIT = 32, BEST_UNITS = 16;  // units whose outputs exist at once, on each thread
+constexpr int64_t WIDTH = UNIT * BEST_UNITS;
+
+// Outputs [first, last) of each row, which begins where the one before ends.
+void some_outputs(const PackedJob& job, int64_t first, int64_t last, float* y) {
+    PackedPart part = *job.parts;
+    part.y = y - first;
+    part.y_stride = last - first;
+    PackedJob some = job;
+    some.parts = &part;
+    kernels().packed(some, first / UNIT, (last + UNIT - 1) / UNIT);
+}
+
+void some_outputs(const FloatBest& job, int64_t first, int64_t last, float* y) {
+    LinearJob some = job.linear;
+    some.weight += first * some.row_bytes;
+    if (some.bias) some.bias += first;
+    some.outputs = last - first;
+    some.y = y;
+    kernels().linear[job.format](some, 0, some.outputs);
+}
+
+template <class Job>
 struct BestJob {
-    const PackedJob& packed;
-    Best* found;  // for each piece of units and each row
+    const Job& job;
+    int64_t rows, outputs;
+    Best* found;  // for each piece of the outputs and each row
 };
 
 // Not `scratch`: the kernels below use that.
@@ -96,42 +124,44 @@ float* outputs_of_this_thread(int64_t floats) {
     return outputs.data();
 }
 
-void best_of_pieces(const BestJob& job, int64_t begin, int64_t end) {
-    const int64_t rows = job.packed.rows, width = BEST_UNITS * UNIT, all = job.packed.parts->outputs;
-    float* y = outputs_of_this_thread(rows * width);
+template <class Job>
+void best_of_pieces(const BestJob<Job>& all, int64_t begin, int64_t end) {
+    float* y = outputs_of_this_thread(all.rows * WIDTH);
     for (int64_t piece = begin; piece < end; ++piece) {
-        const int64_t first = piece * width, last = first + width < all ? first + width : all;
-        PackedPart part = *job.packed.parts;
-        part.y = y - first;
-        part.y_stride = width;
-        PackedJob some = job.packed;
-        some.parts = &part;
-        kernels().packed(some, piece * BEST_UNITS, (last + UNIT - 1) / UNIT);
-        for (int64_t row = 0; row < rows; ++row) {
-            Best best = kernels().best_of(y + row * width, last - first);
+        const int64_t first = piece * WIDTH, last = std::min(first + WIDTH, all.outputs);
+        some_outputs(all.job, first, last, y);
+        for (int64_t row = 0; row < all.rows; ++row) {
+            Best best = kernels().best_of(y + row * (last - first), last - first);
             if (best.index >= 0) best.index += first;
-            job.found[piece * rows + row] = best;
+            all.found[piece * all.rows + row] = best;
         }
     }
 }
 
-}  // namespace
-
-void run_packed_best(const PackedJob& job, int64_t* best) {
-    const int64_t pieces = (job.parts->outputs + BEST_UNITS * UNIT - 1) / (BEST_UNITS * UNIT);
+template <class Job>
+void run_best(const Job& job, int64_t rows, int64_t outputs, int64_t* best) {
+    const int64_t pieces = (outputs + WIDTH - 1) / WIDTH;
     thread_local std::vector<Best> found;  // kept for its memory
-    if (int64_t(found.size()) < pieces * job.rows) found.resize(size_t(pieces * job.rows));
-    spread(best_of_pieces, BestJob{job, found.data()}, pieces, 1);
-    for (int64_t row = 0; row < job.rows; ++row) {
+    if (int64_t(found.size()) < pieces * rows) found.resize(size_t(pieces * rows));
+    spread(best_of_pieces<Job>, BestJob<Job>{job, rows, outputs, found.data()}, pieces, 1);
+    for (int64_t row = 0; row < rows; ++row) {
         Best most{-std::numeric_limits<float>::infinity(), -1};
         for (int64_t piece = 0; piece < pieces; ++piece) {
-            const Best& next = found[size_t(piece * job.rows + row)];
+            const Best& next = found[size_t(piece * rows + row)];
             const bool spoilt = next.index < 0 && !(next.value < 0.0f);  // NaN or +inf, not a piece of -inf alone
             if (spoilt || next.value > most.value) most = next;
             if (spoilt) break;
         }
         best[row] = most.index;
     }
+}
+
+}  // namespace
+
+void run_packed_best(const PackedJob& job, int64_t* best) { run_best(job, job.rows, job.parts->outputs, best); }
+
+void run_linear_best(const LinearJob& job, Format format, int64_t* best) {
+    run_best(FloatBest{job, format}, job.rows, job.outputs, best);
 }
 
 RecurrentPlan checked_plan(const RecurrentPlan& plan, int64_t most, int64_t slots, int64_t tokens) {

@@ -19,6 +19,7 @@ void run_intake(const IntakeJob& job, int64_t tokens);
 // For each row the highest of all outputs, without storing them: of one part, whose y is not used. -1 where a row has a
 // NaN or no finite highest.
 void run_packed_best(const PackedJob& job, int64_t* best);
+void run_linear_best(const LinearJob& job, Format format, int64_t* best);
 
 // `plan`, if its slots exist and its counts fit; at most `most` states of a sequence are kept. Else
 // std::invalid_argument.

@@ -156,6 +156,45 @@ void each_piece(const PackLayout& layout, int k, int output, Piece piece) {
     }
 }
 
+uint32_t four_codes(const uint8_t* p) {
+    uint32_t word;
+    std::memcpy(&word, p, 4);
+    return word;
+}
+
+void put(uint8_t* p, uint32_t word) { std::memcpy(p, &word, 4); }
+
+// The low four bits of two quads in each word, and so on for 8 k each.
+void write_nibbles(const uint8_t* codes, int count, uint8_t* out) {
+    for (int k = 0; k < count; k += 8, out += 64)
+        put(out, (four_codes(codes + k) & 0x0f0f0f0f) | (four_codes(codes + k + 4) & 0x0f0f0f0f) << 4);
+}
+
+// A block's codes where each_piece finds them, four at a time: they lie side by side.
+void write_codes(const PackLayout& layout, const uint8_t* codes, uint8_t* out) {
+    switch (layout.bits) {
+        case 4: return write_nibbles(codes, layout.block, out);
+        case 5:
+            for (int k = 0; k < layout.block; k += 32, codes += 32, out += 320) {
+                write_nibbles(codes, 32, out);
+                uint32_t fifth = 0;
+                for (int quad = 0; quad < 8; ++quad) fifth |= (four_codes(codes + 4 * quad) >> 4 & 0x01010101) << quad;
+                put(out + 256, fifth);
+            }
+            return;
+        case 6:
+            for (int k = 0; k < layout.block; k += 16, codes += 16, out += 192) {
+                write_nibbles(codes, 16, out);
+                uint32_t high = 0;
+                for (int quad = 0; quad < 4; ++quad) high |= (four_codes(codes + 4 * quad) >> 4 & 0x03030303) << 2 * quad;
+                put(out + 128, high);
+            }
+            return;
+        default:
+            for (int k = 0; k < layout.block; k += 4) put(out + 16 * k, four_codes(codes + k));
+    }
+}
+
 void write_block(const PackLayout& layout, const Block& b, int output, uint8_t* scales, uint8_t* codes) {
     std::memcpy(scales + 2 * output, &b.d, 2);
     if (layout.minimum) std::memcpy(scales + 32 + 2 * output, &b.m, 2);
@@ -164,10 +203,7 @@ void write_block(const PackLayout& layout, const Block& b, int output, uint8_t* 
         fine[16 * g] = layout.fine == Fine::Nibbles ? uint8_t(b.scales[g] | b.minimums[g] << 4) : b.scales[g];
         if (layout.fine == Fine::Unsigned) fine[16 * (layout.groups() + g)] = b.minimums[g];
     }
-    for (int k = 0; k < layout.block; ++k)
-        each_piece(layout, k, output, [&](int byte, int bit, int from, int count) {
-            codes[byte] |= uint8_t((b.codes[k] >> from & ((1 << count) - 1)) << bit);
-        });
+    write_codes(layout, b.codes, codes + 4 * output);
 }
 
 void read_block(const PackLayout& layout, Block& b, int output, const uint8_t* scales, const uint8_t* codes) {
@@ -223,12 +259,13 @@ void read_dense(const PackLayout& layout, const uint8_t* packed, float* out, int
 
 void write_packs(const PackingJob& job, int64_t begin, int64_t end) {
     const int64_t blocks = job.inner / job.layout.block, size = job.layout.bytes(job.inner);
-    std::memset(job.packed + begin * size, 0, size_t((end - begin) * size));
+    // The last pack may have fewer outputs than places.
+    if (end * PACK_OUTPUTS > job.outputs) std::memset(job.packed + begin * size, 0, size_t((end - begin) * size));
+    Block block = {};
     for (int64_t i = begin * PACK_OUTPUTS; i < end * PACK_OUTPUTS && i < job.outputs; ++i) {
         uint8_t* scales = job.packed + i / PACK_OUTPUTS * size;
         uint8_t* codes = scales + job.layout.codes_at(job.inner);
         for (int64_t at = 0; at < blocks; ++at) {
-            Block block = {};
             job.read(job.blocks + (i * blocks + at) * job.block_bytes, block);
             write_block(job.layout, block, int(i % PACK_OUTPUTS), scales + at * job.layout.scale_bytes(),
                         codes + at * job.layout.code_bytes());

@@ -34,9 +34,11 @@ void Tape::round(Rounding rounding) {
     rounding_ = rounding;
 }
 
-void Tape::replay(const Step& step, int64_t begin, int64_t end, bool timed) const {
+void Tape::replay(const Step& given, int64_t begin, int64_t end, bool timed) const {
     if (begin < 0 || begin > end || end > int64_t(instructions_.size()))
         throw std::invalid_argument("tape: there are not so many instructions");
+    Step step = given;
+    step.rounding = rounding_.value_or(Rounding::Int8);
     if (!timed) {
         for (int64_t i = begin; i < end; ++i) instructions_[size_t(i)]->run(step);
         return;
@@ -89,6 +91,16 @@ void PackedStep::run(const Step& step) const {
                     parts[i].y_stride, parts[i].outputs, parts[i].pack};
     run_packed({encoded_at(x, step, inner), step.tokens, inner, found, int64_t(parts.size()), gate,
                 encoded_at(encoded, step, parts[0].outputs)});
+}
+
+void PackedBestStep::run(const Step& step) const {
+    const PackedPart part{weight.in<uint8_t>(step), bias.in<float>(step), nullptr, 0, outputs, pack};
+    run_packed_best({encoded_at(x, step, inner), step.tokens, inner, &part, 1, -1, {}}, best.in<int64_t>(step));
+}
+
+void BestStep::run(const Step& step) const {
+    run_linear_best({x.in<float>(step), x_stride, weight.in<uint8_t>(step), bias.in<float>(step), nullptr, step.tokens,
+                     outputs, inner, row_bytes}, format, best.in<int64_t>(step));
 }
 
 void PointwiseStep::run(const Step& step) const {

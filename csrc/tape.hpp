@@ -23,7 +23,7 @@ struct Step {
     int64_t tokens, sequences;
     uint8_t* arena;
     const Input* inputs;
-    Rounding rounding = Rounding::Int8;
+    Rounding rounding = Rounding::Int8;  // the tape's own, whatever the caller says
 };
 
 struct Place {
@@ -62,7 +62,6 @@ class Tape {
     const std::vector<std::unique_ptr<Instruction>>& instructions() const { return instructions_; }
     // What packed weights are multiplied with; those of one tape must agree.
     void round(Rounding rounding);
-    Rounding rounding() const { return rounding_.value_or(Rounding::Int8); }
     int64_t inputs = 0;  // how many a step must bring
 
   private:
@@ -122,6 +121,21 @@ struct PackedStep : Instruction {
     int64_t inner;
     std::vector<Part> parts;
     int gate = -1;
+    void run(const Step& step) const override;
+};
+
+// The best output of each token: see run_packed_best.
+struct PackedBestStep : Instruction {
+    Place x, weight, bias, best;
+    int64_t inner, outputs;
+    int pack;
+    void run(const Step& step) const override;
+};
+
+struct BestStep : Instruction {
+    Place x, weight, bias, best;
+    Format format;
+    int64_t x_stride, outputs, inner, row_bytes;
     void run(const Step& step) const override;
 };
 

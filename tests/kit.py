@@ -143,6 +143,7 @@ class Guess:
     """Proposes what greedy decoding will choose, except where it errs on purpose."""
 
     needs: frozenset[str] = frozenset()
+    idle = False
 
     def __init__(self, truths: Sequence[Sequence[int]], width: int = 3, seed: int = 0) -> None:
         self.truths = [list(t) for t in truths]

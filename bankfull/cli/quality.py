@@ -158,7 +158,8 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
         "text": "bundled" if options.text is None else str(options.text),
         "quantize": options.quantize, "tables": tables, "kept": kept, "bits_per_weight": bits_per_weight(files.source),
         "dtype": str(build.dtype).removeprefix("torch."), "kv_dtype": str(build.pages).removeprefix("torch."),
-        "activations": build.kit.activations, "providers": options.providers, "expand": options.expand,
+        "activations": build.kit.activations,
+        "providers": options.providers, "expand": options.expand,
         "window": window, "chunk": options.chunk or window,
     }  # fmt: skip
     ids = [tokenizer.encode(part, add_bos=False, parse_special=False) for part in texts]
@@ -200,8 +201,6 @@ def _quality_table(facts: dict[str, Any], found: Quality) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    from bankfull.ops.registry import FLOAT
-
     table = Table(show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -211,11 +210,12 @@ def _quality_table(facts: dict[str, Any], found: Quality) -> Any:
     if facts["kept"]:
         weights += f" ({facts['kept']} matrices do not fit and are kept)"
     dtype, kv_dtype = facts["dtype"], facts["kv_dtype"]
-    keys = "" if kv_dtype == dtype else f", {kv_dtype} keys and values"
-    if facts["activations"] != FLOAT:
-        dtype += f" with {facts['activations']} activations"
+    if kv_dtype != dtype:
+        dtype += f", {kv_dtype} keys and values"
+    if facts["activations"] != "float":
+        dtype += f", {facts['activations']} activations"
     rows = {
-        "model": f"{facts['model']} ({dtype}{keys}, kernels: {facts['providers']}, {facts['chunk']} tokens at once)",
+        "model": f"{facts['model']} ({dtype}, kernels: {facts['providers']}, {facts['chunk']} tokens at once)",
         "weights": weights,
         "reference": f"{facts['reference']} (float32, torch)",
         "perplexity": f"{found.perplexity:.4f}",

@@ -10,6 +10,7 @@ from bankfull.decode.verify import verify_chain
 
 class Plain:
     needs: frozenset[str] = frozenset()
+    idle = True
 
     def width(self, load: int) -> int:
         return 0

@@ -110,6 +110,8 @@ class View:
 class Strategy(Protocol):
     needs: frozenset[str]
     """What it asks of the model and the state ("taps", "scratch", ...); checked when the engine is built."""
+    idle: bool
+    """It proposes nothing and learns nothing: a device that can choose tokens by itself need not ask it."""
 
     def width(self, load: int) -> int:
         """Drafts per row that are worth verifying with `load` rows running; 0 = plain decoding."""

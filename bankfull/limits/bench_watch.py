@@ -16,7 +16,8 @@ from bankfull.limits.metered import HEAD
 from bankfull.limits.step import StepShape
 from bankfull.ops.registry import BODY, Kit
 from bankfull.runtime.device import Device, Future
-from bankfull.runtime.forward import Eager, Forward
+from bankfull.runtime.forward import Eager, Forward, Greedy
+from bankfull.runtime.rows import Rows
 from bankfull.sample.table import Chooser
 from bankfull.types import StepPlan
 
@@ -51,6 +52,9 @@ class TimedDevice:
 
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         return self._device.capture(forward, kit)
+
+    def greedy(self, forward: Forward, rows: Rows) -> Greedy | None:
+        return self._device.greedy(forward, rows)
 
     def chooser(self, kit: Kit) -> Chooser | None:
         return self._device.chooser(kit)
@@ -153,7 +157,10 @@ class Watched:
         self._head_before = (self.timed_head.inside, self.timed_head.runs)
         found = self._taped.tape.times()
         if self.timed_head.runs > runs:
-            found[HEAD] = (self.timed_head.inside - seconds, self.timed_head.runs - runs)
+            on_tape = found.get(HEAD, (0.0, 0))
+            found[HEAD] = (
+                on_tape[0] + self.timed_head.inside - seconds, on_tape[1] + self.timed_head.runs - runs
+            )  # fmt: skip
         return found
 
 

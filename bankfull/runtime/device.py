@@ -11,7 +11,8 @@ import torch
 
 from bankfull.errors import ConfigError
 from bankfull.ops.registry import Kit
-from bankfull.runtime.forward import Eager, Forward
+from bankfull.runtime.forward import Eager, Forward, Greedy, GreedyForward
+from bankfull.runtime.rows import Rows
 from bankfull.sample.table import Chooser
 
 T = TypeVar("T")
@@ -36,6 +37,10 @@ class Device(Protocol):
 
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         """The same computation in fewer launches, where the device can; else `forward` itself."""
+        ...
+
+    def greedy(self, forward: Forward, rows: Rows) -> Greedy | None:
+        """A captured step that chooses tokens too, if there is one: for rows that want the likeliest and no more."""
         ...
 
     def chooser(self, kit: Kit) -> Chooser | None:
@@ -73,6 +78,9 @@ class Cpu:
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         return record_on_tape(forward, kit)
 
+    def greedy(self, forward: Forward, rows: Rows) -> Greedy | None:
+        return greedy_on_tape(forward, rows)
+
     def chooser(self, kit: Kit) -> Chooser | None:
         return native_chooser(kit)
 
@@ -102,6 +110,9 @@ class Cuda:
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         return forward
 
+    def greedy(self, forward: Forward, rows: Rows) -> Greedy | None:
+        return None
+
     def chooser(self, kit: Kit) -> Chooser | None:
         return None
 
@@ -121,6 +132,10 @@ def record_on_tape(forward: Eager, kit: Kit) -> Forward:
     from bankfull.runtime.taped import Taped
 
     return Taped(forward, kit)
+
+
+def greedy_on_tape(forward: Forward, rows: Rows) -> Greedy | None:
+    return forward.greedy(rows) if isinstance(forward, GreedyForward) else None
 
 
 def native_chooser(kit: Kit) -> Chooser | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -11,6 +11,9 @@ from bankfull.layers.batch import Batch
 from bankfull.layers.mixer import Mixer
 from bankfull.state.spec import Layout, StateSpec
 from bankfull.state.storage import LayerState
+
+if TYPE_CHECKING:
+    from bankfull.runtime.rows import Rows
 
 
 class Model(Protocol):
@@ -44,6 +47,19 @@ class Forward(Protocol):
     def __call__(self, batch: Batch) -> Tensor:
         """Hidden states of every token of the batch. They hold until the next call."""
         ...
+
+
+class Greedy(Protocol):
+    def __call__(self, rows: Sequence[int], /) -> list[int]:
+        """Run one more token of each of these rows and append the likeliest next one; NO_TOKEN where there is none."""
+        ...
+
+
+@runtime_checkable
+class GreedyForward(Protocol):
+    """A captured forward that can also choose."""
+
+    def greedy(self, rows: Rows) -> Greedy | None: ...
 
 
 class Eager:

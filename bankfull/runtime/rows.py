@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bankfull.sample.params import SamplingParams
-from bankfull.sample.table import SamplingTable
+from bankfull.sample.table import PLAIN, SamplingTable
 from bankfull.state.spec import Layout
 from bankfull.types import Enter, StepPlan
 
@@ -79,8 +79,11 @@ class Rows:
         for enter in plan.enter:
             self._enter(enter)
         for edit in plan.pages:
-            pages = torch.tensor(edit.pages, dtype=torch.long, device=self.device)
-            self.tables[edit.group][edit.row, edit.first : edit.first + len(pages)] = pages
+            place = (edit.row, slice(edit.first, edit.first + len(edit.pages)))
+            if self.host is not None:
+                self.host.tables[edit.group][place] = edit.pages
+            else:
+                self.tables[edit.group][place] = torch.tensor(edit.pages, dtype=torch.long, device=self.device)
 
     def _enter(self, enter: Enter) -> None:
         row, job = enter.row, enter.payload
@@ -98,6 +101,11 @@ class Rows:
             self.sampling.set(
                 row, job.params, prompt_len=enter.prompt_len, child=enter.child, seed=job.seed, stop_ids=job.stop_ids
             )
+
+    def is_plain(self, job: Job) -> bool:
+        """Nothing but the likeliest tokens is asked for."""
+        only_tokens = job.pool is None and job.params.prompt_logprobs is None
+        return only_tokens and self.sampling.facts_of(job.params, job.stop_ids) == PLAIN
 
     def job(self, row: int) -> Job:
         job = self.jobs[row]

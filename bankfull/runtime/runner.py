@@ -29,6 +29,11 @@ from bankfull.types import StepPlan, StepResult, Work
 SCORE_BLOCK = 64
 """Prompt positions whose logits exist at once while a prompt is scored."""
 
+NOTHING_LEFT = (
+    "No token is left to choose from: the request's own constraints (grammar, allowed or banned tokens, logit_bias) "
+    "forbid all, or the model gave no finite score; relax the constraints."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
@@ -57,6 +62,8 @@ class Step:
     plan: StepPlan
     hidden: Tensor | None = None
     batch: Batch | None = None
+    landed: Future[Landed] | None = None
+    """Where the tokens were chosen in the same go."""
 
 
 @dataclass(slots=True)
@@ -64,6 +71,8 @@ class Landed:
     """What a step left on the device, before it is turned into host values."""
 
     verdict: Verdict | None = None
+    chosen: list[int] | None = None
+    """Instead of a verdict: one token for each sequence of the step, on the host."""
     scored: dict[int, tuple[int, Tensor, Tensor, Tensor]] = field(default_factory=dict)
     pooled: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
 
@@ -80,29 +89,48 @@ class Runner:
         self.run_model: Forward = eager if kit is None else device.capture(eager, kit)
         self.rows = Rows(rows, max_len, layout, model.vocab, device.torch)
         self.rows.sampling.chooser = None if kit is None else device.chooser(kit)
+        self._greedy = device.greedy(self.run_model, self.rows) if strategy.idle else None
+        self._demanding: set[int] = set()
+        """Rows that want more than the likeliest tokens. Known when a step is planned, not only when it runs."""
 
     def forward(self, plan: StepPlan) -> Step:
         step = Step(plan)
-
-        def run() -> None:
-            self.storage.transfer(plan.transfers)
-            self.rows.apply(plan)
-            if plan.enter:
-                self.strategy.begin([enter.row for enter in plan.enter])
-            if plan.work:
-                step.batch = build_batch(plan.work, self.rows, self.layout)
-                step.hidden = self.run_model(step.batch)
-
-        self.device.launch(run)
-        return step
-
-    def finish(self, step: Step, masks: Mapping[int, np.ndarray]) -> Future[Landed]:
-        """`masks`: row -> packed bitmask of the tokens that its grammar allows next."""
+        for enter in plan.enter:
+            (self._demanding.discard if self.rows.is_plain(enter.payload) else self._demanding.add)(enter.row)
+        greedy = self._greedy if plan.work and self._only_greedy(plan.work) else None
 
         def run() -> Landed:
             landed = Landed()
-            if step.batch is None or step.hidden is None:
-                return landed
+            if plan.transfers:
+                self.storage.transfer(plan.transfers)
+            self.rows.apply(plan)
+            if plan.enter:
+                self.strategy.begin([enter.row for enter in plan.enter])
+            if greedy is not None:
+                landed.chosen = greedy([w.row for w in plan.work])
+            elif plan.work:
+                step.batch = build_batch(plan.work, self.rows, self.layout)
+                step.hidden = self.run_model(step.batch)
+            return landed
+
+        future = self.device.launch(run)
+        if greedy is not None or not plan.work:
+            step.landed = future
+        return step
+
+    def _only_greedy(self, work: list[Work]) -> bool:
+        """Does each sequence of the step want its next token, the likeliest, and nothing else?"""
+        demanding = self._demanding
+        return all(w.count == 1 and w.sample and not w.drafts and w.row not in demanding for w in work)
+
+    def finish(self, step: Step, masks: Mapping[int, np.ndarray]) -> Future[Landed]:
+        """`masks`: row -> packed bitmask of the tokens that its grammar allows next."""
+        if step.landed is not None:
+            return step.landed
+
+        def run() -> Landed:
+            landed = Landed()
+            assert step.batch is not None and step.hidden is not None
             work = step.plan.work
             if self.rows.curious:
                 self._prompt_extras(step.batch, step.hidden, work, landed)
@@ -181,6 +209,11 @@ class Runner:
         count = len(plan.work)
         result = StepResult(plan.step, [[] for _ in range(count)], [None] * count)
         result.completed = self.device.completed([t.id for t in plan.transfers])
+        if landed.chosen is not None:
+            result.tokens = [[token] for token in landed.chosen]
+            if NO_TOKEN in landed.chosen:
+                result.errors = {i: NOTHING_LEFT for i, token in enumerate(landed.chosen) if token == NO_TOKEN}
+            return result
         if landed.verdict is not None:
             _read_tokens(plan.work, landed.verdict, result)
         for i, (first, own, ids, values) in landed.scored.items():
@@ -203,10 +236,7 @@ def _read_tokens(work: list[Work], verdict: Verdict, result: StepResult) -> None
     for j, i in enumerate(i for i, w in enumerate(work) if w.sample):
         result.tokens[i] = tokens[j][: counts[j]]
         if NO_TOKEN in result.tokens[i]:
-            result.errors[i] = (
-                "No token is left to choose from: the request's own constraints (grammar, allowed or banned tokens, "
-                "logit_bias) forbid all, or the model gave no finite score; relax the constraints."
-            )
+            result.errors[i] = NOTHING_LEFT
         if own is not None and own[line] == own[line]:  # not NaN: the row asked for logprobs
             extra = result.extras[i] = Extra()
             for k in range(line, line + counts[j]):

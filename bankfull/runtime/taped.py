@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from bankfull.layers.batch import Batch
-from bankfull.ops.native.tape import Recorder, Tape
-from bankfull.ops.native.tape.record import TOKENS
+from bankfull.ops.native.tape import Recorder, RowsAt, Tape
+from bankfull.ops.native.tape.instruction import Break
+from bankfull.ops.native.tape.record import TOKENS, CannotRecord
 from bankfull.ops.registry import Kit
-from bankfull.runtime.forward import Eager, plan_mixers
+from bankfull.runtime.forward import Eager, Greedy, plan_mixers
+from bankfull.runtime.rows import Rows
 from bankfull.state.spec import Layout
 
 ONE_SEQUENCE = 1
@@ -28,7 +30,8 @@ class Taped:
         batch = blank_batch(recorder, eager.layout)
         with kit.recording(recorder), torch.inference_mode():
             hidden = eager.model.forward(batch, eager.states, plan_mixers(eager.model, eager.layout, batch))
-        self.tape = Tape(recorder, hidden, input_names(eager.layout))
+            best = _record_choice(recorder, eager.model.head, hidden)
+        self.tape = Tape(recorder, hidden, input_names(eager.layout), best)
         self.timed = False
         """Sum up the time of every kernel: for profiles."""
 
@@ -37,6 +40,33 @@ class Taped:
         sources = [_source(tensor) for tensor in found]
         tensors = dict(zip(input_names(self._layout), found, strict=True)) if self.tape.breaks else None
         return self.tape.replay(len(batch.tokens), len(batch.kv_len), sources, tensors, self.timed)
+
+    def greedy(self, rows: Rows) -> Greedy | None:
+        """A step that chooses too, for rows that want nothing but the likeliest token."""
+        if self._layout.recurrent is not None or rows.host is None:
+            return None
+        tables = [
+            (table.data_ptr(), table.shape[1], size) for table, size in zip(rows.tables, rows.page_tokens, strict=True)
+        ]
+        count, longest = rows.tokens.shape
+        run = self.tape.greedy(
+            RowsAt(count, longest, rows.tokens.data_ptr(), rows.known.data_ptr(), rows.computed.ctypes.data, tables)
+        )
+        return None if run is None else lambda chosen: run(chosen, self.timed)
+
+
+def _record_choice(recorder: Recorder, head: Any, hidden: Tensor) -> Tensor | None:
+    """The likeliest token for each hidden state, behind the model on the same tape; None where there is no kernel."""
+    before = len(recorder.nodes)
+    try:
+        best: Tensor = head.best(hidden)
+        recorder.view(best)
+    except CannotRecord:
+        best = hidden
+    if best is hidden or any(isinstance(node, Break) for node in recorder.nodes[before:]):
+        del recorder.nodes[before:]
+        return None
+    return best
 
 
 def input_names(layout: Layout) -> list[str]:

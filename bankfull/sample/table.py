@@ -30,6 +30,8 @@ class Facts:
     counts: bool = False
     biased: bool = False
     fenced: bool = False
+    masked: bool = False
+    """By a grammar: what it allows is known only once the token before is."""
     waits: bool = False
     worded: bool = False
     top_k: int | None = None
@@ -75,7 +77,7 @@ class SamplingTable:
         if params.bad_words and not params.bad_word_ids:
             raise RuntimeError("bad_words must be tokenized into bad_word_ids before a request enters a row")
         self.check(params, stop_ids)
-        facts = self._facts_of(params, stop_ids)
+        facts = self.facts_of(params, stop_ids)
         top_k = facts.top_k or self.vocab
         self._write(self.reals, row, (
             1.0 if params.greedy else params.temperature, params.top_p, params.min_p, params.typical_p,
@@ -116,7 +118,7 @@ class SamplingTable:
             top_k=self.vocab if any(fact.top_k for fact in self.facts) else None,
             logprobs=max(asked, default=None),
             **{name: any(getattr(fact, name) for fact in self.facts) for name in (
-                "repeats", "counts", "biased", "fenced", "waits", "worded", "nucleus", "min_p", "typical",
+                "repeats", "counts", "biased", "fenced", "masked", "waits", "worded", "nucleus", "min_p", "typical",
             )},
         )
         return [union] * count
@@ -131,7 +133,7 @@ class SamplingTable:
         every = len(lines) == len(facts)
         return Choice(lines, None if every or not lines else self.ship(lines, torch.int64))
 
-    def _facts_of(self, params: SamplingParams, stop_ids: Collection[int]) -> Facts:
+    def facts_of(self, params: SamplingParams, stop_ids: Collection[int]) -> Facts:
         chance = not params.greedy
         return Facts(
             greedy=params.greedy,
@@ -140,6 +142,7 @@ class SamplingTable:
             biased=bool(params.logit_bias),
             fenced=params.allowed_token_ids is not None or bool(params.banned_token_ids),
             waits=params.min_tokens > 0 and bool(stop_ids),
+            masked=params.structured is not None,
             worded=bool(params.bad_word_ids),
             top_k=params.top_k if chance and 0 < params.top_k < self.vocab else None,
             nucleus=chance and params.top_p < 1.0,

@@ -9,7 +9,7 @@ where both <|return|> and <|call|> exist, <|end|> only closes a message and the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import tokenizers
 from tokenizers import decoders, models
@@ -45,7 +45,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
 def _byte_level(metadata: Mapping[str, object]) -> Tokenizer:
     family = family_named(metadata.get("tokenizer.ggml.pre"))
     vocabulary = Vocabulary(metadata, searched_normalised=False)
-    merges = [_pair(merge) for merge in sequence(metadata, "tokenizer.ggml.merges")]
+    merges = _pairs(sequence(metadata, "tokenizer.ggml.merges"))
     try:
         model = models.BPE(vocab=vocabulary.ids, merges=merges, ignore_merges=family.whole_words)
     except Exception as error:  # the library raises plain Exceptions
@@ -92,12 +92,15 @@ def _sentencepiece(metadata: Mapping[str, object]) -> Tokenizer:
     )
 
 
-def _pair(merge: object) -> tuple[str, str]:
+def _pairs(merges: Sequence[object]) -> list[tuple[str, str]]:
     # No piece contains a space: a byte-level vocabulary writes it as another character.
-    left, separator, right = str(merge).partition(" ")
-    if not (left and separator and right) or " " in right:
-        raise ModelError(f"the merge {merge!r} of the GGUF file is not two pieces and a space: convert the model again")
-    return left, right
+    pairs = [str(merge).split(" ") for merge in merges]
+    for merge, pair in zip(merges, pairs, strict=True):
+        if len(pair) != 2 or not (pair[0] and pair[1]):
+            raise ModelError(
+                f"the merge {merge!r} of the GGUF file is not two pieces and a space: convert the model again"
+            )
+    return [(left, right) for left, right in pairs]
 
 
 def _ends(metadata: Mapping[str, object], vocabulary: Vocabulary, default: int | None = None) -> set[int]:

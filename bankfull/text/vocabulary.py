@@ -23,6 +23,9 @@ class Kind(IntEnum):
     BYTE = 6
 
 
+_KINDS = {int(kind): kind for kind in Kind}
+
+
 class Vocabulary:
     """Tokens in the order of their ids, each with its kind."""
 
@@ -44,8 +47,8 @@ class Vocabulary:
                 f"the GGUF file has {len(self._tokens)} tokens and {len(kinds)} token types: the file is damaged"
             )
         try:
-            self._kinds = [Kind(int(kind)) for kind in kinds]  # type: ignore[call-overload]
-        except (TypeError, ValueError):
+            self._kinds = [_KINDS[kind] for kind in kinds]  # type: ignore[index]
+        except (TypeError, KeyError):
             raise ModelError(
                 "tokenizer.ggml.token_type of the GGUF file has a value outside 0..6: the file is damaged"
             ) from None

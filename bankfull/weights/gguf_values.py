@@ -118,10 +118,14 @@ class Metadata(Mapping[str, Value]):
 
     def _texts(self, key: str, at: int, count: int) -> list[str]:
         texts: list[str] = []
-        for _ in range(count):
-            (length,) = _U64.unpack_from(self._data, at)
-            texts.append(self._text(key, at + 8, length))
-            at += 8 + length
+        data, length_at = self._data, _U64.unpack_from
+        try:
+            for _ in range(count):  # hundreds of thousands of tokens, as in _skip_array
+                end = at + 8 + length_at(data, at)[0]
+                texts.append(str(data[at + 8 : end], "utf-8"))
+                at = end
+        except UnicodeDecodeError:
+            raise ModelError(f"{self._name} has text in '{key}' that is not UTF-8: the file is damaged") from None
         return texts
 
 

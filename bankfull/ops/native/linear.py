@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bankfull.ops.native.checks import address, float_rows, integers, isa_is_chosen
 from bankfull.ops.native.extension import required
-from bankfull.ops.reference.linear import embedding, linear
+from bankfull.ops.reference.linear import best_output, embedding, linear
 from bankfull.weights.qtensor import QTensor
 
 _native = required()
@@ -39,13 +39,18 @@ def accepts(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, 
     return fits and storage.is_cpu and storage.is_contiguous() and isa_is_chosen()
 
 
-@linear.provider("native", on="cpu", accepts=accepts)
-def run_linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+def _check(x: Tensor, weight: QTensor, bias: Tensor | None) -> None:
     outputs, inner = weight.shape
     if x.shape[-1] != inner:
         raise ValueError(f"linear: the input has {x.shape[-1]} columns, the weight {inner}")
     if bias is not None and bias.shape != (outputs,):
         raise ValueError(f"linear: the bias has shape {tuple(bias.shape)}, the weight {outputs} outputs")
+
+
+@linear.provider("native", on="cpu", accepts=accepts)
+def run_linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+    outputs, inner = weight.shape
+    _check(x, weight, bias)
     rows = float_rows(x)
     y = torch.empty(*x.shape[:-1], outputs, dtype=torch.float32)
     wide_bias = None if bias is None else float_rows(bias)
@@ -54,6 +59,25 @@ def run_linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor
         rows.numel() // inner, outputs, inner,
     )  # fmt: skip
     return y if x.dtype == torch.float32 else y.to(x.dtype)
+
+
+def _accepts_best(*, dtype: torch.dtype | None = None, **facts: Any) -> bool:
+    # Of 16-bit results several may be equal, and the first of them counts: that takes the rounded ones.
+    return dtype is torch.float32 and accepts(dtype=dtype, **facts)
+
+
+@best_output.provider("native", on="cpu", accepts=_accepts_best)
+def run_best_output(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+    outputs, inner = weight.shape
+    _check(x, weight, bias)
+    rows = float_rows(x)
+    best = torch.empty(x.shape[:-1], dtype=torch.int64)
+    wide_bias = None if bias is None else float_rows(bias)
+    _native.linear_best(
+        FORMATS[weight.scheme.name][0], address(rows), address(storage_of(weight)), address(wide_bias), address(best),
+        best.numel(), outputs, inner,
+    )  # fmt: skip
+    return best
 
 
 def dequantize(weight: QTensor) -> Tensor:

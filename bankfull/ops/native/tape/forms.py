@@ -123,6 +123,21 @@ def linear(rec: Recorder, out: Outputs, x: Tensor, weight: QTensor, bias: Tensor
     return True
 
 
+@form
+def best_output(rec: Recorder, out: Outputs, x: Tensor, weight: QTensor, bias: Tensor | None = None) -> bool:
+    if not _is_float(x) or x.dim() != 2:
+        return False
+    place = rec.view(x)
+    outputs, inner = weight.shape
+    code, block, block_bytes = FORMATS[weight.scheme.name]
+    rec.emit(
+        "best", {"x": place, "weight": Fixed(storage_of(weight)), "bias": _floats(bias)}, {"best": rec.view(out[0])},
+        label="head", format=code, x_stride=place.stride // 4, outputs=outputs, inner=inner,
+        row_bytes=inner // block * block_bytes,
+    )  # fmt: skip
+    return True
+
+
 def _packed(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -> bool:
     if not _is_float(x) or x.dim() != 2:
         return False
@@ -144,6 +159,30 @@ def linear_bf16(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bi
 @form
 def linear_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
     return _packed(rec, out, x, weight, bias, int8=True)
+
+
+def _packed_best(
+    rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool
+) -> bool:  # fmt: skip
+    if not _is_float(x) or x.dim() != 2:
+        return False
+    outputs, inner = weight.shape
+    encoded = rec.encoded(rec.view(x), inner, int(_native.encoded_stride(inner)))
+    rec.emit(
+        "packed_best", {"x": encoded, "weight": Fixed(weight.data), "bias": _floats(bias)}, {"best": rec.view(out[0])},
+        label="head", inner=inner, outputs=outputs, pack=weight.pack, int8=int8,
+    )  # fmt: skip
+    return True
+
+
+@form
+def best_output_bf16(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+    return _packed_best(rec, out, x, weight, bias, int8=False)
+
+
+@form
+def best_output_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+    return _packed_best(rec, out, x, weight, bias, int8=True)
 
 
 def _pointwise(

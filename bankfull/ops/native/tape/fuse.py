@@ -6,6 +6,7 @@ All values are written once when the rules run, so an instruction may move up to
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 
 from bankfull.ops.native.activation import GATES
 from bankfull.ops.native.tape.instruction import Fixed, Instruction, Node, Value, View, values_in
@@ -16,7 +17,7 @@ GROUP = 32
 """Columns that an encoded row is made of."""
 
 
-def fuse(nodes: list[Node], keep: Value) -> list[Node]:
+def fuse(nodes: list[Node], keep: Collection[Value]) -> list[Node]:
     """`keep`: what the tape returns."""
     nodes = _share_activations(nodes)
     for rule in (_gate, _encode_norm, _encode_attention, _take_in):
@@ -65,7 +66,7 @@ def _share_activations(nodes: list[Node]) -> list[Node]:
     return kept
 
 
-def _gate(nodes: list[Node], keep: Value) -> list[Node]:
+def _gate(nodes: list[Node], keep: Collection[Value]) -> list[Node]:
     """f(gate) * up where both come from one instruction and go nowhere else."""
     readers, writers = _readers(nodes), _writers(nodes)
     gone: set[Node] = set()
@@ -80,7 +81,7 @@ def _gate(nodes: list[Node], keep: Value) -> list[Node]:
         if packed is None or writers.get(up) is not packed or len(packed.facts["parts"]) != 2:
             continue
         ordered = _value(packed.writes["y0"]) is gate and _value(packed.writes["y1"]) is up
-        alone = readers[gate] == [product] and readers[up] == [product] and keep not in (gate, up)
+        alone = readers[gate] == [product] and readers[up] == [product] and gate not in keep and up not in keep
         if not (ordered and alone) or packed.facts["parts"][0][0] % GROUP:
             continue
         packed.facts["gate"] = product.facts["kind"]
@@ -88,13 +89,13 @@ def _gate(nodes: list[Node], keep: Value) -> list[Node]:
         packed.writes["y0"], packed.writes["y1"] = product.writes["y"], None
         gone.add(product)
         encode = _instruction(readers[y][0], "encode") if len(readers[y]) == 1 else None
-        if encode is not None and keep is not y:
+        if encode is not None and y not in keep:
             packed.writes["encoded"], packed.writes["y0"] = encode.writes["encoded"], None
             gone.add(encode)
     return [node for node in nodes if node not in gone]
 
 
-def _encode_norm(nodes: list[Node], keep: Value) -> list[Node]:
+def _encode_norm(nodes: list[Node], keep: Collection[Value]) -> list[Node]:
     """A norm encodes what it gives out."""
     readers = _readers(nodes)
     gone: set[Node] = set()
@@ -108,19 +109,19 @@ def _encode_norm(nodes: list[Node], keep: Value) -> list[Node]:
             continue
         norm.writes["encoded"] = encode.writes["encoded"]
         gone.add(encode)
-        if readers[y] == [encode] and keep is not y:
+        if readers[y] == [encode] and y not in keep:
             norm.writes["y"] = None
     return [node for node in nodes if node not in gone]
 
 
-def _encode_attention(nodes: list[Node], keep: Value) -> list[Node]:
+def _encode_attention(nodes: list[Node], keep: Collection[Value]) -> list[Node]:
     """Attention encodes what it gives out, where heads are whole groups."""
     readers = _readers(nodes)
     gone: set[Node] = set()
     for node in nodes:
         attention = _instruction(node, "attention")
         y = None if attention is None else _value(attention.writes["y"])
-        if attention is None or y is None or attention.facts["values"] % GROUP or keep is y or len(readers[y]) != 1:
+        if attention is None or y is None or attention.facts["values"] % GROUP or y in keep or len(readers[y]) != 1:
             continue
         encode = _instruction(readers[y][0], "encode")
         if encode is not None:
@@ -129,7 +130,7 @@ def _encode_attention(nodes: list[Node], keep: Value) -> list[Node]:
     return [node for node in nodes if node not in gone]
 
 
-def _take_in(nodes: list[Node], keep: Value) -> list[Node]:
+def _take_in(nodes: list[Node], keep: Collection[Value]) -> list[Node]:
     """Turning queries and keys and storing keys and values: one pass over the new tokens, just before attention."""
     readers, writers = _readers(nodes), _writers(nodes)
     stored: dict[tuple[int, int], Instruction] = {}
@@ -184,7 +185,7 @@ def _turns(
 
 def _intake(
     attention: Instruction, keys: Instruction, values: Instruction, turns: tuple[Instruction, ...],
-    readers: dict[Value, list[Node]], keep: Value,
+    readers: dict[Value, list[Node]], keep: Collection[Value],
 ) -> Instruction:  # fmt: skip
     facts = attention.facts
     q, k, v = attention.reads["q"], keys.reads["rows"], values.reads["rows"]
@@ -195,7 +196,7 @@ def _intake(
         cos, sin, half = turn_q.reads["cos"], turn_q.reads["sin"], turn_q.facts["half"]
         turned, q, k = q, turn_q.reads["x"], turn_k.reads["x"]
         assert isinstance(q, View)
-        if readers[q.value] == [turn_q] and q.value is not keep:
+        if readers[q.value] == [turn_q] and q.value not in keep:
             turned = q  # in place
         attention.reads["q"], facts["q_token"] = turned, _floats_apart(turned)
     return Instruction(

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from bankfull.ops.native.tape.instruction import Node, Value, values_in
 
 ALIGN = 64
 """Of places per token: whole cache lines, for any number of tokens."""
 
 
-def lay_out(nodes: list[Node], keep: Value) -> int:
-    """Give every value its place; the arena's bytes per token. `keep` outlives the tape."""
+def lay_out(nodes: list[Node], keep: Collection[Value]) -> int:
+    """Give every value its place; the arena's bytes per token. What is in `keep` outlives the tape."""
     first: dict[Value, int] = {}
     last: dict[Value, int] = {}
     for at, node in enumerate(nodes):
         for value in values_in([*node.writes.values(), *node.reads.values()]):
             first.setdefault(value, at)
             last[value] = at
-    last[keep] = len(nodes)
+    last |= dict.fromkeys(keep, len(nodes))
     order = sorted(first, key=lambda value: first[value])
     ends: dict[int, list[Value]] = {}
     for value in order:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -23,17 +23,35 @@ _native = required()
 _NONE, _FIXED, _ARENA, _INPUT = range(4)
 Source = tuple[int, int]
 """An input of a step: its address and, where it has two dimensions, its columns."""
+Greedy = Callable[..., list[int]]
+"""Rows -> one token of each, which is also appended to it; `timed` as for `Tape.replay`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowsAt:
+    """Where the rows lie that a greedy step reads and extends: addresses of int64, which must stay."""
+
+    count: int
+    longest: int
+    tokens: int
+    known: int
+    computed: int
+    tables: Sequence[tuple[int, int, int]]
+    """Address, width and tokens of a page, for each group of layers."""
 
 
 class Tape:
     """One tape serves every batch. Its result lies in the tape's arena and holds until the next replay."""
 
-    def __init__(self, recorder: Recorder, result: Tensor, inputs: Sequence[str]) -> None:
-        """`inputs` names what `replay` will be given, in that order."""
+    def __init__(self, recorder: Recorder, result: Tensor, inputs: Sequence[str], best: Tensor | None = None) -> None:
+        """`inputs` names what `replay` will be given, in that order. `best`: what the last recorded operation made, the
+        likeliest token for each result; only `greedy` runs it."""
         self._numbers = {name: i for i, name in enumerate(inputs)}
         kept = recorder.view(result)
-        nodes = fuse(recorder.nodes, kept.value)
-        self.bytes_per_token = lay_out(nodes, kept.value)
+        self._best = None if best is None else recorder.view(best)
+        keep = {kept.value} if self._best is None else {kept.value, self._best.value}
+        nodes = fuse(recorder.nodes, keep)
+        self.bytes_per_token = lay_out(nodes, keep)
         self.traffic = traffic_of(nodes)
         """By the labels of `times`."""
         self._labels = [label_of(node) for node in nodes if isinstance(node, Instruction)]
@@ -43,8 +61,12 @@ class Tape:
         self._tape = _native.Tape()
         self._tape.inputs = len(inputs)
         self._pieces: list[tuple[int, int] | Break] = []
-        self._write(nodes)
+        self._write(nodes if best is None else nodes[:-1])
+        if best is not None:
+            assert isinstance(nodes[-1], Instruction) and nodes[-1].kind in ("best", "packed_best")
+            self._append(nodes[-1])
         self._arena = torch.empty(0, dtype=torch.uint8)
+        self._roomy = self._address = 0
         self.seconds = 0.0
         """Inside the kernels of replays, so far; breaks are not among them."""
         self._broken: dict[str, tuple[float, int]] = {}
@@ -62,10 +84,7 @@ class Tape:
         timed: bool = False,
     ) -> Tensor:  # fmt: skip
         """`tensors`: the inputs by name, for operations that are called in Python. `timed`: for `times`."""
-        if self.bytes_per_token * tokens > self._arena.numel():
-            size = self.bytes_per_token * (1 << (tokens - 1).bit_length())
-            self._arena = in_large_pages(torch.empty(size, dtype=torch.uint8))
-        arena = self._arena.data_ptr()
+        arena = self._arena_for(tokens)
         for piece in self._pieces:
             begun = perf_counter()
             if isinstance(piece, Break):
@@ -77,6 +96,30 @@ class Tape:
                 self._tape.replay(arena, tokens, sequences, inputs, piece[0], piece[1], timed)
                 self.seconds += perf_counter() - begun
         return self._tensor(self._result, tokens, (self._columns,), self._dtype)
+
+    def greedy(self, rows: RowsAt) -> Greedy | None:
+        """The step that also chooses; None where something on the way is not on the tape."""
+        if self._best is None or any(isinstance(piece, Break) for piece in self._pieces):
+            return None
+        step = _native.Greedy(
+            self._tape, self._place(self._best), rows.count, rows.longest, rows.tokens, rows.known, rows.computed,
+            list(rows.tables),
+        )
+
+        def run(chosen: Sequence[int], timed: bool = False) -> list[int]:
+            arena, begun = self._arena_for(len(chosen)), perf_counter()
+            tokens: list[int] = step.run(arena, chosen, timed)
+            self.seconds += perf_counter() - begun
+            return tokens
+
+        return run
+
+    def _arena_for(self, tokens: int) -> int:
+        if tokens > self._roomy:
+            self._roomy = 1 << (tokens - 1).bit_length()
+            self._arena = in_large_pages(torch.empty(self.bytes_per_token * self._roomy, dtype=torch.uint8))
+            self._address = self._arena.data_ptr()
+        return self._address
 
     def times(self) -> dict[str, tuple[float, int]]:
         """Label -> seconds and runs, over all timed replays since the last call; what never ran is left out."""

@@ -1,0 +1,92 @@
+#include "greedy.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace bankfull {
+namespace {
+
+constexpr int64_t SINGLE = 4;  // inputs that do not belong to a table: tokens, positions, q_start, kv_len
+
+void require(bool fine, const char* message) {
+    if (!fine) throw std::invalid_argument(message);
+}
+
+}  // namespace
+
+Greedy::Greedy(const Tape& tape, Place best, RowsAt rows) : tape_(tape), best_(best), rows_(std::move(rows)) {
+    require(tape.inputs == SINGLE + 2 * int64_t(rows_.tables.size()), "greedy: the tape reads something else");
+    require(best.kind == Place::ARENA, "greedy: the tape leaves no tokens");
+    require(rows_.count > 0 && rows_.longest > 0 && rows_.tokens && rows_.known && rows_.computed,
+            "greedy: the rows have no memory");
+    for (const RowsAt::Table& table : rows_.tables)
+        require(table.pages && table.width > 0 && table.page_tokens > 0, "greedy: a table has no memory");
+}
+
+void Greedy::gather(const std::vector<int64_t>& rows) {
+    const int64_t count = int64_t(rows.size()), groups = int64_t(rows_.tables.size());
+    int64_t furthest = 0;
+    for (const int64_t row : rows) {
+        require(row >= 0 && row < rows_.count, "greedy: there is no such row");
+        const int64_t position = rows_.computed[row];
+        require(position >= 0 && position < rows_.known[row] && rows_.known[row] < rows_.longest,
+                "greedy: a row has no token to run, or no room for another");
+        furthest = std::max(furthest, position);
+    }
+    int64_t size = (SINGLE + groups) * count + 1;
+    for (const RowsAt::Table& table : rows_.tables) {
+        require(furthest / table.page_tokens < table.width, "greedy: a row is longer than its table");
+        size += count * (furthest / table.page_tokens + 1);
+    }
+    if (int64_t(numbers_.size()) < size) numbers_.resize(size_t(size));
+
+    inputs_.clear();
+    int64_t* next = numbers_.data();
+    const auto take = [&](int64_t lines, int64_t width) {
+        int64_t* taken = next;
+        inputs_.push_back({reinterpret_cast<uintptr_t>(taken), width});
+        next += lines * width;
+        return taken;
+    };
+    int64_t *tokens = take(count, 1), *positions = take(count, 1), *q_start = take(count + 1, 1), *kv_len = take(count, 1);
+    for (int64_t i = 0; i < count; ++i) {
+        positions[i] = rows_.computed[rows[size_t(i)]];
+        tokens[i] = rows_.tokens[rows[size_t(i)] * rows_.longest + positions[i]];
+        q_start[i] = i;
+        kv_len[i] = positions[i] + 1;
+    }
+    q_start[count] = count;
+    for (const RowsAt::Table& table : rows_.tables) {
+        const int64_t width = furthest / table.page_tokens + 1;
+        int64_t* pages = take(count, width);
+        for (int64_t i = 0; i < count; ++i)
+            std::copy_n(table.pages + rows[size_t(i)] * table.width, width, pages + i * width);
+    }
+    for (const RowsAt::Table& table : rows_.tables) {
+        int64_t* places = take(count, 1);
+        for (int64_t i = 0; i < count; ++i) {
+            const int64_t page = positions[i] / table.page_tokens;
+            places[i] = table.pages[rows[size_t(i)] * table.width + page] * table.page_tokens +
+                        positions[i] % table.page_tokens;
+        }
+    }
+}
+
+std::vector<int64_t> Greedy::run(uint8_t* arena, const std::vector<int64_t>& rows, bool timed) {
+    if (rows.empty()) return {};
+    gather(rows);
+    const int64_t count = int64_t(rows.size());
+    const Step step{count, count, arena, inputs_.data()};
+    tape_.replay(step, 0, int64_t(tape_.instructions().size()), timed);
+    const int64_t* best = best_.in<int64_t>(step);
+    std::vector<int64_t> chosen(best, best + count);
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t row = rows[size_t(i)];
+        // A row without a best token is about to end; until then what it reads must be a token.
+        rows_.tokens[row * rows_.longest + rows_.known[row]++] = std::max<int64_t>(chosen[size_t(i)], 0);
+        ++rows_.computed[row];
+    }
+    return chosen;
+}
+
+}  // namespace bankfull
