@@ -143,7 +143,7 @@ struct Layer {
         tape.inputs = INPUTS;
     }
 
-    static PagesAt pages(Inputs number) { return {input(number), PAGE * KV_HEADS * SIZE, KV_HEADS * SIZE, SIZE}; }
+    static PagesAt pages(Inputs number) { return {input(number), {PAGE * KV_HEADS * SIZE, KV_HEADS * SIZE, SIZE}, {}, {}}; }
 
     void add_norm(Place x, Place delta, Place joined, Place encoded) {
         auto made = std::make_unique<NormStep>();

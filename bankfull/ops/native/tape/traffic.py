@@ -63,7 +63,8 @@ def _traffic(node: Node) -> Traffic:
         weights.pop("table")  # of which a token reads one row
         per_token += facts["row_bytes"]
     elif node.kind in ("write", "intake"):
-        numbers = facts["numbers"] if node.kind == "write" else facts["kv_heads"] * (facts["size"] + facts["values"])
+        both = node.kind == "intake"  # keys and values
+        numbers = facts["kv_heads"] * (facts["size"] + facts["values"]) if both else facts["heads"] * facts["size"]
         stored = node.writes["pages" if node.kind == "write" else "k_pages"]
         assert isinstance(stored, Fixed)
         per_token += numbers * stored.tensor.element_size()
