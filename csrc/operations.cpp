@@ -83,7 +83,7 @@ void run_intake(const IntakeJob& job, int64_t tokens) {
 
 namespace {
 
-struct FloatBest {
+struct FloatHead {
     const LinearJob& linear;
     Format format;
 };
@@ -101,7 +101,7 @@ void some_outputs(const PackedJob& job, int64_t first, int64_t last, float* y) {
     kernels().packed(some, first / UNIT, (last + UNIT - 1) / UNIT);
 }
 
-void some_outputs(const FloatBest& job, int64_t first, int64_t last, float* y) {
+void some_outputs(const FloatHead& job, int64_t first, int64_t last, float* y) {
     LinearJob some = job.linear;
     some.weight += first * some.row_bytes;
     if (some.bias) some.bias += first;
@@ -156,12 +156,52 @@ void run_best(const Job& job, int64_t rows, int64_t outputs, int64_t* best) {
     }
 }
 
+template <class Job>
+struct ScoresJob {
+    const Job& job;
+    int64_t rows, outputs;
+    float *scores, *maxima;  // of each row
+};
+
+template <class Job>
+void scores_of_pieces(const ScoresJob<Job>& all, int64_t begin, int64_t end) {
+    static_assert(WIDTH % SCORE_BLOCK == 0, "a block of scores is made in one piece");
+    float* y = outputs_of_this_thread(all.rows * WIDTH);
+    const int64_t blocks = (all.outputs + SCORE_BLOCK - 1) / SCORE_BLOCK;
+    for (int64_t piece = begin; piece < end; ++piece) {
+        const int64_t first = piece * WIDTH, last = std::min(first + WIDTH, all.outputs), width = last - first;
+        some_outputs(all.job, first, last, y);
+        for (int64_t row = 0; row < all.rows; ++row) {
+            kernels().block_maxima(y + row * width, width, all.maxima + row * blocks + first / SCORE_BLOCK);
+            std::copy_n(y + row * width, width, all.scores + row * all.outputs + first);
+        }
+    }
+}
+
+template <class Job>
+void run_choice(const Job& job, int64_t rows, int64_t outputs, const Choice& choice, int64_t* tokens) {
+    const int64_t pieces = (outputs + WIDTH - 1) / WIDTH, blocks = (outputs + SCORE_BLOCK - 1) / SCORE_BLOCK;
+    thread_local std::vector<float> scores, maxima;  // kept for their memory
+    if (int64_t(scores.size()) < rows * outputs) scores.resize(size_t(rows * outputs));
+    if (int64_t(maxima.size()) < rows * blocks) maxima.resize(size_t(rows * blocks));
+    spread(scores_of_pieces<Job>, ScoresJob<Job>{job, rows, outputs, scores.data(), maxima.data()}, pieces, 1);
+    run_sample({scores.data(), maxima.data(), choice, tokens, outputs}, rows);
+}
+
 }  // namespace
+
+void run_packed_choice(const PackedJob& job, const Choice& choice, int64_t* tokens) {
+    run_choice(job, job.rows, job.parts->outputs, choice, tokens);
+}
+
+void run_linear_choice(const LinearJob& job, Format format, const Choice& choice, int64_t* tokens) {
+    run_choice(FloatHead{job, format}, job.rows, job.outputs, choice, tokens);
+}
 
 void run_packed_best(const PackedJob& job, int64_t* best) { run_best(job, job.rows, job.parts->outputs, best); }
 
 void run_linear_best(const LinearJob& job, Format format, int64_t* best) {
-    run_best(FloatBest{job, format}, job.rows, job.outputs, best);
+    run_best(FloatHead{job, format}, job.rows, job.outputs, best);
 }
 
 RecurrentPlan checked_plan(const RecurrentPlan& plan, int64_t most, int64_t slots, int64_t tokens) {

@@ -1,8 +1,13 @@
 // From scores to one token: temperature, top-k, top-p, min-p, and a draw by inverse CDF over integer weights in the order
 // of ids. Sums are of integers, so no order of summation shows in a result.
+//
+// Whatever cuts the distribution says at once how high a score must be to be kept, if only roughly. What reaches that is
+// collected; all else happens among these few.
 #include "operations.hpp"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <vector>
 
 #include "isa.hpp"
@@ -11,19 +16,19 @@
 namespace bankfull {
 namespace {
 
-constexpr int BUCKETS = 2048;
-constexpr float LOWEST = -28.0f;  // exp of it, in fixed point, is zero
-
-// Buckets run from the best scores (0) to the worst; equal scores share one, and a lower bucket has higher scores only.
-int bucket_of(float score) {
-    if (!(score > LOWEST)) return BUCKETS - 1;
-    return std::min(BUCKETS - 1, std::max(0, int(score * (float(BUCKETS) / LOWEST))));
-}
+constexpr float LOWEST = -28.0f;    // exp of it, in fixed point, is zero
+constexpr double ROUNDING = 1e-4;   // more than an exponential and the score before it can be off, as a share
+constexpr double ONE = 0x1p40;      // the weight of the highest score
 
 struct Candidate {
-    float score;
-    int64_t id;
+    float score;  // shaped: the highest is 0
+    int64_t id, weight;
 };
+
+// The order in which tokens are kept: the lowest ids first among equals.
+bool goes_before(const Candidate& a, const Candidate& b) {
+    return a.score > b.score || (a.score == b.score && a.id < b.id);
+}
 
 // Philox-4x32-10: the first two words of the block that seed, position, child and purpose name.
 double uniform_of(const SampleWish& wish, uint32_t purpose) {
@@ -40,89 +45,167 @@ double uniform_of(const SampleWish& wish, uint32_t purpose) {
     return double(uint64_t(counter[0] >> 5) << 26 | counter[1] >> 6) * 0x1p-53;
 }
 
-// Zeroes the weights of all but the `top_k` best tokens and, of these, the fewest whose share reaches `top_p`; the lowest
-// ids first among equals. Only the bucket in which the border lies is sorted.
-void keep_head(const float* scores, int64_t* weights, int64_t vocab, int64_t top_k, double top_p,
-                      std::vector<Candidate>& border) {
-    int64_t counts[BUCKETS] = {}, sums[BUCKETS] = {};
-    for (int64_t i = 0; i < vocab; ++i) {
-        const int bucket = bucket_of(scores[i]);
-        ++counts[bucket];
-        sums[bucket] += weights[i];
-    }
-    const auto sorted = [&](int bucket) {
-        border.clear();
-        for (int64_t i = 0; i < vocab; ++i)
-            if (bucket_of(scores[i]) == bucket) border.push_back({scores[i], i});
-        std::stable_sort(border.begin(), border.end(),
-                         [](const Candidate& a, const Candidate& b) { return a.score > b.score; });
-    };
-    // How many tokens, and of which weight, top-k leaves.
-    int64_t kept = 0, inside = 0, last = 0;
-    while (last < BUCKETS && kept + counts[last] <= top_k) {
-        kept += counts[last];
-        inside += sums[last++];
-    }
-    if (last < BUCKETS && kept < top_k) {
-        sorted(int(last));
-        for (int64_t i = 0; kept < top_k; ++i, ++kept) inside += weights[border[size_t(i)].id];
-    }
-    int64_t keep = top_k < vocab ? top_k : vocab;
-    if (top_p < 1.0) {
-        // A token is kept when what lies before it has not reached the goal; the first always is.
-        const double goal = top_p * double(inside);
-        int64_t before = 0, rank = 0;
-        int bucket = 0;
-        while (bucket < BUCKETS && (counts[bucket] == 0 || double(before + sums[bucket]) < goal)) {
-            before += sums[bucket];
-            rank += counts[bucket++];
+// Where in weights that sum up to `total` the random number points.
+int64_t place_in(int64_t total, double uniform) { return std::min(int64_t(uniform * double(total)), total - 1); }
+
+// One row, and this thread's memory for it.
+class Row {
+  public:
+    int64_t choose(const float* scores, const float* maxima, int64_t count, const SampleWish& wish, uint32_t purpose) {
+        scores_ = scores, maxima_ = maxima, count_ = count, blocks_ = (count + SCORE_BLOCK - 1) / SCORE_BLOCK;
+        highest_ = *std::max_element(maxima, maxima + blocks_);
+        if (!(std::fabs(highest_) <= std::numeric_limits<float>::max())) return -1;
+        if (wish.greedy) return first_of_highest();
+        temperature_ = float(wish.temperature);
+        const double uniform = uniform_of(wish, purpose);
+        const int64_t floor = int64_t(wish.min_p * ONE);
+        if (wish.top_k < count) {
+            gather(rank_reaches(wish.top_k));
+            keep(wish.top_k, wish.top_p, sum_of_first(wish.top_k));
+        } else if (wish.top_p < 1.0) {
+            const int64_t total = sum_blocks();
+            // All that is lighter than an even share of what may be left out cannot be missed.
+            gather(score_of((1.0 - wish.top_p) * double(total) / double(count)));
+            keep(count, wish.top_p, total);
+        } else if (floor > 0) {
+            gather(score_of(double(floor)));
+        } else {
+            return draw_from_all(uniform);
         }
-        if (bucket < BUCKETS) {
-            sorted(bucket);
-            for (size_t i = 0; i < border.size() && (double(before) < goal || rank == 0); ++i, ++rank)
-                before += weights[border[i].id];
-        }
-        keep = rank < keep ? rank : keep;
-        keep = keep < 1 ? 1 : keep;
+        return draw(floor, uniform);
     }
-    if (keep >= vocab) return;
-    int64_t before = 0;
-    int bucket = 0;
-    while (before + counts[bucket] <= keep) before += counts[bucket++];
-    for (int64_t i = 0; i < vocab; ++i)
-        if (bucket_of(scores[i]) > bucket) weights[i] = 0;
-    sorted(bucket);
-    for (size_t i = size_t(keep - before); i < border.size(); ++i) weights[border[i].id] = 0;
-}
+
+  private:
+    int64_t first_of_highest() const {
+        const int64_t block = std::find(maxima_, maxima_ + blocks_, highest_) - maxima_;
+        return std::find(scores_ + block * SCORE_BLOCK, scores_ + count_, highest_) - scores_;
+    }
+
+    // A score that at least `rank` tokens reach; lower than all of them where the maxima do not tell.
+    float rank_reaches(int64_t rank) {
+        if (rank > blocks_) return -std::numeric_limits<float>::infinity();
+        ranked_maxima_.assign(maxima_, maxima_ + blocks_);
+        std::nth_element(ranked_maxima_.begin(), ranked_maxima_.begin() + (rank - 1), ranked_maxima_.end(),
+                         [](float a, float b) { return a > b; });
+        return (ranked_maxima_[size_t(rank - 1)] - highest_) / temperature_;
+    }
+
+    // A score that no token of this weight lies below. Nothing is needed of what weighs zero.
+    static float score_of(double weight) { return std::max(LOWEST, float(std::log(std::max(weight, 0.5) / ONE) - ROUNDING)); }
+
+    // All tokens of at least this score, in the order of ids.
+    void gather(float least) {
+        // Other scores may round to the same shaped one: a little more is collected, then looked at again.
+        const double width = -double(least) * temperature_;
+        const float border = std::nextafter(float(highest_ - width * (1.0 + 0x1p-20) - temperature_ * 0x1p-140),
+                                            -std::numeric_limits<float>::infinity());
+        if (int64_t(found_.size()) < count_) {
+            found_.resize(size_t(count_));
+            places_.resize(size_t(count_));
+            weights_.resize(size_t(count_));
+        }
+        const int64_t taken = kernels().collect(scores_, maxima_, count_, border, found_.data(), places_.data());
+        kernels().weigh(found_.data(), taken, highest_, temperature_, found_.data(), weights_.data());
+        candidates_.clear();
+        for (size_t i = 0; i < size_t(taken); ++i)
+            if (found_[i] >= least) candidates_.push_back({found_[i], places_[i], weights_[i]});
+    }
+
+    // The weight of the `rank` best, which are brought to the front of `ranked_`.
+    int64_t sum_of_first(int64_t rank) {
+        ranked_ = candidates_;
+        if (rank < int64_t(ranked_.size())) {
+            std::nth_element(ranked_.begin(), ranked_.begin() + rank, ranked_.end(), goes_before);
+            ranked_.resize(size_t(rank));
+        }
+        int64_t sum = 0;
+        for (const Candidate& each : ranked_) sum += each.weight;
+        return sum;
+    }
+
+    // Drops all candidates but the `top_k` best and, of these, the fewest whose share of `inside` reaches `top_p`.
+    void keep(int64_t top_k, double top_p, int64_t inside) {
+        if (top_k >= count_) ranked_ = candidates_;
+        auto begin = ranked_.begin(), end = ranked_.end();
+        if (top_p < 1.0) {
+            constexpr int64_t FEW = 32;
+            const double goal = top_p * double(inside);
+            int64_t before = 0;
+            while (end - begin > FEW) {  // the half in which the goal is reached
+                const auto middle = begin + (end - begin) / 2;
+                std::nth_element(begin, middle, end, goes_before);
+                int64_t sum = before;
+                for (auto each = begin; each < middle; ++each) sum += each->weight;
+                if (double(sum) >= goal) {
+                    end = middle;
+                } else {
+                    before = sum;
+                    begin = middle;
+                }
+            }
+            std::sort(begin, end, goes_before);
+            // A token is kept when what lies before it has not reached the goal; the first always is.
+            auto each = begin;
+            for (; each < end && (double(before) < goal || each == ranked_.begin()); ++each) before += each->weight;
+            end = each;
+        }
+        // Everything before the last one that is kept, and itself.
+        const Candidate last = *std::max_element(ranked_.begin(), end, goes_before);
+        const auto gone = [&](const Candidate& each) { return goes_before(last, each); };
+        candidates_.erase(std::remove_if(candidates_.begin(), candidates_.end(), gone), candidates_.end());
+    }
+
+    int64_t draw(int64_t floor, double uniform) const {
+        int64_t total = 0;
+        for (const Candidate& each : candidates_) total += each.weight < floor ? 0 : each.weight;
+        const int64_t goal = place_in(total, uniform);
+        auto each = candidates_.begin();
+        for (int64_t sum = 0;; ++each) {
+            sum += each->weight < floor ? 0 : each->weight;
+            if (sum > goal) return each->id;
+        }
+    }
+
+    int64_t sum_blocks() {
+        sums_.resize(size_t(blocks_));
+        kernels().block_weights(scores_, count_, highest_, temperature_, sums_.data());
+        int64_t total = 0;
+        for (const int64_t sum : sums_) total += sum;
+        return total;
+    }
+
+    int64_t draw_from_all(double uniform) {
+        int64_t goal = place_in(sum_blocks(), uniform), block = 0;
+        while (sums_[size_t(block)] <= goal) goal -= sums_[size_t(block++)];
+        const int64_t first = block * SCORE_BLOCK, width = std::min(SCORE_BLOCK, count_ - first);
+        float shaped[SCORE_BLOCK];
+        int64_t weights[SCORE_BLOCK], place = 0;
+        kernels().weigh(scores_ + first, width, highest_, temperature_, shaped, weights);
+        while (weights[place] <= goal) goal -= weights[place++];
+        return first + place;
+    }
+
+    const float *scores_ = nullptr, *maxima_ = nullptr;
+    int64_t count_ = 0, blocks_ = 0;
+    float highest_ = 0.0f, temperature_ = 1.0f;
+    std::vector<float> ranked_maxima_, found_;
+    std::vector<int64_t> places_, weights_, sums_;
+    std::vector<Candidate> candidates_, ranked_;
+};
 
 void sample(const SampleJob& job, int64_t begin, int64_t end) {
-    thread_local std::vector<float> scores;
-    thread_local std::vector<int64_t> weights;
-    thread_local std::vector<Candidate> border;
-    const int64_t vocab = job.vocab;
-    if (int64_t(scores.size()) < vocab) {
-        scores.resize(size_t(vocab));
-        weights.resize(size_t(vocab));
-    }
-    for (int64_t row = begin; row < end; ++row) {
-        const float* logits = job.logits + row * vocab;
-        const SampleWish& wish = job.wishes[row];
-        const Best best = kernels().best_of(logits, vocab);
-        job.tokens[row] = best.index;
-        if (best.index < 0 || wish.greedy) continue;
-        kernels().weigh(logits, vocab, best.value, float(wish.temperature), scores.data(), weights.data());
-        if (wish.top_k < vocab || wish.top_p < 1.0)
-            keep_head(scores.data(), weights.data(), vocab, wish.top_k, wish.top_p, border);
-        const int64_t floor = int64_t(wish.min_p * 0x1p40);
-        int64_t total = 0;
-        for (int64_t i = 0; i < vocab; ++i) {
-            if (weights[size_t(i)] < floor) weights[size_t(i)] = 0;
-            total += weights[size_t(i)];
+    thread_local Row row;
+    thread_local std::vector<float> own;
+    const int64_t blocks = (job.vocab + SCORE_BLOCK - 1) / SCORE_BLOCK;
+    for (int64_t i = begin; i < end; ++i) {
+        const float* scores = job.scores + i * job.vocab;
+        const float* maxima = job.maxima + i * blocks;
+        if (!job.maxima) {
+            own.resize(size_t(blocks));
+            kernels().block_maxima(scores, job.vocab, own.data());
+            maxima = own.data();
         }
-        const int64_t goal = std::min(int64_t(uniform_of(wish, job.purpose) * double(total)), total - 1);
-        int64_t id = 0;
-        for (int64_t sum = weights[0]; sum <= goal; sum += weights[size_t(id)]) ++id;
-        job.tokens[row] = id;
+        job.tokens[i] = row.choose(scores, maxima, job.vocab, job.choice.wishes[i], job.choice.purpose);
     }
 }
 
