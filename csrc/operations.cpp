@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <deque>
 #include <limits>
 #include <stdexcept>
 #include <vector>
 
 #include "isa.hpp"
+#include "running_top.hpp"
 #include "threads.hpp"
 
 namespace bankfull {
@@ -179,7 +181,46 @@ void scores_of_pieces(const ScoresJob<Job>& all, int64_t begin, int64_t end) {
 }
 
 template <class Job>
+struct TopJob {
+    const Job& job;
+    int64_t rows, outputs;
+    std::deque<RunningTop>& tops;  // one for each row
+};
+
+template <class Job>
+void tops_of_pieces(const TopJob<Job>& all, int64_t begin, int64_t end) {
+    float* y = outputs_of_this_thread(all.rows * WIDTH);
+    float maxima[WIDTH / SCORE_BLOCK];
+    for (int64_t piece = begin; piece < end; ++piece) {
+        const int64_t first = piece * WIDTH, last = std::min(first + WIDTH, all.outputs), width = last - first;
+        some_outputs(all.job, first, last, y);
+        for (int64_t row = 0; row < all.rows; ++row) {
+            kernels().block_maxima(y + row * width, width, maxima);
+            all.tops[size_t(row)].add(y + row * width, maxima, first, width);
+        }
+    }
+}
+
+// Without storing all scores, where each row wants one of a few; false where that could not be told.
+template <class Job>
+bool choose_from_top(const Job& job, int64_t rows, int64_t outputs, const Choice& choice, int64_t* tokens) {
+    constexpr int64_t FEW = 128;
+    for (int64_t row = 0; row < rows; ++row)
+        if (!choice.wishes[row].greedy && choice.wishes[row].top_k > FEW) return false;
+    thread_local std::deque<RunningTop> tops;  // kept for their memory
+    while (int64_t(tops.size()) < rows) tops.emplace_back();
+    for (int64_t row = 0; row < rows; ++row)
+        tops[size_t(row)].begin(choice.wishes[row].greedy ? 1 : choice.wishes[row].top_k);
+    spread(tops_of_pieces<Job>, TopJob<Job>{job, rows, outputs, tops}, (outputs + WIDTH - 1) / WIDTH, 1);
+    bool known = true;
+    for (int64_t row = 0; row < rows && known; ++row)
+        known = tops[size_t(row)].choose(choice.wishes[row], choice.purpose, tokens[row]);
+    return known;
+}
+
+template <class Job>
 void run_choice(const Job& job, int64_t rows, int64_t outputs, const Choice& choice, int64_t* tokens) {
+    if (choose_from_top(job, rows, outputs, choice, tokens)) return;
     const int64_t pieces = (outputs + WIDTH - 1) / WIDTH, blocks = (outputs + SCORE_BLOCK - 1) / SCORE_BLOCK;
     thread_local std::vector<float> scores, maxima;  // kept for their memory
     if (int64_t(scores.size()) < rows * outputs) scores.resize(size_t(rows * outputs));

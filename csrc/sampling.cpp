@@ -11,14 +11,17 @@
 #include <vector>
 
 #include "isa.hpp"
+#include "running_top.hpp"
 #include "threads.hpp"
 
 namespace bankfull {
 namespace {
 
-constexpr float LOWEST = -28.0f;    // exp of it, in fixed point, is zero
-constexpr double ROUNDING = 1e-4;   // more than an exponential and the score before it can be off, as a share
-constexpr double ONE = 0x1p40;      // the weight of the highest score
+constexpr int BUCKETS = 1024;
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
+constexpr float LOWEST = -28.0f;   // exp of it, in fixed point, is zero
+constexpr double ROUNDING = 1e-4;  // more than an exponential and the score before it can be off, as a share
+constexpr double ONE = 0x1p40;     // the weight of the highest score
 
 struct Candidate {
     float score;  // shaped: the highest is 0
@@ -48,7 +51,7 @@ double uniform_of(const SampleWish& wish, uint32_t purpose) {
 // Where in weights that sum up to `total` the random number points.
 int64_t place_in(int64_t total, double uniform) { return std::min(int64_t(uniform * double(total)), total - 1); }
 
-// One row, and this thread's memory for it.
+// One row, and a thread's memory for it.
 class Row {
   public:
     int64_t choose(const float* scores, const float* maxima, int64_t count, const SampleWish& wish, uint32_t purpose) {
@@ -60,13 +63,14 @@ class Row {
         const double uniform = uniform_of(wish, purpose);
         const int64_t floor = int64_t(wish.min_p * ONE);
         if (wish.top_k < count) {
-            gather(rank_reaches(wish.top_k));
-            keep(wish.top_k, wish.top_p, sum_of_first(wish.top_k));
+            gather(rank_reaches(std::min(wish.top_k, blocks_)));
+            if (int64_t(candidates_.size()) < wish.top_k) gather(-INFINITE);
+            keep_best(wish);
         } else if (wish.top_p < 1.0) {
-            const int64_t total = sum_blocks();
+            const double total = double(sum_blocks());
             // All that is lighter than an even share of what may be left out cannot be missed.
-            gather(score_of((1.0 - wish.top_p) * double(total) / double(count)));
-            keep(count, wish.top_p, total);
+            gather(score_of((1.0 - wish.top_p) * total / double(count)));
+            keep(count, wish.top_p * total);
         } else if (floor > 0) {
             gather(score_of(double(floor)));
         } else {
@@ -75,15 +79,39 @@ class Row {
         return draw(floor, uniform);
     }
 
+    // The same among some tokens in the order of ids, which are all whose score is at least `complete`, for a wish with
+    // top-k. -1 where others might be among the best.
+    template <class Each>
+    int64_t choose_among(const std::vector<Each>& some, float complete, float highest, const SampleWish& wish,
+                         uint32_t purpose) {
+        make_room(int64_t(some.size()));
+        for (size_t i = 0; i < some.size(); ++i) {
+            found_[i] = some[i].score;
+            places_[i] = some[i].id;
+        }
+        highest_ = highest, temperature_ = float(wish.temperature);
+        take(int64_t(some.size()), -INFINITE);
+        float lowest = 0.0f;
+        keep_best(wish, &lowest);
+        return border_of(lowest) < complete ? -1 : draw(int64_t(wish.min_p * ONE), uniform_of(wish, purpose));
+    }
+
   private:
+    // `lowest`: gets the score of the last of the `top_k` best.
+    void keep_best(const SampleWish& wish, float* lowest = nullptr) {
+        const int64_t inside = keep(wish.top_k, INFINITE);
+        if (lowest)
+            for (const Candidate& each : candidates_) *lowest = std::min(*lowest, each.score);
+        if (wish.top_p < 1.0) keep(int64_t(candidates_.size()), wish.top_p * double(inside));
+    }
+
     int64_t first_of_highest() const {
         const int64_t block = std::find(maxima_, maxima_ + blocks_, highest_) - maxima_;
         return std::find(scores_ + block * SCORE_BLOCK, scores_ + count_, highest_) - scores_;
     }
 
-    // A score that at least `rank` tokens reach; lower than all of them where the maxima do not tell.
+    // A score that at least `rank` tokens reach, of as many as there are blocks.
     float rank_reaches(int64_t rank) {
-        if (rank > blocks_) return -std::numeric_limits<float>::infinity();
         ranked_maxima_.assign(maxima_, maxima_ + blocks_);
         std::nth_element(ranked_maxima_.begin(), ranked_maxima_.begin() + (rank - 1), ranked_maxima_.end(),
                          [](float a, float b) { return a > b; });
@@ -93,66 +121,70 @@ class Row {
     // A score that no token of this weight lies below. Nothing is needed of what weighs zero.
     static float score_of(double weight) { return std::max(LOWEST, float(std::log(std::max(weight, 0.5) / ONE) - ROUNDING)); }
 
+    // All that is at least as high once it is shaped was at least this high before: a little lower than one would think,
+    // because different scores may round to the same.
+    float border_of(float least) const {
+        const double width = -double(least) * temperature_;
+        return std::nextafter(float(highest_ - width * (1.0 + 0x1p-20) - temperature_ * 0x1p-140), -INFINITE);
+    }
+
+    void make_room(int64_t count) {
+        if (int64_t(found_.size()) >= count) return;
+        found_.resize(size_t(count));
+        places_.resize(size_t(count));
+        weights_.resize(size_t(count));
+    }
+
     // All tokens of at least this score, in the order of ids.
     void gather(float least) {
-        // Other scores may round to the same shaped one: a little more is collected, then looked at again.
-        const double width = -double(least) * temperature_;
-        const float border = std::nextafter(float(highest_ - width * (1.0 + 0x1p-20) - temperature_ * 0x1p-140),
-                                            -std::numeric_limits<float>::infinity());
-        if (int64_t(found_.size()) < count_) {
-            found_.resize(size_t(count_));
-            places_.resize(size_t(count_));
-            weights_.resize(size_t(count_));
-        }
-        const int64_t taken = kernels().collect(scores_, maxima_, count_, border, found_.data(), places_.data());
+        make_room(count_);
+        take(kernels().collect(scores_, maxima_, count_, border_of(least), found_.data(), places_.data()), least);
+    }
+
+    // The first of what was found, as candidates.
+    void take(int64_t taken, float least) {
         kernels().weigh(found_.data(), taken, highest_, temperature_, found_.data(), weights_.data());
         candidates_.clear();
         for (size_t i = 0; i < size_t(taken); ++i)
             if (found_[i] >= least) candidates_.push_back({found_[i], places_[i], weights_[i]});
     }
 
-    // The weight of the `rank` best, which are brought to the front of `ranked_`.
-    int64_t sum_of_first(int64_t rank) {
-        ranked_ = candidates_;
-        if (rank < int64_t(ranked_.size())) {
-            std::nth_element(ranked_.begin(), ranked_.begin() + rank, ranked_.end(), goes_before);
-            ranked_.resize(size_t(rank));
+    // Drops all candidates but the `most` best and, of these, the fewest whose weight reaches `goal`; one is always kept.
+    // Returns the weight that is left. Only the bucket in which the border lies is sorted.
+    int64_t keep(int64_t most, double goal) {
+        std::fill_n(counts_, BUCKETS, 0);
+        std::fill_n(sums_of_buckets_, BUCKETS, 0);
+        float lowest = -1e-30f;  // not 0, where all are equal
+        for (const Candidate& each : candidates_) lowest = std::min(lowest, std::max(each.score, LOWEST));
+        const float scale = float(BUCKETS) / lowest;
+        const auto bucket_of = [scale](float score) { return std::min(int(std::max(score, LOWEST) * scale), BUCKETS - 1); };
+        for (const Candidate& each : candidates_) {
+            const int bucket = bucket_of(each.score);
+            ++counts_[bucket];
+            sums_of_buckets_[bucket] += each.weight;
         }
-        int64_t sum = 0;
-        for (const Candidate& each : ranked_) sum += each.weight;
-        return sum;
-    }
-
-    // Drops all candidates but the `top_k` best and, of these, the fewest whose share of `inside` reaches `top_p`.
-    void keep(int64_t top_k, double top_p, int64_t inside) {
-        if (top_k >= count_) ranked_ = candidates_;
-        auto begin = ranked_.begin(), end = ranked_.end();
-        if (top_p < 1.0) {
-            constexpr int64_t FEW = 32;
-            const double goal = top_p * double(inside);
-            int64_t before = 0;
-            while (end - begin > FEW) {  // the half in which the goal is reached
-                const auto middle = begin + (end - begin) / 2;
-                std::nth_element(begin, middle, end, goes_before);
-                int64_t sum = before;
-                for (auto each = begin; each < middle; ++each) sum += each->weight;
-                if (double(sum) >= goal) {
-                    end = middle;
-                } else {
-                    before = sum;
-                    begin = middle;
-                }
-            }
-            std::sort(begin, end, goes_before);
-            // A token is kept when what lies before it has not reached the goal; the first always is.
-            auto each = begin;
-            for (; each < end && (double(before) < goal || each == ranked_.begin()); ++each) before += each->weight;
-            end = each;
+        int64_t kept = 0, sum = 0;
+        int border = 0;
+        while (border < BUCKETS && kept + counts_[border] <= most && double(sum + sums_of_buckets_[border]) < goal) {
+            kept += counts_[border];
+            sum += sums_of_buckets_[border++];
         }
-        // Everything before the last one that is kept, and itself.
-        const Candidate last = *std::max_element(ranked_.begin(), end, goes_before);
-        const auto gone = [&](const Candidate& each) { return goes_before(last, each); };
+        if (border == BUCKETS) return sum;
+        ranked_.clear();
+        for (const Candidate& each : candidates_)
+            if (bucket_of(each.score) == border) ranked_.push_back(each);
+        std::sort(ranked_.begin(), ranked_.end(), goes_before);
+        // A token is kept when what lies before it has not reached the goal.
+        auto each = ranked_.begin();
+        for (; each < ranked_.end() && kept < most && (double(sum) < goal || kept == 0); ++each, ++kept) sum += each->weight;
+        const bool none = each == ranked_.begin();
+        const Candidate last = none ? *each : *(each - 1);
+        const auto gone = [&](const Candidate& other) {
+            const int bucket = bucket_of(other.score);
+            return bucket > border || (bucket == border && (none || goes_before(last, other)));
+        };
         candidates_.erase(std::remove_if(candidates_.begin(), candidates_.end(), gone), candidates_.end());
+        return sum;
     }
 
     int64_t draw(int64_t floor, double uniform) const {
@@ -191,10 +223,16 @@ class Row {
     std::vector<float> ranked_maxima_, found_;
     std::vector<int64_t> places_, weights_, sums_;
     std::vector<Candidate> candidates_, ranked_;
+    int64_t counts_[BUCKETS], sums_of_buckets_[BUCKETS];
 };
 
-void sample(const SampleJob& job, int64_t begin, int64_t end) {
+Row& row_of_this_thread() {
     thread_local Row row;
+    return row;
+}
+
+void sample(const SampleJob& job, int64_t begin, int64_t end) {
+    Row& row = row_of_this_thread();
     thread_local std::vector<float> own;
     const int64_t blocks = (job.vocab + SCORE_BLOCK - 1) / SCORE_BLOCK;
     for (int64_t i = begin; i < end; ++i) {
@@ -210,6 +248,72 @@ void sample(const SampleJob& job, int64_t begin, int64_t end) {
 }
 
 }  // namespace
+
+void RunningTop::begin(int64_t most) {
+    most_ = most;
+    enough_ = size_t(4 * most + 2 * SCORE_BLOCK);
+    border_ = highest_ = -INFINITE;
+    known_.clear();
+    kept_.clear();
+}
+
+void RunningTop::add(const float* scores, const float* maxima, int64_t first, int64_t width) {
+    const std::lock_guard<std::mutex> alone(busy_);
+    raise_border(scores, maxima, width);
+    if (int64_t(found_.size()) < width) {
+        found_.resize(size_t(width));
+        places_.resize(size_t(width));
+    }
+    const int64_t taken = kernels().collect(scores, maxima, width, border_, found_.data(), places_.data());
+    for (size_t i = 0; i < size_t(taken); ++i) kept_.push_back({first + places_[i], found_[i]});
+    if (kept_.size() > enough_) forget();
+}
+
+// Every one of `known_` stands for a token of its own, so `most` of them are a bound for the last one wanted.
+void RunningTop::raise_border(const float* scores, const float* maxima, int64_t width) {
+    const int64_t blocks = (width + SCORE_BLOCK - 1) / SCORE_BLOCK;
+    for (int64_t i = 0; i < blocks; ++i) highest_ = std::max(highest_, maxima[i]);
+    if (highest_ == INFINITE) return;
+    const auto higher = [](float a, float b) { return a > b; };
+    if (known_.empty() && width >= most_) {
+        known_.assign(scores, scores + width);
+        std::nth_element(known_.begin(), known_.begin() + (most_ - 1), known_.end(), higher);
+        known_.resize(size_t(most_));
+        std::make_heap(known_.begin(), known_.end(), higher);
+    } else {
+        for (int64_t i = 0; i < blocks; ++i) {
+            if (int64_t(known_.size()) == most_) {
+                if (maxima[i] <= known_.front()) continue;
+                std::pop_heap(known_.begin(), known_.end(), higher);
+                known_.pop_back();
+            }
+            known_.push_back(maxima[i]);
+            std::push_heap(known_.begin(), known_.end(), higher);
+        }
+    }
+    // A little lower than the bound: shaped, other scores may round to the same.
+    if (int64_t(known_.size()) == most_)
+        border_ = std::max(border_, known_.front() - std::max(1.0f, std::fabs(known_.front())) * 0x1p-12f);
+}
+
+void RunningTop::forget() {
+    const auto low = [this](const Kept& each) { return each.score < border_; };
+    kept_.erase(std::remove_if(kept_.begin(), kept_.end(), low), kept_.end());
+    enough_ = std::max(enough_, 2 * kept_.size());
+}
+
+bool RunningTop::choose(const SampleWish& wish, uint32_t purpose, int64_t& token) {
+    token = -1;
+    if (!(std::fabs(highest_) <= std::numeric_limits<float>::max())) return true;
+    forget();
+    std::sort(kept_.begin(), kept_.end(), [](const Kept& a, const Kept& b) { return a.id < b.id; });
+    if (wish.greedy) {
+        token = std::find_if(kept_.begin(), kept_.end(), [this](const Kept& each) { return each.score == highest_; })->id;
+        return true;
+    }
+    token = row_of_this_thread().choose_among(kept_, border_, highest_, wish, purpose);
+    return token >= 0;
+}
 
 void run_sample(const SampleJob& job, int64_t rows) {
     parallel(rows, 1, [](const void* p, int64_t begin, int64_t end) {

@@ -63,39 +63,108 @@ static int64_t collect(const float* scores, const float* maxima, int64_t count, 
     return taken;
 }
 
-// Scores over the highest, divided by the temperature, and their weights: exp in fixed point with 40 bits.
+// Weights: powers up to 1 in fixed point with 40 bits.
+#if defined(__AVX512DQ__)
+
+struct WeightSum {
+    __m512i low = _mm512_setzero_si512(), high = _mm512_setzero_si512();
+    static __m512i whole(__m256 power) { return _mm512_cvttps_epi64(_mm256_mul_ps(power, _mm256_set1_ps(0x1p40f))); }
+    static __m512i of_low(Lanes power) { return whole(_mm512_castps512_ps256(power.v)); }
+    static __m512i of_high(Lanes power) { return whole(_mm512_extractf32x8_ps(power.v, 1)); }
+    void add(Lanes power) {
+        low = _mm512_add_epi64(low, of_low(power));
+        high = _mm512_add_epi64(high, of_high(power));
+    }
+    int64_t total() const { return _mm512_reduce_add_epi64(_mm512_add_epi64(low, high)); }
+};
+
+static inline void store_weights(Lanes power, int64_t* weights) {
+    _mm512_storeu_si512(weights, WeightSum::of_low(power));
+    _mm512_storeu_si512(weights + 8, WeightSum::of_high(power));
+}
+
+#else
+
+#if defined(__AVX2__)
+
+// A weight is cut into two numbers of 20 bits, because no instruction makes integers of 64. A block's sums of them fit 32.
+struct WeightSum {
+    __m256i high = _mm256_setzero_si256(), low = _mm256_setzero_si256();
+    void add(__m256 power) {
+        const __m256 scale = _mm256_set1_ps(0x1p20f);
+        const __m256 upper = _mm256_round_ps(_mm256_mul_ps(power, scale), _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+        const __m256 rest = _mm256_sub_ps(_mm256_mul_ps(power, _mm256_set1_ps(0x1p40f)), _mm256_mul_ps(upper, scale));
+        high = _mm256_add_epi32(high, _mm256_cvttps_epi32(upper));
+        low = _mm256_add_epi32(low, _mm256_cvttps_epi32(rest));
+    }
+    void add(Lanes power) {
+        add(power.a);
+        add(power.b);
+    }
+    int64_t total() const {
+        int32_t upper[8], lower[8];
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(upper), high);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(lower), low);
+        int64_t sum = 0;
+        for (int i = 0; i < 8; ++i) sum += (int64_t(upper[i]) << 20) + lower[i];
+        return sum;
+    }
+};
+static_assert(SCORE_BLOCK / 8 < 1 << 10, "the sums of a lane would not fit");
+
+#else
+
+struct WeightSum {
+    int64_t sum = 0;
+    void add(const Lanes& power) {
+        float each[16];
+        power.store(each);
+        for (int i = 0; i < 16; ++i) sum += int64_t(each[i] * 0x1p40f);
+    }
+    int64_t total() const { return sum; }
+};
+
+#endif
+
+static inline void store_weights(const Lanes& power, int64_t* weights) {
+    float each[16];
+    power.store(each);
+    for (int i = 0; i < 16; ++i) weights[i] = int64_t(each[i] * 0x1p40f);
+}
+
+#endif
+
+// exp of scores over the highest, divided by the temperature: of sixteen, or 0 beyond the first `count`.
+static inline Lanes powers_of(const float* scores, int64_t count, Lanes top, Lanes heat) {
+    if (count >= 16) return exponential((Lanes::load(scores) - top) / heat);
+    float power[16] = {};
+    store_some(exponential((load_some(scores, count) - top) / heat), power, count);
+    return Lanes::load(power);
+}
+
+// Scores over the highest, divided by the temperature, and their weights.
 static void weigh(const float* scores, int64_t count, float highest, float temperature, float* shaped, int64_t* weights) {
     const Lanes top = Lanes::splat(highest), heat = Lanes::splat(temperature);
     for (int64_t i = 0; i < count; i += 16) {
-        const Lanes score = (load_some(scores + i, count - i) - top) / heat;
-        float power[16];
-        exponential(score).store(power);
-        store_some(score, shaped + i, count - i);
-        const int64_t some = count - i < 16 ? count - i : 16;
-        for (int64_t j = 0; j < some; ++j) weights[i + j] = int64_t(power[j] * 0x1p40f);
+        const Lanes power = powers_of(scores + i, count - i, top, heat);
+        store_some((load_some(scores + i, count - i) - top) / heat, shaped + i, count - i);
+        if (count - i >= 16) {
+            store_weights(power, weights + i);
+        } else {
+            int64_t some[16];
+            store_weights(power, some);
+            __builtin_memcpy(weights + i, some, size_t(count - i) * sizeof(int64_t));
+        }
     }
 }
 
-// The sum of each block's weights, as `weigh` makes them. A weight is cut into two numbers of 20 bits, and a block's sums
-// of either fit 32: every instruction set can do that on lanes.
+// The sum of each block's weights, as `weigh` makes them.
 static void block_weights(const float* scores, int64_t count, float highest, float temperature, int64_t* sums) {
-    static_assert(SCORE_BLOCK / 16 < 1 << 10, "the sums of a lane would not fit");
     const Lanes top = Lanes::splat(highest), heat = Lanes::splat(temperature);
     for (int64_t first = 0; first < count; first += SCORE_BLOCK) {
         const int64_t last = first + SCORE_BLOCK < count ? first + SCORE_BLOCK : count;
-        int32_t high[16] = {}, low[16] = {};
-        for (int64_t i = first; i < last; i += 16) {
-            float power[16];
-            exponential((load_some(scores + i, last - i) - top) / heat).store(power);
-            for (int64_t j = last - i; j < 16; ++j) power[j] = 0.0f;
-            for (int j = 0; j < 16; ++j) {
-                const int32_t whole = int32_t(power[j] * 0x1p20f);
-                high[j] += whole;
-                low[j] += int32_t(power[j] * 0x1p40f - float(whole) * 0x1p20f);
-            }
-        }
-        int64_t sum = 0;
-        for (int j = 0; j < 16; ++j) sum += (int64_t(high[j]) << 20) + low[j];
-        *sums++ = sum;
+        WeightSum sum;
+        for (int64_t i = first; i < last; i += 16) sum.add(powers_of(scores + i, last - i, top, heat));
+        *sums++ = sum.total();
     }
 }
