@@ -1,13 +1,14 @@
 // From scores to one token: temperature, top-k, top-p, min-p, and a draw by inverse CDF over integer weights in the order
 // of ids. Sums are of integers, so no order of summation shows in a result.
 //
-// Whatever cuts the distribution says at once how high a score must be to be kept, if only roughly. What reaches that is
-// collected; all else happens among these few.
+// Whatever cuts the distribution mostly tells a score that all that is kept will reach. What does is collected; all else
+// happens among these few.
 #include "operations.hpp"
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include "isa.hpp"
@@ -20,7 +21,7 @@ namespace {
 constexpr int BUCKETS = 1024;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 constexpr float LOWEST = -28.0f;   // exp of it, in fixed point, is zero
-constexpr double ROUNDING = 1e-4;  // more than an exponential and the score before it can be off, as a share
+constexpr double ROUNDING = 1e-4;  // more than an exponential and the score before it can be off
 constexpr double ONE = 0x1p40;     // the weight of the highest score
 
 struct Candidate {
@@ -64,15 +65,15 @@ class Row {
         const int64_t floor = int64_t(wish.min_p * ONE);
         if (wish.top_k < count) {
             gather(rank_reaches(std::min(wish.top_k, blocks_)));
-            if (int64_t(candidates_.size()) < wish.top_k) gather(-INFINITE);
+            if (taken_ < wish.top_k) take_all();
             keep_best(wish);
         } else if (wish.top_p < 1.0) {
-            const double total = double(sum_blocks());
-            // All that is lighter than an even share of what may be left out cannot be missed.
-            gather(score_of((1.0 - wish.top_p) * total / double(count)));
-            keep(count, wish.top_p * total);
+            const double total = double(sum_blocks()), goal = wish.top_p * total;
+            gather(rank_reaches((blocks_ + 1) / 2));  // mostly the few that stand out are enough
+            if (double(std::accumulate(weights_.begin(), weights_.begin() + taken_, int64_t(0))) < goal) take_all();
+            keep(count, goal);
         } else if (floor > 0) {
-            gather(score_of(double(floor)));
+            gather(std::max(LOWEST, float(std::log(double(floor) / ONE) - ROUNDING)));
         } else {
             return draw_from_all(uniform);
         }
@@ -91,18 +92,17 @@ class Row {
         }
         highest_ = highest, temperature_ = float(wish.temperature);
         take(int64_t(some.size()), -INFINITE);
-        float lowest = 0.0f;
-        keep_best(wish, &lowest);
+        const float lowest = keep_best(wish);
         return border_of(lowest) < complete ? -1 : draw(int64_t(wish.min_p * ONE), uniform_of(wish, purpose));
     }
 
   private:
-    // `lowest`: gets the score of the last of the `top_k` best.
-    void keep_best(const SampleWish& wish, float* lowest = nullptr) {
+    // Returns the score of the last of the `top_k` best.
+    float keep_best(const SampleWish& wish) {
         const int64_t inside = keep(wish.top_k, INFINITE);
-        if (lowest)
-            for (const Candidate& each : candidates_) *lowest = std::min(*lowest, each.score);
-        if (wish.top_p < 1.0) keep(int64_t(candidates_.size()), wish.top_p * double(inside));
+        const float lowest = lowest_found();
+        if (wish.top_p < 1.0) keep(taken_, wish.top_p * double(inside));
+        return lowest;
     }
 
     int64_t first_of_highest() const {
@@ -117,9 +117,6 @@ class Row {
                          [](float a, float b) { return a > b; });
         return (ranked_maxima_[size_t(rank - 1)] - highest_) / temperature_;
     }
-
-    // A score that no token of this weight lies below. Nothing is needed of what weighs zero.
-    static float score_of(double weight) { return std::max(LOWEST, float(std::log(std::max(weight, 0.5) / ONE) - ROUNDING)); }
 
     // All that is at least as high once it is shaped was at least this high before: a little lower than one would think,
     // because different scores may round to the same.
@@ -141,61 +138,89 @@ class Row {
         take(kernels().collect(scores_, maxima_, count_, border_of(least), found_.data(), places_.data()), least);
     }
 
-    // The first of what was found, as candidates.
-    void take(int64_t taken, float least) {
-        kernels().weigh(found_.data(), taken, highest_, temperature_, found_.data(), weights_.data());
-        candidates_.clear();
-        for (size_t i = 0; i < size_t(taken); ++i)
-            if (found_[i] >= least) candidates_.push_back({found_[i], places_[i], weights_[i]});
+    // The first of what was found become the candidates, if they are at least so high.
+    void take(int64_t found, float least) {
+        kernels().weigh(found_.data(), found, highest_, temperature_, found_.data(), weights_.data());
+        taken_ = 0;
+        for (int64_t i = 0; i < found; ++i) copy_candidate(i, found_[size_t(i)] >= least);
+    }
+
+    void take_all() {
+        make_room(count_);
+        kernels().weigh(scores_, count_, highest_, temperature_, found_.data(), weights_.data());
+        std::iota(places_.begin(), places_.begin() + count_, int64_t(0));
+        taken_ = count_;
+    }
+
+    // Without a branch, because half of a long list may go.
+    void copy_candidate(int64_t from, bool stays) {
+        found_[size_t(taken_)] = found_[size_t(from)];
+        places_[size_t(taken_)] = places_[size_t(from)];
+        weights_[size_t(taken_)] = weights_[size_t(from)];
+        taken_ += stays;
+    }
+
+    float lowest_found() const {
+        constexpr int64_t LANES = 8;
+        float lowest[LANES] = {};
+        int64_t i = 0;
+        for (; i + LANES <= taken_; i += LANES)
+            for (int64_t j = 0; j < LANES; ++j)
+                lowest[j] = found_[size_t(i + j)] < lowest[j] ? found_[size_t(i + j)] : lowest[j];
+        for (; i < taken_; ++i) lowest[0] = std::min(lowest[0], found_[size_t(i)]);
+        return *std::min_element(lowest, lowest + LANES);
     }
 
     // Drops all candidates but the `most` best and, of these, the fewest whose weight reaches `goal`; one is always kept.
     // Returns the weight that is left. Only the bucket in which the border lies is sorted.
     int64_t keep(int64_t most, double goal) {
-        std::fill_n(counts_, BUCKETS, 0);
-        std::fill_n(sums_of_buckets_, BUCKETS, 0);
-        float lowest = -1e-30f;  // not 0, where all are equal
-        for (const Candidate& each : candidates_) lowest = std::min(lowest, std::max(each.score, LOWEST));
-        const float scale = float(BUCKETS) / lowest;
+        // Lower buckets have higher scores only. What weighs nothing shares the last one.
+        const float lowest = std::min(std::max(lowest_found(), LOWEST), -1e-30f), scale = float(BUCKETS) / lowest;
         const auto bucket_of = [scale](float score) { return std::min(int(std::max(score, LOWEST) * scale), BUCKETS - 1); };
-        for (const Candidate& each : candidates_) {
-            const int bucket = bucket_of(each.score);
-            ++counts_[bucket];
-            sums_of_buckets_[bucket] += each.weight;
+        int64_t counts[BUCKETS] = {}, weights[BUCKETS] = {};
+        for (size_t i = 0; i < size_t(taken_); ++i) {
+            const int bucket = bucket_of(found_[i]);
+            ++counts[bucket];
+            weights[bucket] += weights_[i];
         }
         int64_t kept = 0, sum = 0;
         int border = 0;
-        while (border < BUCKETS && kept + counts_[border] <= most && double(sum + sums_of_buckets_[border]) < goal) {
-            kept += counts_[border];
-            sum += sums_of_buckets_[border++];
+        while (border < BUCKETS && kept + counts[border] <= most && double(sum + weights[border]) < goal) {
+            kept += counts[border];
+            sum += weights[border++];
         }
         if (border == BUCKETS) return sum;
         ranked_.clear();
-        for (const Candidate& each : candidates_)
-            if (bucket_of(each.score) == border) ranked_.push_back(each);
+        for (size_t i = 0; i < size_t(taken_); ++i)
+            if (bucket_of(found_[i]) == border) ranked_.push_back({found_[i], places_[i], weights_[i]});
         std::sort(ranked_.begin(), ranked_.end(), goes_before);
         // A token is kept when what lies before it has not reached the goal.
-        auto each = ranked_.begin();
-        for (; each < ranked_.end() && kept < most && (double(sum) < goal || kept == 0); ++each, ++kept) sum += each->weight;
-        const bool none = each == ranked_.begin();
-        const Candidate last = none ? *each : *(each - 1);
-        const auto gone = [&](const Candidate& other) {
-            const int bucket = bucket_of(other.score);
-            return bucket > border || (bucket == border && (none || goes_before(last, other)));
-        };
-        candidates_.erase(std::remove_if(candidates_.begin(), candidates_.end(), gone), candidates_.end());
+        Candidate last{INFINITE, 0, 0};
+        for (const Candidate& each : ranked_) {
+            if (kept == most || (double(sum) >= goal && kept > 0)) break;
+            last = each;
+            sum += each.weight;
+            ++kept;
+        }
+        const int64_t before = taken_;
+        taken_ = 0;
+        for (int64_t i = 0; i < before; ++i) {
+            const float score = found_[size_t(i)];
+            const int bucket = bucket_of(score);
+            const bool in_time = bool((score > last.score) | ((score == last.score) & (places_[size_t(i)] <= last.id)));
+            copy_candidate(i, bool((bucket < border) | ((bucket == border) & in_time)));
+        }
         return sum;
     }
 
     int64_t draw(int64_t floor, double uniform) const {
+        const auto weight = [&](int64_t i) { return weights_[size_t(i)] < floor ? 0 : weights_[size_t(i)]; };
         int64_t total = 0;
-        for (const Candidate& each : candidates_) total += each.weight < floor ? 0 : each.weight;
+        for (int64_t i = 0; i < taken_; ++i) total += weight(i);
         const int64_t goal = place_in(total, uniform);
-        auto each = candidates_.begin();
-        for (int64_t sum = 0;; ++each) {
-            sum += each->weight < floor ? 0 : each->weight;
-            if (sum > goal) return each->id;
-        }
+        int64_t i = 0;
+        for (int64_t sum = weight(0); sum <= goal; sum += weight(i)) ++i;
+        return places_[size_t(i)];
     }
 
     int64_t sum_blocks() {
@@ -220,10 +245,14 @@ class Row {
     const float *scores_ = nullptr, *maxima_ = nullptr;
     int64_t count_ = 0, blocks_ = 0;
     float highest_ = 0.0f, temperature_ = 1.0f;
-    std::vector<float> ranked_maxima_, found_;
-    std::vector<int64_t> places_, weights_, sums_;
-    std::vector<Candidate> candidates_, ranked_;
-    int64_t counts_[BUCKETS], sums_of_buckets_[BUCKETS];
+    // The candidates, in the order of ids: their scores, shaped, their ids and their weights.
+    int64_t taken_ = 0;
+    std::vector<float> found_;
+    std::vector<int64_t> places_, weights_;
+    // Kept for their memory.
+    std::vector<float> ranked_maxima_;
+    std::vector<int64_t> sums_;
+    std::vector<Candidate> ranked_;
 };
 
 Row& row_of_this_thread() {
