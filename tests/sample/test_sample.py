@@ -107,8 +107,8 @@ WIDE = [
 @pytest.mark.skipif("native" not in CHOOSERS, reason="the kernels are not built")
 @pytest.mark.parametrize("kind", ["peaked", "flat", "equal", "far", "masked"])
 def test_every_instruction_set_cuts_where_tensors_cut(kind: str, every_isa: list[str]) -> None:
-    """Scores of many shapes, and a vocabulary that no block divides: few or nearly all tokens are candidates, equals lie
-    on the border, different scores round to the same one below a far highest."""
+    """Scores of many shapes, and a vocabulary that no block divides: few or nearly all tokens are candidates, equals
+    lie on the border, different scores round to the same one below a far highest."""
     vocab = 50_001
     numbers = torch.Generator().manual_seed(7)
     logits = torch.randn(len(WIDE), vocab, generator=numbers)
