@@ -102,7 +102,8 @@ std::vector<int64_t> ChoosingStep::run(uint8_t* arena, const std::vector<int64_t
     const bool sampled = gather_wishes(rows);
     const int64_t count = int64_t(rows.size());
     const Choice choice{wishes_.data(), at_.purpose};
-    const Step step{count, count, arena, inputs_.data(), sampled ? &choice : nullptr};
+    Step step{count, count, arena, inputs_.data()};
+    if (sampled) step.choice = &choice;
     tape_.replay(step, 0, int64_t(tape_.instructions().size()), timed);
     const int64_t* found = chosen_.in<int64_t>(step);
     std::vector<int64_t> chosen(found, found + count);

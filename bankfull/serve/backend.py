@@ -1,0 +1,55 @@
+"""All that an endpoint knows of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from bankfull.errors import BankfullError
+from bankfull.sample.params import SamplingParams
+from bankfull.serve.wire import Done, Facts, Load, Piece
+
+
+class Busy(BankfullError):
+    """The queue is full: the client may come back."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Unavailable(BankfullError):
+    """There is no engine right now: it loads, restarts or drains."""
+
+
+class EngineDied(BankfullError):
+    """The engine process ended while a request was running."""
+
+
+class DeadlineExceeded(BankfullError):
+    """The request's own deadline has passed."""
+
+
+class Backend(Protocol):
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def facts(self) -> Facts | None:
+        """None until the model was loaded for the first time."""
+        ...
+
+    @property
+    def load(self) -> Load | None: ...
+
+    def generate(
+        self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
+        deadline: float | None = None,
+    ) -> AsyncIterator[list[Piece | Done]]:  # fmt: skip
+        """What each engine step adds, until `Done` (always the last). Leaving the iterator aborts the request.
+        `deadline`: seconds from now. Raises RequestError, Busy, Unavailable, EngineDied or DeadlineExceeded."""
+        ...
+
+    async def reset_cache(self) -> int:
+        """Forget unused prefixes; how many pages that freed."""
+        ...

@@ -1,0 +1,169 @@
+"""What the API process and the engine process say to each other: msgspec messages, each behind its length, over a
+private socket. Never pickle; nothing longer than MAX_MESSAGE is read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from bankfull.sample.params import SamplingParams
+
+MAX_MESSAGE = 64 << 20
+HEADER = 4
+"""Bytes of a message's length, little-endian."""
+
+
+# -- to the engine
+
+
+class Configure(msgspec.Struct, tag="configure"):
+    """The first message: which model, and the options of `LLM`."""
+
+    model: str
+    options: dict[str, str | int | float | bool | None]
+
+
+class Submit(msgspec.Struct, tag="submit", omit_defaults=True):
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    priority: int = 0
+    """Lower runs first; batch work has the highest number."""
+    salt: str = ""
+    pool: str | None = None
+    """None, "last" or "mean": hidden states instead of tokens."""
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    ids: list[int]
+
+
+class ResetCache(msgspec.Struct, tag="reset"):
+    """Forget all prefixes that nobody uses; answered by `Forgotten`."""
+
+    id: int
+
+
+class Stop(msgspec.Struct, tag="stop"):
+    """Finish nothing, leave at once: draining is the API's work."""
+
+
+ToEngine = Configure | Submit | Abort | ResetCache | Stop
+
+
+# -- from the engine
+
+
+class Facts(msgspec.Struct):
+    """What the API needs to know of the model that is loaded."""
+
+    name: str
+    max_len: int
+    vocab: int
+    rows: int
+    pages: int
+    page_tokens: int
+    step_tokens: int
+    dtype: str
+    device: str
+    ceilings: dict[str, float] | None = None
+    """read_bytes_per_s, flops: this machine's, as far as they were measured before."""
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """Loaded and warm."""
+
+    facts: Facts
+
+
+class Phase(msgspec.Struct, tag="phase"):
+    """How far loading is: one line for people."""
+
+    text: str
+
+
+class Piece(msgspec.Struct, array_like=True):
+    """What one step added to one sample of one request."""
+
+    id: int
+    index: int
+    text: str
+    tokens: list[int]
+    logprobs: list[dict[int, tuple[float, str]]] | None = None
+    """For each token: token id -> (log-probability, text); the chosen token first."""
+    finish: str | None = None
+    """stop, length, abort or error."""
+    stop: int | str | None = None
+    error: str | None = None
+
+
+class Done(msgspec.Struct, array_like=True):
+    """All samples of a request have ended."""
+
+    id: int
+    queue: float | None
+    ttft: float | None
+    seconds: float
+    cached_tokens: int
+    output_tokens: int
+    prompt_logprobs: list[dict[int, tuple[float, str]] | None] | None = None
+    embedding: list[float] | None = None
+
+
+class Load(msgspec.Struct, array_like=True):
+    """The engine's state after a step: raw material of metrics and admission."""
+
+    running: int
+    waiting: int
+    waiting_tokens: int
+    pages_used: int
+    pages_total: int
+    prefix_queries: int
+    prefix_hits: int
+    preemptions: int
+    steps: int
+    busy: float
+    """Seconds inside steps so far."""
+    bytes_moved: float
+    flops: float
+    """What the meter says that all steps so far moved and computed."""
+
+
+class Step(msgspec.Struct, tag="step"):
+    """One engine step, all requests together: written at once."""
+
+    pieces: list[Piece]
+    done: list[Done]
+    load: Load
+
+
+class Refused(msgspec.Struct, tag="refused"):
+    """A request that never ran. `kind`: "request" (its own fault), "busy" (no room), "internal"."""
+
+    id: int
+    kind: str
+    message: str
+
+
+class Forgotten(msgspec.Struct, tag="forgotten"):
+    id: int
+    pages: int
+
+
+FromEngine = Phase | Ready | Step | Refused | Forgotten
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def pack(message: ToEngine | FromEngine) -> bytes:
+    body = _encoder.encode(message)
+    if len(body) > MAX_MESSAGE:
+        raise ValueError(f"a message of {len(body)} bytes is longer than {MAX_MESSAGE}")
+    return len(body).to_bytes(HEADER, "little") + body
+
+
+def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """For `ToEngine` or `FromEngine`."""
+    return msgspec.msgpack.Decoder(kind)
