@@ -8,7 +8,7 @@
 #include <stdexcept>
 
 #include "bindings.hpp"
-#include "greedy.hpp"
+#include "choosing_step.hpp"
 #include "packing.hpp"
 #include "tape.hpp"
 
@@ -154,26 +154,26 @@ void bind_tape(nb::module_& m) {
              },
              nb::arg("name"), nb::arg("x"), nb::arg("encoded"), nb::arg("inner"), nb::arg("parts"), nb::arg("gate"),
              nb::arg("int8"))
-        .def("packed_best",
-             [](Tape& tape, const std::string& name, At x, At weight, At bias, At best, int64_t inner, int64_t outputs,
+        .def("packed_head",
+             [](Tape& tape, const std::string& name, At x, At weight, At bias, At chosen, int64_t inner, int64_t outputs,
                 int pack, bool int8) {
                  require_pack(pack, int8);
                  tape.round(int8 ? Rounding::Int8 : Rounding::BFloat16);
-                 auto& made = append<PackedBestStep>(tape, name);
-                 made.x = place(x), made.weight = place(weight), made.bias = place(bias), made.best = place(best);
+                 auto& made = append<PackedHeadStep>(tape, name);
+                 made.x = place(x), made.weight = place(weight), made.bias = place(bias), made.chosen = place(chosen);
                  made.inner = inner, made.outputs = outputs, made.pack = pack;
              },
-             nb::arg("name"), nb::arg("x"), nb::arg("weight"), nb::arg("bias"), nb::arg("best"), nb::arg("inner"),
+             nb::arg("name"), nb::arg("x"), nb::arg("weight"), nb::arg("bias"), nb::arg("chosen"), nb::arg("inner"),
              nb::arg("outputs"), nb::arg("pack"), nb::arg("int8"))
-        .def("best",
-             [](Tape& tape, const std::string& name, At x, At weight, At bias, At best, int format, int64_t x_stride,
+        .def("head",
+             [](Tape& tape, const std::string& name, At x, At weight, At bias, At chosen, int format, int64_t x_stride,
                 int64_t outputs, int64_t inner, int64_t row_bytes) {
-                 auto& made = append<BestStep>(tape, name);
-                 made.x = place(x), made.weight = place(weight), made.bias = place(bias), made.best = place(best);
+                 auto& made = append<HeadStep>(tape, name);
+                 made.x = place(x), made.weight = place(weight), made.bias = place(bias), made.chosen = place(chosen);
                  made.format = format_of(format), made.x_stride = x_stride, made.outputs = outputs;
                  made.inner = inner, made.row_bytes = row_bytes;
              },
-             nb::arg("name"), nb::arg("x"), nb::arg("weight"), nb::arg("bias"), nb::arg("best"), nb::arg("format"),
+             nb::arg("name"), nb::arg("x"), nb::arg("weight"), nb::arg("bias"), nb::arg("chosen"), nb::arg("format"),
              nb::arg("x_stride"), nb::arg("outputs"), nb::arg("inner"), nb::arg("row_bytes"))
         .def("pointwise",
              [](Tape& tape, const std::string& name, At x, At factor, At y, int kind, int64_t per_token, float parameter) {
@@ -262,22 +262,34 @@ void bind_tape(nb::module_& m) {
              nb::arg("slots"), nb::arg("channels"), nb::arg("size"), nb::arg("b_token"), nb::arg("c_token"));
 
     using TableTuple = std::tuple<uintptr_t, int64_t, int64_t>;
-    nb::class_<Greedy>(m, "Greedy")
+    using WishesTuple = std::tuple<std::tuple<uintptr_t, int64_t, std::tuple<int64_t, int64_t, int64_t>>,
+                                   std::tuple<uintptr_t, int64_t, std::tuple<int64_t, int64_t, int64_t, int64_t>>, uint32_t>;
+    nb::class_<ChoosingStep>(m, "ChoosingStep")
         .def("__init__",
-             [](Greedy* self, const Tape& tape, At best, int64_t rows, int64_t longest, uintptr_t tokens, uintptr_t known,
-                uintptr_t computed, const std::vector<TableTuple>& tables) {
+             [](ChoosingStep* self, const Tape& tape, At chosen, int64_t rows, int64_t longest, uintptr_t tokens,
+                uintptr_t known, uintptr_t computed, const std::vector<TableTuple>& tables, const WishesTuple& wishes) {
                  RowsAt at{rows, longest, reinterpret_cast<int64_t*>(tokens), reinterpret_cast<int64_t*>(known),
                            reinterpret_cast<int64_t*>(computed), {}};
                  for (const auto& [pages, width, page_tokens] : tables)
                      at.tables.push_back({reinterpret_cast<const int64_t*>(pages), width, page_tokens});
-                 new (self) Greedy(tape, place(best), std::move(at));
+                 const auto& [of_reals, of_wholes, purpose] = wishes;
+                 const auto& [reals, real_columns, real] = of_reals;
+                 const auto& [wholes, whole_columns, whole] = of_wholes;
+                 const auto [temperature, top_p, min_p] = real;
+                 const auto [top_k, seed, child, greedy] = whole;
+                 new (self) ChoosingStep(tape, place(chosen), std::move(at),
+                                         {reinterpret_cast<const double*>(reals), reinterpret_cast<const int64_t*>(wholes),
+                                          real_columns, whole_columns, temperature, top_p, min_p, top_k, seed, child, greedy,
+                                          purpose});
              },
-             nb::arg("tape"), nb::arg("best"), nb::arg("rows"), nb::arg("longest"), nb::arg("tokens"), nb::arg("known"),
-             nb::arg("computed"), nb::arg("tables"), nb::keep_alive<1, 2>())
+             nb::arg("tape"), nb::arg("chosen"), nb::arg("rows"), nb::arg("longest"), nb::arg("tokens"), nb::arg("known"),
+             nb::arg("computed"), nb::arg("tables"), nb::arg("wishes"), nb::keep_alive<1, 2>(),
+             "wishes: (address, columns, those of temperature, top_p, min_p), (address, columns, those of top_k, seed, child, "
+             "greedy), purpose")
         .def("run",
-             [](Greedy& greedy, uintptr_t arena, const std::vector<int64_t>& rows, bool timed) {
+             [](ChoosingStep& step, uintptr_t arena, const std::vector<int64_t>& rows, bool timed) {
                  const nb::gil_scoped_release free;
-                 return greedy.run(reinterpret_cast<uint8_t*>(arena), rows, timed);
+                 return step.run(reinterpret_cast<uint8_t*>(arena), rows, timed);
              },
              nb::arg("arena"), nb::arg("rows"), nb::arg("timed") = false);
 }

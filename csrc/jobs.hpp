@@ -70,13 +70,19 @@ struct SampleWish {
     bool greedy;
 };
 
-// One token per row of logits, for the rows [begin, end); -1 where no score is usable.
+// Rows that choose their tokens each in its own way. `purpose` is a part of which random number.
+struct Choice {
+    const SampleWish* wishes;  // one for each row
+    uint32_t purpose;
+};
+
+// One token per row of scores, for the rows [begin, end); -1 where no score is usable.
 struct SampleJob {
-    const float* logits;
-    const SampleWish* wishes;
+    const float* scores;
+    const float* maxima;  // of the blocks of each row, see SCORE_BLOCK; null where they are not known yet
+    Choice choice;
     int64_t* tokens;
     int64_t vocab;
-    uint32_t purpose;
 };
 
 struct Best {

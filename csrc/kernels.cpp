@@ -81,7 +81,10 @@ static constexpr Kernels build() {
     table.packed = packed;
     table.encode = encode;
     table.best_of = best_of;
+    table.block_maxima = block_maxima;
+    table.collect = collect;
     table.weigh = weigh;
+    table.block_weights = block_weights;
     table.rms_norm = rms_norm;
     table.layer_norm = layer_norm;
     table.pointwise[SILU] = pointwise<Silu>;

@@ -8,6 +8,9 @@ namespace bankfull {
 // Positions are cut into chunks, counted from 0: softmax runs inside a chunk, and chunks are merged in order.
 constexpr int64_t CHUNK = 128;
 
+// Scores of a vocabulary are looked at in blocks of so many.
+constexpr int64_t SCORE_BLOCK = 128;
+
 enum Pointwise : int { SILU, GELU_TANH, RELU, SOFTPLUS, SOFT_CAP, PLUS, POINTWISE };
 enum Format : int { F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, FORMATS };
 
@@ -52,7 +55,10 @@ struct Kernels {
     void (*dequantize[FORMATS])(const uint8_t* blocks, float* out, int64_t count);
     void (*embedding[FORMATS])(const EmbeddingJob&, int64_t begin, int64_t end);
     Best (*best_of)(const float* scores, int64_t count);
-    void (*weigh)(const float* logits, int64_t vocab, float highest, float temperature, float* scores, int64_t* weights);
+    void (*block_maxima)(const float* scores, int64_t count, float* maxima);
+    int64_t (*collect)(const float* scores, const float* maxima, int64_t count, float least, float* found, int64_t* places);
+    void (*weigh)(const float* scores, int64_t count, float highest, float temperature, float* shaped, int64_t* weights);
+    void (*block_weights)(const float* scores, int64_t count, float highest, float temperature, int64_t* sums);
     void (*intake)(const IntakeJob&, int64_t begin, int64_t end);
     void (*rms_norm)(const NormJob&, int64_t begin, int64_t end);
     void (*layer_norm)(const LayerNormJob&, int64_t begin, int64_t end);

@@ -252,7 +252,7 @@ void sample(uintptr_t logits, uintptr_t reals, uintptr_t wholes, uintptr_t token
         require(real[0] > 0 && whole[0] > 0, "sample: temperature and top_k must be positive");
         wishes.push_back({real[0], whole[0], real[1], real[2], whole[1], whole[2], whole[3], whole[4] != 0});
     }
-    run_sample({pointer<float>(logits), wishes.data(), pointer<int64_t>(tokens), vocab, purpose}, rows);
+    run_sample({pointer<float>(logits), nullptr, {wishes.data(), purpose}, pointer<int64_t>(tokens), vocab}, rows);
 }
 
 // A wish: the system may decline it, and where it knows no such thing nothing happens.

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <deque>
 #include <limits>
 #include <stdexcept>
 #include <vector>
 
 #include "isa.hpp"
+#include "running_top.hpp"
 #include "threads.hpp"
 
 namespace bankfull {
@@ -83,7 +85,7 @@ void run_intake(const IntakeJob& job, int64_t tokens) {
 
 namespace {
 
-struct FloatBest {
+struct FloatHead {
     const LinearJob& linear;
     Format format;
 };
@@ -101,7 +103,7 @@ void some_outputs(const PackedJob& job, int64_t first, int64_t last, float* y) {
     kernels().packed(some, first / UNIT, (last + UNIT - 1) / UNIT);
 }
 
-void some_outputs(const FloatBest& job, int64_t first, int64_t last, float* y) {
+void some_outputs(const FloatHead& job, int64_t first, int64_t last, float* y) {
     LinearJob some = job.linear;
     some.weight += first * some.row_bytes;
     if (some.bias) some.bias += first;
@@ -156,12 +158,91 @@ void run_best(const Job& job, int64_t rows, int64_t outputs, int64_t* best) {
     }
 }
 
+template <class Job>
+struct ScoresJob {
+    const Job& job;
+    int64_t rows, outputs;
+    float *scores, *maxima;  // of each row
+};
+
+template <class Job>
+void scores_of_pieces(const ScoresJob<Job>& all, int64_t begin, int64_t end) {
+    static_assert(WIDTH % SCORE_BLOCK == 0, "a block of scores is made in one piece");
+    float* y = outputs_of_this_thread(all.rows * WIDTH);
+    const int64_t blocks = (all.outputs + SCORE_BLOCK - 1) / SCORE_BLOCK;
+    for (int64_t piece = begin; piece < end; ++piece) {
+        const int64_t first = piece * WIDTH, last = std::min(first + WIDTH, all.outputs), width = last - first;
+        some_outputs(all.job, first, last, y);
+        for (int64_t row = 0; row < all.rows; ++row) {
+            kernels().block_maxima(y + row * width, width, all.maxima + row * blocks + first / SCORE_BLOCK);
+            std::copy_n(y + row * width, width, all.scores + row * all.outputs + first);
+        }
+    }
+}
+
+template <class Job>
+struct TopJob {
+    const Job& job;
+    int64_t rows, outputs;
+    std::deque<RunningTop>& tops;  // one for each row
+};
+
+template <class Job>
+void tops_of_pieces(const TopJob<Job>& all, int64_t begin, int64_t end) {
+    float* y = outputs_of_this_thread(all.rows * WIDTH);
+    float maxima[WIDTH / SCORE_BLOCK];
+    for (int64_t piece = begin; piece < end; ++piece) {
+        const int64_t first = piece * WIDTH, last = std::min(first + WIDTH, all.outputs), width = last - first;
+        some_outputs(all.job, first, last, y);
+        for (int64_t row = 0; row < all.rows; ++row) {
+            kernels().block_maxima(y + row * width, width, maxima);
+            all.tops[size_t(row)].add(y + row * width, maxima, first, width);
+        }
+    }
+}
+
+// Without storing all scores, where each row wants one of a few; false where that could not be told.
+template <class Job>
+bool choose_from_top(const Job& job, int64_t rows, int64_t outputs, const Choice& choice, int64_t* tokens) {
+    constexpr int64_t FEW = 128;
+    for (int64_t row = 0; row < rows; ++row)
+        if (!choice.wishes[row].greedy && choice.wishes[row].top_k > FEW) return false;
+    thread_local std::deque<RunningTop> tops;  // kept for their memory
+    while (int64_t(tops.size()) < rows) tops.emplace_back();
+    for (int64_t row = 0; row < rows; ++row)
+        tops[size_t(row)].begin(choice.wishes[row].greedy ? 1 : choice.wishes[row].top_k);
+    spread(tops_of_pieces<Job>, TopJob<Job>{job, rows, outputs, tops}, (outputs + WIDTH - 1) / WIDTH, 1);
+    bool known = true;
+    for (int64_t row = 0; row < rows && known; ++row)
+        known = tops[size_t(row)].choose(choice.wishes[row], choice.purpose, tokens[row]);
+    return known;
+}
+
+template <class Job>
+void run_choice(const Job& job, int64_t rows, int64_t outputs, const Choice& choice, int64_t* tokens) {
+    if (choose_from_top(job, rows, outputs, choice, tokens)) return;
+    const int64_t pieces = (outputs + WIDTH - 1) / WIDTH, blocks = (outputs + SCORE_BLOCK - 1) / SCORE_BLOCK;
+    thread_local std::vector<float> scores, maxima;  // kept for their memory
+    if (int64_t(scores.size()) < rows * outputs) scores.resize(size_t(rows * outputs));
+    if (int64_t(maxima.size()) < rows * blocks) maxima.resize(size_t(rows * blocks));
+    spread(scores_of_pieces<Job>, ScoresJob<Job>{job, rows, outputs, scores.data(), maxima.data()}, pieces, 1);
+    run_sample({scores.data(), maxima.data(), choice, tokens, outputs}, rows);
+}
+
 }  // namespace
+
+void run_packed_choice(const PackedJob& job, const Choice& choice, int64_t* tokens) {
+    run_choice(job, job.rows, job.parts->outputs, choice, tokens);
+}
+
+void run_linear_choice(const LinearJob& job, Format format, const Choice& choice, int64_t* tokens) {
+    run_choice(FloatHead{job, format}, job.rows, job.outputs, choice, tokens);
+}
 
 void run_packed_best(const PackedJob& job, int64_t* best) { run_best(job, job.rows, job.parts->outputs, best); }
 
 void run_linear_best(const LinearJob& job, Format format, int64_t* best) {
-    run_best(FloatBest{job, format}, job.rows, job.outputs, best);
+    run_best(FloatHead{job, format}, job.rows, job.outputs, best);
 }
 
 RecurrentPlan checked_plan(const RecurrentPlan& plan, int64_t most, int64_t slots, int64_t tokens) {

@@ -20,6 +20,9 @@ void run_intake(const IntakeJob& job, int64_t tokens);
 // NaN or no finite highest.
 void run_packed_best(const PackedJob& job, int64_t* best);
 void run_linear_best(const LinearJob& job, Format format, int64_t* best);
+// For each row the token that its wish chooses among all outputs; -1 as above.
+void run_packed_choice(const PackedJob& job, const Choice& choice, int64_t* tokens);
+void run_linear_choice(const LinearJob& job, Format format, const Choice& choice, int64_t* tokens);
 
 // `plan`, if its slots exist and its counts fit; at most `most` states of a sequence are kept. Else
 // std::invalid_argument.

@@ -1,29 +1,38 @@
 // From scores to one token: temperature, top-k, top-p, min-p, and a draw by inverse CDF over integer weights in the order
 // of ids. Sums are of integers, so no order of summation shows in a result.
+//
+// Whatever cuts the distribution mostly tells a score that all that is kept will reach. What does is collected; all else
+// happens among these few.
 #include "operations.hpp"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
 #include <vector>
 
 #include "isa.hpp"
+#include "running_top.hpp"
 #include "threads.hpp"
 
 namespace bankfull {
 namespace {
 
-constexpr int BUCKETS = 2048;
-constexpr float LOWEST = -28.0f;  // exp of it, in fixed point, is zero
-
-// Buckets run from the best scores (0) to the worst; equal scores share one, and a lower bucket has higher scores only.
-int bucket_of(float score) {
-    if (!(score > LOWEST)) return BUCKETS - 1;
-    return std::min(BUCKETS - 1, std::max(0, int(score * (float(BUCKETS) / LOWEST))));
-}
+constexpr int BUCKETS = 1024;
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
+constexpr float LOWEST = -28.0f;   // exp of it, in fixed point, is zero
+constexpr double ROUNDING = 1e-4;  // more than an exponential and the score before it can be off
+constexpr double ONE = 0x1p40;     // the weight of the highest score
 
 struct Candidate {
-    float score;
-    int64_t id;
+    float score;  // shaped: the highest is 0
+    int64_t id, weight;
 };
+
+// The order in which tokens are kept: the lowest ids first among equals.
+bool goes_before(const Candidate& a, const Candidate& b) {
+    return a.score > b.score || (a.score == b.score && a.id < b.id);
+}
 
 // Philox-4x32-10: the first two words of the block that seed, position, child and purpose name.
 double uniform_of(const SampleWish& wish, uint32_t purpose) {
@@ -40,93 +49,300 @@ double uniform_of(const SampleWish& wish, uint32_t purpose) {
     return double(uint64_t(counter[0] >> 5) << 26 | counter[1] >> 6) * 0x1p-53;
 }
 
-// Zeroes the weights of all but the `top_k` best tokens and, of these, the fewest whose share reaches `top_p`; the lowest
-// ids first among equals. Only the bucket in which the border lies is sorted.
-void keep_head(const float* scores, int64_t* weights, int64_t vocab, int64_t top_k, double top_p,
-                      std::vector<Candidate>& border) {
-    int64_t counts[BUCKETS] = {}, sums[BUCKETS] = {};
-    for (int64_t i = 0; i < vocab; ++i) {
-        const int bucket = bucket_of(scores[i]);
-        ++counts[bucket];
-        sums[bucket] += weights[i];
-    }
-    const auto sorted = [&](int bucket) {
-        border.clear();
-        for (int64_t i = 0; i < vocab; ++i)
-            if (bucket_of(scores[i]) == bucket) border.push_back({scores[i], i});
-        std::stable_sort(border.begin(), border.end(),
-                         [](const Candidate& a, const Candidate& b) { return a.score > b.score; });
-    };
-    // How many tokens, and of which weight, top-k leaves.
-    int64_t kept = 0, inside = 0, last = 0;
-    while (last < BUCKETS && kept + counts[last] <= top_k) {
-        kept += counts[last];
-        inside += sums[last++];
-    }
-    if (last < BUCKETS && kept < top_k) {
-        sorted(int(last));
-        for (int64_t i = 0; kept < top_k; ++i, ++kept) inside += weights[border[size_t(i)].id];
-    }
-    int64_t keep = top_k < vocab ? top_k : vocab;
-    if (top_p < 1.0) {
-        // A token is kept when what lies before it has not reached the goal; the first always is.
-        const double goal = top_p * double(inside);
-        int64_t before = 0, rank = 0;
-        int bucket = 0;
-        while (bucket < BUCKETS && (counts[bucket] == 0 || double(before + sums[bucket]) < goal)) {
-            before += sums[bucket];
-            rank += counts[bucket++];
+// Where in weights that sum up to `total` the random number points.
+int64_t place_in(int64_t total, double uniform) { return std::min(int64_t(uniform * double(total)), total - 1); }
+
+// One row, and a thread's memory for it.
+class Row {
+  public:
+    int64_t choose(const float* scores, const float* maxima, int64_t count, const SampleWish& wish, uint32_t purpose) {
+        scores_ = scores, maxima_ = maxima, count_ = count, blocks_ = (count + SCORE_BLOCK - 1) / SCORE_BLOCK;
+        highest_ = *std::max_element(maxima, maxima + blocks_);
+        if (!(std::fabs(highest_) <= std::numeric_limits<float>::max())) return -1;
+        if (wish.greedy) return first_of_highest();
+        temperature_ = float(wish.temperature);
+        const double uniform = uniform_of(wish, purpose);
+        const int64_t floor = int64_t(wish.min_p * ONE);
+        if (wish.top_k < count) {
+            gather(rank_reaches(std::min(wish.top_k, blocks_)));
+            if (taken_ < wish.top_k) take_all();
+            keep_best(wish);
+        } else if (wish.top_p < 1.0) {
+            const double total = double(sum_blocks()), goal = wish.top_p * total;
+            gather(rank_reaches((blocks_ + 1) / 2));  // mostly the few that stand out are enough
+            if (double(std::accumulate(weights_.begin(), weights_.begin() + taken_, int64_t(0))) < goal) take_all();
+            keep(count, goal);
+        } else if (floor > 0) {
+            gather(std::max(LOWEST, float(std::log(double(floor) / ONE) - ROUNDING)));
+        } else {
+            return draw_from_all(uniform);
         }
-        if (bucket < BUCKETS) {
-            sorted(bucket);
-            for (size_t i = 0; i < border.size() && (double(before) < goal || rank == 0); ++i, ++rank)
-                before += weights[border[i].id];
-        }
-        keep = rank < keep ? rank : keep;
-        keep = keep < 1 ? 1 : keep;
+        return draw(floor, uniform);
     }
-    if (keep >= vocab) return;
-    int64_t before = 0;
-    int bucket = 0;
-    while (before + counts[bucket] <= keep) before += counts[bucket++];
-    for (int64_t i = 0; i < vocab; ++i)
-        if (bucket_of(scores[i]) > bucket) weights[i] = 0;
-    sorted(bucket);
-    for (size_t i = size_t(keep - before); i < border.size(); ++i) weights[border[i].id] = 0;
+
+    // The same among some tokens in the order of ids, which are all whose score is at least `complete`, for a wish with
+    // top-k. -1 where others might be among the best.
+    template <class Each>
+    int64_t choose_among(const std::vector<Each>& some, float complete, float highest, const SampleWish& wish,
+                         uint32_t purpose) {
+        make_room(int64_t(some.size()));
+        for (size_t i = 0; i < some.size(); ++i) {
+            found_[i] = some[i].score;
+            places_[i] = some[i].id;
+        }
+        highest_ = highest, temperature_ = float(wish.temperature);
+        take(int64_t(some.size()), -INFINITE);
+        const float lowest = keep_best(wish);
+        return border_of(lowest) < complete ? -1 : draw(int64_t(wish.min_p * ONE), uniform_of(wish, purpose));
+    }
+
+  private:
+    // Returns the score of the last of the `top_k` best.
+    float keep_best(const SampleWish& wish) {
+        const int64_t inside = keep(wish.top_k, INFINITE);
+        const float lowest = lowest_found();
+        if (wish.top_p < 1.0) keep(taken_, wish.top_p * double(inside));
+        return lowest;
+    }
+
+    int64_t first_of_highest() const {
+        const int64_t block = std::find(maxima_, maxima_ + blocks_, highest_) - maxima_;
+        return std::find(scores_ + block * SCORE_BLOCK, scores_ + count_, highest_) - scores_;
+    }
+
+    // A score that at least `rank` tokens reach, of as many as there are blocks.
+    float rank_reaches(int64_t rank) {
+        ranked_maxima_.assign(maxima_, maxima_ + blocks_);
+        std::nth_element(ranked_maxima_.begin(), ranked_maxima_.begin() + (rank - 1), ranked_maxima_.end(),
+                         [](float a, float b) { return a > b; });
+        return (ranked_maxima_[size_t(rank - 1)] - highest_) / temperature_;
+    }
+
+    // All that is at least as high once it is shaped was at least this high before: a little lower than one would think,
+    // because different scores may round to the same.
+    float border_of(float least) const {
+        const double width = -double(least) * temperature_;
+        return std::nextafter(float(highest_ - width * (1.0 + 0x1p-20) - temperature_ * 0x1p-140), -INFINITE);
+    }
+
+    void make_room(int64_t count) {
+        if (int64_t(found_.size()) >= count) return;
+        found_.resize(size_t(count));
+        places_.resize(size_t(count));
+        weights_.resize(size_t(count));
+    }
+
+    // All tokens of at least this score, in the order of ids.
+    void gather(float least) {
+        make_room(count_);
+        take(kernels().collect(scores_, maxima_, count_, border_of(least), found_.data(), places_.data()), least);
+    }
+
+    // The first of what was found become the candidates, if they are at least so high.
+    void take(int64_t found, float least) {
+        kernels().weigh(found_.data(), found, highest_, temperature_, found_.data(), weights_.data());
+        taken_ = 0;
+        for (int64_t i = 0; i < found; ++i) copy_candidate(i, found_[size_t(i)] >= least);
+    }
+
+    void take_all() {
+        make_room(count_);
+        kernels().weigh(scores_, count_, highest_, temperature_, found_.data(), weights_.data());
+        std::iota(places_.begin(), places_.begin() + count_, int64_t(0));
+        taken_ = count_;
+    }
+
+    // Without a branch, because half of a long list may go.
+    void copy_candidate(int64_t from, bool stays) {
+        found_[size_t(taken_)] = found_[size_t(from)];
+        places_[size_t(taken_)] = places_[size_t(from)];
+        weights_[size_t(taken_)] = weights_[size_t(from)];
+        taken_ += stays;
+    }
+
+    float lowest_found() const {
+        constexpr int64_t LANES = 8;
+        float lowest[LANES] = {};
+        int64_t i = 0;
+        for (; i + LANES <= taken_; i += LANES)
+            for (int64_t j = 0; j < LANES; ++j)
+                lowest[j] = found_[size_t(i + j)] < lowest[j] ? found_[size_t(i + j)] : lowest[j];
+        for (; i < taken_; ++i) lowest[0] = std::min(lowest[0], found_[size_t(i)]);
+        return *std::min_element(lowest, lowest + LANES);
+    }
+
+    // Drops all candidates but the `most` best and, of these, the fewest whose weight reaches `goal`; one is always kept.
+    // Returns the weight that is left. Only the bucket in which the border lies is sorted.
+    int64_t keep(int64_t most, double goal) {
+        // Lower buckets have higher scores only. What weighs nothing shares the last one.
+        const float lowest = std::min(std::max(lowest_found(), LOWEST), -1e-30f), scale = float(BUCKETS) / lowest;
+        const auto bucket_of = [scale](float score) { return std::min(int(std::max(score, LOWEST) * scale), BUCKETS - 1); };
+        int64_t counts[BUCKETS] = {}, weights[BUCKETS] = {};
+        for (size_t i = 0; i < size_t(taken_); ++i) {
+            const int bucket = bucket_of(found_[i]);
+            ++counts[bucket];
+            weights[bucket] += weights_[i];
+        }
+        int64_t kept = 0, sum = 0;
+        int border = 0;
+        while (border < BUCKETS && kept + counts[border] <= most && double(sum + weights[border]) < goal) {
+            kept += counts[border];
+            sum += weights[border++];
+        }
+        if (border == BUCKETS) return sum;
+        ranked_.clear();
+        for (size_t i = 0; i < size_t(taken_); ++i)
+            if (bucket_of(found_[i]) == border) ranked_.push_back({found_[i], places_[i], weights_[i]});
+        std::sort(ranked_.begin(), ranked_.end(), goes_before);
+        // A token is kept when what lies before it has not reached the goal.
+        Candidate last{INFINITE, 0, 0};
+        for (const Candidate& each : ranked_) {
+            if (kept == most || (double(sum) >= goal && kept > 0)) break;
+            last = each;
+            sum += each.weight;
+            ++kept;
+        }
+        const int64_t before = taken_;
+        taken_ = 0;
+        for (int64_t i = 0; i < before; ++i) {
+            const float score = found_[size_t(i)];
+            const int bucket = bucket_of(score);
+            const bool in_time = bool((score > last.score) | ((score == last.score) & (places_[size_t(i)] <= last.id)));
+            copy_candidate(i, bool((bucket < border) | ((bucket == border) & in_time)));
+        }
+        return sum;
+    }
+
+    int64_t draw(int64_t floor, double uniform) const {
+        const auto weight = [&](int64_t i) { return weights_[size_t(i)] < floor ? 0 : weights_[size_t(i)]; };
+        int64_t total = 0;
+        for (int64_t i = 0; i < taken_; ++i) total += weight(i);
+        const int64_t goal = place_in(total, uniform);
+        int64_t i = 0;
+        for (int64_t sum = weight(0); sum <= goal; sum += weight(i)) ++i;
+        return places_[size_t(i)];
+    }
+
+    int64_t sum_blocks() {
+        sums_.resize(size_t(blocks_));
+        kernels().block_weights(scores_, count_, highest_, temperature_, sums_.data());
+        int64_t total = 0;
+        for (const int64_t sum : sums_) total += sum;
+        return total;
+    }
+
+    int64_t draw_from_all(double uniform) {
+        int64_t goal = place_in(sum_blocks(), uniform), block = 0;
+        while (sums_[size_t(block)] <= goal) goal -= sums_[size_t(block++)];
+        const int64_t first = block * SCORE_BLOCK, width = std::min(SCORE_BLOCK, count_ - first);
+        float shaped[SCORE_BLOCK];
+        int64_t weights[SCORE_BLOCK], place = 0;
+        kernels().weigh(scores_ + first, width, highest_, temperature_, shaped, weights);
+        while (weights[place] <= goal) goal -= weights[place++];
+        return first + place;
+    }
+
+    const float *scores_ = nullptr, *maxima_ = nullptr;
+    int64_t count_ = 0, blocks_ = 0;
+    float highest_ = 0.0f, temperature_ = 1.0f;
+    // The candidates, in the order of ids: their scores, shaped, their ids and their weights.
+    int64_t taken_ = 0;
+    std::vector<float> found_;
+    std::vector<int64_t> places_, weights_;
+    // Kept for their memory.
+    std::vector<float> ranked_maxima_;
+    std::vector<int64_t> sums_;
+    std::vector<Candidate> ranked_;
+};
+
+Row& row_of_this_thread() {
+    thread_local Row row;
+    return row;
 }
 
 void sample(const SampleJob& job, int64_t begin, int64_t end) {
-    thread_local std::vector<float> scores;
-    thread_local std::vector<int64_t> weights;
-    thread_local std::vector<Candidate> border;
-    const int64_t vocab = job.vocab;
-    if (int64_t(scores.size()) < vocab) {
-        scores.resize(size_t(vocab));
-        weights.resize(size_t(vocab));
-    }
-    for (int64_t row = begin; row < end; ++row) {
-        const float* logits = job.logits + row * vocab;
-        const SampleWish& wish = job.wishes[row];
-        const Best best = kernels().best_of(logits, vocab);
-        job.tokens[row] = best.index;
-        if (best.index < 0 || wish.greedy) continue;
-        kernels().weigh(logits, vocab, best.value, float(wish.temperature), scores.data(), weights.data());
-        if (wish.top_k < vocab || wish.top_p < 1.0)
-            keep_head(scores.data(), weights.data(), vocab, wish.top_k, wish.top_p, border);
-        const int64_t floor = int64_t(wish.min_p * 0x1p40);
-        int64_t total = 0;
-        for (int64_t i = 0; i < vocab; ++i) {
-            if (weights[size_t(i)] < floor) weights[size_t(i)] = 0;
-            total += weights[size_t(i)];
+    Row& row = row_of_this_thread();
+    thread_local std::vector<float> own;
+    const int64_t blocks = (job.vocab + SCORE_BLOCK - 1) / SCORE_BLOCK;
+    for (int64_t i = begin; i < end; ++i) {
+        const float* scores = job.scores + i * job.vocab;
+        const float* maxima = job.maxima + i * blocks;
+        if (!job.maxima) {
+            own.resize(size_t(blocks));
+            kernels().block_maxima(scores, job.vocab, own.data());
+            maxima = own.data();
         }
-        const int64_t goal = std::min(int64_t(uniform_of(wish, job.purpose) * double(total)), total - 1);
-        int64_t id = 0;
-        for (int64_t sum = weights[0]; sum <= goal; sum += weights[size_t(id)]) ++id;
-        job.tokens[row] = id;
+        job.tokens[i] = row.choose(scores, maxima, job.vocab, job.choice.wishes[i], job.choice.purpose);
     }
 }
 
 }  // namespace
+
+void RunningTop::begin(int64_t most) {
+    most_ = most;
+    enough_ = size_t(4 * most + 2 * SCORE_BLOCK);
+    border_ = highest_ = -INFINITE;
+    known_.clear();
+    kept_.clear();
+}
+
+void RunningTop::add(const float* scores, const float* maxima, int64_t first, int64_t width) {
+    const std::lock_guard<std::mutex> alone(busy_);
+    raise_border(scores, maxima, width);
+    if (int64_t(found_.size()) < width) {
+        found_.resize(size_t(width));
+        places_.resize(size_t(width));
+    }
+    const int64_t taken = kernels().collect(scores, maxima, width, border_, found_.data(), places_.data());
+    for (size_t i = 0; i < size_t(taken); ++i) kept_.push_back({first + places_[i], found_[i]});
+    if (kept_.size() > enough_) forget();
+}
+
+// Every one of `known_` stands for a token of its own, so `most` of them are a bound for the last one wanted.
+void RunningTop::raise_border(const float* scores, const float* maxima, int64_t width) {
+    const int64_t blocks = (width + SCORE_BLOCK - 1) / SCORE_BLOCK;
+    for (int64_t i = 0; i < blocks; ++i) highest_ = std::max(highest_, maxima[i]);
+    if (highest_ == INFINITE) return;
+    const auto higher = [](float a, float b) { return a > b; };
+    if (known_.empty() && width >= most_) {
+        known_.assign(scores, scores + width);
+        std::nth_element(known_.begin(), known_.begin() + (most_ - 1), known_.end(), higher);
+        known_.resize(size_t(most_));
+        std::make_heap(known_.begin(), known_.end(), higher);
+    } else {
+        for (int64_t i = 0; i < blocks; ++i) {
+            if (int64_t(known_.size()) == most_) {
+                if (maxima[i] <= known_.front()) continue;
+                std::pop_heap(known_.begin(), known_.end(), higher);
+                known_.pop_back();
+            }
+            known_.push_back(maxima[i]);
+            std::push_heap(known_.begin(), known_.end(), higher);
+        }
+    }
+    // A little lower than the bound: shaped, other scores may round to the same.
+    if (int64_t(known_.size()) == most_)
+        border_ = std::max(border_, known_.front() - std::max(1.0f, std::fabs(known_.front())) * 0x1p-12f);
+}
+
+void RunningTop::forget() {
+    const auto low = [this](const Kept& each) { return each.score < border_; };
+    kept_.erase(std::remove_if(kept_.begin(), kept_.end(), low), kept_.end());
+    enough_ = std::max(enough_, 2 * kept_.size());
+}
+
+bool RunningTop::choose(const SampleWish& wish, uint32_t purpose, int64_t& token) {
+    token = -1;
+    if (!(std::fabs(highest_) <= std::numeric_limits<float>::max())) return true;
+    forget();
+    std::sort(kept_.begin(), kept_.end(), [](const Kept& a, const Kept& b) { return a.id < b.id; });
+    if (wish.greedy) {
+        token = std::find_if(kept_.begin(), kept_.end(), [this](const Kept& each) { return each.score == highest_; })->id;
+        return true;
+    }
+    token = row_of_this_thread().choose_among(kept_, border_, highest_, wish, purpose);
+    return token >= 0;
+}
 
 void run_sample(const SampleJob& job, int64_t rows) {
     parallel(rows, 1, [](const void* p, int64_t begin, int64_t end) {

@@ -93,14 +93,22 @@ void PackedStep::run(const Step& step) const {
                 encoded_at(encoded, step, parts[0].outputs)});
 }
 
-void PackedBestStep::run(const Step& step) const {
+void PackedHeadStep::run(const Step& step) const {
     const PackedPart part{weight.in<uint8_t>(step), bias.in<float>(step), nullptr, 0, outputs, pack};
-    run_packed_best({encoded_at(x, step, inner), step.tokens, inner, &part, 1, -1, {}}, best.in<int64_t>(step));
+    const PackedJob job{encoded_at(x, step, inner), step.tokens, inner, &part, 1, -1, {}};
+    if (step.choice)
+        run_packed_choice(job, *step.choice, chosen.in<int64_t>(step));
+    else
+        run_packed_best(job, chosen.in<int64_t>(step));
 }
 
-void BestStep::run(const Step& step) const {
-    run_linear_best({x.in<float>(step), x_stride, weight.in<uint8_t>(step), bias.in<float>(step), nullptr, step.tokens,
-                     outputs, inner, row_bytes}, format, best.in<int64_t>(step));
+void HeadStep::run(const Step& step) const {
+    const LinearJob job{x.in<float>(step), x_stride, weight.in<uint8_t>(step), bias.in<float>(step), nullptr,
+                        step.tokens, outputs, inner, row_bytes};
+    if (step.choice)
+        run_linear_choice(job, format, *step.choice, chosen.in<int64_t>(step));
+    else
+        run_linear_best(job, format, chosen.in<int64_t>(step));
 }
 
 void PointwiseStep::run(const Step& step) const {

@@ -24,6 +24,7 @@ struct Step {
     uint8_t* arena;
     const Input* inputs;
     Rounding rounding = Rounding::Int8;  // the tape's own, whatever the caller says
+    const Choice* choice = nullptr;  // how each token's next one is chosen; null: it is the likeliest
 };
 
 struct Place {
@@ -124,16 +125,16 @@ struct PackedStep : Instruction {
     void run(const Step& step) const override;
 };
 
-// The best output of each token: see run_packed_best.
-struct PackedBestStep : Instruction {
-    Place x, weight, bias, best;
+// The output that each token's next one is: see run_packed_best and run_packed_choice.
+struct PackedHeadStep : Instruction {
+    Place x, weight, bias, chosen;
     int64_t inner, outputs;
     int pack;
     void run(const Step& step) const override;
 };
 
-struct BestStep : Instruction {
-    Place x, weight, bias, best;
+struct HeadStep : Instruction {
+    Place x, weight, bias, chosen;
     Format format;
     int64_t x_stride, outputs, inner, row_bytes;
     void run(const Step& step) const override;

@@ -24,7 +24,10 @@ def bench(
         int | None, typer.Option(help="Requests at once, for throughput.", show_default=str(REQUESTS))
     ] = None,
     reps: Annotated[int, typer.Option(help="Repetitions, after one that warms up.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the random prompts, and of sampling.")] = 0,
+    temperature: Annotated[float, typer.Option(help="0 = greedy decoding; above it, tokens are sampled.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample among the k likeliest tokens; 0 = all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this share.")] = 1.0,
     profile: Annotated[
         bool, typer.Option("--profile", help="Run once more and show where the time of a step goes, kernel by kernel.")
     ] = False,
@@ -45,7 +48,7 @@ def bench(
     requests = 1 if kind == "latency" else REQUESTS if concurrency is None else concurrency
     from bankfull.limits.bench import Bench, Load
 
-    load = Load(prompt_len, output_len, requests, reps, seed)
+    load = Load(prompt_len, output_len, requests, reps, seed, temperature, top_k, top_p)
     llm = engine.load()
 
     from bankfull.cli.terminal import print_table, progress
@@ -59,7 +62,7 @@ def bench(
         return
     from bankfull.limits.bench_show import bench_table, notes, profile_tables
 
-    asked = f"{requests} x {prompt_len} in, {output_len} out, {dtype}"
+    asked = f"{requests} x {prompt_len} in, {output_len} out, {dtype}{load.sampling}"
     print_table(bench_table(report, f"{kind} of {engine.model}: {asked}"))
     for table in profile_tables(report):
         print_table(table)

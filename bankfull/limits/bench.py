@@ -41,6 +41,9 @@ class Load:
     requests: int = 1
     reps: int = 5
     seed: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("prompt_len", "output_len", "requests", "reps"):
@@ -51,6 +54,21 @@ class Load:
                 f"{self.requests} requests of {self.prompt_len} + {self.output_len} tokens are more than "
                 f"{MOST_TOKENS} tokens at once; lower one of the three."
             )
+        if self.params.greedy and (self.top_k, self.top_p) != (0, 1.0):
+            raise ConfigError("top_k and top_p change nothing without a temperature above 0; give one too.")
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed,
+            max_tokens=self.output_len, ignore_eos=True,
+        )  # fmt: skip
+
+    @property
+    def sampling(self) -> str:
+        """For a title: nothing where decoding is greedy."""
+        named = {"temperature": (self.temperature, 0.0), "top_k": (self.top_k, 0), "top_p": (self.top_p, 1.0)}
+        return "".join(f", {name} {value:g}" for name, (value, neutral) in named.items() if value != neutral)
 
     def fits(self, max_len: int) -> None:
         needed = self.prompt_len + self.output_len
@@ -194,7 +212,7 @@ class Bench:
         self._llm, self._load, self._dtype, self._expand = llm, load, dtype, expand
         self._front = llm.loaded.frontend
         self._salt = secrets.token_hex(8)  # an earlier benchmark on the same engine had the same prompts
-        self._params = SamplingParams(temperature=0.0, max_tokens=load.output_len, ignore_eos=True)
+        self._params = load.params
 
     def run(self, kind: str, advance: Callable[[int], None] | None = None) -> Report:
         """`advance` is told how many repetitions are done."""

@@ -16,7 +16,7 @@ from bankfull.limits.metered import HEAD
 from bankfull.limits.step import StepShape
 from bankfull.ops.registry import BODY, Kit
 from bankfull.runtime.device import Device, Future
-from bankfull.runtime.forward import Eager, Forward, Greedy
+from bankfull.runtime.forward import ChoosingStep, Eager, Forward
 from bankfull.runtime.rows import Rows
 from bankfull.sample.table import Chooser
 from bankfull.types import StepPlan
@@ -53,8 +53,8 @@ class TimedDevice:
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         return self._device.capture(forward, kit)
 
-    def greedy(self, forward: Forward, rows: Rows) -> Greedy | None:
-        return self._device.greedy(forward, rows)
+    def choosing(self, forward: Forward, rows: Rows) -> ChoosingStep | None:
+        return self._device.choosing(forward, rows)
 
     def chooser(self, kit: Kit) -> Chooser | None:
         return self._device.chooser(kit)

@@ -11,7 +11,7 @@ import torch
 
 from bankfull.errors import ConfigError
 from bankfull.ops.registry import Kit
-from bankfull.runtime.forward import Eager, Forward, Greedy, GreedyForward
+from bankfull.runtime.forward import ChoosingForward, ChoosingStep, Eager, Forward
 from bankfull.runtime.rows import Rows
 from bankfull.sample.table import Chooser
 
@@ -39,8 +39,8 @@ class Device(Protocol):
         """The same computation in fewer launches, where the device can; else `forward` itself."""
         ...
 
-    def greedy(self, forward: Forward, rows: Rows) -> Greedy | None:
-        """A captured step that chooses tokens too, if there is one: for rows that want the likeliest and no more."""
+    def choosing(self, forward: Forward, rows: Rows) -> ChoosingStep | None:
+        """A captured step that chooses tokens too, if there is one: for the rows that `Rows.is_simple` tells."""
         ...
 
     def chooser(self, kit: Kit) -> Chooser | None:
@@ -78,8 +78,8 @@ class Cpu:
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         return record_on_tape(forward, kit)
 
-    def greedy(self, forward: Forward, rows: Rows) -> Greedy | None:
-        return greedy_on_tape(forward, rows)
+    def choosing(self, forward: Forward, rows: Rows) -> ChoosingStep | None:
+        return choosing_on_tape(forward, rows)
 
     def chooser(self, kit: Kit) -> Chooser | None:
         return native_chooser(kit)
@@ -110,7 +110,7 @@ class Cuda:
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         return forward
 
-    def greedy(self, forward: Forward, rows: Rows) -> Greedy | None:
+    def choosing(self, forward: Forward, rows: Rows) -> ChoosingStep | None:
         return None
 
     def chooser(self, kit: Kit) -> Chooser | None:
@@ -134,8 +134,8 @@ def record_on_tape(forward: Eager, kit: Kit) -> Forward:
     return Taped(forward, kit)
 
 
-def greedy_on_tape(forward: Forward, rows: Rows) -> Greedy | None:
-    return forward.greedy(rows) if isinstance(forward, GreedyForward) else None
+def choosing_on_tape(forward: Forward, rows: Rows) -> ChoosingStep | None:
+    return forward.choosing(rows) if isinstance(forward, ChoosingForward) else None
 
 
 def native_chooser(kit: Kit) -> Chooser | None:

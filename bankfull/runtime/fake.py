@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 from bankfull.ops.registry import Kit
-from bankfull.runtime.device import Future, available_memory, greedy_on_tape, native_chooser, record_on_tape
-from bankfull.runtime.forward import Eager, Forward, Greedy
+from bankfull.runtime.device import Future, available_memory, choosing_on_tape, native_chooser, record_on_tape
+from bankfull.runtime.forward import ChoosingStep, Eager, Forward
 from bankfull.runtime.rows import Rows
 from bankfull.sample.table import Chooser
 
@@ -42,8 +42,8 @@ class Late:
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         return record_on_tape(forward, kit)
 
-    def greedy(self, forward: Forward, rows: Rows) -> Greedy | None:
-        return greedy_on_tape(forward, rows)
+    def choosing(self, forward: Forward, rows: Rows) -> ChoosingStep | None:
+        return choosing_on_tape(forward, rows)
 
     def chooser(self, kit: Kit) -> Chooser | None:
         return native_chooser(kit)

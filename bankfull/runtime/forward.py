@@ -49,17 +49,17 @@ class Forward(Protocol):
         ...
 
 
-class Greedy(Protocol):
+class ChoosingStep(Protocol):
     def __call__(self, rows: Sequence[int], /) -> list[int]:
-        """Run one more token of each of these rows and append the likeliest next one; NO_TOKEN where there is none."""
+        """Run one more token of each of these rows and append the next one; NO_TOKEN where there is none to choose."""
         ...
 
 
 @runtime_checkable
-class GreedyForward(Protocol):
+class ChoosingForward(Protocol):
     """A captured forward that can also choose."""
 
-    def greedy(self, rows: Rows) -> Greedy | None: ...
+    def choosing(self, rows: Rows) -> ChoosingStep | None: ...
 
 
 class Eager:

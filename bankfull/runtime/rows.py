@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bankfull.sample.params import SamplingParams
-from bankfull.sample.table import PLAIN, SamplingTable
+from bankfull.sample.table import SamplingTable
 from bankfull.state.spec import Layout
 from bankfull.types import Enter, StepPlan
 
@@ -102,10 +102,10 @@ class Rows:
                 row, job.params, prompt_len=enter.prompt_len, child=enter.child, seed=job.seed, stop_ids=job.stop_ids
             )
 
-    def is_plain(self, job: Job) -> bool:
-        """Nothing but the likeliest tokens is asked for."""
+    def is_simple(self, job: Job) -> bool:
+        """Nothing but tokens is asked for, greedy or drawn in a way that needs no more than the scores themselves."""
         only_tokens = job.pool is None and job.params.prompt_logprobs is None
-        return only_tokens and self.sampling.facts_of(job.params, job.stop_ids) == PLAIN
+        return only_tokens and self.sampling.facts_of(job.params, job.stop_ids).simple
 
     def job(self, row: int) -> Job:
         job = self.jobs[row]

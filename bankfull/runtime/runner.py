@@ -89,15 +89,15 @@ class Runner:
         self.run_model: Forward = eager if kit is None else device.capture(eager, kit)
         self.rows = Rows(rows, max_len, layout, model.vocab, device.torch)
         self.rows.sampling.chooser = None if kit is None else device.chooser(kit)
-        self._greedy = device.greedy(self.run_model, self.rows) if strategy.idle else None
+        self._choosing = device.choosing(self.run_model, self.rows) if strategy.idle else None
         self._demanding: set[int] = set()
-        """Rows that want more than the likeliest tokens. Known when a step is planned, not only when it runs."""
+        """Rows that want more than simple tokens. Known when a step is planned, not only when it runs."""
 
     def forward(self, plan: StepPlan) -> Step:
         step = Step(plan)
         for enter in plan.enter:
-            (self._demanding.discard if self.rows.is_plain(enter.payload) else self._demanding.add)(enter.row)
-        greedy = self._greedy if plan.work and self._only_greedy(plan.work) else None
+            (self._demanding.discard if self.rows.is_simple(enter.payload) else self._demanding.add)(enter.row)
+        choosing = self._choosing if plan.work and self._only_simple(plan.work) else None
 
         def run() -> Landed:
             landed = Landed()
@@ -106,20 +106,20 @@ class Runner:
             self.rows.apply(plan)
             if plan.enter:
                 self.strategy.begin([enter.row for enter in plan.enter])
-            if greedy is not None:
-                landed.chosen = greedy([w.row for w in plan.work])
+            if choosing is not None:
+                landed.chosen = choosing([w.row for w in plan.work])
             elif plan.work:
                 step.batch = build_batch(plan.work, self.rows, self.layout)
                 step.hidden = self.run_model(step.batch)
             return landed
 
         future = self.device.launch(run)
-        if greedy is not None or not plan.work:
+        if choosing is not None or not plan.work:
             step.landed = future
         return step
 
-    def _only_greedy(self, work: list[Work]) -> bool:
-        """Does each sequence of the step want its next token, the likeliest, and nothing else?"""
+    def _only_simple(self, work: list[Work]) -> bool:
+        """Does each sequence of the step want its next token, in a simple way, and nothing else?"""
         demanding = self._demanding
         return all(w.count == 1 and w.sample and not w.drafts and w.row not in demanding for w in work)
 

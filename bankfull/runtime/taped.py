@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from bankfull.layers.batch import Batch
+from bankfull.ops.native.sampling import wishes_at
 from bankfull.ops.native.tape import Recorder, RowsAt, Tape
 from bankfull.ops.native.tape.instruction import Break
 from bankfull.ops.native.tape.record import TOKENS, CannotRecord
 from bankfull.ops.registry import Kit
-from bankfull.runtime.forward import Eager, Greedy, plan_mixers
+from bankfull.runtime.forward import ChoosingStep, Eager, plan_mixers
 from bankfull.runtime.rows import Rows
 from bankfull.state.spec import Layout
 
@@ -41,18 +42,19 @@ class Taped:
         tensors = dict(zip(input_names(self._layout), found, strict=True)) if self.tape.breaks else None
         return self.tape.replay(len(batch.tokens), len(batch.kv_len), sources, tensors, self.timed)
 
-    def greedy(self, rows: Rows) -> Greedy | None:
-        """A step that chooses too, for rows that want nothing but the likeliest token."""
+    def choosing(self, rows: Rows) -> ChoosingStep | None:
+        """A step that chooses too, for rows whose wishes the kernel knows."""
         if self._layout.recurrent is not None or rows.host is None:
             return None
         tables = [
             (table.data_ptr(), table.shape[1], size) for table, size in zip(rows.tables, rows.page_tokens, strict=True)
         ]
         count, longest = rows.tokens.shape
-        run = self.tape.greedy(
-            RowsAt(count, longest, rows.tokens.data_ptr(), rows.known.data_ptr(), rows.computed.ctypes.data, tables)
-        )
-        return None if run is None else lambda chosen: run(chosen, self.timed)
+        run = self.tape.choosing(RowsAt(
+            count, longest, rows.tokens.data_ptr(), rows.known.data_ptr(), rows.computed.ctypes.data, tables,
+            wishes_at(rows.sampling),
+        ))  # fmt: skip
+        return None if run is None else lambda lines: run(lines, self.timed)
 
 
 def _record_choice(recorder: Recorder, head: Any, hidden: Tensor) -> Tensor | None:

@@ -7,7 +7,7 @@ all), so a row's numbers are the same whether or not a batch-mate caused a stage
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,11 @@ class Facts:
     min_p: bool = False
     typical: bool = False
     logprobs: int | None = None
+
+    @property
+    def simple(self) -> bool:
+        """Greedy, or temperature, top-k, top-p and min-p over the model's own scores: what a kernel draws by itself."""
+        return replace(self, greedy=True, top_k=None, nucleus=False, min_p=False) == PLAIN
 
 
 Chooser = Callable[[Tensor, Tensor, "SamplingTable", Tensor], Tensor]

@@ -224,7 +224,56 @@ void check_packed_linear(Random& random) {
     for (const Activations kind : KINDS) check_packed(random, kind);
 }
 
+// A wish with each of its parts, or without.
+static SampleWish any_wish(Random& random, int64_t vocab, bool with_top_k) {
+    SampleWish wish{};
+    static constexpr double temperatures[] = {0.01, 0.7, 1.0, 30.0}, shares[] = {1.0, 1.0, 0.9, 0.3}, floors[] = {0.0, 0.0, 0.1};
+    wish.greedy = random.one_in(4);
+    wish.temperature = random.any_of(temperatures);
+    wish.top_p = random.any_of(shares);
+    wish.min_p = random.any_of(floors);
+    wish.top_k = with_top_k ? std::min(vocab, random.between(1, 60)) : vocab;
+    wish.seed = random.between(0, 1 << 30);
+    return wish;
+}
+
+// Choosing while outputs are made gives what choosing among all of them gives: also where one lies so far above that the
+// others round to the same.
+static void check_choice(Random& random) {
+    const Weight weight(random, Q8_0, random.between(1, 1300), 32);
+    const int64_t rows = random.between(1, 6), outputs = weight.outputs;
+    const Array<uint8_t> packs = packed(weight);
+    const Array<float> x = normals(random, rows * weight.inner);
+    Array<float> y(rows * outputs), bias(outputs);
+    for (float& each : bias) each = 0.0f;
+    if (random.one_in(2)) bias[random.between(0, outputs - 1)] = 1e6f;
+    EncodedRows encoded(rows, weight.inner, Activations::Codes);
+    EncodeJob encode{};
+    encode.x = x.data(), encode.x_stride = weight.inner, encode.columns = weight.inner, encode.out = encoded.place();
+    run_encode(encode, rows);
+    PackedPart part{};
+    part.weight = packs.data(), part.bias = bias.data(), part.y = y.data(), part.y_stride = part.outputs = outputs;
+    part.pack = PACK8;
+    PackedJob job{};
+    job.x = encoded.place(), job.rows = rows, job.inner = weight.inner, job.parts = &part, job.count = 1, job.gate = -1;
+    run_packed(job);
+    if (random.one_in(8)) y[0] = NOT_A_NUMBER;
+    for (const bool with_top_k : {true, false}) {
+        std::vector<SampleWish> wishes;
+        for (int64_t row = 0; row < rows; ++row) wishes.push_back(any_wish(random, outputs, with_top_k));
+        const Choice choice{wishes.data(), 7};
+        Array<int64_t> tokens(rows), expected(rows);
+        run_sample({y.data(), nullptr, choice, expected.data(), outputs}, rows);
+        expect(y[0] == y[0] || expected[0] == -1, "nothing is chosen beside a NaN");
+        run_packed_choice(job, choice, tokens.data());
+        for (int64_t row = y[0] == y[0] ? 0 : 1; row < rows; ++row)
+            expect_close(double(tokens[row]), double(expected[row]), 0, "choice", row);
+    }
+}
+
 void check_best(Random& random) {
+    check_choice(random);
+
     const int64_t count = random.between(1, 100);
     Array<float> scores(count);
     for (float& score : scores) score = float(random.between(-5, 5));  // ties

@@ -30,7 +30,10 @@ def test_latency_as_json_has_every_repetition_and_a_summary_of_them(cli: Cli, mo
     assert done.code == 0 and done.out.count("\n") == 1
     found = done.json
     assert found["kind"] == "latency" and found["device"] == "cpu" and found["model"] == str(model)
-    assert found["load"] == {"prompt_len": 12, "output_len": 4, "requests": 1, "reps": 2, "seed": 3}
+    assert found["load"] == {
+        "prompt_len": 12, "output_len": 4, "requests": 1, "reps": 2, "seed": 3, "temperature": 0.0, "top_k": 0,
+        "top_p": 1.0,
+    }  # fmt: skip
     assert found["ceilings"]["used"]["read_bytes_per_s"] == ceilings.read_bytes_per_s
     assert len(found["repetitions"]) == 2 and set(found["summary"]) == set(found["repetitions"][0])
     for row in found["repetitions"]:
@@ -42,6 +45,12 @@ def test_latency_as_json_has_every_repetition_and_a_summary_of_them(cli: Cli, mo
     assert (spread["low"], spread["high"], spread["count"]) == (min(rates), max(rates), 2)
     assert spread["median"] == pytest.approx(sum(rates) / 2)
     assert found["operations"]["paged_attention"]
+
+
+def test_sampled_decoding_is_measured_and_the_title_says_so(cli: Cli, model: Path) -> None:
+    done = cli("bench", "latency", "-m", model, *SMALL, "--temperature", 0.8, "--top-k", 40, "--top-p", 0.9)
+    assert done.code == 0, done.err
+    assert "temperature 0.8, top_k 40, top_p 0.9" in " ".join(done.out.split())
 
 
 @pytest.mark.skipif(native.status() is not None, reason="the kernels are not built")
@@ -89,6 +98,8 @@ def test_one_token_has_a_first_but_no_decoding(cli: Cli, model: Path) -> None:
         (("latency", "--prompt-len", 400), "context of 528"),
         (("latency", "--prompt-len", 10**12), "more than"),
         (("latency", "--prompt-len", "many"), "--prompt-len"),
+        (("latency", "--temperature", -1), "temperature"),
+        (("latency", "--top-k", 40), "temperature above 0"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(cli: Cli, model: Path, bad: tuple[object, ...], says: str) -> None:

@@ -103,6 +103,15 @@ def test_a_load_that_cannot_run_is_refused(bad: tuple[int, ...]) -> None:
         Load(*bad)
 
 
+def test_a_load_says_how_its_tokens_are_chosen() -> None:
+    assert Load(4, 3).params.greedy and Load(4, 3).sampling == ""
+    sampled = Load(4, 3, temperature=0.7, top_k=20)
+    assert (sampled.params.temperature, sampled.params.top_k, sampled.params.top_p) == (0.7, 20, 1.0)
+    assert sampled.sampling == ", temperature 0.7, top_k 20"
+    with pytest.raises(ConfigError, match="temperature above 0"):
+        Load(4, 3, top_p=0.9)
+
+
 def test_a_load_beyond_the_context_is_refused_before_anything_runs(llm: LLM) -> None:
     with pytest.raises(ConfigError, match="context of 301, but this model runs with 256"):
         Bench(llm, Load(300, 1), dtype="float32")

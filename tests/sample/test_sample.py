@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -17,10 +19,13 @@ DRAWS = 20_000
 
 
 CHOOSERS: dict[str, Chooser | None] = {"tensors": None}
+ISAS: list[str] = []
 if native.status() is None:
+    from bankfull import _native
     from bankfull.ops.native.sampling import choose
 
     CHOOSERS["native"] = choose
+    ISAS = _native.isas()
 
 
 def draws_of(
@@ -83,6 +88,54 @@ def test_the_kernel_chooses_the_tokens_that_tensors_choose(vocab: int) -> None:
             ]
             chosen.append(found)
         assert chosen[0] == chosen[1]
+
+
+@pytest.fixture
+def every_isa() -> Iterator[list[str]]:
+    before = _native.isa()
+    yield ISAS
+    _native.set_isa(before)
+
+
+WIDE = [
+    SamplingParams(top_k=1), SamplingParams(temperature=0.7, top_k=60), SamplingParams(top_k=390),
+    SamplingParams(temperature=1.9, top_p=0.99), SamplingParams(temperature=0.2, top_p=0.4), SamplingParams(min_p=1.0),
+    SamplingParams(temperature=3.0, min_p=1e-9), SamplingParams(temperature=90.0, top_k=100, top_p=0.97),
+]  # fmt: skip
+
+
+@pytest.mark.skipif("native" not in CHOOSERS, reason="the kernels are not built")
+@pytest.mark.parametrize("kind", ["peaked", "flat", "equal", "far", "masked"])
+def test_every_instruction_set_cuts_where_tensors_cut(kind: str, every_isa: list[str]) -> None:
+    """Scores of many shapes, and a vocabulary that no block divides: few or nearly all tokens are candidates, equals
+    lie on the border, different scores round to the same one below a far highest."""
+    vocab = 50_001
+    numbers = torch.Generator().manual_seed(7)
+    logits = torch.randn(len(WIDE), vocab, generator=numbers)
+    if kind == "peaked":
+        logits[:, 77:90] += 12
+    elif kind == "flat":
+        logits *= 0.01
+    elif kind == "equal":
+        logits = (logits * 3).round()
+    elif kind == "far":
+        logits = logits * 1e-4 + 1
+        logits[:, 40_000] = 3_000.0
+    else:
+        logits[:, torch.rand(vocab, generator=numbers) < 0.99] = -torch.inf
+    rows = torch.arange(len(WIDE))
+    lines = rows.tolist()
+    found = {}
+    for name, chooser in (("tensors", None), *((isa, choose) for isa in every_isa)):
+        if chooser is not None:
+            _native.set_isa(name)
+        table = SamplingTable(len(WIDE), vocab)
+        table.chooser = chooser
+        for row, wish in enumerate(WIDE):
+            table.set(row, wish, prompt_len=0, child=0, seed=row, stop_ids=[])
+        found[name] = [sample(logits, rows, table, rows[:, None], rows + 9 * i, host_rows=lines).tokens.tolist()
+                       for i in range(6)]  # fmt: skip
+    assert all(tokens == found["tensors"] for tokens in found.values()), found
 
 
 def test_children_and_seeds_draw_independently() -> None:

@@ -12,6 +12,19 @@ from bankfull.sample.table import CHILD, GREEDY, MIN_P, SEED, TEMPERATURE, TOP_K
 
 _native = required()
 _REALS, _WHOLES = [TEMPERATURE, TOP_P, MIN_P], [TOP_K, SEED, CHILD]
+_At = tuple[int, int, tuple[int, ...]]
+WishesAt = tuple[_At, _At, int]
+"""Where the wishes of all rows lie, reals and wholes: address, columns, and which of these are meant; the purpose."""
+
+
+def wishes_at(table: SamplingTable) -> WishesAt:
+    """For kernels that read the table in place: its tensors must stay."""
+    assert table.reals.is_contiguous() and table.wholes.is_contiguous()
+    return (
+        (table.reals.data_ptr(), table.reals.shape[1], tuple(_REALS)),
+        (table.wholes.data_ptr(), table.wholes.shape[1], (*_WHOLES, GREEDY)),
+        int(Purpose.TOKEN),
+    )
 
 
 def choose(scores: Tensor, rows: Tensor, table: SamplingTable, length: Tensor) -> Tensor:

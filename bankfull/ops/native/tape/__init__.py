@@ -5,6 +5,6 @@
 """
 
 from bankfull.ops.native.tape.record import Recorder
-from bankfull.ops.native.tape.replay import Greedy, RowsAt, Tape
+from bankfull.ops.native.tape.replay import ChoosingStep, RowsAt, Tape
 
-__all__ = ["Greedy", "Recorder", "RowsAt", "Tape"]
+__all__ = ["ChoosingStep", "Recorder", "RowsAt", "Tape"]

@@ -131,7 +131,7 @@ def best_output(rec: Recorder, out: Outputs, x: Tensor, weight: QTensor, bias: T
     outputs, inner = weight.shape
     code, block, block_bytes = FORMATS[weight.scheme.name]
     rec.emit(
-        "best", {"x": place, "weight": Fixed(storage_of(weight)), "bias": _floats(bias)}, {"best": rec.view(out[0])},
+        "head", {"x": place, "weight": Fixed(storage_of(weight)), "bias": _floats(bias)}, {"chosen": rec.view(out[0])},
         label="head", format=code, x_stride=place.stride // 4, outputs=outputs, inner=inner,
         row_bytes=inner // block * block_bytes,
     )  # fmt: skip
@@ -169,8 +169,9 @@ def _packed_best(
     outputs, inner = weight.shape
     encoded = rec.encoded(rec.view(x), inner, int(_native.encoded_stride(inner)))
     rec.emit(
-        "packed_best", {"x": encoded, "weight": Fixed(weight.data), "bias": _floats(bias)}, {"best": rec.view(out[0])},
-        label="head", inner=inner, outputs=outputs, pack=weight.pack, int8=int8,
+        "packed_head", {"x": encoded, "weight": Fixed(weight.data), "bias": _floats(bias)},
+        {"chosen": rec.view(out[0])}, label="head", inner=inner, outputs=outputs, pack=weight.pack,
+        int8=int8,
     )  # fmt: skip
     return True
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bankfull.ops.native.extension import required
 from bankfull.ops.native.memory import in_large_pages
+from bankfull.ops.native.sampling import WishesAt
 from bankfull.ops.native.tape.fuse import fuse
 from bankfull.ops.native.tape.instruction import Break, Input, Instruction, Node, Operand, View
 from bankfull.ops.native.tape.layout import lay_out
@@ -23,13 +24,13 @@ _native = required()
 _NONE, _FIXED, _ARENA, _INPUT = range(4)
 Source = tuple[int, int]
 """An input of a step: its address and, where it has two dimensions, its columns."""
-Greedy = Callable[..., list[int]]
+ChoosingStep = Callable[..., list[int]]
 """Rows -> one token of each, which is also appended to it; `timed` as for `Tape.replay`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowsAt:
-    """Where the rows lie that a greedy step reads and extends: addresses of int64, which must stay."""
+    """Where the rows lie that a choosing step reads and extends: addresses of int64, which must stay."""
 
     count: int
     longest: int
@@ -38,18 +39,19 @@ class RowsAt:
     computed: int
     tables: Sequence[tuple[int, int, int]]
     """Address, width and tokens of a page, for each group of layers."""
+    wishes: WishesAt
 
 
 class Tape:
     """One tape serves every batch. Its result lies in the tape's arena and holds until the next replay."""
 
-    def __init__(self, recorder: Recorder, result: Tensor, inputs: Sequence[str], best: Tensor | None = None) -> None:
-        """`inputs` names what `replay` will be given, in that order. `best`: what the last recorded operation made, the
-        likeliest token for each result; only `greedy` runs it."""
+    def __init__(self, recorder: Recorder, result: Tensor, inputs: Sequence[str], chosen: Tensor | None = None) -> None:
+        """`inputs` names what `replay` will be given, in that order. `chosen`: what the last recorded operation made,
+        the likeliest token for each result; only `choosing` runs it, which may also choose otherwise."""
         self._numbers = {name: i for i, name in enumerate(inputs)}
         kept = recorder.view(result)
-        self._best = None if best is None else recorder.view(best)
-        keep = {kept.value} if self._best is None else {kept.value, self._best.value}
+        self._chosen = None if chosen is None else recorder.view(chosen)
+        keep = {kept.value} if self._chosen is None else {kept.value, self._chosen.value}
         nodes = fuse(recorder.nodes, keep)
         self.bytes_per_token = lay_out(nodes, keep)
         self.traffic = traffic_of(nodes)
@@ -61,9 +63,9 @@ class Tape:
         self._tape = _native.Tape()
         self._tape.inputs = len(inputs)
         self._pieces: list[tuple[int, int] | Break] = []
-        self._write(nodes if best is None else nodes[:-1])
-        if best is not None:
-            assert isinstance(nodes[-1], Instruction) and nodes[-1].kind in ("best", "packed_best")
+        self._write(nodes if chosen is None else nodes[:-1])
+        if chosen is not None:
+            assert isinstance(nodes[-1], Instruction) and nodes[-1].kind in ("head", "packed_head")
             self._append(nodes[-1])
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._roomy = self._address = 0
@@ -97,18 +99,18 @@ class Tape:
                 self.seconds += perf_counter() - begun
         return self._tensor(self._result, tokens, (self._columns,), self._dtype)
 
-    def greedy(self, rows: RowsAt) -> Greedy | None:
+    def choosing(self, rows: RowsAt) -> ChoosingStep | None:
         """The step that also chooses; None where something on the way is not on the tape."""
-        if self._best is None or any(isinstance(piece, Break) for piece in self._pieces):
+        if self._chosen is None or any(isinstance(piece, Break) for piece in self._pieces):
             return None
-        step = _native.Greedy(
-            self._tape, self._place(self._best), rows.count, rows.longest, rows.tokens, rows.known, rows.computed,
-            list(rows.tables),
+        step = _native.ChoosingStep(
+            self._tape, self._place(self._chosen), rows.count, rows.longest, rows.tokens, rows.known, rows.computed,
+            list(rows.tables), rows.wishes,
         )
 
-        def run(chosen: Sequence[int], timed: bool = False) -> list[int]:
-            arena, begun = self._arena_for(len(chosen)), perf_counter()
-            tokens: list[int] = step.run(arena, chosen, timed)
+        def run(lines: Sequence[int], timed: bool = False) -> list[int]:
+            arena, begun = self._arena_for(len(lines)), perf_counter()
+            tokens: list[int] = step.run(arena, lines, timed)
             self.seconds += perf_counter() - begun
             return tokens
 

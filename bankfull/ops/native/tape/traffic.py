@@ -70,7 +70,7 @@ def _traffic(node: Node) -> Traffic:
         per_token += numbers * stored.tensor.element_size()
     elif node.kind == "packed":
         flops = 2 * facts["inner"] * _outputs(node)
-    elif node.kind in ("linear", "best", "packed_best"):
+    elif node.kind in ("linear", "head", "packed_head"):
         flops = 2 * facts["inner"] * facts["outputs"]
     return Traffic(1, sum(weights.values()), per_token, flops)
 

@@ -1,8 +1,9 @@
-"""A greedy step in one call gives the tokens and leaves the rows of the step that asks Python for everything."""
+"""A step in one call gives the tokens and leaves the rows of the step that asks Python for everything."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from random import Random
 from typing import Any
@@ -16,6 +17,7 @@ from bankfull.ops import native
 from bankfull.runtime.batch import build_batch
 from bankfull.runtime.forward import Eager
 from bankfull.runtime.rows import Rows
+from bankfull.sample.logits import sample
 from bankfull.sample.params import StructuredOutput
 from bankfull.state.spec import layout_of
 from bankfull.state.storage import Storage
@@ -24,18 +26,28 @@ from bankfull.types import PageEdit, StepPlan, Work
 if native.status() is not None:
     pytest.skip("the kernels are not built", allow_module_level=True)
 
+from bankfull.ops.native.sampling import choose
 from bankfull.runtime.taped import Taped
 from tests.kit import late_devices
 from tests.test_tape import CPU, PAGE, built
 from tests.tiny import speaking_folder
 
 LONGEST, ROWS = 24, 5
+WISHES = [
+    [SamplingParams(temperature=0)] * ROWS,
+    [SamplingParams(top_k=k) for k in (1, 2, 5, 20, 60)],
+    [
+        SamplingParams(temperature=0), SamplingParams(), SamplingParams(temperature=1.5, top_p=0.9),
+        SamplingParams(temperature=0.7, top_k=20, top_p=0.8), SamplingParams(min_p=0.1),
+    ],
+]  # fmt: skip
+"""Of each row: greedy, each with a top_k, mixed."""
 
 
 class Side:
     """Rows of random beginnings, every page of its own."""
 
-    def __init__(self, family: str, arithmetic: str = "int8") -> None:
+    def __init__(self, family: str, arithmetic: str = "int8", wishes: Sequence[SamplingParams] = WISHES[0]) -> None:
         self.model, kit = built(family, arithmetic)
         self.layout = layout_of(self.model.states(), PAGE)
         each = -(-LONGEST // PAGE)
@@ -55,30 +67,39 @@ class Side:
             count = beginnings.randint(1, 9)
             self.rows.tokens[row, :count] = torch.tensor([beginnings.randrange(70) for _ in range(count)])
             self.rows.known[row] = count
+        self.rows.sampling.chooser = choose
+        for row, wish in enumerate(wishes):
+            self.rows.sampling.set(row, wish, prompt_len=1, child=row % 2, seed=2**40 + row, stop_ids=[])
 
     def run(self, work: list[Work]) -> list[int]:
         """Batch, hidden states, choice and commit, one after the other."""
         batch = build_batch(work, self.rows, self.layout)
-        best = self.model.head.best(self.taped(batch)[torch.from_numpy(batch.logit_index)])
+        index = torch.from_numpy(batch.logit_index)
+        lines = [w.row for w in work]
+        chosen = sample(
+            self.model.head(self.taped(batch)[index]), torch.tensor(lines), self.rows.sampling, self.rows.tokens,
+            batch.positions[index] + 1, host_rows=lines,
+        ).tokens  # fmt: skip
         for w in work:
             self.rows.computed[w.row] += w.count
-        self.rows.commit([w.row for w in work], best[:, None], None)
-        return best.tolist()
+        self.rows.commit(lines, chosen[:, None], None)
+        return chosen.tolist()
 
 
+@pytest.mark.parametrize("wishes", WISHES, ids=["greedy", "top_k", "mixed"])
 @pytest.mark.parametrize("arithmetic", ["int8", "exact"])
 @pytest.mark.parametrize("family", ["llama", "biased", "normed", "fused"])
-def test_same_tokens_and_rows(family: str, arithmetic: str) -> None:
-    plain, quick = Side(family, arithmetic), Side(family, arithmetic)
-    greedy = quick.taped.greedy(quick.rows)
-    assert greedy is not None
+def test_same_tokens_and_rows(family: str, arithmetic: str, wishes: list[SamplingParams]) -> None:
+    plain, quick = Side(family, arithmetic, wishes), Side(family, arithmetic, wishes)
+    choosing = quick.taped.choosing(quick.rows)
+    assert choosing is not None
     for side in (plain, quick):
         side.run([Work(row, 0, int(side.rows.known[row]), sample=True) for row in range(ROWS)])
     chance = Random(2)
     for _ in range(12):
         rows = chance.sample(range(ROWS), chance.randint(1, ROWS))
         expected = plain.run([Work(row, 0, 1, sample=True) for row in rows])
-        assert greedy(rows) == expected
+        assert choosing(rows) == expected
         for name in ("tokens", "known"):
             assert torch.equal(getattr(plain.rows, name), getattr(quick.rows, name)), name
         assert np.array_equal(plain.rows.computed, quick.rows.computed)
@@ -86,13 +107,13 @@ def test_same_tokens_and_rows(family: str, arithmetic: str) -> None:
 
 def test_nothing_changes_when_a_row_cannot_go_on() -> None:
     side = Side("llama")
-    greedy = side.taped.greedy(side.rows)
-    assert greedy is not None
+    choosing = side.taped.choosing(side.rows)
+    assert choosing is not None
     side.rows.computed[2] = side.rows.known[2]
     before = side.rows.tokens.clone(), side.rows.known.clone(), side.rows.computed.copy()
     for rows in ([0, 2], [ROWS], [-1]):
-        with pytest.raises(ValueError, match="greedy"):
-            greedy(rows)
+        with pytest.raises(ValueError, match="choosing step"):
+            choosing(rows)
     assert torch.equal(before[0], side.rows.tokens) and torch.equal(before[1], side.rows.known)
     assert np.array_equal(before[2], side.rows.computed)
 
@@ -103,15 +124,16 @@ def test_only_on_a_whole_tape() -> None:
         model, kit = built(family, "int8")
         layout = layout_of(model.states(), PAGE)
         taped = Taped(Eager(model, layout, Storage(layout, 8, 4, CPU).layers), kit)
-        assert taped.greedy(Rows(2, 16, layout, model.vocab, CPU)) is None
+        assert taped.choosing(Rows(2, 16, layout, model.vocab, CPU)) is None
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_requests_that_ask_for_more_get_it(depth: int) -> None:
-    """Plain requests beside others, on a device that is late too: the same answers, quick where possible."""
+    """Simple requests beside others, on a device that is late too: the same answers, quick where possible."""
     wishes: list[dict[str, object]] = [
-        {}, {"logprobs": 1}, {"temperature": 1.0, "seed": 4}, {"structured": StructuredOutput(choice=["yes", "no"])},
-        {"min_tokens": 9}, {}, {"prompt_logprobs": 0},
+        {}, {"temperature": 1.0, "seed": 4}, {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "seed": 5},
+        {"logprobs": 1}, {"structured": StructuredOutput(choice=["yes", "no"])}, {"min_tokens": 9}, {},
+        {"prompt_logprobs": 0}, {"temperature": 1.0, "typical_p": 0.5, "seed": 6}, {"frequency_penalty": 0.5},
     ]  # fmt: skip
     common: dict[str, Any] = {"temperature": 0.0}
     params = [
@@ -121,22 +143,22 @@ def test_requests_that_ask_for_more_get_it(depth: int) -> None:
     prompts = [[5 + i, 9, 7] for i in range(len(wishes))]
     with late_devices() if depth else nullcontext():
         quick, plain = (
-            LLM(str(speaking_folder()), quantize="int8", rows=8, memory="4MiB", page_tokens=4)
+            LLM(str(speaking_folder()), quantize="int8", rows=len(wishes), memory="4MiB", page_tokens=4)
             for _ in range(2)
         )
-    plain.loaded.frontend.engine.runner._greedy = None
+    plain.loaded.frontend.engine.runner._choosing = None
     runner, steps = quick.loaded.frontend.engine.runner, Counter[int]()
-    greedy = runner._greedy
-    assert greedy is not None
+    choosing = runner._choosing
+    assert choosing is not None
 
     def counted(rows: list[int]) -> list[int]:
         steps[len(rows)] += 1
-        return greedy(rows)
+        return choosing(rows)
 
-    runner._greedy = counted
+    runner._choosing = counted
     answers = [[o.outputs[0].token_ids for o in llm.generate(prompts, params)] for llm in (quick, plain)]
     assert answers[0] == answers[1]
     assert not steps, "some row of every step asked for more"
-    answers = [[o.outputs[0].token_ids for o in llm.generate(prompts[:2], params[0])] for llm in (quick, plain)]
+    answers = [[o.outputs[0].token_ids for o in llm.generate(prompts[:3], params[:3])] for llm in (quick, plain)]
     assert answers[0] == answers[1]
-    assert steps[2] >= 5
+    assert steps[3] >= 5
