@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -86,12 +86,13 @@ def test_any_cuts_mean_the_same(transcript: Transcript, places: list[int]) -> No
 
 
 FRAGMENTS = [
-    "<tool_call>", "</tool_call>", '{"name": "now", "arguments": ', '{"name": "get_weather"', ', "parameters": ', "{", "}",
-    "[", "]", '"', "\\", ",", ":", ";", "(", ")", "=", "'", " ", "\n", "<think>", "</think>", "[TOOL_CALLS]", "now", "[ARGS]",
-    "functools", "<|tool_call|>", "<|/tool_call|>", "<|python_tag|>", "get_weather(", "city=", "<code>", "</code>", "```json",
-    "```tool_code", "```", "<function=now>", "<function=get_weather>", "<parameter=city>", "</parameter>", "</function>",
-    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "function<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<start_function_call>",
-    "call:now{", "<escape>", "<end_function_call>", "<|tool_call>", '<|"|>', "<tool_call|>", "<|channel|>", "analysis",
+    "<tool_call>", "</tool_call>", '{"name": "now", "arguments": ', '{"name": "get_weather"', ', "parameters": ',
+    "{", "}", "[", "]", '"', "\\", ",", ":", ";", "(", ")", "=", "'", " ", "\n", "<think>", "</think>",
+    "[TOOL_CALLS]", "now", "[ARGS]", "functools", "<|tool_call|>", "<|/tool_call|>", "<|python_tag|>",
+    "get_weather(", "city=", "<code>", "</code>", "```json", "```tool_code", "```", "<function=now>",
+    "<function=get_weather>", "<parameter=city>", "</parameter>", "</function>", "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>", "function<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<start_function_call>", "call:now{",
+    "<escape>", "<end_function_call>", "<|tool_call>", '<|"|>', "<tool_call|>", "<|channel|>", "analysis",
     "commentary to=functions.now", "<|message|>", "<|start|>assistant", "<|end|>", "<|call|>", "[THINK]", "[/THINK]",
     '"city": ', "null", "print(", "<", "\\u00e9", "☂",
 ]  # fmt: skip
@@ -134,16 +135,12 @@ def test_arguments_come_as_they_are_written() -> None:
     assert parser.push("}\n</tool_call>") == []
 
 
-@each_transcript
-def test_no_more_is_held_back_than_a_header_could_need(transcript: Transcript) -> None:
-    """Text outside of headers and markers is shown at once: words far from any marker never wait."""
-    parser = make_parser(transcript.template)
-    events_of(parser, [])
-    parser = make_parser(transcript.template)
-    parser.push("Some words that are nothing else. ")
-    shown = [event for event in parser.push("More of them, far from all markers")]
-    if "opened" not in transcript.name and merged(shown):
-        assert merged(shown)[-1][-1].endswith("far from all markers")
+@each_template
+def test_words_far_from_all_markers_never_wait(template: str) -> None:
+    parser = make_parser(template)
+    parser.push("Some words that are nothing else")
+    shown = parser.push(", and more of them.")
+    assert [event.text for event in shown if isinstance(event, Text | Reasoning)] == [", and more of them."]
 
 
 def test_a_marker_that_does_not_come_is_text_as_soon_as_that_is_known() -> None:
@@ -154,7 +151,10 @@ def test_a_marker_that_does_not_come_is_text_as_soon_as_that_is_known() -> None:
 
 def test_one_call_only_where_calls_are_not_parallel() -> None:
     one = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-    assert merged(events_of(make_parser("hermes", parallel=False), [one + "\n" + one])) == [call("{}", "now"), text(one)]
+    assert merged(events_of(make_parser("hermes", parallel=False), [one + "\n" + one])) == [
+        call("{}", "now"),
+        text(one),
+    ]
     both = '[TOOL_CALLS][{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]'
     found = merged(events_of(make_parser("mistral", parallel=False), [both]))
     assert found == [call("{}", "now"), text(', {"name": "now", "arguments": {}}]')]
@@ -164,7 +164,8 @@ def test_one_call_only_where_calls_are_not_parallel() -> None:
     "choice", [{"type": "function", "function": {"name": "now"}}, {"type": "function", "name": "now"}]
 )
 def test_a_named_tool_is_the_only_one(choice: dict[str, Any]) -> None:
-    now, other = ('<tool_call>{"name": "%s", "arguments": {}}</tool_call>' % name for name in ("now", "get_weather"))
+    now = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    other = now.replace("now", "get_weather")
     found = merged(events_of(make_parser("hermes", tool_choice=choice), [other + now]))
     assert found == [text(other), call("{}", "now")]
 
@@ -259,37 +260,45 @@ HOSTILE = {
     "gemma": "<|tool_call>call:now{a:[[",
     "escape": "<start_function_call>call:now{a:<escape>{",
     "harmony": "<|channel|>analysis<|start|>assistant",
+    "harmony, spaces": "<|channel|>" + " " * 450 + "x<|message|>",
     "thoughts": "<think></thin",
     "half markers": "<tool_cal</think",
 }
 
 
+def check_hostile(template: str, size: int, prefixes: tuple[str, ...]) -> None:
+    for prefix, (name, unit) in itertools.product(prefixes, HOSTILE.items()):
+        words = prefix + unit * (size // len(unit))
+        start = time.process_time()
+        events_of(make_parser(template), [words])
+        spent = time.process_time() - start
+        assert spent < 1 + size * 10e-6, (name, prefix, spent)
+
+
 @each_template
-@pytest.mark.parametrize("size", [200_000, pytest.param(1_000_000, marks=pytest.mark.full)])
-def test_hostile_text_costs_time_in_proportion(template: str, size: int) -> None:
-    """A quadratic reading of these would take minutes."""
-    for prefix in ("", '<tool_call>{"name": "now", "arguments": {"', "<think>"):
-        for name, unit in HOSTILE.items():
-            words = prefix + unit * (size // len(unit))
-            start = time.process_time()
-            events_of(make_parser(template), [words])
-            spent = time.process_time() - start
-            assert spent < 1 + size * 5e-6, (name, prefix, spent)
+def test_hostile_text_costs_time_in_proportion(template: str) -> None:
+    check_hostile(template, 60_000, ("",))
+
+
+@pytest.mark.full
+@each_template
+def test_a_megabyte_of_hostile_text_costs_time_in_proportion(template: str) -> None:
+    """A quadratic reading of it would take hours."""
+    check_hostile(template, 1_000_000, ("", '<tool_call>{"name": "now", "arguments": {"', "<think>"))
 
 
 @pytest.mark.parametrize("name", sorted(HOSTILE))
 def test_hostile_text_by_characters_costs_time_in_proportion(name: str) -> None:
-    words = HOSTILE[name] * (40_000 // len(HOSTILE[name]))
+    words = HOSTILE[name] * (20_000 // len(HOSTILE[name]))
     for template in ("hermes", "smollm3", "llama", "harmony"):
         start = time.process_time()
         events_of(make_parser(template), words)
-        assert time.process_time() - start < 3, template
+        assert time.process_time() - start < 1.5, template
 
 
 def test_parsing_loads_neither_torch_nor_a_grammar_library() -> None:
-    program = "import sys, bankfull.serve.parsers; print([m for m in ('torch', 'numpy', 'llguidance') if m in sys.modules])"
+    program = (
+        "import sys, bankfull.serve.parsers; print([m for m in ('torch', 'numpy', 'llguidance') if m in sys.modules])"
+    )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
-
-
-Accepts = Callable[[Any, str], bool]

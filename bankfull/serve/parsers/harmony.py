@@ -16,10 +16,11 @@ _MESSAGE = "<|message|>"
 _BETWEEN = Markers([*_BEGINNINGS, *_ENDINGS])
 _IN_HEADER = Markers(["<|start|>", _MESSAGE, *_ENDINGS])
 _IN_BODY = Markers(["<|start|>", *_ENDINGS])
+# Possessive throughout: a header of spaces must not be tried in all its divisions.
 _HEADER = re.compile(
-    r"(?:<\|start\|>assistant)?+\s*(?:to=functions\.(?P<before>[\w.\-]+))?\s*"
-    r"(?:<\|channel\|>\s*(?P<channel>analysis|commentary|final))?\s*(?:to=functions\.(?P<behind>[\w.\-]+))?\s*"
-    r"(?:<\|constrain\|>)?\s*(?:json|code)?\s*"
+    r"(?:<\|start\|>assistant)?+\s*+(?:to=functions\.(?P<before>[\w.\-]++))?+\s*+"
+    r"(?:<\|channel\|>\s*+(?P<channel>analysis|commentary|final))?+\s*+"
+    r"(?:to=functions\.(?P<behind>[\w.\-]++))?+\s*+(?:<\|constrain\|>)?+\s*+(?:json|code)?+\s*+"
 )
 _LONGEST_HEADER = 512
 

@@ -28,6 +28,7 @@ class Markers:
         assert not any(a != b and a.startswith(b) for a in self.words for b in self.words), self.words
         self._pattern = re.compile("|".join(map(re.escape, self.words)))
         self._beginnings = frozenset(word[:size] for word in self.words for size in range(1, len(word)))
+        self._first = re.compile("|".join({re.escape(word[0]) for word in self.words}))
         self._longest = max(map(len, self.words)) - 1
 
     def search(self, text: str, start: int) -> re.Match[str] | None:
@@ -35,9 +36,12 @@ class Markers:
 
     def unsettled(self, text: str, start: int) -> int:
         """How many of the last characters could be the beginning of a marker."""
-        for size in range(min(self._longest, len(text) - start), 0, -1):
-            if text[len(text) - size :] in self._beginnings:
-                return size
+        possible = self._first.search(text, max(start, len(text) - self._longest))
+        if possible is None:
+            return 0
+        for begin in range(possible.start(), len(text)):
+            if text[begin:] in self._beginnings:
+                return len(text) - begin
         return 0
 
 

@@ -27,9 +27,12 @@ class Trimmed:
         if not shown:
             self._spaces.append(piece)
             return ""
-        before = "".join(self._spaces)
-        self._spaces = [piece[len(shown) :]]
-        return before + shown
+        if self._spaces:
+            shown = "".join(self._spaces) + shown
+            self._spaces = []
+        if piece[-1].isspace():
+            self._spaces = [piece[len(piece.rstrip()) :]]
+        return shown
 
     def edge(self) -> None:
         """Spaces around this place only separate one thing from another."""
@@ -64,10 +67,12 @@ class Writer:
 
     def reasoning(self, piece: str) -> None:
         shown = self._reasoning.add(piece)
-        if shown and self._new_thought:
-            self._add("reasoning", "\n\n")
+        if not shown:
+            return
+        if self._new_thought:
+            shown = "\n\n" + shown
             self._new_thought = False
-        self._thought = self._thought or bool(shown)
+        self._thought = True
         self._add("reasoning", shown)
 
     def start(self, id: str, name: str) -> None:
