@@ -260,6 +260,7 @@ HOSTILE = {
     "gemma": "<|tool_call>call:now{a:[[",
     "escape": "<start_function_call>call:now{a:<escape>{",
     "harmony": "<|channel|>analysis<|start|>assistant",
+    "harmony, channels": "<|channel|>",
     "harmony, spaces": "<|channel|>" + " " * 450 + "x<|message|>",
     "thoughts": "<think></thin",
     "half markers": "<tool_cal</think",
