@@ -2,8 +2,8 @@
 
 Prefill, its chunks, a prefix hit, decoding, verifying drafts and resuming after preemption are one rule: `computed`
 tokens chase `known` ones within the step's token budget, decodes first. Batch work comes after all that, and in a step
-that carries an online prompt not at all. The scheduler plans from facts that may be one step old (loop depth 1): lengths
-are lower bounds, pages are reserved for the worst case.
+that carries an online prompt not at all. The scheduler plans from facts that may be one step old (loop depth 1):
+lengths are lower bounds, pages are reserved for the worst case.
 """
 
 from __future__ import annotations
