@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from bankfull.serve.ledger import Line, Problem
+from bankfull.serve.ledger import Line, LineProblem
 
 MOST_LINES = 50_000
 LONGEST_LINE = 16 << 20
@@ -26,7 +26,7 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Invalid(Exception):
     def __init__(self, message: str, code: str, line: int, param: str | None = None) -> None:
-        self.problem = Problem(code, message, line, param)
+        self.problem = LineProblem(code, message, line, param)
 
 
 class _Body(msgspec.Struct):
@@ -52,7 +52,7 @@ class Validation:
     def __init__(self, path: Path, endpoint: str, most_lines: int = MOST_LINES) -> None:
         self._path, self._endpoint, self._most_lines = path, endpoint, most_lines
         self._places: dict[str, int] = {}
-        self.problems: list[Problem] = []
+        self.problems: list[LineProblem] = []
 
     def groups(self) -> Iterator[list[Line]]:
         group: list[Line] = []
@@ -61,7 +61,7 @@ class Validation:
             count += 1
             if count > self._most_lines:
                 many = f"The file has more than {self._most_lines} requests; split it."
-                self.problems.append(Problem("too_many_requests", many))
+                self.problems.append(LineProblem("too_many_requests", many))
                 return
             try:
                 group.append(self._checked(number, start, text))
@@ -73,7 +73,7 @@ class Validation:
                 yield group
                 group = []
         if not count:
-            self.problems.append(Problem("empty_file", "The file holds no request."))
+            self.problems.append(LineProblem("empty_file", "The file holds no request."))
         if group:
             yield group
 
@@ -108,7 +108,8 @@ class Validation:
         try:
             body = _bodies.decode(request.body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise _Invalid(f"The body is no valid request: {_sentence(error)}", "invalid_body", number, "body") from None
+            message = f"The body is no valid request: {_sentence(error)}"
+            raise _Invalid(message, "invalid_body", number, "body") from None
         if body.stream:
             raise _Invalid("A request in a batch cannot stream.", "invalid_body", number, "body.stream")
         return Line(number, request.custom_id, start, len(text))

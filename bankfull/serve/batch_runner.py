@@ -16,16 +16,15 @@ from typing import Any, Protocol
 
 import msgspec
 
-from bankfull.errors import RequestError
+from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.backend import Busy, EngineDied, Unavailable
 from bankfull.serve.batch_input import MOST_LINES, Validation, read_body
-from bankfull.serve.ledger import Batch, Ledger, Line, Problem, Result
-from bankfull.serve.refusals import Refusal, error_body
-from bankfull.serve.store import NoSuchFile
+from bankfull.serve.errors import openai_error, problem_of
+from bankfull.serve.ledger import Batch, Ledger, Line, LineProblem, Result
+from bankfull.serve.store import Full, NoSuchFile
 
 log = logging.getLogger("bankfull.serve")
 
-BATCH_PRIORITY = 1_000_000
 BACKLOG = 8
 """Lines in flight beyond the engine's rows, so that a row that ends is filled at once."""
 MOST_DEATHS = 3
@@ -67,15 +66,20 @@ class BatchRunner:
         """Until cancelled; what was running then goes on at the next start."""
         writer = asyncio.create_task(self._write_results())
         try:
+            sweep = time.monotonic()
             while True:
                 self._news.clear()
                 for batch in await self._store.run(self._ledger.open_batches):
                     if batch.id not in self._tasks:
                         self._begin(batch)
+                if time.monotonic() >= sweep:
+                    sweep = time.monotonic() + SWEEP_SECONDS
+                    try:
+                        await self._store.run(self._store.remove_expired)
+                    except Full as error:  # the next sweep finds the same
+                        log.error("expired files stay: %s", error)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), SWEEP_SECONDS)
-                    continue
-                await self._store.run(self._store.remove_expired)
         finally:
             tasks = [writer, *self._tasks.values()]
             for task in tasks:
@@ -116,7 +120,7 @@ class BatchRunner:
         try:
             path = self._store.place(self._store.file(batch.owner, batch.input_file).id)
         except NoSuchFile:
-            gone = Problem("file_not_found", "The input file does not exist any more.", param="input_file_id")
+            gone = LineProblem("file_not_found", "The input file does not exist any more.", param="input_file_id")
             self._ledger.fail(batch, [gone])
             return
         validation = Validation(path, batch.endpoint, self._most_lines)
@@ -174,13 +178,13 @@ class BatchRunner:
             except Busy as error:
                 self._pause.begin(error.retry_after)
             except Unavailable:
-                self._pause.begin(1.0)
+                self._pause.begin()
             except EngineDied:
                 deaths += 1
                 if deaths == MOST_DEATHS:
-                    message = f"The engine ended {deaths} times while this request ran."
-                    return 500, error_body(500, message, code="engine_died")
-                self._pause.begin(1.0)
+                    problem = problem_of(EngineDied(f"The engine ended {deaths} times while this request ran."))
+                    return problem.status, openai_error(problem)
+                self._pause.begin()
             else:
                 self._pause.reset()
                 return status, answer
@@ -192,13 +196,9 @@ class BatchRunner:
             answer = msgspec.json.format(answer, indent=-1)
         except (Busy, Unavailable, EngineDied):
             raise
-        except Refusal as error:
-            return error.status, error_body(error.status, str(error), error.param, error.code)
-        except RequestError as error:
-            return 400, error_body(400, str(error))
         except Exception as error:
-            log.error("a line of batch %s failed unexpectedly", batch.id, exc_info=error)
-            return 500, error_body(500, "Something went wrong inside the server.")
+            problem = problem_of(error)
+            return problem.status, openai_error(problem)
         if status == 429:
             raise Busy("The server is busy.", SHORTEST_PAUSE)
         if status == 503:
@@ -271,7 +271,7 @@ class Pause:
     def __init__(self) -> None:
         self._until, self._seconds = 0.0, SHORTEST_PAUSE
 
-    def begin(self, wanted: float) -> None:
+    def begin(self, wanted: float = 0.0) -> None:
         now = time.monotonic()
         if now >= self._until:
             self._until = now + min(max(wanted, self._seconds), LONGEST_PAUSE)

@@ -13,9 +13,9 @@ from starlette.routing import Route
 
 from bankfull.serve.batch_input import ENDPOINTS
 from bankfull.serve.batch_runner import BatchRunner
-from bankfull.serve.files import ExpiresAfter, Owner, pages, parameters
+from bankfull.serve.errors import Refusal
+from bankfull.serve.files import ExpiresAfter, Owner, as_json, pages, parameters
 from bankfull.serve.ledger import Batch, Ledger
-from bankfull.serve.refusals import Refusal, json_response, refusing
 
 LARGEST_BODY = 64 << 10
 SECONDS = {"m": 60, "h": 3600, "d": 86400}
@@ -70,10 +70,10 @@ class BatchReply(msgspec.Struct):
 def batch_routes(ledger: Ledger, runner: BatchRunner, owner_of: Owner) -> list[Route]:
     endpoints = _Endpoints(ledger, runner, owner_of)
     return [
-        Route("/v1/batches", refusing(endpoints.create), methods=["POST"]),
-        Route("/v1/batches", refusing(endpoints.list), methods=["GET"]),
-        Route("/v1/batches/{id}", refusing(endpoints.retrieve), methods=["GET"]),
-        Route("/v1/batches/{id}/cancel", refusing(endpoints.cancel), methods=["POST"]),
+        Route("/v1/batches", endpoints.create, methods=["POST"]),
+        Route("/v1/batches", endpoints.list, methods=["GET"]),
+        Route("/v1/batches/{id}", endpoints.retrieve, methods=["GET"]),
+        Route("/v1/batches/{id}/cancel", endpoints.cancel, methods=["POST"]),
     ]
 
 
@@ -91,17 +91,17 @@ class _Endpoints:
             asked.output_expires_after.seconds if asked.output_expires_after else None,
         )  # fmt: skip
         self._runner.wake()
-        return json_response(_reply(batch))
+        return as_json(_reply(batch))
 
     async def list(self, request: Request) -> Response:
         given = parameters(request, {"after", "limit"}, most=100, usual=20)
         batches, more = await self._run(
             lambda: self._ledger.batches(self._owner_of(request), after=given.after, limit=given.limit)
         )
-        return json_response(pages([_reply(batch) for batch in batches], more))
+        return as_json(pages([_reply(batch) for batch in batches], more))
 
     async def retrieve(self, request: Request) -> Response:
-        return json_response(
+        return as_json(
             _reply(await self._run(self._ledger.batch, self._owner_of(request), request.path_params["id"]))
         )
 
@@ -109,7 +109,7 @@ class _Endpoints:
         id = request.path_params["id"]
         batch = await self._run(self._ledger.cancel, self._owner_of(request), id)
         self._runner.wake(id)
-        return json_response(_reply(batch))
+        return as_json(_reply(batch))
 
     async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await self._ledger.store.run(function, *arguments)

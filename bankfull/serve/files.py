@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from bankfull.serve.refusals import Refusal, json_response, refusing
+from bankfull.serve.errors import Refusal
 from bankfull.serve.store import FILE_ID, NoSuchFile, Store, StoredFile, TooLarge, Upload
 
 Owner = Callable[[Request], str]
@@ -60,11 +60,11 @@ class Parameters(msgspec.Struct):
 def file_routes(store: Store, owner_of: Owner) -> list[Route]:
     endpoints = _Endpoints(store, owner_of)
     return [
-        Route("/v1/files", refusing(endpoints.create), methods=["POST"]),
-        Route("/v1/files", refusing(endpoints.list), methods=["GET"]),
-        Route("/v1/files/{id}", refusing(endpoints.retrieve), methods=["GET"]),
-        Route("/v1/files/{id}", refusing(endpoints.delete), methods=["DELETE"]),
-        Route("/v1/files/{id}/content", refusing(endpoints.content), methods=["GET"]),
+        Route("/v1/files", endpoints.create, methods=["POST"]),
+        Route("/v1/files", endpoints.list, methods=["GET"]),
+        Route("/v1/files/{id}", endpoints.retrieve, methods=["GET"]),
+        Route("/v1/files/{id}", endpoints.delete, methods=["DELETE"]),
+        Route("/v1/files/{id}/content", endpoints.content, methods=["GET"]),
     ]
 
 
@@ -84,7 +84,7 @@ class _Endpoints:
             if isinstance(error, ClientDisconnect):
                 raise Refusal("The upload ended early.") from None
             raise
-        return json_response(_reply(file))
+        return as_json(_reply(file))
 
     async def list(self, request: Request) -> Response:
         given = parameters(request, {"after", "limit", "order", "purpose"}, most=10_000, usual=10_000)
@@ -94,10 +94,10 @@ class _Endpoints:
                 purpose=given.purpose,
             )
         )  # fmt: skip
-        return json_response(pages([_reply(file) for file in files], more))
+        return as_json(pages([_reply(file) for file in files], more))
 
     async def retrieve(self, request: Request) -> Response:
-        return json_response(_reply(await self._found(request)))
+        return as_json(_reply(await self._found(request)))
 
     async def content(self, request: Request) -> Response:
         file = await self._found(request)
@@ -109,7 +109,7 @@ class _Endpoints:
     async def delete(self, request: Request) -> Response:
         id = _checked(request)
         await self._store.run(self._store.delete, self._owner_of(request), id)
-        return json_response(Deleted(id))
+        return as_json(Deleted(id))
 
     async def _found(self, request: Request) -> StoredFile:
         return await self._store.run(self._store.file, self._owner_of(request), _checked(request))
@@ -237,6 +237,10 @@ def clean_name(name: str) -> str:
     last = name.replace("\\", "/").rsplit("/", 1)[-1]
     shown = "".join(character for character in last if character.isprintable())[:255]
     return shown if shown.strip(". ") else "file"
+
+
+def as_json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 def parameters(request: Request, known: set[str], *, most: int, usual: int) -> Parameters:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from bankfull.serve.refusals import Refusal
+from bankfull.serve.errors import Refusal
 from bankfull.serve.store import Store, StoredFile, Upload
 
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
@@ -31,7 +31,7 @@ _UNRUN = {
 }
 
 
-class Problem(msgspec.Struct):
+class LineProblem(msgspec.Struct):
     """What is wrong with the input; `line` counts from one."""
 
     code: str
@@ -148,7 +148,8 @@ class Ledger:
 
     def batches(self, owner: str, *, after: str | None = None, limit: int = 20) -> tuple[list[Batch], bool]:
         """One page, the newest first, and whether there are more."""
-        where, values = "owner = ?", [owner]
+        where = "owner = ?"
+        values: list[str | int] = [owner]
         if after is not None:
             where, values = f"{where} AND sequence < ?", [*values, self.batch(owner, after).sequence]
         rows = self.store.query(
@@ -201,7 +202,7 @@ class Ledger:
                 )
         return moved
 
-    def fail(self, batch: Batch, problems: list[Problem]) -> bool:
+    def fail(self, batch: Batch, problems: list[LineProblem]) -> bool:
         with self.store.transaction() as database:
             moved = self._moved(database, batch, ("validating",), "failed")
             if moved:

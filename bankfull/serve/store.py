@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from bankfull.errors import ConfigError
-from bankfull.serve.refusals import Refusal
+from bankfull.serve.errors import Refusal
 
 MEBIBYTE = 1 << 20
 LARGEST_FILE = 512 * MEBIBYTE
