@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from bankfull import __version__
+from bankfull.cli.batch import batch
 from bankfull.cli.bench import bench
 from bankfull.cli.chat import chat
 from bankfull.cli.doctor import doctor
@@ -53,6 +54,7 @@ def options_of_all(
 
 for command in COMMANDS:
     app.command(command.__name__)(flat(command))
+app.add_typer(batch, name="batch")
 
 
 def run_command(arguments: Sequence[str] | None = None) -> int:

@@ -129,8 +129,8 @@ def test_an_id_is_never_a_path(url: str, id: str) -> None:
 
 
 def test_an_upload_that_breaks_off_leaves_nothing(url: str, tmp_path: Path, client: openai.OpenAI) -> None:
-    head = b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\ncontent-length: 2500000"
-    part = b'\r\n\r\n--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
+    head = b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+    part = b'content-length: 2500000\r\n\r\n--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
     with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port)) as connection:
         connection.sendall(head + part + b"x" * 1_500_000)
     for _ in range(200):
@@ -149,7 +149,8 @@ def test_the_input_of_a_running_batch_cannot_be_deleted(client: openai.OpenAI) -
 
 
 @pytest.mark.parametrize(
-    ("given", "shown"), [("a/b\\c.jsonl", "c.jsonl"), ("..", "file"), ("", "file"), ("a\r\nb\0", "ab"), ("é.txt", "é.txt")]
+    ("given", "shown"),
+    [("a/b\\c.jsonl", "c.jsonl"), ("..", "file"), ("", "file"), ("a\r\nb\0", "ab"), ("é.txt", "é.txt")],
 )
 def test_a_name_is_shown_without_folders_and_controls(given: str, shown: str) -> None:
     assert clean_name(given) == shown
