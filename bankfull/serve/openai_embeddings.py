@@ -19,7 +19,7 @@ from bankfull.serve.errors import GenerationFailed, Problem, Refusal, openai_err
 from bankfull.serve.openai_common import check_model
 from bankfull.serve.openai_completions import gather, leave
 from bankfull.serve.prompts import Prompts, encode_prompt, split_prompts
-from bankfull.serve.schema import decode
+from bankfull.serve.schema import checked_salt, checked_truncation, decode
 from bankfull.serve.settings import Settings
 from bankfull.serve.texts import Texts, fit
 from bankfull.serve.wire import Done
@@ -69,11 +69,12 @@ class Embeddings:
         call = decode(body, _decoder)
         model = check_model(self._settings, call.model)
         facts = facts_of(self._backend)
-        context = facts.max_len if call.truncate_prompt_tokens is None else None
+        truncate = checked_truncation(call.truncate_prompt_tokens)
+        context = facts.max_len if truncate is None else None
         prompts = []
         for given in split_prompts(call.input, self._settings.max_prompts, "input"):
             ids = await encode_prompt(self._texts, given, facts.vocab, context, param="input")
-            prompts.append(fit(ids, facts.max_len, PARAMS, call.truncate_prompt_tokens, "input"))
+            prompts.append(fit(ids, facts.max_len, PARAMS, truncate, "input"))
         gate = asyncio.Semaphore(self._settings.prompts_at_once)
 
         async def one(prompt: list[int]) -> list[float]:
@@ -96,7 +97,7 @@ class Embeddings:
 
     async def _vector(self, prompt: list[int], call: EmbeddingCall, caller: Caller) -> list[float]:
         steps = self._backend.generate(
-            prompt, PARAMS, priority=caller.ranked(0), salt=caller.salted(call.cache_salt), pool=call.pooling
+            prompt, PARAMS, priority=caller.ranked(0), salt=caller.salted(checked_salt(call.cache_salt)), pool=call.pooling
         )
         vector: list[float] | None = None
         try:
