@@ -25,12 +25,12 @@ from bankfull.serve.openai_common import (
 from bankfull.serve.schema import (
     Sampling,
     StreamOptions,
-    checked_priority,
-    checked_salt,
-    checked_timeout,
-    checked_truncation,
+    deadline_of,
     decode,
+    priority_of,
+    salt_of,
     sampling_params,
+    truncation_of,
 )
 from bankfull.serve.settings import Settings
 from bankfull.serve.sse import DONE, EventStream, event
@@ -241,10 +241,10 @@ class ChatCompletions:
             parallel_tools=call.parallel_tool_calls is not False,
             reasoning=call.include_reasoning is not False,
             template_options=options,
-            truncate=checked_truncation(call.truncate_prompt_tokens),
-            priority=caller.ranked(checked_priority(call.priority)),
-            salt=caller.salted(checked_salt(call.cache_salt)),
-            deadline=checked_timeout(call.timeout),
+            truncate=truncation_of(call.truncate_prompt_tokens),
+            priority=caller.ranked(priority_of(call)),
+            salt=caller.salted(salt_of(call)),
+            deadline=deadline_of(call),
         )
 
     def _offer_effort(self, effort: str, options: dict[str, Any]) -> None:

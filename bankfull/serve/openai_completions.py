@@ -31,12 +31,12 @@ from bankfull.serve.prompts import Prompts, encode_prompt, split_prompts
 from bankfull.serve.schema import (
     Sampling,
     StreamOptions,
-    checked_priority,
-    checked_salt,
-    checked_timeout,
-    checked_truncation,
+    deadline_of,
     decode,
+    priority_of,
+    salt_of,
     sampling_params,
+    truncation_of,
 )
 from bankfull.serve.settings import Settings
 from bankfull.serve.sse import DONE, EventStream, event
@@ -180,12 +180,12 @@ class Completions:
         )
         return Job(
             call, params, kept, bool(call.echo),
-            caller.ranked(checked_priority(call.priority)), caller.salted(checked_salt(call.cache_salt)), checked_timeout(call.timeout),
+            caller.ranked(priority_of(call)), caller.salted(salt_of(call)), deadline_of(call),
         )  # fmt: skip
 
     async def _prompts(self, job: Job) -> list[list[int]]:
         call, facts = job.call, facts_of(self._backend)
-        truncate = checked_truncation(call.truncate_prompt_tokens)
+        truncate = truncation_of(call.truncate_prompt_tokens)
         context = facts.max_len if truncate is None else None
         prompts = []
         for given in split_prompts(call.prompt, self._settings.max_prompts, "prompt"):

@@ -182,8 +182,8 @@ def _checked(param: str, given: Mapping[str, Any]) -> StructuredOutput:
         raise Refusal(str(error).replace("structured", param, 1), param=param, code="invalid_value") from None
 
 
-def checked_priority(priority: int | None) -> int:
-    priority = priority or 0
+def priority_of(call: Sampling) -> int:
+    priority = call.priority or 0
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise Refusal(
             f"priority is {priority}: give an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}.", param="priority"
@@ -191,19 +191,19 @@ def checked_priority(priority: int | None) -> int:
     return priority
 
 
-def checked_timeout(seconds: float | None) -> float | None:
-    if seconds is not None and not 0 < seconds <= LONGEST_DEADLINE:
-        raise Refusal(f"timeout is {seconds}: give seconds, up to {LONGEST_DEADLINE:.0f}.", param="timeout")
-    return seconds
+def deadline_of(call: Sampling) -> float | None:
+    if call.timeout is not None and not 0 < call.timeout <= LONGEST_DEADLINE:
+        raise Refusal(f"timeout is {call.timeout}: give seconds, up to {LONGEST_DEADLINE:.0f}.", param="timeout")
+    return call.timeout
 
 
-def checked_salt(salt: str | None) -> str | None:
-    if salt is not None and len(salt) > MAX_SALT:
-        raise Refusal(f"cache_salt has {len(salt)} characters: give at most {MAX_SALT}.", param="cache_salt")
-    return salt
+def salt_of(call: Sampling) -> str | None:
+    if call.cache_salt is not None and len(call.cache_salt) > MAX_SALT:
+        raise Refusal(f"cache_salt has {len(call.cache_salt)} characters: give at most {MAX_SALT}.", param="cache_salt")
+    return call.cache_salt
 
 
-def checked_truncation(tokens: int | None) -> int | None:
+def truncation_of(tokens: int | None) -> int | None:
     if tokens is not None and tokens != -1 and tokens < 1:
         raise Refusal(
             f"truncate_prompt_tokens is {tokens}: give a number of tokens, or -1 for as many as fit.",
