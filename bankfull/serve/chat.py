@@ -24,6 +24,9 @@ from bankfull.serve.plain import grammar_for, parser_for
 from bankfull.serve.texts import Texts, fit
 from bankfull.serve.wire import Done, Facts, Piece
 
+ENDING_TOKENS = 64
+"""Of a prompt: enough to see whether it ends inside of a thought that the template has opened."""
+
 
 @dataclass(frozen=True, slots=True)
 class NamedTool:
@@ -64,32 +67,44 @@ class Chat:
     async def answer(self, ask: Ask) -> Answer:
         """Renders and checks the conversation; the engine hears of it when the answer is first awaited."""
         started = time.monotonic()
-        facts = facts_of(self.backend)
-        tools = None if ask.tool_choice == "none" else ask.tools or None
-        params = self._forced(ask, tools)
-        prompt = await self.prompt(ask, tools, facts.max_len)
-        prompt = fit(prompt, facts.max_len, params, ask.truncate, "messages")
-        parsers = [self._parser(ask, tools) for _ in range(params.n)]
-        if any(getattr(parser, "reads_special_tokens", False) for parser in parsers):
+        context = facts_of(self.backend).max_len
+        tools = callable_tools(ask)
+        prompt = await self.prompt(ask, context)
+        prompt = fit(prompt, context, ask.params, ask.truncate, "messages")
+        ending = self.texts.tokenizer.decode(prompt[-ENDING_TOKENS:], skip_special=False)
+        source, choice = self._source(tools), _as_template_choice(ask.tool_choice)
+        params = ask.params
+        if tools and ask.tool_choice != "auto":
+            grammar = grammar_for(
+                source, tools, choice, ask.parallel_tools, reasoning=ask.reasoning, prompt=ending
+            )  # fmt: skip
+            if grammar is None:
+                raise Refusal(
+                    "This model's way of writing tool calls cannot be forced: set tool_choice to auto.",
+                    param="tool_choice",
+                )
+            params = replace(params, structured=grammar)
+        parsers = [
+            parser_for(
+                source, tools=tools, tool_choice=choice, reasoning=ask.reasoning, parallel=ask.parallel_tools,
+                prompt=ending,
+            )
+            for _ in range(params.n)
+        ]  # fmt: skip
+        if any(parser.wants_special_tokens for parser in parsers):
             params = replace(params, skip_special_tokens=False)
         left = None if ask.deadline is None else max(0.0, ask.deadline - (time.monotonic() - started))
         steps = self.backend.generate(prompt, params, priority=ask.priority, salt=ask.salt, deadline=left)
         return Answer(prompt, steps, parsers)
 
-    async def prompt(self, ask: Ask, tools: list[dict[str, Any]] | None, context: int | None) -> list[int]:
+    async def prompt(self, ask: Ask, context: int | None = None) -> list[int]:
         """The conversation as token ids, of any length unless `context` is given and cannot hold it."""
-        template = self.texts.template
+        tools, template = callable_tools(ask), self.texts.template
         if tools and template is not None and "tools" not in template.tool_source:
             raise Refusal("This model's chat template has no place for tools: leave them out.", param="tools")
         return await self.texts.run(
             self.texts.encode_chat, ask.messages, context if ask.truncate is None else None,
             tools=tools, options=ask.template_options,
-        )  # fmt: skip
-
-    def _parser(self, ask: Ask, tools: list[dict[str, Any]] | None) -> OutputParser:
-        return parser_for(
-            self._source(tools), tools=tools, tool_choice=_as_template_choice(ask.tool_choice),
-            reasoning=ask.reasoning, parallel=ask.parallel_tools,
         )  # fmt: skip
 
     def _source(self, tools: list[dict[str, Any]] | None) -> str:
@@ -98,28 +113,21 @@ class Chat:
             return ""
         return template.tool_source if tools else template.source
 
-    def _forced(self, ask: Ask, tools: list[dict[str, Any]] | None) -> SamplingParams:
-        """The parameters, with a grammar where a tool must be called."""
-        forced = ask.tool_choice == "required" or isinstance(ask.tool_choice, NamedTool)
-        names = [tool["function"]["name"] for tool in tools or ()]
-        if isinstance(ask.tool_choice, NamedTool) and ask.tool_choice.name not in names:
-            raise Refusal(f"tool_choice names {ask.tool_choice.name!r}, which is not among tools.", param="tool_choice")
-        if forced and not tools:
-            raise Refusal("tool_choice asks for a call, but there are no tools: add them.", param="tool_choice")
-        if tools and ask.params.structured is not None:
-            raise Refusal(
-                "A structured output leaves no room for tool calls: leave one of them out, or set tool_choice to none.",
-                param="tools",
-            )
-        if not forced or not tools:
-            return ask.params
-        choice = _as_template_choice(ask.tool_choice)
-        grammar = grammar_for(self._source(tools), tools, choice, ask.parallel_tools)
-        if grammar is None:
-            raise Refusal(
-                "This model's way of writing tool calls cannot be forced: set tool_choice to auto.", param="tool_choice"
-            )
-        return replace(ask.params, structured=grammar)
+
+def callable_tools(ask: Ask) -> list[dict[str, Any]] | None:
+    """The tools that the model may call; None when there are none. What contradicts itself is refused."""
+    tools = None if ask.tool_choice == "none" else ask.tools or None
+    named = ask.tool_choice.name if isinstance(ask.tool_choice, NamedTool) else None
+    if not tools and (named is not None or ask.tool_choice == "required"):
+        raise Refusal("tool_choice asks for a call, but there are no tools: add them.", param="tool_choice")
+    if named is not None and named not in [tool["function"]["name"] for tool in tools or ()]:
+        raise Refusal(f"tool_choice names {named!r}, which is not among tools.", param="tool_choice")
+    if tools and ask.params.structured is not None:
+        raise Refusal(
+            "A structured output leaves no room for tool calls: leave one of them out, or set tool_choice to none.",
+            param="tools",
+        )
+    return tools
 
 
 class Answer:

@@ -72,6 +72,11 @@ class Turn:
 class OutputParser(Protocol):
     """Turns a model's raw text, however it is cut, into events. For any cutting the events add up to the same."""
 
+    @property
+    def wants_special_tokens(self) -> bool:
+        """Markers may be special tokens: the engine has to spell them (`skip_special_tokens=False`)."""
+        ...
+
     def push(self, text: str) -> list[Event]: ...
 
     def finish(self) -> list[Event]:

@@ -9,6 +9,8 @@ from bankfull.serve.events import Event, Text
 
 
 class Plain:
+    wants_special_tokens = False
+
     def push(self, text: str) -> list[Event]:
         return [Text(text)]
 
@@ -18,13 +20,14 @@ class Plain:
 
 def parser_for(
     template_source: str, *, tools: list[dict[str, Any]] | None, tool_choice: str | dict[str, Any] | None,
-    reasoning: bool, parallel: bool = True,
+    reasoning: bool, parallel: bool = True, prompt: str | None = None,
 ) -> Plain:  # fmt: skip
     return Plain()
 
 
 def grammar_for(
-    template_source: str, tools: list[dict[str, Any]], tool_choice: str | dict[str, Any] | None, parallel: bool
+    template_source: str, tools: list[dict[str, Any]], tool_choice: str | dict[str, Any] | None, parallel: bool,
+    *, reasoning: bool = False, prompt: str | None = None,
 ) -> StructuredOutput | None:
     """No format of calls is known here, so none can be forced."""
     return None

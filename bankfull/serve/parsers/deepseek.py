@@ -1,0 +1,60 @@
+"""DeepSeek: each call between markers, its name before a separator; R1 and the first V3 fence the arguments."""
+
+from __future__ import annotations
+
+import re
+
+from bankfull.serve.parsers.json_calls import stream_object
+from bankfull.serve.parsers.reader import Steps
+from bankfull.serve.parsers.session import Block, Session
+
+CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
+_CALLS_END = "<｜tool▁calls▁end｜>"
+_CALL_BEGIN = "<｜tool▁call▁begin｜>"
+_CALL_END = "<｜tool▁call▁end｜>"
+_SEPARATOR = "<｜tool▁sep｜>"
+_FENCE = "```"
+_NAME = re.compile(r"[\w.\-]*+")
+_CLOSINGS = (_CALL_END, _CALLS_END)
+
+
+def _first(session: Session) -> Steps[bool]:
+    yield from session.reader.spaces()
+    if not (yield from session.reader.literal(_CALL_BEGIN)):
+        return False
+    return (yield from _call(session))
+
+
+def _call(session: Session) -> Steps[bool]:
+    reader = session.reader
+    yield from reader.spaces()
+    name = yield from reader.word(_NAME)
+    if not (yield from reader.literal(_SEPARATOR)):
+        return False
+    yield from reader.spaces()
+    if fenced := (yield from reader.peek()) != "{":
+        if name != "function":
+            return False
+        name = yield from reader.word(_NAME)
+        yield from reader.spaces()
+        if not (yield from reader.literal(_FENCE + "json")):
+            return False
+        yield from reader.spaces()
+    if not session.may_start(name) or (yield from reader.peek()) != "{":
+        return False
+    session.start(name)
+    yield from stream_object(session, (_FENCE, *_CLOSINGS) if fenced else _CLOSINGS)
+    if fenced:
+        yield from session.attempt(_end_of_fence)
+    return True
+
+
+def _end_of_fence(session: Session) -> Steps[bool]:
+    yield from session.reader.spaces()
+    return (yield from session.reader.literal(_FENCE))
+
+
+DEEPSEEK_BLOCKS = (
+    Block(CALLS_BEGIN, _CLOSINGS, (_first,)),
+    Block(_CALL_BEGIN, _CLOSINGS, (_call,)),
+)

@@ -1,0 +1,223 @@
+"""Calls written as JSON objects, {"name": ..., "arguments": {...}}, alone, in a list or in a row.
+
+Nothing is written before a known name and the beginning of its arguments have been read; from then on the arguments are
+passed on as they come. Arguments that turn out to be broken JSON stay what the model wrote: a client must check them
+anyway, and a retraction does not exist.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import msgspec
+
+from bankfull.serve.parsers.reader import Reader, Sink, Steps
+from bankfull.serve.parsers.session import ReadCalls, Session
+
+_ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
+_SILENT_KEYS = frozenset({"id", "type"})
+_HEADER_KEYS = _ARGUMENT_KEYS | _SILENT_KEYS | {"name"}
+_BETWEEN = re.compile(r"[\w\s+\-.,:]*+")
+_SCALAR = re.compile(r"[\w+\-.]*+")
+_CONTROL = re.compile(r"[\x00-\x1f]")
+_ESCAPES = {code: f"\\u{code:04x}" for code in range(0x20)} | {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\\t"}
+
+
+def json_calls(*closings: str, separators: str = ",") -> ReadCalls:
+    """One object, a list of objects, or objects in a row between separators. A closing marker outside of a string ends
+    arguments that were left open."""
+
+    def read(session: Session) -> Steps[bool]:
+        reader = session.reader
+        yield from reader.spaces()
+        in_list = yield from reader.literal("[")
+        if in_list:
+            yield from reader.spaces()
+        if not (yield from call_object(session, closings)):
+            return False
+        following = _following(closings, "," if in_list else separators)
+        while (yield from session.attempt(following)):
+            pass
+        if in_list:
+            yield from reader.spaces()
+            yield from reader.literal("]")
+        return True
+
+    return read
+
+
+def _following(closings: tuple[str, ...], separators: str) -> ReadCalls:
+    def read(session: Session) -> Steps[bool]:
+        reader = session.reader
+        yield from reader.spaces()
+        if (yield from reader.peek()) not in (*separators, "{"):
+            return False
+        if reader.text[reader.at] != "{":
+            reader.at += 1
+            yield from reader.spaces()
+        return (yield from call_object(session, closings))
+
+    return read
+
+
+def call_object(session: Session, closings: tuple[str, ...]) -> Steps[bool]:
+    reader = session.reader
+    if not (yield from reader.literal("{")):
+        return False
+    name: str | None = None
+    arguments: str | None = None
+    while True:
+        yield from reader.spaces()
+        if (yield from reader.literal("}")):
+            break
+        key = yield from _decoded_string(reader)
+        if key not in _HEADER_KEYS or not (yield from _colon(reader)):
+            return False
+        first = yield from reader.peek()
+        if key == "name":
+            name = yield from _decoded_string(reader)
+            if name is None or not session.may_start(name):
+                return False
+        elif key in _ARGUMENT_KEYS and first == "{" and name is not None:
+            session.start(name)
+            if (yield from stream_object(session, closings)):
+                yield from _rest_of_object(session)
+            return True
+        elif key in _ARGUMENT_KEYS:
+            arguments = yield from _held_arguments(reader, first)
+            if arguments is None:
+                return False
+        elif (yield from _skipped(reader, first)) is None:
+            return False
+        yield from reader.spaces()
+        if (yield from reader.peek()) not in (",", "}"):
+            return False
+        yield from reader.literal(",")
+    if name is None:
+        return False
+    session.start(name)
+    session.writer.arguments(arguments or "{}")
+    return True
+
+
+def stream_object(session: Session, closings: tuple[str, ...]) -> Steps[bool]:
+    """Pass on the object that comes next as arguments; False if a closing marker or the end of the text came before
+    its own end. Not taking the marker leaves it to whoever expects it."""
+    reader, write = session.reader, session.writer.arguments
+    depth = 0
+    while True:
+        depth = yield from _structure(reader, write, depth)
+        if depth == 0:
+            return True
+        # Outside of a string no JSON has this character: a marker may begin here, anything else is passed on.
+        if not (yield from reader.peek()):
+            return False
+        for closing in closings:
+            if (yield from _comes(reader, closing)):
+                return False
+        write(reader.text[reader.at])
+        reader.at += 1
+
+
+def _structure(reader: Reader, sink: Sink, depth: int) -> Steps[int]:
+    """Take an object or list up to its end (0), or up to what cannot be JSON: the depth there."""
+    while True:
+        yield from reader.run(_BETWEEN, sink)
+        character = yield from reader.peek()
+        if character == '"':
+            yield from reader.json_string(lambda piece: sink(_without_controls(piece)))
+            continue
+        if not character or character not in "{}[]":
+            return depth
+        reader.at += 1
+        sink(character)
+        depth += 1 if character in "{[" else -1
+        if depth == 0:
+            return 0
+
+
+def _without_controls(piece: str) -> str:
+    """Models write line breaks into strings, which JSON forbids: they are what is meant."""
+    return piece.translate(_ESCAPES) if _CONTROL.search(piece) else piece
+
+
+def _rest_of_object(session: Session) -> Steps[None]:
+    """The call has been passed on: an id may follow inside its object. What does not fit stays text."""
+
+    def read(session: Session) -> Steps[bool]:
+        reader = session.reader
+        while True:
+            yield from reader.spaces()
+            if (yield from reader.literal("}")):
+                return True
+            if not (yield from reader.literal(",")):
+                return False
+            yield from reader.spaces()
+            key = yield from _decoded_string(reader)
+            if key not in _SILENT_KEYS or not (yield from _colon(reader)):
+                return False
+            first = yield from reader.peek()
+            if (yield from _skipped(reader, first)) is None:
+                return False
+
+    yield from session.attempt(read)
+
+
+def _colon(reader: Reader) -> Steps[bool]:
+    yield from reader.spaces()
+    found = yield from reader.literal(":")
+    yield from reader.spaces()
+    return found
+
+
+def _decoded_string(reader: Reader) -> Steps[str | None]:
+    pieces: list[str] = []
+    if not (yield from reader.json_string(pieces.append)):
+        return None
+    value = decoded("".join(pieces))
+    return value if isinstance(value, str) else None
+
+
+def _held_arguments(reader: Reader, first: str) -> Steps[str | None]:
+    """Arguments that cannot be passed on yet: their name is still to come, or they are JSON inside of a string."""
+    raw = yield from _skipped(reader, first)
+    if raw is None or first == "{":
+        return raw
+    value = decoded(raw)
+    if value is None or value == "":
+        return "{}" if raw in ("null", '""') else None
+    return value if isinstance(value, str) and isinstance(decoded(value), dict) else None
+
+
+def _skipped(reader: Reader, first: str) -> Steps[str | None]:
+    """The value that comes next as it was written, None where it is broken."""
+    pieces: list[str] = []
+    if first == '"':
+        return "".join(pieces) if (yield from reader.json_string(pieces.append)) else None
+    if first and first in "{[":
+        return "".join(pieces) if (yield from _structure(reader, pieces.append, 0)) == 0 else None
+    yield from reader.run(_SCALAR, pieces.append)
+    return "".join(pieces) or None
+
+
+def _comes(reader: Reader, word: str) -> Steps[bool]:
+    """Whether `word` comes next, without taking it."""
+    found = yield from reader.literal(word)
+    if found:
+        reader.at -= len(word)
+    return found
+
+
+def decoded(text: str) -> Any:
+    """The value of a JSON text, None where it is none."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return None
+
+
+def escaped(text: str) -> str:
+    """As it stands inside of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]

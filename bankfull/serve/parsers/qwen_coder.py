@@ -1,0 +1,106 @@
+"""Qwen3-Coder: <function=name> around <parameter=key>value</parameter>. A value is text; the tool's schema says what it
+means. Text is passed on as it comes, any other value when it is whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from bankfull.serve.parsers.json_calls import decoded, escaped, json_calls
+from bankfull.serve.parsers.reader import Markers, Steps
+from bankfull.serve.parsers.session import Block, Session
+
+_NAME = re.compile(r"[^<>\s]*+")
+_VALUE_ENDS = Markers(["\n</parameter>", "</parameter>"])
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_CLOSING = "</tool_call>"
+
+
+def _function(session: Session) -> Steps[bool]:
+    yield from session.reader.spaces()
+    if not (yield from session.reader.literal("<function=")):
+        return False
+    return (yield from _call(session))
+
+
+def _call(session: Session) -> Steps[bool]:
+    reader = session.reader
+    name = yield from reader.word(_NAME)
+    if not (yield from reader.literal(">")) or not session.may_start(name):
+        return False
+    properties = session.tools[name].parameters.get("properties")
+    schemas = properties if isinstance(properties, Mapping) else {}
+    session.start(name)
+    write = session.writer.arguments
+    write("{")
+    separator = ""
+    while True:
+        yield from reader.spaces()
+        if (yield from reader.literal("<parameter=")):
+            key = yield from reader.word(_NAME)
+            yield from reader.literal(">")
+            write(f'{separator}"{escaped(key)}": ')
+            separator = ", "
+            if not (yield from _value(session, types_of(schemas.get(key)))):
+                return True
+        elif (yield from reader.literal("</function>")) or (yield from reader.peek()):
+            write("}")
+            return True
+        else:
+            # The text was cut off: open arguments say so.
+            return True
+
+
+def _value(session: Session, types: frozenset[str]) -> Steps[bool]:
+    """False where it does not end."""
+    reader, write = session.reader, session.writer.arguments
+    yield from reader.literal("\n")
+    if types <= {"string"}:
+        write('"')
+        if not (yield from reader.until(_VALUE_ENDS, lambda piece: write(escaped(piece)))):
+            return False
+        write('"')
+        return True
+    pieces: list[str] = []
+    ended = yield from reader.until(_VALUE_ENDS, pieces.append)
+    write(as_json("".join(pieces), types))
+    return bool(ended)
+
+
+def types_of(schema: Any) -> frozenset[str]:
+    """The JSON types that a schema allows at its top, as far as it says so."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    kinds = schema.get("type")
+    found = {kinds} if isinstance(kinds, str) else set(filter(_is_text, kinds)) if isinstance(kinds, list) else set()
+    for key in ("anyOf", "oneOf"):
+        choices = schema.get(key)
+        for choice in choices if isinstance(choices, list) else ():
+            kind = choice.get("type") if isinstance(choice, Mapping) else None
+            found |= {kind} if isinstance(kind, str) else set()
+    return frozenset(found)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def as_json(text: str, types: frozenset[str]) -> str:
+    """The value if it is of one of the types, else a string: what the model wrote is never dropped."""
+    plain = text.strip()
+    plain = _WORDS.get(plain, plain)
+    value = decoded(plain)
+    kinds = {
+        type(None): {"null"}, bool: {"boolean"}, int: {"integer", "number"}, float: {"number"},
+        list: {"array"}, dict: {"object"},
+    }.get(type(value), set())  # fmt: skip
+    if kinds & types and (value is not None or plain == "null"):
+        return plain
+    return f'"{escaped(text)}"'
+
+
+QWEN_CODER_BLOCKS = (
+    Block("<tool_call>", (_CLOSING,), (_function, json_calls(_CLOSING))),
+    Block("<function=", (_CLOSING,), (_call,)),
+)

@@ -1,0 +1,113 @@
+"""Where a parser puts what it has understood: events, with neighbours of the same kind joined."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from bankfull.serve.events import Event, Reasoning, Text, ToolArguments, ToolStart
+
+_Kind = Literal["text", "reasoning", "arguments"]
+
+
+class Trimmed:
+    """Text whose last spaces are held back until it is known what follows them."""
+
+    def __init__(self) -> None:
+        self._spaces: list[str] = []
+        self._at_edge = False
+
+    def add(self, piece: str) -> str:
+        """What can be shown now."""
+        if self._at_edge:
+            piece = piece.lstrip()
+            if not piece:
+                return ""
+            self._at_edge = False
+        shown = piece.rstrip()
+        if not shown:
+            self._spaces.append(piece)
+            return ""
+        before = "".join(self._spaces)
+        self._spaces = [piece[len(shown) :]]
+        return before + shown
+
+    def edge(self) -> None:
+        """Spaces around this place only separate one thing from another."""
+        self._spaces = []
+        self._at_edge = True
+
+    def rest(self) -> str:
+        left = "".join(self._spaces)
+        self._spaces = []
+        return left
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.calls = 0
+        self._events: list[Event] = []
+        self._kind: _Kind | None = None
+        self._pieces: list[str] = []
+        self._text = Trimmed()
+        self._reasoning = Trimmed()
+        self._thought = False
+        self._new_thought = False
+
+    def text(self, piece: str) -> None:
+        self._add("text", self._text.add(piece))
+
+    def reasoning_begins(self) -> None:
+        """A second thought is a paragraph of its own."""
+        self._text.edge()
+        self._reasoning.edge()
+        self._new_thought = self._thought
+
+    def reasoning(self, piece: str) -> None:
+        shown = self._reasoning.add(piece)
+        if shown and self._new_thought:
+            self._add("reasoning", "\n\n")
+            self._new_thought = False
+        self._thought = self._thought or bool(shown)
+        self._add("reasoning", shown)
+
+    def start(self, id: str, name: str) -> None:
+        self._text.edge()
+        self._flush()
+        self._events.append(ToolStart(self.calls, id, name))
+        self.calls += 1
+
+    def arguments(self, piece: str) -> None:
+        """More of the arguments of the call that started last."""
+        self._add("arguments", piece)
+
+    def take(self) -> list[Event]:
+        """The events since the last time."""
+        self._flush()
+        events, self._events = self._events, []
+        return events
+
+    def finish(self) -> list[Event]:
+        self._add("text", self._text.rest())
+        return self.take()
+
+    def _add(self, kind: _Kind, piece: str) -> None:
+        if not piece:
+            return
+        if kind is not self._kind:
+            self._flush()
+            self._kind = kind
+        self._pieces.append(piece)
+
+    def _flush(self) -> None:
+        if self._kind is None:
+            return
+        whole = "".join(self._pieces)
+        match self._kind:
+            case "text":
+                self._events.append(Text(whole))
+            case "reasoning":
+                self._events.append(Reasoning(whole))
+            case "arguments":
+                self._events.append(ToolArguments(self.calls - 1, whole))
+        self._kind = None
+        self._pieces = []
