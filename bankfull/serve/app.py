@@ -43,8 +43,7 @@ def create_app(
     backend: Backend, texts: Texts, settings: Settings, *,
     lifespan: Lifespan | None = None, more_apis: Mapping[str, Api] | None = None,
 ) -> Starlette:  # fmt: skip
-    """`more_apis`: further endpoints that take a JSON body by POST, by path. What `lifespan` enters lives as long as the
-    server."""
+    """`more_apis`: further endpoints that take a JSON body by POST, by path; `lifespan` lives as long as the server."""
     apis = {**openai_apis(backend, texts, settings), **(more_apis or {})}
     pulse = Pulse(settings.keep_alive_seconds)
     models = Models(backend, texts, settings)

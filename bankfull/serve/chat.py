@@ -20,7 +20,7 @@ from bankfull.sample.params import SamplingParams
 from bankfull.serve.backend import Backend, Unavailable
 from bankfull.serve.errors import GenerationFailed, Refusal
 from bankfull.serve.events import Finish, OutputParser, Reasoning, Text, ToolArguments, ToolStart, Turn, Usage
-from bankfull.serve.plain import grammar_for, parser_for
+from bankfull.serve.parsers import grammar_for, parser_for
 from bankfull.serve.texts import Texts, fit
 from bankfull.serve.wire import Done, Facts, Piece
 
