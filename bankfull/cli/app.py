@@ -24,10 +24,13 @@ from bankfull.cli.options import flat
 from bankfull.cli.pull import pull
 from bankfull.cli.quality import quality
 from bankfull.cli.run import run
+from bankfull.cli.serve import serve
 from bankfull.errors import BankfullError
 
 BAD_INPUT, INTERRUPTED = 2, 130
-COMMANDS: tuple[Callable[..., int | None], ...] = (run, chat, generate, pull, info, limits, bench, quality, doctor)
+COMMANDS: tuple[Callable[..., int | None], ...] = (
+    run, chat, serve, generate, pull, info, limits, bench, quality, doctor,
+)  # fmt: skip
 
 # Rich would draw boxes around the help, at the price of doubling the time until it appears.
 app = typer.Typer(

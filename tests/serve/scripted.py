@@ -94,9 +94,8 @@ class Scripted:
                     for index in range(params.n):
                         tokens += len(ids)
                         lines = [_line(token) for token in ids] if params.logprobs is not None else None
-                        items.append(
-                            Piece(1, index, text, ids, lines, self.finish if ends else None, self.stop if ends else None)
-                        )
+                        finish, stop = (self.finish, self.stop) if ends else (None, None)
+                        items.append(Piece(1, index, text, ids, lines, finish, stop))
                     yield items
             if self.error is not None:
                 raise self.error

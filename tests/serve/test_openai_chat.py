@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +15,13 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from bankfull.sample.params import SamplingParams
 from bankfull.serve.app import create_app
 from bankfull.serve.backend import Busy, DeadlineExceeded, EngineDied, Unavailable
+from bankfull.serve.chat import Answer
+from bankfull.serve.openai_chat import ChatStream
+from bankfull.serve.parsers import PlainParser
+from bankfull.serve.schema import StreamOptions
 from tests.serve.scripted import TEMPLATE, Scripted, cut, scripted_texts, scripted_tokenizer, settings
 from tests.serve.server import served
 
@@ -60,6 +66,14 @@ def merged(chunks: list[Any]) -> dict[int, dict[str, Any]]:
                 entry["arguments"] += call.function.arguments or ""
             sample["finish"] = choice.finish_reason or sample["finish"]
     return samples
+
+
+@pytest.fixture(scope="module")
+def refusing() -> Iterator[tuple[Scripted, openai.OpenAI]]:
+    """One server for all calls that never reach the engine."""
+    backend = Scripted()
+    with client_of(backend) as client:
+        yield backend, client
 
 
 def test_a_whole_answer() -> None:
@@ -157,16 +171,7 @@ def test_streamed_and_whole_are_the_same_for_any_cutting(transcript: str, size: 
 @examples(max_examples=25)
 @given(st.text(alphabet="ab \n<>/\\\"{}é\U0001f30a", max_size=30), st.integers(1, 5))
 def test_any_text_survives_the_spelling_of_chunks(text: str, size: int) -> None:
-    import asyncio
-
-    from bankfull.serve.chat import Answer
-    from bankfull.serve.openai_chat import ChatStream
-    from bankfull.serve.parsers import PlainParser
-    from bankfull.serve.schema import StreamOptions
-
     async def stream() -> bytes:
-        from bankfull.sample.params import SamplingParams
-
         answer = Answer([1], Scripted(cut(text, size)).generate([1], SamplingParams()), [PlainParser()])
         chunks = ChatStream(answer, scripted_tokenizer(), 'a "model"', StreamOptions())
         return b"".join([chunk async for chunk in chunks])
@@ -224,9 +229,8 @@ def test_logprobs_of_every_token_streamed_and_whole() -> None:
     assert bytes(byte for token in whole.content for byte in token.bytes or []) == "éb".encode()
     assert [len(token.top_logprobs) for token in whole.content] == [2, 2, 2]
     assert whole.content[-1].logprob == -0.25 and whole.content[-1].token == "b"
-    streamed = [
-        token for chunk in chunks for choice in chunk.choices if choice.logprobs for token in choice.logprobs.content or []
-    ]
+    lists = [choice.logprobs.content or [] for chunk in chunks for choice in chunk.choices if choice.logprobs]
+    streamed = [token for tokens in lists for token in tokens]
     assert [token.model_dump() for token in streamed] == [token.model_dump() for token in whole.content]
 
 
@@ -247,7 +251,8 @@ def test_every_sampling_parameter_reaches_the_engine() -> None:
     params = asked.params
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.typical_p) == (0.5, 0.8, 5, 0.1, 0.9)
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.1, 0.2, 1.1)
-    assert params.logit_bias == {7: 1.5} and params.seed == 9 and params.stop == ("x",) and params.stop_token_ids == (4,)
+    assert params.logit_bias == {7: 1.5} and params.seed == 9
+    assert params.stop == ("x",) and params.stop_token_ids == (4,)
     assert (params.min_tokens, params.max_tokens, params.ignore_eos) == (1, 12, True)
     assert params.include_stop_str_in_output and not params.skip_special_tokens and params.bad_words == ("no",)
     assert params.allowed_token_ids == (5, 6) and params.prompt_logprobs == 1
@@ -275,7 +280,8 @@ def test_structured_outputs_by_all_their_names() -> None:
             body = {"structured_outputs": {"regex": "a", "choice": ["b"]}}
             client.chat.completions.create(model="tiny", messages=HELLO, extra_body=body)
     forms = [asked.params.structured for asked in backend.asked]
-    assert [form.kind if form else None for form in forms] == [None, "json", "json", "regex", "choice", "grammar", "json"]
+    kinds = [form.kind if form else None for form in forms]
+    assert kinds == [None, "json", "json", "regex", "choice", "grammar", "json"]
     assert json.loads(forms[2].source) == schema  # type: ignore[union-attr]
 
 
@@ -325,11 +331,12 @@ def test_defaults_of_generation_config_apply_are_shown_and_can_be_switched_off()
         ({"max_tokens": 500}, "messages", "context"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(body: dict[str, Any], param: str, message: str) -> None:
-    backend = Scripted()
-    with client_of(backend) as client:
-        url = str(client.base_url) + "chat/completions"
-        response = httpx.post(url, json={"model": "tiny", "messages": HELLO, **body})
+def test_what_is_not_supported_is_refused_by_name(
+    refusing: tuple[Scripted, openai.OpenAI], body: dict[str, Any], param: str, message: str
+) -> None:
+    backend, client = refusing
+    url = str(client.base_url) + "chat/completions"
+    response = httpx.post(url, json={"model": "tiny", "messages": HELLO, **body})
     error = response.json()["error"]
     assert response.status_code == (404 if param == "model" else 400), error
     assert set(error) == {"message", "type", "param", "code"}
