@@ -182,7 +182,7 @@ class ChunkChoice(msgspec.Struct):
     delta: Delta
     logprobs: Logprobs | None
     finish_reason: str | None
-    stop_reason: int | str | None = None
+    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -241,7 +241,7 @@ class ChatCompletions:
             parallel_tools=call.parallel_tool_calls is not False,
             reasoning=call.include_reasoning is not False,
             template_options=options,
-            truncate=truncation_of(call),
+            truncate=truncation_of(call.truncate_prompt_tokens),
             priority=caller.ranked(priority_of(call)),
             salt=caller.salted(salt_of(call)),
             deadline=deadline_of(call),
@@ -390,7 +390,7 @@ class ChatStream:
         empty = ChatChunk(new_id("chatcmpl-"), int(time.time()), model, [])
         self._empty = empty
         head, _, tail = _encode(empty).partition(b'"choices":[]')
-        self._head = b"data: " + head + b'"choices":[{"index":'
+        self._head = b"data: " + head + b'"choices":['
         usage = b',"usage":null' if options.include_usage else b""
         self._tail = b"}]" + usage + tail + b"\n\n"
         self._begun = self._ended = False
@@ -439,18 +439,18 @@ class ChatStream:
             chunks.append(self._chunk(turn.index, _delta(item), logprobs))
             logprobs = b"null"
         if turn.finish is not None:
-            reason, stop = _encode(turn.finish.reason), _encode(turn.finish.stop)
-            chunks.append(self._chunk(turn.index, b"{}", b"null", reason, stop))
+            ending = b'{"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b'
+            chunks.append(self._closed(turn.index, ending % (_encode(turn.finish.reason), _encode(turn.finish.stop))))
 
-    def _chunk(
-        self, index: int, delta: bytes, logprobs: bytes = b"null", finish: bytes = b"null", stop: bytes = b"null"
-    ) -> bytes:
+    def _chunk(self, index: int, delta: bytes, logprobs: bytes = b"null") -> bytes:
+        return self._closed(index, b'{"delta":%b,"logprobs":%b,"finish_reason":null' % (delta, logprobs))
+
+    def _closed(self, index: int, choice: bytes) -> bytes:
+        """A whole event around a choice that lacks its index and its end."""
         tail = self._tail
         if self._options.continuous_usage_stats:
             tail = tail.replace(b'"usage":null', b'"usage":' + _encode(usage_reply(self._answer.usage)), 1)
-        return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b' % (
-            self._head, index, delta, logprobs, finish, stop, tail,
-        )  # fmt: skip
+        return b'%b%b,"index":%d%b' % (self._head, choice, index, tail)
 
 
 def _delta(item: Event) -> bytes:
