@@ -317,6 +317,8 @@ class Upload:
         self._store, self._owner, self._bounded = store, owner, bounded
         self.id, self.bytes = f"file-{secrets.token_hex(16)}", 0
         self._path = incoming / self.id
+        # Whoever gives up while `finish` runs on another thread waits for it, and then has nothing to remove.
+        self._busy, self._entered = threading.Lock(), False
         with _disk():
             self._file = self._path.open("xb")
 
@@ -324,10 +326,13 @@ class Upload:
         limits = self._store.limits
         if self._bounded and self.bytes + len(data) > limits.file_bytes:
             raise TooLarge(limits.file_bytes)
-        self._store.reserve(self._owner, len(data), self._bounded)
-        self.bytes += len(data)
-        with _disk():
-            self._file.write(data)
+        with self._busy:
+            if self._file.closed:  # given up meanwhile
+                return
+            self._store.reserve(self._owner, len(data), self._bounded)
+            self.bytes += len(data)
+            with _disk():
+                self._file.write(data)
 
     def seal(self, filename: str, purpose: str, seconds: int | None = None) -> StoredFile:
         """The contents are safe and in their place; the file does not exist before it was entered."""
@@ -344,19 +349,24 @@ class Upload:
         return StoredFile(self.id, self._owner, purpose, filename, self.bytes, now, now + keep)
 
     def finish(self, filename: str, purpose: str, seconds: int | None = None) -> StoredFile:
-        file = self.seal(filename, purpose, seconds)
-        with self._store.transaction() as database:
-            self._store.enter(database, file)
+        with self._busy:
+            file = self.seal(filename, purpose, seconds)
+            with self._store.transaction() as database:
+                self._store.enter(database, file)
+            self._entered = True
         return file
 
     def abandon(self) -> None:
-        """Not after the file was entered."""
-        with suppress(OSError):
-            self._file.close()
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
-        self._store.release(self._owner, self.bytes)
-        self.bytes = 0
+        """Leaves no trace of it, unless it was finished."""
+        with self._busy:
+            if self._entered:
+                return
+            with suppress(OSError):
+                self._file.close()
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)
+            self._store.release(self._owner, self.bytes)
+            self.bytes = 0
 
 
 @contextmanager

@@ -16,11 +16,33 @@ import openai
 import pytest
 
 from bankfull.sched.policy import BATCH_PRIORITY
+from bankfull.serve.app import create_app
+from bankfull.serve.batch_service import BatchService, handle_within
+from bankfull.serve.calls import CALLER, Caller
+from bankfull.serve.store import Store
 from tests.serve.batch_app import RandomHandler, batch_app
+from tests.serve.scripted import Scripted, scripted_texts, settings
 from tests.serve.server import served
 
 ROOT = Path(__file__).parents[2]
 ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+def whole_app(folder: Path, backend: Scripted) -> Any:
+    """The service's application, with a key that authentication would have found."""
+    app = create_app(backend, scripted_texts(), settings())
+    caller = Caller(key="me", salt="salt of me")
+    service = BatchService(folder, handle_within(app.state.apis, lambda key: caller), rows=lambda: 4)
+    app.router.routes.extend(service.routes)
+
+    async def with_key(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            async with service:
+                await app(scope, receive, send)
+        else:
+            await app({**scope, CALLER: caller}, receive, send)
+
+    return with_key
 
 
 def line(custom_id: str, question: str = "why?", **changes: Any) -> str:
@@ -182,6 +204,37 @@ def test_batches_are_listed_page_by_page(tmp_path: Path) -> None:
     with client_of(tmp_path) as client:
         ids = [submit(client, [line("a")]).id for _ in range(7)]
         assert [each.id for each in client.batches.list(limit=3)] == ids[::-1]
+
+
+def test_in_the_application_lines_run_as_their_owner_at_the_lowest_priority(tmp_path: Path) -> None:
+    backend = Scripted()
+    with served(whole_app(tmp_path, backend)) as url:
+        client = client_at(url)
+        messages = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+        chat = "/v1/chat/completions"
+        lines = [line("a", url=chat, body=messages), line("b", url=chat, body={**messages, "surprise": 1})]
+        batch = ended(client, submit(client, lines, endpoint=chat).id)
+        good, bad = results(client, batch.output_file_id), results(client, batch.error_file_id)
+        assert good[0]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
+        assert bad[0]["response"]["status_code"] == 400 and "surprise" in str(bad[0]["response"]["body"])
+        assert [(asked.priority, asked.salt) for asked in backend.asked] == [(BATCH_PRIORITY, "10:salt of me")]
+
+
+def test_after_a_restart_only_lines_without_a_result_run(tmp_path: Path) -> None:
+    questions = [f"q{n}" for n in range(200)]
+    with client_of(tmp_path, RandomHandler(7, seconds=0.1, trouble=0.0)) as client:
+        id = submit(client, [line(q, q) for q in questions]).id
+        while client.batches.retrieve(id).request_counts.completed < 30:
+            time.sleep(0.02)
+    store = Store(tmp_path)
+    have = {name for (name,) in store.query("SELECT custom_id FROM lines WHERE status IS NOT NULL")}
+    store.close()
+    handler = RandomHandler(8, trouble=0.0)
+    with client_of(tmp_path, handler) as client:
+        batch = ended(client, id)
+        assert batch.request_counts.completed == 200 and 30 <= len(have) < 200
+        assert sorted(asked for _, asked in handler.calls) == sorted(set(questions) - have)
+        assert len(results(client, batch.output_file_id)) == 200
 
 
 class Process:

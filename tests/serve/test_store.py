@@ -182,6 +182,16 @@ TestStore = StoreMachine.TestCase
 TestStore.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
 
 
+def test_giving_up_an_upload_that_was_finished_removes_nothing(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    upload = store.upload("me")
+    upload.write(b"data")
+    file = upload.finish("name", "batch")
+    upload.abandon()
+    assert store.place(file.id).read_bytes() == b"data" and store._used["me"] == 4
+    store.close()
+
+
 def test_two_servers_cannot_share_a_directory(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with pytest.raises(ConfigError, match="Another server"):
