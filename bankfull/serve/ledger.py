@@ -251,10 +251,11 @@ class Ledger:
         end = "cancelled" if batch.status == "cancelling" else batch.outcome or "completed"
         uploads: dict[str, Upload] = {}
         try:
-            for kind, line in self._result_lines(batch, end):
-                if kind not in uploads:
-                    uploads[kind] = self.store.upload(batch.owner, bounded=False)
-                uploads[kind].write(line)
+            for page in self._result_pages(batch, end):
+                for kind, text in page.items():
+                    if kind not in uploads:
+                        uploads[kind] = self.store.upload(batch.owner, bounded=False)
+                    uploads[kind].write(text)
             files = {
                 kind: upload.seal(f"{batch.id}_{kind}.jsonl", "batch_output", batch.output_seconds)
                 for kind, upload in uploads.items()
@@ -277,8 +278,8 @@ class Ledger:
             database.execute("UPDATE batches SET failed = total - completed WHERE sequence = ?", (batch.sequence,))
             database.execute("DELETE FROM lines WHERE batch = ?", (batch.sequence,))
 
-    def _result_lines(self, batch: Batch, end: str) -> Iterator[tuple[str, bytes]]:
-        """("output" or "error", one line of that file), in the order of the input."""
+    def _result_pages(self, batch: Batch, end: str) -> Iterator[dict[str, bytearray]]:
+        """What comes next in the "output" and in the "error" file, in the order of the input."""
         if batch.total == 0:  # it never started: what validation had found so far is not its lines
             return
         encoder, after = msgspec.json.Encoder(), -1
@@ -286,6 +287,7 @@ class Ledger:
             "SELECT line, custom_id, status, body FROM lines WHERE batch = ? AND line > ? ORDER BY line LIMIT ?",
             batch.sequence, after, PAGE,
         ):  # fmt: skip
+            page: dict[str, bytearray] = {}
             for number, custom_id, status, body in rows:
                 id = f"batch_req_{batch.id.removeprefix('batch_')}_{number}"
                 if status is None:
@@ -293,7 +295,8 @@ class Ledger:
                 else:
                     result = ResultLine(id, custom_id, Answered(status, id, msgspec.Raw(body)), None)
                 kind = "output" if status is not None and _succeeded(status) else "error"
-                yield kind, encoder.encode(result) + b"\n"
+                page.setdefault(kind, bytearray()).extend(encoder.encode(result) + b"\n")
+            yield page
             after = rows[-1][0]
 
     # -- statuses
