@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import suppress
 from itertools import count
@@ -14,6 +12,7 @@ from typing import Any
 from bankfull.errors import BankfullError
 from bankfull.frontend import Frontend, Prompt
 from bankfull.llm import LLM
+from bankfull.loop import EngineLoop
 from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 
@@ -26,11 +25,9 @@ class AsyncEngine:
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self._front: Frontend = llm.loaded.frontend
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._news = threading.Condition()
+        self._loop = EngineLoop(self._front, self._tell)
         self._listeners: dict[Hashable, Listener] = {}
         self._numbers = count()
-        self._closing = False
         self._thread = threading.Thread(target=self._run, name="bankfull-engine", daemon=True)
         self._thread.start()
 
@@ -59,7 +56,7 @@ class AsyncEngine:
                 return
             self._listeners[request] = listen
 
-        self._post(submit)
+        self._loop.post(submit)
         open_samples = params.n
         try:
             while open_samples:
@@ -69,54 +66,26 @@ class AsyncEngine:
                 open_samples -= item.finish_reason is not None
                 yield item
         finally:
-            self._post(lambda: self._forget(request))
+            self._loop.post(lambda: self._forget(request))
 
     async def abort(self, request_id: Hashable) -> None:
         """End a request early; its iterator gets a last piece with finish_reason "abort"."""
-        self._post(lambda: self._tell(self._front.abort(request_id)))
+        self._loop.post(lambda: self._tell(self._front.abort(request_id)))
 
     def close(self) -> None:
         """Stop the loop; open iterators get an error."""
-        with self._news:
-            self._closing = True
-            self._news.notify()
+        self._loop.stop()
         self._thread.join()
 
     # -- on the loop's thread
 
-    def _post(self, action: Callable[[], None]) -> None:
-        with self._news:
-            self._inbox.append(action)
-            self._news.notify()
-
     def _run(self) -> None:
         try:
-            while True:
-                with self._news:
-                    while not (self._inbox or self._closing or self._runnable()):
-                        self._news.wait(self._pause())
-                    if self._closing:
-                        break
-                    actions = list(self._inbox)
-                    self._inbox.clear()
-                for action in actions:
-                    action()
-                self._tell(self._front.step())
+            self._loop.run()
         except BaseException as error:
             self._fail(error)
             raise
         self._fail(RuntimeError("the engine was closed"))
-
-    def _runnable(self) -> bool:
-        engine = self._front.engine
-        if not engine.busy:
-            return False
-        wake = engine.wake_at()
-        return wake is None or engine.scheduler.running > 0 or wake <= time.monotonic()
-
-    def _pause(self) -> float | None:
-        wake = self._front.engine.wake_at() if self._front.engine.busy else None
-        return None if wake is None else max(0.0, wake - time.monotonic())
 
     def _tell(self, deltas: list[Delta]) -> None:
         for delta in deltas:

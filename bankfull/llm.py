@@ -10,7 +10,7 @@ from typing import Any
 
 from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.errors import ConfigError, RequestError
-from bankfull.frontend import Prompt
+from bankfull.frontend import Pending, Prompt
 from bankfull.loading import Loaded, load
 from bankfull.outputs import Delta, EmbeddingOutput, RequestOutput, ScoreOutput
 from bankfull.sample.params import SamplingParams
@@ -151,12 +151,8 @@ class LLM:
         results = self._finish(ids, None)
         outputs = []
         for one, result in zip(pending, results, strict=True):
-            vector = sum(one.pooled.values())
-            if pooling == "mean":
-                vector = vector / len(result.prompt_token_ids)
-            if normalize:
-                vector = vector / vector.norm().clamp_min(1e-12)
-            outputs.append(EmbeddingOutput(result.request_id, result.prompt_token_ids, vector.tolist(), result.metrics))
+            vector = embedding_of(one, pooling, normalize)
+            outputs.append(EmbeddingOutput(result.request_id, result.prompt_token_ids, vector, result.metrics))
         return outputs
 
     # -- how it runs
@@ -218,6 +214,16 @@ class LLM:
             if wake is not None:
                 time.sleep(max(0.0, min(wake - time.monotonic(), 0.05)))
         return deltas
+
+
+def embedding_of(pending: Pending, pooling: str, normalize: bool) -> list[float]:
+    """The vector of a request that was pooled and has ended."""
+    vector = sum(pending.pooled.values())
+    if pooling == "mean":
+        vector = vector / len(pending.result.prompt_token_ids)
+    if normalize:
+        vector = vector / vector.norm().clamp_min(1e-12)
+    return vector.tolist()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ def test_every_day_ends_with_every_request_served_exactly(first: int) -> None:
 
 def test_the_days_reach_every_corner_that_they_are_meant_to_reach() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(300):
+    for seed in range(600):
         seen.update(asdict(simulate(seed)))
     rare = {name: count for name, count in seen.items() if count < 50}
     assert not rare, f"too rare to prove anything: {rare}"

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from bankfull import __version__
+from bankfull.cli.batch import batch
 from bankfull.cli.bench import bench
 from bankfull.cli.chat import chat
 from bankfull.cli.doctor import doctor
@@ -24,10 +25,13 @@ from bankfull.cli.options import flat
 from bankfull.cli.pull import pull
 from bankfull.cli.quality import quality
 from bankfull.cli.run import run
+from bankfull.cli.serve import serve
 from bankfull.errors import BankfullError
 
 BAD_INPUT, INTERRUPTED = 2, 130
-COMMANDS: tuple[Callable[..., int | None], ...] = (run, chat, generate, pull, info, limits, bench, quality, doctor)
+COMMANDS: tuple[Callable[..., int | None], ...] = (
+    run, chat, serve, generate, pull, info, limits, bench, quality, doctor,
+)  # fmt: skip
 
 # Rich would draw boxes around the help, at the price of doubling the time until it appears.
 app = typer.Typer(
@@ -50,6 +54,7 @@ def options_of_all(
 
 for command in COMMANDS:
     app.command(command.__name__)(flat(command))
+app.add_typer(batch, name="batch")
 
 
 def run_command(arguments: Sequence[str] | None = None) -> int:

@@ -77,6 +77,13 @@ class EngineOptions:
         asked = {"quantize": self.quantize, "kv_dtype": self.kv_dtype, "activations": self.activations}
         return {name: value for name, value in asked.items() if value not in (None, "auto")}
 
+    def options(self) -> dict[str, Any]:
+        """All but the model, under the names that `LLM` takes."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        del named["model"]
+        named["prefix_cache"] = not named.pop("no_prefix_cache")
+        return named
+
     def load(self) -> LLM:
         """The model, ready to run. Notices of the engine go to stderr."""
         import logging
@@ -84,12 +91,7 @@ class EngineOptions:
         logging.basicConfig(format="bankfull: %(message)s", level=logging.WARNING)
         from bankfull.llm import LLM
 
-        return LLM(
-            self.model, device=self.device, dtype=self.dtype, max_model_len=self.max_model_len, memory=self.memory,
-            rows=self.rows, step_tokens=self.step_tokens, page_tokens=self.page_tokens, depth=self.depth,
-            prefix_cache=not self.no_prefix_cache, providers=self.providers, expand=self.expand, quantize=self.quantize,
-            kv_dtype=self.kv_dtype, activations=self.activations,
-        )  # fmt: skip
+        return LLM(self.model, **self.options())
 
 
 @dataclass(frozen=True, slots=True)

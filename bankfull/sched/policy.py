@@ -9,6 +9,20 @@ from bankfull.config import SchedConfig
 Rank = tuple[int, int]
 """Smaller runs first and is preempted last."""
 
+BATCH_PRIORITY = 1_000_000
+"""From this number on, work is batch work: nobody waits for its next token."""
+
+
+def yields_of(policy: str, priority: int) -> bool:
+    """Does a request of this priority give way: keep its pages, but get no tokens beside an online prompt?"""
+    return policy == "priority" and priority >= BATCH_PRIORITY
+
+
+def batch_tokens(step_tokens: int, decoding: int) -> int:
+    """What batch work may get of a step. Whoever comes in the meantime waits for the end of the step, so it has to be
+    short; a prompt loses little by being cut into more chunks. Decodes are never held back for that."""
+    return max(step_tokens // 4, decoding + max(1, step_tokens // 16))
+
 
 def rank_of(policy: str, priority: int, arrival: int) -> Rank:
     """Arrival breaks ties, so that a rank is unique and a resumed sequence keeps its place."""

@@ -1,8 +1,9 @@
 """What runs in the next step. There are no phases: each sequence gets some of its missing tokens.
 
 Prefill, its chunks, a prefix hit, decoding, verifying drafts and resuming after preemption are one rule: `computed`
-tokens chase `known` ones within the step's token budget, decodes first. The scheduler plans from facts that may be one
-step old (loop depth 1): lengths are lower bounds, pages are reserved for the worst case.
+tokens chase `known` ones within the step's token budget, decodes first. Batch work comes after all that, and in a step
+that carries an online prompt not at all. The scheduler plans from facts that may be one step old (loop depth 1):
+lengths are lower bounds, pages are reserved for the worst case.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from operator import attrgetter
 
 from bankfull.config import SchedConfig
 from bankfull.errors import RequestError
-from bankfull.sched.policy import gate_of, rank_of
+from bankfull.sched.policy import batch_tokens, gate_of, rank_of, yields_of
 from bankfull.sched.sequence import Sequence
 from bankfull.state.manager import Match, Reserved, SequenceState, StateManager
 from bankfull.state.prefix import Chain
@@ -37,6 +38,10 @@ class Sketch:
     """Newcomers that the gate lets in."""
     spare: int = 0
     """What drafts may take of the budget without delaying a decode."""
+    batch: bool = False
+    """Is it the turn of batch work?"""
+    prompts: bool = False
+    """Does the step carry an online prompt, whose first token somebody waits for?"""
     served: list[Sequence] = field(default_factory=list)
     """In the order of plan.work."""
     fixed: set[int] = field(default_factory=set)
@@ -75,7 +80,8 @@ class Scheduler:
         for child in range(request.samples):
             chain = Chain(request.salt, self.state.layout.block_tokens)
             rank = rank_of(self.config.policy, request.priority, next(self._arrivals))
-            seq = Sequence(request, child, rank, now, chain, list(request.prompt))
+            yields = yields_of(self.config.policy, request.priority)
+            seq = Sequence(request, child, rank, now, chain, list(request.prompt), yields)
             siblings.append(seq)
             self._fresh[seq] = None
             insort(self._waiting, seq, key=_rank)
@@ -145,10 +151,31 @@ class Scheduler:
                 assert seq.state is not None
                 self.state.forget_before(seq.state, seq.start)
         self._make_way(step)
+        if not self._has_batch():
+            self._fill(self._running, step, drafts)
+        elif self._fill([s for s in self._running if not s.yields], step, drafts) and not step.prompts:
+            step.batch = True
+            self._fill([s for s in self._running if s.yields], step, drafts)
+        plan = step.plan
+        if not (plan.work or plan.enter or (self.state.pinned and not self._inflight)):
+            return None
+        plan.leave, self._leaving = self._leaving, []
+        self.state.launch(plan.step)
+        self._inflight.append((plan.step, step.served))
+        return plan
+
+    def _has_batch(self) -> bool:
+        """Batch work ranks last."""
+        return any(line[-1].yields for line in (self._running, self._waiting) if line)
+
+    def _fill(self, running: list[Sequence], step: Sketch, drafts: int) -> bool:
+        """Serve these, decodes first, then take in more of their kind; False when one of them lacks memory."""
         decoding: list[Sequence] = []
         filling: list[Sequence] = []
-        for seq in self._running:
+        for seq in running:
             (decoding if seq.missing <= 1 else filling).append(seq)
+        if step.batch:
+            step.budget = min(step.budget, batch_tokens(self.config.step_tokens, len(decoding)))
         step.spare = step.budget - len(decoding)
         stalled = False
         for seq in decoding + filling:
@@ -158,13 +185,7 @@ class Scheduler:
                 stalled |= not self._serve(seq, step, drafts)
         if not stalled:
             self._admit(step)
-        plan = step.plan
-        if not (plan.work or plan.enter or (self.state.pinned and not self._inflight)):
-            return None
-        plan.leave, self._leaving = self._leaving, []
-        self.state.launch(plan.step)
-        self._inflight.append((plan.step, step.served))
-        return plan
+        return not stalled
 
     def _serve(self, seq: Sequence, step: Sketch, drafts: int) -> bool:
         """Give `seq` its share of the step; False when it could use one but memory is short."""
@@ -189,6 +210,7 @@ class Scheduler:
                 return False
         for group, first, pages in reserved.pages:
             step.plan.pages.append(PageEdit(group, seq.row, first, pages))
+        step.prompts |= not seq.yields and (missing > 1 or seq.start < seq.prompt_len)
         work = Work(seq.row, seq.start, size, drafts, sample, reserved.slots)
         step.plan.work.append(work)
         step.served.append(seq)
@@ -267,6 +289,8 @@ class Scheduler:
         index = 0
         while step.budget > 0 and self._free_rows and (found := self._admissible(index, step)) is not None:
             index, seq = found, self._waiting[found]
+            if seq.yields and not step.batch:
+                return
             match = self._match(seq)
             if self._lack(seq, match) != (0, 0):
                 return

@@ -20,6 +20,8 @@ class Sequence:
     queued_at: float
     chain: Chain
     tokens: list[int]
+    yields: bool = False
+    """Batch work: gets no tokens in a step that carries an online prompt."""
     parent: Sequence | None = None
     """n > 1: the sibling whose prompt pages this one waits to share; None once it stands on its own feet."""
     children: list[Sequence] = field(default_factory=list)

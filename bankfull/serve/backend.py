@@ -46,8 +46,10 @@ class Backend(Protocol):
         self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
         deadline: float | None = None,
     ) -> AsyncIterator[list[Piece | Done]]:  # fmt: skip
-        """What each engine step adds, until `Done` (always the last). Leaving the iterator aborts the request.
-        `deadline`: seconds from now. Raises RequestError, Busy, Unavailable, EngineDied or DeadlineExceeded."""
+        """What each engine step adds, until `Done` (always the last). The request is on its way when this returns;
+        leaving the iterator, by `aclose`, by cancelling a wait or by letting go of it, aborts the request.
+        `deadline`: seconds from now. The call itself raises Busy or Unavailable, so that a refusal comes at once; the
+        iterator raises RequestError, EngineDied, Unavailable (shut down in the meantime) or DeadlineExceeded."""
         ...
 
     async def reset_cache(self) -> int:

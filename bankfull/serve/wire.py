@@ -84,6 +84,12 @@ class Phase(msgspec.Struct, tag="phase"):
     text: str
 
 
+class Failed(msgspec.Struct, tag="failed"):
+    """The model cannot be loaded as asked; the process leaves."""
+
+    message: str
+
+
 class Piece(msgspec.Struct, array_like=True):
     """What one step added to one sample of one request."""
 
@@ -128,7 +134,11 @@ class Load(msgspec.Struct, array_like=True):
     """Seconds inside steps so far."""
     bytes_moved: float
     flops: float
-    """What the meter says that all steps so far moved and computed."""
+    """What the meter says that all steps so far moved and computed; 0 where this machine was never measured."""
+    decode_busy: float = 0.0
+    decode_bytes: float = 0.0
+    decode_flops: float = 0.0
+    """The same three of the steps that did nothing but decode: the rest computed prompts too."""
 
 
 class Step(msgspec.Struct, tag="step"):
@@ -152,7 +162,7 @@ class Forgotten(msgspec.Struct, tag="forgotten"):
     pages: int
 
 
-FromEngine = Phase | Ready | Step | Refused | Forgotten
+FromEngine = Phase | Ready | Failed | Step | Refused | Forgotten
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -162,6 +172,14 @@ def pack(message: ToEngine | FromEngine) -> bytes:
     if len(body) > MAX_MESSAGE:
         raise ValueError(f"a message of {len(body)} bytes is longer than {MAX_MESSAGE}")
     return len(body).to_bytes(HEADER, "little") + body
+
+
+def body_length(header: bytes | bytearray | memoryview) -> int:
+    """How long the message behind a header is."""
+    length = int.from_bytes(header, "little")
+    if length > MAX_MESSAGE:
+        raise ValueError(f"a message of {length} bytes is longer than {MAX_MESSAGE}")
+    return length
 
 
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:

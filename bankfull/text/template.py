@@ -34,6 +34,7 @@ class ChatTemplate:
         tool_source: str | None = None,
     ) -> None:
         self.source = source
+        self.tool_source = source if tool_source is None else tool_source
         given = {**(tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
         self._tokens = {name: token for name, token in given.items() if token is not None}
         self._plain = _compiled(source)

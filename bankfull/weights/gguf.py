@@ -7,9 +7,7 @@ the file says about itself; tensor data are views on a copy-on-write mapping, so
 from __future__ import annotations
 
 import mmap
-import os
 import re
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -20,11 +18,11 @@ import torch
 from bankfull.errors import ModelError
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.formats.dense import DTYPES
-from bankfull.weights.gguf_values import Cursor, Metadata, find_values
+from bankfull.weights.gguf_header import open_header
+from bankfull.weights.gguf_values import Cursor, Metadata
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.scheme import Scheme
 
-MAGIC = b"GGUF"
 MAX_TENSORS = 1 << 16
 MAX_TENSOR_NAME_BYTES = 255
 MAX_DIMENSIONS = 4
@@ -97,39 +95,8 @@ def open_container(path: Path) -> Container:
 
 
 def _open_part(path: Path) -> tuple[Metadata, dict[str, TensorInfo]]:
-    cursor = Cursor(_map(path), path.name)
-    magic = cursor.data[cursor.take(4, "its magic number") : cursor.at]
-    if magic != MAGIC:
-        raise ModelError(f"{path.name} is not a GGUF file: it does not begin with the letters GGUF")
-    version = cursor.u32("its version")
-    if version not in (2, 3):
-        big_endian = int.from_bytes(version.to_bytes(4, "little"), "big") in (1, 2, 3)
-        kind = "big-endian" if big_endian else f"of version {version}"
-        raise ModelError(f"{path.name} is a GGUF file {kind}: only little-endian files of version 2 and 3 are read")
-    tensor_count, value_count = cursor.u64("its tensor count"), cursor.u64("its metadata count")
-    metadata = find_values(cursor, value_count)
-    return metadata, _find_tensors(cursor, tensor_count, _alignment(metadata, path))
-
-
-def _map(path: Path) -> mmap.mmap:
-    try:
-        # O_NONBLOCK: a named pipe must be refused below, not waited for.
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    except OSError as error:
-        raise ModelError(f"{path} cannot be opened: {error.strerror or error}") from None
-    except ValueError:
-        raise ModelError(f"{str(path)!r} is not a path: it contains a zero byte") from None
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ModelError(f"{path} is not a regular file: give the path of a .gguf file")
-        if status.st_size == 0:
-            raise ModelError(f"{path.name} is empty: download it again")
-        return mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_COPY)
-    except (OSError, OverflowError) as error:
-        raise ModelError(f"{path} cannot be mapped into memory: {error}") from None
-    finally:
-        os.close(descriptor)
+    header = open_header(path)
+    return header.metadata, _find_tensors(header.cursor, header.tensors, _alignment(header.metadata, path))
 
 
 def _alignment(metadata: Metadata, path: Path) -> int:

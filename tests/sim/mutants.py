@@ -185,6 +185,16 @@ def a_page_is_named_by_its_own_tokens_only(patch: MonkeyPatch) -> None:
     patch.setattr(Chain, "extend", extend)
 
 
+def batch_work_gives_no_way(patch: MonkeyPatch) -> None:
+    def serve(sched: Scheduler, seq: Sequence, step: Sketch, drafts: int) -> bool:
+        served = original(sched, seq, step, drafts)
+        step.prompts = False
+        return served
+
+    original = Scheduler._serve
+    patch.setattr(Scheduler, "_serve", serve)
+
+
 MUTANTS: list[Mutant] = [
     quarantine_is_skipped,
     quarantine_asks_only_the_last_holder,
@@ -203,4 +213,5 @@ MUTANTS: list[Mutant] = [
     the_last_prompt_token_is_reused,
     drafts_take_the_budget_of_decodes,
     a_page_is_named_by_its_own_tokens_only,
+    batch_work_gives_no_way,
 ]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 from bankfull.config import SchedConfig, StateConfig
+from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.state.spec import Layout, Paged, Recurrent, Shared, StateSpec, TensorSpec, layout_of
 from bankfull.types import Request
 from tests.sim.oracle import expected
@@ -115,7 +116,7 @@ def _arrivals(random: Random, vocab: int, rows: int) -> tuple[Arrival, ...]:
                     limit=len(prompt) + (random.randint(1, 14) if generates else 0),
                     stop_ids=frozenset(random.sample(range(vocab), random.randint(0, 1))),
                     samples=samples,
-                    priority=random.randint(0, 2),
+                    priority=(0, 1, BATCH_PRIORITY)[random.randint(0, 2)],
                     salt=salt,
                     reuse=random.random() < 0.9,
                     generates=generates,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from bankfull.errors import RequestError
+from bankfull.sched.policy import batch_tokens
 from bankfull.sched.scheduler import Scheduler
 from bankfull.sched.sequence import Sequence
 from bankfull.state.manager import StateManager
@@ -31,6 +32,8 @@ class Summary:
     finished: int = 0
     aborted: int = 0
     drafts: int = 0
+    yielded: int = 0
+    """Steps in which batch work held a row and gave way."""
 
 
 @dataclass(slots=True)
@@ -200,12 +203,26 @@ class World:
         for work in plan.work:
             self._check_writes(by_row[work.row], holders)
         served = {by_row[row].rank for row in rows}
-        greedy = any(work.drafts or work.count > 1 for work in plan.work)
+        self._check_batch(plan, by_row)
+        greedy = {by_row[work.row].yields for work in plan.work if work.drafts or work.count > 1}
         for seq in ready:
-            if greedy and seq.state is not None and seq.rank not in served:
+            # Online work may leave nothing to a batch: only its own prompts and drafts come after its decodes.
+            robbed = False in greedy if not seq.yields else greedy == {True}
+            if robbed and seq.state is not None and seq.rank not in served:
                 short = self.state.shortage(seq.state, seq.start + seq.drafted + 1, 1)
                 demand(short != (0, 0), f"{seq.request.id} cannot decode because prefill or drafts took its budget")
         self._check_order(plan, by_row)
+
+    def _check_batch(self, plan: StepPlan, by_row: dict[int, Sequence]) -> None:
+        """A step with an online prompt carries no batch work, and no step carries much of a batch's prompts."""
+        served = [(work, by_row[work.row]) for work in plan.work]
+        prompts = any(not s.yields and (work.count > 1 or work.start < s.prompt_len) for work, s in served)
+        batch = sum(work.count + work.drafts for work, s in served if s.yields)
+        rows = sum(s.yields for s in self.sched._running)
+        self.summary.yielded += prompts and rows > 0
+        demand(not (prompts and batch), "batch work runs beside an online prompt")
+        most = batch_tokens(self.scenario.sched.step_tokens, rows)
+        demand(batch <= most, f"batch work takes {batch} tokens of a step, more than {most}")
 
     def _check_writes(self, seq: Sequence, holders: list[int]) -> None:
         """What a step may write belongs to its sequence alone, and is unknown to the cache."""

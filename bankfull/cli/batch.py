@@ -1,0 +1,185 @@
+"""`bankfull batch`: files of requests for a running server, from submitting to the results."""
+
+from __future__ import annotations
+
+import json as json_text
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from bankfull.cli.options import Json
+from bankfull.cli.service import Service
+from bankfull.cli.terminal import progress, say
+from bankfull.errors import ConfigError, RequestError
+
+ENDED = ("completed", "failed", "expired", "cancelled")
+POLL_SECONDS = 1.0
+
+batch = typer.Typer(
+    rich_markup_mode=None, no_args_is_help=True,
+    help="Run a file of requests on a server in its idle time. BANKFULL_API_KEY is the key, if one is needed.",
+)  # fmt: skip
+
+Url = Annotated[str, typer.Option(help="Of the server.", envvar="BANKFULL_URL")]
+Id = Annotated[str, typer.Argument(help="Of the batch: batch_...")]
+LOCAL = "http://127.0.0.1:8000"
+
+
+@batch.command()
+def submit(
+    file: Annotated[Path, typer.Argument(help="JSON lines with custom_id, method, url and body.")],
+    *,
+    url: Url = LOCAL,
+    endpoint: Annotated[
+        str | None, typer.Option(help="/v1/chat/completions, ...", show_default="that of the first line")
+    ] = None,
+    window: Annotated[str, typer.Option(help="After this time the batch expires.")] = "24h",
+    wait: Annotated[bool, typer.Option("--wait", help="Until it has ended, with a progress bar.")] = False,
+    json: Json = False,
+) -> int:
+    """Upload a file of requests, start a batch, and print its id."""
+    service = Service(url)
+    chosen = endpoint or _first_url(file)
+    uploaded = service.upload(file)
+    asked = {"input_file_id": uploaded["id"], "endpoint": chosen, "completion_window": window}
+    made = service.call("POST", "/v1/batches", asked)
+    if not wait:
+        _show([made], json, single=True)
+        return 0
+    if not json:
+        print(made["id"], flush=True)
+    made = _waited(service, made)
+    _show([made], json, single=True, details=True)
+    return 0 if made["status"] == "completed" else 1
+
+
+@batch.command()
+def status(
+    id: Annotated[str | None, typer.Argument(help="Of the batch; without one, the newest are listed.")] = None,
+    *,
+    url: Url = LOCAL,
+    wait: Annotated[bool, typer.Option("--wait", help="Until it has ended, with a progress bar.")] = False,
+    json: Json = False,
+) -> None:
+    """How far a batch is."""
+    service = Service(url)
+    if id is None:
+        if wait:
+            raise ConfigError("--wait needs the id of a batch.")
+        _show(service.call("GET", "/v1/batches?limit=100")["data"], json)
+        return
+    found = _batch(service, id)
+    _show([_waited(service, found) if wait else found], json, single=True, details=True)
+
+
+@batch.command()
+def fetch(
+    id: Id,
+    *,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where the results go; - is stdout.")],
+    errors: Annotated[
+        Path | None, typer.Option(help="Where the failures go.", show_default="the output's name with .errors")
+    ] = None,
+    url: Url = LOCAL,
+    wait: Annotated[bool, typer.Option("--wait", help="Until it has ended, with a progress bar.")] = False,
+) -> int:
+    """Download the results of a batch that has ended. The exit code is 1 if any of its requests failed."""
+    service = Service(url)
+    found = _batch(service, id)
+    found = _waited(service, found) if wait else found
+    if found["status"] not in ENDED:
+        raise RequestError(f"The batch is {found['status']}; come back later, or use --wait.")
+    if found["status"] == "failed":
+        raise RequestError(f"The batch failed: {_first_problem(found)}")
+    to_stdout = str(output) == "-"
+    _download(service, found["output_file_id"], output)
+    if found["error_file_id"] is None:
+        return 0
+    target = errors or (None if to_stdout else output.with_name(output.name + ".errors"))
+    if target is not None:
+        _download(service, found["error_file_id"], target)
+    where = f"see {target}" if target is not None else "name a file for them with --errors"
+    say(f"bankfull: {found['request_counts']['failed']} requests failed; {where}.")
+    return 1
+
+
+@batch.command()
+def cancel(id: Id, *, url: Url = LOCAL, json: Json = False) -> None:
+    """Stop a batch; what it has done so far can be fetched."""
+    service = Service(url)
+    _show([service.call("POST", f"/v1/batches/{quote(id, safe='')}/cancel")], json, single=True)
+
+
+def _batch(service: Service, id: str) -> Any:
+    return service.call("GET", f"/v1/batches/{quote(id, safe='')}")
+
+
+def _waited(service: Service, found: Any) -> Any:
+    while found["status"] == "validating":
+        time.sleep(POLL_SECONDS / 4)
+        found = _batch(service, found["id"])
+    counts = found["request_counts"]
+    with progress("batch", counts["total"] or None, counts["completed"] + counts["failed"]) as advance:
+        while True:
+            counts = found["request_counts"]
+            advance(counts["completed"] + counts["failed"], f"{counts['failed']} failed")
+            if found["status"] in ENDED:
+                return found
+            time.sleep(POLL_SECONDS)
+            found = _batch(service, found["id"])
+
+
+def _show(batches: list[Any], json: bool, single: bool = False, details: bool = False) -> None:
+    if json:
+        print(json_text.dumps(batches[0] if single else {"data": batches}))
+        return
+    for each in batches:
+        counts = each["request_counts"]
+        done = f"{counts['completed']}/{counts['total']} done, {counts['failed']} failed"
+        print(f"{each['id']}  {each['status']}  {done}")
+        if details and each["errors"]:
+            for problem in each["errors"]["data"]:
+                print("  " + _told(problem))
+
+
+def _first_problem(found: Any) -> str:
+    return _told(((found["errors"] or {}).get("data") or [{"message": "no reason is known."}])[0])
+
+
+def _told(problem: Any) -> str:
+    place = f"line {problem['line']}: " if problem.get("line") else ""
+    return place + problem["message"]
+
+
+def _first_url(file: Path) -> str:
+    try:
+        with file.open("rb") as lines:
+            first = json_text.loads(lines.readline(1 << 24))
+        return str(first["url"])
+    except OSError as error:
+        raise ConfigError(f"The input {file} cannot be read: {error.strerror or error}.") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise RequestError(f"The first line of {file} is no request with a url; name the --endpoint.") from None
+
+
+def _download(service: Service, id: str | None, target: Path) -> None:
+    """Whole or not at all: under another name until it is complete."""
+    if str(target) == "-":
+        if id is not None:
+            service.download(id, sys.stdout.buffer)
+        return
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as stream:
+            if id is not None:
+                service.download(id, stream)
+        part.replace(target)
+    except OSError as error:
+        raise ConfigError(f"The output {target} cannot be written: {error.strerror or error}.") from None
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,63 @@
+"""`bankfull serve`: a model behind OpenAI's API."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from bankfull.cli.options import EngineOptions
+
+
+def serve(
+    served: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="What to serve, as for --model.", show_default="smollm2")
+    ] = None,
+    *,
+    engine: EngineOptions,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes any that is free.")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What clients call the model; may be given several times.", show_default="the name given here"
+        ),
+    ] = None,
+    no_generation_config: Annotated[
+        bool, typer.Option("--no-generation-config", help="Ignore the sampling that the model recommends.")
+    ] = False,
+    queue_requests: Annotated[
+        int | None, typer.Option(help="Samples that may wait beyond those that run.", show_default="as many again")
+    ] = None,
+    max_body_bytes: Annotated[int, typer.Option(help="Larger calls are refused.")] = 4 << 20,
+    grace: Annotated[float, typer.Option(help="Seconds that running answers get when the server is stopped.")] = 30.0,
+    no_auth: Annotated[
+        bool, typer.Option("--no-auth", help="Let everybody in, also from other machines.")
+    ] = False,
+) -> None:  # fmt: skip
+    """Serve a model over HTTP, as OpenAI's clients expect it.
+
+    The engine runs in a process of its own and is started again if it dies. /ready tells when the model is loaded,
+    /openapi.json what there is. Ctrl-C or SIGTERM lets running answers finish.
+    """
+    from bankfull.errors import ConfigError
+
+    try:
+        from bankfull.serve.run import run_server
+    except ImportError as error:
+        raise ConfigError(
+            f"Serving needs the package {error.name!r}, which is not installed: pip install 'bankfull[serve]'."
+        ) from None
+    from bankfull.serve.settings import Settings
+
+    engine = engine if served is None else replace(engine, model=served)
+    names = tuple(served_model_name or [engine.model])
+    settings = Settings(
+        names=names, host=host, port=port, max_body_bytes=max_body_bytes,
+        use_generation_config=not no_generation_config,
+    )  # fmt: skip
+    run_server(
+        engine.model, {**engine.options(), "policy": "priority"}, settings,
+        queue_requests=queue_requests, grace=grace, open_to_all=no_auth,
+    )  # fmt: skip

@@ -1,0 +1,112 @@
+"""Who may come in: a queue that is bounded by requests and by tokens, and an honest word to those who may not.
+
+A queue that is too long helps nobody: what is accepted would wait longer than its client does. Batch work is not
+counted: it has all the time in the world, and whoever feeds it bounds it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bankfull.errors import ConfigError
+from bankfull.sched.policy import BATCH_PRIORITY
+from bankfull.serve.backend import Busy, Unavailable
+from bankfull.serve.wire import Facts
+
+__all__ = ["BATCH_PRIORITY", "Admission", "QueueLimits", "Ticket"]
+
+REMEMBERED = 256
+"""Requests whose ends tell how fast room comes back."""
+WINDOW = 30.0
+"""Seconds after which an end tells nothing about the present."""
+SHORTEST_WAIT, LONGEST_WAIT = 1.0, 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """What may wait beyond what the engine runs at once. None: as much again."""
+
+    requests: int | None = None
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("requests", self.requests), ("tokens", self.tokens)):
+            if value is not None and value < 0:
+                raise ConfigError(f"The queue's limit of {name} is {value}; give 0 or more.")
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    samples: int
+    tokens: int
+    """Of the prompt, and the most that may follow it."""
+    counted: bool
+
+
+class Admission:
+    def __init__(self, limits: QueueLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._most_samples = self._most_tokens = 0
+        self._max_len = 0
+        self.samples = self.tokens = 0
+        """Of online requests that were let in and have not left."""
+        self._ends: deque[tuple[float, int, int]] = deque(maxlen=REMEMBERED)
+        self._promised = 0.0
+        self._closed: str | None = "The model is still being loaded."
+
+    def open(self, facts: Facts) -> None:
+        """The engine is there, and this is its size."""
+        rows, pool = facts.rows, facts.pages * facts.page_tokens or facts.rows * facts.max_len
+        self._most_samples = rows + (rows if self._limits.requests is None else self._limits.requests)
+        self._most_tokens = pool + (pool if self._limits.tokens is None else self._limits.tokens)
+        self._max_len = facts.max_len
+        self._closed = None
+
+    def close(self, reason: str) -> None:
+        """Nobody comes in any more; those who are in stay."""
+        self._closed = reason
+
+    def enter(self, prompt: int, samples: int, max_tokens: int | None, priority: int) -> Ticket:
+        """Raises Busy or Unavailable."""
+        if self._closed is not None:
+            raise Unavailable(self._closed)
+        most = max(0, self._max_len - prompt)
+        tokens = prompt + samples * (most if max_tokens is None else min(max_tokens, most))
+        if priority >= BATCH_PRIORITY:
+            return Ticket(samples, tokens, counted=False)
+        # Whoever comes into an empty house is let in: the engine itself refuses what it can never run.
+        full = self.samples + samples > self._most_samples or self.tokens + tokens > self._most_tokens
+        if self.samples and full:
+            wait = self._wait_for(samples, tokens)
+            raise Busy(
+                f"{self.samples} answers are being written or wait already; try again in {wait:.0f} seconds.", wait
+            )
+        self.samples += samples
+        self.tokens += tokens
+        return Ticket(samples, tokens, counted=True)
+
+    def leave(self, ticket: Ticket) -> None:
+        """Once for each ticket, however its request ended."""
+        if ticket.counted:
+            ticket.counted = False
+            self.samples -= ticket.samples
+            self.tokens -= ticket.tokens
+            self._ends.append((self._clock(), ticket.samples, ticket.tokens))
+
+    def _wait_for(self, samples: int, tokens: int) -> float:
+        """Seconds until there should be room for this one, behind all others that were told to come back."""
+        now = self._clock()
+        while self._ends and self._ends[0][0] < now - WINDOW:
+            self._ends.popleft()
+        if len(self._ends) < 2:
+            return SHORTEST_WAIT
+        seconds = max(now - self._ends[0][0], 1e-3)
+        ended_samples = sum(end[1] for end in self._ends)
+        ended_tokens = sum(end[2] for end in self._ends)
+        own = seconds * max(samples / ended_samples, tokens / max(1, ended_tokens))
+        self._promised = min(max(self._promised, now) + own, now + LONGEST_WAIT)
+        return min(max(SHORTEST_WAIT, self._promised - now), LONGEST_WAIT)

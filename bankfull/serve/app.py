@@ -1,0 +1,254 @@
+"""The HTTP application: routes, how a call becomes an answer, and what becomes of everything that goes wrong.
+
+Authentication, limits and logs are middleware around it (`scope["bankfull.caller"]` says who calls).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from bankfull import __version__
+from bankfull.serve.backend import Backend, Busy, EngineDied, Unavailable
+from bankfull.serve.calls import CALLER, Api, Caller
+from bankfull.serve.chat import Chat
+from bankfull.serve.errors import Problem, Refusal, openai_error, problem_of
+from bankfull.serve.messages import CountTokens, Messages
+from bankfull.serve.models import Models
+from bankfull.serve.openai_chat import ChatCompletions
+from bankfull.serve.openai_completions import Completions
+from bankfull.serve.openai_embeddings import Embeddings
+from bankfull.serve.openapi import document
+from bankfull.serve.responses import Responses
+from bankfull.serve.settings import Settings
+from bankfull.serve.sse import Message, Pulse, Receive, Send, send_events
+from bankfull.serve.texts import Texts
+from bankfull.serve.tokens import Detokenize, Tokenize
+
+Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
+
+CLIENT_LEFT = 499
+RETRIED = (Busy, Unavailable, EngineDied)
+"""What says nothing about a call itself: there was no room, or no engine."""
+
+
+def create_app(
+    backend: Backend, texts: Texts, settings: Settings, *,
+    lifespan: Lifespan | None = None, more_apis: Mapping[str, Api] | None = None,
+) -> Starlette:  # fmt: skip
+    """`more_apis`: further endpoints that take a JSON body by POST, by path; `lifespan` lives as long as the server."""
+    apis = {**model_apis(backend, texts, settings), **(more_apis or {})}
+    pulse = Pulse(settings.keep_alive_seconds)
+    models = Models(backend, texts, settings)
+    public = Probes(backend)
+    described = msgspec.json.encode(document(list(apis)))
+
+    async def version(request: Request) -> Response:
+        return as_json({"version": __version__})
+
+    async def openapi(request: Request) -> Response:
+        return as_json_bytes(described)
+
+    async def reset(request: Request) -> Response:
+        if caller_of(request.scope).key is None:
+            raise Refusal("Resetting the prefix cache needs an API key.", code="invalid_api_key", status=401)
+        return as_json({"pages": await backend.reset_cache()})
+
+    app = Starlette(
+        routes=[
+            *(Route(path, Endpoint(api, settings, pulse), methods=["POST"]) for path, api in apis.items()),
+            Route("/v1/models", models.all, methods=["GET"]),
+            Route("/v1/models/{name:path}", models.one, methods=["GET"]),
+            Route("/version", version, methods=["GET"]),
+            Route("/live", public.live, methods=["GET"]),
+            Route("/ready", public.ready, methods=["GET"]),
+            Route("/health", public.ready, methods=["GET"]),
+            Route("/openapi.json", openapi, methods=["GET"]),
+            Route("/reset_prefix_cache", reset, methods=["POST"]),
+        ],
+        exception_handlers={HTTPException: _http_problem, ValueError: _told, Exception: _told},
+        lifespan=lifespan,
+    )
+    app.state.apis = apis
+    return app
+
+
+def model_apis(backend: Backend, texts: Texts, settings: Settings) -> dict[str, Api]:
+    chat = Chat(backend, texts)
+    return {
+        "/v1/chat/completions": ChatCompletions(chat, settings),
+        "/v1/responses": Responses(chat, settings),
+        "/v1/messages": Messages(chat, settings),
+        "/v1/messages/count_tokens": CountTokens(chat, settings),
+        "/v1/completions": Completions(backend, texts, settings),
+        "/v1/embeddings": Embeddings(backend, texts, settings),
+        "/tokenize": Tokenize(chat, settings),
+        "/detokenize": Detokenize(chat, settings),
+    }
+
+
+class Endpoint:
+    """One API over HTTP, as a raw ASGI application: nothing stands between an engine step and the socket."""
+
+    def __init__(self, api: Api, settings: Settings, pulse: Pulse) -> None:
+        self._api, self._settings, self._pulse = api, settings, pulse
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            body = await read_body(scope, receive, self._settings.max_body_bytes)
+            async with Client(receive):
+                made = await self._api.answer(body, caller_of(scope))
+                if isinstance(made, bytes):
+                    await send_json(noted, 200, made)
+                else:
+                    await send_events(made, noted, self._pulse)
+        except Exception as error:
+            problem = problem_of(error)
+            if begun:
+                raise  # the server closes the connection: half an answer must not look like a whole one
+            await send_json(send, problem.status, self._api.spell(problem), problem.headers)
+
+
+class Client:
+    """While it is entered, the client's leaving cancels the task that answers it, and so aborts its request."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._left = False
+
+    async def __aenter__(self) -> Client:
+        self._task = asyncio.current_task()
+        self._watch = asyncio.ensure_future(self._until_gone())
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: object) -> bool:
+        self._watch.cancel()
+        if not self._left or kind is None or not issubclass(kind, asyncio.CancelledError):
+            return False
+        if self._task is not None:
+            self._task.uncancel()
+        return True
+
+    async def _until_gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._left = True
+        if self._task is not None:
+            self._task.cancel()
+
+
+async def read_body(scope: Message, receive: Receive, limit: int) -> bytes:
+    """The whole body; one that is too large is refused before it has been read."""
+    too_large = Refusal(f"The body is larger than {limit} bytes.", code="body_too_large", status=413)
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value[:20]) > limit:
+            raise too_large
+    parts, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Refusal("The client left before its call was complete.", status=CLIENT_LEFT)
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise too_large
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def call_api(
+    apis: Mapping[str, Api], path: str, body: bytes | Mapping[str, Any], caller: Caller
+) -> tuple[int, bytes]:
+    """A call that comes from within the service, such as a line of a batch: its status and its JSON document. Whatever
+    is worth another attempt (`RETRIED`) is raised."""
+    api = apis.get(path)
+    if api is None:
+        problem = problem_of(Refusal(f"There is no API at {path[:100]}.", code="not_found", status=404))
+        return problem.status, openai_error(problem)
+    try:
+        made = await api.answer(body if isinstance(body, bytes) else msgspec.json.encode(body), caller)
+        if isinstance(made, bytes):
+            return 200, made
+        await made.aclose()
+        raise Refusal("This call cannot be streamed: leave stream out.", param="stream")
+    except RETRIED:
+        raise
+    except Exception as error:
+        problem = problem_of(error)
+        return problem.status, api.spell(problem)
+
+
+class Probes:
+    """What is asked by those who watch the service."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def live(self, request: Request) -> Response:
+        return as_json({"status": "live"})
+
+    async def ready(self, request: Request) -> Response:
+        if not self._backend.ready:
+            raise Unavailable("The engine is not ready: it loads, restarts or drains.")
+        return as_json({"status": "ready"})
+
+
+def caller_of(scope: Message) -> Caller:
+    found = scope.get(CALLER)
+    return found if isinstance(found, Caller) else Caller()
+
+
+def as_json(value: object) -> Response:
+    return as_json_bytes(msgspec.json.encode(value))
+
+
+def as_json_bytes(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+async def send_json(send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+    fixed = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": fixed + (headers or [])})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _problem_response(problem: Problem) -> Response:
+    headers = {name.decode(): value.decode() for name, value in problem.headers}
+    return Response(openai_error(problem), problem.status, headers, "application/json")
+
+
+async def _told(request: Request, error: Exception) -> Response:
+    return _problem_response(problem_of(error))
+
+
+async def _http_problem(request: Request, error: Exception) -> Response:
+    """What routing itself refuses."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    path = request.url.path[:200]
+    sentences = {
+        404: f"There is nothing at {path}; /openapi.json lists what there is.",
+        405: f"{path} does not take {request.method[:20]}.",
+    }
+    message = sentences.get(status, "The call cannot be served.")
+    codes = {404: "not_found", 405: "method_not_allowed"}
+    response = _problem_response(problem_of(Refusal(message, code=codes.get(status), status=status)))
+    for name, value in (getattr(error, "headers", None) or {}).items():
+        response.headers[name] = value
+    return response

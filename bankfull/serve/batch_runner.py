@@ -1,0 +1,292 @@
+"""Runs the lines of batches through the same handlers as online requests, at the lowest priority.
+
+One task per open batch: validate, run what has no result yet, make the files. All of it is in the store before the
+next thing begins, so a start after a crash is the same as any other start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+import msgspec
+
+from bankfull.sched.policy import BATCH_PRIORITY
+from bankfull.serve.backend import Busy, EngineDied, Unavailable
+from bankfull.serve.batch_input import MOST_LINES, Validation, read_body
+from bankfull.serve.errors import openai_error, problem_of
+from bankfull.serve.ledger import Batch, Ledger, Line, LineProblem, Result
+from bankfull.serve.store import Full, NoSuchFile
+
+log = logging.getLogger("bankfull.serve")
+
+BACKLOG = 8
+"""Lines in flight beyond the engine's rows, so that a row that ends is filled at once."""
+MOST_DEATHS = 3
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 10.0
+SWEEP_SECONDS = 3600.0
+
+
+class Handle(Protocol):
+    """What answers an online request: its body in JSON, and the status and body of the answer. May raise Busy,
+    Unavailable or EngineDied, or answer 429 or 503: that is not the line's fault, which is tried again."""
+
+    async def __call__(self, url: str, body: bytes, *, priority: int, key: str) -> tuple[int, bytes]: ...
+
+
+class BatchRunner:
+    def __init__(
+        self, ledger: Ledger, handle: Handle, *, rows: Callable[[], int], most_lines: int = MOST_LINES,
+        priority: int = BATCH_PRIORITY,
+    ) -> None:  # fmt: skip
+        """`rows`: how many requests the engine runs at once, as far as it is known now."""
+        self._ledger, self._store, self._handle = ledger, ledger.store, handle
+        self._most_lines, self._priority = most_lines, priority
+        self._slots = Slots(lambda: rows() + BACKLOG)
+        self._pause = Pause()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._changed: dict[str, asyncio.Event] = {}
+        self._news = asyncio.Event()
+        self._results: list[tuple[Result, asyncio.Future[None]]] = []
+        self._unwritten = asyncio.Event()
+        self._one_suspect = asyncio.Lock()
+
+    def wake(self, id: str | None = None) -> None:
+        """A batch was created, or the one with this id was cancelled."""
+        self._news.set()
+        if id in self._changed:
+            self._changed[id].set()
+
+    async def run(self) -> None:
+        """Until cancelled; what was running then goes on at the next start."""
+        writer = asyncio.create_task(self._write_results())
+        try:
+            sweep = time.monotonic()
+            while True:
+                self._news.clear()
+                for batch in await self._store.run(self._ledger.open_batches):
+                    if batch.id not in self._tasks:
+                        self._begin(batch)
+                if time.monotonic() >= sweep:
+                    sweep = time.monotonic() + SWEEP_SECONDS
+                    try:
+                        await self._store.run(self._store.remove_expired)
+                    except Full as error:  # the next sweep finds the same
+                        log.error("expired files stay: %s", error)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), SWEEP_SECONDS)
+        finally:
+            tasks = [writer, *self._tasks.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self, batch: Batch) -> None:
+        self._changed[batch.id] = asyncio.Event()
+        self._tasks[batch.id] = asyncio.create_task(self._carry(batch))
+
+    async def _carry(self, batch: Batch) -> None:
+        """One batch to its end, through whatever fails on the way."""
+        seconds = SHORTEST_PAUSE
+        while True:
+            try:
+                await self._advance(batch)
+                break
+            except Exception as error:  # a full disk, most likely: nothing is lost by trying again
+                log.error("batch %s waits %.0f s after: %s", batch.id, seconds, error)
+                await asyncio.sleep(seconds)
+                seconds = min(2 * seconds, LONGEST_PAUSE)
+                batch = await self._store.run(self._ledger.again, batch)
+        del self._tasks[batch.id], self._changed[batch.id]
+
+    async def _advance(self, batch: Batch) -> None:
+        if batch.status == "validating":
+            await self._store.run(self._validate, batch)
+            batch = await self._store.run(self._ledger.again, batch)
+        if batch.status == "in_progress":
+            complete = await self._run_within_window(batch)
+            await self._store.run(self._ledger.finalize, batch, "completed" if complete else "expired")
+            batch = await self._store.run(self._ledger.again, batch)
+        if batch.status in ("finalizing", "cancelling"):
+            await self._store.run(self._ledger.conclude, batch)
+
+    def _validate(self, batch: Batch) -> None:
+        self._ledger.clear(batch)
+        try:
+            path = self._store.place(self._store.file(batch.owner, batch.input_file).id)
+        except NoSuchFile:
+            gone = LineProblem("file_not_found", "The input file does not exist any more.", param="input_file_id")
+            self._ledger.fail(batch, [gone])
+            return
+        validation = Validation(path, batch.endpoint, self._most_lines)
+        for group in validation.groups():
+            self._ledger.add(batch, group)
+        if validation.problems:
+            self._ledger.fail(batch, validation.problems)
+        else:
+            self._ledger.start(batch)
+
+    async def _run_within_window(self, batch: Batch) -> bool:
+        """False where time was over, or the batch was cancelled, before all lines had a result."""
+        work = asyncio.create_task(self._run_lines(batch))
+        changed = asyncio.create_task(self._changed[batch.id].wait())
+        try:
+            await asyncio.wait(
+                {work, changed}, timeout=max(0.0, batch.expires_at - self._store.clock()),
+                return_when=asyncio.FIRST_COMPLETED,
+            )  # fmt: skip
+            if work.done():
+                await work
+                return True
+            return False
+        finally:
+            for task in (work, changed):
+                task.cancel()
+            await asyncio.gather(work, changed, return_exceptions=True)
+
+    async def _run_lines(self, batch: Batch) -> None:
+        after = -1
+        async with asyncio.TaskGroup() as running:
+            while lines := await self._store.run(self._ledger.pending, batch, after):
+                for line in lines:
+                    # The feeders of all batches queue here for one slot each: that makes them fair.
+                    await self._slots.take()
+                    running.create_task(self._run_line(batch, line)).add_done_callback(self._slots.give_back)
+                after = lines[-1].line
+
+    async def _run_line(self, batch: Batch, line: Line) -> None:
+        body = await self._store.run(read_body, self._store.place(batch.input_file), line)
+        status, answer = await self._answer(batch, body)
+        await self._written(Result(batch.sequence, line.line, status, answer))
+
+    async def _answer(self, batch: Batch, body: bytes) -> tuple[int, bytes]:
+        deaths = 0
+        while True:
+            await self._pause.over()
+            try:
+                if deaths:
+                    # A line that kills the engine must not drag others with it: suspects run one by one.
+                    async with self._one_suspect:
+                        status, answer = await self._handled(batch, body)
+                else:
+                    status, answer = await self._handled(batch, body)
+            except Busy as error:
+                self._pause.begin(error.retry_after)
+            except Unavailable:
+                self._pause.begin()
+            except EngineDied:
+                deaths += 1
+                if deaths == MOST_DEATHS:
+                    problem = problem_of(EngineDied(f"The engine ended {deaths} times while this request ran."))
+                    return problem.status, openai_error(problem)
+                self._pause.begin()
+            else:
+                self._pause.reset()
+                return status, answer
+
+    async def _handled(self, batch: Batch, body: bytes) -> tuple[int, bytes]:
+        """What the handler answers, whole and in one line."""
+        try:
+            status, answer = await self._handle(batch.endpoint, body, priority=self._priority, key=batch.owner)
+            answer = msgspec.json.format(answer, indent=-1)
+        except (Busy, Unavailable, EngineDied):
+            raise
+        except Exception as error:
+            problem = problem_of(error)
+            return problem.status, openai_error(problem)
+        if status == 429:
+            raise Busy("The server is busy.", SHORTEST_PAUSE)
+        if status == 503:
+            raise Unavailable("There is no engine.")
+        if status == 500 and _code(answer) == "engine_died":
+            raise EngineDied("The engine ended.")
+        return status, answer
+
+    async def _written(self, result: Result) -> None:
+        """When the result is safe."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._results.append((result, done))
+        self._unwritten.set()
+        await done
+
+    async def _write_results(self) -> None:
+        """All results that arrived meanwhile share a transaction. On a full disk they wait: nothing runs twice."""
+        seconds = SHORTEST_PAUSE
+        while True:
+            await self._unwritten.wait()
+            self._unwritten.clear()
+            group, self._results = self._results, []
+            try:
+                await self._store.run(self._ledger.record, [result for result, _ in group])
+            except Exception as error:
+                log.error("results cannot be written, trying again in %.0f s: %s", seconds, error)
+                self._results = group + self._results
+                self._unwritten.set()
+                await asyncio.sleep(seconds)
+                seconds = min(2 * seconds, LONGEST_PAUSE)
+                continue
+            seconds = SHORTEST_PAUSE
+            for _, done in group:
+                if not done.done():
+                    done.set_result(None)
+
+
+class Slots:
+    """So many at once, first come, first served; the number may change at any time."""
+
+    def __init__(self, limit: Callable[[], int]) -> None:
+        self._limit, self._taken = limit, 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def take(self) -> None:
+        if not self._waiting and self._taken < self._limit():
+            self._taken += 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give_back()
+            raise
+
+    def give_back(self, _task: object = None) -> None:
+        self._taken -= 1
+        while self._waiting and self._taken < self._limit():
+            turn = self._waiting.popleft()
+            if not turn.done():
+                self._taken += 1
+                turn.set_result(None)
+
+
+class Pause:
+    """Shared by all lines: who is told to come back later speaks for all, and waits longer every time."""
+
+    def __init__(self) -> None:
+        self._until, self._seconds = 0.0, SHORTEST_PAUSE
+
+    def begin(self, wanted: float = 0.0) -> None:
+        now = time.monotonic()
+        if now >= self._until:
+            self._until = now + min(max(wanted, self._seconds), LONGEST_PAUSE)
+            self._seconds = min(2 * self._seconds, LONGEST_PAUSE)
+
+    def reset(self) -> None:
+        self._seconds = SHORTEST_PAUSE
+
+    async def over(self) -> None:
+        while (left := self._until - time.monotonic()) > 0:
+            await asyncio.sleep(left)
+
+
+def _code(answer: bytes) -> Any:
+    try:
+        return msgspec.json.decode(answer)["error"]["code"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return None

@@ -1,0 +1,58 @@
+"""Files and batches as one part of the application: what it is made of, and how long it lives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.routing import Route
+
+from bankfull.serve.app import call_api, caller_of
+from bankfull.serve.batch_input import MOST_LINES
+from bankfull.serve.batch_runner import BatchRunner, Handle
+from bankfull.serve.batches import batch_routes
+from bankfull.serve.calls import Api, Caller
+from bankfull.serve.files import Owner, file_routes
+from bankfull.serve.ledger import Ledger
+from bankfull.serve.store import Store, StoreLimits
+
+
+def handle_within(apis: Mapping[str, Api], caller: Callable[[str], Caller]) -> Handle:
+    """Lines call the APIs as their owner would. `caller`: of the key with this name ("" where there are no keys)."""
+
+    async def handle(url: str, body: bytes, *, priority: int, key: str) -> tuple[int, bytes]:
+        return await call_api(apis, url, body, replace(caller(key), priority=priority))
+
+    return handle
+
+
+def key_of(request: Request) -> str:
+    """The name of the key that owns what a call makes."""
+    return caller_of(request.scope).key or ""
+
+
+class BatchService:
+    """`async with service:` around the application's life. While it is not entered nothing runs; nothing is lost."""
+
+    def __init__(
+        self, folder: Path, handle: Handle, *, rows: Callable[[], int], owner_of: Owner = key_of,
+        limits: StoreLimits | None = None, most_lines: int = MOST_LINES,
+    ) -> None:  # fmt: skip
+        self.store = Store(folder, limits)
+        self.ledger = Ledger(self.store)
+        self._runner = BatchRunner(self.ledger, handle, rows=rows, most_lines=most_lines)
+        self.routes: list[Route] = [
+            *file_routes(self.store, owner_of), *batch_routes(self.ledger, self._runner, owner_of),
+        ]  # fmt: skip
+
+    async def __aenter__(self) -> BatchService:
+        self._running = asyncio.create_task(self._runner.run())
+        return self
+
+    async def __aexit__(self, *how: object) -> None:
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+        await asyncio.to_thread(self.store.close)

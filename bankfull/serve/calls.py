@@ -1,0 +1,43 @@
+"""What the HTTP application and the APIs that it offers know of each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from bankfull.serve.errors import Problem
+from bankfull.serve.sse import EventStream
+
+CALLER = "bankfull.caller"
+"""The key of an ASGI scope under which authentication leaves the `Caller`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls, and what the service itself adds to a call."""
+
+    key: str | None = None
+    """The name of the API key; None for a call that nobody vouches for."""
+    salt: str = ""
+    """Keeps one key's prefixes apart from another's."""
+    priority: int | None = None
+    """Overrides what the call asks for: batch work."""
+
+    def salted(self, cache_salt: str | None) -> str:
+        """The two salts as one; no pair of them can look like another pair."""
+        return f"{len(self.salt)}:{self.salt}{cache_salt or ''}" if self.salt or cache_salt else ""
+
+    def ranked(self, priority: int) -> int:
+        return priority if self.priority is None else self.priority
+
+
+class Api(Protocol):
+    """One endpoint: a body in, an answer out."""
+
+    async def answer(self, body: bytes, caller: Caller) -> bytes | EventStream:
+        """A whole JSON document, or a stream of events. Whatever is wrong with the call is raised."""
+        ...
+
+    def spell(self, problem: Problem) -> bytes:
+        """An error in this API's shape, as a JSON document."""
+        ...

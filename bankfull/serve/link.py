@@ -1,0 +1,472 @@
+"""The API's end of the socket: starts the engine process, deals out what it says, and starts it again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import suppress
+from itertools import count
+from typing import Any, cast
+
+import msgspec
+
+from bankfull.errors import BankfullError, ModelError, RequestError
+from bankfull.sample.params import SamplingParams
+from bankfull.serve.admission import Admission, QueueLimits, Ticket
+from bankfull.serve.backend import Busy, DeadlineExceeded, EngineDied, Unavailable
+from bankfull.serve.wire import (
+    HEADER,
+    Abort,
+    Configure,
+    Done,
+    Facts,
+    Failed,
+    Forgotten,
+    FromEngine,
+    Load,
+    Phase,
+    Piece,
+    Ready,
+    Refused,
+    ResetCache,
+    Step,
+    Submit,
+    ToEngine,
+    body_length,
+    decoder,
+    pack,
+)
+
+log = logging.getLogger("bankfull.serve")
+
+MOST_FAILED_LOADS = 3
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
+"""Seconds before the engine is started again: doubled with each death until it has stayed for CALM seconds."""
+CALM = 60.0
+LEAVING = 5.0
+"""Seconds that an engine which was told to leave gets for it."""
+
+SHUTTING_DOWN = "The server is shutting down; ask again when it is back."
+STOPPED = "The server has shut down before the answer was complete."
+
+Options = Mapping[str, str | int | float | bool | None]
+
+
+class Stream:
+    """What comes back for one request, until somebody takes it."""
+
+    __slots__ = ("_error", "_link", "_ticket", "_timer", "_waiter", "batch", "ended", "id", "items")
+
+    def __init__(self, link: Link, request: int, ticket: Ticket) -> None:
+        self.id = request
+        self.batch = not ticket.counted
+        self.items: list[Piece | Done] = []
+        self.ended = False
+        self._link = link
+        self._ticket = ticket
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._error: BankfullError | None = None
+
+    async def next(self) -> list[Piece | Done]:
+        while not self.items:
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            if self.ended:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                self.leave()
+                raise
+            finally:
+                self._waiter = None
+        items, self.items = self.items, []
+        return items
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def end(self) -> None:
+        """Nothing more will come."""
+        self.ended = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._link.forget(self.id, self._ticket)
+
+    def leave(self) -> None:
+        """Nobody wants the rest."""
+        if not self.ended:
+            self._link.abort(self.id)
+            self.end()
+
+    def fail(self, error: BankfullError) -> None:
+        """What has come already is still handed out, then the error is raised."""
+        if not self.ended:
+            self._error = error
+            self.end()
+            self.wake()
+
+    def set_deadline(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        self._link.drop(self, DeadlineExceeded("The request's deadline has passed before its answer was complete."))
+
+
+class Answer:
+    """The client's end of a stream. Leaving it, by `aclose`, by cancelling the wait or by letting go of it, aborts the
+    request."""
+
+    __slots__ = ("_stream",)
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def __aiter__(self) -> Answer:
+        return self
+
+    def __anext__(self) -> Coroutine[Any, Any, list[Piece | Done]]:
+        return self._stream.next()
+
+    async def aclose(self) -> None:
+        self._stream.leave()
+
+    def __del__(self) -> None:
+        self._stream.leave()
+
+
+class EngineProcess(asyncio.Protocol):
+    """One life of the engine: a process, and the socket that it shares with nobody else."""
+
+    def __init__(self, receive: Callable[[FromEngine], None]) -> None:
+        self._receive = receive
+        self._decode = decoder(FromEngine).decode
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._needed = HEADER
+        self._process: subprocess.Popen[bytes] | None = None
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._transport: asyncio.WriteTransport | None = None
+
+    async def start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # -P: a file in the current folder must not pass for a module of ours.
+            command = [sys.executable, "-P", "-m", "bankfull.serve.worker", str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=2, close_fds=True, pass_fds=[theirs.fileno()]
+            )
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    def send(self, message: bytes) -> None:
+        assert self._transport is not None
+        self._transport.write(message)
+
+    async def finish(self, patience: float) -> str:
+        """Wait for the process, end it if need be; how it ended."""
+        if self._transport is not None:
+            self._transport.close()
+        if self._process is None:
+            return "before it began"
+        try:
+            status = await asyncio.to_thread(self._process.wait, patience)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = await asyncio.to_thread(self._process.wait)
+        return f"by signal {-status}" if status < 0 else f"with status {status}"
+
+    # -- asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size < self._needed:
+            return
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        try:
+            rest = self._deal_out(memoryview(data))
+        except (ValueError, msgspec.MsgspecError):
+            log.exception("The engine process says what nobody understands; it is ended.")
+            if self._process is not None:
+                self._process.kill()
+            return
+        self._parts, self._size = [rest] if rest else [], len(rest)
+
+    def _deal_out(self, data: memoryview) -> bytes:
+        """All whole messages; what is left of the data."""
+        start, end = 0, len(data)
+        while end - start >= HEADER:
+            stop = start + HEADER + body_length(data[start : start + HEADER])
+            if stop > end:
+                self._needed = stop - start
+                break
+            self._receive(self._decode(data[start + HEADER : stop]))
+            start = stop
+        else:
+            self._needed = HEADER
+        return bytes(data[start:])
+
+
+class Link:
+    """A `Backend`. All of it runs on one event loop."""
+
+    def __init__(self, model: str, options: Options | None = None, limits: QueueLimits | None = None) -> None:
+        self._configure = Configure(model, dict(options or {}))
+        self.admission = Admission(limits or QueueLimits())
+        self.phase = "starting"
+        """How far loading is, for people."""
+        self.failure: str | None = None
+        """Why the engine will not be started again."""
+        self.restarts = 0
+        self._facts: Facts | None = None
+        self._load: Load | None = None
+        self._ready = False
+        self._draining = False
+        self._streams: dict[int, Stream] = {}
+        self._questions: dict[int, asyncio.Future[int]] = {}
+        self._numbers = count(1)
+        self._engine: EngineProcess | None = None
+        self._refusal: str | None = None
+        """Why the model cannot be loaded, in the engine's own words."""
+        self._supervisor: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+
+    # -- what an endpoint knows
+
+    @property
+    def ready(self) -> bool:
+        return self._ready and not self._draining
+
+    @property
+    def facts(self) -> Facts | None:
+        return self._facts
+
+    @property
+    def load(self) -> Load | None:
+        return self._load
+
+    @property
+    def engine_pid(self) -> int | None:
+        return None if self._engine is None else self._engine.pid
+
+    def generate(
+        self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
+        deadline: float | None = None,
+    ) -> AsyncIterator[list[Piece | Done]]:  # fmt: skip
+        if deadline is not None and deadline <= 0:
+            raise DeadlineExceeded("The request's deadline has passed before it was begun.")
+        ticket = self.admission.enter(len(prompt), params.n, 0 if pool is not None else params.max_tokens, priority)
+        stream = Stream(self, next(self._numbers), ticket)
+        try:
+            self._send(Submit(stream.id, prompt, params, priority, salt, pool))
+        except BaseException as error:
+            stream.end()
+            if isinstance(error, BankfullError):
+                raise
+            if isinstance(error, (TypeError, ValueError, OverflowError)):
+                raise RequestError(f"The request cannot be passed on to the engine: {error}.") from None
+            raise
+        self._streams[stream.id] = stream
+        if deadline is not None:
+            stream.set_deadline(deadline)
+        return Answer(stream)
+
+    async def reset_cache(self) -> int:
+        question = next(self._numbers)
+        self._send(ResetCache(question))
+        reply = self._questions[question] = asyncio.get_running_loop().create_future()
+        try:
+            return await reply
+        finally:
+            self._questions.pop(question, None)
+
+    # -- life
+
+    async def start(self) -> None:
+        """Returns at once; `wait_ready` tells when the model is loaded."""
+        self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
+
+    async def wait_ready(self) -> None:
+        """Raises ModelError when it was given up."""
+        while not self._ready:
+            if self.failure is not None:
+                raise ModelError(self.failure)
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def drain(self, grace: float) -> None:
+        """No new requests; those who run may finish within `grace` seconds. Batch work is dropped: it is written down
+        elsewhere and continues after a restart."""
+        self._draining = True
+        self.admission.close(SHUTTING_DOWN)
+        for stream in list(self._streams.values()):
+            if stream.batch:
+                self.drop(stream, Unavailable(STOPPED))
+        end = time.monotonic() + grace
+        while self._streams and (left := end - time.monotonic()) > 0:
+            self._changed.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left)
+        for stream in list(self._streams.values()):
+            self.drop(stream, Unavailable(STOPPED))
+
+    async def close(self) -> None:
+        """End the engine process; whoever still waits gets an error."""
+        self._draining = True
+        self.admission.close(SHUTTING_DOWN)
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._supervisor
+
+    async def _supervise(self) -> None:
+        failed_loads, pause = 0, FIRST_PAUSE
+        while True:
+            self._engine = engine = EngineProcess(self._receive)
+            self._refusal = None
+            begun = time.monotonic()
+            try:
+                await engine.start()
+                self._send(self._configure)
+                await engine.ended
+            except asyncio.CancelledError:
+                self._lose_everybody(Unavailable(STOPPED))
+                await engine.finish(LEAVING)
+                raise
+            except OSError as error:
+                log.error("The engine process cannot be started: %s.", error)
+            was_ready = self._ready
+            self._lose_everybody(EngineDied("The engine process has died while the request was running."))
+            how = await engine.finish(patience=1.0)
+            if was_ready:
+                failed_loads = 0
+                if time.monotonic() - begun > CALM:
+                    pause = FIRST_PAUSE
+                log.error("The engine process %d ended %s; it is started again.", engine.pid, how)
+            else:
+                failed_loads += 1
+                why = self._refusal or f"The engine process ended {how} while it loaded the model."
+                hopeless = self._refusal is not None and self._facts is None
+                if hopeless or failed_loads >= MOST_FAILED_LOADS:
+                    self._give_up(why)
+                    return
+                log.error("%s It is started again.", why)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+            self.restarts += 1
+
+    def _give_up(self, why: str) -> None:
+        log.error("%s It is not started again.", why)
+        self.failure = why
+        self.admission.close(f"There is no model: {why}")
+        self._changed.set()
+
+    def _lose_everybody(self, error: BankfullError) -> None:
+        """There is no engine any more."""
+        self._ready = False
+        self._engine = None
+        self._load = None
+        if not self._draining:
+            self.admission.close("The engine is being started again; ask again in a moment.")
+        for stream in list(self._streams.values()):
+            stream.fail(error)
+        for question in self._questions.values():
+            if not question.done():
+                question.set_exception(error)
+        self._changed.set()
+
+    # -- to the engine
+
+    def _send(self, message: ToEngine) -> None:
+        if self._engine is None:
+            raise Unavailable("There is no engine right now; ask again in a moment.")
+        self._engine.send(pack(message))
+
+    def abort(self, request: int) -> None:
+        if self._engine is not None:
+            self._engine.send(pack(Abort([request])))
+
+    def drop(self, stream: Stream, error: BankfullError) -> None:
+        """End a request before its time."""
+        if not stream.ended:
+            self.abort(stream.id)
+            stream.fail(error)
+
+    def forget(self, request: int, ticket: Ticket) -> None:
+        self._streams.pop(request, None)
+        self.admission.leave(ticket)
+        self._changed.set()
+
+    # -- from the engine
+
+    def _receive(self, message: FromEngine) -> None:
+        match message:
+            case Step():
+                self._load = message.load
+                self._deal(message)
+            case Refused():
+                if (stream := self._streams.get(message.id)) is not None:
+                    stream.fail(_error_of(message))
+            case Forgotten():
+                if (question := self._questions.get(message.id)) is not None and not question.done():
+                    question.set_result(message.pages)
+            case Phase():
+                self.phase = message.text
+                log.info("The engine is %s.", message.text)
+            case Failed():
+                self._refusal = message.message
+            case Ready():
+                self._facts = message.facts
+                self.phase = "ready"
+                self._ready = True
+                if not self._draining:
+                    self.admission.open(message.facts)
+                self._changed.set()
+
+    def _deal(self, step: Step) -> None:
+        """All of a step at once: this runs for every token of every stream."""
+        streams = self._streams
+        woken = []
+        for piece in step.pieces:
+            stream = streams.get(piece.id)
+            if stream is not None:
+                if not stream.items:
+                    woken.append(stream)
+                stream.items.append(piece)
+        for done in step.done:
+            stream = streams.get(done.id)
+            if stream is not None:
+                if not stream.items:
+                    woken.append(stream)
+                stream.items.append(done)
+                stream.end()
+        for stream in woken:
+            stream.wake()
+
+
+def _error_of(refused: Refused) -> BankfullError:
+    if refused.kind == "request":
+        return RequestError(refused.message)
+    if refused.kind == "busy":
+        return Busy(refused.message, 1.0)
+    return EngineDied(refused.message)

@@ -1,0 +1,130 @@
+"""OpenAI's /v1/embeddings: hidden states after the last norm, as unit vectors."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+import sys
+from array import array
+from typing import Literal
+
+import msgspec
+
+from bankfull.sample.params import SamplingParams
+from bankfull.serve.backend import Backend
+from bankfull.serve.calls import Caller
+from bankfull.serve.chat import facts_of
+from bankfull.serve.errors import GenerationFailed, Problem, Refusal, openai_error
+from bankfull.serve.openai_common import check_model
+from bankfull.serve.openai_completions import gather, leave
+from bankfull.serve.prompts import Prompts, encode_prompt, split_prompts
+from bankfull.serve.schema import deadline_of, decode, priority_of, salt_of, truncation_of
+from bankfull.serve.settings import Settings
+from bankfull.serve.texts import Texts, fit
+from bankfull.serve.wire import Done
+
+PARAMS = SamplingParams(max_tokens=0, detokenize=False)
+
+
+class EmbeddingCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    input: Prompts
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    pooling: Literal["last", "mean"] = "last"
+    truncate_prompt_tokens: int | None = None
+    timeout: float | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+
+
+class Embedding(msgspec.Struct):
+    index: int
+    embedding: list[float] | str
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingReply(msgspec.Struct):
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
+
+
+_decoder = msgspec.json.Decoder(EmbeddingCall)
+
+
+class Embeddings:
+    """The endpoint."""
+
+    def __init__(self, backend: Backend, texts: Texts, settings: Settings) -> None:
+        self._backend, self._texts, self._settings = backend, texts, settings
+
+    async def answer(self, body: bytes, caller: Caller) -> bytes:
+        call = decode(body, _decoder)
+        model = check_model(self._settings, call.model)
+        facts = facts_of(self._backend)
+        truncate = truncation_of(call.truncate_prompt_tokens)
+        context = facts.max_len if truncate is None else None
+        prompts = []
+        for given in split_prompts(call.input, self._settings.max_prompts, "input"):
+            ids = await encode_prompt(self._texts, given, facts.vocab, context, param="input")
+            prompts.append(fit(ids, facts.max_len, PARAMS, truncate, "input"))
+        gate = asyncio.Semaphore(self._settings.prompts_at_once)
+
+        async def one(prompt: list[int]) -> list[float]:
+            async with gate:
+                return await self._vector(prompt, call, caller)
+
+        vectors = await gather([one(prompt) for prompt in prompts])
+        if call.dimensions is not None and call.dimensions != len(vectors[0]):
+            raise Refusal(
+                f"dimensions is {call.dimensions}, but this model's embeddings have {len(vectors[0])}: leave it out.",
+                param="dimensions", code="unsupported_parameter",
+            )  # fmt: skip
+        spell = as_base64 if call.encoding_format == "base64" else list
+        tokens = sum(map(len, prompts))
+        data = [Embedding(index, spell(vector)) for index, vector in enumerate(vectors)]
+        return msgspec.json.encode(EmbeddingReply(data, model, EmbeddingUsage(tokens, tokens)))
+
+    def spell(self, problem: Problem) -> bytes:
+        return openai_error(problem)
+
+    async def _vector(self, prompt: list[int], call: EmbeddingCall, caller: Caller) -> list[float]:
+        steps = self._backend.generate(
+            prompt, PARAMS, priority=caller.ranked(priority_of(call)), salt=caller.salted(salt_of(call)),
+            pool=call.pooling, deadline=deadline_of(call),
+        )  # fmt: skip
+        vector: list[float] | None = None
+        try:
+            async for items in steps:
+                for item in items:
+                    if isinstance(item, Done):
+                        vector = item.embedding
+                    elif item.finish in ("error", "abort"):
+                        raise GenerationFailed(item.error or "The engine ended this request before it was done.")
+        finally:
+            await leave(steps)
+        if vector is None:
+            raise GenerationFailed("The engine gave no embedding.")
+        return unit(vector)
+
+
+def unit(vector: list[float]) -> list[float]:
+    length = math.sqrt(sum(value * value for value in vector)) or 1.0
+    return [value / length for value in vector]
+
+
+def as_base64(vector: list[float]) -> str:
+    """Little-endian float32, as clients unpack it."""
+    packed = array("f", vector)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return base64.b64encode(packed.tobytes()).decode()

@@ -1,0 +1,160 @@
+"""The served model's tokenizer, chat template and sampling defaults, in a process that never loads torch.
+
+Rendering and tokenizing may take long: they run on threads, a bounded number of prompts at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from bankfull.errors import ModelError
+from bankfull.sample.params import SamplingParams
+from bankfull.serve.backend import Busy
+from bankfull.serve.errors import ContextOverflow, Refusal
+from bankfull.text.load import load_tokenizer
+from bankfull.text.template import ChatTemplate, encode_chat
+from bankfull.text.tokenizer import Tokenizer
+from bankfull.weights.gguf_header import open_header
+from bankfull.weights.hf_config import normalize_config, read_json
+from bankfull.weights.locate import locate
+
+Arguments = ParamSpec("Arguments")
+Made = TypeVar("Made")
+
+DEFAULT_KEYS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+THREADS = 2
+MAX_PREPARING = 512
+MAX_CHARACTERS = 8_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class TextFiles:
+    """What `load_tokenizer` reads of a model's files."""
+
+    path: Path
+    kind: str
+    config: Mapping[str, Any]
+    generation: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+
+
+def open_text_files(path: Path) -> TextFiles:
+    """Everything about a model's text, nothing about its tensors."""
+    if path.is_dir():
+        generation = path / "generation_config.json"
+        config = normalize_config(read_json(path / "config.json"))
+        return TextFiles(path, "hf", config, read_json(generation) if generation.exists() else {}, {})
+    if path.suffix == ".gguf":
+        return TextFiles(path, "gguf", {}, {}, open_header(path).metadata)
+    raise ModelError(f"{path} is neither a .gguf file nor a model directory with a config.json")
+
+
+class Texts:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, generation: Mapping[str, Any]) -> None:
+        self.tokenizer, self.template = tokenizer, template
+        self.defaults = sampling_defaults(generation)
+        self._longest = max(len(token) for token in tokenizer.backend.get_vocab(with_added_tokens=True))
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="bankfull-texts")
+        self._preparing = 0
+
+    @classmethod
+    def open(cls, model: str) -> Texts:
+        """By path, hub id or short name; downloads what is not here."""
+        files = open_text_files(locate(model))
+        tokenizer, template = load_tokenizer(files)
+        return cls(tokenizer, template, files.generation)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def run(
+        self, work: Callable[Arguments, Made], *given: Arguments.args, **named: Arguments.kwargs
+    ) -> Made:  # fmt: skip
+        """`work` on a thread; Busy when too much waits for one."""
+        if self._preparing >= MAX_PREPARING:
+            raise Busy(f"{self._preparing} prompts already wait to be tokenized; try again later.", 1.0)
+        self._preparing += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(*given, **named))
+        finally:
+            self._preparing -= 1
+
+    # -- on a thread
+
+    def encode(self, text: str, context: int | None, *, add_special: bool = True, param: str = "prompt") -> list[int]:
+        """The ids of a text. `context`: what cannot fit into so many tokens is refused before it is read."""
+        self._refuse_long(len(text), context, param)
+        return self.tokenizer.encode(text, add_bos=None if add_special else False)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], context: int | None, *,
+        tools: Sequence[Mapping[str, Any]] | None = None, options: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:  # fmt: skip
+        if self.template is None:
+            raise Refusal("This model has no chat template: use /v1/completions with a plain prompt.", param="messages")
+        self._refuse_long(sum(map(_characters, messages)), context, "messages")
+        given = dict(options or {})
+        for name in ("messages", "tools", "add_generation_prompt", "tokenizer", "template"):
+            if name in given:
+                raise Refusal(f"chat_template_kwargs must not hold {name!r}.", param="chat_template_kwargs")
+        return encode_chat(
+            self.tokenizer, self.template, messages, tools=tools, add_generation_prompt=add_generation_prompt, **given
+        )
+
+    def check_ids(self, ids: Sequence[int], vocab: int, param: str = "prompt") -> list[int]:
+        for token in ids:
+            if not 0 <= token < vocab:
+                raise Refusal(f"{param} holds the token {token}: ids go from 0 to {vocab - 1}.", param=param)
+        return list(ids)
+
+    def _refuse_long(self, characters: int, context: int | None, param: str) -> None:
+        """No token spells more than the longest one: this many characters cannot fit, whatever they are."""
+        if characters > MAX_CHARACTERS:
+            raise Refusal(f"{param} has {characters} characters; give at most {MAX_CHARACTERS}.", param=param)
+        if context is not None and characters > context * self._longest:
+            raise ContextOverflow(
+                f"{param} has {characters} characters, which cannot fit into the context of {context} tokens; "
+                "shorten it.", param,
+            )  # fmt: skip
+
+
+def fit(ids: list[int], context: int, params: SamplingParams, truncate: int | None, param: str) -> list[int]:
+    """The prompt as it will run: too long, it is cut at its beginning where the call asks for that, else refused."""
+    if not ids:
+        raise Refusal(f"{param} is empty: give at least one token.", param=param, code="empty_prompt")
+    wanted = 1 if params.max_tokens is None else params.max_tokens
+    if wanted >= context:
+        raise ContextOverflow(
+            f"max_tokens={wanted} leaves no room for a prompt in the context of {context} tokens; lower it.",
+            "max_tokens",
+        )
+    if truncate is not None:
+        ids = ids[-min(truncate if truncate > 0 else context, context - wanted) :]
+    if len(ids) + wanted > context:
+        asked = "" if params.max_tokens is None else f", with max_tokens={wanted} {len(ids) + wanted}"
+        raise ContextOverflow(
+            f"{param} has {len(ids)} tokens{asked}, but the context holds {context}; shorten it, lower max_tokens, or "
+            "set truncate_prompt_tokens.", param,
+        )  # fmt: skip
+    return ids
+
+
+def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """What a generation_config.json recommends, under the names of SamplingParams."""
+    chosen = {key: generation[key] for key in DEFAULT_KEYS if generation.get(key) is not None}
+    if generation.get("do_sample") is False:
+        chosen = {key: value for key, value in chosen.items() if key == "repetition_penalty"}
+        chosen["temperature"] = 0.0
+    SamplingParams(**chosen)  # a file that recommends nonsense is told about at start, not at each request
+    return chosen
+
+
+def _characters(message: Mapping[str, Any]) -> int:
+    content = message.get("content")
+    return len(content) if isinstance(content, str) else 0

@@ -1,0 +1,342 @@
+"""The engine process: `python -m bankfull.serve.worker FD`, where FD is its end of a private socket pair.
+
+The main thread runs the engine's loop. A second one reads what the API says; grammars, which may take long to compile,
+have threads of their own. Each step is answered by one message. The process keeps nothing that must survive it: when
+the socket ends, it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+
+from bankfull.errors import BankfullError, RequestError
+from bankfull.serve.outbox import ApiGone, Outbox
+from bankfull.serve.wire import (
+    HEADER,
+    Abort,
+    Configure,
+    Done,
+    Facts,
+    Failed,
+    Forgotten,
+    FromEngine,
+    Phase,
+    Piece,
+    Ready,
+    Refused,
+    ResetCache,
+    Step,
+    Stop,
+    Submit,
+    ToEngine,
+    body_length,
+    decoder,
+    pack,
+)
+
+if TYPE_CHECKING:
+    from bankfull.frontend import Pending, Prepared
+    from bankfull.llm import LLM
+    from bankfull.outputs import Delta, Logprob
+
+NICENESS = 5
+"""The engine would take every core that there is; the API and the clients need theirs when they need them."""
+GRAMMAR_THREADS = 2
+SWITCH_SECONDS = 0.0005
+"""How long the engine's thread waits at most for another one to give up the interpreter."""
+WARM_PROMPT, WARM_TOKENS = 64, 4
+
+
+class Head(msgspec.Struct):
+    """What is left of a message that cannot be understood."""
+
+    type: str = ""
+    id: int | None = None
+
+
+class Inbox:
+    """Reads messages until the API is gone."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._decode = decoder(ToEngine).decode
+        self._decode_head = decoder(Head).decode
+
+    def next(self) -> ToEngine | Head:
+        body = self._exactly(body_length(self._exactly(HEADER)))
+        try:
+            return self._decode(body)
+        except msgspec.ValidationError as error:
+            head: Head = self._decode_head(body)
+            if head.id is None:
+                raise
+            print(f"bankfull: a message of the API is not understood: {error}", file=sys.stderr)
+            return head
+
+    def _exactly(self, count: int) -> bytearray:
+        read = bytearray(count)
+        view = memoryview(read)
+        while view:
+            got = self._connection.recv_into(view)
+            if not got:
+                raise EOFError
+            view = view[got:]
+        return read
+
+
+class Worker:
+    def __init__(self, connection: socket.socket) -> None:
+        self._inbox = Inbox(connection)
+        self._outbox = Outbox(connection)
+        self._configured: Future[Configure] = Future()
+        self._grammars = ThreadPoolExecutor(GRAMMAR_THREADS, "bankfull-grammar")
+        self._compiling: set[int] = set()
+        self._unwanted: set[int] = set()
+        """Aborted while their grammars were compiled."""
+        self._pools: dict[int, str] = {}
+        self._told: tuple[int, ...] = ()
+
+    def run(self) -> None:
+        threading.Thread(target=self._read, name="bankfull-reader", daemon=True).start()
+        try:
+            facts = self._load(self._configured.result())
+        except BankfullError as error:
+            self._say(Failed(str(error)))
+            _leave(2)
+        self._say(Ready(facts))
+        self._loop.run()
+
+    def _load(self, wanted: Configure) -> Facts:
+        self._say(Phase(f"loading {wanted.model}"))
+        from bankfull.llm import LLM
+        from bankfull.loop import EngineLoop
+        from bankfull.serve.gauge import Gauge, known_limits
+
+        options = {"policy": "priority", **wanted.options}
+        llm = LLM(wanted.model, **options)  # type: ignore[arg-type]
+        self._front = llm.loaded.frontend
+        self._loop = EngineLoop(self._front, self._tell)
+        self._say(Phase("warming up"))
+        warm_up(llm)
+        limits = known_limits(llm)
+        self._gauge = Gauge(llm, limits[0] if limits is not None else None)
+        loaded = llm.loaded
+        scheduler = self._front.engine.scheduler
+        return Facts(
+            name=wanted.model, max_len=llm.max_model_len, vocab=self._front.vocab, rows=scheduler.config.rows,
+            pages=scheduler.state.pages.size, page_tokens=loaded.layout.block_tokens,
+            step_tokens=scheduler.config.step_tokens, dtype=str(loaded.build.dtype).removeprefix("torch."),
+            device=loaded.device.kind, ceilings=limits[1] if limits is not None else None,
+        )  # fmt: skip
+
+    def _say(self, message: FromEngine) -> None:
+        try:
+            self._outbox.send(pack(message))
+        except ApiGone:
+            _leave(0)
+
+    # -- on the reader's thread
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._take(self._inbox.next())
+        except (EOFError, OSError):
+            _leave(0)
+        except BaseException as error:
+            print(f"bankfull: the engine stops, because its socket brought nonsense: {error}", file=sys.stderr)
+            _leave(1)
+
+    def _take(self, message: ToEngine | Head) -> None:
+        match message:
+            case Submit():
+                self._prepare(message)
+            case Abort():
+                self._loop.post(lambda: self._abort(message.ids))
+            case ResetCache():
+                self._loop.post(lambda: self._reset(message.id))
+            case Configure():
+                self._configured.set_result(message)
+            case Stop():
+                _leave(0)
+            case Head(id=int(request)):
+                self._say(Refused(request, "internal", "The engine does not understand this request."))
+
+    def _prepare(self, wanted: Submit) -> None:
+        """A grammar may take seconds: it has a thread, so that nobody else's request waits behind it."""
+        if wanted.params.structured is None:
+            self._check(wanted)
+        else:
+            self._compiling.add(wanted.id)
+            self._grammars.submit(self._check, wanted)
+
+    def _check(self, wanted: Submit) -> None:
+        try:
+            prepared = self._front.prepare(
+                wanted.prompt, wanted.params, priority=wanted.priority, salt=wanted.salt, pool=wanted.pool
+            )
+        except Exception as error:
+            refusal = _refusal(wanted.id, error)
+            self._loop.post(lambda: self._refuse(refusal))
+        else:
+            self._loop.post(lambda: self._queue(wanted, prepared))
+
+    # -- on the loop's thread
+
+    def _queue(self, wanted: Submit, prepared: Prepared) -> None:
+        self._compiling.discard(wanted.id)
+        if wanted.id in self._unwanted:
+            self._unwanted.discard(wanted.id)
+            return
+        try:
+            self._front.queue(prepared, wanted.id)
+        except Exception as error:
+            self._refuse(_refusal(wanted.id, error))
+            return
+        self._gauge.queued(wanted.id, len(prepared.ids))
+        if wanted.pool is not None:
+            self._pools[wanted.id] = wanted.pool
+
+    def _refuse(self, refusal: Refused) -> None:
+        self._compiling.discard(refusal.id)
+        self._unwanted.discard(refusal.id)
+        self._say(refusal)
+
+    def _abort(self, requests: list[int]) -> None:
+        for request in requests:
+            if request in self._front.pending:
+                self._front.abort(request)
+                self._front.pending.pop(request, None)
+                self._forget(request)
+            elif request in self._compiling:
+                self._unwanted.add(request)
+
+    def _forget(self, request: int) -> None:
+        self._gauge.gone(request)
+        self._pools.pop(request, None)
+
+    def _reset(self, question: int) -> None:
+        state = self._front.engine.scheduler.state
+        freed = state.pages.census().cached
+        state.forget()
+        self._say(Forgotten(question, freed))
+
+    def _tell(self, deltas: list[Delta]) -> None:
+        pieces = [_piece(delta) for delta in deltas]
+        # Several samples of a request may end in one step.
+        ended = dict.fromkeys(delta.request_id for delta in deltas if delta.finish_reason is not None)
+        done = [self._done(request) for request in ended if self._front.pending[request].result.finished]
+        load = self._gauge.load()
+        told = (load.running, load.waiting, load.waiting_tokens, load.pages_used, load.steps)
+        if deltas or told != self._told:
+            self._told = told
+            step = Step(pieces, done, load)
+            try:
+                self._say(step)
+            except ValueError:
+                self._send_in_parts(step)
+
+    def _send_in_parts(self, step: Step) -> None:
+        """Log-probabilities of long prompts may be too much for one message, or even for one each."""
+        parts = [(piece.id, Step([piece], [], step.load)) for piece in step.pieces]
+        parts += [(done.id, Step([], [done], step.load)) for done in step.done]
+        for request, part in parts:
+            try:
+                self._say(part)
+            except ValueError:
+                self._abort([request])
+                self._say(Refused(request, "request", "The answer is too long to be sent; ask for fewer logprobs."))
+
+    def _done(self, request: int) -> Done:
+        from bankfull.llm import embedding_of
+
+        pending: Pending = self._front.pending[request]
+        pool = self._pools.get(request)
+        embedding = None
+        if pool is not None and pending.pooled:
+            embedding = embedding_of(pending, pool, normalize=True)
+        self._forget(request)
+        result = self._front.take(request)
+        metrics = result.metrics
+        lines = None
+        if result.prompt_logprobs is not None:
+            lines = [
+                None if line is None else _chosen_first(token, line)
+                for token, line in zip(result.prompt_token_ids, result.prompt_logprobs, strict=True)
+            ]
+        return Done(
+            request, metrics.queue, metrics.ttft, metrics.finished or 0.0, metrics.cached_tokens, metrics.output_tokens,
+            lines, embedding,
+        )  # fmt: skip
+
+
+def warm_up(llm: LLM) -> None:
+    """Touch everything that a first request would: a prompt, greedy and sampled tokens. Leaves no trace."""
+    from bankfull.engine import Totals
+    from bankfull.sample.params import SamplingParams
+
+    length = min(WARM_PROMPT, llm.max_model_len - WARM_TOKENS)
+    if length < 1:
+        return
+    how = {"max_tokens": WARM_TOKENS, "ignore_eos": True, "detokenize": True}
+    prompts = [[(number + offset) % llm.loaded.frontend.vocab for number in range(length)] for offset in range(2)]
+    for temperature in (0.0, 1.0):
+        llm.generate(prompts, SamplingParams(temperature=temperature, seed=1, **how))  # type: ignore[arg-type]
+    engine = llm.loaded.frontend.engine
+    engine.scheduler.state.forget()
+    engine.totals = Totals()
+
+
+def _refusal(request: int, error: Exception) -> Refused:
+    """Whatever happens while one request is prepared is that request's own trouble."""
+    if isinstance(error, RequestError):
+        return Refused(request, "request", str(error))
+    print(f"bankfull: request {request} could not be prepared: {error!r}", file=sys.stderr)
+    return Refused(request, "internal", "The engine could not prepare this request.")
+
+
+def _piece(delta: Delta) -> Piece:
+    logprobs = None
+    if delta.logprobs is not None:
+        pairs = zip(delta.token_ids, delta.logprobs, strict=False)
+        logprobs = [_chosen_first(token, line) for token, line in pairs]
+    return Piece(
+        delta.request_id, delta.index, delta.text, delta.token_ids, logprobs, delta.finish_reason, delta.stop_reason,
+        delta.error,
+    )  # fmt: skip
+
+
+def _chosen_first(token: int, line: dict[int, Logprob]) -> dict[int, tuple[float, str]]:
+    order = sorted(line, key=lambda other: other != token)
+    return {other: (line[other].logprob, line[other].token) for other in order}
+
+
+def _leave(status: int) -> NoReturn:
+    """At once, from any thread: nothing here needs an orderly end."""
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def main() -> None:
+    # Whoever stops the service stops the API, which lets running requests finish and then closes the socket.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.nice(NICENESS)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        Worker(socket.socket(fileno=int(sys.argv[1]))).run()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        _leave(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""/v1/batches: every line gets exactly one result, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from bankfull.sched.policy import BATCH_PRIORITY
+from bankfull.serve.app import create_app
+from bankfull.serve.batch_service import BatchService, handle_within
+from bankfull.serve.calls import CALLER, Caller
+from bankfull.serve.store import Store
+from tests.serve.batch_app import RandomHandler, batch_app
+from tests.serve.scripted import Scripted, scripted_texts, settings
+from tests.serve.server import served
+
+ROOT = Path(__file__).parents[2]
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+def whole_app(folder: Path, backend: Scripted) -> Any:
+    """The service's application, with a key that authentication would have found."""
+    app = create_app(backend, scripted_texts(), settings())
+    caller = Caller(key="me", salt="salt of me")
+    service = BatchService(folder, handle_within(app.state.apis, lambda key: caller), rows=lambda: 4)
+    app.router.routes.extend(service.routes)
+
+    async def with_key(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            async with service:
+                await app(scope, receive, send)
+        else:
+            await app({**scope, CALLER: caller}, receive, send)
+
+    return with_key
+
+
+def line(custom_id: str, question: str = "why?", **changes: Any) -> str:
+    fields = {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": {"question": question}}
+    return json.dumps({**fields, **changes})
+
+
+def client_at(url: str, key: str = "one") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+
+
+@contextmanager
+def client_of(folder: Path, handle: Any = None, **options: Any) -> Iterator[openai.OpenAI]:
+    with served(batch_app(folder, handle or RandomHandler(0), **options)) as url:
+        yield client_at(url)
+
+
+def submit(client: openai.OpenAI, lines: list[str], **options: Any) -> Any:
+    file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
+    given: dict[str, Any] = {"endpoint": "/v1/completions", "completion_window": "24h", **options}
+    return client.batches.create(input_file_id=file.id, **given)
+
+
+def ended(client: openai.OpenAI, id: str, seconds: float = 30) -> Any:
+    until = time.monotonic() + seconds
+    while (batch := client.batches.retrieve(id)).status not in ENDED:
+        assert time.monotonic() < until, batch
+        time.sleep(0.02)
+    return batch
+
+
+def results(client: openai.OpenAI, file_id: str | None) -> list[Any]:
+    return [] if file_id is None else [json.loads(each) for each in client.files.content(file_id).text.splitlines()]
+
+
+def test_every_line_has_one_result_in_the_order_of_the_input(tmp_path: Path) -> None:
+    handler = RandomHandler(1)
+    with client_of(tmp_path, handler) as client:
+        questions = ["bad" if number % 10 == 3 else f"q{number}" for number in range(100)]
+        created = submit(client, [line(f"id-{n}", q) for n, q in enumerate(questions)], metadata={"who": "me"})
+        assert created.status == "validating" and created.metadata == {"who": "me"}
+        batch = ended(client, created.id)
+        assert batch.status == "completed"
+        assert batch.request_counts.model_dump() == {"total": 100, "completed": 90, "failed": 10}
+        good, bad = results(client, batch.output_file_id), results(client, batch.error_file_id)
+        assert [each["custom_id"] for each in good] == [f"id-{n}" for n, q in enumerate(questions) if q != "bad"]
+        for each in good:
+            body = each["response"]["body"]
+            assert each["response"]["status_code"] == 200 and each["error"] is None
+            assert body == {"answer": f"q{each['custom_id'][3:]}", "priority": BATCH_PRIORITY}
+        assert {each["response"]["status_code"] for each in bad} == {400}
+        assert bad[0]["response"]["body"]["error"]["param"] == "question"
+        assert client.files.retrieve(batch.output_file_id).purpose == "batch_output"
+        assert 4 < handler.most <= 12  # the rows and a small backlog
+
+
+def test_what_is_wrong_with_the_input_is_told_by_line(tmp_path: Path) -> None:
+    lines = [
+        line("a"), "{nonsense", line("a"), line("b", url="/v1/embeddings"), line("c", method="GET"), "",
+        line("d", more=1), line("e", body=[1]), line("f", body={"stream": True}), line("g" * 600),
+        line("h", body="X").replace('"X"', '{"a":' + "[" * 50_000),
+    ]  # fmt: skip
+    with client_of(tmp_path) as client:
+        batch = ended(client, submit(client, lines).id)
+        assert batch.status == "failed" and batch.output_file_id is None
+        found = {(problem.line, problem.code) for problem in batch.errors.data}
+        assert found == {
+            (2, "invalid_json_line"), (3, "duplicate_custom_id"), (4, "mismatched_url"), (5, "invalid_request"),
+            (7, "invalid_request"), (8, "invalid_body"), (9, "invalid_body"), (10, "invalid_request"),
+            (11, "invalid_json_line"),
+        }  # fmt: skip
+
+
+def test_too_many_lines_and_none_at_all_fail(tmp_path: Path) -> None:
+    with client_of(tmp_path, most_lines=5) as client:
+        many = ended(client, submit(client, [line(str(n)) for n in range(6)]).id)
+        assert [problem.code for problem in many.errors.data] == ["too_many_requests"]
+        assert ended(client, submit(client, [" ", ""]).id).errors.data[0].code == "empty_file"
+        assert ended(client, submit(client, [line(str(n)) for n in range(5)]).id).status == "completed"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
+        ({"completion_window": "1y"}, "completion_window"),
+        ({"metadata": {"k" * 65: "v"}}, "metadata"),
+        ({"metadata": {"k": "v" * 513}}, "metadata"),
+        ({"metadata": {str(n): "v" for n in range(17)}}, "metadata"),
+        ({"extra_body": {"surprise": 1}}, "surprise"),
+    ],
+)
+def test_a_batch_that_cannot_be_made_is_refused_by_name(tmp_path: Path, change: Any, named: str) -> None:
+    with client_of(tmp_path) as client, pytest.raises(openai.BadRequestError) as refused:
+        submit(client, [line("a")], **change)
+    assert named in refused.value.message
+
+
+def test_a_cancelled_batch_keeps_what_it_has(tmp_path: Path) -> None:
+    with client_of(tmp_path, RandomHandler(2, seconds=0.1)) as client:
+        id = submit(client, [line(str(n)) for n in range(400)]).id
+        while client.batches.retrieve(id).request_counts.completed < 3:
+            time.sleep(0.02)
+        client.batches.cancel(id)
+        batch = ended(client, id)
+        assert batch.status == "cancelled"
+        good, bad = results(client, batch.output_file_id), results(client, batch.error_file_id)
+        assert 3 <= len(good) == batch.request_counts.completed and len(good) + len(bad) == 400
+        assert {each["error"]["code"] for each in bad} == {"batch_cancelled"}
+        assert client.batches.cancel(id).status == "cancelled"
+
+
+def test_a_batch_that_takes_too_long_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bankfull.serve.batches.window_seconds", lambda text: 1)
+    with client_of(tmp_path, RandomHandler(3, seconds=0.5)) as client:
+        batch = ended(client, submit(client, [line(str(n)) for n in range(500)]).id)
+        assert batch.status == "expired" and batch.expired_at >= batch.expires_at
+        good, bad = results(client, batch.output_file_id), results(client, batch.error_file_id)
+        assert good and len(good) + len(bad) == 500 == batch.request_counts.total
+        assert {each["error"]["code"] for each in bad} == {"batch_expired"}
+
+
+def test_a_line_that_kills_the_engine_fails_alone(tmp_path: Path) -> None:
+    with client_of(tmp_path, RandomHandler(4, trouble=0.0)) as client:
+        lines = [line(str(n), "deadly" if n == 5 else "fine") for n in range(30)]
+        batch = ended(client, submit(client, lines).id)
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (29, 1)
+        bad = results(client, batch.error_file_id)
+        assert bad[0]["custom_id"] == "5" and bad[0]["response"]["body"]["error"]["code"] == "engine_died"
+
+
+def test_a_small_batch_does_not_wait_for_a_large_one(tmp_path: Path) -> None:
+    with client_of(tmp_path, RandomHandler(5, seconds=0.05, trouble=0.0)) as client:
+        large = submit(client, [line(str(n)) for n in range(2000)]).id
+        while client.batches.retrieve(large).request_counts.completed < 1:
+            time.sleep(0.02)
+        small = submit(client, [line(str(n)) for n in range(20)]).id
+        ended(client, small)
+        assert client.batches.retrieve(large).request_counts.completed < 1000
+        client.batches.cancel(large)
+
+
+def test_one_key_never_sees_the_batches_of_another(tmp_path: Path) -> None:
+    with served(batch_app(tmp_path, RandomHandler(6))) as url:
+        mine, other = client_at(url, "mine"), client_at(url, "other")
+        batch = submit(mine, [line("a")])
+        with pytest.raises(openai.NotFoundError):
+            other.batches.retrieve(batch.id)
+        with pytest.raises(openai.NotFoundError):
+            other.batches.cancel(batch.id)
+        with pytest.raises(openai.NotFoundError):
+            other.batches.create(
+                input_file_id=batch.input_file_id, endpoint="/v1/completions", completion_window="24h"
+            )
+        assert list(other.batches.list()) == [] and [each.id for each in mine.batches.list()] == [batch.id]
+
+
+def test_batches_are_listed_page_by_page(tmp_path: Path) -> None:
+    with client_of(tmp_path) as client:
+        ids = [submit(client, [line("a")]).id for _ in range(7)]
+        assert [each.id for each in client.batches.list(limit=3)] == ids[::-1]
+
+
+def test_in_the_application_lines_run_as_their_owner_at_the_lowest_priority(tmp_path: Path) -> None:
+    backend = Scripted()
+    with served(whole_app(tmp_path, backend)) as url:
+        client = client_at(url)
+        messages = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+        chat = "/v1/chat/completions"
+        lines = [line("a", url=chat, body=messages), line("b", url=chat, body={**messages, "surprise": 1})]
+        batch = ended(client, submit(client, lines, endpoint=chat).id)
+        good, bad = results(client, batch.output_file_id), results(client, batch.error_file_id)
+        assert good[0]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
+        assert bad[0]["response"]["status_code"] == 400 and "surprise" in str(bad[0]["response"]["body"])
+        assert [(asked.priority, asked.salt) for asked in backend.asked] == [(BATCH_PRIORITY, "10:salt of me")]
+
+
+def test_after_a_restart_only_lines_without_a_result_run(tmp_path: Path) -> None:
+    questions = [f"q{n}" for n in range(200)]
+    with client_of(tmp_path, RandomHandler(7, seconds=0.1, trouble=0.0)) as client:
+        id = submit(client, [line(q, q) for q in questions]).id
+        while client.batches.retrieve(id).request_counts.completed < 30:
+            time.sleep(0.02)
+    store = Store(tmp_path)
+    have = {name for (name,) in store.query("SELECT custom_id FROM lines WHERE status IS NOT NULL")}
+    store.close()
+    handler = RandomHandler(8, trouble=0.0)
+    with client_of(tmp_path, handler) as client:
+        batch = ended(client, id)
+        assert batch.request_counts.completed == 200 and 30 <= len(have) < 200
+        assert sorted(asked for _, asked in handler.calls) == sorted(set(questions) - have)
+        assert len(results(client, batch.output_file_id)) == 200
+
+
+class Process:
+    """The service as a process that can be killed at any moment."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        command = [sys.executable, "-m", "tests.serve.batch_app", str(folder), str(seconds)]
+        self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.client = client_at(self._process.stdout.readline().strip())
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+def crash_loop(folder: Path, lines: int, kills: int, seed: int, seconds: float) -> None:
+    chance, expected = random.Random(seed), {f"id-{n}": f"q{n}" for n in range(lines)}
+    process = Process(folder, seconds)
+    try:
+        id = submit(process.client, [line(*each) for each in expected.items()]).id
+        for _ in range(kills):
+            time.sleep(chance.random() * 0.3)
+            assert process.client.batches.retrieve(id).status not in ENDED, "not disturbed so often as was meant"
+            time.sleep(chance.random() * 0.01)
+            process.kill()
+            process = Process(folder, seconds)
+        batch = ended(process.client, id, seconds=300)
+        assert batch.status == "completed" and batch.request_counts.completed == lines
+        found = results(process.client, batch.output_file_id)
+        assert len(found) == lines and batch.error_file_id is None
+        assert {each["custom_id"]: each["response"]["body"]["answer"] for each in found} == expected
+    finally:
+        process.kill()
+
+
+def test_killed_again_and_again_a_batch_has_one_result_per_line(tmp_path: Path) -> None:
+    crash_loop(tmp_path, lines=300, kills=8, seed=1, seconds=0.3)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_a_hundred_kills_in_ten_thousand_lines(tmp_path: Path) -> None:
+    crash_loop(tmp_path, lines=10_000, kills=100, seed=2, seconds=0.06)

@@ -1,0 +1,281 @@
+"""The store: what it was told survives every end, and nothing else does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+from bankfull.errors import ConfigError
+from bankfull.serve.errors import Refusal
+from bankfull.serve.ledger import Batch, Ledger, Line, LineProblem, Result
+from bankfull.serve.store import MIGRATIONS, Full, Store, StoreLimits
+
+
+def put(store: Store, data: bytes = b"data", owner: str = "me") -> str:
+    upload = store.upload(owner)
+    upload.write(data)
+    return upload.finish("name", "batch").id
+
+
+def abandon(store: Store) -> None:
+    """As a crash leaves it: nothing is finished, only the system's own cleaning happens."""
+    store._threads.shutdown()
+    store._database.close()
+    os.close(store._held)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Any order of calls, crashes in between: the store agrees with a model of a few dicts."""
+
+    batches = Bundle("batches")
+    files = Bundle("files")
+
+    @initialize()
+    def open(self) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        self.time = 1000.0
+        self._open()
+        self.known: dict[str, bytes] = {}
+        self.status: dict[str, str] = {}
+        self.lines: dict[str, dict[int, int | None]] = {}
+
+    def _open(self) -> None:
+        self.store = Store(self.folder, clock=lambda: self.time)
+        self.ledger = Ledger(self.store)
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+            shutil.rmtree(self.folder)
+
+    def batch(self, id: str) -> Batch:
+        return self.ledger.batch("me", id)
+
+    @rule(target=files, data=st.binary(min_size=1, max_size=20))
+    def upload(self, data: bytes) -> str:
+        id = put(self.store, data)
+        self.known[id] = data
+        return id
+
+    @rule(data=st.binary(max_size=20), sealed=st.booleans())
+    def upload_that_never_ends(self, data: bytes, sealed: bool) -> None:
+        upload = self.store.upload("me")
+        upload.write(data)
+        if sealed:
+            upload.seal("name", "batch")
+        self.crash()
+
+    @rule(id=files)
+    def delete(self, id: str) -> None:
+        busy = any(
+            self.status[each] in ("validating", "in_progress") and self.batch(each).input_file == id
+            for each in self.status
+        )
+        try:
+            self.store.delete("me", id)
+            assert id in self.known and not busy
+            del self.known[id]
+        except Refusal as error:
+            assert error.code == ("file_in_use" if id in self.known else "file_not_found")
+
+    @rule(target=batches, file=files)
+    def create(self, file: str) -> Any:
+        try:
+            id = self.ledger.create("me", file, "/v1/completions", "24h", 86400, {"a": "b"}).id
+        except Refusal:
+            assert file not in self.known
+            return None
+        self.status[id], self.lines[id] = "validating", {}
+        return id
+
+    @rule(id=batches, count=st.integers(1, 6), valid=st.booleans())
+    def validate(self, id: str | None, count: int, valid: bool) -> None:
+        if id is None or self.status[id] == "in_progress":
+            return
+        batch = self.batch(id)
+        if self.status[id] == "validating":
+            self.ledger.clear(batch)
+            self.ledger.add(batch, [Line(n, f"id{n}", n, 1) for n in range(count)])
+        done = self.ledger.start(batch) if valid else self.ledger.fail(batch, [LineProblem("bad", "It is bad.")])
+        assert done == (self.status[id] == "validating")
+        if done:
+            self.status[id] = "in_progress" if valid else "failed"
+            self.lines[id] = dict.fromkeys(range(count)) if valid else {}
+
+    @rule(id=batches, number=st.integers(0, 6), status=st.sampled_from([200, 400]))
+    def record(self, id: str | None, number: int, status: int) -> None:
+        if id is None:
+            return
+        new = self.ledger.record([Result(self.batch(id).sequence, number, status, b"{}")])
+        fresh = self.status[id] == "in_progress" and self.lines[id].get(number, 0) is None
+        assert new == fresh
+        if fresh:
+            self.lines[id][number] = status
+
+    @rule(id=batches)
+    def cancel(self, id: str | None) -> None:
+        if id is None:
+            return
+        if self.status[id] in ("validating", "in_progress"):
+            self.status[id] = "cancelling"
+        elif self.status[id] not in ("cancelling", "cancelled"):
+            with pytest.raises(Refusal):
+                self.ledger.cancel("me", id)
+            return
+        assert self.ledger.cancel("me", id).status == self.status[id]
+
+    @rule(id=batches, outcome=st.sampled_from(["completed", "expired"]))
+    def finalize(self, id: str | None, outcome: Any) -> None:
+        if id is not None and self.ledger.finalize(self.batch(id), outcome):
+            assert self.status[id] in ("validating", "in_progress")
+            self.status[id] = "finalizing"
+
+    @rule(id=consumes(batches))
+    def conclude(self, id: str | None) -> None:
+        if id is None or self.status[id] not in ("finalizing", "cancelling"):
+            return
+        batch = self.ledger.conclude(self.batch(id))
+        assert batch.status == ("cancelled" if self.status[id] == "cancelling" else batch.outcome)
+        self.status[id] = batch.status
+        good = [n for n, status in self.lines[id].items() if status == 200]
+        assert (batch.completed, batch.failed) == (len(good), len(self.lines[id]) - len(good)), batch
+        found = []
+        for file in (batch.output_file, batch.error_file):
+            if file is not None:
+                self.known[file] = self.store.place(file).read_bytes()
+                found += [msgspec.json.decode(line)["custom_id"] for line in self.known[file].splitlines()]
+        assert sorted(found) == sorted(f"id{n}" for n in self.lines[id])
+
+    @rule()
+    def crash(self) -> None:
+        abandon(self.store)
+        self._open()
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        assert {file.id for file in self.store.files("me")[0]} == set(self.known)
+        assert {path.name: path.read_bytes() for path in (self.folder / "files").iterdir()} == self.known
+        assert self.store._used["me"] == sum(map(len, self.known.values()))
+        for id, status in self.status.items():
+            batch = self.batch(id)
+            assert batch.status == status
+            results = [each for each in self.lines[id].values() if each is not None]
+            if status == "in_progress":
+                assert (batch.completed, batch.failed) == (results.count(200), results.count(400))
+
+
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+
+
+def test_giving_up_an_upload_that_was_finished_removes_nothing(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    upload = store.upload("me")
+    upload.write(b"data")
+    file = upload.finish("name", "batch")
+    upload.abandon()
+    assert store.place(file.id).read_bytes() == b"data" and store._used["me"] == 4
+    store.close()
+
+
+def test_two_servers_cannot_share_a_directory(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with pytest.raises(ConfigError, match="Another server"):
+        Store(tmp_path)
+    store.close()
+    Store(tmp_path).close()
+
+
+def test_a_newer_schema_and_a_broken_database_are_told_in_one_sentence(tmp_path: Path) -> None:
+    Store(tmp_path).close()
+    database = sqlite3.connect(tmp_path / "service.db")
+    database.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
+    database.close()
+    with pytest.raises(ConfigError, match="newer version"):
+        Store(tmp_path)
+    (tmp_path / "service.db").write_bytes(b"no database" * 1000)
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        Store(tmp_path)
+
+
+def test_the_database_is_in_wal_mode_with_foreign_keys(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    assert [store.query(f"PRAGMA {name}")[0][0] for name in ("journal_mode", "foreign_keys", "synchronous")] == [
+        "wal", 1, 1,
+    ]  # fmt: skip
+    store.close()
+
+
+def test_expired_files_are_gone_at_once_and_removed_later_but_never_under_a_batch(tmp_path: Path) -> None:
+    now = [1000.0]
+    store = Store(tmp_path, StoreLimits(keep_seconds=3600), clock=lambda: now[0])
+    gone, used = put(store), put(store)
+    Ledger(store).create("me", used, "/v1/completions", "24h", 86400)
+    now[0] += 3600
+    with pytest.raises(Refusal):
+        store.file("me", gone)
+    assert store.remove_expired() == 1
+    assert [path.name for path in (tmp_path / "files").iterdir()] == [used]
+    store.close()
+
+
+def test_results_that_find_the_disk_full_are_whole_or_not_there(tmp_path: Path) -> None:
+    """The database is given no more pages: what SQLite says on a full disk."""
+    store = Store(tmp_path)
+    ledger = Ledger(store)
+    batch = ledger.create("me", put(store), "/v1/completions", "24h", 86400)
+    ledger.add(batch, [Line(n, str(n), n, 1) for n in range(10)])
+    ledger.start(batch)
+    pages = store.query("PRAGMA page_count")[0][0]
+    store.query(f"PRAGMA max_page_count = {pages + 2}")
+    results = [Result(batch.sequence, n, 200, b'"' + b"x" * 5000 + b'"') for n in range(10)]
+    with pytest.raises(Full):
+        ledger.record(results)
+    assert ledger.again(batch).completed == 0 and len(ledger.pending(batch, -1)) == 10
+    store.query("PRAGMA max_page_count = 1000000")
+    assert ledger.record(results) == 10
+    store.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, text=True, check=False
+    ) if shutil.which("mount") else None  # fmt: skip
+    if mounted is None or mounted.returncode:
+        pytest.skip("this user may not mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_refuses_uploads_and_harms_nothing(small_disk: Path) -> None:
+    store = Store(small_disk)
+    kept = put(store, b"x" * 500_000)
+    upload = store.upload("me")
+    with pytest.raises(Full, match="disk of the server is full"):
+        for _ in range(40):
+            upload.write(b"y" * 100_000)
+        upload.finish("name", "batch")
+    upload.abandon()
+    store.close()
+    store = Store(small_disk)
+    assert [file.id for file in store.files("me")[0]] == [kept]
+    assert store.place(kept).read_bytes() == b"x" * 500_000
+    put(store, b"z" * 500_000)
+    store.close()
