@@ -126,7 +126,7 @@ struct Layer {
         intake->slots = input(SLOTS), intake->k_pages = pages(KEYS), intake->v_pages = pages(VALUES);
         intake->q_token = intake->turned_token = HEADS * SIZE, intake->k_token = intake->v_token = KV_HEADS * SIZE;
         intake->frames = FRAMES, intake->page_tokens = PAGE, intake->heads = HEADS, intake->kv_heads = KV_HEADS;
-        intake->size = intake->values = SIZE, intake->half = SIZE / 2, intake->narrow = true;
+        intake->size = intake->values = SIZE, intake->half = SIZE / 2, intake->type = PAGES_BF16;
         tape.add(std::move(intake), "intake");
         auto attention = std::make_unique<AttentionStep>();
         attention->q = q, attention->encoded = mixed, attention->q_start = input(STARTS);
