@@ -69,7 +69,7 @@ class Facts(msgspec.Struct):
     dtype: str
     device: str
     ceilings: dict[str, float] | None = None
-    """read_bytes_per_s, flops: this machine's, as far as they were measured before."""
+    """read_bytes_per_s, flops: this machine's for this model, if they were measured before."""
 
 
 class Ready(msgspec.Struct, tag="ready"):

@@ -43,7 +43,7 @@ def service(limits: QueueLimits | None = None, **options: Any) -> Iterator[Servi
 
     made = Service(Link(str(speaking_folder()), {**OPTIONS, **options}, limits))
     try:
-        made.run(start)
+        made.run(start, timeout=240.0)
         yield made
     finally:
         made.run(lambda link: link.close())
