@@ -145,31 +145,32 @@ def test_the_events_of_a_thought_and_a_call_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("transcript", TRANSCRIPTS)
-def test_streamed_and_whole_are_the_same_for_any_cutting(transcript: str) -> None:
-    backend = Scripted()
+def test_streamed_and_whole_are_the_same_for_any_cutting(
+    shared: tuple[openai.OpenAI, Scripted], transcript: str
+) -> None:
+    client, backend = shared
     how: dict[str, Any] = {"model": "tiny", "input": "Hello", "tools": [TOOL]}
     seen = []
-    with client_of(backend) as client:
-        for size in (1, 3, 1000):
-            backend.pieces = cut(transcript, size)
-            whole = client.responses.create(**how).model_dump(by_alias=True, exclude_unset=True)
-            events = raw_events(client, tools=[TOOL])
-            deltas: dict[int, str] = {}
-            for event in events:
-                if event["type"].endswith(".delta"):
-                    deltas[event["output_index"]] = deltas.get(event["output_index"], "") + event["delta"]
-            with client.responses.stream(**how) as stream:
-                final = stream.get_final_response().model_dump(by_alias=True, exclude_unset=True)
-            streamed = events[-1]["response"]
-            for index, item in enumerate(streamed["output"]):
-                text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
-                assert deltas[index] == text
-            assert [item["type"] for item in final["output"]] == [item["type"] for item in streamed["output"]]
-            for one in (whole, streamed):
-                made = anonymous(one)
-                # Which step a token's text came with decides whether it counts as a thought.
-                made["usage"] = {**made["usage"], "output_tokens_details": None}
-                seen.append(made)
+    for size in (1, 3, 1000):
+        backend.pieces = cut(transcript, size)
+        whole = client.responses.create(**how).model_dump(by_alias=True, exclude_unset=True)
+        events = raw_events(client, tools=[TOOL])
+        deltas: dict[int, str] = {}
+        for event in events:
+            if event["type"].endswith(".delta"):
+                deltas[event["output_index"]] = deltas.get(event["output_index"], "") + event["delta"]
+        with client.responses.stream(**how) as stream:
+            final = stream.get_final_response().model_dump(by_alias=True, exclude_unset=True)
+        streamed = events[-1]["response"]
+        for index, item in enumerate(streamed["output"]):
+            text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+            assert deltas[index] == text
+        assert [item["type"] for item in final["output"]] == [item["type"] for item in streamed["output"]]
+        for one in (whole, streamed):
+            made = anonymous(one)
+            # Which step a token's text came with decides whether it counts as a thought.
+            made["usage"] = {**made["usage"], "output_tokens_details": None}
+            seen.append(made)
     assert all(one == seen[0] for one in seen)
 
 
@@ -333,9 +334,10 @@ def test_effort_needs_a_switch_in_the_template() -> None:
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(
-    refusing: tuple[openai.OpenAI, Scripted], body: dict[str, Any], param: str, message: str
+    shared: tuple[openai.OpenAI, Scripted], body: dict[str, Any], param: str, message: str
 ) -> None:
-    client, backend = refusing
+    client, backend = shared
+    backend.asked.clear()
     response = httpx.post(str(client.base_url) + "responses", json={"model": "tiny", "input": "Hello", **body})
     error = response.json()["error"]
     assert response.status_code == (404 if param == "model" else 400), error
@@ -345,7 +347,7 @@ def test_what_is_not_supported_is_refused_by_name(
 
 
 @pytest.fixture(scope="module")
-def refusing() -> Iterator[tuple[openai.OpenAI, Scripted]]:
+def shared() -> Iterator[tuple[openai.OpenAI, Scripted]]:
     backend = Scripted()
     with client_of(backend) as client:
         yield client, backend
