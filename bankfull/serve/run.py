@@ -65,8 +65,8 @@ def run_server(
     app = create_app(link, texts, settings, lifespan=life)
     config = uvicorn.Config(
         app, loop="uvloop", http="httptools", ws="none", lifespan="on", log_config=None, access_log=False,
-        log_level="warning", server_header=False, proxy_headers=False, backlog=BACKLOG, timeout_keep_alive=IDLE_CONNECTION_SECONDS,
-        timeout_graceful_shutdown=max(1, round(grace)),
+        log_level="warning", server_header=False, proxy_headers=False, backlog=BACKLOG,
+        timeout_keep_alive=IDLE_CONNECTION_SECONDS, timeout_graceful_shutdown=max(1, round(grace)),
     )  # fmt: skip
     server = uvicorn.Server(config)
     server.run([listening])

@@ -213,11 +213,10 @@ def salt_of(call: Served) -> str | None:
     return call.cache_salt
 
 
-def truncation_of(call: Sampling) -> int | None:
-    wanted = call.truncate_prompt_tokens
-    if wanted is not None and wanted != -1 and wanted < 1:
+def truncation_of(tokens: int | None) -> int | None:
+    if tokens is not None and tokens != -1 and tokens < 1:
         raise Refusal(
-            f"truncate_prompt_tokens is {wanted}: give a number of tokens, or -1 for as many as fit.",
+            f"truncate_prompt_tokens is {tokens}: give a number of tokens, or -1 for as many as fit.",
             param="truncate_prompt_tokens",
         )
-    return wanted
+    return tokens

@@ -11,16 +11,14 @@ import httpx
 import openai
 import pytest
 
-from bankfull.serve.app import create_app
 from bankfull.serve.backend import Busy
-from tests.serve.scripted import Scripted, cut, scripted_texts, scripted_tokenizer, settings
-from tests.serve.server import served
+from tests.serve.scripted import Scripted, cut, scripted_tokenizer
+from tests.serve.server import shared
 
 
 @contextmanager
-def client_of(backend: Scripted, **changes: Any) -> Iterator[openai.OpenAI]:
-    app = create_app(backend, scripted_texts(), settings(**changes))
-    with served(app) as url, openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
+def client_of(backend: Scripted) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=shared(backend) + "/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
