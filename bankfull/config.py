@@ -101,9 +101,10 @@ class RunConfig:
     quantize: str | None = None
     """Round the matrices of an unquantized checkpoint at load: "int8", "int4", "int4:64", "q4_k,keep", ... (lossy)."""
     kv_dtype: str = "auto"
-    """Of keys and values in pages; auto = the model's, or bfloat16 beside int8 activations. int8 is lossy."""
+    """Of keys and values in pages; auto = the model's, or bfloat16 where activations are rounded. int8 is lossy."""
     activations: str = "auto"
-    """What quantized weights are multiplied with: float (exact), int8 (lossy); auto: `loading.choose_activations`."""
+    """What weights are multiplied with: float (in the computation's dtype), bf16 (dense weights become bfloat16,
+    too), int8 (for quantized weights; lossy); auto: `loading.choose_activations`."""
     seed: int | None = None
     """Makes requests without a seed of their own repeatable, in the order in which they come."""
 
@@ -114,7 +115,7 @@ class RunConfig:
             raise ConfigError(f"dtype={self.dtype!r} is unknown; use auto, float32, bfloat16, float16 or float64.")
         if self.kv_dtype not in ("auto", "float32", "bfloat16", "int8"):
             raise ConfigError(f"kv_dtype={self.kv_dtype!r} is unknown; use auto, float32, bfloat16 or int8.")
-        if self.activations not in ("auto", "int8", "float"):
-            raise ConfigError(f"activations={self.activations!r} is unknown; use auto, int8 or float.")
+        if self.activations not in ("auto", "int8", "bf16", "float"):
+            raise ConfigError(f"activations={self.activations!r} is unknown; use auto, int8, bf16 or float.")
         if not isinstance(self.quantize, str | None):
             raise ConfigError(f"quantize={self.quantize!r} is not the name of a weight type; use 'int8' or 'int4'.")

@@ -19,7 +19,7 @@ from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model, family_of
 from bankfull.ops import Kit, kit_for, native
-from bankfull.ops.registry import FLOAT, INT8
+from bankfull.ops.registry import BF16, FLOAT, INT8
 from bankfull.runtime.device import Device, open_device
 from bankfull.runtime.memory import Sizes, plan_memory, shown
 from bankfull.runtime.runner import Runner
@@ -82,7 +82,7 @@ def load(
         text = pool.submit(load_tokenizer, files)
         model = build_model(files.config, build)
         tokenizer, template = text.result()
-    if build.kit.activations == INT8:
+    if build.kit.activations != FLOAT:
         files.source.release()  # the weights lie repacked
     refuse_pages_without_use(model, run.kv_dtype)
     layout = layout_of(model.states(), state.page_tokens)
@@ -126,7 +126,9 @@ def rounded(files: ModelFiles, wanted: str) -> ModelFiles:
 def plan_build(files: ModelFiles, run: RunConfig, device: Device, max_len: int = 0) -> Build:
     """How a model is built from these files: what the options leave open is decided here."""
     activations = choose_activations(run, files, device)
-    dtype = torch.float32 if activations == INT8 and run.dtype == "auto" else choose_dtype(run.dtype, files, device)
+    dtype = choose_dtype(run.dtype, files, device)
+    if activations != FLOAT and device.kind == "cpu" and (run.dtype == "auto" or dtype == torch.bfloat16):
+        dtype = torch.float32  # only what enters a product is rounded
     kit = kit_for(device.kind, run.providers, activations)
     return Build(
         files.source, kit, dtype, device.torch, run.expand, max_len, choose_kv_dtype(run.kv_dtype, dtype, kit)
@@ -149,19 +151,27 @@ def choose_dtype(wanted: str, files: ModelFiles, device: Device) -> torch.dtype:
 
 
 def choose_activations(run: RunConfig, files: ModelFiles, device: Device) -> str:
-    """auto: int8 on a CPU with its kernels, for a model that has weights in blocks; float wherever the user named a
-    dtype, for the reference operations, and for weights that are dequantized: that is the exact mode."""
+    """auto, on a CPU with its kernels: int8 for a model that has weights in blocks, where no dtype was named and
+    nothing is dequantized; bf16 where the dtype is bfloat16. Else float, which is the exact mode of a wider dtype."""
+    blocks = not run.expand and block_types(files.source)
+    if run.activations == INT8 and not blocks:
+        raise ConfigError(
+            f"activations={INT8!r} has no use here: no matrix of {files.path.name} is in blocks when it is multiplied; "
+            f"use {BF16!r} or {FLOAT!r}, or quantize the model."
+        )
     if run.activations != "auto":
         return run.activations
-    untold = run.dtype == "auto" and run.providers == "auto" and not run.expand
-    able = device.kind == "cpu" and native.status() is None
-    return INT8 if untold and able and block_types(files.source) else FLOAT
+    if device.kind != "cpu" or run.providers != "auto" or native.status() is not None:
+        return FLOAT
+    if run.dtype == "auto" and blocks:
+        return INT8
+    return BF16 if choose_dtype(run.dtype, files, device) == torch.bfloat16 else FLOAT
 
 
 def choose_kv_dtype(wanted: str, dtype: torch.dtype, kit: Kit) -> torch.dtype:
     """auto: the dtype of the computation; where activations are rounded anyway, bfloat16."""
     if wanted == "auto":
-        return torch.bfloat16 if kit.activations == INT8 else dtype
+        return dtype if kit.activations == FLOAT else torch.bfloat16
     return torch.int8 if wanted == "int8" else _dtype(wanted)
 
 

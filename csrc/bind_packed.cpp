@@ -32,7 +32,12 @@ const PackLayout& layout_of(int pack) {
 }
 
 void require_whole_blocks(int pack, int64_t outputs, int64_t inner) {
-    require(outputs >= 0 && inner > 0 && inner % layout_of(pack).block == 0, "packed weights: not whole blocks");
+    require(outputs >= 0 && layout_of(pack).holds(inner), "packed weights: not whole blocks");
+}
+
+// Codes are multiplied with codes.
+void require_products(int pack, bool tiles) {
+    require(tiles || !layout_of(pack).dense(), "packed weights: dense ones are multiplied with tiles only");
 }
 
 int64_t bytes_of(int pack, int64_t outputs, int64_t inner) {
@@ -73,11 +78,11 @@ using Part = std::tuple<uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, int>;
 
 void packed_linear(bool tiles, uintptr_t x, int64_t x_stride, int64_t rows, int64_t inner,
                    const std::vector<Part>& given, int gate, uintptr_t out, int64_t out_stride, bool out_tiles) {
-    require(!tiles || kernels().tile_rows > 0, "packed_linear: this instruction set has no tiles");
     require(rows >= 0 && inner > 0, "packed_linear: the sizes must be positive");
     std::vector<PackedPart> parts;
     for (const auto& [weight, bias, y, y_stride, outputs, pack] : given) {
         require_whole_blocks(pack, outputs, inner);
+        require_products(pack, tiles);
         require(weight || outputs == 0, "packed_linear: a null address");
         require((y && y_stride >= outputs) || gate >= 0 || rows == 0 || outputs == 0,
                 "packed_linear: no room for the results");
@@ -100,16 +105,18 @@ void packed_linear(bool tiles, uintptr_t x, int64_t x_stride, int64_t rows, int6
 
 // The best output of each row of floats, as int64; see run_packed_best.
 void packed_best(uintptr_t x, int64_t rows, int64_t inner, uintptr_t weight, uintptr_t bias, int64_t outputs, int pack,
-                 uintptr_t best) {
+                 bool int8, uintptr_t best) {
     require(rows >= 0 && inner > 0 && outputs > 0, "packed_best: the sizes must be positive");
     require_whole_blocks(pack, outputs, inner);
+    const Activations kind = encoding_of(rows, int8 ? Rounding::Int8 : Rounding::BFloat16);
+    require_products(pack, kind == Activations::Tiles);
     if (rows == 0) return;
     require(x && weight && best, "packed_best: a null address");
     const int64_t stride = encoded_stride(inner);
     thread_local std::vector<uint8_t> memory;  // kept; rows begin on multiples of 64 bytes
     if (int64_t(memory.size()) < rows * stride + 64) memory.resize(size_t(rows * stride + 64));
     uint8_t* rows_at = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
-    const Encoded encoded{rows_at, stride, encoding_of(rows)};
+    const Encoded encoded{rows_at, stride, kind};
     run_encode({pointer<float>(x), inner, inner, encoded}, rows);
     const PackedPart part{pointer<uint8_t>(weight), pointer<float>(bias), nullptr, 0, outputs, pack};
     run_packed_best({encoded, rows, inner, &part, 1, -1, {}}, pointer<int64_t>(best));
@@ -138,7 +145,7 @@ void bind_packed(nb::module_& m) {
           "tiles (or codes), x, its stride in bytes, rows, inner, parts: (weight, bias (0: none), y, y's stride in "
           "floats, outputs, pack), gate (-1: none), out (0: float results), its stride in bytes, tiles (or codes)");
     m.def("packed_best", &packed_best, Free(),
-          "x (floats), rows, inner, weight, bias (0: none), outputs, pack, best (int64)");
+          "x (floats), rows, inner, weight, bias (0: none), outputs, pack, int8 (or bfloat16 for any rows), best (int64)");
     m.def("tile_rows", [] { return kernels().tile_rows; },
           "from so many rows on, tiles are faster than codes; 0: never");
 }

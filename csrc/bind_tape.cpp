@@ -9,6 +9,7 @@
 
 #include "bindings.hpp"
 #include "greedy.hpp"
+#include "packing.hpp"
 #include "tape.hpp"
 
 namespace nb = nanobind;
@@ -39,6 +40,11 @@ PageType type_of(int type, const PagesAt& pages) {
 Format format_of(int format) {
     if (format < 0 || format >= FORMATS) throw std::invalid_argument("tape: an unknown weight format");
     return Format(format);
+}
+
+void require_pack(int pack, bool int8) {
+    if (pack < 0 || pack >= PACKS || (int8 && LAYOUTS[pack].dense()))
+        throw std::invalid_argument("tape: an unknown pack, or one that is not multiplied in int8");
 }
 
 template <class T>
@@ -136,26 +142,29 @@ void bind_tape(nb::module_& m) {
              nb::arg("name"), nb::arg("x"), nb::arg("encoded"), nb::arg("x_stride"), nb::arg("columns"))
         .def("packed",
              [](Tape& tape, const std::string& name, At x, At encoded, int64_t inner,
-                const std::vector<std::tuple<At, At, At, int64_t, int64_t, int>>& parts, int gate) {
+                const std::vector<std::tuple<At, At, At, int64_t, int64_t, int>>& parts, int gate, bool int8) {
                  if (parts.empty()) throw std::invalid_argument("tape: packed weights without a part");
+                 tape.round(int8 ? Rounding::Int8 : Rounding::BFloat16);
                  auto& made = append<PackedStep>(tape, name);
                  made.x = place(x), made.encoded = place(encoded), made.inner = inner, made.gate = gate;
                  for (const auto& [weight, bias, y, y_stride, outputs, pack] : parts) {
-                     if (pack < 0 || pack >= PACKS) throw std::invalid_argument("tape: an unknown pack");
+                     require_pack(pack, int8);
                      made.parts.push_back({place(weight), place(bias), place(y), y_stride, outputs, pack});
                  }
              },
-             nb::arg("name"), nb::arg("x"), nb::arg("encoded"), nb::arg("inner"), nb::arg("parts"), nb::arg("gate"))
+             nb::arg("name"), nb::arg("x"), nb::arg("encoded"), nb::arg("inner"), nb::arg("parts"), nb::arg("gate"),
+             nb::arg("int8"))
         .def("packed_best",
              [](Tape& tape, const std::string& name, At x, At weight, At bias, At best, int64_t inner, int64_t outputs,
-                int pack) {
-                 if (pack < 0 || pack >= PACKS) throw std::invalid_argument("tape: an unknown pack");
+                int pack, bool int8) {
+                 require_pack(pack, int8);
+                 tape.round(int8 ? Rounding::Int8 : Rounding::BFloat16);
                  auto& made = append<PackedBestStep>(tape, name);
                  made.x = place(x), made.weight = place(weight), made.bias = place(bias), made.best = place(best);
                  made.inner = inner, made.outputs = outputs, made.pack = pack;
              },
              nb::arg("name"), nb::arg("x"), nb::arg("weight"), nb::arg("bias"), nb::arg("best"), nb::arg("inner"),
-             nb::arg("outputs"), nb::arg("pack"))
+             nb::arg("outputs"), nb::arg("pack"), nb::arg("int8"))
         .def("best",
              [](Tape& tape, const std::string& name, At x, At weight, At bias, At best, int format, int64_t x_stride,
                 int64_t outputs, int64_t inner, int64_t row_bytes) {

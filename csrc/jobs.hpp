@@ -21,6 +21,12 @@ enum class Activations : int {
     Tiles,  // bfloat16
 };
 
+// How far a model's activations may be rounded on their way into a product.
+enum class Rounding : int {
+    Int8,      // to codes in steps of few rows, to bfloat16 in others
+    BFloat16,  // to bfloat16 in every step
+};
+
 struct Encoded {
     uint8_t* data;  // null: results stay float32
     int64_t stride;  // bytes from one row to the next

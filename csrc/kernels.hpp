@@ -17,9 +17,9 @@ struct FormatFacts {
     int bytes;  // bytes in a block
 };
 
-// Weights repacked for products of integers: sixteen outputs side by side, see packing.hpp. The number is the bits of a
-// code; the letters say what goes with the codes: M a minimum, S an integer scale for each group, K is both.
-enum Pack : int { PACK4, PACK4M, PACK4K, PACK4S, PACK4SM, PACK5, PACK5M, PACK5K, PACK6S, PACK8, PACKS };
+// Weights repacked for products: sixteen outputs side by side, see packing.hpp. The number is the bits of a code; the
+// letters say what goes with the codes: M a minimum, S an integer scale for each group, K is both. PACK16 is dense.
+enum Pack : int { PACK4, PACK4M, PACK4K, PACK4S, PACK4SM, PACK5, PACK5M, PACK5K, PACK6S, PACK8, PACK16, PACKS };
 
 // Bytes from one encoded row to the next, whichever form it has: an odd number of lines, so that the same columns of
 // many rows do not compete for the same places of a cache.

@@ -5,10 +5,10 @@
 
 namespace bankfull {
 
-// The sizes must fit: whole blocks of K, encoded rows of the job's kind, tiles only where tile_rows is not 0.
+// The sizes must fit: a K that the packs hold, encoded rows of the job's kind, codes only for weights in blocks.
 void run_packed(const PackedJob& job);
 // How activations of a step with so many rows are encoded.
-Activations encoding_of(int64_t rows);
+Activations encoding_of(int64_t rows, Rounding rounding);
 void run_encode(const EncodeJob& job, int64_t rows);
 
 }  // namespace bankfull

@@ -133,6 +133,7 @@ Source source_of(int format) {
         case Q4_K: return {PACK4K, read_q4_k};
         case Q5_K: return {PACK5K, read_q5_k};
         case Q6_K: return {PACK6S, read_q6_k};
+        case BF16: return {PACK16, nullptr};
         default: return {-1, nullptr};
     }
 }
@@ -223,12 +224,38 @@ void read_block(const PackLayout& layout, Block& b, int output, const uint8_t* s
 
 struct PackingJob {
     const PackLayout& layout;
-    void (*read)(const uint8_t*, Block&);
+    void (*read)(const uint8_t*, Block&);  // null: the weights are dense
     const uint8_t* blocks;
     int64_t block_bytes;
     uint8_t* packed;
     int64_t outputs, inner;
 };
+
+int64_t dense_place(int64_t k, int64_t output) { return k / 2 * 64 + output % PACK_OUTPUTS * 4 + k % 2 * 2; }
+
+// Pairs of k lie together on both sides; an odd last one is alone.
+void write_dense(const PackingJob& job, int64_t begin, int64_t end) {
+    const int64_t size = job.layout.bytes(job.inner), step = job.layout.block;
+    std::memset(job.packed + begin * size, 0, size_t((end - begin) * size));
+    for (int64_t pack = begin; pack < end; ++pack)
+        for (int64_t from = 0; from < job.inner; from += step) {
+            const int64_t to = job.inner - from < step ? job.inner : from + step;
+            for (int64_t i = pack * PACK_OUTPUTS; i < (pack + 1) * PACK_OUTPUTS && i < job.outputs; ++i) {
+                const uint8_t* row = job.blocks + i * job.inner * 2;
+                for (int64_t k = from; k < to; k += 2)
+                    std::memcpy(job.packed + pack * size + dense_place(k, i), row + k * 2, k + 1 < to ? 4 : 2);
+            }
+        }
+}
+
+void read_dense(const PackLayout& layout, const uint8_t* packed, float* out, int64_t outputs, int64_t inner) {
+    for (int64_t i = 0; i < outputs; ++i)
+        for (int64_t k = 0; k < inner; ++k) {
+            const uint8_t* pack = packed + i / PACK_OUTPUTS * layout.bytes(inner);
+            const uint32_t wide = uint32_t(half_at(pack + dense_place(k, i))) << 16;
+            std::memcpy(out + i * inner + k, &wide, 4);
+        }
+}
 
 void write_packs(const PackingJob& job, int64_t begin, int64_t end) {
     const int64_t blocks = job.inner / job.layout.block, size = job.layout.bytes(job.inner);
@@ -254,12 +281,14 @@ void pack_weights(int format, const uint8_t* blocks, uint8_t* out, int64_t outpu
     const Source source = source_of(format);
     const PackingJob job{LAYOUTS[source.pack], source.read, blocks, kernels().facts[format].bytes, out, outputs, inner};
     parallel(units_of(outputs) * 2, 2, [](const void* p, int64_t begin, int64_t end) {
-        write_packs(*static_cast<const PackingJob*>(p), begin, end);
+        const PackingJob& each = *static_cast<const PackingJob*>(p);
+        each.read ? write_packs(each, begin, end) : write_dense(each, begin, end);
     }, &job);
 }
 
 void unpack_weights(int pack, const uint8_t* packed, float* out, int64_t outputs, int64_t inner) {
     const PackLayout& layout = LAYOUTS[pack];
+    if (layout.dense()) return read_dense(layout, packed, out, outputs, inner);
     for (int64_t i = 0; i < outputs; ++i) {
         const int lane = int(i % PACK_OUTPUTS);
         const uint8_t* scales = packed + i / PACK_OUTPUTS * layout.bytes(inner);

@@ -1,4 +1,5 @@
-// Packed weights: how they lie, and how GGUF blocks become them. Plain facts, shared by every instruction set.
+// Packed weights: how they lie, and how GGUF blocks and dense rows become them. Plain facts, shared by every
+// instruction set.
 //
 // A pack is sixteen outputs side by side, over all of K: first the scales of all its blocks, up to a multiple of 64
 // bytes, then the codes of all its blocks. Outputs are padded to whole units of two packs with weights that are zero.
@@ -13,6 +14,9 @@
 //
 // A weight is (d * scale) * (code - offset), then plus m, or minus m * minimum: rounded in this order it is the number
 // that GGUF's block stands for, bit for bit.
+//
+// A dense pack has no scales. Its lines of 64 bytes are the bfloat16 weights of two consecutive k, an output's two side by
+// side: what tile registers multiply with, read in place. Behind the last k follow zeros up to whole blocks of K.
 #pragma once
 
 #include "kernels.hpp"
@@ -36,14 +40,17 @@ struct PackLayout {
     int minimum;  // 0: none, 1: added, -1: taken away
     Fine fine;
 
+    constexpr bool dense() const { return bits == 16; }
+    constexpr bool holds(int64_t inner) const { return inner > 0 && (dense() || inner % block == 0); }
+    constexpr int64_t blocks(int64_t inner) const { return (inner + block - 1) / block; }
     constexpr int groups() const { return block / group; }
     constexpr int fine_at() const { return minimum ? 64 : 32; }
     constexpr int scale_bytes() const {
-        return fine_at() + (fine == Fine::None ? 0 : fine == Fine::Unsigned ? 32 : 16) * groups();
+        return dense() ? 0 : fine_at() + (fine == Fine::None ? 0 : fine == Fine::Unsigned ? 32 : 16) * groups();
     }
     constexpr int code_bytes() const { return block * 16 * bits / 8; }
-    constexpr int64_t codes_at(int64_t inner) const { return (inner / block * scale_bytes() + 63) / 64 * 64; }
-    constexpr int64_t bytes(int64_t inner) const { return codes_at(inner) + inner / block * code_bytes(); }
+    constexpr int64_t codes_at(int64_t inner) const { return (blocks(inner) * scale_bytes() + 63) / 64 * 64; }
+    constexpr int64_t bytes(int64_t inner) const { return codes_at(inner) + blocks(inner) * code_bytes(); }
 };
 
 constexpr PackLayout LAYOUTS[PACKS] = {
@@ -52,6 +59,7 @@ constexpr PackLayout LAYOUTS[PACKS] = {
     {"pack4sm", 256, 16, 4, 0, -1, Fine::Nibbles},  {"pack5", 32, 32, 5, 16, 0, Fine::None},
     {"pack5m", 32, 32, 5, 0, 1, Fine::None},        {"pack5k", 256, 32, 5, 0, -1, Fine::Unsigned},
     {"pack6s", 256, 16, 6, 32, 0, Fine::Signed},    {"pack8", 32, 32, 8, 128, 0, Fine::None},
+    {"pack16", 32, 32, 16, 0, 0, Fine::None},
 };
 
 constexpr int64_t units_of(int64_t outputs) { return (outputs + UNIT_OUTPUTS - 1) / UNIT_OUTPUTS; }
@@ -62,7 +70,7 @@ constexpr int64_t packed_bytes(int pack, int64_t outputs, int64_t inner) {
 // The pack that holds a format's weights exactly; -1: there is none.
 int pack_of(int format);
 
-// Rows of blocks of a format, one row per output, become packs of pack_of(format). Both ways need whole blocks of K.
+// Rows of a format, one row per output, become packs of pack_of(format). Both ways need a K that the pack holds.
 void pack_weights(int format, const uint8_t* blocks, uint8_t* out, int64_t outputs, int64_t inner);
 void unpack_weights(int pack, const uint8_t* packed, float* out, int64_t outputs, int64_t inner);
 

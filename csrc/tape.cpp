@@ -11,7 +11,7 @@ namespace bankfull {
 namespace {
 
 Encoded encoded_at(const Place& place, const Step& step, int64_t columns) {
-    return {place.in<uint8_t>(step), encoded_stride(columns), encoding_of(step.tokens)};
+    return {place.in<uint8_t>(step), encoded_stride(columns), encoding_of(step.tokens, step.rounding)};
 }
 
 Pages pages_at(const PagesAt& at, const Step& step) {
@@ -28,9 +28,17 @@ void Tape::add(std::unique_ptr<Instruction> instruction, std::string name) {
     instructions_.push_back(std::move(instruction));
 }
 
-void Tape::replay(const Step& step, int64_t begin, int64_t end, bool timed) const {
+void Tape::round(Rounding rounding) {
+    if (rounding_ && *rounding_ != rounding)
+        throw std::invalid_argument("tape: activations of one tape are rounded in one way");
+    rounding_ = rounding;
+}
+
+void Tape::replay(const Step& given, int64_t begin, int64_t end, bool timed) const {
     if (begin < 0 || begin > end || end > int64_t(instructions_.size()))
         throw std::invalid_argument("tape: there are not so many instructions");
+    Step step = given;
+    step.rounding = rounding_.value_or(Rounding::Int8);
     if (!timed) {
         for (int64_t i = begin; i < end; ++i) instructions_[size_t(i)]->run(step);
         return;

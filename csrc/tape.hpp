@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -22,6 +23,7 @@ struct Step {
     int64_t tokens, sequences;
     uint8_t* arena;
     const Input* inputs;
+    Rounding rounding = Rounding::Int8;  // the tape's own, whatever the caller says
 };
 
 struct Place {
@@ -58,10 +60,13 @@ class Tape {
     // Instructions [begin, end), in order.
     void replay(const Step& step, int64_t begin, int64_t end, bool timed) const;
     const std::vector<std::unique_ptr<Instruction>>& instructions() const { return instructions_; }
+    // What packed weights are multiplied with; those of one tape must agree.
+    void round(Rounding rounding);
     int64_t inputs = 0;  // how many a step must bring
 
   private:
     std::vector<std::unique_ptr<Instruction>> instructions_;
+    std::optional<Rounding> rounding_;
 };
 
 struct EmbeddingStep : Instruction {

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 from bankfull import LLM, SamplingParams
 from bankfull.config import RunConfig
@@ -20,6 +21,7 @@ from bankfull.models.registry import build_model
 from bankfull.ops import kit_for, native
 from bankfull.runtime import naive
 from bankfull.runtime.device import Cpu
+from bankfull.runtime.taped import Taped
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.locate import locate
 from bankfull.weights.qtensor import QTensor
@@ -114,6 +116,37 @@ def test_a_bad_option_is_refused_in_one_sentence(options: dict[str, object], say
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8", "expand": True}])
+def test_int8_activations_are_refused_where_no_weight_is_in_blocks(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="has no use here"):
+        fresh(activations="int8", **options)
+
+
+@pytest.mark.skipif(native.status() is not None, reason="the kernels are not built")
+@pytest.mark.parametrize("saved", ["bfloat16", "float16", "float32"])
+def test_a_checkpoint_in_bfloat16_runs_in_it_on_one_tape_without_breaks(saved: str, tmp_path: Path) -> None:
+    """Any other one does where it is asked for."""
+    folder = tmp_path / "saved"
+    shutil.copytree(speaking_folder(), folder)
+    transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, saved)).save_pretrained(folder)
+    asked = {} if saved == "bfloat16" else {"dtype": "bfloat16"}
+    llm = LLM(str(folder), memory="8MiB", **asked)  # type: ignore[arg-type]
+    build = llm.loaded.build
+    assert (build.kit.activations, build.dtype, build.pages) == ("bf16", torch.float32, torch.bfloat16)
+    assert {provider for found in build.kit.chosen.values() for provider in found} == {"native"}
+    captured = llm.loaded.frontend.engine.runner.run_model
+    assert isinstance(captured, Taped) and not captured.tape.breaks
+    output = llm.generate(PROMPT, GREEDY)[0]
+    expected, margins = naive.generate(llm.loaded.model, output.prompt_token_ids, 12, CPU)
+    assert min(margins) > 1e-3 and output.outputs[0].token_ids == expected
+
+
+def test_a_model_computed_in_bfloat16_throughout_gives_as_many_columns_as_it_has() -> None:
+    """Its step is captured, too, wherever a kernel takes part."""
+    output = fresh(dtype="bfloat16", activations="float").generate(PROMPT, GREEDY)[0]
+    assert len(output.outputs[0].token_ids) == 12
+
+
 def test_a_quantized_file_is_not_quantized_again() -> None:
     with pytest.raises(ConfigError, match=r"is quantized already \(q4_1, q8_0\)"):
         LLM("smollm2", quantize="int8")
@@ -129,7 +162,12 @@ def build_of(llm: LLM) -> tuple[str, torch.dtype]:
     [
         ({}, "int8", torch.bfloat16),
         ({"dtype": "float32"}, "float", torch.float32),
-        ({"dtype": "bfloat16"}, "float", torch.bfloat16),
+        ({"dtype": "bfloat16"}, "bf16", torch.bfloat16),
+        ({"dtype": "bfloat16", "quantize": None}, "bf16", torch.bfloat16),
+        ({"dtype": "bfloat16", "providers": "torch"}, "float", torch.bfloat16),
+        ({"dtype": "bfloat16", "activations": "float"}, "float", torch.bfloat16),
+        ({"activations": "bf16"}, "bf16", torch.bfloat16),
+        ({"activations": "bf16", "quantize": None, "kv_dtype": "float32"}, "bf16", torch.float32),
         ({"providers": "torch"}, "float", torch.float32),
         ({"expand": True}, "float", torch.float32),
         ({"quantize": None}, "float", torch.float32),
@@ -140,7 +178,7 @@ def build_of(llm: LLM) -> tuple[str, torch.dtype]:
         ({"kv_dtype": "bfloat16", "dtype": "float32"}, "float", torch.bfloat16),
     ],
 )
-def test_activations_are_int8_unless_something_asks_for_exact_ones(
+def test_activations_are_int8_unless_something_else_is_asked_for(
     options: dict[str, object], activations: str, pages: torch.dtype
 ) -> None:
     """Of a model with weights in blocks, on a CPU with its kernels."""

@@ -61,6 +61,8 @@ CONFIGS = {
 }  # fmt: skip
 ARITHMETIC = {
     "exact": (None, "float", torch.float32),
+    "bf16": (None, "bf16", torch.bfloat16),
+    "bf16 over blocks": ("q8_0", "bf16", torch.bfloat16),
     "int8": ("q8_0", "int8", torch.bfloat16),
     "int8 pages": ("q8_0", "int8", torch.int8),
     "int8 pages alone": (None, "float", torch.int8),
@@ -156,8 +158,8 @@ def kinds(taped: Taped) -> Counter[str]:
     return Counter(name for name, _, _ in taped.tape._tape.times())
 
 
-@pytest.mark.parametrize("arithmetic", ["int8", "int8 pages"])
-def test_a_llama_layer_in_int8_is_seven_kernels(arithmetic: str) -> None:
+@pytest.mark.parametrize("arithmetic", ["bf16", "bf16 over blocks", "int8", "int8 pages"])
+def test_a_llama_layer_with_packed_weights_is_seven_kernels(arithmetic: str) -> None:
     model, kit = built("llama", arithmetic)
     found = kinds(Sides(model, kit, 1).taped)
     layers = len(model.blocks)
@@ -165,6 +167,17 @@ def test_a_llama_layer_in_int8_is_seven_kernels(arithmetic: str) -> None:
         "embedding": 1, "angles": 1, "norm": 2 * layers + 1, "packed": 3 * layers, "packed, gated": layers,
         "intake": layers, "attention": layers, "head": 1,
     }  # fmt: skip
+
+
+def test_a_model_in_bf16_has_no_operation_without_a_kernel() -> None:
+    """The head's best output included, which is no part of the tape; and a step's bits do not tell its rows."""
+    model, kit = built("llama", "bf16")
+    assert {name: set(found) for name, found in kit.chosen.items()} == {name: {"native"} for name in kit.chosen}
+    assert {"linear_bf16", "best_output_bf16"} <= set(kit.chosen) and "linear" not in kit.chosen
+    hidden = torch.randn(40, 64)
+    best = model.head.project.best(hidden)
+    assert torch.equal(best, model.head.project(hidden).argmax(-1))
+    assert torch.equal(torch.cat([model.head.project.best(row) for row in hidden.split(1)]), best)
 
 
 def test_an_operation_with_only_a_torch_body_is_a_counted_break() -> None:

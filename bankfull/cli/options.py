@@ -29,8 +29,9 @@ KvDtype = Annotated[
 Activations = Annotated[
     str,
     typer.Option(
-        help="What quantized weights are multiplied with: int8 (lossy) or float. auto is int8 on a CPU, but float, "
-        "which is exact, with --dtype float32."
+        help="What weights are multiplied with: int8 (quantized weights only; lossy), bf16 (dense weights become "
+        "bfloat16, too) or float. auto, on a CPU: int8 for quantized weights, bf16 for a checkpoint in bfloat16, but "
+        "float, which is exact, with --dtype float32."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]

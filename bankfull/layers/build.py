@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bankfull.errors import ModelError
 from bankfull.ops import Operation
-from bankfull.ops.registry import Function, Kit
+from bankfull.ops.registry import BF16, Function, Kit
 from bankfull.weights.formats.groups import as_blocks
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.source import TensorSource
@@ -36,6 +36,11 @@ class Build:
     def pages(self) -> torch.dtype:
         return self.kv_dtype or self.dtype
 
+    @property
+    def matrices(self) -> torch.dtype:
+        """Of those that are not in blocks."""
+        return torch.bfloat16 if self.kit.activations == BF16 else self.dtype
+
     def at(self, name: str | int) -> Build:
         return replace(self, prefix=self._full(str(name)))
 
@@ -52,10 +57,10 @@ class Build:
         return self.source.has(self._full(name))
 
     def weight(self, name: str, shape: tuple[int, ...]) -> QTensor:
-        """A matrix as it lies in the file; a dense one in the dtype of the computation."""
+        """A matrix as it lies in the file; a dense one in the dtype that it is multiplied in."""
         found = self._find(name, shape)
         if found.is_dense or self.expand:
-            return QTensor.dense(found.dequantize(self.dtype).to(self.device))
+            return QTensor.dense(found.dequantize(self.matrices).to(self.device))
         if self.kit.device == "cpu" and "native" in self.kit.prefer:
             found = as_blocks(found)  # the kernels know groups under this name
         return found.to(self.device)

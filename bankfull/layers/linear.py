@@ -5,21 +5,29 @@ from __future__ import annotations
 from torch import Tensor
 
 from bankfull.layers.build import Build
-from bankfull.ops import best_output, best_output_int8, embedding, linear, linear_int8
+from bankfull.ops import (
+    Operation,
+    best_output,
+    best_output_bf16,
+    best_output_int8,
+    embedding,
+    linear,
+    linear_bf16,
+    linear_int8,
+)  # fmt: skip
 from bankfull.ops.reference.linear import GROUP
-from bankfull.ops.registry import INT8
+from bankfull.ops.registry import BF16, INT8
 from bankfull.weights.qtensor import QTensor
 
 
 class Linear:
     def __init__(self, build: Build, inner: int, outer: int, bias: bool = False, weight: QTensor | None = None) -> None:
         stored = build.weight("weight", (outer, inner)) if weight is None else weight
-        rounds = build.kit.activations == INT8 and _rounds(stored)
-        operation = linear_int8 if rounds else linear
-        self.weight = build.prepare(operation, stored)
+        product, best = _operations(build.kit.activations, stored)
+        self.weight = build.prepare(product, stored)
         self.bias = build.tensor("bias", (outer,)) if bias else None
-        self._linear = build.bind(operation, weight=stored)
-        self._best = build.bind(best_output_int8 if rounds else best_output, weight=stored)
+        self._linear = build.bind(product, weight=stored)
+        self._best = build.bind(best, weight=stored)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._linear(x, self.weight, self.bias)
@@ -27,6 +35,13 @@ class Linear:
     def best(self, x: Tensor) -> Tensor:
         """Which output is highest, for each row; -1 where that cannot be said."""
         return self._best(x, self.weight, self.bias)
+
+
+def _operations(activations: str, weight: QTensor) -> tuple[Operation, Operation]:
+    """The product, and which of its outputs is highest."""
+    if activations == BF16:
+        return linear_bf16, best_output_bf16
+    return (linear_int8, best_output_int8) if activations == INT8 and _rounds(weight) else (linear, best_output)
 
 
 def _rounds(weight: QTensor) -> bool:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from bankfull.limits.bench_watch import breaks
 from bankfull.limits.show import duration, scaled
-from bankfull.ops.registry import INT8
+from bankfull.ops.registry import FLOAT
 
 if TYPE_CHECKING:
     from bankfull.limits.bench import Report
@@ -67,7 +67,7 @@ def notes(report: Report) -> list[str]:
     if used is None:
         lines.append("limit: not known, ceilings are measured on CPUs only")
     else:
-        rounded = " with int8 activations" if report.activations == INT8 else ""
+        rounded = "" if report.activations == FLOAT else f" with {report.activations} activations"
         lines.append(
             f"ceilings: read {scaled(used.read_bytes_per_s, 'B/s')}, from cache "
             f"{scaled(used.cached_read_bytes_per_s, 'B/s')}, arithmetic in {report.dtype}{rounded} "

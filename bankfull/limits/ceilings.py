@@ -24,14 +24,14 @@ from typing import Any
 
 from bankfull.errors import ConfigError
 from bankfull.ops.native import extension
-from bankfull.ops.registry import FLOAT, INT8
+from bankfull.ops.registry import BF16, FLOAT, INT8
 from bankfull.paths import cache_dir
 
 FORMAT = 2
 TORCH = "torch sum/dot and matmul, all threads, best of several"
 NATIVE = "native reads, and products in registers, all threads, best of several; torch matmul for other types"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-NARROW = ("float32", "bfloat16", "int8")
+NARROW = {BF16: ("float32", "bfloat16"), INT8: ("float32", "bfloat16", "int8")}
 """What kernels may multiply in where activations are rounded."""
 SMALL_SET = 100 * 10**6
 """Bytes of a working set that a large cache holds."""
@@ -71,8 +71,8 @@ class Ceilings:
 
     def peak_of(self, dtype: str, activations: str = FLOAT) -> float:
         """What bounds a model's arithmetic: rounded activations may be multiplied in the fastest narrow type."""
-        if activations == INT8:
-            return max(rate for known, rate in self.flops.items() if known in NARROW)
+        if activations != FLOAT:
+            return max(rate for known, rate in self.flops.items() if known in NARROW[activations])
         return self.flops_of(dtype)
 
     def flops_of(self, dtype: str) -> float:

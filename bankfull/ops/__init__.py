@@ -3,7 +3,15 @@
 from bankfull.ops.cost import Cost
 from bankfull.ops.reference.activation import ACTIVATIONS, activate, activate_mul, soft_cap
 from bankfull.ops.reference.attention import PagedMeta, paged_attention, write_pages, write_pages_int8
-from bankfull.ops.reference.linear import best_output, best_output_int8, embedding, linear, linear_int8
+from bankfull.ops.reference.linear import (
+    best_output,
+    best_output_bf16,
+    best_output_int8,
+    embedding,
+    linear,
+    linear_bf16,
+    linear_int8,
+)  # fmt: skip
 from bankfull.ops.reference.norm import add, add_rms_norm, layer_norm, rms_norm
 from bankfull.ops.reference.rope import rope_angles, rotate
 from bankfull.ops.reference.ssm import RecurrentMeta, causal_conv, selective_scan
@@ -11,9 +19,9 @@ from bankfull.ops.registry import OPERATIONS, Kit, Operation, kit_for
 
 __all__ = [
     "ACTIVATIONS", "OPERATIONS", "Cost", "Kit", "Operation", "PagedMeta", "RecurrentMeta", "activate", "activate_mul",
-    "add", "add_rms_norm", "best_output", "best_output_int8", "causal_conv", "embedding", "kit_for", "layer_norm",
-    "linear", "linear_int8", "paged_attention", "rms_norm", "rope_angles", "rotate", "selective_scan", "soft_cap",
-    "write_pages", "write_pages_int8",
+    "add", "add_rms_norm", "best_output", "best_output_bf16", "best_output_int8", "causal_conv", "embedding", "kit_for",
+    "layer_norm", "linear", "linear_bf16", "linear_int8", "paged_attention", "rms_norm", "rope_angles", "rotate",
+    "selective_scan", "soft_cap", "write_pages", "write_pages_int8",
 ]  # fmt: skip
 
 from bankfull.ops import native as _native_providers  # noqa: F401  (last: kernels register with the bodies)

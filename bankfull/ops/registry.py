@@ -17,7 +17,7 @@ from bankfull.ops.cost import Cost
 
 Function = Callable[..., Any]
 BODY = "torch"
-FLOAT, INT8 = "float", "int8"
+FLOAT, BF16, INT8 = "float", "bf16", "int8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,8 @@ class Kit:
         self.device = device
         self.prefer = tuple(prefer)
         self.activations = activations
-        """FLOAT: weights alone are quantized. INT8: so is what they are multiplied with (lossy)."""
+        """What weights are multiplied with. FLOAT: the computation's own numbers. BF16: those rounded to bfloat16, and
+        dense weights are bfloat16, too. INT8: those rounded to 8 bits, where the weight itself is (lossy)."""
         self.chosen: dict[str, Counter[str]] = {}
         """Operation -> provider -> how many places of the model were bound to it."""
 
@@ -131,6 +132,6 @@ def kit_for(device: str, providers: str = "auto", activations: str = FLOAT) -> K
     """`providers`: auto (the fastest that accept), or torch (bodies only: the reference)."""
     if providers not in ("auto", BODY):
         raise ConfigError(f"providers={providers!r} is unknown; use 'auto' or 'torch'.")
-    if activations not in (FLOAT, INT8):
-        raise ConfigError(f"activations={activations!r} is unknown; use 'float' or 'int8'.")
+    if activations not in (FLOAT, BF16, INT8):
+        raise ConfigError(f"activations={activations!r} is unknown; use 'float', 'bf16' or 'int8'.")
     return Kit(device, () if providers == BODY else ("native", "triton"), activations)

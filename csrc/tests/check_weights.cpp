@@ -6,10 +6,7 @@
 namespace checks {
 namespace {
 
-std::vector<Activations> kinds_of_activations() {
-    if (kernels().tile_rows > 0) return {Activations::Codes, Activations::Tiles};
-    return {Activations::Codes};
-}
+constexpr Activations KINDS[] = {Activations::Codes, Activations::Tiles};
 
 // Rows of every size: zeros, numbers too small for a scale's inverse, and everyday ones.
 Array<float> rows_of_all_sizes(Random& random, int64_t count) {
@@ -25,7 +22,7 @@ Array<float> rows_of_all_sizes(Random& random, int64_t count) {
 
 // One to three weights that share their activations, or two with a gate between them.
 void check_packed(Random& random, Activations kind) {
-    static constexpr int formats[] = {Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K};
+    static constexpr int blocks[] = {Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K};
     static constexpr int gates[] = {SILU, GELU_TANH, RELU};
     const bool long_rows = random.one_in(8);  // more than the tiles take at once
     const int64_t inner = 256 * (long_rows ? 9 : random.between(1, 3)), rows = random.between(1, random.one_in(3) ? 70 : 9);
@@ -44,7 +41,8 @@ void check_packed(Random& random, Activations kind) {
     std::vector<Array<float>> biases, results;
     std::vector<PackedPart> parts;
     for (int64_t i = 0; i < count; ++i) {
-        weights.emplace_back(random, random.any_of(formats), gate >= 0 ? gated : random.between(1, 70), inner);
+        const int format = kind == Activations::Tiles && random.one_in(2) ? int(BF16) : random.any_of(blocks);
+        weights.emplace_back(random, format, gate >= 0 ? gated : random.between(1, 70), inner);
         const int64_t outputs = weights.back().outputs;
         packs.push_back(packed(weights.back()));
         biases.push_back(maybe_bias(random, outputs));
@@ -90,7 +88,7 @@ void check_packed(Random& random, Activations kind) {
             }
 
     if (gate >= 0 && gated % 32 == 0)
-        for (const Activations form : kinds_of_activations()) {
+        for (const Activations form : KINDS) {
             EncodedRows wanted(rows, gated, form), found(rows, gated, form);
             EncodeJob again{};
             again.x = results[0].data(), again.x_stride = gated, again.columns = gated, again.out = wanted.place();
@@ -223,7 +221,7 @@ void check_encode(Random& random) {
 }
 
 void check_packed_linear(Random& random) {
-    for (const Activations kind : kinds_of_activations()) check_packed(random, kind);
+    for (const Activations kind : KINDS) check_packed(random, kind);
 }
 
 void check_best(Random& random) {
@@ -234,7 +232,7 @@ void check_best(Random& random) {
     for (int64_t i = random.between(0, 3); i > 0; --i) scores[random.between(0, count - 1)] = random.any_of(odd);
     expect_close(double(kernels().best_of(scores.data(), count).index), double(plain_best(scores.data(), count)), 0, "best", 0);
 
-    for (const Activations kind : kinds_of_activations()) {
+    for (const Activations kind : KINDS) {
         const Weight weight(random, Q8_0, random.between(1, 1300), 32 * random.between(1, 3));
         const int64_t rows = random.between(1, 6), inner = weight.inner;
         const Array<uint8_t> packs = packed(weight);

@@ -31,7 +31,8 @@ def test_the_reference_of_a_model_is_the_model_itself_without_shortcuts(cli: Cli
 
 def test_a_coarser_dtype_costs_something(cli: Cli, model: Path, text: Path) -> None:
     found = cli("quality", model, "--dtype", "bfloat16", "--text", text, "--json").json
-    assert found["dtype"] == "bfloat16" and 0 < found["kl_mean"] < 0.1
+    rounded = (found["dtype"], found["activations"]) in (("float32", "bf16"), ("bfloat16", "float"))  # kernels or not
+    assert rounded and 0 < found["kl_mean"] < 0.1
 
 
 def test_the_bundled_text_is_the_default(cli: Cli, model: Path) -> None:

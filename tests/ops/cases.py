@@ -141,6 +141,12 @@ def linear_int8(make: Maker) -> Case:
     return Case((make.normal(make.size(1, 8), inner), weight, bias), make.dtype, {"weight": weight})
 
 
+def linear_bf16(make: Maker) -> Case:
+    """A kernel may round weights in blocks, too."""
+    made = linear(make)
+    return made if made.args[1].is_dense else replace(made, provided=torch.bfloat16)
+
+
 def clear_winner(made: Case, make: Maker) -> Case:
     """Outputs so far apart that no rounding changes their order; in float64 any."""
     x, weight, _ = made.args
@@ -153,6 +159,10 @@ def clear_winner(made: Case, make: Maker) -> Case:
 
 def best_output(make: Maker) -> Case:
     return clear_winner(linear(make), make)
+
+
+def best_output_bf16(make: Maker) -> Case:
+    return clear_winner(linear_bf16(make), make)
 
 
 def best_output_int8(make: Maker) -> Case:
@@ -336,9 +346,9 @@ def selective_scan(make: Maker) -> Case:
 GENERATORS: dict[str, Callable[[Maker], Case]] = {
     function.__name__: function
     for function in (
-        linear, linear_int8, best_output, best_output_int8, embedding, rms_norm, add, add_rms_norm, layer_norm,
-        activate, activate_mul, soft_cap, rope_angles, rotate, paged_attention, write_pages, write_pages_int8,
-        causal_conv, selective_scan,
+        linear, linear_bf16, linear_int8, best_output, best_output_bf16, best_output_int8, embedding, rms_norm, add,
+        add_rms_norm, layer_norm, activate, activate_mul, soft_cap, rope_angles, rotate, paged_attention, write_pages,
+        write_pages_int8, causal_conv, selective_scan,
     )
 }  # fmt: skip
 

@@ -24,6 +24,13 @@ def linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
     return out if bias is None else out + f64(bias)
 
 
+def linear_bf16(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
+    """Eight bits of mantissa, ties to even; rounded from float32."""
+    mantissa, exponent = np.frexp(x.to(torch.float32).numpy())
+    rows = np.ldexp(np.rint(mantissa * 256) / 256, exponent)
+    return linear(torch.from_numpy(rows).to(x.dtype), weight, bias)
+
+
 def linear_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
     """Codes are rounded in the precision of the operation: a tie must fall the same way."""
     rows = x.numpy().copy() if x.dtype == torch.float64 else x.to(torch.float32).numpy().copy()
@@ -38,6 +45,10 @@ def linear_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array
 
 def best_output(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
     return linear(x, weight, bias).argmax(-1)
+
+
+def best_output_bf16(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
+    return linear_bf16(x, weight, bias).argmax(-1)
 
 
 def best_output_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
@@ -202,8 +213,8 @@ def activate_mul(gate: Tensor, up: Tensor, kind: str) -> Array:
 ORACLES: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
-        linear, linear_int8, best_output, best_output_int8, embedding, rms_norm, add, add_rms_norm, layer_norm,
-        soft_cap, rotate, write_pages, write_pages_int8, paged_attention, causal_conv, selective_scan, rope_angles,
-        activate, activate_mul,
+        linear, linear_bf16, linear_int8, best_output, best_output_bf16, best_output_int8, embedding, rms_norm, add,
+        add_rms_norm, layer_norm, soft_cap, rotate, write_pages, write_pages_int8, paged_attention, causal_conv,
+        selective_scan, rope_angles, activate, activate_mul,
     )
 }  # fmt: skip

@@ -74,6 +74,19 @@ def best_output_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> 
     return highest(linear_int8.body(x, weight, bias))
 
 
+@op(cost=_linear_cost, shape=_linear_shape)
+def linear_bf16(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+    """Activations are rounded to bfloat16 before they are multiplied; products are summed as wide as x is. A kernel may
+    round weights that lie in blocks to bfloat16, too."""
+    return torch.nn.functional.linear(x.to(torch.bfloat16).to(x.dtype), weight.dequantize(x.dtype), bias)
+
+
+@op(cost=_best_cost, shape=_best_shape)
+def best_output_bf16(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+    """Which output of `linear_bf16` is highest."""
+    return highest(linear_bf16.body(x, weight, bias))
+
+
 def _embedding_cost(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float = 1.0) -> Cost:
     row_bytes = nbytes(table) / table.shape[0]
     scaled = 0.0 if scale == 1.0 else float(ids.numel() * table.shape[1])

@@ -138,8 +138,7 @@ def best_output(rec: Recorder, out: Outputs, x: Tensor, weight: QTensor, bias: T
     return True
 
 
-@form
-def linear_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+def _packed(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -> bool:
     if not _is_float(x) or x.dim() != 2:
         return False
     outputs, inner = weight.shape
@@ -147,21 +146,43 @@ def linear_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bi
     rec.emit(
         "packed", {"x": encoded, "weight0": Fixed(weight.data), "bias0": _floats(bias)},
         {"y0": rec.view(out[0]), "encoded": None}, inner=inner, parts=[(outputs, weight.pack)], gate=-1,
+        int8=int8,
     )  # fmt: skip
     return True
 
 
 @form
-def best_output_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+def linear_bf16(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+    return _packed(rec, out, x, weight, bias, int8=False)
+
+
+@form
+def linear_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+    return _packed(rec, out, x, weight, bias, int8=True)
+
+
+def _packed_best(
+    rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool
+) -> bool:  # fmt: skip
     if not _is_float(x) or x.dim() != 2:
         return False
     outputs, inner = weight.shape
     encoded = rec.encoded(rec.view(x), inner, int(_native.encoded_stride(inner)))
     rec.emit(
         "packed_best", {"x": encoded, "weight": Fixed(weight.data), "bias": _floats(bias)}, {"best": rec.view(out[0])},
-        label="head", inner=inner, outputs=outputs, pack=weight.pack,
+        label="head", inner=inner, outputs=outputs, pack=weight.pack, int8=int8,
     )  # fmt: skip
     return True
+
+
+@form
+def best_output_bf16(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+    return _packed_best(rec, out, x, weight, bias, int8=False)
+
+
+@form
+def best_output_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+    return _packed_best(rec, out, x, weight, bias, int8=True)
 
 
 def _pointwise(

@@ -55,7 +55,7 @@ class Tape:
         self.traffic = traffic_of(nodes)
         """By the labels of `times`."""
         self._labels = [label_of(node) for node in nodes if isinstance(node, Instruction)]
-        self._result, self._columns = kept, kept.value.row_bytes // 4
+        self._result, self._columns = kept, kept.value.row_bytes // result.dtype.itemsize
         self._dtype = result.dtype
         self._alive: list[Tensor] = []
         self._tape = _native.Tape()

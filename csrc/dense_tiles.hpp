@@ -1,0 +1,79 @@
+// Dense weights times rows of bfloat16, in tile registers: panels are read where they lie. Sums are float32 in the order
+// of k, whatever the shape of a tile: a row has the same bits alone and in any batch, and in packed_floats.hpp.
+//
+// Included inside a namespace per instruction set.
+
+#if defined(__AMX_BF16__)
+
+// Up to 32 rows times both packs of a unit. Tiles 0 to 3 are sums (two of rows by two of outputs), 4 and 5 rows, 6 and 7
+// weights, as in packed_tiles.hpp.
+struct DenseBlock {
+    const uint8_t* x;
+    int64_t stride, rows;
+    float* sums;  // rows of 32 floats
+
+    static constexpr int64_t line = UNIT_OUTPUTS * sizeof(float);
+    bool tall() const { return rows > 16; }
+
+    // Fetch: weights come from memory, and those further on are asked for.
+    template <bool Fetch>
+    void multiply(const uint8_t* left, const uint8_t* right, int64_t columns) const {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t k = 0; k < columns; k += 32) {
+            const uint8_t *upper = x + 2 * k, *first = left + 32 * k, *second = right + 32 * k;
+            if constexpr (Fetch)
+                for (int64_t i = 0; i < 1024; i += 64) {
+                    __builtin_prefetch(first + AHEAD + i);
+                    __builtin_prefetch(second + AHEAD + i);
+                }
+            _tile_loadd(4, upper, stride);
+            _tile_loadd(6, first, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, second, 64);
+            _tile_dpbf16ps(1, 4, 7);
+            if (!tall()) continue;
+            _tile_loadd(5, upper + 16 * stride, stride);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, sums, line);
+        _tile_stored(1, sums + 16, line);
+        if (!tall()) return;
+        _tile_stored(2, sums + 16 * UNIT_OUTPUTS, line);
+        _tile_stored(3, sums + 16 * UNIT_OUTPUTS + 16, line);
+    }
+};
+
+static void dense_tiles(const PackedJob& job, int64_t begin, int64_t end) {
+    const int64_t columns = (job.inner + 31) / 32 * 32;
+    alignas(64) float sums[2][32 * UNIT_OUTPUTS];
+    int64_t shape = 0;
+    for (int64_t number = begin; number < end; ++number) {
+        const Unit unit = unit_at(job, number);
+        for (int64_t row = 0; row < job.rows; row += 32) {
+            const int64_t rows = job.rows - row < 32 ? job.rows - row : 32;
+            if (shape != rows) _tile_loadconfig(&TILE_SHAPES.of[rows]);
+            shape = rows;
+            for (int64_t part = 0; part < unit.count; ++part) {
+                const uint8_t *left = unit.pack(job, part, 0), *right = unit.pack(job, part, 1);
+                const DenseBlock block{job.x.data + row * job.x.stride, job.x.stride, rows, sums[part]};
+                if (row == 0)
+                    block.multiply<true>(left, right, columns);
+                else
+                    block.multiply<false>(left, right, columns);
+            }
+            settle_memory();
+            finish(job, unit, row, rows, sums[0], 32 * UNIT_OUTPUTS);
+        }
+    }
+    _tile_release();
+}
+
+#else
+
+static void dense_tiles(const PackedJob&, int64_t, int64_t) {}
+
+#endif
