@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import anthropic
@@ -16,7 +17,7 @@ from pydantic import TypeAdapter
 from bankfull.serve.app import create_app
 from bankfull.serve.backend import Busy, DeadlineExceeded, EngineDied, Unavailable
 from tests.serve.scripted import TEMPLATE, Scripted, cut, scripted_texts, scripted_tokenizer, settings
-from tests.serve.server import served
+from tests.serve.server import served, shared
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 TOOL: dict[str, Any] = {
@@ -37,15 +38,23 @@ TRANSCRIPTS = [
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
+@lru_cache
+def client_at(url: str) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+
+
 @contextmanager
 def client_of(backend: Scripted, template: str | None = TEMPLATE, **changes: Any) -> Iterator[anthropic.Anthropic]:
+    if template == TEMPLATE and not changes:
+        yield client_at(shared(backend))
+        return
     app = create_app(backend, scripted_texts(template), settings(**changes))
     with served(app) as url, anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
         yield client
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[tuple[anthropic.Anthropic, Scripted]]:
+@pytest.fixture
+def played() -> Iterator[tuple[anthropic.Anthropic, Scripted]]:
     backend = Scripted()
     with client_of(backend) as client:
         yield client, backend
@@ -140,9 +149,9 @@ def anonymous(message: Message) -> dict[str, Any]:
 
 @pytest.mark.parametrize("transcript", TRANSCRIPTS)
 def test_streamed_and_whole_are_the_same_for_any_cutting(
-    shared: tuple[anthropic.Anthropic, Scripted], transcript: str
+    played: tuple[anthropic.Anthropic, Scripted], transcript: str
 ) -> None:
-    client, backend = shared
+    client, backend = played
     how: dict[str, Any] = {"model": "tiny", "max_tokens": 100, "messages": HELLO, "tools": [TOOL]}
     seen = []
     for size in (1, 3, 1000):
@@ -165,16 +174,13 @@ def test_streamed_and_whole_are_the_same_for_any_cutting(
     ],
 )
 def test_reasons_to_stop(
-    shared: tuple[anthropic.Anthropic, Scripted], finish: str, stop: int | str | None, transcript: str, reason: str,
+    played: tuple[anthropic.Anthropic, Scripted], finish: str, stop: int | str | None, transcript: str, reason: str,
     sequence: str | None,
 ) -> None:  # fmt: skip
-    client, backend = shared
+    client, backend = played
     backend.pieces, backend.finish, backend.stop = [transcript], finish, stop
-    try:
-        whole = post(client, tools=[TOOL], stop_sequences=["END"]).json()
-        delta = raw_events(client, tools=[TOOL], stop_sequences=["END"])[-2]["delta"]
-    finally:
-        backend.finish, backend.stop = "stop", None
+    whole = post(client, tools=[TOOL], stop_sequences=["END"]).json()
+    delta = raw_events(client, tools=[TOOL], stop_sequences=["END"])[-2]["delta"]
     assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, sequence)
     assert delta == {"stop_reason": reason, "stop_sequence": sequence}
 
@@ -319,10 +325,9 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(
-    shared: tuple[anthropic.Anthropic, Scripted], body: dict[str, Any], message: str
+    played: tuple[anthropic.Anthropic, Scripted], body: dict[str, Any], message: str
 ) -> None:
-    client, backend = shared
-    backend.asked.clear()
+    client, backend = played
     response = post(client, **body)
     error = response.json()
     assert response.status_code == 400 and not backend.asked
@@ -330,8 +335,8 @@ def test_what_is_not_supported_is_refused_by_name(
     assert error["error"]["type"] == "invalid_request_error" and message in error["error"]["message"], error
 
 
-def test_counting_refuses_what_has_no_place_in_it(shared: tuple[anthropic.Anthropic, Scripted]) -> None:
-    client, _ = shared
+def test_counting_refuses_what_has_no_place_in_it(played: tuple[anthropic.Anthropic, Scripted]) -> None:
+    client, _ = played
     response = post(client, "v1/messages/count_tokens", max_tokens=5)
     assert response.status_code == 400 and "max_tokens" in response.json()["error"]["message"]
     with pytest.raises(anthropic.NotFoundError):

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import httpx
@@ -18,7 +19,7 @@ from bankfull.serve.app import create_app
 from bankfull.serve.backend import Busy, EngineDied
 from bankfull.serve.wire import Done, Piece
 from tests.serve.scripted import TEMPLATE, Scripted, cut, scripted_texts, scripted_tokenizer, settings
-from tests.serve.server import served
+from tests.serve.server import served, shared
 
 TOOL: dict[str, Any] = {
     "type": "function", "name": "weather", "description": None, "strict": None,
@@ -37,8 +38,16 @@ TRANSCRIPTS = [
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
+@lru_cache
+def client_at(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
+
+
 @contextmanager
 def client_of(backend: Scripted, template: str | None = TEMPLATE, **changes: Any) -> Iterator[openai.OpenAI]:
+    if template == TEMPLATE and not changes:
+        yield client_at(shared(backend))
+        return
     app = create_app(backend, scripted_texts(template), settings(**changes))
     with served(app) as url, openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
         yield client
@@ -146,9 +155,9 @@ def test_the_events_of_a_thought_and_a_call_one_by_one() -> None:
 
 @pytest.mark.parametrize("transcript", TRANSCRIPTS)
 def test_streamed_and_whole_are_the_same_for_any_cutting(
-    shared: tuple[openai.OpenAI, Scripted], transcript: str
+    played: tuple[openai.OpenAI, Scripted], transcript: str
 ) -> None:
-    client, backend = shared
+    client, backend = played
     how: dict[str, Any] = {"model": "tiny", "input": "Hello", "tools": [TOOL]}
     seen = []
     for size in (1, 3, 1000):
@@ -334,10 +343,9 @@ def test_effort_needs_a_switch_in_the_template() -> None:
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(
-    shared: tuple[openai.OpenAI, Scripted], body: dict[str, Any], param: str, message: str
+    played: tuple[openai.OpenAI, Scripted], body: dict[str, Any], param: str, message: str
 ) -> None:
-    client, backend = shared
-    backend.asked.clear()
+    client, backend = played
     response = httpx.post(str(client.base_url) + "responses", json={"model": "tiny", "input": "Hello", **body})
     error = response.json()["error"]
     assert response.status_code == (404 if param == "model" else 400), error
@@ -346,8 +354,8 @@ def test_what_is_not_supported_is_refused_by_name(
     assert not backend.asked
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[tuple[openai.OpenAI, Scripted]]:
+@pytest.fixture
+def played() -> Iterator[tuple[openai.OpenAI, Scripted]]:
     backend = Scripted()
     with client_of(backend) as client:
         yield client, backend
