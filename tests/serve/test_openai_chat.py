@@ -227,7 +227,10 @@ def test_logprobs_of_every_token_streamed_and_whole() -> None:
         how: dict[str, Any] = {"model": "tiny", "messages": HELLO, "logprobs": True, "top_logprobs": 2}
         whole = client.chat.completions.create(**how).choices[0].logprobs
         chunks = list(client.chat.completions.create(stream=True, **how))
+        how["top_logprobs"] = 0
+        bare = client.chat.completions.create(**how).choices[0].logprobs
     assert whole is not None and whole.content is not None
+    assert bare is not None and [token.top_logprobs for token in bare.content or []] == [[], [], []]
     assert bytes(byte for token in whole.content for byte in token.bytes or []) == "éb".encode()
     assert [len(token.top_logprobs) for token in whole.content] == [2, 2, 2]
     assert whole.content[-1].logprob == -0.25 and whole.content[-1].token == "b"

@@ -100,8 +100,11 @@ def test_echo_with_logprobs_scores_the_prompt() -> None:
 
 
 def test_the_best_of_several_are_kept() -> None:
-    backend = Scripted(["x"])
+    backend = Scripted(["x"], scores=[-3.0, -1.0, -2.0, -4.0])
     with client_of(backend) as client:
+        scored = client.completions.create(model="tiny", prompt="p", best_of=4, n=2, logprobs=0)
+        assert [c.logprobs.token_logprobs for c in scored.choices if c.logprobs] == [[-1.0], [-2.0]]
+        backend.asked.clear()
         answer = client.completions.create(model="tiny", prompt="p", best_of=4, n=2)
         assert [choice.index for choice in answer.choices] == [0, 1] and answer.choices[0].logprobs is None
         assert backend.asked[0].params.n == 4 and backend.asked[0].params.logprobs == 0
