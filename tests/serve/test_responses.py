@@ -293,6 +293,8 @@ def test_logprobs_come_with_the_text_and_only_when_asked_for() -> None:
         assert len(part["logprobs"][-1]["top_logprobs"]) == 2 and part["logprobs"][-1]["bytes"] == [98]
         deltas = [event for event in events if event["type"] == "response.output_text.delta"]
         assert [line for event in deltas for line in event["logprobs"]] == part["logprobs"]
+        own = raw_events(client, include=["message.output_text.logprobs"])[-1]["response"]["output"][1]["content"][0]
+        assert own["logprobs"][-1]["top_logprobs"] == [] and own["logprobs"][-1]["token"] == "b"
         assert not raw_events(client)[-1]["response"]["output"][1]["content"][0]["logprobs"]
 
 
