@@ -149,8 +149,8 @@ class Metadata(msgspec.Struct, forbid_unknown_fields=True):
 class CountTokensCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What decides about the prompt."""
 
-    model: str
     messages: list[MessageInput]
+    model: str | None = None
     system: str | list[TextBlock] | None = None
     tools: list[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None

@@ -148,7 +148,7 @@ class Responses:
             ask = ask_of(call, caller, defaults, self._switches)
             answer = await self._chat.answer(ask)
         reply = _opened(call, model, ask.params.temperature, ask.params.top_p)
-        output = Output(self._chat.texts.tokenizer)
+        output = Output(self._chat.texts.tokenizer, call.top_logprobs or 0)
         if call.stream:
             return ResponseStream(answer, reply, output)
         try:
@@ -166,9 +166,9 @@ class Responses:
 class Output:
     """The items of an answer; each block is one, and keeps its id."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, top_logprobs: int) -> None:
         self.blocks = Blocks()
-        self._tokenizer = tokenizer
+        self._tokenizer, self._top = tokenizer, top_logprobs
         self._ids: list[str] = []
 
     def id_of(self, block: Block) -> str:
@@ -195,7 +195,8 @@ class Output:
     def logprobs(self, lines: list[TokenLine]) -> list[TokenLogprob]:
         if not lines:
             return []
-        return logprobs_of([token for token, _ in lines], [line for _, line in lines], self._tokenizer).content
+        tokens, positions = [token for token, _ in lines], [line for _, line in lines]
+        return logprobs_of(tokens, positions, self._tokenizer, self._top).content
 
     def _item(self, block: Block, status: Status, parts: list[Any]) -> Item:
         name = self.id_of(block)

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import httpx
@@ -18,7 +19,7 @@ from bankfull.serve.app import create_app
 from bankfull.serve.backend import Busy, EngineDied
 from bankfull.serve.wire import Done, Piece
 from tests.serve.scripted import TEMPLATE, Scripted, cut, scripted_texts, scripted_tokenizer, settings
-from tests.serve.server import served
+from tests.serve.server import served, shared
 
 TOOL: dict[str, Any] = {
     "type": "function", "name": "weather", "description": None, "strict": None,
@@ -37,8 +38,16 @@ TRANSCRIPTS = [
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
+@lru_cache
+def client_at(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
+
+
 @contextmanager
 def client_of(backend: Scripted, template: str | None = TEMPLATE, **changes: Any) -> Iterator[openai.OpenAI]:
+    if template == TEMPLATE and not changes:
+        yield client_at(shared(backend))
+        return
     app = create_app(backend, scripted_texts(template), settings(**changes))
     with served(app) as url, openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
         yield client
@@ -145,31 +154,32 @@ def test_the_events_of_a_thought_and_a_call_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("transcript", TRANSCRIPTS)
-def test_streamed_and_whole_are_the_same_for_any_cutting(transcript: str) -> None:
-    backend = Scripted()
+def test_streamed_and_whole_are_the_same_for_any_cutting(
+    played: tuple[openai.OpenAI, Scripted], transcript: str
+) -> None:
+    client, backend = played
     how: dict[str, Any] = {"model": "tiny", "input": "Hello", "tools": [TOOL]}
     seen = []
-    with client_of(backend) as client:
-        for size in (1, 3, 1000):
-            backend.pieces = cut(transcript, size)
-            whole = client.responses.create(**how).model_dump(by_alias=True, exclude_unset=True)
-            events = raw_events(client, tools=[TOOL])
-            deltas: dict[int, str] = {}
-            for event in events:
-                if event["type"].endswith(".delta"):
-                    deltas[event["output_index"]] = deltas.get(event["output_index"], "") + event["delta"]
-            with client.responses.stream(**how) as stream:
-                final = stream.get_final_response().model_dump(by_alias=True, exclude_unset=True)
-            streamed = events[-1]["response"]
-            for index, item in enumerate(streamed["output"]):
-                text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
-                assert deltas[index] == text
-            assert [item["type"] for item in final["output"]] == [item["type"] for item in streamed["output"]]
-            for one in (whole, streamed):
-                made = anonymous(one)
-                # Which step a token's text came with decides whether it counts as a thought.
-                made["usage"] = {**made["usage"], "output_tokens_details": None}
-                seen.append(made)
+    for size in (1, 3, 1000):
+        backend.pieces = cut(transcript, size)
+        whole = client.responses.create(**how).model_dump(by_alias=True, exclude_unset=True)
+        events = raw_events(client, tools=[TOOL])
+        deltas: dict[int, str] = {}
+        for event in events:
+            if event["type"].endswith(".delta"):
+                deltas[event["output_index"]] = deltas.get(event["output_index"], "") + event["delta"]
+        with client.responses.stream(**how) as stream:
+            final = stream.get_final_response().model_dump(by_alias=True, exclude_unset=True)
+        streamed = events[-1]["response"]
+        for index, item in enumerate(streamed["output"]):
+            text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+            assert deltas[index] == text
+        assert [item["type"] for item in final["output"]] == [item["type"] for item in streamed["output"]]
+        for one in (whole, streamed):
+            made = anonymous(one)
+            # Which step a token's text came with decides whether it counts as a thought.
+            made["usage"] = {**made["usage"], "output_tokens_details": None}
+            seen.append(made)
     assert all(one == seen[0] for one in seen)
 
 
@@ -283,6 +293,8 @@ def test_logprobs_come_with_the_text_and_only_when_asked_for() -> None:
         assert len(part["logprobs"][-1]["top_logprobs"]) == 2 and part["logprobs"][-1]["bytes"] == [98]
         deltas = [event for event in events if event["type"] == "response.output_text.delta"]
         assert [line for event in deltas for line in event["logprobs"]] == part["logprobs"]
+        own = raw_events(client, include=["message.output_text.logprobs"])[-1]["response"]["output"][1]["content"][0]
+        assert own["logprobs"][-1]["top_logprobs"] == [] and own["logprobs"][-1]["token"] == "b"
         assert not raw_events(client)[-1]["response"]["output"][1]["content"][0]["logprobs"]
 
 
@@ -333,9 +345,9 @@ def test_effort_needs_a_switch_in_the_template() -> None:
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(
-    refusing: tuple[openai.OpenAI, Scripted], body: dict[str, Any], param: str, message: str
+    played: tuple[openai.OpenAI, Scripted], body: dict[str, Any], param: str, message: str
 ) -> None:
-    client, backend = refusing
+    client, backend = played
     response = httpx.post(str(client.base_url) + "responses", json={"model": "tiny", "input": "Hello", **body})
     error = response.json()["error"]
     assert response.status_code == (404 if param == "model" else 400), error
@@ -344,8 +356,8 @@ def test_what_is_not_supported_is_refused_by_name(
     assert not backend.asked
 
 
-@pytest.fixture(scope="module")
-def refusing() -> Iterator[tuple[openai.OpenAI, Scripted]]:
+@pytest.fixture
+def played() -> Iterator[tuple[openai.OpenAI, Scripted]]:
     backend = Scripted()
     with client_of(backend) as client:
         yield client, backend
