@@ -1,0 +1,80 @@
+"""The loop around the engine: what is posted to it happens before the next step."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from bankfull import LLM, SamplingParams
+from bankfull.loop import EngineLoop
+from bankfull.outputs import Delta
+from tests.tiny import speaking_folder
+
+ENDLESS = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(str(speaking_folder()), dtype="float32", memory="1MiB", page_tokens=4, rows=2, step_tokens=16)
+
+
+@pytest.mark.parametrize("stage", ["queue", "prefill", "decode"])
+def test_an_aborted_request_is_gone_before_the_next_step(llm: LLM, stage: str) -> None:
+    front = llm.loaded.frontend
+    scheduler = front.engine.scheduler
+    mine, others = "mine", ("first", "second")
+    turns = 0
+    aborted_at = -1
+
+    def in_stage() -> bool:
+        pending = front.pending.get(mine)
+        if pending is None:
+            return False
+        if stage == "queue":
+            return scheduler.waiting == 1
+        return pending.result.metrics.output_tokens == (0 if stage == "prefill" else 5)
+
+    def abort() -> None:
+        front.abort(mine)
+        front.pending.pop(mine)
+
+    def tell(deltas: list[Delta]) -> None:
+        nonlocal turns, aborted_at
+        turns += 1
+        if aborted_at < 0:
+            if in_stage():
+                aborted_at = turns
+                loop.post(abort)
+            return
+        assert turns == aborted_at + 1
+        assert mine not in front.engine.started or stage != "queue"
+        assert all(delta.request_id != mine for delta in deltas)
+        held = scheduler.state.census()[0].held
+        assert (held > 0) == (stage == "queue"), "the others hold theirs, and nobody else"
+        loop.stop()
+
+    loop = EngineLoop(front, tell)
+    if stage == "queue":
+        for other in others:
+            loop.post(lambda other=other: front.submit([1, 2, 3], ENDLESS, request_id=other))  # type: ignore[misc]
+    loop.post(lambda: front.submit(list(range(90)), ENDLESS, request_id=mine))  # type: ignore[arg-type, return-value]
+    loop.run()
+    assert aborted_at > 0
+    for other in others:
+        front.abort(other)
+        front.pending.pop(other, None)
+    assert not front.engine.busy
+
+
+def test_the_loop_sleeps_until_somebody_posts(llm: LLM) -> None:
+    turns: list[int] = []
+    loop = EngineLoop(llm.loaded.frontend, lambda deltas: turns.append(len(deltas)))
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    done = threading.Event()
+    loop.post(done.set)
+    assert done.wait(5.0)
+    loop.stop()
+    thread.join(5.0)
+    assert not thread.is_alive() and turns in ([], [0])
