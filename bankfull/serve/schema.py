@@ -128,7 +128,7 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
 
 def _explained(message: str) -> Refusal:
     if (unknown := _UNKNOWN.fullmatch(message)) is not None:
-        name = unknown["name"][:80]
+        name = " ".join(unknown["name"].split())[:80]
         param = f"{unknown['path']}.{name}" if unknown["path"] else name
         sentence = f"{param} is not a parameter that this server supports: leave it out."
         if not unknown["path"] and name in POINTERS:
