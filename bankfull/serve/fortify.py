@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -9,8 +11,20 @@ from starlette.responses import Response
 from bankfull.serve.backend import Backend
 from bankfull.serve.exposition import CONTENT_TYPE
 from bankfull.serve.guard import App, Doors, Guard, GuardLimits
+from bankfull.serve.listen import Tls
 from bankfull.serve.metrics import Metrics
 from bankfull.serve.watch import Watch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Protection:
+    """All that the operator decides about it."""
+
+    doors: Doors
+    tls: Tls = field(default_factory=Tls)
+    log_json: bool = False
+    log_prompts: bool = False
+    vllm_metrics: bool = False
 
 
 def fortify(

@@ -74,8 +74,8 @@ def open_doors(
     """Checks that nobody opens more than they meant to."""
     if not keyring.required and not no_auth and not is_loopback(host):
         raise ConfigError(
-            f"Listening on {host} without API keys would serve everybody who can reach this machine; give "
-            "--api-key-file, set BANKFULL_API_KEY, or say --no-auth."
+            f"{host or 'Every address'} can be reached from other machines; give --api-key-file, set BANKFULL_API_KEY, "
+            "or say --no-auth to let everybody in."
         )
     if keyring.required and no_auth:
         raise ConfigError("--no-auth contradicts the API keys that are given; leave one of them out.")

@@ -53,7 +53,12 @@ def uvicorn_config(app: Any, host: str, port: int, *, tls: Tls | None = None, **
         "http": Connection, "ws": "none", "loop": "uvloop", "lifespan": "on", "log_config": None, "access_log": False,
         "server_header": False, "proxy_headers": False, "timeout_keep_alive": KEEP_ALIVE_SECONDS, "backlog": 2048,
     }  # fmt: skip
-    return uvicorn.Config(app, host=host, port=port, **(options | (tls or Tls()).options() | more))
+    config = uvicorn.Config(app, host=host, port=port, **(options | (tls or Tls()).options() | more))
+    try:
+        config.load()
+    except OSError as error:  # ssl's errors among them
+        raise ConfigError(f"The TLS certificate cannot be used: {error}.") from None
+    return config
 
 
 def raise_file_limit(connections: int = MAX_CONNECTIONS) -> None:

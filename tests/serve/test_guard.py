@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
+import ssl
+import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +18,7 @@ from bankfull.errors import ConfigError
 from bankfull.serve.errors import Refusal, openai_error, problem_of
 from bankfull.serve.guard import Doors, Guard, GuardLimits, open_doors
 from bankfull.serve.keys import Keyring, new_key
+from bankfull.serve.listen import Tls, uvicorn_config
 from bankfull.serve.metrics import Metrics
 from bankfull.serve.trace import current_trace
 from bankfull.serve.watch import Watch
@@ -256,3 +261,19 @@ def test_hosts_are_checked_where_no_key_protects() -> None:
     assert "*" not in open_doors(Keyring(), host="0.0.0.0", no_auth=True).hosts
     assert "*" in open_doors(Keyring((KEY,)), host="0.0.0.0").hosts
     assert "*" not in open_doors(Keyring((KEY,)), host="0.0.0.0", hosts=["api.example.org"]).hosts
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+def test_tls(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate]
+    subprocess.run([*command, *subject], check=True, capture_output=True)
+    with listening(guarded(open_doors(Keyring(), host="127.0.0.1")), tls=Tls(certificate, key)) as server:
+        with httpx.Client(verify=ssl.create_default_context(cafile=certificate)) as trusting:
+            assert trusting.get(f"https://localhost:{server.port}/x").status_code == 200
+        with pytest.raises(httpx.HTTPError):
+            web.get(f"http://localhost:{server.port}/x")
+    for broken in (Tls(key, certificate), Tls(tmp_path / "none.pem"), Tls(key=key), Tls(certificate)):
+        with pytest.raises(ConfigError, match="(?i)tls"):
+            uvicorn_config(telling, "127.0.0.1", 0, tls=broken)

@@ -1,7 +1,7 @@
 """Known failures of other servers, one test each, against the real application with a real engine process.
 
-While they run, a watchdog on the server's event loop measures how long it stalls, and a well-behaved client asks for the
-same answer again and again: no hostile request may hold up the one or change the other.
+While they run, a watchdog on the server's event loop measures how long it stalls, and a well-behaved client asks for
+the same answer after each: no hostile request may hold up the one or change the other.
 """
 
 from __future__ import annotations
@@ -279,7 +279,8 @@ def test_endless_chat_templates_through_chat_template_kwargs(client: Client) -> 
         "{% for i in range(99999999) %}{% for j in range(99999999) %}x{% endfor %}{% endfor %}",
         "{{ 'x' * 10**12 }}", "{{ 10 ** 10 ** 10 }}", "{% set ns = namespace(x='x') %}"
         "{% for i in range(100) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ '%99999999999d' % 1 }}", "{{ messages | pprint * 10**10 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ '%99999999999d' % 1 }}",
+        "{{ messages | pprint * 10**10 }}",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ cycler.__init__.__globals__.os.system('true') }}",
         "{{ messages.__class__ }}", "{{ ('x' * 40) | replace('', 'y' * 10**7) | replace('', 'z' * 10**7) }}",
         "{{ lipsum(n=10**7) }}", "{{ range(10**10) | list }}", "{% include '/etc/passwd' %}",
@@ -327,8 +328,9 @@ def test_catastrophic_regular_expressions(client: Client, regex: str) -> None:
 
 def test_schemas_that_are_recursive(client: Client) -> None:
     for schema in (
-        {"$ref": "#"}, {"allOf": [{"$ref": "#"}]}, {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
-        {"type": "object", "properties": {"next": {"$ref": "#"}}}, {"$ref": "file:///etc/passwd"}, {"$ref": "http://127.0.0.1/"},
+        {"$ref": "#"}, {"allOf": [{"$ref": "#"}]}, {"type": "object", "properties": {"next": {"$ref": "#"}}},
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+        {"$ref": "file:///etc/passwd"}, {"$ref": "http://127.0.0.1/"},
         {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]},
     ):  # fmt: skip
         answer = structured(client, json=schema)
@@ -340,12 +342,13 @@ def test_schemas_that_are_recursive(client: Client) -> None:
 def test_schemas_that_are_30000_levels_deep(client: Client) -> None:
     depth = 30_000
     deep = '{"items":' * depth + "{}" + "}" * depth
+    brackets = "(" * depth + '"a"' + ")" * depth
     for form in (
         f'"structured_outputs": {{"json": {deep}}}',
         f'"structured_outputs": {{"json": {json.dumps(deep)}}}',
         f'"response_format": {{"type": "json_schema", "json_schema": {{"name": "x", "schema": {deep}}}}}',
-        f'"structured_outputs": {{"grammar": {json.dumps("start: " + "(" * depth + chr(34) + "a" + chr(34) + ")" * depth)}}}',
-        f'"structured_outputs": {{"regex": {json.dumps("(" * depth + "a" + ")" * depth)}}}',
+        f'"structured_outputs": {{"grammar": {json.dumps("start: " + brackets)}}}',
+        f'"structured_outputs": {{"regex": {json.dumps(brackets)}}}',
     ):
         refused(client.raw(f'{{"model": "tiny", "prompt": "x", "max_tokens": 2, {form}}}'.encode()))
     refused(client.raw(f'{{"model": "tiny", "messages": {"[" * depth + "]" * depth}}}'.encode(), CHAT))
@@ -430,7 +433,8 @@ def test_unicode_tricks_in_keys(client: Client, suffix: str) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"model": "tiny"}', b'{"model": {}}', b'{"prompt": "\\ud800"}', b'"\x00"',
+    [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"model": "tiny"}', b'{"model": {}}', b'{"prompt": "\\ud800"}',
+     b'"\x00"',
      b'{"model": "tiny", "prompt": "x", "n": {"a": "0x7f0000000000"}}', b'{"model": "/etc/passwd", "prompt": "x"}',
      b'{"model": "tiny", "prompt": "x", "unknown\\nfield": 1}'],
 )  # fmt: skip
