@@ -5,6 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
 BENCH_OPTIONS ?=
+SERVE_OPTIONS ?=
 AARCH64_CXX ?= aarch64-linux-gnu-g++
 AARCH64_EMULATOR ?= qemu-aarch64
 DEMO_PROMPT ?= A river that runs at bankfull is
@@ -17,7 +18,7 @@ KERNEL_TESTS := $(wildcard $(addprefix tests/,test_native.py test_packed.py test
 BUILD_INPUTS := pyproject.toml CMakeLists.txt bankfull/__init__.py $(wildcard csrc/*.cpp csrc/*.hpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo bench lint test test-full test-kernels test-sanitize test-aarch64 clean
+.PHONY: help install demo serve bench lint test test-full test-kernels test-sanitize test-aarch64 clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +40,10 @@ install: ## Create .venv with the package (editable), its kernels and the tools;
 demo: install ## Fetch the default model and let it write a few words
 	$(BIN)/bankfull pull
 	$(BIN)/bankfull run "$(DEMO_PROMPT)"
+
+serve: install ## Fetch the default model and serve it on 127.0.0.1:8000; SERVE_OPTIONS="MODEL --port 9000" for another
+	$(BIN)/bankfull pull
+	$(BIN)/bankfull serve $(SERVE_OPTIONS)
 
 bench: install ## Compare with llama.cpp and vLLM on this machine; BENCH_OPTIONS="--peers llamacpp --pairs 3" for less, "--help" for all
 	$(BIN)/python -m benchmarks.cpu_peers $(BENCH_OPTIONS)

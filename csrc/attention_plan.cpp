@@ -124,7 +124,10 @@ void paged_attention(AttentionJob job, PageType type, int64_t sequences, int64_t
     job.split = plan.split.data();
     job.partials = plan.partials.data();
     const int64_t items = int64_t(plan.items.size()), split = int64_t(plan.split.size());
-    spread({kernel.attention[type], job}, items, plan.alone ? items : items / (4 * pieces) + 1);
+    int64_t piece = items / (4 * pieces) + 1;
+    // The heads of a sequence lie side by side in its pages: whoever has read one of them has the others nearby.
+    if (piece > job.kv_heads) piece -= piece % job.kv_heads;
+    spread({kernel.attention[type], job}, items, plan.alone ? items : piece);
     spread({kernel.merge, job}, split, plan.products <= MERGED_ALONE ? split : 1);
 }
 

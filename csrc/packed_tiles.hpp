@@ -10,10 +10,10 @@ static constexpr int64_t TILE_ROWS = 14;  // measured: from here on, tiles beat 
 
 static constexpr int64_t PANEL_K = 2048;     // so many columns of a unit fit the second-level cache beside the rows
 static constexpr int64_t CHUNK_ROWS = 1024;  // so many rows' sums do
-static constexpr int64_t SLICE_K = 32;       // so many columns are widened while tiles multiply those before them
+static constexpr int64_t TALL_ROWS = 64;     // so many are multiplied while a panel is widened
+static constexpr int64_t SLICE_K = 32;       // so many columns are a tile's; they are widened at a time
 static constexpr int64_t PANEL_PACK = PANEL_K * PACK_OUTPUTS;  // bfloat16 numbers
 
-// Tiles 0 to 3 are sums (two of rows by two of outputs), 4 and 5 rows, 6 and 7 weights.
 struct alignas(64) TileShape {
     uint8_t palette, start, reserved[14];
     uint16_t row_bytes[16];
@@ -21,20 +21,30 @@ struct alignas(64) TileShape {
 };
 
 struct TileShapes {
-    TileShape of[33];  // by the number of rows
+    TileShape of[TALL_ROWS + 1];  // by the number of rows
 };
 
+static constexpr TileShape tile_shape(const int (&heights)[8]) {
+    TileShape shape{};
+    shape.palette = 1;
+    for (int tile = 0; tile < 8; ++tile) {
+        shape.row_bytes[tile] = 64;
+        shape.rows[tile] = uint8_t(heights[tile]);
+    }
+    return shape;
+}
+
+// Up to 32 rows: tiles 0 to 3 are sums (two of rows by two of outputs), 4 and 5 rows, 6 and 7 weights.
+// Up to 64: tiles 0 to 3 are sums of one pack, 4 and 5 sixteen rows, 6 the last rows, 7 weights.
 static constexpr TileShapes tile_shapes() {
     TileShapes shapes{};
     for (int rows = 1; rows <= 32; ++rows) {
-        TileShape& shape = shapes.of[rows];
         const int upper = rows < 16 ? rows : 16, lower = rows > 16 ? rows - 16 : 1;
-        const int heights[8] = {upper, upper, lower, lower, upper, lower, 16, 16};
-        shape.palette = 1;
-        for (int tile = 0; tile < 8; ++tile) {
-            shape.row_bytes[tile] = 64;
-            shape.rows[tile] = uint8_t(heights[tile]);
-        }
+        shapes.of[rows] = tile_shape({upper, upper, lower, lower, upper, lower, 16, 16});
+    }
+    for (int rows = 33; rows <= TALL_ROWS; ++rows) {
+        const int last = (rows - 1) % 16 + 1;
+        shapes.of[rows] = tile_shape({16, 16, rows > 48 ? 16 : last, last, 16, 16, last, 16});
     }
     return shapes;
 }
@@ -81,42 +91,42 @@ static inline void store_pair(__m512 even, __m512 odd, uint16_t* panel) {
     _mm512_store_si512(panel, _mm512_mask_shuffle_epi8(second, 0x3333333333333333ull, first, order));
 }
 
-// Columns [begin, end) of a pack, in pairs of k: [k / 2][output][2].
+// SLICE_K columns of a pack from column k on, in pairs: [k / 2][output][2].
 template <Pack P>
-static void widen(const uint8_t* pack, int64_t inner, int64_t begin, int64_t end, uint16_t* panel) {
+static void widen(const uint8_t* pack, int64_t inner, int64_t k, uint16_t* panel) {
     constexpr PackLayout layout = LAYOUTS[P];
     using Code = Coded<layout.bits>;
     using Move = Moved<layout.bits>;
     constexpr int step = Code::step < layout.group ? Code::step : layout.group;
     const int64_t ahead = 2 * layout.bytes(inner);  // the same place in the next unit, which is read next
-    const uint8_t* scales = pack + begin / layout.block * layout.scale_bytes();
-    const uint8_t* codes = pack + layout.codes_at(inner) + begin / layout.block * layout.code_bytes();
-    for (int64_t k = begin; k < end; scales += layout.scale_bytes())
-        for (int group = 0; group < layout.groups(); ++group, k += layout.group) {
-            const Lanes scale = PackScales<P>::scale(scales, group), unit = scale * Lanes::splat(1.0f / Move::unit);
-            Lanes base = scale * Lanes::splat(-Move::zero / Move::unit - float(layout.offset));
-            if constexpr (layout.minimum != 0) {
-                const Lanes minimum = PackScales<P>::minimum(scales, group);
-                base = layout.minimum > 0 ? base + minimum : base - minimum;
-            }
-            __builtin_prefetch(scales + ahead, 0, 2);
+    const uint8_t* scales = pack + k / layout.block * layout.scale_bytes();
+    const uint8_t* codes = pack + layout.codes_at(inner) + k * PACK_OUTPUTS * layout.bits / 8;
+    const int first = int(k % layout.block / layout.group);
+    __builtin_prefetch(scales + ahead, 0, 2);
+    for (int group = first; group < first + SLICE_K / layout.group; ++group) {
+        const Lanes scale = PackScales<P>::scale(scales, group), unit = scale * Lanes::splat(1.0f / Move::unit);
+        Lanes base = scale * Lanes::splat(-Move::zero / Move::unit - float(layout.offset));
+        if constexpr (layout.minimum != 0) {
+            const Lanes minimum = PackScales<P>::minimum(scales, group);
+            base = layout.minimum > 0 ? base + minimum : base - minimum;
+        }
 #pragma GCC unroll 8
-            for (int i = 0; i < layout.group; i += step, codes += Code::bytes) {
-                Quads quads[step / 4];
-                Code::unpack(codes, quads);
-                for (int line = 0; line < Code::bytes; line += 64) __builtin_prefetch(codes + ahead + line, 0, 2);
-                for (int q = 0; q < step / 4; ++q, panel += 64) {
-                    const __m512i v = _mm512_slli_epi16(quads[q].v, Move::left);
-                    store_pair(_mm512_fmadd_ps(moved<layout.bits, 0>(v), unit.v, base.v),
-                               _mm512_fmadd_ps(moved<layout.bits, 1>(v), unit.v, base.v), panel);
-                    store_pair(_mm512_fmadd_ps(moved<layout.bits, 2>(v), unit.v, base.v),
-                               _mm512_fmadd_ps(moved<layout.bits, 3>(v), unit.v, base.v), panel + 32);
-                }
+        for (int i = 0; i < layout.group; i += step, codes += Code::bytes) {
+            Quads quads[step / 4];
+            Code::unpack(codes, quads);
+            for (int line = 0; line < Code::bytes; line += 64) __builtin_prefetch(codes + ahead + line, 0, 2);
+            for (int q = 0; q < step / 4; ++q, panel += 64) {
+                const __m512i v = _mm512_slli_epi16(quads[q].v, Move::left);
+                store_pair(_mm512_fmadd_ps(moved<layout.bits, 0>(v), unit.v, base.v),
+                           _mm512_fmadd_ps(moved<layout.bits, 1>(v), unit.v, base.v), panel);
+                store_pair(_mm512_fmadd_ps(moved<layout.bits, 2>(v), unit.v, base.v),
+                           _mm512_fmadd_ps(moved<layout.bits, 3>(v), unit.v, base.v), panel + 32);
             }
         }
+    }
 }
 
-static constexpr void (*WIDEN[PACKS])(const uint8_t*, int64_t, int64_t, int64_t, uint16_t*) = {
+static constexpr void (*WIDEN[PACKS])(const uint8_t*, int64_t, int64_t, uint16_t*) = {
     widen<PACK4>, widen<PACK4M>, widen<PACK4K>, widen<PACK4S>, widen<PACK4SM>,
     widen<PACK5>, widen<PACK5M>, widen<PACK5K>, widen<PACK6S>, widen<PACK8>,
 };
@@ -147,30 +157,18 @@ struct TileBlock {
         }
     }
 
-    // Columns [begin, end) of the panel.
-    void multiply(const uint16_t* panel, int64_t begin, int64_t end) const {
-        const uint8_t *upper = x + 2 * begin, *lower = upper + 16 * stride, *stop = x + 2 * end;
-        const uint16_t *left = panel + 16 * begin, *right = left + PANEL_PACK;
-        if (!tall()) {
-            for (; upper < stop; upper += 64, left += 512, right += 512) {
-                _tile_loadd(4, upper, stride);
-                _tile_loadd(6, left, 64);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_loadd(7, right, 64);
-                _tile_dpbf16ps(1, 4, 7);
-            }
-            return;
-        }
-        for (; upper < stop; upper += 64, lower += 64, left += 512, right += 512) {
-            _tile_loadd(4, upper, stride);
-            _tile_loadd(6, left, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, right, 64);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(5, lower, stride);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
+    // Columns [k, k + 32), whose weights in the second pack lie PANEL_PACK behind those in the first.
+    void multiply(const uint16_t* weights, int64_t k) const {
+        const uint8_t* upper = x + 2 * k;
+        _tile_loadd(4, upper, stride);
+        _tile_loadd(6, weights, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, weights + PANEL_PACK, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        if (!tall()) return;
+        _tile_loadd(5, upper + 16 * stride, stride);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
     }
 
     void end() const {
@@ -183,24 +181,110 @@ struct TileBlock {
     }
 };
 
-// The first rows are multiplied while the panel is widened, one slice behind: one needs the tiles, the other does not.
-static void widen_and_multiply(const uint8_t* left, const uint8_t* right, int pack, int64_t inner, int64_t first,
-                               int64_t last, uint16_t* panel, const TileBlock& block) {
-    const int64_t columns = last - first, slice = LAYOUTS[pack].block < SLICE_K ? SLICE_K : LAYOUTS[pack].block;
-    for (int64_t k = 0; k < columns; k += slice) {
-        const int64_t stop = columns - k < slice ? columns : k + slice;
-        WIDEN[pack](left, inner, first + k, first + stop, panel + 16 * k);
-        WIDEN[pack](right, inner, first + k, first + stop, panel + 16 * k + PANEL_PACK);
-        settle_memory();
-        if (k > 0) block.multiply(panel, k - slice, k);
-        if (stop == columns) block.multiply(panel, k, stop);
+// 33 to 64 rows times one pack of a panel.
+struct TallBlock {
+    const uint8_t* x;
+    int64_t stride, rows;
+    float* sums;  // rows of 32 floats, of which sixteen are written
+
+    static constexpr int64_t line = UNIT_OUTPUTS * sizeof(float);
+    bool four() const { return rows > 48; }
+
+    void begin(bool more) const {
+        if (more) {
+            _tile_loadd(0, sums, line);
+            _tile_loadd(1, sums + 16 * UNIT_OUTPUTS, line);
+            if (four()) _tile_loadd(2, sums + 32 * UNIT_OUTPUTS, line);
+            _tile_loadd(3, last_sums(), line);
+        } else {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+        }
     }
-}
+
+    // Columns [k, k + 32).
+    void multiply(const uint16_t* weights, int64_t k) const {
+        const uint8_t* row = x + 2 * k;
+        _tile_loadd(7, weights, 64);
+        _tile_loadd(4, row, stride);
+        _tile_dpbf16ps(0, 4, 7);
+        _tile_loadd(5, row + 16 * stride, stride);
+        _tile_dpbf16ps(1, 5, 7);
+        if (four()) {
+            _tile_loadd(4, row + 32 * stride, stride);
+            _tile_dpbf16ps(2, 4, 7);
+        }
+        _tile_loadd(6, row + last() * stride, stride);
+        _tile_dpbf16ps(3, 6, 7);
+    }
+
+    void end() const {
+        _tile_stored(0, sums, line);
+        _tile_stored(1, sums + 16 * UNIT_OUTPUTS, line);
+        if (four()) _tile_stored(2, sums + 32 * UNIT_OUTPUTS, line);
+        _tile_stored(3, last_sums(), line);
+    }
+
+private:
+    int64_t last() const { return four() ? 48 : 32; }
+    float* last_sums() const { return sums + last() * UNIT_OUTPUTS; }
+};
+
+// One part of a unit, over the columns [begin, end): its two packs on their way into a panel. The first rows are
+// multiplied meanwhile, one slice behind: one needs the tiles, the other does not.
+struct Widening {
+    const uint8_t* packs[2];
+    int pack;
+    int64_t inner, begin, end;
+    uint16_t* panel;
+    bool once;  // no other rows follow: two slices are enough of a panel, and stay in the nearest cache
+
+    int64_t columns() const { return end - begin; }
+    uint16_t* slice(int64_t half, int64_t k) const {
+        return panel + half * PANEL_PACK + 16 * (once ? k & (2 * SLICE_K - 1) : k);
+    }
+    void widen_slice(int64_t half, int64_t k) const {
+        WIDEN[pack](packs[half], inner, begin + k, slice(half, k));
+        settle_memory();
+    }
+
+    void multiply(const TileBlock& block) const {
+        block.begin(begin > 0);
+        for (int64_t k = 0; k < columns(); k += SLICE_K) {
+            widen_slice(0, k);
+            widen_slice(1, k);
+            if (k > 0) block.multiply(slice(0, k - SLICE_K), k - SLICE_K);
+        }
+        block.multiply(slice(0, columns() - SLICE_K), columns() - SLICE_K);
+        block.end();
+    }
+
+    void multiply(TallBlock block) const {
+        for (int64_t half = 0; half < 2; ++half, block.sums += PACK_OUTPUTS) {
+            block.begin(begin > 0);
+            for (int64_t k = 0; k < columns(); k += SLICE_K) {
+                widen_slice(half, k);
+                if (k > 0) block.multiply(slice(half, k - SLICE_K), k - SLICE_K);
+            }
+            block.multiply(slice(half, columns() - SLICE_K), columns() - SLICE_K);
+            block.end();
+        }
+    }
+
+    // Rows that follow: the panel is there.
+    void multiply_again(const TileBlock& block) const {
+        block.begin(begin > 0);
+        for (int64_t k = 0; k < columns(); k += SLICE_K) block.multiply(slice(0, k), k);
+        block.end();
+    }
+};
 
 static void packed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
-    // Sums wait for the rest of K, or for the gate's other part; else those of 32 rows are finished at once.
+    // Sums wait for the rest of K, or for the gate's other part; else those of a block are finished at once.
     const bool wait = job.inner > PANEL_K || job.gate >= 0;
-    const int64_t chunk = wait ? (job.rows < CHUNK_ROWS ? (job.rows + 31) / 32 * 32 : CHUNK_ROWS) : 32;
+    const int64_t chunk = wait ? (job.rows < CHUNK_ROWS ? (job.rows + 31) / 32 * 32 : CHUNK_ROWS) : TALL_ROWS;
     const int64_t apart = chunk * UNIT_OUTPUTS, room = PANEL_PACK + 2 * apart + 16;  // floats: a panel is two packs
     uint16_t* panel = reinterpret_cast<uint16_t*>((reinterpret_cast<uintptr_t>(scratch(room)) + 63) / 64 * 64);
     float* sums = reinterpret_cast<float*>(panel + 2 * PANEL_PACK);
@@ -213,20 +297,22 @@ static void packed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
                 for (int64_t part = 0; part < unit.count; ++part) {
                     const int64_t stop = job.inner - k < PANEL_K ? job.inner : k + PANEL_K;
                     const bool done = stop == job.inner && part == unit.count - 1;
-                    for (int64_t row = first; row < last; row += 32) {
-                        const int64_t rows = last - row < 32 ? last - row : 32;
+                    const Widening widening{{unit.pack(job, part, 0), unit.pack(job, part, 1)}, unit.parts[part].pack,
+                                            job.inner, k, stop, panel, last - first <= TALL_ROWS};
+                    for (int64_t row = first, rows; row < last; row += rows) {
+                        const int64_t most = row == first ? TALL_ROWS : 32;
+                        rows = last - row < most ? last - row : most;
                         float* own = sums + (wait ? row - first : 0) * UNIT_OUTPUTS;
                         if (shape != rows) _tile_loadconfig(&TILE_SHAPES.of[rows]);
                         shape = rows;
-                        const TileBlock block{job.x.data + row * job.x.stride + 2 * k, job.x.stride, rows,
-                                              own + part * apart};
-                        block.begin(k > 0);
-                        if (row == first)
-                            widen_and_multiply(unit.pack(job, part, 0), unit.pack(job, part, 1), unit.parts[part].pack,
-                                               job.inner, k, stop, panel, block);
+                        const uint8_t* x = job.x.data + row * job.x.stride + 2 * k;
+                        float* target = own + part * apart;
+                        if (rows > 32)
+                            widening.multiply(TallBlock{x, job.x.stride, rows, target});
+                        else if (row == first)
+                            widening.multiply(TileBlock{x, job.x.stride, rows, target});
                         else
-                            block.multiply(panel, 0, stop - k);
-                        block.end();
+                            widening.multiply_again(TileBlock{x, job.x.stride, rows, target});
                         settle_memory();
                         if (done) finish(job, unit, row, rows, own, apart);
                     }

@@ -22,11 +22,13 @@ from bankfull.serve.backend import Backend, Busy, EngineDied, Unavailable
 from bankfull.serve.calls import CALLER, Api, Caller
 from bankfull.serve.chat import Chat
 from bankfull.serve.errors import Problem, Refusal, openai_error, problem_of
+from bankfull.serve.messages import CountTokens, Messages
 from bankfull.serve.models import Models
 from bankfull.serve.openai_chat import ChatCompletions
 from bankfull.serve.openai_completions import Completions
 from bankfull.serve.openai_embeddings import Embeddings
 from bankfull.serve.openapi import document
+from bankfull.serve.responses import Responses
 from bankfull.serve.settings import Settings
 from bankfull.serve.sse import Message, Pulse, Receive, Send, send_events
 from bankfull.serve.texts import Texts
@@ -44,7 +46,7 @@ def create_app(
     lifespan: Lifespan | None = None, more_apis: Mapping[str, Api] | None = None,
 ) -> Starlette:  # fmt: skip
     """`more_apis`: further endpoints that take a JSON body by POST, by path; `lifespan` lives as long as the server."""
-    apis = {**openai_apis(backend, texts, settings), **(more_apis or {})}
+    apis = {**model_apis(backend, texts, settings), **(more_apis or {})}
     pulse = Pulse(settings.keep_alive_seconds)
     models = Models(backend, texts, settings)
     public = Probes(backend)
@@ -80,10 +82,13 @@ def create_app(
     return app
 
 
-def openai_apis(backend: Backend, texts: Texts, settings: Settings) -> dict[str, Api]:
+def model_apis(backend: Backend, texts: Texts, settings: Settings) -> dict[str, Api]:
     chat = Chat(backend, texts)
     return {
         "/v1/chat/completions": ChatCompletions(chat, settings),
+        "/v1/responses": Responses(chat, settings),
+        "/v1/messages": Messages(chat, settings),
+        "/v1/messages/count_tokens": CountTokens(chat, settings),
         "/v1/completions": Completions(backend, texts, settings),
         "/v1/embeddings": Embeddings(backend, texts, settings),
         "/tokenize": Tokenize(chat, settings),

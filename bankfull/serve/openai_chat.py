@@ -241,7 +241,7 @@ class ChatCompletions:
             parallel_tools=call.parallel_tool_calls is not False,
             reasoning=call.include_reasoning is not False,
             template_options=options,
-            truncate=truncation_of(call),
+            truncate=truncation_of(call.truncate_prompt_tokens),
             priority=caller.ranked(priority_of(call)),
             salt=caller.salted(salt_of(call)),
             deadline=deadline_of(call),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -185,7 +185,7 @@ class Completions:
 
     async def _prompts(self, job: Job) -> list[list[int]]:
         call, facts = job.call, facts_of(self._backend)
-        truncate = truncation_of(call)
+        truncate = truncation_of(call.truncate_prompt_tokens)
         context = facts.max_len if truncate is None else None
         prompts = []
         for given in split_prompts(call.prompt, self._settings.max_prompts, "prompt"):
@@ -231,7 +231,7 @@ class Completions:
             logprobs = LogprobsReply()
             offset = 0
             if job.echo:
-                offset = add_logprobs(logprobs, prompt, prompt_lines or [None] * len(prompt), self.tokenizer, 0)
+                offset = add_logprobs(logprobs, prompt, prompt_lines or (), self.tokenizer, 0)
             add_logprobs(logprobs, sample.tokens, sample.lines, self.tokenizer, offset)
         if job.echo:
             text = self.text_of(prompt) + text
@@ -277,9 +277,8 @@ async def gather(works: list[Coroutine[Any, Any, Made]]) -> list[Made]:
 
 
 def add_logprobs(
-    reply: LogprobsReply, tokens: list[int], lines: list[TokenLine | None] | list[TokenLine], tokenizer: Tokenizer,
-    offset: int,
-) -> int:  # fmt: skip
+    reply: LogprobsReply, tokens: list[int], lines: Sequence[TokenLine | None], tokenizer: Tokenizer, offset: int
+) -> int:
     """`reply` with one more entry per token; where the next token's text begins."""
     for token, line in zip(tokens, lines, strict=False):
         reply.tokens.append(spelled(tokenizer, token))

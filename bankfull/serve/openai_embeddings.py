@@ -19,7 +19,7 @@ from bankfull.serve.errors import GenerationFailed, Problem, Refusal, openai_err
 from bankfull.serve.openai_common import check_model
 from bankfull.serve.openai_completions import gather, leave
 from bankfull.serve.prompts import Prompts, encode_prompt, split_prompts
-from bankfull.serve.schema import decode
+from bankfull.serve.schema import deadline_of, decode, priority_of, salt_of, truncation_of
 from bankfull.serve.settings import Settings
 from bankfull.serve.texts import Texts, fit
 from bankfull.serve.wire import Done
@@ -34,6 +34,8 @@ class EmbeddingCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     dimensions: int | None = None
     pooling: Literal["last", "mean"] = "last"
     truncate_prompt_tokens: int | None = None
+    timeout: float | None = None
+    priority: int | None = None
     cache_salt: str | None = None
     user: str | None = None
 
@@ -69,11 +71,12 @@ class Embeddings:
         call = decode(body, _decoder)
         model = check_model(self._settings, call.model)
         facts = facts_of(self._backend)
-        context = facts.max_len if call.truncate_prompt_tokens is None else None
+        truncate = truncation_of(call.truncate_prompt_tokens)
+        context = facts.max_len if truncate is None else None
         prompts = []
         for given in split_prompts(call.input, self._settings.max_prompts, "input"):
             ids = await encode_prompt(self._texts, given, facts.vocab, context, param="input")
-            prompts.append(fit(ids, facts.max_len, PARAMS, call.truncate_prompt_tokens, "input"))
+            prompts.append(fit(ids, facts.max_len, PARAMS, truncate, "input"))
         gate = asyncio.Semaphore(self._settings.prompts_at_once)
 
         async def one(prompt: list[int]) -> list[float]:
@@ -96,8 +99,9 @@ class Embeddings:
 
     async def _vector(self, prompt: list[int], call: EmbeddingCall, caller: Caller) -> list[float]:
         steps = self._backend.generate(
-            prompt, PARAMS, priority=caller.ranked(0), salt=caller.salted(call.cache_salt), pool=call.pooling
-        )
+            prompt, PARAMS, priority=caller.ranked(priority_of(call)), salt=caller.salted(salt_of(call)),
+            pool=call.pooling, deadline=deadline_of(call),
+        )  # fmt: skip
         vector: list[float] | None = None
         try:
             async for items in steps:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -66,6 +66,14 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     continuous_usage_stats: bool = False
 
 
+class Served(Protocol):
+    """What a call of any API may ask of the service itself."""
+
+    timeout: float | None
+    priority: int | None
+    cache_salt: str | None
+
+
 class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Every parameter that chat and completions share. A record to be extended, because JSON has them side by side."""
 
@@ -119,14 +127,16 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _explained(str(error)) from None
+        raise explained(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Refusal(f"The body is not valid JSON: {error}.", code="invalid_json") from None
     except RecursionError:
         raise Refusal("The body is nested too deeply.", code="invalid_json") from None
 
 
-def _explained(message: str) -> Refusal:
+def explained(message: str, at: str = "") -> Refusal:
+    """What msgspec says of a value that a call holds at `at`."""
+    message = message.replace("`$", f"`$.{at}", 1) if at else message
     if (unknown := _UNKNOWN.fullmatch(message)) is not None:
         name = " ".join(unknown["name"].split())[:80]
         param = f"{unknown['path']}.{name}" if unknown["path"] else name
@@ -182,7 +192,7 @@ def _checked(param: str, given: Mapping[str, Any]) -> StructuredOutput:
         raise Refusal(str(error).replace("structured", param, 1), param=param, code="invalid_value") from None
 
 
-def priority_of(call: Sampling) -> int:
+def priority_of(call: Served) -> int:
     priority = call.priority or 0
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise Refusal(
@@ -191,23 +201,22 @@ def priority_of(call: Sampling) -> int:
     return priority
 
 
-def deadline_of(call: Sampling) -> float | None:
+def deadline_of(call: Served) -> float | None:
     if call.timeout is not None and not 0 < call.timeout <= LONGEST_DEADLINE:
         raise Refusal(f"timeout is {call.timeout}: give seconds, up to {LONGEST_DEADLINE:.0f}.", param="timeout")
     return call.timeout
 
 
-def salt_of(call: Sampling) -> str | None:
+def salt_of(call: Served) -> str | None:
     if call.cache_salt is not None and len(call.cache_salt) > MAX_SALT:
         raise Refusal(f"cache_salt has {len(call.cache_salt)} characters: give at most {MAX_SALT}.", param="cache_salt")
     return call.cache_salt
 
 
-def truncation_of(call: Sampling) -> int | None:
-    wanted = call.truncate_prompt_tokens
-    if wanted is not None and wanted != -1 and wanted < 1:
+def truncation_of(tokens: int | None) -> int | None:
+    if tokens is not None and tokens != -1 and tokens < 1:
         raise Refusal(
-            f"truncate_prompt_tokens is {wanted}: give a number of tokens, or -1 for as many as fit.",
+            f"truncate_prompt_tokens is {tokens}: give a number of tokens, or -1 for as many as fit.",
             param="truncate_prompt_tokens",
         )
-    return wanted
+    return tokens

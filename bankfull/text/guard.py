@@ -24,6 +24,9 @@ NONCHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0))) + "".join(
     chr(plane << 16 | low) for plane in range(17) for low in (0xFFFE, 0xFFFF)
 )
 
+LONG_TEXT = 2000
+"""Characters from which on encoding could hold up other threads."""
+
 
 class SpecialGuard:
     """Finds the spellings of special tokens, breaks them with a marker, and encodes what was marked."""
@@ -92,8 +95,16 @@ class SpecialGuard:
                     steps.append(self._backend.normalizer)
                 self._marked.normalizer = normalizers.Sequence(steps)
                 self._marker = marker
-            ids: list[int] = self._marked.encode(text, add_special_tokens=False).ids
-            return ids
+            return encode_with(self._marked, text)
+
+
+def encode_with(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+    """The library lets other threads run only while it encodes a batch, which costs a little more."""
+    if len(text) > LONG_TEXT:
+        ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    else:
+        ids = backend.encode(text, add_special_tokens=False).ids
+    return ids
 
 
 def _parts(parts: Iterable[str]) -> set[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import tokenizers
 
 from bankfull.errors import ModelError, RequestError
-from bankfull.text.guard import SpecialGuard
+from bankfull.text.guard import SpecialGuard, encode_with
 from bankfull.text.pieces import pieces_of
 
 
@@ -83,8 +83,7 @@ class Tokenizer:
             text = "".join(part if index % 2 or not part else " " + part for index, part in enumerate(parts))
         if marker is not None:
             return self.guard.encode(text, marker)
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return ids
+        return encode_with(self._backend, text)
 
     def opened(self, ids: list[int], add_bos: bool | None = None) -> list[int]:
         """`ids` behind the opening, if it belongs there and is not there yet: a text never has two of them."""

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import openai
@@ -102,12 +103,11 @@ def test_embeddings_are_those_of_the_offline_engine(client: openai.OpenAI) -> No
 
 
 def test_a_stop_string_never_shows(client: openai.OpenAI) -> None:
-    whole = client.completions.create(model="tiny", prompt="The", seed=5, max_tokens=30, extra_body={"ignore_eos": True})
-    text = whole.choices[0].text
+    how: dict[str, Any] = {"model": "tiny", "prompt": "The", "seed": 5, "max_tokens": 30}
+    how["extra_body"] = {"ignore_eos": True}
+    text = client.completions.create(**how).choices[0].text
     stop = text[len(text) // 2 : len(text) // 2 + 2]
-    chunks = client.completions.create(
-        model="tiny", prompt="The", seed=5, max_tokens=30, stop=stop, stream=True, extra_body={"ignore_eos": True}
-    )
+    chunks = client.completions.create(stop=stop, stream=True, **how)
     assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == text[: text.index(stop)]
 
 

@@ -1,0 +1,235 @@
+// Attention of up to sixteen rows in tiles: decoding, verifying. Lanes are keys.
+//
+// Included inside attention_tiles, after attention_tiles_shared.hpp.
+
+constexpr int64_t NEAR_BYTES = 1 << 19;  // that surely stay in a core's cache while its heads are attended to
+
+// Where pages hold whole tiles: a tile lies in one page, and so does what follows the last key.
+static void find_keys(const AttentionJob& job, const AttentionItem& item, int64_t start, int64_t from, int64_t to,
+                      Keys& keys) {
+    const int64_t* table = job.table + item.sequence * job.table_stride;
+    const uint8_t* head = job.k.data + item.kv_head * job.k.head * 2;
+    const int64_t first = (from - start) / SIDE;
+    keys.piece = LINE;
+    keys.stride = job.k.token * 2;
+    int64_t page = (start + first * SIDE) / job.page_tokens, token = start + first * SIDE - page * job.page_tokens;
+    for (int64_t tile = first; tile * SIDE < to - start; ++tile) {
+        keys.tiles[tile] = head + (table[page] * job.k.frame + token * job.k.token) * 2;
+        token += SIDE;
+        if (token == job.page_tokens) token = 0, ++page;
+    }
+}
+
+// scores[key][row] of N tiles of keys.
+template <int N>
+static inline void score_tiles(const Keys& keys, int64_t tile, const uint8_t* queries, int64_t pieces, float* scores) {
+    const uint8_t* const* at = keys.tiles + tile;
+    _tile_zero(0);
+    if constexpr (N > 1) _tile_zero(1);
+    if constexpr (N > 2) _tile_zero(2);
+    if constexpr (N > 3) _tile_zero(3);
+    for (int64_t d = 0; d < pieces; ++d) {
+        const int64_t offset = d * keys.piece;
+        _tile_loadd(7, queries + d * TILE, LINE);
+        _tile_loadd(4, at[0] + offset, keys.stride);
+        _tile_dpbf16ps(0, 4, 7);
+        if constexpr (N > 1) {
+            _tile_loadd(5, at[1] + offset, keys.stride);
+            _tile_dpbf16ps(1, 5, 7);
+        }
+        if constexpr (N > 2) {
+            _tile_loadd(6, at[2] + offset, keys.stride);
+            _tile_dpbf16ps(2, 6, 7);
+        }
+        if constexpr (N > 3) {
+            _tile_loadd(4, at[3] + offset, keys.stride);
+            _tile_dpbf16ps(3, 4, 7);
+        }
+    }
+    float* to = scores + tile * SIDE * SIDE;
+    _tile_stored(0, to, LINE);
+    if constexpr (N > 1) _tile_stored(1, to + SIDE * SIDE, LINE);
+    if constexpr (N > 2) _tile_stored(2, to + 2 * SIDE * SIDE, LINE);
+    if constexpr (N > 3) _tile_stored(3, to + 3 * SIDE * SIDE, LINE);
+}
+
+static void score(const Keys& keys, int64_t from, int64_t to, const uint8_t* queries, int64_t size, float* scores) {
+    const int64_t pieces = size / WIDE, end = (to + SIDE - 1) / SIDE;
+    int64_t tile = from / SIDE;
+    settle_memory();
+    for (; tile + 4 <= end; tile += 4) score_tiles<4>(keys, tile, queries, pieces, scores);
+    if (tile + 3 == end) score_tiles<3>(keys, tile, queries, pieces, scores);
+    if (tile + 2 == end) score_tiles<2>(keys, tile, queries, pieces, scores);
+    if (tile + 1 == end) score_tiles<1>(keys, tile, queries, pieces, scores);
+}
+
+// Four columns of the scores become rows: rows[r * CHUNK + key].
+static void turn_scores(const float* scores, int64_t from, int64_t to, float* rows) {
+    for (int64_t key = from / SIDE * SIDE; key < to; key += SIDE) {
+        __m512 v[4];
+        for (int64_t i = 0; i < 4; ++i) {
+            const float* at = scores + (key + i) * SIDE;
+            v[i] = _mm512_castps128_ps512(_mm_loadu_ps(at));
+            v[i] = _mm512_mask_broadcast_f32x4(v[i], 0x00f0, _mm_loadu_ps(at + 4 * SIDE));
+            v[i] = _mm512_mask_broadcast_f32x4(v[i], 0x0f00, _mm_loadu_ps(at + 8 * SIDE));
+            v[i] = _mm512_mask_broadcast_f32x4(v[i], 0xf000, _mm_loadu_ps(at + 12 * SIDE));
+        }
+        const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(v[0], v[1]));
+        const __m512d b = _mm512_castps_pd(_mm512_unpacklo_ps(v[2], v[3]));
+        const __m512d c = _mm512_castps_pd(_mm512_unpackhi_ps(v[0], v[1]));
+        const __m512d d = _mm512_castps_pd(_mm512_unpackhi_ps(v[2], v[3]));
+        _mm512_storeu_pd(rows + key, _mm512_unpacklo_pd(a, b));
+        _mm512_storeu_pd(rows + CHUNK + key, _mm512_unpackhi_pd(a, b));
+        _mm512_storeu_pd(rows + 2 * CHUNK + key, _mm512_unpacklo_pd(c, d));
+        _mm512_storeu_pd(rows + 3 * CHUNK + key, _mm512_unpackhi_pd(c, d));
+    }
+}
+
+// One row's weights for the blocks [first, last) of the chunk, of which it sees the keys [from, to).
+static void soften_row(const AttentionJob& job, float* scores, int64_t from, int64_t to, int64_t first, int64_t last,
+                       uint8_t* weights, float& maximum, float& total) {
+    const int64_t begin = from / WIDE, end = (to + WIDE - 1) / WIDE;
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512 least = _mm512_set1_ps(-__builtin_inff());
+    __m512 most = least;
+    for (int64_t key = begin * WIDE; key < end * WIDE; key += SIDE) {
+        __m512 score = _mm512_loadu_ps(scores + key);
+        if (job.cap) score = capped(job, score);
+        if (key < from || key + SIDE > to) {
+            const __m512i at = _mm512_add_epi32(lanes, _mm512_set1_epi32(int32_t(key)));
+            const __mmask16 seen = _mm512_cmpge_epi32_mask(at, _mm512_set1_epi32(int32_t(from))) &
+                                   _mm512_cmplt_epi32_mask(at, _mm512_set1_epi32(int32_t(to)));
+            score = _mm512_mask_blend_ps(seen, least, score);
+        }
+        _mm512_storeu_ps(scores + key, score);
+        most = _mm512_max_ps(most, score);
+    }
+    const float top = _mm512_reduce_max_ps(most);
+    const __m512 tops = _mm512_set1_ps(top);
+    __m512 sums = _mm512_setzero_ps();
+    for (int64_t block = first; block < begin; ++block) store_line(weights + block * TILE, _mm512_setzero_si512());
+    for (int64_t block = begin; block < end; ++block) {
+        const float* at = scores + block * WIDE;
+        const __m512i both = narrow(power_of_two(_mm512_sub_ps(_mm512_loadu_ps(at), tops)),
+                                    power_of_two(_mm512_sub_ps(_mm512_loadu_ps(at + SIDE), tops)));
+        store_line(weights + block * TILE, both);
+        sums = add_pairs(sums, both);
+    }
+    for (int64_t block = end; block < last; ++block) store_line(weights + block * TILE, _mm512_setzero_si512());
+    maximum = top * LOG_OF_2;
+    total = Lanes{sums}.sum();
+}
+
+// N times 32 columns of 32 values, in pairs of keys.
+template <int N>
+static inline void pair_values(const uint8_t* const* at, int64_t byte, uint8_t* pairs) {
+    for (int64_t pair = 0; pair < SIDE; ++pair, pairs += LINE)
+        for (int64_t i = 0; i < N; ++i) {
+            store_line(pairs + 2 * i * TILE, pair_up(at, pair, byte + i * LINE, false));
+            store_line(pairs + (2 * i + 1) * TILE, pair_up(at, pair, byte + i * LINE, true));
+        }
+}
+
+// N times 32 columns of P V. The next block of values is prepared while tiles are still waiting for this one.
+template <int N>
+static void mix_columns(const Work& work, const uint8_t* const* at, int64_t count, int64_t column, int64_t first,
+                        int64_t last, float* partial, int64_t stride) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (N > 1) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    pair_values<N>(at + first * WIDE, column * 2, work.values + first % 2 * 4 * TILE);
+    for (int64_t block = first; block < last; ++block) {
+        if (block + 1 < last)
+            pair_values<N>(at + (block + 1) * WIDE, column * 2, work.values + (block + 1) % 2 * 4 * TILE);
+        settle_memory();
+        const uint8_t* pairs = work.values + block % 2 * 4 * TILE;
+        _tile_loadd(7, work.weights + block * TILE, LINE);
+        _tile_loadd(4, pairs, LINE);
+        _tile_dpbf16ps(0, 7, 4);
+        _tile_loadd(5, pairs + TILE, LINE);
+        _tile_dpbf16ps(1, 7, 5);
+        if constexpr (N > 1) {
+            _tile_loadd(6, pairs + 2 * TILE, LINE);
+            _tile_dpbf16ps(2, 7, 6);
+            _tile_loadd(4, pairs + 3 * TILE, LINE);
+            _tile_dpbf16ps(3, 7, 4);
+        }
+    }
+    float* mixed = work.scores;  // no longer needed
+    _tile_stored(0, mixed, LINE);
+    _tile_stored(1, mixed + SIDE * SIDE, LINE);
+    if constexpr (N > 1) {
+        _tile_stored(2, mixed + 2 * SIDE * SIDE, LINE);
+        _tile_stored(3, mixed + 3 * SIDE * SIDE, LINE);
+    }
+    const __m512i left = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i right = _mm512_add_epi32(left, _mm512_set1_epi32(8));
+    for (int64_t row = 0; row < count; ++row)
+        for (int64_t i = 0; i < N; ++i) {
+            const float* tile = mixed + (2 * i * SIDE + row) * SIDE;
+            const __m512 low = _mm512_loadu_ps(tile), high = _mm512_loadu_ps(tile + SIDE * SIDE);
+            float* to = partial + row * stride + column + i * WIDE;
+            _mm512_storeu_ps(to, _mm512_permutex2var_ps(low, left, high));
+            _mm512_storeu_ps(to + SIDE, _mm512_permutex2var_ps(low, right, high));
+        }
+}
+
+// Asks for the keys and values [from, to) of all heads. Sixteen tokens in turn from every page, because memory answers
+// several streams at once faster than one after the other, and a page's heads lie side by side.
+static void fetch_heads(const AttentionJob& job, const AttentionItem& item, int64_t from, int64_t to) {
+    const struct {
+        const Pages& pages;
+        int64_t size, number;
+    } both[] = {{job.k, job.size, job.k.scales ? 1 : 2}, {job.v, job.values, job.v.scales ? 1 : 2}};
+    const uint8_t* at[2][CHUNK];
+    for (int64_t i = 0; i < 2; ++i)
+        if (both[i].number == 1)
+            locate<Int8>(job, both[i].pages, item, from, to, at[i]);
+        else
+            locate<BFloat16>(job, both[i].pages, item, from, to, at[i]);
+    const int64_t widest = (job.size > job.values ? job.size : job.values) * 2;
+    for (int64_t first = 0; first < SIDE; ++first)
+        for (int64_t head = 0; head < job.kv_heads; ++head)
+            for (int64_t byte = 0; byte < widest; byte += LINE)
+                for (int64_t token = first; token < to - from; token += SIDE)
+                    for (int64_t i = 0; i < 2; ++i)
+                        if (byte < both[i].size * both[i].number)
+                            _mm_prefetch(reinterpret_cast<const char*>(
+                                             at[i][token] + head * both[i].pages.head * both[i].number + byte),
+                                         _MM_HINT_T0);
+}
+
+// `cold`: the pages of the item's sequence are in no cache of this core.
+static void attend_few(const Rows& rows, const AttentionItem& item, int64_t chunk, bool cold, const Work& work,
+                       float* partial) {
+    const AttentionJob& job = rows.job;
+    const int64_t start = chunk * CHUNK, stride = partial_floats(job);
+    const int64_t from = rows.from(0, start), to = rows.to(rows.count - 1, start + CHUNK);
+    if (from >= to) return;
+    const int64_t first = (from - start) / WIDE, last = (to - start + WIDE - 1) / WIDE;
+    const int64_t chunks = item.chunk_end - item.chunk_begin;
+    if (cold && item.kv_head == 0 && chunks * CHUNK * job.kv_heads * (job.size + job.values) * 2 <= NEAR_BYTES)
+        fetch_heads(job, item, from, to);
+    Keys keys;
+    if (job.page_tokens % SIDE == 0 && !job.k.scales)
+        find_keys(job, item, start, from, to, keys);
+    else
+        copy_keys(rows, item, start, from, to, work, keys);
+    score(keys, from - start, to - start, work.queries, job.size, work.scores);
+    const uint8_t* at[CHUNK];
+    find_values(rows, item, start, from, to, work, at);
+    for (int64_t row = 0; row < rows.count; ++row) {
+        float* scores = work.rows + row % 4 * CHUNK;
+        if (row % 4 == 0) turn_scores(work.scores + row, from - start, to - start, scores);
+        const int64_t a = rows.from(row, start) - start, b = rows.to(row, start + CHUNK) - start;
+        float* facts = partial + row * stride + job.values;
+        if (a < b) soften_row(job, scores, a, b, first, last, work.weights + row * LINE, facts[0], facts[1]);
+    }
+    int64_t column = 0;
+    for (; column + 2 * WIDE <= job.values; column += 2 * WIDE)
+        mix_columns<2>(work, at, rows.count, column, first, last, partial, stride);
+    if (column < job.values) mix_columns<1>(work, at, rows.count, column, first, last, partial, stride);
+}

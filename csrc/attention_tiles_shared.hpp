@@ -1,0 +1,212 @@
+// What few and many rows in tiles have in common: shapes and places of tiles, rounding, where keys and values lie.
+//
+// Included inside attention_tiles.
+
+constexpr int64_t SIDE = 16;     // rows of a tile, and its columns of 32 bits
+constexpr int64_t WIDE = 32;     // bfloat16 in a row of a tile
+constexpr int64_t LINE = 64;     // bytes in a row of a tile
+constexpr int64_t TILE = 1024;   // bytes of a tile
+constexpr int64_t BLOCKS = CHUNK / WIDE;
+constexpr int64_t FEW_ROWS = 16;  // up to which turning the scores is cheaper than turning the values
+constexpr int64_t MANY_ROWS = 384;
+constexpr float LARGEST_SCALE = 0x1p120f;  // whose products with codes are surely finite in bfloat16
+constexpr float LOG2_OF_E = 0x1.715476p0f, LOG_OF_2 = 0x1.62e430p-1f;
+
+// As LDTILECFG reads it. In static memory: a compiler does not see that the instruction reads.
+struct Shapes {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+};
+alignas(64) static const Shapes SHAPES = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+
+// Nor does it see that loading a tile reads memory: what was stored before must be there.
+static inline void settle_memory() { asm volatile("" ::: "memory"); }
+
+static inline __m512i load_line(const uint8_t* p) { return _mm512_loadu_si512(p); }
+static inline void store_line(uint8_t* p, __m512i line) { _mm512_storeu_si512(p, line); }
+
+// Two vectors of sixteen as thirty-two bfloat16.
+static inline __m512i narrow(__m512 low, __m512 high) { return __m512i(_mm512_cvtne2ps_pbh(high, low)); }
+
+// 2^x to 3e-6 of itself, for x <= 0; exactly 1 at 0, and 0 at -infinity. The coefficients are a minimax fit of
+// 2^f = 1 + f tail(f) for f in [0, 1].
+static inline __m512 power_of_two(__m512 x) {
+    static constexpr float tail[] = {0x1.62d6c6p-1f, 0x1.ee2452p-3f, 0x1.abf868p-5f, 0x1.b7f734p-7f};
+    const __m512 fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    const __m512 power = _mm512_fmadd_ps(fraction, polynomial(Lanes{fraction}, tail).v, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(power, x);
+}
+
+// Adds the pairs of weights to sixteen sums.
+static inline __m512 add_pairs(__m512 sums, __m512i weights) {
+    return _mm512_dpbf16_ps(sums, __m512bh(weights), __m512bh(_mm512_set1_epi16(0x3f80)));
+}
+
+// Sixteen lines of sixteen 32-bit numbers: rows become columns.
+static inline void transpose(__m512i (&r)[16]) {
+    __m512i t[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        const __m512i a = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x44), b = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xee);
+        const __m512i c = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x44);
+        const __m512i d = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xee);
+        t[i] = _mm512_shuffle_i32x4(a, c, 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(a, c, 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(b, d, 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(b, d, 0xdd);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) r[i] = t[i];
+}
+
+// Where a chunk's keys lie: piece d of tile t (dimensions 32 d and on of the keys 16 t and on).
+struct Keys {
+    const uint8_t* tiles[CHUNK / SIDE];
+    int64_t piece, stride;
+};
+
+struct Work {
+    uint8_t *queries;  // of sixteen rows and 32 dimensions: pairs of dimensions, then rows
+    uint8_t *keys;     // copies, where pages cannot be read as they are: 16 keys and 32 dimensions after each other
+    uint8_t *values;   // of 32 keys: 16 values in pairs of keys (few rows), or the keys of each value (many)
+    uint8_t *weights;  // of 32 keys: rows of keys (few), or pairs of keys, then rows (many)
+    float *scores;     // of sixteen rows: keys, then rows. Many rows: twice, for the next sixteen too
+    float *rows;       // sixteen rows one after the other: scores, mixed values or results
+    float *partial, *running;  // few rows: as in attention.hpp. Many: values, maximum and sum of sixteen rows in lanes
+    int32_t *ends;     // of each row: the position after its own
+    uint8_t *widened;  // a chunk's values, where pages hold codes
+    const uint8_t* nothing;  // a key or value of zeros
+
+    Work(const AttentionJob& job, const Rows& all) {
+        const int64_t blocks = (all.count + SIDE - 1) / SIDE, floats = partial_floats(job);
+        const int64_t line = job.size > job.values ? job.size : job.values;
+        const int64_t wide = floats > CHUNK ? floats : CHUNK;
+        const int64_t bytes[] = {blocks * SIDE * job.size * 2, CHUNK * job.size * 2, CHUNK * job.values * 2,
+                                 BLOCKS * TILE, 2 * CHUNK * SIDE * 4, SIDE * wide * 4, SIDE * floats * 4,
+                                 blocks * SIDE * floats * 4, blocks * SIDE * 4, line * 2,
+                                 job.v.scales ? CHUNK * job.values * 2 : 0};
+        int64_t sum = LINE;
+        for (int64_t part : bytes) sum += (part + LINE - 1) / LINE * LINE;
+        const uintptr_t start = reinterpret_cast<uintptr_t>(scratch(sum / 4));
+        uint8_t* next = reinterpret_cast<uint8_t*>((start + LINE - 1) / LINE * LINE);
+        uint8_t* parts[sizeof bytes / sizeof *bytes];
+        for (size_t i = 0; i < sizeof bytes / sizeof *bytes; ++i) {
+            parts[i] = next;
+            next += (bytes[i] + LINE - 1) / LINE * LINE;
+        }
+        queries = parts[0], keys = parts[1], values = parts[2], weights = parts[3], nothing = parts[9];
+        widened = parts[10];
+        scores = reinterpret_cast<float*>(parts[4]), rows = reinterpret_cast<float*>(parts[5]);
+        partial = reinterpret_cast<float*>(parts[6]), running = reinterpret_cast<float*>(parts[7]);
+        ends = reinterpret_cast<int32_t*>(parts[8]);
+        __builtin_memset(parts[9], 0, size_t(line) * 2);
+        for (int64_t row = 0; row < blocks * SIDE; ++row)
+            ends[row] = int32_t(all.position + 1 + all.query_of(row < all.count ? row : all.count - 1));
+    }
+    uint8_t* queries_of(const AttentionJob& job, int64_t block) const { return queries + block * SIDE * job.size * 2; }
+    float* scores_of(int64_t block) const { return scores + block % 2 * CHUNK * SIDE; }
+    float* running_of(const AttentionJob& job, int64_t block) const {
+        return running + block * SIDE * partial_floats(job);
+    }
+};
+
+// Scaled here unless a cap stands between scale and softmax. The softmax counts in powers of two.
+static void prepare_queries(const Rows& rows, const Work& work) {
+    const AttentionJob& job = rows.job;
+    const __m512 scale = _mm512_set1_ps(job.cap ? 1.0f : job.scale * LOG2_OF_E);
+    for (int64_t first = 0; first < rows.count; first += SIDE) {
+        uint8_t* to = work.queries_of(job, first / SIDE);
+        for (int64_t d = 0; d < job.size; d += WIDE, to += TILE) {
+            __m512i lines[16];
+            for (int64_t i = 0; i < SIDE; ++i) {
+                lines[i] = _mm512_setzero_si512();
+                if (first + i >= rows.count) continue;
+                const float* q = rows.query(first + i) + d;
+                lines[i] = narrow(_mm512_mul_ps(_mm512_loadu_ps(q), scale),
+                                  _mm512_mul_ps(_mm512_loadu_ps(q + SIDE), scale));
+            }
+            transpose(lines);
+            for (int64_t i = 0; i < SIDE; ++i) store_line(to + i * LINE, lines[i]);
+        }
+    }
+}
+
+// Addresses of a whole chunk's keys or values; what nobody sees is a line of zeros.
+template <class E>
+static void locate_chunk(const Rows& rows, const Pages& pages, const AttentionItem& item, int64_t start, int64_t from,
+                         int64_t to, const uint8_t* nothing, const uint8_t** at) {
+    for (int64_t i = 0; i < from - start; ++i) at[i] = nothing;
+    locate<E>(rows.job, pages, item, from, to, at + (from - start));
+    for (int64_t i = to - start; i < CHUNK; ++i) at[i] = nothing;
+}
+
+// Thirty-two codes times their scale.
+static inline __m512i widen(const uint8_t* codes, __m512 scale) {
+    return narrow(_mm512_mul_ps(Int8::load(codes).v, scale), _mm512_mul_ps(Int8::load(codes + SIDE).v, scale));
+}
+
+// The same for values, in bfloat16 whatever the pages hold.
+static void find_values(const Rows& rows, const AttentionItem& item, int64_t start, int64_t from, int64_t to,
+                        const Work& work, const uint8_t** at) {
+    const AttentionJob& job = rows.job;
+    if (!job.v.scales) return locate_chunk<BFloat16>(rows, job.v, item, start, from, to, work.nothing, at);
+    locate_chunk<Int8>(rows, job.v, item, start, from, to, work.nothing, at);
+    float scales[CHUNK];
+    gather_scales(job, job.v, item, from, to, scales);
+    for (int64_t i = from - start; i < to - start; ++i) {
+        uint8_t* line = work.widened + i * job.values * 2;
+        const __m512 scale = _mm512_set1_ps(scales[i - (from - start)]);
+        for (int64_t c = 0; c < job.values; c += WIDE) store_line(line + c * 2, widen(at[i] + c, scale));
+        at[i] = line;
+    }
+}
+
+static void copy_keys(const Rows& rows, const AttentionItem& item, int64_t start, int64_t from, int64_t to,
+                      const Work& work, Keys& keys) {
+    const AttentionJob& job = rows.job;
+    const uint8_t* at[CHUNK];
+    float scales[CHUNK] = {};
+    if (job.k.scales) {
+        locate_chunk<Int8>(rows, job.k, item, start, from, to, work.nothing, at);
+        gather_scales(job, job.k, item, from, to, scales + (from - start));
+    } else {
+        locate_chunk<BFloat16>(rows, job.k, item, start, from, to, work.nothing, at);
+    }
+    keys.piece = TILE;
+    keys.stride = LINE;
+    // Whole blocks: many rows score two tiles at once.
+    for (int64_t tile = (from - start) / WIDE * 2; tile < (to - start + WIDE - 1) / WIDE * 2; ++tile) {
+        uint8_t* copy = work.keys + tile * SIDE * job.size * 2;
+        keys.tiles[tile] = copy;
+        for (int64_t i = 0; i < SIDE; ++i) {
+            const uint8_t* key = at[tile * SIDE + i];
+            const __m512 scale = _mm512_set1_ps(scales[tile * SIDE + i]);
+            for (int64_t d = 0; d < job.size / WIDE; ++d)
+                store_line(copy + d * TILE + i * LINE,
+                           job.k.scales ? widen(key + d * WIDE, scale) : load_line(key + d * LINE));
+        }
+    }
+}
+
+static inline __m512 capped(const AttentionJob& job, __m512 score) {
+    return (SoftCap::of(Lanes{score} * Lanes::splat(job.scale), job.cap) * Lanes::splat(LOG2_OF_E)).v;
+}
+
+// Sixteen pairs of keys and 32 values: the low or the high four of every eight values, in pairs of keys.
+static inline __m512i pair_up(const uint8_t* const* at, int64_t pair, int64_t byte, bool high) {
+    const __m512i even = load_line(at[2 * pair] + byte), odd = load_line(at[2 * pair + 1] + byte);
+    return high ? _mm512_unpackhi_epi16(even, odd) : _mm512_unpacklo_epi16(even, odd);
+}

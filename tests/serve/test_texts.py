@@ -1,0 +1,108 @@
+"""A model's texts: what is read without torch, defaults, limits, and threads that leave the event loop alone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from bankfull.errors import RequestError
+from bankfull.sample.params import SamplingParams
+from bankfull.serve import texts as module
+from bankfull.serve.backend import Busy
+from bankfull.serve.errors import ContextOverflow, Refusal
+from bankfull.serve.texts import fit, sampling_defaults
+from bankfull.text.guard import LONG_TEXT
+from tests.serve.scripted import scripted_texts, scripted_tokenizer
+
+
+@pytest.mark.parametrize(
+    ("generation", "defaults"),
+    [
+        ({}, {}),
+        ({"temperature": 0.6, "top_k": 20, "eos_token_id": 2}, {"temperature": 0.6, "top_k": 20}),
+        ({"do_sample": False, "temperature": 0.6, "min_p": 0.1}, {"temperature": 0}),
+        ({"do_sample": False, "repetition_penalty": 1.1}, {"repetition_penalty": 1.1, "temperature": 0}),
+        ({"do_sample": True, "top_p": None}, {}),
+    ],
+)
+def test_defaults_are_what_the_file_recommends(generation: dict[str, Any], defaults: dict[str, Any]) -> None:
+    assert sampling_defaults(generation) == defaults
+
+
+def test_a_file_that_recommends_nonsense_is_told_about_at_start() -> None:
+    with pytest.raises(RequestError, match="top_p"):
+        sampling_defaults({"top_p": 3})
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "truncate", "kept"),
+    [
+        (99, None, None, 99), (100, None, None, None), (90, 10, None, 90), (91, 10, None, None), (100, 0, None, 100),
+        (500, 10, -1, 90), (500, None, -1, 99), (500, 10, 7, 7), (500, 10, 95, 90), (5, 10, 7, 5), (1, 100, None, None),
+    ],
+)  # fmt: skip
+def test_a_prompt_fits_is_cut_when_asked_or_is_refused(
+    length: int, max_tokens: int | None, truncate: int | None, kept: int | None
+) -> None:
+    ids = list(range(length))
+    params = SamplingParams(max_tokens=max_tokens)
+    if kept is None:
+        with pytest.raises(ContextOverflow) as caught:
+            fit(ids, 100, params, truncate, "prompt")
+        assert caught.value.code == "context_length_exceeded"
+    else:
+        assert fit(ids, 100, params, truncate, "prompt") == ids[-kept:]
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(Refusal, match="empty"):
+        fit([], 100, SamplingParams(), None, "prompt")
+
+
+def test_a_long_text_has_the_same_ids_as_its_parts() -> None:
+    letters = random.Random(1).choices("ab é<|im_end|>\U0001f30a", k=LONG_TEXT)
+    words, text = scripted_tokenizer(), "".join(letters)
+    for special in (True, False):
+        parts = [words.encode(letter, parse_special=special) for letter in letters]
+        assert words.encode(text * 2, parse_special=special) == [token for part in parts * 2 for token in part]
+
+
+def test_the_event_loop_goes_on_while_a_long_text_is_tokenized() -> None:
+    texts = scripted_texts()
+
+    async def run() -> int:
+        beats = 0
+        work = asyncio.ensure_future(texts.run(texts.encode, "the river " * 200_000, None))
+        while not work.done():
+            await asyncio.sleep(0.001)
+            beats += 1
+        assert len(await work) == 2_000_000
+        return beats
+
+    assert asyncio.run(run()) >= 10, "with the interpreter held there would be one or two"
+
+
+def test_what_waits_for_a_thread_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_PREPARING", 2)
+    texts = scripted_texts()
+
+    async def run() -> list[Any]:
+        works = [texts.run(texts.encode, "x" * 100_000, None) for _ in range(3)]
+        return await asyncio.gather(*works, return_exceptions=True)
+
+    results = asyncio.run(run())
+    assert [isinstance(result, Busy) for result in results] == [False, False, True]
+    assert asyncio.run(texts.run(texts.encode, "x", None)), "there is room again"
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_read() -> None:
+    texts = scripted_texts()
+    longest = len("<|endoftext|>")
+    with pytest.raises(ContextOverflow):
+        texts.encode("x" * (10 * longest + 1), 10)
+    assert len(texts.encode("x" * 10 * longest, 10)) == 10 * longest
+    with pytest.raises(Refusal, match="at most"):
+        texts.encode("x" * 8_000_001, None)
