@@ -37,4 +37,4 @@ def fortify(
         return Response(metrics.write(backend), media_type=CONTENT_TYPE)
 
     app.add_route("/metrics", show_metrics, methods=["GET"])
-    return Watch(Guard(app, doors, limits, keep_bodies=log_prompts), metrics)
+    return Watch(Guard(app, doors, limits, apis=app.state.apis, keep_bodies=log_prompts), metrics)

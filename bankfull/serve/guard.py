@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from bankfull.errors import ConfigError
-from bankfull.serve.calls import CALLER, Caller
+from bankfull.serve.calls import CALLER, Api, Caller
 from bankfull.serve.errors import Problem, Refusal, openai_error
 from bankfull.serve.keys import Key, Keyring
 from bankfull.serve.trace import current_trace
@@ -109,9 +109,13 @@ def is_wildcard(host: str) -> bool:
 
 
 class Guard:
-    def __init__(self, app: App, doors: Doors, limits: GuardLimits | None = None, *, keep_bodies: bool = False) -> None:
+    def __init__(
+        self, app: App, doors: Doors, limits: GuardLimits | None = None, *,
+        apis: Mapping[str, Api] | None = None, keep_bodies: bool = False,
+    ) -> None:  # fmt: skip
+        """`apis`, by path, spell errors in their own way."""
         self._app, self._doors, self._limits = app, doors, limits or GuardLimits()
-        self._keep_bodies = keep_bodies
+        self._apis, self._keep_bodies = apis or {}, keep_bodies
         self._waiting = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,7 +135,9 @@ class Guard:
             else:
                 receive = await self._whole_body(scope, receive)
         except Refused as refused:
-            return await refuse(refused, receive, send)
+            api = self._apis.get(scope["path"])
+            body = openai_error(refused.problem) if api is None else api.spell(refused.problem)
+            return await _refuse(refused, body, receive, send)
         await self._app(scope, receive, send)
 
     # -- the head
@@ -306,10 +312,9 @@ def _too_slow(seconds: float) -> Refused:
     return Refused(408, f"The request's body did not arrive within {seconds:g} seconds.", code="request_timeout")
 
 
-async def refuse(refused: Refused, receive: Receive, send: Send) -> None:
+async def _refuse(refused: Refused, body: bytes, receive: Receive, send: Send) -> None:
     """Answers, and closes the connection. Many clients read an answer only when they have sent everything, and lose it
     when the connection is closed before: what they send is thrown away for a moment."""
-    body = openai_error(refused.problem)
     headers = [
         (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close"),
         *refused.problem.headers,
