@@ -275,5 +275,5 @@ def test_tls(tmp_path: Path) -> None:
         with pytest.raises(httpx.HTTPError):
             web.get(f"http://localhost:{server.port}/x")
     for broken in (Tls(key, certificate), Tls(tmp_path / "none.pem"), Tls(key=key), Tls(certificate)):
-        with pytest.raises(ConfigError, match="(?i)tls"):
+        with pytest.raises(ConfigError, match=r"(?i)tls"):
             uvicorn_config(telling, "127.0.0.1", 0, tls=broken)

@@ -20,7 +20,8 @@ from bankfull.serve.trace import Trace, during
 from bankfull.serve.watch import WatchedBackend
 from bankfull.serve.wire import Done, Facts, Load, Piece
 
-DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "bankfull.json"
+DOCS = Path(__file__).parents[2] / "docs"
+DASHBOARD = DOCS / "grafana" / "bankfull.json"
 CEILINGS = {"read_bytes_per_s": 100.0, "flops": 1000.0}
 KNOWN_TO_VLLM = [
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total",
@@ -190,3 +191,12 @@ def test_the_dashboard_uses_only_metrics_and_labels_that_exist() -> None:
     labels = {label for family in families.values() for label in family.labels} | {"le", "model_name"}
     for query in queries:
         assert set(re.findall(r"by \(([a-z_]+)\)", query)) <= labels
+
+
+def test_the_docs_name_every_metric_with_its_labels_and_no_other() -> None:
+    text = (DOCS / "service.md").read_text().split("### Metrics")[1]
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    named = set(re.findall(r"`([^`]+)`", "".join(rows)))
+    assert named == {
+        family.name + ("{" + ",".join(family.labels) + "}" if family.labels else "") for family in Metrics().families
+    }
