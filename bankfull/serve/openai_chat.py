@@ -209,12 +209,12 @@ class ChatCompletions:
         call = decode(body, _decoder)
         model = check_model(self._settings, call.model)
         answer = await self._chat.answer(self._ask(call, caller))
-        tokenizer = self._chat.texts.tokenizer
+        tokenizer, top = self._chat.texts.tokenizer, _top_logprobs(call)
         if call.stream:
-            return ChatStream(answer, tokenizer, model, call.stream_options or StreamOptions())
+            return ChatStream(answer, tokenizer, model, call.stream_options or StreamOptions(), top)
         samples = await collect(answer)
         choices = await self._chat.texts.run_if(
-            bool(call.logprobs), lambda: [choice_of(sample, tokenizer, bool(call.logprobs)) for sample in samples]
+            top is not None, lambda: [choice_of(sample, tokenizer, top) for sample in samples]
         )
         prompt_logprobs = prompt_logprobs_reply(answer.done.prompt_logprobs if answer.done else None)
         return _encode(
@@ -230,8 +230,9 @@ class ChatCompletions:
     def _ask(self, call: ChatCall, caller: Caller) -> Ask:
         _refuse_contradictions(call)
         defaults = self._chat.texts.defaults if self._settings.use_generation_config else {}
-        logprobs = (call.top_logprobs or 0) if call.logprobs else None
-        params = sampling_params(call, defaults, logprobs=logprobs, max_tokens=call.max_completion_tokens)
+        params = sampling_params(
+            call, defaults, logprobs=_top_logprobs(call), max_tokens=call.max_completion_tokens
+        )  # fmt: skip
         options = dict(call.chat_template_kwargs or {})
         if call.reasoning_effort is not None:
             self._offer_effort(call.reasoning_effort, options)
@@ -256,6 +257,10 @@ class ChatCompletions:
                 "This model's chat template has no switch for reasoning_effort: leave it out.", param="reasoning_effort"
             )
         options["reasoning_effort"] = effort
+
+
+def _top_logprobs(call: ChatCall) -> int | None:
+    return (call.top_logprobs or 0) if call.logprobs else None
 
 
 def _refuse_contradictions(call: ChatCall) -> None:
@@ -362,23 +367,29 @@ def tool_choice_of(choice: str | ChosenTool | None) -> ToolChoice:
 # -- the answer's spelling
 
 
-def choice_of(sample: Sample, tokenizer: Tokenizer, logprobs: bool) -> Choice:
+def choice_of(sample: Sample, tokenizer: Tokenizer, top_logprobs: int | None) -> Choice:
+    """`top_logprobs` None: no log-probabilities at all."""
     finish = sample.finish or Finish("length")
     thought = sample.reasoning or None
     calls = [ToolCall(call.id, CalledFunction(call.name, call.arguments)) for call in sample.calls]
     content = None if calls and not sample.text else sample.text
     message = ReplyMessage(content, None, "assistant", thought, thought, calls or None)
-    lines = logprobs_of(sample.tokens, sample.logprobs, tokenizer) if logprobs else None
+    lines = None
+    if top_logprobs is not None:
+        lines = logprobs_of(sample.tokens, sample.logprobs, tokenizer, top_logprobs)
     return Choice(sample.index, message, lines, finish.reason, finish.stop)
 
 
-def logprobs_of(tokens: list[int], lines: list[TokenLine], tokenizer: Tokenizer) -> Logprobs:
-    return Logprobs([_token_logprob(token, line, tokenizer) for token, line in zip(tokens, lines, strict=False)])
+def logprobs_of(
+    tokens: list[int], lines: list[TokenLine], tokenizer: Tokenizer, top: int | None = None
+) -> Logprobs:  # fmt: skip
+    """Of each token, and of the `top` likeliest in its place (None: of all that the engine tells)."""
+    return Logprobs([_token_logprob(token, line, tokenizer, top) for token, line in zip(tokens, lines, strict=False)])
 
 
-def _token_logprob(token: int, line: TokenLine, tokenizer: Tokenizer) -> TokenLogprob:
-    # The chosen token is there even when it is not among the likeliest, which are what was asked for.
-    ranked = sorted(line.items(), key=lambda item: -item[1][0])
+def _token_logprob(token: int, line: TokenLine, tokenizer: Tokenizer, top: int | None) -> TokenLogprob:
+    # The engine also tells of the chosen token when it is not among the likeliest.
+    ranked = sorted(line.items(), key=lambda item: -item[1][0])[:top]
     tops = [TopLogprob(text, value, list(tokenizer.token_bytes(other))) for other, (value, text) in ranked]
     value, text = line[token]
     return TokenLogprob(text, value, list(tokenizer.token_bytes(token)), tops)
@@ -387,8 +398,10 @@ def _token_logprob(token: int, line: TokenLine, tokenizer: Tokenizer) -> TokenLo
 class ChatStream:
     """The chunks of one answer. Everything but the delta is the same in each of them, and spelled once."""
 
-    def __init__(self, answer: Answer, tokenizer: Tokenizer, model: str, options: StreamOptions) -> None:
-        self._answer, self._tokenizer, self._options = answer, tokenizer, options
+    def __init__(
+        self, answer: Answer, tokenizer: Tokenizer, model: str, options: StreamOptions, top_logprobs: int | None = None
+    ) -> None:
+        self._answer, self._tokenizer, self._options, self._top = answer, tokenizer, options, top_logprobs
         empty = ChatChunk(new_id("chatcmpl-"), int(time.time()), model, [])
         self._empty = empty
         head, _, tail = _encode(empty).partition(b'"choices":[]')
@@ -433,7 +446,7 @@ class ChatStream:
     def _spell(self, turn: Turn, chunks: list[bytes]) -> None:
         logprobs = b"null"
         if turn.logprobs:
-            logprobs = _encode(logprobs_of(turn.tokens, turn.logprobs, self._tokenizer))
+            logprobs = _encode(logprobs_of(turn.tokens, turn.logprobs, self._tokenizer, self._top))
         events = turn.events
         if not events and turn.logprobs:
             events = [Text("")]  # tokens whose text is held back still have log-probabilities

@@ -116,7 +116,12 @@ class Job:
     echo: bool
     priority: int
     salt: str
-    deadline: float | None
+    ends: float | None
+    """The deadline of the whole call, by the monotonic clock."""
+
+    @property
+    def seconds_left(self) -> float | None:
+        return None if self.ends is None else max(0.0, self.ends - time.monotonic())
 
 
 class Completions:
@@ -148,7 +153,7 @@ class Completions:
 
     def generate(self, job: Job, prompt: list[int]) -> AsyncIterator[list[Piece | Done]]:
         return self._backend.generate(
-            prompt, job.params, priority=job.priority, salt=job.salt, deadline=job.deadline
+            prompt, job.params, priority=job.priority, salt=job.salt, deadline=job.seconds_left
         )  # fmt: skip
 
     def text_of(self, prompt: list[int]) -> str:
@@ -164,6 +169,7 @@ class Completions:
 
     def _job(self, call: CompletionCall, caller: Caller) -> Job:
         _refuse_contradictions(call)
+        started, seconds = time.monotonic(), deadline_of(call)
         kept = 1 if call.n is None else call.n
         made = kept if call.best_of is None else call.best_of
         if made < kept:
@@ -179,8 +185,8 @@ class Completions:
             call, defaults, n=made, logprobs=logprobs, prompt_logprobs=prompt_logprobs, max_tokens=max_tokens
         )
         return Job(
-            call, params, kept, bool(call.echo),
-            caller.ranked(priority_of(call)), caller.salted(salt_of(call)), deadline_of(call),
+            call, params, kept, bool(call.echo), caller.ranked(priority_of(call)), caller.salted(salt_of(call)),
+            ends=None if seconds is None else started + seconds,
         )  # fmt: skip
 
     async def _prompts(self, job: Job) -> list[list[int]]:

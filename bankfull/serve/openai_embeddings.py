@@ -6,6 +6,7 @@ import asyncio
 import base64
 import math
 import sys
+import time
 from array import array
 from typing import Literal
 
@@ -68,7 +69,9 @@ class Embeddings:
         self._backend, self._texts, self._settings = backend, texts, settings
 
     async def answer(self, body: bytes, caller: Caller) -> bytes:
+        started = time.monotonic()
         call = decode(body, _decoder)
+        seconds = deadline_of(call)
         model = check_model(self._settings, call.model)
         facts = facts_of(self._backend)
         truncate = truncation_of(call.truncate_prompt_tokens)
@@ -81,7 +84,8 @@ class Embeddings:
 
         async def one(prompt: list[int]) -> list[float]:
             async with gate:
-                return await self._vector(prompt, call, caller)
+                left = None if seconds is None else max(0.0, seconds - (time.monotonic() - started))
+                return await self._vector(prompt, call, caller, left)
 
         vectors = await gather([one(prompt) for prompt in prompts])
         if call.dimensions is not None and call.dimensions != len(vectors[0]):
@@ -97,10 +101,12 @@ class Embeddings:
     def spell(self, problem: Problem) -> bytes:
         return openai_error(problem)
 
-    async def _vector(self, prompt: list[int], call: EmbeddingCall, caller: Caller) -> list[float]:
+    async def _vector(
+        self, prompt: list[int], call: EmbeddingCall, caller: Caller, deadline: float | None
+    ) -> list[float]:
         steps = self._backend.generate(
             prompt, PARAMS, priority=caller.ranked(priority_of(call)), salt=caller.salted(salt_of(call)),
-            pool=call.pooling, deadline=deadline_of(call),
+            pool=call.pooling, deadline=deadline,
         )  # fmt: skip
         vector: list[float] | None = None
         try:

@@ -73,6 +73,8 @@ class Scripted:
     ready: bool = True
     facts: Facts | None = field(default_factory=lambda: FACTS)
     load: Load | None = None
+    scores: Sequence[float] = (-0.25,)
+    """The log-probability of every token, for one sample after the other."""
     asked: list[Asked] = field(default_factory=list)
     running: int = 0
 
@@ -93,7 +95,8 @@ class Scripted:
                     items: list[Piece | Done] = []
                     for index in range(params.n):
                         tokens += len(ids)
-                        lines = [_line(token) for token in ids] if params.logprobs is not None else None
+                        score = self.scores[index % len(self.scores)]
+                        lines = [_line(token, score) for token in ids] if params.logprobs is not None else None
                         finish, stop = (self.finish, self.stop) if ends else (None, None)
                         items.append(Piece(1, index, text, ids, lines, finish, stop))
                     yield items
@@ -111,10 +114,10 @@ class Scripted:
         return 7
 
 
-def _line(token: int) -> dict[int, tuple[float, str]]:
+def _line(token: int, score: float = -0.25) -> dict[int, tuple[float, str]]:
     other = (token + 1) % 256
     words = scripted_tokenizer()
-    return {token: (-0.25, words.token_text(token)), other: (-2.0, words.token_text(other))}
+    return {token: (score, words.token_text(token)), other: (-2.0, words.token_text(other))}
 
 
 def settings(**changes: object) -> Settings:

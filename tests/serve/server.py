@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import uvicorn
@@ -31,3 +33,31 @@ def served(app: Any) -> Iterator[str]:
         server.should_exit = True
         thread.join(10)
         listening.close()
+
+
+class Stage:
+    """A backend whose part another one plays: a server that is started once serves many tests."""
+
+    def __init__(self) -> None:
+        self.current: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.current, name)
+
+
+@lru_cache
+def _shared() -> tuple[Stage, str]:
+    from bankfull.serve.app import create_app
+    from tests.serve.scripted import scripted_texts, settings
+
+    stage = Stage()
+    running = served(create_app(stage, scripted_texts(), settings()))  # type: ignore[arg-type]
+    atexit.register(running.__exit__, None, None, None)
+    return stage, running.__enter__()
+
+
+def shared(backend: Any) -> str:
+    """The base URL of a server with the default settings, on which `backend` plays from now on."""
+    stage, url = _shared()
+    stage.current = backend
+    return url

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import httpx
@@ -23,7 +23,7 @@ from bankfull.serve.openai_chat import ChatStream
 from bankfull.serve.parsers import PlainParser
 from bankfull.serve.schema import StreamOptions
 from tests.serve.scripted import TEMPLATE, Scripted, cut, scripted_texts, scripted_tokenizer, settings
-from tests.serve.server import served
+from tests.serve.server import served, shared
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 WEATHER: dict[str, Any] = {
@@ -36,8 +36,11 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_
 @contextmanager
 def client_of(backend: Scripted, template: str | None = TEMPLATE, **changes: Any) -> Iterator[openai.OpenAI]:
     generation = changes.pop("generation", None)
-    app = create_app(backend, scripted_texts(template, generation), settings(**changes))
-    with served(app) as url, openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
+    if template == TEMPLATE and generation is None and not changes:
+        server = nullcontext(shared(backend))
+    else:
+        server = served(create_app(backend, scripted_texts(template, generation), settings(**changes)))  # type: ignore[assignment]
+    with server as url, openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -68,9 +71,8 @@ def merged(chunks: list[Any]) -> dict[int, dict[str, Any]]:
     return samples
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def refusing() -> Iterator[tuple[Scripted, openai.OpenAI]]:
-    """One server for all calls that never reach the engine."""
     backend = Scripted()
     with client_of(backend) as client:
         yield backend, client
@@ -149,12 +151,12 @@ TRANSCRIPTS = [
 @pytest.mark.parametrize("transcript", TRANSCRIPTS)
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_streamed_and_whole_are_the_same_for_any_cutting(transcript: str, size: int) -> None:
-    reference = Scripted([transcript])
-    backend = Scripted(cut(transcript, size))
     how: dict[str, Any] = {"model": "tiny", "messages": HELLO, "tools": [WEATHER]}
-    with client_of(backend) as client, client_of(reference) as other:
+    with client_of(Scripted(cut(transcript, size))) as client:
         streamed = merged(list(client.chat.completions.create(stream=True, **how)))[0]
-        answers = [one.chat.completions.create(**how).choices[0] for one in (client, other)]
+        answers = [client.chat.completions.create(**how).choices[0]]
+    with client_of(Scripted([transcript])) as client:
+        answers.append(client.chat.completions.create(**how).choices[0])
     for answer in answers:
         message = answer.message
         assert (message.content or "") == streamed["text"]
@@ -225,7 +227,10 @@ def test_logprobs_of_every_token_streamed_and_whole() -> None:
         how: dict[str, Any] = {"model": "tiny", "messages": HELLO, "logprobs": True, "top_logprobs": 2}
         whole = client.chat.completions.create(**how).choices[0].logprobs
         chunks = list(client.chat.completions.create(stream=True, **how))
+        how["top_logprobs"] = 0
+        bare = client.chat.completions.create(**how).choices[0].logprobs
     assert whole is not None and whole.content is not None
+    assert bare is not None and [token.top_logprobs for token in bare.content or []] == [[], [], []]
     assert bytes(byte for token in whole.content for byte in token.bytes or []) == "éb".encode()
     assert [len(token.top_logprobs) for token in whole.content] == [2, 2, 2]
     assert whole.content[-1].logprob == -0.25 and whole.content[-1].token == "b"

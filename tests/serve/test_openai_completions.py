@@ -11,16 +11,14 @@ import httpx
 import openai
 import pytest
 
-from bankfull.serve.app import create_app
 from bankfull.serve.backend import Busy
-from tests.serve.scripted import Scripted, cut, scripted_texts, scripted_tokenizer, settings
-from tests.serve.server import served
+from tests.serve.scripted import Scripted, cut, scripted_tokenizer
+from tests.serve.server import shared
 
 
 @contextmanager
-def client_of(backend: Scripted, **changes: Any) -> Iterator[openai.OpenAI]:
-    app = create_app(backend, scripted_texts(), settings(**changes))
-    with served(app) as url, openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
+def client_of(backend: Scripted) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=shared(backend) + "/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -102,8 +100,11 @@ def test_echo_with_logprobs_scores_the_prompt() -> None:
 
 
 def test_the_best_of_several_are_kept() -> None:
-    backend = Scripted(["x"])
+    backend = Scripted(["x"], scores=[-3.0, -1.0, -2.0, -4.0])
     with client_of(backend) as client:
+        scored = client.completions.create(model="tiny", prompt="p", best_of=4, n=2, logprobs=0)
+        assert [c.logprobs.token_logprobs for c in scored.choices if c.logprobs] == [[-1.0], [-2.0]]
+        backend.asked.clear()
         answer = client.completions.create(model="tiny", prompt="p", best_of=4, n=2)
         assert [choice.index for choice in answer.choices] == [0, 1] and answer.choices[0].logprobs is None
         assert backend.asked[0].params.n == 4 and backend.asked[0].params.logprobs == 0
