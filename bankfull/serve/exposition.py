@@ -58,20 +58,18 @@ class Histogram:
 Family = Value | Histogram
 
 
-def write_families(families: Iterable[Family], prefixes: Sequence[str], fixed: dict[str, str]) -> str:
-    """All families under each prefix; `fixed` labels are on every sample."""
+def write_families(families: Iterable[Family], prefix: str, fixed: dict[str, str]) -> str:
+    """`fixed` labels are on every sample."""
     lines = []
-    chosen = list(families)
     shared = [f'{name}="{_escaped(value)}"' for name, value in fixed.items()]
-    for prefix in prefixes:
-        for family in chosen:
-            name = prefix + family.name
-            lines += [f"# HELP {name} {family.help}", f"# TYPE {name} {family.kind}"]
-            for suffix, more, values, number in family.samples():
-                pairs = zip((*family.labels, *more), values, strict=True)
-                labels = ",".join([*shared, *(f'{label}="{_escaped(value)}"' for label, value in pairs)])
-                lines.append(f"{name}{suffix}{f'{{{labels}}}' if labels else ''} {_number(number)}")
-    return "\n".join(lines) + "\n"
+    for family in families:
+        name = prefix + family.name
+        lines += [f"# HELP {name} {family.help}", f"# TYPE {name} {family.kind}"]
+        for suffix, more, values, number in family.samples():
+            pairs = zip((*family.labels, *more), values, strict=True)
+            labels = ",".join([*shared, *(f'{label}="{_escaped(value)}"' for label, value in pairs)])
+            lines.append(f"{name}{suffix}{f'{{{labels}}}' if labels else ''} {_number(number)}")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _number(value: float) -> str:

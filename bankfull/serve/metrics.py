@@ -26,9 +26,12 @@ _SAMPLES = (1, 2, 5, 10, 20, 50, 100)
 
 
 class Metrics:
-    def __init__(self, *, vllm_names: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
-        self._prefixes = (PREFIX, VLLM_PREFIX) if vllm_names else (PREFIX,)
-        self._clock = clock
+    """`model`: what the served model is called; its own name where that is None."""
+
+    def __init__(
+        self, model: str | None = None, *, vllm_names: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:  # fmt: skip
+        self._model, self._clock = model, clock
         self._marks: deque[tuple[float, Load]] = deque()
         gauge, counter = "gauge", "counter"
         # -- what vLLM's users know
@@ -51,6 +54,7 @@ class Metrics:
         self.request_prompt = Histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self.request_generation = Histogram("request_generation_tokens", "Tokens that a request generated.", _TOKENS)
         self.request_samples = Histogram("request_params_n", "Samples that a request asked for.", _SAMPLES)
+        self._known_to_vllm = self.families if vllm_names else []
         # -- our own
         self.http_requests = Value(
             counter, "http_requests_total", "Answers, by route and status.", ["method", "route", "status"]
@@ -102,7 +106,9 @@ class Metrics:
             self._take(load, facts)
         measured = facts is not None and facts.ceilings is not None and load is not None
         shown = [family for family in self.families if measured or family not in self._unmeasured]
-        return write_families(shown, self._prefixes, {"model_name": facts.name} if facts is not None else {})
+        name = self._model if self._model is not None or facts is None else facts.name
+        labels = {} if name is None else {"model_name": name}
+        return write_families(shown, PREFIX, labels) + write_families(self._known_to_vllm, VLLM_PREFIX, labels)
 
     def _take(self, load: Load, facts: Facts | None) -> None:
         """The engine counts for itself: it starts again from 0 when it is restarted, as counters may."""

@@ -69,7 +69,7 @@ def _run(
             await link.close()
             texts.close()
 
-    metrics = Metrics(vllm_names=protection.vllm_metrics)
+    metrics = Metrics(settings.names[0], vllm_names=protection.vllm_metrics)
     backend = WatchedBackend(link, metrics, protection.doors.keyring)
     app = create_app(backend, texts, settings, lifespan=life)
     limits = GuardLimits(body_bytes=settings.max_body_bytes)

@@ -90,6 +90,8 @@ def test_the_names_that_users_of_vllm_know_are_there() -> None:
         for prefix in ("bankfull:", "vllm:"):
             assert f"# TYPE {prefix}{name} " in text
     numbers(text)
+    assert "vllm:mbu" not in text, "what vLLM does not have does not bear its name"
+    assert 'model_name="served"' in Metrics("served").write(FakeBackend())
     assert not any(name.startswith("vllm:") for name in numbers(Metrics().write(FakeBackend())))
 
 
@@ -169,7 +171,7 @@ def test_labels_are_escaped_and_histograms_add_up() -> None:
     histogram = Histogram("seconds", "Seconds.", [1.0, 2.0])
     for seconds in (0.5, 1.0, 1.5, 9.0):
         histogram.observe(seconds)
-    text = write_families([value, histogram], ["x:"], {})
+    text = write_families([value, histogram], "x:", {})
     assert 'x:odd_total{what="a \\"b\\"\\\\\\n"} 2\n' in text
     assert [line for line in text.splitlines() if "seconds" in line and "#" not in line] == [
         'x:seconds_bucket{le="1"} 2', 'x:seconds_bucket{le="2"} 3', 'x:seconds_bucket{le="+Inf"} 4', "x:seconds_sum 12",
