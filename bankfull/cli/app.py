@@ -20,6 +20,7 @@ from bankfull.cli.chat import chat
 from bankfull.cli.doctor import doctor
 from bankfull.cli.generate import generate
 from bankfull.cli.info import info
+from bankfull.cli.key import key
 from bankfull.cli.limits import limits
 from bankfull.cli.options import flat
 from bankfull.cli.pull import pull
@@ -30,7 +31,7 @@ from bankfull.errors import BankfullError
 
 BAD_INPUT, INTERRUPTED = 2, 130
 COMMANDS: tuple[Callable[..., int | None], ...] = (
-    run, chat, serve, generate, pull, info, limits, bench, quality, doctor,
+    run, chat, serve, generate, pull, info, limits, bench, quality, doctor, key,
 )  # fmt: skip
 
 # Rich would draw boxes around the help, at the price of doubling the time until it appears.

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from bankfull.cli.options import EngineOptions
+from bankfull.cli.protection import ProtectionOptions
 
 
 def serve(
@@ -32,9 +33,7 @@ def serve(
     ] = None,
     max_body_bytes: Annotated[int, typer.Option(help="Larger calls are refused.")] = 4 << 20,
     grace: Annotated[float, typer.Option(help="Seconds that running answers get when the server is stopped.")] = 30.0,
-    no_auth: Annotated[
-        bool, typer.Option("--no-auth", help="Let everybody in, also from other machines.")
-    ] = False,
+    protection: ProtectionOptions,
 ) -> None:  # fmt: skip
     """Serve a model over HTTP, as OpenAI's clients expect it.
 
@@ -59,5 +58,5 @@ def serve(
     )  # fmt: skip
     run_server(
         engine.model, {**engine.options(), "policy": "priority"}, settings,
-        queue_requests=queue_requests, grace=grace, open_to_all=no_auth,
+        protection=protection.protection(host), queue_requests=queue_requests, grace=grace,
     )  # fmt: skip

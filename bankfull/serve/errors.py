@@ -71,7 +71,8 @@ def problem_of(error: BaseException) -> Problem:
             kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
             return Problem(error.status, str(error), kind, error.param, error.code)
         case GenerationFailed():
-            return Problem(500, str(error), "server_error", code="generation_failed", retry=False)
+            # The request's own constraints, as a rule: another attempt would end alike.
+            return Problem(400, str(error), "invalid_request_error", code="generation_failed", retry=False)
         case RequestError():
             return Problem(400, str(error), "invalid_request_error")
         case Busy():

@@ -213,7 +213,9 @@ class ChatCompletions:
         if call.stream:
             return ChatStream(answer, tokenizer, model, call.stream_options or StreamOptions(), top)
         samples = await collect(answer)
-        choices = [choice_of(sample, tokenizer, top) for sample in samples]
+        choices = await self._chat.texts.run_if(
+            top is not None, lambda: [choice_of(sample, tokenizer, top) for sample in samples]
+        )
         prompt_logprobs = prompt_logprobs_reply(answer.done.prompt_logprobs if answer.done else None)
         return _encode(
             ChatReply(

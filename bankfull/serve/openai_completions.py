@@ -226,7 +226,10 @@ class Completions:
         if job.params.max_tokens == 0:
             samples = samples[:1] * job.kept  # nothing was generated, so all samples are the same
         best = sorted(samples, key=lambda sample: -sample.mean_logprob) if len(samples) > job.kept else samples
-        return [self._choice(job, prompt, lines, first + i, sample) for i, sample in enumerate(best[: job.kept])]
+        return await self._texts.run_if(
+            job.params.logprobs is not None or lines is not None,
+            lambda: [self._choice(job, prompt, lines, first + i, sample) for i, sample in enumerate(best[: job.kept])],
+        )
 
     def _choice(
         self, job: Job, prompt: list[int], prompt_lines: list[TokenLine | None] | None, index: int, sample: Sample

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import logging
 import shlex
 import socket
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import msgspec
 import uvicorn
@@ -17,25 +15,34 @@ from starlette.applications import Starlette
 from bankfull.errors import BankfullError, ConfigError
 from bankfull.serve.admission import QueueLimits
 from bankfull.serve.app import create_app
+from bankfull.serve.fortify import Protection, fortify
+from bankfull.serve.guard import GuardLimits
 from bankfull.serve.link import Link
+from bankfull.serve.listen import raise_file_limit, uvicorn_config
+from bankfull.serve.log import Logs
+from bankfull.serve.metrics import Metrics
 from bankfull.serve.settings import Settings
 from bankfull.serve.texts import Texts
-
-BACKLOG = 2048
-IDLE_CONNECTION_SECONDS = 60
+from bankfull.serve.watch import WatchedBackend
 
 
 def run_server(
     model: str, options: Mapping[str, str | int | float | bool | None], settings: Settings, *,
-    queue_requests: int | None = None, grace: float = 30.0, open_to_all: bool = False,
+    protection: Protection, queue_requests: int | None = None, grace: float = 30.0,
 ) -> None:  # fmt: skip
     """Until it is stopped. A model that cannot be loaded ends it with a ModelError."""
-    logging.basicConfig(format="bankfull: %(message)s", level=logging.INFO)
-    if not open_to_all and not is_loopback(settings.host):
-        raise ConfigError(
-            f"{settings.host} can be reached from other machines: give --no-auth to let everybody in, or listen on "
-            "127.0.0.1."
-        )
+    logs = Logs(json=protection.log_json)
+    try:
+        _run(model, options, settings, protection, queue_requests, grace)
+    finally:
+        logs.close()
+
+
+def _run(
+    model: str, options: Mapping[str, str | int | float | bool | None], settings: Settings, protection: Protection,
+    queue_requests: int | None, grace: float,
+) -> None:  # fmt: skip
+    raise_file_limit()
     listening = listen(settings.host, settings.port)
     texts = Texts.open(model)
     link = Link(model, options, QueueLimits(requests=queue_requests))
@@ -48,7 +55,7 @@ def run_server(
             failure.append(error)
             server.should_exit = True
             return
-        print(greeting(link, settings, listening), flush=True)
+        print(greeting(link, settings, listening, protection), flush=True)
 
     @asynccontextmanager
     async def life(app: Starlette) -> AsyncIterator[None]:
@@ -62,11 +69,14 @@ def run_server(
             await link.close()
             texts.close()
 
-    app = create_app(link, texts, settings, lifespan=life)
-    config = uvicorn.Config(
-        app, loop="uvloop", http="httptools", ws="none", lifespan="on", log_config=None, access_log=False,
-        log_level="warning", server_header=False, proxy_headers=False, backlog=BACKLOG,
-        timeout_keep_alive=IDLE_CONNECTION_SECONDS, timeout_graceful_shutdown=max(1, round(grace)),
+    metrics = Metrics(settings.names[0], vllm_names=protection.vllm_metrics)
+    backend = WatchedBackend(link, metrics, protection.doors.keyring)
+    app = create_app(backend, texts, settings, lifespan=life)
+    limits = GuardLimits(body_bytes=settings.max_body_bytes)
+    layers = fortify(app, backend, protection.doors, metrics, limits=limits, log_prompts=protection.log_prompts)
+    config = uvicorn_config(
+        layers, settings.host, settings.port, tls=protection.tls, log_level="warning",
+        timeout_graceful_shutdown=max(1, round(grace)),
     )  # fmt: skip
     server = uvicorn.Server(config)
     server.run([listening])
@@ -90,20 +100,16 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def is_loopback(host: str) -> bool:
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
-
-
-def greeting(link: Link, settings: Settings, listening: socket.socket) -> str:
+def greeting(link: Link, settings: Settings, listening: socket.socket, protection: Protection) -> str:
     """What a person needs to know when the model is ready."""
     host, port = settings.host, listening.getsockname()[1]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if protection.tls.certificate is None else "https"
+    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    key = " -H 'authorization: Bearer KEY'" if protection.doors.keyring.required else ""
     name, facts = settings.names[0], link.facts
     size = "" if facts is None else f", context {facts.max_len} tokens, {facts.rows} at once, {facts.dtype}"
     body = msgspec.json.encode({"model": name, "messages": [{"role": "user", "content": "What is a river?"}]}).decode()
-    call = f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(body)}"
+    call = f"curl {url}/v1/chat/completions -H 'content-type: application/json'{key} -d {shlex.quote(body)}"
     return (
         f"bankfull serves {name}{size}\n"
         f"  OpenAI's clients   base_url {url}/v1\n"

@@ -138,7 +138,7 @@ def explained(message: str, at: str = "") -> Refusal:
     """What msgspec says of a value that a call holds at `at`."""
     message = message.replace("`$", f"`$.{at}", 1) if at else message
     if (unknown := _UNKNOWN.fullmatch(message)) is not None:
-        name = unknown["name"][:80]
+        name = " ".join(unknown["name"].split())[:80]
         param = f"{unknown['path']}.{name}" if unknown["path"] else name
         sentence = f"{param} is not a parameter that this server supports: leave it out."
         if not unknown["path"] and name in POINTERS:

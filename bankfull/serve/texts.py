@@ -29,6 +29,9 @@ Made = TypeVar("Made")
 DEFAULT_KEYS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 THREADS = 2
 MAX_PREPARING = 512
+MAX_LOGPROB_ENTRIES = 1 << 18
+USUAL_ANSWER = 4096
+"""What an answer without max_tokens is taken for when its log-probabilities are counted."""
 MAX_CHARACTERS = 8_000_000
 
 
@@ -83,6 +86,10 @@ class Texts:
             return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(*given, **named))
         finally:
             self._preparing -= 1
+
+    async def run_if(self, long: bool, work: Callable[[], Made]) -> Made:
+        """`work` on a thread if it may take long, else at once."""
+        return await self.run(work) if long else work()
 
     # -- on a thread
 
@@ -142,7 +149,20 @@ def fit(ids: list[int], context: int, params: SamplingParams, truncate: int | No
             f"{param} has {len(ids)} tokens{asked}, but the context holds {context}; shorten it, lower max_tokens, or "
             "set truncate_prompt_tokens.", param,
         )  # fmt: skip
+    refuse_bulk(len(ids), params, context)
     return ids
+
+
+def refuse_bulk(prompt: int, params: SamplingParams, context: int) -> None:
+    """Log-probabilities are many times as large as the text that they belong to."""
+    following = params.max_tokens if params.max_tokens is not None else min(context - prompt, USUAL_ANSWER)
+    entries = 0 if params.logprobs is None else params.n * following * (params.logprobs + 1)
+    entries += 0 if params.prompt_logprobs is None else prompt * (params.prompt_logprobs + 1)
+    if entries > MAX_LOGPROB_ENTRIES:
+        raise Refusal(
+            f"The answer would hold {entries} log-probabilities, more than {MAX_LOGPROB_ENTRIES}: lower logprobs, "
+            "prompt_logprobs, n or max_tokens.", param="logprobs", code="invalid_value",
+        )  # fmt: skip
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,65 @@
+"""Options of `bankfull serve` about who may ask, from where, and what is written down about it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from bankfull.serve.fortify import Protection
+
+
+@dataclass(frozen=True, slots=True)
+class ProtectionOptions:
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Lines that `bankfull key` has printed. BANKFULL_API_KEY may hold keys too.", show_default=False
+        ),
+    ] = None
+    no_auth: Annotated[bool, typer.Option("--no-auth", help="Let everybody in, also from other machines.")] = False
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A name that this server goes by; may be given several times.", show_default="this machine's"
+        ),
+    ] = None
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Web pages that may call, such as https://app.example.org.", show_default="none"),
+    ] = None
+    share_prefix_cache: Annotated[
+        bool, typer.Option("--share-prefix-cache", help="Between keys: quicker, but they can tell what others asked.")
+    ] = False
+    tls_certificate: Annotated[Path | None, typer.Option(help="Serve over TLS.", show_default=False)] = None
+    tls_key: Annotated[Path | None, typer.Option(help="The certificate's key.", show_default=False)] = None
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="Only clients with a certificate signed by these.", show_default=False)
+    ] = None
+    log_json: Annotated[bool, typer.Option("--log-json", help="Write logs as JSON.")] = False
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write what was asked into the log.")] = False
+    vllm_metrics: Annotated[
+        bool, typer.Option("--vllm-metrics", help="Offer metrics under vLLM's names, too.")
+    ] = False  # fmt: skip
+
+    def protection(self, host: str) -> Protection:
+        from bankfull.serve.fortify import Protection
+        from bankfull.serve.guard import open_doors
+        from bankfull.serve.keys import Keyring, keys_of_environment
+        from bankfull.serve.listen import Tls
+
+        # Taken out of the environment: the engine's process needs no keys.
+        keyring = Keyring(keys_of_environment(os.environ), self.api_key_file)
+        os.environ.pop("BANKFULL_API_KEY", None)
+        doors = open_doors(
+            keyring, host=host, no_auth=self.no_auth, hosts=self.allowed_host or (), origins=self.cors_origin or (),
+            share_prefixes=self.share_prefix_cache,
+        )  # fmt: skip
+        return Protection(
+            doors=doors, tls=Tls(self.tls_certificate, self.tls_key, client_authorities=self.tls_client_ca),
+            log_json=self.log_json, log_prompts=self.log_prompts, vllm_metrics=self.vllm_metrics,
+        )  # fmt: skip

@@ -1,0 +1,201 @@
+"""The outermost layer and the innermost one: a request gets its id and its `Trace` where it comes in, and what it makes
+the engine do is counted where it leaves the API.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator
+
+from bankfull.errors import BankfullError
+from bankfull.sample.params import SamplingParams
+from bankfull.serve.backend import Backend, Busy
+from bankfull.serve.guard import App, Message, Receive, Scope, Send
+from bankfull.serve.keys import Bucket, Keyring
+from bankfull.serve.log import log_trace
+from bankfull.serve.metrics import Metrics
+from bankfull.serve.trace import Trace, current_trace, during
+from bankfull.serve.wire import Done, Facts, Load, Piece
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+QUIET_PATHS = frozenset({"/live", "/ready", "/health", "/metrics"})
+"""Asked every few seconds by machines: counted, but logged only when something is wrong."""
+
+
+class Watch:
+    """The outermost layer of plain ASGI."""
+
+    def __init__(self, app: App, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        identity = request_id(scope["headers"])
+        trace = Trace(identity.decode(), scope["method"], scope["path"], time.monotonic())
+
+        async def echoing(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                trace.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", identity)]
+            await send(message)
+
+        try:
+            with during(trace):
+                await self._app(scope, receive, echoing)
+        finally:
+            self._tell(trace, scope)
+
+    def _tell(self, trace: Trace, scope: Scope) -> None:
+        trace.route = route_of(scope)
+        # A client that leaves before it was answered is 499 in the logs of many servers.
+        trace.status = trace.status or 499
+        self._metrics.http_requests.add(
+            1, trace.method if trace.route else "", trace.route or "none", str(trace.status)
+        )
+        if trace.status >= 400 or trace.problem is not None or trace.route not in QUIET_PATHS:
+            log_trace(trace, time.monotonic() - trace.arrived)
+
+
+def request_id(headers: list[tuple[bytes, bytes]]) -> bytes:
+    """The client's own, where it is one that may stand in logs and headers."""
+    for name, value in headers:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return value
+    return b"req-" + secrets.token_hex(12).encode()
+
+
+def route_of(scope: Scope) -> str:
+    """The path with every id replaced by its name, or nothing where no route was found."""
+    if "endpoint" not in scope:
+        return ""
+    path: str = scope["path"]
+    for name, value in scope.get("path_params", {}).items():
+        path = path.replace(str(value), f"{{{name}}}", 1)
+    return path
+
+
+class WatchedBackend:
+    """The engine as endpoints see it: what it does for a request is counted, and charged to the key that asks."""
+
+    def __init__(self, inner: Backend, metrics: Metrics, keyring: Keyring) -> None:
+        self._inner, self._metrics, self._keyring = inner, metrics, keyring
+
+    @property
+    def ready(self) -> bool:
+        return self._inner.ready
+
+    @property
+    def facts(self) -> Facts | None:
+        return self._inner.facts
+
+    @property
+    def load(self) -> Load | None:
+        return self._inner.load
+
+    async def reset_cache(self) -> int:
+        return await self._inner.reset_cache()
+
+    def generate(
+        self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
+        deadline: float | None = None,
+    ) -> AsyncIterator[list[Piece | Done]]:  # fmt: skip
+        trace = current_trace()
+        tokens = None if trace is None else self._tokens_of(trace)
+        try:
+            steps = self._inner.generate(prompt, params, priority=priority, salt=salt, pool=pool, deadline=deadline)
+        except BankfullError as error:
+            self._metrics.failures.add(1, type(error).__name__)
+            raise
+        if tokens is not None:
+            tokens.take(len(prompt))
+        return CountedSteps(steps, self._metrics, trace, tokens, len(prompt), params.n)
+
+    def _tokens_of(self, trace: Trace) -> Bucket | None:
+        if trace.key is None or (tokens := self._keyring.allowance(trace.key).tokens) is None:
+            return None
+        if (seconds := tokens.wait()) > 0:
+            raise Busy(
+                f"The key {trace.key.name} has used its {tokens.per_minute} tokens per minute; try again in "
+                f"{seconds:.1f} s.", seconds,
+            )  # fmt: skip
+        return tokens
+
+
+class CountedSteps:
+    """A request's steps, counted as they pass. This runs for every token of every stream."""
+
+    __slots__ = ("_arrived", "_ended", "_last", "_metrics", "_prompt", "_samples", "_steps", "_tokens", "_trace")
+
+    def __init__(
+        self, steps: AsyncIterator[list[Piece | Done]], metrics: Metrics, trace: Trace | None, tokens: Bucket | None,
+        prompt: int, samples: int,
+    ) -> None:  # fmt: skip
+        self._steps, self._metrics, self._trace, self._tokens = steps, metrics, trace, tokens
+        self._prompt, self._samples = prompt, samples
+        self._arrived = time.monotonic()
+        self._last: float | None = None
+        self._ended = False
+        metrics.prompt_tokens.add(prompt)
+        if trace is not None:
+            trace.prompt_tokens += prompt
+
+    def __aiter__(self) -> CountedSteps:
+        return self
+
+    async def __anext__(self) -> list[Piece | Done]:
+        try:
+            items = await self._steps.__anext__()
+        except StopAsyncIteration:
+            self._ended = True
+            raise
+        except BaseException as error:
+            self._fail(type(error).__name__ if isinstance(error, Exception) else "left")
+            raise
+        fresh = 0
+        for item in items:
+            if isinstance(item, Piece):
+                fresh += len(item.tokens)
+                if item.finish is not None:
+                    self._metrics.success.add(1, item.finish)
+            else:
+                self._end(item)
+        if fresh:
+            self._count(fresh)
+        return items
+
+    async def aclose(self) -> None:
+        self._fail("left")
+        close = getattr(self._steps, "aclose", None)
+        if close is not None:
+            await close()
+
+    def _count(self, fresh: int) -> None:
+        now, metrics, trace = time.monotonic(), self._metrics, self._trace
+        if self._last is None:
+            metrics.first_token.observe(now - self._arrived)
+            if trace is not None and trace.ttft is None:
+                trace.ttft = now - trace.arrived
+        else:
+            metrics.between_tokens.observe(now - self._last)
+        self._last = now
+        metrics.generation_tokens.add(fresh)
+        if trace is not None:
+            trace.completion_tokens += fresh
+        if self._tokens is not None:
+            self._tokens.take(fresh)
+
+    def _end(self, done: Done) -> None:
+        self._ended = True
+        self._metrics.ended(done, self._prompt, self._samples, time.monotonic() - self._arrived)
+        if self._trace is not None:
+            self._trace.cached_tokens += done.cached_tokens
+
+    def _fail(self, reason: str) -> None:
+        if not self._ended:
+            self._ended = True
+            self._metrics.failures.add(1, reason)
+            if self._trace is not None:
+                self._trace.problem = reason
