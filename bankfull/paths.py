@@ -1,4 +1,4 @@
-"""Where the program keeps what it may lose: measurements, never anything that a user made."""
+"""Where the program keeps things: what it may lose (measurements), and what users gave it (files of batches)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,28 @@ from pathlib import Path
 from bankfull.errors import ConfigError
 
 CACHE_VARIABLE = "BANKFULL_CACHE"
+DATA_VARIABLE = "BANKFULL_DATA"
 
 
 def cache_dir() -> Path:
     """BANKFULL_CACHE, or `bankfull` in the user's cache directory. It may not exist yet."""
-    own = os.environ.get(CACHE_VARIABLE, "")
+    return _own(CACHE_VARIABLE, "XDG_CACHE_HOME", ".cache", "cached data")
+
+
+def data_dir() -> Path:
+    """BANKFULL_DATA, or `bankfull` in the user's data directory. It may not exist yet."""
+    return _own(DATA_VARIABLE, "XDG_DATA_HOME", ".local/share", "files and batches")
+
+
+def _own(variable: str, shared_variable: str, usual: str, what: str) -> Path:
+    own = os.environ.get(variable, "")
     if own:
         return Path(own)
-    shared = os.environ.get("XDG_CACHE_HOME", "")
+    shared = os.environ.get(shared_variable, "")
     # A relative path there is invalid and to be ignored (XDG Base Directory Specification).
     if os.path.isabs(shared):
         return Path(shared) / "bankfull"
     try:
-        return Path.home() / ".cache" / "bankfull"
+        return Path.home() / usual / "bankfull"
     except RuntimeError:
-        raise ConfigError(f"No home directory is known; set {CACHE_VARIABLE} to a directory for cached data.") from None
+        raise ConfigError(f"No home directory is known; set {variable} to a directory for {what}.") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -32,6 +33,13 @@ def serve(
         int | None, typer.Option(help="Samples that may wait beyond those that run.", show_default="as many again")
     ] = None,
     max_body_bytes: Annotated[int, typer.Option(help="Larger calls are refused.")] = 4 << 20,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where files and batches survive the server; one server at a time.",
+            show_default="by port, in the user's data directory; with port 0 a temporary one",
+        ),
+    ] = None,
     grace: Annotated[float, typer.Option(help="Seconds that running answers get when the server is stopped.")] = 30.0,
     protection: ProtectionOptions,
 ) -> None:  # fmt: skip
@@ -40,6 +48,7 @@ def serve(
     The engine runs in a process of its own and is started again if it dies. /ready tells when the model is loaded,
     /openapi.json what there is. Ctrl-C or SIGTERM lets running answers finish.
     """
+    from bankfull import paths
     from bankfull.errors import ConfigError
 
     try:
@@ -50,6 +59,8 @@ def serve(
         ) from None
     from bankfull.serve.settings import Settings
 
+    if data_dir is None and port:
+        data_dir = paths.data_dir() / "serve" / str(port)
     engine = engine if served is None else replace(engine, model=served)
     names = tuple(served_model_name or [engine.model])
     settings = Settings(
@@ -58,5 +69,5 @@ def serve(
     )  # fmt: skip
     run_server(
         engine.model, {**engine.options(), "policy": "priority"}, settings,
-        protection=protection.protection(host), queue_requests=queue_requests, grace=grace,
+        protection=protection.protection(host), data=data_dir, queue_requests=queue_requests, grace=grace,
     )  # fmt: skip

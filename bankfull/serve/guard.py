@@ -108,6 +108,11 @@ def is_wildcard(host: str) -> bool:
         return host == ""
 
 
+def caller_named(doors: Doors, key: str) -> Caller:
+    """Whoever has the key with this name; "" where nobody needs one."""
+    return Caller(key or None, "" if doors.share_prefixes else key)
+
+
 class Guard:
     def __init__(
         self, app: App, doors: Doors, limits: GuardLimits | None = None, *,
@@ -197,7 +202,7 @@ class Guard:
         trace = current_trace()
         if trace is not None:
             trace.key = key
-        scope[CALLER] = Caller(key.name, "" if self._doors.share_prefixes else key.name)
+        scope[CALLER] = caller_named(self._doors, key.name)
         if path in ADMIN_PATHS and not key.admin:
             raise Refused(403, f"The key {key.name} may not do this: its line in the key file lacks `admin`.")
         self._spend(key)

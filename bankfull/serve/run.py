@@ -6,7 +6,9 @@ import asyncio
 import shlex
 import socket
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import uvicorn
@@ -15,8 +17,9 @@ from starlette.applications import Starlette
 from bankfull.errors import BankfullError, ConfigError
 from bankfull.serve.admission import QueueLimits
 from bankfull.serve.app import create_app
+from bankfull.serve.batch_service import BatchService, handle_within
 from bankfull.serve.fortify import Protection, fortify
-from bankfull.serve.guard import GuardLimits
+from bankfull.serve.guard import GuardLimits, caller_named
 from bankfull.serve.link import Link
 from bankfull.serve.listen import raise_file_limit, uvicorn_config
 from bankfull.serve.log import Logs
@@ -28,19 +31,21 @@ from bankfull.serve.watch import WatchedBackend
 
 def run_server(
     model: str, options: Mapping[str, str | int | float | bool | None], settings: Settings, *,
-    protection: Protection, queue_requests: int | None = None, grace: float = 30.0,
+    protection: Protection, data: Path | None = None, queue_requests: int | None = None, grace: float = 30.0,
 ) -> None:  # fmt: skip
-    """Until it is stopped. A model that cannot be loaded ends it with a ModelError."""
+    """Until it is stopped. A model that cannot be loaded ends it with a ModelError. `data`: where files and batches
+    survive the server; without it they end with it."""
     logs = Logs(json=protection.log_json)
     try:
-        _run(model, options, settings, protection, queue_requests, grace)
+        with nullcontext(data) if data is not None else TemporaryDirectory(prefix="bankfull-serve-") as folder:
+            _run(model, options, settings, protection, Path(folder), queue_requests, grace)
     finally:
         logs.close()
 
 
 def _run(
     model: str, options: Mapping[str, str | int | float | bool | None], settings: Settings, protection: Protection,
-    queue_requests: int | None, grace: float,
+    data: Path, queue_requests: int | None, grace: float,
 ) -> None:  # fmt: skip
     raise_file_limit()
     listening = listen(settings.host, settings.port)
@@ -62,7 +67,8 @@ def _run(
         await link.start()
         announcing = asyncio.ensure_future(announce(server))
         try:
-            yield
+            async with batches:
+                yield
         finally:
             announcing.cancel()
             await link.drain(0.0)  # those who were given time have had it
@@ -72,6 +78,11 @@ def _run(
     metrics = Metrics(settings.names[0], vllm_names=protection.vllm_metrics)
     backend = WatchedBackend(link, metrics, protection.doors.keyring)
     app = create_app(backend, texts, settings, lifespan=life)
+    batches = BatchService(
+        data, handle_within(app.state.apis, lambda key: caller_named(protection.doors, key)),
+        rows=lambda: link.facts.rows if link.facts is not None else 1,
+    )  # fmt: skip
+    app.router.routes.extend(batches.routes)
     limits = GuardLimits(body_bytes=settings.max_body_bytes)
     layers = fortify(app, backend, protection.doors, metrics, limits=limits, log_prompts=protection.log_prompts)
     config = uvicorn_config(
