@@ -234,8 +234,10 @@ class EngineProcess(asyncio.Protocol):
 class Link:
     """A `Backend`. All of it runs on one event loop."""
 
-    def __init__(self, model: str, options: Options | None = None, limits: QueueLimits | None = None) -> None:
-        self._configure = Configure(model, dict(options or {}))
+    def __init__(
+        self, model: str, options: Options | None = None, limits: QueueLimits | None = None, threads: int | None = None
+    ) -> None:
+        self._configure = Configure(model, dict(options or {}), threads)
         self.admission = Admission(limits or QueueLimits())
         self.phase = "starting"
         """How far loading is, for people."""

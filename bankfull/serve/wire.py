@@ -23,6 +23,8 @@ class Configure(msgspec.Struct, tag="configure"):
 
     model: str
     options: dict[str, str | int | float | bool | None]
+    threads: int | None = None
+    """That compute; None: one for each core."""
 
 
 class Submit(msgspec.Struct, tag="submit", omit_defaults=True):

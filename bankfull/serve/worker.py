@@ -120,8 +120,11 @@ class Worker:
         self._say(Phase(f"loading {wanted.model}"))
         from bankfull.llm import LLM
         from bankfull.loop import EngineLoop
+        from bankfull.ops.native import set_threads
         from bankfull.serve.gauge import Gauge, known_limits
 
+        if wanted.threads is not None:
+            set_threads(wanted.threads)
         options: dict[str, Any] = dict(wanted.options)
         if not {"policy", "scheduling_policy"} & options.keys():
             options["policy"] = "priority"  # batch work gives way

@@ -71,7 +71,7 @@ class Process:
 def worker() -> Iterator[Process]:
     made = Process()
     try:
-        made.send(Configure(str(speaking_folder()), OPTIONS))
+        made.send(Configure(str(speaking_folder()), OPTIONS, threads=2))
         made.until(Ready)
         yield made
     finally:
