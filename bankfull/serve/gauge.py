@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
+from bankfull.errors import BankfullError
 from bankfull.limits.step import StepShape
 from bankfull.llm import LLM
 from bankfull.serve.wire import Load
@@ -12,6 +14,8 @@ from bankfull.types import StepPlan
 
 if TYPE_CHECKING:
     from bankfull.limits.closed_form import ClosedForm
+
+log = logging.getLogger("bankfull")
 
 
 def known_limits(llm: LLM) -> tuple[ClosedForm, dict[str, float]] | None:
@@ -25,13 +29,19 @@ def known_limits(llm: LLM) -> tuple[ClosedForm, dict[str, float]] | None:
     ceilings = known() if loaded.device.kind == "cpu" else None
     if ceilings is None:
         return None
-    dtype = str(loaded.build.dtype).removeprefix("torch.")
-    metered = MeteredModel(
-        loaded.files, dtype=dtype, expand=loaded.build.expand, kv_dtype=loaded.build.kv_dtype,
-        activations=loaded.kit.activations,
-    )  # fmt: skip
-    peak = ceilings.peak_of(dtype, loaded.kit.activations)
-    return closed_form(metered), {"read_bytes_per_s": ceilings.read_bytes_per_s, "flops": peak}
+    dtype, activations = str(loaded.build.dtype).removeprefix("torch."), loaded.kit.activations
+    try:
+        metered = MeteredModel(
+            loaded.files, dtype=dtype, expand=loaded.build.expand, kv_dtype=loaded.build.kv_dtype,
+            activations=activations,
+        )  # fmt: skip
+        form, peak = closed_form(metered), ceilings.peak_of(dtype, activations)
+    except BankfullError as error:  # a model may well run without a meter
+        log.warning("No limits are shown: %s", error)
+        return None
+    # A small model's weights may be read from the cache again and again.
+    read = ceilings.read_at(form.cost(StepShape.decode()).read)
+    return form, {"read_bytes_per_s": read, "flops": peak}
 
 
 class Gauge:

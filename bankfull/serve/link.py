@@ -126,10 +126,11 @@ class Answer:
     """The client's end of a stream. Leaving it, by `aclose`, by cancelling the wait or by letting go of it, aborts the
     request."""
 
-    __slots__ = ("_stream",)
+    __slots__ = ("_loop", "_stream")
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
+        self._loop = asyncio.get_running_loop()
 
     def __aiter__(self) -> Answer:
         return self
@@ -141,7 +142,10 @@ class Answer:
         self._stream.leave()
 
     def __del__(self) -> None:
-        self._stream.leave()
+        if not self._stream.ended:
+            # Garbage is collected on any thread, and after the end of the event loop too.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._stream.leave)
 
 
 class EngineProcess(asyncio.Protocol):
@@ -230,8 +234,10 @@ class EngineProcess(asyncio.Protocol):
 class Link:
     """A `Backend`. All of it runs on one event loop."""
 
-    def __init__(self, model: str, options: Options | None = None, limits: QueueLimits | None = None) -> None:
-        self._configure = Configure(model, dict(options or {}))
+    def __init__(
+        self, model: str, options: Options | None = None, limits: QueueLimits | None = None, threads: int | None = None
+    ) -> None:
+        self._configure = Configure(model, dict(options or {}), threads)
         self.admission = Admission(limits or QueueLimits())
         self.phase = "starting"
         """How far loading is, for people."""

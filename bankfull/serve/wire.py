@@ -23,6 +23,8 @@ class Configure(msgspec.Struct, tag="configure"):
 
     model: str
     options: dict[str, str | int | float | bool | None]
+    threads: int | None = None
+    """That compute; None: one for each core."""
 
 
 class Submit(msgspec.Struct, tag="submit", omit_defaults=True):
@@ -69,7 +71,7 @@ class Facts(msgspec.Struct):
     dtype: str
     device: str
     ceilings: dict[str, float] | None = None
-    """read_bytes_per_s, flops: this machine's, as far as they were measured before."""
+    """read_bytes_per_s, flops: this machine's for this model, if they were measured before."""
 
 
 class Ready(msgspec.Struct, tag="ready"):

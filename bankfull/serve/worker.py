@@ -13,7 +13,8 @@ import socket
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, NoReturn
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from bankfull.outputs import Delta, Logprob
 
 NICENESS = 5
-"""The engine would take every core that there is; the API and the clients need theirs when they need them."""
+"""Beside the API's: the engine would take every core that there is."""
 GRAMMAR_THREADS = 2
 SWITCH_SECONDS = 0.0005
 """How long the engine's thread waits at most for another one to give up the interpreter."""
@@ -111,6 +112,7 @@ class Worker:
         except BankfullError as error:
             self._say(Failed(str(error)))
             _leave(2)
+        give_way()
         self._say(Ready(facts))
         self._loop.run()
 
@@ -118,10 +120,15 @@ class Worker:
         self._say(Phase(f"loading {wanted.model}"))
         from bankfull.llm import LLM
         from bankfull.loop import EngineLoop
+        from bankfull.ops.native import set_threads
         from bankfull.serve.gauge import Gauge, known_limits
 
-        options = {"policy": "priority", **wanted.options}
-        llm = LLM(wanted.model, **options)  # type: ignore[arg-type]
+        if wanted.threads is not None:
+            set_threads(wanted.threads)
+        options: dict[str, Any] = dict(wanted.options)
+        if not {"policy", "scheduling_policy"} & options.keys():
+            options["policy"] = "priority"  # batch work gives way
+        llm = LLM(wanted.model, **options)
         self._front = llm.loaded.frontend
         self._loop = EngineLoop(self._front, self._tell)
         self._say(Phase("warming up"))
@@ -295,6 +302,19 @@ def warm_up(llm: LLM) -> None:
     engine.totals = Totals()
 
 
+def give_way() -> None:
+    """From here on the API and the clients go first. Where threads have priorities of their own, all of them: the
+    kernels' threads are there already."""
+    try:
+        threads = [int(name) for name in os.listdir("/proc/self/task")]
+    except OSError:
+        threads = [0]
+    wanted = os.getpriority(os.PRIO_PROCESS, 0) + NICENESS
+    for thread in threads:
+        with suppress(OSError):  # it has just ended
+            os.setpriority(os.PRIO_PROCESS, thread, wanted)
+
+
 def _refusal(request: int, error: Exception) -> Refused:
     """Whatever happens while one request is prepared is that request's own trouble."""
     if isinstance(error, RequestError):
@@ -329,7 +349,6 @@ def main() -> None:
     # Whoever stops the service stops the API, which lets running requests finish and then closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.nice(NICENESS)
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         Worker(socket.socket(fileno=int(sys.argv[1]))).run()

@@ -41,9 +41,10 @@ def service(limits: QueueLimits | None = None, **options: Any) -> Iterator[Servi
         await link.start()
         await link.wait_ready()
 
-    made = Service(Link(str(speaking_folder()), {**OPTIONS, **options}, limits))
+    # One thread: tests run beside each other, and kernels that wait for each other do not like to share a core.
+    made = Service(Link(str(speaking_folder()), {**OPTIONS, **options}, limits, threads=1))
     try:
-        made.run(start)
+        made.run(start, timeout=240.0)
         yield made
     finally:
         made.run(lambda link: link.close())

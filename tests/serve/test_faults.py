@@ -67,9 +67,10 @@ def test_whoever_leaves_frees_the_pages_at_every_stage(serving: Service, stage: 
             others = [link.generate([i, i + 1], ENDLESS) for i in range(4)]
             for other in others:
                 await anext(other)
+        steps = link.load.steps if link.load is not None else 0
         stream = link.generate(list(range(90)), ENDLESS)  # six steps of sixteen tokens
         if stage == "prefill":
-            await until(lambda: link.load is not None and link.load.pages_used > 0)
+            await until(lambda: link.load is not None and link.load.steps > steps)
         elif stage == "decode":
             await anext(stream)
         await stream.aclose()  # type: ignore[attr-defined]

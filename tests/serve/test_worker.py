@@ -71,7 +71,7 @@ class Process:
 def worker() -> Iterator[Process]:
     made = Process()
     try:
-        made.send(Configure(str(speaking_folder()), OPTIONS))
+        made.send(Configure(str(speaking_folder()), OPTIONS, threads=2))
         made.until(Ready)
         yield made
     finally:
@@ -81,7 +81,9 @@ def worker() -> Iterator[Process]:
 
 
 def test_it_gives_way_to_others(worker: Process) -> None:
-    assert os.getpriority(os.PRIO_PROCESS, worker.process.pid) > os.getpriority(os.PRIO_PROCESS, 0)
+    threads = [int(name) for name in os.listdir(f"/proc/{worker.process.pid}/task")]
+    assert len(threads) > 2
+    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {os.getpriority(os.PRIO_PROCESS, 0) + 5}
 
 
 def test_an_idle_engine_costs_nothing(worker: Process) -> None:
