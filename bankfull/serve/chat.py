@@ -172,7 +172,7 @@ class Answer:
 
     def _turn(self, piece: Piece) -> Turn:
         if piece.finish == "error" or piece.finish == "abort":
-            raise GenerationFailed(piece.error or "The engine ended this request before it was done.")
+            raise GenerationFailed(piece.error)
         index = piece.index
         parser = self._parsers[index]
         events = parser.push(piece.text) if piece.text else []

@@ -35,7 +35,11 @@ class ContextOverflow(Refusal):
 
 
 class GenerationFailed(RequestError):
-    """The engine ended this one request: a grammar that leaves no token, numbers that are none."""
+    """The engine ended this one request. With a reason it is the request's own: a grammar that leaves no token."""
+
+    def __init__(self, reason: str | None = None) -> None:
+        super().__init__(reason or "The engine ended this request before it was done.")
+        self.status = 500 if reason is None else 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +75,8 @@ def problem_of(error: BaseException) -> Problem:
             kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
             return Problem(error.status, str(error), kind, error.param, error.code)
         case GenerationFailed():
-            # The request's own constraints, as a rule: another attempt would end alike.
-            return Problem(400, str(error), "invalid_request_error", code="generation_failed", retry=False)
+            kind = "server_error" if error.status == 500 else "invalid_request_error"
+            return Problem(error.status, str(error), kind, code="generation_failed", retry=False)
         case RequestError():
             return Problem(400, str(error), "invalid_request_error")
         case Busy():

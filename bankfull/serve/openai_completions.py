@@ -264,7 +264,7 @@ def _refuse_contradictions(call: CompletionCall) -> None:
 
 def refuse_failure(piece: Piece) -> None:
     if piece.finish in ("error", "abort"):
-        raise GenerationFailed(piece.error or "The engine ended this request before it was done.")
+        raise GenerationFailed(piece.error)
 
 
 async def leave(steps: AsyncIterator[list[Piece | Done]]) -> None:

@@ -115,11 +115,11 @@ class Embeddings:
                     if isinstance(item, Done):
                         vector = item.embedding
                     elif item.finish in ("error", "abort"):
-                        raise GenerationFailed(item.error or "The engine ended this request before it was done.")
+                        raise GenerationFailed(item.error)
         finally:
             await leave(steps)
         if vector is None:
-            raise GenerationFailed("The engine gave no embedding.")
+            raise GenerationFailed()
         return unit(vector)
 
 
