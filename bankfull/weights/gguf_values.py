@@ -59,9 +59,10 @@ class Cursor:
             raise ModelError(f"{self.name} has {what} of {length} bytes, over the limit of {limit}: it is damaged")
         start = self.take(length, what)
         raw = self.data[start : self.at]
-        if not raw.isascii():
+        text = raw.decode("latin-1")
+        if not (text.isascii() and text.isprintable()):
             raise ModelError(f"{self.name} has {what} that is not plain ASCII: the file is damaged")
-        return raw.decode("ascii")
+        return text
 
 
 @dataclass(frozen=True, slots=True)

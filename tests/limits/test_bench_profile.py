@@ -79,7 +79,7 @@ def test_a_token_reads_one_row_of_a_table_and_pages_are_not_weights() -> None:
         {"turned": row, "k_pages": narrow, "v_pages": narrow}, {"kv_heads": 2, "size": 8, "values": 4}, "intake",
     )  # fmt: skip
     assert traffic_of([intake]) == {"intake": Traffic(1, 0, 2 * 128 + 2 * (8 + 4) * 2, 0)}
-    write = Instruction("write", {"rows": row}, {"pages": pages}, {"numbers": 16}, "write")
+    write = Instruction("write", {"rows": row}, {"pages": pages}, {"heads": 2, "size": 8}, "write")
     assert traffic_of([write]) == {"write": Traffic(1, 0, 128 + 16, 0)}
 
 
