@@ -16,6 +16,10 @@ from pydantic import TypeAdapter
 
 from bankfull.serve.app import create_app
 from bankfull.serve.backend import Busy, DeadlineExceeded, EngineDied, Unavailable
+from bankfull.serve.fortify import fortify
+from bankfull.serve.guard import open_doors
+from bankfull.serve.keys import Keyring, new_key
+from bankfull.serve.metrics import Metrics
 from tests.serve.scripted import TEMPLATE, Scripted, cut, scripted_texts, scripted_tokenizer, settings
 from tests.serve.server import served, shared
 
@@ -341,3 +345,27 @@ def test_counting_refuses_what_has_no_place_in_it(played: tuple[anthropic.Anthro
     assert response.status_code == 400 and "max_tokens" in response.json()["error"]["message"]
     with pytest.raises(anthropic.NotFoundError):
         client.messages.count_tokens(model="other", messages=HELLO)
+
+
+def test_whatever_refuses_below_messages_speaks_anthropics_way() -> None:
+    secret, key = new_key("alice")
+    backend = Scripted()
+    app = create_app(backend, scripted_texts(), settings())
+    doors = open_doors(Keyring((key,)), host="127.0.0.1")
+    with served(fortify(app, backend, doors, Metrics())) as url:
+        known = {"x-api-key": secret}
+        refusals = [
+            (401, "authentication_error", httpx.post(f"{url}/v1/messages", json={})),
+            (401, "authentication_error", httpx.get(f"{url}/v1/messages/nothing")),
+            (403, "permission_error", httpx.post(f"{url}/v1/messages", headers={**known, "origin": "http://evil.org"})),
+            (404, "not_found_error", httpx.get(f"{url}/v1/messages/batches/x", headers=known)),
+            (405, "invalid_request_error", httpx.get(f"{url}/v1/messages", headers=known)),
+            (405, "invalid_request_error", httpx.get(f"{url}/v1/messages/count_tokens", headers=known)),
+        ]
+        for status, kind, response in refusals:
+            told = response.json()
+            assert response.status_code == status and response.headers["content-type"] == "application/json"
+            assert told["type"] == "error" and told["error"]["type"] == kind and told["error"]["message"]
+        assert refusals[-1][2].headers["allow"] == "POST"
+        for other in ("/v1/messagesx", "/v1/batches/x", "/v1"):
+            assert set(httpx.get(url + other, headers=known).json()["error"]) == {"message", "type", "param", "code"}
