@@ -129,7 +129,7 @@ class Full(Refusal):
     """No room: the disk's, or the quota's."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, code="storage_full", status=507)
+        super().__init__(message, code="storage_full", status=507, retry=False)
 
 
 class TooLarge(Refusal):
