@@ -50,12 +50,16 @@ def create_app(
     pulse = Pulse(settings.keep_alive_seconds)
     models = Models(backend, texts, settings)
     public = Probes(backend)
-    described = msgspec.json.encode(document(list(apis)))
+    described = b""
 
     async def version(request: Request) -> Response:
         return as_json({"version": __version__})
 
     async def openapi(request: Request) -> Response:
+        nonlocal described
+        if not described:  # other parts of the service add their routes after this function has returned
+            paths = {route.path for route in request.app.routes if isinstance(route, Route)}
+            described = msgspec.json.encode(document(paths))
         return as_json_bytes(described)
 
     async def reset(request: Request) -> Response:

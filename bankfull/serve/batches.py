@@ -14,7 +14,7 @@ from starlette.routing import Route
 from bankfull.serve.batch_input import ENDPOINTS
 from bankfull.serve.batch_runner import BatchRunner
 from bankfull.serve.errors import Refusal
-from bankfull.serve.files import ExpiresAfter, Owner, as_json, pages, parameters
+from bankfull.serve.files import ExpiresAfter, Owner, as_json, page_of, parameters
 from bankfull.serve.ledger import Batch, Ledger
 
 LARGEST_BODY = 64 << 10
@@ -98,7 +98,7 @@ class _Endpoints:
         batches, more = await self._run(
             lambda: self._ledger.batches(self._owner_of(request), after=given.after, limit=given.limit)
         )
-        return as_json(pages([_reply(batch) for batch in batches], more))
+        return as_json(page_of([_reply(batch) for batch in batches], more))
 
     async def retrieve(self, request: Request) -> Response:
         return as_json(

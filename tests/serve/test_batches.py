@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -281,3 +282,23 @@ def test_killed_again_and_again_a_batch_has_one_result_per_line(tmp_path: Path) 
 @pytest.mark.timeout(1200)
 def test_a_hundred_kills_in_ten_thousand_lines(tmp_path: Path) -> None:
     crash_loop(tmp_path, lines=10_000, kills=100, seed=2, seconds=0.06)
+
+
+def test_the_openapi_document_has_files_and_batches_where_they_are_served(tmp_path: Path) -> None:
+    described = {
+        "/v1/files": {"get", "post"}, "/v1/files/{id}": {"get", "delete"}, "/v1/files/{id}/content": {"get"},
+        "/v1/batches": {"get", "post"}, "/v1/batches/{id}": {"get"}, "/v1/batches/{id}/cancel": {"post"},
+    }  # fmt: skip
+    with served(create_app(Scripted(), scripted_texts(), settings())) as url:
+        assert not described.keys() & httpx.get(f"{url}/openapi.json").json()["paths"].keys()
+    with served(whole_app(tmp_path, Scripted())) as url:
+        document = httpx.get(f"{url}/openapi.json").json()
+        paths = document["paths"]
+        assert {path: set(paths[path]) for path in described} == described
+        for path, methods in described.items():
+            for method in methods:
+                assert httpx.request(method, url + path).status_code != 405, (method, path)
+    body = paths["/v1/batches"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    schema = document["components"]["schemas"][body["$ref"].rpartition("/")[2]]
+    assert set(schema["required"]) == {"input_file_id", "endpoint", "completion_window"}
+    assert [each["name"] for each in paths["/v1/files"]["get"]["parameters"]] == ["after", "limit", "order", "purpose"]
