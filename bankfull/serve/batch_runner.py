@@ -19,6 +19,7 @@ import msgspec
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.backend import Busy, EngineDied, Unavailable
 from bankfull.serve.batch_input import MOST_LINES, Validation, read_body
+from bankfull.serve.batch_usage import spent_in
 from bankfull.serve.errors import openai_error, problem_of
 from bankfull.serve.ledger import Batch, Ledger, Line, LineProblem, Result
 from bankfull.serve.store import Full, NoSuchFile
@@ -162,7 +163,7 @@ class BatchRunner:
     async def _run_line(self, batch: Batch, line: Line) -> None:
         body = await self._store.run(read_body, self._store.place(batch.input_file), line)
         status, answer = await self._answer(batch, body)
-        await self._written(Result(batch.sequence, line.line, status, answer))
+        await self._written(Result(batch.sequence, line.line, status, answer, spent_in(answer)))
 
     async def _answer(self, batch: Batch, body: bytes) -> tuple[int, bytes]:
         deaths = 0

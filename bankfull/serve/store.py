@@ -90,6 +90,10 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             UNIQUE (batch, custom_id)
         ) WITHOUT ROWID""",
     ),
+    tuple(
+        f"ALTER TABLE batches ADD COLUMN {kind}_tokens INTEGER NOT NULL DEFAULT 0"
+        for kind in ("input", "cached", "output", "reasoning")
+    ),
 )
 
 

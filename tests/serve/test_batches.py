@@ -302,3 +302,30 @@ def test_the_openapi_document_has_files_and_batches_where_they_are_served(tmp_pa
     schema = document["components"]["schemas"][body["$ref"].rpartition("/")[2]]
     assert set(schema["required"]) == {"input_file_id", "endpoint", "completion_window"}
     assert [each["name"] for each in paths["/v1/files"]["get"]["parameters"]] == ["after", "limit", "order", "purpose"]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "input", "output"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, None, 4),
+        ("/v1/responses", {"input": "x"}, None, 4),
+        ("/v1/completions", {"prompt": "xyz"}, 3, 4),
+        ("/v1/embeddings", {"input": ["ab", "c"]}, 3, 0),
+    ],
+)
+def test_usage_adds_up_for_every_endpoint(
+    tmp_path: Path, endpoint: str, body: dict[str, Any], input: int | None, output: int
+) -> None:
+    backend = Scripted(["ab", "cd"], cached=2)
+    with served(whole_app(tmp_path, backend)) as url, client_at(url) as client:
+        lines = [line(f"{number}", url=endpoint, body={"model": "tiny", **body}) for number in range(5)]
+        lines.append(line("bad", url=endpoint, body={"nonsense": 1}))
+        batch = ended(client, submit(client, lines, endpoint=endpoint).id)
+        counts, usage = batch.request_counts, batch.usage
+        assert (counts.completed, counts.failed) == (5, 1)
+        read = sum(len(asked.prompt) for asked in backend.asked)
+        assert usage.input_tokens == read and read == 5 * (input or read // 5)
+        assert usage.output_tokens == 5 * output and usage.total_tokens == read + 5 * output
+        cached = 0 if endpoint == "/v1/embeddings" else 10
+        assert usage.input_tokens_details.cached_tokens == cached
+        assert usage.output_tokens_details.reasoning_tokens == 0
