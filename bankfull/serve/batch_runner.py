@@ -22,6 +22,7 @@ from bankfull.serve.batch_input import MOST_LINES, Validation, read_body
 from bankfull.serve.batch_usage import spent_in
 from bankfull.serve.errors import openai_error, problem_of
 from bankfull.serve.ledger import Batch, Ledger, Line, LineProblem, Result
+from bankfull.serve.log import log_batch
 from bankfull.serve.store import Full, NoSuchFile
 
 log = logging.getLogger("bankfull.serve")
@@ -104,6 +105,7 @@ class BatchRunner:
                 seconds = min(2 * seconds, LONGEST_PAUSE)
                 batch = await self._store.run(self._ledger.again, batch)
         del self._tasks[batch.id], self._changed[batch.id]
+        log_batch(await self._store.run(self._ledger.again, batch), self._store.clock() - batch.created_at)
 
     async def _advance(self, batch: Batch) -> None:
         if batch.status == "validating":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import subprocess
 import sys
@@ -329,3 +330,25 @@ def test_usage_adds_up_for_every_endpoint(
         cached = 0 if endpoint == "/v1/embeddings" else 10
         assert usage.input_tokens_details.cached_tokens == cached
         assert usage.output_tokens_details.reasoning_tokens == 0
+
+
+def test_a_batch_has_one_log_line_at_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "bankfull.request")
+
+    def told() -> list[dict[str, Any]]:
+        return [record.fields for record in caplog.records if record.getMessage() == "batch"]  # type: ignore[attr-defined]
+
+    with served(whole_app(tmp_path, Scripted(["ab", "cd"]))) as url, client_at(url) as client:
+        lines = [line(f"{number}", body={"model": "tiny", "prompt": "xyz"}) for number in range(5)]
+        good = ended(client, submit(client, [*lines, line("bad", body={"nonsense": 1})]).id)
+        failed = ended(client, submit(client, ["nonsense"]).id)
+        until = time.monotonic() + 5
+        while len(told()) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+    first, second = told()
+    assert 0 <= first.pop("seconds") < 60
+    assert first == {
+        "id": good.id, "key": "me", "endpoint": "/v1/completions", "status": "completed", "total": 6, "completed": 5,
+        "failed": 1, "prompt_tokens": 15, "completion_tokens": 20, "cached_tokens": 0,
+    }  # fmt: skip
+    assert (second["id"], second["status"], second["total"]) == (failed.id, "failed", 0)
