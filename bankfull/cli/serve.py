@@ -41,6 +41,9 @@ def serve(
         ),
     ] = None,
     grace: Annotated[float, typer.Option(help="Seconds that running answers get when the server is stopped.")] = 30.0,
+    stall_seconds: Annotated[
+        float, typer.Option(help="An engine with work that makes no step for so long is started again; 0: never.")
+    ] = 60.0,
     protection: ProtectionOptions,
 ) -> None:  # fmt: skip
     """Serve a model over HTTP, as OpenAI's clients expect it.
@@ -70,4 +73,5 @@ def serve(
     run_server(
         engine.model, {**engine.options(), "policy": "priority"}, settings,
         protection=protection.protection(host), data=data_dir, queue_requests=queue_requests, grace=grace,
+        stall_seconds=stall_seconds,
     )  # fmt: skip

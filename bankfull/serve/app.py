@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from bankfull import __version__
 from bankfull.serve.backend import Backend, Busy, EngineDied, Unavailable
-from bankfull.serve.calls import CALLER, Api, Caller
+from bankfull.serve.calls import CALLER, Api, Caller, spelled_at
 from bankfull.serve.chat import Chat
 from bankfull.serve.errors import Problem, Refusal, openai_error, problem_of
 from bankfull.serve.messages import CountTokens, Messages
@@ -50,12 +50,16 @@ def create_app(
     pulse = Pulse(settings.keep_alive_seconds)
     models = Models(backend, texts, settings)
     public = Probes(backend)
-    described = msgspec.json.encode(document(list(apis)))
+    described = b""
 
     async def version(request: Request) -> Response:
         return as_json({"version": __version__})
 
     async def openapi(request: Request) -> Response:
+        nonlocal described
+        if not described:  # other parts of the service add their routes after this function has returned
+            paths = {route.path for route in request.app.routes if isinstance(route, Route)}
+            described = msgspec.json.encode(document(paths))
         return as_json_bytes(described)
 
     async def reset(request: Request) -> Response:
@@ -229,13 +233,14 @@ async def send_json(send: Send, status: int, body: bytes, headers: list[tuple[by
     await send({"type": "http.response.body", "body": body})
 
 
-def _problem_response(problem: Problem) -> Response:
+def _problem_response(request: Request, problem: Problem) -> Response:
     headers = {name.decode(): value.decode() for name, value in problem.headers}
-    return Response(openai_error(problem), problem.status, headers, "application/json")
+    body = spelled_at(request.app.state.apis, request.url.path, problem)
+    return Response(body, problem.status, headers, "application/json")
 
 
 async def _told(request: Request, error: Exception) -> Response:
-    return _problem_response(problem_of(error))
+    return _problem_response(request, problem_of(error))
 
 
 async def _http_problem(request: Request, error: Exception) -> Response:
@@ -248,7 +253,7 @@ async def _http_problem(request: Request, error: Exception) -> Response:
     }
     message = sentences.get(status, "The call cannot be served.")
     codes = {404: "not_found", 405: "method_not_allowed"}
-    response = _problem_response(problem_of(Refusal(message, code=codes.get(status), status=status)))
+    response = _problem_response(request, problem_of(Refusal(message, code=codes.get(status), status=status)))
     for name, value in (getattr(error, "headers", None) or {}).items():
         response.headers[name] = value
     return response

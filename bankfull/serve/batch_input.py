@@ -14,7 +14,7 @@ MOST_LINES = 50_000
 LONGEST_LINE = 16 << 20
 MOST_PROBLEMS = 100
 GROUP = 1000
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+ENDPOINTS = ("/v1/chat/completions", "/v1/responses", "/v1/completions", "/v1/embeddings")
 
 
 class _Request(msgspec.Struct, forbid_unknown_fields=True):

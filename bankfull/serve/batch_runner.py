@@ -19,8 +19,10 @@ import msgspec
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.backend import Busy, EngineDied, Unavailable
 from bankfull.serve.batch_input import MOST_LINES, Validation, read_body
+from bankfull.serve.batch_usage import spent_in
 from bankfull.serve.errors import openai_error, problem_of
 from bankfull.serve.ledger import Batch, Ledger, Line, LineProblem, Result
+from bankfull.serve.log import log_batch
 from bankfull.serve.store import Full, NoSuchFile
 
 log = logging.getLogger("bankfull.serve")
@@ -103,6 +105,7 @@ class BatchRunner:
                 seconds = min(2 * seconds, LONGEST_PAUSE)
                 batch = await self._store.run(self._ledger.again, batch)
         del self._tasks[batch.id], self._changed[batch.id]
+        log_batch(await self._store.run(self._ledger.again, batch), self._store.clock() - batch.created_at)
 
     async def _advance(self, batch: Batch) -> None:
         if batch.status == "validating":
@@ -162,7 +165,7 @@ class BatchRunner:
     async def _run_line(self, batch: Batch, line: Line) -> None:
         body = await self._store.run(read_body, self._store.place(batch.input_file), line)
         status, answer = await self._answer(batch, body)
-        await self._written(Result(batch.sequence, line.line, status, answer))
+        await self._written(Result(batch.sequence, line.line, status, answer, spent_in(answer)))
 
     async def _answer(self, batch: Batch, body: bytes) -> tuple[int, bytes]:
         deaths = 0

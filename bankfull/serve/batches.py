@@ -14,7 +14,7 @@ from starlette.routing import Route
 from bankfull.serve.batch_input import ENDPOINTS
 from bankfull.serve.batch_runner import BatchRunner
 from bankfull.serve.errors import Refusal
-from bankfull.serve.files import ExpiresAfter, Owner, as_json, pages, parameters
+from bankfull.serve.files import ExpiresAfter, Owner, as_json, page_of, parameters
 from bankfull.serve.ledger import Batch, Ledger
 
 LARGEST_BODY = 64 << 10
@@ -44,6 +44,24 @@ class BatchErrors(msgspec.Struct):
     object: Literal["list"] = "list"
 
 
+class InputDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class OutputDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class BatchUsage(msgspec.Struct):
+    """Of all lines that have a result."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
 class BatchReply(msgspec.Struct):
     id: str
     endpoint: str
@@ -64,6 +82,7 @@ class BatchReply(msgspec.Struct):
     expired_at: int | None
     cancelling_at: int | None
     cancelled_at: int | None
+    usage: BatchUsage
     object: Literal["batch"] = "batch"
 
 
@@ -98,7 +117,7 @@ class _Endpoints:
         batches, more = await self._run(
             lambda: self._ledger.batches(self._owner_of(request), after=given.after, limit=given.limit)
         )
-        return as_json(pages([_reply(batch) for batch in batches], more))
+        return as_json(page_of([_reply(batch) for batch in batches], more))
 
     async def retrieve(self, request: Request) -> Response:
         return as_json(
@@ -156,4 +175,8 @@ def _reply(batch: Batch) -> BatchReply:
         output_file_id=batch.output_file, error_file_id=batch.error_file, in_progress_at=batch.in_progress_at,
         finalizing_at=batch.finalizing_at, completed_at=batch.completed_at, failed_at=batch.failed_at,
         expired_at=batch.expired_at, cancelling_at=batch.cancelling_at, cancelled_at=batch.cancelled_at,
+        usage=BatchUsage(
+            batch.input_tokens, InputDetails(batch.cached_tokens), batch.output_tokens,
+            OutputDetails(batch.reasoning_tokens), batch.input_tokens + batch.output_tokens,
+        ),
     )  # fmt: skip

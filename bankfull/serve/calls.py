@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from bankfull.serve.errors import Problem
+from bankfull.serve.errors import Problem, openai_error
 from bankfull.serve.sse import EventStream
 
 CALLER = "bankfull.caller"
@@ -41,3 +42,10 @@ class Api(Protocol):
     def spell(self, problem: Problem) -> bytes:
         """An error in this API's shape, as a JSON document."""
         ...
+
+
+def spelled_at(apis: Mapping[str, Api], path: str, problem: Problem) -> bytes:
+    """In the shape that clients of this path expect: that of its API, or of the nearest one above it."""
+    while path and path not in apis:
+        path = path.rpartition("/")[0]
+    return apis[path].spell(problem) if path else openai_error(problem)

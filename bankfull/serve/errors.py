@@ -18,13 +18,15 @@ RESTART_SECONDS = 5
 
 
 class Refusal(RequestError):
-    """A call that is refused, with what an API tells beside the sentence."""
+    """A call that is refused, with what an API tells beside the sentence. `retry` False: trying again at once cannot
+    help, though the status suggests it."""
 
     def __init__(
-        self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
+        self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400,
+        retry: bool | None = None,
     ) -> None:  # fmt: skip
         super().__init__(message)
-        self.param, self.code, self.status = param, code, status
+        self.param, self.code, self.status, self.retry = param, code, status, retry
 
 
 class ContextOverflow(Refusal):
@@ -73,7 +75,7 @@ def problem_of(error: BaseException) -> Problem:
     match error:
         case Refusal():
             kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
-            return Problem(error.status, str(error), kind, error.param, error.code)
+            return Problem(error.status, str(error), kind, error.param, error.code, retry=error.retry)
         case GenerationFailed():
             kind = "server_error" if error.status == 500 else "invalid_request_error"
             return Problem(error.status, str(error), kind, code="generation_failed", retry=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 from python_multipart import MultipartParser
@@ -46,6 +46,23 @@ class Deleted(msgspec.Struct):
     id: str
     object: Literal["file"] = "file"
     deleted: bool = True
+
+
+class Identified(Protocol):
+    id: str
+
+
+Shown = TypeVar("Shown", bound=Identified)
+
+
+class Page(msgspec.Struct, Generic[Shown]):
+    """A part of a list."""
+
+    data: list[Shown]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: Literal["list"] = "list"
 
 
 class Parameters(msgspec.Struct):
@@ -94,7 +111,7 @@ class _Endpoints:
                 purpose=given.purpose,
             )
         )  # fmt: skip
-        return as_json(pages([_reply(file) for file in files], more))
+        return as_json(page_of([_reply(file) for file in files], more))
 
     async def retrieve(self, request: Request) -> Response:
         return as_json(_reply(await self._found(request)))
@@ -259,11 +276,8 @@ def parameters(request: Request, known: set[str], *, most: int, usual: int) -> P
     return msgspec.convert({"limit": int(limit), **given}, Parameters)
 
 
-def pages(replies: list[Any], more: bool) -> dict[str, Any]:
-    return {
-        "object": "list", "data": replies, "has_more": more, "first_id": replies[0].id if replies else None,
-        "last_id": replies[-1].id if replies else None,
-    }  # fmt: skip
+def page_of(replies: list[Shown], more: bool) -> Page[Shown]:
+    return Page(replies, more, replies[0].id if replies else None, replies[-1].id if replies else None)
 
 
 def _checked(request: Request) -> str:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bankfull.errors import ConfigError
-from bankfull.serve.calls import CALLER, Api, Caller
-from bankfull.serve.errors import Problem, Refusal, openai_error
+from bankfull.serve.calls import CALLER, Api, Caller, spelled_at
+from bankfull.serve.errors import Problem, Refusal
 from bankfull.serve.keys import Key, Keyring
 from bankfull.serve.trace import current_trace
 
@@ -140,8 +140,7 @@ class Guard:
             else:
                 receive = await self._whole_body(scope, receive)
         except Refused as refused:
-            api = self._apis.get(scope["path"])
-            body = openai_error(refused.problem) if api is None else api.spell(refused.problem)
+            body = spelled_at(self._apis, scope["path"], refused.problem)
             return await _refuse(refused, body, receive, send)
         await self._app(scope, receive, send)
 

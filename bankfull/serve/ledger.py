@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from bankfull.serve.batch_usage import Spent
 from bankfull.serve.errors import Refusal
 from bankfull.serve.store import Store, StoredFile, Upload
 
@@ -66,6 +67,10 @@ class Batch(msgspec.Struct, frozen=True):
     expired_at: int | None
     cancelling_at: int | None
     cancelled_at: int | None
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    reasoning_tokens: int
 
 
 _BATCH = ", ".join(Batch.__struct_fields__)
@@ -86,6 +91,7 @@ class Result(msgspec.Struct, frozen=True):
     status: int
     body: bytes
     """JSON without a line break."""
+    spent: Spent = Spent()
 
 
 class Answered(msgspec.Struct):
@@ -232,7 +238,10 @@ class Ledger:
                 if changed:
                     column = "completed" if _succeeded(result.status) else "failed"
                     database.execute(
-                        f"UPDATE batches SET {column} = {column} + 1 WHERE sequence = ?", (result.batch,)
+                        f"UPDATE batches SET {column} = {column} + 1, input_tokens = input_tokens + ?,"
+                        " cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ?,"
+                        " reasoning_tokens = reasoning_tokens + ? WHERE sequence = ?",
+                        (*msgspec.structs.astuple(result.spent), result.batch),
                     )
                 new += changed
         return new

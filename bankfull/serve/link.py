@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import subprocess
 import sys
@@ -15,10 +16,11 @@ from typing import Any, cast
 
 import msgspec
 
-from bankfull.errors import BankfullError, ModelError, RequestError
+from bankfull.errors import BankfullError, ConfigError, ModelError, RequestError
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.admission import Admission, QueueLimits, Ticket
 from bankfull.serve.backend import Busy, DeadlineExceeded, EngineDied, Unavailable
+from bankfull.serve.stall import stalled
 from bankfull.serve.wire import (
     HEADER,
     Abort,
@@ -48,6 +50,7 @@ MOST_FAILED_LOADS = 3
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 """Seconds before the engine is started again: doubled with each death until it has stayed for CALM seconds."""
 CALM = 60.0
+STALL_SECONDS = 60.0
 LEAVING = 5.0
 """Seconds that an engine which was told to leave gets for it."""
 
@@ -60,11 +63,13 @@ Options = Mapping[str, str | int | float | bool | None]
 class Stream:
     """What comes back for one request, until somebody takes it."""
 
-    __slots__ = ("_error", "_link", "_ticket", "_timer", "_waiter", "batch", "ended", "id", "items")
+    __slots__ = ("_error", "_link", "_ticket", "_timer", "_waiter", "batch", "ended", "id", "items", "prepared")
 
-    def __init__(self, link: Link, request: int, ticket: Ticket) -> None:
+    def __init__(self, link: Link, request: int, ticket: Ticket, prepared: bool) -> None:
         self.id = request
         self.batch = not ticket.counted
+        self.prepared = prepared
+        """The engine can run it at once: there is no grammar that it must compile first."""
         self.items: list[Piece | Done] = []
         self.ended = False
         self._link = link
@@ -179,6 +184,10 @@ class EngineProcess(asyncio.Protocol):
         assert self._transport is not None
         self._transport.write(message)
 
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
     async def finish(self, patience: float) -> str:
         """Wait for the process, end it if need be; how it ended."""
         if self._transport is not None:
@@ -211,8 +220,7 @@ class EngineProcess(asyncio.Protocol):
             rest = self._deal_out(memoryview(data))
         except (ValueError, msgspec.MsgspecError):
             log.exception("The engine process says what nobody understands; it is ended.")
-            if self._process is not None:
-                self._process.kill()
+            self.kill()
             return
         self._parts, self._size = [rest] if rest else [], len(rest)
 
@@ -235,8 +243,15 @@ class Link:
     """A `Backend`. All of it runs on one event loop."""
 
     def __init__(
-        self, model: str, options: Options | None = None, limits: QueueLimits | None = None, threads: int | None = None
-    ) -> None:
+        self, model: str, options: Options | None = None, limits: QueueLimits | None = None,
+        threads: int | None = None, *, stall_seconds: float = STALL_SECONDS,
+    ) -> None:  # fmt: skip
+        """`stall_seconds`: an engine that has work and makes no step for so long is started again; 0: it never is."""
+        if not 0 <= stall_seconds < math.inf:
+            raise ConfigError(f"stall_seconds={stall_seconds} is no time; give seconds, or 0 to wait for ever.")
+        self._stall_seconds = stall_seconds
+        self._steps = 0
+        """That the engine has told of, in all its lives."""
         self._configure = Configure(model, dict(options or {}), threads)
         self.admission = Admission(limits or QueueLimits())
         self.phase = "starting"
@@ -282,7 +297,7 @@ class Link:
         if deadline is not None and deadline <= 0:
             raise DeadlineExceeded("The request's deadline has passed before it was begun.")
         ticket = self.admission.enter(len(prompt), params.n, 0 if pool is not None else params.max_tokens, priority)
-        stream = Stream(self, next(self._numbers), ticket)
+        stream = Stream(self, next(self._numbers), ticket, prepared=params.structured is None)
         try:
             self._send(Submit(stream.id, prompt, params, priority, salt, pool))
         except BaseException as error:
@@ -354,7 +369,7 @@ class Link:
             try:
                 await engine.start()
                 self._send(self._configure)
-                await engine.ended
+                await self._until_ended(engine)
             except asyncio.CancelledError:
                 self._lose_everybody(Unavailable(STOPPED))
                 await engine.finish(LEAVING)
@@ -380,6 +395,29 @@ class Link:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
             self.restarts += 1
+
+    async def _until_ended(self, engine: EngineProcess) -> None:
+        if not self._stall_seconds:
+            await engine.ended
+            return
+        watching = asyncio.ensure_future(stalled(self._stall_seconds, self._has_work, lambda: self._steps))
+        try:
+            await asyncio.wait({engine.ended, watching}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watching.cancel()
+        if not engine.ended.done():
+            log.error("The engine process %d has work, but made no step for %g seconds; it is ended.", engine.pid,
+                      self._stall_seconds)  # fmt: skip
+            engine.kill()
+            await engine.ended
+
+    def _has_work(self) -> bool:
+        """Whether steps must come."""
+        if not self._ready:
+            return False
+        if self._load is not None and (self._load.running or self._load.waiting):
+            return True
+        return any(stream.prepared for stream in self._streams.values())
 
     def _give_up(self, why: str) -> None:
         log.error("%s It is not started again.", why)
@@ -428,6 +466,7 @@ class Link:
     def _receive(self, message: FromEngine) -> None:
         match message:
             case Step():
+                self._steps += 1
                 self._load = message.load
                 self._deal(message)
             case Refused():

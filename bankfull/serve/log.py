@@ -1,5 +1,5 @@
-"""Logs: one line per request and whatever else there is to say, for people or as JSON. A line holds what a request was
-and what it cost, never what it said, unless the operator asked for that.
+"""Logs: one line per request, one per batch, and whatever else there is to say, for people or as JSON. A line holds
+what a request was and what it cost, never what it said, unless the operator asked for that.
 
 Lines are written by a thread: a log that nobody reads must not stop the service. What does not fit into its queue is
 dropped and counted.
@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 import msgspec
 
+from bankfull.serve.ledger import Batch
 from bankfull.serve.trace import Trace
 
 request_log = logging.getLogger("bankfull.request")
@@ -50,6 +51,17 @@ def fields_of(trace: Trace, seconds: float) -> dict[str, Any]:
 def log_trace(trace: Trace, seconds: float) -> None:
     if request_log.isEnabledFor(logging.INFO):
         request_log.info("request", extra={"fields": fields_of(trace, seconds)})
+
+
+def log_batch(batch: Batch, seconds: float) -> None:
+    """When it has ended: its lines have no requests of their own."""
+    fields = {
+        "id": batch.id, "key": batch.owner or None, "endpoint": batch.endpoint, "status": batch.status,
+        "total": batch.total, "completed": batch.completed, "failed": batch.failed,
+        "prompt_tokens": batch.input_tokens, "completion_tokens": batch.output_tokens,
+        "cached_tokens": batch.cached_tokens, "seconds": round(seconds, 1),
+    }  # fmt: skip
+    request_log.info("batch", extra={"fields": {name: value for name, value in fields.items() if value is not None}})
 
 
 class TextFormatter(logging.Formatter):

@@ -60,6 +60,10 @@ class Metrics:
             counter, "http_requests_total", "Answers, by route and status.", ["method", "route", "status"]
         )
         self.failures = Value(counter, "request_failures_total", "Requests without an end of their own.", ["reason"])
+        self.batch_prompt_tokens = Value(counter, "batch_prompt_tokens_total", "Those of batches among prompt_tokens.")
+        self.batch_generation_tokens = Value(
+            counter, "batch_generation_tokens_total", "Those of batches among generation_tokens."
+        )
         self.ready = Value(gauge, "ready", "1 when the engine can take requests.")
         self.waiting_tokens = Value(gauge, "num_tokens_waiting", "Prompt tokens in the engine's queue.")
         kinds = ["step_kind"]

@@ -34,6 +34,7 @@ from bankfull.serve.schema import (
 )
 from bankfull.serve.settings import Settings
 from bankfull.serve.sse import DONE, EventStream, event
+from bankfull.serve.switches import Effort, Switches
 from bankfull.text.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -100,7 +101,7 @@ class ChatCall(Sampling, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: str | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     store: Literal[False] | None = None
@@ -204,6 +205,7 @@ class ChatCompletions:
 
     def __init__(self, chat: Chat, settings: Settings) -> None:
         self._chat, self._settings = chat, settings
+        self._switches = Switches(chat.texts.template)
 
     async def answer(self, body: bytes, caller: Caller) -> bytes | EventStream:
         call = decode(body, _decoder)
@@ -235,7 +237,7 @@ class ChatCompletions:
         )  # fmt: skip
         options = dict(call.chat_template_kwargs or {})
         if call.reasoning_effort is not None:
-            self._offer_effort(call.reasoning_effort, options)
+            options |= self._switches.effort(call.reasoning_effort, "reasoning_effort")
         return Ask(
             messages=template_messages(call.messages),
             params=params,
@@ -249,14 +251,6 @@ class ChatCompletions:
             salt=caller.salted(salt_of(call)),
             deadline=deadline_of(call),
         )
-
-    def _offer_effort(self, effort: str, options: dict[str, Any]) -> None:
-        template = self._chat.texts.template
-        if template is None or "reasoning_effort" not in template.source:
-            raise Refusal(
-                "This model's chat template has no switch for reasoning_effort: leave it out.", param="reasoning_effort"
-            )
-        options["reasoning_effort"] = effort
 
 
 def _top_logprobs(call: ChatCall) -> int | None:

@@ -41,6 +41,7 @@ from bankfull.serve.schema import (
 from bankfull.serve.settings import Settings
 from bankfull.serve.sse import DONE, EventStream, event
 from bankfull.serve.texts import Texts, fit
+from bankfull.serve.turns import Turns
 from bankfull.serve.wire import Done, Piece
 from bankfull.text.tokenizer import Tokenizer
 
@@ -138,13 +139,10 @@ class Completions:
         if call.stream:
             return CompletionStream(self, job, prompts, model)
         usage = Usage(sum(map(len, prompts)))
-        gate = asyncio.Semaphore(self._settings.prompts_at_once)
-
-        async def one(number: int, prompt: list[int]) -> list[CompletionChoice]:
-            async with gate:
-                return await self._whole(job, prompt, number * job.kept, usage)
-
-        choices = await gather([one(number, prompt) for number, prompt in enumerate(prompts)])
+        turns = self.turns(job)
+        choices = await gather(
+            [self._whole(job, turns, prompt, number * job.kept, usage) for number, prompt in enumerate(prompts)]
+        )
         flat = [choice for several in choices for choice in several]
         return _encode(CompletionReply(new_id("cmpl-"), int(time.time()), model, flat, usage_reply(usage)))
 
@@ -159,9 +157,8 @@ class Completions:
     def text_of(self, prompt: list[int]) -> str:
         return self._texts.tokenizer.decode(prompt, skip_special=False)
 
-    @property
-    def prompts_at_once(self) -> int:
-        return self._settings.prompts_at_once
+    def turns(self, job: Job) -> Turns:
+        return Turns(self._settings.prompts_at_once, job.ends)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -201,11 +198,12 @@ class Completions:
             prompts.append(fit(ids, facts.max_len, job.params, truncate, "prompt"))
         return prompts
 
-    async def _whole(self, job: Job, prompt: list[int], first: int, usage: Usage) -> list[CompletionChoice]:
+    async def _whole(
+        self, job: Job, turns: Turns, prompt: list[int], first: int, usage: Usage
+    ) -> list[CompletionChoice]:
         samples = [Sample() for _ in range(job.params.n)]
         done: Done | None = None
-        steps = self.generate(job, prompt)
-        try:
+        async with turns.turn(lambda: self.generate(job, prompt)) as steps:
             async for items in steps:
                 for item in items:
                     if isinstance(item, Done):
@@ -218,8 +216,6 @@ class Completions:
                     sample.lines += item.logprobs or ()
                     if item.finish is not None:
                         sample.finish, sample.stop = item.finish, item.stop
-        finally:
-            await leave(steps)
         usage.completion_tokens += sum(len(sample.tokens) for sample in samples)
         usage.cached_tokens += done.cached_tokens if done else 0
         lines = done.prompt_logprobs if done else None
@@ -267,13 +263,6 @@ def refuse_failure(piece: Piece) -> None:
         raise GenerationFailed(piece.error)
 
 
-async def leave(steps: AsyncIterator[list[Piece | Done]]) -> None:
-    """Abort what still runs."""
-    close = getattr(steps, "aclose", None)
-    if close is not None:
-        await close()
-
-
 async def gather(works: list[Coroutine[Any, Any, Made]]) -> list[Made]:
     """All of them; when one fails, the others end first."""
     tasks = [asyncio.ensure_future(work) for work in works]
@@ -311,6 +300,7 @@ class CompletionStream:
         self._head = b"data: " + head + b'"choices":['
         self._tail = b"]" + (b',"usage":null' if self._options.include_usage else b"") + tail + b"\n\n"
         self._offsets = [len(api.text_of(p)) if job.echo else 0 for p in prompts for _ in range(job.kept)]
+        self._turns = api.turns(job)
         self._steps = self._merged() if len(prompts) > 1 else self._chunks(0)
         self._ended = False
 
@@ -337,9 +327,8 @@ class CompletionStream:
     async def _chunks(self, number: int) -> AsyncGenerator[bytes, None]:
         """One prompt's chunks, for each engine step."""
         job, prompt, first = self._job, self._prompts[number], number * self._job.kept
-        steps = self._api.generate(job, prompt)
         echoed = not job.echo
-        try:
+        async with self._turns.turn(lambda: self._api.generate(job, prompt)) as steps:
             async for items in steps:
                 chunks: list[bytes] = []
                 if not echoed:
@@ -354,19 +343,15 @@ class CompletionStream:
                         self._usage.completion_tokens += len(item.tokens)
                         chunks.append(self._chunk(self._choice(first + item.index, item)))
                 yield b"".join(chunks)
-        finally:
-            await leave(steps)
 
     async def _merged(self) -> AsyncGenerator[bytes, None]:
         """The chunks of several prompts; what has come meanwhile is sent together."""
         ready: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
-        gate = asyncio.Semaphore(self._api.prompts_at_once)
 
         async def pump(number: int) -> None:
             try:
-                async with gate:
-                    async for chunk in self._chunks(number):
-                        ready.put_nowait(chunk)
+                async for chunk in self._chunks(number):
+                    ready.put_nowait(chunk)
                 ready.put_nowait(None)
             except Exception as error:
                 ready.put_nowait(error)

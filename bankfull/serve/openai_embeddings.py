@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import math
 import sys
@@ -18,11 +17,12 @@ from bankfull.serve.calls import Caller
 from bankfull.serve.chat import facts_of
 from bankfull.serve.errors import GenerationFailed, Problem, Refusal, openai_error
 from bankfull.serve.openai_common import check_model
-from bankfull.serve.openai_completions import gather, leave
+from bankfull.serve.openai_completions import gather
 from bankfull.serve.prompts import Prompts, encode_prompt, split_prompts
 from bankfull.serve.schema import deadline_of, decode, priority_of, salt_of, truncation_of
 from bankfull.serve.settings import Settings
 from bankfull.serve.texts import Texts, fit
+from bankfull.serve.turns import Steps, Turns
 from bankfull.serve.wire import Done
 
 PARAMS = SamplingParams(max_tokens=0, detokenize=False)
@@ -80,14 +80,9 @@ class Embeddings:
         for given in split_prompts(call.input, self._settings.max_prompts, "input"):
             ids = await encode_prompt(self._texts, given, facts.vocab, context, param="input")
             prompts.append(fit(ids, facts.max_len, PARAMS, truncate, "input"))
-        gate = asyncio.Semaphore(self._settings.prompts_at_once)
-
-        async def one(prompt: list[int]) -> list[float]:
-            async with gate:
-                left = None if seconds is None else max(0.0, seconds - (time.monotonic() - started))
-                return await self._vector(prompt, call, caller, left)
-
-        vectors = await gather([one(prompt) for prompt in prompts])
+        ends = None if seconds is None else started + seconds
+        turns = Turns(self._settings.prompts_at_once, ends)
+        vectors = await gather([self._vector(turns, prompt, call, caller, ends) for prompt in prompts])
         if call.dimensions is not None and call.dimensions != len(vectors[0]):
             raise Refusal(
                 f"dimensions is {call.dimensions}, but this model's embeddings have {len(vectors[0])}: leave it out.",
@@ -102,22 +97,22 @@ class Embeddings:
         return openai_error(problem)
 
     async def _vector(
-        self, prompt: list[int], call: EmbeddingCall, caller: Caller, deadline: float | None
+        self, turns: Turns, prompt: list[int], call: EmbeddingCall, caller: Caller, ends: float | None
     ) -> list[float]:
-        steps = self._backend.generate(
-            prompt, PARAMS, priority=caller.ranked(priority_of(call)), salt=caller.salted(salt_of(call)),
-            pool=call.pooling, deadline=deadline,
-        )  # fmt: skip
+        def begin() -> Steps:
+            return self._backend.generate(
+                prompt, PARAMS, priority=caller.ranked(priority_of(call)), salt=caller.salted(salt_of(call)),
+                pool=call.pooling, deadline=None if ends is None else max(0.0, ends - time.monotonic()),
+            )  # fmt: skip
+
         vector: list[float] | None = None
-        try:
+        async with turns.turn(begin) as steps:
             async for items in steps:
                 for item in items:
                     if isinstance(item, Done):
                         vector = item.embedding
                     elif item.finish in ("error", "abort"):
                         raise GenerationFailed(item.error)
-        finally:
-            await leave(steps)
         if vector is None:
             raise GenerationFailed()
         return unit(vector)

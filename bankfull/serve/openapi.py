@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 
 from bankfull import __version__
+from bankfull.serve.batches import BatchReply, CreateBatch
 from bankfull.serve.errors import ErrorReply
+from bankfull.serve.files import Deleted, FileReply, Page
 from bankfull.serve.messages import MessageErrorReply, MessageReply, TokenCount
 from bankfull.serve.messages_call import CountTokensCall, MessagesCall
 from bankfull.serve.models import Model, ModelList
@@ -41,13 +43,38 @@ READ: dict[str, tuple[str, Any]] = {
     "/health": ("As /ready", dict[str, str]),
     "/openapi.json": ("This document", dict[str, Any]),
 }
+#: (Path, method) -> (what it does, the answer, its parameters in the query): work that waits, where it is served.
+WAITING: dict[tuple[str, str], tuple[str, Any, tuple[str, ...]]] = {
+    ("/v1/files", "post"): ("Upload a file of requests", FileReply, ()),
+    ("/v1/files", "get"): ("List files", Page[FileReply], ("after", "limit", "order", "purpose")),
+    ("/v1/files/{id}", "get"): ("One of them", FileReply, ()),
+    ("/v1/files/{id}", "delete"): ("Delete it", Deleted, ()),
+    ("/v1/files/{id}/content", "get"): ("What is in it", bytes, ()),
+    ("/v1/batches", "post"): ("Run a file of requests when there is time", BatchReply, ()),
+    ("/v1/batches", "get"): ("List batches", Page[BatchReply], ("after", "limit")),
+    ("/v1/batches/{id}", "get"): ("One of them", BatchReply, ()),
+    ("/v1/batches/{id}/cancel", "post"): ("Cancel it; what has a result keeps it", BatchReply, ()),
+}
+#: An upload is a form.
+UPLOAD = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "purpose": {"enum": ["batch"]},
+        "expires_after[anchor]": {"enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer"},
+    },
+}
 
 
 def document(paths: Collection[str]) -> dict[str, Any]:
-    """Of those POST endpoints among `paths` that have a schema here, and of all that are read."""
+    """Of those endpoints among `paths` that have a schema here, and of all that are read."""
     posted = {path: described for path, described in POSTED.items() if path in paths}
+    waiting = {place: described for place, described in WAITING.items() if place[0] in paths}
     types = [kind for _, body, reply in posted.values() for kind in (body, reply)]
     types += [kind for _, kind in READ.values()] + [ErrorReply, MessageErrorReply, dict[str, int]]
+    types += [reply for _, reply, _ in waiting.values()] + ([CreateBatch] if waiting else [])
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     found = dict(zip(map(str, types), schemas, strict=True))
     failure = _failure(found[str(ErrorReply)])
@@ -59,10 +86,20 @@ def document(paths: Collection[str]) -> dict[str, Any]:
         described[path] = {"post": operation}
     for path, (summary, reply) in READ.items():
         described[path] = {"get": _operation(summary, found[str(reply)], failure)}
-    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-    described["/v1/models/{name}"]["get"]["parameters"] = [name]
+    described["/v1/models/{name}"]["get"]["parameters"] = [_parameter("name", "path")]
     reset = _operation("Forget cached prefixes; needs an API key", found[str(dict[str, int])], failure)
     described["/reset_prefix_cache"] = {"post": reset}
+    for (path, method), (summary, reply, query) in waiting.items():
+        operation = _operation(summary, found[str(reply)], failure)
+        operation["parameters"] = [_parameter("id", "path")] if "{id}" in path else []
+        operation["parameters"] += [_parameter(parameter, "query") for parameter in query]
+        described.setdefault(path, {})[method] = operation
+    if waiting:
+        upload = {"multipart/form-data": {"schema": UPLOAD}}
+        described["/v1/files"]["post"]["requestBody"] = {"required": True, "content": upload}
+        create = _content(found[str(CreateBatch)])
+        described["/v1/batches"]["post"]["requestBody"] = {"required": True, "content": create}
+        described["/v1/files/{id}/content"]["get"]["responses"]["200"]["content"] = {"application/octet-stream": {}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "bankfull", "version": __version__},
@@ -78,6 +115,11 @@ def document(paths: Collection[str]) -> dict[str, Any]:
 def _operation(summary: str, reply: dict[str, Any], failure: dict[str, Any]) -> dict[str, Any]:
     success = {"description": "The answer", "content": _content(reply)}
     return {"summary": summary, "responses": {"200": success, "4XX": failure, "5XX": failure}}
+
+
+def _parameter(name: str, place: str) -> dict[str, Any]:
+    kind = "integer" if name == "limit" else "string"
+    return {"name": name, "in": place, "required": place == "path", "schema": {"type": kind}}
 
 
 def _failure(schema: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from bankfull.serve.schema import (
     salt_of,
     structured_output,
 )
-from bankfull.serve.switches import Switches
+from bankfull.serve.switches import Effort, Switches
 
 #: What the core calls otherwise.
 NAMES = {
@@ -130,7 +130,7 @@ class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: None = None
     generate_summary: None = None
 

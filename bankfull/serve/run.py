@@ -20,7 +20,7 @@ from bankfull.serve.app import create_app
 from bankfull.serve.batch_service import BatchService, handle_within
 from bankfull.serve.fortify import Protection, fortify
 from bankfull.serve.guard import GuardLimits, caller_named
-from bankfull.serve.link import Link
+from bankfull.serve.link import STALL_SECONDS, Link
 from bankfull.serve.listen import raise_file_limit, uvicorn_config
 from bankfull.serve.log import Logs
 from bankfull.serve.metrics import Metrics
@@ -32,25 +32,26 @@ from bankfull.serve.watch import WatchedBackend
 def run_server(
     model: str, options: Mapping[str, str | int | float | bool | None], settings: Settings, *,
     protection: Protection, data: Path | None = None, queue_requests: int | None = None, grace: float = 30.0,
+    stall_seconds: float = STALL_SECONDS,
 ) -> None:  # fmt: skip
     """Until it is stopped. A model that cannot be loaded ends it with a ModelError. `data`: where files and batches
     survive the server; without it they end with it."""
     logs = Logs(json=protection.log_json)
     try:
         with nullcontext(data) if data is not None else TemporaryDirectory(prefix="bankfull-serve-") as folder:
-            _run(model, options, settings, protection, Path(folder), queue_requests, grace)
+            _run(model, options, settings, protection, Path(folder), queue_requests, grace, stall_seconds)
     finally:
         logs.close()
 
 
 def _run(
     model: str, options: Mapping[str, str | int | float | bool | None], settings: Settings, protection: Protection,
-    data: Path, queue_requests: int | None, grace: float,
+    data: Path, queue_requests: int | None, grace: float, stall_seconds: float,
 ) -> None:  # fmt: skip
     raise_file_limit()
     listening = listen(settings.host, settings.port)
     texts = Texts.open(model)
-    link = Link(model, options, QueueLimits(requests=queue_requests))
+    link = Link(model, options, QueueLimits(requests=queue_requests), stall_seconds=stall_seconds)
     failure: list[BankfullError] = []
 
     async def announce(server: uvicorn.Server) -> None:

@@ -90,6 +90,10 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             UNIQUE (batch, custom_id)
         ) WITHOUT ROWID""",
     ),
+    tuple(
+        f"ALTER TABLE batches ADD COLUMN {kind}_tokens INTEGER NOT NULL DEFAULT 0"
+        for kind in ("input", "cached", "output", "reasoning")
+    ),
 )
 
 
@@ -129,7 +133,7 @@ class Full(Refusal):
     """No room: the disk's, or the quota's."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, code="storage_full", status=507)
+        super().__init__(message, code="storage_full", status=507, retry=False)
 
 
 class TooLarge(Refusal):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import meta
 
@@ -12,6 +12,7 @@ from bankfull.text.template import ChatTemplate
 
 THINKING = ("enable_thinking", "thinking")
 EFFORT = "reasoning_effort"
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Switches:

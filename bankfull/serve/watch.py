@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 
 from bankfull.errors import BankfullError
 from bankfull.sample.params import SamplingParams
+from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.backend import Backend, Busy
 from bankfull.serve.guard import App, Message, Receive, Scope, Send
 from bankfull.serve.keys import Bucket, Keyring
@@ -111,7 +112,8 @@ class WatchedBackend:
             raise
         if tokens is not None:
             tokens.take(len(prompt))
-        return CountedSteps(steps, self._metrics, trace, tokens, len(prompt), params.n)
+        batch = priority >= BATCH_PRIORITY
+        return CountedSteps(steps, self._metrics, trace, tokens, len(prompt), params.n, batch=batch)
 
     def _tokens_of(self, trace: Trace) -> Bucket | None:
         if trace.key is None or (tokens := self._keyring.allowance(trace.key).tokens) is None:
@@ -127,18 +129,22 @@ class WatchedBackend:
 class CountedSteps:
     """A request's steps, counted as they pass. This runs for every token of every stream."""
 
-    __slots__ = ("_arrived", "_ended", "_last", "_metrics", "_prompt", "_samples", "_steps", "_tokens", "_trace")
+    __slots__ = (
+        "_arrived", "_batch", "_ended", "_last", "_metrics", "_prompt", "_samples", "_steps", "_tokens", "_trace",
+    )  # fmt: skip
 
     def __init__(
         self, steps: AsyncIterator[list[Piece | Done]], metrics: Metrics, trace: Trace | None, tokens: Bucket | None,
-        prompt: int, samples: int,
+        prompt: int, samples: int, *, batch: bool = False,
     ) -> None:  # fmt: skip
         self._steps, self._metrics, self._trace, self._tokens = steps, metrics, trace, tokens
-        self._prompt, self._samples = prompt, samples
+        self._prompt, self._samples, self._batch = prompt, samples, batch
         self._arrived = time.monotonic()
         self._last: float | None = None
         self._ended = False
         metrics.prompt_tokens.add(prompt)
+        if batch:
+            metrics.batch_prompt_tokens.add(prompt)
         if trace is not None:
             trace.prompt_tokens += prompt
 
@@ -182,6 +188,8 @@ class CountedSteps:
             metrics.between_tokens.observe(now - self._last)
         self._last = now
         metrics.generation_tokens.add(fresh)
+        if self._batch:
+            metrics.batch_generation_tokens.add(fresh)
         if trace is not None:
             trace.completion_tokens += fresh
         if self._tokens is not None:

@@ -27,7 +27,8 @@ from bankfull.serve.errors import Refusal, openai_error, problem_of
 
 async def told(request: Request, error: Exception) -> Response:
     problem = problem_of(error)
-    return Response(openai_error(problem), problem.status, media_type="application/json")
+    headers = {name.decode(): value.decode() for name, value in problem.headers}
+    return Response(openai_error(problem), problem.status, headers, "application/json")
 
 
 def owner_of(request: Request) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -281,3 +283,72 @@ def test_killed_again_and_again_a_batch_has_one_result_per_line(tmp_path: Path) 
 @pytest.mark.timeout(1200)
 def test_a_hundred_kills_in_ten_thousand_lines(tmp_path: Path) -> None:
     crash_loop(tmp_path, lines=10_000, kills=100, seed=2, seconds=0.06)
+
+
+def test_the_openapi_document_has_files_and_batches_where_they_are_served(tmp_path: Path) -> None:
+    described = {
+        "/v1/files": {"get", "post"}, "/v1/files/{id}": {"get", "delete"}, "/v1/files/{id}/content": {"get"},
+        "/v1/batches": {"get", "post"}, "/v1/batches/{id}": {"get"}, "/v1/batches/{id}/cancel": {"post"},
+    }  # fmt: skip
+    with served(create_app(Scripted(), scripted_texts(), settings())) as url:
+        assert not described.keys() & httpx.get(f"{url}/openapi.json").json()["paths"].keys()
+    with served(whole_app(tmp_path, Scripted())) as url:
+        document = httpx.get(f"{url}/openapi.json").json()
+        paths = document["paths"]
+        assert {path: set(paths[path]) for path in described} == described
+        for path, methods in described.items():
+            for method in methods:
+                assert httpx.request(method, url + path).status_code != 405, (method, path)
+    body = paths["/v1/batches"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    schema = document["components"]["schemas"][body["$ref"].rpartition("/")[2]]
+    assert set(schema["required"]) == {"input_file_id", "endpoint", "completion_window"}
+    assert [each["name"] for each in paths["/v1/files"]["get"]["parameters"]] == ["after", "limit", "order", "purpose"]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "input", "output"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, None, 4),
+        ("/v1/responses", {"input": "x"}, None, 4),
+        ("/v1/completions", {"prompt": "xyz"}, 3, 4),
+        ("/v1/embeddings", {"input": ["ab", "c"]}, 3, 0),
+    ],
+)
+def test_usage_adds_up_for_every_endpoint(
+    tmp_path: Path, endpoint: str, body: dict[str, Any], input: int | None, output: int
+) -> None:
+    backend = Scripted(["ab", "cd"], cached=2)
+    with served(whole_app(tmp_path, backend)) as url, client_at(url) as client:
+        lines = [line(f"{number}", url=endpoint, body={"model": "tiny", **body}) for number in range(5)]
+        lines.append(line("bad", url=endpoint, body={"nonsense": 1}))
+        batch = ended(client, submit(client, lines, endpoint=endpoint).id)
+        counts, usage = batch.request_counts, batch.usage
+        assert (counts.completed, counts.failed) == (5, 1)
+        read = sum(len(asked.prompt) for asked in backend.asked)
+        assert usage.input_tokens == read and read == 5 * (input or read // 5)
+        assert usage.output_tokens == 5 * output and usage.total_tokens == read + 5 * output
+        cached = 0 if endpoint == "/v1/embeddings" else 10
+        assert usage.input_tokens_details.cached_tokens == cached
+        assert usage.output_tokens_details.reasoning_tokens == 0
+
+
+def test_a_batch_has_one_log_line_at_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "bankfull.request")
+
+    def told() -> list[dict[str, Any]]:
+        return [record.fields for record in caplog.records if record.getMessage() == "batch"]  # type: ignore[attr-defined]
+
+    with served(whole_app(tmp_path, Scripted(["ab", "cd"]))) as url, client_at(url) as client:
+        lines = [line(f"{number}", body={"model": "tiny", "prompt": "xyz"}) for number in range(5)]
+        good = ended(client, submit(client, [*lines, line("bad", body={"nonsense": 1})]).id)
+        failed = ended(client, submit(client, ["nonsense"]).id)
+        until = time.monotonic() + 5
+        while len(told()) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+    first, second = told()
+    assert 0 <= first.pop("seconds") < 60
+    assert first == {
+        "id": good.id, "key": "me", "endpoint": "/v1/completions", "status": "completed", "total": 6, "completed": 5,
+        "failed": 1, "prompt_tokens": 15, "completion_tokens": 20, "cached_tokens": 0,
+    }  # fmt: skip
+    assert (second["id"], second["status"], second["total"]) == (failed.id, "failed", 0)

@@ -89,6 +89,7 @@ def test_quotas_are_told_apart_and_room_comes_back(url: str, client: openai.Open
         with pytest.raises(openai.InternalServerError) as refused:
             put(client, b"x" * (3 << 20))
         assert refused.value.status_code == 507 and "delete some" in refused.value.message, attempt
+    assert refused.value.response.headers["x-should-retry"] == "false", "the client would send it all again"
     with pytest.raises(openai.InternalServerError, match="no room"):
         for _ in range(2):
             put(client_at(url, "other"), b"x" * (5 << 19))

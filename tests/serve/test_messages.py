@@ -12,11 +12,16 @@ import anthropic
 import httpx
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
+from msgspec.structs import replace
 from pydantic import TypeAdapter
 
 from bankfull.serve.app import create_app
 from bankfull.serve.backend import Busy, DeadlineExceeded, EngineDied, Unavailable
-from tests.serve.scripted import TEMPLATE, Scripted, cut, scripted_texts, scripted_tokenizer, settings
+from bankfull.serve.fortify import fortify
+from bankfull.serve.guard import open_doors
+from bankfull.serve.keys import Keyring, new_key
+from bankfull.serve.metrics import Metrics
+from tests.serve.scripted import FACTS, TEMPLATE, Scripted, cut, scripted_texts, scripted_tokenizer, settings
 from tests.serve.server import served, shared
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -341,3 +346,67 @@ def test_counting_refuses_what_has_no_place_in_it(played: tuple[anthropic.Anthro
     assert response.status_code == 400 and "max_tokens" in response.json()["error"]["message"]
     with pytest.raises(anthropic.NotFoundError):
         client.messages.count_tokens(model="other", messages=HELLO)
+
+
+def test_whatever_refuses_below_messages_speaks_anthropics_way() -> None:
+    secret, key = new_key("alice")
+    backend = Scripted()
+    app = create_app(backend, scripted_texts(), settings())
+    doors = open_doors(Keyring((key,)), host="127.0.0.1")
+    with served(fortify(app, backend, doors, Metrics())) as url:
+        known = {"x-api-key": secret}
+        refusals = [
+            (401, "authentication_error", httpx.post(f"{url}/v1/messages", json={})),
+            (401, "authentication_error", httpx.get(f"{url}/v1/messages/nothing")),
+            (403, "permission_error", httpx.post(f"{url}/v1/messages", headers={**known, "origin": "http://evil.org"})),
+            (404, "not_found_error", httpx.get(f"{url}/v1/messages/batches/x", headers=known)),
+            (405, "invalid_request_error", httpx.get(f"{url}/v1/messages", headers=known)),
+            (405, "invalid_request_error", httpx.get(f"{url}/v1/messages/count_tokens", headers=known)),
+        ]
+        for status, kind, response in refusals:
+            told = response.json()
+            assert response.status_code == status and response.headers["content-type"] == "application/json"
+            assert told["type"] == "error" and told["error"]["type"] == kind and told["error"]["message"]
+        assert refusals[-1][2].headers["allow"] == "POST"
+        for other in ("/v1/messagesx", "/v1/batches/x", "/v1"):
+            assert set(httpx.get(url + other, headers=known).json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_the_clients_own_helper_reads_a_streamed_thought_and_a_tool_call(size: int) -> None:
+    backend = Scripted(cut(f"<think>Weather?</think>Let me see.\n{CALL}", size), facts=replace(FACTS, max_len=8192))
+    switched = TEMPLATE + "{% if enable_thinking %}<on>{% endif %}"
+    thoughts, texts, inputs, snapshots = [], [], [], []
+    with client_of(backend, switched) as client, client.messages.stream(
+        model="tiny", max_tokens=2000, messages=HELLO, tools=[TOOL],  # type: ignore[list-item]
+        thinking={"type": "enabled", "budget_tokens": 1024},
+    ) as stream:  # fmt: skip
+        for event in stream:
+            if event.type == "thinking":
+                thoughts.append(event.thinking)
+            elif event.type == "text":
+                texts.append(event.text)
+            elif event.type == "input_json":
+                inputs.append(event.partial_json)
+                snapshots.append(event.snapshot)
+        message = stream.get_final_message()
+    assert scripted_tokenizer().decode(backend.asked[0].prompt).endswith("<on>")
+    thought, text, call = message.content
+    assert thought.type == "thinking" and thought.thinking == "".join(thoughts) == "Weather?"
+    assert text.type == "text" and text.text == "".join(texts) and text.text.strip() == "Let me see."
+    assert call.type == "tool_use" and (call.name, call.input) == ("weather", {"city": "Bonn"}) and call.id
+    assert json.loads("".join(inputs)) == snapshots[-1] == {"city": "Bonn"}
+    assert message.stop_reason == "tool_use" and message.usage.output_tokens > 0
+    if size == 1:
+        assert len(thoughts) > 1 and len(texts) > 1 and len(inputs) > 1, "pieces come as the model writes them"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_version_header_may_be_missing(
+    played: tuple[anthropic.Anthropic, Scripted], stream: bool
+) -> None:  # fmt: skip
+    client, _ = played
+    body = {"model": "tiny", "max_tokens": 9, "messages": HELLO, "stream": stream, "thinking": {"type": "disabled"}}
+    response = httpx.post(f"{str(client.base_url).rstrip('/')}/v1/messages", json=body)
+    assert response.status_code == 200
+    assert ("event: message_stop" in response.text) is stream

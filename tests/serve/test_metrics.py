@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from bankfull.sample.params import SamplingParams
+from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.backend import Busy, EngineDied
 from bankfull.serve.exposition import Histogram, Value, write_families
 from bankfull.serve.keys import Keyring, new_key
@@ -202,3 +203,19 @@ def test_the_docs_name_every_metric_with_its_labels_and_no_other() -> None:
     assert named == {
         family.name + ("{" + ",".join(family.labels) + "}" if family.labels else "") for family in Metrics().families
     }
+
+
+def test_tokens_of_batches_are_counted_among_all_and_by_themselves() -> None:
+    metrics = Metrics()
+    backend = WatchedBackend(FakeBackend(), metrics, Keyring())
+
+    async def ask(priority: int) -> None:
+        async for _ in backend.generate([1, 2, 3], SamplingParams(), priority=priority):
+            pass
+
+    for priority in (0, BATCH_PRIORITY, BATCH_PRIORITY - 1):
+        asyncio.run(ask(priority))
+    found = numbers(metrics.write(backend))
+    told = {name: value for name, value in found.items() if "tokens_total" in name}
+    assert sorted(told.values()) == [2, 3, 6, 9]
+    assert (metrics.batch_prompt_tokens.values[()], metrics.batch_generation_tokens.values[()]) == (3, 2)

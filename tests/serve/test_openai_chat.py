@@ -330,6 +330,7 @@ def test_defaults_of_generation_config_apply_are_shown_and_can_be_switched_off()
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "streams only"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "no switch"),
+        ({"reasoning_effort": "hardest"}, "reasoning_effort", "hardest"),
         ({"store": True}, "store", "store"),
         ({"model": "gpt-4"}, "model", "not served"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "must not"),
@@ -409,3 +410,22 @@ def test_a_silent_stream_gets_comments() -> None:
     before, between = text.partition("data: ")[0], text.split('"a"')[1].split('"b"')[0]
     assert ": keep-alive\n\n" in before and ": keep-alive\n\n" in between
     assert text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    ("switch", "effort", "told"),
+    [("reasoning_effort", "high", "high"), ("enable_thinking", "none", "False"), ("thinking", "none", "False")],
+)
+def test_effort_uses_the_switch_that_the_template_has(switch: str, effort: Any, told: str) -> None:
+    backend = Scripted()
+    with client_of(backend, "{{ messages[0].content }} {{ NAME }}".replace("NAME", switch)) as client:
+        client.chat.completions.create(model="tiny", messages=HELLO, reasoning_effort=effort)
+    assert scripted_tokenizer().decode(backend.asked[0].prompt) == f"Hello {told}"
+
+
+def test_a_template_that_only_speaks_of_effort_has_no_switch_for_it() -> None:
+    backend = Scripted()
+    template = "{{ messages[0].content }}{# reasoning_effort #}"
+    with client_of(backend, template) as client, pytest.raises(openai.BadRequestError, match="no switch"):
+        client.chat.completions.create(model="tiny", messages=HELLO, reasoning_effort="high")
+    assert not backend.asked

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from bankfull.serve.backend import Busy
+from bankfull.serve.backend import Unavailable
 from tests.serve.scripted import Scripted, cut, scripted_tokenizer
 from tests.serve.server import shared
 
@@ -143,19 +143,19 @@ def test_what_cannot_be_served_is_refused_by_name(body: dict[str, Any], param: s
     assert not backend.asked
 
 
-def test_one_prompt_that_finds_no_room_ends_the_others() -> None:
+def test_one_prompt_that_finds_no_engine_ends_the_others() -> None:
     backend = Scripted(["x"] * 50, pause=0.01)
     made, generate = [], backend.generate
 
     def second_is_refused(*given: Any, **named: Any) -> Any:
         made.append(None)
         if len(made) == 2:
-            raise Busy("full", 1.0)
+            raise Unavailable("gone")
         return generate(*given, **named)
 
     backend.generate = second_is_refused  # type: ignore[method-assign, assignment]
     with client_of(backend) as client:
-        with pytest.raises(openai.RateLimitError):
+        with pytest.raises(openai.InternalServerError, match="gone"):
             client.completions.create(model="tiny", prompt=["a", "b", "c"])
         assert backend.running == 0
 

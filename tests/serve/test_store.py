@@ -279,3 +279,20 @@ def test_a_full_disk_refuses_uploads_and_harms_nothing(small_disk: Path) -> None
     assert store.place(kept).read_bytes() == b"x" * 500_000
     put(store, b"z" * 500_000)
     store.close()
+
+
+def test_a_database_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> None:
+    database = sqlite3.connect(tmp_path / "service.db")
+    for statement in MIGRATIONS[0]:
+        database.execute(statement)
+    database.execute(
+        "INSERT INTO batches (id, owner, endpoint, input_file, completion_window, status, created_at, expires_at)"
+        " VALUES ('batch_1', 'me', '/v1/completions', 'file-1', '24h', 'in_progress', 1, 2)"
+    )
+    database.execute("PRAGMA user_version = 1")
+    database.commit()
+    database.close()
+    store = Store(tmp_path)
+    batch = Ledger(store).open_batches()[0]
+    assert batch.id == "batch_1" and batch.input_tokens == batch.output_tokens == 0
+    store.close()
