@@ -44,7 +44,7 @@ def _trials(asked: argparse.Namespace) -> dict[str, Trial]:
     return {
         "schemas": lambda: schema_cases(tiny, asked.cases),
         "disconnects": lambda: disconnects(tiny, asked.disconnects),
-        "overload": lambda: overload(tiny, asked.seconds, asked.rounds),
+        "overload": lambda: overload(asked.model, asked.seconds, asked.rounds),
         "kills": lambda: kills(tiny, asked.kills),
         "batch": lambda: batch_crashes(short=asked.short),
         "crowd": lambda: crowd(tiny, asked.streams, asked.idle),
@@ -68,7 +68,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="soak", description="Long trials of the service, with figures.")
     parser.add_argument("--short", action="store_true", help="a quick look: less of everything")
     parser.add_argument("--only", help="names of trials, with commas between")
-    parser.add_argument("--model", default="smollm2", help="for the comparison with the engine alone")
+    parser.add_argument("--model", default="smollm2", help="for overload and for the comparison with the engine alone")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     sizes = {
         "cases": (20_000, 500), "disconnects": (1000, 60), "kills": (20, 2), "streams": (500, 100),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -53,10 +54,10 @@ async def _leave(port: int, count: int, random: Random) -> None:
 
 
 def overload(model: str, seconds: float, rounds: int) -> Iterator[Figure]:
-    """Five clients for each place there is. Refused ones come back sooner than they were told."""
+    """Five clients for each place there is. Refused ones wait half as long as they were told."""
     rows = waiting = 8
-    with serving(model, *SMALL, "--queue-requests", str(waiting)) as served:
-        asyncio.run(_load(served.port, rows + waiting, 0.5))
+    with serving(model, "--rows", str(rows), "--queue-requests", str(waiting)) as served:
+        asyncio.run(_load(served.port, rows + waiting, 1.0))
         ratios, refusals, slower = [], [], []
         for _ in range(rounds):
             peak, _ = asyncio.run(_load(served.port, rows + waiting, seconds))
@@ -83,10 +84,11 @@ async def _load(port: int, clients: int, seconds: float) -> tuple[list[Answer], 
             if answer.whole and time.monotonic() < end:
                 accepted.append(answer)
             elif answer.status == 429:
-                if b"retry-after: " not in answer.body.lower():
+                told = re.search(rb"retry-after: (\d+)", answer.body)
+                if told is None:
                     raise AssertionError("a refusal does not say when to come back")
                 refused.append(answer)
-                await asyncio.sleep(0.25)
+                await asyncio.sleep(min(int(told[1]) / 2, max(0.0, end - time.monotonic())))
             elif not answer.whole:
                 raise AssertionError(f"status {answer.status} under load: {answer.body[:300]!r}")
 

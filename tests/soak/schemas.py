@@ -1,4 +1,4 @@
-"""Cases that schemathesis makes from our own OpenAPI document. It has an environment of its own (`make test-clients`)."""
+"""Cases that schemathesis makes from our own OpenAPI document. It has an environment of its own."""
 
 from __future__ import annotations
 

@@ -81,7 +81,9 @@ def serving(model: str, *options: str) -> Iterator[Served]:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         assert process.stdout is not None
         try:
-            greeting = "".join(process.stdout.readline() for _ in range(5))
+            greeting = ""
+            while "to stop it" not in greeting and (line := process.stdout.readline()):
+                greeting += line
             found = re.search(r"base_url (http://127\.0\.0\.1:\d+)/v1", greeting)
             if found is None:
                 process.kill()
