@@ -1,4 +1,4 @@
-"""Bodies made from our own OpenAPI document, whole or with one part spoiled: whatever comes, no answer is a server error.
+"""Bodies made from our own OpenAPI document, whole or with one part spoiled: none may end in a server error.
 
 `make soak` does the same with schemathesis and 20,000 cases."""
 
