@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
 from bankfull import LLM, SamplingParams
+from bankfull.serve.worker import NICENESS
 
 
 def main(model: str, streams: int, tokens: int) -> None:
+    os.nice(NICENESS)  # as the service does, or other work on the machine would count against one of the two only
     engine = LLM(model, rows=streams, prefix_cache=False)
     how = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     for line in sys.stdin:

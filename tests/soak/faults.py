@@ -60,9 +60,9 @@ def overload(model: str, seconds: float, rounds: int) -> Iterator[Figure]:
         asyncio.run(_load(served.port, rows + waiting, 1.0))
         ratios, refusals, slower = [], [], []
         for _ in range(rounds):
-            peak, _ = asyncio.run(_load(served.port, rows + waiting, seconds))
-            loaded, refused = asyncio.run(_load(served.port, 5 * (rows + waiting), seconds))
-            ratios.append(len(loaded) / max(1, len(peak)))
+            peak, _, peak_rate = asyncio.run(_load(served.port, rows + waiting, seconds))
+            loaded, refused, rate = asyncio.run(_load(served.port, 5 * (rows + waiting), seconds))
+            ratios.append(rate / peak_rate)
             slower.append(percentile([one.seconds for one in loaded], 0.5)
                           / percentile([one.seconds for one in peak], 0.5))  # fmt: skip
             refusals += [one.seconds for one in refused]
@@ -72,28 +72,32 @@ def overload(model: str, seconds: float, rounds: int) -> Iterator[Figure]:
         yield Figure("overload: refusals, p99", 1e3 * percentile(refusals, 0.99), "ms", most=50)
 
 
-async def _load(port: int, clients: int, seconds: float) -> tuple[list[Answer], list[Answer]]:
-    """Answers that ended within the time, and refusals. Anything else is a fault."""
-    end = time.monotonic() + seconds
+async def _load(port: int, clients: int, seconds: float) -> tuple[list[Answer], list[Answer], float]:
+    """Answers that were asked for within the time, refusals, and answers per second until the last was whole. Anything
+    else is a fault."""
+    begun = last = time.monotonic()
+    end = begun + seconds
     accepted: list[Answer] = []
     refused: list[Answer] = []
 
     async def client() -> None:
+        nonlocal last
         while time.monotonic() < end:
             answer = await ask(port, completion(24))
-            if answer.whole and time.monotonic() < end:
+            if answer.whole:
                 accepted.append(answer)
+                last = time.monotonic()
             elif answer.status == 429:
                 told = re.search(rb"retry-after: (\d+)", answer.body)
                 if told is None:
                     raise AssertionError("a refusal does not say when to come back")
                 refused.append(answer)
                 await asyncio.sleep(min(int(told[1]) / 2, max(0.0, end - time.monotonic())))
-            elif not answer.whole:
+            else:
                 raise AssertionError(f"status {answer.status} under load: {answer.body[:300]!r}")
 
     await asyncio.gather(*(client() for _ in range(clients)))
-    return accepted, refused
+    return accepted, refused, len(accepted) / (last - begun)
 
 
 def kills(model: str, count: int) -> Iterator[Figure]:
