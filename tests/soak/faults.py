@@ -14,7 +14,7 @@ import httpx
 
 from tests.soak.asking import Answer, ask, completion, connect, send
 from tests.soak.figures import Figure, percentile
-from tests.soak.served import Served, serving, until
+from tests.soak.served import IDLE, Served, serving, until
 
 SMALL = ["--dtype", "float32", "--memory", "4MiB", "--page-tokens", "4", "--rows", "8"]
 AT_ONCE = 20
@@ -25,9 +25,10 @@ def disconnects(model: str, count: int) -> Iterator[Figure]:
     with serving(model, *SMALL) as served:
         asyncio.run(_leave(served.port, count, Random(11)))
         emptied = until(served.holds_nothing, 10.0)
+        held = sum(served.metrics()[name] for name in IDLE)
         answered = asyncio.run(ask(served.port, completion(4)))
         yield Figure("disconnects", count)
-        yield Figure("disconnects: requests and pages still held", served.metrics()["kv_cache_usage_perc"], most=0)
+        yield Figure("disconnects: requests and pages still held", held, most=0)
         yield Figure("disconnects: until nothing was held", float("nan") if emptied is None else emptied, "s", most=2.0)
         yield Figure("disconnects: the next client is answered", float(answered.whole), least=1)
 
