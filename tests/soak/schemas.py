@@ -25,10 +25,12 @@ def schema_cases(model: str, cases: int) -> Iterator[Figure]:
         while (made := _calls(served)) < cases:
             seed += 1
             _run(served, seed, min(200, max(10, (cases - int(made)) // 30)))
-        broken = sum(value for (_, status), value in by_route(served).items() if status.startswith("5"))
+        errors = {which: value for which, value in by_route(served).items() if which[1].startswith("5")}
+        for (route, status), value in errors.items():
+            print(f"soak: schemas: {value:.0f} times {status} from {route}", file=sys.stderr)
         alive = served.ready()
     yield Figure("schemathesis: calls", made, least=cases)
-    yield Figure("schemathesis: answers with a server error", broken, most=0)
+    yield Figure("schemathesis: answers with a server error", sum(errors.values()), most=0)
     yield Figure("schemathesis: the server is still ready", float(alive), least=1)
 
 
