@@ -6,6 +6,7 @@ TORCH ?= torch==2.13.0
 WORKERS ?= 2
 BENCH_OPTIONS ?=
 SERVE_OPTIONS ?=
+SOAK_OPTIONS ?=
 AARCH64_CXX ?= aarch64-linux-gnu-g++
 AARCH64_EMULATOR ?= qemu-aarch64
 DEMO_PROMPT ?= A river that runs at bankfull is
@@ -13,12 +14,15 @@ DEMO_PROMPT ?= A river that runs at bankfull is
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := .stamps
+CLIENTS_VENV := .venv-clients
+CLIENTS := langchain-openai litellm "lm_eval[api]" pytest pytest-timeout schemathesis transformers
 COMMA := ,
 KERNEL_TESTS := $(wildcard $(addprefix tests/,test_native.py test_packed.py test_tape.py test_attention_tiles.py test_ops.py))
 BUILD_INPUTS := pyproject.toml CMakeLists.txt bankfull/__init__.py $(wildcard csrc/*.cpp csrc/*.hpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve bench lint test test-full test-kernels test-sanitize test-aarch64 clean
+.PHONY: help install demo serve bench lint test test-full test-clients soak test-kernels test-sanitize \
+	test-aarch64 clean clients-environment
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +63,23 @@ test: install lint ## Lint, then the quick tests
 test-full: install lint ## Lint, then every test
 	$(BIN)/python -m pytest -q -n $(WORKERS)
 
+# Heavy clients have an environment of their own. The server that they ask runs in the main one.
+clients-environment:
+	@mkdir -p $(STAMPS)
+	@key=$$(echo '$(PYTHON) $(CLIENTS)' | cksum); \
+	if [ -x $(CLIENTS_VENV)/bin/schemathesis ] && [ "$$key" = "$$(cat $(STAMPS)/clients 2>/dev/null)" ]; then exit 0; fi; \
+	set -e; \
+	[ -x $(CLIENTS_VENV)/bin/python ] || $(PYTHON) -m venv $(CLIENTS_VENV); \
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet $(CLIENTS); \
+	echo "$$key" > $(STAMPS)/clients
+
+test-clients: install clients-environment ## The service with LangChain, LiteLLM and lm-evaluation-harness as clients
+	BANKFULL_PYTHON=$(CURDIR)/$(BIN)/python $(CLIENTS_VENV)/bin/python -m pytest -q --confcutdir=tests/clients tests/clients
+
+soak: install clients-environment ## Long trials of the service, with figures; SOAK_OPTIONS="--short" for a quick look, "--help" for all
+	$(BIN)/bankfull pull
+	$(BIN)/python -m tests.soak $(SOAK_OPTIONS)
+
 # $(call test_kernels,FOLDER,OPTIONS): builds the programs of csrc/tests in a folder of their own, and runs them.
 WITH_TOOLS := PATH="$(CURDIR)/$(BIN):$$PATH"
 define test_kernels
@@ -84,5 +105,5 @@ test-aarch64: install ## The kernels as they are compiled for 64-bit ARM, in an 
 		-DCMAKE_CROSSCOMPILING_EMULATOR=$(AARCH64_EMULATOR))
 
 clean: ## Remove the environment, builds and caches
-	rm -rf $(VENV) $(STAMPS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS_VENV) $(STAMPS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find bankfull tests -name __pycache__ -type d -prune -exec rm -rf {} +

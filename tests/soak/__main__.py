@@ -1,0 +1,92 @@
+"""python -m tests.soak: the long trials of the service, and one table of figures. --short for a quick look."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from tests.soak.costs import crowd, idle_cpu, overhead
+from tests.soak.faults import disconnects, kills, overload
+from tests.soak.figures import Figure, table
+from tests.soak.schemas import schema_cases
+
+Trial = Callable[[], Iterator[Figure]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    asked = _arguments(arguments)
+    figures: list[Figure] = []
+    trials = _trials(asked)
+    for name in asked.only.split(",") if asked.only else trials:
+        if name not in trials:
+            print(f"soak: there is no trial {name!r}; choose from {', '.join(trials)}", file=sys.stderr)
+            return 2
+        begun = time.monotonic()
+        print(f"soak: {name} ...", file=sys.stderr, flush=True)
+        try:
+            figures += trials[name]()
+        except AssertionError as error:
+            print(f"soak: {name}: {error}", file=sys.stderr)
+            figures.append(Figure(f"{name}: came to its end", 0.0, least=1))
+        print(f"soak: {name}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+    print(json.dumps([one.as_json() for one in figures], indent=1) if asked.json else table(figures))
+    return 0 if all(one.holds for one in figures) else 1
+
+
+def _trials(asked: argparse.Namespace) -> dict[str, Trial]:
+    from tests.tiny import speaking_folder
+
+    tiny = str(speaking_folder())
+    return {
+        "schemas": lambda: schema_cases(tiny, asked.cases),
+        "disconnects": lambda: disconnects(tiny, asked.disconnects),
+        "overload": lambda: overload(asked.model, asked.seconds, asked.rounds),
+        "kills": lambda: kills(tiny, asked.kills),
+        "batch": lambda: batch_crashes(short=asked.short),
+        "crowd": lambda: crowd(tiny, asked.streams, asked.idle),
+        "idle": lambda: idle_cpu(tiny, 2 * asked.seconds),
+        "overhead": lambda: overhead(asked.model, 64, asked.rounds),
+    }
+
+
+def batch_crashes(*, short: bool) -> Iterator[Figure]:
+    """The crash loop of the tests: a hundred kills in ten thousand lines; few of them in the short one."""
+    name = "killed_again_and_again" if short else "a_hundred_kills"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/serve/test_batches.py", "-k", name]
+    result = subprocess.run(command, capture_output=True, text=True)
+    passed = result.returncode == 0 and "1 passed" in result.stdout
+    if not passed:
+        print(result.stdout[-3000:], file=sys.stderr)
+    yield Figure("batch: kills with one result per line", 8 if short else 100)
+    yield Figure("batch: the crash loop passed", float(passed), least=1)
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="soak", description="Long trials of the service, with figures.")
+    parser.add_argument("--short", action="store_true", help="a quick look: less of everything")
+    parser.add_argument("--only", help="names of trials, with commas between")
+    parser.add_argument("--model", default="smollm2", help="for overload and for the comparison with the engine alone")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    sizes = {
+        "cases": (20_000, 500), "disconnects": (1000, 60), "kills": (20, 2), "streams": (500, 100),
+        "idle": (2000, 200), "rounds": (7, 1), "seconds": (10.0, 2.0),
+    }  # fmt: skip
+    for name, (most, _) in sizes.items():
+        parser.add_argument(f"--{name}", type=type(most), help=f"{most}, or less with --short")
+    asked = parser.parse_args(arguments)
+    for name, both in sizes.items():
+        given = getattr(asked, name)
+        if given is not None and given <= 0:
+            parser.error(f"--{name} {given} must be above 0")
+        setattr(asked, name, both[asked.short] if given is None else given)
+    return asked
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no server outlives its trial
+    sys.exit(main())

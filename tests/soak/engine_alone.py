@@ -1,0 +1,24 @@
+"""The engine without the service: for each line on stdin it does the work once and prints the tokens per second."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from bankfull import LLM, SamplingParams
+from bankfull.serve.worker import NICENESS
+
+
+def main(model: str, streams: int, tokens: int) -> None:
+    os.nice(NICENESS)  # as the service does, or other work on the machine would count against one of the two only
+    engine = LLM(model, rows=streams, prefix_cache=False)
+    how = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    for line in sys.stdin:
+        prompts = [f"The river {line.strip()} {one}" for one in range(streams)]
+        begun = time.monotonic()
+        engine.generate(prompts, how)
+        print(streams * tokens / (time.monotonic() - begun), flush=True)
+
+
+main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

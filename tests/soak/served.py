@@ -1,0 +1,100 @@
+"""`bankfull serve` in a process of its own, and what can be seen of it from outside."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+TICKS = os.sysconf("SC_CLK_TCK")
+IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+
+
+@dataclass
+class Served:
+    process: subprocess.Popen[str]
+    url: str
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def exposition(self) -> str:
+        return httpx.get(self.url + "/metrics", timeout=30).text
+
+    def metrics(self) -> dict[str, float]:
+        """Sums over labels."""
+        sums: dict[str, float] = {}
+        for line in self.exposition().splitlines():
+            found = re.match(r"bankfull:(\w+)(?:\{.*\})? (\S+)$", line)
+            if found is not None:
+                sums[found[1]] = sums.get(found[1], 0.0) + float(found[2])
+        return sums
+
+    def holds_nothing(self) -> bool:
+        now = self.metrics()
+        return not any(now[name] for name in IDLE)
+
+    def ready(self) -> bool:
+        return httpx.get(self.url + "/ready", timeout=30).status_code == 200
+
+    def engine(self) -> int | None:
+        """The process of the engine."""
+        listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(listed[0]) if listed else None
+
+    def cpu_seconds(self, process: int | None = None) -> float:
+        """Of the API's process, or of another."""
+        return cpu_seconds(self.process.pid if process is None else process)
+
+
+def cpu_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def until(true: Callable[[], bool], seconds: float) -> float | None:
+    """Waits until it is so: how long that took, or None if it never was."""
+    begun = time.monotonic()
+    while not true():
+        if time.monotonic() - begun > seconds:
+            return None
+        time.sleep(0.01)
+    return time.monotonic() - begun
+
+
+@contextmanager
+def serving(model: str, *options: str) -> Iterator[Served]:
+    """A port of the system's choice; ready when it is entered."""
+    command = [sys.executable, "-m", "bankfull", "serve", model, "--port", "0", *options]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        assert process.stdout is not None
+        try:
+            greeting = ""
+            while "to stop it" not in greeting and (line := process.stdout.readline()):
+                greeting += line
+            found = re.search(r"base_url (http://127\.0\.0\.1:\d+)/v1", greeting)
+            if found is None:
+                process.kill()
+                process.wait()
+                log.seek(0)
+                raise RuntimeError(f"bankfull serve did not start: {log.read()[-2000:]}")
+            yield Served(process, found[1])
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
