@@ -118,7 +118,7 @@ def test_whoever_leaves_while_a_grammar_is_compiled_never_runs(serving: Service)
 def test_a_deadline_ends_a_request(serving: Service) -> None:
     async def wait(link: Link) -> None:
         with pytest.raises(DeadlineExceeded):
-            await collect(link, PROMPT, ENDLESS, deadline=0.02)
+            await collect(link, PROMPT, ENDLESS, deadline=0.002)
         with pytest.raises(DeadlineExceeded):
             link.generate(PROMPT, ENDLESS, deadline=0.0)
         await until(lambda: idle(link), 2.0)
