@@ -18,9 +18,6 @@ def build_batch(work: Sequence[Work], rows: Rows, layout: Layout) -> Batch:
     """Positions come from the rows' true lengths; `Work.start` is only the planner's lower bound."""
     device = rows.device
     row = np.array([w.row for w in work], np.int64)
-    one_each = all(w.count == 1 and not w.drafts and w.sample for w in work)
-    if one_each and rows.host is not None and layout.recurrent is None:
-        return _decode_batch(row, rows, layout)
     count = np.array([w.count + w.drafts for w in work], np.int64)
     start = rows.computed[row]
     q_start = np.concatenate(([0], np.cumsum(count)))
@@ -46,18 +43,6 @@ def build_batch(work: Sequence[Work], rows: Rows, layout: Layout) -> Batch:
         batch.read = rows.slot[torch.from_numpy(row).to(device)]
         batch.write = torch.tensor([w.slots + (NULL,) * (widest - len(w.slots)) for w in work], device=device)
     return batch
-
-
-def _decode_batch(row: np.ndarray, rows: Rows, layout: Layout) -> Batch:
-    """One token of each row, on a host: what a single stream does all the time, in as few array operations as it takes.
-    The same batch as in general."""
-    one_each = rows.one_each[: len(row) + 1]
-    start = rows.computed[row]
-    tokens, pages, slots = _gather_on_host(rows, layout, row, row, start, int(start.max()) + 1)
-    return Batch(
-        one_each, start + 1, one_each[:-1], tokens, torch.from_numpy(start), tuple(pages), tuple(slots),
-        rows.page_tokens,
-    )  # fmt: skip
 
 
 Gathered = tuple[Tensor, list[Tensor], list[Tensor]]

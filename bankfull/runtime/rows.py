@@ -63,7 +63,6 @@ class Rows:
             for group in layout.paged
         ]
         self.host = HostRows(self) if device.type == "cpu" else None
-        self.one_each = np.arange(count + 1)
         self.page_tokens = tuple(group.page_tokens for group in layout.paged)
         self.curious: set[int] = set()
         """Rows that ask for something beside tokens: scores of their prompt, hidden states."""

@@ -13,6 +13,8 @@ from tests.soak.figures import Figure
 from tests.soak.served import Served, serving
 
 TOOL = Path(".venv-clients/bin/schemathesis")
+OWN_DEADLINE = "504"
+"""The documented answer to a call whose own `timeout` has passed; nothing else answers so."""
 
 
 def schema_cases(model: str, cases: int) -> Iterator[Figure]:
@@ -25,7 +27,8 @@ def schema_cases(model: str, cases: int) -> Iterator[Figure]:
         while (made := _calls(served)) < cases:
             seed += 1
             _run(served, seed, min(200, max(10, (cases - int(made)) // 30)))
-        errors = {which: value for which, value in by_route(served).items() if which[1].startswith("5")}
+        answers = by_route(served).items()
+        errors = {which: value for which, value in answers if which[1].startswith("5") and which[1] != OWN_DEADLINE}
         for (route, status), value in errors.items():
             print(f"soak: schemas: {value:.0f} times {status} from {route}", file=sys.stderr)
         alive = served.ready()
