@@ -34,12 +34,12 @@ static inline void score_tiles(const Keys& keys, int64_t tile, const uint8_t* qu
         _tile_loadd(4, at[0] + offset, keys.stride);
         _tile_dpbf16ps(0, 4, 7);
         if constexpr (N > 1) {
-            _tile_loadd(5, at[1] + offset, keys.stride);
-            _tile_dpbf16ps(1, 5, 7);
+            _tile_loadd(4, at[1] + offset, keys.stride);
+            _tile_dpbf16ps(1, 4, 7);
         }
         if constexpr (N > 2) {
-            _tile_loadd(6, at[2] + offset, keys.stride);
-            _tile_dpbf16ps(2, 6, 7);
+            _tile_loadd(4, at[2] + offset, keys.stride);
+            _tile_dpbf16ps(2, 4, 7);
         }
         if constexpr (N > 3) {
             _tile_loadd(4, at[3] + offset, keys.stride);
@@ -149,11 +149,11 @@ static void mix_columns(const Work& work, const uint8_t* const* at, int64_t coun
         _tile_loadd(7, work.weights + block * TILE, LINE);
         _tile_loadd(4, pairs, LINE);
         _tile_dpbf16ps(0, 7, 4);
-        _tile_loadd(5, pairs + TILE, LINE);
-        _tile_dpbf16ps(1, 7, 5);
+        _tile_loadd(4, pairs + TILE, LINE);
+        _tile_dpbf16ps(1, 7, 4);
         if constexpr (N > 1) {
-            _tile_loadd(6, pairs + 2 * TILE, LINE);
-            _tile_dpbf16ps(2, 7, 6);
+            _tile_loadd(4, pairs + 2 * TILE, LINE);
+            _tile_dpbf16ps(2, 7, 4);
             _tile_loadd(4, pairs + 3 * TILE, LINE);
             _tile_dpbf16ps(3, 7, 4);
         }

@@ -148,13 +148,13 @@ static inline void begin_mix() {
 static inline void mix_first_two(const uint8_t* values) {
     _tile_loadd(4, values, LINE);
     _tile_dpbf16ps(0, 4, 7);
-    _tile_loadd(5, values + TILE, LINE);
-    _tile_dpbf16ps(1, 5, 7);
+    _tile_loadd(4, values + TILE, LINE);
+    _tile_dpbf16ps(1, 4, 7);
 }
 
 static inline void mix_next_two(const uint8_t* values) {
-    _tile_loadd(6, values + 2 * TILE, LINE);
-    _tile_dpbf16ps(2, 6, 7);
+    _tile_loadd(4, values + 2 * TILE, LINE);
+    _tile_dpbf16ps(2, 4, 7);
     _tile_loadd(4, values + 3 * TILE, LINE);
     _tile_dpbf16ps(3, 4, 7);
 }

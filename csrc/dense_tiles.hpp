@@ -5,8 +5,7 @@
 
 #if defined(__AMX_BF16__)
 
-// Up to 32 rows times both packs of a unit. Tiles 0 to 3 are sums (two of rows by two of outputs), 4 and 5 rows, 6 and 7
-// weights, as in packed_tiles.hpp.
+// Up to 32 rows times both packs of a unit, in the tiles of packed_tiles.hpp.
 struct DenseBlock {
     const uint8_t* x;
     int64_t stride, rows;
@@ -23,21 +22,13 @@ struct DenseBlock {
         _tile_zero(2);
         _tile_zero(3);
         for (int64_t k = 0; k < columns; k += 32) {
-            const uint8_t *upper = x + 2 * k, *first = left + 32 * k, *second = right + 32 * k;
+            const uint8_t *first = left + 32 * k, *second = right + 32 * k;
             if constexpr (Fetch)
                 for (int64_t i = 0; i < 1024; i += 64) {
                     __builtin_prefetch(first + AHEAD + i);
                     __builtin_prefetch(second + AHEAD + i);
                 }
-            _tile_loadd(4, upper, stride);
-            _tile_loadd(6, first, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, second, 64);
-            _tile_dpbf16ps(1, 4, 7);
-            if (!tall()) continue;
-            _tile_loadd(5, upper + 16 * stride, stride);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+            multiply_tiles(x + 2 * k, stride, rows, first, second);
         }
         _tile_stored(0, sums, line);
         _tile_stored(1, sums + 16, line);
