@@ -28,7 +28,8 @@ struct DenseBlock {
                     __builtin_prefetch(first + AHEAD + i);
                     __builtin_prefetch(second + AHEAD + i);
                 }
-            multiply_tiles(x + 2 * k, stride, rows, first, second);
+            multiply_upper(x + 2 * k, stride, first, second);
+            multiply_lower(x + 2 * k, stride, rows);
         }
         _tile_stored(0, sums, line);
         _tile_stored(1, sums + 16, line);

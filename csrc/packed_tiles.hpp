@@ -96,9 +96,9 @@ static inline void store_pair(__m512 even, __m512 odd, uint16_t* panel) {
     _mm512_store_si512(panel, _mm512_mask_shuffle_epi8(second, 0x3333333333333333ull, first, order));
 }
 
-// SLICE_K columns of a pack from column k on, in pairs: [k / 2][output][2].
-template <Pack P>
-static void widen(const uint8_t* pack, int64_t inner, int64_t k, uint16_t* panel) {
+// SLICE_K columns of a pack from column k on, in pairs: [k / 2][output][2]. `meanwhile(i)` is called behind each quarter.
+template <Pack P, class Meanwhile>
+static inline void widen(const uint8_t* pack, int64_t inner, int64_t k, uint16_t* panel, const Meanwhile& meanwhile) {
     constexpr PackLayout layout = LAYOUTS[P];
     using Code = Coded<layout.bits>;
     using Move = Moved<layout.bits>;
@@ -108,11 +108,12 @@ static void widen(const uint8_t* pack, int64_t inner, int64_t k, uint16_t* panel
     const uint8_t* codes = pack + layout.codes_at(inner) + k * PACK_OUTPUTS * layout.bits / 8;
     const int first = int(k % layout.block / layout.group);
     __builtin_prefetch(scales + ahead, 0, 2);
-    for (int group = first; group < first + SLICE_K / layout.group; ++group) {
-        const Lanes scale = PackScales<P>::scale(scales, group), unit = scale * Lanes::splat(1.0f / Move::unit);
+#pragma GCC unroll 2
+    for (int group = 0; group < SLICE_K / layout.group; ++group) {
+        const Lanes scale = PackScales<P>::scale(scales, first + group), unit = scale * Lanes::splat(1.0f / Move::unit);
         Lanes base = scale * Lanes::splat(-Move::zero / Move::unit - float(layout.offset));
         if constexpr (layout.minimum != 0) {
-            const Lanes minimum = PackScales<P>::minimum(scales, group);
+            const Lanes minimum = PackScales<P>::minimum(scales, first + group);
             base = layout.minimum > 0 ? base + minimum : base - minimum;
         }
 #pragma GCC unroll 8
@@ -120,29 +121,30 @@ static void widen(const uint8_t* pack, int64_t inner, int64_t k, uint16_t* panel
             Quads quads[step / 4];
             Code::unpack(codes, quads);
             for (int line = 0; line < Code::bytes; line += 64) __builtin_prefetch(codes + ahead + line, 0, 2);
+#pragma GCC unroll 8
             for (int q = 0; q < step / 4; ++q, panel += 64) {
                 const __m512i v = _mm512_slli_epi16(quads[q].v, Move::left);
                 store_pair(_mm512_fmadd_ps(moved<layout.bits, 0>(v), unit.v, base.v),
                            _mm512_fmadd_ps(moved<layout.bits, 1>(v), unit.v, base.v), panel);
                 store_pair(_mm512_fmadd_ps(moved<layout.bits, 2>(v), unit.v, base.v),
                            _mm512_fmadd_ps(moved<layout.bits, 3>(v), unit.v, base.v), panel + 32);
+                const int behind = group * layout.group + i + 4 * q + 4;  // columns that are done
+                if (behind % (SLICE_K / 4) == 0) meanwhile(behind / (SLICE_K / 4) - 1);
             }
         }
     }
 }
 
-static constexpr void (*WIDEN[PACKS])(const uint8_t*, int64_t, int64_t, uint16_t*) = {
-    widen<PACK4>, widen<PACK4M>, widen<PACK4K>, widen<PACK4S>, widen<PACK4SM>,
-    widen<PACK5>, widen<PACK5M>, widen<PACK5K>, widen<PACK6S>, widen<PACK8>,
-};
-
-// Up to 32 rows times 32 columns of two packs.
-static inline void multiply_tiles(const uint8_t* x, int64_t stride, int64_t rows, const void* left, const void* right) {
+// Up to 32 rows times 32 columns of two packs, in two halves.
+static inline void multiply_upper(const uint8_t* x, int64_t stride, const void* left, const void* right) {
     _tile_loadd(6, left, 64);
     _tile_loadd(7, right, 64);
     _tile_loadd(4, x, stride);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
+}
+
+static inline void multiply_lower(const uint8_t* x, int64_t stride, int64_t rows) {
     if (rows == 32) {
         _tile_loadd(4, x + 16 * stride, stride);
         _tile_dpbf16ps(2, 4, 6);
@@ -182,7 +184,8 @@ struct TileBlock {
 
     // Columns [k, k + 32), whose weights in the second pack lie PANEL_PACK behind those in the first.
     void multiply(const uint16_t* weights, int64_t k) const {
-        multiply_tiles(x + 2 * k, stride, rows, weights, weights + PANEL_PACK);
+        multiply_upper(x + 2 * k, stride, weights, weights + PANEL_PACK);
+        multiply_lower(x + 2 * k, stride, rows);
     }
 
     void end() const {
@@ -218,19 +221,24 @@ struct TallBlock {
         }
     }
 
-    // Columns [k, k + 32).
+    // Columns [k, k + 32): sixteen rows at a time.
     void multiply(const uint16_t* weights, int64_t k) const {
+        for (int quarter = 0; quarter < 4; ++quarter) multiply(weights, k, quarter);
+    }
+    void multiply(const uint16_t* weights, int64_t k, int quarter) const {
         const uint8_t* row = x + 2 * k;
-        _tile_loadd(7, weights, 64);
-        _tile_loadd(4, row, stride);
-        _tile_dpbf16ps(0, 4, 7);
-        _tile_loadd(4, row + 16 * stride, stride);
-        _tile_dpbf16ps(1, 4, 7);
-        if (four()) {
+        if (quarter == 0) {
+            _tile_loadd(7, weights, 64);
+            _tile_loadd(4, row, stride);
+            _tile_dpbf16ps(0, 4, 7);
+        } else if (quarter == 1) {
+            _tile_loadd(4, row + 16 * stride, stride);
+            _tile_dpbf16ps(1, 4, 7);
+        } else if (quarter == 2) {
+            if (!four()) return;
             _tile_loadd(4, row + 32 * stride, stride);
             _tile_dpbf16ps(2, 4, 7);
-        }
-        if (rows % 16 == 0) {
+        } else if (rows % 16 == 0) {
             _tile_loadd(4, row + last() * stride, stride);
             _tile_dpbf16ps(3, 4, 7);
         } else {
@@ -252,7 +260,8 @@ private:
 };
 
 // One part of a unit, over the columns [begin, end): its two packs on their way into a panel. The first rows are
-// multiplied meanwhile, one slice behind: one needs the tiles, the other does not.
+// multiplied meanwhile, one slice behind: one needs the tiles, the other does not. They alternate within a slice,
+// because a core looks only a few hundred instructions ahead for something that it can already do.
 struct Widening {
     const uint8_t* packs[2];
     int pack;
@@ -264,29 +273,41 @@ struct Widening {
     uint16_t* slice(int64_t half, int64_t k) const {
         return panel + half * PANEL_PACK + 16 * (once ? k & (2 * SLICE_K - 1) : k);
     }
-    void widen_slice(int64_t half, int64_t k) const {
-        WIDEN[pack](packs[half], inner, begin + k, slice(half, k));
+    template <Pack P, class Meanwhile>
+    void widen_slice(int64_t half, int64_t k, const Meanwhile& meanwhile) const {
+        widen<P>(packs[half], inner, begin + k, slice(half, k), meanwhile);
         settle_memory();
     }
 
+    template <Pack P>
     void multiply(const TileBlock& block) const {
+        const auto nothing = [](int) {};
         block.begin(begin > 0);
-        for (int64_t k = 0; k < columns(); k += SLICE_K) {
-            widen_slice(0, k);
-            widen_slice(1, k);
-            if (k > 0) block.multiply(slice(0, k - SLICE_K), k - SLICE_K);
+        widen_slice<P>(0, 0, nothing);
+        widen_slice<P>(1, 0, nothing);
+        for (int64_t k = SLICE_K; k < columns(); k += SLICE_K) {
+            const int64_t before = k - SLICE_K;
+            const uint8_t* x = block.x + 2 * before;
+            widen_slice<P>(0, k, [&](int quarter) {
+                if (quarter == 1) multiply_upper(x, block.stride, slice(0, before), slice(1, before));
+            });
+            widen_slice<P>(1, k, [&](int quarter) {
+                if (quarter == 1) multiply_lower(x, block.stride, block.rows);
+            });
         }
         block.multiply(slice(0, columns() - SLICE_K), columns() - SLICE_K);
         block.end();
     }
 
+    template <Pack P>
     void multiply(TallBlock block) const {
         for (int64_t half = 0; half < 2; ++half, block.sums += PACK_OUTPUTS) {
             block.begin(begin > 0);
-            for (int64_t k = 0; k < columns(); k += SLICE_K) {
-                widen_slice(half, k);
-                if (k > 0) block.multiply(slice(half, k - SLICE_K), k - SLICE_K);
-            }
+            widen_slice<P>(half, 0, [](int) {});
+            for (int64_t k = SLICE_K; k < columns(); k += SLICE_K)
+                widen_slice<P>(half, k, [&](int quarter) {
+                    block.multiply(slice(half, k - SLICE_K), k - SLICE_K, quarter);
+                });
             block.multiply(slice(half, columns() - SLICE_K), columns() - SLICE_K);
             block.end();
         }
@@ -298,6 +319,20 @@ struct Widening {
         for (int64_t k = 0; k < columns(); k += SLICE_K) block.multiply(slice(0, k), k);
         block.end();
     }
+};
+
+template <Pack P>
+static void multiply_first(const Widening& widening, const uint8_t* x, int64_t stride, int64_t rows, float* sums) {
+    if (rows > 32)
+        widening.multiply<P>(TallBlock{x, stride, rows, sums});
+    else
+        widening.multiply<P>(TileBlock{x, stride, rows, sums});
+}
+
+static constexpr void (*MULTIPLY_FIRST[PACKS])(const Widening&, const uint8_t*, int64_t, int64_t, float*) = {
+    multiply_first<PACK4>, multiply_first<PACK4M>, multiply_first<PACK4K>, multiply_first<PACK4S>,
+    multiply_first<PACK4SM>, multiply_first<PACK5>, multiply_first<PACK5M>, multiply_first<PACK5K>,
+    multiply_first<PACK6S>, multiply_first<PACK8>,
 };
 
 static void packed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
@@ -326,10 +361,8 @@ static void packed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
                         shape = rows;
                         const uint8_t* x = job.x.data + row * job.x.stride + 2 * k;
                         float* target = own + part * apart;
-                        if (rows > 32)
-                            widening.multiply(TallBlock{x, job.x.stride, rows, target});
-                        else if (row == first)
-                            widening.multiply(TileBlock{x, job.x.stride, rows, target});
+                        if (row == first)
+                            MULTIPLY_FIRST[widening.pack](widening, x, job.x.stride, rows, target);
                         else
                             widening.multiply_again(TileBlock{x, job.x.stride, rows, target});
                         settle_memory();
