@@ -73,8 +73,9 @@ struct Plan {
                 products += (end - from) * count * job.heads * (job.size + job.values);
             }
         }
-        // A tile with more than its share of the chunks is cut, so that one long sequence keeps every thread busy.
-        const int64_t share = std::max<int64_t>(1, chunks / pieces);
+        // A tile with more than its share of the chunks is cut, so that one long sequence keeps every thread busy. Where
+        // there are tiles enough for that, they stay whole: what is cut has to be merged.
+        const int64_t share = int64_t(tiles.size()) >= pieces ? chunks : std::max<int64_t>(1, chunks / pieces);
         alone = products <= ALONE * rows;
         const int64_t floats = (job.values + 15) / 16 * 16 + 2;
         int64_t used = 0;
