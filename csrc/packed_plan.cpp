@@ -14,6 +14,7 @@ constexpr int64_t PIECE_UNITS = 8;
 // Rows that all dense weights of a job share should fit the second-level cache: so many bytes of them. But with fewer than
 // so many rows at a time, weights would be read too often.
 constexpr int64_t CACHED_ROW_BYTES = 1 << 20, LEAST_ROWS = 128;
+constexpr int64_t SHARED_ROWS = 128;  // for each thread: from here on, rows of its own are worth widening all panels
 
 int64_t count_units(const PackedJob& job) {
     if (job.gate >= 0) return units_of(job.parts->outputs);
@@ -22,11 +23,24 @@ int64_t count_units(const PackedJob& job) {
     return units;
 }
 
-int64_t rows_at_once(const PackedJob& job) {
+bool all_dense(const PackedJob& job) {
     for (int64_t i = 0; i < job.count; ++i)
-        if (!LAYOUTS[job.parts[i].pack].dense()) return job.rows;  // widening blocks is worth all rows
-    const int64_t fitting = CACHED_ROW_BYTES / (2 * job.inner) / 32 * 32;
-    return fitting < LEAST_ROWS ? LEAST_ROWS : fitting;
+        if (!LAYOUTS[job.parts[i].pack].dense()) return false;
+    return true;
+}
+
+// The rows [first, first + rows) of a job; `parts` is where its parts go.
+PackedJob rows_from(const PackedJob& job, int64_t first, int64_t rows, PackedPart* parts) {
+    PackedJob some = job;
+    some.rows = rows;
+    some.parts = parts;
+    some.x.data += first * job.x.stride;
+    if (some.out.data) some.out.data += first * job.out.stride;
+    for (int64_t i = 0; i < job.count; ++i) {
+        parts[i] = job.parts[i];
+        if (parts[i].y) parts[i].y += first * parts[i].y_stride;
+    }
+    return some;
 }
 
 void run_units(const PackedJob& job) {
@@ -39,23 +53,52 @@ void run_units(const PackedJob& job) {
     }, &job);
 }
 
+// So many rows after the other, each time all units.
+void run_in_turn(const PackedJob& job, int64_t most) {
+    thread_local std::vector<PackedPart> parts;  // kept for its memory
+    parts.resize(size_t(job.count));
+    for (int64_t first = 0; first < job.rows; first += most)
+        run_units(rows_from(job, first, job.rows - first < most ? job.rows - first : most, parts.data()));
+}
+
+// A job's rows in as many parts as there are threads, each of them with all units.
+struct RowShares {
+    std::vector<PackedJob> jobs;
+    std::vector<PackedPart> parts;
+    int64_t units;
+};
+
+// Each thread has rows of its own: it wrote them, and will read what becomes of them. Every panel is widened by every
+// thread, which many rows make worth it.
+void run_shares(const PackedJob& job, int64_t count) {
+    thread_local RowShares shares;  // kept for its memory
+    shares.units = count_units(job);
+    shares.parts.resize(size_t(count * job.count));
+    shares.jobs.clear();
+    const int64_t each = (job.rows + 32 * count - 1) / (32 * count) * 32;
+    for (int64_t first = 0; first < job.rows; first += each)
+        shares.jobs.push_back(rows_from(job, first, job.rows - first < each ? job.rows - first : each,
+                                        shares.parts.data() + int64_t(shares.jobs.size()) * job.count));
+    parallel(shares.units * int64_t(shares.jobs.size()), 1, [](const void* p, int64_t begin, int64_t end) {
+        const RowShares& all = *static_cast<const RowShares*>(p);
+        for (; begin < end; ++begin) {
+            const int64_t unit = begin % all.units;
+            kernels().packed(all.jobs[size_t(begin / all.units)], unit, unit + 1);
+        }
+    }, &shares);
+}
+
 }  // namespace
 
 void run_packed(const PackedJob& job) {
-    const int64_t most = rows_at_once(job);
-    if (job.rows <= most) return run_units(job);
-    thread_local std::vector<PackedPart> parts;  // kept for its memory
-    parts.assign(job.parts, job.parts + job.count);
-    PackedJob some = job;
-    some.parts = parts.data();
-    for (int64_t first = 0; first < job.rows; first += most) {
-        some.rows = job.rows - first < most ? job.rows - first : most;
-        run_units(some);
-        some.x.data += most * job.x.stride;
-        if (some.out.data) some.out.data += most * job.out.stride;
-        for (PackedPart& part : parts)
-            if (part.y) part.y += most * part.y_stride;
+    if (all_dense(job)) {
+        const int64_t fitting = CACHED_ROW_BYTES / (2 * job.inner) / 32 * 32;
+        return run_in_turn(job, fitting < LEAST_ROWS ? LEAST_ROWS : fitting);
     }
+    const int64_t count = threads();
+    if (count > 1 && job.rows >= SHARED_ROWS * count && job.x.kind == Activations::Tiles)
+        return run_shares(job, count);
+    run_units(job);
 }
 
 Activations encoding_of(int64_t rows, Rounding rounding) {

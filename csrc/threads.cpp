@@ -72,8 +72,8 @@ void relax() {
 
 class Pool {
   public:
-    explicit Pool(int threads) {
-        for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { serve(); });
+    explicit Pool(int threads) : shares_(size_t(threads)) {
+        for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { serve(i); });
     }
 
     ~Pool() {
@@ -86,21 +86,24 @@ class Pool {
         for (std::thread& worker : workers_) worker.join();
     }
 
-    int threads() const { return int(workers_.size()) + 1; }
+    int threads() const { return int(shares_.size()); }
 
     void run(int64_t count, int64_t piece, Task task, const void* job) {
         task_ = task;
         job_ = job;
-        count_ = count;
         piece_ = piece;
-        next_.store(0, std::memory_order_relaxed);
+        const int64_t pieces = (count + piece - 1) / piece, all = threads();
+        for (int64_t i = 0; i < all; ++i) {
+            shares_[i].next.store(pieces * i / all * piece, std::memory_order_relaxed);
+            shares_[i].end = std::min(count, pieces * (i + 1) / all * piece);
+        }
         inside_.store(OPEN, std::memory_order_release);
         epoch_.fetch_add(1);  // sequentially consistent with sleepers_: one of the two sides sees the other
         if (sleepers_.load() > 0) {
             { std::lock_guard<std::mutex> lock(mutex_); }
             wake_.notify_all();
         }
-        work();
+        work(0);
         inside_.fetch_and(~OPEN, std::memory_order_acq_rel);
         for (int spins = 0; inside_.load(std::memory_order_acquire) != 0; ++spins) {
             if (spins < SPINS)
@@ -115,11 +118,16 @@ class Pool {
     static constexpr int SPINS = 2000;  // some tens of microseconds: the end of a piece that another thread has begun
     static constexpr std::chrono::microseconds PATIENCE{300};
 
-    void work() {
-        for (;;) {
-            const int64_t begin = next_.fetch_add(piece_, std::memory_order_relaxed);
-            if (begin >= count_) return;
-            task_(job_, begin, begin + piece_ < count_ ? begin + piece_ : count_);
+    // A worker's own share first, then what others have left: whoever wrote some rows is likely to read them again, and
+    // has them in its own cache.
+    void work(int64_t self) {
+        const int64_t all = threads();
+        for (int64_t i = 0; i < all; ++i) {
+            Share& share = shares_[self + i < all ? self + i : self + i - all];
+            while (share.next.load(std::memory_order_relaxed) < share.end) {
+                const int64_t begin = share.next.fetch_add(piece_, std::memory_order_relaxed);
+                if (begin < share.end) task_(job_, begin, std::min(begin + piece_, share.end));
+            }
         }
     }
 
@@ -143,7 +151,7 @@ class Pool {
         return epoch_.load() != done;
     }
 
-    void serve() {
+    void serve(int self) {
         uint32_t done = 0;
         while (!stop_.load()) {
             if (!soon(done)) {
@@ -154,7 +162,7 @@ class Pool {
             }
             done = epoch_.load();
             if (join()) {
-                work();
+                work(self);
                 inside_.fetch_sub(1, std::memory_order_acq_rel);
             }
         }
@@ -162,8 +170,12 @@ class Pool {
 
     Task task_ = nullptr;
     const void* job_ = nullptr;
-    int64_t count_ = 0, piece_ = 1;
-    alignas(64) std::atomic<int64_t> next_{0};
+    int64_t piece_ = 1;
+    struct alignas(64) Share {
+        std::atomic<int64_t> next{0};
+        int64_t end = 0;
+    };
+    std::vector<Share> shares_;  // one for each thread
     alignas(64) std::atomic<uint32_t> inside_{0};  // OPEN while the job takes helpers, plus the helpers inside
     alignas(64) std::atomic<uint32_t> epoch_{0};
     std::atomic<int> sleepers_{0};
