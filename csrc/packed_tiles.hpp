@@ -313,10 +313,14 @@ struct Widening {
         }
     }
 
-    // Rows that follow: the panel is there.
-    void multiply_again(const TileBlock& block) const {
+    // Rows that follow: the panel is there. `meanwhile` is called behind each slice.
+    template <class Meanwhile>
+    void multiply_again(const TileBlock& block, const Meanwhile& meanwhile) const {
         block.begin(begin > 0);
-        for (int64_t k = 0; k < columns(); k += SLICE_K) block.multiply(slice(0, k), k);
+        for (int64_t k = 0; k < columns(); k += SLICE_K) {
+            block.multiply(slice(0, k), k);
+            meanwhile();
+        }
         block.end();
     }
 };
@@ -335,10 +339,39 @@ static constexpr void (*MULTIPLY_FIRST[PACKS])(const Widening&, const uint8_t*, 
     multiply_first<PACK6S>, multiply_first<PACK8>,
 };
 
+// Sums that are complete, on their way out: some rows at a time, while tiles make those of the next block.
+class Leaving {
+    const PackedJob& job;
+    const Unit& unit;
+    int64_t apart, row = 0, rows = 0, pace = 0;
+    const float* sums = nullptr;
+
+  public:
+    Leaving(const PackedJob& of, const Unit& unit_of, int64_t floats) : job(of), unit(unit_of), apart(floats) {}
+
+    // `times`: how often there will be an opportunity.
+    void begin(int64_t first, int64_t count, const float* from, int64_t times) {
+        row = first, rows = count, sums = from;
+        pace = (count + times - 1) / times;
+    }
+    void some() {
+        if (rows > 0) leave(rows < pace ? rows : pace);
+    }
+    void rest() {
+        if (rows > 0) leave(rows);
+    }
+
+  private:
+    void leave(int64_t count) {
+        finish(job, unit, row, count, sums, apart);
+        row += count, rows -= count, sums += count * UNIT_OUTPUTS;
+    }
+};
+
 static void packed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
-    // Sums wait for the rest of K, or for the gate's other part; else those of a block are finished at once.
+    // Sums wait for the rest of K, or for the gate's other part; else only until the next block's are made.
     const bool wait = job.inner > PANEL_K || job.gate >= 0;
-    const int64_t chunk = wait ? (job.rows < CHUNK_ROWS ? (job.rows + 31) / 32 * 32 : CHUNK_ROWS) : TALL_ROWS;
+    const int64_t chunk = wait ? (job.rows < CHUNK_ROWS ? (job.rows + 31) / 32 * 32 : CHUNK_ROWS) : 2 * TALL_ROWS;
     const int64_t apart = chunk * UNIT_OUTPUTS, room = PANEL_PACK + 2 * apart + 16;  // floats: a panel is two packs
     uint16_t* panel = reinterpret_cast<uint16_t*>((reinterpret_cast<uintptr_t>(scratch(room)) + 63) / 64 * 64);
     float* sums = reinterpret_cast<float*>(panel + 2 * PANEL_PACK);
@@ -353,10 +386,12 @@ static void packed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
                     const bool done = stop == job.inner && part == unit.count - 1;
                     const Widening widening{{unit.pack(job, part, 0), unit.pack(job, part, 1)}, unit.parts[part].pack,
                                             job.inner, k, stop, panel, last - first <= TALL_ROWS};
-                    for (int64_t row = first, rows; row < last; row += rows) {
+                    Leaving leaving(job, unit, apart);
+                    int64_t turn = 0;
+                    for (int64_t row = first, rows; row < last; row += rows, turn ^= TALL_ROWS) {
                         const int64_t most = row == first ? TALL_ROWS : 32;
                         rows = last - row < most ? last - row : most;
-                        float* own = sums + (wait ? row - first : 0) * UNIT_OUTPUTS;
+                        float* own = sums + (wait ? row - first : turn) * UNIT_OUTPUTS;
                         if (shape != rows) _tile_loadconfig(&TILE_SHAPES.of[rows]);
                         shape = rows;
                         const uint8_t* x = job.x.data + row * job.x.stride + 2 * k;
@@ -364,10 +399,12 @@ static void packed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
                         if (row == first)
                             MULTIPLY_FIRST[widening.pack](widening, x, job.x.stride, rows, target);
                         else
-                            widening.multiply_again(TileBlock{x, job.x.stride, rows, target});
+                            widening.multiply_again(TileBlock{x, job.x.stride, rows, target}, [&] { leaving.some(); });
                         settle_memory();
-                        if (done) finish(job, unit, row, rows, own, apart);
+                        leaving.rest();
+                        if (done) leaving.begin(row, rows, own, (stop - k) / SLICE_K);
                     }
+                    leaving.rest();
                 }
         }
     }

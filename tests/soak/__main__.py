@@ -14,6 +14,7 @@ from tests.soak.costs import crowd, idle_cpu, overhead
 from tests.soak.faults import disconnects, kills, overload
 from tests.soak.figures import Figure, table
 from tests.soak.schemas import schema_cases
+from tests.soak.sharing import sharing
 
 Trial = Callable[[], Iterator[Figure]]
 
@@ -51,6 +52,7 @@ def _trials(asked: argparse.Namespace) -> dict[str, Trial]:
         "crowd": lambda: crowd(tiny, asked.streams, asked.idle),
         "idle": lambda: idle_cpu(tiny, 2 * asked.seconds),
         "overhead": lambda: overhead(asked.model, 64, asked.rounds),
+        "sharing": lambda: sharing(asked.model, asked.seconds, min(asked.rounds, 3)),
     }
 
 
