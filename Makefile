@@ -15,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := .stamps
 CLIENTS_VENV := .venv-clients
-CLIENTS := langchain-openai litellm "lm_eval[api]" pytest pytest-timeout schemathesis transformers
+CLIENTS := guidellm==0.8.1 langchain-openai litellm "lm_eval[api]" pytest pytest-timeout schemathesis transformers
 COMMA := ,
 KERNEL_TESTS := $(wildcard $(addprefix tests/,test_native.py test_packed.py test_tape.py test_attention_tiles.py test_ops.py))
 BUILD_INPUTS := pyproject.toml CMakeLists.txt bankfull/__init__.py $(wildcard csrc/*.cpp csrc/*.hpp)
@@ -63,17 +63,18 @@ test: install lint ## Lint, then the quick tests
 test-full: install lint ## Lint, then every test
 	$(BIN)/python -m pytest -q -n $(WORKERS)
 
-# Heavy clients have an environment of their own. The server that they ask runs in the main one.
+# Heavy clients have an environment of their own. The server that they ask runs in the main one. guidellm needs
+# torch: it gets the main environment's version, not the newest.
 clients-environment:
 	@mkdir -p $(STAMPS)
-	@key=$$(echo '$(PYTHON) $(CLIENTS)' | cksum); \
+	@key=$$(echo '$(PYTHON) $(TORCH) $(CLIENTS)' | cksum); \
 	if [ -x $(CLIENTS_VENV)/bin/schemathesis ] && [ "$$key" = "$$(cat $(STAMPS)/clients 2>/dev/null)" ]; then exit 0; fi; \
 	set -e; \
 	[ -x $(CLIENTS_VENV)/bin/python ] || $(PYTHON) -m venv $(CLIENTS_VENV); \
-	$(CLIENTS_VENV)/bin/python -m pip install --quiet $(CLIENTS); \
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet "$(TORCH)" $(CLIENTS); \
 	echo "$$key" > $(STAMPS)/clients
 
-test-clients: install clients-environment ## The service with LangChain, LiteLLM and lm-evaluation-harness as clients
+test-clients: install clients-environment ## The service with guidellm, LangChain, LiteLLM and lm-evaluation-harness as clients
 	BANKFULL_PYTHON=$(CURDIR)/$(BIN)/python $(CLIENTS_VENV)/bin/python -m pytest -q --confcutdir=tests/clients tests/clients
 
 soak: install clients-environment ## Long trials of the service, with figures; SOAK_OPTIONS="--short" for a quick look, "--help" for all

@@ -1,5 +1,5 @@
 """`bankfull serve` on a tiny model whose template has a place for tools. It runs in the main environment: the clients'
-own one has neither torch nor bankfull."""
+own one has no bankfull."""
 
 from __future__ import annotations
 

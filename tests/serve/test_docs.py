@@ -7,11 +7,13 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from bankfull.serve.openai_chat import ChatCall
 from bankfull.serve.openai_completions import CompletionCall
+from bankfull.serve.switches import Effort
 from tests.serve.scripted import Scripted
 from tests.serve.server import shared
 
@@ -34,9 +36,23 @@ def test_an_example_is_answered(example: str) -> None:
         assert json.loads(result.stdout).get("error") is None
 
 
-def test_every_parameter_in_the_table_exists() -> None:
-    table = PAGE.partition("completions take:")[2].partition("What is left out")[0]
-    names = set(re.findall(r"`([a-z_]+)(?:`|: false`)", table)) - {"json", "regex", "choice", "grammar"}
+TABLES = PAGE.partition("completions take:")[2].partition("What is left out")[0]
+
+
+def test_every_parameter_in_the_tables_exists() -> None:
+    names = set(re.findall(r"`([a-z_]+)(?:`|: false`)", TABLES)) - {"json", "regex", "choice", "grammar"}
     names -= {"reasoning", "reasoning_content"}
-    known = {*ChatCall.__struct_fields__, *CompletionCall.__struct_fields__}
-    assert len(names) > 15 and names <= known
+    assert names <= {*ChatCall.__struct_fields__, *CompletionCall.__struct_fields__}
+
+
+@pytest.mark.parametrize("call", [ChatCall, CompletionCall])
+def test_every_parameter_of_a_call_is_in_the_tables(call: type[ChatCall | CompletionCall]) -> None:
+    other = "completions" if call is ChatCall else "chat completions"
+    rows = [row for row in TABLES.splitlines() if not row.startswith(f"| {other} |")]
+    named = set(re.findall(r"`([a-z_]+)", "".join(rows)))
+    assert [name for name in call.__struct_fields__ if name not in named] == []
+
+
+def test_the_values_of_reasoning_effort_are_told() -> None:
+    told = re.search(r"`reasoning_effort` is (.+?), and", PAGE, re.DOTALL)
+    assert told is not None and tuple(re.findall(r"`([a-z]+)`", told[1])) == get_args(Effort)
