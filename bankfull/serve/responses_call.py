@@ -168,6 +168,8 @@ class ResponsesCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     timeout: float | None = None
     priority: int | None = None
@@ -233,6 +235,8 @@ def _params(call: ResponsesCall, defaults: Mapping[str, Any]) -> SamplingParams:
         "top_k": call.top_k,
         "min_p": call.min_p,
         "seed": call.seed,
+        "stop": call.stop,
+        "ignore_eos": call.ignore_eos,
         "structured": structured_output(_response_format(call.text), None),
     }
     if call.top_logprobs is not None and not 0 <= call.top_logprobs <= 20:

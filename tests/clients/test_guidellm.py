@@ -26,7 +26,7 @@ def counted(server: Server) -> dict[str, int]:
     return {name: int(float(value)) for name, value in found}
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
 def test_every_request_of_a_benchmark_succeeds(server: Server, tmp_path: Path, path: str) -> None:
     report, before = tmp_path / "report.json", counted(server)
     result = subprocess.run(
