@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shlex
 import socket
 from collections.abc import AsyncIterator, Mapping
@@ -61,6 +62,7 @@ def _run(
             failure.append(error)
             server.should_exit = True
             return
+        settle_heap()
         print(greeting(link, settings, listening, protection), flush=True)
 
     @asynccontextmanager
@@ -94,6 +96,13 @@ def _run(
     server.run([listening])
     if failure:
         raise failure[0]
+
+
+def settle_heap() -> None:
+    """What lives as long as the process is not looked through by every full garbage collection, which stops the event
+    loop."""
+    gc.collect()
+    gc.freeze()
 
 
 def listen(host: str, port: int) -> socket.socket:
