@@ -21,7 +21,7 @@ from bankfull.serve.backend import Busy, EngineDied, Unavailable
 from bankfull.serve.batch_input import MOST_LINES, Validation, read_bodies, read_together
 from bankfull.serve.batch_usage import spent_in
 from bankfull.serve.errors import openai_error, problem_of
-from bankfull.serve.ledger import Batch, Ledger, Line, LineProblem, Result
+from bankfull.serve.ledger import Batch, Ledger, Line, LineProblem, Result, succeeded
 from bankfull.serve.log import log_batch
 from bankfull.serve.store import Full, NoSuchFile
 
@@ -46,9 +46,11 @@ class Handle(Protocol):
 class BatchRunner:
     def __init__(
         self, ledger: Ledger, handle: Handle, *, rows: Callable[[], int], most_lines: int = MOST_LINES,
-        priority: int = BATCH_PRIORITY,
+        priority: int = BATCH_PRIORITY, count: Callable[[str], None] = lambda outcome: None,
     ) -> None:  # fmt: skip
-        """`rows`: how many requests the engine runs at once, as far as it is known now."""
+        """`rows`: how many requests the engine runs at once, as far as it is known now. `count` is told of every result
+        whether its line has "completed" or "failed"."""
+        self._count = count
         self._ledger, self._store, self._handle = ledger, ledger.store, handle
         self._most_lines, self._priority = most_lines, priority
         self._slots = Slots(lambda: rows() + BACKLOG)
@@ -180,6 +182,7 @@ class BatchRunner:
     async def _run_line(self, batch: Batch, line: Line, body: bytes) -> None:
         status, answer = await self._answer(batch, body)
         await self._written(Result(batch.sequence, line.line, status, answer, spent_in(answer)))
+        self._count("completed" if succeeded(status) else "failed")
 
     async def _answer(self, batch: Batch, body: bytes) -> tuple[int, bytes]:
         deaths = 0

@@ -40,10 +40,11 @@ class BatchService:
     def __init__(
         self, folder: Path, handle: Handle, *, rows: Callable[[], int], owner_of: Owner = key_of,
         limits: StoreLimits | None = None, most_lines: int = MOST_LINES,
+        count: Callable[[str], None] = lambda outcome: None,
     ) -> None:  # fmt: skip
         self.store = Store(folder, limits)
         self.ledger = Ledger(self.store)
-        self._runner = BatchRunner(self.ledger, handle, rows=rows, most_lines=most_lines)
+        self._runner = BatchRunner(self.ledger, handle, rows=rows, most_lines=most_lines, count=count)
         self.routes: list[Route] = [
             *file_routes(self.store, owner_of), *batch_routes(self.ledger, self._runner, owner_of),
         ]  # fmt: skip

@@ -84,6 +84,7 @@ def _run(
     batches = BatchService(
         data, handle_within(app.state.apis, lambda key: caller_named(protection.doors, key)),
         rows=lambda: link.facts.rows if link.facts is not None else 1,
+        count=lambda outcome: metrics.batch_requests.add(1, outcome),
     )  # fmt: skip
     app.router.routes.extend(batches.routes)
     limits = GuardLimits(body_bytes=settings.max_body_bytes)

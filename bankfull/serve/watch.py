@@ -180,16 +180,16 @@ class CountedSteps:
 
     def _count(self, fresh: int) -> None:
         now, metrics, trace = time.monotonic(), self._metrics, self._trace
-        if self._last is None:
+        metrics.generation_tokens.add(fresh)
+        if self._batch:  # nobody waits for its tokens
+            metrics.batch_generation_tokens.add(fresh)
+        elif self._last is None:
             metrics.first_token.observe(now - self._arrived)
             if trace is not None and trace.ttft is None:
                 trace.ttft = now - trace.arrived
         else:
             metrics.between_tokens.observe(now - self._last)
         self._last = now
-        metrics.generation_tokens.add(fresh)
-        if self._batch:
-            metrics.batch_generation_tokens.add(fresh)
         if trace is not None:
             trace.completion_tokens += fresh
         if self._tokens is not None:
@@ -197,7 +197,9 @@ class CountedSteps:
 
     def _end(self, done: Done) -> None:
         self._ended = True
-        self._metrics.ended(done, self._prompt, self._samples, time.monotonic() - self._arrived)
+        self._metrics.sized(self._prompt, done.output_tokens, self._samples)
+        if not self._batch:
+            self._metrics.waited(done, time.monotonic() - self._arrived)
         if self._trace is not None:
             self._trace.cached_tokens += done.cached_tokens
 
