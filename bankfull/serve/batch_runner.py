@@ -47,10 +47,11 @@ class BatchRunner:
     def __init__(
         self, ledger: Ledger, handle: Handle, *, rows: Callable[[], int], most_lines: int = MOST_LINES,
         priority: int = BATCH_PRIORITY, count: Callable[[str], None] = lambda outcome: None,
+        wait: Callable[[str], float] = lambda owner: 0.0,
     ) -> None:  # fmt: skip
         """`rows`: how many requests the engine runs at once, as far as it is known now. `count` is told of every result
-        whether its line has "completed" or "failed"."""
-        self._count = count
+        whether its line has "completed" or "failed". `wait`: seconds until lines of this owner may begin."""
+        self._count, self._wait = count, wait
         self._ledger, self._store, self._handle = ledger, ledger.store, handle
         self._most_lines, self._priority = most_lines, priority
         self._slots = Slots(lambda: rows() + BACKLOG)
@@ -163,12 +164,18 @@ class BatchRunner:
                 for group in read_together(lines):
                     bodies: list[bytes] = []
                     for line in group:
+                        await self._allowed(batch.owner)
                         # The feeders of all batches queue here for one slot each: that makes them fair.
                         await self._slots.take()
                         bodies = bodies or await self._bodies(batch, group)
                         task = running.create_task(self._run_line(batch, line, bodies.pop()))
                         task.add_done_callback(self._slots.give_back)
                 after = lines[-1].line
+
+    async def _allowed(self, owner: str) -> None:
+        """Without a slot: others go on. The limits may be changed meanwhile, so no sleep is long."""
+        while (seconds := self._wait(owner)) > 0:
+            await asyncio.sleep(min(seconds, LONGEST_PAUSE))
 
     async def _bodies(self, batch: Batch, lines: list[Line]) -> list[bytes]:
         """The first line's comes last. A slot is held meanwhile: what waits for one is in the file, not in memory."""

@@ -79,12 +79,13 @@ def _run(
             texts.close()
 
     metrics = Metrics(settings.names[0], vllm_names=protection.vllm_metrics)
-    backend = WatchedBackend(link, metrics, protection.doors.keyring)
+    keyring = protection.doors.keyring
+    backend = WatchedBackend(link, metrics, keyring)
     app = create_app(backend, texts, settings, lifespan=life)
     batches = BatchService(
-        data, handle_within(app.state.apis, lambda key: caller_named(protection.doors, key)),
+        data, handle_within(app.state.apis, lambda key: caller_named(protection.doors, key), keyring),
         rows=lambda: link.facts.rows if link.facts is not None else 1,
-        count=lambda outcome: metrics.batch_requests.add(1, outcome),
+        count=lambda outcome: metrics.batch_requests.add(1, outcome), wait=keyring.batch_wait,
     )  # fmt: skip
     app.router.routes.extend(batches.routes)
     limits = GuardLimits(body_bytes=settings.max_body_bytes)

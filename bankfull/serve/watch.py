@@ -104,7 +104,8 @@ class WatchedBackend:
         deadline: float | None = None,
     ) -> AsyncIterator[list[Piece | Done]]:  # fmt: skip
         trace = current_trace()
-        tokens = None if trace is None else self._tokens_of(trace)
+        batch = priority >= BATCH_PRIORITY
+        tokens = None if trace is None else self._tokens_of(trace, refuse=not batch)
         try:
             steps = self._inner.generate(prompt, params, priority=priority, salt=salt, pool=pool, deadline=deadline)
         except BankfullError as error:
@@ -112,13 +113,13 @@ class WatchedBackend:
             raise
         if tokens is not None:
             tokens.take(len(prompt))
-        batch = priority >= BATCH_PRIORITY
         return CountedSteps(steps, self._metrics, trace, tokens, len(prompt), params.n, batch=batch)
 
-    def _tokens_of(self, trace: Trace) -> Bucket | None:
+    def _tokens_of(self, trace: Trace, *, refuse: bool) -> Bucket | None:
+        """`refuse`: where nothing is left. Lines of batches have waited before they began."""
         if trace.key is None or (tokens := self._keyring.allowance(trace.key).tokens) is None:
             return None
-        if (seconds := tokens.wait()) > 0:
+        if refuse and (seconds := tokens.wait()) > 0:
             raise Busy(
                 f"The key {trace.key.name} has used its {tokens.per_minute} tokens per minute; try again in "
                 f"{seconds:.1f} s.", seconds,
