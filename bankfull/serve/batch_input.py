@@ -14,6 +14,7 @@ MOST_LINES = 50_000
 LONGEST_LINE = 16 << 20
 MOST_PROBLEMS = 100
 GROUP = 1000
+MOST_TOGETHER, BYTES_TOGETHER = 32, 1 << 20
 ENDPOINTS = ("/v1/chat/completions", "/v1/responses", "/v1/completions", "/v1/embeddings")
 
 
@@ -39,11 +40,28 @@ _requests = msgspec.json.Decoder(_Request)
 _bodies = msgspec.json.Decoder(_Body)
 
 
-def read_body(path: Path, line: Line) -> bytes:
-    """The body of a line that was found valid."""
+def read_together(lines: list[Line]) -> Iterator[list[Line]]:
+    """Lines in a row whose bodies are not too many to be in memory at once."""
+    group: list[Line] = []
+    size = 0
+    for line in lines:
+        if group and (len(group) == MOST_TOGETHER or size + line.length > BYTES_TOGETHER):
+            yield group
+            group, size = [], 0
+        group.append(line)
+        size += line.length
+    if group:
+        yield group
+
+
+def read_bodies(path: Path, lines: list[Line]) -> list[bytes]:
+    """The bodies of lines that were found valid."""
+    bodies = []
     with path.open("rb") as file:
-        file.seek(line.start)
-        return bytes(_requests.decode(file.read(line.length)).body)
+        for line in lines:
+            file.seek(line.start)
+            bodies.append(bytes(_requests.decode(file.read(line.length)).body))
+    return bodies
 
 
 class Validation:

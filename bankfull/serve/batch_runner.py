@@ -18,10 +18,10 @@ import msgspec
 
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.backend import Busy, EngineDied, Unavailable
-from bankfull.serve.batch_input import MOST_LINES, Validation, read_body
+from bankfull.serve.batch_input import MOST_LINES, Validation, read_bodies, read_together
 from bankfull.serve.batch_usage import spent_in
 from bankfull.serve.errors import openai_error, problem_of
-from bankfull.serve.ledger import Batch, Ledger, Line, LineProblem, Result
+from bankfull.serve.ledger import Batch, Ledger, Line, LineProblem, Result, succeeded
 from bankfull.serve.log import log_batch
 from bankfull.serve.store import Full, NoSuchFile
 
@@ -29,6 +29,8 @@ log = logging.getLogger("bankfull.serve")
 
 BACKLOG = 8
 """Lines in flight beyond the engine's rows, so that a row that ends is filled at once."""
+MOST_RESULTS = 32
+"""In one transaction: those who wait for it go on in the same turn of the event loop, which others need too."""
 MOST_DEATHS = 3
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 10.0
 SWEEP_SECONDS = 3600.0
@@ -44,9 +46,12 @@ class Handle(Protocol):
 class BatchRunner:
     def __init__(
         self, ledger: Ledger, handle: Handle, *, rows: Callable[[], int], most_lines: int = MOST_LINES,
-        priority: int = BATCH_PRIORITY,
+        priority: int = BATCH_PRIORITY, count: Callable[[str], None] = lambda outcome: None,
+        wait: Callable[[str], float] = lambda owner: 0.0,
     ) -> None:  # fmt: skip
-        """`rows`: how many requests the engine runs at once, as far as it is known now."""
+        """`rows`: how many requests the engine runs at once, as far as it is known now. `count` is told of every result
+        whether its line has "completed" or "failed". `wait`: seconds until lines of this owner may begin."""
+        self._count, self._wait = count, wait
         self._ledger, self._store, self._handle = ledger, ledger.store, handle
         self._most_lines, self._priority = most_lines, priority
         self._slots = Slots(lambda: rows() + BACKLOG)
@@ -156,16 +161,35 @@ class BatchRunner:
         after = -1
         async with asyncio.TaskGroup() as running:
             while lines := await self._store.run(self._ledger.pending, batch, after):
-                for line in lines:
-                    # The feeders of all batches queue here for one slot each: that makes them fair.
-                    await self._slots.take()
-                    running.create_task(self._run_line(batch, line)).add_done_callback(self._slots.give_back)
+                for group in read_together(lines):
+                    bodies: list[bytes] = []
+                    for line in group:
+                        await self._allowed(batch.owner)
+                        # The feeders of all batches queue here for one slot each: that makes them fair.
+                        await self._slots.take()
+                        bodies = bodies or await self._bodies(batch, group)
+                        task = running.create_task(self._run_line(batch, line, bodies.pop()))
+                        task.add_done_callback(self._slots.give_back)
                 after = lines[-1].line
 
-    async def _run_line(self, batch: Batch, line: Line) -> None:
-        body = await self._store.run(read_body, self._store.place(batch.input_file), line)
+    async def _allowed(self, owner: str) -> None:
+        """Without a slot: others go on. The limits may be changed meanwhile, so no sleep is long."""
+        while (seconds := self._wait(owner)) > 0:
+            await asyncio.sleep(min(seconds, LONGEST_PAUSE))
+
+    async def _bodies(self, batch: Batch, lines: list[Line]) -> list[bytes]:
+        """The first line's comes last. A slot is held meanwhile: what waits for one is in the file, not in memory."""
+        try:
+            bodies: list[bytes] = await self._store.run(read_bodies, self._store.place(batch.input_file), lines)
+        except BaseException:
+            self._slots.give_back()
+            raise
+        return bodies[::-1]
+
+    async def _run_line(self, batch: Batch, line: Line, body: bytes) -> None:
         status, answer = await self._answer(batch, body)
         await self._written(Result(batch.sequence, line.line, status, answer, spent_in(answer)))
+        self._count("completed" if succeeded(status) else "failed")
 
     async def _answer(self, batch: Batch, body: bytes) -> tuple[int, bytes]:
         deaths = 0
@@ -218,12 +242,13 @@ class BatchRunner:
         await done
 
     async def _write_results(self) -> None:
-        """All results that arrived meanwhile share a transaction. On a full disk they wait: nothing runs twice."""
+        """Results that arrived meanwhile share a transaction. On a full disk they wait: nothing runs twice."""
         seconds = SHORTEST_PAUSE
         while True:
             await self._unwritten.wait()
-            self._unwritten.clear()
-            group, self._results = self._results, []
+            group, self._results = self._results[:MOST_RESULTS], self._results[MOST_RESULTS:]
+            if not self._results:
+                self._unwritten.clear()
             try:
                 await self._store.run(self._ledger.record, [result for result, _ in group])
             except Exception as error:
@@ -240,18 +265,18 @@ class BatchRunner:
 
 
 class Slots:
-    """So many at once, first come, first served; the number may change at any time."""
+    """So many at once, first come, first served; the number may change at any time. However many are free, one is given
+    in each turn of the event loop: a line that begins costs time, and requests come in between."""
 
     def __init__(self, limit: Callable[[], int]) -> None:
         self._limit, self._taken = limit, 0
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._giving = False
 
     async def take(self) -> None:
-        if not self._waiting and self._taken < self._limit():
-            self._taken += 1
-            return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
+        self._give_soon()
         try:
             await turn
         except asyncio.CancelledError:
@@ -261,11 +286,22 @@ class Slots:
 
     def give_back(self, _task: object = None) -> None:
         self._taken -= 1
+        self._give_soon()
+
+    def _give_soon(self) -> None:
+        if self._waiting and not self._giving and self._taken < self._limit():
+            self._giving = True
+            asyncio.get_running_loop().call_soon(self._give)
+
+    def _give(self) -> None:
+        self._giving = False
         while self._waiting and self._taken < self._limit():
             turn = self._waiting.popleft()
             if not turn.done():
                 self._taken += 1
                 turn.set_result(None)
+                break
+        self._give_soon()
 
 
 class Pause:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +17,22 @@ from bankfull.serve.batch_runner import BatchRunner, Handle
 from bankfull.serve.batches import batch_routes
 from bankfull.serve.calls import Api, Caller
 from bankfull.serve.files import Owner, file_routes
+from bankfull.serve.keys import Keyring
 from bankfull.serve.ledger import Ledger
 from bankfull.serve.store import Store, StoreLimits
+from bankfull.serve.trace import Trace, during
 
 
-def handle_within(apis: Mapping[str, Api], caller: Callable[[str], Caller]) -> Handle:
-    """Lines call the APIs as their owner would. `caller`: of the key with this name ("" where there are no keys)."""
+def handle_within(
+    apis: Mapping[str, Api], caller: Callable[[str], Caller], keyring: Keyring | None = None
+) -> Handle:  # fmt: skip
+    """Lines call the APIs as their owner would. `caller`: of the key with this name ("" where there are no keys). What
+    they cost is charged to their key in the `keyring`."""
 
     async def handle(url: str, body: bytes, *, priority: int, key: str) -> tuple[int, bytes]:
-        return await call_api(apis, url, body, replace(caller(key), priority=priority))
+        charged = None if keyring is None else keyring.named(key)
+        with during(Trace("", "POST", url, time.monotonic(), key=charged)):
+            return await call_api(apis, url, body, replace(caller(key), priority=priority))
 
     return handle
 
@@ -40,10 +48,11 @@ class BatchService:
     def __init__(
         self, folder: Path, handle: Handle, *, rows: Callable[[], int], owner_of: Owner = key_of,
         limits: StoreLimits | None = None, most_lines: int = MOST_LINES,
+        count: Callable[[str], None] = lambda outcome: None, wait: Callable[[str], float] = lambda owner: 0.0,
     ) -> None:  # fmt: skip
         self.store = Store(folder, limits)
         self.ledger = Ledger(self.store)
-        self._runner = BatchRunner(self.ledger, handle, rows=rows, most_lines=most_lines)
+        self._runner = BatchRunner(self.ledger, handle, rows=rows, most_lines=most_lines, count=count, wait=wait)
         self.routes: list[Route] = [
             *file_routes(self.store, owner_of), *batch_routes(self.ledger, self._runner, owner_of),
         ]  # fmt: skip

@@ -127,6 +127,17 @@ class Keyring:
                 found = key
         return found
 
+    def named(self, name: str) -> Key | None:
+        """For work that goes on without whoever presented the key; None also where the key was taken out since."""
+        self._reload()
+        return next((key for key in self._keys if key.name == name), None)
+
+    def batch_wait(self, name: str) -> float:
+        """Seconds until a batch of this key may go on: half of its tokens of a minute are for its online calls."""
+        key = self.named(name)
+        tokens = None if key is None else self.allowance(key).tokens
+        return 0.0 if tokens is None else tokens.wait(tokens.per_minute / 2)
+
     def allowance(self, key: Key) -> Allowance:
         allowance = self._allowances.get(key.name)
         if allowance is None:

@@ -236,7 +236,7 @@ class Ledger:
                     (result.status, result.body, result.batch, result.line),
                 ).rowcount
                 if changed:
-                    column = "completed" if _succeeded(result.status) else "failed"
+                    column = "completed" if succeeded(result.status) else "failed"
                     database.execute(
                         f"UPDATE batches SET {column} = {column} + 1, input_tokens = input_tokens + ?,"
                         " cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ?,"
@@ -303,7 +303,7 @@ class Ledger:
                     result = ResultLine(id, custom_id, None, Missed(*_UNRUN.get(end, _UNRUN["expired"])))
                 else:
                     result = ResultLine(id, custom_id, Answered(status, id, msgspec.Raw(body)), None)
-                kind = "output" if status is not None and _succeeded(status) else "error"
+                kind = "output" if status is not None and succeeded(status) else "error"
                 page.setdefault(kind, bytearray()).extend(encoder.encode(result) + b"\n")
             yield page
             after = rows[-1][0]
@@ -327,5 +327,5 @@ def _among(statuses: tuple[str, ...]) -> str:
     return f"status IN ({', '.join(repr(status) for status in statuses)})"
 
 
-def _succeeded(status: int) -> bool:
+def succeeded(status: int) -> bool:
     return 200 <= status < 300

@@ -64,6 +64,7 @@ class Metrics:
         self.batch_generation_tokens = Value(
             counter, "batch_generation_tokens_total", "Those of batches among generation_tokens."
         )
+        self.batch_requests = Value(counter, "batch_requests_total", "Lines of batches with a result.", ["outcome"])
         self.ready = Value(gauge, "ready", "1 when the engine can take requests.")
         self.waiting_tokens = Value(gauge, "num_tokens_waiting", "Prompt tokens in the engine's queue.")
         kinds = ["step_kind"]
@@ -89,12 +90,16 @@ class Metrics:
     def families(self) -> list[Family]:
         return [family for family in vars(self).values() if isinstance(family, Value | Histogram)]
 
-    def ended(self, done: Done, prompt_tokens: int, samples: int, seconds: float) -> None:
-        """A request whose samples have all ended; `seconds` is what its caller has waited."""
-        self.latency.observe(seconds)
+    def sized(self, prompt_tokens: int, output_tokens: int, samples: int) -> None:
+        """A request whose samples have all ended."""
         self.request_prompt.observe(prompt_tokens)
-        self.request_generation.observe(done.output_tokens)
+        self.request_generation.observe(output_tokens)
         self.request_samples.observe(samples)
+
+    def waited(self, done: Done, seconds: float) -> None:
+        """What became of a caller's time until all samples had ended. Online calls only: who looks after their
+        latency must not see there the queues of work that nobody waits for."""
+        self.latency.observe(seconds)
         queue = done.queue or 0.0
         self.queue_time.observe(queue)
         self.inference_time.observe(max(0.0, done.seconds - queue))

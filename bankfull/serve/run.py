@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shlex
 import socket
 from collections.abc import AsyncIterator, Mapping
@@ -61,6 +62,7 @@ def _run(
             failure.append(error)
             server.should_exit = True
             return
+        settle_heap()
         print(greeting(link, settings, listening, protection), flush=True)
 
     @asynccontextmanager
@@ -77,11 +79,13 @@ def _run(
             texts.close()
 
     metrics = Metrics(settings.names[0], vllm_names=protection.vllm_metrics)
-    backend = WatchedBackend(link, metrics, protection.doors.keyring)
+    keyring = protection.doors.keyring
+    backend = WatchedBackend(link, metrics, keyring)
     app = create_app(backend, texts, settings, lifespan=life)
     batches = BatchService(
-        data, handle_within(app.state.apis, lambda key: caller_named(protection.doors, key)),
+        data, handle_within(app.state.apis, lambda key: caller_named(protection.doors, key), keyring),
         rows=lambda: link.facts.rows if link.facts is not None else 1,
+        count=lambda outcome: metrics.batch_requests.add(1, outcome), wait=keyring.batch_wait,
     )  # fmt: skip
     app.router.routes.extend(batches.routes)
     limits = GuardLimits(body_bytes=settings.max_body_bytes)
@@ -94,6 +98,13 @@ def _run(
     server.run([listening])
     if failure:
         raise failure[0]
+
+
+def settle_heap() -> None:
+    """What lives as long as the process is not looked through by every full garbage collection, which stops the event
+    loop."""
+    gc.collect()
+    gc.freeze()
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -104,7 +104,8 @@ class WatchedBackend:
         deadline: float | None = None,
     ) -> AsyncIterator[list[Piece | Done]]:  # fmt: skip
         trace = current_trace()
-        tokens = None if trace is None else self._tokens_of(trace)
+        batch = priority >= BATCH_PRIORITY
+        tokens = None if trace is None else self._tokens_of(trace, refuse=not batch)
         try:
             steps = self._inner.generate(prompt, params, priority=priority, salt=salt, pool=pool, deadline=deadline)
         except BankfullError as error:
@@ -112,13 +113,13 @@ class WatchedBackend:
             raise
         if tokens is not None:
             tokens.take(len(prompt))
-        batch = priority >= BATCH_PRIORITY
         return CountedSteps(steps, self._metrics, trace, tokens, len(prompt), params.n, batch=batch)
 
-    def _tokens_of(self, trace: Trace) -> Bucket | None:
+    def _tokens_of(self, trace: Trace, *, refuse: bool) -> Bucket | None:
+        """`refuse`: where nothing is left. Lines of batches have waited before they began."""
         if trace.key is None or (tokens := self._keyring.allowance(trace.key).tokens) is None:
             return None
-        if (seconds := tokens.wait()) > 0:
+        if refuse and (seconds := tokens.wait()) > 0:
             raise Busy(
                 f"The key {trace.key.name} has used its {tokens.per_minute} tokens per minute; try again in "
                 f"{seconds:.1f} s.", seconds,
@@ -180,16 +181,16 @@ class CountedSteps:
 
     def _count(self, fresh: int) -> None:
         now, metrics, trace = time.monotonic(), self._metrics, self._trace
-        if self._last is None:
+        metrics.generation_tokens.add(fresh)
+        if self._batch:  # nobody waits for its tokens
+            metrics.batch_generation_tokens.add(fresh)
+        elif self._last is None:
             metrics.first_token.observe(now - self._arrived)
             if trace is not None and trace.ttft is None:
                 trace.ttft = now - trace.arrived
         else:
             metrics.between_tokens.observe(now - self._last)
         self._last = now
-        metrics.generation_tokens.add(fresh)
-        if self._batch:
-            metrics.batch_generation_tokens.add(fresh)
         if trace is not None:
             trace.completion_tokens += fresh
         if self._tokens is not None:
@@ -197,7 +198,9 @@ class CountedSteps:
 
     def _end(self, done: Done) -> None:
         self._ended = True
-        self._metrics.ended(done, self._prompt, self._samples, time.monotonic() - self._arrived)
+        self._metrics.sized(self._prompt, done.output_tokens, self._samples)
+        if not self._batch:
+            self._metrics.waited(done, time.monotonic() - self._arrived)
         if self._trace is not None:
             self._trace.cached_tokens += done.cached_tokens
 

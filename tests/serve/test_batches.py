@@ -19,9 +19,14 @@ import pytest
 
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.app import create_app
+from bankfull.serve.backend import Backend
 from bankfull.serve.batch_service import BatchService, handle_within
 from bankfull.serve.calls import CALLER, Caller
+from bankfull.serve.exposition import Histogram
+from bankfull.serve.keys import Keyring, new_key
+from bankfull.serve.metrics import Metrics
 from bankfull.serve.store import Store
+from bankfull.serve.watch import WatchedBackend
 from tests.serve.batch_app import RandomHandler, batch_app
 from tests.serve.scripted import Scripted, scripted_texts, settings
 from tests.serve.server import served
@@ -30,11 +35,12 @@ ROOT = Path(__file__).parents[2]
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 
-def whole_app(folder: Path, backend: Scripted) -> Any:
+def whole_app(folder: Path, backend: Backend, keyring: Keyring | None = None, **options: Any) -> Any:
     """The service's application, with a key that authentication would have found."""
     app = create_app(backend, scripted_texts(), settings())
     caller = Caller(key="me", salt="salt of me")
-    service = BatchService(folder, handle_within(app.state.apis, lambda key: caller), rows=lambda: 4)
+    handle = handle_within(app.state.apis, lambda key: caller, keyring)
+    service = BatchService(folder, handle, rows=lambda: 4, **options)
     app.router.routes.extend(service.routes)
 
     async def with_key(scope: Any, receive: Any, send: Any) -> None:
@@ -352,3 +358,71 @@ def test_a_batch_has_one_log_line_at_its_end(tmp_path: Path, caplog: pytest.LogC
         "failed": 1, "prompt_tokens": 15, "completion_tokens": 20, "cached_tokens": 0,
     }  # fmt: skip
     assert (second["id"], second["status"], second["total"]) == (failed.id, "failed", 0)
+
+
+def test_histograms_of_latency_are_of_online_calls_only(tmp_path: Path) -> None:
+    metrics = Metrics()
+    backend = WatchedBackend(Scripted(["ab", "cd"]), metrics, Keyring())
+
+    def observed() -> dict[str, int]:
+        return {each.name: sum(each.counts) for each in metrics.families if isinstance(each, Histogram)}
+
+    def count(outcome: str) -> None:
+        metrics.batch_requests.add(1, outcome)
+
+    body = {"model": "tiny", "prompt": "xyz"}
+    with served(whole_app(tmp_path, backend, count=count)) as url, client_at(url) as client:
+        lines = [line(f"{number}", body=body) for number in range(5)]
+        ended(client, submit(client, [*lines, line("bad", body={"nonsense": 1})]).id)
+        batch = observed()
+        assert {name: number for name, number in batch.items() if name.endswith("_seconds")} == dict.fromkeys(
+            (
+                "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
+                "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
+                "request_inference_time_seconds",
+            ), 0,
+        )  # fmt: skip
+        assert batch["request_prompt_tokens"] == batch["request_generation_tokens"] == 5
+        assert metrics.batch_requests.values == {("completed",): 5, ("failed",): 1}
+        client.completions.create(model="tiny", prompt="xyz")
+    assert {name: number - batch[name] for name, number in observed().items()} == dict.fromkeys(batch, 1)
+    assert (metrics.prompt_tokens.values[()], metrics.batch_prompt_tokens.values[()]) == (18, 15)
+    assert (metrics.generation_tokens.values[()], metrics.batch_generation_tokens.values[()]) == (24, 20)
+
+
+def test_lines_are_charged_to_their_key_and_wait_until_it_has_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bankfull.serve.batch_runner.LONGEST_PAUSE", 0.01)
+    now = 0.0
+    _, key = new_key("me", tokens=100)
+    keyring = Keyring((key,), clock=lambda: now)
+    backend = WatchedBackend(Scripted(["ab", "cd"]), Metrics(), keyring)
+    app = whole_app(tmp_path, backend, keyring, wait=keyring.batch_wait)
+    with served(app) as url, client_at(url) as client:
+        id = submit(client, [line(f"{number}", body={"model": "tiny", "prompt": "xyz"}) for number in range(60)]).id
+        rounds, deadline = 0, time.monotonic() + 60
+        while client.batches.retrieve(id).status != "completed":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+            if (seconds := keyring.batch_wait("me")) > 0:
+                now += seconds + 0.01
+                rounds += 1
+        counts = ended(client, id).request_counts
+        assert (counts.completed, counts.failed) == (60, 0)
+        # All but the first minute's tokens, and but what the last 12 lines in flight overdrew, had to be waited for.
+        assert rounds > 1 and now >= (60 * 7 - 100 - 12 * 7) / 100 * 60, "no sooner than its tokens allowed"
+
+
+def test_a_batch_without_tokens_keeps_nobody_else_waiting(tmp_path: Path) -> None:
+    poor = {"Bearer poor"}
+    app = batch_app(tmp_path, RandomHandler(9, trouble=0.0), wait=lambda owner: 0.02 if owner in poor else 0.0)
+    with served(app) as url:
+        waits, goes_on = client_at(url, "poor"), client_at(url, "rich")
+        first = submit(waits, [line(str(number)) for number in range(50)]).id
+        assert ended(goes_on, submit(goes_on, [line(str(number)) for number in range(50)]).id).status == "completed"
+        batch = waits.batches.retrieve(first)
+        assert batch.status in ("validating", "in_progress")
+        assert batch.request_counts is not None and batch.request_counts.completed == 0
+        poor.clear()
+        assert ended(waits, first).request_counts.completed == 50

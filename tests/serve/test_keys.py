@@ -127,6 +127,23 @@ def test_a_bucket_refills_and_may_be_overdrawn() -> None:
     assert bucket.wait() > 0
 
 
+def test_half_of_a_keys_tokens_are_not_for_its_batches() -> None:
+    clock = Clock()
+    _, alice = new_key("alice", tokens=60)
+    _, bob = new_key("bob", requests=1)
+    keyring = Keyring((alice, bob), clock=clock)
+    assert keyring.named("alice") == alice and keyring.named("nobody") is None
+    tokens = keyring.allowance(alice).tokens
+    assert tokens is not None
+    tokens.take(30)
+    assert keyring.batch_wait("alice") == 0
+    tokens.take(10)
+    assert keyring.batch_wait("alice") == pytest.approx(10.0) and tokens.wait() == 0, "online calls go on"
+    clock.now += 11
+    assert keyring.batch_wait("alice") == 0
+    assert keyring.batch_wait("bob") == keyring.batch_wait("nobody") == keyring.batch_wait("") == 0
+
+
 def test_the_command_prints_the_line_and_shows_the_key_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["key", "alice", "--requests", "5"]) == 0
     printed = capsys.readouterr()
