@@ -272,17 +272,17 @@ def test_parameters_reach_the_engine() -> None:
         client.responses.create(
             model="tiny", input="x", max_output_tokens=7, temperature=0.3, top_p=0.9,
             text={"format": {"type": "json_schema", "name": "n", "schema": schema}},
-            extra_body={"top_k": 5, "seed": 3, "priority": 2, "cache_salt": "s", "timeout": 9.0,
-                        "stop": ["end", "."], "ignore_eos": True},
+            extra_body={"top_k": 5, "seed": 3, "priority": 2, "cache_salt": "s", "timeout": 9.0},
         )  # fmt: skip
         client.responses.create(
             model="tiny", input="x", text={"format": {"type": "json_object"}}, extra_body={"stop": None}
         )
+        client.responses.create(model="tiny", input="x", extra_body={"stop": ["end", "."], "ignore_eos": True})
         client.responses.create(model="tiny", input="x" * 600, truncation="auto", max_output_tokens=12)
-    asked, plain, cut_down = backend.asked
+    asked, plain, stopped, cut_down = backend.asked
     params = asked.params
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k, params.seed) == (7, 0.3, 0.9, 5, 3)
-    assert tuple(params.stop) == ("end", ".") and params.ignore_eos and not plain.params.stop
+    assert tuple(stopped.params.stop) == ("end", ".") and stopped.params.ignore_eos and not plain.params.stop
     assert params.structured is not None and json.loads(params.structured.source) == schema
     assert asked.priority == 2 and asked.salt and asked.deadline is not None and 8 < asked.deadline <= 9
     assert plain.params.structured is not None and json.loads(plain.params.structured.source) == {"type": "object"}
