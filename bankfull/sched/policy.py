@@ -18,10 +18,16 @@ def yields_of(policy: str, priority: int) -> bool:
     return policy == "priority" and priority >= BATCH_PRIORITY
 
 
-def batch_tokens(step_tokens: int, decoding: int) -> int:
-    """What batch work may get of a step. Whoever comes in the meantime waits for the end of the step, so it has to be
-    short; a prompt loses little by being cut into more chunks. Decodes are never held back for that."""
-    return max(step_tokens // 4, decoding + max(1, step_tokens // 16))
+COMPANY_STEPS = 256
+"""So long after online work a batch expects more of it."""
+
+
+def batch_share(step_tokens: int, decoding: int, company: bool) -> tuple[int, int]:
+    """What batch work may get of a step: rows that decode, and tokens in all. Whoever comes in the meantime waits for the
+    end of the step, so it has to be short: a prompt loses little by being cut into more chunks. Where somebody came
+    lately, rows decode in turns, too, which costs a batch a little; where nobody does, none is held back."""
+    few = max(1, step_tokens // 16)
+    return (few, 2 * few) if company else (decoding, max(step_tokens // 4, decoding + few))
 
 
 def rank_of(policy: str, priority: int, arrival: int) -> Rank:

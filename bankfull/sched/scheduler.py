@@ -18,7 +18,7 @@ from operator import attrgetter
 
 from bankfull.config import SchedConfig
 from bankfull.errors import RequestError
-from bankfull.sched.policy import batch_tokens, gate_of, rank_of, yields_of
+from bankfull.sched.policy import COMPANY_STEPS, batch_share, gate_of, rank_of, yields_of
 from bankfull.sched.sequence import Sequence
 from bankfull.state.manager import Match, Reserved, SequenceState, StateManager
 from bankfull.state.prefix import Chain
@@ -69,6 +69,8 @@ class Scheduler:
         self._by_request: dict[Hashable, list[Sequence]] = {}
         self._arrivals = count()
         self._steps = count()
+        self._company = -COMPANY_STEPS
+        """The last step that there was online work for."""
 
     # -- requests
 
@@ -151,6 +153,8 @@ class Scheduler:
                 assert seq.state is not None
                 self.state.forget_before(seq.state, seq.start)
         self._make_way(step)
+        if any(not line[0].yields for line in (self._running, self._waiting) if line):
+            self._company = step.plan.step
         if not self._has_batch():
             self._fill(self._running, step, drafts)
         elif self._fill([s for s in self._running if not s.yields], step, drafts) and not step.prompts:
@@ -174,15 +178,21 @@ class Scheduler:
         filling: list[Sequence] = []
         for seq in running:
             (decoding if seq.missing <= 1 else filling).append(seq)
+        rows = len(decoding)
         if step.batch:
-            step.budget = min(step.budget, batch_tokens(self.config.step_tokens, len(decoding)))
-        step.spare = step.budget - len(decoding)
+            company = step.plan.step - self._company < COMPANY_STEPS
+            rows, tokens = batch_share(self.config.step_tokens, rows, company)
+            decoding.sort(key=lambda seq: seq.turn)  # whoever has waited longest first
+            step.budget = min(step.budget, tokens)
+        step.spare = step.budget - min(rows, len(decoding))
         stalled = False
-        for seq in decoding + filling:
-            if step.budget <= 0:
-                break
-            if seq.state is not None:  # else it was preempted for one that ranks before it
-                stalled |= not self._serve(seq, step, drafts)
+        most = len(step.served) + rows
+        for line in (decoding, filling):
+            for seq in line:
+                if step.budget <= 0 or (line is decoding and len(step.served) >= most):
+                    break
+                if seq.state is not None:  # else it was preempted for one that ranks before it
+                    stalled |= not self._serve(seq, step, drafts)
         if not stalled:
             self._admit(step)
         return not stalled
@@ -215,6 +225,7 @@ class Scheduler:
         step.plan.work.append(work)
         step.served.append(seq)
         step.fixed.add(seq.row)
+        seq.turn = step.plan.step
         step.budget -= size + drafts
         step.spare -= drafts
         seq.launch(work)

@@ -39,6 +39,8 @@ class Sequence:
     """Launched drafts: each may turn out accepted, or not."""
     state: SequenceState | None = None
     row: int = -1
+    turn: int = -1
+    """The last step that it had a part in."""
     admitted: bool = False
     cached: int = 0
 

@@ -99,7 +99,26 @@ def test_a_batch_keeps_most_of_its_pace_beside_light_online_load(busy: Traffic) 
     assert busy.batch_tokens > 0.7 * alone.batch_tokens
 
 
+def test_every_row_of_a_batch_gets_its_turn_beside_online_work() -> None:
+    world = Traffic(with_batch=True, online_every=None)
+    world.sched._company = 10**9  # somebody came just now, at every step
+    turns: dict[object, list[int]] = {}
+    for number in range(400):
+        while len(world.batch) < 100:
+            world.batch.add(world.add(50, 100, BATCH_PRIORITY))
+        plan = world.sched.plan()
+        assert plan is not None and plan.tokens <= 64 and sum(work.count == 1 for work in plan.work) <= 32 + 1
+        by_row = {seq.row: seq for seq in world.sched._running}
+        for work in plan.work:
+            if work.start >= by_row[work.row].prompt_len:
+                turns.setdefault(by_row[work.row].request.id, []).append(number)
+        world._settle(plan)
+    assert len(turns) > 64
+    waits = [after - before for steps in turns.values() for before, after in zip(steps, steps[1:], strict=False)]
+    assert max(waits) <= 4
+
+
 def test_short_steps_cost_the_batch_little(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = Traffic(with_batch=True, online_every=None).run()
-    monkeypatch.setattr("bankfull.sched.scheduler.batch_tokens", lambda step_tokens, decoding: step_tokens)
+    monkeypatch.setattr("bankfull.sched.scheduler.batch_share", lambda tokens, decoding, company: (decoding, tokens))
     assert alone.batch_tokens > 0.85 * Traffic(with_batch=True, online_every=None).run().batch_tokens

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from bankfull.errors import RequestError
-from bankfull.sched.policy import batch_tokens
+from bankfull.sched.policy import COMPANY_STEPS, batch_share
 from bankfull.sched.scheduler import Scheduler
 from bankfull.sched.sequence import Sequence
 from bankfull.state.manager import StateManager
@@ -205,6 +205,8 @@ class World:
         served = {by_row[row].rank for row in rows}
         self._check_batch(plan, by_row)
         greedy = {by_row[work.row].yields for work in plan.work if work.drafts or work.count > 1}
+        if self._batch_takes_turns(plan, by_row):
+            greedy.discard(True)
         for seq in ready:
             # Online work may leave nothing to a batch: only its own prompts and drafts come after its decodes.
             robbed = False in greedy if not seq.yields else greedy == {True}
@@ -221,8 +223,17 @@ class World:
         rows = sum(s.yields for s in self.sched._running)
         self.summary.yielded += prompts and rows > 0
         demand(not (prompts and batch), "batch work runs beside an online prompt")
-        most = batch_tokens(self.scenario.sched.step_tokens, rows)
+        _, most = batch_share(self.scenario.sched.step_tokens, rows, self._in_company(plan))
         demand(batch <= most, f"batch work takes {batch} tokens of a step, more than {most}")
+
+    def _in_company(self, plan: StepPlan) -> bool:
+        return plan.step - self.sched._company < COMPANY_STEPS
+
+    def _batch_takes_turns(self, plan: StepPlan, by_row: dict[int, Sequence]) -> bool:
+        """Does as much of a batch decode as may beside online work? Then the rest of it waits for its turn."""
+        rows, _ = batch_share(self.scenario.sched.step_tokens, 0, True)
+        decoding = sum(by_row[work.row].yields and work.count == 1 for work in plan.work)
+        return self._in_company(plan) and decoding >= rows
 
     def _check_writes(self, seq: Sequence, holders: list[int]) -> None:
         """What a step may write belongs to its sequence alone, and is unknown to the cache."""
