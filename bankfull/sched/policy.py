@@ -23,8 +23,8 @@ COMPANY_STEPS = 256
 
 
 def batch_share(step_tokens: int, decoding: int, company: bool) -> tuple[int, int]:
-    """What batch work may get of a step: rows that decode, and tokens in all. Whoever comes in the meantime waits for the
-    end of the step, so it has to be short: a prompt loses little by being cut into more chunks. Where somebody came
+    """What batch work may get of a step: rows that decode, and tokens in all. Whoever comes in the meantime waits for
+    the end of the step, so it has to be short: a prompt loses little by being cut into more chunks. Where somebody came
     lately, rows decode in turns, too, which costs a batch a little; where nobody does, none is held back."""
     few = max(1, step_tokens // 16)
     return (few, 2 * few) if company else (decoding, max(step_tokens // 4, decoding + few))

@@ -30,7 +30,7 @@ from bankfull.serve.openai_embeddings import Embeddings
 from bankfull.serve.openapi import document
 from bankfull.serve.responses import Responses
 from bankfull.serve.settings import Settings
-from bankfull.serve.sse import Message, Pulse, Receive, Send, send_events
+from bankfull.serve.sse import SEND_BODY, Message, Pulse, Receive, Send, send_events
 from bankfull.serve.texts import Texts
 from bankfull.serve.tokens import Detokenize, Tokenize
 
@@ -121,7 +121,7 @@ class Endpoint:
                 if isinstance(made, bytes):
                     await send_json(noted, 200, made)
                 else:
-                    await send_events(made, noted, self._pulse)
+                    await send_events(made, noted, self._pulse, scope.get(SEND_BODY))
         except Exception as error:
             problem = problem_of(error)
             if begun:

@@ -102,9 +102,10 @@ def _run(
 
 def settle_heap() -> None:
     """What lives as long as the process is not looked through by every full garbage collection, which stops the event
-    loop."""
+    loop. Nearly everything else ends with its last reference, so that looking for the rest is seldom worth it."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -17,6 +17,9 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
+SEND_BODY = "bankfull.send_body"
+"""In a call's scope: how the server itself sends. Layers that only add to an answer's head put nothing before it."""
+
 COMMENT = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 HEADERS = [
@@ -77,19 +80,20 @@ class Pulse:
 
 
 class Writer:
-    """The sending half of one stream."""
+    """The sending half of one stream. `send` begins it, through all layers that add to its head; `send_body`, which may
+    be the server's own, has the rest."""
 
-    __slots__ = ("_loop", "_open", "_send", "_turn", "silent_since")
+    __slots__ = ("_begin", "_loop", "_open", "_send", "_turn", "silent_since")
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, send_body: Send) -> None:
+        self._begin, self._send = send, send_body
         self._turn = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
         self._open = True
         self.silent_since = self._loop.time()
 
     async def begin(self) -> None:
-        await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        await self._begin({"type": "http.response.start", "status": 200, "headers": HEADERS})
 
     async def write(self, events: bytes) -> None:
         async with self._turn:
@@ -110,9 +114,9 @@ class Writer:
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def send_events(stream: EventStream, send: Send, pulse: Pulse) -> None:
+async def send_events(stream: EventStream, send: Send, pulse: Pulse, send_body: Send | None = None) -> None:
     """Raises what goes wrong before the stream has begun; afterwards it becomes the stream's last event."""
-    writer = Writer(send)
+    writer = Writer(send, send_body or send)
     first = asyncio.ensure_future(stream.__anext__())
     try:
         await asyncio.wait({first}, timeout=pulse.seconds)

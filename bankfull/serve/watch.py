@@ -17,6 +17,7 @@ from bankfull.serve.guard import App, Message, Receive, Scope, Send
 from bankfull.serve.keys import Bucket, Keyring
 from bankfull.serve.log import log_trace
 from bankfull.serve.metrics import Metrics
+from bankfull.serve.sse import SEND_BODY
 from bankfull.serve.trace import Trace, current_trace, during
 from bankfull.serve.wire import Done, Facts, Load, Piece
 
@@ -36,6 +37,9 @@ class Watch:
             return await self._app(scope, receive, send)
         identity = request_id(scope["headers"])
         trace = Trace(identity.decode(), scope["method"], scope["path"], time.monotonic())
+
+        # No layer adds anything to a body, and a stream sends one for every token.
+        scope[SEND_BODY] = send
 
         async def echoing(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from random import Random
 from statistics import median
 
@@ -114,7 +115,7 @@ def test_every_row_of_a_batch_gets_its_turn_beside_online_work() -> None:
                 turns.setdefault(by_row[work.row].request.id, []).append(number)
         world._settle(plan)
     assert len(turns) > 64
-    waits = [after - before for steps in turns.values() for before, after in zip(steps, steps[1:], strict=False)]
+    waits = [after - before for steps in turns.values() for before, after in pairwise(steps)]
     assert max(waits) <= 4
 
 
