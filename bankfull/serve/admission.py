@@ -72,22 +72,26 @@ class Admission:
 
     def enter(self, prompt: int, samples: int, max_tokens: int | None, priority: int) -> Ticket:
         """Raises Busy or Unavailable."""
-        if self._closed is not None:
-            raise Unavailable(self._closed)
         most = max(0, self._max_len - prompt)
         tokens = prompt + samples * (most if max_tokens is None else min(max_tokens, most))
+        self.expect(samples, tokens, priority)
         if priority >= BATCH_PRIORITY:
             return Ticket(samples, tokens, counted=False)
+        self.samples += samples
+        self.tokens += tokens
+        return Ticket(samples, tokens, counted=True)
+
+    def expect(self, samples: int, tokens: int, priority: int) -> None:
+        """Raises what `enter` would for a request of at least this size, and lets nobody in."""
+        if self._closed is not None:
+            raise Unavailable(self._closed)
         # Whoever comes into an empty house is let in: the engine itself refuses what it can never run.
         full = self.samples + samples > self._most_samples or self.tokens + tokens > self._most_tokens
-        if self.samples and full:
+        if priority < BATCH_PRIORITY and self.samples and full:
             wait = self._wait_for(samples, tokens)
             raise Busy(
                 f"{self.samples} answers are being written or wait already; try again in {wait:.0f} seconds.", wait
             )
-        self.samples += samples
-        self.tokens += tokens
-        return Ticket(samples, tokens, counted=True)
 
     def leave(self, ticket: Ticket) -> None:
         """Once for each ticket, however its request ended."""

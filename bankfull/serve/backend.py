@@ -42,6 +42,10 @@ class Backend(Protocol):
     @property
     def load(self) -> Load | None: ...
 
+    def expect(self, samples: int, priority: int = 0) -> None:
+        """Raises Busy or Unavailable where `generate` would for any prompt: then there is no use in preparing one."""
+        ...
+
     def generate(
         self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
         deadline: float | None = None,

@@ -69,6 +69,7 @@ class Chat:
         started = time.monotonic()
         context = facts_of(self.backend).max_len
         tools = callable_tools(ask)
+        self.backend.expect(ask.params.n, ask.priority)
         prompt = await self.prompt(ask, context)
         prompt = fit(prompt, context, ask.params, ask.truncate, "messages")
         ending = self.texts.tokenizer.decode(prompt[-ENDING_TOKENS:], skip_special=False)

@@ -290,6 +290,9 @@ class Link:
     def engine_pid(self) -> int | None:
         return None if self._engine is None else self._engine.pid
 
+    def expect(self, samples: int, priority: int = 0) -> None:
+        self.admission.expect(samples, 0, priority)
+
     def generate(
         self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
         deadline: float | None = None,

@@ -188,6 +188,7 @@ class Completions:
 
     async def _prompts(self, job: Job) -> list[list[int]]:
         call, facts = job.call, facts_of(self._backend)
+        self._backend.expect(job.params.n, job.priority)
         truncate = truncation_of(call.truncate_prompt_tokens)
         context = facts.max_len if truncate is None else None
         prompts = []

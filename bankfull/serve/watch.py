@@ -7,7 +7,8 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 
 from bankfull.errors import BankfullError
 from bankfull.sample.params import SamplingParams
@@ -103,6 +104,10 @@ class WatchedBackend:
     async def reset_cache(self) -> int:
         return await self._inner.reset_cache()
 
+    def expect(self, samples: int, priority: int = 0) -> None:
+        with self._counting_refusals():
+            self._inner.expect(samples, priority)
+
     def generate(
         self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
         deadline: float | None = None,
@@ -110,14 +115,19 @@ class WatchedBackend:
         trace = current_trace()
         batch = priority >= BATCH_PRIORITY
         tokens = None if trace is None else self._tokens_of(trace, refuse=not batch)
-        try:
+        with self._counting_refusals():
             steps = self._inner.generate(prompt, params, priority=priority, salt=salt, pool=pool, deadline=deadline)
-        except BankfullError as error:
-            self._metrics.failures.add(1, type(error).__name__)
-            raise
         if tokens is not None:
             tokens.take(len(prompt))
         return CountedSteps(steps, self._metrics, trace, tokens, len(prompt), params.n, batch=batch)
+
+    @contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except BankfullError as error:
+            self._metrics.failures.add(1, type(error).__name__)
+            raise
 
     def _tokens_of(self, trace: Trace, *, refuse: bool) -> Bucket | None:
         """`refuse`: where nothing is left. Lines of batches have waited before they began."""

@@ -110,6 +110,9 @@ class Scripted:
         finally:
             self.running -= 1
 
+    def expect(self, samples: int, priority: int = 0) -> None:
+        pass
+
     async def reset_cache(self) -> int:
         return 7
 

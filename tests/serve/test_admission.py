@@ -46,6 +46,23 @@ def test_the_queue_is_bounded_by_requests() -> None:
     assert admission.samples == admission.tokens == 0
 
 
+def test_what_would_be_refused_can_be_known_before_there_is_a_prompt() -> None:
+    admission = opened(requests=0)
+    admission.expect(9, 0, 0)
+    tickets = [enter(admission) for _ in range(3)]
+    admission.expect(1, 0, 0)
+    with pytest.raises(Busy):
+        admission.expect(2, 0, 0)
+    tickets.append(enter(admission))
+    with pytest.raises(Busy):
+        admission.expect(1, 0, 0)
+    admission.expect(1, 0, BATCH_PRIORITY)
+    assert admission.samples == len(tickets) == 4
+    admission.close("Gone.")
+    with pytest.raises(Unavailable):
+        admission.expect(1, 0, BATCH_PRIORITY)
+
+
 def test_the_queue_is_bounded_by_tokens() -> None:
     admission = opened(tokens=0)
     for _ in range(3):

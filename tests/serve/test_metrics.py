@@ -50,6 +50,9 @@ class FakeBackend:
         self.load: Load | None = Load(2, 3, 40, 5, 10, 100, 25, 1, 7, 4.0, 200.0, 1000.0, 1.0, 80.0, 100.0)
         self._error = error
 
+    def expect(self, samples: int, priority: int = 0) -> None:
+        pass
+
     async def reset_cache(self) -> int:
         return 3
 
