@@ -13,7 +13,7 @@ from tests.soak.asking import Answer, ask, completion, connect
 from tests.soak.figures import Figure, percentile
 from tests.soak.served import serving
 
-TOKENS = 64
+TOKENS = 128
 """Of each answer, for the comparison with the engine alone."""
 
 
