@@ -75,14 +75,16 @@ def overload(model: str, seconds: float, rounds: int) -> Iterator[Figure]:
 
 async def _load(port: int, clients: int, seconds: float) -> tuple[list[Answer], list[Answer], float]:
     """Answers that were asked for within the time, refusals, and answers per second until the last was whole. Anything
-    else is a fault."""
+    else is a fault. Clients come one after the other within a second: all at once they would measure the one process
+    that they live in."""
     begun = last = time.monotonic()
     end = begun + seconds
     accepted: list[Answer] = []
     refused: list[Answer] = []
 
-    async def client() -> None:
+    async def client(number: int) -> None:
         nonlocal last
+        await asyncio.sleep(number / clients)
         while time.monotonic() < end:
             answer = await ask(port, completion(24))
             if answer.whole:
@@ -97,13 +99,13 @@ async def _load(port: int, clients: int, seconds: float) -> tuple[list[Answer], 
             else:
                 raise AssertionError(f"status {answer.status} under load: {answer.body[:300]!r}")
 
-    await asyncio.gather(*(client() for _ in range(clients)))
+    await asyncio.gather(*(client(number) for number in range(clients)))
     return accepted, refused, len(accepted) / (last - begun)
 
 
 def kills(model: str, count: int) -> Iterator[Figure]:
     """`kill -9` of the engine in the middle of streams, again and again."""
-    told, red, back = [], [], []
+    told, red, back = list[float](), list[float](), list[float]()
     with serving(model, *SMALL) as served:
         for _ in range(count):
             engine = served.engine()
