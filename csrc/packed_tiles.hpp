@@ -34,13 +34,12 @@ static constexpr TileShape tile_shape(const int (&heights)[8]) {
     return shape;
 }
 
-// Up to 32 rows: tiles 0 to 3 are sums (two of rows by two of outputs), 4 rows, 5 a lower block of another height, 6 and 7
-// weights. Up to 64: tiles 0 to 3 are sums of one pack, 4 sixteen rows, 5 last rows of another height, 7 weights.
+// Up to 32 rows: tiles 0 to 3 are sums (two of rows by two of outputs), 4 rows, 5 a lower block of another height, 6
+// and 7 weights. Up to 64: tiles 0 to 3 are sums of one pack, 4 sixteen rows, 5 last rows of another height, 7 weights.
 //
-// Rows pass through one tile where they can, and order matters little, because a core has few more tiles than have names,
-// and halves them while its other thread works. What is in use is then no longer renamed, and a load waits for the
-// product before it: with all eight tiles in use, four loads and four products took 210 cycles instead of 50; with seven
-// 145, with six 125.
+// Rows pass through one tile where they can, because a core seems to have few more tiles than have names, and half of
+// them while its other thread works: what is in use is then not renamed, and a load waits for the product before it.
+// With all eight tiles in use, four loads and four products took 210 cycles instead of 50; with seven 145, with six 125.
 static constexpr TileShapes tile_shapes() {
     TileShapes shapes{};
     for (int rows = 1; rows <= 32; ++rows) {
