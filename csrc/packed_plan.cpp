@@ -95,9 +95,10 @@ void run_packed(const PackedJob& job) {
         const int64_t fitting = CACHED_ROW_BYTES / (2 * job.inner) / 32 * 32;
         return run_in_turn(job, fitting < LEAST_ROWS ? LEAST_ROWS : fitting);
     }
-    const int64_t count = threads();
-    if (count > 1 && job.rows >= SHARED_ROWS * count && job.x.kind == Activations::Tiles)
-        return run_shares(job, count);
+    if (job.rows >= 2 * SHARED_ROWS && job.x.kind == Activations::Tiles) {  // asking for the threads takes a lock
+        const int64_t count = threads();
+        if (count > 1 && job.rows >= SHARED_ROWS * count) return run_shares(job, count);
+    }
     run_units(job);
 }
 
