@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bankfull.ops import OPERATIONS, Kit, RecurrentMeta
+from bankfull.ops import OPERATIONS, Kit, RecurrentMeta, triton
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
 from tests.ops import cases, oracles
@@ -20,8 +20,10 @@ PROVIDERS = [
     pytest.param(operation, provider, id=f"{operation.name}-{provider.name}")
     for operation in OPERATIONS.values()
     for provider in operation.providers.values()
-    if provider.on == "cpu" or torch.cuda.is_available()
 ]
+THERE = {"cpu": "cpu", "cuda": "cuda" if torch.cuda.is_available() else "cpu"}
+"""Where the inputs of a provider must lie: kernels of an absent GPU are interpreted on the host."""
+INTERPRETED = triton.launch.INTERPRETED
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +42,9 @@ def test_every_operation_has_generated_inputs_and_an_oracle() -> None:
 @pytest.mark.parametrize(("operation", "provider"), PROVIDERS)
 def test_a_provider_computes_what_the_body_means(operation, provider) -> None:  # type: ignore[no-untyped-def]
     accepted = 0
-    for seed in SEEDS:
+    for seed in SEEDS[::4] if provider.on == "cuda" and INTERPRETED else SEEDS:
         # Twice from the same seed: an operation may write to its arguments.
-        reference, given = cases.case(operation.name, seed), cases.case(operation.name, seed).to(provider.on)
+        reference, given = cases.case(operation.name, seed), cases.case(operation.name, seed).to(THERE[provider.on])
         kit = Kit(provider.on, (provider.name,))
         run = kit.bind(operation, **given.facts)
         if set(kit.chosen[operation.name]) != {provider.name}:

@@ -2,12 +2,20 @@
 
 from bankfull.ops.cost import Cost
 from bankfull.ops.reference.activation import ACTIVATIONS, activate, activate_mul, soft_cap
-from bankfull.ops.reference.attention import PagedMeta, paged_attention, write_pages, write_pages_int8
+from bankfull.ops.reference.attention import (
+    HeadNorms,
+    PagedMeta,
+    attend,
+    paged_attention,
+    write_pages,
+    write_pages_int8,
+)  # fmt: skip
 from bankfull.ops.reference.linear import (
     best_output,
     best_output_bf16,
     best_output_int8,
     embedding,
+    gated_linear,
     linear,
     linear_bf16,
     linear_int8,
@@ -18,10 +26,11 @@ from bankfull.ops.reference.ssm import RecurrentMeta, causal_conv, selective_sca
 from bankfull.ops.registry import OPERATIONS, Kit, Operation, kit_for
 
 __all__ = [
-    "ACTIVATIONS", "OPERATIONS", "Cost", "Kit", "Operation", "PagedMeta", "RecurrentMeta", "activate", "activate_mul",
-    "add", "add_rms_norm", "best_output", "best_output_bf16", "best_output_int8", "causal_conv", "embedding", "kit_for",
-    "layer_norm", "linear", "linear_bf16", "linear_int8", "paged_attention", "rms_norm", "rope_angles", "rotate",
-    "selective_scan", "soft_cap", "write_pages", "write_pages_int8",
+    "ACTIVATIONS", "OPERATIONS", "Cost", "HeadNorms", "Kit", "Operation", "PagedMeta", "RecurrentMeta", "activate",
+    "activate_mul", "add", "add_rms_norm", "attend", "best_output", "best_output_bf16", "best_output_int8",
+    "causal_conv", "embedding", "gated_linear", "kit_for", "layer_norm", "linear", "linear_bf16", "linear_int8",
+    "paged_attention", "rms_norm", "rope_angles", "rotate", "selective_scan", "soft_cap", "write_pages",
+    "write_pages_int8",
 ]  # fmt: skip
 
 from bankfull.ops import native as _native_providers  # noqa: F401  (last: kernels register with the bodies)

@@ -120,6 +120,10 @@ class Kit:
         finally:
             self.recorder = None
 
+    def offers(self, operation: Operation, **facts: Any) -> bool:
+        """Is there more than the body? Layers ask it for operations that only pay as one kernel."""
+        return self._choose(operation, facts) is not None
+
     def _choose(self, operation: Operation, facts: dict[str, Any]) -> Provider | None:
         for name in self.prefer:
             provider = operation.providers.get(name)
@@ -134,4 +138,6 @@ def kit_for(device: str, providers: str = "auto", activations: str = FLOAT) -> K
         raise ConfigError(f"providers={providers!r} is unknown; use 'auto' or 'torch'.")
     if activations not in (FLOAT, BF16, INT8):
         raise ConfigError(f"activations={activations!r} is unknown; use 'float', 'bf16' or 'int8'.")
+    if device == "cuda" and providers != BODY:
+        from bankfull.ops import triton  # noqa: F401  (registers its providers; nobody else pays for the import)
     return Kit(device, () if providers == BODY else ("native", "triton"), activations)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bankfull.layers.attention import Heads
-from bankfull.ops import PagedMeta, RecurrentMeta
+from bankfull.ops import HeadNorms, PagedMeta, RecurrentMeta
 from bankfull.ops.reference.activation import _KINDS as KINDS
 from bankfull.weights.formats import SCHEMES, groups
 from bankfull.weights.formats.dense import DTYPES
@@ -49,10 +49,14 @@ def moved(value: Any, device: str) -> Any:
     if isinstance(value, QTensor):
         return replace(value, parts={name: moved(part, device) for name, part in value.parts.items()})
     if isinstance(value, PagedMeta):
-        return replace(value, pages=moved(value.pages, device), slots=moved(value.slots, device))
+        names = ("pages", "slots", "starts", "lengths")
+        return replace(value, **{name: moved(getattr(value, name), device) for name in names})
     if isinstance(value, RecurrentMeta):
-        return replace(value, read=moved(value.read, device), write=moved(value.write, device))
-    return value
+        names = ("read", "write", "starts", "kepts")
+        return replace(value, **{name: moved(getattr(value, name), device) for name in names})
+    if isinstance(value, HeadNorms):
+        return replace(value, q=moved(value.q, device), k=moved(value.k, device))
+    return tuple(moved(part, device) for part in value) if isinstance(value, tuple) else value
 
 
 class Maker:
@@ -169,6 +173,15 @@ def best_output_int8(make: Maker) -> Case:
     return clear_winner(linear_int8(make), make)
 
 
+def gated_linear(make: Maker) -> Case:
+    scheme = make.scheme()
+    inner = scheme.block * make.size(1, 3 if scheme.block > 1 else 70)
+    weight = make.weight(scheme, 2 * make.size(1, 40), inner)
+    bias = make.normal(weight.shape[0]) if make.size(0, 1) else None
+    x = make.normal(make.size(1, 20), inner)
+    return Case((x, weight, bias, make.pick.choice(sorted(KINDS))), make.dtype, {"weight": weight})
+
+
 def embedding(make: Maker) -> Case:
     scheme = make.scheme()
     inner = make.size(1, 90) if scheme.is_dense else scheme.block * make.size(1, 2)
@@ -264,7 +277,13 @@ def paged(
             v_pages[frame, at % page] = torch.randn(kv, values, generator=make.numbers).to(dtype)
         slots += [int(table[i, at // page]) * page + at % page for at in range(length - count, length)]
         table[i, : seen // page] = 0
-    return k_pages, v_pages, PagedMeta(q_start, kv_len, table, torch.tensor(slots), page)
+    meta = PagedMeta(q_start, kv_len, table, torch.tensor(slots), page, on_device(q_start), on_device(kv_len))
+    return k_pages, v_pages, meta
+
+
+def on_device(counts: np.ndarray) -> Tensor:
+    """As the kernels of an accelerator read them."""
+    return torch.from_numpy(counts.astype(np.int32))
 
 
 def paged_attention(make: Maker, values: int | None = None) -> Case:
@@ -283,6 +302,21 @@ def paged_attention(make: Maker, values: int | None = None) -> Case:
     # Over narrow pages a provider may multiply in bfloat16, as tiles do.
     provided = torch.bfloat16 if dtype in (torch.bfloat16, torch.int8) else None
     return Case(args, make.dtype, {"heads": heads, "pages": dtype}, provided=provided)
+
+
+def attend(make: Maker) -> Case:
+    kv, groups, size = make.size(1, 3), make.pick.choice((1, 2, 3, 4)), make.pick.choice((4, 16, 64))
+    window, cap = make.pick.choice((None, None, 1, 7, 33)), make.pick.choice((None, None, 50.0))
+    heads = Heads(kv * groups, kv, size, size**-0.5, window, cap)
+    k_pages, v_pages, meta = paged(make, kv, size, size, window)
+    tokens = int(meta.q_start[-1])
+    # As a stacked projection leaves them: side by side in one row.
+    q, k, v = make.normal(tokens, kv * (groups + 2), size).split((kv * groups, kv, kv), 1)
+    turns = make.normal(tokens, make.pick.choice((size // 2, size // 4)), dtype=torch.float64)
+    angles = make.pick.choice((None, (turns.cos().to(make.dtype), turns.sin().to(make.dtype))))
+    norms = HeadNorms(make.normal(size), make.normal(size), 1e-5, make.pick.choice((0.0, 1.0)))
+    args = (q, k, v, k_pages, v_pages, meta, angles, make.pick.choice((None, norms)), heads.scale, window, cap)
+    return Case(args, make.dtype, {"heads": heads, "pages": make.dtype}, written=(3, 4))
 
 
 def rounded(make: Maker, pages: Tensor) -> tuple[Tensor, Tensor]:
@@ -318,7 +352,10 @@ def recurrent(make: Maker) -> tuple[RecurrentMeta, int]:
     read = [make.pick.choice((0, places.pop())) for _ in counts]
     write = [[places.pop() for _ in range(k)] + [0] * (max(kept) - k) for k in kept]
     q_start = np.concatenate(([0], np.cumsum(counts)))
-    return RecurrentMeta(q_start, np.array(kept), torch.tensor(read), torch.tensor(write)), slots
+    meta = RecurrentMeta(
+        q_start, np.array(kept), torch.tensor(read), torch.tensor(write), on_device(q_start), on_device(np.array(kept))
+    )
+    return meta, slots
 
 
 def causal_conv(make: Maker) -> Case:
@@ -346,7 +383,8 @@ def selective_scan(make: Maker) -> Case:
 GENERATORS: dict[str, Callable[[Maker], Case]] = {
     function.__name__: function
     for function in (
-        linear, linear_bf16, linear_int8, best_output, best_output_bf16, best_output_int8, embedding, rms_norm, add,
+        linear, linear_bf16, linear_int8, best_output, best_output_bf16, best_output_int8, gated_linear, embedding,
+        rms_norm, add, attend,
         add_rms_norm, layer_norm, activate, activate_mul, soft_cap, rope_angles, rotate, paged_attention, write_pages,
         write_pages_int8, causal_conv, selective_scan,
     )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bankfull.ops import PagedMeta, RecurrentMeta
+from bankfull.ops import HeadNorms, PagedMeta, RecurrentMeta
 from bankfull.weights.qtensor import QTensor
 
 Array = np.ndarray
@@ -53,6 +53,12 @@ def best_output_bf16(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> 
 
 def best_output_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
     return linear_int8(x, weight, bias).argmax(-1)
+
+
+def gated_linear(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Array:
+    half = weight.shape[0] // 2
+    gate, up = (torch.from_numpy(part) for part in np.split(linear(x, weight, bias), [half], axis=-1))
+    return activate_mul(gate.to(x.dtype), up.to(x.dtype), kind)
 
 
 def embedding(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float = 1.0) -> Array:
@@ -142,6 +148,27 @@ def paged_attention(
     return out
 
 
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta,
+    angles: tuple[Tensor, Tensor] | None, norms: HeadNorms | None,
+    scale: float, window: int | None = None, cap: float | None = None,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """The outputs, and both kinds of pages afterwards; between its parts a number is rounded as activations are."""
+
+    def turned(x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is not None and norms is not None:
+            x = torch.from_numpy(rms_norm(x, weight, norms.eps, norms.offset)).to(x.dtype)
+        return x if angles is None else torch.from_numpy(rotate(x, *angles)).to(x.dtype)
+
+    keys, values = k_pages.clone(), v_pages.clone()
+    own = turned(k, norms and norms.k)
+    for t, slot in enumerate(meta.slots.tolist()):
+        keys[slot // meta.page_tokens, slot % meta.page_tokens] = own[t]
+        values[slot // meta.page_tokens, slot % meta.page_tokens] = v[t]
+    out = paged_attention(turned(q, norms and norms.q), keys, values, meta, scale, window, cap)
+    return out, f64(keys), f64(values)
+
+
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, meta: RecurrentMeta
 ) -> tuple[Array, Array]:
@@ -213,7 +240,8 @@ def activate_mul(gate: Tensor, up: Tensor, kind: str) -> Array:
 ORACLES: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
-        linear, linear_bf16, linear_int8, best_output, best_output_bf16, best_output_int8, embedding, rms_norm, add,
+        linear, linear_bf16, linear_int8, best_output, best_output_bf16, best_output_int8, gated_linear, embedding,
+        rms_norm, add, attend,
         add_rms_norm, layer_norm, soft_cap, rotate, write_pages, write_pages_int8, paged_attention, causal_conv,
         selective_scan, rope_angles, activate, activate_mul,
     )

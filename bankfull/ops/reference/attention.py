@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from bankfull.ops.cost import Cost, nbytes
+from bankfull.ops.reference.norm import rms_norm
+from bankfull.ops.reference.rope import rotate
 from bankfull.ops.registry import op
 
 
@@ -25,6 +27,10 @@ class PagedMeta:
     pages: Tensor
     slots: Tensor
     page_tokens: int
+    starts: Tensor | None = None
+    """q_start as int32 on the device, for kernels that run there."""
+    lengths: Tensor | None = None
+    """kv_len likewise. A captured step trusts only this one: its host arrays are those of the capture."""
 
 
 def _write_cost(new: Tensor, pages: Tensor, slots: Tensor) -> Cost:
@@ -133,3 +139,45 @@ def paged_attention(
         mixed = torch.matmul(weights, v.permute(1, 0, 2)[:, None])
         out[first:last] = mixed.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms over each head of the queries and keys, before they turn."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+    offset: float = 0.0
+
+
+def _attend_cost(
+    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta,
+    angles: tuple[Tensor, Tensor] | None, norms: HeadNorms | None,
+    scale: float, window: int | None = None, cap: float | None = None,
+) -> Cost:  # fmt: skip
+    """New keys and values are read once, as they come, not once more from their pages."""
+    cost = _attention_cost(q, k_pages, v_pages, meta, scale, window, cap)
+    flops = 0.0
+    for x in (q, k):
+        flops += 0.0 if norms is None else 4.0 * x.numel()
+        flops += 0.0 if angles is None else 6.0 * x.shape[0] * x.shape[1] * angles[0].shape[1]
+    small = nbytes(meta.slots, *(angles or ()), *((norms.q, norms.k) if norms else ()))
+    return cost + Cost(flops, small, k.numel() * k_pages.element_size() + v.numel() * v_pages.element_size())
+
+
+@op(cost=_attend_cost, shape=_attention_shape)
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta,
+    angles: tuple[Tensor, Tensor] | None, norms: HeadNorms | None,
+    scale: float, window: int | None = None, cap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """All that happens between the projections of an attention layer: queries and keys are normed and turned, keys and
+    values written to their pages, and everything before is attended to. Layers use it where a kernel offers it."""
+    if norms is not None:
+        q, k = (rms_norm.body(x, own, norms.eps, norms.offset) for x, own in ((q, norms.q), (k, norms.k)))
+    if angles is not None:
+        q, k = rotate.body(q, *angles), rotate.body(k, *angles)
+    write_pages.body(k, k_pages, meta.slots)
+    write_pages.body(v, v_pages, meta.slots)
+    return paged_attention.body(q, k_pages, v_pages, meta, scale, window, cap)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from bankfull.ops.cost import Cost, nbytes
+from bankfull.ops.reference.activation import activate_mul
 from bankfull.ops.reference.norm import wide
 from bankfull.ops.registry import op
 from bankfull.weights.qtensor import QTensor
@@ -85,6 +86,24 @@ def linear_bf16(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tenso
 def best_output_bf16(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     """Which output of `linear_bf16` is highest."""
     return highest(linear_bf16.body(x, weight, bias))
+
+
+def _gated_cost(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Cost:
+    rows = x.numel() // x.shape[-1]
+    out, inner = weight.shape
+    return Cost(rows * out * (2.0 * inner + 4.5), nbytes(x, weight, bias), rows * out // 2 * x.element_size())
+
+
+def _gated_shape(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // 2)
+
+
+@op(cost=_gated_cost, shape=_gated_shape)
+def gated_linear(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Tensor:
+    """f(gate) * up, where the first half of the weight's rows gives the gate and the second half what passes it.
+    Layers use it where a kernel offers it."""
+    gate, up = linear.body(x, weight, bias).chunk(2, -1)
+    return activate_mul.body(gate, up, kind)
 
 
 def _embedding_cost(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float = 1.0) -> Cost:

@@ -27,6 +27,10 @@ class RecurrentMeta:
     kept: np.ndarray
     read: Tensor
     write: Tensor
+    starts: Tensor | None = None
+    """q_start as int32 on the device, for kernels that run there."""
+    kepts: Tensor | None = None
+    """kept likewise."""
 
 
 def _moved(state: Tensor, meta: RecurrentMeta) -> tuple[int, int]:
