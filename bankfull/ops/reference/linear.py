@@ -108,6 +108,10 @@ def gated_linear(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> 
     return activate_mul.body(gate, up, kind)
 
 
+FEW_ROWS = 4
+"""Layers let a linear norm its own input up to so many rows: each program of a kernel does it again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Unnormed:
     """An input whose branch has not joined the stream, and which is not normed yet: whoever reads it does both, and

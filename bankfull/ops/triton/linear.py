@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bankfull.ops.reference.activation import activate_mul
 from bankfull.ops.reference.linear import (
+    FEW_ROWS,
     Unnormed,
     best_output,
     gated_linear,
@@ -28,8 +29,6 @@ from bankfull.ops.triton.linear_rows import rows_kernel
 from bankfull.weights.qtensor import QTensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FEW = 4
-"""Rows for which the plain units keep up with memory."""
 WIDEST = 16384
 """Columns that a program holds at once."""
 
@@ -41,9 +40,13 @@ def _accepts(*, dtype: torch.dtype | None = None, weight: QTensor | None = None,
     return data.dtype is dtype and data.dim() == 2 and data.stride(1) == 1
 
 
+def _accepts_normed(*, weight: QTensor | None = None, **facts: Any) -> bool:
+    return _accepts(weight=weight, **facts) and weight is not None and weight.shape[1] <= WIDEST
+
+
 def takes_few(rows: int, columns: int) -> bool:
-    """Does the kernel for a few rows take them? It is the one that norms its own input."""
-    return 0 < rows <= FEW and columns <= WIDEST
+    """Does the kernel for a few rows take them? So few that the plain units keep up with memory."""
+    return 0 < rows <= FEW_ROWS and columns <= WIDEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +106,14 @@ def run_gated_linear(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str)
     return activate_mul.providers["triton"].run(gate, up, kind)
 
 
-@normed_linear.provider("triton", on="cuda", accepts=_accepts)
+@normed_linear.provider("triton", on="cuda", accepts=_accepts_normed)
 def run_normed_linear(x: Unnormed, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     if takes_few(*x.x.shape):
         return few_rows(x, weight.parts["data"], bias, None)
     return run_linear(read(x), weight, bias)
 
 
-@normed_gated_linear.provider("triton", on="cuda", accepts=_accepts)
+@normed_gated_linear.provider("triton", on="cuda", accepts=_accepts_normed)
 def run_normed_gated_linear(x: Unnormed, weight: QTensor, bias: Tensor | None, kind: str) -> Tensor:
     if takes_few(*x.x.shape):
         return few_rows(x, weight.parts["data"], bias, kind)
