@@ -17,7 +17,7 @@ from bankfull.limits.step import StepShape
 from bankfull.ops.registry import BODY, Kit
 from bankfull.runtime.device import Device, Future
 from bankfull.runtime.forward import ChoosingStep, Eager, Forward
-from bankfull.runtime.rows import Rows
+from bankfull.runtime.rows import Rows, Ship
 from bankfull.sample.table import Chooser
 from bankfull.types import StepPlan
 
@@ -58,6 +58,13 @@ class TimedDevice:
 
     def chooser(self, kit: Kit) -> Chooser | None:
         return self._device.chooser(kit)
+
+    @property
+    def ship(self) -> Ship | None:
+        return self._device.ship
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        return self._device.fetch(tensor)
 
     def completed(self, transfers: list[int]) -> list[int]:
         return self._device.completed(transfers)

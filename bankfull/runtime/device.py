@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from bankfull.errors import ConfigError
 from bankfull.ops.registry import Kit
 from bankfull.runtime.forward import ChoosingForward, ChoosingStep, Eager, Forward
-from bankfull.runtime.rows import Rows
+from bankfull.runtime.rows import Rows, Ship
 from bankfull.sample.table import Chooser
 
 T = TypeVar("T")
@@ -45,6 +48,15 @@ class Device(Protocol):
 
     def chooser(self, kit: Kit) -> Chooser | None:
         """A kernel that draws tokens, if there is one."""
+        ...
+
+    @property
+    def ship(self) -> Ship | None:
+        """How arrays reach the device without waiting for it; None where it shares the host's memory."""
+        ...
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """The tensor on the host, filled once the launched work around this call has been waited for."""
         ...
 
     def completed(self, transfers: list[int]) -> list[int]:
@@ -84,6 +96,13 @@ class Cpu:
     def chooser(self, kit: Kit) -> Chooser | None:
         return native_chooser(kit)
 
+    @property
+    def ship(self) -> Ship | None:
+        return None
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def completed(self, transfers: list[int]) -> list[int]:
         return transfers
 
@@ -92,34 +111,56 @@ class Cpu:
 
 
 class Cuda:
-    """Launching enqueues; `wait` waits for the event behind the work. Kernels of its own come with ops/triton."""
+    """Launching enqueues on a stream of our own; `wait` waits for the event behind the work."""
 
     kind = "cuda"
     depth = 1
 
     def __init__(self, index: int = 0) -> None:
         self.torch = torch.device("cuda", index)
+        self.stream = torch.cuda.Stream(self.torch)
 
     def launch(self, work: Callable[[], T]) -> Future[T]:
-        with torch.inference_mode(), torch.cuda.device(self.torch):
+        with self.here():
             value = work()
             event = torch.cuda.Event()
             event.record()
         return _Event(value, event)
 
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        with torch.inference_mode(), torch.cuda.device(self.torch), torch.cuda.stream(self.stream):
+            yield
+
     def capture(self, forward: Eager, kit: Kit) -> Forward:
-        return forward
+        from bankfull.runtime.captured import Captured
+
+        return Captured(forward) if kit.prefer else forward
 
     def choosing(self, forward: Forward, rows: Rows) -> ChoosingStep | None:
-        return None
+        from bankfull.runtime.captured import Captured
+
+        return forward.choosing(rows, self.fetch) if isinstance(forward, Captured) else None
 
     def chooser(self, kit: Kit) -> Chooser | None:
-        return None
+        if not kit.prefer:
+            return None
+        from bankfull.ops.triton.sampling import choose
+
+        return choose
+
+    def ship(self, array: np.ndarray) -> Tensor:
+        # Pinned memory is taken from a pool, and goes back to it when the copy has been made.
+        return torch.from_numpy(array).pin_memory().to(self.torch, non_blocking=True)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
     def completed(self, transfers: list[int]) -> list[int]:
         return transfers
 
     def free_memory(self) -> int:
+        torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self.torch)[0])
 
 

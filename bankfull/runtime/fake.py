@@ -12,11 +12,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from bankfull.ops.registry import Kit
 from bankfull.runtime.device import Future, available_memory, choosing_on_tape, native_chooser, record_on_tape
 from bankfull.runtime.forward import ChoosingStep, Eager, Forward
-from bankfull.runtime.rows import Rows
+from bankfull.runtime.rows import Rows, Ship
 from bankfull.sample.table import Chooser
 
 T = TypeVar("T")
@@ -47,6 +48,13 @@ class Late:
 
     def chooser(self, kit: Kit) -> Chooser | None:
         return native_chooser(kit)
+
+    @property
+    def ship(self) -> Ship | None:
+        return None
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        return tensor
 
     def completed(self, transfers: list[int]) -> list[int]:
         self._moving += transfers

@@ -23,7 +23,7 @@ def rows_kernel(
     NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """`outputs` of the result. NORM: the input is x + delta, left in `joined`, normed. KIND: an activation, for which
-    the weight has another `outputs` rows behind the first: f(first) * second. WIDTH is COLUMNS or the next power of two."""
+    the weight has another `outputs` rows behind the first: f(first) * second. WIDTH: a power of two over COLUMNS."""
     start_next(OVERLAP)
     columns = tl.arange(0, WIDTH)
     inside = columns < COLUMNS
