@@ -1,5 +1,5 @@
 """Triton kernels, registered as provider "triton" for CUDA devices. Imported only where such a device is used."""
 
-from bankfull.ops.triton import launch
+from bankfull.ops.triton import launch, pointwise
 
-__all__ = ["launch"]
+__all__ = ["launch", "pointwise"]
