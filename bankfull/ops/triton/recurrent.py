@@ -12,26 +12,29 @@ import triton.language as tl
 from torch import Tensor
 
 from bankfull.ops.reference.ssm import RecurrentMeta, causal_conv, selective_scan
-from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.launch import overlapped, power_of_two, processors, start_next, wait_for_inputs
 from bankfull.ops.triton.rows import accepts, computed, side_by_side
 
-CONV_CHANNELS = 256
-CONV_TOKENS = 8
-"""Of a tile: 16 numbers for each of 128 threads."""
-MOST_PIECES = 64
+CONV_CHANNELS, CONV_TOKENS = 128, 8
+"""Of a tile. Where every sequence brings few tokens, a tile is one of them."""
+MOST_PIECES = 32
 """Programs that share the tokens of one sequence's convolution."""
-SCAN_NUMBERS = 512
-"""Of a program's state: four for each of 128 threads. The scan is a chain over tokens, so only many small programs fill
-the device."""
+SCAN_NUMBERS, FEW_SCAN_NUMBERS = 256, 128
+"""Of a warp's state. The scan is a chain over tokens, so only many small programs fill the device; one warp each, so
+that no token waits at a barrier. The smaller ones where there are few sequences."""
 
 
 @triton.jit
-def line(x, state, token, first, past, channel, x_stride, channel_stride, place_stride, inside, PAST: tl.constexpr):
-    """Inputs of a sequence at `token`, counted from its first; those before it are in the state, rounded as inputs."""
-    fresh = tl.load(x + (first + token) * x_stride + channel, inside & (token >= 0), 0.0)
+def past_inputs(state, token, past, channel, channel_stride, place_stride, inside, PAST: tl.constexpr, DTYPE):
+    """Inputs from before the sequence's first token, which is token 0; rounded as inputs are. Zero from there on."""
     places = state + past + channel * channel_stride + (token + PAST) * place_stride
-    kept = tl.load(places, inside & (token < 0), 0.0).to(x.dtype.element_ty)
-    return tl.where(token < 0, kept, fresh).to(tl.float32)
+    return tl.load(places, inside & (token < 0), 0.0).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def new_inputs(x, token, first, channel, x_stride, inside):
+    """Inputs from the first token on, zero before it."""
+    return tl.load(x + (first + token) * x_stride + channel, inside & (token >= 0), 0.0).to(tl.float32)
 
 
 @triton.jit
@@ -44,34 +47,38 @@ def causal_conv_kernel(
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     used = channel < channels
     sequence, piece = tl.program_id(1), tl.program_id(2)
+    dtype: tl.constexpr = x.dtype.element_ty
+    shift = tl.zeros([1, CHANNELS], tl.float32)
+    if HAS_BIAS:
+        shift = tl.load(bias + channel, used, 0.0).to(tl.float32)
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
     first = tl.load(starts + sequence).to(tl.int64)  # rows times their strides may not fit into 32 bits
     count = tl.load(starts + sequence + 1) - tl.load(starts + sequence)
     past = tl.load(read + sequence).to(tl.int64) * slot_stride
-    shift = tl.zeros([1, CHANNELS], tl.float32)
-    if HAS_BIAS:
-        shift = tl.load(bias + channel, used, 0.0).to(tl.float32)
     for begin in range(piece * TOKENS, count, tl.num_programs(2) * TOKENS):
         token = begin + tl.arange(0, TOKENS)[:, None]
         inside = used & (token < count)
         total = tl.zeros([TOKENS, CHANNELS], tl.float32) + shift
         for tap in tl.static_range(WIDTH):
-            back: tl.constexpr = WIDTH - 1 - tap
-            numbers = line(
-                x, state, token - back, first, past, channel, x_stride, channel_stride, place_stride, inside, WIDTH - 1
-            )
-            total += numbers * tl.load(weight + channel * WIDTH + tap, used, 0.0).to(tl.float32)
+            factor = tl.load(weight + channel * WIDTH + tap, used, 0.0).to(tl.float32)
+            total += factor * new_inputs(x, token - (WIDTH - 1 - tap), first, channel, x_stride, inside)
+        if begin < WIDTH - 1:  # only the first tokens reach back
+            for tap in tl.static_range(WIDTH - 1):
+                factor = tl.load(weight + channel * WIDTH + tap, used, 0.0).to(tl.float32)
+                before = token - (WIDTH - 1 - tap)
+                total += factor * past_inputs(
+                    state, before, past, channel, channel_stride, place_stride, inside, WIDTH - 1, dtype
+                )
         tl.store(y + (first + token) * channels + channel, total.to(y.dtype.element_ty), inside)
     if piece == 0:
         kept = tl.load(kepts + sequence)
         for j in range(kept):
             slot = tl.load(write + sequence * write_stride + j).to(tl.int64) * slot_stride
-            end = count - (kept - 1 - j)
             for place in tl.static_range(WIDTH - 1):
-                token = end - (WIDTH - 1) + place + tl.zeros([1, CHANNELS], tl.int32)
-                numbers = line(
-                    x, state, token, first, past, channel, x_stride, channel_stride, place_stride, used, WIDTH - 1
+                token = count - (kept - 1 - j) - (WIDTH - 1) + place + tl.zeros([1, CHANNELS], tl.int32)
+                numbers = new_inputs(x, token, first, channel, x_stride, used) + past_inputs(
+                    state, token, past, channel, channel_stride, place_stride, used, WIDTH - 1, dtype
                 )
                 places = state + slot + channel * channel_stride + place * place_stride
                 tl.store(places, numbers.to(state.dtype.element_ty), used)
@@ -145,14 +152,16 @@ def run_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tenso
     (tokens, channels), sequences, width = x.shape, len(meta.q_start) - 1, weight.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = min(CONV_CHANNELS, power_of_two(channels))
-    pieces = min(MOST_PIECES, triton.cdiv(tokens, CONV_TOKENS))
+    longest = tokens - sequences + 1
+    several = CONV_TOKENS if longest > 4 else 1
+    pieces = max(1, min(MOST_PIECES, triton.cdiv(longest, several)))
     source = side_by_side(x)
     if y.numel() and sequences:
         causal_conv_kernel[(triton.cdiv(channels, block), sequences, pieces)](
             source, weight.contiguous(), source if bias is None else bias.contiguous(), state, y,
             on_device(meta.starts, meta.q_start, x), on_device(meta.kepts, meta.kept, x), meta.read, meta.write,
             channels, source.stride(0), *state.stride(), meta.write.stride(0),
-            WIDTH=width, HAS_BIAS=bias is not None, TOKENS=CONV_TOKENS, CHANNELS=block, num_warps=4, **overlapped(x),
+            WIDTH=width, HAS_BIAS=bias is not None, TOKENS=several, CHANNELS=block, num_warps=4, **overlapped(x),
         )  # fmt: skip
     return y
 
@@ -166,13 +175,14 @@ def run_selective_scan(
     channels, size, sequences = x.shape[1], a.shape[1], len(meta.q_start) - 1
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     inner = power_of_two(size)
-    block = min(max(1, SCAN_NUMBERS // inner), power_of_two(channels))
+    few = sequences * channels * inner < 4 * SCAN_NUMBERS * processors(x.device)
+    block = min(max(1, (FEW_SCAN_NUMBERS if few else SCAN_NUMBERS) // inner), power_of_two(channels))
     source, step, into, out = (side_by_side(part) for part in (x, delta, b, c))
     if y.numel() and sequences:
         selective_scan_kernel[(triton.cdiv(channels, block), sequences)](
             source, step, a.contiguous(), into, out, d.contiguous(), state, y,
             on_device(meta.starts, meta.q_start, x), on_device(meta.kepts, meta.kept, x), meta.read, meta.write,
             channels, size, source.stride(0), step.stride(0), into.stride(0), out.stride(0), *state.stride(),
-            meta.write.stride(0), CHANNELS=block, SIZE=inner, num_warps=4, **overlapped(x),
+            meta.write.stride(0), CHANNELS=block, SIZE=inner, num_warps=1, **overlapped(x),
         )  # fmt: skip
     return y
