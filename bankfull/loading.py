@@ -40,12 +40,29 @@ OFFERED: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
-class Loaded:
-    """A model that is ready to run, and everything it came with."""
+class Assembled:
+    """A model that is ready to run on tokens."""
 
     files: ModelFiles
     build: Build
     """What the options came to: dtypes, and the provider that each of the model's operations was bound to."""
+    model: Decoder
+    device: Device
+    layout: Layout
+    sizes: Sizes
+    engine: Engine
+
+    @property
+    def kit(self) -> Kit:
+        return self.build.kit
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A model that is ready to run on text, and everything it came with."""
+
+    files: ModelFiles
+    build: Build
     model: Decoder
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -66,6 +83,23 @@ def load(
     """`device` and `strategy` stand in for those that the configuration would choose (tests, experiments)."""
     files = open_model(locate(name))
     family_of(files.config)  # an unsupported architecture is refused before anything else is read
+    with ThreadPoolExecutor(1) as pool:  # a vocabulary is read by one thread, weights are repacked by the kernels'
+        text = pool.submit(load_tokenizer, files)
+        made = assemble(files, run, sched, state, max_len=max_len, device=device, strategy=strategy)
+        tokenizer, template = text.result()
+    frontend = Frontend(
+        made.engine, tokenizer, template, vocab=made.model.vocab, max_len=made.sizes.max_len, seed=run.seed
+    )
+    return Loaded(
+        made.files, made.build, made.model, tokenizer, template, made.device, made.layout, made.sizes, frontend
+    )
+
+
+def assemble(
+    files: ModelFiles, run: RunConfig, sched: SchedConfig, state: StateConfig, *,
+    max_len: int | None = None, device: Device | None = None, strategy: Strategy | None = None,
+) -> Assembled:  # fmt: skip
+    """An engine over a configuration and a source of tensors, wherever they come from."""
     if run.quantize is not None:
         files = rounded(files, run.quantize)
     device = device or open_device(run.device)
@@ -78,10 +112,7 @@ def load(
     if device.kind == "cpu" and run.providers == "auto":
         native.notify()
     build = plan_build(files, run, device, max_len or 0)
-    with ThreadPoolExecutor(1) as pool:  # a vocabulary is read by one thread, weights are repacked by the kernels'
-        text = pool.submit(load_tokenizer, files)
-        model = build_model(files.config, build)
-        tokenizer, template = text.result()
+    model = build_model(files.config, build)
     if build.kit.activations != FLOAT:
         files.source.release()  # the weights lie repacked
     refuse_pages_without_use(model, run.kv_dtype)
@@ -105,8 +136,7 @@ def load(
             f"The {shown(sizes.nbytes(layout))} of state for {sizes.frames} pages could not be allocated; lower memory."
         ) from error
     engine = Engine(Scheduler(sched, manager), runner, strategy, depth)
-    frontend = Frontend(engine, tokenizer, template, vocab=model.vocab, max_len=sizes.max_len, seed=run.seed)
-    return Loaded(files, build, model, tokenizer, template, device, layout, sizes, frontend)
+    return Assembled(files, build, model, device, layout, sizes, engine)
 
 
 def rounded(files: ModelFiles, wanted: str) -> ModelFiles:
