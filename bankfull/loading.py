@@ -66,9 +66,9 @@ def load(
     """`device` and `strategy` stand in for those that the configuration would choose (tests, experiments)."""
     files = open_model(locate(name))
     family_of(files.config)  # an unsupported architecture is refused before anything else is read
-    if run.quantize is not None:
-        files = rounded(files, run.quantize)
     device = device or open_device(run.device)
+    if run.quantize is not None:
+        files = rounded(files, run.quantize, device)
     strategy = strategy or Plain()
     if strategy.needs - OFFERED:
         raise ConfigError(
@@ -109,15 +109,15 @@ def load(
     return Loaded(files, build, model, tokenizer, template, device, layout, sizes, frontend)
 
 
-def rounded(files: ModelFiles, wanted: str) -> ModelFiles:
-    """The same model, with its matrices rounded when they are read."""
-    wish = parse_wish(wanted)
+def rounded(files: ModelFiles, wanted: str, device: Device) -> ModelFiles:
+    """The same model, with its matrices rounded when they are read: on the device where they will be used."""
+    wish = parse_wish(wanted, device.kind)
     if found := block_types(files.source):
         raise ConfigError(
             f"{files.path.name} is quantized already ({', '.join(found)}), so that quantize={wanted[:40]!r} would lose "
             "twice; leave the option out, or give an unquantized checkpoint."
         )
-    source = Requantized(files.source, wish.types, wish.tables)
+    source = Requantized(files.source, wish.types, wish.tables, device.torch)
     if kept := len(source.kept()):
         log.warning(f"{kept} matrices are left unquantized: no group of {wanted[:40]} divides their columns.")
     return replace(files, source=source)
