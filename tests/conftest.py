@@ -9,6 +9,10 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+    from tests.interpreter import let_loops_run_to_a_loaded_number
+
+    let_loops_run_to_a_loaded_number()
+
 # Tests run in several processes: one thread each is faster than many that compete, and results do not depend on load.
 torch.set_num_threads(1)
 

@@ -1,5 +1,5 @@
 """Triton kernels, registered as provider "triton" for CUDA devices. Imported only where such a device is used."""
 
-from bankfull.ops.triton import launch
+from bankfull.ops.triton import embedding, launch, norm, pointwise, recurrent, rope
 
-__all__ = ["launch"]
+__all__ = ["embedding", "launch", "norm", "pointwise", "recurrent", "rope"]

@@ -1,0 +1,213 @@
+"""Number by number: activations, gates, soft caps and sums. All that they cost is the memory they touch.
+
+Results are rounded where the bodies round: after each of their steps.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from bankfull.ops.reference.activation import activate, activate_mul, soft_cap
+from bankfull.ops.reference.norm import add
+from bankfull.ops.triton.launch import INTERPRETED, overlapped, processors, start_next, wait_for_inputs
+from bankfull.ops.triton.rows import accepts, computed, two_dimensional
+
+LARGE_BLOCK, SMALL_BLOCK = 4096, 1024
+"""Columns of a program: enough for two 16-byte loads of 16-bit numbers per thread and operand where memory is the
+limit; where there is too little work for all multiprocessors, small ones that share it."""
+LARGE_WARPS, SMALL_WARPS = 8, 4
+
+
+if INTERPRETED:
+
+    @triton.jit
+    def quotient(x, y):
+        return x / y
+
+else:
+
+    @triton.jit
+    def quotient(x, y):
+        """To two units in the last place; zero under what is all but infinite. A third of the instructions of `/`,
+        which is what lets activations keep up with memory."""
+        return libdevice.fast_dividef(x, y)
+
+
+@triton.jit
+def activation(x, KIND: tl.constexpr):
+    """One of the activations of the reference, in float32."""
+    if KIND == "silu":
+        y = quotient(x, 1.0 + tl.exp(-x))
+    elif KIND == "gelu":
+        y = gelu(x)
+    elif KIND == "gelu_tanh":
+        # x (1 + tanh u) / 2 is x sigmoid(2 u): no cancellation, one exponential.
+        y = quotient(x, 1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif KIND == "relu":
+        y = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
+    else:
+        tl.static_assert(KIND == "softplus")
+        y = softplus(x)
+    return y
+
+
+@triton.jit
+def gelu(x):
+    """x times the normal distribution's share below x. The share past |x| is a polynomial under exp(-x^2 / 2), after
+    Abramowitz and Stegun 7.1.26: within 1.5e-7, as near as float32 is to one, and half as long as the exact one."""
+    size = tl.abs(x)
+    t = quotient(1.0, 1.0 + 0.23164189 * size)
+    series = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
+    past = series * tl.exp(-0.5 * x * x)
+    return tl.where(x < 0.0, 0.0, x) - size * past
+
+
+@triton.jit
+def softplus(x):
+    """max(x, 0) + log(1 + exp(-|x|)), the logarithm as a series that is exact to rounding: the hardware's is too coarse
+    near one. Past torch's threshold of 20 the sum rounds to x by itself."""
+    e = tl.exp(-tl.abs(x))
+    s = quotient(e, 2.0 + e)  # log(1 + e) = 2 artanh(s), s <= 1/3
+    q = s * s
+    series = 1.0 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * (1 / 9 + q * (1 / 11 + q * (1 / 13))))))
+    return tl.where(x < 0.0, 0.0, x) + 2.0 * s * series
+
+
+@triton.jit
+def tanh(x):
+    """By an exponential; near zero, where that cancels, by the series."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = quotient(1.0 - e, 1.0 + e)
+    q = x * x
+    near = x * (1.0 + q * (-1 / 3 + q * (2 / 15 + q * (-17 / 315))))
+    return tl.where(q < 0.04, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def place(columns, BLOCK: tl.constexpr):
+    """The program's row, and its columns there. Programs walk along rows: neighbours read neighbouring memory."""
+    blocks = tl.cdiv(columns, BLOCK)
+    program = tl.program_id(0)
+    block = program % blocks
+    return (program // blocks).to(tl.int64), block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def activate_kernel(x, y, columns, x_stride, KIND: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    wait_for_inputs(OVERLAP)
+    start_next(OVERLAP)
+    row, at = place(columns, BLOCK)
+    inside = at < columns
+    numbers = tl.load(x + row * x_stride + at, inside, 0.0).to(tl.float32)
+    tl.store(y + row * columns + at, activation(numbers, KIND).to(y.dtype.element_ty), inside)
+
+
+@triton.jit
+def activate_mul_kernel(
+    gate, up, y, columns, gate_stride, up_stride, KIND: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    wait_for_inputs(OVERLAP)
+    start_next(OVERLAP)
+    row, at = place(columns, BLOCK)
+    inside = at < columns
+    opening = tl.load(gate + row * gate_stride + at, inside, 0.0)
+    passing = tl.load(up + row * up_stride + at, inside, 0.0).to(tl.float32)
+    opened = activation(opening.to(tl.float32), KIND).to(opening.dtype).to(tl.float32)
+    tl.store(y + row * columns + at, (opened * passing).to(y.dtype.element_ty), inside)
+
+
+@triton.jit
+def soft_cap_kernel(x, y, columns, x_stride, cap, inverse, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    wait_for_inputs(OVERLAP)
+    start_next(OVERLAP)
+    row, at = place(columns, BLOCK)
+    inside = at < columns
+    numbers = tl.load(x + row * x_stride + at, inside, 0.0)
+    share = (numbers.to(tl.float32) * inverse).to(numbers.dtype).to(tl.float32)
+    bounded = tanh(share).to(numbers.dtype).to(tl.float32)
+    tl.store(y + row * columns + at, (bounded * cap).to(numbers.dtype), inside)
+
+
+@triton.jit
+def add_kernel(x, delta, y, columns, x_stride, delta_stride, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    wait_for_inputs(OVERLAP)
+    start_next(OVERLAP)
+    row, at = place(columns, BLOCK)
+    inside = at < columns
+    stream = tl.load(x + row * x_stride + at, inside, 0.0).to(tl.float32)
+    branch = tl.load(delta + row * delta_stride + at, inside, 0.0).to(tl.float32)
+    tl.store(y + row * columns + at, (stream + branch).to(y.dtype.element_ty), inside)
+
+
+def as_lines(*operands: Tensor) -> list[Tensor]:
+    """The operands as (rows, columns): a single row where all are dense, so that no block is cut short."""
+    if all(x.is_contiguous() for x in operands):
+        return [x.view(1, -1) for x in operands]
+    return [two_dimensional(x) for x in operands]
+
+
+def shares(line: Tensor) -> tuple[int, dict[str, int]]:
+    """How many programs work on these rows, and the keywords that say how large each is."""
+    rows, columns = line.shape
+    large = line.numel() >= 2 * LARGE_BLOCK * processors(line.device)
+    block, warps = (LARGE_BLOCK, LARGE_WARPS) if large else (SMALL_BLOCK, SMALL_WARPS)
+    return rows * triton.cdiv(columns, block), {"BLOCK": block, "num_warps": warps}
+
+
+@activate.provider("triton", on="cuda", accepts=accepts)
+def run_activate(x: Tensor, kind: str) -> Tensor:
+    if not computed(x):
+        return activate.body(x, kind)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    (line,) = as_lines(x)
+    programs, size = shares(line)
+    if x.numel():
+        activate_kernel[(programs,)](line, y, line.shape[1], line.stride(0), kind, **size, **overlapped(x))
+    return y
+
+
+@activate_mul.provider("triton", on="cuda", accepts=accepts)
+def run_activate_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    if gate.shape != up.shape or not computed(gate, up):
+        return activate_mul.body(gate, up, kind)
+    y = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
+    opening, passing = as_lines(gate, up)
+    programs, size = shares(opening)
+    if y.numel():
+        activate_mul_kernel[(programs,)](
+            opening, passing, y, opening.shape[1], opening.stride(0), passing.stride(0), kind, **size,
+            **overlapped(gate),
+        )  # fmt: skip
+    return y
+
+
+@soft_cap.provider("triton", on="cuda", accepts=accepts)
+def run_soft_cap(x: Tensor, cap: float) -> Tensor:
+    if not computed(x):
+        return soft_cap.body(x, cap)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    (line,) = as_lines(x)
+    programs, size = shares(line)
+    if x.numel():
+        soft_cap_kernel[(programs,)](
+            line, y, line.shape[1], line.stride(0), float(cap), 1.0 / cap, **size, **overlapped(x)
+        )
+    return y
+
+
+@add.provider("triton", on="cuda", accepts=accepts)
+def run_add(x: Tensor, delta: Tensor) -> Tensor:
+    if x.shape != delta.shape or not computed(x, delta):
+        return add.body(x, delta)
+    y = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, delta.dtype), device=x.device)
+    stream, branch = as_lines(x, delta)
+    programs, size = shares(stream)
+    if y.numel():
+        add_kernel[(programs,)](
+            stream, branch, y, stream.shape[1], stream.stride(0), branch.stride(0), **size, **overlapped(x)
+        )
+    return y
