@@ -107,7 +107,8 @@ class RunConfig:
     expand: bool = False
     """Dequantize weights at load: more memory, never done unless asked."""
     quantize: str | None = None
-    """Round the matrices of an unquantized checkpoint at load: "int8", "int4", "int4:64", "q4_k,keep", ... (lossy)."""
+    """Round the matrices of an unquantized checkpoint at load: "int8", "int4", "int4:64", "fp8", "q4_k,keep", ...
+    (lossy)."""
     kv_dtype: str = "auto"
     """Of keys and values in pages; auto = the model's, or bfloat16 where activations are rounded. int8 is lossy."""
     activations: str = "auto"

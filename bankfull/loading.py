@@ -104,9 +104,9 @@ def assemble(
     max_len: int | None = None, device: Device | None = None, strategy: Strategy | None = None,
 ) -> Assembled:  # fmt: skip
     """An engine over a configuration and a source of tensors, wherever they come from."""
-    if run.quantize is not None:
-        files = rounded(files, run.quantize)
     device = device or open_device(run.device)
+    if run.quantize is not None:
+        files = rounded(files, run.quantize, device)
     strategy = strategy or Plain()
     if strategy.needs - OFFERED:
         raise ConfigError(
@@ -177,15 +177,15 @@ def step_memory(model: Decoder, layout: Layout, device: Device, sched: SchedConf
         ) from error
 
 
-def rounded(files: ModelFiles, wanted: str) -> ModelFiles:
-    """The same model, with its matrices rounded when they are read."""
-    wish = parse_wish(wanted)
+def rounded(files: ModelFiles, wanted: str, device: Device) -> ModelFiles:
+    """The same model, with its matrices rounded when they are read: on the device where they will be used."""
+    wish = parse_wish(wanted, device.kind)
     if found := block_types(files.source):
         raise ConfigError(
             f"{files.path.name} is quantized already ({', '.join(found)}), so that quantize={wanted[:40]!r} would lose "
             "twice; leave the option out, or give an unquantized checkpoint."
         )
-    source = Requantized(files.source, wish.types, wish.tables)
+    source = Requantized(files.source, wish.types, wish.tables, device.torch)
     if kept := len(source.kept()):
         log.warning(f"{kept} matrices are left unquantized: no group of {wanted[:40]} divides their columns.")
     return replace(files, source=source)

@@ -69,7 +69,8 @@ class EngineOptions:
         str | None,
         typer.Option(
             help="Round an unquantized checkpoint's matrices at load (lossy): int8, int4, int4:64 (a scale for each 64 "
-            "columns, not 32; or 128), or a block type such as q4_k,keep. Embeddings and head, too: int4,tables.",
+            "columns; or 32, a CPU's default, or 128, a GPU's), int8:row (a scale for each row, a GPU's int8), fp8 (on "
+            "a GPU), or a block type such as q4_k,keep. Embeddings and head, too: int4,tables.",
             show_default=False,
         ),
     ] = None
