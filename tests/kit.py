@@ -111,9 +111,17 @@ class Bench:
 
 def poison(engine: Engine) -> None:
     """NaN wherever nobody may read."""
-    storage, state = engine.runner.storage, engine.scheduler.state
-    storage.poison(Tier.PAGE, state.pages.free_places())
-    storage.poison(Tier.SLOT, state.slots.free_places())
+    storage, state, device = engine.runner.storage, engine.scheduler.state, engine.runner.device
+    pages, slots = list(state.pages.free_places()), list(state.slots.free_places())
+
+    def fill() -> None:
+        storage.poison(Tier.PAGE, pages)
+        storage.poison(Tier.SLOT, slots)
+
+    if device.kind == "cuda":
+        device.launch(fill)  # after the steps that are on their way, before those to come
+    else:
+        fill()
 
 
 @contextmanager
