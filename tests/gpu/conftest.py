@@ -31,7 +31,7 @@ AREAS: dict[str, Area] = {}
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if not report.nodeid.startswith("tests/gpu/"):
         return
-    area = AREAS.setdefault(Path(report.location[0]).stem.removeprefix("test_"), Area())
+    area = AREAS.setdefault(Path(report.nodeid.partition("::")[0]).stem.removeprefix("test_"), Area())
     area.seconds += report.duration
     if report.when == "call" or report.outcome != "passed":
         area.outcomes[report.outcome] = area.outcomes.get(report.outcome, 0) + 1
