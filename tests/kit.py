@@ -136,7 +136,7 @@ def device_of(depth: int, seed: int = 0) -> Device:
     """Depth 1 always runs on the device that is late, unless a real one is tested."""
     if DEVICE.type == "cuda":
         return Cuda(DEVICE.index or 0)
-    return Late(seed) if depth else Cpu()
+    return Late(seed, apart=bool(seed % 2)) if depth else Cpu()
 
 
 class Guess:

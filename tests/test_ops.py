@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bankfull.ops import OPERATIONS, Kit, Operation, RecurrentMeta, triton
+from bankfull.ops import OPERATIONS, Kit, Operation, RecurrentMeta, Unnormed, triton
 from bankfull.ops.registry import Provider
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
@@ -64,6 +64,8 @@ def test_a_provider_computes_what_the_body_means(operation: Operation, provider:
         assert [t.dtype for t in tensors(got)] == [t.dtype for t in tensors(expected)], f"seed {seed}"
         assert_close(got, expected, given.provided or given.dtype)
         for i in range(len(given.args)):
+            if isinstance(given.args[i], Unnormed):
+                assert_close(given.args[i].joined, reference.args[i].joined, given.dtype)
             if isinstance(given.args[i], torch.Tensor):  # what is not meant to be written must be as it was
                 assert_close(given.args[i], reference.args[i], given.dtype)
     assert accepted, f"{provider.name} accepts none of the generated inputs of {operation.name}"

@@ -47,8 +47,8 @@ def rms_norm_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     inside = (row < rows) & (at < columns)
     gain = tl.load(weight + at, at < columns, 0.0)
-    wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
+    wait_for_inputs(OVERLAP)
     out = row.to(tl.int64) * columns + at
     numbers = tl.load(x + row_start(row, inner, outer_stride, inner_stride) + at, inside, 0.0).to(tl.float32)
     if JOINS:
@@ -84,8 +84,8 @@ def long_rms_norm_kernel(
     JOINS: tl.constexpr, HAS_OFFSET: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row in pieces. The second pass adds the branch again: reading back what others stored would take a fence."""
-    wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0)
     start, out = row_start(row, inner, outer_stride, inner_stride), row.to(tl.int64) * columns
     delta_start = row.to(tl.int64) * delta_stride
@@ -119,8 +119,8 @@ def layer_norm_kernel(
     inside = (row < rows) & used
     gain = tl.load(weight + at, used, 0.0).to(tl.float32)
     shift = tl.load(bias + at, used, 0.0).to(tl.float32)
-    wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
+    wait_for_inputs(OVERLAP)
     numbers = tl.load(x + row_start(row, inner, outer_stride, inner_stride) + at, inside, 0.0).to(tl.float32)
     centred = tl.where(used, numbers - tl.sum(numbers, 1, keep_dims=True) / columns, 0.0)
     result = centred * root(centred, columns, eps) * gain + shift
@@ -131,8 +131,8 @@ def layer_norm_kernel(
 def long_layer_norm_kernel(
     x, weight, bias, y, columns, inner, outer_stride, inner_stride, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):
-    wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0)
     start, out = row_start(row, inner, outer_stride, inner_stride), row.to(tl.int64) * columns
     sums = tl.zeros([BLOCK], tl.float32)
