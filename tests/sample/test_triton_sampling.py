@@ -84,6 +84,18 @@ def test_a_line_gets_the_same_token_alone_as_among_others() -> None:
         assert torch.equal(choose(scores[at], rows[at], table, length[at]), together[at])
 
 
+def test_equals_that_have_found_no_room_come_in_no_later_block() -> None:
+    vocab = 3000
+    scores = torch.zeros(4, vocab, device=DEVICE)
+    scores[:, 50::100] = 2.0
+    table = table_of([SamplingParams(top_k=90), SamplingParams(top_k=2000, top_p=0.1)], vocab)
+    rows = torch.arange(4, device=DEVICE) % 2
+    length = torch.arange(4, device=DEVICE)
+    tokens = choose(scores, rows, table, length)
+    assert tokens.max() >= 1024
+    assert torch.equal(tokens, by_tensors(scores, rows, table, length))
+
+
 def test_candidates_that_no_list_has_room_for_are_cut_all_the_same() -> None:
     """One outlier stretches the bins until nearly all tokens fall into one of them."""
     vocab, wishes = 5003, [SamplingParams(top_k=3000), SamplingParams(top_p=0.6), SamplingParams(top_k=4500, top_p=0.3)]
