@@ -85,14 +85,13 @@ def test_a_line_gets_the_same_token_alone_as_among_others() -> None:
 
 
 def test_equals_that_have_found_no_room_come_in_no_later_block() -> None:
-    vocab = 3000
-    scores = torch.zeros(4, vocab, device=DEVICE)
+    scores = torch.zeros(8, 3000, device=DEVICE)
     scores[:, 50::100] = 2.0
-    table = table_of([SamplingParams(top_k=90), SamplingParams(top_k=2000, top_p=0.1)], vocab)
-    rows = torch.arange(4, device=DEVICE) % 2
-    length = torch.arange(4, device=DEVICE)
+    table = table_of([SamplingParams(top_k=90)], 3000)
+    rows = torch.zeros(8, dtype=torch.int64, device=DEVICE)
+    length = torch.arange(8, device=DEVICE)
     tokens = choose(scores, rows, table, length)
-    assert tokens.max() >= 1024
+    assert (tokens >= 1024).any()
     assert torch.equal(tokens, by_tensors(scores, rows, table, length))
 
 
