@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from bankfull.ops import Kit, kit_for, native
 from bankfull.ops.registry import BF16, FLOAT, INT8
 from bankfull.runtime.device import Device, open_device
 from bankfull.runtime.memory import Sizes, plan_memory, shown
+from bankfull.runtime.rehearsal import rehearsal
 from bankfull.runtime.runner import Runner
 from bankfull.sched.scheduler import Scheduler
 from bankfull.state.manager import StateManager
@@ -51,6 +53,8 @@ class Assembled:
     layout: Layout
     sizes: Sizes
     engine: Engine
+    phases: dict[str, float]
+    """Seconds that the parts of the start took."""
 
     @property
     def kit(self) -> Kit:
@@ -100,9 +104,9 @@ def assemble(
     max_len: int | None = None, device: Device | None = None, strategy: Strategy | None = None,
 ) -> Assembled:  # fmt: skip
     """An engine over a configuration and a source of tensors, wherever they come from."""
-    if run.quantize is not None:
-        files = rounded(files, run.quantize)
     device = device or open_device(run.device)
+    if run.quantize is not None:
+        files = rounded(files, run.quantize, device)
     strategy = strategy or Plain()
     if strategy.needs - OFFERED:
         raise ConfigError(
@@ -111,16 +115,22 @@ def assemble(
         )
     if device.kind == "cpu" and run.providers == "auto":
         native.notify()
+    sched = sched.suited(**device.suits)
+    phases = Phases()
     build = plan_build(files, run, device, max_len or 0)
     model = build_model(files.config, build)
+    phases.end("weights")
     if build.kit.activations != FLOAT:
         files.source.release()  # the weights lie repacked
     refuse_pages_without_use(model, run.kv_dtype)
     layout = layout_of(model.states(), state.page_tokens)
     depth = device.depth if run.depth is None else run.depth
+    aside = step_memory(model, layout, device, sched)
+    phases.end("the largest step, kernels compiled")
     sizes = plan_memory(
         layout, sched, state,
-        free=device.free_memory(), depth=depth, made_for=model.max_positions, max_len=max_len, drafts=strategy.width(0),
+        free=device.free_memory() - aside, depth=depth, made_for=model.max_positions, max_len=max_len,
+        drafts=strategy.width(0), share=device.share,
     )  # fmt: skip
     for notice in sizes.notices:
         log.warning(notice)
@@ -135,19 +145,47 @@ def assemble(
         raise ConfigError(
             f"The {shown(sizes.nbytes(layout))} of state for {sizes.frames} pages could not be allocated; lower memory."
         ) from error
+    phases.end("state and captured steps")
     engine = Engine(Scheduler(sched, manager), runner, strategy, depth)
-    return Assembled(files, build, model, device, layout, sizes, engine)
+    return Assembled(files, build, model, device, layout, sizes, engine, phases.seconds)
 
 
-def rounded(files: ModelFiles, wanted: str) -> ModelFiles:
-    """The same model, with its matrices rounded when they are read."""
-    wish = parse_wish(wanted)
+class Phases:
+    """Where the time of a start went."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._begun = perf_counter()
+
+    def end(self, name: str) -> None:
+        now = perf_counter()
+        self.seconds[name] = now - self._begun
+        self._begun = now
+        log.info(f"{name}: {self.seconds[name]:.2f} s")
+
+
+def step_memory(model: Decoder, layout: Layout, device: Device, sched: SchedConfig) -> int:
+    """What the largest step takes beside weights and state, measured where the device can tell."""
+    if device.kind == "cpu":
+        return 0
+    try:
+        return device.peak(rehearsal(model, layout, device, sched.rows, sched.step_tokens))
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"A step of {sched.step_tokens} tokens does not fit beside the weights: {shown(device.free_memory())} are "
+            "free; lower step_tokens or rows."
+        ) from error
+
+
+def rounded(files: ModelFiles, wanted: str, device: Device) -> ModelFiles:
+    """The same model, with its matrices rounded when they are read: on the device where they will be used."""
+    wish = parse_wish(wanted, device.kind)
     if found := block_types(files.source):
         raise ConfigError(
             f"{files.path.name} is quantized already ({', '.join(found)}), so that quantize={wanted[:40]!r} would lose "
             "twice; leave the option out, or give an unquantized checkpoint."
         )
-    source = Requantized(files.source, wish.types, wish.tables)
+    source = Requantized(files.source, wish.types, wish.tables, device.torch)
     if kept := len(source.kept()):
         log.warning(f"{kept} matrices are left unquantized: no group of {wanted[:40]} divides their columns.")
     return replace(files, source=source)

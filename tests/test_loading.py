@@ -103,6 +103,7 @@ def test_tables_are_rounded_only_where_asked_for() -> None:
         ({"quantize": "int3"}, "'int3'"),
         ({"quantize": "int4:48"}, "int4:64"),
         ({"quantize": "tables"}, "names no type"),
+        ({"quantize": "fp8"}, "on a CPU use int8"),
         ({"quantize": 4}, "quantize=4"),
         ({"quantize": "q4_0"}, "48 columns"),
         ({"kv_dtype": "int4"}, "kv_dtype='int4'"),
@@ -186,7 +187,7 @@ def test_activations_are_int8_unless_something_else_is_asked_for(
 
 
 def test_without_kernels_or_on_another_device_activations_are_floats(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = rounded(open_model(speaking_folder()), "int8")
+    files = rounded(open_model(speaking_folder()), "int8", Cpu())
     elsewhere = SimpleNamespace(kind="cuda")
     assert choose_activations(RunConfig(), files, elsewhere) == "float"  # type: ignore[arg-type]
     monkeypatch.setattr(native, "status", lambda: "they are missing")

@@ -32,7 +32,7 @@ class QualityOptions:
     quantize: Annotated[
         str | None,
         typer.Option(
-            help="Round the model's matrices to this weight type first: int8, int4, int4:64, q8_0, q4_k, ...; behind a "
+            help="Round the model's matrices to this weight type first: int8, int4, int4:64, fp8, q8_0, ...; behind a "
             "comma what becomes of matrices that it does not fit (q4_k,q5_0 or q4_k,keep).",
             show_default=False,
         ),
@@ -131,11 +131,11 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
         options.device, options.dtype, providers=options.providers, expand=options.expand,
         kv_dtype=options.kv_dtype, activations=options.activations,
     )  # fmt: skip
-    wish = None if options.quantize is None else parse_wish(options.quantize)
-    if options.tables and wish is None:
+    if options.tables and options.quantize is None:
         raise ConfigError("--tables says what --quantize rounds; give --quantize, too.")
-    texts = _texts(options.text)
     device = open_device(options.device)
+    wish = None if options.quantize is None else parse_wish(options.quantize, device.kind)
+    texts = _texts(options.text)
     against = model if options.against is None else options.against
     # Opened twice: a source keeps account of what was read, one model at a time.
     files, reference_files = open_model(locate(model)), open_model(locate(against))
@@ -145,7 +145,7 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
 
     tables, kept = options.tables or (wish is not None and wish.tables), 0
     if wish is not None:
-        source = Requantized(files.source, wish.types, tables)
+        source = Requantized(files.source, wish.types, tables, device.torch)
         files, kept = replace(files, source=source), len(source.kept())
     longest = options.window or WINDOW
     build = plan_build(files, run, device, longest)

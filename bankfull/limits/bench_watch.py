@@ -38,6 +38,7 @@ class TimedDevice:
     def __init__(self, device: Device) -> None:
         self._device = device
         self.kind, self.torch, self.depth = device.kind, device.torch, device.depth
+        self.suits, self.share = device.suits, device.share
         self.inside = 0.0
 
     def launch(self, work: Callable[[], T]) -> Future[T]:
@@ -71,6 +72,9 @@ class TimedDevice:
 
     def free_memory(self) -> int:
         return self._device.free_memory()
+
+    def peak(self, work: Callable[[], object]) -> int:
+        return self._device.peak(work)
 
 
 class TimedHead:

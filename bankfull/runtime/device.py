@@ -33,6 +33,10 @@ class Device(Protocol):
     torch: torch.device
     depth: int
     """The loop depth that suits this device."""
+    suits: dict[str, int]
+    """Rows and tokens of a step that suit it, under the names of SchedConfig."""
+    share: float
+    """Of the free memory: what the pools take unless told otherwise."""
 
     def launch(self, work: Callable[[], T]) -> Future[T]:
         """Run `work` after everything that was launched before; the host does not wait for it."""
@@ -65,6 +69,10 @@ class Device(Protocol):
 
     def free_memory(self) -> int: ...
 
+    def peak(self, work: Callable[[], object]) -> int:
+        """Bytes that `work` takes at its height and gives back; 0 where nobody knows or cares."""
+        ...
+
 
 class Done(Generic[T]):
     def __init__(self, value: T) -> None:
@@ -79,6 +87,8 @@ class Cpu:
 
     kind = "cpu"
     depth = 0
+    suits: dict[str, int] = {"rows": 64, "step_tokens": 512}  # noqa: RUF012
+    share = 0.4
 
     def __init__(self) -> None:
         self.torch = torch.device("cpu")
@@ -109,12 +119,17 @@ class Cpu:
     def free_memory(self) -> int:
         return available_memory()
 
+    def peak(self, work: Callable[[], object]) -> int:
+        return 0  # the share leaves room enough, and starting should not take a step's time
+
 
 class Cuda:
     """Launching enqueues on a stream of our own; `wait` waits for the event behind the work."""
 
     kind = "cuda"
     depth = 1
+    suits: dict[str, int] = {"rows": 256, "step_tokens": 8192}  # noqa: RUF012
+    share = 0.95
 
     def __init__(self, index: int = 0) -> None:
         self.torch = torch.device("cuda", index)
@@ -162,6 +177,15 @@ class Cuda:
     def free_memory(self) -> int:
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self.torch)[0])
+
+    def peak(self, work: Callable[[], object]) -> int:
+        self.launch(work).wait()  # compiles, and lays out what is laid out once
+        torch.cuda.synchronize(self.torch)
+        torch.cuda.reset_peak_memory_stats(self.torch)
+        before = torch.cuda.memory_allocated(self.torch)
+        self.launch(work).wait()
+        torch.cuda.synchronize(self.torch)
+        return int(torch.cuda.max_memory_allocated(self.torch)) - before
 
 
 def record_on_tape(forward: Eager, kit: Kit) -> Forward:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from bankfull.decode.strategy import Sampling, Scores, Strategy, Verdict, View
 from bankfull.layers.batch import Batch
-from bankfull.ops.registry import Kit
+from bankfull.ops.registry import BODY, Kit
 from bankfull.runtime.batch import build_batch
 from bankfull.runtime.device import Device, Future
 from bankfull.runtime.forward import Eager, Forward, Model, Replaying
@@ -93,6 +94,8 @@ class Runner:
             widths = sorted({1, 1 + strategy.width(0)})
             device.launch(lambda: replaying.capture(self.rows, widths, self.rows.sampling.chooser)).wait()
         self._choosing = device.choosing(self.run_model, self.rows) if strategy.idle else None
+        self._exact = self.rows.host is not None or device.kind == "cpu" or kit is None or _trusts_host(kit)
+        """Must the host know how many drafts hold before the next step? Then it waits for them."""
         self.entered = [-1] * rows
         """The step in which a row got its sequence."""
         self._demanding: set[int] = set()
@@ -186,11 +189,13 @@ class Runner:
             if len(chosen) < len(work):
                 accepted = accepted.new_zeros(len(work)).index_copy_(0, rows.index(chosen), accepted)
         lines = [w.row for w in work]
-        if rows.host is not None:
-            rows.computed[lines] += counts if accepted is None else counts + accepted.numpy()
+        if accepted is None:
+            rows.computed[lines] += counts
+        elif self._exact:
+            rows.computed[lines] += counts + accepted.cpu().numpy()
         else:
             rows.computed[lines] += counts + np.array([w.drafts for w in work], np.int64)
-            rows.advance(lines, counts, accepted)
+        rows.advance(lines, counts, accepted)
         if self.layout.recurrent is not None:
             assert batch.write is not None
             kept = batch.write[:, 0] if accepted is None else batch.write.gather(1, accepted[:, None])[:, 0]
@@ -267,7 +272,7 @@ class Runner:
             return result
         if landed.verdict is not None:
             _read_tokens(plan.work, landed.verdict, result)
-            if landed.verdict.counts is not None and self.rows.host is None:
+            if landed.verdict.counts is not None and not self._exact:
                 self._forget_rejected(plan, landed.verdict.counts.tolist())
         for i, (first, own, ids, values) in landed.scored.items():
             extra = result.extras[i] = result.extras[i] or Extra()
@@ -276,6 +281,11 @@ class Runner:
         for i, (at, vector) in landed.pooled.items():
             result.extras[i] = Extra(pooled=(at, vector))
         return result
+
+
+def _trusts_host(kit: Kit) -> bool:
+    """Does anything that reads lengths take the host's? All bodies do."""
+    return any(kit.chosen.get(name, Counter())[BODY] for name in ("paged_attention", "causal_conv", "selective_scan"))
 
 
 def _read_tokens(work: list[Work], verdict: Verdict, result: StepResult) -> None:

@@ -1,8 +1,8 @@
 """Round-to-nearest encodings of the block formats: what `dequantize` inverts, up to half a step.
 
 For measuring what a weight type costs, and for making files small without data to calibrate on. The 32-element formats
-follow their standard encoding bit for bit; those of super-blocks (`quantize_k`) and of groups (`quantize_groups`) are
-plain encodings of our own.
+follow their standard encoding bit for bit; those of super-blocks (`quantize_k`), of groups (`quantize_groups`) and of
+rows (`quantize_rows`) are plain encodings of our own.
 """
 
 from __future__ import annotations
@@ -13,22 +13,24 @@ import torch
 from torch import Tensor
 
 from bankfull.errors import ConfigError, ModelError
-from bankfull.weights import quantize_groups, quantize_k
+from bankfull.weights import quantize_groups, quantize_k, quantize_rows
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.rounding import half, inverse, signed, symmetric
 
 Encode = Callable[[Tensor], tuple[Tensor, ...]]
-"""float32 (n, block) to the parts of the scheme, in their order, each (n, elements per block)."""
+"""float32 (n, block), or (n, columns) where rows share a scale, to the parts of the scheme, in their order, each (n,
+elements per block or row)."""
 ELEMENTS_AT_ONCE = 1 << 18
 """Bounds the working memory, which is several times that of the values: it should stay in the processor's caches."""
+ON_A_GPU = 1 << 26
+"""There a check waits for the device, and most matrices should pass in one piece."""
 
 
 def quantize(tensor: Tensor, name: str) -> QTensor:
-    """`tensor` (..., columns) in the scheme `name`; blocks run along the columns."""
-    encode = ENCODINGS.get(name)
-    if encode is None:
-        raise ConfigError(f"Weights cannot be quantized to {name!r}; use one of {', '.join(ENCODINGS)}.")
+    """`tensor` (..., columns) in the scheme `name`, where the tensor lies; blocks run along the columns."""
+    if name not in ENCODINGS and name not in WHOLE_ENCODINGS:
+        raise ConfigError(f"Weights cannot be quantized to {name!r}; use one of {', '.join(TYPES)}.")
     scheme = SCHEMES[name]
     columns = tensor.shape[-1] if tensor.dim() else 1
     if columns % scheme.block:
@@ -36,11 +38,13 @@ def quantize(tensor: Tensor, name: str) -> QTensor:
             f"A tensor of shape {tuple(tensor.shape)} cannot be stored as {name}, whose blocks are {scheme.block} "
             "columns wide; choose a type with narrower blocks."
         )
-    blocks = tensor.detach().to(torch.float32).reshape(-1, scheme.block)
+    width = columns if scheme.is_by_row else scheme.block
+    blocks = tensor.detach().to(torch.float32).reshape(-1, width)
     shape = tuple(tensor.shape)
     parts = scheme.empty(shape, tensor.device)
-    flat = [parts[part.name].view(-1, part.per_block) for part in scheme.parts]
-    step = ELEMENTS_AT_ONCE // scheme.block
+    flat = [parts[part.name].view(-1, width // scheme.block * part.per_block + part.per_row) for part in scheme.parts]
+    encode = WHOLE_ENCODINGS[name](blocks) if name in WHOLE_ENCODINGS else ENCODINGS[name]
+    step = max(1, (ON_A_GPU if tensor.is_cuda else ELEMENTS_AT_ONCE) // width)
     for at in range(0, len(blocks), step):
         part = blocks[at : at + step]
         if not bool(part.isfinite().all()):
@@ -105,5 +109,8 @@ def _whole(encode: Callable[[Tensor], Tensor]) -> Encode:
 
 _BLOCKS = {"q8_0": _q8_0, "q5_1": _q5_1, "q5_0": _q5_0, "q4_1": _q4_1, "q4_0": _q4_0, **quantize_k.ENCODINGS}
 ENCODINGS: dict[str, Encode] = {
-    **{name: _whole(encode) for name, encode in _BLOCKS.items()}, **quantize_groups.ENCODINGS
+    **{name: _whole(encode) for name, encode in _BLOCKS.items()}, **quantize_groups.ENCODINGS,
+    **quantize_rows.ENCODINGS,
 }  # fmt: skip
+WHOLE_ENCODINGS = quantize_rows.WHOLE_ENCODINGS
+TYPES = (*ENCODINGS, *WHOLE_ENCODINGS)

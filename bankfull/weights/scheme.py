@@ -16,11 +16,13 @@ Decode = Callable[[Mapping[str, Tensor], tuple[int, ...]], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the tensors that hold a quantized tensor: so many elements of a dtype for each block of numbers."""
+    """One of the tensors that hold a quantized tensor: so many elements of a dtype for each block of numbers, and so
+    many more for each row."""
 
     name: str
     dtype: torch.dtype
     per_block: int
+    per_row: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +30,18 @@ class Scheme:
     """Two schemes are equal when their name and geometry are; `decode` is determined by the name."""
 
     name: str
-    block: int  # elements per block; 1 for dense
+    block: int  # elements per block; 1 for dense, and where a row of any length shares what its codes need
     parts: tuple[Part, ...]
     decode: Decode = field(repr=False, compare=False)
 
     @property
     def is_dense(self) -> bool:
-        return self.block == 1
+        return self.block == 1 and not self.is_by_row
+
+    @property
+    def is_by_row(self) -> bool:
+        """Is there something, such as a scale, that a whole row shares?"""
+        return any(part.per_row for part in self.parts)
 
     @property
     def block_bytes(self) -> int:
@@ -45,7 +52,7 @@ class Scheme:
 
         def size(part: Part) -> tuple[int, ...]:
             # A single number, which has no dimension, keeps having none.
-            return (*shape[:-1], *(columns // self.block * part.per_block for columns in shape[-1:]))
+            return (*shape[:-1], *(columns // self.block * part.per_block + part.per_row for columns in shape[-1:]))
 
         return {part.name: torch.empty(size(part), dtype=part.dtype, device=device) for part in self.parts}
 
@@ -54,7 +61,8 @@ class Scheme:
         return self.decode(parts, shape).to(dtype)
 
     def row_bytes(self, columns: int) -> int:
-        return columns // self.block * self.block_bytes
+        of_row = sum(part.per_row * part.dtype.itemsize for part in self.parts)
+        return columns // self.block * self.block_bytes + of_row
 
 
 def block_scheme(name: str, block: int, block_bytes: int, unpack: Callable[[Tensor], Tensor]) -> Scheme:

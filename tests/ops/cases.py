@@ -14,7 +14,7 @@ from torch import Tensor
 from bankfull.layers.attention import Heads
 from bankfull.ops import HeadNorms, PagedMeta, RecurrentMeta, Unnormed
 from bankfull.ops.reference.activation import _KINDS as KINDS
-from bankfull.weights.formats import SCHEMES, groups
+from bankfull.weights.formats import SCHEMES, groups, rows
 from bankfull.weights.formats.dense import DTYPES
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.scheme import Scheme
@@ -102,11 +102,13 @@ class Maker:
         if scheme.is_dense:
             data = torch.randn(outer, inner, generator=self.numbers, dtype=torch.float64).to(DTYPES[scheme.name])
             return QTensor(scheme, {"data": data}, (outer, inner))
-        if scheme.name in _GROUPED:
+        if scheme.name in _CODED:
             parts = scheme.empty((outer, inner))
             codes, scales = parts["codes"], parts["scales"]
             codes.view(torch.uint8).random_(256, generator=self.numbers)
-            scales.copy_(torch.rand(scales.shape, generator=self.numbers).add(0.5).div(_GROUPED[scheme.name]))
+            if codes.is_floating_point():
+                codes.copy_(codes.to(torch.float32).nan_to_num())
+            scales.copy_(torch.rand(scales.shape, generator=self.numbers).add(0.5).div(_CODED[scheme.name]))
             return QTensor(scheme, parts, (outer, inner))
         blocks = torch.randint(256, (outer, scheme.row_bytes(inner)), generator=self.numbers, dtype=torch.uint8)
         each = blocks.view(-1, scheme.block_bytes)
@@ -125,16 +127,17 @@ _LARGEST = {
     "q4_0": 8, "q4_1": 16, "q5_0": 16, "q5_1": 32, "q8_0": 128,
     "q2_k": 45, "q3_k": 128, "q4_k": 945, "q5_k": 1953, "q6_k": 4096,
 }  # fmt: skip
-_GROUPED = {scheme.name: 128 if scheme.name.startswith("int8") else 8 for scheme in groups.SCHEMES}
+_CODED = {scheme.name: 128 if scheme.name.startswith("int8") else 8 for scheme in groups.SCHEMES}
+_CODED |= {rows.INT8_ROW: 128, rows.FP8: 448}
 """The largest code of each scheme that keeps codes and scales apart."""
 
 
 def linear(make: Maker) -> Case:
     scheme = make.scheme()
-    inner = make.size(1, 300) if scheme.is_dense else scheme.block * make.size(1, 3)
-    rows, outer = make.size(1, 40), make.size(1, 70)
+    inner = make.size(1, 300) if scheme.block == 1 else scheme.block * make.size(1, 3)
+    count, outer = make.size(1, 40), make.size(1, 70)
     weight = make.weight(scheme, outer, inner)
-    lead = (rows,) if make.size(0, 3) else (2, rows)
+    lead = (count,) if make.size(0, 3) else (2, count)
     bias = make.normal(outer) if make.size(0, 1) else None
     return Case((make.normal(*lead, inner), weight, bias), make.dtype, {"weight": weight})
 
@@ -142,7 +145,7 @@ def linear(make: Maker) -> Case:
 def linear_int8(make: Maker) -> Case:
     """Few rows: many may be kept finer than the operation says."""
     scheme = make.scheme()
-    inner = 32 * make.size(1, 9) if scheme.is_dense else scheme.block * make.size(1, 3)
+    inner = 32 * make.size(1, 9) if scheme.block == 1 else scheme.block * make.size(1, 3)
     weight = make.weight(scheme, make.size(1, 70), inner)
     bias = make.normal(weight.shape[0]) if make.size(0, 1) else None
     return Case((make.normal(make.size(1, 8), inner), weight, bias), make.dtype, {"weight": weight})
@@ -207,7 +210,7 @@ def normed_gated_linear(make: Maker) -> Case:
 
 def embedding(make: Maker) -> Case:
     scheme = make.scheme()
-    inner = make.size(1, 90) if scheme.is_dense else scheme.block * make.size(1, 2)
+    inner = make.size(1, 90) if scheme.block == 1 else scheme.block * make.size(1, 2)
     count = make.size(1, 50)
     table = make.weight(scheme, count, inner)
     scale = make.pick.choice((1.0, 5.5))

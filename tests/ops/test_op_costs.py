@@ -126,7 +126,7 @@ def test_a_weight_costs_the_bytes_of_its_scheme(scheme: str) -> None:
     block = SCHEMES[scheme].block
     inner = 512 if block > 1 else 96
     weight = make.weight(SCHEMES[scheme], 10, inner)
-    stored = 10 * inner // block * SCHEMES[scheme].block_bytes
+    stored = 10 * SCHEMES[scheme].row_bytes(inner)
     x, ids = torch.zeros(4, inner), torch.tensor([1, 5, 9])
     assert OPERATIONS["linear"].cost(x, weight) == Cost(2 * 4 * 10 * inner, 4 * inner * 4 + stored, 4 * 10 * 4)
     expected = Cost(0, 3 * stored / 10 + 3 * 8, 3 * inner * 2)

@@ -15,7 +15,7 @@ from bankfull.weights.scheme import block_scheme, half
 BLOCK = 256
 
 
-def _planes(packed: Tensor, run: int, bits: int) -> Tensor:
+def planes(packed: Tensor, run: int, bits: int) -> Tensor:
     """Unpack (n, bytes) into (n, bytes * 8 / bits) codes, plane by plane within each run of `run` bytes."""
     runs = packed.reshape(len(packed), packed.shape[1] // run, 1, run)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).unsqueeze(-1)
@@ -26,7 +26,7 @@ def _grouped(codes: Tensor, group: int) -> Tensor:
     return codes.to(torch.float32).reshape(len(codes), BLOCK // group, group)
 
 
-def _six_bit_scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
+def six_bit_scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Twelve bytes as eight scales and eight minima: the upper two bits of the first eight bytes belong to the
     second half, whose lower four bits are the nibbles of the last four bytes."""
     scale, minimum, low = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
@@ -39,37 +39,37 @@ def _q2_k(blocks: Tensor) -> Tensor:
     scales = blocks[:, 0:16]
     step = half(blocks, 80) * (scales & 15).to(torch.float32)
     minimum = half(blocks, 82) * (scales >> 4).to(torch.float32)
-    codes = _grouped(_planes(blocks[:, 16:80], 32, 2), 16)
+    codes = _grouped(planes(blocks[:, 16:80], 32, 2), 16)
     return (step.unsqueeze(-1) * codes - minimum.unsqueeze(-1)).flatten(1)
 
 
 def _q3_k(blocks: Tensor) -> Tensor:
     packed = blocks[:, 96:108]
-    low, high = _planes(packed[:, 0:8], 8, 4), _planes(packed[:, 8:12], 4, 2)
+    low, high = planes(packed[:, 0:8], 8, 4), planes(packed[:, 8:12], 4, 2)
     step = half(blocks, 108) * ((low | (high << 4)).to(torch.float32) - 32)
     # The third bit is stored inverted: it is clear where 4 has to be subtracted.
-    codes = _planes(blocks[:, 32:96], 32, 2) | (_planes(blocks[:, 0:32], 32, 1) << 2)
+    codes = planes(blocks[:, 32:96], 32, 2) | (planes(blocks[:, 0:32], 32, 1) << 2)
     return (step.unsqueeze(-1) * (_grouped(codes, 16) - 4)).flatten(1)
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
-    scales, minima = _six_bit_scales_and_minima(blocks[:, 4:16])
+    scales, minima = six_bit_scales_and_minima(blocks[:, 4:16])
     step, minimum = half(blocks, 0) * scales, half(blocks, 2) * minima
-    codes = _grouped(_planes(blocks[:, 16:144], 32, 4), 32)
+    codes = _grouped(planes(blocks[:, 16:144], 32, 4), 32)
     return (step.unsqueeze(-1) * codes - minimum.unsqueeze(-1)).flatten(1)
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
-    scales, minima = _six_bit_scales_and_minima(blocks[:, 4:16])
+    scales, minima = six_bit_scales_and_minima(blocks[:, 4:16])
     step, minimum = half(blocks, 0) * scales, half(blocks, 2) * minima
-    codes = _planes(blocks[:, 48:176], 32, 4) | (_planes(blocks[:, 16:48], 32, 1) << 4)
+    codes = planes(blocks[:, 48:176], 32, 4) | (planes(blocks[:, 16:48], 32, 1) << 4)
     return (step.unsqueeze(-1) * _grouped(codes, 32) - minimum.unsqueeze(-1)).flatten(1)
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
     scales = blocks[:, 192:208].contiguous().view(torch.int8).to(torch.float32)
     step = half(blocks, 208) * scales
-    codes = _planes(blocks[:, 0:128], 64, 4) | (_planes(blocks[:, 128:192], 32, 2) << 4)
+    codes = planes(blocks[:, 0:128], 64, 4) | (planes(blocks[:, 128:192], 32, 2) << 4)
     return (step.unsqueeze(-1) * (_grouped(codes, 16) - 32)).flatten(1)
 
 

@@ -12,31 +12,31 @@ from torch import Tensor
 from bankfull.weights.scheme import block_scheme, half
 
 
-def _nibbles(packed: Tensor) -> Tensor:
+def nibbles(packed: Tensor) -> Tensor:
     return torch.cat((packed & 15, packed >> 4), dim=-1)
 
 
-def _fifth_bits(packed: Tensor) -> Tensor:
+def fifth_bits(packed: Tensor) -> Tensor:
     """Four bytes, least significant bit first, as 32 values of 0 or 16."""
     bits = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(-1) >> bits) & 1).flatten(1) << 4
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    return half(blocks, 0) * (_nibbles(blocks[:, 2:]).to(torch.float32) - 8)
+    return half(blocks, 0) * (nibbles(blocks[:, 2:]).to(torch.float32) - 8)
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    return half(blocks, 0) * _nibbles(blocks[:, 4:]).to(torch.float32) + half(blocks, 2)
+    return half(blocks, 0) * nibbles(blocks[:, 4:]).to(torch.float32) + half(blocks, 2)
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
-    codes = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    codes = nibbles(blocks[:, 6:]) | fifth_bits(blocks[:, 2:6])
     return half(blocks, 0) * (codes.to(torch.float32) - 16)
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    codes = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    codes = nibbles(blocks[:, 8:]) | fifth_bits(blocks[:, 4:8])
     return half(blocks, 0) * codes.to(torch.float32) + half(blocks, 2)
 
 
