@@ -32,8 +32,9 @@ PROGRAMS = 2
 """For each multiprocessor, at least, while there is enough to split: with tiles of keys in flight for each of them,
 two keep the memory busy."""
 TILE_BYTES = 16384
-"""Of keys, and again of values, in one step of a program's loop: with three stages two programs fit a multiprocessor's
-shared memory, and what they have in flight (64 KiB) is more than the memory's latency times its speed (25 KiB)."""
+"""Of keys, and again of values, in one step of a program's loop: with three stages (66 KiB) three programs fit a
+multiprocessor's shared memory, and what even one of them has in flight is more than its share of the memory's latency
+times its speed (25 KiB)."""
 STAGES = 3
 MERGED = 4096
 """Numbers of partial results that are loaded at once: 32 for each thread."""
