@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ class Inputs:
         self.norms = HeadNorms(make.normal(size), make.normal(size), 1e-5, 1.0) if norms else None
         self.rest = size**-0.5, window, cap
 
-    def args(self, meta: PagedMeta | None = None) -> tuple[object, ...]:
+    def args(self, meta: PagedMeta | None = None) -> tuple[Any, ...]:
         """Fresh pages each time: the operation writes to them."""
         held = tuple(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype).copy_(p) for p in self.pages)
         given = (self.q, self.k, self.v, *held, meta or self.meta, self.angles, self.norms, *self.rest)
@@ -90,7 +91,7 @@ def was_merged() -> bool:
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     made = attention_decode.Scratch
 
-    def poisoned(*sizes: object) -> attention_decode.Scratch:
+    def poisoned(*sizes: Any) -> attention_decode.Scratch:
         scratch = made(*sizes)
         for part in (scratch.mixed, scratch.peak, scratch.total):
             part.fill_(float("nan"))

@@ -94,6 +94,14 @@ def test_candidates_that_no_list_has_room_for_are_cut_all_the_same() -> None:
     assert choose(scores, rows, table, rows).tolist() == by_tensors(scores, rows, table, rows).tolist()
 
 
+def test_scores_of_16_bits_are_widened() -> None:
+    wishes = [SamplingParams(top_k=20, top_p=0.9), SamplingParams(temperature=0)]
+    scores = scores_of("random", 2, 1000).bfloat16()
+    table = table_of(wishes, 1000)
+    rows = torch.arange(2, device=DEVICE)
+    assert choose(scores, rows, table, rows).tolist() == by_tensors(scores, rows, table, rows).tolist()
+
+
 def test_lines_without_a_usable_score_say_so_and_spare_the_others() -> None:
     wishes = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=3, top_p=0.5)]
     table = table_of(wishes, 1100)

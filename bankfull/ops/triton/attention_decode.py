@@ -14,7 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from bankfull.ops.reference.attention import HeadNorms
-from bankfull.ops.triton.attention_tile import absorbed, capped, multiplied_as, score_factors, store_heads
+from bankfull.ops.triton.attention_tile import (
+    absorbed,
+    capped,
+    look_up,
+    multiplied_as,
+    places,
+    score_factors,
+    store_heads,
+)
 from bankfull.ops.triton.attention_turn import turned
 from bankfull.ops.triton.launch import overlapped, power_of_two, processors, start_next, wait_for_inputs
 
@@ -27,8 +35,8 @@ TILE_BYTES = 16384
 """Of keys, and again of values, in one step of a program's loop: with three stages two programs fit a multiprocessor's
 shared memory, and what they have in flight (64 KiB) is more than the memory's latency times its speed (25 KiB)."""
 STAGES = 3
-MERGED = 8192
-"""Numbers of partial results that are loaded at once: 64 for each thread."""
+MERGED = 4096
+"""Numbers of partial results that are loaded at once: 32 for each thread."""
 
 
 @triton.jit
@@ -43,34 +51,50 @@ def visible_keys(key, position, begin, end, window, ALL: tl.constexpr):
 
 
 @triton.jit
+def repeated(x, ROWS: tl.constexpr, LIVE: tl.constexpr, COLUMNS: tl.constexpr):
+    """(LIVE, COLUMNS) again and again, until there are ROWS of them."""
+    return tl.reshape(tl.broadcast_to(x[None, :, :], [ROWS // LIVE, LIVE, COLUMNS]), [ROWS, COLUMNS])
+
+
+@triton.jit
+def absorbed_one(score, factor, value, peak, total, mixed):
+    """The running softmax with one key more: its scores (rows, 1), its value (1, numbers)."""
+    score = tl.max(score, 1) * factor
+    highest = tl.maximum(peak, score)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    weight, fade = tl.exp2(score - base), tl.exp2(peak - base)
+    return highest, total * fade + weight, mixed * fade[:, None] + weight[:, None] * value
+
+
+@triton.jit
 def merged(
     partial_mixed, partial_peak, partial_total, first, count, real,
-    PADDED_VALUES: tl.constexpr, ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, MERGED_SPLITS: tl.constexpr,
+    PADDED_VALUES: tl.constexpr, ROWS: tl.constexpr, LIVE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The partial results first .. first + count as one; rows that pad a tile were never stored. Several are loaded at
-    once, because each round takes as long as the memory needs to answer. Loads go past the first-level cache: others
-    have written these."""
-    part = tl.arange(0, MERGED_ROWS)
+    """The partial results first .. first + count as one, in this order; rows that pad a tile were never stored. Several
+    are loaded at once, because each round takes as long as the memory needs to answer. Loads go past the first-level
+    cache: others have written these."""
+    row = tl.arange(0, LIVE)
     numbers = tl.arange(0, PADDED_VALUES)
-    peak = tl.full([MERGED_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([MERGED_ROWS], tl.float32)
-    mixed = tl.zeros([MERGED_ROWS, PADDED_VALUES], tl.float32)
-    for at in range(0, count, MERGED_SPLITS):
-        which = at + tl.arange(0, MERGED_SPLITS)
-        there = (which < count)[:, None] & real[None, :]
-        line = (first + which)[:, None] * ROWS + part[None, :]
-        peaks = tl.load(partial_peak + line, mask=there, other=float("-inf"), cache_modifier=".cg")
-        totals = tl.load(partial_total + line, mask=there, other=0.0, cache_modifier=".cg")
-        mixes = tl.load(
-            partial_mixed + line[:, :, None] * PADDED_VALUES + numbers[None, None, :], mask=there[:, :, None],
-            other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        highest = tl.maximum(peak, tl.max(peaks, 0))
-        safe = tl.where(highest == float("-inf"), 0.0, highest)
-        weight, fade = tl.exp2(peaks - safe[None, :]), tl.exp2(peak - safe)
-        total = total * fade + tl.sum(totals * weight, 0)
-        mixed = mixed * fade[:, None] + tl.sum(mixes * weight[:, :, None], 0)
-        peak = highest
+    peak = tl.full([LIVE], float("-inf"), tl.float32)
+    total = tl.zeros([LIVE], tl.float32)
+    mixed = tl.zeros([LIVE, PADDED_VALUES], tl.float32)
+    for at in range(0, count, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            there = real & (at + i < count)
+            line = (first + at + i) * ROWS + row
+            other_peak = tl.load(partial_peak + line, mask=there, other=float("-inf"), cache_modifier=".cg")
+            other_total = tl.load(partial_total + line, mask=there, other=0.0, cache_modifier=".cg")
+            other_mixed = tl.load(
+                partial_mixed + line[:, None] * PADDED_VALUES + numbers[None, :], mask=there[:, None], other=0.0,
+                cache_modifier=".cg",
+            )  # fmt: skip
+            highest = tl.maximum(peak, other_peak)
+            safe = tl.where(highest == float("-inf"), 0.0, highest)
+            fade, weight = tl.exp2(peak - safe), tl.exp2(other_peak - safe)
+            total = total * fade + other_total * weight
+            mixed = mixed * fade[:, None] + other_mixed * weight[:, None]
+            peak = highest
     return mixed, total
 
 
@@ -84,8 +108,8 @@ def attention_decode(
     table_row, cos_token, sin_token, inner, outer, eps, offset, window, splits,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr,
     HALF: tl.constexpr, SHIFTED: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, FUSED: tl.constexpr,
-    ROWS: tl.constexpr, ROW_TILES: tl.constexpr, NEW: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    MERGED_ROWS: tl.constexpr, MERGED_SPLITS: tl.constexpr, PRODUCT: tl.constexpr, OVERLAP: tl.constexpr,
+    ALIKE: tl.constexpr, ROWS: tl.constexpr, LIVE: tl.constexpr, ROW_TILES: tl.constexpr, NEW: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, AT_ONCE: tl.constexpr, PRODUCT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
@@ -110,34 +134,37 @@ def attention_decode(
     share = tl.maximum(tl.cdiv(tiles, splits), 1)
     active = tl.maximum(tl.cdiv(tiles, share), 1)
     if split < active:
-        # The heads that share keys lie side by side in the tile: row = token * GROUPS + head within the group.
-        row = row_tile * ROWS + tl.arange(0, ROWS)
-        real = row < width * GROUPS
-        token = (first + row // GROUPS).to(tl.int64)
-        head = key_head * GROUPS + row % GROUPS
-        position = length - known + row // GROUPS
+        # The heads that share keys lie side by side in the tile: row = token * GROUPS + head within the group. LIVE of
+        # the tile's ROWS are used; the others, which products ask for, repeat them.
+        live = row_tile * ROWS + tl.arange(0, LIVE)
+        real = live < width * GROUPS
+        token = first + live // GROUPS
+        head = key_head * GROUPS + live % GROUPS
+        row = tl.arange(0, ROWS)
+        position = length - known + (row_tile * ROWS + row % LIVE) // GROUPS
         dims = tl.arange(0, PADDED)
         numbers = tl.arange(0, PADDED_VALUES)
         last = split == active - 1
-        queries = turned(
-            q + token * q_token + head * q_head, real, token, q_weight, cos, sin, cos_token, sin_token, eps, offset,
-            SIZE, PADDED, HALF, SHIFTED,
-        ).to(PRODUCT)  # fmt: skip
+        own = turned(
+            q + token.to(tl.int64) * q_token + head * q_head, real, token.to(tl.int64), q_weight, cos, sin, cos_token,
+            sin_token, eps, offset, SIZE, PADDED, HALF, SHIFTED,
+        )  # fmt: skip
+        queries = repeated(own, ROWS, LIVE, PADDED).to(PRODUCT)
         if FUSED:
             # The last split has the least of the old tokens, so the new ones are its work.
-            place = tl.arange(0, NEW)
-            fresh = (place < known) & last
-            new = (first + place).to(tl.int64)
+            new = tl.arange(0, NEW)
+            fresh = (new < known) & last
+            new_token = (first + new).to(tl.int64)
             new_keys = turned(
-                k + new * k_token + key_head * k_head, fresh, new, k_weight, cos, sin, cos_token, sin_token, eps,
-                offset, SIZE, PADDED, HALF, SHIFTED,
+                k + new_token * k_token + key_head * k_head, fresh, new_token, k_weight, cos, sin, cos_token, sin_token,
+                eps, offset, SIZE, PADDED, HALF, SHIFTED,
             ).to(k_pages.dtype.element_ty)  # fmt: skip
             meant = fresh[:, None] & (numbers < VALUES)[None, :]
             new_values = tl.load(
-                v + (new * v_token + key_head * v_head)[:, None] + numbers[None, :], mask=meant, other=0.0
+                v + (new_token * v_token + key_head * v_head)[:, None] + numbers[None, :], mask=meant, other=0.0
             ).to(v_pages.dtype.element_ty)
             written = fresh & (row_tile == 0)
-            slot = tl.load(slots + new, mask=written, other=0).to(tl.int64)
+            slot = tl.load(slots + new_token, mask=written, other=0).to(tl.int64)
             new_k = slot // PAGE * k_frame + slot % PAGE * k_place + key_head * k_page_head
             new_v = slot // PAGE * v_frame + slot % PAGE * v_place + key_head * v_page_head
             tl.store(
@@ -157,66 +184,69 @@ def attention_decode(
         low = base + split * share * BLOCK
         high = tl.minimum(low + share * BLOCK, end)
         # The pages of a tile are looked up one step before they are needed: no load of the loop waits for another.
-        key = low + tl.arange(0, BLOCK)
-        frame = tl.load(table_base + key // PAGE, mask=(key >= begin) & (key < high), other=0).to(tl.int64)
+        frames = look_up(table_base, low, begin, high, PAGE, BLOCK)
         for at in tl.range(low, high, BLOCK, num_stages=STAGES):
             key = at + tl.arange(0, BLOCK)
             inside = (key >= begin) & (key < high)
-            offsets = frame * k_frame + key % PAGE * k_place
-            keys = tl.load(
-                k_base + offsets[:, None] + dims[None, :], mask=inside[:, None] & (dims < SIZE)[None, :], other=0.0
-            )
-            offsets = frame * v_frame + key % PAGE * v_place
-            values = tl.load(
-                v_base + offsets[:, None] + numbers[None, :], mask=inside[:, None] & (numbers < VALUES)[None, :],
-                other=0.0,
-            )  # fmt: skip
+            k_places = places(frames, at, k_frame, k_place, PAGE, BLOCK)
+            v_places = k_places if ALIKE else places(frames, at, v_frame, v_place, PAGE, BLOCK)
+            met = inside[:, None] & (dims < SIZE)[None, :]
+            keys = tl.load(k_base + k_places[:, None] + dims[None, :], mask=met, other=0.0)
+            met = inside[:, None] & (numbers < VALUES)[None, :]
+            values = tl.load(v_base + v_places[:, None] + numbers[None, :], mask=met, other=0.0)
             score = tl.dot(queries, tl.trans(keys.to(PRODUCT)), input_precision="ieee")
             value_scale = None
             if k_scales is not None:
-                offsets = frame * k_scale_frame + key % PAGE * k_scale_place + key_head * k_scale_head
-                score = score * tl.load(k_scales + offsets, mask=inside, other=0.0)[None, :]
-                offsets = frame * v_scale_frame + key % PAGE * v_scale_place + key_head * v_scale_head
-                value_scale = tl.load(v_scales + offsets, mask=inside, other=0.0)
+                scales = k_scales + key_head * k_scale_head
+                scales += places(frames, at, k_scale_frame, k_scale_place, PAGE, BLOCK)
+                score = score * tl.load(scales, mask=inside, other=0.0)[None, :]
+                scales = v_scales + key_head * v_scale_head
+                scales += places(frames, at, v_scale_frame, v_scale_place, PAGE, BLOCK)
+                value_scale = tl.load(scales, mask=inside, other=0.0)
             if CAPPED:
                 score = capped(score, inner, outer)
             score = tl.where(visible_keys(key, position, begin, high, window, FUSED), score, float("-inf"))
-            ahead = key + BLOCK
-            frame = tl.load(table_base + ahead // PAGE, mask=ahead < high, other=0).to(tl.int64)
+            frames = look_up(table_base, at + BLOCK, begin, high, PAGE, BLOCK)
             peak, total, mixed = absorbed(score, factor, values.to(PRODUCT), value_scale, peak, total, mixed, True)
-        if FUSED:
-            new_key = length - known + place
+        if FUSED and NEW == 1:
+            # One token, which everyone sees: no product of tiles.
+            new_score = tl.sum(own.to(tl.float32) * new_keys.to(tl.float32), 1)
+            if CAPPED:
+                new_score = capped(new_score, inner, outer)
+            new_score = tl.where(last & (known > 0), repeated(new_score[:, None], ROWS, LIVE, 1), float("-inf"))
+            peak, total, mixed = absorbed_one(new_score, factor, new_values.to(tl.float32), peak, total, mixed)
+        elif FUSED:
+            new_key = length - known + new
             if last:
-                new_score = tl.dot(queries, tl.trans(new_keys.to(PRODUCT)), input_precision="ieee")
+                new_scores = tl.dot(queries, tl.trans(new_keys.to(PRODUCT)), input_precision="ieee")
                 if CAPPED:
-                    new_score = capped(new_score, inner, outer)
+                    new_scores = capped(new_scores, inner, outer)
                 seen = visible_keys(new_key, position, begin, length, window, False)
-                new_score = tl.where(seen, new_score, float("-inf"))
+                new_scores = tl.where(seen, new_scores, float("-inf"))
                 peak, total, mixed = absorbed(
-                    new_score, factor, new_values.to(PRODUCT), None, peak, total, mixed, True
+                    new_scores, factor, new_values.to(PRODUCT), None, peak, total, mixed, True
                 )
 
+        stored = (row < LIVE) & (row_tile * ROWS + row < width * GROUPS)
         if active == 1:
-            store_heads(out, mixed, total, token, head, real, out_token, VALUES, PADDED_VALUES)
+            store_heads(
+                out, mixed, total, first + (row_tile * ROWS + row) // GROUPS,
+                key_head * GROUPS + (row_tile * ROWS + row) % GROUPS, stored, out_token, VALUES, PADDED_VALUES,
+            )  # fmt: skip
         else:
-            line = (pair * splits + split) * ROWS + tl.arange(0, ROWS)
-            tl.store(partial_peak + line, peak, mask=real)
-            tl.store(partial_total + line, total, mask=real)
-            tl.store(partial_mixed + line[:, None] * PADDED_VALUES + numbers[None, :], mixed, mask=real[:, None])
+            line = (pair * splits + split) * ROWS + row
+            tl.store(partial_peak + line, peak, mask=stored)
+            tl.store(partial_total + line, total, mask=stored)
+            tl.store(partial_mixed + line[:, None] * PADDED_VALUES + numbers[None, :], mixed, mask=stored[:, None])
             # Every warp's stores must be done before the one thread that counts says so.
             tl.debug_barrier()
             arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel")
             if arrived == active - 1:
-                merged_row = row_tile * ROWS + tl.arange(0, MERGED_ROWS)
-                merged_real = merged_row < width * GROUPS
                 merged_mixed, merged_total = merged(
-                    partial_mixed, partial_peak, partial_total, pair * splits, active, merged_real,
-                    PADDED_VALUES, ROWS, MERGED_ROWS, MERGED_SPLITS,
+                    partial_mixed, partial_peak, partial_total, pair * splits, active, real, PADDED_VALUES, ROWS, LIVE,
+                    AT_ONCE,
                 )  # fmt: skip
-                store_heads(
-                    out, merged_mixed, merged_total, first + merged_row // GROUPS,
-                    key_head * GROUPS + merged_row % GROUPS, merged_real, out_token, VALUES, PADDED_VALUES,
-                )  # fmt: skip
+                store_heads(out, merged_mixed, merged_total, token, head, real, out_token, VALUES, PADDED_VALUES)
                 # The next launch, which may be a replay of this one, counts from zero.
                 tl.store(arrivals + pair, 0)
 
@@ -255,6 +285,14 @@ def split_count(pairs: int, most_tokens: int, block: int, device: torch.device) 
     return min(triton.cdiv(PROGRAMS * processors(device), pairs), max(1, triton.cdiv(most_tokens, block)))
 
 
+def tile_shape(padded: int, product_bytes: int, page_bytes: int) -> tuple[int, int]:
+    """The most rows of queries, and the keys of one step. Products of float32 go without the matrix units: small tiles,
+    so that they fit the registers."""
+    if product_bytes == 4:
+        return 16, 16
+    return min(64, max(16, 8192 // padded)), min(128, max(16, TILE_BYTES // (padded * page_bytes)))
+
+
 def launch_decode(
     q: Tensor, new: tuple[Tensor, Tensor] | None, k_pages: Tensor, v_pages: Tensor,
     scales: tuple[Tensor, Tensor] | None, table: Tensor, slots: Tensor, starts: Tensor, lengths: Tensor,
@@ -267,12 +305,12 @@ def launch_decode(
     page, key_heads, values = v_pages.shape[1:]
     groups = heads // key_heads
     padded, padded_values = (max(16, power_of_two(n)) for n in (size, values))
-    rows = min(max(16, power_of_two(groups * width)), 64, max(16, 8192 // padded_values))
+    most_rows, block = tile_shape(max(padded, padded_values), q.element_size(), k_pages.element_size())
+    live = min(power_of_two(groups * width), most_rows)
+    rows = max(16, live)
     row_tiles = triton.cdiv(groups * width, rows)
-    block = min(128, max(16, TILE_BYTES // (max(padded, padded_values) * k_pages.element_size())))
     sequences = len(table) if chosen is None else len(chosen)
     splits = split_count(sequences * key_heads * row_tiles, table.shape[1] * page, block, q.device)
-    merged_rows = min(rows, power_of_two(groups * width))
     own = scratch(q.device, rows, padded_values)
     k, v = new or (q, q)
     cos, sin = angles or (None, None)
@@ -288,7 +326,7 @@ def launch_decode(
         table.stride(0), 0 if cos is None else cos.stride(0), 0 if sin is None else sin.stride(0),
         inner, outer, norms.eps if norms else 0.0, norms.offset if norms else 0.0, window, splits,
         groups, size, values, padded, padded_values, 1 if cos is None else cos.shape[1], bool(norms and norms.offset),
-        page, cap is not None, new is not None, rows, row_tiles, max(16, power_of_two(width)), block, STAGES,
-        merged_rows, max(1, MERGED // (merged_rows * padded_values)), multiplied_as(q),
+        page, cap is not None, new is not None, k_pages.stride()[:2] == v_pages.stride()[:2], rows, live, row_tiles,
+        1 if width == 1 else 16, block, STAGES, min(8, max(1, MERGED // (live * padded_values))), multiplied_as(q),
         num_warps=4, **overlapped(q),
     )  # fmt: skip

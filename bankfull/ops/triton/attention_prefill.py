@@ -12,7 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 from bankfull.ops.triton.attention_map import shipped_tiles
-from bankfull.ops.triton.attention_tile import absorbed, capped, multiplied_as, score_factors, store_heads
+from bankfull.ops.triton.attention_tile import (
+    absorbed,
+    capped,
+    look_up,
+    multiplied_as,
+    places,
+    score_factors,
+    store_heads,
+)
 from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
 
 
@@ -23,26 +31,25 @@ def walk(
     k_scale_frame, k_scale_place, k_scale_head, v_scale_frame, v_scale_place, v_scale_head,
     inner, outer, window, peak, total, mixed,
     SIZE: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, PAGE: tl.constexpr,
-    CAPPED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PRODUCT: tl.constexpr, BORDER: tl.constexpr,
+    CAPPED: tl.constexpr, ALIKE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PRODUCT: tl.constexpr,
+    BORDER: tl.constexpr,
 ):  # fmt: skip
     """The running softmax over the keys low .. high. BORDER: not every query sees each of them; outside of begin .. end
-    there is nothing to read."""
+    there is nothing to read. ALIKE: values lie in their frames as keys do."""
     dims = tl.arange(0, PADDED)
     numbers = tl.arange(0, PADDED_VALUES)
     factor = inner
     if CAPPED:
         factor = 1.0
-    key = low + tl.arange(0, BLOCK)
     # The pages of a tile are looked up one step before they are needed: no load of the loop waits for another.
-    if BORDER:
-        frame = tl.load(table_base + key // PAGE, mask=(key >= begin) & (key < end), other=0).to(tl.int64)
-    else:
-        frame = tl.load(table_base + key // PAGE, mask=key < high, other=0).to(tl.int64)
+    frames = look_up(table_base, low, begin, tl.minimum(high, end), PAGE, BLOCK)
     for at in tl.range(low, high, BLOCK, num_stages=STAGES):
         key = at + tl.arange(0, BLOCK)
         inside = (key >= begin) & (key < end)
-        k_there = k_base + (frame * k_frame + key % PAGE * k_place)[:, None] + dims[None, :]
-        v_there = v_base + (frame * v_frame + key % PAGE * v_place)[:, None] + numbers[None, :]
+        k_places = places(frames, at, k_frame, k_place, PAGE, BLOCK)
+        v_places = k_places if ALIKE else places(frames, at, v_frame, v_place, PAGE, BLOCK)
+        k_there = k_base + k_places[:, None] + dims[None, :]
+        v_there = v_base + v_places[:, None] + numbers[None, :]
         if BORDER:
             keys = tl.load(k_there, mask=inside[:, None] & (dims < SIZE)[None, :], other=0.0)
             values = tl.load(v_there, mask=inside[:, None] & (numbers < VALUES)[None, :], other=0.0)
@@ -53,10 +60,10 @@ def walk(
         score = tl.dot(queries, tl.trans(keys.to(PRODUCT)), input_precision="ieee")
         value_scale = None
         if k_scales is not None:
-            offsets = frame * k_scale_frame + key % PAGE * k_scale_place + key_head * k_scale_head
-            score = score * tl.load(k_scales + offsets, mask=inside, other=0.0)[None, :]
-            offsets = frame * v_scale_frame + key % PAGE * v_scale_place + key_head * v_scale_head
-            value_scale = tl.load(v_scales + offsets, mask=inside, other=0.0)
+            scales = k_scales + key_head * k_scale_head + places(frames, at, k_scale_frame, k_scale_place, PAGE, BLOCK)
+            score = score * tl.load(scales, mask=inside, other=0.0)[None, :]
+            scales = v_scales + key_head * v_scale_head + places(frames, at, v_scale_frame, v_scale_place, PAGE, BLOCK)
+            value_scale = tl.load(scales, mask=inside, other=0.0)
         if CAPPED:
             score = capped(score, inner, outer)
         if BORDER:
@@ -64,8 +71,7 @@ def walk(
             if window is not None:
                 seen = seen & (key[None, :] > position[:, None] - window)
             score = tl.where(seen, score, float("-inf"))
-        ahead = key + BLOCK
-        frame = tl.load(table_base + ahead // PAGE, mask=ahead < tl.minimum(high, end), other=0).to(tl.int64)
+        frames = look_up(table_base, at + BLOCK, begin, tl.minimum(high, end), PAGE, BLOCK)
         peak, total, mixed = absorbed(score, factor, values.to(PRODUCT), value_scale, peak, total, mixed, BORDER)
     return peak, total, mixed
 
@@ -77,8 +83,8 @@ def attention_prefill(
     k_scale_frame, k_scale_place, k_scale_head, v_scale_frame, v_scale_place, v_scale_head,
     table_row, inner, outer, window,
     HEAD_TILES: tl.constexpr, GROUPS: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr, VALUES: tl.constexpr,
-    PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, PRODUCT: tl.constexpr, OVERLAP: tl.constexpr,
+    PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, ALIKE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PRODUCT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
@@ -121,21 +127,21 @@ def attention_prefill(
             k_frame, k_place, v_frame, v_place,
             k_scale_frame, k_scale_place, k_scale_head, v_scale_frame, v_scale_place, v_scale_head,
             inner, outer, window, peak, total, mixed,
-            SIZE, VALUES, PADDED, PADDED_VALUES, PAGE, CAPPED, BLOCK, STAGES, PRODUCT, True,
+            SIZE, VALUES, PADDED, PADDED_VALUES, PAGE, CAPPED, ALIKE, BLOCK, STAGES, PRODUCT, True,
         )  # fmt: skip
     peak, total, mixed = walk(
         base, whole, begin, end, queries, position, k_base, v_base, k_scales, v_scales, table_base, key_head,
         k_frame, k_place, v_frame, v_place,
         k_scale_frame, k_scale_place, k_scale_head, v_scale_frame, v_scale_place, v_scale_head,
         inner, outer, window, peak, total, mixed,
-        SIZE, VALUES, PADDED, PADDED_VALUES, PAGE, CAPPED, BLOCK, STAGES, PRODUCT, False,
+        SIZE, VALUES, PADDED, PADDED_VALUES, PAGE, CAPPED, ALIKE, BLOCK, STAGES, PRODUCT, False,
     )  # fmt: skip
     peak, total, mixed = walk(
         whole, end, begin, end, queries, position, k_base, v_base, k_scales, v_scales, table_base, key_head,
         k_frame, k_place, v_frame, v_place,
         k_scale_frame, k_scale_place, k_scale_head, v_scale_frame, v_scale_place, v_scale_head,
         inner, outer, window, peak, total, mixed,
-        SIZE, VALUES, PADDED, PADDED_VALUES, PAGE, CAPPED, BLOCK, STAGES, PRODUCT, True,
+        SIZE, VALUES, PADDED, PADDED_VALUES, PAGE, CAPPED, ALIKE, BLOCK, STAGES, PRODUCT, True,
     )  # fmt: skip
     store_heads(out, mixed, total, token, head, real, out_token, VALUES, PADDED_VALUES)
 
@@ -148,7 +154,7 @@ def tile_shape(padded: int, product_bytes: int) -> tuple[int, int, int, int]:
     Products of float32 go without the matrix units: small tiles, so that they fit the registers.
     """
     if product_bytes == 4:
-        return (32, 32, 4, 2) if padded <= 128 else (16, 16, 4, 2)
+        return 32, 16, 8, 2
     return (128, 64, 8, 3) if padded <= 128 else (128, 32, 8, 2)
 
 
@@ -173,6 +179,7 @@ def launch_prefill(
         *((0, 0, 0) if k_scales is None else k_scales.stride()),
         *((0, 0, 0) if v_scales is None else v_scales.stride()),
         table.stride(0), inner, outer, window,
-        heads // packed, groups, packed, size, values, padded, padded_values, page, cap is not None, rows, block,
-        stages, multiplied_as(q), num_warps=warps, **overlapped(q),
+        heads // packed, groups, packed, size, values, padded, padded_values, page, cap is not None,
+        k_pages.stride()[:2] == v_pages.stride()[:2], rows, block, stages, multiplied_as(q),
+        num_warps=warps, **overlapped(q),
     )  # fmt: skip

@@ -33,6 +33,30 @@ def score_factors(scale: float, cap: float | None) -> tuple[float, float]:
 
 
 @triton.jit
+def look_up(table, at, begin, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """The frames of the keys at .. at + BLOCK of a sequence; `at` is a multiple of BLOCK. Only begin .. end is live.
+
+    They stay as they were loaded: Triton pipelines a loop whose loads depend on a load of the step before, but not on
+    anything that was computed from it."""
+    within = tl.arange(0, BLOCK)
+    live = (at + within >= begin) & (at + within < end)
+    if BLOCK % PAGE == 0:
+        return tl.load(table + at // PAGE + within // PAGE, mask=live, other=0)
+    return tl.load(table + (at + within) // PAGE, mask=live, other=0)
+
+
+@triton.jit
+def places(frames, at, frame_stride, place_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the same keys lie. Where pages fill a tile evenly, all but the frame is known before the loop, and what is
+    left is one wide multiplication of two 32-bit numbers."""
+    within = tl.arange(0, BLOCK)
+    frames = frames.to(tl.int32)
+    if BLOCK % PAGE == 0:
+        return frames.to(tl.int64) * frame_stride + (within % PAGE).to(tl.int64) * place_stride
+    return frames.to(tl.int64) * frame_stride + ((at + within) % PAGE).to(tl.int64) * place_stride
+
+
+@triton.jit
 def capped(score, inner, outer):
     """cap * tanh(score * scale / cap), in powers of two. tanh x = 1 - 2 / (e^2x + 1), also where e^2x overflows."""
     return outer - 2.0 * outer / (tl.exp2(score * inner) + 1.0)

@@ -37,9 +37,9 @@ def turned(
     if weight is None and cos is None:
         return x
     x = x.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)
     y = x
     if weight is not None:
+        inverse = tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)
         y = normed(x, inverse, weight, dims, dims < SIZE, offset, SHIFTED, KIND)
     if cos is not None:
         turning = dims < 2 * HALF

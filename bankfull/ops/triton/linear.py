@@ -84,7 +84,8 @@ def few_rows(x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None, kind: st
         0.0 if before is None else before.eps, 0.0 if before is None else before.offset,
         weight, weight.stride(0), weight if bias is None else bias, y, outputs,
         count, columns, power_of_two(columns), shape.out,
-        before is not None, bias is not None, kind, num_warps=shape.warps, **overlapped(rows),
+        before is not None, before is not None and before.offset != 0.0, bias is not None, kind,
+        num_warps=shape.warps, **overlapped(rows),
     )  # fmt: skip
     return y
 

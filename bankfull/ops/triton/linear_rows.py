@@ -20,7 +20,7 @@ def rows_kernel(
     x, x_stride, delta, delta_stride, joined, norm, eps, offset,
     weight, weight_stride, bias, y, outputs,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, OVERLAP: tl.constexpr,
+    NORM: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """`outputs` of the result. NORM: the input is x + delta, left in `joined`, normed. KIND: an activation, for which
     the weight has another `outputs` rows behind the first: f(first) * second. WIDTH: a power of two over COLUMNS."""
@@ -54,10 +54,10 @@ def rows_kernel(
             wide = stream.to(tl.float32)
             wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / COLUMNS + eps)
             # Rounded where the operations apart from each other round, so that both say the same.
-            if offset == 0.0:
-                value = (wide.to(dtype).to(tl.float32) * gain.to(tl.float32)).to(dtype)
-            else:
+            if SHIFTED:
                 value = (wide * (offset + gain.to(tl.float32))).to(dtype)
+            else:
+                value = (wide.to(dtype).to(tl.float32) * gain.to(tl.float32)).to(dtype)
         line = value.to(tl.float32)[None, :]
         result = tl.sum(first.to(tl.float32) * line, 1)
         if BIAS:

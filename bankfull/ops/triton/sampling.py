@@ -25,13 +25,14 @@ def best(scores: Tensor) -> Tensor:
 
 
 def choose(scores: Tensor, rows: Tensor, table: SamplingTable, length: Tensor) -> Tensor:
-    """One token per line of float32 `scores`, for rows that do not ask for typical sampling."""
+    """One token per line of `scores`, for rows that do not ask for typical sampling. Scores of 16 bits are widened as
+    they are read; wider than float32 they may not be."""
     return choose_captured(scores, rows, table, length, greedy_only=False)
 
 
 def choose_captured(scores: Tensor, rows: Tensor, table: SamplingTable, length: Tensor, *, greedy_only: bool) -> Tensor:
     """`choose`; where the host knows that all lines are greedy, without what only others need."""
-    assert scores.dtype == torch.float32 and rows.dtype == torch.int64
+    assert scores.dtype != torch.float64 and rows.dtype == torch.int64
     step = _Step(scores, draws=not greedy_only)
     return step.best() if greedy_only else step.choose(rows.contiguous(), table, length.contiguous())
 

@@ -266,7 +266,8 @@ def _candidate_keys(start, candidates, TILE: tl.constexpr):
     if listed:
         found = tl.load(keys + at, mask=at < extent, other=FAR)
     else:
-        found = key_of(distance_of(tl.load(scores + at, mask=at < extent, other=-float("inf")), top, temperature))
+        raw = tl.load(scores + at, mask=at < extent, other=-float("inf")).to(tl.float32)
+        found = key_of(distance_of(raw, top, temperature))
     return found
 
 
