@@ -25,8 +25,8 @@ from tests.gpu.real import FLOATS, GENERATORS, SIZES, Draw  # noqa: E402
 
 SEED = secrets.randbits(32)
 TOLERANCE = {torch.bfloat16: 1e-2 if CUDA else 4e-2, torch.float16: 2e-3, torch.float32: 2e-5}
-"""||got - wanted|| / ||wanted||. Products in TF32 would be off by 3e-4, and found. Triton's interpreter cuts off what it
-should round to bfloat16."""
+"""||got - wanted|| / ||wanted||. Products in TF32 would be off by 3e-4, and found. Triton's interpreter cuts off what
+it should round to bfloat16."""
 PROVIDERS = [
     pytest.param(operation, provider, id=f"{operation.name}-{provider.name}")
     for operation in OPERATIONS.values()
