@@ -84,6 +84,17 @@ def test_a_line_gets_the_same_token_alone_as_among_others() -> None:
         assert torch.equal(choose(scores[at], rows[at], table, length[at]), together[at])
 
 
+def test_equals_that_have_found_no_room_come_in_no_later_block() -> None:
+    scores = torch.zeros(8, 3000, device=DEVICE)
+    scores[:, 50::100] = 2.0
+    table = table_of([SamplingParams(top_k=90)], 3000)
+    rows = torch.zeros(8, dtype=torch.int64, device=DEVICE)
+    length = torch.arange(8, device=DEVICE)
+    tokens = choose(scores, rows, table, length)
+    assert (tokens >= 1024).any()
+    assert torch.equal(tokens, by_tensors(scores, rows, table, length))
+
+
 def test_candidates_that_no_list_has_room_for_are_cut_all_the_same() -> None:
     """One outlier stretches the bins until nearly all tokens fall into one of them."""
     vocab, wishes = 5003, [SamplingParams(top_k=3000), SamplingParams(top_p=0.6), SamplingParams(top_k=4500, top_p=0.3)]
