@@ -144,7 +144,7 @@ class Batch:
         steps = self._watch.take()
         self._steps += len(steps)
         if self._limit is not None:
-            self._limit_seconds += self._limit.seconds(steps)
+            self._limit_seconds += self._limit.seconds(steps) or 0.0
 
     def note(self) -> str:
         return f"{self._tokens / max(1e-9, time.monotonic() - self._begun):.0f} tokens/s"

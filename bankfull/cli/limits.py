@@ -12,14 +12,19 @@ from bankfull.cli.options import Json
 
 
 def limits(
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, whatever was measured before.")] = False,
     json: Json = False,
 ) -> None:
-    """Measure how fast this machine reads memory and multiplies matrices; the figures are kept for later runs."""
+    """Measure how fast this machine, or its GPU, reads memory and multiplies matrices; the figures are kept."""
     from bankfull.cli.terminal import print_table
-    from bankfull.limits.ceilings import measure
+    from bankfull.errors import ConfigError
+    from bankfull.limits.ceilings import of_device
+    from bankfull.runtime.device import open_device
 
-    found = measure(refresh)
+    found = of_device(open_device(device), refresh)
+    if found is None:
+        raise ConfigError(f"{device} has too little free memory to be measured; end what else runs there.")
     if json:
         print(json_text.dumps(asdict(found)))
         return

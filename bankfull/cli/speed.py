@@ -27,14 +27,17 @@ class Limit:
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
 
-    def seconds(self, steps: Sequence[StepShape]) -> float:
+    def seconds(self, steps: Sequence[StepShape]) -> float | None:
+        """None where the device has no room left to be measured."""
+        if self._known is None:
+            return None
         form, ceilings, peak = self._known
         costs = (form.cost(shape) for shape in steps)
         return sum(cost.seconds(peak, ceilings.read_at(cost.read)) for cost in costs)
 
     @cached_property
-    def _known(self) -> tuple[ClosedForm, Ceilings, float]:
-        from bankfull.limits.ceilings import measure
+    def _known(self) -> tuple[ClosedForm, Ceilings, float] | None:
+        from bankfull.limits.ceilings import of_device
         from bankfull.limits.closed_form import closed_form
         from bankfull.limits.metered import MeteredModel
 
@@ -42,9 +45,11 @@ class Limit:
         dtype = str(loaded.build.dtype).removeprefix("torch.")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            ceilings = measure()
+            ceilings = of_device(loaded.device)
         for warning in caught:
             say(f"bankfull: {warning.message}")
+        if ceilings is None:
+            return None
         build, activations = loaded.build, loaded.kit.activations
         metered = MeteredModel(
             loaded.files, dtype=dtype, expand=build.expand, kv_dtype=build.kv_dtype, activations=activations
@@ -53,8 +58,8 @@ class Limit:
 
 
 def limit_of(llm: LLM, wanted: bool) -> Limit | None:
-    """None where it is not wanted, or not known: ceilings are measured on CPUs only."""
-    return Limit(llm) if wanted and llm.loaded.device.kind == "cpu" else None
+    """None where it is not wanted."""
+    return Limit(llm) if wanted else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from bankfull.errors import ConfigError, RequestError
+from bankfull.limits import ceilings
 from bankfull.limits.bench_profile import KernelCosts, Part, Row, Spent
 from bankfull.limits.bench_stats import Spread, better, least_seconds, per_second, share_outside, spread
 from bankfull.limits.bench_watch import Bindings, Captured, Watched, bindings, taped_of
@@ -93,7 +94,8 @@ class Phase:
     tokens: int
     seconds: float
     inside: float
-    """Seconds of these inside kernels: the tape's and the head's; without a tape, inside launched work."""
+    """Seconds of these inside kernels: the tape's and the head's; without a tape, inside launched work, by the device's
+    own clock."""
     steps: int
     sequences: int
     """Summed over the steps."""
@@ -105,16 +107,14 @@ class Phase:
     def mean_batch(self) -> float | None:
         return self.sequences / self.steps if self.steps else None
 
-    def figures(
-        self, ceilings: Ceilings | None, dtype: str, host_known: bool, activations: str = FLOAT
-    ) -> dict[str, float | None]:
+    def figures(self, limits: Ceilings | None, dtype: str, activations: str = FLOAT) -> dict[str, float | None]:
         least = None
-        if ceilings is not None and self.seconds:
-            least = least_seconds(self.costs, ceilings, dtype, activations)
+        if limits is not None and self.seconds:
+            least = least_seconds(self.costs, limits, dtype, activations)
         return {
             "tokens_per_s": per_second(self.tokens, self.seconds),
             "seconds": self.seconds,
-            "host_share": share_outside(self.inside, self.seconds) if host_known else None,
+            "host_share": share_outside(self.inside, self.seconds),
             "bytes_per_s": per_second(self.cost.bytes, self.seconds),
             "flop_per_s": per_second(self.cost.flops, self.seconds),
             "percent_of_limit": None if least is None else 100 * least / self.seconds,
@@ -181,10 +181,10 @@ class Report:
         }  # fmt: skip
 
     def _of(self, turn: Turn) -> dict[str, float | None]:
-        ceilings, host = self.ceilings, self.device == "cpu"
+        used = self.ceilings
 
         def named(part: str, phase: Phase) -> dict[str, float | None]:
-            found = phase.figures(ceilings, self.dtype, host, self.activations)
+            found = phase.figures(used, self.dtype, self.activations)
             return {f"{part}_{name}": value for name, value in found.items()}
 
         if self.kind == "latency":
@@ -246,10 +246,8 @@ class Bench:
         return closed_form(self._metered)
 
     def _ceilings(self) -> Ceilings | None:
-        """Measured now; on CPUs only."""
-        from bankfull.limits import ceilings
-
-        return ceilings.measure(refresh=True) if self._llm.loaded.device.kind == "cpu" else None
+        """Of the machine or of the device, measured now."""
+        return ceilings.of_device(self._llm.loaded.device, refresh=True)
 
     def _profile(self, watched: Watched) -> tuple[Part, ...]:
         """One more repetition, its kernels timed one by one."""

@@ -65,14 +65,14 @@ def notes(report: Report) -> list[str]:
     lines = []
     used = report.ceilings
     if used is None:
-        lines.append("limit: not known, ceilings are measured on CPUs only")
+        lines.append("limit: not known, the device has no room left to be measured in; lower memory")
     else:
         rounded = "" if report.activations == FLOAT else f" with {report.activations} activations"
         lines.append(
             f"ceilings: read {scaled(used.read_bytes_per_s, 'B/s')}, from cache "
             f"{scaled(used.cached_read_bytes_per_s, 'B/s')}, arithmetic in {report.dtype}{rounded} "
             f"{scaled(used.peak_of(report.dtype, report.activations), 'FLOP/s')}; the better of a measurement before "
-            f"and one after, {used.threads} threads, {used.cpu}"
+            f"and one after, {used.threads} {used.units}, {used.cpu}"
         )
     if report.tape is not None:
         stops = report.tape.breaks

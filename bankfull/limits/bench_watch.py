@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from bankfull.decode.strategy import Head
@@ -29,27 +31,67 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class TimedDevice:
-    """A device that also sums up the time inside the work that it is given: two clock readings per launch.
+class HostClock:
+    """For work that runs when it is launched."""
 
-    Only where work runs when it is launched is that the work's own time; elsewhere it is the time to enqueue it.
-    """
+    def __init__(self) -> None:
+        self.at = perf_counter()
+
+    @property
+    def passed(self) -> bool:
+        return True
+
+    def until(self, later: HostClock) -> float:
+        return later.at - self.at
+
+
+class DeviceClock:
+    """A mark in the device's own queue: passed when it has done all that was launched before."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record()
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.event.query())
+
+    def until(self, later: DeviceClock) -> float:
+        return float(self.event.elapsed_time(later.event)) / 1e3
+
+
+def clock_of(device: Device) -> Callable[[], Any]:
+    """Makes marks of the time at which a device passes them; two of one kind tell the seconds between them."""
+    return DeviceClock if device.kind == "cuda" else HostClock
+
+
+class TimedDevice:
+    """A device that also sums up the time inside the work that it is given, by its own clock."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self.kind, self.torch, self.depth = device.kind, device.torch, device.depth
         self.suits, self.share = device.suits, device.share
-        self.inside = 0.0
+        self._clock, self._sum = clock_of(device), 0.0
+        self._spans: deque[tuple[Any, Any]] = deque()
 
     def launch(self, work: Callable[[], T]) -> Future[T]:
         def timed() -> T:
-            begun = perf_counter()
+            begun = self._clock()
             try:
                 return work()
             finally:
-                self.inside += perf_counter() - begun
+                self._spans.append((begun, self._clock()))
 
         return self._device.launch(timed)
+
+    @property
+    def inside(self) -> float:
+        """Seconds so far, of the launches that are done."""
+        while self._spans and self._spans[0][1].passed:
+            begun, ended = self._spans.popleft()
+            self._sum += begun.until(ended)
+        return self._sum
 
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         return self._device.capture(forward, kit)

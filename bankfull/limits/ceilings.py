@@ -20,14 +20,17 @@ from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bankfull.errors import ConfigError
 from bankfull.ops.native import extension
 from bankfull.ops.registry import BF16, FLOAT, INT8
 from bankfull.paths import cache_dir
 
-FORMAT = 2
+if TYPE_CHECKING:
+    from bankfull.runtime.device import Device
+
+FORMAT = 3
 TORCH = "torch sum/dot and matmul, all threads, best of several"
 NATIVE = "native reads, and products in registers, all threads, best of several; torch matmul for other types"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -59,6 +62,8 @@ class Ceilings:
     cache_bytes: int
     """The last-level cache as the system reports it; 0 = unknown."""
     instrument: str = TORCH
+    units: str = "threads"
+    """What `threads` counts: a GPU has multiprocessors."""
 
     def read_at(self, working_set: float) -> float:
         """The read ceiling for a working set that is read again and again.
@@ -88,6 +93,15 @@ def measure(refresh: bool = False, budget: float = 2.0) -> Ceilings:
         raise ConfigError(f"budget={budget!r} must be a number of seconds above 0, at most 600.")
     identity = _identity()
     return kept_or_measured(identity, lambda: _measure(budget, identity), refresh)
+
+
+def of_device(device: Device, refresh: bool = False) -> Ceilings | None:
+    """Of what a model runs on: this machine, or an accelerator; None where that has no room left to measure in."""
+    if device.kind != "cuda":
+        return measure(refresh)
+    from bankfull.limits import cuda_ceilings
+
+    return cuda_ceilings.measure(device.torch, refresh)
 
 
 def kept_or_measured(identity: dict[str, Any], measured: Callable[[], Ceilings], refresh: bool) -> Ceilings:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from bankfull.errors import ConfigError
 from bankfull.limits.ceilings import FORMAT, Ceilings, kept_or_measured
 
 Product = Callable[[], object]
@@ -31,8 +30,8 @@ NOT_THERE = (RuntimeError, AttributeError)
 """What torch raises for a product that this device, or this torch, does not have."""
 
 
-def measure(device: torch.device, refresh: bool = False) -> Ceilings:
-    """From the cache, or measured in a second or two and cached."""
+def measure(device: torch.device, refresh: bool = False) -> Ceilings | None:
+    """From the cache, or measured in a second or two and cached; None where too little memory is left."""
     index = torch.cuda.current_device() if device.index is None else device.index
     device = torch.device("cuda", index)
     properties = torch.cuda.get_device_properties(device)
@@ -40,7 +39,14 @@ def measure(device: torch.device, refresh: bool = False) -> Ceilings:
         "format": FORMAT, "device": properties.name, "memory": properties.total_memory, "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }  # fmt: skip
-    return kept_or_measured(identity, lambda: _measure(device, properties), refresh)
+    try:
+        return kept_or_measured(identity, lambda: _measure(device, properties), refresh)
+    except NoRoom:
+        return None
+
+
+class NoRoom(Exception):
+    """The device's memory is taken."""
 
 
 def _measure(device: torch.device, properties: Any) -> Ceilings:
@@ -55,8 +61,9 @@ def _measure(device: torch.device, properties: Any) -> Ceilings:
         torch.cuda.empty_cache()
     when = datetime.now(UTC).isoformat(timespec="seconds")
     return Ceilings(
-        read, max(read, cached), flops, properties.multi_processor_count, properties.name, when, *sizes, cache, CUDA
-    )
+        read, max(read, cached), flops, properties.multi_processor_count, properties.name, when, *sizes, cache, CUDA,
+        "multiprocessors",
+    )  # fmt: skip
 
 
 def _filled(device: torch.device, cache: int) -> torch.Tensor:
@@ -67,10 +74,7 @@ def _filled(device: torch.device, cache: int) -> torch.Tensor:
             return torch.rand(size // 4, device=device)
         except torch.OutOfMemoryError:
             size //= 2
-    raise ConfigError(
-        f"Reading speed cannot be measured: fewer than {least >> 20} MiB of the device's memory are free; "
-        "give the engine less with memory."
-    )
+    raise NoRoom
 
 
 def _read_rate(buffer: torch.Tensor) -> float:

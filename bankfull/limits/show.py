@@ -48,7 +48,7 @@ def roofline_table(found: Roofline, title: str = "") -> Table:
 
 
 def ceilings_table(found: Ceilings) -> Table:
-    table = Table(title=Text(f"{found.cpu}, {found.threads} threads"), show_header=False)
+    table = Table(title=Text(f"{found.cpu}, {found.threads} {found.units}"), show_header=False)
     table.add_column()
     table.add_column(justify="right")
     table.add_row(f"read, {scaled(found.read_set_bytes, 'B')}", scaled(found.read_bytes_per_s, "B/s"))

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 
-from bankfull.errors import BankfullError
-from bankfull.limits import ceilings as host_ceilings
-from bankfull.limits import cuda_ceilings
-from bankfull.limits.ceilings import Ceilings
+from bankfull.errors import BankfullError, ConfigError
+from bankfull.limits.ceilings import of_device
 from bankfull.runtime.device import open_device
 from benchmarks.gpu.engine import Session
 from benchmarks.gpu.works import TINY_WORKS, WORKS, Figure, Work, chosen
@@ -40,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure(asked: argparse.Namespace, works: dict[str, Work]) -> int:
     device = open_device(asked.device)
-    ceilings = _ceilings(device.kind, device.torch)
+    ceilings = of_device(device, refresh=True)
+    if ceilings is None:
+        raise ConfigError("The device has no room left to measure its ceilings in: somebody else uses it.")
     _say(f"{ceilings.cpu}: read {ceilings.read_bytes_per_s / 1e12:.3f} TB/s; TFLOP/s "
          + ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in ceilings.flops.items()))  # fmt: skip
     report: dict[str, Any] = {"device": ceilings.cpu, "ceilings": asdict(ceilings), "starts": [], "works": {}}
@@ -74,12 +74,6 @@ def _start(work: Work, device: str, report: dict[str, Any]) -> Session:
     report["starts"].append({"engine": label, "seconds": session.phases})
     _say(f"start of {label}: " + ", ".join(f"{phase} {taken:.1f} s" for phase, taken in session.phases.items()))
     return session
-
-
-def _ceilings(kind: str, device: torch.device) -> Ceilings:
-    if kind == "cuda":
-        return cuda_ceilings.measure(device, refresh=True)
-    return host_ceilings.measure(refresh=True)
 
 
 def _free() -> None:

@@ -4,42 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from time import perf_counter
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from bankfull.engine import Engine
+from bankfull.limits.bench_watch import clock_of
 from bankfull.runtime.device import Device, Future
 
 T = TypeVar("T")
-
-
-class Mark(Protocol):
-    def until(self, later: Any) -> float:
-        """Seconds from this mark to a later one."""
-        ...
-
-
-class HostMark:
-    """For work that runs when it is launched."""
-
-    def __init__(self) -> None:
-        self._at = perf_counter()
-
-    def until(self, later: HostMark) -> float:
-        return later._at - self._at
-
-
-class DeviceMark:
-    """Passed by the device when it has done all that was enqueued before."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
-        self._event.record()
-
-    def until(self, later: DeviceMark) -> float:
-        return float(self._event.elapsed_time(later._event)) / 1e3
 
 
 class Covered:
@@ -47,7 +20,7 @@ class Covered:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._mark: Callable[[], Any] = HostMark if device.kind == "cpu" else DeviceMark
+        self._mark = clock_of(device)
         self.spans: list[tuple[Any, Any]] = []
 
     def __getattr__(self, name: str) -> Any:

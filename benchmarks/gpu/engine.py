@@ -87,8 +87,8 @@ class Session:
         sched = SchedConfig(rows=setup.rows, step_tokens=setup.step_tokens)
         self.made: Assembled = assemble(files, run, sched, StateConfig(), max_len=setup.max_len, device=opened)
         self.engine = self.made.engine
-        self.phases: dict[str, float] = dict(getattr(self.made, "phases", None) or {})
-        """Seconds that the parts of the start took, where the engine tells."""
+        self.phases: dict[str, float] = dict(self.made.phases)
+        """Seconds that the parts of the start took."""
         self.phases["start, in all"] = perf_counter() - begun
         self.run([self.prompt(8)], 2)
         self.phases["first tokens"] = perf_counter() - begun - self.phases["start, in all"]

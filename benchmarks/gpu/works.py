@@ -144,8 +144,9 @@ WORKS: dict[str, Work] = {
     "prefill": prefill_work("8B, prefill 8 x 2048", LLAMA, batch=8, prompt=2048, reps=5),
     "offline": mixed_work("8B, 256 requests, 100-1024 in, 256 out", LLAMA, offline, **MIXED, reps=3),
     "host": mixed_work("the same, time that the device waits", LLAMA, host_share, **MIXED, reps=1),
-    "decode-int8": decode_work("8B, batch 1, context 128-512", Setup("llama-3-8b", "int8:128,tables"), **ONE),
+    "decode-int8": decode_work("8B, batch 1, context 128-512", Setup("llama-3-8b", "int8:row,tables"), **ONE),
     "decode-int4": decode_work("8B, batch 1, context 128-512", Setup("llama-3-8b", "int4:128,tables"), **ONE),
+    "decode-fp8": decode_work("8B, batch 1, context 128-512", Setup("llama-3-8b", "fp8,tables"), **ONE),
     "decode-0.6b": decode_work("0.6B, batch 1, context 128-512", Setup("qwen3-0.6b"), **ONE),
 }
 """In an order in which those of one set-up stand together."""

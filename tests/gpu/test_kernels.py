@@ -14,7 +14,7 @@ from torch import Tensor
 from bankfull.ops import OPERATIONS, HeadNorms, Kit, Operation, PagedMeta, RecurrentMeta, Unnormed
 from bankfull.ops.registry import Provider
 from bankfull.weights.qtensor import QTensor
-from tests.gpu.place import poison, require_device
+from tests.gpu.place import CUDA, poison, require_device
 from tests.ops.cases import Case
 from tests.ops.compare import tensors
 
@@ -24,16 +24,17 @@ from bankfull.ops import triton  # noqa: E402, F401  (registers the providers)
 from tests.gpu.real import FLOATS, GENERATORS, SIZES, Draw  # noqa: E402
 
 SEED = secrets.randbits(32)
-TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}
-"""||got - wanted|| / ||wanted||. Products in TF32 would be off by 3e-4, and found."""
+TOLERANCE = {torch.bfloat16: 1e-2 if CUDA else 4e-2, torch.float16: 2e-3, torch.float32: 2e-5}
+"""||got - wanted|| / ||wanted||. Products in TF32 would be off by 3e-4, and found. Triton's interpreter cuts off what
+it should round to bfloat16."""
 PROVIDERS = [
     pytest.param(operation, provider, id=f"{operation.name}-{provider.name}")
     for operation in OPERATIONS.values()
     for provider in operation.providers.values()
     if provider.on == "cuda"
 ]
-AS_IT_IS = {"rope_angles"}
-"""What a wider body would compute something else for: an angle is rounded to the dtype of its frequency."""
+AS_IT_IS = {"rope_angles", "write_pages_int8"}
+"""What a wider body would compute something else for: their numbers are rounded to a dtype that they name."""
 SCRATCH = 64 << 20
 """Bytes of memory beside the outputs that are poisoned, for what kernels keep aside."""
 
@@ -69,7 +70,7 @@ def test_a_kernel_computes_what_the_body_means(
 
 def _error(operation: Operation, kit: Kit, run: Callable[..., Any], given: Case, where: str) -> float:
     """The largest over the results and the arguments that are written to."""
-    wide = given.args if operation.name in AS_IT_IS else tuple(widened(arg) for arg in given.args)
+    wide = tuple(copied(arg, None if operation.name in AS_IT_IS else torch.float64) for arg in given.args)
     prepared = [kit.prepare(operation, arg, **given.facts) if isinstance(arg, QTensor) else arg for arg in given.args]
     if operation.name.startswith("best_output"):
         scores = OPERATIONS["linear"].body(*wide)
@@ -101,18 +102,18 @@ def distance(got: Tensor, expected: Tensor, where: str) -> float:
     return float((got.double().masked_fill(holes, 0) - wanted).norm() / wanted.norm().clamp_min(1e-30))
 
 
-def widened(value: Any) -> Any:
-    """A copy in float64; quantized weights widen by themselves."""
+def copied(value: Any, dtype: torch.dtype | None) -> Any:
+    """An argument of its own, floats in that dtype where one is given; quantized weights widen by themselves."""
     if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value.clone()
+        return value.to(dtype, copy=True) if dtype is not None and value.is_floating_point() else value.clone()
     if isinstance(value, Unnormed):
         names = ("x", "delta", "weight", "joined")
-        return replace(value, **{name: getattr(value, name).double() for name in names})
+        return replace(value, **{name: copied(getattr(value, name), dtype) for name in names})
     if isinstance(value, HeadNorms):
-        return replace(value, q=value.q.double(), k=value.k.double())
+        return replace(value, q=copied(value.q, dtype), k=copied(value.k, dtype))
     if isinstance(value, torch.dtype):
-        return torch.float64
+        return dtype or value
     if isinstance(value, tuple):
-        return tuple(widened(part) for part in value)
+        return tuple(copied(part, dtype) for part in value)
     assert isinstance(value, QTensor | PagedMeta | RecurrentMeta | float | int | str | None), type(value)
     return value

@@ -14,7 +14,7 @@ from bankfull.errors import ConfigError
 from bankfull.limits.bench import Bench, Load, Phase, Report, Turn
 from bankfull.limits.bench_show import bench_table, notes
 from bankfull.limits.bench_stats import better, least_seconds, per_second, quantile, share_outside, spread
-from bankfull.limits.bench_watch import Watched, bindings, breaks
+from bankfull.limits.bench_watch import TimedDevice, Watched, bindings, breaks
 from bankfull.limits.ceilings import Ceilings
 from bankfull.limits.metered import MeteredModel
 from bankfull.limits.step import StepShape
@@ -196,13 +196,32 @@ def test_percent_of_limit_is_the_shortest_time_over_the_time_taken() -> None:
     assert figures["prefill_tokens_per_s"] == 32.0 and figures["time_to_first_token_s"] == 2.0
 
 
-def test_a_device_without_ceilings_has_rates_but_no_limit_and_no_host_share() -> None:
+def test_a_device_without_ceilings_has_rates_but_no_limit() -> None:
     report = report_of("latency", None, "cuda")
     summary = report.summary()
-    assert summary["decode_percent_of_limit"] is None and summary["decode_host_share"] is None
+    assert summary["decode_percent_of_limit"] is None and summary["decode_host_share"] is not None
     assert summary["decode_tokens_per_s"] is not None and report.as_json()["ceilings"] is None
     assert "not known" in notes(report)[0]
     assert bench_table(report, "t").row_count == sum(s is not None for s in summary.values()) - 1
+
+
+class Mark:
+    """A moment that a device passes later."""
+
+    def __init__(self, at: float, passed: bool = True) -> None:
+        self.at, self.passed = at, passed
+
+    def until(self, later: Mark) -> float:
+        return later.at - self.at
+
+
+def test_only_launches_that_are_done_count_as_time_inside(llm: LLM) -> None:
+    timed = TimedDevice(llm.loaded.device)
+    on_its_way = Mark(9, passed=False)
+    timed._spans.extend([(Mark(0), Mark(2)), (Mark(3), Mark(7)), (Mark(8), on_its_way)])
+    assert timed.inside == 6
+    on_its_way.passed = True
+    assert timed.inside == 7 and timed.inside == 7
 
 
 def test_the_notes_count_the_breaks() -> None:
