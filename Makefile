@@ -5,6 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
 BENCH_OPTIONS ?=
+GPU_OPTIONS ?=
 SERVE_OPTIONS ?=
 SOAK_OPTIONS ?=
 AARCH64_CXX ?= aarch64-linux-gnu-g++
@@ -21,7 +22,7 @@ KERNEL_TESTS := $(wildcard $(addprefix tests/,test_native.py test_packed.py test
 BUILD_INPUTS := pyproject.toml CMakeLists.txt bankfull/__init__.py $(wildcard csrc/*.cpp csrc/*.hpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve bench lint test test-full test-clients soak test-kernels test-sanitize \
+.PHONY: help install demo serve bench lint test test-full test-gpu bench-gpu test-clients soak test-kernels test-sanitize \
 	test-aarch64 clean clients-environment
 
 help: ## List the targets
@@ -62,6 +63,22 @@ test: install lint ## Lint, then the quick tests
 
 test-full: install lint ## Lint, then every test
 	$(BIN)/python -m pytest -q -n $(WORKERS)
+
+# A machine with a GPU is used as it is: its own Python with torch, triton, transformers and pytest; nothing is installed,
+# nothing is fetched. Other packages may lie as wheels in the folder wheels/. Everything else that is not there is
+# skipped, and counted.
+ON_GPU = PYTHONPATH="$(CURDIR):$(CURDIR)/build/wheels"
+define unpack_wheels
+	@for wheel in wheels/*.whl; do [ ! -e "$$wheel" ] || $(PYTHON) -m zipfile -e "$$wheel" build/wheels; done
+endef
+
+test-gpu: ## The GPU suite with PYTHON's own packages, no network needed; GPU_OPTIONS="-m ''" for every combination
+	$(call unpack_wheels)
+	$(ON_GPU) BANKFULL_TEST_DEVICE=cuda $(PYTHON) -m pytest -q -m "not full" tests/gpu $(GPU_OPTIONS)
+
+bench-gpu: ## What the engine reaches on the GPU, beside the device's limits; GPU_OPTIONS="--work decode --timeline" for less, or more
+	$(call unpack_wheels)
+	$(ON_GPU) $(PYTHON) -m benchmarks.gpu $(GPU_OPTIONS)
 
 # Heavy clients have an environment of their own. The server that they ask runs in the main one. guidellm needs
 # torch: it gets the main environment's version, not the newest.

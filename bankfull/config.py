@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bankfull.errors import ConfigError
 
@@ -19,10 +19,10 @@ def _positive(owner: object, *names: str) -> None:
 class SchedConfig:
     """What may share a step, and in which order requests are served."""
 
-    rows: int = 64
-    """Sequences that can be in the batch at once."""
-    step_tokens: int = 512
-    """Tokens computed in one step, decodes first."""
+    rows: int = 0
+    """Sequences that can be in the batch at once; 0 = what suits the device."""
+    step_tokens: int = 0
+    """Tokens computed in one step, decodes first; 0 = what suits the device."""
     policy: str = "fcfs"
     batching: str = "continuous"
     batch_size: int = 8
@@ -32,13 +32,21 @@ class SchedConfig:
     max_waiting: int = 100_000
 
     def __post_init__(self) -> None:
-        _positive(self, "rows", "step_tokens", "batch_size", "max_waiting")
+        for name in ("rows", "step_tokens"):
+            if getattr(self, name) != 0:
+                _positive(self, name)
+        _positive(self, "batch_size", "max_waiting")
         if self.policy not in ("fcfs", "priority"):
             raise ConfigError(f"policy={self.policy!r} is unknown; use 'fcfs' or 'priority'.")
         if self.batching not in ("continuous", "static", "dynamic"):
             raise ConfigError(f"batching={self.batching!r} is unknown; use 'continuous', 'static' or 'dynamic'.")
         if not 0 <= self.batch_delay < float("inf"):
             raise ConfigError(f"batch_delay={self.batch_delay!r} must be a finite number of seconds, 0 or more.")
+
+
+    def suited(self, rows: int = 64, step_tokens: int = 512) -> SchedConfig:
+        """With these in the place of what was left open."""
+        return replace(self, rows=self.rows or rows, step_tokens=self.step_tokens or step_tokens)
 
 
 @dataclass(frozen=True, slots=True)

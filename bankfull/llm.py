@@ -30,6 +30,8 @@ NEUTRAL = {
     "enable_chunked_prefill": True, "tokenizer_mode": "auto", "load_format": "auto",
     "quantization": None, "enable_lora": False, "speculative_config": None,
 }  # fmt: skip
+#: Options for which the device has a value of its own.
+LEFT_OPEN = ("rows", "step_tokens")
 GENERATION_KEYS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 
@@ -43,6 +45,10 @@ def configure(options: Mapping[str, Any]) -> tuple[RunConfig, SchedConfig, State
                 raise ConfigError(f"{name}={value!r} is not supported; leave it out, or give {NEUTRAL[name]!r}.")
             continue
         own = ALIASES.get(name, name)
+        if own in LEFT_OPEN and not value:
+            if value is None:
+                continue
+            raise ConfigError(f"{name}={value!r} must be a whole number of at least 1; leave it out for what suits.")
         for names, part in zip(slices, dealt, strict=True):
             if own in names:
                 if own in part:

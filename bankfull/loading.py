@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from bankfull.ops import Kit, kit_for, native
 from bankfull.ops.registry import BF16, FLOAT, INT8
 from bankfull.runtime.device import Device, open_device
 from bankfull.runtime.memory import Sizes, plan_memory, shown
+from bankfull.runtime.rehearsal import rehearsal
 from bankfull.runtime.runner import Runner
 from bankfull.sched.scheduler import Scheduler
 from bankfull.state.manager import StateManager
@@ -40,12 +42,31 @@ OFFERED: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
-class Loaded:
-    """A model that is ready to run, and everything it came with."""
+class Assembled:
+    """A model that is ready to run on tokens."""
 
     files: ModelFiles
     build: Build
     """What the options came to: dtypes, and the provider that each of the model's operations was bound to."""
+    model: Decoder
+    device: Device
+    layout: Layout
+    sizes: Sizes
+    engine: Engine
+    phases: dict[str, float]
+    """Seconds that the parts of the start took."""
+
+    @property
+    def kit(self) -> Kit:
+        return self.build.kit
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A model that is ready to run on text, and everything it came with."""
+
+    files: ModelFiles
+    build: Build
     model: Decoder
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -66,6 +87,23 @@ def load(
     """`device` and `strategy` stand in for those that the configuration would choose (tests, experiments)."""
     files = open_model(locate(name))
     family_of(files.config)  # an unsupported architecture is refused before anything else is read
+    with ThreadPoolExecutor(1) as pool:  # a vocabulary is read by one thread, weights are repacked by the kernels'
+        text = pool.submit(load_tokenizer, files)
+        made = assemble(files, run, sched, state, max_len=max_len, device=device, strategy=strategy)
+        tokenizer, template = text.result()
+    frontend = Frontend(
+        made.engine, tokenizer, template, vocab=made.model.vocab, max_len=made.sizes.max_len, seed=run.seed
+    )
+    return Loaded(
+        made.files, made.build, made.model, tokenizer, template, made.device, made.layout, made.sizes, frontend
+    )
+
+
+def assemble(
+    files: ModelFiles, run: RunConfig, sched: SchedConfig, state: StateConfig, *,
+    max_len: int | None = None, device: Device | None = None, strategy: Strategy | None = None,
+) -> Assembled:  # fmt: skip
+    """An engine over a configuration and a source of tensors, wherever they come from."""
     device = device or open_device(run.device)
     if run.quantize is not None:
         files = rounded(files, run.quantize, device)
@@ -77,19 +115,22 @@ def load(
         )
     if device.kind == "cpu" and run.providers == "auto":
         native.notify()
+    sched = sched.suited(**device.suits)
+    phases = Phases()
     build = plan_build(files, run, device, max_len or 0)
-    with ThreadPoolExecutor(1) as pool:  # a vocabulary is read by one thread, weights are repacked by the kernels'
-        text = pool.submit(load_tokenizer, files)
-        model = build_model(files.config, build)
-        tokenizer, template = text.result()
+    model = build_model(files.config, build)
+    phases.end("weights")
     if build.kit.activations != FLOAT:
         files.source.release()  # the weights lie repacked
     refuse_pages_without_use(model, run.kv_dtype)
     layout = layout_of(model.states(), state.page_tokens)
     depth = device.depth if run.depth is None else run.depth
+    aside = step_memory(model, layout, device, sched)
+    phases.end("the largest step, kernels compiled")
     sizes = plan_memory(
         layout, sched, state,
-        free=device.free_memory(), depth=depth, made_for=model.max_positions, max_len=max_len, drafts=strategy.width(0),
+        free=device.free_memory() - aside, depth=depth, made_for=model.max_positions, max_len=max_len,
+        drafts=strategy.width(0), share=device.share,
     )  # fmt: skip
     for notice in sizes.notices:
         log.warning(notice)
@@ -104,9 +145,36 @@ def load(
         raise ConfigError(
             f"The {shown(sizes.nbytes(layout))} of state for {sizes.frames} pages could not be allocated; lower memory."
         ) from error
+    phases.end("state and captured steps")
     engine = Engine(Scheduler(sched, manager), runner, strategy, depth)
-    frontend = Frontend(engine, tokenizer, template, vocab=model.vocab, max_len=sizes.max_len, seed=run.seed)
-    return Loaded(files, build, model, tokenizer, template, device, layout, sizes, frontend)
+    return Assembled(files, build, model, device, layout, sizes, engine, phases.seconds)
+
+
+class Phases:
+    """Where the time of a start went."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._begun = perf_counter()
+
+    def end(self, name: str) -> None:
+        now = perf_counter()
+        self.seconds[name] = now - self._begun
+        self._begun = now
+        log.info(f"{name}: {self.seconds[name]:.2f} s")
+
+
+def step_memory(model: Decoder, layout: Layout, device: Device, sched: SchedConfig) -> int:
+    """What the largest step takes beside weights and state, measured where the device can tell."""
+    if device.kind == "cpu":
+        return 0
+    try:
+        return device.peak(rehearsal(model, layout, device, sched.rows, sched.step_tokens))
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"A step of {sched.step_tokens} tokens does not fit beside the weights: {shown(device.free_memory())} are "
+            "free; lower step_tokens or rows."
+        ) from error
 
 
 def rounded(files: ModelFiles, wanted: str, device: Device) -> ModelFiles:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,7 @@ class Bench:
         self.tokens: dict[tuple[object, int], list[int]] = {}
         self.finish: dict[tuple[object, int], str] = {}
         self.cached: dict[object, int] = {}
+        self.extras: dict[tuple[object, int], list[Any]] = {}
         self.poison()
 
     def add(self, name: object, prompt: Sequence[int], count: int, *, n: int = 1, params: SamplingParams = GREEDY,
@@ -77,6 +79,8 @@ class Bench:
             assert key not in self.finish, f"{key} goes on after its end"
             self.tokens[key] += output.tokens
             self.cached[output.request] = output.cached
+            if output.extra is not None:
+                self.extras.setdefault(key, []).append(output.extra)
             if output.finish:
                 self.finish[key] = output.finish.value
 
@@ -111,9 +115,17 @@ class Bench:
 
 def poison(engine: Engine) -> None:
     """NaN wherever nobody may read."""
-    storage, state = engine.runner.storage, engine.scheduler.state
-    storage.poison(Tier.PAGE, state.pages.free_places())
-    storage.poison(Tier.SLOT, state.slots.free_places())
+    storage, state, device = engine.runner.storage, engine.scheduler.state, engine.runner.device
+    pages, slots = list(state.pages.free_places()), list(state.slots.free_places())
+
+    def fill() -> None:
+        storage.poison(Tier.PAGE, pages)
+        storage.poison(Tier.SLOT, slots)
+
+    if device.kind == "cuda":
+        device.launch(fill)  # after the steps that are on their way, before those to come
+    else:
+        fill()
 
 
 @contextmanager
@@ -136,7 +148,7 @@ def device_of(depth: int, seed: int = 0) -> Device:
     """Depth 1 always runs on the device that is late, unless a real one is tested."""
     if DEVICE.type == "cuda":
         return Cuda(DEVICE.index or 0)
-    return Late(seed) if depth else Cpu()
+    return Late(seed, apart=bool(seed % 2)) if depth else Cpu()
 
 
 class Guess:

@@ -17,7 +17,7 @@ from bankfull.config import SchedConfig, StateConfig
 from bankfull.decode.plain import Plain
 from bankfull.runtime import naive
 from tests.kit import Bench, Guess, device_of
-from tests.tiny import DEVICE, VOCAB, kit_of, model_of
+from tests.tiny import DEVICE, VOCAB, kit_of, model_of, reference_of
 
 NEW = 20
 SETTINGS: dict[str, Sequence[object]] = {
@@ -70,8 +70,11 @@ def prompts() -> list[list[int]]:
 
 @lru_cache
 def truth(shape: str, prompt: tuple[int, ...], *how: object) -> tuple[int, ...]:
-    """Greedy tokens by the bodies in float64, unless told `how` the model is made."""
-    tokens, margins = naive.generate(model_of(shape, *how), prompt, NEW, DEVICE)  # type: ignore[arg-type]
+    """Greedy tokens by the bodies in float64 on the host, unless told `how` the model is made."""
+    if how:
+        tokens, margins = naive.generate(model_of(shape, *how), prompt, NEW, DEVICE)  # type: ignore[arg-type]
+    else:
+        tokens, margins = naive.generate(reference_of(shape), prompt, NEW, torch.device("cpu"))
     assert min(margins) > 1e-3, f"the oracle itself hesitates: {min(margins)}"
     return tuple(tokens)
 

@@ -68,6 +68,13 @@ def kit_of(
 
 
 @lru_cache
+def reference_of(shape: str) -> Decoder:
+    """The bodies in float64 on the host, whatever device is tested."""
+    files = open_model(folder_of(shape))
+    return build_model(files.config, Build(files.source, kit_for("cpu", "torch"), torch.float64, torch.device("cpu")))
+
+
+@lru_cache
 def model_of(
     shape: str, dtype: torch.dtype = torch.float64, providers: str = "torch", kv_dtype: torch.dtype | None = None
 ) -> Decoder:

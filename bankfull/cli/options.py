@@ -52,8 +52,12 @@ class EngineOptions:
         str | None,
         typer.Option(help="For the state of sequences: 2GiB, 50% of what is free.", show_default="automatic"),
     ] = None
-    rows: Annotated[int, typer.Option(help="Sequences that run at once.")] = 64
-    step_tokens: Annotated[int, typer.Option(help="Tokens computed in one step.")] = 512
+    rows: Annotated[
+        int | None, typer.Option(help="Sequences that run at once.", show_default="64 on a CPU, 256 on a GPU")
+    ] = None
+    step_tokens: Annotated[
+        int | None, typer.Option(help="Tokens computed in one step.", show_default="512 on a CPU, 8192 on a GPU")
+    ] = None
     page_tokens: Annotated[int, typer.Option(help="Tokens per page of state.")] = 16
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Never reuse a prefix's state.")] = False
     depth: Annotated[

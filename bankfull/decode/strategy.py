@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from bankfull.sample.logits import Sampled
 from bankfull.sample.table import PLAIN, SamplingTable
+
+Ship = Callable[[Sequence[int] | np.ndarray], Tensor]
 
 
 @dataclass(slots=True)
@@ -55,7 +57,7 @@ class Sampling:
 
     def __init__(
         self, host_rows: Sequence[int], widths: Sequence[int], positions: Tensor, index: np.ndarray, tokens: Tensor,
-        table: SamplingTable, mask: Tensor | None = None,
+        table: SamplingTable, ship: Ship, mask: Tensor | None = None,
     ) -> None:  # fmt: skip
         """`positions` of all tokens of the step; `index`: those of the lines among them."""
         self.host_rows = host_rows
@@ -65,17 +67,19 @@ class Sampling:
         self.tokens = tokens
         """(all rows, longest) token ids of every permanent row, drafts written behind the known ones."""
         self.table, self.mask = table, mask
+        self.ship = ship
+        """How numbers reach the device without waiting for it."""
         self._positions, self._index = positions, index
 
     @cached_property
     def rows(self) -> Tensor:
         """(lines) `host_rows` on the device."""
-        return torch.tensor(self.host_rows, device=self._positions.device)
+        return self.ship(self.host_rows)
 
     @cached_property
     def length(self) -> Tensor:
         """(lines) tokens before the position to decide, drafts included."""
-        return self._positions[torch.from_numpy(self._index).to(self._positions.device)] + 1
+        return self._positions[self.ship(self._index)] + 1
 
     @property
     def plain_greedy(self) -> bool:
@@ -97,14 +101,14 @@ class Verdict:
 class View:
     """Rows that will decode next, as a proposer sees them, after their newest tokens were committed."""
 
-    def __init__(self, host_rows: Sequence[int], tokens: Tensor, known: Tensor) -> None:
-        self.host_rows, self.tokens = host_rows, tokens
+    def __init__(self, host_rows: Sequence[int], tokens: Tensor, known: Tensor, ship: Ship) -> None:
+        self.host_rows, self.tokens, self.ship = host_rows, tokens, ship
         self.known = known
         """(all rows) how many of a row's tokens are known."""
 
     @cached_property
     def rows(self) -> Tensor:
-        return torch.tensor(self.host_rows, device=self.tokens.device)
+        return self.ship(self.host_rows)
 
 
 class Strategy(Protocol):

@@ -25,7 +25,7 @@ def verify_chain(scores: Scores, sampling: Sampling) -> Verdict:
     chosen = stack(sampled.tokens, sampling.widths, NO_TOKEN)
     if chosen.shape[1] == 1:
         return Verdict(chosen, None, sampled)
-    widths = torch.tensor(sampling.widths, device=chosen.device)
+    widths = sampling.ship(sampling.widths)
     # The draft that follows a line's position; it decides whether the next line counts. The last line has none.
     length = stack(sampling.length, sampling.widths, 0)
     rows = stack(sampling.rows, sampling.widths, 0)

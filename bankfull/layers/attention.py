@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
-from bankfull.layers.linear import Linear
+from bankfull.layers.linear import Linear, stack
 from bankfull.layers.mixer import Angles
-from bankfull.ops import PagedMeta, paged_attention, rotate, write_pages, write_pages_int8
+from bankfull.layers.norm import RMSNorm
+from bankfull.ops import (
+    HeadNorms,
+    PagedMeta,
+    Unnormed,
+    attend,
+    paged_attention,
+    rotate,
+    write_pages,
+    write_pages_int8,
+)  # fmt: skip
 from bankfull.state.spec import Paged, StateSpec, TensorSpec
 
 
@@ -48,15 +59,38 @@ class Attention:
         self._rotate = build.bind(rotate)
         self._write = build.bind(write_pages_int8 if self.rounded else write_pages, pages=build.pages)
         self._attend = build.bind(paged_attention, heads=heads, pages=build.pages)
+        self.qkv = stack(build, (q, k, v))
+        self.norms_of_heads = _norms(q_norm, k_norm)
+        plain = not self.rounded and (self.norms_of_heads is None) == (q_norm is None)
+        self._all = build.bind_if_offered(attend, heads=heads, pages=build.pages) if plain else None
 
     def plan(self, batch: Batch, group: int) -> PagedMeta:
-        return PagedMeta(batch.q_start, batch.kv_len, batch.pages[group], batch.slots[group], batch.page_tokens[group])
+        return PagedMeta(
+            batch.q_start, batch.kv_len, batch.pages[group], batch.slots[group], batch.page_tokens[group],
+            batch.starts, batch.lengths,
+        )  # fmt: skip
 
-    def run(self, x: Tensor, state: dict[str, Tensor], meta: PagedMeta, angles: Angles | None) -> Tensor:
+    def norms(self, rows: int) -> bool:
+        return self.qkv is not None and self.qkv.norms(rows)
+
+    def _project(self, x: Tensor | Unnormed) -> tuple[Tensor, Tensor, Tensor]:
         h = self.heads
-        q = self.q(x).unflatten(-1, (h.count, h.size))
-        k = self.k(x).unflatten(-1, (h.kv, h.size))
-        v = self.v(x).unflatten(-1, (h.kv, h.size))
+        if self.qkv is not None:
+            q, k, v = self.qkv(x).unflatten(-1, (-1, h.size)).split((h.count, h.kv, h.kv), 1)
+            return q, k, v
+        return (
+            self.q(x).unflatten(-1, (h.count, h.size)), self.k(x).unflatten(-1, (h.kv, h.size)),
+            self.v(x).unflatten(-1, (h.kv, h.size)),
+        )  # fmt: skip
+
+    def run(self, x: Any, state: dict[str, Tensor], meta: PagedMeta, angles: Angles | None) -> Tensor:
+        h = self.heads
+        q, k, v = self._project(x)
+        if self._all is not None:
+            mixed = self._all(
+                q, k, v, state["k"], state["v"], meta, angles, self.norms_of_heads, h.scale, h.window, h.cap
+            )
+            return self.out(mixed.flatten(1))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if angles is not None:
@@ -64,8 +98,15 @@ class Attention:
         scales = (state["k_scale"], state["v_scale"]) if self.rounded else ()
         self._write(k, state["k"], *scales[:1], meta.slots)
         self._write(v, state["v"], *scales[1:], meta.slots)
-        mixed: Tensor = self._attend(q, state["k"], state["v"], meta, h.scale, h.window, h.cap, *scales)
+        mixed = self._attend(q, state["k"], state["v"], meta, h.scale, h.window, h.cap, *scales)
         return self.out(mixed.flatten(1))
+
+
+def _norms(q_norm: Norm | None, k_norm: Norm | None) -> HeadNorms | None:
+    """The norms of the heads, where they are such that a kernel knows them."""
+    if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
+        return HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps, q_norm.offset)
+    return None
 
 
 def _pages(heads: Heads, dtype: torch.dtype) -> tuple[TensorSpec, ...]:

@@ -33,3 +33,7 @@ class Batch:
     """Recurrent: (n) the slot that holds a sequence's state."""
     write: Tensor | None = None
     """Recurrent: (n, most kept) slots to write."""
+    starts: Tensor | None = None
+    """q_start, and with it lengths (kv_len) and kepts (kept), as int32 on the device, where kernels read them there."""
+    lengths: Tensor | None = None
+    kepts: Tensor | None = None

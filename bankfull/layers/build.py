@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bankfull.errors import ModelError
 from bankfull.ops import Operation
-from bankfull.ops.registry import BF16, Function, Kit
+from bankfull.ops.registry import BF16, FLOAT, Function, Kit
 from bankfull.weights.formats.groups import as_blocks
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.source import TensorSource
@@ -49,6 +49,12 @@ class Build:
 
     def bind(self, operation: Operation, **facts: Any) -> Function:
         return self.kit.bind(operation, **{"dtype": self.dtype, **facts})
+
+    def bind_if_offered(self, operation: Operation, **facts: Any) -> Function | None:
+        """For operations that layers use only as one kernel: their parts do as well."""
+        facts = {"dtype": self.dtype, **facts}
+        fits = self.kit.activations == FLOAT and self.kit.offers(operation, **facts)
+        return self.kit.bind(operation, **facts) if fits else None
 
     def prepare(self, operation: Operation, weight: QTensor) -> Any:
         return self.kit.prepare(operation, weight, dtype=self.dtype, weight=weight)

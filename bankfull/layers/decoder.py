@@ -12,13 +12,15 @@ from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.linear import Linear
 from bankfull.layers.mixer import Angles, Mixer
-from bankfull.layers.norm import Norm
+from bankfull.layers.norm import Norm, Reader, RMSNorm
 from bankfull.layers.rope import Rope
-from bankfull.ops import soft_cap
+from bankfull.ops import Unnormed, soft_cap
 from bankfull.ops.reference.linear import highest
 from bankfull.state.spec import StateSpec
 
 Module = Callable[[Tensor], Tensor]
+Feed = Callable[[Any], Tensor]
+"""Of normed rows; one that is a `Reader` may be given them `Unnormed`."""
 Stream = tuple[Tensor, Tensor | None]
 """The residual stream, and a branch that has not joined it yet: it does so together with the next norm."""
 
@@ -29,12 +31,19 @@ class Block:
 
     mixer: Mixer
     before_mixer: Norm
-    feed: Module | None = None
+    feed: Feed | None = None
     before_feed: Norm | None = None
     after_mixer: Module | None = None
     after_feed: Module | None = None
     norm_last: bool = False
     """Post-norm (early OPT): `before_*` norms are applied to the sum, and what they give is the stream."""
+
+    def __post_init__(self) -> None:
+        if self.norm_last:
+            return
+        for norm, reader in ((self.before_mixer, self.mixer), (self.before_feed, self.feed)):
+            if isinstance(norm, RMSNorm) and isinstance(reader, Reader):
+                norm.reader = reader
 
     def run(self, stream: Stream, state: dict[str, Tensor], meta: Any, angles: Angles | None) -> Stream:
         if self.norm_last:
@@ -52,14 +61,21 @@ class Block:
     def _run_post_norm(self, stream: Stream, state: dict[str, Tensor], meta: Any, angles: Angles | None) -> Stream:
         x, pending = stream
         assert pending is None and self.feed is not None and self.before_feed is not None
-        _, x = self.before_mixer.join(x, self.mixer.run(x, state, meta, angles))
-        _, x = self.before_feed.join(x, self.feed(x))
+        _, x = joined(self.before_mixer, x, self.mixer.run(x, state, meta, angles))
+        _, x = joined(self.before_feed, x, self.feed(x))
         return x, None
 
 
-def normed(norm: Norm, stream: Stream) -> tuple[Tensor, Tensor]:
+def normed(norm: Norm, stream: Stream) -> tuple[Tensor, Tensor | Unnormed]:
     x, pending = stream
     return (x, norm(x)) if pending is None else norm.join(x, pending)
+
+
+def joined(norm: Norm, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+    """For a norm without a `reader`: it does its own work."""
+    x, inner = norm.join(x, branch)
+    assert isinstance(inner, Tensor)
+    return x, inner
 
 
 class Head:
@@ -112,4 +128,5 @@ class Decoder:
             if taps is not None and i in taps:
                 x, pending = stream
                 taps[i] = x if pending is None else x + pending
-        return normed(self.norm, stream)[1]
+        x, pending = stream
+        return self.norm(x) if pending is None else joined(self.norm, x, pending)[1]

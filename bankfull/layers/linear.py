@@ -2,39 +2,118 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from bankfull.layers.build import Build
 from bankfull.ops import (
     Operation,
+    Unnormed,
     best_output,
     best_output_bf16,
     best_output_int8,
     embedding,
+    gated_linear,
     linear,
     linear_bf16,
     linear_int8,
+    normed_gated_linear,
+    normed_linear,
 )  # fmt: skip
-from bankfull.ops.reference.linear import GROUP
-from bankfull.ops.registry import BF16, INT8
+from bankfull.ops.reference.linear import FEW_ROWS, GROUP
+from bankfull.ops.registry import BF16, INT8, Function
 from bankfull.weights.qtensor import QTensor
+
+
+class Weight:
+    """A matrix on its way to a provider. Where layers are stacked, it is laid out only when it is first used: until
+    then it may become part of a larger one."""
+
+    def __init__(self, build: Build, operation: Operation, stored: QTensor) -> None:
+        self._build, self._operation, self.scheme = build, operation, stored.scheme
+        self._stored: QTensor | None = stored
+        if not build.kit.stacks:
+            _ = self.ready
+
+    @cached_property
+    def ready(self) -> Any:
+        stored = self.take()
+        return self._build.prepare(self._operation, stored)
+
+    def take(self) -> QTensor:
+        """As it came from the file, for the last time."""
+        stored, self._stored = self._stored, None
+        assert stored is not None, "a weight that was given away"
+        return stored
 
 
 class Linear:
     def __init__(self, build: Build, inner: int, outer: int, bias: bool = False, weight: QTensor | None = None) -> None:
         stored = build.weight("weight", (outer, inner)) if weight is None else weight
         product, best = _operations(build.kit.activations, stored)
-        self.weight = build.prepare(product, stored)
+        self.outer = outer
+        self.stored = Weight(build, product, stored)
         self.bias = build.tensor("bias", (outer,)) if bias else None
         self._linear = build.bind(product, weight=stored)
         self._best = build.bind(best, weight=stored)
+        self._normed = build.bind_if_offered(normed_linear, weight=stored)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @property
+    def weight(self) -> Any:
+        """In the provider's layout."""
+        return self.stored.ready
+
+    def __call__(self, x: Tensor | Unnormed) -> Tensor:
+        if isinstance(x, Unnormed):
+            assert self._normed is not None
+            return self._normed(x, self.weight, self.bias)
         return self._linear(x, self.weight, self.bias)
+
+    def norms(self, rows: int) -> bool:
+        """May so many rows come `Unnormed`?"""
+        return self._normed is not None and rows <= FEW_ROWS
 
     def best(self, x: Tensor) -> Tensor:
         """Which output is highest, for each row; -1 where that cannot be said."""
         return self._best(x, self.weight, self.bias)
+
+
+class GatedLinear:
+    """f(gate) * up, from one matrix that holds both."""
+
+    def __init__(self, build: Build, whole: Linear, kind: str) -> None:
+        stored = whole.stored.take()
+        self.kind, self.bias = kind, whole.bias
+        self.stored = Weight(build, gated_linear, stored)
+        self._gated = build.bind(gated_linear, weight=stored)
+        self._normed = build.bind_if_offered(normed_gated_linear, weight=stored)
+
+    def __call__(self, x: Tensor | Unnormed) -> Tensor:
+        run: Function | None = self._normed if isinstance(x, Unnormed) else self._gated
+        assert run is not None
+        return run(x, self.stored.ready, self.bias, self.kind)
+
+    def norms(self, rows: int) -> bool:
+        return self._normed is not None and rows <= FEW_ROWS
+
+
+def stack(build: Build, parts: Sequence[Linear]) -> Linear | None:
+    """One layer in the place of several with the same input, its outputs side by side; None where that does not pay,
+    or where the weights are stored differently. The parts are used up."""
+    if not build.kit.stacks or len({part.stored.scheme for part in parts}) > 1:
+        return None
+    bias = None
+    if any(part.bias is not None for part in parts):
+        blank = next(part.bias for part in parts if part.bias is not None)
+        bias = torch.cat([blank.new_zeros(part.outer) if part.bias is None else part.bias for part in parts])
+    weight = QTensor.stacked([part.stored.take() for part in parts])
+    whole = Linear(build, weight.shape[1], weight.shape[0], weight=weight)
+    whole.bias = bias
+    return whole
 
 
 def _operations(activations: str, weight: QTensor) -> tuple[Operation, Operation]:

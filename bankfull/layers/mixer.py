@@ -21,6 +21,6 @@ class Mixer(Protocol):
         """Host side, once per step for all layers of a kind and group; never inside a captured step."""
         ...
 
-    def run(self, x: Tensor, state: dict[str, Tensor], meta: Any, angles: Angles | None) -> Tensor:
-        """Safe to capture."""
+    def run(self, x: Any, state: dict[str, Tensor], meta: Any, angles: Angles | None) -> Tensor:
+        """Safe to capture. `x` are normed rows; a mixer that is a `Reader` may be given them `Unnormed`."""
         ...

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from bankfull.errors import ModelError
 from bankfull.layers.build import Build
-from bankfull.layers.linear import Linear
-from bankfull.ops import ACTIVATIONS, activate, activate_mul
+from bankfull.layers.linear import GatedLinear, Linear, stack
+from bankfull.ops import ACTIVATIONS, Unnormed, activate, activate_mul
 
 
 def activation(name: str) -> str:
@@ -20,12 +20,19 @@ class GatedMLP:
     """down(f(gate(x)) * up(x))"""
 
     def __init__(self, build: Build, gate: Linear, up: Linear, down: Linear, kind: str) -> None:
-        self.gate, self.up, self.down = gate, up, down
         self.kind = activation(kind)
+        self.gate, self.up, self.down = gate, up, down
         self._mul = build.bind(activate_mul)
+        both = stack(build, (gate, up))
+        self.both = None if both is None else GatedLinear(build, both, self.kind)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | Unnormed) -> Tensor:
+        if self.both is not None:
+            return self.down(self.both(x))
         return self.down(self._mul(self.gate(x), self.up(x), self.kind))
+
+    def norms(self, rows: int) -> bool:
+        return self.both is not None and self.both.norms(rows)
 
 
 class MLP:

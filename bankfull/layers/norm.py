@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from bankfull.layers.build import Build
-from bankfull.ops import add, add_rms_norm, layer_norm, rms_norm
+from bankfull.ops import Unnormed, add, add_rms_norm, layer_norm, rms_norm
 
 
 class Norm(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
-    def join(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    def join(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor | Unnormed]:
         """The stream with the branch `delta` joined, and its norm: one pass over memory where a kernel offers it."""
+        ...
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """What reads a norm, and can do the norm's work."""
+
+    def norms(self, rows: int) -> bool:
+        """Does it want so many rows `Unnormed`?"""
         ...
 
 
@@ -26,11 +35,15 @@ class RMSNorm:
         self.eps, self.offset = eps, offset
         self._norm = build.bind(rms_norm)
         self._join = build.bind(add_rms_norm)
+        self.reader: Reader | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._norm(x, self.weight, self.eps, self.offset)
 
-    def join(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    def join(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor | Unnormed]:
+        if self.reader is not None and x.dtype == delta.dtype and self.reader.norms(len(x)):
+            joined = torch.empty_like(x)
+            return joined, Unnormed(x, delta, self.weight, self.eps, self.offset, joined)
         return self._join(x, delta, self.weight, self.eps, self.offset)
 
 

@@ -58,7 +58,7 @@ class MambaMixer:
 
     def plan(self, batch: Batch, group: int) -> RecurrentMeta:
         assert batch.read is not None and batch.write is not None, "a batch without slots for recurrent state"
-        return RecurrentMeta(batch.q_start, batch.kept, batch.read, batch.write)
+        return RecurrentMeta(batch.q_start, batch.kept, batch.read, batch.write, batch.starts, batch.kepts)
 
     def run(self, x: Tensor, state: dict[str, Tensor], meta: RecurrentMeta, angles: Angles | None) -> Tensor:
         shape = self.shape

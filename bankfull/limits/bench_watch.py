@@ -17,7 +17,7 @@ from bankfull.limits.step import StepShape
 from bankfull.ops.registry import BODY, Kit
 from bankfull.runtime.device import Device, Future
 from bankfull.runtime.forward import ChoosingStep, Eager, Forward
-from bankfull.runtime.rows import Rows
+from bankfull.runtime.rows import Rows, Ship
 from bankfull.sample.table import Chooser
 from bankfull.types import StepPlan
 
@@ -38,6 +38,7 @@ class TimedDevice:
     def __init__(self, device: Device) -> None:
         self._device = device
         self.kind, self.torch, self.depth = device.kind, device.torch, device.depth
+        self.suits, self.share = device.suits, device.share
         self.inside = 0.0
 
     def launch(self, work: Callable[[], T]) -> Future[T]:
@@ -59,11 +60,21 @@ class TimedDevice:
     def chooser(self, kit: Kit) -> Chooser | None:
         return self._device.chooser(kit)
 
+    @property
+    def ship(self) -> Ship | None:
+        return self._device.ship
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        return self._device.fetch(tensor)
+
     def completed(self, transfers: list[int]) -> list[int]:
         return self._device.completed(transfers)
 
     def free_memory(self) -> int:
         return self._device.free_memory()
+
+    def peak(self, work: Callable[[], object]) -> int:
+        return self._device.peak(work)
 
 
 class TimedHead:

@@ -86,10 +86,15 @@ def measure(refresh: bool = False, budget: float = 2.0) -> Ceilings:
     """This machine's ceilings: from the cache, or measured in about `budget` seconds and cached."""
     if not 0 < budget <= 600:
         raise ConfigError(f"budget={budget!r} must be a number of seconds above 0, at most 600.")
-    found = None if refresh else known()
+    identity = _identity()
+    return kept_or_measured(identity, lambda: _measure(budget, identity), refresh)
+
+
+def kept_or_measured(identity: dict[str, Any], measured: Callable[[], Ceilings], refresh: bool) -> Ceilings:
+    """What is kept for the machine or device of that identity; else, or to refresh it, what is measured now."""
+    found = None if refresh else _load(_path(identity), identity)
     if found is None:
-        identity = _identity()
-        found = _measure(budget, identity)
+        found = measured()
         _save(_path(identity), identity, found)
     return found
 

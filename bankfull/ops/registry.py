@@ -120,6 +120,12 @@ class Kit:
         finally:
             self.recorder = None
 
+    @property
+    def stacks(self) -> bool:
+        """Do layers with one input become one? Where launches and narrow products cost more than views of the result;
+        a tape on a CPU fuses by itself."""
+        return self.device == "cuda" and bool(self.prefer) and self.activations == FLOAT
+
     def offers(self, operation: Operation, **facts: Any) -> bool:
         """Is there more than the body? Layers ask it for operations that only pay as one kernel."""
         return self._choose(operation, facts) is not None

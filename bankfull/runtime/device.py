@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from bankfull.errors import ConfigError
 from bankfull.ops.registry import Kit
 from bankfull.runtime.forward import ChoosingForward, ChoosingStep, Eager, Forward
-from bankfull.runtime.rows import Rows
+from bankfull.runtime.rows import Rows, Ship
 from bankfull.sample.table import Chooser
 
 T = TypeVar("T")
@@ -30,6 +33,10 @@ class Device(Protocol):
     torch: torch.device
     depth: int
     """The loop depth that suits this device."""
+    suits: dict[str, int]
+    """Rows and tokens of a step that suit it, under the names of SchedConfig."""
+    share: float
+    """Of the free memory: what the pools take unless told otherwise."""
 
     def launch(self, work: Callable[[], T]) -> Future[T]:
         """Run `work` after everything that was launched before; the host does not wait for it."""
@@ -47,11 +54,24 @@ class Device(Protocol):
         """A kernel that draws tokens, if there is one."""
         ...
 
+    @property
+    def ship(self) -> Ship | None:
+        """How arrays reach the device without waiting for it; None where it shares the host's memory."""
+        ...
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """The tensor on the host, filled once the launched work around this call has been waited for."""
+        ...
+
     def completed(self, transfers: list[int]) -> list[int]:
         """Called when the step that carried `transfers` is collected: all transfers that are done by now."""
         ...
 
     def free_memory(self) -> int: ...
+
+    def peak(self, work: Callable[[], object]) -> int:
+        """Bytes that `work` takes at its height and gives back; 0 where nobody knows or cares."""
+        ...
 
 
 class Done(Generic[T]):
@@ -67,6 +87,8 @@ class Cpu:
 
     kind = "cpu"
     depth = 0
+    suits: dict[str, int] = {"rows": 64, "step_tokens": 512}  # noqa: RUF012
+    share = 0.4
 
     def __init__(self) -> None:
         self.torch = torch.device("cpu")
@@ -84,43 +106,86 @@ class Cpu:
     def chooser(self, kit: Kit) -> Chooser | None:
         return native_chooser(kit)
 
+    @property
+    def ship(self) -> Ship | None:
+        return None
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def completed(self, transfers: list[int]) -> list[int]:
         return transfers
 
     def free_memory(self) -> int:
         return available_memory()
 
+    def peak(self, work: Callable[[], object]) -> int:
+        return 0  # the share leaves room enough, and starting should not take a step's time
+
 
 class Cuda:
-    """Launching enqueues; `wait` waits for the event behind the work. Kernels of its own come with ops/triton."""
+    """Launching enqueues on a stream of our own; `wait` waits for the event behind the work."""
 
     kind = "cuda"
     depth = 1
+    suits: dict[str, int] = {"rows": 256, "step_tokens": 8192}  # noqa: RUF012
+    share = 0.95
 
     def __init__(self, index: int = 0) -> None:
         self.torch = torch.device("cuda", index)
+        self.stream = torch.cuda.Stream(self.torch)
 
     def launch(self, work: Callable[[], T]) -> Future[T]:
-        with torch.inference_mode(), torch.cuda.device(self.torch):
+        with self.here():
             value = work()
             event = torch.cuda.Event()
             event.record()
         return _Event(value, event)
 
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        with torch.inference_mode(), torch.cuda.device(self.torch), torch.cuda.stream(self.stream):
+            yield
+
     def capture(self, forward: Eager, kit: Kit) -> Forward:
-        return forward
+        from bankfull.runtime.captured import Captured
+
+        return Captured(forward) if kit.prefer else forward
 
     def choosing(self, forward: Forward, rows: Rows) -> ChoosingStep | None:
-        return None
+        from bankfull.runtime.captured import Captured
+
+        return forward.choosing(rows, self.fetch) if isinstance(forward, Captured) else None
 
     def chooser(self, kit: Kit) -> Chooser | None:
-        return None
+        if not kit.prefer:
+            return None
+        from bankfull.ops.triton.sampling import choose
+
+        return choose
+
+    def ship(self, array: np.ndarray) -> Tensor:
+        # Pinned memory is taken from a pool, and goes back to it when the copy has been made.
+        return torch.from_numpy(array).pin_memory().to(self.torch, non_blocking=True)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
     def completed(self, transfers: list[int]) -> list[int]:
         return transfers
 
     def free_memory(self) -> int:
+        torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self.torch)[0])
+
+    def peak(self, work: Callable[[], object]) -> int:
+        self.launch(work).wait()  # compiles, and lays out what is laid out once
+        torch.cuda.synchronize(self.torch)
+        torch.cuda.reset_peak_memory_stats(self.torch)
+        before = torch.cuda.memory_allocated(self.torch)
+        self.launch(work).wait()
+        torch.cuda.synchronize(self.torch)
+        return int(torch.cuda.max_memory_allocated(self.torch)) - before
 
 
 def record_on_tape(forward: Eager, kit: Kit) -> Forward:

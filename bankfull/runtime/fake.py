@@ -12,11 +12,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from bankfull.ops.registry import Kit
-from bankfull.runtime.device import Future, available_memory, choosing_on_tape, native_chooser, record_on_tape
+from bankfull.runtime.device import Cpu, Future, available_memory, choosing_on_tape, native_chooser, record_on_tape
 from bankfull.runtime.forward import ChoosingStep, Eager, Forward
-from bankfull.runtime.rows import Rows
+from bankfull.runtime.rows import Rows, Ship
 from bankfull.sample.table import Chooser
 
 T = TypeVar("T")
@@ -25,8 +26,12 @@ T = TypeVar("T")
 class Late:
     kind = "cpu"
     depth = 1
+    suits, share = Cpu.suits, Cpu.share
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, apart: bool = False) -> None:
+        """`apart`: as if its memory were not the host's. Arrays are shipped, and only the device knows how far its rows
+        have come."""
+        self.apart = apart
         self.torch = torch.device("cpu")
         self._random = random.Random(seed)
         self._queue: deque[_Task[Any]] = deque()
@@ -43,10 +48,17 @@ class Late:
         return record_on_tape(forward, kit)
 
     def choosing(self, forward: Forward, rows: Rows) -> ChoosingStep | None:
-        return choosing_on_tape(forward, rows)
+        return None if self.apart else choosing_on_tape(forward, rows)
 
     def chooser(self, kit: Kit) -> Chooser | None:
         return native_chooser(kit)
+
+    @property
+    def ship(self) -> Ship | None:
+        return (lambda array: torch.from_numpy(array.copy())) if self.apart else None
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        return tensor
 
     def completed(self, transfers: list[int]) -> list[int]:
         self._moving += transfers
@@ -57,6 +69,9 @@ class Late:
 
     def free_memory(self) -> int:
         return available_memory()
+
+    def peak(self, work: Callable[[], object]) -> int:
+        return 0
 
     def _run_one(self) -> None:
         if self._queue:

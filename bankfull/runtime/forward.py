@@ -14,6 +14,8 @@ from bankfull.state.storage import LayerState
 
 if TYPE_CHECKING:
     from bankfull.runtime.rows import Rows
+    from bankfull.sample.table import Chooser
+    from bankfull.types import Work
 
 
 class Model(Protocol):
@@ -50,9 +52,25 @@ class Forward(Protocol):
 
 
 class ChoosingStep(Protocol):
-    def __call__(self, rows: Sequence[int], /) -> list[int]:
-        """Run one more token of each of these rows and append the next one; NO_TOKEN where there is none to choose."""
+    def __call__(self, rows: Sequence[int], /) -> list[int] | Tensor:
+        """Run one more token of each of these rows and append the next one; NO_TOKEN where there is none to choose. A
+        tensor lies on the host, and is filled once the work has been waited for."""
         ...
+
+
+@runtime_checkable
+class Replaying(Protocol):
+    """A forward that has recorded some kinds of steps."""
+
+    def capture(self, rows: Rows, widths: Sequence[int], chooser: Chooser | None) -> None:
+        """Record steps of one known token and width - 1 drafts for each row."""
+        ...
+
+    def replay(self, work: Sequence[Work]) -> tuple[Batch, Tensor] | None:
+        """The step's batch and hidden states, if its kind is recorded. They hold until the next call."""
+        ...
+
+    def __call__(self, batch: Batch) -> Tensor: ...
 
 
 @runtime_checkable

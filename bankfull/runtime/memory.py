@@ -8,9 +8,6 @@ from bankfull.config import SchedConfig, StateConfig, parse_memory
 from bankfull.errors import ConfigError
 from bankfull.state.spec import Layout
 
-AUTOMATIC = 0.4
-"""Share of the free memory that the pools take unless told otherwise, and never more than they could use."""
-
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
@@ -35,16 +32,17 @@ def shown(size: float) -> str:
 
 def plan_memory(
     layout: Layout, sched: SchedConfig, state: StateConfig, *,
-    free: int, depth: int, made_for: int, max_len: int | None, drafts: int = 0,
+    free: int, depth: int, made_for: int, max_len: int | None, drafts: int = 0, share: float = 0.4,
 ) -> Sizes:  # fmt: skip
-    """`made_for` is the model's context; `max_len` what the user asked for, if anything."""
+    """`made_for` is the model's context; `max_len` what the user asked for, if anything; `share` of the free memory is
+    what the pools take unless told otherwise, and never more than they could use."""
     if max_len is not None and not 1 <= max_len <= made_for:
         raise ConfigError(
             f"max_model_len={max_len} is outside 1 to {made_for}, the context that the model was made for."
         )
     length = max_len or made_for
     asked = parse_memory(state.memory, free)
-    budget = int(AUTOMATIC * free) if asked is None else asked
+    budget = int(share * free) if asked is None else asked
     if asked is not None and asked > free:
         raise ConfigError(
             f"memory={state.memory!r} asks for {shown(asked)}, but only {shown(free)} are free; ask for less."

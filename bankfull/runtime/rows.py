@@ -5,7 +5,7 @@ Everything here changes only inside launched work, in the device's order; the ho
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,10 @@ from torch import Tensor
 from bankfull.sample.params import SamplingParams
 from bankfull.sample.table import SamplingTable
 from bankfull.state.spec import Layout
-from bankfull.types import Enter, StepPlan
+from bankfull.types import Enter, PageEdit, StepPlan
+
+Ship = Callable[[np.ndarray], Tensor]
+"""An array on its way to the device; the host goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +54,32 @@ class HostRows:
 
 
 class Rows:
-    def __init__(self, count: int, max_len: int, layout: Layout, vocab: int, device: torch.device) -> None:
-        self.device = device
-        self.tokens = torch.zeros(count, max_len + 1, dtype=torch.long, device=device)
-        self.known = torch.zeros(count, dtype=torch.long, device=device)
+    """On a device of its own the tensors have one line more than there are rows: those that fill up a captured step
+    all use it, and nothing that they leave there matters."""
+
+    def __init__(
+        self, count: int, max_len: int, layout: Layout, vocab: int, device: torch.device, ship: Ship | None = None
+    ) -> None:
+        """`ship`: how arrays reach a device that does not share the host's memory."""
+        self.device, self.count, self.ship = device, count, ship
+        lines = count if ship is None else count + 1
+        self.tokens = torch.zeros(lines, max_len + 1, dtype=torch.long, device=device)
+        self.known = torch.zeros(lines, dtype=torch.long, device=device)
         self.computed = np.zeros(count, np.int64)
-        """On the host, because batches are built from it; exact, because it changes in the device's order."""
-        self.slot = torch.zeros(count, dtype=torch.long, device=device)
+        """On the host, because batches are built from it; it changes in the device's order. Exact where the host waits
+        for each step; else an upper bound while drafts are on their way, since the device alone knows how many hold."""
+        self.reached = torch.zeros(lines, dtype=torch.long, device=device)
+        """The same as the device knows it; kept only where the host does not wait."""
+        self.slot = torch.zeros(lines, dtype=torch.long, device=device)
         self.tables = [
-            torch.zeros(count, -(-max_len // group.page_tokens), dtype=torch.long, device=device)
+            torch.zeros(lines, -(-max_len // group.page_tokens), dtype=torch.long, device=device)
             for group in layout.paged
         ]
-        self.host = HostRows(self) if device.type == "cpu" else None
+        self.host = HostRows(self) if ship is None else None
         self.page_tokens = tuple(group.page_tokens for group in layout.paged)
         self.curious: set[int] = set()
         """Rows that ask for something beside tokens: scores of their prompt, hidden states."""
-        self.sampling = SamplingTable(count, vocab, device)
+        self.sampling = SamplingTable(lines, vocab, device)
         self.jobs: list[Job | None] = [None] * count
         self.prompt_len = np.zeros(count, np.int64)
 
@@ -77,21 +90,26 @@ class Rows:
             self.sampling.clear(row)
         for enter in plan.enter:
             self._enter(enter)
-        for edit in plan.pages:
-            place = (edit.row, slice(edit.first, edit.first + len(edit.pages)))
-            if self.host is not None:
-                self.host.tables[edit.group][place] = edit.pages
-            else:
-                self.tables[edit.group][place] = torch.tensor(edit.pages, dtype=torch.long, device=self.device)
+        if self.host is not None:
+            for edit in plan.pages:
+                self.host.tables[edit.group][edit.row, edit.first : edit.first + len(edit.pages)] = edit.pages
+        elif plan.pages:
+            self._edit(plan.pages)
 
     def _enter(self, enter: Enter) -> None:
         row, job = enter.row, enter.payload
         assert isinstance(job, Job)
-        self.tokens[row, : len(enter.tokens)] = torch.tensor(enter.tokens, dtype=torch.long, device=self.device)
-        self.known[row] = len(enter.tokens)
+        tokens = np.array(enter.tokens, np.int64)
         self.computed[row] = enter.computed
-        self.slot[row] = enter.slot
         self.prompt_len[row] = enter.prompt_len
+        if self.host is not None:
+            self.host.tokens[row, : len(tokens)] = tokens
+            self.host.known[row], self.host.slot[row] = len(tokens), enter.slot
+        else:
+            assert self.ship is not None
+            there = self.ship(np.concatenate((tokens, (len(tokens), enter.computed, enter.slot))))
+            self.tokens[row, : len(tokens)] = there[:-3]
+            self.known[row], self.reached[row], self.slot[row] = there[-3:].unbind()
         self.jobs[row] = job
         self.curious.discard(row)
         if job.pool is not None or job.params.prompt_logprobs is not None:
@@ -100,6 +118,19 @@ class Rows:
             self.sampling.set(
                 row, job.params, prompt_len=enter.prompt_len, child=enter.child, seed=job.seed, stop_ids=job.stop_ids
             )
+
+    def _edit(self, edits: Sequence[PageEdit]) -> None:
+        """All changes of a group's tables in one copy and one launch."""
+        assert self.ship is not None
+        for group, table in enumerate(self.tables):
+            pages: dict[int, int] = {}  # by place: of two sequences that had a row in one step, the later one counts
+            for edit in edits:
+                if edit.group == group:
+                    first = edit.row * table.shape[1] + edit.first
+                    pages.update(zip(range(first, first + len(edit.pages)), edit.pages, strict=True))
+            if pages:
+                there = self.ship(np.array((list(pages), list(pages.values())), np.int64))
+                table.view(-1).index_copy_(0, there[0], there[1])
 
     def is_simple(self, job: Job) -> bool:
         """Nothing but tokens is asked for, greedy or drawn in a way that needs no more than the scores themselves."""
@@ -111,21 +142,33 @@ class Rows:
         assert job is not None, f"row {row} has work but no sequence"
         return job
 
+    def index(self, rows: Sequence[int] | np.ndarray) -> Tensor:
+        """Row numbers, or other small numbers, on the device."""
+        numbers = np.asarray(rows, np.int64)
+        return torch.from_numpy(numbers) if self.ship is None else self.ship(numbers)
+
     def commit(self, rows: Sequence[int], tokens: Tensor, counts: Tensor | None) -> None:
         """Append tokens[i, :counts[i]] (without counts, one each) to the known tokens of rows[i]. A row with NO_TOKEN
         is about to end; until then what it reads does not matter, but must be a token."""
         if self.host is not None:
             return self.host.commit(rows, tokens.numpy(), None if counts is None else counts.numpy())
-        index = torch.tensor(list(rows), device=self.device)
-        counts = torch.ones_like(index) if counts is None else counts
-        for j in range(tokens.shape[1]):
-            fits = counts > j
-            self.tokens[index[fits], self.known[index[fits]] + j] = tokens[fits, j].clamp_min(0)
-        self.known[index] += counts
+        index = self.index(rows)
+        # Tokens that do not hold are written, too: what stands behind the known ones is read by nobody.
+        self._behind(index, tokens.clamp_min(0))
+        self.known.index_add_(0, index, torch.ones_like(index) if counts is None else counts)
+
+    def advance(self, rows: Sequence[int], counts: np.ndarray, accepted: Tensor | None) -> None:
+        """So many tokens of each row have been computed; `accepted` drafts more, as only the device knows."""
+        if self.ship is None:
+            return
+        there = self.ship(np.array((rows, counts), np.int64))
+        self.reached.index_add_(0, there[0], there[1] if accepted is None else there[1] + accepted)
 
     def hint(self, rows: Sequence[int], drafts: Tensor) -> None:
         """Write guesses behind the known tokens, where the next step's input and its verification find them."""
-        index = torch.tensor(list(rows), dtype=torch.long, device=self.device)
+        self._behind(self.index(rows), drafts)
+
+    def _behind(self, index: Tensor, tokens: Tensor) -> None:
         last = self.tokens.shape[1] - 1
-        for j in range(drafts.shape[1]):
-            self.tokens[index, (self.known[index] + j).clamp(max=last)] = drafts[:, j]
+        for j in range(tokens.shape[1]):
+            self.tokens[index, (self.known[index] + j).clamp(max=last)] = tokens[:, j]

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -15,12 +16,12 @@ from torch import Tensor
 
 from bankfull.decode.strategy import Sampling, Scores, Strategy, Verdict, View
 from bankfull.layers.batch import Batch
-from bankfull.ops.registry import Kit
+from bankfull.ops.registry import BODY, Kit
 from bankfull.runtime.batch import build_batch
 from bankfull.runtime.device import Device, Future
-from bankfull.runtime.forward import Eager, Forward, Model
+from bankfull.runtime.forward import Eager, Forward, Model, Replaying
 from bankfull.runtime.rows import Rows
-from bankfull.sample.logits import NO_TOKEN
+from bankfull.sample.logits import NO_TOKEN, Sampled
 from bankfull.sample.logprobs import logprobs_of
 from bankfull.state.spec import Layout
 from bankfull.state.storage import Storage
@@ -71,7 +72,7 @@ class Landed:
     """What a step left on the device, before it is turned into host values."""
 
     verdict: Verdict | None = None
-    chosen: list[int] | None = None
+    chosen: list[int] | Tensor | None = None
     """Instead of a verdict: one token for each sequence of the step, on the host."""
     scored: dict[int, tuple[int, Tensor, Tensor, Tensor]] = field(default_factory=dict)
     pooled: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
@@ -87,15 +88,23 @@ class Runner:
         self.storage = Storage(layout, frames, slots, device.torch)
         eager = Eager(model, layout, self.storage.layers)
         self.run_model: Forward = eager if kit is None else device.capture(eager, kit)
-        self.rows = Rows(rows, max_len, layout, model.vocab, device.torch)
+        self.rows = Rows(rows, max_len, layout, model.vocab, device.torch, device.ship)
         self.rows.sampling.chooser = None if kit is None else device.chooser(kit)
+        if isinstance(replaying := self.run_model, Replaying):
+            widths = sorted({1, 1 + strategy.width(0)})
+            device.launch(lambda: replaying.capture(self.rows, widths, self.rows.sampling.chooser)).wait()
         self._choosing = device.choosing(self.run_model, self.rows) if strategy.idle else None
+        self._exact = self.rows.host is not None or device.kind == "cpu" or kit is None or _trusts_host(kit)
+        """Must the host know how many drafts hold before the next step? Then it waits for them."""
+        self.entered = [-1] * rows
+        """The step in which a row got its sequence."""
         self._demanding: set[int] = set()
         """Rows that want more than simple tokens. Known when a step is planned, not only when it runs."""
 
     def forward(self, plan: StepPlan) -> Step:
         step = Step(plan)
         for enter in plan.enter:
+            self.entered[enter.row] = plan.step
             (self._demanding.discard if self.rows.is_simple(enter.payload) else self._demanding.add)(enter.row)
         choosing = self._choosing if plan.work and self._only_simple(plan.work) else None
 
@@ -109,14 +118,20 @@ class Runner:
             if choosing is not None:
                 landed.chosen = choosing([w.row for w in plan.work])
             elif plan.work:
-                step.batch = build_batch(plan.work, self.rows, self.layout)
-                step.hidden = self.run_model(step.batch)
+                step.batch, step.hidden = self._run(plan.work)
             return landed
 
         future = self.device.launch(run)
         if choosing is not None or not plan.work:
             step.landed = future
         return step
+
+    def _run(self, work: list[Work]) -> tuple[Batch, Tensor]:
+        replayed = self.run_model.replay(work) if isinstance(self.run_model, Replaying) else None
+        if replayed is not None:
+            return replayed
+        batch = build_batch(work, self.rows, self.layout)
+        return batch, self.run_model(batch)
 
     def _only_simple(self, work: list[Work]) -> bool:
         """Does each sequence of the step want its next token, in a simple way, and nothing else?"""
@@ -137,13 +152,18 @@ class Runner:
             chosen = [i for i, w in enumerate(work) if w.sample]
             if chosen:
                 landed.verdict = self._choose(step.batch, step.hidden, [work[i] for i in chosen], masks)
-            self._commit(work, chosen, landed.verdict)
+            self._commit(step.batch, work, chosen, landed.verdict)
+            self._bring(landed)
             return landed
 
         return self.device.launch(run)
 
+    def _there(self, array: np.ndarray) -> Tensor:
+        ship = self.device.ship
+        return torch.from_numpy(array) if ship is None else ship(array)
+
     def _choose(self, batch: Batch, hidden: Tensor, work: list[Work], masks: Mapping[int, np.ndarray]) -> Verdict:
-        device, index = self.device.torch, batch.logit_index
+        index = batch.logit_index
         widths = [w.drafts + 1 for w in work]
         lines = [w.row for w in work for _ in range(w.drafts + 1)]
         mask = None
@@ -152,34 +172,61 @@ class Runner:
             for i, row in enumerate(lines):
                 if row in masks:
                     packed[i] = masks[row]
-            mask = torch.from_numpy(packed).to(device)
-        sampling = Sampling(lines, widths, batch.positions, index, self.rows.tokens, self.rows.sampling, mask)
+            mask = self._there(packed)
+        rows = self.rows
+        sampling = Sampling(lines, widths, batch.positions, index, rows.tokens, rows.sampling, rows.index, mask)
         # Where every token is scored, they are all there already, in order.
-        wanted = hidden if len(index) == len(hidden) else hidden[torch.from_numpy(index).to(device)]
+        wanted = hidden if len(index) == len(hidden) else hidden[self._there(index)]
         return self.strategy.verify(Scores(wanted, self.model.head), sampling)
 
-    def _commit(self, work: list[Work], chosen: list[int], verdict: Verdict | None) -> None:
+    def _commit(self, batch: Batch, work: list[Work], chosen: list[int], verdict: Verdict | None) -> None:
         """Advance the rows: tokens, lengths, and which recurrent slot holds the state."""
         rows = self.rows
+        counts = np.array([w.count for w in work], np.int64)
         accepted = None
         if verdict is not None and verdict.counts is not None:
-            accepted = np.zeros(len(work), np.int64)
-            accepted[chosen] = verdict.counts.cpu().numpy() - 1
-        for i, w in enumerate(work):
-            rows.computed[w.row] += w.count if accepted is None else w.count + accepted[i]
+            accepted = verdict.counts - 1
+            if len(chosen) < len(work):
+                accepted = accepted.new_zeros(len(work)).index_copy_(0, rows.index(chosen), accepted)
+        lines = [w.row for w in work]
+        if accepted is None:
+            rows.computed[lines] += counts
+        elif self._exact:
+            rows.computed[lines] += counts + accepted.cpu().numpy()
+        else:
+            rows.computed[lines] += counts + np.array([w.drafts for w in work], np.int64)
+        rows.advance(lines, counts, accepted)
         if self.layout.recurrent is not None:
-            index = torch.tensor([w.row for w in work], device=rows.device)
-            kept = [w.slots[0 if accepted is None else accepted[i]] for i, w in enumerate(work)]
-            rows.slot[index] = torch.tensor(kept, device=rows.device)
+            assert batch.write is not None
+            kept = batch.write[:, 0] if accepted is None else batch.write.gather(1, accepted[:, None])[:, 0]
+            rows.slot.index_copy_(0, rows.index(lines), kept)
         if verdict is None:
             return
         host_rows = [work[i].row for i in chosen]
         rows.commit(host_rows, verdict.tokens, verdict.counts)
-        view = View(host_rows, rows.tokens, rows.known)
+        view = View(host_rows, rows.tokens, rows.known, rows.index)
         self.strategy.observe(view, verdict)
         draft = self.strategy.propose(view)
         if draft is not None:
             rows.hint(host_rows, draft.tokens)
+
+    def _bring(self, landed: Landed) -> None:
+        """Start the way back of all that the host will read."""
+        fetch = self.device.fetch
+        if landed.verdict is not None:
+            verdict, sampled = landed.verdict, landed.verdict.sampled
+            landed.verdict = Verdict(
+                fetch(verdict.tokens), None if verdict.counts is None else fetch(verdict.counts),
+                Sampled(sampled.tokens, *(
+                    None if part is None else fetch(part)
+                    for part in (sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
+                )),
+            )  # fmt: skip
+        for i, (at, *columns) in landed.scored.items():
+            own, ids, values = (fetch(column) for column in columns)
+            landed.scored[i] = (at, own, ids, values)
+        for i, (at, vector) in landed.pooled.items():
+            landed.pooled[i] = (at, fetch(vector))
 
     def _prompt_extras(self, batch: Batch, hidden: Tensor, work: list[Work], landed: Landed) -> None:
         """Prompt logprobs and pooled states, for the rows that asked for them."""
@@ -203,6 +250,14 @@ class Runner:
                     own, ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
                     landed.scored[i] = (start + 1, own, ids, values)
 
+    def _forget_rejected(self, plan: StepPlan, counts: list[int]) -> None:
+        """The host has counted all drafts as computed; now it knows which of them hold. A row that has meanwhile
+        changed hands was set anew."""
+        held = dict(zip((i for i, w in enumerate(plan.work) if w.sample), counts, strict=True))
+        for i, w in enumerate(plan.work):
+            if self.entered[w.row] <= plan.step:
+                self.rows.computed[w.row] -= w.drafts + 1 - held.get(i, 1)
+
     def result(self, plan: StepPlan, future: Future[Landed]) -> StepResult:
         """Wait for the step, and make its values the host's."""
         landed = future.wait()
@@ -210,19 +265,27 @@ class Runner:
         result = StepResult(plan.step, [[] for _ in range(count)], [None] * count)
         result.completed = self.device.completed([t.id for t in plan.transfers])
         if landed.chosen is not None:
-            result.tokens = [[token] for token in landed.chosen]
-            if NO_TOKEN in landed.chosen:
-                result.errors = {i: NOTHING_LEFT for i, token in enumerate(landed.chosen) if token == NO_TOKEN}
+            chosen = landed.chosen if isinstance(landed.chosen, list) else landed.chosen.tolist()
+            result.tokens = [[token] for token in chosen]
+            if NO_TOKEN in chosen:
+                result.errors = {i: NOTHING_LEFT for i, token in enumerate(chosen) if token == NO_TOKEN}
             return result
         if landed.verdict is not None:
             _read_tokens(plan.work, landed.verdict, result)
+            if landed.verdict.counts is not None and not self._exact:
+                self._forget_rejected(plan, landed.verdict.counts.tolist())
         for i, (first, own, ids, values) in landed.scored.items():
             extra = result.extras[i] = result.extras[i] or Extra()
             lines = zip(own.tolist(), ids.tolist(), values.tolist(), strict=True)
             extra.prompt = {first + j: TokenLogprobs(o, tuple(t), tuple(v)) for j, (o, t, v) in enumerate(lines)}
         for i, (at, vector) in landed.pooled.items():
-            result.extras[i] = Extra(pooled=(at, vector.cpu()))
+            result.extras[i] = Extra(pooled=(at, vector))
         return result
+
+
+def _trusts_host(kit: Kit) -> bool:
+    """Does anything that reads lengths take the host's? All bodies do."""
+    return any(kit.chosen.get(name, Counter())[BODY] for name in ("paged_attention", "causal_conv", "selective_scan"))
 
 
 def _read_tokens(work: list[Work], verdict: Verdict, result: StepResult) -> None:

@@ -16,6 +16,8 @@ def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tenso
 
 
 def _best(values: Tensor, count: int) -> Tensor:
+    if not count:  # most only ask for the chosen token's own, and keys of the whole vocabulary are not free
+        return torch.empty((len(values), 0), dtype=torch.int64, device=values.device)
     if values.dtype == torch.float64:
         return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     # An order-preserving integer of the float above the reversed id: distinct keys leave no tie to a kernel's taste.

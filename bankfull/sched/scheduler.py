@@ -52,7 +52,7 @@ class Scheduler:
     def __init__(
         self, config: SchedConfig, state: StateManager, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.config = config
+        self.config = config = config.suited()
         self.state = state
         self.sealed = False
         """No more requests will come: an incomplete static batch need not wait."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +63,14 @@ class QTensor:
             }
         count = next(iter(parts.values())).shape[0]
         return QTensor(self.scheme, parts, (count, *self.shape[1:]))
+
+    @staticmethod
+    def stacked(parts: Sequence[QTensor]) -> QTensor:
+        """One under the other, of one scheme and as many columns."""
+        first = parts[0]
+        assert all(part.scheme == first.scheme and part.shape[1:] == first.shape[1:] for part in parts)
+        whole = {name: torch.cat([part.parts[name] for part in parts]) for name in first.parts}
+        return QTensor(first.scheme, whole, (sum(part.shape[0] for part in parts), *first.shape[1:]))
 
     def reshape_leading(self, *leading: int) -> QTensor:
         """The same bytes under other leading dimensions; the last dimension, along which blocks run, stays."""

@@ -21,7 +21,7 @@ _BLOCKS = tuple(name for name in TYPES if not name.startswith((*KINDS, FP8)))
 _INTEGERS = re.compile(rf"({'|'.join(KINDS)})(?:(?::|_g)([0-9]+))?")
 _BY_ROW = {"int8:row": INT8_ROW, INT8_ROW: INT8_ROW, FP8: FP8}
 _CHOICES = (
-    "int8, int4, int4:64 (a scale for each 64 columns; or 32, or 128), int8:row (a scale for each row), fp8 (on a GPU), "
+    "int8, int4, int4:64 (a scale for each 64 columns; or 32, or 128), int8:row (a scale for each row), fp8 (on a GPU) "
     f"or one of {', '.join(_BLOCKS)}"
 )
 _TABLE = re.compile(r"(^|\.)(lm_head|embeddings|embed_\w+)\.weight$")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bankfull.layers.attention import Heads
-from bankfull.ops import HeadNorms, PagedMeta, RecurrentMeta
+from bankfull.ops import HeadNorms, PagedMeta, RecurrentMeta, Unnormed
 from bankfull.ops.reference.activation import _KINDS as KINDS
 from bankfull.weights.formats import SCHEMES, groups, rows
 from bankfull.weights.formats.dense import DTYPES
@@ -53,6 +53,9 @@ def moved(value: Any, device: str) -> Any:
         return replace(value, **{name: moved(getattr(value, name), device) for name in names})
     if isinstance(value, RecurrentMeta):
         names = ("read", "write", "starts", "kepts")
+        return replace(value, **{name: moved(getattr(value, name), device) for name in names})
+    if isinstance(value, Unnormed):
+        names = ("x", "delta", "weight", "joined")
         return replace(value, **{name: moved(getattr(value, name), device) for name in names})
     if isinstance(value, HeadNorms):
         return replace(value, q=moved(value.q, device), k=moved(value.k, device))
@@ -183,6 +186,26 @@ def gated_linear(make: Maker) -> Case:
     bias = make.normal(weight.shape[0]) if make.size(0, 1) else None
     x = make.normal(make.size(1, 20), inner)
     return Case((x, weight, bias, make.pick.choice(sorted(KINDS))), make.dtype, {"weight": weight})
+
+
+def unnormed(make: Maker, rows: int, inner: int) -> Unnormed:
+    """`joined` is poisoned: the operation has to fill it."""
+    x, delta = make.normal(rows, inner), make.normal(rows, inner)
+    return Unnormed(
+        x, delta, make.normal(inner), 1e-5, make.pick.choice((0.0, 1.0)), torch.full((rows, inner), NAN, dtype=x.dtype)
+    )
+
+
+def normed_linear(make: Maker) -> Case:
+    made = linear(make)
+    x, *others = made.args
+    return replace(made, args=(unnormed(make, x.numel() // x.shape[-1], x.shape[-1]), *others))
+
+
+def normed_gated_linear(make: Maker) -> Case:
+    made = gated_linear(make)
+    x, *others = made.args
+    return replace(made, args=(unnormed(make, *x.shape), *others))
 
 
 def embedding(make: Maker) -> Case:
@@ -386,7 +409,8 @@ def selective_scan(make: Maker) -> Case:
 GENERATORS: dict[str, Callable[[Maker], Case]] = {
     function.__name__: function
     for function in (
-        linear, linear_bf16, linear_int8, best_output, best_output_bf16, best_output_int8, gated_linear, embedding,
+        linear, linear_bf16, linear_int8, best_output, best_output_bf16, best_output_int8, gated_linear, normed_linear,
+        normed_gated_linear, embedding,
         rms_norm, add, attend,
         add_rms_norm, layer_norm, activate, activate_mul, soft_cap, rope_angles, rotate, paged_attention, write_pages,
         write_pages_int8, causal_conv, selective_scan,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bankfull.ops import HeadNorms, PagedMeta, RecurrentMeta
+from bankfull.ops import HeadNorms, PagedMeta, RecurrentMeta, Unnormed
 from bankfull.weights.qtensor import QTensor
 
 Array = np.ndarray
@@ -59,6 +59,19 @@ def gated_linear(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> 
     half = weight.shape[0] // 2
     gate, up = (torch.from_numpy(part) for part in np.split(linear(x, weight, bias), [half], axis=-1))
     return activate_mul(gate.to(x.dtype), up.to(x.dtype), kind)
+
+
+def read(x: Unnormed) -> Tensor:
+    stream = torch.from_numpy(f64(x.x) + f64(x.delta)).to(x.x.dtype)
+    return torch.from_numpy(rms_norm(stream, x.weight, x.eps, x.offset)).to(stream.dtype)
+
+
+def normed_linear(x: Unnormed, weight: QTensor, bias: Tensor | None = None) -> Array:
+    return linear(read(x), weight, bias)
+
+
+def normed_gated_linear(x: Unnormed, weight: QTensor, bias: Tensor | None, kind: str) -> Array:
+    return gated_linear(read(x), weight, bias, kind)
 
 
 def embedding(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float = 1.0) -> Array:
@@ -240,7 +253,8 @@ def activate_mul(gate: Tensor, up: Tensor, kind: str) -> Array:
 ORACLES: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
-        linear, linear_bf16, linear_int8, best_output, best_output_bf16, best_output_int8, gated_linear, embedding,
+        linear, linear_bf16, linear_int8, best_output, best_output_bf16, best_output_int8, gated_linear, normed_linear,
+        normed_gated_linear, embedding,
         rms_norm, add, attend,
         add_rms_norm, layer_norm, soft_cap, rotate, write_pages, write_pages_int8, paged_attention, causal_conv,
         selective_scan, rope_angles, activate, activate_mul,

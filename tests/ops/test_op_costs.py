@@ -88,7 +88,23 @@ def test_a_rounded_or_chosen_linear_reads_what_a_linear_reads(name: str) -> None
         assert cost.write == nbytes(OPERATIONS[name].body(*made.args))
 
 
-@pytest.mark.parametrize("name", sorted(set(OPERATIONS) - NO_SLOPE - {"attend", "write_pages_int8"}))  # see below
+COMPOSED = {"attend", "normed_linear", "normed_gated_linear"}
+"""Their operands lie inside records, where no gradient is asked for: compared with their parts instead."""
+
+
+@pytest.mark.parametrize("name", ["linear", "gated_linear"])
+def test_norming_inside_a_linear_saves_the_way_through_memory(name: str) -> None:
+    for seed in range(40):
+        made = cases.case(f"normed_{name}", seed)
+        x, *others = made.args
+        joined = OPERATIONS["add_rms_norm"].cost(x.x, x.delta, x.weight, x.eps, x.offset)
+        apart, together = joined + OPERATIONS[name].cost(x.x, *others), OPERATIONS[f"normed_{name}"].cost(*made.args)
+        assert together.flops == apart.flops
+        assert together.read == apart.read - nbytes(x.x)
+        assert together.write == apart.write - nbytes(x.x)
+
+
+@pytest.mark.parametrize("name", sorted(set(OPERATIONS) - NO_SLOPE - COMPOSED - {"write_pages_int8"}))  # see below
 def test_declared_bytes_are_the_bytes_touched(name: str) -> None:
     checked = 0
     for seed in range(90):

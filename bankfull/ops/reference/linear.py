@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from bankfull.ops.cost import Cost, nbytes
 from bankfull.ops.reference.activation import activate_mul
-from bankfull.ops.reference.norm import wide
+from bankfull.ops.reference.norm import rms_norm, wide
 from bankfull.ops.registry import op
 from bankfull.weights.qtensor import QTensor
 
@@ -104,6 +106,50 @@ def gated_linear(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> 
     Layers use it where a kernel offers it."""
     gate, up = linear.body(x, weight, bias).chunk(2, -1)
     return activate_mul.body(gate, up, kind)
+
+
+FEW_ROWS = 4
+"""Layers let a linear norm its own input up to so many rows: each program of a kernel does it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unnormed:
+    """An input whose branch has not joined the stream, and which is not normed yet: whoever reads it does both, and
+    leaves the stream with the branch in `joined`. It has exactly one reader."""
+
+    x: Tensor
+    delta: Tensor
+    weight: Tensor
+    eps: float
+    offset: float
+    joined: Tensor
+
+    def read(self) -> Tensor:
+        """The meaning: join, then norm."""
+        self.joined.copy_(self.x + self.delta)
+        return rms_norm.body(self.joined, self.weight, self.eps, self.offset)
+
+    @property
+    def cost(self) -> Cost:
+        return Cost(5.0 * self.x.numel(), nbytes(self.delta, self.weight), nbytes(self.x))
+
+
+@op(
+    cost=lambda x, weight, bias=None: _linear_cost(x.x, weight, bias) + x.cost,
+    shape=lambda x, weight, bias=None: _linear_shape(x.x, weight, bias),
+)
+def normed_linear(x: Unnormed, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` that norms its own input. Layers use it where a kernel offers it."""
+    return linear.body(x.read(), weight, bias)
+
+
+@op(
+    cost=lambda x, weight, bias, kind: _gated_cost(x.x, weight, bias, kind) + x.cost,
+    shape=lambda x, weight, bias, kind: _gated_shape(x.x, weight, bias, kind),
+)
+def normed_gated_linear(x: Unnormed, weight: QTensor, bias: Tensor | None, kind: str) -> Tensor:
+    """`gated_linear` that norms its own input."""
+    return gated_linear.body(x.read(), weight, bias, kind)
 
 
 def _embedding_cost(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float = 1.0) -> Cost:

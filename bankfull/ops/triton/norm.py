@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bankfull.ops.reference.norm import add_rms_norm, layer_norm, rms_norm
 from bankfull.ops.triton.launch import overlapped, power_of_two, processors, start_next, wait_for_inputs
-from bankfull.ops.triton.rows import accepts, computed, side_by_side
+from bankfull.ops.triton.rows import accepts, computed, ready, side_by_side
 
 LONGEST = 16384
 """Columns of a row that stays in registers: 32 numbers for each of 512 threads."""
@@ -47,8 +47,8 @@ def rms_norm_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     inside = (row < rows) & (at < columns)
     gain = tl.load(weight + at, at < columns, 0.0)
-    wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
+    wait_for_inputs(OVERLAP)
     out = row.to(tl.int64) * columns + at
     numbers = tl.load(x + row_start(row, inner, outer_stride, inner_stride) + at, inside, 0.0).to(tl.float32)
     if JOINS:
@@ -84,8 +84,8 @@ def long_rms_norm_kernel(
     JOINS: tl.constexpr, HAS_OFFSET: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row in pieces. The second pass adds the branch again: reading back what others stored would take a fence."""
-    wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0)
     start, out = row_start(row, inner, outer_stride, inner_stride), row.to(tl.int64) * columns
     delta_start = row.to(tl.int64) * delta_stride
@@ -119,8 +119,8 @@ def layer_norm_kernel(
     inside = (row < rows) & used
     gain = tl.load(weight + at, used, 0.0).to(tl.float32)
     shift = tl.load(bias + at, used, 0.0).to(tl.float32)
-    wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
+    wait_for_inputs(OVERLAP)
     numbers = tl.load(x + row_start(row, inner, outer_stride, inner_stride) + at, inside, 0.0).to(tl.float32)
     centred = tl.where(used, numbers - tl.sum(numbers, 1, keep_dims=True) / columns, 0.0)
     result = centred * root(centred, columns, eps) * gain + shift
@@ -131,8 +131,8 @@ def layer_norm_kernel(
 def long_layer_norm_kernel(
     x, weight, bias, y, columns, inner, outer_stride, inner_stride, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):
-    wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0)
     start, out = row_start(row, inner, outer_stride, inner_stride), row.to(tl.int64) * columns
     sums = tl.zeros([BLOCK], tl.float32)
@@ -189,7 +189,7 @@ def normed(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, offset: 
     source = rows_of(x)
     rows, inner, outer_stride, inner_stride = shape_of(source)
     branch = source if delta is None else side_by_side(delta.reshape(rows, columns))
-    operands = source, branch, stream, weight.contiguous(), y
+    operands = source, branch, stream, weight, y
     strides = columns, inner, outer_stride, inner_stride, branch.stride(0), eps, float(offset)
     kinds = {"JOINS": delta is not None, "HAS_OFFSET": bool(offset)}
     if not y.numel():
@@ -204,7 +204,7 @@ def normed(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, offset: 
 
 @rms_norm.provider("triton", on="cuda", accepts=accepts)
 def run_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    if weight.shape != x.shape[-1:] or not computed(x, weight):
+    if weight.shape != x.shape[-1:] or not computed(x, weight) or not ready(weight):
         return rms_norm.body(x, weight, eps, offset)
     return normed(x, None, weight, eps, offset)[1]
 
@@ -213,7 +213,8 @@ def run_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> 
 def run_add_rms_norm(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    if delta.shape != x.shape or weight.shape != x.shape[-1:] or not computed(x, delta, weight):
+    fits = delta.shape == x.shape and weight.shape == x.shape[-1:]
+    if not fits or not computed(x, delta, weight) or not ready(weight):
         return add_rms_norm.body(x, delta, weight, eps, offset)
     return normed(x, delta, weight, eps, offset)
 
@@ -221,13 +222,13 @@ def run_add_rms_norm(
 @layer_norm.provider("triton", on="cuda", accepts=accepts)
 def run_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     alike = x.dtype == weight.dtype == bias.dtype and weight.shape == bias.shape == x.shape[-1:]
-    if not alike or not computed(x):
+    if not alike or not computed(x) or not ready(weight, bias):
         return layer_norm.body(x, weight, bias, eps)
     columns = x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     source = rows_of(x)
     rows, inner, outer_stride, inner_stride = shape_of(source)
-    operands = source, weight.contiguous(), bias.contiguous(), y
+    operands = source, weight, bias, y
     strides = columns, inner, outer_stride, inner_stride
     if not y.numel():
         return y

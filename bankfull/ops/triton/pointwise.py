@@ -63,7 +63,7 @@ def gelu(x):
     t = quotient(1.0, 1.0 + 0.23164189 * size)
     series = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
     past = series * tl.exp(-0.5 * x * x)
-    return tl.where(x < 0.0, 0.0, x) - size * past
+    return x * tl.where(x < 0.0, past, 1.0 - past)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bankfull.ops.reference.ssm import RecurrentMeta, causal_conv, selective_scan
 from bankfull.ops.triton.launch import overlapped, power_of_two, processors, start_next, wait_for_inputs
-from bankfull.ops.triton.rows import accepts, computed, side_by_side
+from bankfull.ops.triton.rows import accepts, computed, ready, side_by_side
 
 CONV_CHANNELS, CONV_TOKENS = 128, 8
 """Of a tile. Where every sequence brings few tokens, a tile is one of them."""
@@ -99,7 +99,8 @@ def token_inputs(x, delta, b, c, token, last, channel, at, x_stride, delta_strid
 @triton.jit
 def selective_scan_kernel(
     x, delta, a, b, c, d, state, y, starts, kepts, read, write, channels, size,
-    x_stride, delta_stride, b_stride, c_stride, slot_stride, channel_stride, place_stride, write_stride,
+    x_stride, delta_stride, b_stride, c_stride, rate_stride, rate_place_stride,
+    slot_stride, channel_stride, place_stride, write_stride,
     CHANNELS: tl.constexpr, SIZE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: blocks of channels, 1: sequences. The state stays in registers; inputs are loaded two tokens ahead, so
@@ -108,7 +109,8 @@ def selective_scan_kernel(
     at = tl.arange(0, SIZE)[None, :]
     used = channel < channels
     inside = used & (at < size)
-    rate = tl.load(a + channel * size + at, inside, 0.0).to(tl.float32) * 1.4426950408889634  # exp(v) is 2^(v log2 e)
+    rate = tl.load(a + channel * rate_stride + at * rate_place_stride, inside, 0.0).to(tl.float32)
+    rate *= 1.4426950408889634  # exp(v) is 2^(v log2 e)
     skip = tl.load(d + channel, used, 0.0).to(tl.float32)
     sequence = tl.program_id(1)
     wait_for_inputs(OVERLAP)
@@ -147,7 +149,7 @@ def on_device(counts: Tensor | None, host: np.ndarray, like: Tensor) -> Tensor:
 
 @causal_conv.provider("triton", on="cuda", accepts=accepts)
 def run_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, meta: RecurrentMeta) -> Tensor:
-    if not computed(x, weight, state) or x.dtype != weight.dtype:
+    if not computed(x, weight, state) or x.dtype != weight.dtype or not ready(bias):
         return causal_conv.body(x, weight, bias, state, meta)
     (tokens, channels), sequences, width = x.shape, len(meta.q_start) - 1, weight.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -158,7 +160,7 @@ def run_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tenso
     source = side_by_side(x)
     if y.numel() and sequences:
         causal_conv_kernel[(triton.cdiv(channels, block), sequences, pieces)](
-            source, weight.contiguous(), source if bias is None else bias.contiguous(), state, y,
+            source, weight.contiguous(), source if bias is None else bias, state, y,
             on_device(meta.starts, meta.q_start, x), on_device(meta.kepts, meta.kept, x), meta.read, meta.write,
             channels, source.stride(0), *state.stride(), meta.write.stride(0),
             WIDTH=width, HAS_BIAS=bias is not None, TOKENS=several, CHANNELS=block, num_warps=4, **overlapped(x),
@@ -170,7 +172,7 @@ def run_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tenso
 def run_selective_scan(
     x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor, meta: RecurrentMeta
 ) -> Tensor:
-    if not computed(x, delta, a, b, c, d, state):
+    if not computed(x, delta, a, b, c, d, state) or not ready(d):
         return selective_scan.body(x, delta, a, b, c, d, state, meta)
     channels, size, sequences = x.shape[1], a.shape[1], len(meta.q_start) - 1
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -180,9 +182,9 @@ def run_selective_scan(
     source, step, into, out = (side_by_side(part) for part in (x, delta, b, c))
     if y.numel() and sequences:
         selective_scan_kernel[(triton.cdiv(channels, block), sequences)](
-            source, step, a.contiguous(), into, out, d.contiguous(), state, y,
+            source, step, a, into, out, d, state, y,
             on_device(meta.starts, meta.q_start, x), on_device(meta.kepts, meta.kept, x), meta.read, meta.write,
-            channels, size, source.stride(0), step.stride(0), into.stride(0), out.stride(0), *state.stride(),
-            meta.write.stride(0), CHANNELS=block, SIZE=inner, num_warps=1, **overlapped(x),
+            channels, size, source.stride(0), step.stride(0), into.stride(0), out.stride(0), *a.stride(),
+            *state.stride(), meta.write.stride(0), CHANNELS=block, SIZE=inner, num_warps=1, **overlapped(x),
         )  # fmt: skip
     return y

@@ -17,7 +17,7 @@ from bankfull.ops.triton.launch import (
     start_next,
     wait_for_inputs,
 )
-from bankfull.ops.triton.rows import DTYPES, accepts, side_by_side
+from bankfull.ops.triton.rows import DTYPES, accepts, ready, side_by_side
 
 if INTERPRETED:
 
@@ -90,7 +90,7 @@ def difference(one, other, DTYPE: tl.constexpr):
 def run_rope_angles(
     positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    if dtype not in DTYPES or frequencies.dtype is not torch.float32:
+    if dtype not in DTYPES or frequencies.dtype is not torch.float32 or not ready(frequencies):
         return rope_angles.body(positions, frequencies, scale, dtype)
     tokens, half = len(positions), len(frequencies)
     cos, sin = (torch.empty(tokens, half, dtype=dtype, device=positions.device) for _ in range(2))
@@ -99,7 +99,7 @@ def run_rope_angles(
     several = max(1, 512 // block)
     if cos.numel():
         rope_angles_kernel[(triton.cdiv(tokens, several),)](
-            positions.contiguous(), frequencies.contiguous(), cos, sin, tokens, half, float(scale),
+            positions.contiguous(), frequencies, cos, sin, tokens, half, float(scale),
             TOKENS=several, HALF=block, num_warps=4, **overlapped(cos),
         )  # fmt: skip
     return cos, sin

@@ -20,6 +20,12 @@ def computed(*operands: Tensor) -> bool:
     return all(x.dtype in DTYPES for x in operands)
 
 
+def ready(*parameters: Tensor | None) -> bool:
+    """May a kernel load these vectors before it has waited for its inputs? A dense copy, made for the call, it may not:
+    that would be an input."""
+    return all(x is None or x.is_contiguous() for x in parameters)
+
+
 def side_by_side(x: Tensor) -> Tensor:
     """x with the numbers of each row side by side; x itself where they already lie so."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()

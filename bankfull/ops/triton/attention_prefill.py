@@ -1,0 +1,185 @@
+"""Attention of sequences with many new tokens: the work is in the products, so a program keeps a tile of queries.
+
+A tile holds neighbouring tokens and, of each, the heads that share a key head: keys and values that are loaded once
+serve them all. Which tiles there are is known on the host, and crosses as one small array.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bankfull.ops.triton.attention_map import shipped_tiles
+from bankfull.ops.triton.attention_tile import (
+    absorbed,
+    capped,
+    look_up,
+    multiplied_as,
+    places,
+    score_factors,
+    store_heads,
+)
+from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
+
+
+@triton.jit
+def walk(
+    low, high, begin, end, queries, position, k_base, v_base, k_scales, v_scales, table_base, key_head,
+    k_frame, k_place, v_frame, v_place,
+    k_scale_frame, k_scale_place, k_scale_head, v_scale_frame, v_scale_place, v_scale_head,
+    inner, outer, window, peak, total, mixed,
+    SIZE: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, PAGE: tl.constexpr,
+    CAPPED: tl.constexpr, ALIKE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PRODUCT: tl.constexpr,
+    BORDER: tl.constexpr,
+):  # fmt: skip
+    """The running softmax over the keys low .. high. BORDER: not every query sees each of them; outside of begin .. end
+    there is nothing to read. ALIKE: values lie in their frames as keys do."""
+    dims = tl.arange(0, PADDED)
+    numbers = tl.arange(0, PADDED_VALUES)
+    factor = inner
+    if CAPPED:
+        factor = 1.0
+    # The pages of a tile are looked up one step before they are needed: no load of the loop waits for another.
+    frames = look_up(table_base, low, begin, tl.minimum(high, end), PAGE, BLOCK)
+    for at in tl.range(low, high, BLOCK, num_stages=STAGES):
+        key = at + tl.arange(0, BLOCK)
+        inside = (key >= begin) & (key < end)
+        k_places = places(frames, at, k_frame, k_place, PAGE, BLOCK)
+        v_places = k_places if ALIKE else places(frames, at, v_frame, v_place, PAGE, BLOCK)
+        k_there = k_base + k_places[:, None] + dims[None, :]
+        v_there = v_base + v_places[:, None] + numbers[None, :]
+        if BORDER:
+            keys = tl.load(k_there, mask=inside[:, None] & (dims < SIZE)[None, :], other=0.0)
+            values = tl.load(v_there, mask=inside[:, None] & (numbers < VALUES)[None, :], other=0.0)
+        else:
+            keys = tl.load(k_there) if SIZE == PADDED else tl.load(k_there, mask=(dims < SIZE)[None, :], other=0.0)
+            ragged = (numbers < VALUES)[None, :]
+            values = tl.load(v_there) if VALUES == PADDED_VALUES else tl.load(v_there, mask=ragged, other=0.0)
+        score = tl.dot(queries, tl.trans(keys.to(PRODUCT)), input_precision="ieee")
+        value_scale = None
+        if k_scales is not None:
+            scales = k_scales + key_head * k_scale_head + places(frames, at, k_scale_frame, k_scale_place, PAGE, BLOCK)
+            score = score * tl.load(scales, mask=inside, other=0.0)[None, :]
+            scales = v_scales + key_head * v_scale_head + places(frames, at, v_scale_frame, v_scale_place, PAGE, BLOCK)
+            value_scale = tl.load(scales, mask=inside, other=0.0)
+        if CAPPED:
+            score = capped(score, inner, outer)
+        if BORDER:
+            seen = inside[None, :] & (key[None, :] <= position[:, None])
+            if window is not None:
+                seen = seen & (key[None, :] > position[:, None] - window)
+            score = tl.where(seen, score, float("-inf"))
+        frames = look_up(table_base, at + BLOCK, begin, tl.minimum(high, end), PAGE, BLOCK)
+        peak, total, mixed = absorbed(score, factor, values.to(PRODUCT), value_scale, peak, total, mixed, BORDER)
+    return peak, total, mixed
+
+
+@triton.jit(do_not_specialize=["window"])
+def attention_prefill(
+    q, out, k_pages, v_pages, k_scales, v_scales, table, lengths, tiles,
+    q_token, q_head, out_token, k_frame, k_place, k_page_head, v_frame, v_place, v_page_head,
+    k_scale_frame, k_scale_place, k_scale_head, v_scale_frame, v_scale_place, v_scale_head,
+    table_row, inner, outer, window,
+    HEAD_TILES: tl.constexpr, GROUPS: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr, VALUES: tl.constexpr,
+    PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, ALIKE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PRODUCT: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    start_next(OVERLAP)
+    wait_for_inputs(OVERLAP)
+    tile = tiles + tl.program_id(0) // HEAD_TILES * 4
+    sequence = tl.load(tile)
+    first = tl.load(tile + 1)
+    count = tl.load(tile + 2)
+    past = tl.load(lengths + sequence) - tl.load(tile + 3)
+    first_head = tl.program_id(0) % HEAD_TILES * PACKED
+    key_head = first_head // GROUPS
+    row = tl.arange(0, ROWS)
+    real = row < count * PACKED
+    token = (first + row // PACKED).to(tl.int64)
+    head = first_head + row % PACKED
+    position = past + row // PACKED
+    dims = tl.arange(0, PADDED)
+    queries = tl.load(
+        q + (token * q_token + head * q_head)[:, None] + dims[None, :], mask=real[:, None] & (dims < SIZE)[None, :],
+        other=0.0,
+    ).to(PRODUCT)  # fmt: skip
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, PADDED_VALUES], tl.float32)
+    # All rows see the tiles of keys in base .. whole; before and behind lie those that only some of them see.
+    end = past + count
+    begin = past * 0
+    low = begin
+    base = begin
+    if window is not None:
+        begin = tl.maximum(past + 1 - window, 0)
+        low = begin // BLOCK * BLOCK
+        base = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), BLOCK), tl.cdiv(end, BLOCK)) * BLOCK
+    whole = tl.maximum((past + 1) // BLOCK * BLOCK, base)
+    k_base = k_pages + key_head * k_page_head
+    v_base = v_pages + key_head * v_page_head
+    table_base = table + sequence.to(tl.int64) * table_row
+    if window is not None:
+        peak, total, mixed = walk(
+            low, base, begin, end, queries, position, k_base, v_base, k_scales, v_scales, table_base, key_head,
+            k_frame, k_place, v_frame, v_place,
+            k_scale_frame, k_scale_place, k_scale_head, v_scale_frame, v_scale_place, v_scale_head,
+            inner, outer, window, peak, total, mixed,
+            SIZE, VALUES, PADDED, PADDED_VALUES, PAGE, CAPPED, ALIKE, BLOCK, STAGES, PRODUCT, True,
+        )  # fmt: skip
+    peak, total, mixed = walk(
+        base, whole, begin, end, queries, position, k_base, v_base, k_scales, v_scales, table_base, key_head,
+        k_frame, k_place, v_frame, v_place,
+        k_scale_frame, k_scale_place, k_scale_head, v_scale_frame, v_scale_place, v_scale_head,
+        inner, outer, window, peak, total, mixed,
+        SIZE, VALUES, PADDED, PADDED_VALUES, PAGE, CAPPED, ALIKE, BLOCK, STAGES, PRODUCT, False,
+    )  # fmt: skip
+    peak, total, mixed = walk(
+        whole, end, begin, end, queries, position, k_base, v_base, k_scales, v_scales, table_base, key_head,
+        k_frame, k_place, v_frame, v_place,
+        k_scale_frame, k_scale_place, k_scale_head, v_scale_frame, v_scale_place, v_scale_head,
+        inner, outer, window, peak, total, mixed,
+        SIZE, VALUES, PADDED, PADDED_VALUES, PAGE, CAPPED, ALIKE, BLOCK, STAGES, PRODUCT, True,
+    )  # fmt: skip
+    store_heads(out, mixed, total, token, head, real, out_token, VALUES, PADDED_VALUES)
+
+
+def tile_shape(padded: int, product_bytes: int) -> tuple[int, int, int, int]:
+    """Rows of queries, keys of one step, warps, stages.
+
+    Two groups of four warps with 64 rows each keep the matrix units of a multiprocessor busy. Their results and scores
+    (128 x 128 and 128 x 64 in float32) fill 96 registers of each thread; keys and values in two stages fill 64 KiB.
+    Products of float32 go without the matrix units: small tiles, so that they fit the registers.
+    """
+    if product_bytes == 4:
+        return 32, 16, 8, 2
+    return (128, 64, 8, 3) if padded <= 128 else (128, 32, 8, 2)
+
+
+def launch_prefill(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, scales: tuple[Tensor, Tensor] | None, table: Tensor,
+    lengths: Tensor, q_start: np.ndarray, kv_len: np.ndarray, sequences: np.ndarray, out: Tensor,
+    scale: float, window: int | None, cap: float | None,
+) -> None:  # fmt: skip
+    """Queries that are ready, over pages that hold all keys and values, of some `sequences` of the batch."""
+    heads, size = q.shape[1:]
+    page, key_heads, values = v_pages.shape[1:]
+    groups = heads // key_heads
+    padded, padded_values = (max(16, power_of_two(n)) for n in (size, values))
+    rows, block, warps, stages = tile_shape(max(padded, padded_values), q.element_size())
+    packed = groups if groups <= rows else 1
+    tiles = shipped_tiles(q_start, kv_len, sequences, rows // packed, q.device)
+    k_scales, v_scales = scales or (None, None)
+    inner, outer = score_factors(scale, cap)
+    attention_prefill[(len(tiles) * (heads // packed),)](
+        q, out, k_pages, v_pages, k_scales, v_scales, table, lengths, tiles,
+        *q.stride()[:2], out.stride(0), *k_pages.stride()[:3], *v_pages.stride()[:3],
+        *((0, 0, 0) if k_scales is None else k_scales.stride()),
+        *((0, 0, 0) if v_scales is None else v_scales.stride()),
+        table.stride(0), inner, outer, window,
+        heads // packed, groups, packed, size, values, padded, padded_values, page, cap is not None,
+        k_pages.stride()[:2] == v_pages.stride()[:2], rows, block, stages, multiplied_as(q),
+        num_warps=warps, **overlapped(q),
+    )  # fmt: skip

@@ -1,0 +1,113 @@
+"""New keys and values go to their pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bankfull.ops.reference.attention import LEVELS, write_pages, write_pages_int8
+from bankfull.ops.triton.attention_tile import FLOATS
+from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
+
+NUMBERS = 4096
+"""Of one program, about."""
+
+
+@triton.jit
+def write_tokens(
+    new, pages, slots, new_token, new_head, frame, place, page_head, count,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """LINES pairs (token, head) of one program."""
+    start_next(OVERLAP)
+    wait_for_inputs(OVERLAP)
+    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
+    token, head = line // HEADS, line % HEADS
+    dims = tl.arange(0, PADDED)
+    met = (token < count)[:, None] & (dims < SIZE)[None, :]
+    slot = tl.load(slots + token, mask=token < count, other=0).to(tl.int64)
+    x = tl.load(new + (token * new_token + head * new_head)[:, None] + dims[None, :], mask=met, other=0.0)
+    places = slot // PAGE * frame + slot % PAGE * place + head * page_head
+    tl.store(pages + places[:, None] + dims[None, :], x.to(pages.dtype.element_ty), mask=met)
+
+
+@triton.jit
+def round_tokens(
+    new, pages, scales, slots, new_token, new_head, frame, place, page_head, scale_frame, scale_place, scale_head,
+    count,
+    LEVELS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr,
+    LINES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The codes and scales of the body, bit for bit: divisions and roundings are the exact ones."""
+    start_next(OVERLAP)
+    wait_for_inputs(OVERLAP)
+    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
+    token, head = line // HEADS, line % HEADS
+    inside = token < count
+    dims = tl.arange(0, PADDED)
+    met = inside[:, None] & (dims < SIZE)[None, :]
+    slot = tl.load(slots + token, mask=inside, other=0).to(tl.int64)
+    x = tl.load(new + (token * new_token + head * new_head)[:, None] + dims[None, :], mask=met, other=0.0)
+    x = x.to(tl.float32)
+    unknown = tl.max((x != x).to(tl.int32), 1) > 0
+    most = tl.where(unknown, float("nan"), tl.max(tl.abs(x), 1))
+    scale = tl.div_rn(most, tl.full([LINES], LEVELS, tl.float32))
+    code = tl.div_rn(x, tl.broadcast_to(scale[:, None], [LINES, PADDED]))
+    code = tl.where(code == code, code, 0.0)
+    code = tl.minimum(tl.maximum(code, -LEVELS), LEVELS)
+    # Beside 1.5 * 2^23 there are no fractions: adding it rounds to the nearest whole number, halves to the even one.
+    code = (code + 12582912.0) - 12582912.0
+    places = slot // PAGE * frame + slot % PAGE * place + head * page_head
+    tl.store(pages + places[:, None] + dims[None, :], code.to(tl.int8), mask=met)
+    places = slot // PAGE * scale_frame + slot % PAGE * scale_place + head * scale_head
+    tl.store(scales + places, scale, mask=inside)
+
+
+def _shape(heads: int, size: int, count: int) -> tuple[int, int, int]:
+    """Padded size, lines of a program, programs."""
+    padded = power_of_two(size)
+    lines = max(1, min(NUMBERS // padded, 1024))
+    return padded, lines, triton.cdiv(count * heads, lines)
+
+
+def _accepts(*, dtype: torch.dtype | None = None, pages: torch.dtype | None = None, **facts: Any) -> bool:
+    return dtype in FLOATS and (pages is None or pages in FLOATS)
+
+
+@write_pages.provider("triton", on="cuda", accepts=_accepts)
+def run_write_pages(new: Tensor, pages: Tensor, slots: Tensor) -> None:
+    if new.shape != (len(slots), *pages.shape[2:]):
+        raise ValueError(f"write_pages: {tuple(new.shape)} does not fit pages of {tuple(pages.shape)}")
+    if new.dim() != 3:  # what a token leaves is one row, whatever its shape
+        new, pages = new.reshape(len(new), 1, -1), pages.view(*pages.shape[:2], 1, -1)
+    if pages.stride(3) != 1 and pages.shape[3] > 1:
+        raise ValueError("write_pages: the numbers of a head must lie side by side in a page")
+    if new.stride(2) != 1:
+        new = new.contiguous()
+    count, heads, size = new.shape
+    padded, lines, programs = _shape(heads, size, count)
+    write_tokens[(programs,)](
+        new, pages, slots, *new.stride()[:2], *pages.stride()[:3], count, heads, size, padded, pages.shape[1], lines,
+        num_warps=4, **overlapped(new),
+    )  # fmt: skip
+
+
+@write_pages_int8.provider("triton", on="cuda", accepts=lambda *, dtype=None, **facts: dtype in FLOATS)
+def run_write_pages_int8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) -> None:
+    if new.shape != (len(slots), *pages.shape[2:]) or scales.shape != pages.shape[:3]:
+        raise ValueError(f"write_pages_int8: {tuple(new.shape)} does not fit pages of {tuple(pages.shape)}")
+    if pages.stride(3) != 1 and pages.shape[3] > 1:
+        raise ValueError("write_pages_int8: the numbers of a head must lie side by side in a page")
+    if new.stride(2) != 1:
+        new = new.contiguous()
+    count, heads, size = new.shape
+    padded, lines, programs = _shape(heads, size, count)
+    round_tokens[(programs,)](
+        new, pages, scales, slots, *new.stride()[:2], *pages.stride()[:3], *scales.stride(), count,
+        LEVELS, heads, size, padded, pages.shape[1], lines, num_warps=4, **overlapped(new),
+    )  # fmt: skip

@@ -1,0 +1,114 @@
+"""Sampling on the device: the same tokens as `bankfull.sample` up to the last place of an exponential.
+
+Wishes are read from the table where it lies, by row. No decision of the host hangs on a value of the device, so a call
+can be captured; a replay then follows the table, the rows, the lengths and the scores as they are at that time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bankfull.ops.triton import sampling_kernels as kernels
+from bankfull.ops.triton.launch import overlapped, power_of_two
+from bankfull.sample.random import Purpose
+from bankfull.sample.table import SamplingTable
+
+_FEW_LINES, _SMALL_BLOCK, _LARGE_BLOCK = 8, 1024, 4096
+_WAYS, _TILE = 8, 512
+
+
+def best(scores: Tensor) -> Tensor:
+    """The index of each line's highest score, the lowest among equals; -1 where it is not finite or one is NaN."""
+    lines = scores.reshape(-1, scores.shape[-1])
+    return _Step(lines, draws=False).best().reshape(scores.shape[:-1])
+
+
+def choose(scores: Tensor, rows: Tensor, table: SamplingTable, length: Tensor) -> Tensor:
+    """One token per line of `scores`, for rows that do not ask for typical sampling. Scores of 16 bits are widened as
+    they are read; wider than float32 they may not be."""
+    return choose_captured(scores, rows, table, length, greedy_only=False)
+
+
+def choose_captured(scores: Tensor, rows: Tensor, table: SamplingTable, length: Tensor, *, greedy_only: bool) -> Tensor:
+    """`choose`; where the host knows that all lines are greedy, without what only others need."""
+    assert scores.dtype != torch.float64 and rows.dtype == torch.int64
+    step = _Step(scores, draws=not greedy_only)
+    return step.best() if greedy_only else step.choose(rows.contiguous(), table, length.contiguous())
+
+
+class _Step:
+    """The launches for one batch of lines, and the memory between them."""
+
+    def __init__(self, scores: Tensor, draws: bool) -> None:
+        self.scores = scores if scores.stride(-1) == 1 else scores.contiguous()
+        self.lines, self.vocab = scores.shape
+        # Few lines are spread over many programs; many lines keep the device busy with larger blocks.
+        self.block = _SMALL_BLOCK if self.lines <= _FEW_LINES else _LARGE_BLOCK
+        self.blocks = -(-self.vocab // self.block)
+        self.width = power_of_two(max(self.blocks, 32))
+        self.warps = self.block // 512
+        self.overlap = overlapped(scores)
+        self.tokens = self._empty(dtype=torch.int64)
+        self.tops = self._empty(self.blocks, dtype=torch.float32)
+        self.places = self._empty(self.blocks, dtype=torch.int32)
+        self.bottoms = self._empty(self.blocks, dtype=torch.float32) if draws else self.tops
+
+    def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty((self.lines, *shape), dtype=dtype, device=self.scores.device)
+
+    def best(self) -> Tensor:
+        if self.lines:
+            self._block_tops(draws=False)
+            nothing = self.tokens
+            kernels.line_tops_kernel[(self.lines,)](
+                self.tops, self.places, self.bottoms, nothing, nothing, 0, nothing, 0, self.tokens, nothing, nothing,
+                VOCAB=self.vocab, BLOCKS=self.blocks, WIDTH=self.width, DRAWS=False, num_warps=1, **self.overlap,
+            )  # fmt: skip
+        return self.tokens
+
+    def choose(self, rows: Tensor, table: SamplingTable, length: Tensor) -> Tensor:
+        if not self.lines:
+            return self.tokens
+        assert table.reals.stride(1) == 1 and table.wholes.stride(1) == 1
+        reals = (table.reals, table.reals.stride(0))
+        wholes = (table.wholes, table.wholes.stride(0))
+        scores = (self.scores, self.scores.stride(0))
+        shape = self._empty(kernels.SHAPE.value, dtype=torch.float32)
+        status = self._empty(kernels.STATUS.value, dtype=torch.int64)
+        weights = self._empty(self.blocks, dtype=torch.int64)
+        counts = self._empty(self.blocks, dtype=torch.int32)
+        bins = self._empty(self.blocks, kernels.BINS.value, dtype=torch.int32)
+        # Bins are so fine that a cut leaves few candidates. Where it does not, they are read from the scores.
+        room = min(self.vocab, max(4096, self.vocab // 8))
+        found_keys = self._empty(room, dtype=torch.int32)
+
+        per_line, per_block = (self.lines,), (self.lines * self.blocks,)
+        line = {"VOCAB": self.vocab, "BLOCKS": self.blocks, "WIDTH": self.width, **self.overlap}
+        block = {
+            "VOCAB": self.vocab, "BLOCKS": self.blocks, "BLOCK": self.block, "num_warps": self.warps, **self.overlap,
+        }  # fmt: skip
+        self._block_tops(draws=True)
+        kernels.line_tops_kernel[per_line](
+            self.tops, self.places, self.bottoms, rows, *reals, *wholes, self.tokens, shape, status, DRAWS=True,
+            num_warps=1, **line,
+        )  # fmt: skip
+        kernels.weigh_kernel[per_block](*scores, shape, status, weights, counts, bins, **block)
+        kernels.bracket_kernel[per_line](rows, *reals, *wholes, shape, status, weights, bins, num_warps=4, **line)
+        kernels.collect_kernel[per_block](*scores, shape, status, weights, counts, found_keys, ROOM=room, **block)
+        kernels.cut_kernel[per_line](
+            *scores, rows, *reals, shape, status, weights, counts, found_keys, ROOM=room, WAYS=_WAYS, TILE=_TILE,
+            num_warps=8, **line,
+        )  # fmt: skip
+        kernels.weigh_kept_kernel[per_block](*scores, shape, status, weights, counts, **block)
+        kernels.pick_kernel[per_line](
+            *scores, rows, *wholes, length, shape, status, weights, counts, self.tokens, BLOCK=self.block,
+            PURPOSE=int(Purpose.TOKEN), num_warps=8, **line,
+        )  # fmt: skip
+        return self.tokens
+
+    def _block_tops(self, draws: bool) -> None:
+        kernels.block_tops_kernel[(self.lines * self.blocks,)](
+            self.scores, self.scores.stride(0), self.tops, self.places, self.bottoms, VOCAB=self.vocab,
+            BLOCK=self.block, BLOCKS=self.blocks, DRAWS=draws, num_warps=self.warps, **self.overlap,
+        )  # fmt: skip

@@ -1,0 +1,78 @@
+"""What surrounds a captured step: its input gathered from the rows, its tokens appended to them. All on the device."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bankfull.ops.triton.launch import power_of_two
+
+BLOCK = 128
+"""Entries of a page table that are copied at once."""
+
+
+@triton.jit
+def gather_kernel(
+    rows, tokens, tokens_stride, reached, ids, positions, lengths,
+    table, table_stride, table_width, slots, pages,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per sequence. FIRST: tokens, positions and lengths, too; PAGE = 0: nothing else."""
+    sequence = tl.program_id(0)
+    row = tl.load(rows + sequence)
+    begin = tl.load(reached + row)
+    within = tl.arange(0, PADDED)
+    inside = within < WIDTH
+    position = begin + within
+    out = sequence * WIDTH + within
+    if FIRST:
+        tl.store(ids + out, tl.load(tokens + row * tokens_stride + position, mask=inside), mask=inside)
+        tl.store(positions + out, position, mask=inside)
+        tl.store(lengths + sequence, (begin + WIDTH).to(tl.int32))
+    if PAGE > 0:
+        own = table + row * table_stride
+        line = position // PAGE
+        # A place behind the table is nobody's: page 0 takes what must not be kept.
+        page = tl.load(own + line, mask=inside & (line < table_width), other=0)
+        tl.store(slots + out, page * PAGE + position % PAGE, mask=inside)
+        used = tl.minimum((begin + WIDTH + PAGE - 1) // PAGE, table_width)
+        for first in range(0, used, BLOCK):
+            entry = first + tl.arange(0, BLOCK)
+            found = tl.load(own + entry, mask=entry < used, other=0)
+            tl.store(pages + sequence.to(tl.int64) * table_width + entry, found, mask=entry < used)
+
+
+def gather_step(
+    rows: Tensor, tokens: Tensor, reached: Tensor, tables: list[Tensor], page_tokens: tuple[int, ...], width: int,
+    into: tuple[Tensor, Tensor, Tensor], slots: list[Tensor], pages: list[Tensor],
+) -> None:  # fmt: skip
+    """The next `width` tokens of each row: ids, positions and lengths `into` tensors of the caller, `slots` and `pages`
+    likewise for each group. A page table is copied as far as it is used."""
+    groups = list(zip(tables, page_tokens, slots, pages, strict=True)) or [(tokens, 0, rows, rows)]
+    for number, (table, page, places, copies) in enumerate(groups):
+        gather_kernel[(len(rows),)](
+            rows, tokens, tokens.stride(0), reached, *into, table, table.stride(0), table.shape[1], places, copies,
+            width, power_of_two(width), page, number == 0, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def append_kernel(rows, chosen, tokens, tokens_stride, known, reached, spare, longest):
+    line = tl.program_id(0)
+    row = tl.load(rows + line)
+    token = tl.load(chosen + line)
+    if row != spare:
+        at = tl.load(known + row)
+        tl.store(tokens + row * tokens_stride + tl.minimum(at, longest), tl.maximum(token, 0))
+        tl.store(known + row, at + 1)
+        tl.store(reached + row, tl.load(reached + row) + 1)
+
+
+def append_tokens(rows: Tensor, chosen: Tensor, tokens: Tensor, known: Tensor, reached: Tensor) -> None:
+    """One token more for each row but the last line of the tensors, which only fills up steps."""
+    assert chosen.dtype is torch.int64
+    append_kernel[(len(rows),)](
+        rows, chosen, tokens, tokens.stride(0), known, reached, tokens.shape[0] - 1, tokens.shape[1] - 1
+    )

@@ -1,0 +1,227 @@
+"""A GPU's captured steps: the launches of a decode step recorded once as a graph, which one call replays.
+
+A graph has fixed shapes, so there is one for each (padded rows, query width); rows beyond those of the step use a line
+of their own, whose results nobody reads. The input is gathered from the rows on the device: all that the host sends is
+which rows run, and nothing at all when they are those of the step before. Everything else (prompts, mixed steps) runs
+launch by launch through the same kernels.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bankfull.layers.batch import Batch
+from bankfull.runtime.batch import wanted_lines
+from bankfull.runtime.forward import ChoosingStep, Eager
+from bankfull.runtime.rows import Rows
+from bankfull.sample.table import Chooser
+from bankfull.types import Work
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+"""Rows that steps are padded to: at most a third is wasted, and where the matrix units tile, next to nothing."""
+GREEDY, DRAWN = "greedy", "drawn"
+Fetch = Callable[[Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A graph and the tensors that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    batch: Batch
+    hidden: Tensor
+
+
+class Captured:
+    """`Forward` for everything, and `capture` for what can be replayed."""
+
+    def __init__(self, eager: Eager) -> None:
+        self.eager = eager
+        self.seconds = 0.0
+        """That recording took."""
+        self.nbytes = 0
+        """Device memory that the graphs hold."""
+        self.enabled = True
+        """False: the same launches on the same padded shapes, one by one (for comparison)."""
+        self._steps: dict[tuple[int, int], Recorded] = {}
+        self._choices: dict[tuple[int, str], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._pool: Any = None
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self.eager(batch)
+
+    @property
+    def count(self) -> int:
+        return len(self._steps) + len(self._choices)
+
+    def capture(self, rows: Rows, widths: Sequence[int], chooser: Chooser | None) -> None:
+        """Record a step for each padded number of rows and each width; with a chooser, the choice of tokens, too."""
+        begun, free = perf_counter(), torch.cuda.mem_get_info()[0]
+        self._rows, self._chooser = rows, chooser
+        self._lines = torch.full((sizes_for(rows.count)[-1],), rows.count, dtype=torch.long, device=rows.device)
+        self._sent: list[int] | None = None
+        recurrent = self.eager.layout.recurrent is not None
+        self._kept = torch.zeros(len(self._lines), dtype=torch.int32, device=rows.device) if recurrent else None
+        """Recurrent state that a row leaves: none for those that fill up a step, so that they disturb nobody's."""
+        self._pool = torch.cuda.graph_pool_handle()
+        for width in widths:
+            for size in reversed(sizes_for(rows.count)):  # the largest first: the others fit into its memory
+                self._steps[size, width] = self._record(size, width)
+        if 1 in widths and chooser is not None and not recurrent:
+            for size in reversed(sizes_for(rows.count)):
+                for kind in (GREEDY, DRAWN):
+                    self._choices[size, kind] = self._record_choice(size, kind)
+        torch.cuda.synchronize()
+        self.seconds, self.nbytes = perf_counter() - begun, max(0, free - torch.cuda.mem_get_info()[0])
+
+    def _blank(self, size: int, width: int) -> Batch:
+        """A step's input as tensors that stay; its host arrays are those of the shortest sequences."""
+        rows, device = self._rows, self._rows.device
+        total = size * width
+
+        def whole(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.long, device=device)
+
+        starts = torch.arange(0, total + 1, width, dtype=torch.int32, device=device)
+        batch = Batch(
+            np.arange(0, total + 1, width), np.full(size, width), np.arange(total),
+            whole(total), whole(total),
+            tuple(whole(size, table.shape[1]) for table in rows.tables),
+            tuple(whole(total) for _ in rows.tables), rows.page_tokens,
+            starts=starts, lengths=torch.zeros(size, dtype=torch.int32, device=device),
+        )  # fmt: skip
+        if self._kept is not None:
+            batch.kept, batch.kepts = np.full(size, width), self._kept[:size]
+            batch.read, batch.write = whole(size), whole(size, width)
+        return batch
+
+    def _launch(self, batch: Batch, size: int, width: int) -> Tensor:
+        from bankfull.ops.triton.steps import gather_step
+
+        rows = self._rows
+        assert batch.lengths is not None
+        gather_step(
+            self._lines[:size], rows.tokens, rows.reached, rows.tables, rows.page_tokens, width,
+            (batch.tokens, batch.positions, batch.lengths), list(batch.slots), list(batch.pages),
+        )  # fmt: skip
+        if batch.read is not None:
+            torch.index_select(rows.slot, 0, self._lines[:size], out=batch.read)
+        return self.eager(batch)
+
+    def _record(self, size: int, width: int) -> Recorded:
+        batch = self._blank(size, width)
+        self._launch(batch, size, width)  # compiles what is not compiled yet, and makes what is made once
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
+            hidden = self._launch(batch, size, width)
+        return Recorded(graph, batch, hidden)
+
+    def _choose(self, size: int, kind: str) -> Tensor:
+        from bankfull.ops.triton.steps import append_tokens
+
+        rows, hidden, lines = self._rows, self._steps[size, 1].hidden, self._lines[:size]
+        if kind == GREEDY:
+            chosen = self.eager.model.head.best(hidden)
+        else:
+            assert self._chooser is not None
+            batch = self._steps[size, 1].batch
+            scores = self.eager.model.head(hidden).float()
+            chosen = self._chooser(scores, lines, rows.sampling, batch.positions + 1)
+        append_tokens(lines, chosen, rows.tokens, rows.known, rows.reached)
+        return chosen
+
+    def _record_choice(self, size: int, kind: str) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        self._choose(size, kind)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
+            chosen = self._choose(size, kind)
+        return graph, chosen
+
+    def replay(self, work: Sequence[Work]) -> tuple[Batch, Tensor] | None:
+        """The step's hidden states, where it is one that was recorded: all rows alike, one known token and drafts."""
+        width = work[0].drafts + 1
+        if any(w.count != 1 or w.drafts != width - 1 for w in work):
+            return None
+        size = padded(len(work), self._rows.count) if self._steps else 0
+        recorded = self._steps.get((size, width))
+        if recorded is None:
+            return None
+        self._send([w.row for w in work])
+        if self._kept is not None:
+            self._send_slots(recorded.batch, [w.slots for w in work])
+        self._run(recorded, size, width)
+        total = len(work) * width
+        q_start = np.arange(0, total + 1, width)
+        start = self._rows.computed[[w.row for w in work]]
+        batch = Batch(
+            q_start, start + width, wanted_lines(work, q_start), recorded.batch.tokens[:total],
+            recorded.batch.positions[:total],
+        )  # fmt: skip
+        batch.write = None if recorded.batch.write is None else recorded.batch.write[: len(work)]
+        return batch, recorded.hidden[:total]
+
+    def choosing(self, rows: Rows, fetch: Fetch) -> ChoosingStep | None:
+        if not self._choices:
+            return None
+
+        def step(lines: Sequence[int]) -> Tensor:
+            size = padded(len(lines), rows.count)
+            self._send(list(lines))
+            self._run(self._steps[size, 1], size, 1)
+            facts = rows.sampling.facts
+            kind = GREEDY if all(facts[line].greedy for line in lines) else DRAWN
+            graph, chosen = self._choices[size, kind]
+            if self.enabled:
+                graph.replay()
+            else:
+                chosen = self._choose(size, kind)
+            rows.computed[list(lines)] += 1
+            return fetch(chosen[: len(lines)])
+
+        return step
+
+    def _send(self, lines: list[int]) -> None:
+        """Which rows run; what they were in the step before need not be sent again."""
+        if lines == self._sent:
+            return
+        assert self._rows.ship is not None
+        size = padded(len(lines), self._rows.count)
+        padding = [self._rows.count] * (size - len(lines))
+        self._lines[:size].copy_(self._rows.ship(np.array(lines + padding, np.int64)))
+        self._sent = lines
+
+    def _send_slots(self, batch: Batch, slots: list[tuple[int, ...]]) -> None:
+        """Where the rows leave their recurrent state: new places in every step."""
+        assert self._rows.ship is not None and batch.write is not None and batch.kepts is not None
+        there = self._rows.ship(np.array(slots, np.int64))
+        batch.write[: len(slots)].copy_(there)
+        batch.kepts[: len(slots)].fill_(there.shape[1])
+        batch.kepts[len(slots) :].zero_()
+
+    def _run(self, recorded: Recorded, size: int, width: int) -> None:
+        if self.enabled:
+            recorded.graph.replay()
+        else:
+            recorded.hidden.copy_(self._launch(recorded.batch, size, width))
+
+
+@cache
+def sizes_for(rows: int) -> list[int]:
+    """What steps of up to `rows` rows are padded to."""
+    return [size for size in (*SIZES, *range(SIZES[-1] + 128, rows, 128)) if size < rows] + [rows]
+
+
+def padded(count: int, rows: int) -> int:
+    sizes = sizes_for(rows)
+    return sizes[bisect_left(sizes, count)]

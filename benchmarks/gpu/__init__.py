@@ -1,0 +1,1 @@
+"""What this engine reaches on a GPU, beside what the device could do: `python -m benchmarks.gpu`."""

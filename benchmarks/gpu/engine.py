@@ -1,0 +1,159 @@
+"""An engine over random weights, and what happens in it while it runs: the same classes that the offline API uses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from time import perf_counter
+
+import torch
+
+from bankfull.config import RunConfig, SchedConfig, StateConfig
+from bankfull.errors import RequestError
+from bankfull.limits.bench_stats import least_seconds
+from bankfull.limits.ceilings import Ceilings
+from bankfull.limits.closed_form import ClosedForm, closed_form
+from bankfull.limits.metered import MeteredModel
+from bankfull.limits.step import StepShape
+from bankfull.loading import Assembled, assemble
+from bankfull.ops.cost import Cost
+from bankfull.runtime.device import open_device
+from bankfull.runtime.rows import Job
+from bankfull.sample.params import SamplingParams
+from bankfull.types import Request, StepPlan
+from benchmarks.gpu.shapes import SHAPES
+from benchmarks.gpu.weights import random_model
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What an engine is made of. Works of the same set-up share one."""
+
+    shape: str
+    quantize: str | None = None
+    dtype: str = "bfloat16"
+    rows: int = 256
+    step_tokens: int = 8192
+    max_len: int = 4096
+
+    @property
+    def weights(self) -> str:
+        """For a reader."""
+        return self.quantize or self.dtype
+
+
+@dataclass(slots=True)
+class Trace:
+    """One run of some requests. Times are the host's, in seconds since the first request was added."""
+
+    shapes: list[StepShape] = field(default_factory=list)
+    launched: list[float] = field(default_factory=list)
+    """When the step of the same index was planned."""
+    tokens: list[tuple[float, int, bool]] = field(default_factory=list)
+    """When a token came, whose it was, and whether it was the last one."""
+    seconds: float = 0.0
+
+    @property
+    def all_started(self) -> float:
+        """When the last of the requests got its first token."""
+        first: dict[int, float] = {}
+        for now, request, _ in self.tokens:
+            first.setdefault(request, now)
+        return max(first.values())
+
+    @property
+    def first_ended(self) -> float:
+        return min(now for now, _, last in self.tokens if last)
+
+    def decode_shapes(self) -> list[StepShape]:
+        """Of the steps in which every sequence got exactly one more token."""
+        return [shape for shape in self.shapes if shape.tokens == len(shape.counts)]
+
+
+class Session:
+    """One engine and the requests that it was given."""
+
+    def __init__(self, setup: Setup, device: str = "auto", seed: int = 0) -> None:
+        self.setup, self._random = setup, random.Random(seed)
+        opened = open_device(device)
+        begun = perf_counter()
+        dtype: torch.dtype = getattr(torch, setup.dtype)
+        files = random_model(setup.shape, SHAPES[setup.shape], dtype, opened.torch)
+        run = RunConfig(device=device, dtype=setup.dtype, quantize=setup.quantize)
+        sched = SchedConfig(rows=setup.rows, step_tokens=setup.step_tokens)
+        self.made: Assembled = assemble(files, run, sched, StateConfig(), max_len=setup.max_len, device=opened)
+        self.engine = self.made.engine
+        self.phases: dict[str, float] = dict(getattr(self.made, "phases", None) or {})
+        """Seconds that the parts of the start took, where the engine tells."""
+        self.phases["start, in all"] = perf_counter() - begun
+        self.run([self.prompt(8)], 2)
+        self.phases["first tokens"] = perf_counter() - begun - self.phases["start, in all"]
+
+    @property
+    def dtype(self) -> str:
+        return str(self.made.build.dtype).removeprefix("torch.")
+
+    @cached_property
+    def form(self) -> ClosedForm:
+        """What a step needs at the least, by the meter, for the weights as this engine stores them."""
+        build = self.made.build
+        return closed_form(MeteredModel(
+            self.made.files, dtype=self.dtype, kv_dtype=build.kv_dtype, activations=build.kit.activations
+        ))  # fmt: skip
+
+    def cost(self, shapes: Sequence[StepShape]) -> Cost:
+        return sum((self.form.cost(shape) for shape in shapes), Cost())
+
+    def least(self, shapes: Sequence[StepShape], ceilings: Ceilings) -> float:
+        """The shortest time, in seconds, that these steps could take on a device with these ceilings."""
+        costs = [self.form.cost(shape) for shape in shapes]
+        return least_seconds(costs, ceilings, self.dtype, self.made.kit.activations)
+
+    def prompt(self, length: int) -> list[int]:
+        """Another one each time: nothing is found in the prefix cache."""
+        return self._random.choices(range(self.made.model.vocab), k=length)
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        return [self.prompt(length) for _ in range(count)]
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], outputs: int, before: Callable[[Trace], None] | None = None
+    ) -> Trace:
+        """All at once, `outputs` tokens for each, to the end; `before` is called before each step."""
+        trace, engine = Trace(), self.engine
+        begun = perf_counter()
+
+        def note(plan: StepPlan) -> None:
+            if plan.work:
+                trace.shapes.append(StepShape.of(plan.work))
+                trace.launched.append(perf_counter() - begun)
+
+        engine.watchers.append(note)
+        try:
+            for number, prompt in enumerate(prompts):
+                job = Job(number, GREEDY, number)
+                engine.add(Request(number, tuple(prompt), len(prompt) + outputs, payload=job))
+            engine.scheduler.sealed = True
+            while engine.busy:
+                if before is not None:
+                    before(trace)
+                settled = engine.step()
+                now = perf_counter() - begun
+                for output in settled:
+                    if output.error is not None:
+                        raise RequestError(output.error)
+                    for i in range(len(output.tokens)):
+                        last = output.finish is not None and i == len(output.tokens) - 1
+                        trace.tokens.append((now, int(str(output.request)), last))
+        finally:
+            engine.scheduler.sealed = False
+            engine.watchers.remove(note)
+            for number in range(len(prompts)):
+                engine.abort(number)
+                engine.started.pop(number, None)
+        trace.seconds = perf_counter() - begun
+        return trace

@@ -1,0 +1,171 @@
+"""What is measured: each work is a run of the engine, a figure from it, and the limit of the same steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from bankfull.errors import ConfigError
+from bankfull.limits.bench_stats import Spread, spread
+from bankfull.limits.ceilings import Ceilings
+from benchmarks.gpu.cover import covered
+from benchmarks.gpu.engine import Session, Setup
+from benchmarks.gpu.timeline import Timeline, trace_all, trace_decode
+
+TOKENS = "tok/s"
+TRACED_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What a work gave."""
+
+    values: Spread
+    """Over the repetitions."""
+    unit: str
+    limit: float | None = None
+    """In the same unit, for the steps of the repetition in the middle."""
+    more: dict[str, float] = field(default_factory=dict)
+    """Other figures of the same runs, by name and unit."""
+
+    @property
+    def percent(self) -> float | None:
+        return None if self.limit is None else 100 * self.values.median / self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    title: str
+    setup: Setup
+    measure: Callable[[Session, Ceilings], Figure]
+    trace: Callable[[Session], Timeline]
+
+
+def decode(session: Session, ceilings: Ceilings, *, batch: int, prompt: int, outputs: int, reps: int) -> Figure:
+    """Tokens per second while all sequences of the batch decode, and nobody's prompt runs."""
+    rates, limits, times = [], [], []
+    for rep in range(reps + 1):
+        trace = session.run(session.prompts(batch, prompt), outputs)
+        begin, end = trace.all_started, trace.first_ended
+        tokens = sum(begin < now <= end for now, _, _ in trace.tokens)
+        steps = tokens // batch
+        if not steps:
+            raise ConfigError(f"{batch} sequences never decoded together: there are too few rows or pages for them.")
+        shapes = [shape for shape in trace.decode_shapes() if len(shape.counts) == batch][-steps:]
+        if rep:  # the first one warms up
+            rates.append(tokens / (end - begin))
+            times.append((end - begin) / steps)
+            limits.append(tokens / session.least(shapes, ceilings))
+    return Figure(spread(rates), TOKENS, spread(limits).median, {"ms a step": 1e3 * spread(times).median})
+
+
+def prefill(session: Session, ceilings: Ceilings, *, batch: int, prompt: int, reps: int) -> Figure:
+    """Prompt tokens per second until each sequence has its first token."""
+    rates, limits, operations = [], [], []
+    for rep in range(reps + 1):
+        trace = session.run(session.prompts(batch, prompt), 1)
+        if rep:
+            rates.append(batch * prompt / trace.all_started)
+            limits.append(batch * prompt / session.least(trace.shapes, ceilings))
+            operations.append(session.cost(trace.shapes).flops / trace.all_started)
+    return Figure(spread(rates), TOKENS, spread(limits).median, {"TFLOP/s": 1e-12 * spread(operations).median})
+
+
+def offline(
+    session: Session, ceilings: Ceilings, *, requests: int, shortest: int, longest: int, outputs: int, reps: int
+) -> Figure:
+    """Output tokens per second over the whole of a run, prompts included."""
+    rates, limits, steps = [], [], []
+    for _ in range(reps):
+        trace = session.run(mixed_prompts(session, requests, shortest, longest), outputs)
+        rates.append(len(trace.tokens) / trace.seconds)
+        limits.append(len(trace.tokens) / session.least(trace.shapes, ceilings))
+        steps.append(len(trace.shapes))
+    return Figure(spread(rates), TOKENS, spread(limits).median, {"steps": spread(steps).median})
+
+
+def host_share(
+    session: Session, ceilings: Ceilings, *, requests: int, shortest: int, longest: int, outputs: int, reps: int
+) -> Figure:
+    """Of such a run: the share of the time in which the device waited for the host."""
+    shares = []
+    for _ in range(reps):
+        with covered(session.engine) as device:
+            session.run(mixed_prompts(session, requests, shortest, longest), outputs)
+        shares.append(100 * device.idle_share())
+    more = {}
+    if session.made.device.kind == "cuda":
+        # Between launches the device's clock tells; inside of them only its own records do.
+        steady = trace_decode(session, session.prompts(requests, shortest), 2 * TRACED_STEPS + 8, TRACED_STEPS)
+        more["% idle in a traced decode step"] = 100 * steady.idle
+    return Figure(spread(shares), "% of the time", None, more)
+
+
+def mixed_prompts(session: Session, requests: int, shortest: int, longest: int) -> list[list[int]]:
+    """Lengths evenly spread from the shortest to the longest, in an order that is the same every time."""
+    span = max(1, requests - 1)
+    lengths = [shortest + (longest - shortest) * i // span for i in range(requests)]
+    order = sorted(range(requests), key=lambda i: i * 7919 % requests)
+    return [session.prompt(lengths[i]) for i in order]
+
+
+def decode_work(title: str, setup: Setup, *, batch: int, prompt: int, outputs: int, reps: int) -> Work:
+    def trace(session: Session) -> Timeline:
+        return trace_decode(session, session.prompts(batch, prompt), outputs, min(TRACED_STEPS, outputs // 2))
+
+    return Work(title, setup, partial(decode, batch=batch, prompt=prompt, outputs=outputs, reps=reps), trace)
+
+
+def prefill_work(title: str, setup: Setup, *, batch: int, prompt: int, reps: int) -> Work:
+    def trace(session: Session) -> Timeline:
+        return trace_all(session, session.prompts(batch, prompt), 1)
+
+    return Work(title, setup, partial(prefill, batch=batch, prompt=prompt, reps=reps), trace)
+
+
+def mixed_work(title: str, setup: Setup, measure: Callable[..., Figure], *, requests: int, longest: int, **load: Any
+               ) -> Work:  # fmt: skip
+    def trace(session: Session) -> Timeline:
+        return trace_decode(session, session.prompts(requests, longest // 2), 2 * TRACED_STEPS + 8, TRACED_STEPS)
+
+    return Work(title, setup, partial(measure, requests=requests, longest=longest, **load), trace)
+
+
+LLAMA = Setup("llama-3-8b")
+TINY = Setup("tiny", dtype="float32", rows=8, step_tokens=64, max_len=256)
+MIXED = {"requests": 256, "shortest": 100, "longest": 1024, "outputs": 256}
+ONE = {"batch": 1, "prompt": 128, "outputs": 384, "reps": 5}
+
+WORKS: dict[str, Work] = {
+    "decode": decode_work("8B, batch 1, context 128-512", LLAMA, **ONE),
+    "batch32": decode_work("8B, batch 32, context 448-576", LLAMA, batch=32, prompt=448, outputs=128, reps=5),
+    "prefill": prefill_work("8B, prefill 8 x 2048", LLAMA, batch=8, prompt=2048, reps=5),
+    "offline": mixed_work("8B, 256 requests, 100-1024 in, 256 out", LLAMA, offline, **MIXED, reps=3),
+    "host": mixed_work("the same, time that the device waits", LLAMA, host_share, **MIXED, reps=1),
+    "decode-int8": decode_work("8B, batch 1, context 128-512", Setup("llama-3-8b", "int8:128,tables"), **ONE),
+    "decode-int4": decode_work("8B, batch 1, context 128-512", Setup("llama-3-8b", "int4:128,tables"), **ONE),
+    "decode-0.6b": decode_work("0.6B, batch 1, context 128-512", Setup("qwen3-0.6b"), **ONE),
+}
+"""In an order in which those of one set-up stand together."""
+TINY_MIXED = {"requests": 12, "shortest": 5, "longest": 60, "outputs": 12}
+TINY_WORKS: dict[str, Work] = {
+    "tiny-decode": decode_work("tiny, batch 1", TINY, batch=1, prompt=16, outputs=24, reps=2),
+    "tiny-batch": decode_work("tiny, batch 4", TINY, batch=4, prompt=12, outputs=24, reps=2),
+    "tiny-prefill": prefill_work("tiny, prefill 3 x 50", TINY, batch=3, prompt=50, reps=2),
+    "tiny-offline": mixed_work("tiny, 12 requests", TINY, offline, **TINY_MIXED, reps=2),
+    "tiny-host": mixed_work("tiny, time that the device waits", TINY, host_share, **TINY_MIXED, reps=2),
+    "tiny-int4": decode_work("tiny, batch 1", Setup("tiny", "int4:32,tables", "float32", 8, 64, 256), batch=1,
+                             prompt=16, outputs=24, reps=2),
+}  # fmt: skip
+"""For testing the benchmark itself."""
+
+
+def chosen(names: str) -> dict[str, Work]:
+    known = WORKS | TINY_WORKS
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    for name in wanted:
+        if name not in known:
+            raise ConfigError(f"There is no work {name[:40]!r}; choose from {', '.join(known)}.")
+    return {name: known[name] for name in wanted}

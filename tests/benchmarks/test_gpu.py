@@ -1,0 +1,129 @@
+"""The GPU benchmark itself, on a tiny model and on this machine's own processor."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+
+from bankfull.limits.metered import MeteredModel
+from bankfull.limits.step import StepShape
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.cover import Covered
+from benchmarks.gpu.engine import Session
+from benchmarks.gpu.shapes import SHAPES
+from benchmarks.gpu.timeline import Ran, timeline_of
+from benchmarks.gpu.weights import random_model
+from benchmarks.gpu.works import TINY, TINY_WORKS, WORKS, mixed_prompts
+
+PARAMETERS = {"llama-3-8b": 8.03e9, "qwen3-0.6b": 0.596e9}
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_each_shape_has_as_many_parameters_as_the_model_that_it_is_named_after(name: str) -> None:
+    assert MeteredModel(SHAPES[name]).parameters == pytest.approx(PARAMETERS[name], rel=2e-3)
+
+
+def test_every_tiny_work_gives_a_figure_and_the_limit_of_its_own_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BANKFULL_CACHE", str(tmp_path))
+    file = tmp_path / "report.json"
+    assert main(["--device", "cpu", "--work", ",".join(TINY_WORKS), "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert set(report["works"]) == set(TINY_WORKS)
+    for name, found in report["works"].items():
+        assert found["values"]["median"] > 0, name
+        assert name == "tiny-host" or found["limit"] > 0, name
+    assert [start["engine"] for start in report["starts"]] == ["tiny float32", "tiny int4:32,tables"]
+    shown = capsys.readouterr().out.splitlines()
+    table = [line for line in shown if line.startswith("|")]
+    assert len(table) == 2 + len(TINY_WORKS) and table == shown[-len(table) :]
+    # Weights of four bits are read in a fraction of the time: the limit knows how this engine stores them.
+    works = report["works"]
+    assert works["tiny-int4"]["limit"] > 2 * works["tiny-decode"]["limit"]
+
+
+def test_what_is_wrong_is_said_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--work", "nothing-like-it"]) == 2
+    assert "There is no work 'nothing-like-it'" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert main(["--work", "decode"]) == 2
+        assert "torch sees 0 CUDA devices" in capsys.readouterr().err
+
+
+def test_the_works_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in WORKS)
+
+
+def test_a_weight_follows_from_its_name_and_the_seed() -> None:
+    def first(seed: int, name: str) -> torch.Tensor:
+        return random_model("tiny", SHAPES["tiny"], torch.float32, CPU, seed).source.get(name).dequantize()
+
+    name, other = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(first(0, name), first(0, name))
+    assert not torch.equal(first(0, name), first(0, other)) and not torch.equal(first(0, name), first(1, name))
+    assert first(0, name).std() == pytest.approx(0.02, rel=0.05)
+    assert first(0, "model.norm.weight").mean() == pytest.approx(1.0, rel=0.05)
+
+
+def test_the_engine_reads_every_weight_that_the_meter_counts() -> None:
+    files = random_model("tiny", SHAPES["tiny"], torch.float32, CPU)
+    numbers = sum(prod(files.source.shape(name)) for name in files.source.names())
+    assert numbers == MeteredModel(SHAPES["tiny"]).parameters
+
+
+def test_a_run_gives_every_token_that_was_asked_for_and_leaves_nothing_behind() -> None:
+    session = Session(TINY, "cpu")
+    trace = session.run(mixed_prompts(session, 9, 5, 60), 7)
+    assert len(trace.tokens) == 9 * 7
+    assert sum(last for _, _, last in trace.tokens) == 9
+    assert len(trace.shapes) == len(trace.launched)
+    assert sum(shape.logits for shape in trace.shapes) == 9 * 7
+    pages, _ = session.engine.scheduler.state.census()
+    assert pages.held == 0 and not session.engine.started and not session.engine.watchers
+
+
+def test_mixed_prompts_reach_from_the_shortest_to_the_longest() -> None:
+    session = Session(TINY, "cpu")
+    lengths = sorted(len(prompt) for prompt in mixed_prompts(session, 12, 5, 60))
+    assert lengths[0] == 5 and lengths[-1] == 60 and lengths == sorted(set(lengths))
+
+
+def test_decode_steps_are_those_in_which_everybody_gets_one_token() -> None:
+    session = Session(TINY, "cpu")
+    trace = session.run(session.prompts(2, 10), 5)
+    assert trace.decode_shapes() == [StepShape.decode(2, 11 + i) for i in range(4)]
+
+
+def test_a_time_line_counts_overlap_once_and_idle_time_between_kernels() -> None:
+    ran = [Ran("a", 0, 10), Ran("b", 5, 20), Ran("a", 30, 40), Ran("inside", 31, 33)]
+    found = timeline_of(ran, 2)
+    assert found.microseconds == 20
+    assert found.idle == pytest.approx(10 / 40)
+    shown = [(k.name, k.calls, k.microseconds) for k in found.kernels]
+    assert shown == [("a", 1, 10), ("b", 0.5, 7.5), ("inside", 0.5, 1)]
+    assert found.kernels[0].share == pytest.approx(0.5)
+    assert len(found.lines()) == 3 + 3
+
+
+class Instant:
+    """A mark at a given moment."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def until(self, later: Instant) -> float:
+        return later.at - self.at
+
+
+def test_the_idle_share_is_the_time_between_launches() -> None:
+    covered = Covered(Session(TINY, "cpu").made.device)
+    covered.spans = [(Instant(0), Instant(4)), (Instant(5), Instant(8)), (Instant(8), Instant(10))]
+    assert covered.idle_share() == pytest.approx(0.1)

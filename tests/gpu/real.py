@@ -1,0 +1,366 @@
+"""Inputs of the size of real models for every operation, drawn on the device itself, other ones in every run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bankfull.layers.attention import Heads
+from bankfull.ops import HeadNorms, PagedMeta, RecurrentMeta, Unnormed
+from bankfull.weights.formats import SCHEMES
+from bankfull.weights.formats.dense import BY_DTYPE, DTYPES
+from bankfull.weights.qtensor import QTensor
+from bankfull.weights.quantize import ENCODINGS, quantize
+from bankfull.weights.scheme import Scheme
+from tests.gpu.place import CUDA, DEVICE
+from tests.ops.cases import Case
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    hidden: int
+    ffn: int
+    heads: int
+    kv: int
+    head: int
+    vocab: int
+    channels: int
+    """Of a recurrent mixer."""
+    context: int
+    cached: int
+    """Tokens that the pages of one case hold, at most."""
+    tokens: tuple[int, ...]
+
+
+LLAMA_8B = Sizes(4096, 14336, 32, 8, 128, 128256, 5120, 3000, 200_000, (1, 2, 7, 16, 33, 64, 200, 1000))
+SMALL = Sizes(64, 96, 4, 2, 16, 300, 48, 60, 400, (1, 7))
+SIZES = LLAMA_8B if CUDA else SMALL
+RARE = (1, 7, 64)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Draw:
+    """Numbers from one seed, but for the weights."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        self.dtype, self.pick = dtype, Random(seed)
+        self._numbers = torch.Generator(DEVICE).manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(shape, generator=self._numbers, device=DEVICE).to(dtype or self.dtype)
+
+    def ids(self, count: int, below: int) -> Tensor:
+        return torch.randint(below, (count,), generator=self._numbers, device=DEVICE)
+
+
+@cache
+def weight_of(scheme: Scheme, outer: int, inner: int) -> QTensor:
+    """As a layer has it: outputs about as large as inputs. Drawn once in a run: to quantize a large one takes long."""
+    numbers = torch.randn(outer, inner, device=DEVICE) * inner**-0.5
+    return QTensor.dense(numbers.to(DTYPES[scheme.name])) if scheme.is_dense else quantize(numbers, scheme.name)
+
+
+Made = Iterator[tuple[str, Case]]
+"""What is special about a case, and the case."""
+
+
+def schemes_for(draw: Draw, inner: int, tokens: int) -> list[Scheme]:
+    """The computation's own dtype, and every quantized one that can be made for so many columns. Each combination is
+    compiled anew: what is rare (quantized weights without bfloat16) is tried with few numbers of tokens."""
+    if draw.dtype is torch.float16 or (draw.dtype is torch.float32 and tokens not in RARE):
+        return [BY_DTYPE[draw.dtype]]
+    fitting = [scheme for name, scheme in SCHEMES.items() if name in ENCODINGS and inner % scheme.block == 0]
+    return [BY_DTYPE[draw.dtype], *fitting]
+
+
+def linear(draw: Draw, tokens: int) -> Made:
+    s = SIZES
+    shapes = [(s.heads * s.head + 2 * s.kv * s.head, s.hidden), (s.hidden, s.ffn)]
+    for i, (outer, inner) in enumerate(shapes):
+        for scheme in schemes_for(draw, inner, tokens):
+            weight = weight_of(scheme, outer, inner)
+            bias = draw.normal(outer) if i == 0 else None
+            yield f"{scheme.name} {outer}x{inner}", _case(draw, (draw.normal(tokens, inner), weight, bias), weight)
+    if tokens <= 64:
+        head = weight_of(BY_DTYPE[draw.dtype], s.vocab, s.hidden)
+        yield "head", _case(draw, (draw.normal(tokens, s.hidden), head, None), head)
+
+
+def best_output(draw: Draw, tokens: int) -> Made:
+    for scheme in schemes_for(draw, SIZES.hidden, tokens)[:4]:
+        weight = weight_of(scheme, SIZES.vocab, SIZES.hidden)
+        yield scheme.name, _case(draw, (draw.normal(min(tokens, 64), SIZES.hidden), weight, None), weight)
+
+
+def gated_linear(draw: Draw, tokens: int) -> Made:
+    for scheme in schemes_for(draw, SIZES.hidden, tokens):
+        weight = weight_of(scheme, 2 * SIZES.ffn, SIZES.hidden)
+        yield scheme.name, _case(draw, (draw.normal(tokens, SIZES.hidden), weight, None, "silu"), weight)
+
+
+def _case(draw: Draw, args: tuple[Any, ...], weight: QTensor) -> Case:
+    return Case(args, draw.dtype, {"weight": weight})
+
+
+def _unnormed(draw: Draw, tokens: int) -> Unnormed:
+    x, delta = draw.normal(tokens, SIZES.hidden), draw.normal(tokens, SIZES.hidden)
+    return Unnormed(x, delta, draw.normal(SIZES.hidden), 1e-5, draw.pick.choice((0.0, 1.0)), torch.full_like(x, NAN))
+
+
+def normed_linear(draw: Draw, tokens: int) -> Made:
+    for label, made in linear(draw, tokens):
+        if made.args[0].shape[1] == SIZES.hidden:
+            yield label, replace(made, args=(_unnormed(draw, tokens), *made.args[1:]))
+
+
+def normed_gated_linear(draw: Draw, tokens: int) -> Made:
+    for label, made in gated_linear(draw, tokens):
+        yield label, replace(made, args=(_unnormed(draw, tokens), *made.args[1:]))
+
+
+def embedding(draw: Draw, tokens: int) -> Made:
+    for scheme in schemes_for(draw, SIZES.hidden, tokens):
+        table = weight_of(scheme, SIZES.vocab, SIZES.hidden)
+        args = (draw.ids(tokens, SIZES.vocab), table, draw.dtype, draw.pick.choice((1.0, 5.5)))
+        yield scheme.name, _case(draw, args, table)
+
+
+def rms_norm(draw: Draw, tokens: int) -> Made:
+    s = SIZES
+    for offset in (0.0, 1.0):
+        yield "stream", Case((draw.normal(tokens, s.hidden), draw.normal(s.hidden), 1e-5, offset), draw.dtype)
+        of_heads = draw.normal(tokens, (s.heads + s.kv) * s.head).unflatten(1, (-1, s.head))[:, : s.heads]
+        yield "heads", Case((of_heads, draw.normal(s.head), 1e-5, offset), draw.dtype)
+
+
+def add(draw: Draw, tokens: int) -> Made:
+    yield "", Case((draw.normal(tokens, SIZES.hidden), draw.normal(tokens, SIZES.hidden)), draw.dtype)
+
+
+def add_rms_norm(draw: Draw, tokens: int) -> Made:
+    x, delta = draw.normal(tokens, SIZES.hidden), draw.normal(tokens, SIZES.hidden)
+    for offset in (0.0, 1.0):
+        yield "", Case((x, delta, draw.normal(SIZES.hidden), 1e-5, offset), draw.dtype)
+
+
+def layer_norm(draw: Draw, tokens: int) -> Made:
+    x = draw.normal(tokens, SIZES.hidden) * 3 + 1
+    yield "", Case((x, draw.normal(SIZES.hidden), draw.normal(SIZES.hidden), 1e-5), draw.dtype)
+
+
+def activate(draw: Draw, tokens: int) -> Made:
+    for kind in ("silu", "gelu", "gelu_tanh", "relu", "softplus"):
+        yield kind, Case((draw.normal(tokens, SIZES.ffn), kind), draw.dtype)
+
+
+def activate_mul(draw: Draw, tokens: int) -> Made:
+    for kind in ("silu", "gelu_tanh"):
+        gate, up = draw.normal(tokens, 2 * SIZES.ffn).chunk(2, -1)
+        yield kind, Case((gate, up, kind), draw.dtype)
+
+
+def soft_cap(draw: Draw, tokens: int) -> Made:
+    yield "", Case((draw.normal(min(tokens, 64), SIZES.vocab) * 40, 30.0), draw.dtype)
+
+
+def rope_angles(draw: Draw, tokens: int) -> Made:
+    half = SIZES.head // 2
+    frequencies = 500000.0 ** (-torch.arange(half, device=DEVICE, dtype=torch.float32) / half)
+    yield "", Case((draw.ids(tokens, 8192), frequencies, 1.0, draw.dtype), draw.dtype)
+
+
+def rotate(draw: Draw, tokens: int) -> Made:
+    s = SIZES
+    q = draw.normal(tokens, (s.heads + 2 * s.kv) * s.head).unflatten(1, (-1, s.head))[:, : s.heads]
+    for half in (s.head // 2, s.head // 4):
+        yield f"half {half}", Case((q, *_angles(draw, tokens, half)), draw.dtype)
+
+
+def _angles(draw: Draw, tokens: int, half: int) -> tuple[Tensor, Tensor]:
+    turns = draw.normal(tokens, half, dtype=torch.float32) * 3
+    return turns.cos().to(draw.dtype), turns.sin().to(draw.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """The sequences of a step: how many queries each has, and how many tokens in all."""
+
+    name: str
+    counts: list[int]
+    lengths: list[int]
+
+
+def mixes(draw: Draw, tokens: int) -> list[Mix]:
+    s = SIZES
+    longest = max(2, min(s.context, s.cached // tokens))
+    past = [draw.pick.randint(0, longest - 1) for _ in range(tokens)]
+    found = [Mix("decode", [1] * tokens, [1 + length for length in past]), Mix("prompt", [tokens], [tokens])]
+    if tokens > 1:
+        found.append(Mix("chunk", [tokens], [tokens + s.context // 2]))
+        counts = []
+        while (left := tokens - sum(counts)) > 0:
+            counts.append(draw.pick.choice((1, 1, 4, min(left, max(1, tokens // 3)))))
+            counts[-1] = min(counts[-1], left)
+        found.append(Mix("mixed", counts, [c + draw.pick.randint(0, longest - 1) for c in counts]))
+    if tokens == 1:
+        found.append(Mix("long", [1], [8 * s.context]))
+    return found
+
+
+def paged(draw: Draw, mix: Mix, dtype: torch.dtype, page: int = 16) -> tuple[Tensor, Tensor, PagedMeta]:
+    """Frames in any order, of two layers, poisoned wherever no sequence may look."""
+    s = SIZES
+    used = [-(-length // page) for length in mix.lengths]
+    order = list(range(1, sum(used) + 3))
+    draw.pick.shuffle(order)
+    table = np.zeros((len(used), max(used)), np.int64)
+    for i, count in enumerate(used):
+        table[i, :count] = [order.pop() for _ in range(count)]
+    live, slots = [], []
+    for i, (count, length) in enumerate(zip(mix.counts, mix.lengths, strict=True)):
+        at = np.arange(length)
+        flat = table[i, at // page] * page + at % page
+        live.append(flat[: length - count])
+        slots.append(flat[length - count :])
+    frames = torch.full((sum(used) + 3, 2, page, 2, s.kv, s.head), NAN, dtype=dtype, device=DEVICE)
+    own = frames[:, 1]
+    before = torch.from_numpy(np.concatenate(live)).to(DEVICE)
+    own[before // page, before % page] = draw.normal(len(before), 2, s.kv, s.head, dtype=dtype)
+    q_start = np.concatenate(([0], np.cumsum(mix.counts)))
+    lengths = np.array(mix.lengths)
+    meta = PagedMeta(
+        q_start, lengths, torch.from_numpy(table).to(DEVICE), torch.from_numpy(np.concatenate(slots)).to(DEVICE), page,
+        _integers(q_start), _integers(lengths),
+    )  # fmt: skip
+    return own[:, :, 0], own[:, :, 1], meta
+
+
+def _integers(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(array.astype(np.int32)).to(DEVICE)
+
+
+def _heads(window: int | None, cap: float | None) -> Heads:
+    s = SIZES
+    return Heads(s.heads, s.kv, s.head, s.head**-0.5, window, cap)
+
+
+def _wishes(mix: Mix) -> list[tuple[int | None, float | None]]:
+    """Windows and caps to try: the rare ones only with some mixes, since each case is large."""
+    plain: list[tuple[int | None, float | None]] = [(None, None)]
+    return [*plain, (SIZES.context // 4, 50.0)] if mix.name in ("mixed", "chunk", "long") else plain
+
+
+def attend(draw: Draw, tokens: int) -> Made:
+    s = SIZES
+    for mix in mixes(draw, tokens):
+        for window, cap in _wishes(mix):
+            heads = _heads(window, cap)
+            k_pages, v_pages, meta = paged(draw, mix, draw.dtype)
+            fused = draw.normal(tokens, s.heads + 2 * s.kv, s.head)
+            q, k, v = fused.split((s.heads, s.kv, s.kv), 1)
+            norms = draw.pick.choice((None, HeadNorms(draw.normal(s.head), draw.normal(s.head), 1e-6, 0.0)))
+            angles = _angles(draw, tokens, s.head // 2)
+            args = (q, k, v, k_pages, v_pages, meta, angles, norms, heads.scale, window, cap)
+            yield mix.name, Case(args, draw.dtype, {"heads": heads, "pages": draw.dtype}, written=(3, 4))
+
+
+def paged_attention(draw: Draw, tokens: int) -> Made:
+    s = SIZES
+    for mix in mixes(draw, tokens):
+        for window, cap in _wishes(mix):
+            for pages in (draw.dtype, torch.int8):
+                heads = _heads(window, cap)
+                k_pages, v_pages, meta = paged(draw, mix, torch.float32 if pages is torch.int8 else pages)
+                for own in (k_pages, v_pages):
+                    at = meta.slots
+                    own[at // 16, at % 16] = draw.normal(tokens, s.kv, s.head, dtype=own.dtype)
+                scales: tuple[Tensor, ...] = ()
+                if pages is torch.int8:
+                    (k_pages, k_scales), (v_pages, v_scales) = _rounded(k_pages), _rounded(v_pages)
+                    scales = k_scales, v_scales
+                args = (draw.normal(tokens, s.heads, s.head), k_pages, v_pages, meta, heads.scale, window, cap, *scales)
+                # Over rounded pages a provider may multiply in bfloat16, as tiles do.
+                provided = torch.bfloat16 if pages is torch.int8 else None
+                facts = {"heads": heads, "pages": pages}
+                yield f"{mix.name} {pages}", Case(args, draw.dtype, facts, provided=provided)
+
+
+def _rounded(pages: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, and scales that are poisoned where the numbers were."""
+    scales = pages.abs().amax(-1) / 127
+    codes = (pages / scales.unsqueeze(-1)).nan_to_num(0.0).round().to(torch.int8)
+    return codes, scales
+
+
+def write_pages(draw: Draw, tokens: int) -> Made:
+    s = SIZES
+    k_pages, _, meta = paged(draw, mixes(draw, tokens)[0], draw.dtype)
+    yield "", Case((draw.normal(tokens, s.kv, s.head), k_pages, meta.slots), draw.dtype, written=(1,))
+
+
+def write_pages_int8(draw: Draw, tokens: int) -> Made:
+    s = SIZES
+    k_pages, _, meta = paged(draw, mixes(draw, tokens)[0], torch.float32)
+    codes, scales = _rounded(k_pages)
+    args = (draw.normal(tokens, s.kv, s.head), codes, scales, meta.slots)
+    yield "", Case(args, draw.dtype, {"pages": torch.int8}, written=(1, 2))
+
+
+def _recurrent(draw: Draw, tokens: int) -> Iterator[tuple[str, RecurrentMeta, int]]:
+    steps = [[1] * tokens, [tokens]] if tokens <= 64 else [[1] * (tokens // 2), [tokens // 8] * 8]
+    for counts in steps:
+        kept = [draw.pick.randint(1, min(count, 4)) for count in counts]
+        places = list(range(1, 1 + len(counts) + sum(kept)))
+        draw.pick.shuffle(places)
+        read = [draw.pick.choice((0, places.pop())) for _ in counts]
+        write = [[places.pop() for _ in range(k)] + [0] * (max(kept) - k) for k in kept]
+        q_start = np.concatenate(([0], np.cumsum(counts)))
+        meta = RecurrentMeta(
+            q_start, np.array(kept), torch.tensor(read, device=DEVICE), torch.tensor(write, device=DEVICE),
+            _integers(q_start), _integers(np.array(kept)),
+        )  # fmt: skip
+        yield f"{len(counts)} sequences", meta, 1 + len(counts) + sum(kept)
+
+
+def _state(draw: Draw, *shape: int) -> Tensor:
+    state = draw.normal(*shape, dtype=torch.float32)
+    state[0] = 0
+    return state
+
+
+def causal_conv(draw: Draw, tokens: int) -> Made:
+    for label, meta, slots in _recurrent(draw, tokens):
+        x = draw.normal(int(meta.q_start[-1]), SIZES.channels)
+        weight, bias = draw.normal(SIZES.channels, 4), draw.pick.choice((None, draw.normal(SIZES.channels)))
+        args = (x, weight, bias, _state(draw, slots, SIZES.channels, 3), meta)
+        yield label, Case(args, draw.dtype, written=(3,))
+
+
+def selective_scan(draw: Draw, tokens: int) -> Made:
+    for label, meta, slots in _recurrent(draw, tokens):
+        total, channels, size = int(meta.q_start[-1]), SIZES.channels, 16
+        delta = torch.nn.functional.softplus(draw.normal(total, channels))
+        a = -draw.normal(channels, size, dtype=torch.float32).exp()
+        b, c = draw.normal(total, size), draw.normal(total, size)
+        x, d = draw.normal(total, channels), draw.normal(channels, dtype=torch.float32)
+        args = (x, delta, a, b, c, d, _state(draw, slots, channels, size), meta)
+        yield label, Case(args, draw.dtype, written=(6,))
+
+
+GENERATORS: dict[str, Callable[[Draw, int], Made]] = {
+    function.__name__: function
+    for function in (
+        linear, best_output, gated_linear, normed_linear, normed_gated_linear, embedding, rms_norm, add, add_rms_norm,
+        layer_norm, activate, activate_mul, soft_cap, rope_angles, rotate, attend, paged_attention, write_pages,
+        write_pages_int8, causal_conv, selective_scan,
+    )
+}  # fmt: skip

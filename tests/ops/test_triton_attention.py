@@ -1,0 +1,252 @@
+"""The GPU's attention where generated inputs seldom lead: splits, replays, padded rows, many drafts, long pasts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bankfull.ops import HeadNorms, PagedMeta
+from bankfull.ops.reference.attention import attend, paged_attention, write_pages, write_pages_int8
+from bankfull.ops.triton import attention, attention_decode, attention_map, pages
+from tests.ops import cases
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 4e-2}
+"""Triton's interpreter cuts numbers off where the device rounds them to bfloat16."""
+SIZE = 16
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 16 keys, so that short sequences have several, and scratch that no other test has used."""
+    monkeypatch.setattr(attention_decode, "TILE_BYTES", 16 * SIZE)
+    monkeypatch.setattr(attention_decode, "_scratches", {})
+
+
+class Inputs:
+    """One call of `attend`, its pages poisoned wherever nobody may look, the places of new tokens included."""
+
+    def __init__(
+        self, counts: Sequence[int], lengths: Sequence[int], monkeypatch: pytest.MonkeyPatch, *, kv: int = 2,
+        groups: int = 2, size: int = SIZE, dtype: torch.dtype = torch.float32, held: torch.dtype | None = None,
+        window: int | None = None, cap: float | None = None, seed: int = 0, norms: bool = True, turns: bool = True,
+    ) -> None:  # fmt: skip
+        bounds = np.concatenate(([0], np.cumsum(counts))), np.array(lengths)
+        monkeypatch.setattr(cases, "sequences", lambda make: bounds)
+        make = cases.Maker(seed, dtype)
+        self.dtype = held or dtype
+        """Of the coarsest numbers: the tolerance follows from it."""
+        self.k_pages, self.v_pages, self.meta = cases.paged(make, kv, size, size, window, held or dtype)
+        for pages_of in (self.k_pages, self.v_pages):
+            write_pages.body(torch.full((sum(counts), kv, size), float("nan")), pages_of, self.meta.slots)
+        stacked = make.normal(sum(counts), kv * (groups + 2), size)
+        self.q, self.k, self.v = stacked.split((kv * groups, kv, kv), 1)
+        angle = make.normal(sum(counts), size // 2, dtype=torch.float64)
+        self.angles = (angle.cos().to(dtype), angle.sin().to(dtype)) if turns else None
+        self.norms = HeadNorms(make.normal(size), make.normal(size), 1e-5, 1.0) if norms else None
+        self.rest = size**-0.5, window, cap
+
+    def args(self, meta: PagedMeta | None = None) -> tuple[Any, ...]:
+        """Fresh pages each time: the operation writes to them."""
+        held = tuple(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype).copy_(p) for p in self.pages)
+        given = (self.q, self.k, self.v, *held, meta or self.meta, self.angles, self.norms, *self.rest)
+        return tuple(cases.moved(value, DEVICE) for value in given)
+
+    @property
+    def pages(self) -> tuple[Tensor, Tensor]:
+        return self.k_pages, self.v_pages
+
+    def check(self, meta: PagedMeta | None = None) -> Tensor:
+        expected, wanted = self._run(attend.body, self.meta)
+        got, found = self._run(attention.run_attend, meta or self.meta)
+        close(got, expected, self.dtype)
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one.isnan(), other.isnan()), "something was written elsewhere, or not at all"
+            close(one.nan_to_num(), other.nan_to_num(), self.dtype)
+        return got
+
+    def _run(self, run, meta: PagedMeta) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        args = self.args(meta)
+        return run(*args).cpu(), (args[3].cpu(), args[4].cpu())
+
+
+def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert got.dtype == expected.dtype and got.shape == expected.shape
+    error = (got.double() - expected.double()).abs().max().item()
+    assert error <= TOLERANCE[dtype] * max(1.0, expected.double().abs().max().item())
+
+
+def was_merged() -> bool:
+    """Did any sequence leave partial results? Their sums start as NaN."""
+    return any(not made.total.isnan().all() for made in attention_decode._scratches.values())
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = attention_decode.Scratch
+
+    def poisoned(*sizes: Any) -> attention_decode.Scratch:
+        scratch = made(*sizes)
+        for part in (scratch.mixed, scratch.peak, scratch.total):
+            part.fill_(float("nan"))
+        return scratch
+
+    monkeypatch.setattr(attention_decode, "Scratch", poisoned)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("width", [1, 3, 16])
+def test_a_split_sequence_is_merged(width, dtype, monkeypatch, watched) -> None:
+    Inputs([width], [100 + width], monkeypatch, dtype=dtype, seed=width).check()
+    assert was_merged()
+
+
+def test_sequences_shorter_than_their_splits_leave_some_of_them_empty(monkeypatch, watched) -> None:
+    monkeypatch.setattr(attention_decode, "PROGRAMS", 16)
+    Inputs([1, 1, 2, 1, 1], [1, 2, 2, 17, 120], monkeypatch, kv=1, groups=3).check()
+    assert was_merged()
+
+
+def test_a_launch_leaves_its_counters_as_it_found_them(monkeypatch, watched) -> None:
+    made = Inputs([1, 4], [90, 61], monkeypatch, kv=1)
+    first = made.check()
+    for _ in range(2):
+        assert torch.equal(made.check(), first), "the same numbers in the same order give the same bits"
+    assert was_merged()
+    assert all(not own.arrivals.any() for own in attention_decode._scratches.values())
+
+
+def test_only_the_device_knows_how_long_the_sequences_of_a_captured_step_are(monkeypatch, watched) -> None:
+    made = Inputs([1, 1, 1], [70, 5, 33], monkeypatch)
+    made.check(replace(made.meta, kv_len=np.array([1, 1, 1])))
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_padded_row_without_length_writes_nothing_and_is_zero(width, monkeypatch) -> None:
+    made = Inputs([width, width], [40, width], monkeypatch)
+    meta = replace(made.meta, lengths=made.meta.lengths * torch.tensor([1, 0], dtype=torch.int32))
+    args = made.args(meta)
+    before = args[3].clone(), args[4].clone()
+    got = attention.run_attend(*args).cpu()
+    expected = attend.body(*made.args())
+    close(got[:width], expected[:width].cpu(), made.dtype)
+    assert not got[width:].any()
+    page = meta.page_tokens
+    for slot in meta.slots[width:].tolist():
+        for was, now in zip(before, args[3:5], strict=True):
+            assert torch.equal(was[slot // page, slot % page].isnan(), now[slot // page, slot % page].isnan())
+
+
+@pytest.mark.parametrize("counts", [[2, 1, 7], [2, 30, 1]], ids=["decode", "mixed"])
+@pytest.mark.parametrize(("window", "cap"), [(9, None), (1, 5.0), (25, 3.0), (200, None)])
+def test_windows_and_caps_hold_in_every_kernel(window, cap, counts, monkeypatch) -> None:
+    Inputs(counts, [80, 45, 33], monkeypatch, window=window, cap=cap, seed=window).check()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_chunk_behind_a_long_past_shares_its_batch_with_single_tokens(dtype, monkeypatch) -> None:
+    Inputs([1, 40, 70, 2, 17], [150, 240, 70, 9, 60], monkeypatch, dtype=dtype, kv=1, groups=3, size=20).check()
+
+
+def test_queries_that_need_no_change_are_read_where_they_are(monkeypatch) -> None:
+    Inputs([33, 1], [50, 20], monkeypatch, norms=False, turns=False).check()
+    Inputs([3, 1], [50, 20], monkeypatch, norms=False, turns=False).check()
+
+
+def test_many_heads_and_drafts_take_several_tiles_of_rows(monkeypatch, watched) -> None:
+    Inputs([16, 5], [75, 20], monkeypatch, kv=1, groups=9).check()
+    assert was_merged()
+
+
+def test_more_heads_than_a_tile_has_rows_go_one_by_one(monkeypatch) -> None:
+    Inputs([18], [30], monkeypatch, kv=1, groups=33).check()
+
+
+@pytest.mark.parametrize("counts", [[2, 1], [30, 1]], ids=["decode", "mixed"])
+def test_pages_may_be_narrower_than_queries(counts, monkeypatch) -> None:
+    made = Inputs(counts, [80, 45], monkeypatch, held=torch.bfloat16)
+    made.check()
+
+
+@pytest.mark.parametrize("counts", [[2, 1], [30, 1]], ids=["decode", "mixed"])
+@pytest.mark.parametrize("cap", [None, 4.0])
+def test_rounded_pages_are_read_with_their_scales(counts, cap, monkeypatch) -> None:
+    made = Inputs(counts, [80, 45], monkeypatch, window=40, cap=cap)
+    make = cases.Maker(1)
+    (k_codes, k_scales), (v_codes, v_scales) = (cases.rounded(make, part.nan_to_num(1.0)) for part in made.pages)
+    args = (made.q.contiguous(), k_codes, v_codes, made.meta, *made.rest, k_scales, v_scales)
+    got = attention.run_paged_attention(*(cases.moved(value, DEVICE) for value in args))
+    close(got.cpu(), paged_attention.body(*args), made.dtype)
+
+
+@pytest.mark.parametrize("counts", [[2, 1], [30, 1]], ids=["decode", "mixed"])
+def test_integers_that_are_not_on_the_device_are_shipped(counts, monkeypatch) -> None:
+    made = Inputs(counts, [80, 45], monkeypatch)
+    narrow = replace(made.meta, starts=None, lengths=None, pages=made.meta.pages.int(), slots=made.meta.slots.int())
+    args = tuple(cases.moved(value, DEVICE) if value is not narrow else value for value in made.args())
+    held = replace(narrow, pages=narrow.pages.to(DEVICE), slots=narrow.slots.to(DEVICE))
+    got = attention.run_attend(*args[:5], held, *args[6:])
+    close(got.cpu(), attend.body(*made.args()).cpu(), made.dtype)
+
+
+def test_tiles_cover_every_token_once_and_those_with_many_keys_come_first() -> None:
+    q_start, kv_len = np.array([0, 40, 41, 108]), np.array([100, 900, 67])
+    tiles = attention_map.tile_map(q_start, kv_len, np.array([0, 2]), 32)
+    covered = sorted(token for _, first, count, _ in tiles for token in range(first, first + count))
+    assert covered == [*range(40), *range(41, 108)]
+    for sequence, first, count, left in tiles:
+        assert first + left == q_start[sequence + 1] and count <= 32
+    keys = [kv_len[sequence] - left for sequence, _, _, left in tiles]
+    assert keys == sorted(keys, reverse=True)
+
+
+def test_the_number_of_splits_follows_from_what_a_captured_step_keeps() -> None:
+    device = torch.device("cpu")  # counts as 4 multiprocessors
+    assert attention_decode.split_count(1, 1000, 64, device) == 8
+    assert attention_decode.split_count(3, 1000, 64, device) == 3
+    assert attention_decode.split_count(1, 100, 64, device) == 2
+    assert attention_decode.split_count(100, 1000, 64, device) == 1
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 0.0, 1e-30])
+def test_rounding_leaves_the_scale_that_the_body_leaves(number) -> None:
+    new = torch.randn(5, 2, 9)
+    new[3, 1, 4], new[2, 0] = number, number
+    slots = torch.tensor([4, 0, 7, 2, 9])
+    made = [(torch.zeros(4, 3, 2, 9, dtype=torch.int8), torch.zeros(4, 3, 2)) for _ in range(2)]
+    there = [part.to(DEVICE) for part in (new, *made[0], slots)]
+    pages.run_write_pages_int8(*there)
+    write_pages_int8.body(new, *made[1], slots)
+    assert torch.equal(there[1].cpu(), made[1][0])
+    assert torch.equal(there[2].cpu().nan_to_num(-1.0), made[1][1].nan_to_num(-1.0))
+
+
+def test_what_a_token_leaves_may_be_of_any_shape() -> None:
+    for shape in ((7,), (2, 3, 4)):
+        new, slots = torch.randn(3, *shape), torch.tensor([5, 0, 2])
+        got, expected = torch.zeros(2, 3, *shape).to(DEVICE), torch.zeros(2, 3, *shape)
+        pages.run_write_pages(new.to(DEVICE), got, slots.to(DEVICE))
+        write_pages.body(new, expected, slots)
+        assert torch.equal(got.cpu(), expected)
+
+
+def test_what_does_not_fit_is_said_in_a_sentence(monkeypatch) -> None:
+    made = Inputs([1], [5], monkeypatch)
+    q, k_pages, v_pages = (part.to(DEVICE) for part in (made.q, *made.pages))
+    meta = cases.moved(made.meta, DEVICE)
+    with pytest.raises(ValueError, match="leaves nothing to look at"):
+        attention.run_paged_attention(q, k_pages, v_pages, meta, 1.0, 0)
+    with pytest.raises(ValueError, match="positive number"):
+        attention.run_paged_attention(q, k_pages, v_pages, meta, 0.0)
+    with pytest.raises(ValueError, match="no scales"):
+        attention.run_paged_attention(q, k_pages.to(torch.int8), v_pages.to(torch.int8), meta, 1.0)
+    with pytest.raises(ValueError, match="do not fit each other"):
+        attention.run_paged_attention(q[..., :-1], k_pages, v_pages, meta, 1.0)
+    with pytest.raises(ValueError, match="does not fit pages"):
+        pages.run_write_pages(made.k[..., :-1].to(DEVICE), k_pages, meta.slots)
