@@ -208,11 +208,10 @@ def test_tiles_cover_every_token_once_and_those_with_many_keys_come_first() -> N
 
 
 def test_the_number_of_splits_follows_from_what_a_captured_step_keeps() -> None:
-    device = torch.device("cpu")  # counts as 4 multiprocessors
-    assert attention_decode.split_count(1, 1000, 64, device) == 8
-    assert attention_decode.split_count(3, 1000, 64, device) == 3
-    assert attention_decode.split_count(1, 100, 64, device) == 2
-    assert attention_decode.split_count(100, 1000, 64, device) == 1
+    assert attention_decode.split_count(1, 1000, 64, 8) == 8
+    assert attention_decode.split_count(3, 1000, 64, 8) == 3
+    assert attention_decode.split_count(1, 100, 64, 8) == 2
+    assert attention_decode.split_count(100, 1000, 64, 8) == 1
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 0.0, 1e-30])

@@ -208,8 +208,8 @@ def attention_decode(
             score = tl.dot(queries, tl.trans(early_keys.to(PRODUCT)), input_precision="ieee")
             if CAPPED:
                 score = capped(score, inner, outer)
-            seen = visible_keys(low + tl.arange(0, BLOCK), position, begin, high, window, FUSED)
-            score = tl.where(seen, score, float("-inf"))
+            early_seen = visible_keys(low + tl.arange(0, BLOCK), position, begin, high, window, FUSED)
+            score = tl.where(early_seen, score, float("-inf"))
             peak, total, mixed = absorbed(score, factor, early_values.to(PRODUCT), None, peak, total, mixed, True)
             low += BLOCK
         for at in tl.range(low, high, BLOCK, num_stages=STAGES):
