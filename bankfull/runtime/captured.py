@@ -26,8 +26,8 @@ from bankfull.runtime.rows import Rows
 from bankfull.sample.table import Chooser
 from bankfull.types import Work
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""Rows that steps are padded to: at most a third is wasted, and where the matrix units tile, next to nothing."""
+SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+"""Rows that steps are padded to. A step of few rows costs what its weights cost, whatever their number."""
 GREEDY, DRAWN = "greedy", "drawn"
 Fetch = Callable[[Tensor], Tensor]
 
@@ -54,6 +54,7 @@ class Captured:
         """False: the same launches on the same padded shapes, one by one (for comparison)."""
         self._steps: dict[tuple[int, int], Recorded] = {}
         self._choices: dict[tuple[int, str], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        """Of a step's tokens. The greedy ones contain the step: one launch from rows to tokens."""
         self._pool: Any = None
 
     def __call__(self, batch: Batch) -> Tensor:
@@ -126,10 +127,10 @@ class Captured:
             hidden = self._launch(batch, size, width)
         return Recorded(graph, batch, hidden)
 
-    def _choose(self, size: int, kind: str) -> Tensor:
+    def _choose(self, hidden: Tensor, size: int, kind: str) -> Tensor:
         from bankfull.ops.triton.steps import append_tokens
 
-        rows, hidden, lines = self._rows, self._steps[size, 1].hidden, self._lines[:size]
+        rows, lines = self._rows, self._lines[:size]
         if kind == GREEDY:
             chosen = self.eager.model.head.best(hidden)
         else:
@@ -141,11 +142,13 @@ class Captured:
         return chosen
 
     def _record_choice(self, size: int, kind: str) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        self._choose(size, kind)
+        recorded = self._steps[size, 1]
+        self._choose(recorded.hidden, size, kind)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
-            chosen = self._choose(size, kind)
+            hidden = self._launch(recorded.batch, size, 1) if kind == GREEDY else recorded.hidden
+            chosen = self._choose(hidden, size, kind)
         return graph, chosen
 
     def replay(self, work: Sequence[Work]) -> tuple[Batch, Tensor] | None:
@@ -178,14 +181,15 @@ class Captured:
         def step(lines: Sequence[int]) -> Tensor:
             size = padded(len(lines), rows.count)
             self._send(list(lines))
-            self._run(self._steps[size, 1], size, 1)
             facts = rows.sampling.facts
             kind = GREEDY if all(facts[line].greedy for line in lines) else DRAWN
+            if kind == DRAWN or not self.enabled:
+                self._run(self._steps[size, 1], size, 1)
             graph, chosen = self._choices[size, kind]
             if self.enabled:
                 graph.replay()
             else:
-                chosen = self._choose(size, kind)
+                chosen = self._choose(self._steps[size, 1].hidden, size, kind)
             rows.computed[list(lines)] += 1
             return fetch(chosen[: len(lines)])
 

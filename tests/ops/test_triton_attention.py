@@ -160,7 +160,8 @@ def test_queries_that_need_no_change_are_read_where_they_are(monkeypatch) -> Non
 
 
 def test_many_heads_and_drafts_take_several_tiles_of_rows(monkeypatch, watched) -> None:
-    Inputs([16, 5], [75, 20], monkeypatch, kv=1, groups=9).check()
+    monkeypatch.setattr(attention_decode, "PROGRAMS", 16)
+    Inputs([16, 5], [75, 20], monkeypatch, kv=1, groups=9, dtype=torch.float16).check()
     assert was_merged()
 
 

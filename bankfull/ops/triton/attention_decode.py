@@ -28,13 +28,16 @@ from bankfull.ops.triton.launch import overlapped, power_of_two, processors, sta
 
 MOST_TOKENS = 16
 """New tokens of a sequence; more are the business of tiles of queries."""
-PROGRAMS = 2
-"""For each multiprocessor, at least, while there is enough to split: with tiles of keys in flight for each of them,
-two keep the memory busy."""
-TILE_BYTES = 16384
-"""Of keys, and again of values, in one step of a program's loop: with three stages two programs fit a multiprocessor's
-shared memory, and what they have in flight (64 KiB) is more than the memory's latency times its speed (25 KiB)."""
+PROGRAMS, MANY_PROGRAMS = 2, 4
+"""For each multiprocessor, at least, while there is enough to split; the larger number where a sequence is cut into so
+few parts that each still has several tiles."""
+TILE_BYTES = 8192
+"""Of keys, and again of values, in one step of a program's loop: small enough that four programs with three stages fit
+a multiprocessor beside each other; what they have in flight is more than the memory's latency times its speed."""
 STAGES = 3
+FEW_PAIRS = 32
+"""Of sequences and key heads: what counts then is how soon each program has its first tile, and that the kernels around
+it keep their place on the multiprocessor; beyond, that many tiles are on their way."""
 MERGED = 4096
 """Numbers of partial results that are loaded at once: 32 for each thread."""
 
@@ -109,10 +112,15 @@ def attention_decode(
     GROUPS: tl.constexpr, SIZE: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr,
     HALF: tl.constexpr, SHIFTED: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, FUSED: tl.constexpr,
     ALIKE: tl.constexpr, ROWS: tl.constexpr, LIVE: tl.constexpr, ROW_TILES: tl.constexpr, NEW: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, AT_ONCE: tl.constexpr, PRODUCT: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, AT_ONCE: tl.constexpr, PRODUCT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """EARLY: all that is in the pages was written by earlier steps, so that the first tile is asked for before the
+    kernel before has ended. (Lengths and page tables were written before the step's first kernel, which lets nobody
+    begin before they are there.)"""
     start_next(OVERLAP)
-    wait_for_inputs(OVERLAP)
+    if not EARLY:
+        wait_for_inputs(OVERLAP)
     key_head = tl.program_id(0) // ROW_TILES
     row_tile = tl.program_id(0) % ROW_TILES
     split = tl.program_id(1)
@@ -145,6 +153,27 @@ def attention_decode(
         dims = tl.arange(0, PADDED)
         numbers = tl.arange(0, PADDED_VALUES)
         last = split == active - 1
+        factor = inner
+        if CAPPED:
+            factor = 1.0
+        k_base = k_pages + key_head * k_page_head
+        v_base = v_pages + key_head * v_page_head
+        table_base = table + sequence.to(tl.int64) * table_row
+        low = base + split * share * BLOCK
+        high = tl.minimum(low + share * BLOCK, end)
+        # The pages of a tile are looked up one step before they are needed: no load of the loop waits for another.
+        frames = look_up(table_base, low, begin, high, PAGE, BLOCK)
+        if EARLY:
+            early = low + tl.arange(0, BLOCK)
+            there = ((early >= begin) & (early < high))[:, None]
+            k_places = places(frames, low, k_frame, k_place, PAGE, BLOCK)
+            v_places = k_places if ALIKE else places(frames, low, v_frame, v_place, PAGE, BLOCK)
+            k_met = there & (dims < SIZE)[None, :]
+            early_keys = tl.load(k_base + k_places[:, None] + dims[None, :], mask=k_met, other=0.0)
+            v_met = there & (numbers < VALUES)[None, :]
+            early_values = tl.load(v_base + v_places[:, None] + numbers[None, :], mask=v_met, other=0.0)
+            frames = look_up(table_base, low + BLOCK, begin, high, PAGE, BLOCK)
+            wait_for_inputs(OVERLAP)
         own = turned(
             q + token.to(tl.int64) * q_token + head * q_head, real, token.to(tl.int64), q_weight, cos, sin, cos_token,
             sin_token, eps, offset, SIZE, PADDED, HALF, SHIFTED,
@@ -175,16 +204,14 @@ def attention_decode(
         peak = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         mixed = tl.zeros([ROWS, PADDED_VALUES], tl.float32)
-        factor = inner
-        if CAPPED:
-            factor = 1.0
-        k_base = k_pages + key_head * k_page_head
-        v_base = v_pages + key_head * v_page_head
-        table_base = table + sequence.to(tl.int64) * table_row
-        low = base + split * share * BLOCK
-        high = tl.minimum(low + share * BLOCK, end)
-        # The pages of a tile are looked up one step before they are needed: no load of the loop waits for another.
-        frames = look_up(table_base, low, begin, high, PAGE, BLOCK)
+        if EARLY:
+            score = tl.dot(queries, tl.trans(early_keys.to(PRODUCT)), input_precision="ieee")
+            if CAPPED:
+                score = capped(score, inner, outer)
+            seen = visible_keys(low + tl.arange(0, BLOCK), position, begin, high, window, FUSED)
+            score = tl.where(seen, score, float("-inf"))
+            peak, total, mixed = absorbed(score, factor, early_values.to(PRODUCT), None, peak, total, mixed, True)
+            low += BLOCK
         for at in tl.range(low, high, BLOCK, num_stages=STAGES):
             key = at + tl.arange(0, BLOCK)
             inside = (key >= begin) & (key < high)
@@ -259,7 +286,7 @@ class Scratch:
     """
 
     def __init__(self, device: torch.device, lines: int, values: int) -> None:
-        programs = 2 * PROGRAMS * processors(device)
+        programs = 2 * MANY_PROGRAMS * processors(device)
         self.mixed = torch.empty(programs * lines * values, dtype=torch.float32, device=device)
         self.peak = torch.empty(programs * lines, dtype=torch.float32, device=device)
         self.total = torch.empty_like(self.peak)
@@ -280,9 +307,9 @@ def scratch(device: torch.device, lines: int, values: int) -> Scratch:
     return made
 
 
-def split_count(pairs: int, most_tokens: int, block: int, device: torch.device) -> int:
+def split_count(pairs: int, most_tokens: int, block: int, programs: int) -> int:
     """Only from what a captured step keeps: sequences, heads, and the width of its page tables."""
-    return min(triton.cdiv(PROGRAMS * processors(device), pairs), max(1, triton.cdiv(most_tokens, block)))
+    return min(triton.cdiv(programs, pairs), max(1, triton.cdiv(most_tokens, block)))
 
 
 def tile_shape(padded: int, product_bytes: int, page_bytes: int) -> tuple[int, int]:
@@ -310,7 +337,12 @@ def launch_decode(
     rows = max(16, live)
     row_tiles = triton.cdiv(groups * width, rows)
     sequences = len(table) if chosen is None else len(chosen)
-    splits = split_count(sequences * key_heads * row_tiles, table.shape[1] * page, block, q.device)
+    pairs = sequences * key_heads * row_tiles
+    early = new is not None and pairs <= processors(q.device)
+    stages, programs = (1, PROGRAMS) if pairs <= FEW_PAIRS else (STAGES, MANY_PROGRAMS)
+    if not early:
+        stages, programs = STAGES, PROGRAMS
+    splits = split_count(pairs, table.shape[1] * page, block, programs * processors(q.device))
     own = scratch(q.device, rows, padded_values)
     k, v = new or (q, q)
     cos, sin = angles or (None, None)
@@ -327,6 +359,6 @@ def launch_decode(
         inner, outer, norms.eps if norms else 0.0, norms.offset if norms else 0.0, window, splits,
         groups, size, values, padded, padded_values, 1 if cos is None else cos.shape[1], bool(norms and norms.offset),
         page, cap is not None, new is not None, k_pages.stride()[:2] == v_pages.stride()[:2], rows, live, row_tiles,
-        1 if width == 1 else 16, block, STAGES, min(8, max(1, MERGED // (live * padded_values))), multiplied_as(q),
-        num_warps=4, **overlapped(q),
+        1 if width == 1 else 16, block, stages, early, min(8, max(1, MERGED // (live * padded_values))),
+        multiplied_as(q), num_warps=4, **overlapped(q),
     )  # fmt: skip

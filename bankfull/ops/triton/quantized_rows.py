@@ -1,0 +1,206 @@
+"""Quantized weights times very few rows: all that it costs is to read the weights once.
+
+A program owns a few outputs and walks along their columns. A thread holds four neighbouring words of each output: one
+16-byte load, 32 codes of 4 bits. Activations are loaded and widened once for all outputs of a program. What limits the
+speed, next to memory, is how many instructions a code takes: here little more than two, a mask and a multiplication in
+float32. Steps are applied once for each word.
+
+The factors that codes wait for (`quantized_codes.tiny`) are given to the activations, all but 2 ** -85, which is taken
+back in the end: so sums are right for activations below 2 ** 63, and none above about 1e-12 loses a bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.pointwise import activation
+from bankfull.ops.triton.quantized_codes import exponent, group_step, power, tiny
+from bankfull.ops.triton.quantized_layout import WordWeight
+
+OUTPUTS = 8
+"""Of a program, where that leaves enough programs: the more, the less activations cost."""
+FEW_OUTPUTS = 4
+ENOUGH_PROGRAMS = 2048
+WORDS_PER_WARP = 128
+"""Of one output at a time: 16 bytes for each thread."""
+
+SMALL = tl.constexpr(85)
+
+
+@triton.constexpr_function
+def neighbours(L):
+    """Words of a group that a thread holds."""
+    return min(4, L)
+
+
+@triton.jit
+def loaded(
+    words, high, steps, lows, outer_steps, outer_lows, outputs, valid, first, groups,
+    BITS: tl.constexpr, NESTED: tl.constexpr, LOWS: tl.constexpr, BY_ROW: tl.constexpr, GROUP: tl.constexpr,
+    W: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
+    """Words [outputs, W] from the `first` on, their upper bits, and the steps and lows [outputs, W / L] of their
+    groups."""
+    word = first + tl.arange(0, W)
+    inside = valid[:, None] & (word < groups * L)[None, :]
+    at = outputs.to(tl.int64)[:, None] * (groups * L) + word[None, :]
+    codes = tl.load(words + at, inside, 0).to(tl.uint32, bitcast=True)
+    upper = codes
+    if BITS == 6:
+        upper = tl.load(high + at, inside, 0).to(tl.uint16, bitcast=True).to(tl.uint32)
+    step = tl.zeros([1, 1], dtype=tl.float32)
+    low = step
+    if not BY_ROW:
+        group = first // L + tl.arange(0, W // L)
+        known = valid[:, None] & (group < groups)[None, :]
+        of_group = outputs.to(tl.int64)[:, None] * groups + group[None, :]
+        # Outer steps cover 256 columns.
+        outer = outputs.to(tl.int64)[:, None] * (groups // (256 // GROUP)) + (group // (256 // GROUP))[None, :]
+        step = group_step(steps, outer_steps, of_group, outer, known, NESTED)
+        if LOWS != 0:
+            low = LOWS * group_step(lows, outer_lows, of_group, outer, known, NESTED)
+    return codes, upper, step, low
+
+
+@triton.jit
+def pair_of(x, pair, inside, columns, PADDED: tl.constexpr):
+    """The two activations of each pair, as float32."""
+    kind: tl.constexpr = x.dtype.element_ty
+    if PADDED or kind == tl.float32:
+        column = 2 * pair
+        even = tl.load(x + column, inside & (column < columns), 0.0).to(tl.float32)
+        odd = tl.load(x + column + 1, inside & (column + 1 < columns), 0.0).to(tl.float32)
+    else:  # two 16-bit numbers are one load, and a bfloat16 is the upper half of a float32
+        both = tl.load(x.to(tl.pointer_type(tl.uint32)) + pair, inside, 0)
+        if kind == tl.bfloat16:
+            even = (both << 16).to(tl.float32, bitcast=True)
+            odd = (both & 0xFFFF0000).to(tl.float32, bitcast=True)
+        else:
+            even = (both & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+            odd = (both >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return even, odd
+
+
+@triton.jit
+def products(
+    x, codes, upper, step, low, first, groups, columns,
+    BITS: tl.constexpr, ZERO: tl.constexpr, FLOATS: tl.constexpr, LOWS: tl.constexpr, BY_ROW: tl.constexpr,
+    GROUP: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
+    """Of words with their activations, summed over the neighbours that a thread has of a group: [outputs, W / RUN]."""
+    word = first + tl.arange(0, W)
+    pair = word // L * (GROUP // 2) + word % L
+    inside = word < groups * L
+    summed = tl.zeros([R, W], dtype=tl.float32)
+    whole = tl.zeros([W], dtype=tl.float32)
+    for i in tl.static_range(GROUP // L // 2):
+        even, odd = pair_of(x, pair + i * L, inside, columns, PADDED)
+        if ZERO != 0 or LOWS != 0:
+            whole += even + odd
+        even *= power(exponent(2 * i, BITS, FLOATS) - SMALL)
+        odd *= power(exponent(2 * i + 1, BITS, FLOATS) - SMALL)
+        summed += even[None, :] * tiny(codes, upper, 2 * i, BITS, FLOATS)
+        summed += odd[None, :] * tiny(codes, upper, 2 * i + 1, BITS, FLOATS)
+    run: tl.constexpr = neighbours(L)
+    found = tl.sum(tl.reshape(summed, [R, W // run, run]), 2) * power(SMALL)
+    whole = tl.sum(tl.reshape(whole, [W // run, run]), 1)
+    if ZERO != 0:
+        found -= ZERO * whole[None, :]
+    if not BY_ROW:
+        found = tl.reshape(found, [R, W // L, L // run]) * step[:, :, None]
+        if LOWS != 0:
+            found += low[:, :, None] * tl.reshape(whole, [1, W // L, L // run])
+        found = tl.reshape(found, [R, W // run])
+    return found
+
+
+@triton.jit
+def few_rows_kernel(
+    x, bias, y, words, high, steps, lows, outer_steps, outer_lows, rows, outputs, columns, groups, x_stride,
+    BITS: tl.constexpr, ZERO: tl.constexpr, FLOATS: tl.constexpr, NESTED: tl.constexpr, LOWS: tl.constexpr,
+    BY_ROW: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, L: tl.constexpr, ONCE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """With GATE, the name of an activation, a program's outputs are pairs of a gate and what passes it."""
+    start_next(OVERLAP)
+    program = tl.program_id(0)
+    row = (program % rows).to(tl.int64)
+    lanes = tl.arange(0, R)
+    if GATE != "":
+        pair = (program // rows) * (R // 2) + lanes // 2
+        valid = pair < outputs // 2
+        output = pair + (lanes % 2) * (outputs // 2)
+    else:
+        output = (program // rows) * R + lanes
+        valid = output < outputs
+    x += row * x_stride
+
+    # What never changes is under way before the activations are there.
+    codes, upper, step, low = loaded(
+        words, high, steps, lows, outer_steps, outer_lows, output, valid, 0, groups, BITS, NESTED, LOWS, BY_ROW, GROUP,
+        W, L,
+    )
+    if BY_ROW:
+        of_row = tl.load(steps + output, valid, 0.0)
+    if HAS_BIAS:
+        shift = tl.load(bias + output, valid, 0.0).to(tl.float32)
+    wait_for_inputs(OVERLAP)
+    if ONCE:
+        summed = products(
+            x, codes, upper, step, low, 0, groups, columns, BITS, ZERO, FLOATS, LOWS, BY_ROW, GROUP, PADDED, R, W, L
+        )
+    else:
+        summed = tl.zeros([R, W // neighbours(L)], dtype=tl.float32)
+        for first in range(0, groups * L, W):
+            now_codes, now_upper, now_step, now_low = codes, upper, step, low
+            codes, upper, step, low = loaded(
+                words, high, steps, lows, outer_steps, outer_lows, output, valid, first + W, groups, BITS, NESTED, LOWS,
+                BY_ROW, GROUP, W, L,
+            )
+            summed += products(
+                x, now_codes, now_upper, now_step, now_low, first, groups, columns, BITS, ZERO, FLOATS, LOWS, BY_ROW,
+                GROUP, PADDED, R, W, L,
+            )
+    result = tl.sum(summed, 1)
+    if BY_ROW:
+        result = result * of_row
+    if HAS_BIAS:
+        result += shift
+    kind = y.dtype.element_ty
+    if GATE != "":
+        gate, passing = tl.split(tl.reshape(result.to(kind).to(tl.float32), [R // 2, 2]))
+        opened = activation(gate, GATE).to(kind).to(tl.float32)
+        at = (program // rows) * (R // 2) + tl.arange(0, R // 2)
+        tl.store(y + row * (outputs // 2) + at, (opened * passing).to(kind), at < outputs // 2)
+    else:
+        tl.store(y + row * outputs + output, result.to(kind), valid)
+
+
+def few_rows(x: Tensor, weight: WordWeight, bias: Tensor | None, gate: str = "") -> Tensor:
+    """x (rows, columns), dense, times the weight; with `gate`, gated."""
+    outputs, columns = weight.shape
+    rows = x.shape[0]
+    y = torch.empty(rows, outputs // 2 if gate else outputs, dtype=x.dtype, device=x.device)
+    length = weight.group // weight.form.per_word
+    words = weight.groups * length
+    warps = _warps(words)
+    width = max(length, min(WORDS_PER_WARP * warps, power_of_two(words)))
+    each = OUTPUTS if rows * outputs >= OUTPUTS * ENOUGH_PROGRAMS else FEW_OUTPUTS
+    few_rows_kernel[(rows * triton.cdiv(outputs, each),)](
+        x, x if bias is None else bias, y, *weight.tensors(), rows, outputs, columns, weight.groups, x.stride(0),
+        **weight.constants(), HAS_BIAS=bias is not None, GATE=gate,
+        R=each, W=width, L=length, ONCE=words <= width, num_warps=warps, **overlapped(x),
+    )  # fmt: skip
+    return y
+
+
+def _warps(words: int) -> int:
+    """The most, up to four, that cut an output's words into whole parts; else the most that have something to do."""
+    for warps in (4, 2, 1):
+        if words % (warps * WORDS_PER_WARP) == 0:
+            return warps
+    return next((warps for warps in (4, 2) if words > warps * WORDS_PER_WARP // 2), 1)
