@@ -19,6 +19,7 @@ CLIENTS_VENV := .venv-clients
 CLIENTS := guidellm==0.8.1 langchain-openai litellm "lm_eval[api]" pytest pytest-timeout schemathesis transformers
 COMMA := ,
 KERNEL_TESTS := $(wildcard $(addprefix tests/,test_native.py test_packed.py test_tape.py test_attention_tiles.py test_ops.py))
+GPU_TESTS := tests/gpu $(wildcard tests/sample/test_cuda.py tests/sample/test_triton_*.py tests/ops/test_triton_*.py)
 BUILD_INPUTS := pyproject.toml CMakeLists.txt bankfull/__init__.py $(wildcard csrc/*.cpp csrc/*.hpp)
 
 .DEFAULT_GOAL := help
@@ -68,16 +69,18 @@ test-full: install lint ## Lint, then every test
 # nothing is fetched. Other packages may lie as wheels in the folder wheels/. Everything else that is not there is
 # skipped, and counted.
 ON_GPU = PYTHONPATH="$(CURDIR):$(CURDIR)/build/wheels"
-define unpack_wheels
+define prepare_gpu
+	@$(PYTHON) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else '$@ needs a CUDA device; torch sees none.')"
 	@for wheel in wheels/*.whl; do [ ! -e "$$wheel" ] || $(PYTHON) -m zipfile -e "$$wheel" build/wheels; done
 endef
 
 test-gpu: ## The GPU suite with PYTHON's own packages, no network needed; GPU_OPTIONS="-m ''" for every combination
-	$(call unpack_wheels)
-	$(ON_GPU) BANKFULL_TEST_DEVICE=cuda $(PYTHON) -m pytest -q -m "not full" tests/gpu $(GPU_OPTIONS)
+	$(call prepare_gpu)
+	$(ON_GPU) BANKFULL_TEST_DEVICE=cuda $(PYTHON) -m pytest -q -m "not full" -p tests.gpu.summary --durations 10 \
+		$(GPU_TESTS) $(GPU_OPTIONS)
 
 bench-gpu: ## What the engine reaches on the GPU, beside the device's limits; GPU_OPTIONS="--work decode --timeline" for less, or more
-	$(call unpack_wheels)
+	$(call prepare_gpu)
 	$(ON_GPU) $(PYTHON) -m benchmarks.gpu $(GPU_OPTIONS)
 
 # Heavy clients have an environment of their own. The server that they ask runs in the main one. guidellm needs

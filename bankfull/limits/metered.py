@@ -142,10 +142,11 @@ class MeteredModel:
     def __init__(
         self, model: ModelFiles | Mapping[str, Any], *,
         dtype: str | None = None, scheme: str | None = None, expand: bool = False, page_tokens: int = 16,
-        kv_dtype: torch.dtype | None = None, activations: str = FLOAT,
+        kv_dtype: torch.dtype | None = None, activations: str = FLOAT, meter: Meter | None = None,
     ) -> None:  # fmt: skip
         """`scheme` stores the matrices of a bare configuration; a file has its own. `kv_dtype` stores keys and values:
-        None = as the computation. `activations` chooses between operations, as for a kit."""
+        None = as the computation. `activations` chooses between operations, as for a kit. `meter`: one that notes
+        more than costs."""
         self.shapes: FileShapes | AskedShapes
         if isinstance(model, ModelFiles):
             if scheme is not None:
@@ -156,7 +157,7 @@ class MeteredModel:
             self.config = model
             self.shapes = _asked(scheme, torch_dtype(dtype, model))
         self.dtype = torch_dtype(dtype, model)
-        self.meter = Meter()
+        self.meter = meter or Meter()
         self.meter.activations = activations
         kind = Build if isinstance(self.shapes, FileShapes) else _AskingBuild
         build = kind(self.shapes, self.meter, self.dtype, META, expand, kv_dtype=kv_dtype)

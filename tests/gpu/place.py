@@ -1,7 +1,7 @@
 """Where this suite runs: on the device that BANKFULL_TEST_DEVICE names (`make test-gpu` says cuda), or nowhere.
 
 With BANKFULL_TEST_DEVICE=cpu the same tests run on small sizes without a GPU, kernels in Triton's interpreter: that is
-how they are developed.
+how they are developed (python -m pytest -m "not full" -p tests.gpu.summary tests/gpu).
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ LLAMA_8B = Sizes(4096, 14336, 32, 8, 128, 128256, 5120, 3000, 200_000, (1, 2, 7,
 SMALL = Sizes(64, 96, 4, 2, 16, 300, 48, 60, 400, (1, 7))
 SIZES = LLAMA_8B if CUDA else SMALL
 RARE = (1, 7, 64)
+COMMON = ("int8_row", "fp8", "int4_g128", "q8_0", "q4_0", "q4_k", "q6_k")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -75,10 +76,11 @@ Made = Iterator[tuple[str, Case]]
 
 def schemes_for(draw: Draw, inner: int, tokens: int) -> list[Scheme]:
     """The computation's own dtype, and every quantized one that can be made for so many columns. Each combination is
-    compiled anew: what is rare (quantized weights without bfloat16) is tried with few numbers of tokens."""
+    compiled anew: what is rare (quantized weights without bfloat16, other formats) is tried with few token counts."""
     if draw.dtype is torch.float16 or (draw.dtype is torch.float32 and tokens not in RARE):
         return [BY_DTYPE[draw.dtype]]
-    fitting = [scheme for name, scheme in SCHEMES.items() if name in TYPES and inner % scheme.block == 0]
+    names = [name for name in TYPES if name in COMMON or tokens in RARE]
+    fitting = [SCHEMES[name] for name in names if inner % SCHEMES[name].block == 0]
     return [BY_DTYPE[draw.dtype], *fitting]
 
 

@@ -22,7 +22,7 @@ from tests.test_exact import SETTINGS, cases, check
 
 require_device()
 
-from tests.models.cases import CASES, LENGTH  # noqa: E402
+from tests.models.cases import CASES, FAMILIES, LENGTH  # noqa: E402
 from tests.models.oracle import saved  # noqa: E402
 
 NEW = 12
@@ -58,7 +58,9 @@ def clear_prompts(name: str, wanted: int = 3) -> list[tuple[list[int], list[int]
     raise AssertionError(f"{name} hesitates behind every prompt")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FAMILIES else pytest.mark.full) for name in CASES]
+)
 def test_every_architecture_says_on_the_device_what_it_says_on_the_host(
     name: str, record_property: Callable[[str, object], None]
 ) -> None:

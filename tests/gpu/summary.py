@@ -1,4 +1,7 @@
-"""A table at the end: what was tested on the device, how exact it was, and how long it took."""
+"""A table at the end: what was tested on the device, how exact it was, and how long it took.
+
+A plugin of pytest: -p tests.gpu.summary
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
 ERROR = "error"
 """The property under which a test records the largest error that it met."""
 COLUMNS = ("area", "passed", "failed", "skipped", "worst error", "seconds")
@@ -29,8 +31,6 @@ AREAS: dict[str, Area] = {}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if not report.nodeid.startswith("tests/gpu/"):
-        return
     area = AREAS.setdefault(Path(report.nodeid.partition("::")[0]).stem.removeprefix("test_"), Area())
     area.seconds += report.duration
     if report.when == "call" or report.outcome != "passed":

@@ -1,0 +1,158 @@
+"""Which plan computes a model's linear layers fastest on a device: every candidate is timed on every shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bankfull.limits.metered import MeteredModel
+from bankfull.limits.step import StepShape
+from bankfull.ops.meter import Meter
+from bankfull.ops.registry import Function, Operation
+from bankfull.ops.triton.table import Entry
+from bankfull.weights.qtensor import QTensor
+from bankfull.weights.source import ModelFiles
+
+PRODUCTS = ("linear", "gated_linear", "normed_linear", "normed_gated_linear")
+CACHES = 3
+"""Weights take turns, so many times as large as the device's cache together: in a model nobody finds them there."""
+TURNS = 7
+WRONG = 2e-2
+"""Relative error from which on a plan is not fast but wrong."""
+
+
+class Plan(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+class Linears(Protocol):
+    """The ways in which a device's providers can compute a dense linear layer."""
+
+    CANDIDATES: Sequence[Any]
+
+    def heuristic(self, rows: int, outer: int, inner: int, dtype: torch.dtype) -> Any: ...
+
+    def run_plan(self, plan: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One shape: the fastest plan, and the one that would be taken without a table."""
+
+    entry: Entry
+    seconds: float
+    usual: str
+    usual_seconds: float
+    """Infinite where the usual plan did not run."""
+    bytes: int
+    """Of weights and activations, moved once."""
+
+    @property
+    def gain(self) -> float:
+        return self.usual_seconds / self.seconds
+
+
+class Shapes(Meter):
+    """A meter that notes the shapes of dense weights, stacked as on a GPU."""
+
+    stacks = True
+
+    def __init__(self) -> None:
+        Meter.__init__(self)
+        self.seen: dict[tuple[int, int], int] = {}
+
+    def bind(self, operation: Operation, **facts: Any) -> Function:
+        run = Meter.bind(self, operation, **facts)
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            if operation.name in PRODUCTS and isinstance(args[1], QTensor) and args[1].is_dense:
+                outer, inner = args[1].shape
+                self.seen[outer, inner] = self.seen.get((outer, inner), 0) + 1
+            return run(*args, **kwargs)
+
+        return noting
+
+
+def shapes_of(files: ModelFiles, dtype: str | None = None) -> list[tuple[int, int]]:
+    """(outputs, columns) of the model's dense linear layers, the head's included; those with most weights first."""
+    noted = Shapes()
+    MeteredModel(files, dtype=dtype, meter=noted).cost(StepShape.decode(2, 8))
+    return sorted(noted.seen, key=lambda shape: -shape[0] * shape[1] * noted.seen[shape])
+
+
+Timer = Callable[[Callable[[int], Tensor], int], float]
+"""Seconds that one call of a function of the turn's number takes, over so many turns."""
+
+
+def timed_in_a_graph(work: Callable[[int], Tensor], copies: int) -> float:
+    """All turns as one CUDA graph, as a captured step runs them: launches cost what they cost there."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for copy in range(copies):
+            work(copy)  # compiles, and lays out what is laid out once
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for copy in range(copies):
+                work(copy)
+        best = inf
+        for _ in range(TURNS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            best = min(best, begin.elapsed_time(end) / 1e3)
+    return best / copies
+
+
+def timings_of(
+    shapes: Sequence[tuple[int, int]], rows: Sequence[int], dtype: torch.dtype, device: torch.device,
+    linears: Linears, timer: Timer, cache_bytes: int,
+) -> Iterator[Timing | None]:  # fmt: skip
+    """One for each shape and number of rows, in order; None where no plan ran."""
+    for outer, inner in shapes:
+        size = outer * inner * dtype.itemsize
+        copies = max(2, -(-CACHES * cache_bytes // size))
+        weights = [torch.randn(outer, inner, device=device).mul_(inner**-0.5).to(dtype) for _ in range(copies)]
+        for count in rows:
+            x = torch.randn(count, inner, device=device).to(dtype)
+            yield _fastest(linears, x, weights, timer)
+        del weights
+
+
+def _fastest(linears: Linears, x: Tensor, weights: Sequence[Tensor], timer: Timer) -> Timing | None:
+    (rows, inner), outer = x.shape, weights[0].shape[0]
+    wanted = torch.nn.functional.linear(x, weights[0]).double()
+    usual: str = linears.heuristic(rows, outer, inner, x.dtype).name
+    taken: dict[str, float] = {}
+    for plan in linears.CANDIDATES:
+        seconds = _seconds(linears, plan, x, weights, wanted, timer)
+        if seconds is not None:
+            taken[plan.name] = seconds
+    if not taken:
+        return None
+    best = min(taken, key=lambda name: taken[name])
+    moved = (outer * inner + rows * (outer + inner)) * x.element_size()
+    entry = Entry(rows, outer, inner, str(x.dtype).removeprefix("torch."), best)
+    return Timing(entry, taken[best], usual, taken.get(usual, inf), moved)
+
+
+def _seconds(
+    linears: Linears, plan: Any, x: Tensor, weights: Sequence[Tensor], wanted: Tensor, timer: Timer
+) -> float | None:
+    """None for a plan that does not take this shape, or that gets it wrong."""
+    try:
+        got = linears.run_plan(plan, x, weights[0], None).double()
+        if not float((got - wanted).norm()) <= WRONG * float(wanted.norm()):
+            return None
+        return timer(lambda copy: linears.run_plan(plan, x, weights[copy], None), len(weights))
+    except (RuntimeError, ValueError, AssertionError):
+        return None
