@@ -66,6 +66,7 @@ class Captured:
 
     def capture(self, rows: Rows, widths: Sequence[int], chooser: Chooser | None) -> None:
         """Record a step for each padded number of rows and each width; with a chooser, the choice of tokens, too."""
+        torch.cuda.synchronize()  # weights and state were made on another stream
         begun, free = perf_counter(), torch.cuda.mem_get_info()[0]
         self._rows, self._chooser = rows, chooser
         self._lines = torch.full((sizes_for(rows.count)[-1],), rows.count, dtype=torch.long, device=rows.device)

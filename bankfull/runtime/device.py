@@ -179,6 +179,7 @@ class Cuda:
         return int(torch.cuda.mem_get_info(self.torch)[0])
 
     def peak(self, work: Callable[[], object]) -> int:
+        torch.cuda.synchronize(self.torch)  # weights were made on another stream
         self.launch(work).wait()  # compiles, and lays out what is laid out once
         torch.cuda.synchronize(self.torch)
         torch.cuda.reset_peak_memory_stats(self.torch)

@@ -1,6 +1,6 @@
-"""Dense linear layers on a GPU: our kernel for a few rows, the library's matrix product for more.
+"""Dense linear layers on a GPU: our kernel for a few rows, the library's matrix product or tiles of ours for more.
 
-Which of them runs follows from the number of rows and the shape alone (`plan_for`), or from the table that
+Which of them runs follows from the number of rows and the shape alone (`heuristic`), or from the table that
 `bankfull tune` measured. Activations are untouched, sums are float32; float32 products are IEEE.
 """
 
@@ -26,6 +26,8 @@ from bankfull.ops.reference.linear import (
 from bankfull.ops.reference.norm import add_rms_norm
 from bankfull.ops.triton.launch import overlapped, power_of_two
 from bankfull.ops.triton.linear_rows import rows_kernel
+from bankfull.ops.triton.linear_tiles import tiles_kernel
+from bankfull.ops.triton.table import lookup
 from bankfull.weights.qtensor import QTensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -90,12 +92,67 @@ def few_rows(x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None, kind: st
     return y
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A way to compute a product. `rows` is the most that it takes, or that a program does at once."""
+
+    name: str
+    rows: int
+    out: int = 0
+    depth: int = 0
+    stages: int = 0
+    warps: int = 0
+
+
+ROWS, LIBRARY = Plan("rows", FEW_ROWS), Plan("library", 1 << 31)
+TILES = tuple(
+    Plan(f"tiles-{rows}x{out}x{depth}", rows, out, depth, stages, warps)
+    for rows in (16, 32, 64)
+    for out, depth, stages, warps in ((32, 256, 4, 4), (64, 128, 5, 4), (128, 64, 5, 4))
+)
+CANDIDATES = (ROWS, LIBRARY, *TILES)
+_BY_NAME = {plan.name: plan for plan in CANDIDATES}
+
+
+def heuristic(rows: int, outer: int, inner: int, dtype: torch.dtype) -> Plan:
+    """Without a table. On an H200 the library was as fast as the best of our tiles, or faster, for nearly all shapes
+    beyond a few rows."""
+    return ROWS if takes_few(rows, inner) else LIBRARY
+
+
+@cache
+def plan_for(rows: int, outer: int, inner: int, dtype: torch.dtype, device: torch.device) -> Plan:
+    found = _BY_NAME.get(lookup(rows, outer, inner, dtype, device) or "")
+    if found is None or (found is ROWS and not takes_few(rows, inner)):
+        return heuristic(rows, outer, inner, dtype)
+    return found
+
+
+def run_plan(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if plan is LIBRARY:
+        return torch.nn.functional.linear(x, weight, bias)
+    if plan is ROWS:
+        if not takes_few(*x.shape):
+            raise ValueError(f"{len(x)} rows are not few")
+        return few_rows(x, weight, bias, None)
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    (rows, columns), outputs = x.shape, weight.shape[0]
+    y = x.new_empty(rows, outputs)
+    tiles_kernel[(-(-outputs // plan.out), -(-rows // plan.rows))](
+        x, x.stride(0), weight, weight.stride(0), weight if bias is None else bias, y, rows, outputs, columns,
+        plan.rows, plan.out, plan.depth, plan.stages, columns % plan.depth == 0 and outputs % plan.out == 0,
+        bias is not None, num_warps=plan.warps, **overlapped(x),
+    )  # fmt: skip
+    return y
+
+
 @linear.provider("triton", on="cuda", accepts=_accepts)
 def run_linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     data = weight.parts["data"]
-    if x.dim() == 2 and takes_few(*x.shape):
-        return few_rows(x, data, bias, None)
-    return torch.nn.functional.linear(x, data, bias)
+    if x.dim() != 2 or not len(x):
+        return torch.nn.functional.linear(x, data, bias)
+    return run_plan(plan_for(len(x), *data.shape, x.dtype, x.device), x, data, bias)
 
 
 @gated_linear.provider("triton", on="cuda", accepts=_accepts)
@@ -103,7 +160,7 @@ def run_gated_linear(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str)
     data = weight.parts["data"]
     if takes_few(*x.shape):
         return few_rows(x, data, bias, kind)
-    gate, up = torch.nn.functional.linear(x, data, bias).chunk(2, -1)
+    gate, up = run_linear(x, weight, bias).chunk(2, -1)
     return activate_mul.providers["triton"].run(gate, up, kind)
 
 

@@ -1,0 +1,43 @@
+"""Dense linear layers of some rows, in tiles on the matrix units: for shapes that the library cuts badly.
+
+A program owns some outputs for up to ROWS rows and walks along the columns; weights arrive in stages ahead of their
+products. Results are stored once, sums are float32, so a row's result hangs on the plan alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from bankfull.ops.triton.launch import start_next, wait_for_inputs
+
+
+@triton.jit
+def tiles_kernel(
+    x, x_stride, weight, weight_stride, bias, y, rows, outputs, columns,
+    ROWS: tl.constexpr, OUT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """EVEN: the tiles' columns and outputs end where the matrix does, so that only rows are masked."""
+    start_next(OVERLAP)
+    own = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, DEPTH)
+    exist, used = own < outputs, row < rows
+    weights = weight + own[:, None].to(tl.int64) * weight_stride + column[None, :]
+    inputs = x + row[:, None].to(tl.int64) * x_stride + column[None, :]
+    wait_for_inputs(OVERLAP)
+    total = tl.zeros((ROWS, OUT), tl.float32)
+    for at in tl.range(0, columns, DEPTH, num_stages=STAGES):
+        if EVEN:
+            part = tl.load(weights + at)
+            lines = tl.load(inputs + at, mask=used[:, None], other=0.0)
+        else:
+            inside = (at + column < columns)[None, :]
+            part = tl.load(weights + at, mask=exist[:, None] & inside, other=0.0)
+            lines = tl.load(inputs + at, mask=used[:, None] & inside, other=0.0)
+        total = tl.dot(lines, tl.trans(part), total, input_precision="ieee")
+    if BIAS:
+        total += tl.load(bias + own, mask=exist, other=0.0).to(tl.float32)[None, :]
+    places = y + row[:, None].to(tl.int64) * outputs + own[None, :]
+    tl.store(places, total.to(y.dtype.element_ty), mask=used[:, None] & exist[None, :])

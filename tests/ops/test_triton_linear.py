@@ -1,0 +1,46 @@
+"""Dense linear layers on a GPU: every plan says the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bankfull.ops.triton import linear
+from tests.ops.compare import assert_close
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("plan", linear.CANDIDATES, ids=lambda plan: plan.name)
+@pytest.mark.parametrize(("rows", "outputs", "columns"), [(1, 5, 48), (4, 130, 300), (3, 64, 256), (37, 70, 129)])
+def test_each_plan_computes_the_product(plan: linear.Plan, rows: int, outputs: int, columns: int) -> None:
+    numbers = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, columns + 2, generator=numbers)[:, 1:-1]
+    weight, bias = torch.randn(outputs, columns, generator=numbers), torch.randn(outputs, generator=numbers)
+    given = [tensor.to(DEVICE) for tensor in (x, weight, bias)]
+    if plan is linear.ROWS and rows > linear.FEW_ROWS:
+        with pytest.raises(ValueError, match="not few"):
+            linear.run_plan(plan, *given)
+        return
+    assert_close(linear.run_plan(plan, *given), torch.nn.functional.linear(x, weight, bias), torch.float32)
+    without = linear.run_plan(plan, *given[:2], None)
+    assert_close(without, torch.nn.functional.linear(x, weight), torch.float32)
+
+
+def test_a_row_is_the_same_alone_and_among_few() -> None:
+    numbers = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(4, 100, generator=numbers).to(DEVICE), torch.randn(33, 100, generator=numbers).to(DEVICE)
+    together = linear.run_plan(linear.ROWS, x, weight, None)
+    for row in range(4):
+        assert torch.equal(linear.run_plan(linear.ROWS, x[row : row + 1], weight, None)[0], together[row])
+
+
+def test_a_plan_of_the_table_is_taken_only_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "lookup", lambda *asked: "rows")
+    linear.plan_for.cache_clear()
+    assert linear.plan_for(4, 8, 64, torch.float32, torch.device("cpu")) is linear.ROWS
+    assert linear.plan_for(5, 8, 64, torch.float32, torch.device("cpu")) is linear.LIBRARY
+    monkeypatch.setattr(linear, "lookup", lambda *asked: "of another version")
+    linear.plan_for.cache_clear()
+    assert linear.plan_for(5, 8, 64, torch.float32, torch.device("cpu")) is linear.LIBRARY
+    linear.plan_for.cache_clear()
