@@ -17,7 +17,7 @@ from bankfull.ops import HeadNorms, PagedMeta, RecurrentMeta, Unnormed
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.formats.dense import BY_DTYPE, DTYPES
 from bankfull.weights.qtensor import QTensor
-from bankfull.weights.quantize import ENCODINGS, quantize
+from bankfull.weights.quantize import TYPES, quantize
 from bankfull.weights.scheme import Scheme
 from tests.gpu.place import CUDA, DEVICE
 from tests.ops.cases import Case
@@ -78,7 +78,7 @@ def schemes_for(draw: Draw, inner: int, tokens: int) -> list[Scheme]:
     compiled anew: what is rare (quantized weights without bfloat16) is tried with few numbers of tokens."""
     if draw.dtype is torch.float16 or (draw.dtype is torch.float32 and tokens not in RARE):
         return [BY_DTYPE[draw.dtype]]
-    fitting = [scheme for name, scheme in SCHEMES.items() if name in ENCODINGS and inner % scheme.block == 0]
+    fitting = [scheme for name, scheme in SCHEMES.items() if name in TYPES and inner % scheme.block == 0]
     return [BY_DTYPE[draw.dtype], *fitting]
 
 

@@ -146,8 +146,6 @@ def few_rows_kernel(
     )
     if BY_ROW:
         of_row = tl.load(steps + output, valid, 0.0)
-    if HAS_BIAS:
-        shift = tl.load(bias + output, valid, 0.0).to(tl.float32)
     wait_for_inputs(OVERLAP)
     if ONCE:
         summed = products(
@@ -169,7 +167,7 @@ def few_rows_kernel(
     if BY_ROW:
         result = result * of_row
     if HAS_BIAS:
-        result += shift
+        result += tl.load(bias + output, valid, 0.0).to(tl.float32)
     kind = y.dtype.element_ty
     if GATE != "":
         gate, passing = tl.split(tl.reshape(result.to(kind).to(tl.float32), [R // 2, 2]))

@@ -24,21 +24,23 @@ COLUMNS = 128
 """Of a tile, at a time."""
 ENOUGH_OUTPUTS = 16384
 """From here on tiles of 128 outputs are enough for all multiprocessors; below, tiles have 64."""
-LARGE = 30
-"""Numbers are multiplied 2 ** -30 times as large as they are: the factor that codes wait for, times a step, would not
-be a float32."""
+HELD_BACK = 60
+"""Numbers are multiplied 2 ** -60 times as large as they are: the factor that codes wait for, times a step, would not
+be a float32. For float16, which would not hold such numbers, it takes two factors instead."""
 
 
 @triton.jit
 def numbers_of(
-    codes, upper, factor, shift, I: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr, HELD: tl.constexpr,
+    codes, upper, factor, shift, J: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr, HELD: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """Code i of each word as a number: code * factor + shift, where `factor` and `shift` are 2 ** -HELD too small."""
-    code = tiny(codes, upper, I, BITS, FLOATS)
+    """Code j of each word as a number, times 2 ** -HELD: code * factor + shift, where `shift` is that small already."""
+    code = tiny(codes, upper, J, BITS, FLOATS)
     if HELD == 0:
-        return ((code * power(64)) * (factor * power(exponent(I, BITS, FLOATS) - 64)) + shift).to(KIND)
-    return (code * (factor * power(exponent(I, BITS, FLOATS))) + shift).to(KIND)
+        number = (code * power(64)) * (factor * power(exponent(J, BITS, FLOATS) - 64)) + shift
+    else:
+        number = code * (factor * power(exponent(J, BITS, FLOATS) - HELD)) + shift
+    return number.to(KIND)
 
 
 @triton.jit
@@ -46,13 +48,13 @@ def steps_of(
     steps, lows, outer_steps, outer_lows, output, group, groups,
     ZERO: tl.constexpr, NESTED: tl.constexpr, LOWS: tl.constexpr, GROUP: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Of groups [T] of outputs [BN, 1]: what codes are multiplied with, and what is added then; [BN, T]. Past the end
-    there is nothing to multiply: any number will do."""
+    """Of groups [T] of outputs [BN, 1]: what codes are multiplied with, and what is added then, times 2 ** -HELD; both
+    [BN, T]. Past the end there is nothing to multiply: any number will do."""
     known = tl.minimum(group, groups - 1)[None, :]
     at = output * groups + known
     outer = output * (groups // (256 // GROUP)) + known // (256 // GROUP)
-    factor = group_step(steps, outer_steps, at, outer, None, NESTED) * power(-HELD)
-    shift = -ZERO * factor
+    factor = group_step(steps, outer_steps, at, outer, None, NESTED)
+    shift = factor * (-ZERO * power(-HELD))
     if LOWS != 0:
         shift = group_step(lows, outer_lows, at, outer, None, NESTED) * (LOWS * power(-HELD))
     return factor, shift
@@ -111,14 +113,11 @@ def tiles_kernel(
         codes = codes.to(tl.uint32, bitcast=True)
         upper = codes
         if BITS == 6:
-            if EVEN:
-                upper = tl.load(high + words_at)
-            else:
-                upper = tl.load(high + words_at, here, 0)
+            upper = tl.load(high + words_at) if EVEN else tl.load(high + words_at, here, 0)
             upper = upper.to(tl.uint16, bitcast=True).to(tl.uint32)
         if late:
-            multiplier = tl.full([1, 1], power(-HELD), tl.float32)
-            added = -ZERO * multiplier
+            multiplier = tl.full([1, 1], 1.0, tl.float32)
+            added = multiplier * (-ZERO * power(-HELD))
         else:
             multiplier = for_each_word(factor, BN, T, L)
             added = for_each_word(shift, BN, T, L)
@@ -126,7 +125,7 @@ def tiles_kernel(
         if not BY_ROW:
             if late:
                 product = tl.zeros([BN, BM], dtype=tl.float32)
-                step = factor * power(HELD)
+                step = factor
             # A step ahead: these loads are too small for the pipeline that the others go through.
             group += T
             factor, shift = steps_of(
@@ -194,7 +193,7 @@ def many_rows(x: Tensor, weight: WordWeight, bias: Tensor | None) -> Tensor:
     tiles = triton.cdiv(outputs, block_outputs) * triton.cdiv(rows, block_rows)
     together = COLUMNS // weight.group
     share, shares = _shares(tiles, triton.cdiv(weight.groups, together), 2 * processors(x.device))
-    held = 0 if x.dtype == torch.float16 else LARGE
+    held = 0 if x.dtype == torch.float16 else HELD_BACK
     sums = y if shares == 1 else torch.empty(shares, rows, outputs, dtype=torch.float32, device=x.device)
     given = x if bias is None else bias
     tiles_kernel[(tiles, shares)](
