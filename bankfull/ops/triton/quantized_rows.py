@@ -24,6 +24,7 @@ from bankfull.ops.triton.quantized_layout import WordWeight
 OUTPUTS = 8
 """Of a program, where that leaves enough programs: the more, the less activations cost."""
 FEW_OUTPUTS = 4
+"""Where it does not, or codes of 6 bits need the registers."""
 ENOUGH_PROGRAMS = 2048
 WORDS_PER_WARP = 128
 """Of one output at a time: 16 bytes for each thread."""
@@ -187,7 +188,8 @@ def few_rows(x: Tensor, weight: WordWeight, bias: Tensor | None, gate: str = "")
     words = weight.groups * length
     warps = _warps(words)
     width = max(length, min(WORDS_PER_WARP * warps, power_of_two(words)))
-    each = OUTPUTS if rows * outputs >= OUTPUTS * ENOUGH_PROGRAMS else FEW_OUTPUTS
+    many = weight.form.bits != 6 and rows * outputs >= OUTPUTS * ENOUGH_PROGRAMS
+    each = OUTPUTS if many else FEW_OUTPUTS
     few_rows_kernel[(rows * triton.cdiv(outputs, each),)](
         x, x if bias is None else bias, y, *weight.tensors(), rows, outputs, columns, weight.groups, x.stride(0),
         **weight.constants(), HAS_BIAS=bias is not None, GATE=gate,

@@ -187,9 +187,9 @@ def many_rows(x: Tensor, weight: WordWeight, bias: Tensor | None) -> Tensor:
     outputs, columns = weight.shape
     rows = x.shape[0]
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    wide = x.dtype == torch.float32
-    block_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 or wide else 128
-    block_outputs = 64 if outputs < ENOUGH_OUTPUTS and block_rows < 128 else 128
+    wide = x.dtype == torch.float32  # on plain units, whose tiles lie in registers
+    block_rows = 16 if rows <= 16 else 32 if rows <= 32 or wide else 64 if rows <= 64 else 128
+    block_outputs = 64 if wide or (outputs < ENOUGH_OUTPUTS and block_rows < 128) else 128
     tiles = triton.cdiv(outputs, block_outputs) * triton.cdiv(rows, block_rows)
     together = COLUMNS // weight.group
     share, shares = _shares(tiles, triton.cdiv(weight.groups, together), 2 * processors(x.device))
