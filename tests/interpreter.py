@@ -12,6 +12,7 @@ from triton.runtime import interpreter
 def compute_as_a_device_does() -> None:
     let_loops_run_to_a_loaded_number()
     round_bfloat16_to_nearest()
+    multiply_bfloat16()
 
 
 def let_loops_run_to_a_loaded_number() -> None:
@@ -40,6 +41,21 @@ def round_bfloat16_to_nearest() -> None:
         return cast(self, source, kind)
 
     interpreter.InterpreterBuilder.cast_impl = rounded
+
+
+def multiply_bfloat16() -> None:
+    """The interpreter keeps bfloat16 as bits, and multiplies the bits."""
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened(operand: Any) -> Any:
+        if operand.dtype.scalar != tl.bfloat16:
+            return operand
+        return _handle((operand.data.astype(np.uint32) << 16).view(np.float32), operand, tl.float32)
+
+    def multiplied(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, widened(a), widened(b), *rest)
+
+    interpreter.InterpreterBuilder.create_dot = multiplied
 
 
 def _handle(data: np.ndarray, source: Any, kind: Any) -> Any:

@@ -81,7 +81,7 @@ class Kit:
     """The providers for one device, in order of preference; the torch body stands behind them all."""
 
     def __init__(
-        self, device: str = "cpu", prefer: Sequence[str] = ("native", "triton"), activations: str = FLOAT
+        self, device: str = "cpu", prefer: Sequence[str] = ("native", "triton", "triton-q"), activations: str = FLOAT
     ) -> None:
         self.device = device
         self.prefer = tuple(prefer)
@@ -146,4 +146,4 @@ def kit_for(device: str, providers: str = "auto", activations: str = FLOAT) -> K
         raise ConfigError(f"activations={activations!r} is unknown; use 'float', 'bf16' or 'int8'.")
     if device == "cuda" and providers != BODY:
         from bankfull.ops import triton  # noqa: F401  (registers its providers; nobody else pays for the import)
-    return Kit(device, () if providers == BODY else ("native", "triton"), activations)
+    return Kit(device, () if providers == BODY else ("native", "triton", "triton-q"), activations)

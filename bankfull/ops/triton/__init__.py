@@ -1,5 +1,20 @@
 """Triton kernels, registered as provider "triton" for CUDA devices. Imported only where such a device is used."""
 
-from bankfull.ops.triton import attention, embedding, launch, linear, norm, pages, pointwise, recurrent, rope
+from bankfull.ops.triton import (
+    attention,
+    embedding,
+    launch,
+    linear,
+    norm,
+    pages,
+    pointwise,
+    quantized,
+    quantized_embedding,
+    recurrent,
+    rope,
+)  # fmt: skip
 
-__all__ = ["attention", "embedding", "launch", "linear", "norm", "pages", "pointwise", "recurrent", "rope"]
+__all__ = [
+    "attention", "embedding", "launch", "linear", "norm", "pages", "pointwise", "quantized", "quantized_embedding",
+    "recurrent", "rope",
+]  # fmt: skip

@@ -30,10 +30,8 @@ def tiny(words, high, J: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr)
 @triton.jit
 def masked(words, FROM: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr):
     """Bits that would reach into the exponent are shifted first: one shift for all of a word's."""
-    if FROM + WIDTH > 23:
-        bits = (words >> SHIFT) & (((1 << WIDTH) - 1) << (FROM - SHIFT))
-    else:
-        bits = words & (((1 << WIDTH) - 1) << FROM)
+    moved: tl.constexpr = SHIFT if FROM + WIDTH > 23 else 0
+    bits = (words >> moved) & (((1 << WIDTH) - 1) << (FROM - moved))
     return bits.to(tl.float32, bitcast=True)
 
 

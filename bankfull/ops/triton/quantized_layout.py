@@ -1,10 +1,10 @@
 """Quantized weights as GPU kernels read them: repacked once, at load, into words of 32 bits that all formats share.
 
-Columns lie in groups. A word holds eight codes of 4 bits (the lower 4 of a code of 6) or four of 8 bits, the first in its
-lowest bits. Of a group's L words, codes 2 i and 2 i + 1 of word l belong to columns 2 (i L + l) and the one behind it: a
-thread that loads four neighbouring words needs, for each i, four neighbouring pairs of activations, and no code ever
-moves to another thread. Steps, and what is added to a group's numbers, lie in arrays of their own. The numbers are those
-of `dequantize`, bit for bit.
+Columns lie in groups. A word holds eight codes of 4 bits (the lower 4 of a code of 6) or four of 8 bits, the first in
+its lowest bits. Of a group's L words, codes 2 i and 2 i + 1 of word l belong to column 2 (i L + l) and the one behind
+it: a thread that loads four neighbouring words needs, for each i, four neighbouring pairs of activations, and no code
+ever moves to another thread. Steps, and what is added to a group's numbers, lie in arrays of their own. The numbers are
+those of `dequantize`, bit for bit.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ back in the end: so sums are right for activations below 2 ** 63, and none above
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +26,7 @@ from bankfull.ops.triton.quantized_layout import WordWeight
 OUTPUTS = 8
 """Of a program, where that leaves enough programs: the more, the less activations cost."""
 FEW_OUTPUTS = 4
+"""Where it does not, or codes of 6 bits need the registers."""
 ENOUGH_PROGRAMS = 2048
 WORDS_PER_WARP = 128
 """Of one output at a time: 16 bytes for each thread."""
@@ -146,8 +149,6 @@ def few_rows_kernel(
     )
     if BY_ROW:
         of_row = tl.load(steps + output, valid, 0.0)
-    if HAS_BIAS:
-        shift = tl.load(bias + output, valid, 0.0).to(tl.float32)
     wait_for_inputs(OVERLAP)
     if ONCE:
         summed = products(
@@ -169,7 +170,7 @@ def few_rows_kernel(
     if BY_ROW:
         result = result * of_row
     if HAS_BIAS:
-        result += shift
+        result += tl.load(bias + output, valid, 0.0).to(tl.float32)
     kind = y.dtype.element_ty
     if GATE != "":
         gate, passing = tl.split(tl.reshape(result.to(kind).to(tl.float32), [R // 2, 2]))
@@ -180,27 +181,34 @@ def few_rows_kernel(
         tl.store(y + row * outputs + output, result.to(kind), valid)
 
 
-def few_rows(x: Tensor, weight: WordWeight, bias: Tensor | None, gate: str = "") -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the work is cut: outputs of a program, and its warps."""
+
+    outputs: int
+    warps: int
+
+
+def cut_for(weight: WordWeight, rows: int) -> Cut:
+    words = weight.words.shape[1]
+    many = weight.form.bits != 6 and rows * weight.shape[0] >= OUTPUTS * ENOUGH_PROGRAMS
+    # The most warps, up to four, that divide an output's words; else the most that have something to do.
+    dividing = [warps for warps in (4, 2, 1) if words % (warps * WORDS_PER_WARP) == 0]
+    busy = [warps for warps in (4, 2) if words > warps * WORDS_PER_WARP // 2]
+    return Cut(OUTPUTS if many else FEW_OUTPUTS, (dividing + busy + [1])[0])
+
+
+def few_rows(x: Tensor, weight: WordWeight, bias: Tensor | None, gate: str = "", cut: Cut | None = None) -> Tensor:
     """x (rows, columns), dense, times the weight; with `gate`, gated."""
     outputs, columns = weight.shape
     rows = x.shape[0]
+    cut = cut or cut_for(weight, rows)
     y = torch.empty(rows, outputs // 2 if gate else outputs, dtype=x.dtype, device=x.device)
-    length = weight.group // weight.form.per_word
-    words = weight.groups * length
-    warps = _warps(words)
-    width = max(length, min(WORDS_PER_WARP * warps, power_of_two(words)))
-    each = OUTPUTS if rows * outputs >= OUTPUTS * ENOUGH_PROGRAMS else FEW_OUTPUTS
-    few_rows_kernel[(rows * triton.cdiv(outputs, each),)](
+    length, words = weight.group // weight.form.per_word, weight.words.shape[1]
+    width = max(length, min(WORDS_PER_WARP * cut.warps, power_of_two(words)))
+    few_rows_kernel[(rows * triton.cdiv(outputs, cut.outputs),)](
         x, x if bias is None else bias, y, *weight.tensors(), rows, outputs, columns, weight.groups, x.stride(0),
         **weight.constants(), HAS_BIAS=bias is not None, GATE=gate,
-        R=each, W=width, L=length, ONCE=words <= width, num_warps=warps, **overlapped(x),
+        R=cut.outputs, W=width, L=length, ONCE=words <= width, num_warps=cut.warps, **overlapped(x),
     )  # fmt: skip
     return y
-
-
-def _warps(words: int) -> int:
-    """The most, up to four, that cut an output's words into whole parts; else the most that have something to do."""
-    for warps in (4, 2, 1):
-        if words % (warps * WORDS_PER_WARP) == 0:
-            return warps
-    return next((warps for warps in (4, 2) if words > warps * WORDS_PER_WARP // 2), 1)

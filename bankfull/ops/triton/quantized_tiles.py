@@ -11,12 +11,14 @@ kernel adds their sums up, always in the same order.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from bankfull.ops.triton.launch import overlapped, processors, start_next, wait_for_inputs
+from bankfull.ops.triton.launch import overlapped, power_of_two, processors, start_next, wait_for_inputs
 from bankfull.ops.triton.quantized_codes import exponent, group_step, power, tiny
 from bankfull.ops.triton.quantized_layout import WordWeight
 
@@ -24,21 +26,23 @@ COLUMNS = 128
 """Of a tile, at a time."""
 ENOUGH_OUTPUTS = 16384
 """From here on tiles of 128 outputs are enough for all multiprocessors; below, tiles have 64."""
-LARGE = 30
-"""Numbers are multiplied 2 ** -30 times as large as they are: the factor that codes wait for, times a step, would not
-be a float32."""
+HELD_BACK = 60
+"""Numbers are multiplied 2 ** -60 times as large as they are: the factor that codes wait for, times a step, would not
+be a float32. For float16, which would not hold such numbers, it takes two factors instead."""
 
 
 @triton.jit
 def numbers_of(
-    codes, upper, factor, shift, I: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr, HELD: tl.constexpr,
+    codes, upper, factor, shift, J: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr, HELD: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """Code i of each word as a number: code * factor + shift, where `factor` and `shift` are 2 ** -HELD too small."""
-    code = tiny(codes, upper, I, BITS, FLOATS)
+    """Code j of each word as a number, times 2 ** -HELD: code * factor + shift, where `shift` is that small already."""
+    code = tiny(codes, upper, J, BITS, FLOATS)
     if HELD == 0:
-        return ((code * power(64)) * (factor * power(exponent(I, BITS, FLOATS) - 64)) + shift).to(KIND)
-    return (code * (factor * power(exponent(I, BITS, FLOATS))) + shift).to(KIND)
+        number = (code * power(64)) * (factor * power(exponent(J, BITS, FLOATS) - 64)) + shift
+    else:
+        number = code * (factor * power(exponent(J, BITS, FLOATS) - HELD)) + shift
+    return number.to(KIND)
 
 
 @triton.jit
@@ -46,13 +50,13 @@ def steps_of(
     steps, lows, outer_steps, outer_lows, output, group, groups,
     ZERO: tl.constexpr, NESTED: tl.constexpr, LOWS: tl.constexpr, GROUP: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Of groups [T] of outputs [BN, 1]: what codes are multiplied with, and what is added then; [BN, T]. Past the end
-    there is nothing to multiply: any number will do."""
+    """Of groups [T] of outputs [BN, 1]: what codes are multiplied with, and what is added then, times 2 ** -HELD; both
+    [BN, T]. Past the end there is nothing to multiply: any number will do."""
     known = tl.minimum(group, groups - 1)[None, :]
     at = output * groups + known
     outer = output * (groups // (256 // GROUP)) + known // (256 // GROUP)
-    factor = group_step(steps, outer_steps, at, outer, None, NESTED) * power(-HELD)
-    shift = -ZERO * factor
+    factor = group_step(steps, outer_steps, at, outer, None, NESTED)
+    shift = factor * (-ZERO * power(-HELD))
     if LOWS != 0:
         shift = group_step(lows, outer_lows, at, outer, None, NESTED) * (LOWS * power(-HELD))
     return factor, shift
@@ -60,7 +64,11 @@ def steps_of(
 
 @triton.jit
 def for_each_word(of_groups, BN: tl.constexpr, T: tl.constexpr, L: tl.constexpr):
-    return tl.reshape(tl.broadcast_to(of_groups[:, :, None], [BN, T, L]), [BN, T * L])
+    """[BN, T] repeated for the L words of each group; of a single one, it is what every word gets."""
+    found = of_groups
+    if T > 1:
+        found = tl.reshape(tl.broadcast_to(of_groups[:, :, None], [BN, T, L]), [BN, T * L])
+    return found
 
 
 @triton.jit
@@ -68,8 +76,8 @@ def tiles_kernel(
     x, bias, y, words, high, steps, lows, outer_steps, outer_lows, rows, outputs, columns, groups, x_stride, share,
     BITS: tl.constexpr, ZERO: tl.constexpr, FLOATS: tl.constexpr, NESTED: tl.constexpr, LOWS: tl.constexpr,
     BY_ROW: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HAS_BIAS: tl.constexpr, HELD: tl.constexpr,
-    PARTIAL: tl.constexpr, EVEN: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, T: tl.constexpr, L: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PARTIAL: tl.constexpr, EVEN: tl.constexpr, LATE: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, T: tl.constexpr,
+    L: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """T groups at a time, of the `share` of them that begins where the program's place in the second dimension says.
     PARTIAL sums are stored as they are, one plane for each share. EVEN: T divides the groups of an output.
@@ -78,7 +86,8 @@ def tiles_kernel(
     no mask have none.
     """
     start_next(OVERLAP)
-    late: tl.constexpr = BY_ROW or (T == 1 and LOWS == 0)  # one step for all words at a time: sums are multiplied
+    # One step for all words at a time: their sums may be multiplied.
+    late: tl.constexpr = BY_ROW or (LATE and T == 1 and LOWS == 0)
     row_blocks = tl.cdiv(rows, BM)
     program = tl.program_id(0)
     row = (program % row_blocks) * BM + tl.arange(0, BM)
@@ -111,14 +120,11 @@ def tiles_kernel(
         codes = codes.to(tl.uint32, bitcast=True)
         upper = codes
         if BITS == 6:
-            if EVEN:
-                upper = tl.load(high + words_at)
-            else:
-                upper = tl.load(high + words_at, here, 0)
+            upper = tl.load(high + words_at) if EVEN else tl.load(high + words_at, here, 0)
             upper = upper.to(tl.uint16, bitcast=True).to(tl.uint32)
         if late:
-            multiplier = tl.full([1, 1], power(-HELD), tl.float32)
-            added = -ZERO * multiplier
+            multiplier = tl.full([1, 1], 1.0, tl.float32)
+            added = multiplier * (-ZERO * power(-HELD))
         else:
             multiplier = for_each_word(factor, BN, T, L)
             added = for_each_word(shift, BN, T, L)
@@ -126,7 +132,7 @@ def tiles_kernel(
         if not BY_ROW:
             if late:
                 product = tl.zeros([BN, BM], dtype=tl.float32)
-                step = factor * power(HELD)
+                step = factor
             # A step ahead: these loads are too small for the pipeline that the others go through.
             group += T
             factor, shift = steps_of(
@@ -183,26 +189,44 @@ def shares_kernel(
     tl.store(y + at, result.to(y.dtype.element_ty), inside)
 
 
-def many_rows(x: Tensor, weight: WordWeight, bias: Tensor | None) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    rows: int
+    outputs: int
+    warps: int
+    stages: int
+    late: bool = True
+    """Where a group is as wide as a step, its sums are multiplied, not its codes: fewer roundings, more registers."""
+    shares: int | None = None
+    """Programs that share a tile's columns, at most; None: as many as keep all multiprocessors busy."""
+
+
+def tiling_for(x: Tensor, outputs: int) -> Tiling:
+    rows = x.shape[0]
+    if x.dtype == torch.float32:  # on plain units, whose tiles lie in registers
+        return Tiling(16 if rows <= 16 else 32, 64, 4, 2)
+    if rows > 64:
+        return Tiling(128, 128, 8, 3, late=False)
+    return Tiling(max(16, power_of_two(rows)), 64 if outputs < ENOUGH_OUTPUTS else 128, 4, 4)
+
+
+def many_rows(x: Tensor, weight: WordWeight, bias: Tensor | None, tiling: Tiling | None = None) -> Tensor:
     """x (rows, columns), dense, times the weight."""
     outputs, columns = weight.shape
     rows = x.shape[0]
+    tiling = tiling or tiling_for(x, outputs)
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    wide = x.dtype == torch.float32
-    block_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 or wide else 128
-    block_outputs = 64 if outputs < ENOUGH_OUTPUTS and block_rows < 128 else 128
-    tiles = triton.cdiv(outputs, block_outputs) * triton.cdiv(rows, block_rows)
+    tiles = triton.cdiv(outputs, tiling.outputs) * triton.cdiv(rows, tiling.rows)
     together = COLUMNS // weight.group
-    share, shares = _shares(tiles, triton.cdiv(weight.groups, together), 2 * processors(x.device))
-    held = 0 if x.dtype == torch.float16 else LARGE
+    share, shares = _shares(tiles, triton.cdiv(weight.groups, together), processors(x.device), tiling.shares)
+    held = 0 if x.dtype == torch.float16 else HELD_BACK
     sums = y if shares == 1 else torch.empty(shares, rows, outputs, dtype=torch.float32, device=x.device)
     given = x if bias is None else bias
     tiles_kernel[(tiles, shares)](
         x, given, sums, *weight.tensors(), rows, outputs, columns, weight.groups, x.stride(0), share * together,
         **weight.constants(), HAS_BIAS=bias is not None, HELD=held, PARTIAL=shares > 1,
-        EVEN=weight.groups % together == 0, BN=block_outputs, BM=block_rows, T=together,
-        L=weight.group // weight.form.per_word, num_warps=8 if block_rows == 128 else 4, num_stages=2 if wide else 4,
-        **overlapped(x),
+        EVEN=weight.groups % together == 0, LATE=tiling.late, BN=tiling.outputs, BM=tiling.rows, T=together,
+        L=weight.group // weight.form.per_word, num_warps=tiling.warps, num_stages=tiling.stages, **overlapped(x),
     )  # fmt: skip
     if shares > 1:
         block = 1024
@@ -213,11 +237,13 @@ def many_rows(x: Tensor, weight: WordWeight, bias: Tensor | None) -> Tensor:
     return y
 
 
-def _shares(tiles: int, steps: int, wanted: int) -> tuple[int, int]:
-    """How many steps a program takes, and how many programs share a tile: so many that there are about as many programs
-    as wanted, as long as each has a few steps."""
+def _shares(tiles: int, steps: int, multiprocessors: int, most: int | None) -> tuple[int, int]:
+    """How many steps a program takes, and how many programs share a tile: so many that there are about two for each
+    multiprocessor, as long as each has a few steps."""
     shares = 1
-    while tiles * shares * 2 <= wanted + tiles and steps >= 8 * shares and shares < 16:
+    while shares < (16 if most is None else most) and steps >= 8 * shares:
+        if most is None and tiles * shares * 2 > 2 * multiprocessors + tiles:
+            break
         shares *= 2
     share = triton.cdiv(steps, shares)
     return share, triton.cdiv(steps, share)

@@ -1,0 +1,180 @@
+"""Rows of a quantized table, gathered by id and dequantized on the way, from the bytes as they were stored.
+
+A step asks for few rows, so nothing is repacked for it: each number finds its own bits, and its neighbours find theirs
+in the same cache lines. The numbers are those of `dequantize`, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bankfull.ops.reference.linear import embedding
+from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.rows import DTYPES
+from bankfull.weights.qtensor import QTensor
+
+WIDEST = 1024
+"""Columns of a program."""
+BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
+
+
+@triton.jit
+def byte(at, inside):
+    return tl.load(at, inside, 0).to(tl.int32)
+
+
+@triton.jit
+def half(at, inside):
+    """The float16 at an address that need not be even."""
+    bits = byte(at, inside) | (byte(at + 1, inside) << 8)
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def signed(bits):
+    """Eight bits as a whole number."""
+    return ((bits ^ 128) - 128).to(tl.float32)
+
+
+@triton.jit
+def six_bits(packed, group, inside, MINIMA: tl.constexpr):
+    """Scale (or minimum) `group` of the twelve bytes that hold eight of each."""
+    first = packed + 4 * MINIMA + group % 4
+    low = byte(first, inside)
+    rest = (byte(packed + 8 + group % 4, inside) >> (4 * MINIMA)) & 15
+    return tl.where(group < 4, low & 63, rest | ((low >> 6) << 4)).to(tl.float32)
+
+
+@triton.jit
+def of_32(block, i, inside, SCHEME: tl.constexpr):
+    """Number i of a block of 32."""
+    step = half(block, inside)
+    if SCHEME == "q8_0":
+        number = step * signed(byte(block + 2 + i, inside))
+    elif SCHEME == "q4_0":
+        number = step * (((byte(block + 2 + i % 16, inside) >> (i // 16 * 4)) & 15) - 8).to(tl.float32)
+    elif SCHEME == "q4_1":
+        code = (byte(block + 4 + i % 16, inside) >> (i // 16 * 4)) & 15
+        number = step * code.to(tl.float32) + half(block + 2, inside)
+    elif SCHEME == "q5_0":
+        code = (byte(block + 6 + i % 16, inside) >> (i // 16 * 4)) & 15
+        fifth = (byte(block + 2 + i // 8, inside) >> (i % 8)) & 1
+        number = step * ((code | (fifth << 4)) - 16).to(tl.float32)
+    else:
+        tl.static_assert(SCHEME == "q5_1")
+        code = (byte(block + 8 + i % 16, inside) >> (i // 16 * 4)) & 15
+        fifth = (byte(block + 4 + i // 8, inside) >> (i % 8)) & 1
+        number = step * (code | (fifth << 4)).to(tl.float32) + half(block + 2, inside)
+    return number
+
+
+@triton.jit
+def of_256(block, i, inside, SCHEME: tl.constexpr):
+    """Number i of a block of 256, which keeps codes in planes."""
+    if SCHEME == "q4_k" or SCHEME == "q5_k":
+        step = half(block, inside) * six_bits(block + 4, i // 32, inside, 0)
+        minimum = half(block + 2, inside) * six_bits(block + 4, i // 32, inside, 1)
+        if SCHEME == "q4_k":
+            code = (byte(block + 16 + i // 64 * 32 + i % 32, inside) >> (i % 64 // 32 * 4)) & 15
+        else:
+            code = (byte(block + 48 + i // 64 * 32 + i % 32, inside) >> (i % 64 // 32 * 4)) & 15
+            code = code | (((byte(block + 16 + i % 32, inside) >> (i // 32)) & 1) << 4)
+        number = step * code.to(tl.float32) - minimum
+    elif SCHEME == "q6_k":
+        step = half(block + 208, inside) * signed(byte(block + 192 + i // 16, inside))
+        low = (byte(block + i // 128 * 64 + i % 64, inside) >> (i % 128 // 64 * 4)) & 15
+        high = (byte(block + 128 + i // 128 * 32 + i % 32, inside) >> (i % 128 // 32 * 2)) & 3
+        number = step * ((low | (high << 4)) - 32).to(tl.float32)
+    elif SCHEME == "q2_k":
+        scale = byte(block + i // 16, inside)
+        code = (byte(block + 16 + i // 128 * 32 + i % 32, inside) >> (i % 128 // 32 * 2)) & 3
+        step = half(block + 80, inside) * (scale & 15).to(tl.float32)
+        number = step * code.to(tl.float32) - half(block + 82, inside) * (scale >> 4).to(tl.float32)
+    else:
+        tl.static_assert(SCHEME == "q3_k")
+        group = i // 16
+        low = (byte(block + 96 + group % 8, inside) >> (group // 8 * 4)) & 15
+        high = (byte(block + 104 + group % 4, inside) >> (group // 4 * 2)) & 3
+        step = half(block + 108, inside) * ((low | (high << 4)) - 32).to(tl.float32)
+        code = (byte(block + 32 + i // 128 * 32 + i % 32, inside) >> (i % 128 // 32 * 2)) & 3
+        third = (byte(block + i % 32, inside) >> (i // 32)) & 1
+        number = step * ((code | (third << 2)) - 4).to(tl.float32)
+    return number
+
+
+@triton.jit
+def coded(codes, scales, row, at, columns, inside, FOUR: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr):
+    """Codes and scales apart; GROUP 0: one scale for the row."""
+    if FOUR:
+        code = (byte(codes + row * (columns // 2) + at // 2, inside) >> (at % 2 * 4)) & 15
+        number = (code - 8).to(tl.float32)
+    elif FLOATS:
+        # As a float16 that is 256 times too small.
+        bits = byte(codes + row * columns + at, inside)
+        bits = ((bits & 128) << 8) | ((bits & 127) << 7)
+        number = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    else:
+        number = signed(byte(codes + row * columns + at, inside))
+    if GROUP:
+        scale = tl.load(scales + row * (columns // GROUP) + at // GROUP, inside, 0.0).to(tl.float32)
+    else:
+        scale = tl.load(scales + row)
+    return scale * number
+
+
+@triton.jit
+def embedding_kernel(
+    ids, table, scales, y, count, columns, row_bytes, scale, SCHEME: tl.constexpr, SIZE: tl.constexpr,
+    BYTES: tl.constexpr, FOUR: tl.constexpr, FLOATS: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """SIZE: numbers that share a scale, or a block of BYTES; 0 for a whole row."""
+    wait_for_inputs(OVERLAP)
+    start_next(OVERLAP)
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < columns
+    # An id that is none must not read foreign memory; whoever made it answers for what comes of it.
+    row = tl.minimum(tl.maximum(tl.load(ids + token).to(tl.int64), 0), count - 1)
+    if BYTES == 0:
+        found = coded(table, scales, row, at, columns, inside, FOUR, FLOATS, SIZE)
+    else:
+        block = table + row * row_bytes + at // SIZE * BYTES
+        found = of_32(block, at % 32, inside, SCHEME) if SIZE == 32 else of_256(block, at % 256, inside, SCHEME)
+    found = found.to(y.dtype.element_ty)
+    if SCALED:
+        found = (found.to(tl.float32) * scale).to(y.dtype.element_ty)
+    tl.store(y + token * columns + at, found, inside)
+
+
+def _accepts(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
+    if dtype not in DTYPES or not isinstance(weight, QTensor) or weight.is_dense or len(weight.shape) != 2:
+        return False
+    known = weight.scheme.name in BLOCKS or "codes" in weight.parts
+    return known and min(weight.shape) > 0 and all(part.is_contiguous() for part in weight.parts.values())
+
+
+@embedding.provider("triton-q", on="cuda", accepts=_accepts)
+def run_embedding(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    if dtype not in DTYPES:
+        return embedding.body(ids, table, dtype, scale)
+    scheme, (count, columns) = table.scheme, table.shape
+    coded_apart = "codes" in table.parts
+    stored = table.parts["codes" if coded_apart else "blocks"].view(torch.uint8)
+    y = torch.empty(*ids.shape, columns, dtype=dtype, device=stored.device)
+    block = min(WIDEST, power_of_two(columns))
+    if y.numel():
+        embedding_kernel[(ids.numel(), triton.cdiv(columns, block))](
+            ids.contiguous(), stored, table.parts["scales"] if coded_apart else stored, y, count, columns,
+            stored.shape[1], float(scale),
+            SCHEME=scheme.name, SIZE=0 if scheme.is_by_row else scheme.block,
+            BYTES=0 if coded_apart else scheme.block_bytes, FOUR=scheme.name.startswith("int4"),
+            FLOATS=coded_apart and table.parts["codes"].is_floating_point(), SCALED=scale != 1.0, BLOCK=block,
+            num_warps=4, **overlapped(y),
+        )  # fmt: skip
+    return y

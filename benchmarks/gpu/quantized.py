@@ -1,0 +1,134 @@
+"""python -m benchmarks.gpu.quantized --types int4_g128,int8_row --rows 1,16 [--sweep]
+
+How fast quantized linear layers read their weights, for the shapes of an 8B model. A chain of launches over more
+weights than any cache holds is captured and replayed, as a decode step does. --sweep tries other ways to cut the work,
+and says which is best: that is where the constants of `bankfull/ops/triton/quantized_*.py` come from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bankfull.ops.triton.quantized_layout import LAYOUTS, WordWeight, repacked
+from bankfull.ops.triton.quantized_rows import Cut, few_rows
+from bankfull.ops.triton.quantized_tiles import Tiling, many_rows
+from bankfull.weights.formats import SCHEMES
+from bankfull.weights.qtensor import QTensor
+
+SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
+TRAFFIC = 600e6
+"""Bytes of weights in a chain, at the least."""
+Product = Callable[[Tensor, WordWeight, None], Tensor]
+
+
+def random_weight(name: str, outputs: int, columns: int) -> WordWeight:
+    scheme = SCHEMES[name]
+    parts = scheme.empty((outputs, columns), "cuda")
+    for part in parts.values():
+        if part.dtype in (torch.float16, torch.float32):
+            part.fill_(0.01)
+        else:
+            # Below 60 no two bytes are a float16 that is not finite, and no byte is a float8 that is none.
+            part.view(torch.uint8).random_(60)
+    return repacked(QTensor(scheme, parts, (outputs, columns)))
+
+
+def seconds(product: Product, x: Tensor, weights: list[WordWeight]) -> float:
+    """Of one launch, in a chain: the best of several replays."""
+    for weight in weights[:2]:
+        product(x, weight, None)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for weight in weights:
+            product(x, weight, None)
+    best = float("inf")
+    for _ in range(8):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end) / 1000 / len(weights))
+    return best
+
+
+def ways(rows: int) -> Iterator[tuple[str, Product]]:
+    if rows <= 2:
+        for outputs in (2, 4, 8, 16):
+            for warps in (1, 2, 4, 8):
+                yield f"rows: {outputs} outputs, {warps} warps", partial(few_rows, cut=Cut(outputs, warps))
+    if 1 < rows <= 64:
+        block = max(16, 1 << (rows - 1).bit_length())
+        for outputs in (64, 128):
+            for stages in (3, 4, 6):
+                for shares in (1, 2, 4, 8):
+                    tiling = Tiling(block, outputs, 4, stages, shares=shares)
+                    yield f"tiles: {tiling}", partial(many_rows, tiling=tiling)
+    if rows > 64:
+        for block, outputs, warps in ((64, 128, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8), (256, 128, 8)):
+            for stages in (2, 3, 4):
+                for late in (True, False):
+                    tiling = Tiling(block, outputs, warps, stages, late, shares=1)
+                    yield f"tiles: {tiling}", partial(many_rows, tiling=tiling)
+
+
+def measured(name: str, outputs: int, columns: int, rows: int, sweep: bool) -> None:
+    first = random_weight(name, outputs, columns)
+    copies = max(2, min(64, int(TRAFFIC / first.nbytes) + 1))
+    weights = [first] + [random_weight(name, outputs, columns) for _ in range(copies - 1)]
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+
+    def shown(label: str, taken: float) -> str:
+        rate, work = first.nbytes / taken / 1e12, 2 * rows * outputs * columns / taken / 1e12
+        return f"{taken * 1e6:9.1f} us  {rate:6.3f} TB/s  {work:7.1f} TFLOP/s  {label}"
+
+    usual = few_rows if rows == 1 else many_rows
+    print(f"{name} {outputs} x {columns}, {rows} rows:", shown("as it is", seconds(usual, x, weights)), flush=True)
+    if not sweep:
+        return
+    found: list[tuple[float, str]] = []
+    expected = usual(x, first, None).float()
+    for label, product in ways(rows):
+        try:
+            error = (product(x, first, None).float() - expected).abs().max().item()
+            assert error <= 0.02 * expected.abs().max().item(), f"{label}: wrong by {error}"
+            found.append((seconds(product, x, weights), label))
+        except Exception as error:  # a cut that the device has no room for is no candidate
+            if isinstance(error, AssertionError):
+                raise
+    for taken, label in sorted(found)[:6]:
+        print("    ", shown(label, taken), flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", default="int4_g128,int8_row,fp8,q4_k,q8_0,q6_k")
+    parser.add_argument("--rows", default="1,16")
+    parser.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SHAPES))
+    parser.add_argument("--sweep", action="store_true")
+    asked = parser.parse_args()
+    names = asked.types.split(",")
+    if unknown := [name for name in names if name not in LAYOUTS]:
+        print(f"{unknown[0]!r} is no quantized type; use {', '.join(LAYOUTS)}.", file=sys.stderr)
+        return 2
+    if not torch.cuda.is_available():
+        print("There is no GPU here to measure.", file=sys.stderr)
+        return 2
+    with torch.inference_mode():
+        for name in names:
+            for shape in asked.shapes.split(","):
+                outputs, columns = (int(size) for size in shape.split("x"))
+                for rows in asked.rows.split(","):
+                    measured(name, outputs, columns, int(rows), asked.sweep)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""Quantized weights on a GPU: that repacking loses nothing, and the edges of their kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from bankfull.ops import Kit, best_output, embedding, gated_linear, linear
+from bankfull.ops.triton import quantized_layout
+from bankfull.ops.triton.quantized_layout import LAYOUTS, repacked
+from bankfull.ops.triton.quantized_rows import few_rows
+from bankfull.ops.triton.quantized_tiles import many_rows
+from bankfull.weights.formats import SCHEMES
+from bankfull.weights.qtensor import QTensor
+from tests.ops.cases import Maker
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def weight_of(name: str, outer: int, groups: int = 1, seed: int = 0) -> QTensor:
+    """Random codes; where a row has one step, rows of an awkward length."""
+    scheme = SCHEMES[name]
+    inner = scheme.block * groups if scheme.block > 1 else 37 * groups
+    return Maker(seed).weight(scheme, outer, inner).to(DEVICE)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def assert_near(found: Tensor, expected: Tensor, share: float = 1e-5) -> None:
+    error = (found.double() - expected.double()).abs().max().item()
+    assert error <= share * expected.double().abs().max().item()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_number_comes_out_of_the_kernels_as_it_was_stored(name: str) -> None:
+    """Times the unit matrix, in float32: bit for bit."""
+    weight = weight_of(name, 5, 2)
+    packed, values = repacked(weight), weight.dequantize()
+    unit = torch.eye(weight.shape[1], device=DEVICE)
+    assert packed.shape == weight.shape
+    assert torch.equal(many_rows(unit, packed, None).T, values)
+    some = torch.tensor([0, 1, 5, 16, 31, weight.shape[1] - 1], device=DEVICE)
+    assert torch.equal(few_rows(unit[some], packed, None).T, values[:, some])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_words_take_about_the_bytes_that_were_stored(name: str) -> None:
+    weight = Maker(1).weight(SCHEMES[name], 16, 1024)
+    packed = repacked(weight)
+    # Steps of K-quants are unpacked to bytes, codes of 5 bits take 6, those of 2 and 3 bits take 4.
+    spare = {"q2_k": 2.5, "q3_k": 1.2, "q4_k": 0.2, "q5_0": 1.1, "q5_1": 1.1, "q5_k": 1.3}.get(name, 0.0)
+    assert weight.nbytes <= packed.nbytes <= weight.nbytes + spare / 8 * 16 * 1024
+
+
+def test_repacking_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("q4_k", "q6_k", "int8_row"):
+        weight = weight_of(name, 11)
+        whole = repacked(weight)
+        monkeypatch.setattr(quantized_layout, "ELEMENTS_AT_ONCE", 4 * weight.shape[1])
+        pieces = repacked(weight)
+        monkeypatch.undo()
+        assert pieces.shape == whole.shape and pieces.nbytes == whole.nbytes
+        assert all(torch.equal(a, b) for a, b in zip(whole.tensors(), pieces.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 15, 17, 33, 65, 70])
+@pytest.mark.parametrize("name", ["int4_g128", "int8_row", "q6_k"])
+def test_any_number_of_rows_and_outputs(name: str, rows: int) -> None:
+    weight = weight_of(name, 7 + 2 * rows % 130, seed=rows)
+    x, bias = normal(rows, weight.shape[1]), normal(weight.shape[0])
+    assert_near(run(linear, x, weight, bias), linear.body(x, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["int4_g128", "int4_g32", "q4_k", "q8_0", "fp8"])
+def test_one_row_over_several_parts_of_its_columns(name: str, dtype: torch.dtype) -> None:
+    weight = Maker(2).weight(SCHEMES[name], 5, 5120).to(DEVICE)
+    x = normal(1, 5120, dtype=dtype)
+    exact = x.double() @ weight.dequantize(torch.float64).T
+    assert_near(run(linear, x, weight), exact, 1e-6 if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["int4_g128", "int4_g64", "q4_1", "int8_row", "fp8"])
+def test_programs_that_share_columns_add_up(name: str, dtype: torch.dtype) -> None:
+    """Few outputs and many columns, not a whole number of steps; twice the same bits."""
+    columns = 128 * 17 + (64 if name == "int4_g64" else 0 if name == "int4_g128" else 32)
+    weight = Maker(4).weight(SCHEMES[name], 70, columns).to(DEVICE)
+    x, bias = normal(9, columns, dtype=dtype), normal(70, dtype=dtype)
+    found = run(linear, x, weight, bias)
+    exact = x.double() @ weight.dequantize(torch.float64).T + bias.double()
+    assert_near(found, exact, {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}[dtype])
+    assert torch.equal(found, run(linear, x, weight, bias))
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_what_is_no_number_stays_in_its_row(rows: int) -> None:
+    for name in ("int4_g128", "int8_row", "fp8"):
+        weight = weight_of(name, 30, 3)
+        x = normal(rows + 1, weight.shape[1])
+        x[0, 5] = float("nan")
+        clean = linear.body(x[1:], weight)
+        if rows == 1:
+            assert bool(run(linear, x[:1], weight).isnan().all())
+            assert_near(run(linear, x[1:], weight), clean)
+        else:
+            found = run(linear, x, weight)
+            assert bool(found[0].isnan().all())
+            assert_near(found[1:], clean)
+
+
+@pytest.mark.parametrize("size", [1e-10, 1e-4, 1e10, 1e15])
+def test_activations_of_any_size_keep_their_digits(size: float) -> None:
+    for name in ("int4_g128", "q4_k", "fp8"):
+        weight = weight_of(name, 9)
+        for rows in (1, 3):
+            x = normal(rows, weight.shape[1]) * size
+            assert_near(run(linear, x, weight), x.double() @ weight.dequantize(torch.float64).T, 1e-5)
+
+
+def test_steps_of_any_size_keep_their_digits() -> None:
+    for step in (6e-8, 1e-3, 65504.0):
+        scheme = SCHEMES["int4_g128"]
+        parts = scheme.empty((6, 256), DEVICE)
+        parts["codes"].random_(256)
+        parts["scales"].fill_(step)
+        weight = QTensor(scheme, parts, (6, 256))
+        for rows in (1, 3):
+            for dtype in (torch.float32, torch.bfloat16):
+                x = normal(rows, 256, dtype=dtype)
+                expected = x.double() @ weight.dequantize(torch.float64).T
+                assert_near(run(linear, x, weight), expected, 1e-5 if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "softplus"])
+def test_one_row_is_gated_where_it_is_made(kind: str) -> None:
+    for name, dtype in (("int4_g128", torch.float32), ("q6_k", torch.bfloat16), ("int8_row", torch.float16)):
+        weight = weight_of(name, 22)
+        x, bias = normal(1, weight.shape[1], dtype=dtype), normal(22, dtype=dtype)
+        found, expected = run(gated_linear, x, weight, bias, kind), gated_linear.body(x, weight, bias, kind)
+        assert found.dtype == dtype and found.shape == (1, 11)
+        assert_near(found, expected, 2e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_the_highest_output_is_the_first_of_equals_and_none_where_there_is_no_number() -> None:
+    weight = weight_of("int4_g128", 40)
+    weight = QTensor.stacked([weight, weight])
+    x = normal(4, weight.shape[1])
+    x[2] = float("nan")
+    found = run(best_output, x, weight)
+    assert found.tolist() == best_output.body(x, weight).tolist()
+    assert found[2] == -1 and all(int(place) < 40 for place in found)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_of_a_table_are_its_numbers(name: str) -> None:
+    table = weight_of(name, 9, 2)
+    ids = torch.tensor([8, 0, 3, 3], device=DEVICE)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(run(embedding, ids, table, dtype), table.dequantize(dtype)[ids])
+
+
+def test_nothing_and_strides_and_what_does_not_fit() -> None:
+    weight = weight_of("int4_g64", 6)
+    packed = repacked(weight)
+    call = linear.providers["triton-q"].run
+    assert call(normal(0, 64), packed).shape == (0, 6)
+    wide = normal(3, 2, 131)[..., 3:].flip(0)[..., ::2]
+    assert_near(call(wide, packed), linear.body(wide, weight))
+    with pytest.raises(ValueError, match="65 columns"):
+        call(normal(2, 65), packed)
+    with pytest.raises(ValueError, match="bias"):
+        call(normal(2, 64), packed, normal(5))
+
+
+def test_double_precision_and_vectors_are_left_to_the_body() -> None:
+    weight = weight_of("q4_0", 4)
+    kit = Kit("cuda", ("triton-q",))
+    assert not kit.offers(linear, dtype=torch.float64, weight=weight)
+    assert not kit.offers(linear, dtype=torch.float32, weight=QTensor.dense(torch.ones(2, 2)))
+    assert not kit.offers(linear, dtype=torch.float32, weight=weight.reshape_leading(2, 2))
+    assert kit.offers(linear, dtype=torch.float32, weight=weight)
+
+
+def run(operation, x: Tensor, weight: QTensor, *rest: object) -> Tensor:  # type: ignore[no-untyped-def]
+    """As a layer calls it."""
+    kit = Kit("cuda", ("triton-q",))
+    facts = {"dtype": torch.float32 if operation is embedding else x.dtype, "weight": weight}
+    call = kit.bind(operation, **facts)
+    assert set(kit.chosen[operation.name]) == {"triton-q"}
+    return call(x, kit.prepare(operation, weight, **facts), *rest)
