@@ -27,7 +27,7 @@ OUTPUTS = 8
 """Of a program, where that leaves enough programs: the more, the less activations cost."""
 FEW_OUTPUTS = 4
 """Where it does not, or codes of 6 bits need the registers."""
-ENOUGH_PROGRAMS = 2048
+ENOUGH_PROGRAMS = 512
 WORDS_PER_WARP = 128
 """Of one output at a time: 16 bytes for each thread."""
 
@@ -51,7 +51,8 @@ def loaded(
     word = first + tl.arange(0, W)
     inside = valid[:, None] & (word < groups * L)[None, :]
     at = outputs.to(tl.int64)[:, None] * (groups * L) + word[None, :]
-    codes = tl.load(words + at, inside, 0).to(tl.uint32, bitcast=True)
+    # Read once for each row: nothing of it is worth keeping in the cache.
+    codes = tl.load(words + at, inside, 0, eviction_policy="evict_first").to(tl.uint32, bitcast=True)
     upper = codes
     if BITS == 6:
         upper = tl.load(high + at, inside, 0).to(tl.uint16, bitcast=True).to(tl.uint32)
