@@ -118,7 +118,14 @@ def assemble(
     sched = sched.suited(**device.suits)
     phases = Phases()
     build = plan_build(files, run, device, max_len or 0)
-    model = build_model(files.config, build)
+    free = device.free_memory()
+    try:
+        model = build_model(files.config, build)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"The weights of {files.path.name} do not fit: {shown(free)} were free on {device.torch}; quantize the model, "
+            "or use a smaller one."
+        ) from error
     phases.end("weights")
     if build.kit.activations != FLOAT:
         files.source.release()  # the weights lie repacked
