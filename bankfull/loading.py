@@ -123,8 +123,8 @@ def assemble(
         model = build_model(files.config, build)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"The weights of {files.path.name} do not fit: {shown(free)} were free on {device.torch}; quantize the model, "
-            "or use a smaller one."
+            f"The weights of {files.path.name} do not fit: {shown(free)} were free on {device.torch}; quantize the "
+            "model, or use a smaller one."
         ) from error
     phases.end("weights")
     if build.kit.activations != FLOAT:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bankfull.ops import Unnormed
 from bankfull.ops.triton import linear
 from tests.ops.compare import assert_close
 
@@ -33,6 +34,25 @@ def test_a_row_is_the_same_alone_and_among_few() -> None:
     together = linear.run_plan(linear.ROWS, x, weight, None)
     for row in range(4):
         assert torch.equal(linear.run_plan(linear.ROWS, x[row : row + 1], weight, None)[0], together[row])
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_programs_that_take_tiles_in_turns_compute_what_the_body_means(normed: bool) -> None:
+    numbers = torch.Generator().manual_seed(5)
+    outputs, columns = 8195, 1030  # the last tile is not whole, nor is a row of it
+    assert linear.takes_turns(1, outputs, 2048, None, "silu")
+    made = [torch.randn(shape, generator=numbers) for shape in ((1, columns), (1, columns), (columns,))]
+    weight = torch.randn(2 * outputs, columns, generator=numbers) / columns**0.5
+    x, delta, gain, there = (tensor.to(DEVICE) for tensor in (*made, weight))
+    joined = torch.full_like(x, torch.nan)
+    before = Unnormed(x, delta, gain, 1e-5, 0.0, joined) if normed else x
+    got = linear.few_rows(before, there, None, "silu")
+    host = Unnormed(*made, 1e-5, 0.0, torch.empty(1, columns)) if normed else None
+    line = host.read() if host is not None else made[0]
+    gate, up = torch.nn.functional.linear(line, weight).chunk(2, -1)
+    assert_close(got, torch.nn.functional.silu(gate) * up, torch.float32)
+    if host is not None:
+        assert_close(joined, host.joined, torch.float32)
 
 
 def test_a_plan_of_the_table_is_taken_only_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,42 @@ from bankfull.ops.triton.pointwise import activation
 
 
 @triton.jit
+def weights_of(weight, weight_stride, own, exist, columns, inside):
+    """Read once per step: nothing of it is worth keeping in the cache."""
+    places = weight + own[:, None].to(tl.int64) * weight_stride + columns[None, :]
+    return tl.load(places, mask=exist[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def input_row(
+    x, delta, joined, gain, eps, offset, columns, inside,
+    COLUMNS: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """A row of the input as float32 (1, WIDTH). NORM: it is x + delta, which the first program leaves in `joined`,
+    normed; rounded where the operations apart from each other round, so that both say the same."""
+    value = tl.load(x + columns, mask=inside, other=0.0)
+    if NORM:
+        branch = tl.load(delta + columns, mask=inside, other=0.0)
+        stream = (value.to(tl.float32) + branch.to(tl.float32)).to(DTYPE)
+        if tl.program_id(0) == 0:
+            tl.store(joined + columns, stream, mask=inside)
+        wide = stream.to(tl.float32)
+        wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / COLUMNS + eps)
+        if SHIFTED:
+            value = (wide * (offset + gain.to(tl.float32))).to(DTYPE)
+        else:
+            value = (wide.to(DTYPE).to(tl.float32) * gain.to(tl.float32)).to(DTYPE)
+    return value.to(tl.float32)[None, :]
+
+
+@triton.jit
+def gated(gate, through, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """f(gate) * through, rounded as if each of them had been stored."""
+    opened = activation(gate.to(DTYPE).to(tl.float32), KIND).to(DTYPE)
+    return opened.to(tl.float32) * through.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
 def rows_kernel(
     x, x_stride, delta, delta_stride, joined, norm, eps, offset,
     weight, weight_stride, bias, y, outputs,
@@ -29,36 +65,23 @@ def rows_kernel(
     inside = columns < COLUMNS
     own = tl.program_id(0) * OUT + tl.arange(0, OUT)
     exist = own < outputs
-    there = exist[:, None] & inside[None, :]
-    at = own[:, None].to(tl.int64) * weight_stride + columns[None, :]
-    # Read once per step: nothing of it is worth keeping in the cache.
-    first = tl.load(weight + at, mask=there, other=0.0, eviction_policy="evict_first")
+    first = weights_of(weight, weight_stride, own, exist, columns, inside)
     if KIND is not None:
-        behind = outputs.to(tl.int64) * weight_stride
-        second = tl.load(weight + behind + at, mask=there, other=0.0, eviction_policy="evict_first")
+        second = weights_of(weight, weight_stride, outputs + own, exist, columns, inside)
     if BIAS:
         first_bias = tl.load(bias + own, mask=exist, other=0.0).to(tl.float32)
         if KIND is not None:
             second_bias = tl.load(bias + outputs + own, mask=exist, other=0.0).to(tl.float32)
+    gain = columns
     if NORM:
         gain = tl.load(norm + columns, mask=inside, other=0.0)
     wait_for_inputs(OVERLAP)
-    dtype = y.dtype.element_ty
+    dtype: tl.constexpr = y.dtype.element_ty
     for row in tl.static_range(ROWS):
-        value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
-        if NORM:
-            branch = tl.load(delta + row * delta_stride + columns, mask=inside, other=0.0)
-            stream = (value.to(tl.float32) + branch.to(tl.float32)).to(dtype)
-            if tl.program_id(0) == 0:
-                tl.store(joined + row * COLUMNS + columns, stream, mask=inside)
-            wide = stream.to(tl.float32)
-            wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / COLUMNS + eps)
-            # Rounded where the operations apart from each other round, so that both say the same.
-            if SHIFTED:
-                value = (wide * (offset + gain.to(tl.float32))).to(dtype)
-            else:
-                value = (wide.to(dtype).to(tl.float32) * gain.to(tl.float32)).to(dtype)
-        line = value.to(tl.float32)[None, :]
+        line = input_row(
+            x + row * x_stride, delta + row * delta_stride, joined + row * COLUMNS, gain, eps, offset, columns, inside,
+            COLUMNS, NORM, SHIFTED, dtype,
+        )  # fmt: skip
         result = tl.sum(first.to(tl.float32) * line, 1)
         if BIAS:
             result += first_bias
@@ -66,6 +89,38 @@ def rows_kernel(
             through = tl.sum(second.to(tl.float32) * line, 1)
             if BIAS:
                 through += second_bias
-            gate = activation(result.to(dtype).to(tl.float32), KIND).to(dtype)
-            result = gate.to(tl.float32) * through.to(dtype).to(tl.float32)
+            result = gated(result, through, KIND, dtype)
         tl.store(y + row * outputs + own, result.to(dtype), mask=exist)
+
+
+@triton.jit
+def long_gated_kernel(
+    x, delta, joined, norm, eps, offset, weight, weight_stride, y, outputs,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr,
+    NORM: tl.constexpr, SHIFTED: tl.constexpr, KIND: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One row, gated, of so many outputs that programs take several tiles in turns: the weights of the next one are on
+    their way while this one is summed, and the input is read and normed once."""
+    start_next(OVERLAP)
+    columns = tl.arange(0, WIDTH)
+    inside = columns < COLUMNS
+    within = tl.arange(0, OUT)
+    tile = tl.program_id(0)
+    own = tile * OUT + within
+    first = weights_of(weight, weight_stride, own, own < outputs, columns, inside)
+    second = weights_of(weight, weight_stride, outputs + own, own < outputs, columns, inside)
+    gain = columns
+    if NORM:
+        gain = tl.load(norm + columns, mask=inside, other=0.0)
+    wait_for_inputs(OVERLAP)
+    dtype: tl.constexpr = y.dtype.element_ty
+    line = input_row(x, delta, joined, gain, eps, offset, columns, inside, COLUMNS, NORM, SHIFTED, dtype)
+    while tile * OUT < outputs:
+        own = tile * OUT + within
+        tile += tl.num_programs(0)
+        ahead = tile * OUT + within
+        next_first = weights_of(weight, weight_stride, ahead, ahead < outputs, columns, inside)
+        next_second = weights_of(weight, weight_stride, outputs + ahead, ahead < outputs, columns, inside)
+        gate, through = tl.sum(first.to(tl.float32) * line, 1), tl.sum(second.to(tl.float32) * line, 1)
+        tl.store(y + own, gated(gate, through, KIND, dtype).to(dtype), mask=own < outputs)
+        first, second = next_first, next_second

@@ -23,11 +23,8 @@ from bankfull.ops.triton.pointwise import activation
 from bankfull.ops.triton.quantized_codes import exponent, group_step, power, tiny
 from bankfull.ops.triton.quantized_layout import WordWeight
 
-OUTPUTS = 8
-"""Of a program, where that leaves enough programs: the more, the less activations cost."""
-FEW_OUTPUTS = 4
-"""Where it does not, or codes of 6 bits need the registers."""
-ENOUGH_PROGRAMS = 512
+OUTPUTS, FEW_OUTPUTS, MANY_OUTPUTS = 8, 4, 16
+"""Of a program: the more, the less activations cost; the fewer, the more programs there are."""
 WORDS_PER_WARP = 128
 """Of one output at a time: 16 bytes for each thread."""
 
@@ -191,12 +188,24 @@ class Cut:
 
 
 def cut_for(weight: WordWeight, rows: int) -> Cut:
-    words = weight.words.shape[1]
-    many = weight.form.bits != 6 and rows * weight.shape[0] >= OUTPUTS * ENOUGH_PROGRAMS
-    # The most warps, up to four, that divide an output's words; else the most that have something to do.
-    dividing = [warps for warps in (4, 2, 1) if words % (warps * WORDS_PER_WARP) == 0]
-    busy = [warps for warps in (4, 2) if words > warps * WORDS_PER_WARP // 2]
-    return Cut(OUTPUTS if many else FEW_OUTPUTS, (dividing + busy + [1])[0])
+    """Measured on an H200 over the shapes of an 8B model (`benchmarks.gpu.quantized --sweep`). Many outputs make many
+    programs, and then one warp each, without barriers between warps, is best; with few, warps share an output's words.
+    Codes of 6 bits need the registers that more outputs would take."""
+    outputs, words = rows * weight.shape[0], weight.words.shape[1]
+    if weight.form.bits == 6:
+        return Cut(FEW_OUTPUTS, _sharing(words, 4))
+    if outputs >= 1 << 16 and weight.form.bits == 4:
+        return Cut(MANY_OUTPUTS, 1)
+    if outputs >= 1 << 14:
+        return Cut(OUTPUTS, 1)
+    if words > 1024 and weight.form.bits == 4:
+        return Cut(MANY_OUTPUTS, _sharing(words, 4))
+    return Cut(OUTPUTS, _sharing(words, 2 if outputs > 5000 and weight.form.bits == 4 else 4))
+
+
+def _sharing(words: int, most: int) -> int:
+    """The most warps that have something to do with an output's words."""
+    return next((warps for warps in (4, 2) if warps <= most and words > warps * WORDS_PER_WARP // 2), 1)
 
 
 def few_rows(x: Tensor, weight: WordWeight, bias: Tensor | None, gate: str = "", cut: Cut | None = None) -> Tensor:
