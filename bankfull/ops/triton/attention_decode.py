@@ -286,7 +286,7 @@ class Scratch:
     """
 
     def __init__(self, device: torch.device, lines: int, values: int) -> None:
-        programs = 2 * MANY_PROGRAMS * processors(device)
+        programs = 2 * max(PROGRAMS, MANY_PROGRAMS) * processors(device)
         self.mixed = torch.empty(programs * lines * values, dtype=torch.float32, device=device)
         self.peak = torch.empty(programs * lines, dtype=torch.float32, device=device)
         self.total = torch.empty_like(self.peak)
