@@ -2,8 +2,8 @@
 
 A program owns a few outputs and walks along their columns. A thread holds four neighbouring words of each output: one
 16-byte load, 32 codes of 4 bits. Activations are loaded and widened once for all outputs of a program. What limits the
-speed, next to memory, is how many instructions a code takes: here little more than two, a mask and a multiplication in
-float32. Steps are applied once for each word.
+speed, next to memory, is how many instructions a code takes: a mask and a multiplication in float32, and with
+activations, addresses and sums between three and four in all. Steps are applied once for each word.
 
 The factors that codes wait for (`quantized_codes.tiny`) are given to the activations, all but 2 ** -85, which is taken
 back in the end: so sums are right for activations below 2 ** 63, and none above about 1e-12 loses a bit.
