@@ -6,6 +6,7 @@ import io
 import math
 import re
 import sys
+import zlib
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -314,3 +315,9 @@ def test_a_real_png_has_twice_the_size_on_paper(tmp_path: Path) -> None:
     save(line_chart(), tmp_path / "a.png")
     data = (tmp_path / "a.png").read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n" and int.from_bytes(data[16:20], "big") == 2 * 760
+    packed, at = b"", 8
+    while at < len(data):
+        size = int.from_bytes(data[at : at + 4], "big")
+        packed += data[at + 8 : at + 8 + size] if data[at + 4 : at + 8] == b"IDAT" else b""
+        at += 12 + size
+    assert len(set(zlib.decompress(packed))) > 100, "an empty picture"
