@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -60,6 +61,15 @@ def test_limits_draws_the_roofline_into_a_file(cli: Cli, levels: Levels, tmp_pat
     assert "Roofline: a cpu" in path.read_text()
     assert "must end in .svg" in cli("limits", "--svg", tmp_path / "roofline.png").sentence
     assert "must end in .png" in cli("limits", "--png", tmp_path / "roofline.svg").sentence
+    assert "there is no folder" in cli("limits", "--svg", tmp_path / "none" / "roofline.svg").sentence
+
+
+def test_a_picture_that_cannot_be_made_is_refused_before_anything_is_measured(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cairosvg", None)
+    monkeypatch.setattr("bankfull.limits.ceilings.measure", lambda *arguments: pytest.fail("measured"))
+    assert "bankfull[charts]" in cli("limits", "--png", tmp_path / "roofline.png").sentence
 
 
 def test_limits_shows_a_device_of_the_catalogue_and_what_is_doubtful(cli: Cli) -> None:

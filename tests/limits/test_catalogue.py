@@ -192,6 +192,13 @@ def test_a_mistake_gets_one_clear_sentence(tmp_path: Path, text: str | bytes, ex
     assert expected in refusal(tmp_path, text)
 
 
+def test_the_example_in_the_documentation_is_a_catalogue(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hardware.md").read_text()
+    (tmp_path / "own.toml").write_text(page.partition("```toml")[2].partition("```")[0])
+    found = load(tmp_path / "own.toml")
+    assert found.find("my-server").watts == 300 and found.find("h100").dollars_per_hour == 2.10
+
+
 def test_a_folder_is_not_a_catalogue(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path)
