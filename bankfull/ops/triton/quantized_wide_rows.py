@@ -1,6 +1,6 @@
 """Quantized weights times one row, or up to eight, on matrix units, straight from registers.
 
-A warp holds a few segments of 8 H outputs: of one output, 16 neighbouring words, whose 16-bit halves are 32 pairs of
+A warp holds a few segments of 16 outputs, or twice as many: of one output, 16 neighbouring words, whose 16-bit halves are 32 pairs of
 codes that sit side by side in a register. One mask makes two codes at once numbers of the activations' type: bits below
 the exponent of a float are a whole number already, if a tiny one, and matrix units are as exact with such numbers as
 with others. The order of columns inside a segment is chosen so that a thread's codes are those that the matrix units
@@ -149,11 +149,10 @@ def enlarged(line, I: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def left(codes, S: tl.constexpr, H: tl.constexpr):
-    """[8, S, H, 32] of a segment's halves as outputs by columns, [S, 8 H, 32]: of a thread's eight neighbours, two go
-    to each of the four places where matrix units look for that thread's numbers."""
-    apart = tl.reshape(codes, [8, S, H, 4, 4, 2])
-    return tl.reshape(tl.permute(apart, (1, 2, 0, 4, 3, 5)), [S, 8 * H, 32])
+def left(codes, S: tl.constexpr):
+    """[8, S, 2, 32] of a segment's halves as outputs by columns, [S, 16, 32]: of a thread's eight neighbours, two go to
+    each of the four places where matrix units look for that thread's numbers."""
+    return tl.reshape(tl.permute(tl.reshape(codes, [8, S, 2, 4, 4, 2]), (1, 2, 0, 4, 3, 5)), [S, 16, 32])
 
 
 @triton.jit
@@ -170,60 +169,70 @@ def zero_of(I: tl.constexpr, S: tl.constexpr, BITS: tl.constexpr, ZERO: tl.const
 
 
 @triton.jit
+def none_yet(N: tl.constexpr, S: tl.constexpr):
+    """N sums."""
+    found = ()
+    for _ in tl.static_range(N):
+        found = found + (tl.zeros([S, 16, 8], tl.float32),)
+    return found
+
+
+@triton.jit
+def output(block, h, g, outputs, GATE: tl.constexpr):
+    """Which output is number 8 h + g of a block of 16: with GATE, the first eight are gates, the others what passes
+    them. What is not there is taken from the end instead, and dropped."""
+    if GATE != "":
+        found = tl.minimum(block * 8 + g, outputs // 2 - 1) + h * (outputs // 2)
+    else:
+        found = tl.minimum(block * 16 + h * 8 + g, outputs - 1)
+    return found.to(tl.int64)
+
+
+@triton.jit
 def asked_for(
-    halves, steps, first, segments, S: tl.constexpr, T: tl.constexpr, BY_ROW: tl.constexpr, EVEN: tl.constexpr,
-    PER_GROUP: tl.constexpr,
+    words, steps, outputs, first, segments, S: tl.constexpr, T: tl.constexpr, B: tl.constexpr, GATE: tl.constexpr,
+    BY_ROW: tl.constexpr, EVEN: tl.constexpr, PER_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The words of T segments for each warp, from the `first` on, and the steps of their groups. Here and below, the
-    dimensions are in the order in which the compiler gives them to threads, warps and registers."""
+    """The words of T segments for each warp, from the `first` on, for B blocks of outputs, and the steps of their
+    groups. Dimensions are in the order in which the compiler gives them to threads, warps and registers."""
+    g = tl.arange(0, 8)
+    s = tl.arange(0, S)
+    h = tl.arange(0, 2)
+    m = tl.arange(0, 16)
     codes = ()
     found = ()
-    s = tl.arange(0, S)
-    for t in tl.static_range(T):
-        start = first + t * S
-        if EVEN:
-            codes = codes + (tl.load(halves + start * 32, eviction_policy="evict_first"),)
-        else:
-            inside = (start + s < segments)[None, :, None, None]
-            codes = codes + (tl.load(halves + start * 32, inside, 0, eviction_policy="evict_first"),)
-        if not BY_ROW:
-            # A group's segments are neighbours, and so are steps; past the end there are none.
-            group = (start + s) // PER_GROUP
+    for b in tl.static_range(B):
+        block = tl.program_id(0) * B + b
+        own = output(block, h[None, :], g[:, None], outputs, GATE)
+        halves = words.to(tl.pointer_type(tl.int16)) + own[:, None, :, None] * (segments * 32)
+        halves += s[None, :, None, None] * 32 + tl.arange(0, 32)[None, None, None, :]
+        steps_at = steps + output(block, m // 8, m % 8, outputs, GATE)[None, :] * (segments // PER_GROUP)
+        for t in tl.static_range(T):
+            start = first + t * S
+            # Read once for all rows: nothing of it is worth keeping in the cache.
             if EVEN:
-                found = found + (tl.load(steps + group[:, None]),)
+                codes = codes + (tl.load(halves + start * 32, eviction_policy="evict_first"),)
             else:
-                found = found + (tl.load(steps + group[:, None], (start + s < segments)[:, None], 0.0),)
+                inside = (start + s < segments)[None, :, None, None]
+                codes = codes + (tl.load(halves + start * 32, inside, 0, eviction_policy="evict_first"),)
+            if not BY_ROW:
+                group = (start + s) // PER_GROUP
+                if EVEN:
+                    found = found + (tl.load(steps_at + group[:, None]),)
+                else:
+                    found = found + (tl.load(steps_at + group[:, None], (start + s < segments)[:, None], 0.0),)
     return codes, found
 
 
 @triton.jit
-def none_yet(P: tl.constexpr, S: tl.constexpr, M: tl.constexpr):
-    """P sums of M outputs."""
-    found = ()
-    for _ in tl.static_range(P):
-        found = found + (tl.zeros([S, M, 8], tl.float32),)
-    return found
-
-
-@triton.jit
-def for_all(zeros, S: tl.constexpr, H: tl.constexpr):
-    """What 16 outputs share with all others."""
-    found = zeros
-    if H > 2:
-        # A reshape, and no new axis: threads keep what they have.
-        found = tl.reshape(tl.broadcast_to(tl.reshape(zeros, [S, 1, 16, 8]), [S, H // 2, 16, 8]), [S, 8 * H, 8])
-    return found
-
-
-@triton.jit
 def products(
-    sums, zeros, codes, x, here, first, segments, PART: tl.constexpr, SOME: tl.constexpr, S: tl.constexpr,
-    H: tl.constexpr, L: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, FLOATS: tl.constexpr,
-    GROUP: tl.constexpr, EVEN: tl.constexpr,
+    sums, zeros, codes, x, here, first, segments, PART: tl.constexpr, SOME: tl.constexpr, P: tl.constexpr,
+    S: tl.constexpr, T: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
+    FLOATS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """`sums` and `zeros` with the products of as many segments, from PART on, whose activations are asked for together:
-    of codes, and of their zero. Those of different segments are independent, and follow each other, for matrix units
-    are slow to answer."""
+    """`sums` (P for each block) and `zeros` (P) with the products of SOME segments, from PART on, whose activations are
+    asked for together: of codes, and of their zero. Those of different segments are independent, and follow each other,
+    for matrix units are slow to answer."""
     kind: tl.constexpr = x.dtype.element_ty
     count: tl.constexpr = 16 // BITS
     per_group: tl.constexpr = L // 16
@@ -239,21 +248,25 @@ def products(
                 lines = lines + (tl.load(at, here, 0.0),)
             else:
                 lines = lines + (tl.load(at, here & (segment < segments)[None, :, None], 0.0),)
-        bits = bits + (fields(codes[PART + t], BITS, FLOATS, kind),)
+        for b in tl.static_range(B):
+            bits = bits + (fields(codes[b * T + PART + t], BITS, FLOATS, kind),)
     for i in tl.static_range(count):
         more = ()
         more_zeros = ()
-        for t in tl.static_range(SOME):
-            line = right(enlarged(lines[t * count + i], i, BITS), S)
-            code = left(bits[t][i].to(kind, bitcast=True), S, H)
-            none = zeros[t]
-            if ZERO != 0:
-                none = tl.dot(zero_of(i, S, BITS, ZERO, kind), line, none)
-            more = more + (tl.dot(code, line, sums[t]),)
-            more_zeros = more_zeros + (none,)
-        for t in tl.static_range(SOME, len(sums)):
-            more = more + (sums[t],)
-            more_zeros = more_zeros + (zeros[t],)
+        for t in tl.static_range(P):
+            if t < SOME:
+                line = right(enlarged(lines[t * count + i], i, BITS), S)
+                if ZERO != 0:
+                    more_zeros = more_zeros + (tl.dot(zero_of(i, S, BITS, ZERO, kind), line, zeros[t]),)
+                else:
+                    more_zeros = more_zeros + (zeros[t],)
+                for b in tl.static_range(B):
+                    code = left(bits[t * B + b][i].to(kind, bitcast=True), S)
+                    more = more + (tl.dot(code, line, sums[t * B + b]),)
+            else:
+                more_zeros = more_zeros + (zeros[t],)
+                for b in tl.static_range(B):
+                    more = more + (sums[t * B + b],)
         sums = more
         zeros = more_zeros
     return sums, zeros
@@ -262,28 +275,32 @@ def products(
 @triton.jit
 def summed_up(
     sums, zeros, codes, steps, x, here, first, segments,
-    S: tl.constexpr, T: tl.constexpr, P: tl.constexpr, H: tl.constexpr, L: tl.constexpr, BITS: tl.constexpr,
+    S: tl.constexpr, T: tl.constexpr, P: tl.constexpr, B: tl.constexpr, L: tl.constexpr, BITS: tl.constexpr,
     ZERO: tl.constexpr, FLOATS: tl.constexpr, BY_ROW: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """`sums` and the products of T segments, P at a time. BY_ROW, what zeros add up to is kept apart."""
     for part in tl.static_range(0, T, P):
         if BY_ROW:
             sums, zeros = products(
-                sums, zeros, codes, x, here, first, segments, part, min(P, T - part), S, H, L, BITS, ZERO, FLOATS,
+                sums, zeros, codes, x, here, first, segments, part, min(P, T - part), P, S, T, B, L, BITS, ZERO, FLOATS,
                 GROUP, EVEN,
             )
         else:
             some, nothing = products(
-                none_yet(min(P, T - part), S, 8 * H), none_yet(min(P, T - part), S, 16), codes, x, here, first,
-                segments, part, min(P, T - part), S, H, L, BITS, ZERO, FLOATS, GROUP, EVEN,
+                none_yet(P * B, S), none_yet(P, S), codes, x, here, first, segments, part, min(P, T - part), P, S, T, B,
+                L, BITS, ZERO, FLOATS, GROUP, EVEN,
             )
-            total = sums[0]
-            for t in tl.static_range(min(P, T - part)):
-                with_zero = some[t]
-                if ZERO != 0:
-                    with_zero += for_all(nothing[t], S, H)
-                total += with_zero * steps[part + t].to(tl.float32)[:, :, None]
-            sums = (total,)
+            totals = ()
+            for b in tl.static_range(B):
+                total = sums[b]
+                for t in tl.static_range(min(P, T - part)):
+                    step = steps[b * T + part + t].to(tl.float32)[:, :, None]
+                    if ZERO != 0:
+                        total += (some[t * B + b] + nothing[t]) * step
+                    else:
+                        total += some[t * B + b] * step
+                totals = totals + (total,)
+            sums = totals
     return sums, zeros
 
 
@@ -292,51 +309,40 @@ def wide_rows_kernel(
     x, bias, y, words, steps, rows, outputs, segments, x_stride,
     BITS: tl.constexpr, ZERO: tl.constexpr, FLOATS: tl.constexpr, BY_ROW: tl.constexpr, GROUP: tl.constexpr,
     L: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr,
-    S: tl.constexpr, T: tl.constexpr, P: tl.constexpr, H: tl.constexpr, EVEN: tl.constexpr, TURNS: tl.constexpr,
+    S: tl.constexpr, T: tl.constexpr, P: tl.constexpr, B: tl.constexpr, EVEN: tl.constexpr, TURNS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """8 H outputs for all rows. With GATE, the name of an activation, they are 4 H gates and what passes them: eight of
-    these, eight of those, in turns. S warps share the columns, in TURNS of S T segments. EVEN: there are no fewer in the last."""
+    """B blocks of 16 outputs for all rows. With GATE, the name of an activation, a block is 8 gates and what passes
+    them. S warps share the columns, in TURNS of S T segments. EVEN: there are no fewer in the last."""
     start_next(OVERLAP)
-    program = tl.program_id(0)
     kind: tl.constexpr = x.dtype.element_ty
     per_group: tl.constexpr = L // 16
-    g = tl.arange(0, 8)
-    s = tl.arange(0, S)
-    h = tl.arange(0, H)
-    m = tl.arange(0, 8 * H)
-    if GATE != "":
-        half = outputs // 2
-        block = tl.minimum(program * (4 * H) + (h // 2 * 8)[None, :] + g[:, None], half - 1) + (h % 2)[None, :] * half
-        own = tl.minimum(program * (4 * H) + m // 16 * 8 + m % 8, half - 1) + m // 8 % 2 * half
-    else:
-        # What is not there is taken from the end instead, and dropped.
-        block = tl.minimum(program * (8 * H) + h[None, :] * 8 + g[:, None], outputs - 1)
-        own = tl.minimum(program * (8 * H) + m, outputs - 1)
-    halves = words.to(tl.pointer_type(tl.int16)) + block.to(tl.int64)[:, None, :, None] * (segments * 32)
-    halves += s[None, :, None, None] * 32 + tl.arange(0, 32)[None, None, None, :]
-    steps_at = steps + own.to(tl.int64)[None, :] * (segments // per_group)
-
     # What never changes is under way before the activations are there.
-    codes, step = asked_for(halves, steps_at, 0, segments, S, T, BY_ROW, EVEN, per_group)
-    if BY_ROW:
-        of_row = tl.load(steps + own)
-    if HAS_BIAS:
-        shift = tl.load(bias + own).to(tl.float32)
+    codes, step = asked_for(words, steps, outputs, 0, segments, S, T, B, GATE, BY_ROW, EVEN, per_group)
+    m = tl.arange(0, 16)
+    of_rows = ()
+    shifts = ()
+    for b in tl.static_range(B):
+        own = output(tl.program_id(0) * B + b, m // 8, m % 8, outputs, GATE)
+        if BY_ROW:
+            of_rows = of_rows + (tl.load(steps + own),)
+        if HAS_BIAS:
+            shifts = shifts + (tl.load(bias + own),)
     wait_for_inputs(OVERLAP)
+    g = tl.arange(0, 8)
     x_at = x + g.to(tl.int64)[:, None, None] * x_stride + tl.arange(0, 32)[None, None, :]
     here = (g < rows)[:, None, None]
     chains: tl.constexpr = P if BY_ROW else 1
-    sums = none_yet(chains, S, 8 * H)
-    zeros = none_yet(chains, S, 16)
+    sums = none_yet(chains * B, S)
+    zeros = none_yet(chains, S)
     if TURNS > MOST_TURNS:
         for first in range(0, segments, S * T):
             now, now_step = codes, step
             # Behind the end, what was read last is read again: that takes no mask, and no memory.
             ahead = tl.minimum(first + S * T, segments - S * T) if EVEN else first + S * T
-            codes, step = asked_for(halves, steps_at, ahead, segments, S, T, BY_ROW, EVEN, per_group)
+            codes, step = asked_for(words, steps, outputs, ahead, segments, S, T, B, GATE, BY_ROW, EVEN, per_group)
             sums, zeros = summed_up(
-                sums, zeros, now, now_step, x_at, here, first, segments, S, T, P, H, L, BITS, ZERO, FLOATS, BY_ROW,
+                sums, zeros, now, now_step, x_at, here, first, segments, S, T, P, B, L, BITS, ZERO, FLOATS, BY_ROW,
                 GROUP, EVEN,
             )
     else:
@@ -344,35 +350,39 @@ def wide_rows_kernel(
         for turn in tl.static_range(TURNS):
             now, now_step = codes, step
             if turn + 1 < TURNS:
-                codes, step = asked_for(halves, steps_at, (turn + 1) * S * T, segments, S, T, BY_ROW, EVEN, per_group)
+                codes, step = asked_for(
+                    words, steps, outputs, (turn + 1) * S * T, segments, S, T, B, GATE, BY_ROW, EVEN, per_group
+                )
             sums, zeros = summed_up(
-                sums, zeros, now, now_step, x_at, here, turn * S * T, segments, S, T, P, H, L, BITS, ZERO, FLOATS,
+                sums, zeros, now, now_step, x_at, here, turn * S * T, segments, S, T, P, B, L, BITS, ZERO, FLOATS,
                 BY_ROW, GROUP, EVEN,
             )
-    total, zero = sums[0], zeros[0]
-    for t in tl.static_range(1, chains):
-        total += sums[t]
-        zero += zeros[t]
-    if BY_ROW and ZERO != 0:
-        total += for_all(zero, S, H)
-    result = tl.sum(total, 0) * power(factor(BITS, FLOATS, kind))
-    if BY_ROW:
-        result = result * of_row[:, None]
-    if HAS_BIAS:
-        result += shift[:, None]
     n = tl.arange(0, 8)
-    if GATE != "":
-        pairs = tl.permute(tl.reshape(result.to(kind).to(tl.float32), [H // 2, 2, 8, 8]), (0, 2, 3, 1))
-        gate, passing = tl.split(pairs)
-        opened = activation(gate, GATE).to(kind).to(tl.float32)
-        gated = tl.reshape(opened * passing, [4 * H, 8])
-        at = program * (4 * H) + tl.arange(0, 4 * H)
-        known = (at < outputs // 2)[:, None] & (n < rows)[None, :]
-        tl.store(y + n.to(tl.int64)[None, :] * (outputs // 2) + at[:, None], gated.to(kind), known)
-    else:
-        at = program * (8 * H) + m
-        known = (at < outputs)[:, None] & (n < rows)[None, :]
-        tl.store(y + n.to(tl.int64)[None, :] * outputs + at[:, None], result.to(kind), known)
+    for b in tl.static_range(B):
+        block = tl.program_id(0) * B + b
+        total = sums[b]
+        if BY_ROW:
+            for t in tl.static_range(1, chains):
+                total += sums[t * B + b]
+            if ZERO != 0:
+                for t in tl.static_range(chains):
+                    total += zeros[t]
+        result = tl.sum(total, 0) * power(factor(BITS, FLOATS, kind))
+        if BY_ROW:
+            result = result * of_rows[b][:, None]
+        if HAS_BIAS:
+            result += shifts[b].to(tl.float32)[:, None]
+        if GATE != "":
+            pairs = tl.permute(tl.reshape(result.to(kind).to(tl.float32), [2, 8, 8]), (1, 2, 0))
+            gate, passing = tl.split(pairs)
+            opened = activation(gate, GATE).to(kind).to(tl.float32)
+            at = block * 8 + g
+            known = (at < outputs // 2)[:, None] & (n < rows)[None, :]
+            tl.store(y + n.to(tl.int64)[None, :] * (outputs // 2) + at[:, None], (opened * passing).to(kind), known)
+        else:
+            at = block * 16 + m
+            known = (at < outputs)[:, None] & (n < rows)[None, :]
+            tl.store(y + n.to(tl.int64)[None, :] * outputs + at[:, None], result.to(kind), known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,7 +431,7 @@ def wide_rows(x: Tensor, weight: WordWeight, bias: Tensor | None, gate: str = ""
         x, x if bias is None else bias, y, weight.words, weight.steps, rows, outputs, segments, x.stride(0),
         BITS=form.bits, ZERO=form.zero, FLOATS=form.floats, BY_ROW=form.by_row, GROUP=weight.group,
         L=weight.group // form.per_word, HAS_BIAS=bias is not None, GATE=gate, S=cut.warps, T=held,
-        P=min(held, cut.together), H=cut.outputs // 8, EVEN=segments % (cut.warps * held) == 0,
+        P=min(held, cut.together), B=cut.outputs // 16, EVEN=segments % (cut.warps * held) == 0,
         TURNS=triton.cdiv(segments, cut.warps * held), num_warps=cut.warps, num_stages=1, **overlapped(x),
     )  # fmt: skip
     return y
