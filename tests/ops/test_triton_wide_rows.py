@@ -61,7 +61,9 @@ def test_products_are_exact_but_for_their_rounding(name: str, rows: int, dtype: 
     assert_near(found, exact(x, weight) + bias.double(), 4e-3 if dtype == torch.bfloat16 else 6e-4)
 
 
-@pytest.mark.parametrize("cut", [WideCut(16, 2), WideCut(32, 4), WideCut(16, 4, 2), WideCut(32, 2, 6, 2), WideCut(16, 2, 3, 3)])
+@pytest.mark.parametrize(
+    "cut", [WideCut(16, 2), WideCut(32, 4), WideCut(16, 4, 2), WideCut(32, 2, 6, 2), WideCut(16, 2, 3, 3)]
+)
 @pytest.mark.parametrize("name", ["int4_g128", "int8_row"])
 def test_every_cut_gives_the_same_product(name: str, cut: WideCut) -> None:
     """Columns that no cut divides; more outputs than programs hold."""

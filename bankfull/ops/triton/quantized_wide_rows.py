@@ -1,10 +1,10 @@
 """Quantized weights times one row, or up to eight, on matrix units, straight from registers.
 
-A warp holds a few segments of 16 outputs, or twice as many: of one output, 16 neighbouring words, whose 16-bit halves are 32 pairs of
-codes that sit side by side in a register. One mask makes two codes at once numbers of the activations' type: bits below
-the exponent of a float are a whole number already, if a tiny one, and matrix units are as exact with such numbers as
-with others. The order of columns inside a segment is chosen so that a thread's codes are those that the matrix units
-want from it: nothing moves between threads, and a code costs little more than one instruction, all in all.
+A warp holds a few segments of 16 or 32 outputs: of one output, 16 neighbouring words. The two 16-bit halves of a word
+are numbers that sit side by side in a register, and one mask makes a code of each a number of the activations' type:
+bits below the exponent of a float are a whole number already, if a tiny one, and matrix units are as exact with such
+numbers as with others. The order of columns inside a segment is chosen so that a thread's codes are those that the
+matrix units want from it: nothing moves between threads, and a code takes less than two instructions, all in all.
 
 Products are exact and summed in float32. The steps of groups are applied to sums. A group's zero is a product with the
 activations as well, of a matrix that is constant.
@@ -42,18 +42,24 @@ MOST_TURNS = tl.constexpr(8)
 
 
 @triton.constexpr_function
-def factor(BITS, FLOATS, KIND):
+def spacious(kind):
+    """Has it more exponents than we could use?"""
+    return kind == tl.bfloat16
+
+
+@triton.constexpr_function
+def factor(FLOATS, KIND):
     """What sums are too small by, as a power of two: the value of a code's lowest bit, and what activations got."""
-    if KIND == tl.bfloat16:
-        return (120 if FLOATS else 133) - 64
+    if spacious(KIND):
+        return (120 if FLOATS else 133) - LARGE.value
     return 8 if FLOATS else 24
 
 
 @triton.constexpr_function
-def raised(I, BITS, KIND):
+def raised(FIELD, BITS, KIND):
     """The lowest bit of field i in its half, as `fields` leaves it. Of 4-bit codes in a bfloat16 every other field
     stays where it is, and its activations make up for it; those of a float16 have no bits to spare for that."""
-    return 4 * (I % 2) if BITS == 4 and KIND == tl.bfloat16 else 0
+    return 4 * (FIELD % 2) if BITS == 4 and spacious(KIND) else 0
 
 
 @triton.jit
@@ -95,7 +101,7 @@ def bytes_of(halves):
 @triton.jit
 def small_floats(halves, KIND: tl.constexpr):
     """Sign, exponent and mantissa of float8 codes go where the type has them."""
-    if KIND == tl.bfloat16:
+    if spacious(KIND):
         if PLAIN:
             low = ((halves << 4) & 0x07F0) | ((halves << 8) & -0x8000)
             return low.to(tl.int16), (((halves >> 4) & 0x07F0) | (halves & -0x8000)).to(tl.int16)
@@ -126,17 +132,17 @@ def fields(halves, BITS: tl.constexpr, FLOATS: tl.constexpr, KIND: tl.constexpr)
         return small_floats(halves, KIND)
     elif BITS == 8:
         return bytes_of(halves)
-    elif KIND == tl.bfloat16:
+    elif spacious(KIND):
         return nibbles_two_ways(halves)
     else:
         return nibbles(halves)
 
 
 @triton.jit
-def enlarged(line, I: tl.constexpr, BITS: tl.constexpr):
+def enlarged(line, FIELD: tl.constexpr, BITS: tl.constexpr):
     """Activations for field i, as large as its codes need them."""
     if line.dtype == tl.bfloat16:
-        power_of_field: tl.constexpr = power(LARGE - raised(I, BITS, tl.bfloat16))
+        power_of_field: tl.constexpr = power(LARGE - raised(FIELD, BITS, tl.bfloat16))
         if PLAIN:
             return (line.to(tl.float32) * power_of_field).to(tl.bfloat16)
         else:
@@ -162,10 +168,15 @@ def right(line, S: tl.constexpr):
 
 
 @triton.jit
-def zero_of(I: tl.constexpr, S: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, KIND: tl.constexpr):
+def zero_of(FIELD: tl.constexpr, S: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, KIND: tl.constexpr):
     """Minus the zero, as a code of field i is."""
-    bits: tl.constexpr = -0x8000 + (ZERO << raised(I, BITS, KIND))
+    bits: tl.constexpr = -0x8000 + (ZERO << raised(FIELD, BITS, KIND))
     return tl.full([S, 16, 32], bits, tl.int16).to(KIND, bitcast=True)
+
+
+@triton.jit
+def more_of(items, item):
+    return items + (item,)  # noqa: RUF005, the compiler knows no stars
 
 
 @triton.jit
@@ -173,7 +184,7 @@ def none_yet(N: tl.constexpr, S: tl.constexpr):
     """N sums."""
     found = ()
     for _ in tl.static_range(N):
-        found = found + (tl.zeros([S, 16, 8], tl.float32),)
+        found = more_of(found, tl.zeros([S, 16, 8], tl.float32))
     return found
 
 
@@ -211,16 +222,16 @@ def asked_for(
             start = first + t * S
             # Read once for all rows: nothing of it is worth keeping in the cache.
             if EVEN:
-                codes = codes + (tl.load(halves + start * 32, eviction_policy="evict_first"),)
+                codes = more_of(codes, tl.load(halves + start * 32, eviction_policy="evict_first"))
             else:
                 inside = (start + s < segments)[None, :, None, None]
-                codes = codes + (tl.load(halves + start * 32, inside, 0, eviction_policy="evict_first"),)
+                codes = more_of(codes, tl.load(halves + start * 32, inside, 0, eviction_policy="evict_first"))
             if not BY_ROW:
                 group = (start + s) // PER_GROUP
                 if EVEN:
-                    found = found + (tl.load(steps_at + group[:, None]),)
+                    found = more_of(found, tl.load(steps_at + group[:, None]))
                 else:
-                    found = found + (tl.load(steps_at + group[:, None], (start + s < segments)[:, None], 0.0),)
+                    found = more_of(found, tl.load(steps_at + group[:, None], (start + s < segments)[:, None], 0.0))
     return codes, found
 
 
@@ -245,11 +256,13 @@ def products(
         for i in tl.static_range(count):
             at = x + place[None, :, None] + i * 2 * L
             if EVEN:
-                lines = lines + (tl.load(at, here, 0.0),)
+                lines = more_of(lines, tl.load(at, here, 0.0))
             else:
-                lines = lines + (tl.load(at, here & (segment < segments)[None, :, None], 0.0),)
+                lines = more_of(lines, tl.load(at, here & (segment < segments)[None, :, None], 0.0))
         for b in tl.static_range(B):
-            bits = bits + (fields(codes[b * T + PART + t], BITS, FLOATS, kind),)
+            apart = fields(codes[b * T + PART + t], BITS, FLOATS, kind)
+            for i in tl.static_range(count):
+                bits = more_of(bits, apart[i])
     for i in tl.static_range(count):
         more = ()
         more_zeros = ()
@@ -257,16 +270,16 @@ def products(
             if t < SOME:
                 line = right(enlarged(lines[t * count + i], i, BITS), S)
                 if ZERO != 0:
-                    more_zeros = more_zeros + (tl.dot(zero_of(i, S, BITS, ZERO, kind), line, zeros[t]),)
+                    more_zeros = more_of(more_zeros, tl.dot(zero_of(i, S, BITS, ZERO, kind), line, zeros[t]))
                 else:
-                    more_zeros = more_zeros + (zeros[t],)
+                    more_zeros = more_of(more_zeros, zeros[t])
                 for b in tl.static_range(B):
-                    code = left(bits[t * B + b][i].to(kind, bitcast=True), S)
-                    more = more + (tl.dot(code, line, sums[t * B + b]),)
+                    code = left(bits[(t * B + b) * count + i].to(kind, bitcast=True), S)
+                    more = more_of(more, tl.dot(code, line, sums[t * B + b]))
             else:
-                more_zeros = more_zeros + (zeros[t],)
+                more_zeros = more_of(more_zeros, zeros[t])
                 for b in tl.static_range(B):
-                    more = more + (sums[t * B + b],)
+                    more = more_of(more, sums[t * B + b])
         sums = more
         zeros = more_zeros
     return sums, zeros
@@ -299,7 +312,7 @@ def summed_up(
                         total += (some[t * B + b] + nothing[t]) * step
                     else:
                         total += some[t * B + b] * step
-                totals = totals + (total,)
+                totals = more_of(totals, total)
             sums = totals
     return sums, zeros
 
@@ -325,9 +338,9 @@ def wide_rows_kernel(
     for b in tl.static_range(B):
         own = output(tl.program_id(0) * B + b, m // 8, m % 8, outputs, GATE)
         if BY_ROW:
-            of_rows = of_rows + (tl.load(steps + own),)
+            of_rows = more_of(of_rows, tl.load(steps + own))
         if HAS_BIAS:
-            shifts = shifts + (tl.load(bias + own),)
+            shifts = more_of(shifts, tl.load(bias + own))
     wait_for_inputs(OVERLAP)
     g = tl.arange(0, 8)
     x_at = x + g.to(tl.int64)[:, None, None] * x_stride + tl.arange(0, 32)[None, None, :]
@@ -367,7 +380,7 @@ def wide_rows_kernel(
             if ZERO != 0:
                 for t in tl.static_range(chains):
                     total += zeros[t]
-        result = tl.sum(total, 0) * power(factor(BITS, FLOATS, kind))
+        result = tl.sum(total, 0) * power(factor(FLOATS, kind))
         if BY_ROW:
             result = result * of_rows[b][:, None]
         if HAS_BIAS:
