@@ -405,9 +405,10 @@ class WideCut:
     outputs: int
     warps: int
     held: int = HELD
-    """Segments of a warp at a time, at most."""
-    together: int = 4
-    """Segments whose activations are asked for together."""
+    """Segments of a warp at a time, at most; half as many of 32 outputs."""
+    together: int = 2
+    """Segments whose activations are asked for together: more hide more of the way to them, and take registers that
+    another program could use."""
 
 
 def takes(weight: WordWeight, dtype: torch.dtype) -> bool:
@@ -419,10 +420,9 @@ def takes(weight: WordWeight, dtype: torch.dtype) -> bool:
 
 
 def cut_for(weight: WordWeight) -> WideCut:
-    """Few outputs: programs of 16, and many warps for each, so that all weights are under way at once."""
-    segments = weight.words.shape[1] // SEGMENT
-    warps = 4 if segments <= 16 else 8 if segments <= 64 else 16
-    return WideCut(32 if weight.shape[0] >= 16384 else 16, warps)
+    """Not measured yet (`benchmarks.gpu.quantized --compare`). Three such programs fit on a multiprocessor and ask for
+    96 KiB before they wait, which is all of a small matrix."""
+    return WideCut(16, 4 if weight.words.shape[1] > 8 * SEGMENT else 2)
 
 
 def at_a_time(segments: int, warps: int, most: int) -> int:
