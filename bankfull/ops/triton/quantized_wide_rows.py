@@ -4,7 +4,7 @@ A warp holds a few segments of 16 or 32 outputs: of one output, 16 neighbouring 
 are numbers that sit side by side in a register, and one mask makes a code of each a number of the activations' type:
 bits below the exponent of a float are a whole number already, if a tiny one, and matrix units are as exact with such
 numbers as with others. The order of columns inside a segment is chosen so that a thread's codes are those that the
-matrix units want from it: nothing moves between threads, and a code takes less than two instructions, all in all.
+matrix units want from it: nothing moves between threads, and a code takes about two instructions, all in all.
 
 Products are exact and summed in float32. The steps of groups are applied to sums. A group's zero is a product with the
 activations as well, of a matrix that is constant.
