@@ -98,14 +98,15 @@ def products(
     inside = word < groups * L
     summed = tl.zeros([R, W], dtype=tl.float32)
     whole = tl.zeros([W], dtype=tl.float32)
-    for i in tl.static_range(GROUP // L // 2):
+    pairs: tl.constexpr = GROUP // L // 2
+    for i in tl.static_range(pairs):
         even, odd = pair_of(x, pair + i * L, inside, columns, PADDED)
         if ZERO != 0 or LOWS != 0:
             whole += even + odd
-        even *= power(exponent(2 * i, BITS, FLOATS) - SMALL)
-        odd *= power(exponent(2 * i + 1, BITS, FLOATS) - SMALL)
-        summed += even[None, :] * tiny(codes, upper, 2 * i, BITS, FLOATS)
-        summed += odd[None, :] * tiny(codes, upper, 2 * i + 1, BITS, FLOATS)
+        even *= power(exponent(i, BITS, FLOATS) - SMALL)
+        odd *= power(exponent(i + pairs, BITS, FLOATS) - SMALL)
+        summed += even[None, :] * tiny(codes, upper, i, BITS, FLOATS)
+        summed += odd[None, :] * tiny(codes, upper, i + pairs, BITS, FLOATS)
     run: tl.constexpr = neighbours(L)
     found = tl.sum(tl.reshape(summed, [R, W // run, run]), 2) * power(SMALL)
     whole = tl.sum(tl.reshape(whole, [W // run, run]), 1)
