@@ -131,6 +131,7 @@ def test_who_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
         return whole(x, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(quantized, "wide_rows", seen)
+    monkeypatch.setattr(quantized, "FEW_WIDE_ROWS", 8)
     weight = weight_of("int4_g128", 6, 128)
     call = linear.providers["triton-q"].run
     for rows in (0, 1, 8, 9):
