@@ -9,6 +9,8 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
@@ -35,7 +37,8 @@ LAYERS = 2
 """The first layer of a model has no branch to join; the others are alike."""
 LATER = ([1], [2], [5], [12], [100], [2000], [300] * 4, [700, 1, 1, 1], [256, 3], [33, 9, 1], [40] * 60)
 """New tokens of the sequences of steps that come while an engine runs."""
-FORMATS = ("int4_g128", "int8_row", "fp8", "q4_k")
+WEIGHTLESS_SEEDS = 12
+"""Enough for operations without a weight, whose kernels differ by dtype and layout only."""
 Two = tuple[Iterable[Launch], Iterable[Launch]]
 """What is compiled ahead, and what is launched then."""
 
@@ -94,10 +97,10 @@ def drafts() -> Two:
     return kinds(), kinds()
 
 
-def quantized() -> Two:
-    """The linears of an 8B model in the formats that matter most, for one row, and for tiles of each size."""
+def quantized(*formats: str) -> Two:
+    """The linears of an 8B model, for one row, and for tiles of each size."""
     made = []
-    for name in FORMATS:
+    for name in formats:
         for outer, inner in ((6144, 4096), (28672, 4096), (4096, 14336)):
             weight = QTensor(SCHEMES[name], cases.moved(SCHEMES[name].empty((outer, inner)), "meta"), (outer, inner))
             gated = outer > 2 * inner
@@ -116,8 +119,9 @@ def generated(seeds: range) -> Two:
     """Every operation and provider on generated inputs: odd sizes, views, all dtypes and formats."""
     made = []
     for operation in OPERATIONS.values():
-        for provider in operation.providers.values():
-            for seed in seeds if provider.on == "cuda" else ():
+        for provider in (one for one in operation.providers.values() if one.on == "cuda"):
+            weightless = "weight" not in cases.case(operation.name, 0).facts
+            for seed in seeds[:WEIGHTLESS_SEEDS] if weightless else seeds:
                 given = cases.case(operation.name, seed)
                 kit = Kit("cuda", (provider.name,))
                 run = kit.bind(operation, **given.facts)
@@ -128,7 +132,20 @@ def generated(seeds: range) -> Two:
     return made, made
 
 
+@triton.jit
+def refused(x):
+    tl.store(x + tl.arange(0, 3), 0.0)  # 3 is no power of two
+
+
+def broken() -> Two:
+    made = [("three numbers", lambda: refused[(1,)](torch.empty(3)))]
+    return made, made
+
+
 GROUPS: dict[str, Callable[[], Two]] = {
-    "start": start, "drafts": drafts, "quantized": quantized, "generated": partial(generated, range(6)),
-    "generated-all": partial(generated, range(len(cases.FLOATS) * len(SCHEMES))),
+    "start": start, "drafts": drafts, "broken": broken,
+    "quantized": partial(quantized, "int4_g128"),
+    "quantized-more": partial(quantized, "int8_row", "fp8", "q4_k"),
+    "generated": partial(generated, range(3)),
+    "generated-more": partial(generated, range(3, len(cases.FLOATS) * len(SCHEMES))),
 }  # fmt: skip
