@@ -26,7 +26,7 @@ from bankfull.ops.registry import BF16, FLOAT, INT8
 from bankfull.runtime.device import Device, open_device
 from bankfull.runtime.memory import Sizes, plan_memory, shown
 from bankfull.runtime.rehearsal import every_kind, largest, rehearsal
-from bankfull.runtime.runner import Runner
+from bankfull.runtime.runner import Runner, captured_widths
 from bankfull.sched.scheduler import Scheduler
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import Layout, Paged, layout_of
@@ -145,10 +145,9 @@ def assemble(
     refuse_pages_without_use(model, run.kv_dtype)
     layout = layout_of(model.states(), state.page_tokens)
     depth = device.depth if run.depth is None else run.depth
-    widths = sorted({1, 1 + strategy.width(0)})
     with refusing_large_steps(device, sched):
-        steps = every_kind(model, layout, device, build.kit, sched.rows, sched.step_tokens, widths)
-        device.compile_ahead(steps, build.kit)
+        kinds = every_kind(model, layout, device, build.kit, sched.rows, sched.step_tokens, captured_widths(strategy))
+        device.compile_ahead(kinds, build.kit)
         phases.end("kernels compiled")
         aside = step_memory(model, layout, device, sched)
     phases.end("the largest step")

@@ -17,9 +17,9 @@ from bankfull.runtime.rows import Rows
 from bankfull.state.spec import Layout
 from bankfull.state.storage import Storage
 
-UNCAPTURED = ((17, 1), (17, 4), (17, 16), (16,), (4,), (3,))
+UNCAPTURED = ((17, 1), (17, 4), (17, 16), (16,), (4,), (1, 1, 1), (1, 1, 1, 1))
 """New tokens of the sequences of some small steps, one for each way that short prompts and mixed steps go through the
-kernels of a GPU: many new tokens in one sequence, few, very few, and both kinds together."""
+kernels of a GPU: many new tokens in one sequence together with few in another, few, and one in each of some."""
 SHORT = 64
 """Tokens of a row that no step looks into: kernels do not depend on how long rows are."""
 

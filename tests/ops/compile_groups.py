@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, cast
@@ -37,6 +37,11 @@ LAYERS = 2
 """The first layer of a model has no branch to join; the others are alike."""
 LATER = ([1], [2], [5], [12], [100], [2000], [300] * 4, [700, 1, 1, 1], [256, 3], [33, 9, 1], [40] * 60)
 """New tokens of the sequences of steps that come while an engine runs."""
+MAMBA = {
+    "model_type": "mamba", "vocab_size": 50280, "hidden_size": 2560, "num_hidden_layers": 64, "state_size": 16,
+    "conv_kernel": 4, "expand": 2, "intermediate_size": 5120, "time_step_rank": 160, "tie_word_embeddings": True,
+    "layer_norm_epsilon": 1e-5, "use_bias": False, "use_conv_bias": True, "hidden_act": "silu",
+}  # fmt: skip
 WEIGHTLESS_SEEDS = 12
 """Enough for operations without a weight, whose kernels differ by dtype and layout only."""
 Two = tuple[Iterable[Launch], Iterable[Launch]]
@@ -71,13 +76,13 @@ def model_of(config: Mapping[str, Any]) -> tuple[Decoder, Kit]:
     return build_model(files.config, Build(source, kit, DTYPE, META)), kit
 
 
-def start() -> Two:
-    """An 8B model: ahead of its start, and then with other rows, prompts and mixtures than were thought of."""
-    model, kit = model_of(SHAPES["llama-3-8b"])
+def start(config: Mapping[str, Any], widths: Sequence[int]) -> Two:
+    """A model: ahead of its start, and then with other rows, prompts and mixtures than were thought of."""
+    model, kit = model_of(config)
     layout, device = layout_of(model.states(), 16), cast(Any, _Device())
 
     def kinds(rows: int, tokens: int) -> Iterator[Launch]:
-        steps = every_kind(model, layout, device, kit, rows, tokens, (1,))
+        steps = every_kind(model, layout, device, kit, rows, tokens, widths)
         return ((f"step {number} for {rows} rows", step) for number, step in enumerate(steps))
 
     later = [(f"step {new}", rehearsal(model, layout, device, new)) for new in LATER]
@@ -143,7 +148,8 @@ def broken() -> Two:
 
 
 GROUPS: dict[str, Callable[[], Two]] = {
-    "start": start, "drafts": drafts, "broken": broken,
+    "start": partial(start, SHAPES["llama-3-8b"], (1,)), "recurrent": partial(start, MAMBA, (1, 4)), "drafts": drafts,
+    "broken": broken,
     "quantized": partial(quantized, "int4_g128"),
     "quantized-more": partial(quantized, "int8_row", "fp8", "q4_k"),
     "generated": partial(generated, range(3)),

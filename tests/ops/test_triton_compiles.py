@@ -13,9 +13,10 @@ LONG = pytest.mark.timeout(1800)
 
 
 @pytest.mark.parametrize(
-    "group", ["start", "quantized", pytest.param("drafts", marks=FULL), pytest.param("quantized-more", marks=FULL)]
+    "group",
+    ["start", "quantized", *(pytest.param(name, marks=FULL) for name in ("recurrent", "drafts", "quantized-more"))],
 )
-def test_the_kernels_of_an_8b_model_compile_ahead_and_keep_to_their_registers(group: str) -> None:
+def test_the_kernels_of_real_models_compile_ahead_and_keep_to_their_registers(group: str) -> None:
     report = report_on(group)
     assert not report.errors, "\n".join(report.errors)
     assert report.kernels, "nothing was compiled"
