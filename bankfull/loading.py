@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -23,8 +25,8 @@ from bankfull.ops import Kit, kit_for, native
 from bankfull.ops.registry import BF16, FLOAT, INT8
 from bankfull.runtime.device import Device, open_device
 from bankfull.runtime.memory import Sizes, plan_memory, shown
-from bankfull.runtime.rehearsal import rehearsal
-from bankfull.runtime.runner import Runner
+from bankfull.runtime.rehearsal import every_kind, largest, rehearsal
+from bankfull.runtime.runner import Runner, captured_widths
 from bankfull.sched.scheduler import Scheduler
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import Layout, Paged, layout_of
@@ -74,10 +76,20 @@ class Loaded:
     layout: Layout
     sizes: Sizes
     frontend: Frontend
+    phases: dict[str, float]
+    """Seconds that the parts of the start took."""
 
     @property
     def kit(self) -> Kit:
         return self.build.kit
+
+    @property
+    def start(self) -> str | None:
+        """Where the time of the start went, in one line; None on a CPU, where it is short and all for the weights."""
+        if self.device.kind == "cpu":
+            return None
+        parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.phases.items())
+        return f"{sum(self.phases.values()):.1f} s ({parts})"
 
 
 def load(
@@ -95,8 +107,9 @@ def load(
         made.engine, tokenizer, template, vocab=made.model.vocab, max_len=made.sizes.max_len, seed=run.seed
     )
     return Loaded(
-        made.files, made.build, made.model, tokenizer, template, made.device, made.layout, made.sizes, frontend
-    )
+        made.files, made.build, made.model, tokenizer, template, made.device, made.layout, made.sizes, frontend,
+        made.phases,
+    )  # fmt: skip
 
 
 def assemble(
@@ -132,8 +145,12 @@ def assemble(
     refuse_pages_without_use(model, run.kv_dtype)
     layout = layout_of(model.states(), state.page_tokens)
     depth = device.depth if run.depth is None else run.depth
-    aside = step_memory(model, layout, device, sched)
-    phases.end("the largest step, kernels compiled")
+    with refusing_large_steps(device, sched):
+        kinds = every_kind(model, layout, device, build.kit, sched.rows, sched.step_tokens, captured_widths(strategy))
+        device.compile_ahead(kinds, build.kit)
+        phases.end("kernels compiled")
+        aside = step_memory(model, layout, device, sched)
+    phases.end("the largest step")
     sizes = plan_memory(
         layout, sched, state,
         free=device.free_memory() - aside, depth=depth, made_for=model.max_positions, max_len=max_len,
@@ -175,8 +192,13 @@ def step_memory(model: Decoder, layout: Layout, device: Device, sched: SchedConf
     """What the largest step takes beside weights and state, measured where the device can tell."""
     if device.kind == "cpu":
         return 0
+    return device.peak(rehearsal(model, layout, device, largest(sched.rows, sched.step_tokens)))
+
+
+@contextmanager
+def refusing_large_steps(device: Device, sched: SchedConfig) -> Iterator[None]:
     try:
-        return device.peak(rehearsal(model, layout, device, sched.rows, sched.step_tokens))
+        yield
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"A step of {sched.step_tokens} tokens does not fit beside the weights: {shown(device.free_memory())} are "

@@ -131,7 +131,8 @@ class Worker:
         llm = LLM(wanted.model, **options)
         self._front = llm.loaded.frontend
         self._loop = EngineLoop(self._front, self._tell)
-        self._say(Phase("warming up"))
+        start = llm.loaded.start
+        self._say(Phase("warming up" if start is None else f"warming up, loaded in {start}"))
         warm_up(llm)
         limits = known_limits(llm)
         self._gauge = Gauge(llm, limits[0] if limits is not None else None)

@@ -199,7 +199,7 @@ def cut_for(weight: WordWeight, rows: int) -> Cut:
         return Cut(MANY_OUTPUTS, 1)
     if outputs >= 1 << 14:
         return Cut(OUTPUTS, 1)
-    if words > 1024 and weight.form.bits == 4:
+    if words > 1024 and weight.form.bits == 4 and not weight.form.nested:  # else 16 outputs overflow the registers
         return Cut(MANY_OUTPUTS, _sharing(words, 4))
     return Cut(OUTPUTS, _sharing(words, 2 if outputs > 5000 and weight.form.bits == 4 else 4))
 

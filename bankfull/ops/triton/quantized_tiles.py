@@ -71,7 +71,7 @@ def for_each_word(of_groups, BN: tl.constexpr, T: tl.constexpr, L: tl.constexpr)
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def tiles_kernel(
     x, bias, y, words, high, steps, lows, outer_steps, outer_lows, rows, outputs, columns, groups, x_stride, share,
     BITS: tl.constexpr, ZERO: tl.constexpr, FLOATS: tl.constexpr, NESTED: tl.constexpr, LOWS: tl.constexpr,
