@@ -29,8 +29,8 @@ NAME = "triton-q"
 FEW_ROWS = 1
 """So many plain units multiply as fast as matrix units do."""
 FEW_WIDE_ROWS = 0
-"""So many `wide_rows` multiplies; 0: never. It is made for 8, and waits for a device on which it was seen to be right and
-faster: it hangs on matrix units that keep subnormal numbers."""
+"""So many `wide_rows` multiplies; 0: never. It is made for 8, and waits for a device on which it was seen to be right
+and faster: it hangs on matrix units that keep subnormal numbers."""
 
 
 def _accepts(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
