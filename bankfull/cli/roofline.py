@@ -34,6 +34,9 @@ def roofline(
     prompt: Annotated[
         int | None, typer.Option(help="Tokens of the prompt that is computed in one step.", show_default="1024")
     ] = None,
+    catalogue: Annotated[
+        str | None, typer.Option(help="A file of further devices, of the catalogue's form.", show_default=False)
+    ] = None,
     dtype: Dtype = "auto",
     quantize: Annotated[
         str | None, typer.Option(help="As for `run`: int8, int4, ...", show_default=False)
@@ -60,7 +63,7 @@ def roofline(
     if picture not in PICTURES:
         raise ConfigError(f"picture is {picture[:40]!r}; use svg or png.")
     subject = open_subject(model)
-    machine = machine_of(device)
+    machine = machine_of(device, catalogue)
     recipe = recipe_of(
         subject, machine.kind, RunConfig(dtype=dtype, quantize=quantize, kv_dtype=kv_dtype, activations=activations)
     )
@@ -84,11 +87,13 @@ def roofline(
 
 
 def _show(found: ModelRoofline) -> None:
-    from bankfull.cli.terminal import print_table
+    from bankfull.cli.terminal import print_table, say
     from bankfull.limits.model_show import changes_table, curve_table, phase_tables, summary_table
 
     for table in (summary_table(found), *phase_tables(found), curve_table(found), changes_table(found)):
         print_table(table)
+    for doubt in found.machine.doubts:
+        say(f"bankfull: {doubt}")
 
 
 def _keep(found: ModelRoofline, folder: str, picture: str) -> None:

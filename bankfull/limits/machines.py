@@ -23,6 +23,8 @@ class Machine:
     """On the machine itself; else the figures are a data sheet's, which nothing reaches entirely."""
     unverified: bool = False
     """Nobody has opened the source of its figures."""
+    doubts: tuple[str, ...] = ()
+    """What has to be said beside its figures."""
 
     @property
     def note(self) -> str:
@@ -33,19 +35,25 @@ class Machine:
     def as_json(self) -> dict[str, Any]:
         return {
             "name": self.name, "kind": self.kind, "measured": self.measured, "unverified": self.unverified,
+            "doubts": list(self.doubts),
             "read_bytes_per_s": self.ceilings.read_bytes_per_s,
             "cached_read_bytes_per_s": self.ceilings.cached_read_bytes_per_s, "flops": self.ceilings.flops,
             "memory_bytes": self.memory,
         }  # fmt: skip
 
 
-def machine_of(name: str) -> Machine:
-    """`cpu`, `cuda`, `cuda:N` and `auto` are measured, once; every other name is looked up in the catalogue."""
+def machine_of(name: str, extra: str | None = None) -> Machine:
+    """`cpu`, `cuda`, `cuda:N` and `auto` are measured, once; every other name is looked up in the catalogue, to which
+    the file `extra` adds."""
     if name in HERE or name.startswith("cuda:"):
         return _measured("auto" if name == "here" else name)
-    from bankfull.limits.catalogue import accelerator
+    from bankfull.limits import catalogue
 
-    return of_accelerator(accelerator(name))
+    found = catalogue.load(extra).find(name)
+    kind = "cpu" if found.kind == "cpu" else "cuda"
+    return Machine(
+        found.title, kind, found.ceilings(), int(found.memory_bytes), False, found.unverified, tuple(found.doubts)
+    )
 
 
 def _measured(name: str) -> Machine:

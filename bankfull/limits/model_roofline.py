@@ -6,7 +6,7 @@ All of it is told by the meter from a configuration; no weight is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import ceil, inf
@@ -25,6 +25,8 @@ from bankfull.ops.cost import Cost
 MOST_BATCH = 1 << 20
 CURVE_STEPS_BEYOND = 2
 """Doublings of the batch that a curve shows behind what memory holds, or behind the turn to arithmetic."""
+NOTHING = 0.02
+"""Relative change that is not worth a line."""
 LEAST_CURVE, MOST_CURVE = 64, 8192
 """A curve reaches at least so far, and at most."""
 
@@ -79,8 +81,7 @@ class Arithmetic:
         found = _crossing(line, self.peak, fast)
         if found is not None and ceilings.read_at(line.cost(found).read) == fast:
             return found
-        slow = _crossing(line, self.peak, ceilings.read_bytes_per_s)
-        return slow
+        return _crossing(line, self.peak, ceilings.read_bytes_per_s)
 
 
 def _crossing(line: DecodeLine, peak: float, bandwidth: float) -> int | None:
@@ -251,8 +252,16 @@ class ModelRoofline:
     def changes(self) -> list[Change]:
         batch = self.question.batches[0]
         own = self.point(batch).seconds
-        return [self._change(v.name, dict(v.options), v.trained, v.recipe, batch, own)
-                for v in variants_of(self.recipe, self.machine.kind)]  # fmt: skip
+        found = [
+            self._change(v.name, dict(v.options), v.trained, v.recipe, batch, own)
+            for v in variants_of(self.recipe, self.machine.kind)
+        ]
+        return [change for change in found if self._differs(change)]
+
+    def _differs(self, change: Change) -> bool:
+        """A window as long as the context changes nothing."""
+        before = self.memory.state_per_sequence
+        return abs(change.gain - 1) > NOTHING or abs(change.state_bytes - before) > NOTHING * before
 
     def _change(
         self, name: str, options: dict[str, str], trained: bool, recipe: Recipe, batch: int, own: float
@@ -288,6 +297,3 @@ def numbers(text: str, what: str) -> tuple[int, ...]:
     except ValueError:
         raise ConfigError(f"{what} is {text[:40]!r}; give whole numbers with commas between them.") from None
 
-
-def named_batches(values: Sequence[int]) -> str:
-    return ", ".join(map(str, values))
