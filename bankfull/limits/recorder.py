@@ -8,15 +8,13 @@ request takes no more memory than a short one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from bankfull.engine import Engine
 from bankfull.limits.bench_watch import TimedDevice, TimedHead, taped_of
-from bankfull.limits.closed_form import features
-from bankfull.limits.step import StepShape
 from bankfull.limits.yardstick import Yardstick
 from bankfull.types import StepPlan, Work
 
@@ -47,6 +45,8 @@ class Part:
     """... had nobody else been in them."""
     features: np.ndarray | None = None
     """Summed over the steps: of the closed form of costs."""
+    prompt_features: np.ndarray | None = None
+    """What others' prompts add to them."""
 
     def add(self, step: StepNote, seconds: float, own: Sequence[Work], yardstick: Yardstick | None) -> None:
         self.seconds += seconds
@@ -63,7 +63,9 @@ class Part:
         limit = yardstick.seconds(step.features)
         decodes = limit
         if strangers:
-            decodes = yardstick.of_work([w for w in step.work if w.count == 1 or id(w) in mine])
+            rest = yardstick.features([w for w in step.work if w.count == 1 or id(w) in mine])
+            decodes, theirs = yardstick.seconds(rest), step.features - rest
+            self.prompt_features = theirs if self.prompt_features is None else self.prompt_features + theirs
         self.limit = (self.limit or 0.0) + limit
         self.decodes = (self.decodes or 0.0) + decodes
         self.alone = (self.alone or 0.0) + (limit if len(own) == len(step.work) else yardstick.of_work(own))
@@ -204,8 +206,7 @@ class Recorder:
         assert self._inside is not None and self.run is not None
         now, spent = self._clock(), self._inside.seconds
         known = self.yardstick
-        wanted = known is not None and plan.work
-        found = features(StepShape.of(plan.work), known.form.windows) if known is not None and wanted else None
+        found = known.features(plan.work) if known is not None and plan.work else None
         step = StepNote(plan.work, self._before, now, spent - self._spent, found)
         self._before, self._spent = now, spent
         for request, story in self._stories.items():
@@ -252,21 +253,3 @@ class Recorder:
         elif story.entered > story.children:
             story.preemptions += 1
 
-
-def merged(parts: Iterable[Part], name: str) -> Part:
-    """Several as one; without features where one has none."""
-    made = Part(name)
-    for part in parts:
-        made.seconds += part.seconds
-        made.steps += part.steps
-        made.tokens += part.tokens
-        made.sequences += part.sequences
-        made.prompt_tokens += part.prompt_tokens
-        made.inside += part.inside
-        for field_name in ("limit", "decodes", "alone"):
-            value = getattr(part, field_name)
-            if value is not None:
-                setattr(made, field_name, (getattr(made, field_name) or 0.0) + value)
-        if part.features is not None:
-            made.features = part.features if made.features is None else made.features + part.features
-    return made

@@ -1,4 +1,4 @@
-"""The same model stored in fewer bytes, or built another way: what each would change, as further models on the meter."""
+"""The same model stored in fewer bytes, or built another way: further models on the meter."""
 
 from __future__ import annotations
 

@@ -36,17 +36,18 @@ class Yardstick:
         cost = self.form.cost_of(found)
         return "arithmetic" if cost.flops / self.peak > cost.bytes / self.ceilings.read_at(cost.read) else "memory"
 
+    def features(self, work: Sequence[Work]) -> np.ndarray:
+        return features(StepShape.of(work), self.form.windows)
+
     def of_work(self, work: Sequence[Work]) -> float:
-        return self.seconds(features(StepShape.of(work), self.form.windows)) if work else 0.0
+        return self.seconds(self.features(work)) if work else 0.0
 
 
 def yardstick_of(llm: LLM, *, measure: bool) -> Yardstick | None:
     """None where the machine was never measured, and is not to be measured now, or has no room for it."""
     loaded = llm.loaded
-    if measure:
-        ceilings = machine.of_device(loaded.device)
-    else:
-        ceilings = machine.known() if loaded.device.kind == "cpu" else None
+    kept = machine.known if loaded.device.kind == "cpu" else _nothing
+    ceilings = machine.of_device(loaded.device) if measure else kept()
     if ceilings is None:
         return None
     dtype, activations = str(loaded.build.dtype).removeprefix("torch."), loaded.kit.activations
@@ -54,3 +55,7 @@ def yardstick_of(llm: LLM, *, measure: bool) -> Yardstick | None:
         loaded.files, dtype=dtype, expand=loaded.build.expand, kv_dtype=loaded.build.kv_dtype, activations=activations
     )
     return Yardstick(closed_form(metered), ceilings, ceilings.peak_of(dtype, activations))
+
+
+def _nothing() -> None:
+    """An accelerator's figures are not looked up without measuring."""
