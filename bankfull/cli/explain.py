@@ -123,10 +123,12 @@ def _in_answer(text: str, where: str) -> Explanation:
     try:
         body = json_text.loads(text)
         account = body.get("explain", body.get("request", body)) if isinstance(body, dict) else body
-        return msgspec.convert(account, Explanation)
-    except (ValueError, msgspec.ValidationError, RecursionError):
+        # Completions have one account for each of their prompts.
+        return msgspec.convert(account[0] if isinstance(account, list) else account, Explanation)
+    except (ValueError, IndexError, msgspec.ValidationError, RecursionError):
         raise ConfigError(
-            f'{where} holds no account of a request: ask the API with "explain": true, or save `bankfull explain --json`.'
+            f'{where} holds no account of a request: ask the API with "explain": true, or save what '
+            "`bankfull explain --json` prints."
         ) from None
 
 
