@@ -26,12 +26,10 @@ from bankfull.ops.meter import Ledger
 MOST_BATCH = 1 << 20
 LINEAR = "linear"
 """Part of the names of all operations that multiply with weights."""
-CURVE_STEPS_BEYOND = 2
-"""Doublings of the batch that a curve shows behind what memory holds, or behind the turn to arithmetic."""
 NOTHING = 0.02
 """Relative change that is not worth a line."""
 LEAST_CURVE, MOST_CURVE = 64, 8192
-"""A curve reaches at least so far, and at most."""
+"""A curve reaches behind what memory holds and behind the turn to arithmetic, but at least and at most so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,11 +243,8 @@ class ModelRoofline:
         return [self.point(batch) for batch in self._curve_batches()]
 
     def _curve_batches(self) -> Iterator[int]:
-        most = self.memory.most_sequences
-        reach = max(LEAST_CURVE, *self.question.batches, self.turning_batch or 0)
-        if most is not None:
-            reach = min(reach, max(most, *self.question.batches))
-        reach = min(MOST_CURVE, reach << CURVE_STEPS_BEYOND)
+        reach = max(LEAST_CURVE, *self.question.batches, self.turning_batch or 0, self.memory.most_sequences or 0)
+        reach = min(MOST_CURVE, 2 * reach)
         batch = 1
         while batch <= reach:
             yield batch
