@@ -48,8 +48,12 @@ def yardstick_of(llm: LLM, *, measure: bool) -> Yardstick | None:
     loaded = llm.loaded
     kept = machine.known if loaded.device.kind == "cpu" else _nothing
     ceilings = machine.of_device(loaded.device) if measure else kept()
-    if ceilings is None:
-        return None
+    return None if ceilings is None else yardstick_on(llm, ceilings)
+
+
+def yardstick_on(llm: LLM, ceilings: Ceilings) -> Yardstick:
+    """On a machine with these ceilings."""
+    loaded = llm.loaded
     dtype, activations = str(loaded.build.dtype).removeprefix("torch."), loaded.kit.activations
     metered = MeteredModel(
         loaded.files, dtype=dtype, expand=loaded.build.expand, kv_dtype=loaded.build.kv_dtype, activations=activations

@@ -28,7 +28,7 @@ from tests.limits.models import CONFIGS, LLAMA, MIXED, RECURRENT, WINDOWED, save
 
 
 def machine(bandwidth: float = 100e9, peak: float = 1e12, memory: int | None = 10**9, cached: float = 0.0) -> Machine:
-    rates = {name: peak for name in ("float32", "bfloat16", "int8")}
+    rates = dict.fromkeys(("float32", "bfloat16", "int8"), peak)
     ceilings = Ceilings(
         bandwidth, max(bandwidth, cached), rates, 2, "a processor", "now", 10**9, 10**5 if cached else 0, 0
     )
