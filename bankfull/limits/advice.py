@@ -14,8 +14,8 @@ import numpy as np
 from bankfull.errors import BankfullError
 from bankfull.limits.closed_form import closed_form
 from bankfull.limits.recipe import Recipe
-from bankfull.limits.recorder import DECODE, PREFILL, RECOMPUTE, Part, Story
-from bankfull.limits.variants import stored_otherwise
+from bankfull.limits.recorder import DECODE, PREEMPTED, PREFILL, RECOMPUTE, Part, Story
+from bankfull.limits.variants import stored_otherwise, with_int8_pages
 from bankfull.limits.yardstick import Yardstick
 from bankfull.llm import LLM
 
@@ -58,11 +58,13 @@ class Adviser:
     alternatives: Sequence[Alternative]
     rows: int
     step_tokens: int
+    more_tokens: float | None = None
+    """How many times as many tokens the same memory would hold in int8 pages; None where pages are so already."""
 
     def advise(self, story: Story) -> list[Advice]:
         """The best saving first; then what more streams would give, where there is any to be had."""
         whole = max(story.seconds, 1e-9)
-        savings = [*self._storage(story), *self._chunks(story)]
+        savings = [*self._storage(story), *self._chunks(story), *self._room(story)]
         found = [advice for advice in savings if advice.seconds_saved >= WORTH_SAYING * whole]
         found.sort(key=lambda advice: -advice.seconds_saved)
         streams = self._streams(story)
@@ -105,6 +107,18 @@ class Adviser:
             f"{saved:.2g} s of its decoding", "smaller chunks", {"step_tokens": str(half)}, before, after, saved,
         )  # fmt: skip
 
+    def _room(self, story: Story) -> Iterator[Advice]:
+        """Whoever was preempted for lack of memory waited, and was computed again."""
+        again = story.parts.get(RECOMPUTE)
+        if not story.preemptions or self.more_tokens is None:
+            return
+        lost = sum(part.seconds for name, part in story.parts.items() if name in (RECOMPUTE, PREEMPTED))
+        limit = 0.0 if again is None or again.limit is None else again.limit / again.steps
+        yield Advice(
+            f"int8 keys and values (--kv-dtype int8) would hold {self.more_tokens:.2g} times as many tokens in the "
+            f"same memory; being preempted took {lost:.2g} s", "room for state", {"kv_dtype": "int8"}, limit, 0.0, lost,
+        )  # fmt: skip
+
     def _streams(self, story: Story) -> Advice | None:
         """One token of each sequence, with some more of them like the average one."""
         part = story.parts.get(DECODE)
@@ -142,8 +156,11 @@ def adviser_of(llm: LLM, yardstick: Yardstick) -> Adviser:
     """Takes a moment: each alternative is run on the meter."""
     loaded = llm.loaded
     recipe = Recipe.of_build(loaded.files, loaded.build)
+    metered = recipe.metered()
+    pages = with_int8_pages(recipe, metered)
+    more = None if pages is None else metered.layout.token_bytes / pages.recipe.metered().layout.token_bytes
     alternatives = []
-    for variant in stored_otherwise(recipe, recipe.metered(), loaded.device.kind):
+    for variant in stored_otherwise(recipe, metered, loaded.device.kind):
         if variant.name == "not quantized":
             continue
         other = variant.recipe
@@ -154,7 +171,7 @@ def adviser_of(llm: LLM, yardstick: Yardstick) -> Adviser:
             continue
         alternatives.append(Alternative(variant.name, variant.options, Yardstick(form, yardstick.ceilings, peak)))
     config = loaded.frontend.engine.scheduler.config
-    return Adviser(yardstick, tuple(alternatives), config.rows, config.step_tokens)
+    return Adviser(yardstick, tuple(alternatives), config.rows, config.step_tokens, more)
 
 
 def heaviest(story: Story) -> Part | None:

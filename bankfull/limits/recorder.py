@@ -16,7 +16,7 @@ import numpy as np
 from bankfull.engine import Engine
 from bankfull.limits.bench_watch import TimedDevice, TimedHead, taped_of
 from bankfull.limits.yardstick import Yardstick
-from bankfull.types import StepPlan, Work
+from bankfull.types import Enter, StepPlan, Work
 
 PREFILL, DECODE, RECOMPUTE = "prefill", "decode", "recompute"
 PREEMPTED, HELD_BACK = "preempted", "held back"
@@ -153,6 +153,7 @@ class Recorder:
         self._stories: dict[Hashable, Story] = {}
         self._inside: Inside | None = None
         self._before = self._spent = 0.0
+        self._seen: set[tuple[Hashable, int]] = set()
         self.run: Story | None = None
         """All steps while requests are followed, as one."""
 
@@ -194,6 +195,7 @@ class Recorder:
         self._inside.open()
         self._before, self._spent = now, self._inside.seconds
         self.run = Story(now, now)
+        self._seen.clear()
         self._engine.settled.append(self._note)
 
     def _detach(self) -> None:
@@ -211,16 +213,30 @@ class Recorder:
         self._before, self._spent = now, spent
         for request, story in self._stories.items():
             self._note_one(request, story, plan, step)
+        self._note_entering(plan)
         prompts = any(w.count > 1 for w in plan.work)
         self.run.part(PREFILL if prompts else DECODE).add(step, now - step.begun, plan.work, known)
         self.run.ended = now
+
+    def _note_entering(self, plan: StepPlan) -> None:
+        """Of the run: what was found in the cache, and who comes back."""
+        assert self.run is not None
+        for enter in plan.enter:
+            key = (enter.payload.request, enter.child)
+            if key in self._seen:
+                self.run.preemptions += 1
+                self.run.recomputed += len(enter.tokens) - 1 - enter.computed
+            elif not enter.child:
+                self.run.prompt += enter.prompt_len
+                self.run.cached += enter.computed
+            self._seen.add(key)
 
     def _note_one(self, request: Hashable, story: Story, plan: StepPlan, step: StepNote) -> None:
         gone = story.rows.intersection(plan.leave)
         story.rows -= gone
         for enter in plan.enter:
             if enter.payload.request == request:
-                self._enter(story, enter.row, enter.computed, enter.prompt_len)
+                self._enter(story, enter)
             else:
                 story.rows.discard(enter.row)
         if story.started is None:
@@ -239,17 +255,17 @@ class Recorder:
         name = PREFILL if story.first is None else DECODE
         if name == DECODE and any(w.count > 1 for w in own):
             name = RECOMPUTE
-            story.recomputed += sum(w.count for w in own if w.count > 1)
         story.part(name).add(step, seconds, own, self.yardstick)
         if story.first is None and any(w.sample for w in own):
             story.first = step.ended
 
-    def _enter(self, story: Story, row: int, computed: int, prompt: int) -> None:
-        story.rows.add(row)
+    def _enter(self, story: Story, enter: Enter) -> None:
+        story.rows.add(enter.row)
         story.entered += 1
-        story.prompt = prompt
+        story.prompt = enter.prompt_len
         if story.entered == 1:
-            story.cached = computed
+            story.cached = enter.computed
         elif story.entered > story.children:
             story.preemptions += 1
+            story.recomputed += len(enter.tokens) - 1 - enter.computed  # the last one was never computed
 

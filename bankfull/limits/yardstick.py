@@ -45,9 +45,8 @@ class Yardstick:
 
 def yardstick_of(llm: LLM, *, measure: bool) -> Yardstick | None:
     """None where the machine was never measured, and is not to be measured now, or has no room for it."""
-    loaded = llm.loaded
-    kept = machine.known if loaded.device.kind == "cpu" else _nothing
-    ceilings = machine.of_device(loaded.device) if measure else kept()
+    device = llm.loaded.device
+    ceilings = machine.of_device(device) if measure else machine.known_of(device)
     return None if ceilings is None else yardstick_on(llm, ceilings)
 
 
@@ -59,7 +58,3 @@ def yardstick_on(llm: LLM, ceilings: Ceilings) -> Yardstick:
         loaded.files, dtype=dtype, expand=loaded.build.expand, kv_dtype=loaded.build.kv_dtype, activations=activations
     )
     return Yardstick(closed_form(metered), ceilings, ceilings.peak_of(dtype, activations))
-
-
-def _nothing() -> None:
-    """An accelerator's figures are not looked up without measuring."""

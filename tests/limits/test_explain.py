@@ -159,7 +159,12 @@ def test_a_preempted_request_tells_what_was_computed_again() -> None:
     story = follow(llm, recorder, between)
     found = explain(story, yardstick, adviser)
     adds_up(story, found)
-    assert (found.preemptions, found.recomputed_tokens) == (1, 24)
+    room = next(adviser._room(story))
+    assert room.seconds_saved == pytest.approx(story.part(RECOMPUTE).seconds) and room.options == {"kv_dtype": "int8"}
+    held = [fresh(**options).loaded.frontend.engine.scheduler.state.pages.size for options in ({}, room.options)]
+    assert held[1] > 2 * held[0], "the same memory holds no more pages"
+    assert recorder.run is not None and (recorder.run.preemptions, recorder.run.recomputed) == (1, 23)
+    assert (found.preemptions, found.recomputed_tokens) == (1, 23)
     assert RECOMPUTE in {part.part for part in found.parts} and PREEMPTED not in {part.part for part in found.parts}
 
 
