@@ -28,7 +28,9 @@ def roof(found: ModelRoofline) -> Chart:
         entries = [entry for entry in phase.roofline.entries if _has_place(entry)]
         points = [(e.cost.intensity, e.cost.flops / e.seconds) for e in entries]
         series.append(Series(phase.title, points, kind="points"))
-        marks += [Mark(x, y, e.operation) for (x, y), e in zip(points, entries, strict=True) if e.share >= NAMED]
+        short = phase.phase if phase.phase == "prefill" else f"decode {phase.sequences}"
+        named = [(place, e) for place, e in zip(points, entries, strict=True) if e.share >= NAMED]
+        marks += [Mark(*place, f"{e.operation} ({short})") for place, e in named]
     roofs = {f"the machine's limit in {found.arithmetic.dtype}": peak}
     return roofline_chart(f"Roofline on {found.machine.name}", roofs, bandwidth, marks=marks, points=series)
 
