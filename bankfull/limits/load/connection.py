@@ -33,7 +33,7 @@ def _parser(connection: Connection) -> Any:
 class Exchange:
     """One request and what came back, in the loop's time."""
 
-    __slots__ = ("due", "done", "ended", "error", "parts", "request", "retried", "sent", "status")
+    __slots__ = ("done", "due", "ended", "error", "parts", "request", "retried", "sent", "status")
 
     def __init__(self, request: bytes, due: float, done: Callable[[Exchange], None]) -> None:
         self.request, self.due, self.done = request, due, done

@@ -90,8 +90,8 @@ class Stamping(asyncio.Protocol):
         first, count = self._line.first_token(arrived), call["max_tokens"]
         loop = asyncio.get_running_loop()
         for number in range(count):
-            last = number == count - 1
-            loop.call_at(first + number * self._line.gap, self._token, arrived if number == 0 else None, last, call, chat)
+            came, last = arrived if number == 0 else None, number == count - 1
+            loop.call_at(first + number * self._line.gap, self._token, came, last, call, chat)
 
     def _token(self, arrived: float | None, last: bool, call: dict[str, Any], chat: bool) -> None:
         if self._transport.is_closing():
