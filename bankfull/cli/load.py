@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 LOCAL = "http://127.0.0.1:8000"
 REQUESTS = 100
 
-Url = Annotated[
-    str, typer.Option(help="Of any OpenAI-compatible server.", envvar="BANKFULL_URL")
-]  # fmt: skip
+Url = Annotated[str, typer.Option(help="Of any OpenAI-compatible server.", envvar="BANKFULL_URL")]
 Name = Annotated[
     str | None, typer.Option("-m", "--model", help="The model's name there.", show_default="the first that it names")
 ]
@@ -121,7 +119,11 @@ def load_of(work: WorkOptions, arrivals: ArrivalOptions, slo: str | None) -> Loa
 def server_at(url: str, model: str | None) -> Server:
     from bankfull.limits.load.server import Server, parse_address
 
-    return Server(parse_address(url), os.environ.get(KEY_VARIABLE) or None, model)
+    return Server(parse_address(url), server_key(), model)
+
+
+def server_key() -> str | None:
+    return os.environ.get(KEY_VARIABLE) or None
 
 
 def price_of(per_hour: float | None, device: str | None) -> Price | None:
@@ -137,7 +139,14 @@ def price_of(per_hour: float | None, device: str | None) -> Price | None:
 
 
 def _from_catalogue(device: str) -> Price:
-    raise ConfigError(f"The catalogue has no price of {device}; give one with --price.")
+    from bankfull.limits.catalogue import load
+    from bankfull.limits.load.report import Price
+
+    found = load().find(device)
+    if found.dollars_per_hour is None:
+        raise ConfigError(f"The catalogue has no price of {found.name}; give one with --price.")
+    doubt = "" if found.price_source else ", an assumption"
+    return Price(found.dollars_per_hour, f"the catalogue's for {found.name}{doubt}")
 
 
 def write_files(report: Report, markdown: Path | None, html: Path | None, result: Path | None, details: bool) -> None:

@@ -6,27 +6,26 @@ turn, so that a peer that spins while it waits takes nothing away.
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 from bankfull.errors import ConfigError
-from bankfull.limits.load.client import Asking
 from bankfull.limits.load.processes import ProcessGroup
 from bankfull.limits.load.report import Report
 from bankfull.limits.load.rows import Comparison, Row, Side
 from bankfull.limits.load.run import Load, Runner
 from bankfull.limits.load.server import Server, parse_address
 from bankfull.limits.load.turns import Noise, in_pairs, turn
+from bankfull.limits.load.workloads import Conversation
 
 OURS = "bankfull"
 START_SECONDS = 600.0
@@ -78,7 +77,7 @@ class Running:
     """A server that can be asked; one that was started here ends with the block."""
 
     def __init__(self, contender: Contender, model: str, key: str | None, say: Say) -> None:
-        self.contender, self._model, self._key, self._say = contender, model, key, say
+        self.contender, self.model, self.key, self.say = contender, model, key, say
         self.group: ProcessGroup | None = None
         self._log: IO[bytes] | None = None
 
@@ -101,24 +100,24 @@ class Running:
     def _start(self) -> None:
         how = self.contender.how
         if self.contender.is_address:
-            self.server = Server(parse_address(how), self._key)
+            self.server = Server(parse_address(how), self.key)
             self.server.wait_ready(10.0)
         else:
             port = free_port()
-            command = shlex.split(how.replace(PORT, str(port)).replace(MODEL, shlex.quote(self._model)))
-            self._say(f"{self.contender.name}: starting {' '.join(command)}")
-            self._log = tempfile.TemporaryFile()
+            command = shlex.split(how.replace(PORT, str(port)).replace(MODEL, shlex.quote(self.model)))
+            self.say(f"{self.contender.name}: starting {' '.join(command)}")
+            self._log = tempfile.TemporaryFile()  # noqa: SIM115 closed with the block
             try:
                 self.group = ProcessGroup(
-                    command, variables={"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")},
-                    stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT,
-                )  # fmt: skip
+                    command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT
+                )
             except OSError as error:
                 raise ConfigError(
                     f"{self.contender.name} cannot be started: {command[0]}: {error.strerror or error}."
                 ) from None
-            self.server = Server(parse_address(f"http://127.0.0.1:{port}"), self._key)
+            self.server = Server(parse_address(f"http://127.0.0.1:{port}"), self.key)
             self._wait(self.group)
+        self.server.model  # noqa: B018 asked while it is awake
         self.runner = Runner(self.server)
 
     def _wait(self, group: ProcessGroup) -> None:
@@ -147,7 +146,8 @@ class Running:
             self.group.sleep()
 
     def cpu_seconds(self) -> float:
-        return 0.0 if self.group is None else self.group.cpu_seconds()
+        """The client's own time is part of the work, not noise."""
+        return time.process_time() + (0.0 if self.group is None else self.group.cpu_seconds())
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,30 +180,47 @@ FIGURES = (
 )
 
 
+def compare_with(one: Running, contender: Contender, load: Load, pairs: int) -> Comparison:
+    """One that runs, and a peer that is started for it; a peer that cannot be had is rows that say why."""
+    one.sleep()
+    try:
+        with Running(contender, one.model, one.key, one.say) as other:
+            return compare(one, other, load, pairs, one.say)
+    except ConfigError as error:
+        return Comparison(contender.name, _side(one), Side(contender.name, one.model), _why(error))
+    finally:
+        one.wake()
+
+
 def compare(one: Running, other: Running, load: Load, pairs: int, say: Say) -> Comparison:
     """Both sides get the same requests at the same times; each pair has others. What fails is a row that says why."""
     noise = Noise()
     seeds = iter(range(load.seed + 1, load.seed + 1 + pairs))
 
-    def run(side: Running, seed: int) -> Report:
-        with turn(side, noise):
-            return side.runner.run(replace(load, seed=seed))
+    def prepare() -> tuple[Load, list[Conversation]]:
+        """Made once for both: their servers might count otherwise."""
+        one.wake()
+        asked = replace(load, seed=next(seeds))
+        made = one.runner.conversations(asked)
+        one.sleep()
+        return asked, made
 
+    def run(side: Running, work: tuple[Load, list[Conversation]]) -> Report:
+        with turn(side, noise):
+            return side.runner.run(*work)
+
+    found, sides = list[tuple[Report, Report]](), (_side(one), _side(other))
     for side in (one, other):
         side.sleep()
-    found = list[tuple[Report, Report]]()
-    sides = [Side(side.contender.name, _named(side)) for side in (one, other)]
     try:
-        for ours_, theirs in in_pairs(
-            pairs, lambda: next(seeds), lambda seed: run(one, seed), lambda seed: run(other, seed)
-        ):
+        for ours_, theirs in in_pairs(pairs, prepare, lambda work: run(one, work), lambda work: run(other, work)):
             found.append((ours_, theirs))
             rates = [report.measured.output_tokens / report.measured.duration for report in found[-1]]
             say(
                 f"{other.contender.name}, pair {len(found)} of {pairs}: {rates[0]:.1f} against {rates[1]:.1f} tokens/s"
             )
     except ConfigError as error:
-        return Comparison(other.contender.name, *sides, [Row(f.name, f.unit, problem=str(error)) for f in FIGURES])
+        return Comparison(other.contender.name, *sides, _why(error))
     finally:
         for side in (one, other):
             side.wake()
@@ -216,8 +233,12 @@ def compare(one: Running, other: Running, load: Load, pairs: int, say: Say) -> C
     return Comparison(other.contender.name, *sides, [row for row in rows if row is not None])
 
 
-def _named(side: Running) -> str:
-    return side.server.model
+def _side(side: Running) -> Side:
+    return Side(side.contender.name, side.server.model)
+
+
+def _why(error: ConfigError) -> list[Row]:
+    return [Row(figure.name, figure.unit, problem=str(error)) for figure in FIGURES]
 
 
 def _row(figure: Compared, found: Sequence[tuple[Report, Report]], noise: float | None) -> Row | None:
@@ -242,12 +263,4 @@ def free_port() -> int:
 
 def plain_text(load: Load) -> Load:
     """Servers may have other tokenizers: the same text is the same work."""
-    asking: Asking = load.asking
-    return replace(load, prompts="text" if load.prompts == "auto" else load.prompts, asking=asking)
-
-
-def model_file(name: str) -> Path:
-    """The files that both sides run."""
-    from bankfull.weights.locate import locate
-
-    return locate(name)
+    return replace(load, prompts="text") if load.prompts == "auto" else load

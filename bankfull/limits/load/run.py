@@ -45,6 +45,12 @@ class Load:
         return f"the trace {w.path.name}" + (f", {w.speed:g} times as fast" if w.speed != 1 else "")
 
     @property
+    def turns(self) -> int | None:
+        """Requests in all, where that is known before the workload is made."""
+        w = self.workload
+        return self.requests * w.turns if isinstance(w, Synthetic) else None
+
+    @property
     def timing(self) -> str:
         if isinstance(self.workload, Trace):
             return "arrivals as recorded"
@@ -70,8 +76,11 @@ class Runner:
         self._limits: RequestLimits | None = None
         self._knows_limits = self._warm = False
 
-    def run(self, load: Load, advance: Advance | None = None) -> Report:
-        conversations = self.conversations(load)
+    def run(
+        self, load: Load, conversations: Sequence[Conversation] | None = None, advance: Advance | None = None
+    ) -> Report:
+        """`conversations`: those that another runner made of the same load."""
+        conversations = self.conversations(load) if conversations is None else conversations
         offsets = self._offsets(load, conversations)
         if not self._warm:
             self.warm_up(load, conversations[0])
