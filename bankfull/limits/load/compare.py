@@ -173,7 +173,7 @@ FIGURES = (
     Compared("requests/s", "requests/s", lambda r: r.measured.request_rate, True),
     Compared("goodput", "requests/s", lambda r: r.measured.goodput, True),
     *(
-        Compared(f"{name.upper()}, {statistic}", "ms", _latency(name, statistic), False)
+        Compared(f"{name.upper()} {statistic}", "ms", _latency(name, statistic), False)
         for name in ("ttft", "tpot", "e2e")
         for statistic in ("mean", "p99")
     ),
@@ -238,7 +238,7 @@ def _side(side: Running) -> Side:
 
 
 def _why(error: ConfigError) -> list[Row]:
-    return [Row(figure.name, figure.unit, problem=str(error)) for figure in FIGURES]
+    return [Row("everything", "", problem=str(error))]
 
 
 def _row(figure: Compared, found: Sequence[tuple[Report, Report]], noise: float | None) -> Row | None:
