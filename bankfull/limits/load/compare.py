@@ -66,7 +66,7 @@ def parse_contender(text: str) -> Contender:
 
 
 def ours(model: str) -> Contender:
-    return Contender(OURS, f"{shlex.quote(sys.executable)} -m bankfull serve -m {shlex.quote(model)} --port {PORT}")
+    return Contender(OURS, f"{shlex.quote(sys.executable)} -m bankfull serve {shlex.quote(model)} --port {PORT}")
 
 
 def installed_peers() -> list[Contender]:
