@@ -26,7 +26,7 @@ from bankfull.cli.load import (
     write_files,
 )
 from bankfull.cli.options import EngineOptions, Json, flat
-from bankfull.errors import ConfigError
+from bankfull.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from bankfull.limits.bench import Load
@@ -172,7 +172,7 @@ def sweep(
     from bankfull.cli.terminal import print_table, progress
     from bankfull.limits.load.arrivals import Arrivals
     from bankfull.limits.load.report_json import as_vllm
-    from bankfull.limits.load.report_sweep import answer, sweep_html, sweep_table
+    from bankfull.limits.load.report_sweep import answer, hopeless, sweep_html, sweep_table
     from bankfull.limits.load.run import Runner
     from bankfull.limits.load.sweep import Search
 
@@ -184,6 +184,9 @@ def sweep(
     load = load_of(work, ArrivalOptions(first_rate, arrivals, burstiness), slo)
     runner = Runner(server_at(url, model), price=price_of(price, price_of_device), files=model_files)
     reports: list[Report] = []
+    alone = runner.alone(load)
+    if not alone.attained():
+        raise RequestError(hopeless(alone))
 
     def trial(rate: float, number: int) -> float:
         asked = replace(

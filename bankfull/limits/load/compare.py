@@ -28,7 +28,8 @@ from bankfull.limits.load.turns import Noise, in_pairs, turn
 from bankfull.limits.load.workloads import Conversation
 
 OURS = "bankfull"
-START_SECONDS = 600.0
+START_SECONDS, ADDRESS_SECONDS = 600.0, 10.0
+"""Until a server that is started here, or one that runs already, must answer."""
 LAST_LINES = 300
 """Characters of what a server said, when it ends at its start."""
 PORT, MODEL = "{port}", "{model}"
@@ -101,7 +102,7 @@ class Running:
         how = self.contender.how
         if self.contender.is_address:
             self.server = Server(parse_address(how), self.key)
-            self.server.wait_ready(10.0)
+            self.server.wait_ready(ADDRESS_SECONDS)
         else:
             port = free_port()
             command = shlex.split(how.replace(PORT, str(port)).replace(MODEL, shlex.quote(self.model)))

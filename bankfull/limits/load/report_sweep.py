@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bankfull.limits.charts import Axis, Chart, Mark, Series
+from bankfull.limits.load.measures import Measured
 from bankfull.limits.load.report import Report
 from bankfull.limits.load.report_html import Section, page, sections, table
-from bankfull.limits.load.report_text import heading
+from bankfull.limits.load.report_text import TITLES, heading
 from bankfull.limits.load.sweep import Found, Search
 
 if TYPE_CHECKING:
@@ -26,6 +27,12 @@ def answer(found: Found, search: Search, slo: str) -> str:
     )
     passes = sum(trial.rate == found.rate and trial.passed for trial in found.tried)
     return f"{found.rate:.4g} requests/s is the highest rate at which {asked}, {passes} times out of {passes}{beyond}."
+
+
+def hopeless(alone: Measured) -> str:
+    took = {name: found for name in alone.slo.stated if (found := alone.latencies[name]) is not None}
+    figures = ", ".join(f"{TITLES[name]} {1e3 * found.mean:.4g} ms" for name, found in took.items())
+    return f"No rate can meet {alone.slo}: even a request that has the server for itself does not ({figures})."
 
 
 def trial_cells(found: Found, reports: list[Report]) -> list[tuple[str, ...]]:

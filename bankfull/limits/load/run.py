@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from bankfull.limits.load.server import Server
 from bankfull.limits.load.slo import Slo
 from bankfull.limits.load.workloads import Conversation, ShareGpt, Synthetic, Trace, Turn, Words, Workload, words_of
 
-WARM_UP_TOKENS = 8
+WARM_UP_TOKENS, ALONE = 8, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,13 @@ class Runner:
         for _ in range(max(1, load.warm_ups)):
             ask_once(self.server, load.asking, Conversation((turn,)))
         self._warm = True
+
+    def alone(self, load: Load) -> Measured:
+        """A few requests, one after another: what no rate can be better than."""
+        few = self.conversations(replace(load, requests=ALONE, seed=load.seed - 1))
+        if not self._warm:
+            self.warm_up(load, few[0])
+        return Measured([ask_once(self.server, load.asking, one) for one in few], load.slo)
 
     def conversations(self, load: Load) -> list[Conversation]:
         return load.workload.make(load.requests, load.seed, self._words_for(load))

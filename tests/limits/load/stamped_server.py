@@ -90,7 +90,8 @@ class Stamping(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         for number in range(count):
             came, last = arrived if number == 0 else None, number == count - 1
-            loop.call_at(first + number * self._line.gap, self._token, came, last, call, chat)
+            # asyncio does not keep the order of what is due at the very same time.
+            loop.call_at(first + number * max(self._line.gap, 1e-6), self._token, came, last, call, chat)
 
     def _token(self, arrived: float | None, last: bool, call: dict[str, Any], chat: bool) -> None:
         if self._transport.is_closing():
