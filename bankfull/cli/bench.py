@@ -193,9 +193,10 @@ def sweep(
             load, arrivals=Arrivals(rate, load.arrivals.kind, burstiness), seed=load.seed + number,
             requests=max(least_requests, round(rate * seconds)),
         )  # fmt: skip
-        reports.append(runner.run(asked))
+        now = f"{rate:.4g} requests/s"
+        reports.append(runner.run(asked, advance=lambda done, note: advance(number, f"{now}, {done} done")))
         attained = reports[-1].measured.attained()
-        advance(len(reports), f"{rate:.4g} requests/s: {100 * attained:.3g}% attained")
+        advance(len(reports), f"{now}: {100 * attained:.3g}% attained")
         return attained
 
     with progress("trials", None) as advance:
