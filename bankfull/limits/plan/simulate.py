@@ -144,8 +144,8 @@ class Replica:
         self.spec, self._requests, self._trace = spec, requests, trace
         self.clock, self.spent = Clock(), Spent()
         # Pages beyond those that all requests fill one after another are never asked for.
-        total = sum(spec.layout.frames_for(len(a.prompt) + a.output, spec.sched.step_tokens) for a in trace)
-        frames = min(spec.sizes.frames, max(total, 1)) if spec.layout.paged else 0
+        total = sum(-(-(len(a.prompt) + a.output) // g.page_tokens) for a in trace for g in spec.layout.paged)
+        frames = min(spec.sizes.frames, total)
         sched = SchedConfig(
             rows=spec.sizes.rows, step_tokens=spec.sched.step_tokens, policy=spec.sched.policy,
             batching=spec.sched.batching, batch_size=spec.sched.batch_size, batch_delay=spec.sched.batch_delay,
