@@ -28,6 +28,9 @@ from bankfull.weights.source import ModelFiles, open_model
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
+    files: ModelFiles
+    run: RunConfig
+    """What was asked for; the fields below are what it came to."""
     config: Config
     schemes: Mapping[str, Scheme]
     """By the names of tensors; what is not here is dense."""
@@ -101,7 +104,7 @@ def _configuration(path: Path) -> Config:
 def recipe_of(model: ModelFiles | Config, device: str, run: RunConfig | None = None) -> Recipe:
     """As the engine would run it on a kind of device ("cpu", "cuda") with these options."""
     run = run or RunConfig()
-    files = model if isinstance(model, ModelFiles) else imagined(model)
+    files = unrounded = model if isinstance(model, ModelFiles) else imagined(model)
     if run.quantize is not None:
         if found := block_types(files.source):
             raise ConfigError(
@@ -112,7 +115,8 @@ def recipe_of(model: ModelFiles | Config, device: str, run: RunConfig | None = N
         files = replace(files, source=Requantized(files.source, wish.types, wish.tables))
     dtype, activations = choose_arithmetic(files, run, device)
     schemes = {name: files.source.scheme(name) for name in files.source.names()}
-    return Recipe(files.config, schemes, dtype, choose_kv_dtype(run.kv_dtype, dtype, activations), activations)
+    pages = choose_kv_dtype(run.kv_dtype, dtype, activations)
+    return Recipe(unrounded, run, files.config, schemes, dtype, pages, activations)
 
 
 def imagined(config: Config) -> ModelFiles:

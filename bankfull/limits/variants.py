@@ -10,15 +10,16 @@ import torch
 
 from bankfull.layers.attention import Attention
 from bankfull.limits.metered import MeteredModel
-from bankfull.limits.recipe import Recipe
+from bankfull.limits.model_memory import weight_bytes
+from bankfull.limits.recipe import Recipe, imagined, recipe_of
 from bankfull.models.registry import Config
-from bankfull.ops.registry import BF16, FLOAT, INT8
 from bankfull.state.spec import Paged
-from bankfull.weights.requantized import Requantized, parse_wish
 
 WIDTHS = ("int8", "int4")
 LOCAL_WINDOW, LOCAL_PERIOD = 1024, 6
 """Gemma 3's pattern: one layer in six sees everything, the others the last 1024 tokens."""
+WORTH_IT = 0.9
+"""Of the bytes: what is left of them must be less."""
 SHARING = 4
 """Query heads for each key head, in a variant of a model that shares none."""
 
@@ -45,7 +46,7 @@ def variants_of(base: Recipe, device: str) -> Iterator[Variant]:
 
 
 def stored_otherwise(base: Recipe, metered: MeteredModel, device: str) -> Iterator[Variant]:
-    rounded = [quantized(base, metered, width, device) for width in WIDTHS]
+    rounded = [quantized(base, width, device) for width in WIDTHS]
     narrower = [variant for variant in rounded if variant is not None]
     yield from narrower
     pages = with_int8_pages(base, metered)
@@ -56,21 +57,16 @@ def stored_otherwise(base: Recipe, metered: MeteredModel, device: str) -> Iterat
             options = {**narrower[-1].options, **pages.options} if narrower[-1].options else {}
             yield Variant(f"{narrower[-1].name} and int8 keys and values", both, options)
     if base.blocks:
-        yield Variant("not quantized", unquantized(base))
+        yield Variant("not quantized", unquantized(base, device))
 
 
-def quantized(base: Recipe, metered: MeteredModel, width: str, device: str) -> Variant | None:
-    """Matrices in `width`, as the option of that name rounds them; None where that saves nothing."""
-    wish = parse_wish(width, device)
-    source = Requantized(metered.shapes, wish.types, wish.tables)
-    schemes = {name: source.scheme(name) for name in metered.shapes.read}
-    activations, dtype, pages = base.activations, base.dtype, base.kv_dtype
-    if device == "cpu" and activations == BF16:
-        activations = INT8  # what the engine chooses for weights in blocks
-    made = replace(base, schemes=schemes, activations=activations, dtype=dtype, kv_dtype=pages)
-    if _matrix_bytes(made) >= 0.9 * _matrix_bytes(base):
+def quantized(base: Recipe, width: str, device: str) -> Variant | None:
+    """Matrices in `width`, as the option of that name rounds them; None where that saves little."""
+    # A file in blocks is not rounded a second time: a smaller one, of the same model, has to be had.
+    files = imagined(base.config) if base.blocks else base.files
+    made = recipe_of(files, device, replace(base.run, quantize=width))
+    if weight_bytes(made) >= WORTH_IT * weight_bytes(base):
         return None
-    # A file in blocks is not rounded a second time: a smaller one has to be had.
     return Variant(f"{width} weights", made, {} if base.blocks else {"quantize": width})
 
 
@@ -80,16 +76,9 @@ def with_int8_pages(base: Recipe, metered: MeteredModel) -> Variant | None:
     return Variant("int8 keys and values", replace(base, kv_dtype=torch.int8), {"kv_dtype": "int8"})
 
 
-def unquantized(base: Recipe) -> Recipe:
-    """In bfloat16, as checkpoints come."""
-    schemes = {name: scheme for name, scheme in base.schemes.items() if scheme.is_dense}
-    activations = FLOAT if base.activations == FLOAT else BF16
-    dtype = torch.bfloat16 if activations == FLOAT else torch.float32
-    return replace(base, schemes=schemes, activations=activations, dtype=dtype, kv_dtype=torch.bfloat16)
-
-
-def _matrix_bytes(recipe: Recipe) -> int:
-    return sum(recipe.metered().bytes_by_scheme.values())
+def unquantized(base: Recipe, device: str) -> Recipe:
+    """As checkpoints come."""
+    return recipe_of(imagined(base.config), device, replace(base.run, quantize=None, activations="auto"))
 
 
 # -- another model
@@ -104,7 +93,8 @@ def shared_otherwise(base: Recipe, metered: MeteredModel) -> Iterator[Variant]:
     if heads.kv == heads.count and heads.count % SHARING == 0:
         found[heads.count // SHARING] = f"a key head for {SHARING} query heads (GQA)"
     for count, name in found.items():
-        if count != heads.kv and _takes_key_heads(other := replace(base, config=_with_key_heads(base.config, count)), count):
+        other = replace(base, config=_with_key_heads(base.config, count))
+        if count != heads.kv and _takes_key_heads(other, count):
             yield Variant(name, other, trained=True)
 
 

@@ -14,6 +14,8 @@ SHORT_UNITS = ("s", "B", "%", "W", "J", "$")
 LARGE_PREFIXES = ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k"))
 SMALL_PREFIXES = ((0, ""), (-3, "m"), (-6, "u"), (-9, "n"))
 """Of seconds."""
+ROOM = 1.1
+"""Between what is shown and the ends of a log scale, as a factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def scales_of(chart: Chart) -> tuple[Scale, Scale]:
     places = [point for series in chart.series for point in series.points] + [(mark.x, mark.y) for mark in chart.marks]
     filled = any(series.kind in ("bars", "area") for series in chart.series)
     bars = any(series.kind == "bars" for series in chart.series)
-    horizontal = _scale(chart.x, [x for x, _ in places], from_zero=False, margin=half_bar(chart.series) if bars else 0)
+    horizontal = _scale(chart.x, [x for x, _ in places], from_zero=False, margin=1.25 * half_bar(chart.series) if bars else 0)
     return horizontal, _scale(chart.y, [y for _, y in places], from_zero=True, whole=filled)
 
 
@@ -121,8 +123,8 @@ def _scale(axis: Axis, values: list[float], *, from_zero: bool, margin: float = 
         margin = margin or 0.5
     least, most = min(shown, default=1.0), max(shown, default=1.0)
     if axis.log:
-        low = _round_down(least) if axis.low is None else axis.low
-        high = _round_up(most) if axis.high is None else axis.high
+        low = _round_down(least / ROOM) if axis.low is None else axis.low
+        high = _round_up(most * ROOM) if axis.high is None else axis.high
         return Scale(axis, low, high) if low < high else Scale(axis, min(low, high) / 2, max(low, high) * 2)
     least, most = least - margin, most + margin
     if from_zero and least >= 0 and (whole or least < most / 2 or least == most):
