@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from statistics import median
 from typing import Any
@@ -22,14 +23,14 @@ from bankfull.limits.ceilings import Ceilings
 from bankfull.limits.closed_form import ClosedForm, forms_by_operation
 from bankfull.limits.plan.assumed import usual
 from bankfull.limits.plan.fit import Timed, fit
-from bankfull.limits.plan.step_times import TERMS, Efficiency, StepTimes
+from bankfull.limits.plan.step_times import Efficiency, StepTimes
 from bankfull.limits.plan.timing import NoRoom, StepTimer
 from bankfull.limits.recipe import Recipe
 from bankfull.limits.step import StepShape
 from bankfull.loading import Assembled, assemble
 from bankfull.runtime.device import Device, open_device
 
-FORMAT = 1
+FORMAT = 2
 ROWS = 64
 DECODES = (
     (1, 64), (1, 1024), (1, 4096), (2, 256), (4, 64), (4, 2048), (8, 512), (16, 64), (16, 1024), (32, 256), (64, 64),
@@ -38,6 +39,7 @@ DECODES = (
 """Sequences, and the tokens that each sees."""
 PREFILLS = ((1, 16, 0), (1, 64, 0), (1, 128, 512), (1, 512, 0), (1, 512, 1536), (1, 256, 3584), (4, 128, 0), (16, 32, 256))
 """Sequences, tokens of each, and tokens before them."""
+LEAST_SHAPES = 8
 ROUNDS, TURNS = 3, 3
 """Every shape has its turn before the first has its second: a busy moment spoils a little of each, not all of one."""
 Advance = Callable[[int, str], None]
@@ -48,9 +50,24 @@ def shapes() -> int:
     return ROUNDS * (len(DECODES) + len(PREFILLS))
 
 
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Steps that were timed, and the ceilings of the hour: what the factors are depends on both."""
+
+    timed: tuple[Timed, ...]
+    ceilings: Ceilings
+    when: str
+
+    def fitted(self, recipe: Recipe, kind: str, limits: Ceilings) -> Efficiency:
+        """The factors of a kind of device, relative to the best that is known of its ceilings."""
+        times = step_times(recipe, kind, usual(kind), limits)
+        source = f"{len(self.timed)} shapes of steps timed here at {self.when}"
+        return fit(times, self.timed, usual(kind), source)
+
+
 def calibration(
     recipe: Recipe, device_name: str, *, refresh: bool = False, advance: Advance = lambda done, note: None
-) -> tuple[Efficiency, Ceilings]:
+) -> Calibration:
     """Of a model as it would run on this machine: from the cache, or measured now."""
     device = open_device(device_name)
     identity = _identity(recipe, device)
@@ -58,33 +75,23 @@ def calibration(
     kept = None if refresh else _load(ceilings.read_kept(path, identity))
     if kept is None:
         kept = _calibrate(recipe, device, advance)
-        efficiency, limits = kept
-        stored = {**asdict(efficiency), "factors": dict(efficiency.factors)}
-        ceilings.keep(path, identity, efficiency=stored, ceilings=asdict(limits))
+        timed = [[list(t.step.counts), list(t.step.lengths), t.step.logits, t.seconds] for t in kept.timed]
+        ceilings.keep(path, identity, timed=timed, ceilings=asdict(kept.ceilings), when=kept.when)
     return kept
 
 
-def _calibrate(recipe: Recipe, device: Device, advance: Advance) -> tuple[Efficiency, Ceilings]:
+def _calibrate(recipe: Recipe, device: Device, advance: Advance) -> Calibration:
     before = _limits(device)
     made = engine_for(recipe, device)
     found = dict(timed_steps(made, advance))
-    if len(found) < len(TERMS) // 2:
+    if len(found) < LEAST_SHAPES:
         raise ConfigError(
-            f"{recipe.files.path.name} cannot be calibrated here: too little memory for more than {len(found)} kinds "
-            "of steps; use --no-calibrate."
+            f"{recipe.files.path.name} cannot be calibrated here: the memory holds only {len(found)} of the steps' "
+            "shapes; use --no-calibrate."
         )
-    after = _limits(device)
-    limits = before if after is None or before is None else better(before, after)
-    if limits is None:
-        raise ConfigError(f"{device.torch} has too little free memory to be measured; end what else runs there.")
-    forms = forms_by_operation(recipe.metered())
-    times = StepTimes(
-        forms, limits, limits.peak_of(recipe.dtype_name, recipe.activations), usual(device.kind),
-        overlaps=device.kind == "cuda",
-    )  # fmt: skip
-    timed = [Timed(shape, seconds) for shape, seconds in found.values()]
-    when = datetime.now(UTC).isoformat(timespec="seconds")
-    return fit(times, timed, usual(device.kind), f"{len(timed)} shapes of steps timed here at {when}"), limits
+    limits = better(before, _limits(device))
+    timed = tuple(Timed(shape, seconds) for shape, seconds in found.values())
+    return Calibration(timed, limits, datetime.now(UTC).isoformat(timespec="seconds"))
 
 
 def engine_for(recipe: Recipe, device: Device, rows: int = ROWS, most_tokens: int = ROWS * 512) -> Assembled:
@@ -128,8 +135,11 @@ def _shown(shape: tuple[int, ...]) -> str:
     return f"{shape[0]} x {shape[1]} tokens behind {shape[2]}"
 
 
-def _limits(device: Device) -> Ceilings | None:
-    return ceilings.of_device(device, refresh=True)
+def _limits(device: Device) -> Ceilings:
+    found = ceilings.of_device(device, refresh=True)
+    if found is None:
+        raise ConfigError(f"{device.torch} has too little free memory to be measured; end what else runs there.")
+    return found
 
 
 def _identity(recipe: Recipe, device: Device) -> dict[str, Any]:
@@ -148,17 +158,21 @@ def _identity(recipe: Recipe, device: Device) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _load(stored: Mapping[str, Any] | None) -> tuple[Efficiency, Ceilings] | None:
+def _load(stored: Mapping[str, Any] | None) -> Calibration | None:
     """None for what is not there, or not as it was written."""
     if stored is None:
         return None
     try:
-        efficiency, limits = Efficiency(**stored["efficiency"]), ceilings.checked(stored["ceilings"])
-        sound = set(efficiency.factors) == set(TERMS) and all(0 < f <= 1e4 for f in efficiency.factors.values())
-        sound = sound and efficiency.step_seconds >= 0 and efficiency.sequence_seconds >= 0
-    except (KeyError, TypeError):
+        timed = tuple(
+            Timed(StepShape(tuple(counts), tuple(lengths), logits), float(seconds))
+            for counts, lengths, logits, seconds in stored["timed"]
+        )
+        limits = Ceilings(**stored["ceilings"])
+        rates = [limits.read_bytes_per_s, limits.cached_read_bytes_per_s, *limits.flops.values()]
+        sound = all(0 < number < math.inf for number in [*rates, *(t.seconds for t in timed)])
+        return Calibration(timed, limits, str(stored["when"])) if sound and len(timed) >= LEAST_SHAPES else None
+    except (KeyError, TypeError, ValueError, AttributeError):
         return None
-    return (efficiency, limits) if sound and limits is not None else None
 
 
 def step_times(

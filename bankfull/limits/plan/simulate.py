@@ -97,16 +97,31 @@ class Served:
     arrived: float
     prompt: int
     output: int
-    started: float | None = None
     first: float | None = None
     last: float | None = None
     tokens: int = 0
+    newest: float = 0.0
+    """When the newest token came."""
+    longest_gap: float = 0.0
+    """Between two tokens."""
     cached: int = 0
     refused: bool = False
 
+    def receive(self, now: float, tokens: int, ended: bool) -> None:
+        self.tokens += tokens
+        if tokens:
+            if self.first is None:
+                self.first = now
+            else:
+                self.longest_gap = max(self.longest_gap, now - self.newest)
+            self.newest = now
+        if ended:
+            self.last = now
+
     @property
     def done(self) -> bool:
-        return self.last is not None
+        """Did it get its tokens?"""
+        return self.last is not None and self.first is not None
 
     @property
     def ttft(self) -> float:
@@ -160,8 +175,8 @@ class Replica:
         self._assigned = 0
         self._most = sched.rows + (sched.rows if spec.queue is None else spec.queue)
         self.most_pages = 0
-        self.sequences = 0
-        """Summed over steps."""
+        self.sequences = self.most_rows = self.most_tokens = 0
+        """Summed over steps; and the most rows taken, and tokens computed, in one."""
         self.full_rows = 0
         """Steps that ran with every row taken."""
 
@@ -209,19 +224,18 @@ class Replica:
 
     def _receive(self, number: int, tokens: int, ended: bool, cached: int) -> None:
         served = self._requests[number]
-        served.tokens += tokens
+        served.receive(self.clock.now, tokens, ended)
         served.cached = cached
-        if tokens and served.first is None:
-            served.first = self.clock.now
-            served.started = self.engine.started.pop(number, None)
+        self.engine.started.pop(number, None)
         if ended:
-            served.last = self.clock.now
             insort(self._ends, self.clock.now)
 
     def _note(self, plan: StepPlan) -> None:
         pages = self.manager.pages
         self.most_pages = max(self.most_pages, pages.size - pages.available)
         self.sequences += len(plan.work)
+        self.most_rows = max(self.most_rows, self.scheduler.running)
+        self.most_tokens = max(self.most_tokens, plan.tokens)
         self.full_rows += self.scheduler.running == self.spec.sizes.rows and self.scheduler.waiting > 0
 
 
@@ -241,7 +255,9 @@ class Run:
     preemptions: int
     full_rows: float
     """Share of the steps that ran with every row taken while requests waited."""
-    plans: int = 0
+    most_rows: int
+    most_tokens: int
+    """In one step."""
     finished: list[Served] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -280,5 +296,5 @@ def _joined(requests: list[Served], fleet: Sequence[Replica]) -> Run:
         max(replica.most_pages for replica in fleet),
         sum(replica.scheduler.preemptions for replica in fleet),
         sum(replica.full_rows for replica in fleet) / max(spent.steps, 1),
-        spent.steps,
+        max(replica.most_rows for replica in fleet), max(replica.most_tokens for replica in fleet),
     )  # fmt: skip

@@ -26,6 +26,7 @@ BY_ROW = (ATTENTION, SCAN)
 DECODING, FILLING = "decoding", "filling"
 MEMORY, ARITHMETIC = "memory", "arithmetic"
 STEP, SEQUENCE, EXCHANGE = "each step", "each sequence", "exchange between devices"
+NOTHING = [[0.0] * len(KINDS)] * 3
 SEEN_ONCE = 6
 """Features before those of the windows: see closed_form."""
 
@@ -143,8 +144,7 @@ class StepTimes:
 
     def least(self, step: StepShape) -> float:
         """No machine with these ceilings is faster."""
-        flops, kept, _ = self._costs(features(step, self.windows))
-        return self._least(flops, kept)
+        return self._ideal(*features_of(step, self.windows))[1]
 
     def likely(self, step: StepShape) -> float:
         spent = Spent()
@@ -173,35 +173,34 @@ class StepTimes:
         spent.exchange += exchange
         spent.least += least
         spent.steps += 1
-        if filling.any():
+        if filling[2] > 0:
             spent.filling += seconds
         return seconds
 
     def _ideal(self, decoding: np.ndarray, filling: np.ndarray) -> tuple[np.ndarray, float]:
         """Seconds at the ceilings by term, and the least seconds of the whole."""
-        whole = self._costs(decoding + filling)
+        mixed = filling[2] > 0
+        whole = self._costs(decoding + filling if mixed else decoding)
+        apart = [self._costs(decoding), self._costs(filling)] if mixed else [whole, NOTHING]
         flops, kept, _ = whole
-        rate = self.ceilings.read_at(float(kept.sum()))
-        apart = [self._costs(part) for part in (decoding, filling)]
-        found = []
+        lasting = sum(kept)
+        rate = self.ceilings.read_at(lasting)
+        found: list[float] = []
         for i, kind in enumerate(KINDS):
-            for costs in apart if kind in BY_ROW else [whole]:
+            for costs in apart if kind in BY_ROW else (whole,):
                 # The activations of other kinds grow with their arithmetic: a factor on that covers both.
                 memory = costs[1][i] / rate + (costs[2][i] / self._passing_rate if kind == REST else 0.0)
                 arithmetic = 0.0 if kind == REST else costs[0][i] / self.peak
-                if self.overlaps or costs is apart[0]:
+                if self.overlaps or (kind in BY_ROW and costs is apart[0]):
                     memory, arithmetic = (memory, 0.0) if memory >= arithmetic else (0.0, arithmetic)
-                found += [memory, arithmetic]
-        return np.maximum(found, 0.0), self._least(flops, kept)
+                found += (memory, arithmetic)
+        return np.maximum(found, 0.0), max(lasting / rate, sum(flops) / self.peak)
 
-    def _costs(self, summed: np.ndarray) -> np.ndarray:
-        """(3, kinds): operations, lasting bytes, passing bytes."""
-        costs: np.ndarray = (summed @ self._coefficients).reshape(3, len(KINDS))
-        return costs
-
-    def _least(self, flops: np.ndarray, kept: np.ndarray) -> float:
-        lasting = float(kept.sum())
-        return max(lasting / self.ceilings.read_at(lasting), float(flops.sum()) / self.peak)
+    def _costs(self, summed: np.ndarray) -> list[list[float]]:
+        """Operations, lasting bytes and passing bytes, each by kind."""
+        flat = (summed @ self._coefficients).tolist()
+        size = len(KINDS)
+        return [flat[:size], flat[size : 2 * size], flat[2 * size :]]
 
 
 def _lasting(width: int) -> np.ndarray:
