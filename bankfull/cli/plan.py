@@ -28,7 +28,9 @@ def plan(
     ],
     slo: Annotated[
         str | None,
-        typer.Option(help='What requests must keep: "ttft=500ms, tpot=50ms" (ttft, tpot, itl, e2e).', show_default="none"),
+        typer.Option(
+            help='What requests must keep: "ttft=500ms, tpot=50ms" (ttft, tpot, itl, e2e).', show_default="none"
+        ),
     ] = None,
     attainment: Annotated[str, typer.Option(help="The part of the requests that must keep it.")] = "90%",
     devices: Annotated[

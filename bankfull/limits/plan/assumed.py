@@ -6,9 +6,7 @@ pieces are, and far less than a data sheet's peak of arithmetic.
 
 from __future__ import annotations
 
-from bankfull.limits.plan.step_times import (
-    ATTENTION, PRODUCTS, REST, SCAN, SCORES, TERMS, Efficiency,
-)  # fmt: skip
+from bankfull.limits.plan.step_times import ATTENTION, PRODUCTS, REST, SCAN, SCORES, TERMS, Efficiency
 
 _CUDA = {PRODUCTS: (0.8, 0.6), SCORES: (0.8, 0.6), ATTENTION: (0.65, 0.4), SCAN: (0.5, 0.2), REST: (0.5, 0.5)}
 _CPU = {PRODUCTS: (0.75, 0.3), SCORES: (0.75, 0.3), ATTENTION: (0.6, 0.1), SCAN: (0.4, 0.1), REST: (1.0, 1.0)}

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
-from bankfull.config import RunConfig, SchedConfig, StateConfig
+from bankfull.config import SchedConfig, StateConfig
 from bankfull.errors import ConfigError
 from bankfull.limits import ceilings
 from bankfull.limits.bench_stats import better
@@ -37,7 +37,9 @@ DECODES = (
     (64, 512),
 )  # fmt: skip
 """Sequences, and the tokens that each sees."""
-PREFILLS = ((1, 16, 0), (1, 64, 0), (1, 128, 512), (1, 512, 0), (1, 512, 1536), (1, 256, 3584), (4, 128, 0), (16, 32, 256))
+PREFILLS = (
+    (1, 16, 0), (1, 64, 0), (1, 128, 512), (1, 512, 0), (1, 512, 1536), (1, 256, 3584), (4, 128, 0), (16, 32, 256),
+)  # fmt: skip
 """Sequences, tokens of each, and tokens before them."""
 LEAST_SHAPES = 8
 ROUNDS, TURNS = 3, 3
@@ -121,12 +123,17 @@ def timed_steps(
         for number, shape in enumerate(wanted):
             advance(turn * len(wanted) + number, _shown(shape))
             try:
-                step = timer.decode(*shape, TURNS) if len(shape) == 2 else timer.prefill(*shape, 1)
+                found.setdefault(shape, []).append(_timed(timer, shape))
             except NoRoom:
                 continue
-            found.setdefault(shape, []).append(step)
     for shape, steps in found.items():
         yield shape, (steps[0][0], median(seconds for _, seconds in steps))
+
+
+def _timed(timer: StepTimer, shape: tuple[int, ...]) -> tuple[StepShape, float]:
+    if len(shape) == 2:
+        return timer.decode(shape[0], shape[1], TURNS)
+    return timer.prefill(shape[0], shape[1], shape[2], 1)
 
 
 def _shown(shape: tuple[int, ...]) -> str:

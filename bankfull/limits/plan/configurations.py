@@ -135,7 +135,7 @@ class Configuration:
     def sizes(self, longest: int) -> Sizes:
         """What the engine would allocate; ConfigError where that is too little for the longest request."""
         prepared, site, ways = self.prepared, self.site, self.layout.ways
-        aside = prepared.weights / ways + prepared.step_bytes * self.step_tokens
+        aside = (prepared.weights + prepared.step_bytes * self.step_tokens) / ways
         free = int(site.memory - aside)
         if free <= 0:
             raise ConfigError(f"the weights need {aside / 1e9:.1f} GB, but there are {site.memory / 1e9:.1f}")
@@ -148,16 +148,20 @@ class Configuration:
             raise ConfigError(f"the memory left holds {found.max_len} tokens of context, but {longest} are asked for")
         return found
 
+    @property
+    def times(self) -> StepTimes:
+        alone = self.prepared.times
+        if self.layout.ways == 1:
+            return alone
+        return StepTimes(
+            self.prepared.forms, alone.ceilings, alone.peak, alone.efficiency, alone.overlaps, self.layout
+        )
+
     def replica(self, longest: int) -> ReplicaSpec:
-        times = self.prepared.times
-        if self.layout is not ALONE:
-            times = StepTimes(
-                self.prepared.forms, times.ceilings, times.peak, times.efficiency, times.overlaps, self.layout
-            )
         sizes = self.sizes(longest)
         # As `bankfull serve` configures it.
         sched = SchedConfig(rows=sizes.rows, step_tokens=self.step_tokens, policy="priority")
-        return ReplicaSpec(self.prepared.metered.layout, sizes, sched, StateConfig(), self.site.depth, times)
+        return ReplicaSpec(self.prepared.metered.layout, sizes, sched, StateConfig(), self.site.depth, self.times)
 
     def as_json(self, model: str) -> dict[str, Any]:
         stored = self.prepared.stored

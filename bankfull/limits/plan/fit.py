@@ -1,4 +1,4 @@
-"""Efficiency factors from timed steps: a least-squares fit with bounds, robust against a busy moment. Pure arithmetic."""
+"""Efficiency factors from timed steps: a least-squares fit with bounds, robust against a busy moment. Pure."""
 
 from __future__ import annotations
 

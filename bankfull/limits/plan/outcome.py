@@ -104,7 +104,7 @@ def outcome_of(configuration: Configuration, run: Run, traffic: Traffic, objecti
     price = configuration.dollars_per_hour
     first = [served.ttft for served in done]
     pace = [served.tpot for served in done if served.tokens > 1] or [0.0]
-    times, prepared = configuration.prepared.times, configuration.prepared
+    times, prepared = configuration.times, configuration.prepared
     prompt, output = round(traffic.prompt.mean), round(traffic.output.mean)
     state = run.most_pages * prepared.metered.layout.frame_bytes
     aside = prepared.step_bytes * configuration.step_tokens

@@ -80,7 +80,8 @@ def _cost(outcome: Outcome) -> float:
 
 
 def _by_goodput(outcome: Outcome) -> tuple[object, ...]:
-    return (*_unmet(outcome), -round(outcome.goodput, 3), _cost(outcome), outcome.lossy, outcome.memory, outcome.e2e_p99)
+    goodput = -round(outcome.goodput, 3)
+    return (*_unmet(outcome), goodput, _cost(outcome), outcome.lossy, outcome.memory, outcome.e2e_p99)
 
 
 def _by_cost(outcome: Outcome) -> tuple[object, ...]:

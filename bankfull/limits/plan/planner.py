@@ -18,8 +18,16 @@ from bankfull.limits.bench_stats import better
 from bankfull.limits.plan.assumed import usual
 from bankfull.limits.plan.calibrate import Calibration, calibration, step_times
 from bankfull.limits.plan.configurations import (
-    LATER, Configuration, Prepared, Stored, grid, prepare, recipe_for, tensor_parallel, ways_to_store,
-)  # fmt: skip
+    LATER,
+    Configuration,
+    Prepared,
+    Stored,
+    grid,
+    prepare,
+    recipe_for,
+    tensor_parallel,
+    ways_to_store,
+)
 from bankfull.limits.plan.outcome import Objectives, Outcome, outcome_of, what_limits
 from bankfull.limits.plan.pareto import ORDER, front, recommend
 from bankfull.limits.plan.simulate import ROUTES, simulate
@@ -35,6 +43,8 @@ SCREENED = 60
 TRIED, FINAL = 4, 10
 """Outcomes that are tried with other settings, and those that are simulated again at last."""
 WAYS = (2, 4, 8)
+WORTH = 0.5
+"""Of the best attainment: what has less is not shown."""
 Advance = Callable[[int, str], None]
 Key = tuple[Any, ...]
 
@@ -115,11 +125,15 @@ class Planner:
                 f"Requests of up to {asked.traffic.prompt.high} + {asked.traffic.output.high} tokens exceed the "
                 f"model's context of {made_for}; shorten in= or out=."
             )
+        if not isinstance(self.subject, ModelFiles):
+            self._note(f"{asked.model} has no weights: name the model itself in the place of it to serve.")
         first = [outcome for prepared in self._prepared() for outcome in self._first_look(prepared)]
         tried = [*first, *self._others(first)]
         possible = [outcome for outcome in tried if outcome.configuration.not_yet is None]
         finals = self._again(possible)
-        kept = front(finals)
+        # Where something serves the traffic, nobody wants what fails most of it, however cheap.
+        most = max((outcome.attainment for outcome in finals), default=0.0)
+        kept = front([outcome for outcome in finals if outcome.attainment >= WORTH * most])
         best = recommend(finals, asked.goal)
         exact = recommend([outcome for outcome in finals if not outcome.lossy], asked.goal) if best else None
         later = [outcome for outcome in tried if outcome.configuration.not_yet is not None]
@@ -156,7 +170,7 @@ class Planner:
                 recipe, site.name, refresh=self.question.refresh,
                 advance=lambda done, note: self.advance(self._done, f"calibrating {site.name}: {note}"),
             )  # fmt: skip
-        self._note(f"{site.name}: the efficiency factors are assumed, not calibrated: limits are limits, times guesses.")
+        self._note(f"{site.name}: the efficiency factors are assumed, not calibrated: limits hold, times are guesses.")
         return None
 
     def _skip(self, site: Site, stored: Stored, error: object) -> None:

@@ -101,8 +101,12 @@ def _exact(plan: Plan) -> str:
     exact = plan.lossless
     if exact is None:
         return ""
-    command = exact.configuration.commands(plan.question.model)[0]
-    return f" The best that rounds nothing gives {exact.goodput:.3g} requests/s: {command}"
+    own, cost = exact.configuration, exact.dollars_per_million
+    price = "" if cost is None else f" at ${cost:.3g} per million tokens"
+    return (
+        f" The best that rounds nothing, {own.devices} x {own.site.name}, gives {exact.goodput:.3g} requests/s{price}: "
+        f"{own.commands(plan.question.model)[0]}"
+    )
 
 
 def verified_table(compared: Sequence[Compared]) -> Table:

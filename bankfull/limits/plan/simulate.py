@@ -47,7 +47,7 @@ class Clock:
 
 
 class FakeRunner:
-    """Stands where the engine expects its runner. A step begins when the device is free and ends when its time is up."""
+    """Stands where the engine expects its runner. A step begins when the device is free, and ends after its time."""
 
     def __init__(self, clock: Clock, seconds: StepSeconds, token: Tokens = some_token) -> None:
         self._clock, self._seconds, self._token = clock, seconds, token

@@ -1,4 +1,4 @@
-"""Where replicas could run: this machine, measured, or devices of the catalogue, with all that has to be said of them."""
+"""Where replicas could run: this machine, measured, or devices of the catalogue, with what has to be said of them."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from bankfull.types import Work
 PRODUCTS, SCORES, ATTENTION, SCAN, REST = "products", "head", "attention", "scan", "rest"
 KINDS = (PRODUCTS, SCORES, ATTENTION, SCAN, REST)
 BY_ROW = (ATTENTION, SCAN)
-"""Kinds that treat each sequence for itself: one that decodes is bound by other things than one that fills its cache."""
+"""Kinds that treat each sequence for itself: one that decodes is bound by other things than one that fills."""
 DECODING, FILLING = "decoding", "filling"
 MEMORY, ARITHMETIC = "memory", "arithmetic"
 STEP, SEQUENCE, EXCHANGE = "each step", "each sequence", "exchange between devices"

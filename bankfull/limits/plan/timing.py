@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from random import Random
 from statistics import median
 from time import perf_counter
@@ -81,7 +82,7 @@ class StepTimer:
                 engine.step()
                 ends.append(perf_counter())
         # At depth 1 a step is settled by the call after the one that launched it: the last call launches none.
-        spans = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+        spans = [after - before for before, after in pairwise(ends)]
         extra = len(spans) - len(shapes)
         spans = [sum(spans[: 1 + extra]), *spans[1 + extra :]] if extra else spans
         engine.started.clear()

@@ -111,18 +111,20 @@ def _warm(engine: Engine, arrival: Arrival) -> None:
 
 
 def compared(
-    predicted: Outcome, simulated: Sequence[Served], measured: Sequence[Served], traffic: Traffic, objectives: Objectives
-) -> list[Compared]:
+    predicted: Outcome, simulated: Sequence[Served], measured: Sequence[Served], traffic: Traffic,
+    objectives: Objectives,
+) -> list[Compared]:  # fmt: skip
     found = []
-    limits = {"ttft": predicted.ttft_least, "tpot": predicted.tpot_least}
+    both = (simulated, measured)
+    limits = {"ttft": 1e3 * predicted.ttft_least, "tpot": 1e3 * predicted.tpot_least}
     for name in ("ttft", "tpot", "e2e"):
         for label, share in (("median", 0.5), ("p99", 0.99)):
-            values = [_figure(served, name, share) for served in (simulated, measured)]
-            found.append(Compared(f"{name} {label}, ms", *values, limits.get(name) and limits[name] * 1e3))
-    rates = [_tokens_per_s(served) for served in (simulated, measured)]
-    found.append(Compared("output tokens/s", *rates))
-    shares = [sum(objectives.met(one) for one in served) / len(served) for served in (simulated, measured)]
-    found.append(Compared("goodput, requests/s", *(traffic.rate * share for share in shares), limit=traffic.rate))
+            one, other = (_figure(requests, name, share) for requests in both)
+            found.append(Compared(f"{name} {label}, ms", one, other, limits.get(name)))
+    one, other = map(_tokens_per_s, both)
+    found.append(Compared("output tokens/s", one, other))
+    one, other = (traffic.rate * sum(map(objectives.met, requests)) / len(requests) for requests in both)
+    found.append(Compared("goodput, requests/s", one, other, traffic.rate))
     return found
 
 

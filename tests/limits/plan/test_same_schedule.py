@@ -70,7 +70,8 @@ def engine_plans(bench: Bench, trace: Sequence[Arrival], times: StepTimes) -> li
 
 def simulated_plans(bench: Bench, trace: Sequence[Arrival], times: StepTimes) -> tuple[list[Plan], list[Served]]:
     spec = ReplicaSpec(
-        bench.manager.layout, Sizes(bench.manager.pages.size, bench.manager.slots.size, bench.sched.rows, bench.max_len),
+        bench.manager.layout,
+        Sizes(bench.manager.pages.size, bench.manager.slots.size, bench.sched.rows, bench.max_len),
         bench.sched, bench.state, bench.depth, times, queue=10**6,
     )  # fmt: skip
     requests = [Served(a.time, len(a.prompt), a.output) for a in trace]
