@@ -14,6 +14,8 @@ from bankfull.limits.plan.traffic import Traffic
 from bankfull.limits.step import StepShape
 
 WORTH_TELLING = 0.01
+PILING = 0.2
+"""Of the requests: if more than so many are added to those under way, they come faster than they are served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,9 @@ class Outcome:
     goodput: float
     """Requests per second that meet every objective."""
     met: bool
-    """Enough of them do."""
+    """Enough of them do, and the requests do not pile up."""
+    piling_up: float
+    """See Run."""
     requests_per_s: float
     output_per_s: float
     ttft_p50: float
@@ -109,7 +113,8 @@ def outcome_of(configuration: Configuration, run: Run, traffic: Traffic, objecti
     state = run.most_pages * prepared.metered.layout.frame_bytes
     aside = prepared.step_bytes * configuration.step_tokens
     return Outcome(
-        configuration, attainment, attainment * traffic.rate, attainment >= objectives.attainment,
+        configuration, attainment, attainment * traffic.rate, attainment >= objectives.attainment and run.piling_up <= PILING,
+        run.piling_up,
         len(done) / run.seconds, output_per_s,
         _quantile(first, 0.5), _quantile(first, 0.99), _quantile(pace, 0.5), _quantile(pace, 0.99),
         _quantile([served.longest_gap for served in done], 0.99), _quantile([served.e2e for served in done], 0.99),
@@ -139,6 +144,9 @@ def what_limits(outcome: Outcome, objectives: Objectives) -> list[str]:
     by = {"memory": ", bound by memory bandwidth", "arithmetic": ", bound by arithmetic"}.get(bound, "")
     found.append(f"{share:.0%} of the device's time goes to {part}{by}; in all it runs at "
                  f"{outcome.percent_of_limit:.0f}% of its limit.")  # fmt: skip
+    if outcome.piling_up > PILING:
+        found.append(f"It cannot keep up: of 100 requests that come, {100 * outcome.piling_up:.0f} are added to those "
+                     "that wait or run.")  # fmt: skip
     if outcome.refused:
         found.append(f"{outcome.refused} of {outcome.requests} requests are refused because the queue is full: "
                      "more replicas, rows or a faster device are needed.")  # fmt: skip

@@ -39,7 +39,11 @@ from bankfull.models.registry import Config
 from bankfull.weights.source import ModelFiles
 
 SCREENED = 60
-"""Requests of a first look, and for each replica a third of that."""
+"""Requests of a first look at least, and for each replica a third of that."""
+TIMES_AN_ANSWER = 5
+"""So many times as long as an answer a trace must be: a queue that grows has to show."""
+MOST_TOKENS = 300_000
+"""Of the answers of one trace: what a simulation may take."""
 TRIED, FINAL = 4, 10
 """Outcomes that are tried with other settings, and those that are simulated again at last."""
 WAYS = (2, 4, 8)
@@ -229,10 +233,7 @@ class Planner:
         prompt, output = round(traffic.prompt.mean), round(traffic.output.mean)
         fresh = max(prompt - traffic.shared, 1)
         fill = times.likely(StepShape.prefill(fresh, past=prompt - fresh))
-        sizes, layout = base.sizes(traffic.longest), base.prepared.metered.layout
-        most = sizes.rows
-        if layout.paged:
-            most = max(1, min(most, sizes.frames // layout.frames_for(prompt + output, base.step_tokens)))
+        most = self._most_at_once(base)
         pace = self.question.objectives.slo.tpot
         best = 0.0
         for batch in {1, *(1 << power for power in range(most.bit_length())), most}:
@@ -240,6 +241,15 @@ class Planner:
             if batch == 1 or pace is None or step <= pace:
                 best = max(best, 1 / (fill + output * step / batch))
         return best
+
+    def _most_at_once(self, configuration: Configuration) -> int:
+        """Sequences of the average length that run together in one replica."""
+        traffic, layout = self.question.traffic, configuration.prepared.metered.layout
+        sizes = configuration.sizes(traffic.longest)
+        if not layout.paged:
+            return sizes.rows
+        length = round(traffic.prompt.mean + traffic.output.mean)
+        return max(1, min(sizes.rows, sizes.frames // layout.frames_for(length, configuration.step_tokens)))
 
     def _others(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """The best ones with other rows, budgets and routes."""
@@ -265,9 +275,24 @@ class Planner:
                 kept.append(extra)
         return [self._run(outcome.configuration, self.question.requests) for outcome in kept]
 
+    def _requests(self, configuration: Configuration, least: int) -> int:
+        """So many that the trace shows whether the configuration keeps up."""
+        traffic = self.question.traffic
+        least = least * (2 + configuration.replicas) // 3
+        enough = math.ceil(TIMES_AN_ANSWER * traffic.rate * self._answer_seconds(configuration))
+        return max(least, min(enough, math.ceil(MOST_TOKENS / traffic.output.mean)))
+
+    def _answer_seconds(self, configuration: Configuration) -> float:
+        """Of a request in full company."""
+        traffic, times = self.question.traffic, configuration.times
+        prompt, output = round(traffic.prompt.mean), round(traffic.output.mean)
+        batch = self._most_at_once(configuration)
+        step = times.likely(StepShape.decode(batch, prompt + (output + 1) // 2))
+        return times.likely(StepShape.prefill(prompt)) + output * step
+
     def _run(self, configuration: Configuration, requests: int | None = None) -> Outcome:
         asked = self.question
-        count = requests or min(asked.requests, SCREENED * (2 + configuration.replicas) // 3)
+        count = self._requests(configuration, requests or min(asked.requests, SCREENED))
         key = _key(configuration, count)
         if key not in self._seen:
             self.advance(self._done, _shown(configuration))

@@ -158,9 +158,9 @@ class Replica:
     def __init__(self, spec: ReplicaSpec, requests: Sequence[Served], trace: Sequence[Arrival]) -> None:
         self.spec, self._requests, self._trace = spec, requests, trace
         self.clock, self.spent = Clock(), Spent()
-        # Pages beyond those that all requests fill one after another are never asked for.
+        # Pages beyond those that all requests fill, and one for each that runs, are never asked for.
         total = sum(-(-(len(a.prompt) + a.output) // g.page_tokens) for a in trace for g in spec.layout.paged)
-        frames = min(spec.sizes.frames, total)
+        frames = min(spec.sizes.frames, total + spec.sizes.rows)
         sched = SchedConfig(
             rows=spec.sizes.rows, step_tokens=spec.sched.step_tokens, policy=spec.sched.policy,
             batching=spec.sched.batching, batch_size=spec.sched.batch_size, batch_delay=spec.sched.batch_delay,
@@ -262,6 +262,19 @@ class Run:
 
     def __post_init__(self) -> None:
         self.finished = [served for served in self.requests if served.done]
+
+    @property
+    def piling_up(self) -> float:
+        """Of the requests that came in the second half of the trace: the part by which those under way have grown."""
+        begun, ended = self.requests[0].arrived, self.requests[-1].arrived
+        middle = (begun + ended) / 2
+        late = sum(served.arrived > middle for served in self.requests)
+        return (self._under_way(ended) - self._under_way(middle)) / max(late, 1)
+
+    def _under_way(self, time: float) -> int:
+        """Whoever was refused never leaves: it piles up, too."""
+        gone = sum(served.last is not None and served.last <= time for served in self.requests)
+        return sum(served.arrived <= time for served in self.requests) - gone
 
 
 def simulate(spec: ReplicaSpec, trace: Sequence[Arrival], replicas: int = 1, route: str = ROUTES[0]) -> Run:
