@@ -200,14 +200,19 @@ def rounded(files: ModelFiles, wanted: str, device: Device) -> ModelFiles:
 
 def plan_build(files: ModelFiles, run: RunConfig, device: Device, max_len: int = 0) -> Build:
     """How a model is built from these files: what the options leave open is decided here."""
-    activations = choose_activations(run, files, device)
-    dtype = choose_dtype(run.dtype, files, device)
-    if activations != FLOAT and device.kind == "cpu" and (run.dtype == "auto" or dtype == torch.bfloat16):
-        dtype = torch.float32  # only what enters a product is rounded
+    dtype, activations = choose_arithmetic(files, run, device.kind)
     kit = kit_for(device.kind, run.providers, activations)
     return Build(
-        files.source, kit, dtype, device.torch, run.expand, max_len, choose_kv_dtype(run.kv_dtype, dtype, kit)
+        files.source, kit, dtype, device.torch, run.expand, max_len, choose_kv_dtype(run.kv_dtype, dtype, activations)
     )
+
+
+def choose_arithmetic(files: ModelFiles, run: RunConfig, device: str) -> tuple[torch.dtype, str]:
+    """The dtype of the computation on a kind of device, and what weights are multiplied with."""
+    activations, dtype = choose_activations(run, files, device), choose_dtype(run.dtype, files, device)
+    if activations != FLOAT and device == "cpu" and (run.dtype == "auto" or dtype == torch.bfloat16):
+        dtype = torch.float32  # only what enters a product is rounded
+    return dtype, activations
 
 
 def refuse_pages_without_use(model: Decoder, kv_dtype: str) -> None:
@@ -215,17 +220,17 @@ def refuse_pages_without_use(model: Decoder, kv_dtype: str) -> None:
         raise ConfigError(f"kv_dtype={kv_dtype!r} has no use here: this model keeps no keys and values; leave it out.")
 
 
-def choose_dtype(wanted: str, files: ModelFiles, device: Device) -> torch.dtype:
+def choose_dtype(wanted: str, files: ModelFiles, device: str) -> torch.dtype:
     """auto: what the checkpoint was saved in; for quantized files float32 on a CPU and bfloat16 on a GPU."""
     if wanted != "auto":
         return _dtype(wanted)
     saved: Any = files.config.get("dtype") or files.config.get("torch_dtype")
     if files.kind == "gguf" or saved is None:
-        return torch.float32 if device.kind == "cpu" else torch.bfloat16
+        return torch.float32 if device == "cpu" else torch.bfloat16
     return _dtype(str(saved).removeprefix("torch."))
 
 
-def choose_activations(run: RunConfig, files: ModelFiles, device: Device) -> str:
+def choose_activations(run: RunConfig, files: ModelFiles, device: str) -> str:
     """auto, on a CPU with its kernels: int8 for a model that has weights in blocks, where no dtype was named and
     nothing is dequantized; bf16 where the dtype is bfloat16. Else float, which is the exact mode of a wider dtype."""
     blocks = not run.expand and block_types(files.source)
@@ -236,17 +241,17 @@ def choose_activations(run: RunConfig, files: ModelFiles, device: Device) -> str
         )
     if run.activations != "auto":
         return run.activations
-    if device.kind != "cpu" or run.providers != "auto" or native.status() is not None:
+    if device != "cpu" or run.providers != "auto" or native.status() is not None:
         return FLOAT
     if run.dtype == "auto" and blocks:
         return INT8
     return BF16 if choose_dtype(run.dtype, files, device) == torch.bfloat16 else FLOAT
 
 
-def choose_kv_dtype(wanted: str, dtype: torch.dtype, kit: Kit) -> torch.dtype:
+def choose_kv_dtype(wanted: str, dtype: torch.dtype, activations: str) -> torch.dtype:
     """auto: the dtype of the computation; where activations are rounded anyway, bfloat16."""
     if wanted == "auto":
-        return dtype if kit.activations == FLOAT else torch.bfloat16
+        return dtype if activations == FLOAT else torch.bfloat16
     return torch.int8 if wanted == "int8" else _dtype(wanted)
 
 

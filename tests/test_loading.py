@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -188,12 +187,11 @@ def test_activations_are_int8_unless_something_else_is_asked_for(
 
 def test_without_kernels_or_on_another_device_activations_are_floats(monkeypatch: pytest.MonkeyPatch) -> None:
     files = rounded(open_model(speaking_folder()), "int8", Cpu())
-    elsewhere = SimpleNamespace(kind="cuda")
-    assert choose_activations(RunConfig(), files, elsewhere) == "float"  # type: ignore[arg-type]
+    assert choose_activations(RunConfig(), files, "cuda") == "float"
     monkeypatch.setattr(native, "status", lambda: "they are missing")
-    assert choose_activations(RunConfig(), files, Cpu()) == "float"
+    assert choose_activations(RunConfig(), files, "cpu") == "float"
     monkeypatch.setattr(native, "status", lambda: None)
-    assert choose_activations(RunConfig(), files, Cpu()) == "int8"
+    assert choose_activations(RunConfig(), files, "cpu") == "int8"
 
 
 @pytest.mark.parametrize("providers", ["auto", "torch"])

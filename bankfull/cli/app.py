@@ -23,8 +23,10 @@ from bankfull.cli.info import info
 from bankfull.cli.key import key
 from bankfull.cli.limits import limits
 from bankfull.cli.options import flat
+from bankfull.cli.plan import plan
 from bankfull.cli.pull import pull
 from bankfull.cli.quality import quality
+from bankfull.cli.roofline import roofline
 from bankfull.cli.run import run
 from bankfull.cli.serve import serve
 from bankfull.cli.tune import tune
@@ -32,7 +34,7 @@ from bankfull.errors import BankfullError
 
 BAD_INPUT, INTERRUPTED = 2, 130
 COMMANDS: tuple[Callable[..., int | None], ...] = (
-    run, chat, serve, generate, pull, info, limits, tune, quality, doctor, key,
+    run, chat, serve, generate, pull, info, roofline, limits, plan, tune, quality, doctor, key,
 )  # fmt: skip
 
 # Rich would draw boxes around the help, at the price of doubling the time until it appears.

@@ -71,8 +71,9 @@ def scales_of(chart: Chart) -> tuple[Scale, Scale]:
     places = [point for series in chart.series for point in series.points] + [(mark.x, mark.y) for mark in chart.marks]
     filled = any(series.kind in ("bars", "area") for series in chart.series)
     bars = any(series.kind == "bars" for series in chart.series)
-    horizontal = _scale(chart.x, [x for x, _ in places], from_zero=False, margin=1.25 * half_bar(chart.series) if bars else 0)
-    return horizontal, _scale(chart.y, [y for _, y in places], from_zero=True, whole=filled)
+    margin = 1.25 * half_bar(chart.series) if bars else 0.0
+    across = _scale(chart.x, [x for x, _ in places], margin=margin)
+    return across, _scale(chart.y, [y for _, y in places], upright=True, filled=filled)
 
 
 def half_bar(series: Iterable[Series]) -> float:
@@ -116,24 +117,29 @@ def clipped(start: Point, end: Point, low: Point = (0.0, 0.0), high: Point = (1.
     return begin, (start[0] + last * steps[0], start[1] + last * steps[1])
 
 
-def _scale(axis: Axis, values: list[float], *, from_zero: bool, margin: float = 0.0, whole: bool = False) -> Scale:
+def _scale(
+    axis: Axis, values: list[float], *, upright: bool = False, margin: float = 0.0, filled: bool = False
+) -> Scale:  # fmt: skip
+    """An upright axis has some room above and below what is shown, and prefers to begin at 0; it must where an area
+    stands for a value."""
     shown = [value for value in values if math.isfinite(value) and (value > 0 or not axis.log)]
     if axis.names:
         shown = [0.0, len(axis.names) - 1.0]
         margin = margin or 0.5
     least, most = min(shown, default=1.0), max(shown, default=1.0)
     if axis.log:
-        low = _round_down(least / ROOM) if axis.low is None else axis.low
-        high = _round_up(most * ROOM) if axis.high is None else axis.high
+        room = ROOM if upright else 1.0
+        low = _round_down(least / room) if axis.low is None else axis.low
+        high = _round_up(most * room) if axis.high is None else axis.high
         return Scale(axis, low, high) if low < high else Scale(axis, min(low, high) / 2, max(low, high) * 2)
     least, most = least - margin, most + margin
-    if from_zero and least >= 0 and (whole or least < most / 2 or least == most):
+    if upright and least >= 0 and (filled or least < most / 2 or least == most):
         least = 0.0
-    if whole:
+    if filled:
         most = max(most, 0.0)
     if least == most:
         least, most = least - 0.5, most + 0.5
-    if from_zero:  # room above the highest value, up to a round number
+    if upright:  # room above the highest value, up to a round number
         step = _even_step(least if axis.low is None else axis.low, most if axis.high is None else axis.high, 6)
         most = math.ceil(most / step - 1e-9) * step
         least = math.floor(least / step + 1e-9) * step
