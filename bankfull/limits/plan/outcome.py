@@ -104,7 +104,10 @@ class Outcome:
 def outcome_of(configuration: Configuration, run: Run, traffic: Traffic, objectives: Objectives) -> Outcome:
     done = run.finished
     attainment = sum(objectives.met(served) for served in run.requests) / len(run.requests)
-    output_per_s = sum(served.tokens for served in done) / run.seconds
+    keeps_up = run.piling_up <= PILING
+    # Whoever keeps up serves what comes; how long the last answers of a trace take says nothing about that.
+    seconds = len(run.requests) / traffic.rate if keeps_up else run.seconds
+    output_per_s = sum(served.tokens for served in done) / seconds
     price = configuration.dollars_per_hour
     first = [served.ttft for served in done]
     pace = [served.tpot for served in done if served.tokens > 1] or [0.0]
@@ -113,9 +116,8 @@ def outcome_of(configuration: Configuration, run: Run, traffic: Traffic, objecti
     state = run.most_pages * prepared.metered.layout.frame_bytes
     aside = prepared.step_bytes * configuration.step_tokens
     return Outcome(
-        configuration, attainment, attainment * traffic.rate, attainment >= objectives.attainment and run.piling_up <= PILING,
-        run.piling_up,
-        len(done) / run.seconds, output_per_s,
+        configuration, attainment, attainment * traffic.rate, attainment >= objectives.attainment and keeps_up, run.piling_up,
+        len(done) / seconds, output_per_s,
         _quantile(first, 0.5), _quantile(first, 0.99), _quantile(pace, 0.5), _quantile(pace, 0.99),
         _quantile([served.longest_gap for served in done], 0.99), _quantile([served.e2e for served in done], 0.99),
         times.least(StepShape.prefill(prompt)), times.least(StepShape.decode(1, prompt + (output + 1) // 2)),

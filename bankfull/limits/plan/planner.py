@@ -42,8 +42,8 @@ SCREENED = 60
 """Requests of a first look at least, and for each replica a third of that."""
 TIMES_AN_ANSWER = 5
 """So many times as long as an answer a trace must be: a queue that grows has to show."""
-MOST_TOKENS = 300_000
-"""Of the answers of one trace: what a simulation may take."""
+MOST_TOKENS = (50_000, 200_000)
+"""Of the answers of one trace, at a first look and at the last: what a simulation may take."""
 TRIED, FINAL = 4, 10
 """Outcomes that are tried with other settings, and those that are simulated again at last."""
 WAYS = (2, 4, 8)
@@ -139,6 +139,8 @@ class Planner:
         most = max((outcome.attainment for outcome in finals), default=0.0)
         kept = front([outcome for outcome in finals if outcome.attainment >= WORTH * most])
         best = recommend(finals, asked.goal)
+        if best is not None and not any(outcome is best for outcome in kept):
+            kept.append(best)  # as good as one of these, but simpler
         exact = recommend([outcome for outcome in finals if not outcome.lossy], asked.goal) if best else None
         later = [outcome for outcome in tried if outcome.configuration.not_yet is not None]
         return Plan(
@@ -273,14 +275,15 @@ class Planner:
         for extra in (recommend(outcomes, self.question.goal), *_exact(outcomes, order)):
             if extra is not None and not any(extra is one for one in kept):
                 kept.append(extra)
-        return [self._run(outcome.configuration, self.question.requests) for outcome in kept]
+        return [self._run(outcome.configuration, last=True) for outcome in kept]
 
-    def _requests(self, configuration: Configuration, least: int) -> int:
+    def _requests(self, configuration: Configuration, last: bool) -> int:
         """So many that the trace shows whether the configuration keeps up."""
         traffic = self.question.traffic
+        least = self.question.requests if last else min(self.question.requests, SCREENED)
         least = least * (2 + configuration.replicas) // 3
         enough = math.ceil(TIMES_AN_ANSWER * traffic.rate * self._answer_seconds(configuration))
-        return max(least, min(enough, math.ceil(MOST_TOKENS / traffic.output.mean)))
+        return max(least, min(enough, math.ceil(MOST_TOKENS[last] / traffic.output.mean)))
 
     def _answer_seconds(self, configuration: Configuration) -> float:
         """Of a request in full company."""
@@ -290,9 +293,9 @@ class Planner:
         step = times.likely(StepShape.decode(batch, prompt + (output + 1) // 2))
         return times.likely(StepShape.prefill(prompt)) + output * step
 
-    def _run(self, configuration: Configuration, requests: int | None = None) -> Outcome:
+    def _run(self, configuration: Configuration, last: bool = False) -> Outcome:
         asked = self.question
-        count = self._requests(configuration, requests or min(asked.requests, SCREENED))
+        count = self._requests(configuration, last)
         key = _key(configuration, count)
         if key not in self._seen:
             self.advance(self._done, _shown(configuration))
