@@ -30,7 +30,9 @@ class Constant(StepTimes):
         return self.seconds
 
 
-def spec(seconds: float = 1.0, rows: int = 1, frames: int = 1000, depth: int = 0, queue: int | None = None) -> ReplicaSpec:
+def spec(
+    seconds: float = 1.0, rows: int = 1, frames: int = 1000, depth: int = 0, queue: int | None = None
+) -> ReplicaSpec:
     sched, sizes = SchedConfig(rows=rows, step_tokens=64), Sizes(frames, 0, rows, 1000)
     return ReplicaSpec(LAYOUT, sizes, sched, StateConfig(page_tokens=4), depth, Constant(seconds), queue)
 
