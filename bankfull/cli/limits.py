@@ -42,7 +42,7 @@ def limits(
     """Measure how fast this machine, or its GPU, reads from caches, memory and disk, and multiplies matrices; draw its
     roofline. The figures are kept. Or look up another machine's.
     """
-    check_suffixes(svg, png)
+    check_pictures(svg, png)
     if devices:
         list_devices(catalogue, json)
         return
@@ -109,13 +109,18 @@ def as_json(levels: Levels) -> dict[str, Any]:
     return found
 
 
-def check_suffixes(svg: Path | None, png: Path | None) -> None:
+def check_pictures(svg: Path | None, png: Path | None) -> None:
     """Before anything is measured."""
+    if svg is None and png is None:
+        return
     from bankfull.errors import ConfigError
+    from bankfull.limits.charts import check_path
 
     for path, suffix in ((svg, ".svg"), (png, ".png")):
-        if path is not None and path.suffix.lower() != suffix:
-            raise ConfigError(f"--{suffix[1:]} {path} must end in {suffix}.")
+        if path is not None:
+            if path.suffix.lower() != suffix:
+                raise ConfigError(f"--{suffix[1:]} {path} must end in {suffix}.")
+            check_path(path)
 
 
 def write_pictures(chart: Chart, *paths: Path | None) -> None:

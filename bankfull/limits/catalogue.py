@@ -9,22 +9,23 @@ from __future__ import annotations
 import difflib
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import date as Date
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bankfull.errors import ConfigError
 from bankfull.paths import config_dir
+
+if TYPE_CHECKING:
+    from bankfull.limits.ceilings import Ceilings
 
 FILE = "catalogue.toml"
 LARGEST_FILE = 1 << 20
 KINDS = ("cpu", "gpu", "tpu", "npu", "soc", "wafer")
 TYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8", "float4", "int8", "int4")
-MEASURED = "measured here"
-"""The source of figures that no data sheet gave."""
 TEXTS = ("name", "title", "vendor", "kind", "source", "price_source", "note")
 NUMBERS = ("memory_bytes", "bytes_per_s", "link_bytes_per_s", "watts", "dollars_per_hour")
 REQUIRED = ("name", "title", "vendor", "kind", "flops", "memory_bytes", "bytes_per_s", "source", "date")
@@ -78,7 +79,7 @@ class Device:
         """Operations per byte at which arithmetic and memory take equally long."""
         return self.flops_of(dtype) / self.bytes_per_s
 
-    def ceilings(self) -> Any:
+    def ceilings(self) -> Ceilings:
         """The entry as `Ceilings`, so that whatever is computed for this machine can be computed for that one."""
         from bankfull.limits.ceilings import Ceilings
 
@@ -108,7 +109,7 @@ class Catalogue:
         hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(self.devices)}."
         raise ConfigError(f"The catalogue has no device {name[:60]!r}; {hint}")
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Device]:
         return iter(self.devices.values())
 
 
@@ -125,16 +126,6 @@ def load(extra: str | Path | None = None) -> Catalogue:
     devices = {name: _device(origins[name], raw) for name, raw in entries.items()}
     _check_names(devices, origins)
     return Catalogue(devices)
-
-
-def measured(name: str, ceilings: Any, memory_bytes: float, kind: str = "cpu", **known: Any) -> Device:
-    """The machine at hand as an entry, from its measured `Ceilings`; `known` are further fields, such as a price."""
-    when = Date.fromisoformat(ceilings.when[:10])
-    vendor = "NVIDIA" if kind == "gpu" else "any"
-    return Device(
-        name, ceilings.cpu, vendor, kind, dict(ceilings.flops), memory_bytes, ceilings.read_bytes_per_s, MEASURED, when,
-        **known,
-    )  # fmt: skip
 
 
 def _files(extra: str | Path | None) -> list[tuple[str, bytes]]:

@@ -64,7 +64,7 @@ class Chart:
     series: Sequence[Series]
     marks: Sequence[Mark] = ()
     description: str = ""
-    """For who cannot see it; None is made up from the series."""
+    """For who cannot see it; an empty one is made up from the series."""
 
     def svg(self, width: int = 760, height: int = 460, theme: Literal["auto", "light", "dark"] = "auto") -> str:
         """One <svg> element. `auto` follows the reader's system by CSS variables; the others have fixed colours.

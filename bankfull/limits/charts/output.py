@@ -27,24 +27,35 @@ def print_chart(chart: Chart, height: int = 18, stream: TextIO | None = None) ->
 
 def save(chart: Chart, path: str | Path) -> None:
     """As what the file's suffix says: .svg or .png."""
+    check_path(path)
     path = Path(path)
-    suffix = path.suffix.lower()
-    if suffix not in (".svg", ".png"):
-        raise ConfigError(f"{path} must end in .svg or .png: the suffix says what kind of picture is written.")
-    data = chart.svg().encode() if suffix == ".svg" else _png(chart, path)
+    data = chart.svg().encode() if path.suffix.lower() == ".svg" else _png(chart)
     try:
         path.write_bytes(data)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}; name another file.") from None
 
 
-def _png(chart: Chart, path: Path) -> bytes:
-    try:
-        import cairosvg
-    except (ImportError, OSError):  # OSError: the package is there, but not the system's cairo
-        raise ConfigError(
-            f"{path.name} needs CairoSVG to become a PNG: pip install 'bankfull[charts]', or save an .svg instead."
-        ) from None
+def check_path(path: str | Path) -> None:
+    """For whoever has long work to do before there is a chart: refuse at once what could not be written then."""
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if suffix not in (".svg", ".png"):
+        raise ConfigError(f"{path} must end in .svg or .png: the suffix says what kind of picture is written.")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: there is no folder {path.absolute().parent}.")
+    if suffix == ".png":
+        try:
+            import cairosvg  # noqa: F401
+        except (ImportError, OSError):  # OSError: the package is there, but not the system's cairo
+            raise ConfigError(
+                f"{path.name} needs CairoSVG to become a PNG: pip install 'bankfull[charts]', or save an .svg instead."
+            ) from None
+
+
+def _png(chart: Chart) -> bytes:
+    import cairosvg
+
     drawn = cairosvg.svg2png(bytestring=chart.svg(theme="light").encode(), scale=PNG_SCALE)
     return bytes(drawn)
 

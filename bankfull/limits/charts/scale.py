@@ -14,6 +14,8 @@ SHORT_UNITS = ("s", "B", "%", "W", "J", "$")
 LARGE_PREFIXES = ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k"))
 SMALL_PREFIXES = ((0, ""), (-3, "m"), (-6, "u"), (-9, "n"))
 """Of seconds."""
+FAR_FROM_ZERO = 0.8
+"""Values that all lie in the upper fifth would be hard to tell apart above a zero."""
 ROOM = 1.1
 """Between what is shown and the ends of a log scale, as a factor."""
 
@@ -133,7 +135,7 @@ def _scale(
         high = _round_up(most * room) if axis.high is None else axis.high
         return Scale(axis, low, high) if low < high else Scale(axis, min(low, high) / 2, max(low, high) * 2)
     least, most = least - margin, most + margin
-    if upright and least >= 0 and (filled or least < most / 2 or least == most):
+    if upright and least >= 0 and (filled or least <= FAR_FROM_ZERO * most or least == most):
         least = 0.0
     if filled:
         most = max(most, 0.0)
@@ -169,7 +171,7 @@ def _log_ticks(low: float, high: float, most: int) -> list[float]:
         if len(ticks) <= most and len(ticks) > 1:
             return ticks
     if len(decades) > 2:
-        every = -(-len(decades) // max(most, 1))
+        every = 3 * -(-len(decades) // (3 * max(most, 1)))  # in steps of the prefixes
         return [10.0**decade for decade in decades if decade % every == 0]
     return _even_ticks(low, high, most)
 

@@ -49,8 +49,7 @@ def draw(chart: Chart, width: int, height: int, theme: str) -> str:
     body = "\n".join(part for part in parts if part)
     found = (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="bankfull-chart" role="img" width="{width}" height="{whole}" '
-        f'viewBox="0 0 {width} {whole}" font-family="system-ui, sans-serif" font-size="{SMALL}" '
-        f'style="max-width:100%;height:auto">\n{body}\n</svg>\n'
+        f'viewBox="0 0 {width} {whole}" font-family="system-ui, sans-serif" font-size="{SMALL}">\n{body}\n</svg>\n'
     )
     return found if theme == "auto" else _fixed(found, LIGHT if theme == "light" else DARK)
 
@@ -76,7 +75,7 @@ def _style(theme: str) -> str:
         return ";".join(f"--chart-{name}:{value}" for name, value in flat.items())
 
     return (
-        f"<style>.bankfull-chart{{{variables(LIGHT)}}}"
+        f"<style>.bankfull-chart{{max-width:100%;height:auto;{variables(LIGHT)}}}"
         f"@media (prefers-color-scheme:dark){{.bankfull-chart{{{variables(DARK)}}}}}</style>"
     )
 
