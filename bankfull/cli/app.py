@@ -18,6 +18,7 @@ from bankfull.cli.batch import batch
 from bankfull.cli.bench import bench
 from bankfull.cli.chat import chat
 from bankfull.cli.doctor import doctor
+from bankfull.cli.explain import explain
 from bankfull.cli.generate import generate
 from bankfull.cli.info import info
 from bankfull.cli.key import key
@@ -34,7 +35,7 @@ from bankfull.errors import BankfullError
 
 BAD_INPUT, INTERRUPTED = 2, 130
 COMMANDS: tuple[Callable[..., int | None], ...] = (
-    run, chat, serve, generate, pull, info, roofline, limits, plan, bench, tune, quality, doctor, key,
+    run, chat, serve, generate, pull, info, roofline, limits, plan, bench, explain, tune, quality, doctor, key,
 )  # fmt: skip
 
 # Rich would draw boxes around the help, at the price of doubling the time until it appears.

@@ -119,6 +119,16 @@ def known() -> Ceilings | None:
     return _load(path_of(identity), identity)
 
 
+def known_of(device: Device) -> Ceilings | None:
+    """What was measured of the device before, if anything: a server has no idle machine to measure on."""
+    if device.kind != "cuda":
+        return known()
+    from bankfull.limits import cuda_ceilings
+
+    identity = cuda_ceilings.identity_of(device.torch)
+    return _load(path_of(identity), identity)
+
+
 def machine() -> dict[str, Any]:
     """What the figures depend on, beside the instruction set; a change of any of these measures anew."""
     import torch

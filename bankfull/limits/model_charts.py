@@ -5,10 +5,10 @@ from __future__ import annotations
 from bankfull.limits.charts import Axis, Chart, Mark, Series
 from bankfull.limits.model_roofline import ModelRoofline
 from bankfull.limits.roofline import Entry
+from bankfull.limits.roofline_chart import roofline_chart
 
 NAMED = 0.02
 """Share of a step from which on an operation is named in the picture."""
-MARGIN = 2.0
 
 
 def charts_of(found: ModelRoofline) -> dict[str, Chart]:
@@ -23,20 +23,16 @@ def roof(found: ModelRoofline) -> Chart:
     peak = found.arithmetic.peak
     bandwidth = found.phases[-1].roofline.bytes_per_second
     ridge = peak / bandwidth
-    placed = {phase.title: [e for e in phase.roofline.entries if _has_place(e)] for phase in found.phases}
-    reached = [entry.cost.intensity for entries in placed.values() for entry in entries]
-    low, high = min([*reached, ridge]) / MARGIN, max([*reached, ridge]) * MARGIN
-    line = [(low, low * bandwidth), (ridge, peak), (high, peak)]
-    series = [Series("the machine's limit", line)]
-    marks = [Mark(ridge, peak, f"ridge: {ridge:.3g} FLOP/byte")]
-    for title, entries in placed.items():
+    series, marks = [], [Mark(ridge, peak, f"ridge: {ridge:.3g} FLOP/byte")]
+    for phase in found.phases:
+        entries = [entry for entry in phase.roofline.entries if _has_place(entry)]
         points = [(e.cost.intensity, e.cost.flops / e.seconds) for e in entries]
-        series.append(Series(title, points, kind="points"))
-        marks += [Mark(x, y, e.operation) for (x, y), e in zip(points, entries, strict=True) if e.share >= NAMED]
-    return Chart(
-        f"Roofline on {found.machine.name}", Axis("FLOP per byte", log=True),
-        Axis("arithmetic", log=True, unit="FLOP/s"), series, marks,
-    )  # fmt: skip
+        series.append(Series(phase.title, points, kind="points"))
+        short = phase.phase if phase.phase == "prefill" else f"decode {phase.sequences}"
+        named = [(place, e) for place, e in zip(points, entries, strict=True) if e.share >= NAMED]
+        marks += [Mark(*place, f"{e.operation} ({short})") for place, e in named]
+    roofs = {f"the machine's limit in {found.arithmetic.dtype}": peak}
+    return roofline_chart(f"Roofline on {found.machine.name}", roofs, bandwidth, marks=marks, points=series)
 
 
 def _has_place(entry: Entry) -> bool:

@@ -88,8 +88,10 @@ class Peaks(Meter):
     def __init__(self) -> None:
         Meter.__init__(self)
         self.alive = self.peak = 0
+        self._held: set[int] = set()
 
     def begin(self) -> None:
+        """What lives longer than a step, such as weights, is not counted."""
         self.alive = self.peak = 0
 
     def bind(self, operation: Operation, **facts: Any) -> Function:
@@ -106,15 +108,15 @@ class Peaks(Meter):
     def _hold(self, tensor: Tensor) -> None:
         """Until its storage is gone, whichever view of it lives longest."""
         storage = tensor.untyped_storage()
-        if getattr(storage, "counted", False):
-            return
-        storage.counted = True
         size = storage.nbytes()
-        self.alive += size
-        self.peak = max(self.peak, self.alive)
-        weakref.finalize(storage, self._drop, size)
+        if id(storage) not in self._held:
+            self._held.add(id(storage))
+            self.alive += size
+            self.peak = max(self.peak, self.alive)
+            weakref.finalize(storage, self._drop, id(storage), size)
 
-    def _drop(self, size: int) -> None:
+    def _drop(self, identity: int, size: int) -> None:
+        self._held.discard(identity)
         self.alive -= size
 
 

@@ -1,5 +1,5 @@
-"""What bounds a model on a machine: each operation of prefill and decode, the batch at which decoding turns from memory to
-arithmetic, what more sequences cost and give, and what other storage or another architecture would change.
+"""What bounds a model on a machine: each operation of prefill and decode, the batch at which decoding turns from memory
+to arithmetic, what more sequences cost and give, and what other storage or another architecture would change.
 
 All of it is told by the meter from a configuration; no weight is read.
 """
@@ -21,14 +21,15 @@ from bankfull.limits.roofline import Bound, Roofline, roofline
 from bankfull.limits.step import LARGEST_STEP, StepShape
 from bankfull.limits.variants import variants_of
 from bankfull.ops.cost import Cost
+from bankfull.ops.meter import Ledger
 
 MOST_BATCH = 1 << 20
-CURVE_STEPS_BEYOND = 2
-"""Doublings of the batch that a curve shows behind what memory holds, or behind the turn to arithmetic."""
+LINEAR = "linear"
+"""Part of the names of all operations that multiply with weights."""
 NOTHING = 0.02
 """Relative change that is not worth a line."""
 LEAST_CURVE, MOST_CURVE = 64, 8192
-"""A curve reaches at least so far, and at most."""
+"""A curve reaches behind what memory holds and behind the turn to arithmetic, but at least and at most so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,9 @@ class Timing:
 class DecodeLine:
     """The cost of decoding at one context as a function of the batch: a straight line, so two meter runs tell all."""
 
-    def __init__(self, metered: MeteredModel, context: int) -> None:
-        one, two = (metered.cost(StepShape.decode(batch, context)).sum() for batch in (1, 2))
+    def __init__(self, metered: MeteredModel, context: int, only: str = "") -> None:
+        """`only`: of the operations that have this in their names."""
+        one, two = (_sum(metered.cost(StepShape.decode(batch, context)), only) for batch in (1, 2))
         self.each = Cost(two.flops - one.flops, two.read - one.read, two.write - one.write)
         """What one more sequence adds."""
         self.shared = Cost(one.flops - self.each.flops, one.read - self.each.read, one.write - self.each.write)
@@ -51,6 +53,10 @@ class DecodeLine:
 
     def cost(self, batch: float) -> Cost:
         return self.shared + self.each * batch
+
+
+def _sum(ledger: Ledger, only: str) -> Cost:
+    return sum((cost for name, cost in ledger.total.items() if only in name), Cost())
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +227,11 @@ class ModelRoofline:
         return self.arithmetic.turning_batch(self.line)
 
     @cached_property
+    def linear_turning_batch(self) -> int | None:
+        """Of the linear layers alone: what a sequence remembers does not count."""
+        return self.arithmetic.turning_batch(DecodeLine(self.metered, self.question.context, LINEAR))
+
+    @cached_property
     def memory(self) -> Memory:
         question, batch = self.question, max(self.question.batches)
         steps = StepShape.prefill(question.prompt), StepShape.decode(batch, question.context)
@@ -232,11 +243,8 @@ class ModelRoofline:
         return [self.point(batch) for batch in self._curve_batches()]
 
     def _curve_batches(self) -> Iterator[int]:
-        most = self.memory.most_sequences
-        reach = max(LEAST_CURVE, *self.question.batches, self.turning_batch or 0)
-        if most is not None:
-            reach = min(reach, max(most, *self.question.batches))
-        reach = min(MOST_CURVE, reach << CURVE_STEPS_BEYOND)
+        reach = max(LEAST_CURVE, *self.question.batches, self.turning_batch or 0, self.memory.most_sequences or 0)
+        reach = min(MOST_CURVE, 2 * reach)
         batch = 1
         while batch <= reach:
             yield batch
@@ -285,7 +293,8 @@ class ModelRoofline:
             "kv_dtype": str(self.recipe.kv_dtype).removeprefix("torch."), "machine": self.machine.as_json(),
             "peak_flops": self.arithmetic.peak, "phases": [phase.as_json() for phase in self.phases],
             "memory": self.memory.as_json(), "context": self.question.context,
-            "turning_batch": self.turning_batch, "curve": [asdict(point) for point in self.curve],
+            "turning_batch": self.turning_batch, "linear_turning_batch": self.linear_turning_batch,
+            "curve": [asdict(point) for point in self.curve],
             "variants": [change.as_json() for change in self.changes],
         }  # fmt: skip
 

@@ -44,6 +44,8 @@ def summary_table(found: ModelRoofline) -> Table:
     turning = found.turning_batch
     never = "never: a sequence's own state takes longer to read than its token takes to compute"
     line("decode is bound by arithmetic", never if turning is None else f"from {turning} sequences on")
+    linear = found.linear_turning_batch
+    line("its linear layers alone", "never" if linear is None else f"from {linear} sequences on")
     return table
 
 

@@ -11,6 +11,7 @@ import torch
 from bankfull.config import RunConfig
 from bankfull.errors import ConfigError, ModelError
 from bankfull.layers.attention import Attention
+from bankfull.layers.build import Build
 from bankfull.limits.metered import AskedShapes, MeteredModel, dense_scheme
 from bankfull.loading import choose_arithmetic, choose_kv_dtype
 from bankfull.models.registry import Config, family_of
@@ -40,6 +41,15 @@ class Recipe:
     activations: str = FLOAT
     windows: tuple[int | None, ...] | None = None
     """How far back each layer sees; None = as the configuration says."""
+
+    @staticmethod
+    def of_build(files: ModelFiles, build: Build) -> Recipe:
+        """Of a model that is loaded."""
+        dtype = str(build.dtype).removeprefix("torch.")
+        # What was chosen by `auto` is chosen again for other storage; a wider computation stays as it is.
+        run = RunConfig(dtype=dtype, activations=FLOAT) if build.kit.activations == FLOAT else RunConfig()
+        schemes = {} if build.expand else {name: files.source.scheme(name) for name in files.source.names()}
+        return Recipe(files, run, files.config, schemes, build.dtype, build.pages, build.kit.activations)
 
     @property
     def dtype_name(self) -> str:

@@ -8,17 +8,15 @@ request takes no more memory than a short one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from bankfull.engine import Engine
 from bankfull.limits.bench_watch import TimedDevice, TimedHead, taped_of
-from bankfull.limits.closed_form import features
-from bankfull.limits.step import StepShape
 from bankfull.limits.yardstick import Yardstick
-from bankfull.types import StepPlan, Work
+from bankfull.types import Enter, StepPlan, Work
 
 PREFILL, DECODE, RECOMPUTE = "prefill", "decode", "recompute"
 PREEMPTED, HELD_BACK = "preempted", "held back"
@@ -47,6 +45,8 @@ class Part:
     """... had nobody else been in them."""
     features: np.ndarray | None = None
     """Summed over the steps: of the closed form of costs."""
+    prompt_features: np.ndarray | None = None
+    """What others' prompts add to them."""
 
     def add(self, step: StepNote, seconds: float, own: Sequence[Work], yardstick: Yardstick | None) -> None:
         self.seconds += seconds
@@ -63,7 +63,9 @@ class Part:
         limit = yardstick.seconds(step.features)
         decodes = limit
         if strangers:
-            decodes = yardstick.of_work([w for w in step.work if w.count == 1 or id(w) in mine])
+            rest = yardstick.features([w for w in step.work if w.count == 1 or id(w) in mine])
+            decodes, theirs = yardstick.seconds(rest), step.features - rest
+            self.prompt_features = theirs if self.prompt_features is None else self.prompt_features + theirs
         self.limit = (self.limit or 0.0) + limit
         self.decodes = (self.decodes or 0.0) + decodes
         self.alone = (self.alone or 0.0) + (limit if len(own) == len(step.work) else yardstick.of_work(own))
@@ -151,6 +153,7 @@ class Recorder:
         self._stories: dict[Hashable, Story] = {}
         self._inside: Inside | None = None
         self._before = self._spent = 0.0
+        self._seen: set[tuple[Hashable, int]] = set()
         self.run: Story | None = None
         """All steps while requests are followed, as one."""
 
@@ -192,6 +195,7 @@ class Recorder:
         self._inside.open()
         self._before, self._spent = now, self._inside.seconds
         self.run = Story(now, now)
+        self._seen.clear()
         self._engine.settled.append(self._note)
 
     def _detach(self) -> None:
@@ -204,22 +208,35 @@ class Recorder:
         assert self._inside is not None and self.run is not None
         now, spent = self._clock(), self._inside.seconds
         known = self.yardstick
-        wanted = known is not None and plan.work
-        found = features(StepShape.of(plan.work), known.form.windows) if known is not None and wanted else None
+        found = known.features(plan.work) if known is not None and plan.work else None
         step = StepNote(plan.work, self._before, now, spent - self._spent, found)
         self._before, self._spent = now, spent
         for request, story in self._stories.items():
             self._note_one(request, story, plan, step)
+        self._note_entering(plan)
         prompts = any(w.count > 1 for w in plan.work)
         self.run.part(PREFILL if prompts else DECODE).add(step, now - step.begun, plan.work, known)
         self.run.ended = now
+
+    def _note_entering(self, plan: StepPlan) -> None:
+        """Of the run: what was found in the cache, and who comes back."""
+        assert self.run is not None
+        for enter in plan.enter:
+            key = (enter.payload.request, enter.child)
+            if key in self._seen:
+                self.run.preemptions += 1
+                self.run.recomputed += len(enter.tokens) - 1 - enter.computed
+            elif not enter.child:
+                self.run.prompt += enter.prompt_len
+                self.run.cached += enter.computed
+            self._seen.add(key)
 
     def _note_one(self, request: Hashable, story: Story, plan: StepPlan, step: StepNote) -> None:
         gone = story.rows.intersection(plan.leave)
         story.rows -= gone
         for enter in plan.enter:
             if enter.payload.request == request:
-                self._enter(story, enter.row, enter.computed, enter.prompt_len)
+                self._enter(story, enter)
             else:
                 story.rows.discard(enter.row)
         if story.started is None:
@@ -238,35 +255,17 @@ class Recorder:
         name = PREFILL if story.first is None else DECODE
         if name == DECODE and any(w.count > 1 for w in own):
             name = RECOMPUTE
-            story.recomputed += sum(w.count for w in own if w.count > 1)
         story.part(name).add(step, seconds, own, self.yardstick)
         if story.first is None and any(w.sample for w in own):
             story.first = step.ended
 
-    def _enter(self, story: Story, row: int, computed: int, prompt: int) -> None:
-        story.rows.add(row)
+    def _enter(self, story: Story, enter: Enter) -> None:
+        story.rows.add(enter.row)
         story.entered += 1
-        story.prompt = prompt
+        story.prompt = enter.prompt_len
         if story.entered == 1:
-            story.cached = computed
+            story.cached = enter.computed
         elif story.entered > story.children:
             story.preemptions += 1
+            story.recomputed += len(enter.tokens) - 1 - enter.computed  # the last one was never computed
 
-
-def merged(parts: Iterable[Part], name: str) -> Part:
-    """Several as one; without features where one has none."""
-    made = Part(name)
-    for part in parts:
-        made.seconds += part.seconds
-        made.steps += part.steps
-        made.tokens += part.tokens
-        made.sequences += part.sequences
-        made.prompt_tokens += part.prompt_tokens
-        made.inside += part.inside
-        for field_name in ("limit", "decodes", "alone"):
-            value = getattr(part, field_name)
-            if value is not None:
-                setattr(made, field_name, (getattr(made, field_name) or 0.0) + value)
-        if part.features is not None:
-            made.features = part.features if made.features is None else made.features + part.features
-    return made

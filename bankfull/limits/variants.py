@@ -1,4 +1,4 @@
-"""The same model stored in fewer bytes, or built another way: what each would change, as further models on the meter."""
+"""The same model stored in fewer bytes, or built another way: further models on the meter."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def shared_otherwise(base: Recipe, metered: MeteredModel) -> Iterator[Variant]:
         return
     found: dict[int, str] = {heads.count: "a key head for each query head (no GQA)", 1: "one key head for all (MQA)"}
     if heads.kv == heads.count and heads.count % SHARING == 0:
-        found[heads.count // SHARING] = f"a key head for {SHARING} query heads (GQA)"
+        found.setdefault(heads.count // SHARING, f"a key head for {SHARING} query heads (GQA)")
     for count, name in found.items():
         other = replace(base, config=_with_key_heads(base.config, count))
         if count != heads.kv and _takes_key_heads(other, count):

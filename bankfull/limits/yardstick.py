@@ -36,19 +36,23 @@ class Yardstick:
         cost = self.form.cost_of(found)
         return "arithmetic" if cost.flops / self.peak > cost.bytes / self.ceilings.read_at(cost.read) else "memory"
 
+    def features(self, work: Sequence[Work]) -> np.ndarray:
+        return features(StepShape.of(work), self.form.windows)
+
     def of_work(self, work: Sequence[Work]) -> float:
-        return self.seconds(features(StepShape.of(work), self.form.windows)) if work else 0.0
+        return self.seconds(self.features(work)) if work else 0.0
 
 
 def yardstick_of(llm: LLM, *, measure: bool) -> Yardstick | None:
     """None where the machine was never measured, and is not to be measured now, or has no room for it."""
+    device = llm.loaded.device
+    ceilings = machine.of_device(device) if measure else machine.known_of(device)
+    return None if ceilings is None else yardstick_on(llm, ceilings)
+
+
+def yardstick_on(llm: LLM, ceilings: Ceilings) -> Yardstick:
+    """On a machine with these ceilings."""
     loaded = llm.loaded
-    if measure:
-        ceilings = machine.of_device(loaded.device)
-    else:
-        ceilings = machine.known() if loaded.device.kind == "cpu" else None
-    if ceilings is None:
-        return None
     dtype, activations = str(loaded.build.dtype).removeprefix("torch."), loaded.kit.activations
     metered = MeteredModel(
         loaded.files, dtype=dtype, expand=loaded.build.expand, kv_dtype=loaded.build.kv_dtype, activations=activations
