@@ -35,7 +35,7 @@ from bankfull.errors import BankfullError
 
 BAD_INPUT, INTERRUPTED = 2, 130
 COMMANDS: tuple[Callable[..., int | None], ...] = (
-    run, chat, serve, generate, pull, info, roofline, limits, plan, bench, explain, tune, quality, doctor, key,
+    run, chat, serve, generate, pull, info, roofline, limits, plan, explain, tune, quality, doctor, key,
 )  # fmt: skip
 
 # Rich would draw boxes around the help, at the price of doubling the time until it appears.
@@ -60,6 +60,7 @@ def options_of_all(
 for command in COMMANDS:
     app.command(command.__name__)(flat(command))
 app.add_typer(batch, name="batch")
+app.add_typer(bench, name="bench")
 
 
 def run_command(arguments: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ class Arrivals:
     rate: float
     kind: str = "poisson"
     burstiness: float = 1.0
-    """Shape of the gamma distribution of gaps: below 1 they come in bursts, 1 is Poisson, far above 1 is a metronome."""
+    """Shape of the gamma distribution of gaps: below 1 they come in bursts, 1 is Poisson, far above it a metronome."""
 
     def __post_init__(self) -> None:
         if not self.rate > 0:

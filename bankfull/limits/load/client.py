@@ -7,9 +7,8 @@ waited meanwhile, and so is this client where it is late itself (`Outcome.late` 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import monotonic
 from typing import Any
 
 import msgspec
@@ -29,6 +28,7 @@ HELD_BYTES = 512 << 20
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 Advance = Callable[[int, str], None]
+Work = Callable[[], Coroutine[Any, Any, None]]
 _encode = msgspec.json.Encoder().encode
 
 
@@ -119,10 +119,10 @@ class _Talk:
 
 
 class Client:
-    """One run; `offsets` say when each conversation begins."""
+    """For one run. `run` gives it an event loop; another one may have another clock."""
 
-    def __init__(self, server: Server, asking: Asking) -> None:
-        self._server, self._asking = server, asking
+    def __init__(self, server: Server, asking: Asking, run: Callable[[Work], None] = run_precisely) -> None:
+        self._server, self._asking, self._run_within = server, asking, run
         place = server.address
         head = [
             f"POST {place.prefix}{PATHS[asking.api]} HTTP/1.1", f"host: {place.host}:{place.port}",
@@ -141,10 +141,11 @@ class Client:
     def run(
         self, conversations: Sequence[Conversation], offsets: Sequence[float], advance: Advance | None = None
     ) -> list[Outcome]:
-        """In the order in which they ended. `advance` is told how many have."""
+        """In the order in which they ended. `offsets` say when each conversation begins; `advance` is told how many
+        requests have ended."""
         if len(conversations) != len(offsets):
             raise ConfigError(f"{len(conversations)} conversations need as many offsets, not {len(offsets)}.")
-        run_precisely(lambda: self._run(conversations, offsets, advance))
+        self._run_within(lambda: self._run(conversations, offsets, advance))
         for talk, at, exchange in self._found:
             self._outcomes.append(self._outcome(talk, at, exchange))
         self._found.clear()
@@ -258,8 +259,3 @@ def ask_once(server: Server, asking: Asking, conversation: Conversation) -> Outc
     if outcome.error is not None:
         raise ConfigError(f"{server.address.url} does not answer as it should: {outcome.error}.")
     return outcome
-
-
-def now() -> float:
-    """The clock of all times here; the same for every process of a machine."""
-    return monotonic()

@@ -9,7 +9,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from bankfull.errors import ConfigError
@@ -33,7 +32,7 @@ def _parser(connection: Connection) -> Any:
 class Exchange:
     """One request and what came back, in the loop's time."""
 
-    __slots__ = ("due", "done", "ended", "error", "parts", "request", "retried", "sent", "status")
+    __slots__ = ("done", "due", "ended", "error", "parts", "request", "retried", "sent", "status")
 
     def __init__(self, request: bytes, due: float, done: Callable[[Exchange], None]) -> None:
         self.request, self.due, self.done = request, due, done
@@ -68,7 +67,7 @@ class Connection(asyncio.Protocol):
         self._transport, self.alive = transport, True
 
     def data_received(self, data: bytes) -> None:
-        self._now = monotonic()
+        self._now = self._pool.clock()
         try:
             self._parser.feed_data(data)
         except Exception as error:  # httptools has a tree of them; all mean that this is no HTTP
@@ -118,14 +117,14 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         self._exchange, self._framed, self._began = exchange, False, False
         self._transport.write(exchange.request)
-        exchange.sent = monotonic()
+        exchange.sent = self._pool.clock()
 
     def carries(self, exchange: Exchange) -> bool:
         return self._exchange is exchange
 
     def drop(self, reason: str) -> None:
         """Give up what is going on."""
-        self._now = monotonic()
+        self._now = self._pool.clock()
         self._finish(reason)
         self.close()
 
@@ -139,7 +138,7 @@ class Connection(asyncio.Protocol):
         if reuse:
             self._pool.give(self)  # before the end is told: whoever waits for a connection may take this one
         if exchange is not None:
-            exchange.end(self._now if error is None else monotonic(), error)
+            exchange.end(self._now if error is None else self._pool.clock(), error)
 
 
 class Pool:
@@ -148,6 +147,7 @@ class Pool:
 
     def __init__(self, address: Address, most: int | None = None, spare: int = SPARE) -> None:
         self._address, self._most = address, most
+        self.clock = asyncio.get_running_loop().time
         self._spare = spare if most is None else min(spare, most)
         self._context = address.context
         self._idle: list[Connection] = []
@@ -201,7 +201,7 @@ class Pool:
             self._waiting.remove(exchange)
             self._busy += 1  # it never was; ending it takes one away
         if exchange.ended is None:
-            exchange.end(monotonic(), reason)
+            exchange.end(self.clock(), reason)
 
     def forget(self, connection: Connection) -> None:
         self._all.discard(connection)
@@ -228,7 +228,7 @@ class Pool:
         try:
             connection = await self._open()
         except OSError as error:
-            exchange.end(monotonic(), f"no connection ({error.strerror or error})")
+            exchange.end(self.clock(), f"no connection ({error.strerror or error})")
             return
         if exchange.ended is None:
             connection.start(exchange)

@@ -107,16 +107,26 @@ class Reached:
         return min(1.0, self.whole.seconds / self.duration)
 
     @property
+    def least(self) -> float:
+        """The shortest time for all the work."""
+        return sum(work.least(self.ceiling) for work in self.work.values())
+
+    @property
     def percent_of_limit(self) -> float | None:
-        """The shortest time for all the work over the time that its steps took."""
-        least = sum(work.least(self.ceiling) for work in self.work.values())
-        return 100 * least / self.whole.seconds if self.whole.seconds > 0 else None
+        """How near the steps came to the least time, while they ran."""
+        return 100 * self.least / self.whole.seconds if self.whole.seconds > 0 else None
+
+    @property
+    def percent_of_rate(self) -> float:
+        """How near the run came to the rate at which the machine could do this work at best, idle time included."""
+        return 100 * self.least / self.duration
 
     def as_json(self) -> dict[str, object]:
         return {
             "mbu": self.mbu(), "mfu": self.mfu(), "decode_mbu": self.mbu("decode"), "decode_mfu": self.mfu("decode"),
             "prompt_mbu": self.mbu("prompt"), "prompt_mfu": self.mfu("prompt"), "busy": self.busy,
-            "percent_of_limit": self.percent_of_limit, "bytes_moved": self.whole.bytes, "flops": self.whole.flops,
+            "percent_of_limit": self.percent_of_limit, "percent_of_rate": self.percent_of_rate,
+            "bytes_moved": self.whole.bytes, "flops": self.whole.flops,
             "ceiling_bytes_per_s": self.ceiling.bytes_per_s, "ceiling_flop_per_s": self.ceiling.flop_per_s,
         }  # fmt: skip
 

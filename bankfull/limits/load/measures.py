@@ -121,6 +121,16 @@ class Measured:
         """(scale, part of the requests)."""
         return [(scale, self.attained(scale)) for scale in SCALES] if self.slo.stated else []
 
+    @property
+    def growth(self) -> float | None:
+        """The mean time of the last quarter of the requests over that of the first; None of a few."""
+        ranked = sorted(self.good, key=lambda outcome: outcome.due)
+        part = len(ranked) // 4
+        if part < 5:
+            return None
+        first, last = (sum(outcome.e2e for outcome in some) for some in (ranked[:part], ranked[-part:]))
+        return last / first if first > 0 else None
+
     def per_second(self) -> list[tuple[int, int, int]]:
         """(second, token events, requests on their way at some moment of it)."""
         seconds = int(self.duration) + 1

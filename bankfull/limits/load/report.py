@@ -15,6 +15,9 @@ MILLION = 1e6
 LATE_SECONDS = 1e-3
 """Sent later than this, a request tells as much about the client as about the server."""
 
+GROWTH = 2.0
+"""Of latencies from the first quarter of a run to the last: above it the queue probably grows without end."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -78,7 +81,7 @@ class Report:
 
     def rates(self) -> Iterator[Figure]:
         m, reached = self.measured, self.reached
-        near = None if reached is None else reached.percent_of_limit
+        near = None if reached is None else reached.percent_of_rate
         yield Figure("completed", len(m.good), "requests")
         yield Figure("failed", len(m.failed), "requests", note=self.failures())
         yield Figure("job completion time", m.duration, "s")
@@ -96,6 +99,7 @@ class Report:
         m, reached = self.measured, self.reached
         if reached is not None:
             yield Figure("engine busy", 100 * reached.busy, "%", note="of the time, inside steps")
+            yield Figure("steps, % of limit", reached.percent_of_limit, "%", note="the least time for them over theirs")
             for kind, named in (("decode", "decoding"), ("prompt", "with prompts")):
                 mbu, mfu = reached.mbu(kind), reached.mfu(kind)
                 if mbu is not None and mfu is not None:
@@ -125,10 +129,10 @@ class Report:
                 "this machine was too busy to send them in time"
             )  # fmt: skip
             found.append(f"1% of the requests were sent {late.p99 * 1e3:.3g} ms late or later: {why}, and it counts")
-        if self.setting.rate != float("inf") and self.measured.request_rate < 0.9 * self.offered:
+        if (growth := self.measured.growth) is not None and growth > GROWTH and self.setting.rate != float("inf"):
             found.append(
-                f"{self.offered:.3g} requests/s came, {self.measured.request_rate:.3g} were completed: the server does "
-                "not keep up, and latencies grow with the length of the run"
+                f"the last quarter of the requests took {growth:.3g} times as long as the first: the server does not "
+                "keep up, and latencies grow with the length of the run"
             )
         if self.measured.failed:
             found.append(f"{len(self.measured.failed)} requests failed: {self.failures()}")
@@ -154,7 +158,8 @@ class Report:
             "url": self.setting.url, "slo": {name: 1e3 * value for name, value in m.slo.stated.items()},
             "attainment": m.attained() if m.slo.stated else None, "attainment_curve": m.attainment_curve(),
             "requests_per_minute": m.request_rate * 60, "input_throughput": m.input_tokens / m.duration,
-            "cached_input_tokens": m.cached_tokens, "offered_rate": None if self.offered == float("inf") else self.offered,
+            "cached_input_tokens": m.cached_tokens,
+            "offered_rate": None if self.offered == float("inf") else self.offered,
             "sent_late_s": None if m.late is None else asdict(m.late),
             "least_ms": {name: 1e3 * value for name, value in self.least.items()},
             "percent_of_limit": {name: self.percent(name) for name in self.least},

@@ -57,7 +57,7 @@ def timeline_chart(m: Measured) -> Chart:
     return Chart(
         "The run, second by second", Axis("time", unit="s"), Axis("in each second", low=0),
         [
-            Series("tokens (events of streams)", thinned([(second, events) for second, events, _ in rows]), kind="area"),
+            Series("events with tokens", thinned([(second, events) for second, events, _ in rows]), kind="area"),
             Series("requests on their way", thinned([(second, open_) for second, _, open_ in rows])),
         ],
     )  # fmt: skip

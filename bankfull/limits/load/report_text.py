@@ -45,7 +45,7 @@ def figure_cells(figure: Figure) -> tuple[str, str, str]:
     elif float(figure.value).is_integer() and abs(figure.value) < 1e9:
         shown = f"{figure.value:.0f} {figure.unit}".strip()
     else:
-        shown = f"{figure.value:.4g} {figure.unit}".strip()
+        shown = f"{figure.value:{'.0f' if figure.value >= 1000 else '.4g'}} {figure.unit}".strip()
     near = "" if figure.percent is None else f"{figure.percent:.3g}% of limit"
     return figure.name, shown, "; ".join(part for part in (near, figure.note) if part)
 

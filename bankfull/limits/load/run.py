@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from bankfull.limits.load.server import Server
 from bankfull.limits.load.slo import Slo
 from bankfull.limits.load.workloads import Conversation, ShareGpt, Synthetic, Trace, Turn, Words, Workload, words_of
 
-WARM_UP_TOKENS = 8
+WARM_UP_TOKENS, ALONE = 8, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,12 @@ class Load:
         if isinstance(w, ShareGpt):
             return f"{self.requests} conversations of {w.path.name}" + (f", {w.turns} turns" if w.turns > 1 else "")
         return f"the trace {w.path.name}" + (f", {w.speed:g} times as fast" if w.speed != 1 else "")
+
+    @property
+    def turns(self) -> int | None:
+        """Requests in all, where that is known before the workload is made."""
+        w = self.workload
+        return self.requests * w.turns if isinstance(w, Synthetic) else None
 
     @property
     def timing(self) -> str:
@@ -70,8 +76,11 @@ class Runner:
         self._limits: RequestLimits | None = None
         self._knows_limits = self._warm = False
 
-    def run(self, load: Load, advance: Advance | None = None) -> Report:
-        conversations = self.conversations(load)
+    def run(
+        self, load: Load, conversations: Sequence[Conversation] | None = None, advance: Advance | None = None
+    ) -> Report:
+        """`conversations`: those that another runner made of the same load."""
+        conversations = self.conversations(load) if conversations is None else conversations
         offsets = self._offsets(load, conversations)
         if not self._warm:
             self.warm_up(load, conversations[0])
@@ -98,6 +107,13 @@ class Runner:
         for _ in range(max(1, load.warm_ups)):
             ask_once(self.server, load.asking, Conversation((turn,)))
         self._warm = True
+
+    def alone(self, load: Load) -> Measured:
+        """A few requests, one after another: what no rate can be better than."""
+        few = self.conversations(replace(load, requests=ALONE, seed=load.seed - 1))
+        if not self._warm:
+            self.warm_up(load, few[0])
+        return Measured([ask_once(self.server, load.asking, one) for one in few], load.slo)
 
     def conversations(self, load: Load) -> list[Conversation]:
         return load.workload.make(load.requests, load.seed, self._words_for(load))

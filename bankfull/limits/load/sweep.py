@@ -14,7 +14,7 @@ from typing import Any
 
 from bankfull.errors import ConfigError
 
-LOWEST_PART = 1 / 1024
+LOWEST_PART = 1 / 64
 """Of the first rate: below it nothing is looked for."""
 
 

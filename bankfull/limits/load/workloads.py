@@ -51,8 +51,8 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Of prompts or answers, in tokens: "512", "100-900" (all alike likely), or "512~0.8" (log-normal: the mean, and the
-    standard deviation as a part of it)."""
+    """Of prompts or answers, in tokens: "512", "100-900" (all alike likely), or "512~0.8" (log-normal: the mean,
+    and the standard deviation as a part of it)."""
 
     mean: float
     low: int
@@ -258,7 +258,8 @@ class ShareGpt:
 
 
 def _pairs(talk: _Talk) -> list[tuple[str, str]]:
-    said = [(s.speaker or s.role, s.value or s.content) for s in talk.conversations or talk.conversation or talk.messages]
+    lines = talk.conversations or talk.conversation or talk.messages
+    said = [(line.speaker or line.role, line.value or line.content) for line in lines]
     while said and said[0][0] not in _ASKS:
         said = said[1:]
     found = []
@@ -279,8 +280,8 @@ class _Line(msgspec.Struct):
 @dataclass(frozen=True, slots=True)
 class Trace:
     """Times and lengths that were recorded: JSON lines as of Mooncake (timestamp in milliseconds, input_length,
-    output_length, and hash_ids, one for each 512 tokens: equal ids are equal tokens), or a table with commas as of Azure
-    (TIMESTAMP, ContextTokens, GeneratedTokens). `speed` 2 replays it in half the time."""
+    output_length, and hash_ids, one for each 512 tokens: equal ids are equal tokens), or a table with commas as of
+    Azure (TIMESTAMP, ContextTokens, GeneratedTokens). `speed` 2 replays it in half the time."""
 
     path: Path
     speed: float = 1.0

@@ -15,7 +15,6 @@ import json
 import select
 import selectors
 from contextlib import suppress
-from time import monotonic
 from typing import Any
 
 from httptools import HttpRequestParser
@@ -63,7 +62,7 @@ class Stamping(asyncio.Protocol):
         self._body += data
 
     def on_message_complete(self) -> None:
-        arrived = monotonic()
+        arrived = asyncio.get_running_loop().time()
         if self._path == "/v1/models":
             self._plain(200, {"object": "list", "data": [{"id": "stamps", "object": "model", "owned_by": "tests"}]})
         elif self._path in ("/v1/completions", "/v1/chat/completions"):
@@ -90,8 +89,9 @@ class Stamping(asyncio.Protocol):
         first, count = self._line.first_token(arrived), call["max_tokens"]
         loop = asyncio.get_running_loop()
         for number in range(count):
-            last = number == count - 1
-            loop.call_at(first + number * self._line.gap, self._token, arrived if number == 0 else None, last, call, chat)
+            came, last = arrived if number == 0 else None, number == count - 1
+            # asyncio does not keep the order of what is due at the very same time.
+            loop.call_at(first + number * max(self._line.gap, 1e-6), self._token, came, last, call, chat)
 
     def _token(self, arrived: float | None, last: bool, call: dict[str, Any], chat: bool) -> None:
         if self._transport.is_closing():
@@ -100,7 +100,7 @@ class Stamping(asyncio.Protocol):
         if arrived is not None:
             head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
             parts.append(head)
-        stamp = f"{monotonic():.6f} "
+        stamp = f"{asyncio.get_running_loop().time():.6f} "
         text = stamp if arrived is None else f"{arrived:.6f} {stamp}"
         said: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
         events = _event({"choices": [{"index": 0, **said, "finish_reason": "length" if last else None}]})
@@ -135,12 +135,15 @@ class Faults:
         return bool(self._leave) and len(self.calls) % self._leave == 0
 
 
+async def listen(line: Line, faults: Faults, port: int = 0) -> asyncio.Server:
+    """On the running loop, by its clock."""
+    make = asyncio.get_running_loop().create_server
+    return await make(lambda: Stamping(line, faults), "127.0.0.1", port, backlog=1024)
+
+
 async def _serve(arguments: argparse.Namespace) -> None:
     line = Line(arguments.service, arguments.wait, arguments.gap)
-    faults = Faults(arguments.refuse, arguments.leave)
-    server = await asyncio.get_running_loop().create_server(
-        lambda: Stamping(line, faults), "127.0.0.1", arguments.port, backlog=1024
-    )
+    server = await listen(line, Faults(arguments.refuse, arguments.leave), arguments.port)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 
