@@ -35,7 +35,7 @@ from bankfull.errors import BankfullError
 
 BAD_INPUT, INTERRUPTED = 2, 130
 COMMANDS: tuple[Callable[..., int | None], ...] = (
-    run, chat, serve, generate, pull, info, roofline, limits, explain, plan, tune, quality, doctor, key,
+    run, chat, serve, generate, pull, info, roofline, limits, plan, explain, tune, quality, doctor, key,
 )  # fmt: skip
 
 # Rich would draw boxes around the help, at the price of doubling the time until it appears.

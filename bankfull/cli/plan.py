@@ -56,6 +56,9 @@ def plan(
     verify: Annotated[
         bool, typer.Option("--verify", help="Run the recommendation here, and compare with what was predicted.")
     ] = False,
+    chart: Annotated[
+        str | None, typer.Option(help="Draw the choices to this .svg or .png file.", show_default=False)
+    ] = None,
     json: Json = False,
 ) -> None:  # fmt: skip
     """Predict how a model would serve a traffic, on this machine or on others, and recommend a configuration.
@@ -82,6 +85,11 @@ def plan(
     sites = sites_of(devices, catalogue, price)
     with progress("simulations", None) as advance:
         found = Planner(subject, sites, question, advance).plan()
+    if chart is not None and found.pareto:
+        from bankfull.limits.charts import save
+        from bankfull.limits.plan.show import plan_chart
+
+        save(plan_chart(found), chart)
     compared = []
     if verify:
         from bankfull.limits.plan.verify import verify as run_here

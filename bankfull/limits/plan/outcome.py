@@ -116,9 +116,8 @@ def outcome_of(configuration: Configuration, run: Run, traffic: Traffic, objecti
     state = run.most_pages * prepared.metered.layout.frame_bytes
     aside = prepared.step_bytes * configuration.step_tokens
     return Outcome(
-        configuration, attainment, attainment * traffic.rate,
-        attainment >= objectives.attainment and keeps_up, run.piling_up,
-        len(done) / seconds, output_per_s,
+        configuration, attainment, attainment * traffic.rate, attainment >= objectives.attainment and keeps_up,
+        run.piling_up, len(done) / seconds, output_per_s,
         _quantile(first, 0.5), _quantile(first, 0.99), _quantile(pace, 0.5), _quantile(pace, 0.99),
         _quantile([served.longest_gap for served in done], 0.99), _quantile([served.e2e for served in done], 0.99),
         times.least(StepShape.prefill(prompt)), times.least(StepShape.decode(1, prompt + (output + 1) // 2)),

@@ -15,6 +15,7 @@ from typing import Any
 
 from bankfull.errors import ConfigError
 from bankfull.limits.bench_stats import better
+from bankfull.limits.load.sweep import Search
 from bankfull.limits.plan.assumed import usual
 from bankfull.limits.plan.calibrate import Calibration, calibration, step_times
 from bankfull.limits.plan.configurations import (
@@ -28,7 +29,7 @@ from bankfull.limits.plan.configurations import (
     tensor_parallel,
     ways_to_store,
 )
-from bankfull.limits.plan.outcome import Objectives, Outcome, outcome_of, what_limits
+from bankfull.limits.plan.outcome import PILING, Objectives, Outcome, outcome_of, what_limits
 from bankfull.limits.plan.pareto import ORDER, front, recommend
 from bankfull.limits.plan.simulate import ROUTES, simulate
 from bankfull.limits.plan.sites import Site, doubts
@@ -47,6 +48,8 @@ MOST_TOKENS = (50_000, 200_000)
 TRIED, FINAL = 4, 10
 """Outcomes that are tried with other settings, and those that are simulated again at last."""
 WAYS = (2, 4, 8)
+HIGHEST, PRECISION = 64, 0.1
+"""Times the rate that is asked for, up to which the highest is looked for; and how exactly."""
 WORTH = 0.5
 """Of the best attainment: what has less is not shown."""
 Advance = Callable[[int, str], None]
@@ -93,6 +96,8 @@ class Plan:
     notes: list[str]
     """Assumptions and doubts behind the figures."""
     simulated: int
+    highest_rate: float | None = None
+    """Requests per second that the recommendation still serves within the objectives; None where it serves none."""
 
     @property
     def limits(self) -> list[str]:
@@ -106,7 +111,8 @@ class Plan:
             "limits": self.limits, "best_lossless": None if self.lossless is None else self.lossless.as_json(model),
             "pareto": [outcome.as_json(model) for outcome in self.pareto],
             "not_yet": [outcome.as_json(model) for outcome in self.later], "later": LATER,
-            "skipped": self.skipped, "notes": self.notes, "simulated": self.simulated,
+            "highest_rate": self.highest_rate, "skipped": self.skipped, "notes": self.notes,
+            "simulated": self.simulated,
         }  # fmt: skip
 
 
@@ -143,9 +149,10 @@ class Planner:
             kept.append(best)  # as good as one of these, but simpler
         exact = recommend([outcome for outcome in finals if not outcome.lossy], asked.goal) if best else None
         later = [outcome for outcome in tried if outcome.configuration.not_yet is not None]
+        highest = None if best is None else self._highest_rate(best.configuration)
         return Plan(
             asked, sorted(kept, key=ORDER[asked.goal]), best, exact if best is not None and best.lossy else None,
-            later, self._skipped, self._notes + doubts(self.sites), len(self._seen),
+            later, self._skipped, self._notes + doubts(self.sites), self._done, highest,
         )  # fmt: skip
 
     # -- the model on the devices
@@ -277,9 +284,19 @@ class Planner:
                 kept.append(extra)
         return [self._run(outcome.configuration, last=True) for outcome in kept]
 
-    def _requests(self, configuration: Configuration, last: bool) -> int:
+    def _highest_rate(self, configuration: Configuration) -> float | None:
+        """Up to which the configuration keeps up, and keeps the objectives."""
+        rate = self.question.traffic.rate
+
+        def trial(rate: float, number: int) -> float:
+            outcome = self._run(configuration, traffic=self.question.traffic.at(rate))
+            return outcome.attainment if outcome.piling_up <= PILING else 0.0
+
+        search = Search(rate, HIGHEST * rate, self.question.objectives.attainment, PRECISION, confirmations=0)
+        return search.run(trial).rate
+
+    def _requests(self, configuration: Configuration, traffic: Traffic, last: bool) -> int:
         """So many that the trace shows whether the configuration keeps up."""
-        traffic = self.question.traffic
         least = self.question.requests if last else min(self.question.requests, SCREENED)
         least = least * (2 + configuration.replicas) // 3
         enough = math.ceil(TIMES_AN_ANSWER * traffic.rate * self._answer_seconds(configuration))
@@ -293,17 +310,17 @@ class Planner:
         step = times.likely(StepShape.decode(batch, prompt + (output + 1) // 2))
         return times.likely(StepShape.prefill(prompt)) + output * step
 
-    def _run(self, configuration: Configuration, last: bool = False) -> Outcome:
-        asked = self.question
-        count = self._requests(configuration, last)
-        key = _key(configuration, count)
+    def _run(self, configuration: Configuration, last: bool = False, traffic: Traffic | None = None) -> Outcome:
+        asked, traffic = self.question, traffic or self.question.traffic
+        count = self._requests(configuration, traffic, last)
+        key = (*_key(configuration), traffic, count)
         if key not in self._seen:
             self.advance(self._done, _shown(configuration))
             vocab = configuration.prepared.metered.model.vocab
-            trace = asked.traffic.trace(count, vocab, asked.seed)
-            spec = configuration.replica(asked.traffic.longest)
+            trace = traffic.trace(count, vocab, asked.seed)
+            spec = configuration.replica(traffic.longest)
             run = simulate(spec, trace, configuration.replicas, configuration.route)
-            self._seen[key] = outcome_of(configuration, run, asked.traffic, asked.objectives)
+            self._seen[key] = outcome_of(configuration, run, traffic, asked.objectives)
             self._done += 1
         return self._seen[key]
 
@@ -312,10 +329,10 @@ def _exact(outcomes: Sequence[Outcome], order: Callable[[Outcome], tuple[object,
     return sorted((outcome for outcome in outcomes if not outcome.lossy), key=order)[:1]
 
 
-def _key(configuration: Configuration, requests: int) -> Key:
+def _key(configuration: Configuration) -> Key:
     return (
         id(configuration.prepared), configuration.rows, configuration.step_tokens, configuration.replicas,
-        configuration.route, configuration.layout.ways, requests,
+        configuration.route, configuration.layout.ways,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from bankfull.limits.charts import Axis, Chart, Mark, Point, Series
 from bankfull.limits.plan.configurations import LATER
 from bankfull.limits.show import duration, scaled
 
@@ -68,6 +69,23 @@ def _time(seconds: float) -> str:
     return "-" if seconds == float("inf") else duration(seconds)
 
 
+def plan_chart(plan: Plan) -> Chart:
+    """The Pareto set: what a million tokens cost, or where no price is known what memory is needed, against latency."""
+    priced = all(outcome.dollars_per_million is not None for outcome in plan.pareto)
+    y = Axis("cost of a million output tokens, $", log=True) if priced else Axis("memory", log=True, unit="B")
+    by_device: dict[str, list[Point]] = {}
+    marks = []
+    for outcome in plan.pareto:
+        own = outcome.configuration
+        point = outcome.tpot_p99, outcome.dollars_per_million or 0.0 if priced else outcome.memory
+        by_device.setdefault(f"{own.devices} x {own.site.name}", []).append(point)
+        if outcome is plan.recommended:
+            marks.append(Mark(*point, "recommended"))
+    series = [Series(name, points, kind="points") for name, points in by_device.items()]
+    title = f"{plan.question.model}: {plan.question.traffic}"
+    return Chart(title, Axis("p99 time per output token", log=True, unit="s"), y, series, marks)
+
+
 def sentences(plan: Plan) -> Iterator[str]:
     """What stands below the table."""
     asked, best = plan.question, plan.recommended
@@ -85,6 +103,10 @@ def sentences(plan: Plan) -> Iterator[str]:
             yield f"  behind a load balancer that goes {best.configuration.route} over them"
         if best.lossy:
             yield "  It rounds numbers (lossy): look at `bankfull quality` first." + _exact(plan)
+        if plan.highest_rate is None:
+            yield "At no rate does it keep the objectives."
+        else:
+            yield f"It keeps the objectives up to about {plan.highest_rate:.3g} requests/s."
         yield "What limits it:"
         yield from (f"  {line}" for line in plan.limits)
     if plan.skipped:

@@ -44,25 +44,32 @@ class StepTimer:
     def _touch(self) -> None:
         """Memory that was never written is one page of zeros, however much of it is read."""
         storage = self._engine.runner.storage
-        self._engine.runner.device.launch(lambda: storage.frames.zero_()).wait()
+
+        def write() -> None:
+            for tensor in (storage.frames, *storage.slots):
+                tensor.zero_()
+
+        self._engine.runner.device.launch(write).wait()
 
     def decode(self, sequences: int, context: int, turns: int) -> tuple[StepShape, float]:
         """The middle one of the steps that give each sequence a token, and its seconds."""
         # The first step enters rows, the last one lets them go: neither is counted.
         steps = self._run(sequences, max(context - turns // 2, 2), 1, turns + 2)[1:-1]
-        steps = [(shape, seconds) for shape, seconds in steps if set(shape.counts) == {1}]
-        if len(steps) < turns or len(steps[0][0].counts) != sequences:
+        steps = [(shape, seconds) for shape, seconds in steps if shape.counts == (1,) * sequences]
+        if len(steps) < turns:
             raise NoRoom(f"{sequences} sequences of {context} tokens do not run in one step here.")
         return steps[len(steps) // 2][0], median(seconds for _, seconds in steps)
 
     def prefill(self, sequences: int, tokens: int, past: int, turns: int) -> tuple[StepShape, float]:
-        """A step that computes the last `tokens` of each sequence's prompt behind `past` that are there."""
+        """A step that computes the last `tokens` of each sequence's prompt behind `past` that are there. A recurrent
+        model ends a chunk where it keeps its state, so that the step may be a little smaller."""
         found = []
+        least = tokens - (0 if self._engine.scheduler.state.snapshots is None else self._border)
         for _ in range(turns):
-            steps = self._run(sequences, past + tokens, tokens, 1)
-            if len(steps) != 1:
+            largest = max(self._run(sequences, past + tokens, tokens, 1), key=lambda timed: timed[0].tokens)
+            if len(largest[0].counts) != sequences or largest[0].tokens < sequences * least:
                 raise NoRoom(f"{sequences} x {tokens} tokens behind {past} do not run in one step here.")
-            found.append(steps[0])
+            found.append(largest)
         return found[0][0], median(seconds for _, seconds in found)
 
     def _run(self, sequences: int, prompt: int, fresh: int, outputs: int) -> list[tuple[StepShape, float]]:
@@ -88,11 +95,16 @@ class StepTimer:
         engine.started.clear()
         return list(zip(shapes, spans, strict=True))
 
+    @property
+    def _border(self) -> int:
+        """Tokens of the longest page: prefixes are found in multiples of it."""
+        layout = self._engine.scheduler.state.layout
+        return max((group.page_tokens for group in layout.paged), default=layout.block_tokens)
+
     def _plant(self, tokens: tuple[int, ...], length: int) -> None:
         """Publish pages for the first `length` tokens as if they had been computed."""
         state = self._engine.scheduler.state
-        border = max((group.page_tokens for group in state.layout.paged), default=state.layout.block_tokens)
-        length = length // border * border
+        length = length // self._border * self._border
         if not length:
             return
         sequence = state.open(Chain(b"", state.layout.block_tokens), Match(0))
@@ -100,7 +112,7 @@ class StepTimer:
             state.release(sequence)
             raise NoRoom(f"The pools have no room for {length} more tokens of context.")
         state.commit(sequence, state.launched, 0)
-        state.publish(sequence, tokens, length, length)
+        state.publish(sequence, tokens, length, length + 1)  # as a prompt's last border, where state is kept
         state.release(sequence)
 
     @contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from random import Random
 
@@ -60,6 +60,10 @@ class Traffic:
     @property
     def rate(self) -> float:
         return self.arrivals.rate
+
+    def at(self, rate: float) -> Traffic:
+        """The same, coming faster or slower."""
+        return replace(self, arrivals=replace(self.arrivals, rate=rate))
 
     @property
     def longest(self) -> int:

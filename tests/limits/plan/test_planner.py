@@ -14,7 +14,7 @@ from bankfull.limits.plan.configurations import Configuration, ways_to_store
 from bankfull.limits.plan.outcome import Objectives, Outcome
 from bankfull.limits.plan.pareto import dominates, front, recommend
 from bankfull.limits.plan.planner import Plan, Planner, Question
-from bankfull.limits.plan.show import later_table, pareto_table, sentences
+from bankfull.limits.plan.show import later_table, pareto_table, plan_chart, sentences
 from bankfull.limits.plan.sites import Site, sites_of
 from bankfull.limits.plan.traffic import parse_traffic
 from bankfull.limits.recipe import imagined
@@ -65,10 +65,30 @@ def test_a_model_that_does_not_fit_is_left_out_with_the_reason() -> None:
 
 
 def test_more_traffic_needs_more_replicas() -> None:
-    few, many = (plan(CARD, traffic=f"rate={rate}/s, in=60, out=20", goal="cost") for rate in (5, 2500))
+    few, many = (
+        plan(CARD, traffic=f"rate={rate}/s, in=60, out=20", goal="cost", lossless=True) for rate in (5, 2500)
+    )
     assert few.recommended is not None and many.recommended is not None
     assert few.recommended.configuration.replicas < many.recommended.configuration.replicas
     assert len(many.recommended.configuration.commands("tiny")) == many.recommended.configuration.replicas
+
+
+def test_the_highest_rate_is_one_at_which_the_recommendation_still_keeps_the_objectives() -> None:
+    found = plan(CPU, traffic="rate=20/s, in=60, out=20", lossless=True)
+    assert found.highest_rate is not None and found.highest_rate >= 20
+    beyond = plan(CPU, traffic=f"rate={2 * found.highest_rate}/s, in=60, out=20", lossless=True)
+    assert beyond.recommended is not None and not beyond.recommended.met
+    assert beyond.highest_rate is not None and beyond.highest_rate < 2 * found.highest_rate
+    hopeless = plan(CPU, slo=Slo(ttft=1e-9), lossless=True)
+    assert hopeless.highest_rate is None and any("At no rate" in line for line in sentences(hopeless))
+
+
+def test_the_chart_shows_every_choice_and_marks_the_recommended_one() -> None:
+    found = plan(CARD, TWICE)
+    drawn = plan_chart(found)
+    assert sum(len(series.points) for series in drawn.series) == len(found.pareto)
+    assert [mark.label for mark in drawn.marks] == ["recommended"] and "<svg" in drawn.svg()
+    assert "memory" in plan_chart(plan(CPU)).y.label
 
 
 def test_this_machine_has_one_replica() -> None:
