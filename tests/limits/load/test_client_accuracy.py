@@ -37,6 +37,7 @@ def waited(process: int) -> float:
     return int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9
 
 
+@pytest.mark.full  # by the wall's clock: a machine that also runs other tests fails it
 def test_at_200_requests_per_second_every_figure_is_within_a_millisecond_or_one_percent() -> None:
     """TTFT, TPOT and E2E of each request, with less than half of one core. A run that others left alone must keep to it
     but for one request in a hundred, and is the verdict. On a machine that is never left alone the better half of the
