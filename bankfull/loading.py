@@ -89,7 +89,9 @@ class Loaded:
         if self.device.kind == "cpu":
             return None
         parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.phases.items())
-        return f"{sum(self.phases.values()):.1f} s ({parts})"
+        replaying = self.frontend.engine.runner.replaying
+        recorded = "" if replaying is None else f"; {replaying.recorded}"
+        return f"{sum(self.phases.values()):.1f} s ({parts}{recorded})"
 
 
 def load(

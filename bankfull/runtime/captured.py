@@ -22,6 +22,7 @@ from torch import Tensor
 from bankfull.layers.batch import Batch
 from bankfull.runtime.batch import wanted_lines
 from bankfull.runtime.forward import ChoosingStep, Eager
+from bankfull.runtime.memory import shown
 from bankfull.runtime.rows import Rows
 from bankfull.sample.table import Chooser
 from bankfull.types import Work
@@ -63,6 +64,10 @@ class Captured:
     @property
     def count(self) -> int:
         return len(self._steps) + len(self._choices)
+
+    @property
+    def recorded(self) -> str:
+        return f"{self.count} graphs recorded in {self.seconds:.1f} s, which hold {shown(self.nbytes)}"
 
     def capture(self, rows: Rows, widths: Sequence[int], chooser: Chooser | None) -> None:
         """Record a step for each padded number of rows and each width; with a chooser, the choice of tokens, too."""

@@ -62,6 +62,11 @@ class ChoosingStep(Protocol):
 class Replaying(Protocol):
     """A forward that has recorded some kinds of steps."""
 
+    @property
+    def recorded(self) -> str:
+        """How many, and what they hold, for a reader."""
+        ...
+
     def capture(self, rows: Rows, widths: Sequence[int], chooser: Chooser | None) -> None:
         """Record steps of one known token and width - 1 drafts for each row."""
         ...

@@ -90,7 +90,9 @@ class Runner:
         self.run_model: Forward = eager if kit is None else device.capture(eager, kit)
         self.rows = Rows(rows, max_len, layout, model.vocab, device.torch, device.ship)
         self.rows.sampling.chooser = None if kit is None else device.chooser(kit)
-        if isinstance(replaying := self.run_model, Replaying):
+        self.replaying = self.run_model if isinstance(self.run_model, Replaying) else None
+        """The same, where it records steps; asked once, since checking a protocol is too slow for every step."""
+        if (replaying := self.replaying) is not None:
             widths, chooser = captured_widths(strategy), self.rows.sampling.chooser
             device.launch(lambda: replaying.capture(self.rows, widths, chooser)).wait()
         self._choosing = device.choosing(self.run_model, self.rows) if strategy.idle else None
@@ -127,7 +129,7 @@ class Runner:
         return step
 
     def _run(self, work: list[Work]) -> tuple[Batch, Tensor]:
-        replayed = self.run_model.replay(work) if isinstance(self.run_model, Replaying) else None
+        replayed = None if self.replaying is None else self.replaying.replay(work)
         if replayed is not None:
             return replayed
         batch = build_batch(work, self.rows, self.layout)
