@@ -97,21 +97,21 @@ def products(
     pair = word // L * (GROUP // 2) + word % L
     inside = word < groups * L
     summed = tl.zeros([R, W], dtype=tl.float32)
-    whole = tl.zeros([W], dtype=tl.float32)
+    whole = tl.zeros([1, W], dtype=tl.float32)
     pairs: tl.constexpr = GROUP // L // 2
     for i in tl.static_range(pairs):
         even, odd = pair_of(x, pair + i * L, inside, columns, PADDED)
         if ZERO != 0 or LOWS != 0:
-            whole += even + odd
+            whole += (even + odd)[None, :]
         even *= power(exponent(i, BITS, FLOATS) - SMALL)
         odd *= power(exponent(i + pairs, BITS, FLOATS) - SMALL)
         summed += even[None, :] * tiny(codes, upper, i, BITS, FLOATS)
         summed += odd[None, :] * tiny(codes, upper, i + pairs, BITS, FLOATS)
     run: tl.constexpr = neighbours(L)
     found = tl.sum(tl.reshape(summed, [R, W // run, run]), 2) * power(SMALL)
-    whole = tl.sum(tl.reshape(whole, [W // run, run]), 1)
+    whole = tl.sum(tl.reshape(whole, [1, W // run, run]), 2)
     if ZERO != 0:
-        found -= ZERO * whole[None, :]
+        found -= ZERO * whole
     if not BY_ROW:
         found = tl.reshape(found, [R, W // L, L // run]) * step[:, :, None]
         if LOWS != 0:
