@@ -20,12 +20,28 @@ def test_each_plan_computes_the_product(plan: linear.Plan, rows: int, outputs: i
     weight, bias = torch.randn(outputs, columns, generator=numbers), torch.randn(outputs, generator=numbers)
     given = [tensor.to(DEVICE) for tensor in (x, weight, bias)]
     if plan is linear.ROWS and rows > linear.FEW_ROWS:
-        with pytest.raises(ValueError, match="not few"):
+        with pytest.raises(ValueError, match="rows cannot multiply 37 rows"):
             linear.run_plan(plan, *given)
         return
     assert_close(linear.run_plan(plan, *given), torch.nn.functional.linear(x, weight, bias), torch.float32)
     without = linear.run_plan(plan, *given[:2], None)
     assert_close(without, torch.nn.functional.linear(x, weight), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", linear.DTYPES, ids=str)
+def test_stages_are_as_many_as_there_is_room_for(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    for memory in (227 << 10, 99 << 10, 48 << 10):
+        monkeypatch.setattr(linear, "shared_memory", lambda device, memory=memory: memory)
+        for plan in linear.TILES:
+            stages = linear.stages_of(plan, dtype, torch.device("cpu"))
+            stage = (plan.rows + plan.out) * plan.depth * dtype.itemsize
+            assert stages * stage <= memory and (stages == plan.stages or (stages + 1) * stage > memory)
+            if memory == 227 << 10:
+                assert stages > 1
+            if not stages:
+                x = torch.zeros(2, 256, dtype=dtype)
+                with pytest.raises(ValueError, match=plan.name):
+                    linear.run_plan(plan, x, x, None)
 
 
 def test_a_row_is_the_same_alone_and_among_few() -> None:
@@ -60,6 +76,11 @@ def test_a_plan_of_the_table_is_taken_only_where_it_can_run(monkeypatch: pytest.
     linear.plan_for.cache_clear()
     assert linear.plan_for(4, 8, 64, torch.float32, torch.device("cpu")) is linear.ROWS
     assert linear.plan_for(5, 8, 64, torch.float32, torch.device("cpu")) is linear.LIBRARY
+    monkeypatch.setattr(linear, "lookup", lambda *asked: "tiles-64x32x256")
+    for memory, plan in ((96 << 10, linear.TILES[6]), (95 << 10, linear.LIBRARY)):
+        monkeypatch.setattr(linear, "shared_memory", lambda device, memory=memory: memory)
+        linear.plan_for.cache_clear()
+        assert linear.plan_for(5, 8, 64, torch.float32, torch.device("cpu")) is plan
     monkeypatch.setattr(linear, "lookup", lambda *asked: "of another version")
     linear.plan_for.cache_clear()
     assert linear.plan_for(5, 8, 64, torch.float32, torch.device("cpu")) is linear.LIBRARY

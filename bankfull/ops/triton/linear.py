@@ -112,7 +112,8 @@ def few_rows(x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None, kind: st
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A way to compute a product. `rows` is the most that it takes, or that a program does at once."""
+    """A way to compute a product. `rows` is the most that it takes, or that a program does at once; `stages` the most
+    parts of its operands that are on their way at a time."""
 
     name: str
     rows: int
@@ -132,6 +133,30 @@ CANDIDATES = (ROWS, LIBRARY, *TILES)
 _BY_NAME = {plan.name: plan for plan in CANDIDATES}
 
 
+HOPPER_MEMORY = 227 << 10
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have on its multiprocessor."""
+    if device.type != "cuda":
+        return HOPPER_MEMORY  # interpreted, or compiled without a device
+    facts = torch.cuda.get_device_properties(device)
+    return int(getattr(facts, "shared_memory_per_block_optin", facts.shared_memory_per_block))
+
+
+def stages_of(plan: Plan, dtype: torch.dtype, device: torch.device) -> int:
+    """How many stages of a plan's tiles there is room for; 0: not even for one."""
+    stage = (plan.rows + plan.out) * plan.depth * dtype.itemsize
+    return min(plan.stages, shared_memory(device) // stage)
+
+
+def can_run(plan: Plan, rows: int, inner: int, dtype: torch.dtype, device: torch.device) -> bool:
+    if plan is ROWS:
+        return takes_few(rows, inner)
+    return plan is LIBRARY or stages_of(plan, dtype, device) > 0
+
+
 def heuristic(rows: int, outer: int, inner: int, dtype: torch.dtype) -> Plan:
     """Without a table. On an H200 the library was as fast as the best of our tiles, or faster, for nearly all shapes
     beyond a few rows."""
@@ -141,7 +166,7 @@ def heuristic(rows: int, outer: int, inner: int, dtype: torch.dtype) -> Plan:
 @cache
 def plan_for(rows: int, outer: int, inner: int, dtype: torch.dtype, device: torch.device) -> Plan:
     found = _BY_NAME.get(lookup(rows, outer, inner, dtype, device) or "")
-    if found is None or (found is ROWS and not takes_few(rows, inner)):
+    if found is None or not can_run(found, rows, inner, dtype, device):
         return heuristic(rows, outer, inner, dtype)
     return found
 
@@ -149,18 +174,19 @@ def plan_for(rows: int, outer: int, inner: int, dtype: torch.dtype, device: torc
 def run_plan(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if plan is LIBRARY:
         return torch.nn.functional.linear(x, weight, bias)
+    if not can_run(plan, *x.shape, x.dtype, x.device):
+        raise ValueError(f"{plan.name} cannot multiply {len(x)} rows of {x.shape[1]} {x.dtype} numbers on {x.device}")
     if plan is ROWS:
-        if not takes_few(*x.shape):
-            raise ValueError(f"{len(x)} rows are not few")
         return few_rows(x, weight, bias, None)
     if x.stride(-1) != 1:
         x = x.contiguous()
     (rows, columns), outputs = x.shape, weight.shape[0]
     y = x.new_empty(rows, outputs)
+    even = columns % plan.depth == 0 and outputs % plan.out == 0
     tiles_kernel[(-(-outputs // plan.out), -(-rows // plan.rows))](
         x, x.stride(0), weight, weight.stride(0), weight if bias is None else bias, y, rows, outputs, columns,
-        plan.rows, plan.out, plan.depth, plan.stages, columns % plan.depth == 0 and outputs % plan.out == 0,
-        bias is not None, num_warps=plan.warps, **overlapped(x),
+        plan.rows, plan.out, plan.depth, stages_of(plan, x.dtype, x.device), even, bias is not None,
+        num_warps=plan.warps, **overlapped(x),
     )  # fmt: skip
     return y
 
