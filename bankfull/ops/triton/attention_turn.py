@@ -72,31 +72,32 @@ def turn_and_write(
     token = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     inside = token < count
     dims = tl.arange(0, PADDED)
+    # A name has one type in all branches: queries, keys and values may have types and sizes of their own.
     if head < HEADS:
-        x = turned(
+        query = turned(
             q + token * q_token + head * q_head, inside, token, q_weight, cos, sin, cos_token, sin_token, eps, offset,
             SIZE, PADDED, HALF, SHIFTED,
         )  # fmt: skip
-        places = turned_q + (token * turned_token + head * SIZE)[:, None] + dims[None, :]
-        tl.store(places, x, mask=inside[:, None] & (dims < SIZE)[None, :])
+        query_places = turned_q + (token * turned_token + head * SIZE)[:, None] + dims[None, :]
+        tl.store(query_places, query, mask=inside[:, None] & (dims < SIZE)[None, :])
     else:
         slot = tl.load(slots + token, mask=inside, other=0).to(tl.int64)
         frame, place = slot // PAGE, slot % PAGE
         if head < HEADS + KEY_HEADS:
             own = head - HEADS
-            x = turned(
+            key = turned(
                 k + token * k_token + own * k_head, inside, token, k_weight, cos, sin, cos_token, sin_token, eps,
                 offset, SIZE, PADDED, HALF, SHIFTED,
             )  # fmt: skip
-            places = k_pages + (frame * k_frame + place * k_place + own * k_page_head)[:, None] + dims[None, :]
-            tl.store(places, x.to(k_pages.dtype.element_ty), mask=inside[:, None] & (dims < SIZE)[None, :])
+            key_places = k_pages + (frame * k_frame + place * k_place + own * k_page_head)[:, None] + dims[None, :]
+            tl.store(key_places, key.to(k_pages.dtype.element_ty), mask=inside[:, None] & (dims < SIZE)[None, :])
         else:
             own = head - HEADS - KEY_HEADS
             numbers = tl.arange(0, PADDED_VALUES)
             met = inside[:, None] & (numbers < VALUES)[None, :]
-            x = tl.load(v + (token * v_token + own * v_head)[:, None] + numbers[None, :], mask=met, other=0.0)
-            places = v_pages + (frame * v_frame + place * v_place + own * v_page_head)[:, None] + numbers[None, :]
-            tl.store(places, x.to(v_pages.dtype.element_ty), mask=met)
+            value = tl.load(v + (token * v_token + own * v_head)[:, None] + numbers[None, :], mask=met, other=0.0)
+            value_places = v_pages + (frame * v_frame + place * v_place + own * v_page_head)[:, None] + numbers[None, :]
+            tl.store(value_places, value.to(v_pages.dtype.element_ty), mask=met)
 
 
 def launch_turn_and_write(
