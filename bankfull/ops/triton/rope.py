@@ -1,4 +1,8 @@
-"""Rotary positions: the angles of a step, and the turning of heads by them, rounded where the body rounds."""
+"""Rotary positions: the angles of a step, and the turning of heads by them.
+
+What is turned is computed in float32 and rounded once. The body rounds both products first; a device that fuses one of
+them with the sum would not, so there is nothing to be gained from asking for it.
+"""
 
 from __future__ import annotations
 
@@ -66,24 +70,14 @@ def rotate_kernel(
     inside = (row < rows) & (at < half)
     cosine = tl.load(cos + token * angle_stride + at, inside, 0.0).to(tl.float32)
     sine = tl.load(sin + token * angle_stride + at, inside, 0.0).to(tl.float32)
-    left, right = tl.load(source + at, inside, 0.0), tl.load(source + half + at, inside, 0.0)
-    dtype: tl.constexpr = x.dtype.element_ty
-    tl.store(out + at, difference(product(left, cosine, dtype), product(right, sine, dtype), dtype), inside)
-    tl.store(out + half + at, difference(product(right, cosine, dtype), -product(left, sine, dtype), dtype), inside)
+    left = tl.load(source + at, inside, 0.0).to(tl.float32)
+    right = tl.load(source + half + at, inside, 0.0).to(tl.float32)
+    tl.store(out + at, (left * cosine - right * sine).to(y.dtype.element_ty), inside)
+    tl.store(out + half + at, (right * cosine + left * sine).to(y.dtype.element_ty), inside)
     if REST > 0:
         beyond = 2 * half + tl.arange(0, REST)[None, :]
         passing = (row < rows) & (beyond < size)
         tl.store(out + beyond, tl.load(source + beyond, passing, 0.0), passing)
-
-
-@triton.jit
-def product(number, factor, DTYPE: tl.constexpr):
-    return (number.to(tl.float32) * factor).to(DTYPE).to(tl.float32)
-
-
-@triton.jit
-def difference(one, other, DTYPE: tl.constexpr):
-    return (one - other).to(DTYPE)
 
 
 @rope_angles.provider("triton", on="cuda", accepts=accepts)
