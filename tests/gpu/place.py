@@ -7,6 +7,7 @@ how they are developed (python -m pytest -m "not full" -p tests.gpu.summary test
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -42,7 +43,9 @@ def no_waiting() -> Iterator[None]:
     if not CUDA:
         yield
         return
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")  # it finds enough for us
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

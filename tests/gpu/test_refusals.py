@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
 from bankfull import LLM
 from bankfull.errors import ConfigError
 from bankfull.runtime.device import open_device
-from tests.gpu.place import DEVICE, only_cuda, require_device
+from tests.gpu.place import DEVICE, only_cuda, require_device, the_device
 from tests.tiny import speaking_folder
 
 require_device()
@@ -44,11 +46,24 @@ def test_too_little_memory_for_one_sequence_is_an_error_with_the_numbers() -> No
 @only_cuda
 def test_weights_that_do_not_fit_are_an_error_with_the_numbers() -> None:
     """Only this process is kept short: others may use the device meanwhile."""
+    index = the_device().torch.index
+    gc.collect()
     torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(DEVICE).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(DEVICE) + 1) / total, DEVICE)
+    torch.cuda.set_per_process_memory_fraction(0.0, index)
+    held: list[torch.Tensor] = []
     try:
+        fill_what_is_left(held, index)
         with pytest.raises(ConfigError, match=r"The weights of .* do not fit: [\d.]+ [MG]iB were free"):
             LLM(str(speaking_folder()), device=str(DEVICE))
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
+        torch.cuda.set_per_process_memory_fraction(1.0, index)
+
+
+def fill_what_is_left(held: list[torch.Tensor], index: int) -> None:
+    """Memory that other tests still hold has gaps in which the weights of a small model would find room."""
+    size = 1 << 30
+    while size >= 512:
+        try:
+            held.append(torch.empty(size, dtype=torch.uint8, device=index))
+        except torch.OutOfMemoryError:
+            size //= 2
