@@ -16,6 +16,10 @@ from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model
 from bankfull.ops import OPERATIONS, Kit, kit_for
+from bankfull.ops.triton import linear as dense
+from bankfull.ops.triton.attention_turn import launch_turn_and_write
+from bankfull.ops.triton.quantized_layout import repacked
+from bankfull.ops.triton.quantized_rows import few_rows
 from bankfull.ops.triton.sampling import choose
 from bankfull.runtime.captured import Captured
 from bankfull.runtime.forward import Eager
@@ -137,6 +141,36 @@ def generated(seeds: range) -> Two:
     return made, made
 
 
+def plans() -> Two:
+    """Every plan of a dense linear layer, for every dtype."""
+    made = []
+    for dtype in dense.DTYPES:
+        for plan in dense.TILES:
+            x, weight = (torch.empty(n, 512, dtype=dtype, device=META) for n in (64, 128))
+            made.append((f"{plan.name} {dtype}", partial(dense.run_plan, plan, x, weight, None)))
+    return made, made
+
+
+def edges() -> Two:
+    """What no model has yet: types and sizes that differ between tensors, groups smaller than a warp's share."""
+    made: list[Launch] = []
+    for q_dtype, dtype, size, values in ((torch.float32, DTYPE, 16, 16), (DTYPE, DTYPE, 128, 64)):
+        q, k, v = (torch.empty(9, 2, n, dtype=q_dtype, device=META) for n in (size, size, values))
+        pages = (torch.empty(3, 16, 2, n, dtype=dtype, device=META) for n in (size, values))
+        slots = torch.empty(9, dtype=torch.int64, device=META)
+        angles = torch.empty(9, size // 2, dtype=q_dtype, device=META)
+        call = partial(launch_turn_and_write, q, k, v, *pages, slots, (angles, angles), None)
+        made.append((f"{q_dtype} queries of {size}, {dtype} pages, values of {values}", call))
+    for name in ("int4_g128", "int4_g32", "q4_k", "int8_row"):
+        for groups in (1, 3):
+            inner = groups * max(64, SCHEMES[name].block)
+            weight = repacked(cases.Maker(0).weight(SCHEMES[name], 9, inner))
+            for dtype in (torch.float32, DTYPE):
+                call = partial(few_rows, torch.empty(1, inner, dtype=dtype), weight, None)
+                made.append((f"{name} 9x{inner}, a row of {dtype}", call))
+    return made, made
+
+
 @triton.jit
 def refused(x):
     tl.store(x + tl.arange(0, 3), 0.0)  # 3 is no power of two
@@ -149,7 +183,7 @@ def broken() -> Two:
 
 GROUPS: dict[str, Callable[[], Two]] = {
     "start": partial(start, SHAPES["llama-3-8b"], (1,)), "recurrent": partial(start, MAMBA, (1, 4)), "drafts": drafts,
-    "broken": broken,
+    "broken": broken, "plans": plans, "edges": edges,
     "quantized": partial(quantized, "int4_g128"),
     "quantized-more": partial(quantized, "int8_row", "fp8", "q4_k"),
     "generated": partial(generated, range(3)),

@@ -174,7 +174,7 @@ def plan_for(rows: int, outer: int, inner: int, dtype: torch.dtype, device: torc
 def run_plan(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if plan is LIBRARY:
         return torch.nn.functional.linear(x, weight, bias)
-    if not can_run(plan, *x.shape, x.dtype, x.device):
+    if not can_run(plan, len(x), x.shape[1], x.dtype, x.device):
         raise ValueError(f"{plan.name} cannot multiply {len(x)} rows of {x.shape[1]} {x.dtype} numbers on {x.device}")
     if plan is ROWS:
         return few_rows(x, weight, bias, None)
