@@ -112,7 +112,11 @@ def products(
     whole = tl.sum(tl.reshape(whole, [1, W // run, run]), 2)
     if ZERO != 0:
         found -= ZERO * whole
-    if not BY_ROW:
+    if not BY_ROW and run == L:
+        found = found * step
+        if LOWS != 0:
+            found += low * whole
+    elif not BY_ROW:
         found = tl.reshape(found, [R, W // L, L // run]) * step[:, :, None]
         if LOWS != 0:
             found += low[:, :, None] * tl.reshape(whole, [1, W // L, L // run])
