@@ -24,7 +24,7 @@ from bankfull.ops import (
     normed_gated_linear,
     normed_linear,
 )  # fmt: skip
-from bankfull.ops.reference.linear import FEW_ROWS, GROUP
+from bankfull.ops.reference.linear import GROUP, normed_rows
 from bankfull.ops.registry import BF16, INT8, Function
 from bankfull.weights.qtensor import QTensor
 
@@ -61,6 +61,7 @@ class Linear:
         self._linear = build.bind(product, weight=stored)
         self._best = build.bind(best, weight=stored)
         self._normed = build.bind_if_offered(normed_linear, weight=stored)
+        self._normed_rows = 0 if self._normed is None else normed_rows(stored)
 
     @property
     def weight(self) -> Any:
@@ -75,7 +76,7 @@ class Linear:
 
     def norms(self, rows: int) -> bool:
         """May so many rows come `Unnormed`?"""
-        return self._normed is not None and rows <= FEW_ROWS
+        return rows <= self._normed_rows
 
     def best(self, x: Tensor) -> Tensor:
         """Which output is highest, for each row; -1 where that cannot be said."""
@@ -91,6 +92,7 @@ class GatedLinear:
         self.stored = Weight(build, gated_linear, stored)
         self._gated = build.bind(gated_linear, weight=stored)
         self._normed = build.bind_if_offered(normed_gated_linear, weight=stored)
+        self._normed_rows = 0 if self._normed is None else normed_rows(stored)
 
     def __call__(self, x: Tensor | Unnormed) -> Tensor:
         run: Function | None = self._normed if isinstance(x, Unnormed) else self._gated
@@ -98,7 +100,7 @@ class GatedLinear:
         return run(x, self.stored.ready, self.bias, self.kind)
 
     def norms(self, rows: int) -> bool:
-        return self._normed is not None and rows <= FEW_ROWS
+        return rows <= self._normed_rows
 
 
 def stack(build: Build, parts: Sequence[Linear]) -> Linear | None:

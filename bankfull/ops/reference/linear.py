@@ -109,7 +109,11 @@ def gated_linear(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> 
 
 
 FEW_ROWS = 4
-"""Layers let a linear norm its own input up to so many rows: each program of a kernel does it again."""
+
+
+def normed_rows(weight: QTensor) -> int:
+    """Layers let a linear norm its own input up to so many rows: each program of a kernel does it again."""
+    return FEW_ROWS if weight.is_dense else 1
 
 
 @dataclass(frozen=True, slots=True)

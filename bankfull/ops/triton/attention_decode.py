@@ -8,6 +8,8 @@ the partial results, in the order of the splits: the result does not depend on w
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -30,18 +32,35 @@ WIDTHS = (1, 4, 16)
 """New tokens of a sequence that kernels are compiled for: a few more rows of queries cost less than another kernel."""
 MOST_TOKENS = WIDTHS[-1]
 """More are the business of tiles of queries."""
-PROGRAMS, MANY_PROGRAMS = 2, 4
-"""For each multiprocessor, at least, while there is enough to split; the larger number where a sequence is cut into so
-few parts that each still has several tiles."""
-TILE_BYTES = 8192
-"""Of keys, and again of values, in one step of a program's loop: small enough that four programs with three stages fit
-a multiprocessor beside each other; what they have in flight is more than the memory's latency times its speed."""
-STAGES = 3
 FEW_PAIRS = 32
-"""Of sequences and key heads: what counts then is how soon each program has its first tile, and that the kernels around
-it keep their place on the multiprocessor; beyond, that many tiles are on their way."""
+"""Of sequences and key heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the work is cut into programs."""
+
+    tile_bytes: int
+    """Of keys, and again of values, in one step of a program's loop."""
+    stages: int
+    warps: int
+    programs: int
+    """For each multiprocessor, at least, while there is enough to split."""
+    most_splits: int = 1 << 30
+    """Of a sequence: what they found must be merged, which takes the longer the more there are."""
+
+
+FEW = Cut(32768, 1, 8, 4, 16)
+"""Of pairs: what counts is how soon each program has its first tile, which is all that it has unless the sequence is
+long, and that the kernels around it keep their place on the multiprocessor: no stages in shared memory. Programs that
+have no part of the sequence hold back the kernel behind for a moment, which would take the memory from the others."""
+MANY = Cut(8192, 3, 4, 4)
+"""Small enough that four programs with three stages fit a multiprocessor beside each other; what they have in flight is
+more than the memory's latency times its speed."""
+LATE = Cut(8192, 3, 4, 2)
+"""The same, where programs cannot begin before their input is there."""
 MERGED = 4096
-"""Numbers of partial results that are loaded at once: 32 for each thread."""
+"""Numbers of partial results that are loaded at once."""
 
 
 @triton.jit
@@ -288,7 +307,7 @@ class Scratch:
     """
 
     def __init__(self, device: torch.device, lines: int, values: int) -> None:
-        programs = 2 * max(PROGRAMS, MANY_PROGRAMS) * processors(device)
+        programs = 2 * max(cut.programs for cut in (FEW, MANY, LATE)) * processors(device)
         self.mixed = torch.empty(programs * lines * values, dtype=torch.float32, device=device)
         self.peak = torch.empty(programs * lines, dtype=torch.float32, device=device)
         self.total = torch.empty_like(self.peak)
@@ -314,12 +333,13 @@ def split_count(pairs: int, most_tokens: int, block: int, programs: int) -> int:
     return min(triton.cdiv(programs, pairs), max(1, triton.cdiv(most_tokens, block)))
 
 
-def tile_shape(padded: int, product_bytes: int, page_bytes: int) -> tuple[int, int]:
-    """The most rows of queries, and the keys of one step. Products of float32 go without the matrix units: small tiles,
-    so that they fit the registers."""
-    if product_bytes == 4:
-        return 16, 16
-    return min(64, max(16, 8192 // padded)), min(128, max(16, TILE_BYTES // (padded * page_bytes)))
+def most_queries(padded: int, product_bytes: int) -> int:
+    """Rows of a tile. Products of float32 go without the matrix units: small tiles, so that they fit the registers."""
+    return 16 if product_bytes == 4 else min(64, max(16, 8192 // padded))
+
+
+def tile_keys(padded: int, product_bytes: int, page_bytes: int, tile_bytes: int) -> int:
+    return 16 if product_bytes == 4 else min(128, max(16, tile_bytes // (padded * page_bytes)))
 
 
 def launch_decode(
@@ -335,23 +355,24 @@ def launch_decode(
     groups = heads // key_heads
     width = next(most for most in WIDTHS if width <= most)
     padded, padded_values = (max(16, power_of_two(n)) for n in (size, values))
-    most_rows, block = tile_shape(max(padded, padded_values), q.element_size(), k_pages.element_size())
+    largest = max(padded, padded_values)
+    most_rows = most_queries(largest, q.element_size())
     live = min(power_of_two(groups * width), most_rows)
     rows = max(16, live)
     row_tiles = triton.cdiv(groups * width, rows)
     sequences = len(table) if chosen is None else len(chosen)
     pairs = sequences * key_heads * row_tiles
     early = new is not None and pairs <= processors(q.device)
-    stages, programs = (1, PROGRAMS) if pairs <= FEW_PAIRS else (STAGES, MANY_PROGRAMS)
-    if not early:
-        stages, programs = STAGES, PROGRAMS
-    splits = split_count(pairs, table.shape[1] * page, block, programs * processors(q.device))
+    cut = LATE if not early else FEW if pairs <= FEW_PAIRS else MANY
+    block = tile_keys(largest, q.element_size(), k_pages.element_size(), cut.tile_bytes)
+    most = split_count(pairs, table.shape[1] * page, block, cut.programs * processors(q.device))
+    splits = min(most, cut.most_splits)
     own = scratch(q.device, rows, padded_values)
     k, v = new or (q, q)
     cos, sin = angles or (None, None)
     k_scales, v_scales = scales or (None, None)
     inner, outer = score_factors(scale, cap)
-    attention_decode[(key_heads * row_tiles, splits, sequences)](
+    attention_decode[(key_heads * row_tiles, most, sequences)](
         q, k, v, out, k_pages, v_pages, k_scales, v_scales, table, slots, starts, lengths, chosen, cos, sin,
         norms and norms.q, norms and norms.k, own.mixed, own.peak, own.total, own.arrivals,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], out.stride(0),
@@ -362,6 +383,6 @@ def launch_decode(
         inner, outer, norms.eps if norms else 0.0, norms.offset if norms else 0.0, window, splits,
         groups, size, values, padded, padded_values, 1 if cos is None else cos.shape[1], bool(norms and norms.offset),
         page, cap is not None, new is not None, k_pages.stride()[:2] == v_pages.stride()[:2], rows, live, row_tiles,
-        1 if width == 1 else 16, block, stages, early, min(8, max(1, MERGED // (live * padded_values))),
-        multiplied_as(q), num_warps=4, **overlapped(q),
+        1 if width == 1 else 16, block, cut.stages, early, min(8, max(1, MERGED // (live * padded_values))),
+        multiplied_as(q), num_warps=cut.warps, **overlapped(q),
     )  # fmt: skip

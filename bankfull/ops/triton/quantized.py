@@ -1,9 +1,10 @@
 """Quantized linear layers on a GPU: provider "triton-q". Weights stay as small as they were stored until they lie in
 registers; activations are untouched, sums are float32.
 
-A few rows are multiplied as fast as weights can be read: on matrix units, straight from registers
-(`quantized_wide_rows`), or one on plain units where a weight's groups are too small for that (`quantized_rows`). More
-rows take tiles of matrix units (`quantized_tiles`). Weights are laid out for all of them when a model is loaded
+One row is multiplied as fast as weights can be read, by one of three kernels: with whole numbers, by programs that stay
+(`quantized_turns`); on matrix units, straight from registers (`quantized_wide_rows`); or on plain units
+(`quantized_rows`), which takes every format. Which is fastest was measured in chains of whole layers. More rows take
+tiles of matrix units (`quantized_tiles`). Weights are laid out for all of them when a model is loaded
 (`quantized_layout`).
 """
 
@@ -16,21 +17,26 @@ import torch
 from torch import Tensor
 
 from bankfull.ops.reference.activation import activate_mul
-from bankfull.ops.reference.linear import best_output, gated_linear, linear
+from bankfull.ops.reference.linear import (
+    Unnormed,
+    best_output,
+    gated_linear,
+    linear,
+    normed_gated_linear,
+    normed_linear,
+)  # fmt: skip
+from bankfull.ops.triton import quantized_turns, quantized_wide_rows
+from bankfull.ops.triton.linear import read
 from bankfull.ops.triton.quantized_layout import LAYOUTS, WordWeight, repacked
 from bankfull.ops.triton.quantized_rows import few_rows
 from bankfull.ops.triton.quantized_tiles import many_rows
-from bankfull.ops.triton.quantized_wide_rows import takes, wide_rows
+from bankfull.ops.triton.quantized_turns import one_row
+from bankfull.ops.triton.quantized_wide_rows import wide_rows
 from bankfull.ops.triton.rows import DTYPES
 from bankfull.ops.triton.sampling import best
 from bankfull.weights.qtensor import QTensor
 
 NAME = "triton-q"
-FEW_ROWS = 1
-"""So many plain units multiply as fast as matrix units do."""
-FEW_WIDE_ROWS = 0
-"""So many `wide_rows` multiplies; 0: never. It is made for 8, and waits for a device on which it was seen to be right
-and faster: it hangs on matrix units that keep subnormal numbers."""
 
 
 def _accepts(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
@@ -41,6 +47,16 @@ def _accepts(*, dtype: torch.dtype | None = None, weight: QTensor | None = None,
 
 def _accepts_pairs(*, weight: QTensor | None = None, **facts: Any) -> bool:
     return weight is not None and _accepts(weight=weight, **facts) and weight.shape[0] % 2 == 0
+
+
+def _accepts_normed(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
+    if weight is None or not _accepts(dtype=dtype, weight=weight, **facts):
+        return False
+    return quantized_turns.pays(LAYOUTS[weight.scheme.name][0], weight.shape[1], dtype)
+
+
+def _accepts_normed_pairs(*, weight: QTensor | None = None, **facts: Any) -> bool:
+    return weight is not None and _accepts_normed(weight=weight, **facts) and weight.shape[0] % 2 == 0
 
 
 def _rows(x: Tensor, weight: WordWeight, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -58,9 +74,11 @@ def _rows(x: Tensor, weight: WordWeight, bias: Tensor | None) -> tuple[Tensor, T
 
 def _few(x: Tensor, weight: WordWeight) -> Callable[..., Tensor] | None:
     """Who multiplies these rows, and gates them, if they are few."""
-    if len(x) <= FEW_WIDE_ROWS and takes(weight, x.dtype):
-        return wide_rows
-    return few_rows if len(x) <= FEW_ROWS else None
+    if len(x) != 1:
+        return None
+    if quantized_turns.pays(weight.form, weight.shape[1], x.dtype):
+        return one_row
+    return wide_rows if quantized_wide_rows.pays(weight, x.dtype) else few_rows
 
 
 def _product(x: Tensor, weight: WordWeight, bias: Tensor | None) -> Tensor:
@@ -85,6 +103,26 @@ def run_gated_linear(x: Tensor, weight: WordWeight, bias: Tensor | None, kind: s
         gate, up = _product(rows, weight, shift).chunk(2, -1)
         found = activate_mul.providers["triton"].run(gate, up, kind)
     return found.reshape(*x.shape[:-1], weight.shape[0] // 2)
+
+
+def _unnormed(x: Unnormed) -> Unnormed:
+    """Its rows as the kernel takes them: dense, and beginning where words do."""
+    row, delta = (part.contiguous() for part in (x.x, x.delta))
+    return Unnormed(row, delta, x.weight.contiguous(), x.eps, x.offset, x.joined)
+
+
+@normed_linear.provider(NAME, on="cuda", accepts=_accepts_normed, prepare=repacked)
+def run_normed_linear(x: Unnormed, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
+    if len(x.x) != 1:
+        return run_linear(read(x), weight, bias)
+    return one_row(_unnormed(x), weight, bias)
+
+
+@normed_gated_linear.provider(NAME, on="cuda", accepts=_accepts_normed_pairs, prepare=repacked)
+def run_normed_gated_linear(x: Unnormed, weight: WordWeight, bias: Tensor | None, kind: str) -> Tensor:
+    if len(x.x) != 1:
+        return run_gated_linear(read(x), weight, bias, kind)
+    return one_row(_unnormed(x), weight, bias, kind)
 
 
 @best_output.provider(NAME, on="cuda", accepts=_accepts, prepare=repacked)

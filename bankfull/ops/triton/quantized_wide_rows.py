@@ -419,8 +419,14 @@ def takes(weight: WordWeight, dtype: torch.dtype) -> bool:
     return length in (SEGMENT, 2 * SEGMENT) and weight.groups * weight.group == weight.shape[1]
 
 
+def pays(weight: WordWeight, dtype: torch.dtype) -> bool:
+    """Is it faster, for one row, than plain units are? On an H200, in a chain of the layers of an 8B model: for float8,
+    unless columns are many. Whole numbers are the business of `quantized_turns`."""
+    return weight.form.floats and weight.shape[1] <= 8192 and takes(weight, dtype)
+
+
 def cut_for(weight: WordWeight) -> WideCut:
-    """Not measured yet (`benchmarks.gpu.quantized --compare`). Three such programs fit on a multiprocessor and ask for
+    """Three such programs fit on a multiprocessor and ask for
     96 KiB before they wait, which is all of a small matrix."""
     return WideCut(16, 4 if weight.words.shape[1] > 8 * SEGMENT else 2)
 

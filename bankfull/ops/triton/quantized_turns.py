@@ -1,0 +1,358 @@
+"""Quantized weights times one row: a few programs that stay, and take outputs in turns.
+
+The threads of a program share a whole row of words. Each keeps the activations of its words in registers, read (and,
+where asked for, joined with a branch and normed) once. The words of the next outputs are on their way while these are
+summed; the first ones are asked for before the input is there.
+
+Activations are whole numbers of 16 bits, with a power of two for each group (`fixed_point`), in two planes of bytes:
+one instruction multiplies four of them with four codes and adds up, exactly, so that a code takes about one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bankfull.ops.reference.linear import Unnormed
+from bankfull.ops.triton.launch import INTERPRETED, overlapped, power_of_two, processors, start_next, wait_for_inputs
+from bankfull.ops.triton.pointwise import activation
+from bankfull.ops.triton.quantized_layout import Form, WordWeight
+from bankfull.ops.triton.quantized_rows import loaded, neighbours, pair_of
+from bankfull.ops.triton.quantized_wide_rows import more_of, spacious
+
+LONGEST = 4096
+"""Words of a row, at most: eight for each of 512 threads."""
+MOST_WARPS = 16
+MANY_OUTPUTS = 65536
+"""Those of a head, behind which comes nothing that is large."""
+PLAIN = tl.constexpr(INTERPRETED)
+"""Machine instructions are spelled out only where there is a machine for them."""
+ROUND = tl.constexpr(1.5 * 2.0**23)
+
+
+@triton.jit
+def owned(tile, outputs, R: tl.constexpr, GATE: tl.constexpr):
+    """The outputs of a tile, and which of them exist; gated, pairs of a gate and what passes it."""
+    lanes = tl.arange(0, R)
+    if GATE != "":
+        pair = tile * (R // 2) + lanes // 2
+        valid = pair < outputs // 2
+        output = pair + (lanes % 2) * (outputs // 2)
+    else:
+        output = tile * R + lanes
+        valid = output < outputs
+    return output, valid
+
+
+@triton.jit
+def gains_of(norm, groups, columns, GROUP: tl.constexpr, W: tl.constexpr, L: tl.constexpr, PADDED: tl.constexpr):
+    """The norm's weight, in the order of `line_of`."""
+    word = tl.arange(0, W)
+    pair = word // L * (GROUP // 2) + word % L
+    found = ()
+    for i in tl.static_range(GROUP // L // 2):
+        even, odd = pair_of(norm, pair + i * L, word < groups * L, columns, PADDED)
+        found = more_of(more_of(found, even), odd)
+    return found
+
+
+@triton.jit
+def rounded(even, odd, KIND: tl.constexpr):
+    """Two float32 as KIND has them, and as the word that holds both. Two at a time are converted fast, one is not."""
+    if PLAIN:
+        low = even.to(KIND)
+        high = odd.to(KIND)
+        bits = low.to(tl.uint16, bitcast=True).to(tl.uint32) | (high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+        return low.to(tl.float32), high.to(tl.float32), bits
+    elif spacious(KIND):
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $2, $4, $3; shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+            "=&r,=&r,=&r,r,r", [even, odd], dtype=(tl.float32, tl.float32, tl.uint32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; cvt.rn.f16x2.f32 $2, $4, $3; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low;"
+            " cvt.f32.f16 $1, high; }",
+            "=&r,=&r,=&r,r,r", [even, odd], dtype=(tl.float32, tl.float32, tl.uint32), is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def line_of(
+    x, delta, joined, gains, eps, offset, groups, columns, GROUP: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
+    PADDED: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr,
+):  # fmt: skip
+    """The activations of each thread's words, two (float32 [W]) for each pair of codes. NORM: of x + delta, which the
+    first program leaves in `joined`, normed; rounded where the operations apart from each other round."""
+    kind: tl.constexpr = x.dtype.element_ty
+    word = tl.arange(0, W)
+    pair = word // L * (GROUP // 2) + word % L
+    inside = word < groups * L
+    found = ()
+    pairs = ()
+    squares = tl.zeros([W], tl.float32)
+    for i in tl.static_range(GROUP // L // 2):
+        even, odd = pair_of(x, pair + i * L, inside, columns, PADDED)
+        if NORM:
+            more_even, more_odd = pair_of(delta, pair + i * L, inside, columns, PADDED)
+            even, odd, both = rounded(even + more_even, odd + more_odd, kind)
+            pairs = more_of(pairs, both)
+            squares += even * even + odd * odd
+        found = more_of(more_of(found, even), odd)
+    if NORM:
+        if tl.program_id(0) == 0:
+            leave(joined, pairs, pair, inside, columns, L, PADDED)
+        scale = tl.rsqrt(tl.sum(squares, 0) / columns + eps)
+        normed = ()
+        for i in tl.static_range(GROUP // L // 2):
+            even = found[2 * i] * scale
+            odd = found[2 * i + 1] * scale
+            if SHIFTED:
+                even, odd, both = rounded(even * (offset + gains[2 * i]), odd * (offset + gains[2 * i + 1]), kind)
+            else:
+                even, odd, both = rounded(even, odd, kind)
+                even, odd, both = rounded(even * gains[2 * i], odd * gains[2 * i + 1], kind)
+            normed = more_of(more_of(normed, even), odd)
+        found = normed
+    return found
+
+
+@triton.jit
+def leave(joined, pairs, pair, inside, columns, L: tl.constexpr, PADDED: tl.constexpr):
+    """Store the words that `rounded` made, two numbers each."""
+    for i in tl.static_range(len(pairs)):
+        if PADDED:
+            column = 2 * (pair + i * L)
+            halves = joined.to(tl.pointer_type(tl.uint16))
+            tl.store(halves + column, pairs[i].to(tl.uint16), inside & (column < columns))
+            tl.store(halves + column + 1, (pairs[i] >> 16).to(tl.uint16), inside & (column + 1 < columns))
+        else:
+            tl.store(joined.to(tl.pointer_type(tl.uint32)) + pair + i * L, pairs[i], inside)
+
+
+@triton.jit
+def sum_of(line, W: tl.constexpr, L: tl.constexpr):
+    """Over each group, [W / L, 1]: what zeros and lows are multiplied with."""
+    whole = tl.zeros([W], tl.float32)
+    for i in tl.static_range(len(line)):
+        whole += line[i]
+    return tl.sum(tl.reshape(whole, [W // L, L]), 1, keep_dims=True)
+
+
+@triton.jit
+def fixed_point(line, W: tl.constexpr, L: tl.constexpr):
+    """Activations as whole numbers in the lower 16 bits of words, and the power of two, [W / L, 1], that a group's have
+    in common. Numbers of 16 bits that are at least a 128th (of float16, a 16th) of their group's largest keep all their
+    digits; of others what is lost is less than the last digit of the largest. No instruction converts, which would be
+    slow: where ROUND is added, what is behind the point falls off, and the rest stands in the lowest bits."""
+    most = tl.zeros([W], tl.float32)
+    for i in tl.static_range(len(line)):
+        most = tl.maximum(most, tl.abs(line[i]), propagate_nan=tl.PropagateNan.ALL)
+    most = tl.max(tl.reshape(most, [W // L, L]), 1, keep_dims=True)
+    # 2 ** e <= most < 2 ** (e + 1), as it stands in the exponent; far from where factors would overflow.
+    exponents = tl.minimum(tl.maximum(most.to(tl.int32, bitcast=True) >> 23, 40), 240)
+    up = ((127 + 14 + 127 - exponents) << 23).to(tl.float32, bitcast=True)
+    factors = tl.where(most < float("inf"), ((exponents - 14) << 23).to(tl.float32, bitcast=True), float("nan"))
+    of_words = tl.reshape(tl.broadcast_to(up, [W // L, L]), [W])
+    found = ()
+    for i in tl.static_range(len(line)):
+        found = more_of(found, (line[i] * of_words + ROUND).to(tl.int32, bitcast=True))
+    return found, factors
+
+
+@triton.jit
+def four_bytes(a, b, c, d, BYTE: tl.constexpr):
+    """The lowest byte of each, or the one above it, side by side."""
+    if PLAIN:
+        low = ((a >> (8 * BYTE)) & 255) | (((b >> (8 * BYTE)) & 255) << 8)
+        return low | (((c >> (8 * BYTE)) & 255) << 16) | (((d >> (8 * BYTE)) & 255) << 24)
+    elif BYTE == 0:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x0040; prmt.b32 high, $3, $4, 0x0040;"
+            " prmt.b32 $0, low, high, 0x5410; }",
+            "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x0051; prmt.b32 high, $3, $4, 0x0051;"
+            " prmt.b32 $0, low, high, 0x5410; }",
+            "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def planes(numbers, BYTE: tl.constexpr):
+    """The upper (1) or lower bytes of the activations of a word, four together, in the order of `bytes_of`."""
+    if len(numbers) == 8:
+        first = four_bytes(numbers[0], numbers[4], numbers[1], numbers[5], BYTE)
+        return first, four_bytes(numbers[2], numbers[6], numbers[3], numbers[7], BYTE)
+    else:
+        return (four_bytes(numbers[0], numbers[2], numbers[1], numbers[3], BYTE),)
+
+
+@triton.jit
+def bytes_of(codes, BITS: tl.constexpr):
+    """The codes of a word, each in a byte of its own."""
+    if BITS == 4:
+        return codes & 0x0F0F0F0F, (codes >> 4) & 0x0F0F0F0F
+    else:
+        return (codes,)
+
+
+@triton.jit
+def multiplied(codes, numbers, sums, SIGNED: tl.constexpr):
+    """`sums` and the products of four codes with four bytes."""
+    if PLAIN:
+        for i in tl.static_range(4):
+            number = (numbers >> (8 * i)) & 255
+            if SIGNED:
+                number = (number ^ 128) - 128
+            sums += ((codes >> (8 * i)) & 255).to(tl.int32) * number
+        return sums
+    elif SIGNED:
+        return tl.inline_asm_elementwise(
+            "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [codes, numbers, sums], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "dp4a.u32.u32 $0, $1, $2, $3;", "=r,r,r,r", [codes, numbers, sums], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def products(
+    upper, lower, factors, whole, codes, step, low, BITS: tl.constexpr, ZERO: tl.constexpr, LOWS: tl.constexpr,
+    BY_ROW: tl.constexpr, R: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
+    """The sum of each output, [R]. Sums are exact as long as they are whole numbers: of a thread's words of a group."""
+    run: tl.constexpr = neighbours(L)
+    apart = bytes_of(codes, BITS)
+    high = tl.zeros([R, W], tl.int32)
+    rest = tl.zeros([R, W], tl.int32)
+    for i in tl.static_range(len(apart)):
+        high = multiplied(apart[i], upper[i][None, :], high, True)
+        rest = multiplied(apart[i], lower[i][None, :], rest, False)
+    exact = tl.sum(tl.reshape(high * 256 + rest, [R, W // run, run]), 2)
+    found = tl.reshape(exact.to(tl.float32), [R, W // L, L // run]) * tl.reshape(factors, [1, W // L, 1])
+    # A group's zero is taken from one of its threads' sums, and its low given to one.
+    first = (tl.arange(0, L // run) == 0)[None, None, :]
+    if ZERO != 0:
+        found -= tl.where(first, ZERO * tl.reshape(whole, [1, W // L, 1]), 0.0)
+    if not BY_ROW:
+        found = found * step[:, :, None]
+        if LOWS != 0:
+            found += tl.where(first, low[:, :, None] * tl.reshape(whole, [1, W // L, 1]), 0.0)
+    return tl.sum(tl.reshape(found, [R, W // run]), 1)
+
+
+@triton.jit
+def turns_kernel(
+    x, delta, joined, norm, eps, offset, bias, y, words, high, steps, lows, outer_steps, outer_lows, outputs, columns,
+    groups, BITS: tl.constexpr, ZERO: tl.constexpr, FLOATS: tl.constexpr, NESTED: tl.constexpr, LOWS: tl.constexpr,
+    BY_ROW: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr,
+    NORM: tl.constexpr, SHIFTED: tl.constexpr, R: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    start_next(OVERLAP)
+    tile = tl.program_id(0)
+    output, valid = owned(tile, outputs, R, GATE)
+    # What never changes is under way before the activations are there.
+    codes, _unused, step, low = loaded(
+        words, high, steps, lows, outer_steps, outer_lows, output, valid, 0, groups, BITS, NESTED, LOWS, BY_ROW, GROUP,
+        W, L,
+    )
+    of_row = tl.zeros([R], tl.float32)
+    if BY_ROW:
+        of_row = tl.load(steps + output, valid, 0.0)
+    gains = ()
+    if NORM:
+        gains = gains_of(norm, groups, columns, GROUP, W, L, PADDED)
+    wait_for_inputs(OVERLAP)
+    line = line_of(x, delta, joined, gains, eps, offset, groups, columns, GROUP, W, L, PADDED, NORM, SHIFTED)
+    whole = sum_of(line, W, L)
+    numbers, factors = fixed_point(line, W, L)
+    upper, lower = planes(numbers, 1), planes(numbers, 0)
+    kind = y.dtype.element_ty
+    tiles = tl.cdiv(outputs, R)
+    while tile < tiles:
+        own, exist = owned(tile, outputs, R, GATE)
+        tile_now = tile
+        tile += tl.num_programs(0)
+        ahead, valid = owned(tile, outputs, R, GATE)
+        next_codes, _unused, next_step, next_low = loaded(
+            words, high, steps, lows, outer_steps, outer_lows, ahead, valid, 0, groups, BITS, NESTED, LOWS, BY_ROW,
+            GROUP, W, L,
+        )
+        result = products(upper, lower, factors, whole, codes, step, low, BITS, ZERO, LOWS, BY_ROW, R, W, L)
+        if BY_ROW:
+            result = result * of_row
+            of_row = tl.load(steps + ahead, valid, 0.0)
+        if HAS_BIAS:
+            result += tl.load(bias + own, exist, 0.0).to(tl.float32)
+        if GATE != "":
+            gate, passing = tl.split(tl.reshape(result.to(kind).to(tl.float32), [R // 2, 2]))
+            opened = activation(gate, GATE).to(kind).to(tl.float32)
+            at = tile_now * (R // 2) + tl.arange(0, R // 2)
+            tl.store(y + at, (opened * passing).to(kind), at < outputs // 2)
+        else:
+            tl.store(y + own, result.to(kind), exist)
+        codes, step, low = next_codes, next_step, next_low
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Outputs of a tile, and programs for each multiprocessor."""
+
+    outputs: int
+    programs: int
+
+
+def takes(form: Form, columns: int, dtype: torch.dtype | None) -> bool:
+    """Numbers of 16 bits, that a fixed point serves as well, and codes that are whole numbers in bytes or halves."""
+    plain = form.bits in (4, 8) and not form.floats
+    return plain and dtype in (torch.bfloat16, torch.float16) and columns <= LONGEST * form.per_word
+
+
+def pays(form: Form, columns: int, dtype: torch.dtype | None) -> bool:
+    """Is it faster than programs that come and go? On an H200, in a chain of the layers of an 8B model, it is, but for
+    long rows of bytes. Rows that are shorter than that model's were not measured."""
+    return takes(form, columns, dtype) and 2048 <= columns <= (LONGEST * 8 if form.bits == 4 else 8192)
+
+
+def turns_for(weight: WordWeight) -> Turns:
+    """The fastest in such a chain. One program more for each multiprocessor would leave no room for the first ones of
+    the kernel behind, and costs up to 10% of a step."""
+    outputs, columns = weight.shape
+    if weight.form.bits == 4:
+        if columns > 8192:
+            return Turns(4, 1)
+        return Turns(16, 3) if outputs >= MANY_OUTPUTS else Turns(8, 3) if outputs >= 16384 else Turns(4, 3)
+    return Turns(4, 4) if outputs >= MANY_OUTPUTS else Turns(8, 3) if outputs <= 4096 else Turns(4, 3)
+
+
+def one_row(
+    x: Tensor | Unnormed, weight: WordWeight, bias: Tensor | None, gate: str = "", cut: Turns | None = None
+) -> Tensor:
+    """x (1, columns), dense, times the weight; with `gate`, gated."""
+    before = x if isinstance(x, Unnormed) else None
+    row = x.x if isinstance(x, Unnormed) else x
+    outputs, columns = weight.shape
+    cut = cut or turns_for(weight)
+    y = torch.empty(1, outputs // 2 if gate else outputs, dtype=row.dtype, device=row.device)
+    delta, joined, norm, eps, offset = (row, y, y, 0.0, 0.0) if before is None else (
+        before.delta, before.joined, before.weight, before.eps, before.offset
+    )  # fmt: skip
+    length = weight.group // weight.form.per_word
+    width = max(length, power_of_two(weight.words.shape[1]))
+    warps = max(1, min(MOST_WARPS, width // 128))
+    programs = min(triton.cdiv(outputs, cut.outputs), cut.programs * processors(row.device))
+    turns_kernel[(programs,)](
+        row, delta, joined, norm, eps, offset, row if bias is None else bias, y, *weight.tensors(), outputs, columns,
+        weight.groups, **weight.constants(), HAS_BIAS=bias is not None, GATE=gate, NORM=before is not None,
+        SHIFTED=offset != 0.0, R=cut.outputs, W=width, L=length, num_warps=warps, **overlapped(row),
+    )  # fmt: skip
+    return y
