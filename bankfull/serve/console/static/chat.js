@@ -1,0 +1,167 @@
+// The playground: one conversation, streamed, with the figures of each answer beside their limit.
+
+import { Problem, call, events, json } from "./api.js";
+import { find, make } from "./dom.js";
+import { count, figure, percent, seconds } from "./format.js";
+import { lineOf } from "./state.js";
+
+const NUMBERS = [
+  "temperature", "max_tokens", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "frequency_penalty",
+];
+const turns = []; // {role, content}, as the API takes them
+let writing = null; // what stops the answer that is being written
+
+export function chatPage() {
+  const question = find("#question");
+  find("#ask").addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (!writing) send();
+  });
+  question.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      find("#ask").requestSubmit();
+    }
+  });
+  find("#chat").addEventListener("keydown", (event) => event.key === "Escape" && writing?.abort());
+  find("#stop").addEventListener("click", () => writing?.abort());
+  find("#regenerate").addEventListener("click", regenerate);
+  find("#clear").addEventListener("click", clear);
+  // Beside the conversation where there is room, behind a click where there is not.
+  find("#parameters").open = matchMedia("(min-width: 60rem)").matches;
+  update();
+  loadModels();
+}
+
+async function loadModels() {
+  try {
+    const models = (await json("/v1/models")).data;
+    find("#model").replaceChildren(...models.map((model) => make("option", { value: model.id }, model.id)));
+    const defaults = models[0]?.sampling_defaults ?? {};
+    for (const name of NUMBERS) if (name in defaults) find(`#${name}`).placeholder = defaults[name];
+  } catch (error) {
+    find("#said").textContent = error.message;
+  }
+}
+
+function update() {
+  const busy = writing !== null;
+  find("#send").disabled = busy;
+  find("#stop").disabled = !busy;
+  find("#regenerate").disabled = busy || turns.at(-1)?.role !== "assistant";
+  find("#clear").disabled = busy || turns.length === 0;
+  find("#log").setAttribute("aria-busy", busy);
+}
+
+function send() {
+  const question = find("#question"), text = question.value.trim();
+  if (!text) return;
+  question.value = "";
+  turns.push({ role: "user", content: text });
+  find("#log").append(make("article", { class: "turn user" }, make("h2", {}, "You"), make("div", { class: "text" }, text)));
+  answer();
+}
+
+function regenerate() {
+  if (writing || turns.at(-1)?.role !== "assistant") return;
+  turns.pop();
+  find("#log").lastElementChild.remove();
+  answer();
+}
+
+function clear() {
+  turns.length = 0;
+  find("#log").replaceChildren();
+  update();
+  find("#question").focus();
+}
+
+/** What the user has set, under the API's names. */
+function parameters() {
+  const chosen = {};
+  for (const name of NUMBERS) if (find(`#${name}`).value !== "") chosen[name] = Number(find(`#${name}`).value);
+  if (find("#stop_text").value) chosen.stop = find("#stop_text").value;
+  return chosen;
+}
+
+async function answer() {
+  const id = `console-${crypto.getRandomValues(new Uint32Array(3)).join("-")}`;
+  const thought = make("div", { class: "text" }), text = make("div", { class: "text" }), figures = make("footer");
+  const thinking = make("details", { class: "thinking", hidden: true }, make("summary", {}, "Reasoning"), thought);
+  const place = make("article", { class: "turn assistant" }, make("h2", {}, "Model"), thinking, text, figures);
+  const log = find("#log");
+  log.append(place);
+  log.scrollTop = log.scrollHeight;
+  const stopping = (writing = new AbortController());
+  update();
+  const system = find("#system").value.trim();
+  const begun = performance.now();
+  let first = null, usage = null, content = "", problem = null;
+  try {
+    const response = await call("/v1/chat/completions", {
+      method: "POST", signal: stopping.signal,
+      headers: { "content-type": "application/json", "x-request-id": id },
+      body: JSON.stringify({
+        model: find("#model").value || undefined,
+        messages: [...(system ? [{ role: "system", content: system }] : []), ...turns],
+        ...parameters(), stream: true, stream_options: { include_usage: true },
+      }),
+    });
+    for await (const event of events(response)) {
+      if (event.error) throw new Problem(event.error.message, 0);
+      usage = event.usage ?? usage;
+      const delta = event.choices[0]?.delta ?? {};
+      if (delta.content || delta.reasoning) first ??= performance.now();
+      const below = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+      if (delta.reasoning) {
+        thinking.hidden = false;
+        thought.append(delta.reasoning);
+      }
+      if (delta.content) {
+        content += delta.content;
+        text.append(delta.content);
+      }
+      if (below) log.scrollTop = log.scrollHeight; // whoever reads further up stays there
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") problem = error.message;
+  }
+  const stopped = stopping.signal.aborted;
+  writing = null;
+  if (problem !== null) {
+    figures.append(make("p", { class: "problem", role: "alert" }, problem));
+    if (!content) {
+      // The question may be sent again as it was.
+      find("#question").value ||= turns.pop().content;
+    }
+  }
+  if (content) turns.push({ role: "assistant", content });
+  else if (problem === null) {
+    if (stopped && turns.at(-1)?.role === "user") turns.pop();
+    text.append(make("em", {}, stopped ? "stopped" : "nothing was said"));
+  }
+  update();
+  if (first !== null) {
+    const measured = { begun, first, ended: performance.now(), tokens: usage?.completion_tokens ?? null };
+    await showFigures(figures, id, measured, stopped);
+    log.scrollTop = log.scrollHeight;
+  }
+}
+
+/** As the server measured them, beside the limit of the same steps; where it does not tell, as they were seen here. */
+async function showFigures(place, id, seen, stopped) {
+  const line = await lineOf(id);
+  const rate = line ? line.tokens_per_s : seen.tokens ? ((seen.tokens - 1) * 1000) / (seen.ended - seen.first) : null;
+  const first = line?.first_token ?? (seen.first - seen.begun) / 1000;
+  const limit = line?.tokens_per_s_limit ?? null;
+  const items = [
+    ["TTFT", seconds(first), line?.first_token_limit ? `limit ${seconds(line.first_token_limit)}` : null],
+    ["speed", `${figure(rate)} tokens/s`, limit ? `limit ${figure(limit)}` : null],
+    ["of limit", limit && rate ? percent(rate / limit) : "–", limit ? null : "run bankfull limits, then restart"],
+    ["tokens", count(line?.output_tokens ?? seen.tokens), line ? `prompt ${count(line.prompt_tokens)}, cached ${count(line.cached_tokens)}` : null],
+    ...(stopped ? [["ended", "stopped", null]] : line?.outcome === "length" ? [["ended", "at the most tokens", null]] : []),
+  ];
+  place.prepend(make("dl", { class: "figures" }, ...items.map(([name, value, beside]) =>
+    make("div", {}, make("dt", {}, name), make("dd", {}, value, beside ? make("small", {}, ` ${beside}`) : null)))));
+  find("#said").textContent = `Answered. ${items.map(([name, value]) => `${name} ${value}`).join(", ")}.`;
+}

@@ -1,0 +1,61 @@
+// The page of live charts.
+
+import { Roofline, TimeChart } from "./charts.js";
+import { find, make } from "./dom.js";
+import { count, figure, percent, seconds, sized } from "./format.js";
+import { leastSeconds } from "./state.js";
+
+const CHARTS = [
+  {
+    title: "Requests", format: count,
+    series: [{ name: "running", of: (sample) => sample.running }, { name: "waiting", of: (sample) => sample.waiting }],
+  },
+  {
+    title: "Tokens per second", format: figure,
+    series: [{ name: "generated", of: (sample) => sample.generated }, { name: "read", of: (sample) => sample.read }],
+  },
+  {
+    title: "Step time", format: seconds,
+    series: [{ name: "a step", of: (sample) => sample.step }, { name: "its limit", of: (sample) => sample.limit, limit: true }],
+  },
+  { title: "Pages in use", format: percent, top: 1, series: [{ name: "used", of: (sample) => sample.pages }] },
+  { title: "Prompt tokens found in the cache", format: percent, top: 1, series: [{ name: "hits", of: (sample) => sample.hits }] },
+  { title: "Time inside steps", format: percent, top: 1, series: [{ name: "busy", of: (sample) => sample.busy }] },
+];
+
+export function livePage() {
+  const host = find("#charts");
+  const roofline = new Roofline(find("#roofline"));
+  const charts = CHARTS.map((options) => {
+    const card = make("figure", { class: "card" });
+    host.append(card);
+    return new TimeChart(card, options);
+  });
+  return (state) => {
+    const ceilings = state.now?.facts?.ceilings ?? null;
+    find("#roofline").hidden = !ceilings;
+    find("#unmeasured").hidden = !state.now?.facts || Boolean(ceilings);
+    find("#tiles").replaceChildren(...tiles(state, ceilings));
+    if (ceilings) roofline.show(ceilings, state.samples);
+    for (const chart of charts) chart.show(state.samples);
+  };
+}
+
+function tiles(state, ceilings) {
+  const { facts, load } = state.now ?? {}, latest = state.samples.at(-1);
+  if (!facts || !latest) return [];
+  const shares = ["decode", "prompt"].map((kind) => {
+    const work = latest[kind];
+    return ceilings && work.seconds > 0 ? leastSeconds(work, ceilings) / work.seconds : null;
+  });
+  return [
+    ["Running", `${count(latest.running)} of ${count(facts.rows)}`],
+    ["Waiting", count(latest.waiting)],
+    ["Generated", `${figure(latest.generated)} tokens/s`],
+    ["Pages", load ? `${count(load.pages_used)} of ${count(load.pages_total)}` : "–"],
+    ["Decoding", ceilings ? `${percent(shares[0])} of limit` : "–"],
+    ["Prompts", ceilings ? `${percent(shares[1])} of limit` : "–"],
+    ["Memory", ceilings && latest.busy > 0 ? sized((latest.decode.bytes + latest.prompt.bytes) / (latest.decode.seconds + latest.prompt.seconds), "B/s") : "–"],
+    ["Preemptions", count(load?.preemptions ?? 0)],
+  ].map(([name, value]) => make("div", { class: "tile" }, make("dt", {}, name), make("dd", {}, value)));
+}
