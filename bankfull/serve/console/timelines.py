@@ -113,8 +113,10 @@ class OpenLine:
             least = self._least(self._first_load, load)
             rate = later / decode if later and decode > 0 else None
             rate_limit = later / least if later and least else None
-        elif outcome != "waiting" and done is None:
-            queue = now - self._asked  # it left before it had anything: how long it ran, nobody knows
+        elif done is not None:
+            prompt = now - self._asked - (queue or 0.0)  # an embedding has no tokens
+        elif outcome != "waiting":
+            queue = now - self._asked  # it left before it had anything: how long of that it ran, nobody knows
         return Line(
             number=0, id=trace.id[:SHOWN_ID], key=self.key, route=trace.path[:200],
             batch=self.batch, outcome=outcome, arrived=self._arrived, seconds=now - trace.arrived,

@@ -1,4 +1,4 @@
-// Every call to the server. The API key lives in this tab's session storage and travels in a header, to this origin only.
+// Every call to the server. The API key lives in this tab's session storage and travels in a header, to this origin.
 
 import { find } from "./dom.js";
 
@@ -24,7 +24,7 @@ export async function call(path, options = {}) {
     let answer;
     try {
       answer = await fetch(path, {
-        ...options, headers: headers(options.headers), credentials: "omit", redirect: "error", referrerPolicy: "no-referrer",
+        ...options, headers: headers(options.headers), credentials: "omit", redirect: "error",
       });
     } catch (error) {
       if (error.name === "AbortError") throw error;
@@ -56,10 +56,10 @@ function problemOf(status, text) {
   }
 }
 
-/** True when there is another key than the one that was refused. Asks once, however many calls were refused. */
-export function askForKey(why, refused = null) {
+/** True when there is another key than the `used` one, which was refused. Asks once, however many calls were. */
+export function askForKey(why, used = sessionStorage.getItem(KEPT)) {
   const now = sessionStorage.getItem(KEPT);
-  if (refused !== now && now) return Promise.resolve(true);
+  if (now && now !== used) return Promise.resolve(true);
   asking ??= showDialog(why).finally(() => (asking = null));
   return asking;
 }
@@ -95,7 +95,8 @@ export async function* events(answer) {
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
     for (const part of parts) {
-      const data = part.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6)).join("\n");
+      const lines = part.split("\n").filter((line) => line.startsWith("data: "));
+      const data = lines.map((line) => line.slice(6)).join("\n");
       if (data === "[DONE]") return;
       if (data) yield JSON.parse(data);
     }

@@ -5,6 +5,7 @@ import { find, make, save } from "./dom.js";
 import { count, moment } from "./format.js";
 
 const EVERY = 1500;
+const SHOWN_ERRORS = 3;
 const ACTIVE = new Set(["validating", "in_progress", "finalizing", "cancelling"]);
 let timer = null;
 let shown = false;
@@ -76,26 +77,36 @@ function show(batches) {
 
 function card(batch) {
   const { total, completed, failed } = batch.request_counts, done = completed + failed;
-  const name = batch.metadata?.file ?? batch.id;
+  const name = nameOf(batch);
   const kind = ACTIVE.has(batch.status) ? "busy" : batch.status === "completed" ? "ended" : "bad";
-  const errors = batch.errors?.data ?? [];
+  const errors = batch.errors?.data ?? [], status = batch.status.replace("_", " ");
   const buttons = [
-    batch.output_file_id && action(`Download results of ${name}`, "Results", () => download(batch.output_file_id, `${batch.id}_output.jsonl`), batch),
-    batch.error_file_id && action(`Download errors of ${name}`, "Errors", () => download(batch.error_file_id, `${batch.id}_errors.jsonl`), batch),
-    ACTIVE.has(batch.status) && batch.status !== "cancelling" && action(`Cancel ${name}`, "Cancel", () => cancel(batch.id), batch),
+    batch.output_file_id && action(batch, "Results", () => download(batch.output_file_id, `${batch.id}_output.jsonl`)),
+    batch.error_file_id && action(batch, "Errors", () => download(batch.error_file_id, `${batch.id}_errors.jsonl`)),
+    ["validating", "in_progress"].includes(batch.status) && action(batch, "Cancel", () => cancel(batch.id)),
   ];
+  const lines = `${count(done)} of ${count(total)} lines${failed ? `, ${count(failed)} failed` : ""}`;
+  const tokens = `${count(batch.usage.input_tokens)} tokens in, ${count(batch.usage.output_tokens)} out`;
   return make(
     "li", { class: "card batch", "data-batch": batch.id },
-    make("div", { class: "head" }, make("h2", {}, name), make("span", { class: `badge ${kind}` }, batch.status.replace("_", " "))),
+    make("div", { class: "head" }, make("h2", {}, name), make("span", { class: `badge ${kind}` }, status)),
     make("progress", { max: Math.max(1, total), value: done, "aria-label": `Progress of ${name}` }),
-    make("p", {}, `${count(done)} of ${count(total)} lines${failed ? `, ${count(failed)} failed` : ""} · ` +
-      `${count(batch.usage.input_tokens)} tokens in, ${count(batch.usage.output_tokens)} out · ${batch.endpoint} · ${moment(batch.created_at)}`),
-    ...errors.slice(0, 3).map((error) => make("p", { class: "problem" }, `${error.line ? `Line ${error.line}: ` : ""}${error.message}`)),
+    make("p", {}, [lines, tokens, batch.endpoint, moment(batch.created_at)].join(" · ")),
+    ...errors.slice(0, SHOWN_ERRORS).map((error) => make("p", { class: "problem" }, problemOf(error))),
     make("div", { class: "buttons" }, ...buttons.filter(Boolean)),
   );
 }
 
-function action(label, text, work, batch) {
+function nameOf(batch) {
+  return batch.metadata?.file ?? batch.id;
+}
+
+function problemOf(error) {
+  return error.line ? `Line ${error.line}: ${error.message}` : error.message;
+}
+
+function action(batch, text, work) {
+  const label = `${text} of ${nameOf(batch)}`;
   return make("button", { type: "button", "aria-label": label, "data-at": `${batch.id} ${text}`, click: work }, text);
 }
 

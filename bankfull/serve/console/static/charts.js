@@ -19,7 +19,7 @@ export function ticks(top, wanted = 3) {
   return found;
 }
 
-/** A path through the points; where a value is missing it is interrupted. */
+/** A path through the points; where a value is missing it is interrupted. A point alone is a dot. */
 function pathOf(points) {
   let path = "", open = false;
   for (const [x, y] of points) {
@@ -27,21 +27,27 @@ function pathOf(points) {
       open = false;
       continue;
     }
-    path += `${open ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`;
+    const at = `${x.toFixed(1)} ${y.toFixed(1)}`;
+    path += open ? `L${at}` : `M${at}h0`;
     open = true;
   }
   return path;
 }
 
+function look(series, number) {
+  return `series-${series.limit ? "limit" : number}`;
+}
+
 /** The last minutes of a few figures. Arrow keys or the pointer choose a moment, whose figures are then told. */
 export class TimeChart {
-  /** `series`: {name, of: sample => number or null, limit: whether it is one}; `top`: where the axis ends, if that is fixed. */
+  /** `series`: {name, of: sample => number or null, limit: whether it is one}; `top`: where the axis ends, if fixed. */
   constructor(host, { title, series, format, top = null }) {
     Object.assign(this, { title, series, format, top, samples: [], picked: null });
     this.value = make("output", { class: "value" });
     this.svg = draw("svg", { class: "chart", role: "img", tabindex: "0", height: HEIGHT });
-    const names = series.map((one, number) => make("span", { class: `name series-${one.limit ? "limit" : number}` }, one.name));
-    host.append(make("figcaption", {}, make("h2", {}, title), this.value), this.svg, make("p", { class: "legend" }, ...names));
+    const names = series.map((one, number) => make("span", { class: `name ${look(one, number)}` }, one.name));
+    const caption = make("figcaption", {}, make("h2", {}, title), this.value);
+    host.append(caption, this.svg, make("p", { class: "legend" }, ...names));
     this.svg.addEventListener("pointermove", (event) => this.pick(this.nearest(event)));
     this.svg.addEventListener("pointerleave", () => this.pick(null));
     this.svg.addEventListener("blur", () => this.pick(null));
@@ -62,18 +68,18 @@ export class TimeChart {
     this.y = (value) => HEIGHT - MARGIN.bottom - (HEIGHT - MARGIN.top - MARGIN.bottom) * (value / top);
     const parts = borders.flatMap((value) => [
       draw("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: this.y(value), y2: this.y(value) }),
-      draw("text", { class: "tick", x: MARGIN.left - 6, y: this.y(value) + 4, "text-anchor": "end" }, this.format(value)),
+      text(MARGIN.left - 6, this.y(value) + 4, "end", this.format(value)),
     ]);
     parts.push(
-      draw("text", { class: "tick", x: MARGIN.left, y: HEIGHT - 4 }, `${Math.round(span / 60) || 1} min ago`),
-      draw("text", { class: "tick", x: width - MARGIN.right, y: HEIGHT - 4, "text-anchor": "end" }, "now"),
+      text(MARGIN.left, HEIGHT - 4, "start", `${Math.round(span / 60) || 1} min ago`),
+      text(width - MARGIN.right, HEIGHT - 4, "end", "now"),
     );
     this.series.forEach((one, number) => {
       const points = this.shown.map((sample) => {
         const value = one.of(sample);
         return [this.x(sample.at), value === null ? null : this.y(Math.min(value, top))];
       });
-      parts.push(draw("path", { class: `curve series-${one.limit ? "limit" : number}`, d: pathOf(points) }));
+      parts.push(draw("path", { class: `curve ${look(one, number)}`, d: pathOf(points) }));
     });
     this.marker = draw("line", { class: "marker", y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom, visibility: "hidden" });
     this.svg.replaceChildren(...parts, this.marker);
@@ -103,21 +109,19 @@ export class TimeChart {
   tell() {
     if (!this.shown?.includes(this.picked)) this.picked = null;
     const sample = this.picked ?? this.shown?.at(-1);
-    const said = sample ? this.series.map((one) => `${one.name} ${this.format(one.of(sample))}`).join(", ") : "no figures yet";
+    const figures = sample ? this.series.map((one) => `${one.name} ${this.format(one.of(sample))}`) : [];
+    const said = figures.join(", ") || "no figures yet";
     const when = this.picked ? `${Math.round(this.shown.at(-1).at - sample.at)} s ago: ` : "";
-    this.value.textContent = when + (this.series.length > 1 || !sample ? said : this.format(this.series[0].of(sample)));
+    this.value.textContent = when + said;
     this.svg.setAttribute("aria-label", `${this.title}. ${when || "Now: "}${said}. Arrow keys go back in time.`);
-    if (this.picked) {
-      const x = this.x(sample.at);
-      for (const [name, value] of [["x1", x], ["x2", x], ["visibility", "visible"]]) this.marker.setAttribute(name, value);
-    } else {
-      this.marker?.setAttribute("visibility", "hidden");
-    }
+    this.marker?.setAttribute("visibility", this.picked ? "visible" : "hidden");
+    if (this.picked) for (const end of ["x1", "x2"]) this.marker.setAttribute(end, this.x(sample.at));
   }
 }
 
 const ROOF_HEIGHT = 300;
-const TRAIL = 30;
+const TRAIL_SECONDS = 30;
+const NOW_SECONDS = 2.5;
 const KINDS = [["decode", "decoding"], ["prompt", "reading prompts"]];
 
 /** What the machine can do at each intensity, and where the engine's steps of the last seconds lie below it. */
@@ -126,59 +130,80 @@ export class Roofline {
     this.value = make("output", { class: "value" });
     this.svg = draw("svg", { class: "chart roof", role: "img", height: ROOF_HEIGHT });
     const names = KINDS.map(([kind, name]) => make("span", { class: `name point-${kind}` }, name));
+    const hint = make("span", { class: "hint" }, "large: now; small: the last 30 seconds");
     host.append(
       make("figcaption", {}, make("h2", {}, "Roofline"), this.value), this.svg,
-      make("p", { class: "legend" }, ...names, make("span", { class: "hint" }, "the last 30 seconds with work; the large points are now")),
+      make("p", { class: "legend" }, ...names, hint),
     );
   }
 
   show(ceilings, samples) {
     const width = this.svg.clientWidth || 640, peak = ceilings.flops, slope = ceilings.read_bytes_per_s;
-    const ridge = peak / slope;
-    const roof = (intensity) => Math.min(peak, slope * intensity);
-    const points = KINDS.flatMap(([kind]) => recent(samples, kind));
-    const low = Math.min(0.25, ...points.map((point) => point.x)) / 2, high = Math.max(ridge * 16, ...points.map((point) => point.x * 2));
+    const ridge = peak / slope, roof = (intensity) => Math.min(peak, slope * intensity);
+    const trails = KINDS.map(([kind]) => recent(samples, kind)), points = trails.flat();
+    const low = Math.min(0.25, ...points.map((point) => point.x)) / 2;
+    const high = Math.max(ridge * 16, ...points.map((point) => point.x * 2));
     const bottom = Math.min(roof(low), ...points.map((point) => point.y)) / 2, top = peak * 3;
-    const x = scale(low, high, MARGIN.left + 14, width - MARGIN.right), y = scale(bottom, top, ROOF_HEIGHT - 36, MARGIN.top);
+    const x = scale(low, high, MARGIN.left + 14, width - MARGIN.right);
+    const y = scale(bottom, top, ROOF_HEIGHT - 36, MARGIN.top);
     this.svg.setAttribute("viewBox", `0 0 ${width} ${ROOF_HEIGHT}`);
+    const path = pathOf([[x(low), y(roof(low))], [x(ridge), y(peak)], [x(high), y(peak)]]);
+    const middle = Math.sqrt(low * ridge);
     const parts = [
-      ...decades(low, high).map((value) => draw("line", { class: "grid", x1: x(value), x2: x(value), y1: y(top), y2: y(bottom) })),
-      ...decades(bottom, top).map((value) => draw("line", { class: "grid", x1: x(low), x2: x(high), y1: y(value), y2: y(value) })),
-      ...decades(low, high).map((value) => draw("text", { class: "tick", x: x(value), y: ROOF_HEIGHT - 20, "text-anchor": "middle" }, figure(value))),
-      ...decades(bottom, top).map((value) => draw("text", { class: "tick", x: x(low) - 6, y: y(value) + 4, "text-anchor": "end" }, sized(value, ""))),
-      draw("text", { class: "tick", x: (x(low) + x(high)) / 2, y: ROOF_HEIGHT - 4, "text-anchor": "middle" }, "operations per byte"),
-      draw("text", { class: "tick", x: x(low) + 6, y: y(top) + 12 }, "operations per second"),
-      draw("path", { class: "curve series-limit", d: pathOf([[x(low), y(roof(low))], [x(ridge), y(peak)], [x(high), y(peak)]]) }),
-      draw("text", { class: "tick", x: x(high) - 4, y: y(peak) - 6, "text-anchor": "end" }, `arithmetic ${sized(peak, "FLOP/s")}`),
-      draw("text", { class: "tick", x: x(ridge) - 8, y: y(peak) - 6, "text-anchor": "end" }, `memory ${sized(slope, "B/s")}`),
+      ...axes(x, y, { low, high, bottom, top }),
+      draw("path", { class: "curve series-limit", d: path }),
+      text(x(high) - 4, y(peak) - 6, "end", `arithmetic ${sized(peak, "FLOP/s")}`),
+      text(x(middle) - 6, y(roof(middle)) - 6, "end", `memory ${sized(slope, "B/s")}`),
     ];
     const said = [];
-    for (const [kind, name] of KINDS) {
-      const trail = recent(samples, kind);
-      trail.forEach((point, number) => {
-        const newest = number === trail.length - 1;
+    KINDS.forEach(([kind, name], number) => {
+      for (const point of trails[number]) {
         const share = point.y / roof(point.x);
-        const dot = { class: `point point-${kind}`, cx: x(point.x), cy: y(point.y), r: newest ? 7 : 3, opacity: newest ? 1 : 0.12 + (0.4 * number) / TRAIL };
-        parts.push(draw("circle", dot, draw("title", {}, `${name}: ${sized(point.y, "FLOP/s")}, ${percent(share)} of the limit`)));
-        if (!newest) return;
-        said.push(`${name} at ${percent(share)} of the limit (${figure(point.x)} operations per byte)`);
+        const told = `${name} at ${percent(share)} of the limit (${figure(point.x)} operations per byte)`;
+        const look = point.now ? { r: 7 } : { r: 3, opacity: 0.15 + 0.4 * (1 - point.age / TRAIL_SECONDS) };
+        const place = { class: `point point-${kind}`, cx: x(point.x), cy: y(point.y), ...look };
+        parts.push(draw("circle", place, draw("title", {}, told)));
+        if (!point.now) continue;
+        said.push(told);
+        const gap = { x1: x(point.x), x2: x(point.x), y1: y(point.y) - 8, y2: y(roof(point.x)) };
+        const beside = kind === "decode" ? [-11, "end"] : [11, "start"];
         parts.push(
-          draw("line", { class: `gap point-${kind}`, x1: x(point.x), x2: x(point.x), y1: y(point.y) - 8, y2: y(roof(point.x)) }),
-          draw("text", { class: "label", x: x(point.x) + 11, y: y(point.y) + 4 }, percent(share)),
+          draw("line", { class: `gap point-${kind}`, ...gap }),
+          text(x(point.x) + beside[0], y(point.y) + 4, beside[1], percent(share), "label"),
         );
-      });
-    }
+      }
+    });
     this.svg.replaceChildren(...parts);
     this.value.textContent = said.join("; ") || "idle";
     this.svg.setAttribute("aria-label", `Roofline. ${this.value.textContent}.`);
   }
 }
 
-/** The newest operating points of a kind of step, oldest first. */
+/** The operating points of a kind of step in the last seconds, oldest first; the last one is `now` if it is fresh. */
 export function recent(samples, kind) {
-  return samples.slice(-TRAIL)
-    .filter((sample) => sample[kind].seconds > 0 && sample[kind].bytes > 0 && sample[kind].flops > 0)
-    .map((sample) => ({ x: sample[kind].flops / sample[kind].bytes, y: sample[kind].flops / sample[kind].seconds }));
+  const last = samples.at(-1)?.at ?? 0;
+  const found = samples
+    .filter((sample) => last - sample.at < TRAIL_SECONDS)
+    .filter(({ [kind]: work }) => work.seconds > 0 && work.bytes > 0 && work.flops > 0)
+    .map(({ at, [kind]: work }) => ({ x: work.flops / work.bytes, y: work.flops / work.seconds, age: last - at }));
+  if (found.at(-1)?.age < NOW_SECONDS) found.at(-1).now = true;
+  return found;
+}
+
+function axes(x, y, { low, high, bottom, top }) {
+  const across = decades(low, high), up = decades(bottom, top);
+  return [
+    ...across.map((at) => draw("line", { class: "grid", x1: x(at), x2: x(at), y1: y(top), y2: y(bottom) })),
+    ...up.map((at) => draw("line", { class: "grid", x1: x(low), x2: x(high), y1: y(at), y2: y(at) })),
+    ...across.map((at) => text(x(at), ROOF_HEIGHT - 20, "middle", figure(at))),
+    ...up.map((at) => text(x(low) - 6, y(at) + 4, "end", sized(at, ""))),
+    text((x(low) + x(high)) / 2, ROOF_HEIGHT - 4, "middle", "operations per byte"),
+    text(x(low) + 6, y(top) + 12, "start", "operations per second"),
+  ];
+}
+
+function text(x, y, anchor, content, kind = "tick") {
+  return draw("text", { class: kind, x, y, "text-anchor": anchor }, content);
 }
 
 function scale(low, high, from, to) {
@@ -204,7 +229,8 @@ export function timeLine(line, longest) {
     const length = line[part];
     if (length === null || length <= 0) continue;
     told.push(`${name} ${seconds(length)}`);
-    parts.push(draw("rect", { class: `part-${part}`, x: (1000 * at) / longest, width: Math.max(2, (1000 * length) / longest), y: 1, height: 12 }));
+    const place = { x: (1000 * at) / longest, width: Math.max(2, (1000 * length) / longest), y: 1, height: 12 };
+    parts.push(draw("rect", { class: `part-${part}`, ...place }));
     at += length;
   }
   const said = told.join(", ") || "nothing yet";

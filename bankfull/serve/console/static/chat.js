@@ -58,7 +58,8 @@ function send() {
   if (!text) return;
   question.value = "";
   turns.push({ role: "user", content: text });
-  find("#log").append(make("article", { class: "turn user" }, make("h2", {}, "You"), make("div", { class: "text" }, text)));
+  const place = make("article", { class: "turn user" }, make("h2", {}, "You"), make("div", { class: "text" }, text));
+  find("#log").append(place);
   answer();
 }
 
@@ -154,13 +155,15 @@ async function showFigures(place, id, seen, stopped) {
   const rate = line ? line.tokens_per_s : seen.tokens ? ((seen.tokens - 1) * 1000) / (seen.ended - seen.first) : null;
   const first = line?.first_token ?? (seen.first - seen.begun) / 1000;
   const limit = line?.tokens_per_s_limit ?? null;
+  const prompt = line ? `prompt ${count(line.prompt_tokens)}, cached ${count(line.cached_tokens)}` : null;
   const items = [
     ["TTFT", seconds(first), line?.first_token_limit ? `limit ${seconds(line.first_token_limit)}` : null],
     ["speed", `${figure(rate)} tokens/s`, limit ? `limit ${figure(limit)}` : null],
     ["of limit", limit && rate ? percent(rate / limit) : "–", limit ? null : "run bankfull limits, then restart"],
-    ["tokens", count(line?.output_tokens ?? seen.tokens), line ? `prompt ${count(line.prompt_tokens)}, cached ${count(line.cached_tokens)}` : null],
-    ...(stopped ? [["ended", "stopped", null]] : line?.outcome === "length" ? [["ended", "at the most tokens", null]] : []),
+    ["tokens", count(line?.output_tokens ?? seen.tokens), prompt],
   ];
+  if (stopped) items.push(["ended", "stopped", null]);
+  else if (line?.outcome === "length") items.push(["ended", "at the most tokens", null]);
   place.prepend(make("dl", { class: "figures" }, ...items.map(([name, value, beside]) =>
     make("div", {}, make("dt", {}, name), make("dd", {}, value, beside ? make("small", {}, ` ${beside}`) : null)))));
   find("#said").textContent = `Answered. ${items.map(([name, value]) => `${name} ${value}`).join(", ")}.`;

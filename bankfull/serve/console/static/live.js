@@ -16,10 +16,15 @@ const CHARTS = [
   },
   {
     title: "Step time", format: seconds,
-    series: [{ name: "a step", of: (sample) => sample.step }, { name: "its limit", of: (sample) => sample.limit, limit: true }],
+    series: [
+      { name: "a step", of: (sample) => sample.step }, { name: "its limit", of: (sample) => sample.limit, limit: true },
+    ],
   },
   { title: "Pages in use", format: percent, top: 1, series: [{ name: "used", of: (sample) => sample.pages }] },
-  { title: "Prompt tokens found in the cache", format: percent, top: 1, series: [{ name: "hits", of: (sample) => sample.hits }] },
+  {
+    title: "Prompt tokens found in the cache", format: percent, top: 1,
+    series: [{ name: "hits in 30 s", of: (sample) => sample.hits }],
+  },
   { title: "Time inside steps", format: percent, top: 1, series: [{ name: "busy", of: (sample) => sample.busy }] },
 ];
 
@@ -48,14 +53,15 @@ function tiles(state, ceilings) {
     const work = latest[kind];
     return ceilings && work.seconds > 0 ? leastSeconds(work, ceilings) / work.seconds : null;
   });
+  const moved = latest.decode.bytes + latest.prompt.bytes, inside = latest.decode.seconds + latest.prompt.seconds;
   return [
     ["Running", `${count(latest.running)} of ${count(facts.rows)}`],
     ["Waiting", count(latest.waiting)],
     ["Generated", `${figure(latest.generated)} tokens/s`],
     ["Pages", load ? `${count(load.pages_used)} of ${count(load.pages_total)}` : "–"],
-    ["Decoding", ceilings ? `${percent(shares[0])} of limit` : "–"],
-    ["Prompts", ceilings ? `${percent(shares[1])} of limit` : "–"],
-    ["Memory", ceilings && latest.busy > 0 ? sized((latest.decode.bytes + latest.prompt.bytes) / (latest.decode.seconds + latest.prompt.seconds), "B/s") : "–"],
+    ["Decoding, of limit", percent(shares[0])],
+    ["Prompts, of limit", percent(shares[1])],
+    ["Memory traffic", sized(ceilings && latest.busy ? moved / inside : null, "B/s")],
     ["Preemptions", count(load?.preemptions ?? 0)],
   ].map(([name, value]) => make("div", { class: "tile" }, make("dt", {}, name), make("dd", {}, value)));
 }

@@ -37,9 +37,9 @@ function turnTo(name, focus) {
 function showStatus() {
   const { now, problem } = state;
   const kind = problem ? "bad" : !now ? "" : now.ready ? "good" : "wait";
-  const text = problem
-    ? problem.message
-    : now.ready ? `${now.model}${now.load?.running ? ` · ${count(now.load.running)} running` : ""}` : "the engine is being loaded";
+  let text = "the engine is being loaded";
+  if (problem) text = problem.message;
+  else if (now.ready) text = now.load?.running ? `${now.model} · ${count(now.load.running)} running` : now.model;
   find("#status").dataset.kind = kind;
   if (find("#status-text").textContent !== text) find("#status-text").textContent = text;
 }
@@ -57,7 +57,9 @@ find("#theme").addEventListener("click", () => {
   const names = Object.keys(THEMES);
   setTheme(names[(names.indexOf(document.documentElement.dataset.theme) + 1) % names.length]);
 });
-find("#key").addEventListener("click", async () => (await askForKey("Another API key.", sessionStorage.getItem("bankfull.key"))) && refresh());
+find("#key").addEventListener("click", async () => {
+  if (await askForKey("Give another API key.")) refresh();
+});
 window.addEventListener("hashchange", () => {
   if (location.hash === "#main") return find("#main").focus();
   turnTo(location.hash.slice(1), true);

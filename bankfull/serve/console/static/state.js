@@ -5,6 +5,7 @@ import { json } from "./api.js";
 const EVERY = 1000;
 const KEPT_SAMPLES = 300;
 const KEPT_LINES = 250;
+const HITS_SECONDS = 30; // prompts come one by one: a second tells little about the cache
 const listeners = new Set();
 
 export const state = {
@@ -70,9 +71,13 @@ function take(answer) {
   state.now = answer;
   state.running = answer.requests.filter((line) => !line.number);
   for (const line of answer.requests) if (line.number) state.lines.set(line.number, line);
-  for (const number of [...state.lines.keys()].sort((a, b) => a - b).slice(0, -KEPT_LINES)) state.lines.delete(number);
+  const oldest = [...state.lines.keys()].sort((a, b) => a - b).slice(0, -KEPT_LINES);
+  for (const number of oldest) state.lines.delete(number);
   const sample = between(before, answer);
-  if (sample) state.samples.push(sample);
+  if (sample) {
+    state.samples.push(sample);
+    sample.hits = hitsOf(state.samples.filter((other) => sample.at - other.at < HITS_SECONDS));
+  }
   state.samples.splice(0, state.samples.length - KEPT_SAMPLES);
   before = answer;
 }
@@ -91,7 +96,8 @@ export function between(first, second) {
   const passed = Object.fromEntries(Object.keys(EMPTY).map((name) => [name, to[name] - from[name]]));
   const decode = { seconds: passed.decode_busy, bytes: passed.decode_bytes, flops: passed.decode_flops };
   const prompt = {
-    seconds: passed.busy - decode.seconds, bytes: passed.bytes_moved - decode.bytes, flops: passed.flops - decode.flops,
+    seconds: passed.busy - decode.seconds, bytes: passed.bytes_moved - decode.bytes,
+    flops: passed.flops - decode.flops,
   };
   const ceilings = second.facts?.ceilings ?? null;
   const least = ceilings ? leastSeconds(decode, ceilings) + leastSeconds(prompt, ceilings) : null;
@@ -102,12 +108,19 @@ export function between(first, second) {
     generated: (second.generation_tokens - first.generation_tokens) / seconds,
     read: (second.prompt_tokens - first.prompt_tokens) / seconds,
     pages: second.load?.pages_total ? second.load.pages_used / second.load.pages_total : 0,
-    hits: passed.prefix_queries ? passed.prefix_hits / passed.prefix_queries : null,
+    queried: passed.prefix_queries,
+    found: passed.prefix_hits,
     step: passed.steps ? passed.busy / passed.steps : null,
     limit: passed.steps && least ? least / passed.steps : null,
     busy: Math.min(1, passed.busy / seconds),
     decode, prompt,
   };
+}
+
+/** Of the prompt tokens looked for in all these samples, the share that was found; null where none were. */
+function hitsOf(samples) {
+  const sum = (name) => samples.reduce((total, sample) => total + sample[name], 0);
+  return sum("queried") ? sum("found") / sum("queried") : null;
 }
 
 /** The shortest time for work of one kind: bound by its bytes or by its arithmetic. */
