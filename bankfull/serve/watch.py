@@ -14,7 +14,7 @@ from bankfull.errors import BankfullError
 from bankfull.sample.params import SamplingParams
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.backend import Backend, Busy
-from bankfull.serve.console.pages import STATE_PATH
+from bankfull.serve.console.pages import PAGES, STATE_PATH
 from bankfull.serve.console.timelines import OpenLine, TimeLines
 from bankfull.serve.guard import App, Message, Receive, Scope, Send
 from bankfull.serve.keys import Bucket, Keyring
@@ -25,8 +25,9 @@ from bankfull.serve.trace import Trace, current_trace, during
 from bankfull.serve.wire import Done, Facts, Load, Piece
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-QUIET_PATHS = frozenset({"/live", "/ready", "/health", "/metrics", STATE_PATH})
-"""Asked every few seconds by machines: counted, but logged only when something is wrong."""
+QUIET_PATHS = frozenset({"/live", "/ready", "/health", "/metrics", STATE_PATH, *PAGES})
+"""Asked every few seconds by machines, or a dozen at once by a browser: counted, but logged only when something is
+wrong."""
 
 
 class Watch:

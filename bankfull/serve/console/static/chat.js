@@ -1,6 +1,6 @@
 // The playground: one conversation, streamed, with the figures of each answer beside their limit.
 
-import { Problem, call, events, json } from "./api.js";
+import { Problem, events, json, post } from "./api.js";
 import { find, make } from "./dom.js";
 import { count, figure, percent, seconds } from "./format.js";
 import { lineOf } from "./state.js";
@@ -85,68 +85,79 @@ function parameters() {
   return chosen;
 }
 
+/** Text that grows at the end. It is laid out once a frame, however fast tokens come. */
+class Growing {
+  constructor(log) {
+    this.log = log;
+    this.element = make("div", { class: "text" });
+    this.node = this.element.appendChild(document.createTextNode(""));
+    this.whole = this.fresh = "";
+  }
+
+  add(text) {
+    if (!this.fresh) requestAnimationFrame(() => this.flush());
+    this.whole += text;
+    this.fresh += text;
+  }
+
+  flush() {
+    const { log } = this, below = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+    this.node.appendData(this.fresh);
+    this.fresh = "";
+    if (below) log.scrollTop = log.scrollHeight; // whoever reads further up stays there
+  }
+}
+
 async function answer() {
   const id = `console-${crypto.getRandomValues(new Uint32Array(3)).join("-")}`;
-  const thought = make("div", { class: "text" }), text = make("div", { class: "text" }), figures = make("footer");
-  const thinking = make("details", { class: "thinking", hidden: true }, make("summary", {}, "Reasoning"), thought);
-  const place = make("article", { class: "turn assistant" }, make("h2", {}, "Model"), thinking, text, figures);
-  const log = find("#log");
-  log.append(place);
+  const log = find("#log"), thought = new Growing(log), text = new Growing(log), figures = make("footer");
+  const title = make("summary", {}, "Reasoning");
+  const thinking = make("details", { class: "thinking", hidden: true }, title, thought.element);
+  log.append(make("article", { class: "turn assistant" }, make("h2", {}, "Model"), thinking, text.element, figures));
   log.scrollTop = log.scrollHeight;
   const stopping = (writing = new AbortController());
   update();
-  const system = find("#system").value.trim();
-  const begun = performance.now();
-  let first = null, usage = null, content = "", problem = null;
+  const seen = { begun: performance.now(), first: null, tokens: null };
+  let problem = null;
   try {
-    const response = await call("/v1/chat/completions", {
-      method: "POST", signal: stopping.signal,
-      headers: { "content-type": "application/json", "x-request-id": id },
-      body: JSON.stringify({
-        model: find("#model").value || undefined,
-        messages: [...(system ? [{ role: "system", content: system }] : []), ...turns],
-        ...parameters(), stream: true, stream_options: { include_usage: true },
-      }),
-    });
-    for await (const event of events(response)) {
+    for await (const event of events(await ask(id, stopping.signal))) {
       if (event.error) throw new Problem(event.error.message, 0);
-      usage = event.usage ?? usage;
-      const delta = event.choices[0]?.delta ?? {};
-      if (delta.content || delta.reasoning) first ??= performance.now();
-      const below = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
-      if (delta.reasoning) {
+      seen.tokens = event.usage?.completion_tokens ?? seen.tokens;
+      const { reasoning, content } = event.choices[0]?.delta ?? {};
+      if (reasoning || content) seen.first ??= performance.now();
+      if (reasoning) {
         thinking.hidden = false;
-        thought.append(delta.reasoning);
+        thought.add(reasoning);
       }
-      if (delta.content) {
-        content += delta.content;
-        text.append(delta.content);
-      }
-      if (below) log.scrollTop = log.scrollHeight; // whoever reads further up stays there
+      if (content) text.add(content);
     }
   } catch (error) {
     if (error.name !== "AbortError") problem = error.message;
   }
+  thought.flush();
+  text.flush();
+  seen.ended = performance.now();
   const stopped = stopping.signal.aborted;
   writing = null;
-  if (problem !== null) {
-    figures.append(make("p", { class: "problem", role: "alert" }, problem));
-    if (!content) {
-      // The question may be sent again as it was.
-      find("#question").value ||= turns.pop().content;
-    }
-  }
-  if (content) turns.push({ role: "assistant", content });
-  else if (problem === null) {
-    if (stopped && turns.at(-1)?.role === "user") turns.pop();
-    text.append(make("em", {}, stopped ? "stopped" : "nothing was said"));
-  }
+  if (problem !== null) figures.append(make("p", { class: "problem", role: "alert" }, problem));
+  if (text.whole) turns.push({ role: "assistant", content: text.whole });
+  else if (problem !== null) find("#question").value ||= turns.pop().content; // it may be sent again as it was
+  else text.element.append(make("em", {}, stopped ? "stopped" : "nothing was said"));
   update();
-  if (first !== null) {
-    const measured = { begun, first, ended: performance.now(), tokens: usage?.completion_tokens ?? null };
-    await showFigures(figures, id, measured, stopped);
+  if (seen.first !== null) {
+    await showFigures(figures, id, seen, stopped);
     log.scrollTop = log.scrollHeight;
   }
+}
+
+function ask(id, signal) {
+  const system = find("#system").value.trim();
+  const body = {
+    model: find("#model").value || undefined,
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...turns],
+    ...parameters(), stream: true, stream_options: { include_usage: true },
+  };
+  return post("/v1/chat/completions", body, { signal, headers: { "x-request-id": id } });
 }
 
 /** As the server measured them, beside the limit of the same steps; where it does not tell, as they were seen here. */
