@@ -104,6 +104,7 @@ def test_a_request_is_followed_from_its_arrival_to_its_end_beside_its_limits(ste
         await answer.__anext__()
         shown = only(backend)
         assert (shown.outcome, shown.first_token, shown.first_token_limit) == ("running", 2.5, 1.5)
+        assert (shown.wait, shown.queue, shown.prompt, shown.decode) == (2.0, None, None, 0.0)
         for number in range(4):
             steps.step(1.0, [piece()], load(2 + number, 50.0 * (number + 1), 1500.0))
             await answer.__anext__()
@@ -112,7 +113,8 @@ def test_a_request_is_followed_from_its_arrival_to_its_end_beside_its_limits(ste
         await answer.__anext__()
         line = only(backend)
         assert line.number == 1 and line.outcome == "length" and line.route == "/v1/completions" and line.id == "req-1"
-        assert (line.prepare, line.queue, line.prompt, line.decode, line.seconds) == (0.5, 0.25, 1.75, 5.0, 7.5)
+        parts = (line.prepare, line.wait, line.queue, line.prompt, line.decode)
+        assert parts == (0.5, None, 0.25, 1.75, 5.0) and line.seconds == 7.5
         assert (line.prompt_tokens, line.cached_tokens, line.output_tokens) == (3, 2, 6)
         assert (line.first_token, line.first_token_limit) == (2.5, 1.5)
         assert (line.tokens_per_s, line.tokens_per_s_limit) == (1.0, 2.0)

@@ -40,6 +40,8 @@ class Line(msgspec.Struct, kw_only=True):
     seconds: float
     prepare: float
     """Until the engine was asked: the body, the template, tokens."""
+    wait: float | None
+    """In the engine until the first token, where it is not known yet how long of that it queued."""
     queue: float | None
     prompt: float | None
     """From the queue to the first token."""
@@ -103,26 +105,23 @@ class OpenLine:
 
     def _line(self, outcome: str, done: Done | None) -> Line:
         now, load, trace = self._book.clock(), self._book.backend.load, self.trace
+        first = now if self._first is None else self._first
+        wait: float | None = first - self._asked
         queue = prompt = decode = rate = rate_limit = first_limit = None
         if done is not None:
-            queue = min(done.queue or 0.0, (self._first or now) - self._asked)
+            queue = min(done.queue or 0.0, first - self._asked)
+            wait, prompt = None, first - self._asked - queue
         if self._first is not None:
-            prompt, decode = self._first - self._asked - (queue or 0.0), now - self._first
-            first_limit = self._least(self._begun, self._first_load)
-            later = self.tokens - self._first_tokens
-            least = self._least(self._first_load, load)
+            decode, later = now - first, self.tokens - self._first_tokens
+            first_limit, least = self._least(self._begun, self._first_load), self._least(self._first_load, load)
             rate = later / decode if later and decode > 0 else None
             rate_limit = later / least if later and least else None
-        elif done is not None:
-            prompt = now - self._asked - (queue or 0.0)  # an embedding has no tokens
-        elif outcome != "waiting":
-            queue = now - self._asked  # it left before it had anything: how long of that it ran, nobody knows
         return Line(
             number=0, id=trace.id[:SHOWN_ID], key=self.key, route=trace.path[:200],
             batch=self.batch, outcome=outcome, arrived=self._arrived, seconds=now - trace.arrived,
-            prepare=max(0.0, self._asked - trace.arrived), queue=queue, prompt=prompt, decode=decode,
+            prepare=max(0.0, self._asked - trace.arrived), wait=wait, queue=queue, prompt=prompt, decode=decode,
             prompt_tokens=self.prompt_tokens, cached_tokens=0 if done is None else done.cached_tokens,
-            output_tokens=self.tokens, first_token=None if self._first is None else self._first - trace.arrived,
+            output_tokens=self.tokens, first_token=None if self._first is None else first - trace.arrived,
             first_token_limit=first_limit, tokens_per_s=rate, tokens_per_s_limit=rate_limit,
         )  # fmt: skip
 

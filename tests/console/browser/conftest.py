@@ -63,14 +63,14 @@ class Server:
 
 
 @contextmanager
-def running(cache: Path, key: str | None = None) -> Iterator[Server]:
+def running(cache: Path, key: str | None = None, port: int = 0) -> Iterator[Server]:
     python = os.environ.get("BANKFULL_PYTHON", sys.executable)
     environment = {**os.environ, "BANKFULL_CACHE": str(cache)}
     environment.pop("BANKFULL_API_KEY", None)
     if key is not None:
         environment["BANKFULL_API_KEY"] = key
     process = subprocess.Popen(
-        [python, "-m", "tests.console.browser.serve_tiny"], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        [python, "-m", "tests.console.browser.serve_tiny", str(port)], cwd=ROOT, stdout=subprocess.PIPE, text=True,
         env=environment,
     )  # fmt: skip
     assert process.stdout is not None

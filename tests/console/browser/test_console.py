@@ -358,8 +358,15 @@ def test_the_choice_of_colours_is_kept(page: Any) -> None:
 
 
 def test_a_server_that_is_gone_is_missed_and_found_again(watched: Watched, cache: Path) -> None:
+    page = watched.page
     with running(cache) as server:
-        watched.page.goto(server.url + "/")
-        watched.page.wait_for_selector('#status[data-kind="good"]')
-    until(watched.page, "document.querySelector('#status').textContent.includes('cannot be reached')")
+        page.goto(server.url + "/")
+        page.wait_for_selector('#status[data-kind="good"]')
+        server.ask("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 2})
+        page.click('nav a[href="#requests"]')
+        until(page, "document.querySelectorAll('#lines tbody tr').length === 1")
+    until(page, "document.querySelector('#status').textContent.includes('cannot be reached')")
+    with running(cache, port=int(server.url.rpartition(":")[2])):
+        page.wait_for_selector('#status[data-kind="good"]')
+        until(page, "document.querySelectorAll('#lines tbody tr').length === 0")
     watched.complaints = [said for said in watched.complaints if "ERR_CONNECTION" not in said]

@@ -148,12 +148,11 @@ export class Roofline {
     const y = scale(bottom, top, ROOF_HEIGHT - 36, MARGIN.top);
     this.svg.setAttribute("viewBox", `0 0 ${width} ${ROOF_HEIGHT}`);
     const path = pathOf([[x(low), y(roof(low))], [x(ridge), y(peak)], [x(high), y(peak)]]);
-    const middle = Math.sqrt(low * ridge);
     const parts = [
       ...axes(x, y, { low, high, bottom, top }),
       draw("path", { class: "curve series-limit", d: path }),
       text(x(high) - 4, y(peak) - 6, "end", `arithmetic ${sized(peak, "FLOP/s")}`),
-      text(x(middle) - 6, y(roof(middle)) - 6, "end", `memory ${sized(slope, "B/s")}`),
+      text(x(2 * low) + 8, y(roof(2 * low)) + 10, "start", `memory ${sized(slope, "B/s")}`),
     ];
     const said = [];
     KINDS.forEach(([kind, name], number) => {
@@ -218,7 +217,8 @@ function decades(low, high) {
 }
 
 export const PARTS = [
-  ["prepare", "prepared"], ["queue", "queued"], ["prompt", "prompt read"], ["decode", "decoded"],
+  ["prepare", "prepared"], ["queue", "queued"], ["prompt", "prompt read"], ["wait", "queued or prompt read"],
+  ["decode", "decoded"],
 ];
 
 /** A request's parts as a bar; `longest` is the whole width. */

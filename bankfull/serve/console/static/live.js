@@ -40,10 +40,18 @@ export function livePage() {
     const ceilings = state.now?.facts?.ceilings ?? null;
     find("#roofline").hidden = !ceilings;
     find("#unmeasured").hidden = !state.now?.facts || Boolean(ceilings);
+    find("#doubtful").hidden = !doubtful(state.samples);
     find("#tiles").replaceChildren(...tiles(state, ceilings));
     if (ceilings) roofline.show(ceilings, state.samples);
     for (const chart of charts) chart.show(state.samples);
   };
+}
+
+/** Do the last steps beat their limit by more than chance? Physics was not the limit then, but a poor measurement. */
+function doubtful(samples) {
+  const last = samples.slice(-30).filter((sample) => sample.step !== null && sample.limit !== null);
+  const sum = (name) => last.reduce((total, sample) => total + sample[name], 0);
+  return last.length >= 5 && sum("limit") > 1.05 * sum("step");
 }
 
 function tiles(state, ceilings) {
