@@ -76,10 +76,17 @@ define prepare_gpu
 	@for wheel in wheels/*.whl; do [ ! -e "$$wheel" ] || $(PYTHON) -m zipfile -e "$$wheel" build/wheels; done
 endef
 
+# Most of the suite's time goes into compiling kernels, so several processes share the device where pytest-xdist is
+# there. What is measured runs alone.
+GPU_ALONE := tests/gpu/test_limits.py
+GPU_WORKERS ?= $$($(ON_GPU) $(PYTHON) -c "import execnet, os, xdist; print(max(1, len(os.sched_getaffinity(0)) - 2))" 2>/dev/null)
+GPU_PYTEST = $(ON_GPU) BANKFULL_TEST_DEVICE=cuda $(PYTHON) -m pytest -q -m "not full" -p tests.gpu.summary --durations 10
+
 test-gpu: ## The GPU suite with PYTHON's own packages, no network needed; GPU_OPTIONS="-m ''" for every combination
 	$(call prepare_gpu)
-	$(ON_GPU) BANKFULL_TEST_DEVICE=cuda $(PYTHON) -m pytest -q -m "not full" -p tests.gpu.summary --durations 10 \
-		$(GPU_TESTS) $(GPU_OPTIONS)
+	@workers="$(GPU_WORKERS)"; set -x; \
+	$(GPU_PYTEST) $${workers:+-n $$workers --dist worksteal} --deselect $(GPU_ALONE) $(GPU_TESTS) $(GPU_OPTIONS)
+	$(GPU_PYTEST) $(GPU_ALONE) $(GPU_OPTIONS)
 
 bench-gpu: ## What the engine reaches on the GPU, beside the device's limits; GPU_OPTIONS="--work decode --timeline" for less, or more
 	$(call prepare_gpu)

@@ -50,6 +50,8 @@ class Engine:
         self.totals = Totals()
         self.watchers: list[Callable[[StepPlan], None]] = []
         """Told of every step when it is launched: meters."""
+        self.settled: list[Callable[[StepPlan], None]] = []
+        """Told of every step when its results are there, before they are dealt with: time lines."""
         self._clock = clock
         self._inflight: deque[tuple[StepPlan, Future[Landed]]] = deque()
         self._owner: dict[int, Key] = {}
@@ -102,7 +104,10 @@ class Engine:
 
     def _settle(self) -> list[Output]:
         plan, future = self._inflight.popleft()
-        outputs = self.scheduler.settle(plan, self.runner.result(plan, future))
+        result = self.runner.result(plan, future)
+        for watcher in self.settled:
+            watcher(plan)
+        outputs = self.scheduler.settle(plan, result)
         for output in outputs:
             self.totals.sampled += len(output.tokens)
             try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -23,8 +25,8 @@ from bankfull.ops import Kit, kit_for, native
 from bankfull.ops.registry import BF16, FLOAT, INT8
 from bankfull.runtime.device import Device, open_device
 from bankfull.runtime.memory import Sizes, plan_memory, shown
-from bankfull.runtime.rehearsal import rehearsal
-from bankfull.runtime.runner import Runner
+from bankfull.runtime.rehearsal import every_kind, largest, rehearsal
+from bankfull.runtime.runner import Runner, captured_widths
 from bankfull.sched.scheduler import Scheduler
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import Layout, Paged, layout_of
@@ -74,10 +76,20 @@ class Loaded:
     layout: Layout
     sizes: Sizes
     frontend: Frontend
+    phases: dict[str, float]
+    """Seconds that the parts of the start took."""
 
     @property
     def kit(self) -> Kit:
         return self.build.kit
+
+    @property
+    def start(self) -> str | None:
+        """Where the time of the start went, in one line; None on a CPU, where it is short and all for the weights."""
+        if self.device.kind == "cpu":
+            return None
+        parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.phases.items())
+        return f"{sum(self.phases.values()):.1f} s ({parts})"
 
 
 def load(
@@ -95,8 +107,9 @@ def load(
         made.engine, tokenizer, template, vocab=made.model.vocab, max_len=made.sizes.max_len, seed=run.seed
     )
     return Loaded(
-        made.files, made.build, made.model, tokenizer, template, made.device, made.layout, made.sizes, frontend
-    )
+        made.files, made.build, made.model, tokenizer, template, made.device, made.layout, made.sizes, frontend,
+        made.phases,
+    )  # fmt: skip
 
 
 def assemble(
@@ -132,8 +145,12 @@ def assemble(
     refuse_pages_without_use(model, run.kv_dtype)
     layout = layout_of(model.states(), state.page_tokens)
     depth = device.depth if run.depth is None else run.depth
-    aside = step_memory(model, layout, device, sched)
-    phases.end("the largest step, kernels compiled")
+    with refusing_large_steps(device, sched):
+        kinds = every_kind(model, layout, device, build.kit, sched.rows, sched.step_tokens, captured_widths(strategy))
+        device.compile_ahead(kinds, build.kit)
+        phases.end("kernels compiled")
+        aside = step_memory(model, layout, device, sched)
+    phases.end("the largest step")
     sizes = plan_memory(
         layout, sched, state,
         free=device.free_memory() - aside, depth=depth, made_for=model.max_positions, max_len=max_len,
@@ -175,8 +192,13 @@ def step_memory(model: Decoder, layout: Layout, device: Device, sched: SchedConf
     """What the largest step takes beside weights and state, measured where the device can tell."""
     if device.kind == "cpu":
         return 0
+    return device.peak(rehearsal(model, layout, device, largest(sched.rows, sched.step_tokens)))
+
+
+@contextmanager
+def refusing_large_steps(device: Device, sched: SchedConfig) -> Iterator[None]:
     try:
-        return device.peak(rehearsal(model, layout, device, sched.rows, sched.step_tokens))
+        yield
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"A step of {sched.step_tokens} tokens does not fit beside the weights: {shown(device.free_memory())} are "
@@ -200,14 +222,19 @@ def rounded(files: ModelFiles, wanted: str, device: Device) -> ModelFiles:
 
 def plan_build(files: ModelFiles, run: RunConfig, device: Device, max_len: int = 0) -> Build:
     """How a model is built from these files: what the options leave open is decided here."""
-    activations = choose_activations(run, files, device)
-    dtype = choose_dtype(run.dtype, files, device)
-    if activations != FLOAT and device.kind == "cpu" and (run.dtype == "auto" or dtype == torch.bfloat16):
-        dtype = torch.float32  # only what enters a product is rounded
+    dtype, activations = choose_arithmetic(files, run, device.kind)
     kit = kit_for(device.kind, run.providers, activations)
     return Build(
-        files.source, kit, dtype, device.torch, run.expand, max_len, choose_kv_dtype(run.kv_dtype, dtype, kit)
+        files.source, kit, dtype, device.torch, run.expand, max_len, choose_kv_dtype(run.kv_dtype, dtype, activations)
     )
+
+
+def choose_arithmetic(files: ModelFiles, run: RunConfig, device: str) -> tuple[torch.dtype, str]:
+    """The dtype of the computation on a kind of device, and what weights are multiplied with."""
+    activations, dtype = choose_activations(run, files, device), choose_dtype(run.dtype, files, device)
+    if activations != FLOAT and device == "cpu" and (run.dtype == "auto" or dtype == torch.bfloat16):
+        dtype = torch.float32  # only what enters a product is rounded
+    return dtype, activations
 
 
 def refuse_pages_without_use(model: Decoder, kv_dtype: str) -> None:
@@ -215,17 +242,17 @@ def refuse_pages_without_use(model: Decoder, kv_dtype: str) -> None:
         raise ConfigError(f"kv_dtype={kv_dtype!r} has no use here: this model keeps no keys and values; leave it out.")
 
 
-def choose_dtype(wanted: str, files: ModelFiles, device: Device) -> torch.dtype:
+def choose_dtype(wanted: str, files: ModelFiles, device: str) -> torch.dtype:
     """auto: what the checkpoint was saved in; for quantized files float32 on a CPU and bfloat16 on a GPU."""
     if wanted != "auto":
         return _dtype(wanted)
     saved: Any = files.config.get("dtype") or files.config.get("torch_dtype")
     if files.kind == "gguf" or saved is None:
-        return torch.float32 if device.kind == "cpu" else torch.bfloat16
+        return torch.float32 if device == "cpu" else torch.bfloat16
     return _dtype(str(saved).removeprefix("torch."))
 
 
-def choose_activations(run: RunConfig, files: ModelFiles, device: Device) -> str:
+def choose_activations(run: RunConfig, files: ModelFiles, device: str) -> str:
     """auto, on a CPU with its kernels: int8 for a model that has weights in blocks, where no dtype was named and
     nothing is dequantized; bf16 where the dtype is bfloat16. Else float, which is the exact mode of a wider dtype."""
     blocks = not run.expand and block_types(files.source)
@@ -236,17 +263,17 @@ def choose_activations(run: RunConfig, files: ModelFiles, device: Device) -> str
         )
     if run.activations != "auto":
         return run.activations
-    if device.kind != "cpu" or run.providers != "auto" or native.status() is not None:
+    if device != "cpu" or run.providers != "auto" or native.status() is not None:
         return FLOAT
     if run.dtype == "auto" and blocks:
         return INT8
     return BF16 if choose_dtype(run.dtype, files, device) == torch.bfloat16 else FLOAT
 
 
-def choose_kv_dtype(wanted: str, dtype: torch.dtype, kit: Kit) -> torch.dtype:
+def choose_kv_dtype(wanted: str, dtype: torch.dtype, activations: str) -> torch.dtype:
     """auto: the dtype of the computation; where activations are rounded anyway, bfloat16."""
     if wanted == "auto":
-        return dtype if kit.activations == FLOAT else torch.bfloat16
+        return dtype if activations == FLOAT else torch.bfloat16
     return torch.int8 if wanted == "int8" else _dtype(wanted)
 
 

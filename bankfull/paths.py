@@ -1,4 +1,5 @@
-"""Where the program keeps things: what it may lose (measurements), and what users gave it (files of batches)."""
+"""Where the program keeps things: what it may lose (measurements), what users gave it (files of batches), and what they
+tell it (configuration)."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from bankfull.errors import ConfigError
 
 CACHE_VARIABLE = "BANKFULL_CACHE"
 DATA_VARIABLE = "BANKFULL_DATA"
+CONFIG_VARIABLE = "BANKFULL_CONFIG"
 
 
 def cache_dir() -> Path:
@@ -19,6 +21,11 @@ def cache_dir() -> Path:
 def data_dir() -> Path:
     """BANKFULL_DATA, or `bankfull` in the user's data directory. It may not exist yet."""
     return _own(DATA_VARIABLE, "XDG_DATA_HOME", ".local/share", "files and batches")
+
+
+def config_dir() -> Path:
+    """BANKFULL_CONFIG, or `bankfull` in the user's configuration directory. It may not exist."""
+    return _own(CONFIG_VARIABLE, "XDG_CONFIG_HOME", ".config", "configuration")
 
 
 def _own(variable: str, shared_variable: str, usual: str, what: str) -> Path:

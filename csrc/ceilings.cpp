@@ -40,6 +40,36 @@ double read_memory(uintptr_t address, int64_t bytes, bool ahead) {
     return sum;
 }
 
+// Every thread reads a share of its own again and again: what the caches near it give, without waking up in between.
+double read_again(uintptr_t address, int64_t bytes, int64_t rounds, bool ahead) {
+    require(address && address % LINE == 0 && bytes >= 0 && bytes % LINE == 0, "read_again: not whole lines of 64 bytes");
+    require(rounds > 0, "read_again: no rounds");
+    struct Job {
+        float (*read)(const float*, int64_t, int64_t);
+        const float* data;
+        int64_t lines, shares, rounds;
+        std::mutex& turn;
+        double& sum;
+    };
+    std::mutex turn;
+    double sum = 0;
+    const Job job{kernels().read_lines[ahead ? 1 : 0], reinterpret_cast<const float*>(address),
+                  bytes / LINE, threads(), rounds, turn, sum};
+    parallel(job.shares, 1, [](const void* p, int64_t begin, int64_t end) {
+        const Job& reading = *static_cast<const Job*>(p);
+        double piece = 0;
+        for (int64_t share = begin; share < end; ++share) {
+            const int64_t first = reading.lines * share / reading.shares;
+            const int64_t last = reading.lines * (share + 1) / reading.shares;
+            for (int64_t round = 0; round < reading.rounds; ++round)
+                piece += double(reading.read(reading.data, first, last));
+        }
+        const std::lock_guard<std::mutex> lock(reading.turn);
+        reading.sum += piece;
+    }, &job);
+    return sum;
+}
+
 double multiply(int arithmetic, int64_t rounds) {
     require(arithmetic >= 0 && arithmetic < ARITHMETICS && rounds > 0, "multiply: an unknown arithmetic, or no rounds");
     const Multiplication& chosen = kernels().multiply[arithmetic];
@@ -70,6 +100,7 @@ nb::dict arithmetics() {
 void bind_ceilings(nb::module_& m) {
     using Free = nb::call_guard<nb::gil_scoped_release>;
     m.def("read_memory", &read_memory, Free(), "address, bytes: whole lines of 64; ask for lines ahead of their use? The sum of the floats there");
+    m.def("read_again", &read_again, Free(), "address, bytes, rounds, ahead: as read_memory, but each thread reads a share of its own so many times");
     m.def("multiply", &multiply, Free(), "arithmetic, rounds; how many multiplications and additions that were");
     m.def("arithmetics", &arithmetics, "name -> the code that multiply takes, for those that the instruction set has");
 }

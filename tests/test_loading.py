@@ -188,12 +188,11 @@ def test_activations_are_int8_unless_something_else_is_asked_for(
 
 def test_without_kernels_or_on_another_device_activations_are_floats(monkeypatch: pytest.MonkeyPatch) -> None:
     files = rounded(open_model(speaking_folder()), "int8", Cpu())
-    elsewhere = SimpleNamespace(kind="cuda")
-    assert choose_activations(RunConfig(), files, elsewhere) == "float"  # type: ignore[arg-type]
+    assert choose_activations(RunConfig(), files, "cuda") == "float"
     monkeypatch.setattr(native, "status", lambda: "they are missing")
-    assert choose_activations(RunConfig(), files, Cpu()) == "float"
+    assert choose_activations(RunConfig(), files, "cpu") == "float"
     monkeypatch.setattr(native, "status", lambda: None)
-    assert choose_activations(RunConfig(), files, Cpu()) == "int8"
+    assert choose_activations(RunConfig(), files, "cpu") == "int8"
 
 
 @pytest.mark.parametrize("providers", ["auto", "torch"])
@@ -230,3 +229,11 @@ def test_the_default_model_is_exact_where_a_dtype_is_named() -> None:
     plain, exact = (plan_build(files, RunConfig(dtype=dtype), Cpu()) for dtype in ("auto", "float32"))
     assert (plain.kit.activations, plain.dtype, plain.pages) == ("int8", torch.float32, torch.bfloat16)
     assert (exact.kit.activations, exact.dtype, exact.pages) == ("float", torch.float32, torch.float32)
+
+
+def test_the_start_is_told_by_its_parts_where_it_takes_long() -> None:
+    loaded = fresh().loaded
+    assert loaded.start is None, "on a CPU nobody waits"
+    loaded.device = SimpleNamespace(kind="cuda")  # type: ignore[assignment]
+    loaded.phases = {"weights": 1.25, "kernels compiled": 4.5}
+    assert loaded.start == "5.8 s (weights 1.2 s, kernels compiled 4.5 s)"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bankfull.ops import OPERATIONS, Kit, Operation, RecurrentMeta, Unnormed, triton
+from bankfull.ops import OPERATIONS, Kit, Operation, RecurrentMeta, Unnormed, triton  # noqa: F401  (triton registers its providers)
 from bankfull.ops.registry import Provider
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
@@ -18,7 +18,7 @@ from tests.ops.compare import assert_close, tensors
 SEEDS = range(len(cases.FLOATS) * len(SCHEMES))
 """Each dtype with each weight scheme."""
 FEW_SEEDS = range(16)
-"""Enough for interpreted kernels of operations without a weight; float64, which they decline, is among them."""
+"""Enough for the kernels of operations without a weight; float64, which they decline, is among them."""
 PROVIDERS = [
     pytest.param(operation, provider, id=f"{operation.name}-{provider.name}")
     for operation in OPERATIONS.values()
@@ -26,7 +26,6 @@ PROVIDERS = [
 ]
 THERE = {"cpu": "cpu", "cuda": "cuda" if torch.cuda.is_available() else "cpu"}
 """Where the inputs of a provider must lie: kernels of an absent GPU are interpreted on the host."""
-INTERPRETED = triton.launch.INTERPRETED
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +42,10 @@ def test_every_operation_has_generated_inputs_and_an_oracle() -> None:
 
 
 def seeds_for(operation: Operation, provider: Provider) -> range:
-    """Interpreted kernels are slow: they meet every dtype, and every scheme where there is one, but fewer shapes."""
+    """Kernels that are interpreted are slow, and others are compiled anew for most shapes: they meet every dtype, and
+    every scheme where there is one, but fewer shapes."""
     weightless = "weight" not in cases.case(operation.name, 0).facts
-    return FEW_SEEDS if provider.on == "cuda" and INTERPRETED and weightless else SEEDS
+    return FEW_SEEDS if provider.on == "cuda" and weightless else SEEDS
 
 
 @pytest.mark.parametrize(("operation", "provider"), PROVIDERS)

@@ -18,13 +18,16 @@ from bankfull.cli.batch import batch
 from bankfull.cli.bench import bench
 from bankfull.cli.chat import chat
 from bankfull.cli.doctor import doctor
+from bankfull.cli.explain import explain
 from bankfull.cli.generate import generate
 from bankfull.cli.info import info
 from bankfull.cli.key import key
 from bankfull.cli.limits import limits
 from bankfull.cli.options import flat
+from bankfull.cli.plan import plan
 from bankfull.cli.pull import pull
 from bankfull.cli.quality import quality
+from bankfull.cli.roofline import roofline
 from bankfull.cli.run import run
 from bankfull.cli.serve import serve
 from bankfull.cli.tune import tune
@@ -32,7 +35,7 @@ from bankfull.errors import BankfullError
 
 BAD_INPUT, INTERRUPTED = 2, 130
 COMMANDS: tuple[Callable[..., int | None], ...] = (
-    run, chat, serve, generate, pull, info, limits, bench, tune, quality, doctor, key,
+    run, chat, serve, generate, pull, info, roofline, limits, explain, plan, tune, quality, doctor, key,
 )  # fmt: skip
 
 # Rich would draw boxes around the help, at the price of doubling the time until it appears.
@@ -57,6 +60,7 @@ def options_of_all(
 for command in COMMANDS:
     app.command(command.__name__)(flat(command))
 app.add_typer(batch, name="batch")
+app.add_typer(bench, name="bench")
 
 
 def run_command(arguments: Sequence[str] | None = None) -> int:

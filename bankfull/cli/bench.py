@@ -1,70 +1,269 @@
-"""`bankfull bench`: how fast a model runs here, beside what this machine could do."""
+"""`bankfull bench`: how fast a model runs here, and how well a server serves it, beside what the machine could do."""
 
 from __future__ import annotations
 
 import json as json_text
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bankfull.cli.options import EngineOptions, Json
+from bankfull.cli.load import (
+    LOCAL,
+    ArrivalOptions,
+    DeviceName,
+    ModelFiles,
+    Name,
+    PricePerHour,
+    SloText,
+    Url,
+    WorkOptions,
+    load_of,
+    price_of,
+    save_text,
+    server_at,
+    server_key,
+    write_files,
+)
+from bankfull.cli.options import EngineOptions, Json, flat
+from bankfull.errors import ConfigError, RequestError
 
-KINDS = ("latency", "throughput")
+if TYPE_CHECKING:
+    from bankfull.limits.bench import Load
+    from bankfull.limits.load.report import Report
+
 REQUESTS = 8
 """At once, where throughput is asked for and nothing is said."""
 
+bench = typer.Typer(
+    rich_markup_mode=None,
+    help="Measure a model here (latency, throughput), or any server from outside (serve, sweep, compare). "
+    "BANKFULL_API_KEY is the server's key, if it needs one.",
+)  # fmt: skip
 
-def bench(
-    kind: Annotated[str, typer.Argument(help="latency (one stream) or throughput (many requests at once).")],
-    *,
-    engine: EngineOptions,
-    prompt_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
-    output_len: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
-    concurrency: Annotated[
-        int | None, typer.Option(help="Requests at once, for throughput.", show_default=str(REQUESTS))
-    ] = None,
-    reps: Annotated[int, typer.Option(help="Repetitions, after one that warms up.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of the random prompts, and of sampling.")] = 0,
-    temperature: Annotated[float, typer.Option(help="0 = greedy decoding; above it, tokens are sampled.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample among the k likeliest tokens; 0 = all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this share.")] = 1.0,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Run once more and show where the time of a step goes, kernel by kernel.")
-    ] = False,
-    json: Json = False,
-) -> None:
-    """Measure prefill, decoding or batched generation, and compare with this machine's limit.
+
+@bench.callback(invoke_without_command=True)
+def kinds(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        raise ConfigError(f"Say which kind of benchmark: {', '.join(command.__name__ for command in COMMANDS)}.")
+
+
+PromptLen = Annotated[int, typer.Option(help="Tokens of each prompt.")]
+OutputLen = Annotated[int, typer.Option(help="Tokens generated for each prompt.")]
+Reps = Annotated[int, typer.Option(help="Repetitions, after one that warms up.")]
+Seed = Annotated[int, typer.Option(help="Of the random prompts, and of sampling.")]
+Temperature = Annotated[float, typer.Option(help="0 = greedy decoding; above it, tokens are sampled.")]
+TopK = Annotated[int, typer.Option(help="Sample among the k likeliest tokens; 0 = all.")]
+TopP = Annotated[float, typer.Option(help="Sample among the likeliest tokens of this share.")]
+Profile = Annotated[
+    bool, typer.Option("--profile", help="Run once more and show where the time of a step goes, kernel by kernel.")
+]
+Markdown = Annotated[Path | None, typer.Option(help="A file for the report as Markdown.")]
+Html = Annotated[Path | None, typer.Option(help="A file for the report with charts, which needs nothing but itself.")]
+Result = Annotated[Path | None, typer.Option(help="A file for the JSON object, under the names of vllm bench serve.")]
+Details = Annotated[bool, typer.Option("--details", help="Put the times of each request into the JSON object, too.")]
+
+
+def latency(
+    *, engine: EngineOptions, prompt_len: PromptLen = 128, output_len: OutputLen = 128, reps: Reps = 5, seed: Seed = 0,
+    temperature: Temperature = 0.0, top_k: TopK = 0, top_p: TopP = 1.0, profile: Profile = False, json: Json = False,
+) -> None:  # fmt: skip
+    """Measure one stream: prefill and decoding, beside this machine's limit.
 
     Prompts are random token ids and all different. The machine's own ceilings are measured in the same run, once
     before and once after, and the better ones are used. The host's share is the time outside of the tape's kernels and
     the head's: planning, choosing tokens, text, and operations that break off the tape.
     """
-    from bankfull.errors import ConfigError
+    from bankfull.limits.bench import Load
 
-    if kind not in KINDS:
-        raise ConfigError(f"There is no benchmark {kind!r}; use {' or '.join(KINDS)}.")
-    if kind == "latency" and concurrency not in (None, 1):
-        raise ConfigError(f"--concurrency {concurrency} needs `bankfull bench throughput`; latency has one stream.")
-    requests = 1 if kind == "latency" else REQUESTS if concurrency is None else concurrency
-    from bankfull.limits.bench import Bench, Load
+    _offline("latency", engine, Load(prompt_len, output_len, 1, reps, seed, temperature, top_k, top_p), profile, json)
 
-    load = Load(prompt_len, output_len, requests, reps, seed, temperature, top_k, top_p)
+
+def throughput(
+    *, engine: EngineOptions, prompt_len: PromptLen = 128, output_len: OutputLen = 128,
+    concurrency: Annotated[int, typer.Option(help="Requests at once.")] = REQUESTS,
+    reps: Reps = 5, seed: Seed = 0, temperature: Temperature = 0.0, top_k: TopK = 0, top_p: TopP = 1.0,
+    profile: Profile = False, json: Json = False,
+) -> None:  # fmt: skip
+    """Measure many requests at once, beside this machine's limit. All else is as for latency."""
+    from bankfull.limits.bench import Load
+
+    load = Load(prompt_len, output_len, concurrency, reps, seed, temperature, top_k, top_p)
+    _offline("throughput", engine, load, profile, json)
+
+
+def _offline(kind: str, engine: EngineOptions, load: Load, profile: bool, json: bool) -> None:
+    from bankfull.limits.bench import Bench
+
     llm = engine.load()
 
     from bankfull.cli.terminal import print_table, progress
 
     dtype = str(llm.loaded.build.dtype).removeprefix("torch.")
-    with progress("repetitions", reps) as advance:
-        bench = Bench(llm, load, dtype=dtype, expand=engine.expand, profile=profile)
-        report = bench.run(kind, lambda done: advance(done, kind))
+    with progress("repetitions", load.reps) as advance:
+        made = Bench(llm, load, dtype=dtype, expand=engine.expand, profile=profile)
+        report = made.run(kind, lambda done: advance(done, kind))
     if json:
         print(json_text.dumps({"model": engine.model, **report.as_json()}))
         return
     from bankfull.limits.bench_show import bench_table, notes, profile_tables
 
-    asked = f"{requests} x {prompt_len} in, {output_len} out, {dtype}{load.sampling}"
+    asked = f"{load.requests} x {load.prompt_len} in, {load.output_len} out, {dtype}{load.sampling}"
     print_table(bench_table(report, f"{kind} of {engine.model}: {asked}"))
     for table in profile_tables(report):
         print_table(table)
     for line in notes(report):
         print(line)
+
+
+def serve(
+    *, url: Url = LOCAL, model: Name = None, work: WorkOptions, arrivals: ArrivalOptions, slo: SloText = None,
+    price: PricePerHour = None, price_of_device: DeviceName = None, model_files: ModelFiles = None,
+    markdown: Markdown = None, html: Html = None, result: Result = None, details: Details = False, json: Json = False,
+) -> int:  # fmt: skip
+    """Ask a running server at a given rate, whatever becomes of it, and measure TTFT, TPOT, ITL, E2E and goodput.
+
+    The client is open-loop: requests come when they are due, and a request's time counts from then. A server of ours
+    tells how much of its machine it used; energy is measured where this machine tells it and the server runs on it.
+    """
+    from bankfull.cli.terminal import print_table, progress
+    from bankfull.limits.load.report_json import as_vllm
+    from bankfull.limits.load.report_text import tables
+    from bankfull.limits.load.run import Runner
+
+    load = load_of(work, arrivals, slo)
+    costs = price_of(price, price_of_device)
+    runner = Runner(server_at(url, model), price=costs, files=model_files)
+    with progress("requests", load.turns) as advance:
+        report = runner.run(load, advance=advance)
+    write_files(report, markdown, html, result, details)
+    if json:
+        print(json_text.dumps(as_vllm(report, details)))
+    else:
+        for table in tables(report):
+            print_table(table)
+        for line in report.warnings():
+            print(f"note: {line}")
+    return 0 if report.measured.good else 1
+
+
+def sweep(
+    *, url: Url = LOCAL, model: Name = None, work: WorkOptions,
+    slo: Annotated[str, typer.Option("--slo", help='Objectives of each request: "ttft=500ms, tpot=50ms".')],
+    target: Annotated[float, typer.Option(help="The part of the requests that must meet every objective.")] = 0.9,
+    first_rate: Annotated[float, typer.Option(help="Requests per second to begin with.")] = 1.0,
+    highest_rate: Annotated[float, typer.Option(help="Nothing above it is tried.")] = 1000.0,
+    precision: Annotated[float, typer.Option(help="How near to a rate that fails the answer must be.")] = 0.05,
+    confirmations: Annotated[int, typer.Option(help="Further runs that the answer must pass.")] = 2,
+    seconds: Annotated[float, typer.Option(help="Of each trial: as many requests come as the rate says.")] = 30.0,
+    least_requests: Annotated[int, typer.Option(help="Of each trial.")] = 50,
+    arrivals: Annotated[str, typer.Option(help="poisson, gamma (with --burstiness) or constant.")] = "poisson",
+    burstiness: Annotated[float, typer.Option(help="Of gamma arrivals.")] = 1.0,
+    price: PricePerHour = None, price_of_device: DeviceName = None, model_files: ModelFiles = None, html: Html = None,
+    json: Json = False,
+) -> int:  # fmt: skip
+    """Find the highest rate that a running server sustains while its requests meet their objectives.
+
+    Rates double, then halve the gap, until the answer is near enough to a rate that fails; then it must pass again.
+    Each trial has other prompts and arrivals.
+    """
+    from dataclasses import replace
+
+    from bankfull.cli.terminal import print_table, progress
+    from bankfull.limits.load.arrivals import Arrivals
+    from bankfull.limits.load.report_json import as_vllm
+    from bankfull.limits.load.report_sweep import answer, hopeless, sweep_html, sweep_table
+    from bankfull.limits.load.run import Runner
+    from bankfull.limits.load.sweep import Search
+
+    if work.trace is not None or work.requests is not None:
+        raise ConfigError("A sweep chooses times and numbers of requests itself: leave out --trace and --requests.")
+    if not 0 < seconds <= 86400 or least_requests < 1:
+        raise ConfigError(f"--seconds {seconds} and --least-requests {least_requests} must be above 0.")
+    search = Search(first_rate, highest_rate, target, precision, confirmations)
+    load = load_of(work, ArrivalOptions(first_rate, arrivals, burstiness), slo)
+    runner = Runner(server_at(url, model), price=price_of(price, price_of_device), files=model_files)
+    reports: list[Report] = []
+    alone = runner.alone(load)
+    if not alone.attained():
+        raise RequestError(hopeless(alone))
+
+    def trial(rate: float, number: int) -> float:
+        asked = replace(
+            load, arrivals=Arrivals(rate, load.arrivals.kind, burstiness), seed=load.seed + number,
+            requests=max(least_requests, round(rate * seconds)),
+        )  # fmt: skip
+        now = f"{rate:.4g} requests/s"
+        reports.append(runner.run(asked, advance=lambda done, note: advance(number, f"{now}, {done} done")))
+        attained = reports[-1].measured.attained()
+        advance(len(reports), f"{now}: {100 * attained:.3g}% attained")
+        return attained
+
+    with progress("trials", None) as advance:
+        found = search.run(trial)
+    if html is not None:
+        save_text(html, sweep_html(found, search, reports))
+    if json:
+        runs = [as_vllm(report) for report in reports]
+        print(json_text.dumps({"slo": str(load.slo), "target": target, **found.as_json(), "runs": runs}))
+    else:
+        print_table(sweep_table(found, reports))
+        print(answer(found, search, str(load.slo)))
+    return 0 if found.rate is not None else 1
+
+
+def compare(
+    *, model: Annotated[str, typer.Option("-m", "--model", help="That the servers run which are started.")] = "smollm2",
+    ours: Annotated[
+        str | None, typer.Option(help="An address or a command with {port}.", show_default="bankfull serve")
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="name=http://host:port, or name='command ... {model} ... --port {port}'; several times for several.",
+            show_default="those that are installed",
+        ),
+    ] = None,
+    pairs: Annotated[int, typer.Option(help="Alternating pairs of runs.")] = 7,
+    work: WorkOptions, arrivals: ArrivalOptions, slo: SloText = None, json: Json = False,
+) -> int:  # fmt: skip
+    """Serve a model with this engine and with peers, ask each the same in turn, and print the ratios.
+
+    Each pair has other prompts, both sides the same; who is first alternates; who has no turn is stopped. The ratio is
+    the median over the pairs.
+    """
+    from bankfull.cli.terminal import print_table, say
+    from bankfull.limits.load import compare as side_by_side
+    from bankfull.limits.load.rows_table import notes, problems, ratio_table
+    from bankfull.weights.locate import locate
+
+    def tell(line: str) -> None:
+        say(f"bankfull: {line}")
+
+    peers = [side_by_side.parse_contender(text) for text in peer or ()] or side_by_side.installed_peers()
+    if not peers:
+        known = ", ".join(how.split()[0] for how in side_by_side.KNOWN_PEERS.values())
+        raise ConfigError(f"No peer is installed ({known}); name one with --peer name=http://host:port.")
+    if pairs < 1:
+        raise ConfigError(f"--pairs {pairs} must be at least 1.")
+    load = side_by_side.plain_text(load_of(work, arrivals, slo))
+    own = side_by_side.ours(model) if ours is None else side_by_side.parse_contender(f"{side_by_side.OURS}={ours}")
+    started = any(not side.is_address for side in (own, *peers))
+    files = str(locate(model)) if started else model
+    with side_by_side.Running(own, files, server_key(), tell) as one:
+        found = [side_by_side.compare_with(one, contender, load, pairs) for contender in peers]
+    if json:
+        print(json_text.dumps({"load": load.describe(), "comparisons": [one.as_json() for one in found]}))
+    else:
+        for comparison in found:
+            print_table(ratio_table(comparison))
+            for line in problems(comparison):
+                print(line)
+        for line in notes([row for comparison in found for row in comparison.rows], None):
+            print(line)
+    return 1 if all(row.problem for comparison in found for row in comparison.rows) else 0
+
+
+COMMANDS = (latency, throughput, serve, sweep, compare)
+for command in COMMANDS:
+    bench.command(command.__name__)(flat(command))

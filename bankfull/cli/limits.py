@@ -1,33 +1,139 @@
-"""`bankfull limits`: what this machine can do at its best."""
+"""`bankfull limits`: what this machine can do at its best, and what others could."""
 
 from __future__ import annotations
 
 import json as json_text
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bankfull.cli.options import Json
 
+if TYPE_CHECKING:
+    from bankfull.limits.ceilings import Ceilings
+    from bankfull.limits.charts import Chart
+    from bankfull.limits.levels import Levels
+
+CatalogueFile = Annotated[
+    Path | None,
+    typer.Option("--catalogue", help="A file of devices, beside those that are known.", show_default=False),
+]
+"""An option that other commands share."""
+
 
 def limits(
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda or cuda:N are measured; any other name is looked up in the catalogue.")
+    ] = "cpu",
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, whatever was measured before.")] = False,
+    svg: Annotated[
+        Path | None, typer.Option(help="Write the roofline to this file as SVG.", show_default=False)
+    ] = None,
+    png: Annotated[
+        Path | None,
+        typer.Option(help="Write it as PNG; needs pip install 'bankfull[charts]'.", show_default=False),
+    ] = None,
+    catalogue: CatalogueFile = None,
+    devices: Annotated[bool, typer.Option("--list", help="List the catalogue's devices; measure nothing.")] = False,
     json: Json = False,
 ) -> None:
-    """Measure how fast this machine, or its GPU, reads memory and multiplies matrices; the figures are kept."""
-    from bankfull.cli.terminal import print_table
+    """Measure how fast this machine, or its GPU, reads from caches, memory and disk, and multiplies matrices; draw its
+    roofline. The figures are kept. Or look up another machine's.
+    """
+    check_pictures(svg, png)
+    if devices:
+        list_devices(catalogue, json)
+        return
+    from bankfull.cli.terminal import print_table, say
+    from bankfull.limits.catalogue import load
+    from bankfull.limits.roofline_chart import chart_of, curve_chart
+    from bankfull.limits.show import ceilings_table, device_table
+
+    if is_here(device):
+        found, levels = measure(device, refresh)
+        answer, table = {**asdict(found), **as_json(levels)}, ceilings_table(found, levels)
+        charts = [chart_of(found, levels), *([curve_chart(levels)] if levels.curve else [])]
+    else:
+        entry = load(catalogue).find(device)
+        for doubt in entry.doubts:
+            say(f"bankfull: {doubt}")
+        answer, table, charts = entry.as_json(), device_table(entry), [chart_of(entry.ceilings())]
+    write_pictures(charts[0], svg, png)
+    if json:
+        print(json_text.dumps(answer))
+        return
+    print_table(table)
+    show_charts(*charts)
+
+
+def is_here(device: str) -> bool:
+    """Whether it is a device of this machine."""
+    return device in ("auto", "cpu", "cuda") or device.startswith("cuda:")
+
+
+def measure(device: str, refresh: bool) -> tuple[Ceilings, Levels]:
+    from bankfull.cli.terminal import progress
     from bankfull.errors import ConfigError
+    from bankfull.limits import levels
     from bankfull.limits.ceilings import of_device
     from bankfull.runtime.device import open_device
 
-    found = of_device(open_device(device), refresh)
-    if found is None:
-        raise ConfigError(f"{device} has too little free memory to be measured; end what else runs there.")
-    if json:
-        print(json_text.dumps(asdict(found)))
-        return
-    from bankfull.limits.show import ceilings_table
+    opened = open_device(device)
+    with progress("measuring", levels.PARTS + 1) as advance:
+        advance(0, "reading and multiplying")
+        found = of_device(opened, refresh)
+        if found is None:
+            raise ConfigError(f"{device} has too little free memory to be measured; end what else runs there.")
+        return found, levels.measure(opened, found, refresh, lambda done, note: advance(done + 1, note))
 
-    print_table(ceilings_table(found))
+
+def list_devices(catalogue: Path | None, json: bool) -> None:
+    from bankfull.cli.terminal import print_table
+    from bankfull.limits.catalogue import load
+    from bankfull.limits.show import catalogue_table
+
+    known = load(catalogue)
+    if json:
+        print(json_text.dumps([device.as_json() for device in known]))
+    else:
+        print_table(catalogue_table(known))
+
+
+def as_json(levels: Levels) -> dict[str, Any]:
+    import msgspec
+
+    found: dict[str, Any] = msgspec.to_builtins(levels)
+    del found["when"]
+    return found
+
+
+def check_pictures(svg: Path | None, png: Path | None) -> None:
+    """Before anything is measured."""
+    if svg is None and png is None:
+        return
+    from bankfull.errors import ConfigError
+    from bankfull.limits.charts import check_path
+
+    for path, suffix in ((svg, ".svg"), (png, ".png")):
+        if path is not None:
+            if path.suffix.lower() != suffix:
+                raise ConfigError(f"--{suffix[1:]} {path} must end in {suffix}.")
+            check_path(path)
+
+
+def write_pictures(chart: Chart, *paths: Path | None) -> None:
+    from bankfull.limits.charts import save
+
+    for path in paths:
+        if path is not None:
+            save(chart, path)
+
+
+def show_charts(*charts: Chart) -> None:
+    from bankfull.limits.charts import print_chart
+
+    for chart in charts:
+        print()
+        print_chart(chart)

@@ -94,9 +94,13 @@ class EngineOptions:
         import logging
 
         logging.basicConfig(format="bankfull: %(message)s", level=logging.WARNING)
+        from bankfull.cli.terminal import say
         from bankfull.llm import LLM
 
-        return LLM(self.model, **self.options())
+        llm = LLM(self.model, **self.options())
+        if (start := llm.loaded.start) is not None:
+            say(f"bankfull: loaded in {start}")
+        return llm
 
 
 @dataclass(frozen=True, slots=True)

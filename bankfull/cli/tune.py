@@ -48,7 +48,7 @@ def tune(
     from bankfull.weights.source import open_model
 
     files = open_model(locate(model))
-    chosen = choose_dtype(dtype, files, found)
+    chosen = choose_dtype(dtype, files, found.kind)
     shapes = shapes_of(files, str(chosen).removeprefix("torch."))
     if not shapes:
         raise ConfigError(f"{model} has no dense linear layers: what is quantized has one kernel only, and no choice.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -92,6 +92,9 @@ class TimedDevice:
             begun, ended = self._spans.popleft()
             self._sum += begun.until(ended)
         return self._sum
+
+    def compile_ahead(self, steps: Iterable[Callable[[], object]], kit: Kit) -> None:
+        self._device.compile_ahead(steps, kit)
 
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         return self._device.capture(forward, kit)

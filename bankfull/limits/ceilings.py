@@ -91,7 +91,7 @@ def measure(refresh: bool = False, budget: float = 2.0) -> Ceilings:
     """This machine's ceilings: from the cache, or measured in about `budget` seconds and cached."""
     if not 0 < budget <= 600:
         raise ConfigError(f"budget={budget!r} must be a number of seconds above 0, at most 600.")
-    identity = _identity()
+    identity = identity_here()
     return kept_or_measured(identity, lambda: _measure(budget, identity), refresh)
 
 
@@ -106,17 +106,27 @@ def of_device(device: Device, refresh: bool = False) -> Ceilings | None:
 
 def kept_or_measured(identity: dict[str, Any], measured: Callable[[], Ceilings], refresh: bool) -> Ceilings:
     """What is kept for the machine or device of that identity; else, or to refresh it, what is measured now."""
-    found = None if refresh else _load(_path(identity), identity)
+    found = None if refresh else _load(path_of(identity), identity)
     if found is None:
         found = measured()
-        _save(_path(identity), identity, found)
+        keep(path_of(identity), identity, ceilings=asdict(found))
     return found
 
 
 def known() -> Ceilings | None:
     """What was measured on this machine before, if anything."""
-    identity = _identity()
-    return _load(_path(identity), identity)
+    identity = identity_here()
+    return _load(path_of(identity), identity)
+
+
+def known_of(device: Device) -> Ceilings | None:
+    """What was measured of the device before, if anything: a server has no idle machine to measure on."""
+    if device.kind != "cuda":
+        return known()
+    from bankfull.limits import cuda_ceilings
+
+    identity = cuda_ceilings.identity_of(device.torch)
+    return _load(path_of(identity), identity)
 
 
 def machine() -> dict[str, Any]:
@@ -132,7 +142,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _identity() -> dict[str, Any]:
+def identity_here() -> dict[str, Any]:
     return {**machine(), "instruction set": extension.select_isa()}
 
 
@@ -140,9 +150,9 @@ def _measure(budget: float, identity: dict[str, Any]) -> Ceilings:
     from bankfull.runtime.device import available_memory
 
     cache = _cache_bytes()
-    small = _filled(SMALL_SET, budget * 0.1)
+    small = filled(SMALL_SET, budget * 0.1)
     wanted = min(max(4 * (cache or UNKNOWN_CACHE), 2 * SMALL_SET), LARGEST_SET, available_memory() // 4)
-    large = _filled(max(wanted, small.nbytes), budget * 0.3)
+    large = filled(max(wanted, small.nbytes), budget * 0.3)
     cached, read = _read_rate(small, budget * 0.1), _read_rate(large, budget * 0.2)
     sizes = large.nbytes, small.nbytes
     del large, small
@@ -160,7 +170,7 @@ def _peaks(budget: float) -> dict[str, float]:
     return {name: _product_rate(codes[name], each) if name in codes else _matmul_rate(name, each) for name in types}
 
 
-def _filled(size: int, budget: float) -> Any:
+def filled(size: int, budget: float) -> Any:
     """Up to `size` bytes that the system has really committed; fewer when touching them takes longer than `budget`."""
     import torch
 
@@ -184,7 +194,7 @@ def _read_rate(buffer: Any, budget: float) -> float:
     else:
         floats = buffer.view(torch.float32)
         ways = (buffer.sum, lambda: torch.dot(floats, floats))
-    return float(size / min(_shortest(way, budget / len(ways)) for way in ways))
+    return float(size / min(shortest(way, budget / len(ways)) for way in ways))
 
 
 def _product_rate(arithmetic: int, budget: float) -> float:
@@ -194,10 +204,10 @@ def _product_rate(arithmetic: int, budget: float) -> float:
     def turn() -> None:
         kernels.multiply(arithmetic, rounds)
 
-    while _shortest(turn, 0.0) < budget / 32 and rounds < MOST_ROUNDS:
+    while shortest(turn, 0.0) < budget / 32 and rounds < MOST_ROUNDS:
         rounds *= 2
     operations = float(kernels.multiply(arithmetic, rounds))
-    return operations / _shortest(turn, budget / 2)
+    return operations / shortest(turn, budget / 2)
 
 
 def _matmul_rate(dtype: str, budget: float) -> float:
@@ -210,14 +220,14 @@ def _matmul_rate(dtype: str, budget: float) -> float:
     best, size = 0.0, 256
     while True:
         matrix = torch.ones(size, size, dtype=getattr(torch, dtype))
-        seconds = _shortest(lambda m=matrix: m @ m, budget / 4)  # type: ignore[misc]
+        seconds = shortest(lambda m=matrix: m @ m, budget / 4)  # type: ignore[misc]
         best = max(best, 2.0 * size**3 / seconds)
         size *= 2
         if size > 2048 or seconds > budget / 4:
             return best
 
 
-def _shortest(work: Callable[[], object], budget: float) -> float:
+def shortest(work: Callable[[], object], budget: float) -> float:
     """Best of the repetitions that fit, two at least: the first one also starts threads and fills caches."""
     best, start, turns = math.inf, perf_counter(), 0
     while turns < 2 or perf_counter() - start < budget:
@@ -227,23 +237,27 @@ def _shortest(work: Callable[[], object], budget: float) -> float:
     return max(best, 1e-9)
 
 
-def _path(identity: dict[str, Any]) -> Path:
+def path_of(identity: dict[str, Any], what: str = "ceilings") -> Path:
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    return cache_dir() / f"ceilings-{digest}.json"
+    return cache_dir() / f"{what}-{digest}.json"
 
 
 def _load(path: Path, identity: dict[str, Any]) -> Ceilings | None:
     """None for a file that is missing, damaged, or of another machine: it is measured again and written over."""
+    stored = read_kept(path, identity)
+    values = None if stored is None else stored.get("ceilings")
+    return _checked(values) if isinstance(values, dict) else None
+
+
+def read_kept(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """What was written for that machine, if it can still be read; nobody has checked what is in it."""
     try:
         if path.stat().st_size > LARGEST_FILE:
             return None
         stored = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(stored, dict) or stored.get("machine") != identity:
-        return None
-    values = stored.get("ceilings")
-    return _checked(values) if isinstance(values, dict) else None
+    return stored if isinstance(stored, dict) and stored.get("machine") == identity else None
 
 
 def _checked(values: dict[str, Any]) -> Ceilings | None:
@@ -258,8 +272,8 @@ def _checked(values: dict[str, Any]) -> Ceilings | None:
     return Ceilings(**values)
 
 
-def _save(path: Path, identity: dict[str, Any], found: Ceilings) -> None:
-    text = json.dumps({"machine": identity, "ceilings": asdict(found)}, indent=1)
+def keep(path: Path, identity: dict[str, Any], **found: Any) -> None:
+    text = json.dumps({"machine": identity, **found}, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Written whole under another name, then renamed: a reader sees the old file or the new one, never a part.

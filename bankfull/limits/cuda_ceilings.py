@@ -25,6 +25,8 @@ LEAST_TIMES_CACHE = 4
 SIDE = 8192
 """Of the matrices that are multiplied."""
 READ_TURNS, PRODUCT_TURNS, PRODUCTS_AT_ONCE = 12, 5, 4
+SMALLEST_SET = 1 << 20
+COPIED, COPY_TURNS = 256 << 20, 6
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 NOT_THERE = (RuntimeError, AttributeError)
 """What torch raises for a product that this device, or this torch, does not have."""
@@ -32,17 +34,54 @@ NOT_THERE = (RuntimeError, AttributeError)
 
 def measure(device: torch.device, refresh: bool = False) -> Ceilings | None:
     """From the cache, or measured in a second or two and cached; None where too little memory is left."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    device = torch.device("cuda", index)
+    device = _numbered(device)
     properties = torch.cuda.get_device_properties(device)
-    identity = {
+    try:
+        return kept_or_measured(identity_of(device), lambda: _measure(device, properties), refresh)
+    except NoRoom:
+        return None
+
+
+def identity_of(device: torch.device) -> dict[str, Any]:
+    """What the figures depend on."""
+    properties = torch.cuda.get_device_properties(_numbered(device))
+    return {
         "format": FORMAT, "device": properties.name, "memory": properties.total_memory, "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }  # fmt: skip
+
+
+def read_curve(device: torch.device) -> list[tuple[int, float]]:
+    """Bytes per second by working set, from far below the L2 cache to as much as is free; empty where little is."""
+    device = _numbered(device)
+    with torch.cuda.device(device), torch.inference_mode():
+        try:
+            large = _filled(device, int(torch.cuda.get_device_properties(device).L2_cache_size))
+        except NoRoom:
+            return []
+        sizes = [SMALLEST_SET << doubling for doubling in range(large.nbytes.bit_length())]
+        found = [(size, _read_rate(large[: size // 4])) for size in sizes if size <= large.nbytes]
+        del large
+        torch.cuda.empty_cache()
+    return found
+
+
+def copy_rates(device: torch.device) -> tuple[float, float] | None:
+    """Bytes per second from page-locked host memory to the device, and back; None where there is no room for it."""
+    device = _numbered(device)
     try:
-        return kept_or_measured(identity, lambda: _measure(device, properties), refresh)
-    except NoRoom:
+        with torch.cuda.device(device), torch.inference_mode():
+            there = torch.empty(COPIED, dtype=torch.uint8, device=device)
+            here = torch.ones(COPIED, dtype=torch.uint8, pin_memory=True)
+            to_device = COPIED / shortest(lambda: there.copy_(here, non_blocking=True), COPY_TURNS)
+            from_device = COPIED / shortest(lambda: here.copy_(there, non_blocking=True), COPY_TURNS)
+    except (torch.OutOfMemoryError, RuntimeError):  # RuntimeError: the host cannot lock that much
         return None
+    return to_device, from_device
+
+
+def _numbered(device: torch.device) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
 class NoRoom(Exception):

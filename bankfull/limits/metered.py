@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -68,18 +68,20 @@ class FileShapes:
 
 
 class AskedShapes:
-    """Stands for the file of a model that has none: it holds what the layers ask for, matrices in one scheme."""
+    """Stands for the file of a model that has none: it holds what the layers ask for, in the schemes that `choose` says
+    for a name and a shape."""
 
-    def __init__(self, matrices: Scheme, vectors: Scheme) -> None:
-        self._matrices, self._vectors = matrices, vectors
+    def __init__(self, choose: Callable[[str, tuple[int, ...]], Scheme], optional: Collection[str] = ()) -> None:
+        """`optional`: tensors that are there although a layer need not have them."""
+        self._choose, self._optional = choose, optional
         self.read: dict[str, QTensor] = {}
 
     def names(self) -> list[str]:
-        return list(self.read)
+        return list(dict.fromkeys((*self._optional, *self.read)))
 
     def has(self, name: str) -> bool:
-        """Optional tensors are taken to be absent; a layer that needs one asks for it."""
-        return name in self.read
+        """Optional tensors are taken to be absent unless they were named; a layer that needs one asks for it."""
+        return name in self.read or name in self._optional
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.get(name).shape
@@ -93,8 +95,8 @@ class AskedShapes:
         return self.read[name]
 
     def ask(self, name: str, shape: tuple[int, ...]) -> None:
-        fits = len(shape) == 2 and shape[-1] % self._matrices.block == 0
-        self.read.setdefault(name, blank(self._matrices if fits else self._vectors, shape))
+        if name not in self.read:
+            self.read[name] = blank(self._choose(name, shape), shape)
 
     def unread(self) -> list[str]:
         return []
@@ -143,10 +145,11 @@ class MeteredModel:
         self, model: ModelFiles | Mapping[str, Any], *,
         dtype: str | None = None, scheme: str | None = None, expand: bool = False, page_tokens: int = 16,
         kv_dtype: torch.dtype | None = None, activations: str = FLOAT, meter: Meter | None = None,
+        shapes: AskedShapes | None = None,
     ) -> None:  # fmt: skip
         """`scheme` stores the matrices of a bare configuration; a file has its own. `kv_dtype` stores keys and values:
         None = as the computation. `activations` chooses between operations, as for a kit. `meter`: one that notes
-        more than costs."""
+        more than costs. `shapes` stores each tensor of a bare configuration in a scheme of its own."""
         self.shapes: FileShapes | AskedShapes
         if isinstance(model, ModelFiles):
             if scheme is not None:
@@ -155,7 +158,7 @@ class MeteredModel:
             self.shapes = FileShapes(model.source)
         else:
             self.config = model
-            self.shapes = _asked(scheme, torch_dtype(dtype, model))
+            self.shapes = _asked(scheme, torch_dtype(dtype, model)) if shapes is None else shapes
         self.dtype = torch_dtype(dtype, model)
         self.meter = meter or Meter()
         self.meter.activations = activations
@@ -211,8 +214,17 @@ class MeteredModel:
         return batch
 
 
+def dense_scheme(dtype: torch.dtype) -> Scheme:
+    return next(SCHEMES[name] for name, stored in DTYPES.items() if stored == dtype)
+
+
 def _asked(scheme: str | None, dtype: torch.dtype) -> AskedShapes:
-    vectors = next(SCHEMES[name] for name, stored in DTYPES.items() if stored == dtype)
+    vectors = dense_scheme(dtype)
     if scheme is not None and scheme not in SCHEMES:
         raise ConfigError(f"scheme={scheme!r} is unknown; use one of {', '.join(SCHEMES)}.")
-    return AskedShapes(vectors if scheme is None else SCHEMES[scheme], vectors)
+    matrices = vectors if scheme is None else SCHEMES[scheme]
+
+    def choose(name: str, shape: tuple[int, ...]) -> Scheme:
+        return matrices if len(shape) == 2 and shape[-1] % matrices.block == 0 else vectors
+
+    return AskedShapes(choose)

@@ -10,6 +10,7 @@ from bankfull.limits.ceilings import Ceilings
 from bankfull.limits.step import StepShape
 from bankfull.ops.cost import Cost
 from bankfull.ops.meter import Ledger
+from bankfull.ops.registry import FLOAT
 from bankfull.weights.source import ModelFiles
 
 Bound = Literal["memory", "arithmetic"]
@@ -60,11 +61,11 @@ class Roofline:
         return [*rows, _row("total", calls, self.total, self.bound, self.seconds, 1.0)]
 
 
-def roofline(ledger: Ledger, ceilings: Ceilings, dtype: str) -> Roofline:
-    """`dtype` is the arithmetic's: it chooses the matmul peak."""
+def roofline(ledger: Ledger, ceilings: Ceilings, dtype: str, activations: str = FLOAT) -> Roofline:
+    """`dtype` and `activations` are the arithmetic's: they choose the matmul peak."""
     total = ledger.sum()
     # What a step reads is its working set: a model that fits the cache is read from there, step after step.
-    bandwidth, peak = ceilings.read_at(total.read), ceilings.flops_of(dtype)
+    bandwidth, peak = ceilings.read_at(total.read), ceilings.peak_of(dtype, activations)
 
     def bound_of(cost: Cost) -> Bound:
         return "arithmetic" if cost.flops / peak > cost.bytes / bandwidth else "memory"

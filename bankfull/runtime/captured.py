@@ -9,9 +9,9 @@ launch by launch through the same kernels.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from time import perf_counter
 from typing import Any
 
@@ -68,22 +68,39 @@ class Captured:
         """Record a step for each padded number of rows and each width; with a chooser, the choice of tokens, too."""
         torch.cuda.synchronize()  # weights and state were made on another stream
         begun, free = perf_counter(), torch.cuda.mem_get_info()[0]
+        self._take(rows, chooser)
+        self._pool = torch.cuda.graph_pool_handle()
+        for width in widths:
+            for size in reversed(sizes_for(rows.count)):  # the largest first: the others fit into its memory
+                self._steps[size, width] = self._record(size, width)
+        if 1 in widths and self._chooses:
+            for size in reversed(sizes_for(rows.count)):
+                for kind in (GREEDY, DRAWN):
+                    self._choices[size, kind] = self._record_choice(size, kind)
+        torch.cuda.synchronize()
+        self.seconds, self.nbytes = perf_counter() - begun, max(0, free - torch.cuda.mem_get_info()[0])
+
+    def kinds(self, rows: Rows, widths: Sequence[int], chooser: Chooser | None) -> Iterator[Callable[[], None]]:
+        """Each step that `capture` would record, to be launched and not recorded."""
+        self._take(rows, chooser)
+
+        def launched(size: int, width: int) -> None:
+            batch = self._blank(size, width)
+            hidden = self._launch(batch, size, width)
+            for kind in (GREEDY, DRAWN) if width == 1 and self._chooses else ():
+                self._choose(batch, hidden, size, kind)
+
+        for width in widths:
+            yield from (partial(launched, size, width) for size in reversed(sizes_for(rows.count)))
+
+    def _take(self, rows: Rows, chooser: Chooser | None) -> None:
         self._rows, self._chooser = rows, chooser
         self._lines = torch.full((sizes_for(rows.count)[-1],), rows.count, dtype=torch.long, device=rows.device)
         self._sent: list[int] | None = None
         recurrent = self.eager.layout.recurrent is not None
         self._kept = torch.zeros(len(self._lines), dtype=torch.int32, device=rows.device) if recurrent else None
         """Recurrent state that a row leaves: none for those that fill up a step, so that they disturb nobody's."""
-        self._pool = torch.cuda.graph_pool_handle()
-        for width in widths:
-            for size in reversed(sizes_for(rows.count)):  # the largest first: the others fit into its memory
-                self._steps[size, width] = self._record(size, width)
-        if 1 in widths and chooser is not None and not recurrent:
-            for size in reversed(sizes_for(rows.count)):
-                for kind in (GREEDY, DRAWN):
-                    self._choices[size, kind] = self._record_choice(size, kind)
-        torch.cuda.synchronize()
-        self.seconds, self.nbytes = perf_counter() - begun, max(0, free - torch.cuda.mem_get_info()[0])
+        self._chooses = chooser is not None and not recurrent
 
     def _blank(self, size: int, width: int) -> Batch:
         """A step's input as tensors that stay; its host arrays are those of the shortest sequences."""
@@ -128,7 +145,7 @@ class Captured:
             hidden = self._launch(batch, size, width)
         return Recorded(graph, batch, hidden)
 
-    def _choose(self, hidden: Tensor, size: int, kind: str) -> Tensor:
+    def _choose(self, batch: Batch, hidden: Tensor, size: int, kind: str) -> Tensor:
         from bankfull.ops.triton.steps import append_tokens
 
         rows, lines = self._rows, self._lines[:size]
@@ -136,7 +153,6 @@ class Captured:
             chosen = self.eager.model.head.best(hidden)
         else:
             assert self._chooser is not None
-            batch = self._steps[size, 1].batch
             scores = self.eager.model.head(hidden).float()
             chosen = self._chooser(scores, lines, rows.sampling, batch.positions + 1)
         append_tokens(lines, chosen, rows.tokens, rows.known, rows.reached)
@@ -144,12 +160,12 @@ class Captured:
 
     def _record_choice(self, size: int, kind: str) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         recorded = self._steps[size, 1]
-        self._choose(recorded.hidden, size, kind)
+        self._choose(recorded.batch, recorded.hidden, size, kind)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
             hidden = self._launch(recorded.batch, size, 1) if kind == GREEDY else recorded.hidden
-            chosen = self._choose(hidden, size, kind)
+            chosen = self._choose(recorded.batch, hidden, size, kind)
         return graph, chosen
 
     def replay(self, work: Sequence[Work]) -> tuple[Batch, Tensor] | None:
@@ -190,7 +206,8 @@ class Captured:
             if self.enabled:
                 graph.replay()
             else:
-                chosen = self._choose(self._steps[size, 1].hidden, size, kind)
+                recorded = self._steps[size, 1]
+                chosen = self._choose(recorded.batch, recorded.hidden, size, kind)
             rows.computed[list(lines)] += 1
             return fetch(chosen[: len(lines)])
 

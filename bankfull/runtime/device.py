@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -17,6 +17,9 @@ from bankfull.ops.registry import Kit
 from bankfull.runtime.forward import ChoosingForward, ChoosingStep, Eager, Forward
 from bankfull.runtime.rows import Rows, Ship
 from bankfull.sample.table import Chooser
+
+MOST_COMPILERS = 16
+"""Threads that compile kernels: each may take some hundred megabytes, and a model has about fifty kernels."""
 
 T = TypeVar("T")
 Value = TypeVar("Value", covariant=True)
@@ -40,6 +43,10 @@ class Device(Protocol):
 
     def launch(self, work: Callable[[], T]) -> Future[T]:
         """Run `work` after everything that was launched before; the host does not wait for it."""
+        ...
+
+    def compile_ahead(self, steps: Iterable[Callable[[], object]], kit: Kit) -> None:
+        """Have what these steps launch ready to be launched, where the device compiles its kernels. Nothing runs."""
         ...
 
     def capture(self, forward: Eager, kit: Kit) -> Forward:
@@ -97,6 +104,9 @@ class Cpu:
         with torch.inference_mode():
             return Done(work())
 
+    def compile_ahead(self, steps: Iterable[Callable[[], object]], kit: Kit) -> None:
+        pass  # its kernels come compiled
+
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         return record_on_tape(forward, kit)
 
@@ -146,6 +156,18 @@ class Cuda:
     def here(self) -> Iterator[None]:
         with torch.inference_mode(), torch.cuda.device(self.torch), torch.cuda.stream(self.stream):
             yield
+
+    def compile_ahead(self, steps: Iterable[Callable[[], object]], kit: Kit) -> None:
+        threads = min(MOST_COMPILERS, usable_cores())
+        if threads == 1 or not kit.prefer:
+            return
+        from bankfull.ops.triton.ahead import compiling_ahead
+
+        torch.cuda.synchronize(self.torch)  # weights were made on another stream
+        with self.here(), compiling_ahead(self.torch, threads):
+            for step in steps:
+                step()
+        torch.cuda.synchronize(self.torch)
 
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         from bankfull.runtime.captured import Captured
@@ -236,6 +258,10 @@ def open_device(name: str) -> Device:
     if int(index or 0) >= count:
         raise ConfigError(f"device={name!r} was asked for, but torch sees {count} CUDA devices; use device='cpu'.")
     return Cuda(int(index or 0))
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def available_memory() -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +43,9 @@ class Late:
         for _ in range(self._random.choice((0, 0, 0, 1, 2))):
             self._run_one()
         return task
+
+    def compile_ahead(self, steps: Iterable[Callable[[], object]], kit: Kit) -> None:
+        pass
 
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         return record_on_tape(forward, kit)

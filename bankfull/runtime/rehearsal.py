@@ -1,27 +1,42 @@
-"""The largest step, run once before the pools are sized: what it takes beside weights and state is then known."""
+"""Steps that compute nothing that anyone reads, run before there are pools: what they take, and what they launch, is
+then known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 
 from bankfull.layers.batch import Batch
+from bankfull.ops.registry import Kit
+from bankfull.runtime.captured import Captured
 from bankfull.runtime.device import Device
 from bankfull.runtime.forward import Eager, Model
+from bankfull.runtime.rows import Rows
 from bankfull.state.spec import Layout
 from bankfull.state.storage import Storage
 
+UNCAPTURED = ((17, 1), (17, 4), (17, 16), (16,), (4,), (1, 1, 1), (1, 1, 1, 1))
+"""New tokens of the sequences of some small steps, one for each way that short prompts and mixed steps go through the
+kernels of a GPU: many new tokens in one sequence together with few in another, few, and one in each of some."""
+SHORT = 64
+"""Tokens of a row that no step looks into: kernels do not depend on how long rows are."""
 
-def rehearsal(model: Model, layout: Layout, device: Device, rows: int, tokens: int) -> Callable[[], None]:
-    """A step of `tokens` tokens in `rows` sequences, all of them in page 0: it computes nothing that anyone reads."""
-    sequences = min(rows, tokens)
+
+def largest(rows: int, tokens: int) -> list[int]:
+    """New tokens of each sequence of the largest step."""
+    return np.diff(np.linspace(0, tokens, min(rows, tokens) + 1).astype(np.int64)).tolist()
+
+
+def rehearsal(model: Model, layout: Layout, device: Device, new_tokens: Sequence[int]) -> Callable[[], None]:
+    """A step of sequences with so many new tokens each, all of them in page 0."""
+    sequences, counts = len(new_tokens), np.array(new_tokens, np.int64)
     storage = Storage(layout, 0, 1, device.torch)
     storage.frames.zero_()
     eager = Eager(model, layout, storage.layers)
-    q_start = np.linspace(0, tokens, sequences + 1).astype(np.int64)
-    counts = q_start[1:] - q_start[:-1]
+    q_start = np.concatenate(([0], np.cumsum(counts)))
+    tokens = int(q_start[-1])
     position = np.arange(tokens) - np.repeat(q_start[:-1], counts)
 
     def there(array: np.ndarray, kind: torch.dtype = torch.long) -> torch.Tensor:
@@ -48,3 +63,16 @@ def rehearsal(model: Model, layout: Layout, device: Device, rows: int, tokens: i
         scores.clone()
 
     return run
+
+
+def every_kind(
+    model: Model, layout: Layout, device: Device, kit: Kit, rows: int, tokens: int, widths: Sequence[int]
+) -> Iterator[Callable[[], None]]:
+    """Steps that launch whatever an engine over this model will: those that it records, and others."""
+    forward = device.capture(Eager(model, layout, Storage(layout, 0, 1, device.torch).layers), kit)
+    if isinstance(forward, Captured):
+        placed = Rows(rows, SHORT, layout, model.vocab, device.torch, device.ship)
+        yield from forward.kinds(placed, widths, device.chooser(kit))
+    for new_tokens in (largest(rows, tokens), *UNCAPTURED):
+        if sum(new_tokens) <= tokens and len(new_tokens) <= rows:
+            yield rehearsal(model, layout, device, new_tokens)

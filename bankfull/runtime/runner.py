@@ -91,8 +91,8 @@ class Runner:
         self.rows = Rows(rows, max_len, layout, model.vocab, device.torch, device.ship)
         self.rows.sampling.chooser = None if kit is None else device.chooser(kit)
         if isinstance(replaying := self.run_model, Replaying):
-            widths = sorted({1, 1 + strategy.width(0)})
-            device.launch(lambda: replaying.capture(self.rows, widths, self.rows.sampling.chooser)).wait()
+            widths, chooser = captured_widths(strategy), self.rows.sampling.chooser
+            device.launch(lambda: replaying.capture(self.rows, widths, chooser)).wait()
         self._choosing = device.choosing(self.run_model, self.rows) if strategy.idle else None
         self._exact = self.rows.host is not None or device.kind == "cpu" or kit is None or _trusts_host(kit)
         """Must the host know how many drafts hold before the next step? Then it waits for them."""
@@ -281,6 +281,11 @@ class Runner:
         for i, (at, vector) in landed.pooled.items():
             result.extras[i] = Extra(pooled=(at, vector))
         return result
+
+
+def captured_widths(strategy: Strategy) -> list[int]:
+    """Tokens of a sequence in the steps that are captured: one, with or without drafts behind it."""
+    return sorted({1, 1 + strategy.width(0)})
 
 
 def _trusts_host(kit: Kit) -> bool:

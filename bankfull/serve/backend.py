@@ -48,12 +48,13 @@ class Backend(Protocol):
 
     def generate(
         self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
-        deadline: float | None = None,
+        deadline: float | None = None, explain: bool = False,
     ) -> AsyncIterator[list[Piece | Done]]:  # fmt: skip
         """What each engine step adds, until `Done` (always the last). The request is on its way when this returns;
         leaving the iterator, by `aclose`, by cancelling a wait or by letting go of it, aborts the request.
-        `deadline`: seconds from now. The call itself raises Busy or Unavailable, so that a refusal comes at once; the
-        iterator raises RequestError, EngineDied, Unavailable (shut down in the meantime) or DeadlineExceeded."""
+        `deadline`: seconds from now. `explain`: `Done` tells where the time went. The call itself raises Busy or
+        Unavailable, so that a refusal comes at once; the iterator raises RequestError, EngineDied, Unavailable (shut
+        down in the meantime) or DeadlineExceeded."""
         ...
 
     async def reset_cache(self) -> int:

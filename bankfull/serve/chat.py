@@ -58,6 +58,8 @@ class Ask:
     salt: str = ""
     deadline: float | None = None
     """Seconds from now."""
+    explain: bool = False
+    """Tell where the time went: `Answer.done.account`."""
 
 
 class Chat:
@@ -95,7 +97,9 @@ class Chat:
         if any(parser.wants_special_tokens for parser in parsers):
             params = replace(params, skip_special_tokens=False)
         left = None if ask.deadline is None else max(0.0, ask.deadline - (time.monotonic() - started))
-        steps = self.backend.generate(prompt, params, priority=ask.priority, salt=ask.salt, deadline=left)
+        steps = self.backend.generate(
+            prompt, params, priority=ask.priority, salt=ask.salt, deadline=left, explain=ask.explain
+        )  # fmt: skip
         return Answer(prompt, steps, parsers)
 
     async def prompt(self, ask: Ask, context: int | None = None) -> list[int]:

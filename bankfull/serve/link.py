@@ -295,14 +295,14 @@ class Link:
 
     def generate(
         self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
-        deadline: float | None = None,
+        deadline: float | None = None, explain: bool = False,
     ) -> AsyncIterator[list[Piece | Done]]:  # fmt: skip
         if deadline is not None and deadline <= 0:
             raise DeadlineExceeded("The request's deadline has passed before it was begun.")
         ticket = self.admission.enter(len(prompt), params.n, 0 if pool is not None else params.max_tokens, priority)
-        stream = Stream(self, next(self._numbers), ticket, prepared=params.structured is None)
+        stream = Stream(self, next(self._numbers), ticket, prepared=params.structured is None and not explain)
         try:
-            self._send(Submit(stream.id, prompt, params, priority, salt, pool))
+            self._send(Submit(stream.id, prompt, params, priority, salt, pool, explain))
         except BaseException as error:
             stream.end()
             if isinstance(error, BankfullError):

@@ -156,6 +156,7 @@ class ChatReply(msgspec.Struct):
     object: Literal["chat.completion"] = "chat.completion"
     system_fingerprint: str = FINGERPRINT
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    explain: dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class FunctionDelta(msgspec.Struct, omit_defaults=True):
@@ -194,6 +195,7 @@ class ChatChunk(msgspec.Struct):
     usage: UsageReply | msgspec.UnsetType | None = msgspec.UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     system_fingerprint: str = FINGERPRINT
+    explain: dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
 
 
 _decoder = msgspec.json.Decoder(ChatCall)
@@ -213,7 +215,8 @@ class ChatCompletions:
         answer = await self._chat.answer(self._ask(call, caller))
         tokenizer, top = self._chat.texts.tokenizer, _top_logprobs(call)
         if call.stream:
-            return ChatStream(answer, tokenizer, model, call.stream_options or StreamOptions(), top)
+            options = call.stream_options or StreamOptions()
+            return ChatStream(answer, tokenizer, model, options, top, explain=bool(call.explain))
         samples = await collect(answer)
         choices = await self._chat.texts.run_if(
             top is not None, lambda: [choice_of(sample, tokenizer, top) for sample in samples]
@@ -222,7 +225,7 @@ class ChatCompletions:
         return _encode(
             ChatReply(
                 new_id("chatcmpl-"), int(time.time()), model, choices, usage_reply(answer.usage),
-                prompt_logprobs=prompt_logprobs,
+                prompt_logprobs=prompt_logprobs, explain=account_of(answer) if call.explain else msgspec.UNSET,
             )
         )  # fmt: skip
 
@@ -250,6 +253,7 @@ class ChatCompletions:
             priority=caller.ranked(priority_of(call)),
             salt=caller.salted(salt_of(call)),
             deadline=deadline_of(call),
+            explain=bool(call.explain),
         )
 
 
@@ -389,12 +393,19 @@ def _token_logprob(token: int, line: TokenLine, tokenizer: Tokenizer, top: int |
     return TokenLogprob(text, value, list(tokenizer.token_bytes(token)), tops)
 
 
+def account_of(answer: Answer) -> dict[str, Any] | None:
+    """Where the time of a whole answer went."""
+    return None if answer.done is None else answer.done.account
+
+
 class ChatStream:
     """The chunks of one answer. Everything but the delta is the same in each of them, and spelled once."""
 
     def __init__(
-        self, answer: Answer, tokenizer: Tokenizer, model: str, options: StreamOptions, top_logprobs: int | None = None
-    ) -> None:
+        self, answer: Answer, tokenizer: Tokenizer, model: str, options: StreamOptions,
+        top_logprobs: int | None = None, *, explain: bool = False,
+    ) -> None:  # fmt: skip
+        self._explain = explain
         self._answer, self._tokenizer, self._options, self._top = answer, tokenizer, options, top_logprobs
         empty = ChatChunk(new_id("chatcmpl-"), int(time.time()), model, [])
         self._empty = empty
@@ -432,9 +443,14 @@ class ChatStream:
         return [self._chunk(index, role) for index in range(self._answer.samples)]
 
     def _ending(self) -> bytes:
-        if not self._options.include_usage:
+        wants_usage = self._options.include_usage
+        if not wants_usage and not self._explain:
             return DONE
-        last = msgspec.structs.replace(self._empty, usage=usage_reply(self._answer.usage))
+        last = msgspec.structs.replace(
+            self._empty,
+            usage=usage_reply(self._answer.usage) if wants_usage else msgspec.UNSET,
+            explain=account_of(self._answer) if self._explain else msgspec.UNSET,
+        )
         return event(_encode(last)) + DONE
 
     def _spell(self, turn: Turn, chunks: list[bytes]) -> None:

@@ -86,6 +86,8 @@ class CompletionReply(msgspec.Struct):
     usage: UsageReply | msgspec.UnsetType | None = msgspec.UNSET
     object: Literal["text_completion"] = "text_completion"
     system_fingerprint: str = FINGERPRINT
+    explain: list[dict[str, Any] | None] | msgspec.UnsetType = msgspec.UNSET
+    """One for each prompt."""
 
 
 _decoder = msgspec.json.Decoder(CompletionCall)
@@ -125,6 +127,13 @@ class Job:
         return None if self.ends is None else max(0.0, self.ends - time.monotonic())
 
 
+class Accounts:
+    """Where the time of each prompt went, as far as they have ended."""
+
+    def __init__(self, prompts: int) -> None:
+        self.told: list[dict[str, Any] | None] = [None] * prompts
+
+
 class Completions:
     """The endpoint."""
 
@@ -138,20 +147,26 @@ class Completions:
         prompts = await self._prompts(job)
         if call.stream:
             return CompletionStream(self, job, prompts, model)
-        usage = Usage(sum(map(len, prompts)))
+        usage, accounts = Usage(sum(map(len, prompts))), Accounts(len(prompts))
         turns = self.turns(job)
         choices = await gather(
-            [self._whole(job, turns, prompt, number * job.kept, usage) for number, prompt in enumerate(prompts)]
+            [self._whole(job, turns, prompt, number, usage, accounts) for number, prompt in enumerate(prompts)]
         )
         flat = [choice for several in choices for choice in several]
-        return _encode(CompletionReply(new_id("cmpl-"), int(time.time()), model, flat, usage_reply(usage)))
+        return _encode(
+            CompletionReply(
+                new_id("cmpl-"), int(time.time()), model, flat, usage_reply(usage),
+                explain=accounts.told if call.explain else msgspec.UNSET,
+            )
+        )  # fmt: skip
 
     def spell(self, problem: Problem) -> bytes:
         return openai_error(problem)
 
     def generate(self, job: Job, prompt: list[int]) -> AsyncIterator[list[Piece | Done]]:
         return self._backend.generate(
-            prompt, job.params, priority=job.priority, salt=job.salt, deadline=job.seconds_left
+            prompt, job.params, priority=job.priority, salt=job.salt, deadline=job.seconds_left,
+            explain=bool(job.call.explain),
         )  # fmt: skip
 
     def text_of(self, prompt: list[int]) -> str:
@@ -200,8 +215,9 @@ class Completions:
         return prompts
 
     async def _whole(
-        self, job: Job, turns: Turns, prompt: list[int], first: int, usage: Usage
+        self, job: Job, turns: Turns, prompt: list[int], number: int, usage: Usage, accounts: Accounts
     ) -> list[CompletionChoice]:
+        first = number * job.kept
         samples = [Sample() for _ in range(job.params.n)]
         done: Done | None = None
         async with turns.turn(lambda: self.generate(job, prompt)) as steps:
@@ -209,6 +225,7 @@ class Completions:
                 for item in items:
                     if isinstance(item, Done):
                         done = item
+                        accounts.told[number] = item.account
                         continue
                     refuse_failure(item)
                     sample = samples[item.index]
@@ -295,7 +312,7 @@ class CompletionStream:
     def __init__(self, api: Completions, job: Job, prompts: list[list[int]], model: str) -> None:
         self._api, self._job, self._prompts = api, job, prompts
         self._options = job.call.stream_options or StreamOptions()
-        self._usage = Usage(sum(map(len, prompts)))
+        self._usage, self._accounts = Usage(sum(map(len, prompts))), Accounts(len(prompts))
         self._empty = CompletionReply(new_id("cmpl-"), int(time.time()), model, [])
         head, _, tail = _encode(self._empty).partition(b'"choices":[]')
         self._head = b"data: " + head + b'"choices":['
@@ -315,9 +332,15 @@ class CompletionStream:
             return await anext(self._steps)
         except StopAsyncIteration:
             self._ended = True
-        if not self._options.include_usage:
+        wants_usage, wants_accounts = self._options.include_usage, self._job.call.explain
+        if not wants_usage and not wants_accounts:
             return DONE
-        return event(_encode(msgspec.structs.replace(self._empty, usage=usage_reply(self._usage)))) + DONE
+        last = msgspec.structs.replace(
+            self._empty,
+            usage=usage_reply(self._usage) if wants_usage else msgspec.UNSET,
+            explain=self._accounts.told if wants_accounts else msgspec.UNSET,
+        )
+        return event(_encode(last)) + DONE
 
     async def aclose(self) -> None:
         await self._steps.aclose()
@@ -339,6 +362,7 @@ class CompletionStream:
                 for item in items:
                     if isinstance(item, Done):
                         self._usage.cached_tokens += item.cached_tokens
+                        self._accounts.told[number] = item.account
                     else:
                         refuse_failure(item)
                         self._usage.completion_tokens += len(item.tokens)

@@ -111,6 +111,8 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Lower runs first."""
     cache_salt: str | None = None
     """Only calls with the same salt share cached prefixes."""
+    explain: bool | None = None
+    """Tell where the time went: the answer, or the last chunk of a stream, has a field of that name."""
     user: str | None = None
     """Read by nobody: for the caller's own records."""
 

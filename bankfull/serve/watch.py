@@ -114,13 +114,15 @@ class WatchedBackend:
 
     def generate(
         self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
-        deadline: float | None = None,
+        deadline: float | None = None, explain: bool = False,
     ) -> AsyncIterator[list[Piece | Done]]:  # fmt: skip
         trace = current_trace()
         batch = priority >= BATCH_PRIORITY
         tokens = None if trace is None else self._tokens_of(trace, refuse=not batch)
         with self._counting_refusals():
-            steps = self._inner.generate(prompt, params, priority=priority, salt=salt, pool=pool, deadline=deadline)
+            steps = self._inner.generate(
+                prompt, params, priority=priority, salt=salt, pool=pool, deadline=deadline, explain=explain
+            )  # fmt: skip
         if tokens is not None:
             tokens.take(len(prompt))
         line = None if trace is None else self.lines.open(trace, len(prompt), batch=batch)

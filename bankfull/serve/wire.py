@@ -36,6 +36,8 @@ class Submit(msgspec.Struct, tag="submit", omit_defaults=True):
     salt: str = ""
     pool: str | None = None
     """None, "last" or "mean": hidden states instead of tokens."""
+    explain: bool = False
+    """Tell where the time went."""
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -118,6 +120,8 @@ class Done(msgspec.Struct, array_like=True):
     output_tokens: int
     prompt_logprobs: list[dict[int, tuple[float, str]] | None] | None = None
     embedding: list[float] | None = None
+    account: dict[str, Any] | None = None
+    """Where the time went, if that was asked for."""
 
 
 class Load(msgspec.Struct, array_like=True):

@@ -121,6 +121,7 @@ class Worker:
         from bankfull.llm import LLM
         from bankfull.loop import EngineLoop
         from bankfull.ops.native import set_threads
+        from bankfull.serve.accounts import Accounts
         from bankfull.serve.gauge import Gauge, known_limits
 
         if wanted.threads is not None:
@@ -131,9 +132,11 @@ class Worker:
         llm = LLM(wanted.model, **options)
         self._front = llm.loaded.frontend
         self._loop = EngineLoop(self._front, self._tell)
-        self._say(Phase("warming up"))
+        start = llm.loaded.start
+        self._say(Phase("warming up" if start is None else f"warming up, loaded in {start}"))
         warm_up(llm)
         limits = known_limits(llm)
+        self._accounts = Accounts(llm)
         self._gauge = Gauge(llm, limits[0] if limits is not None else None)
         loaded = llm.loaded
         scheduler = self._front.engine.scheduler
@@ -178,8 +181,8 @@ class Worker:
                 self._say(Refused(request, "internal", "The engine does not understand this request."))
 
     def _prepare(self, wanted: Submit) -> None:
-        """A grammar may take seconds: it has a thread, so that nobody else's request waits behind it."""
-        if wanted.params.structured is None:
+        """A grammar, or the meter, may take seconds: it has a thread, so that nobody else's request waits behind it."""
+        if wanted.params.structured is None and not wanted.explain:
             self._check(wanted)
         else:
             self._compiling.add(wanted.id)
@@ -187,6 +190,8 @@ class Worker:
 
     def _check(self, wanted: Submit) -> None:
         try:
+            if wanted.explain:
+                self._accounts.prepare()
             prepared = self._front.prepare(
                 wanted.prompt, wanted.params, priority=wanted.priority, salt=wanted.salt, pool=wanted.pool
             )
@@ -209,6 +214,8 @@ class Worker:
             self._refuse(_refusal(wanted.id, error))
             return
         self._gauge.queued(wanted.id, len(prepared.ids))
+        if wanted.explain:
+            self._accounts.follow(wanted.id, self._front.pending[wanted.id])
         if wanted.pool is not None:
             self._pools[wanted.id] = wanted.pool
 
@@ -228,6 +235,7 @@ class Worker:
 
     def _forget(self, request: int) -> None:
         self._gauge.gone(request)
+        self._accounts.forget(request)
         self._pools.pop(request, None)
 
     def _reset(self, question: int) -> None:
@@ -270,6 +278,7 @@ class Worker:
         embedding = None
         if pool is not None and pending.pooled:
             embedding = embedding_of(pending, pool, normalize=True)
+        account = self._accounts.finish(request, pending)
         self._forget(request)
         result = self._front.take(request)
         metrics = result.metrics
@@ -281,7 +290,7 @@ class Worker:
             ]
         return Done(
             request, metrics.queue, metrics.ttft, metrics.finished or 0.0, metrics.cached_tokens, metrics.output_tokens,
-            lines, embedding,
+            lines, embedding, account,
         )  # fmt: skip
 
 

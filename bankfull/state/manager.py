@@ -92,6 +92,8 @@ class StateManager:
             missing += max(0, group.frames_for(length, new) - sum(1 for page in table if page))
             idle += sum(1 for page in table if self.pages.is_cached(page))
         slots = 1 + self.slots.is_cached(match.slot) if self.snapshots is not None else 0
+        if not self.layout.paged:
+            headroom = 0  # nothing grows: a model without pages never lacks any
         return max(0, missing + headroom + idle - self.pages.available), max(0, slots - self.slots.available)
 
     def match(self, chain: Chain, tokens: Sequence[int], limit: int) -> Match:

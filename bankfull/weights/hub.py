@@ -34,15 +34,9 @@ def from_hub(name: str) -> Path:
     match = HUB_ID.fullmatch(name)
     assert match is not None, name
     repo, file = match["repo"], match["file"]
+    hub, offline = _library(name)
     try:
-        import huggingface_hub as hub
-        from huggingface_hub.constants import HF_HUB_OFFLINE as OFFLINE
-    except ImportError:
-        raise ModelError(
-            f"{name!r} is no local path, and reading it from the hub needs a package: pip install 'bankfull[hub]'."
-        ) from None
-    try:
-        if OFFLINE:
+        if offline:
             return _in_snapshot(Path(hub.snapshot_download(repo, local_files_only=True)), repo, file)
         siblings = hub.HfApi().model_info(repo, timeout=TIMEOUT_SECONDS).siblings or []
         wanted, entry = choose([sibling.rfilename for sibling in siblings], repo, file)
@@ -51,7 +45,31 @@ def from_hub(name: str) -> Path:
     except ModelError:
         raise
     except Exception as error:  # the library lets errors of its transports through, which differ by version
-        return _after_failure(hub, repo, file, error, OFFLINE)
+        return _after_failure(hub, repo, file, error, offline)
+
+
+def config_from_hub(name: str) -> Path | None:
+    """A repository's config.json and nothing else of it; None where there is none, as beside GGUF files."""
+    hub, offline = _library(name)
+    try:
+        return Path(hub.hf_hub_download(name, "config.json", local_files_only=offline))
+    except Exception as error:
+        if type(error).__name__ in ("EntryNotFoundError", "RemoteEntryNotFoundError"):
+            return None
+        found = _after_failure(hub, name, None, error, offline)
+        return found / "config.json" if found.is_dir() else None
+
+
+def _library(name: str) -> tuple[Any, bool]:
+    """The hub's own package, and whether it may use the network."""
+    try:
+        import huggingface_hub as hub
+        from huggingface_hub.constants import HF_HUB_OFFLINE as OFFLINE
+    except ImportError:
+        raise ModelError(
+            f"{name!r} is no local path, and reading it from the hub needs a package: pip install 'bankfull[hub]'."
+        ) from None
+    return hub, bool(OFFLINE)
 
 
 def choose(files: Sequence[str], repo: str, file: str | None) -> tuple[list[str], str]:

@@ -15,6 +15,7 @@ from statistics import median
 from bankfull.cli.terminal import print_table
 from bankfull.limits.bench_stats import better
 from bankfull.limits.ceilings import measure
+from bankfull.limits.load.rows_table import notes, problems, ratio_table
 from bankfull.paths import cache_dir
 from bankfull.weights.locate import DEFAULT_MODEL, locate
 from benchmarks.cpu_peers.compare import Measuring, compare
@@ -24,7 +25,6 @@ from benchmarks.cpu_peers.process import EngineFailed
 from benchmarks.cpu_peers.reach import bandwidth_now
 from benchmarks.cpu_peers.shapes import SHAPES, shape_file
 from benchmarks.cpu_peers.startup import seconds_to_first_token
-from benchmarks.cpu_peers.table import notes, problems, ratio_table
 from benchmarks.cpu_peers.works import FOR_MODELS, FOR_SHAPES, WORKS, chosen
 
 STARTS = 3

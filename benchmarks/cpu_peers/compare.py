@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bankfull.errors import BankfullError
+from bankfull.limits.load.rows import Comparison, Reach, Row, Side
 from benchmarks.cpu_peers import models
 from benchmarks.cpu_peers.install import CannotInstall
 from benchmarks.cpu_peers.peers import ROOT, Peer, Place, Ready, module
 from benchmarks.cpu_peers.process import EngineFailed, EngineProcess
 from benchmarks.cpu_peers.reach import Bandwidth, bytes_per_token
-from benchmarks.cpu_peers.rows import Comparison, Reach, Row, Side
 from benchmarks.cpu_peers.turns import IDLE, MEMORY, Pair, Say
 from benchmarks.cpu_peers.works import FreshPrompts, Work
 

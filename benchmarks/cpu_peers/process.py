@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import threading
@@ -14,11 +13,11 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
-from benchmarks.cpu_peers import machine
+from bankfull.limits.load import machine
+from bankfull.limits.load.processes import GRACE, ProcessGroup
 from benchmarks.cpu_peers.protocol import Prompts
 
 LONGEST_REPLY = 1 << 20
-GRACE = 10.0
 
 
 class EngineFailed(Exception):
@@ -34,11 +33,11 @@ class EngineProcess:
         self.started = time.perf_counter()
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as errors:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, cwd=folder,
-                env={**os.environ, **(variables or {})}, start_new_session=True,
+            self._group = ProcessGroup(
+                command, variables=variables, folder=folder,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
             )  # fmt: skip
-        self._group = self._process.pid
+        self._process = self._group.process
         self._replies: Queue[bytes] = Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -56,11 +55,10 @@ class EngineProcess:
         return float(reply["seconds"])
 
     def sleep(self) -> None:
-        """Stop all its threads, also those that spin while they wait."""
-        self._signal(signal.SIGSTOP)
+        self._group.sleep()
 
     def wake(self) -> None:
-        self._signal(signal.SIGCONT)
+        self._group.wake()
 
     def quit(self) -> None:
         """Ask; then insist."""
@@ -70,31 +68,20 @@ class EngineProcess:
         try:
             self._process.wait(GRACE)
         except subprocess.TimeoutExpired:
-            self._signal(signal.SIGKILL)
-            self._process.wait()
+            self._group.kill()
         for stream in (self._process.stdin, self._process.stdout):
             with suppress(OSError):
                 if stream is not None:
                     stream.close()
 
     def family(self) -> list[machine.Member]:
-        """Its process and all helpers of it."""
-        return machine.family(self._group)
+        return self._group.family()
 
     def cpu_seconds(self) -> float:
-        return machine.cpu_seconds(self.family())
+        return self._group.cpu_seconds()
 
     def resident_bytes(self) -> int:
-        return machine.resident_bytes(self.family())
-
-    def _signal(self, number: int) -> None:
-        """To the whole group at once; then to helpers that started a group of their own."""
-        apart = [member.id for member in self.family() if member.group != self._group]
-        with suppress(ProcessLookupError):
-            os.killpg(self._group, number)
-        for helper in apart:
-            with suppress(ProcessLookupError):
-                os.kill(helper, number)
+        return self._group.resident_bytes()
 
     def _read(self) -> None:
         stream = self._process.stdout
@@ -115,7 +102,7 @@ class EngineProcess:
             self._send(message)
             line = self._replies.get(timeout=self._timeout)
         except Empty:
-            self._signal(signal.SIGKILL)  # an answer that came later would be taken for that of the next question
+            self._group.signal(signal.SIGKILL)  # an answer that came later would be taken for that of the next question
             raise EngineFailed(f"{self.label} gave no answer in {self._timeout:.0f} s") from None
         except OSError:
             line = b""

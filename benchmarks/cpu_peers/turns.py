@@ -1,32 +1,21 @@
-"""Two engines in turn: pairs of the same work, each engine first in every other pair, the other one stopped."""
+"""Ours and a peer's process on the works of a comparison, in turn."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from benchmarks.cpu_peers import machine
+from bankfull.limits.load.rows import Row
+from bankfull.limits.load.turns import Noise, in_pairs, turn
 from benchmarks.cpu_peers.process import EngineFailed, EngineProcess
-from benchmarks.cpu_peers.rows import Row
+from benchmarks.cpu_peers.protocol import Prompts
 from benchmarks.cpu_peers.works import FreshPrompts, Work
 
 Say = Callable[[str], None]
 MEMORY, IDLE = "resident memory", "idle CPU"
 IDLE_SECONDS = 5.0
-
-
-@dataclass(slots=True)
-class Noise:
-    """CPU time that went elsewhere while engines had their turns."""
-
-    seconds: float = 0.0
-    elsewhere: float = 0.0
-
-    @property
-    def cores(self) -> float | None:
-        return self.elsewhere / self.seconds if self.seconds else None
 
 
 @dataclass(slots=True)
@@ -38,34 +27,28 @@ class Pair:
     fresh: FreshPrompts
     noise: Noise = field(default_factory=Noise)
 
-    @contextmanager
-    def turn(self, engine: EngineProcess) -> Iterator[EngineProcess]:
-        engine.wake()
-        begun, busy, own = time.perf_counter(), machine.busy_seconds(), engine.cpu_seconds()
-        try:
-            yield engine
-        finally:
-            seconds = time.perf_counter() - begun
-            elsewhere = machine.busy_seconds() - busy - (engine.cpu_seconds() - own)
-            engine.sleep()
-            self.noise.seconds += seconds
-            self.noise.elsewhere += max(0.0, elsewhere)
+    def turn(self, engine: EngineProcess) -> AbstractContextManager[None]:
+        return turn(engine, self.noise)
 
     def compare(self, work: Work, pairs: int, say: Say) -> Row:
         """Both engines get the same prompts, and neither gets them twice."""
         self.noise = Noise()
         ours, theirs = list[float](), list[float]()
+
+        def rate(engine: EngineProcess, prompts: tuple[Prompts, Prompts]) -> float:
+            with self.turn(engine):
+                return work.rate(engine, prompts)
+
         try:
             for engine in (self.ours, self.theirs):
                 with self.turn(engine):
                     work.warm_up(engine, self.fresh)
-            for number in range(pairs):
-                prompts = work.prompts(self.fresh)
-                order = [(self.ours, ours), (self.theirs, theirs)]
-                for engine, rates in order if number % 2 == 0 else reversed(order):
-                    with self.turn(engine):
-                        rates.append(work.rate(engine, prompts))
-                say(f"{work.name}, pair {number + 1} of {pairs}: {ours[-1]:.1f} against {theirs[-1]:.1f} tokens/s")
+            for our, their in in_pairs(
+                pairs, lambda: work.prompts(self.fresh), lambda p: rate(self.ours, p), lambda p: rate(self.theirs, p)
+            ):
+                ours.append(our)
+                theirs.append(their)
+                say(f"{work.name}, pair {len(ours)} of {pairs}: {our:.1f} against {their:.1f} tokens/s")
         except EngineFailed as error:
             return Row(work.name, "tokens/s", problem=str(error))
         return Row(work.name, "tokens/s", tuple(ours), tuple(theirs), others=self.noise.cores)

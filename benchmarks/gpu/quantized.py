@@ -1,8 +1,9 @@
-"""python -m benchmarks.gpu.quantized --types int4_g128,int8_row --rows 1,16 [--sweep]
+"""python -m benchmarks.gpu.quantized --types int4_g128,int8_row --rows 1,16 [--sweep | --compare]
 
 How fast quantized linear layers read their weights, for the shapes of an 8B model. A chain of launches over more
 weights than any cache holds is captured and replayed, as a decode step does. --sweep tries other ways to cut the work,
-and says which is best: that is where the constants of `bankfull/ops/triton/quantized_*.py` come from.
+and says which is best: that is where the constants of `bankfull/ops/triton/quantized_*.py` come from. --compare does so
+for the two kernels that take few rows (`quantized_compare`).
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ def main() -> int:
     parser.add_argument("--rows", default="1,16")
     parser.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SHAPES))
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--compare", action="store_true")
     asked = parser.parse_args()
     names = asked.types.split(",")
     if unknown := [name for name in names if name not in LAYOUTS]:
@@ -121,10 +123,14 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("There is no GPU here to measure.", file=sys.stderr)
         return 2
+    shapes = [tuple(int(size) for size in shape.split("x")) for shape in asked.shapes.split(",")]
     with torch.inference_mode():
+        if asked.compare:
+            from benchmarks.gpu.quantized_compare import compared
+
+            return compared(names, shapes, int(asked.rows.split(",")[0]))
         for name in names:
-            for shape in asked.shapes.split(","):
-                outputs, columns = (int(size) for size in shape.split("x"))
+            for outputs, columns in shapes:
                 for rows in asked.rows.split(","):
                     measured(name, outputs, columns, int(rows), asked.sweep)
     return 0

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from bankfull.limits.ceilings import Ceilings
+from bankfull.limits.load.rows import Comparison, Reach, Row, Side
+from bankfull.limits.load.rows_table import notes, problems, ratio_table
 from benchmarks.cpu_peers import models, peers
 from benchmarks.cpu_peers.__main__ import main
 from benchmarks.cpu_peers.install import STAMP, CannotInstall, Recipe, install
@@ -19,8 +21,6 @@ from benchmarks.cpu_peers.peers import ROOT, Place, Ready, module
 from benchmarks.cpu_peers.process import EngineFailed, EngineProcess
 from benchmarks.cpu_peers.protocol import Prompts
 from benchmarks.cpu_peers.reach import bytes_per_token
-from benchmarks.cpu_peers.rows import Comparison, Reach, Row, Side
-from benchmarks.cpu_peers.table import notes, problems, ratio_table
 from benchmarks.cpu_peers.turns import Pair
 from benchmarks.cpu_peers.works import FOR_MODELS, FOR_SHAPES, WORKS, FreshPrompts, Work, chosen
 from tests.tiny import speaking_folder

@@ -44,6 +44,7 @@ Cli = Callable[..., Done]
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("BANKFULL_CACHE", str(folder))
+    monkeypatch.setenv("BANKFULL_CONFIG", str(tmp_path / "config"))
     return folder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 
 import bankfull
 from bankfull.limits.ceilings import Ceilings
+from bankfull.limits.disk import Disk
+from bankfull.limits.levels import Level, Levels
 
 from .conftest import Cli
 
@@ -31,9 +34,62 @@ def test_info_with_roofline_names_the_bound_of_every_operation(cli: Cli, model: 
     assert "linear" in cli("info", model, "--roofline").out
 
 
-def test_limits_are_those_of_the_machine(cli: Cli, ceilings: Ceilings) -> None:
-    assert cli("limits", "--json").json == asdict(ceilings)
-    assert "a cpu" in cli("limits").out
+@pytest.fixture
+def levels(monkeypatch: pytest.MonkeyPatch) -> Levels:
+    known = Levels(
+        (Level("L1", 1000, 500, 5e10), Level("memory", 0, 10**9, 1e10)), ((500, 5e10), (10**9, 1e10)),
+        Disk(2e9, 1000, "direct reads"), None, None, "today",
+    )  # fmt: skip
+    monkeypatch.setattr("bankfull.limits.levels.measure", lambda *arguments: known)
+    return known
+
+
+def test_limits_are_those_of_the_machine(cli: Cli, ceilings: Ceilings, levels: Levels) -> None:
+    found = cli("limits", "--json").json
+    assert {name: found[name] for name in asdict(ceilings)} == asdict(ceilings)
+    assert found["levels"][0] == {"name": "L1", "capacity_bytes": 1000, "set_bytes": 500, "bytes_per_s": 5e10}
+    assert found["disk"]["bytes_per_s"] == 2e9 and found["to_device"] is None and len(found["curve"]) == 2
+    shown = cli("limits").out
+    for part in ("read from L1, 500 B", "50 GB/s", "disk, direct reads", "2 GB/s", "Roofline: a cpu", "10 FLOP/B"):
+        assert part in shown, part
+    assert "Read bandwidth by working set" in shown and "copy" not in shown
+
+
+def test_limits_draws_the_roofline_into_a_file(cli: Cli, levels: Levels, tmp_path: Path) -> None:
+    path = tmp_path / "roofline.svg"
+    assert cli("limits", "--svg", path, "--json").code == 0
+    assert "Roofline: a cpu" in path.read_text()
+    assert "must end in .svg" in cli("limits", "--svg", tmp_path / "roofline.png").sentence
+    assert "must end in .png" in cli("limits", "--png", tmp_path / "roofline.svg").sentence
+    assert "there is no folder" in cli("limits", "--svg", tmp_path / "none" / "roofline.svg").sentence
+
+
+def test_a_picture_that_cannot_be_made_is_refused_before_anything_is_measured(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cairosvg", None)
+    monkeypatch.setattr("bankfull.limits.ceilings.measure", lambda *arguments: pytest.fail("measured"))
+    assert "bankfull[charts]" in cli("limits", "--png", tmp_path / "roofline.png").sentence
+
+
+def test_limits_shows_a_device_of_the_catalogue_and_what_is_doubtful(cli: Cli) -> None:
+    shown = cli("limits", "--device", "h200")
+    assert shown.code == 0 and shown.err == ""
+    assert "4.8 TB/s" in shown.out and "ridge at 206 FLOP/byte" in shown.out and "Roofline: NVIDIA H200" in shown.out
+    assert cli("limits", "--device", "h200", "--json").json["bytes_per_s"] == 4.8e12
+    doubtful = cli("limits", "--device", "wse-3", "--json")
+    assert doubtful.json["unverified"] is True and "unverified" in doubtful.err
+    assert "did you mean h200" in cli("limits", "--device", "h20").sentence
+
+
+def test_limits_lists_the_catalogue_with_a_users_own_file(cli: Cli, tmp_path: Path) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text('[[device]]\nname = "h100"\ndollars_per_hour = 1.5\n')
+    shown = cli("limits", "--list", "--catalogue", own).out
+    assert "$1.50" in shown and "cpu-laptop ?" in shown
+    prices = {device["name"]: device["dollars_per_hour"] for device in cli("limits", "--list", "--json").json}
+    assert prices["h100"] == 2.95 and prices["gaudi-3"] is None
+    assert "cannot be read" in cli("limits", "--list", "--catalogue", tmp_path / "none.toml").sentence
 
 
 def test_doctor_tells_what_a_bug_report_needs_and_no_secrets(

@@ -94,8 +94,8 @@ def test_what_cannot_be_is_refused_in_one_sentence(cli: Cli, model: Path, comman
         assert said in cli(*command, *at, *options).sentence, options
 
 
-@pytest.mark.parametrize("command", ["run", "chat", "generate", "bench", "quality"])
+@pytest.mark.parametrize("command", ["run", "chat", "generate", "bench latency", "bench throughput", "quality"])
 def test_help_says_what_is_lossy_and_what_is_exact(cli: Cli, command: str) -> None:
-    shown = " ".join(cli(command, "--help").out.split())
+    shown = " ".join(cli(*command.split(), "--help").out.split())
     assert "--quantize" in shown and "--kv-dtype" in shown and "--activations" in shown
     assert "lossy" in shown and "exact" in shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from random import Random
 from typing import Any
 
@@ -41,10 +41,12 @@ class Sizes:
     tokens: tuple[int, ...]
 
 
-LLAMA_8B = Sizes(4096, 14336, 32, 8, 128, 128256, 5120, 3000, 200_000, (1, 2, 7, 16, 33, 64, 200, 1000))
+LLAMA_8B = Sizes(4096, 14336, 32, 8, 128, 32064, 5120, 3000, 200_000, (1, 3, 16, 64, 1000))
+"""A quarter of its vocabulary: several processes share the device. The token counts are one for each way through the
+kernels: one row, a few, tiles of either size, and more than one tile."""
 SMALL = Sizes(64, 96, 4, 2, 16, 300, 48, 60, 400, (1, 7))
 SIZES = LLAMA_8B if CUDA else SMALL
-RARE = (1, 7, 64)
+RARE = (1, 64)
 COMMON = ("int8_row", "fp8", "int4_g128", "q8_0", "q4_0", "q4_k", "q6_k")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -63,9 +65,9 @@ class Draw:
         return torch.randint(below, (count,), generator=self._numbers, device=DEVICE)
 
 
-@cache
+@lru_cache(maxsize=32)
 def weight_of(scheme: Scheme, outer: int, inner: int) -> QTensor:
-    """As a layer has it: outputs about as large as inputs. Drawn once in a run: to quantize a large one takes long."""
+    """As a layer has it: outputs about as large as inputs. Kept for a while: to quantize a large one takes long."""
     numbers = torch.randn(outer, inner, device=DEVICE) * inner**-0.5
     return QTensor.dense(numbers.to(DTYPES[scheme.name])) if scheme.is_dense else quantize(numbers, scheme.name)
 
@@ -79,7 +81,7 @@ def schemes_for(draw: Draw, inner: int, tokens: int) -> list[Scheme]:
     compiled anew: what is rare (quantized weights without bfloat16, other formats) is tried with few token counts."""
     if draw.dtype is torch.float16 or (draw.dtype is torch.float32 and tokens not in RARE):
         return [BY_DTYPE[draw.dtype]]
-    names = [name for name in TYPES if name in COMMON or tokens in RARE]
+    names = [name for name in TYPES if name in COMMON or (tokens in RARE and draw.dtype is torch.bfloat16)]
     fitting = [SCHEMES[name] for name in names if inner % SCHEMES[name].block == 0]
     return [BY_DTYPE[draw.dtype], *fitting]
 

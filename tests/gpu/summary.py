@@ -1,6 +1,7 @@
 """A table at the end: what was tested on the device, how exact it was, and how long it took.
 
-A plugin of pytest: -p tests.gpu.summary
+A plugin of pytest: -p tests.gpu.summary. Where tests run in several processes, their reports all come by the one that
+writes the table; seconds are then summed over the processes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if not any(area.outcomes.get("passed") or area.outcomes.get("failed") for area in AREAS.values()):
         return
-    rows = [(name, *area.cells()) for name, area in AREAS.items()]
+    rows = [(name, *area.cells()) for name, area in sorted(AREAS.items())]
     total = Area(seconds=sum(area.seconds for area in AREAS.values()))
     for area in AREAS.values():
         for outcome, count in area.outcomes.items():

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from bankfull import LLM, SamplingParams
 from bankfull.decode.plain import Plain
-from tests.gpu.place import CUDA, only_cuda, require_device
+from tests.gpu.place import CUDA, DEVICE, only_cuda, require_device
 from tests.kit import Bench
+from tests.tiny import speaking_folder
 
 require_device()
 
@@ -98,3 +100,18 @@ def test_tokens_do_not_depend_on_how_many_batch_mates_there_are(shape: str) -> N
         found.append(tokens[0, 0])
         assert len(logprobs[0]) == NEW and torch.tensor(logprobs[0]).isfinite().all()
     assert all(tokens == found[0] for tokens in found)
+
+
+@only_cuda
+def test_nothing_is_compiled_once_the_engine_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of all lengths, alone and among others that answer already, greedy and drawn."""
+    from triton import knobs
+
+    llm = LLM(str(speaking_folder()), device=str(DEVICE), memory="64MiB", rows=8, max_model_len=128)
+    compiled: list[str] = []
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda *, fn, **facts: compiled.append(fn.name))
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, max_tokens=12, ignore_eos=True)
+        for lengths in ((1,), (2,), (3,), (9,), (16,), (40,), (1, 40), (3, 17, 50), (2, 5, 9, 16, 17, 30, 60, 90)):
+            llm.generate([list(range(3, 3 + length)) for length in lengths], params)
+    assert not compiled

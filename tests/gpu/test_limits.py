@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bankfull import LLM
+from bankfull.limits import levels
 from bankfull.limits.bench import Bench, Load
 from bankfull.limits.bench_show import notes
 from bankfull.limits.ceilings import of_device
@@ -33,6 +34,22 @@ def test_the_device_is_measured_once_and_remembered() -> None:
     assert found.read_set_bytes >= 4 * found.cache_bytes
     # IEEE products of float32 are far slower than those of bfloat16; with TF32 they would not be.
     assert found.flops["bfloat16"] > 4 * found.flops["float32"]
+
+
+@only_cuda
+def test_bandwidth_by_level_and_across_the_bus_is_measured_and_remembered() -> None:
+    device = the_device()
+    found = of_device(device)
+    assert found is not None
+    measured = levels.measure(device, found)
+    assert [level.name for level in measured.levels] == ["L2", "device memory"]
+    assert measured.levels[0].bytes_per_s >= measured.levels[1].bytes_per_s == found.read_bytes_per_s
+    sizes = [size for size, _ in measured.curve]
+    assert sizes == sorted(sizes) and sizes[-1] > 2 * found.cache_bytes
+    assert measured.to_device is not None and measured.from_device is not None
+    # A bus is slower than the memory on its other side.
+    assert 1e9 < max(measured.to_device, measured.from_device) < found.read_bytes_per_s
+    assert levels.measure(device, found) == measured
 
 
 @pytest.mark.parametrize("kind", ("latency", "throughput"))

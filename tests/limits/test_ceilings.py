@@ -89,8 +89,8 @@ def test_more_rounds_take_longer(every_isa: Callable[[], Iterator[str]]) -> None
     kernels = extension.required()
     for isa in every_isa():
         for name, code in kernels.arithmetics().items():
-            few = ceilings._shortest(lambda c=code: kernels.multiply(c, 100), 0.005)
-            many = ceilings._shortest(lambda c=code: kernels.multiply(c, 100_000), 0.005)
+            few = ceilings.shortest(lambda c=code: kernels.multiply(c, 100), 0.005)
+            many = ceilings.shortest(lambda c=code: kernels.multiply(c, 100_000), 0.005)
             assert many > 10 * few, (isa, name)
 
 

@@ -1,71 +1,111 @@
-"""Kernels compiled for a GPU that is not there: launches are replaced by compilations.
+"""Kernels compiled for a GPU that is not there: Triton is given a driver that knows a Hopper and launches nothing.
 
 The interpreter runs what the compiler refuses (a name that changes its type, a shape that is no power of two, ...), so
-what it has run is not proven to run on a device. Used in a process of its own, without TRITON_INTERPRET.
+what it has run is not proven to run on a device. Used in a process of its own, without TRITON_INTERPRET:
+python -m tests.ops.compiled GROUP
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+from triton.runtime import driver
 
-from bankfull.ops.triton import launch
-
-HOPPER = GPUTarget("cuda", 90, 32)
 MULTIPROCESSORS = 132
-TYPES = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64",
-    torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
-    torch.float8_e4m3fn: "*fp8e4nv", torch.uint32: "*u32", torch.bool: "*i1",
-}  # fmt: skip
+SHARED_MEMORY = 227 << 10
+MOST_THREADS = 1024
+Launch = tuple[str, Callable[[], object]]
+"""What is launched, in words, and the call that does."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Compiled:
     name: str
+    registers: int
+    stack: int
+    """Bytes of each thread that found no register: spills, and arrays that are indexed."""
     shared: int
-    spills: int
+
+
+@dataclass(slots=True)
+class Report:
+    kernels: list[Compiled] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
+    """Kernels that were not compiled ahead, but by the launch that needed them."""
+    errors: list[str] = field(default_factory=list)
+
+
+class _Hopper:
+    """As much of a driver as Triton asks for."""
+
+    def __init__(self) -> None:
+        self.loaded: list[Compiled] = []
+        self.utils = self
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_MEMORY}
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[object, None, int, int, int]:
+        registers, stack = resources(binary)
+        self.loaded.append(Compiled(name, registers, stack, shared))
+        return self, None, registers, stack, MOST_THREADS
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        return lambda *args: None
+
+
+def resources(binary: bytes) -> tuple[int, int]:
+    """Registers and stack of a kernel, as the assembler noted them."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", said)
+    assert found, said
+    return int(found[1]), int(found[2]) + int(found[3])
 
 
 @contextmanager
-def compiling() -> Iterator[list[Compiled]]:
-    """Within the block a launch compiles its kernel for Hopper, as this launch would need it, and computes nothing."""
-    made: list[Compiled] = []
-    seen: set[str] = set()
-
-    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        source = source_of(self, args, options)
-        key = f"{self.__name__} {source.signature} {source.constants} {source.attrs} {options.get('num_warps')}"
-        if key in seen:
-            return
-        seen.add(key)
-        kept = {name: value for name, value in options.items() if name in ("num_warps", "num_stages", "launch_pdl")}
-        kernel = triton.compile(source, target=HOPPER, options=kept)
-        made.append(Compiled(self.__name__, kernel.metadata.shared, getattr(kernel, "n_spills", 0) or 0))
-
-    before = JITFunction.run, launch.overlapped, launch.processors
-    JITFunction.run = run
+def hopper() -> Iterator[_Hopper]:
+    """Within the block launches compile for Hopper, on tensors of any device, and compute nothing."""
+    made, before = _Hopper(), driver._active
+    driver.set_active(made)
     try:
-        with _everywhere("overlapped", lambda x: {"OVERLAP": True, "launch_pdl": True}), \
-             _everywhere("processors", lambda device: MULTIPROCESSORS):  # fmt: skip
+        with ExitStack() as stack:
+            stack.enter_context(_everywhere("overlapped", lambda x: {"OVERLAP": True, "launch_pdl": True}))
+            stack.enter_context(_everywhere("processors", lambda device: MULTIPROCESSORS))
             yield made
     finally:
-        JITFunction.run = before[0]
+        driver._active = before
 
 
 @contextmanager
 def _everywhere(name: str, value: Any) -> Iterator[None]:
-    """In each module that has imported it."""
-    import sys
-
+    """In each module of the kernels that has imported it."""
     places = [m for key, m in sys.modules.items() if key.startswith("bankfull.ops.triton") and hasattr(m, name)]
     before = [getattr(place, name) for place in places]
     for place in places:
@@ -77,29 +117,49 @@ def _everywhere(name: str, value: Any) -> Iterator[None]:
             setattr(place, name, old)
 
 
-def source_of(kernel: JITFunction, args: tuple[Any, ...], options: dict[str, Any]) -> ASTSource:
-    """What a launch with these arguments specialises for: types, ones, and multiples of 16."""
-    bound = dict(zip(kernel.arg_names, args, strict=False))
-    bound |= {name: value for name, value in options.items() if name in kernel.arg_names}
-    signature: dict[str, str] = {}
-    constants: dict[str, Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    for number, parameter in enumerate(kernel.params):
-        name, value = parameter.name, bound[parameter.name]
-        fixed = parameter.do_not_specialize
-        if parameter.is_constexpr or value is None:
-            signature[name], constants[name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name] = TYPES[value.dtype]
-            attributes[(number,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, bool):
-            signature[name] = "i1"
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        elif value == 1 and not fixed:
-            signature[name], constants[name] = "constexpr", 1
-        else:
-            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0 and not fixed:
-                attributes[(number,)] = [["tt.divisibility", 16]]
-    return ASTSource(kernel, signature, constants, attributes)
+def compile_all(ahead: Iterable[Launch], launches: Iterable[Launch]) -> Report:
+    """The first ones on all cores at a time, then all in order, to see what was left for them and why."""
+    from bankfull.ops.triton.ahead import compiling_ahead
+
+    report, asked = Report(), []
+
+    def note(*, fn: Any, is_manual_warmup: bool, **facts: Any) -> None:
+        asked.append(fn.name)
+        if not is_manual_warmup:
+            report.late.append(fn.name)
+
+    with torch.inference_mode(), hopper() as made:
+        knobs.runtime.jit_cache_hook = note
+        with compiling_ahead(torch.device("cpu"), len(os.sched_getaffinity(0))):
+            for _, launch in ahead:
+                launch()
+        for label, launch in launches:
+            try:
+                launch()
+            except Exception as error:
+                text = str(error).strip() or type(error).__name__
+                report.errors.append(f"{label}, kernel {asked[-1] if asked else '?'}: {text}")
+        report.kernels = made.loaded
+    return report
+
+
+def main(group: str) -> None:
+    from tests.ops.compile_groups import GROUPS
+
+    print(json.dumps(asdict(compile_all(*GROUPS[group]()))))
+
+
+def report_on(group: str) -> Report:
+    """Of a process of its own: Triton decides when it is imported whether it interprets."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[2]
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.ops.compiled", group], cwd=root, env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    found = json.loads(ended.stdout.splitlines()[-1])
+    return Report([Compiled(**kernel) for kernel in found["kernels"]], found["late"], found["errors"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -242,3 +242,11 @@ def test_a_long_queue_costs_a_step_nothing() -> None:
     for _ in range(10):
         step(sched)
     assert looked_at <= 20
+
+
+def test_sequences_of_a_model_without_pages_run_together() -> None:
+    sched = scheduler([MEMORY], frames=0, rows=4)  # no pages at all, as `plan_memory` gives a purely recurrent model
+    for number in range(3):
+        sched.add(request(number))
+    plan = sched.plan()
+    assert plan is not None and len(plan.work) == 3

@@ -80,7 +80,7 @@ class Scripted:
 
     async def generate(
         self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
-        deadline: float | None = None,
+        deadline: float | None = None, explain: bool = False,
     ) -> AsyncIterator[list[Piece | Done]]:  # fmt: skip
         self.asked.append(Asked(prompt, params, priority, salt, pool, deadline))
         self.running += 1
@@ -106,7 +106,8 @@ class Scripted:
             if params.prompt_logprobs is not None:
                 prompt_lines = [None if i == 0 else _line(token) for i, token in enumerate(prompt)]
             embedding = [3.0, 4.0, float(len(prompt) * 0)] if pool else None
-            yield [Done(1, 0.0, 0.0, 0.0, self.cached, tokens, prompt_lines, embedding)]
+            account = {"seconds": 0.5, "summary": "Nothing was slow."} if explain else None
+            yield [Done(1, 0.0, 0.0, 0.0, self.cached, tokens, prompt_lines, embedding, account)]
         finally:
             self.running -= 1
 

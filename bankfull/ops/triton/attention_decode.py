@@ -26,8 +26,10 @@ from bankfull.ops.triton.attention_tile import (
 from bankfull.ops.triton.attention_turn import turned
 from bankfull.ops.triton.launch import overlapped, power_of_two, processors, start_next, wait_for_inputs
 
-MOST_TOKENS = 16
-"""New tokens of a sequence; more are the business of tiles of queries."""
+WIDTHS = (1, 4, 16)
+"""New tokens of a sequence that kernels are compiled for: a few more rows of queries cost less than another kernel."""
+MOST_TOKENS = WIDTHS[-1]
+"""More are the business of tiles of queries."""
 PROGRAMS, MANY_PROGRAMS = 2, 4
 """For each multiprocessor, at least, while there is enough to split; the larger number where a sequence is cut into so
 few parts that each still has several tiles."""
@@ -101,7 +103,7 @@ def merged(
     return mixed, total
 
 
-@triton.jit(do_not_specialize=["splits", "window"])
+@triton.jit(do_not_specialize=["table_row", "splits", "window"])
 def attention_decode(
     q, k, v, out, k_pages, v_pages, k_scales, v_scales, table, slots, starts, lengths, chosen, cos, sin,
     q_weight, k_weight, partial_mixed, partial_peak, partial_total, arrivals,
@@ -331,6 +333,7 @@ def launch_decode(
     heads, size = q.shape[1:]
     page, key_heads, values = v_pages.shape[1:]
     groups = heads // key_heads
+    width = next(most for most in WIDTHS if width <= most)
     padded, padded_values = (max(16, power_of_two(n)) for n in (size, values))
     most_rows, block = tile_shape(max(padded, padded_values), q.element_size(), k_pages.element_size())
     live = min(power_of_two(groups * width), most_rows)

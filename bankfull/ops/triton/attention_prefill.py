@@ -76,7 +76,7 @@ def walk(
     return peak, total, mixed
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["table_row", "window"])
 def attention_prefill(
     q, out, k_pages, v_pages, k_scales, v_scales, table, lengths, tiles,
     q_token, q_head, out_token, k_frame, k_place, k_page_head, v_frame, v_place, v_page_head,

@@ -56,7 +56,7 @@ def turned(
     return y.to(KIND)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def turn_and_write(
     q, k, v, turned_q, k_pages, v_pages, slots, cos, sin, q_weight, k_weight,
     q_token, q_head, k_token, k_head, v_token, v_head, turned_token,

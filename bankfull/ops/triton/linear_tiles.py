@@ -12,7 +12,7 @@ import triton.language as tl
 from bankfull.ops.triton.launch import start_next, wait_for_inputs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def tiles_kernel(
     x, x_stride, weight, weight_stride, bias, y, rows, outputs, columns,
     ROWS: tl.constexpr, OUT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,

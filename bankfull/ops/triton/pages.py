@@ -17,7 +17,7 @@ NUMBERS = 4096
 """Of one program, about."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def write_tokens(
     new, pages, slots, new_token, new_head, frame, place, page_head, count,
     HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr,
@@ -36,7 +36,7 @@ def write_tokens(
     tl.store(pages + places[:, None] + dims[None, :], x.to(pages.dtype.element_ty), mask=met)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def round_tokens(
     new, pages, scales, slots, new_token, new_head, frame, place, page_head, scale_frame, scale_place, scale_head,
     count,

@@ -1,12 +1,15 @@
 """Quantized linear layers on a GPU: provider "triton-q". Weights stay as small as they were stored until they lie in
 registers; activations are untouched, sums are float32.
 
-One row is multiplied as fast as weights can be read (`quantized_rows`), more on matrix units (`quantized_tiles`).
-Weights are laid out for both when a model is loaded (`quantized_layout`).
+A few rows are multiplied as fast as weights can be read: on matrix units, straight from registers
+(`quantized_wide_rows`), or one on plain units where a weight's groups are too small for that (`quantized_rows`). More
+rows take tiles of matrix units (`quantized_tiles`). Weights are laid out for all of them when a model is loaded
+(`quantized_layout`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from bankfull.ops.reference.linear import best_output, gated_linear, linear
 from bankfull.ops.triton.quantized_layout import LAYOUTS, WordWeight, repacked
 from bankfull.ops.triton.quantized_rows import few_rows
 from bankfull.ops.triton.quantized_tiles import many_rows
+from bankfull.ops.triton.quantized_wide_rows import takes, wide_rows
 from bankfull.ops.triton.rows import DTYPES
 from bankfull.ops.triton.sampling import best
 from bankfull.weights.qtensor import QTensor
@@ -24,6 +28,9 @@ from bankfull.weights.qtensor import QTensor
 NAME = "triton-q"
 FEW_ROWS = 1
 """So many plain units multiply as fast as matrix units do."""
+FEW_WIDE_ROWS = 0
+"""So many `wide_rows` multiplies; 0: never. It is made for 8, and waits for a device on which it was seen to be right
+and faster: it hangs on matrix units that keep subnormal numbers."""
 
 
 def _accepts(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
@@ -49,10 +56,17 @@ def _rows(x: Tensor, weight: WordWeight, bias: Tensor | None) -> tuple[Tensor, T
     return rows, None if bias is None else bias.contiguous()
 
 
+def _few(x: Tensor, weight: WordWeight) -> Callable[..., Tensor] | None:
+    """Who multiplies these rows, and gates them, if they are few."""
+    if len(x) <= FEW_WIDE_ROWS and takes(weight, x.dtype):
+        return wide_rows
+    return few_rows if len(x) <= FEW_ROWS else None
+
+
 def _product(x: Tensor, weight: WordWeight, bias: Tensor | None) -> Tensor:
     if not len(x):
         return x.new_empty(0, weight.shape[0])
-    return (few_rows if len(x) <= FEW_ROWS else many_rows)(x, weight, bias)
+    return (_few(x, weight) or many_rows)(x, weight, bias)
 
 
 @linear.provider(NAME, on="cuda", accepts=_accepts, prepare=repacked)
@@ -64,8 +78,9 @@ def run_linear(x: Tensor, weight: WordWeight, bias: Tensor | None = None) -> Ten
 @gated_linear.provider(NAME, on="cuda", accepts=_accepts_pairs, prepare=repacked)
 def run_gated_linear(x: Tensor, weight: WordWeight, bias: Tensor | None, kind: str) -> Tensor:
     rows, shift = _rows(x, weight, bias)
-    if 0 < len(rows) <= FEW_ROWS:
-        found = few_rows(rows, weight, shift, kind)
+    few = _few(rows, weight)
+    if len(rows) and few is not None:
+        found = few(rows, weight, shift, kind)
     else:
         gate, up = _product(rows, weight, shift).chunk(2, -1)
         found = activate_mul.providers["triton"].run(gate, up, kind)

@@ -1,10 +1,10 @@
 """Quantized weights as GPU kernels read them: repacked once, at load, into words of 32 bits that all formats share.
 
 Columns lie in groups. A word holds eight codes of 4 bits (the lower 4 of a code of 6) or four of 8 bits, the first in
-its lowest bits. Of a group's L words, codes 2 i and 2 i + 1 of word l belong to column 2 (i L + l) and the one behind
-it: a thread that loads four neighbouring words needs, for each i, four neighbouring pairs of activations, and no code
-ever moves to another thread. Steps, and what is added to a group's numbers, lie in arrays of their own. The numbers are
-those of `dequantize`, bit for bit.
+its lowest bits. Of a group's L words, code i of the lower half of word l and code i of its upper half belong to column
+2 (i L + l) and the one behind it: a thread that loads four neighbouring words needs, for each i, four neighbouring
+pairs of activations, no code ever moves to another thread, and one mask takes both codes of a pair. Steps, and what is
+added to a group's numbers, lie in arrays of their own. The numbers are those of `dequantize`, bit for bit.
 """
 
 from __future__ import annotations
@@ -127,8 +127,9 @@ def _words(form: Form, group: int, found: Codes) -> WordWeight:
     if codes.shape[1] % group:
         codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % group), value=form.zero)
     pairs, length = form.per_word // 2, group // form.per_word
-    # (rows, groups, i, l, which of a pair) -> (rows, groups, place in a word, l)
-    codes = codes.reshape(len(codes), -1, pairs, length, 2).transpose(3, 4).reshape(len(codes), -1, 2 * pairs, length)
+    # (rows, groups, i, l, which half) -> (rows, groups, place in a word, l)
+    codes = codes.reshape(len(codes), -1, pairs, length, 2).permute(0, 1, 4, 2, 3)
+    codes = codes.reshape(len(codes), -1, 2 * pairs, length)
     high = None
     if form.bits == 6:
         upper = (codes >> 4).unflatten(2, (2, 4))

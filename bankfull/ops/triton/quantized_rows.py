@@ -2,8 +2,8 @@
 
 A program owns a few outputs and walks along their columns. A thread holds four neighbouring words of each output: one
 16-byte load, 32 codes of 4 bits. Activations are loaded and widened once for all outputs of a program. What limits the
-speed, next to memory, is how many instructions a code takes: here little more than two, a mask and a multiplication in
-float32. Steps are applied once for each word.
+speed, next to memory, is how many instructions a code takes: a mask and a multiplication in float32, and with
+activations, addresses and sums between three and four in all. Steps are applied once for each word.
 
 The factors that codes wait for (`quantized_codes.tiny`) are given to the activations, all but 2 ** -85, which is taken
 back in the end: so sums are right for activations below 2 ** 63, and none above about 1e-12 loses a bit.
@@ -98,14 +98,15 @@ def products(
     inside = word < groups * L
     summed = tl.zeros([R, W], dtype=tl.float32)
     whole = tl.zeros([W], dtype=tl.float32)
-    for i in tl.static_range(GROUP // L // 2):
+    pairs: tl.constexpr = GROUP // L // 2
+    for i in tl.static_range(pairs):
         even, odd = pair_of(x, pair + i * L, inside, columns, PADDED)
         if ZERO != 0 or LOWS != 0:
             whole += even + odd
-        even *= power(exponent(2 * i, BITS, FLOATS) - SMALL)
-        odd *= power(exponent(2 * i + 1, BITS, FLOATS) - SMALL)
-        summed += even[None, :] * tiny(codes, upper, 2 * i, BITS, FLOATS)
-        summed += odd[None, :] * tiny(codes, upper, 2 * i + 1, BITS, FLOATS)
+        even *= power(exponent(i, BITS, FLOATS) - SMALL)
+        odd *= power(exponent(i + pairs, BITS, FLOATS) - SMALL)
+        summed += even[None, :] * tiny(codes, upper, i, BITS, FLOATS)
+        summed += odd[None, :] * tiny(codes, upper, i + pairs, BITS, FLOATS)
     run: tl.constexpr = neighbours(L)
     found = tl.sum(tl.reshape(summed, [R, W // run, run]), 2) * power(SMALL)
     whole = tl.sum(tl.reshape(whole, [W // run, run]), 1)
@@ -198,7 +199,7 @@ def cut_for(weight: WordWeight, rows: int) -> Cut:
         return Cut(MANY_OUTPUTS, 1)
     if outputs >= 1 << 14:
         return Cut(OUTPUTS, 1)
-    if words > 1024 and weight.form.bits == 4:
+    if words > 1024 and weight.form.bits == 4 and not weight.form.nested:  # else 16 outputs overflow the registers
         return Cut(MANY_OUTPUTS, _sharing(words, 4))
     return Cut(OUTPUTS, _sharing(words, 2 if outputs > 5000 and weight.form.bits == 4 else 4))
 

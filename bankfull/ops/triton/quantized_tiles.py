@@ -71,7 +71,7 @@ def for_each_word(of_groups, BN: tl.constexpr, T: tl.constexpr, L: tl.constexpr)
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def tiles_kernel(
     x, bias, y, words, high, steps, lows, outer_steps, outer_lows, rows, outputs, columns, groups, x_stride, share,
     BITS: tl.constexpr, ZERO: tl.constexpr, FLOATS: tl.constexpr, NESTED: tl.constexpr, LOWS: tl.constexpr,
@@ -140,8 +140,8 @@ def tiles_kernel(
                 HELD,
             )
         for i in tl.static_range(pairs):
-            even = numbers_of(codes, upper, multiplier, added, 2 * i, BITS, FLOATS, HELD, kind)
-            odd = numbers_of(codes, upper, multiplier, added, 2 * i + 1, BITS, FLOATS, HELD, kind)
+            even = numbers_of(codes, upper, multiplier, added, i, BITS, FLOATS, HELD, kind)
+            odd = numbers_of(codes, upper, multiplier, added, i + pairs, BITS, FLOATS, HELD, kind)
             weight = tl.reshape(tl.join(even, odd), [BN, 2 * T * L])
             if EVEN and not PADDED:
                 block = tl.load(x_at + i * 2 * L)

@@ -37,7 +37,7 @@ def new_inputs(x, token, first, channel, x_stride, inside):
     return tl.load(x + (first + token) * x_stride + channel, inside & (token >= 0), 0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["write_stride"])
 def causal_conv_kernel(
     x, weight, bias, state, y, starts, kepts, read, write, channels, x_stride,
     slot_stride, channel_stride, place_stride, write_stride,
@@ -96,7 +96,7 @@ def token_inputs(x, delta, b, c, token, last, channel, at, x_stride, delta_strid
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["write_stride"])
 def selective_scan_kernel(
     x, delta, a, b, c, d, state, y, starts, kepts, read, write, channels, size,
     x_stride, delta_stride, b_stride, c_stride, rate_stride, rate_place_stride,

@@ -13,7 +13,7 @@ BLOCK = 128
 """Entries of a page table that are copied at once."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens_stride", "table_stride", "table_width"])
 def gather_kernel(
     rows, tokens, tokens_stride, reached, ids, positions, lengths,
     table, table_stride, table_width, slots, pages,
@@ -58,7 +58,7 @@ def gather_step(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens_stride", "spare", "longest"])
 def append_kernel(rows, chosen, tokens, tokens_stride, known, reached, spare, longest):
     line = tl.program_id(0)
     row = tl.load(rows + line)

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bankfull.limits.bench_stats import Spread
-from benchmarks.cpu_peers.rows import Comparison, Reach, Row
+from bankfull.limits.load.rows import Comparison, Reach, Row
 
 if TYPE_CHECKING:
     from bankfull.limits.ceilings import Ceilings
@@ -18,8 +18,8 @@ BUSY_CORES = 0.1
 """Used by others, from which on a reader is warned."""
 
 
-def ratio_table(comparison: Comparison, threads: int) -> Table:
-    table = Table(title=Text(f"{comparison.title}, {threads} threads"))
+def ratio_table(comparison: Comparison, threads: int | None = None) -> Table:
+    table = Table(title=Text(comparison.title if threads is None else f"{comparison.title}, {threads} threads"))
     table.add_column("work", no_wrap=True)
     headings = ["ratio", "quartiles", "ours", "peer's", "unit", "pairs", "busy elsewhere"]
     reaching = any(row.reach is not None and row.problem is None for row in comparison.rows)

@@ -1,0 +1,183 @@
+"""Options of the commands that ask a running server, and what becomes of them."""
+
+from __future__ import annotations
+
+import json as json_text
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bankfull.cli.service import KEY_VARIABLE
+from bankfull.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bankfull.limits.load.report import Price, Report
+    from bankfull.limits.load.run import Load
+    from bankfull.limits.load.server import Server
+
+LOCAL = "http://127.0.0.1:8000"
+REQUESTS = 100
+
+Url = Annotated[str, typer.Option(help="Of any OpenAI-compatible server.", envvar="BANKFULL_URL")]
+Name = Annotated[
+    str | None, typer.Option("-m", "--model", help="The model's name there.", show_default="the first that it names")
+]
+ModelFiles = Annotated[
+    Path | None,
+    typer.Option(
+        help="The served model's files here, for the shortest possible times of a server on this machine.",
+        show_default="those that a server of ours names",
+    ),
+]
+PricePerHour = Annotated[float | None, typer.Option("--price", help="Of the serving machine, by the hour.")]
+DeviceName = Annotated[
+    str | None, typer.Option("--price-of", help="Take the price by the hour from this entry of the catalogue.")
+]
+SloText = Annotated[
+    str | None, typer.Option("--slo", help='Objectives of each request: "ttft=500ms, tpot=50ms" (also itl, e2e).')
+]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkOptions:
+    """What is asked."""
+
+    requests: Annotated[
+        int | None, typer.Option(help="Conversations.", show_default=f"{REQUESTS}, or all of a trace")
+    ] = None
+    input_len: Annotated[str, typer.Option(help="Tokens of a prompt: 512, 100-900, 512~0.8 (log-normal).")] = "512"
+    output_len: Annotated[
+        str | None, typer.Option(help="Tokens of an answer, likewise.", show_default="128, or as recorded")
+    ] = None
+    prefixes: Annotated[int, typer.Option(help="So many prefixes are shared by all prompts.")] = 0
+    prefix_len: Annotated[int, typer.Option(help="Tokens of each shared prefix.")] = 0
+    turns: Annotated[int, typer.Option(help="Questions of each conversation.")] = 1
+    pause: Annotated[float, typer.Option(help="Seconds between an answer and the next question.")] = 0.0
+    sharegpt: Annotated[Path | None, typer.Option(help="A file of conversations in ShareGPT's form.")] = None
+    trace: Annotated[
+        Path | None, typer.Option(help="Recorded times and lengths: JSON lines as of Mooncake, .csv as of Azure.")
+    ] = None
+    trace_speed: Annotated[float, typer.Option(help="Replay it so many times as fast.")] = 1.0
+    prompts: Annotated[str, typer.Option(help="ids, text, or auto: ids where the server tells some.")] = "auto"
+    api: Annotated[str, typer.Option(help="completions or chat.")] = "completions"
+    extra_body: Annotated[str | None, typer.Option(help='More fields of each body, as JSON: {"top_p": 0.9}.')] = None
+    no_ignore_eos: Annotated[
+        bool, typer.Option("--no-ignore-eos", help="Let answers end where the model ends them.")
+    ] = False
+    max_concurrency: Annotated[
+        int | None, typer.Option(help="Requests on their way at once; others wait, and it counts.", show_default="any")
+    ] = None
+    timeout: Annotated[float, typer.Option(help="Seconds until a request counts as failed.")] = 600.0
+    seed: Annotated[int, typer.Option(help="Of prompts, lengths and arrivals.")] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalOptions:
+    """When it is asked."""
+
+    rate: Annotated[float, typer.Option(help="Conversations per second; inf: all at once.")] = 1.0
+    arrivals: Annotated[str, typer.Option(help="poisson, gamma (with --burstiness) or constant.")] = "poisson"
+    burstiness: Annotated[
+        float, typer.Option(help="Of gamma arrivals: below 1 they come in bursts, above 1 evenly.")
+    ] = 1.0
+
+
+def load_of(work: WorkOptions, arrivals: ArrivalOptions, slo: str | None) -> Load:
+    from bankfull.limits.load.arrivals import MOST_ARRIVALS, Arrivals
+    from bankfull.limits.load.client import Asking
+    from bankfull.limits.load.run import Load
+    from bankfull.limits.load.slo import Slo, parse_slo
+    from bankfull.limits.load.workloads import ShareGpt, Synthetic, Trace, Workload, parse_lengths
+
+    if work.sharegpt is not None and work.trace is not None:
+        raise ConfigError("Give one of --sharegpt and --trace: a run has one workload.")
+    output = None if work.output_len is None else parse_lengths(work.output_len)
+    count = REQUESTS if work.requests is None else work.requests
+    workload: Workload
+    if work.trace is not None:
+        workload = Trace(work.trace, work.trace_speed)
+        count = MOST_ARRIVALS if work.requests is None else work.requests
+    elif work.sharegpt is not None:
+        workload = ShareGpt(work.sharegpt, output, work.turns)
+    else:
+        wanted = parse_lengths("128") if output is None else output
+        workload = Synthetic(parse_lengths(work.input_len), wanted, work.prefixes, work.prefix_len, work.turns)
+    asking = Asking(
+        work.api, not work.no_ignore_eos, {"temperature": 0.0, **_fields(work.extra_body)}, work.pause,
+        work.max_concurrency, work.timeout,
+    )  # fmt: skip
+    kind = "gamma" if arrivals.burstiness != 1.0 and arrivals.arrivals == "poisson" else arrivals.arrivals
+    return Load(
+        workload, Arrivals(arrivals.rate, kind, arrivals.burstiness), count, work.seed,
+        Slo() if slo is None else parse_slo(slo), asking, work.prompts,
+    )  # fmt: skip
+
+
+def server_at(url: str, model: str | None) -> Server:
+    from bankfull.limits.load.server import Server, parse_address
+
+    return Server(parse_address(url), server_key(), model)
+
+
+def server_key() -> str | None:
+    return os.environ.get(KEY_VARIABLE) or None
+
+
+def price_of(per_hour: float | None, device: str | None) -> Price | None:
+    from bankfull.limits.load.report import Price
+
+    if per_hour is not None and device is not None:
+        raise ConfigError("Give one of --price and --price-of: a machine has one price.")
+    if per_hour is not None:
+        if not 0 <= per_hour < float("inf"):
+            raise ConfigError(f"--price {per_hour} must be a number of at least 0.")
+        return Price(per_hour, "as given")
+    return None if device is None else _from_catalogue(device)
+
+
+def _from_catalogue(device: str) -> Price:
+    from bankfull.limits.catalogue import load
+    from bankfull.limits.load.report import Price
+
+    found = load().find(device)
+    if found.dollars_per_hour is None:
+        raise ConfigError(f"The catalogue has no price of {found.name}; give one with --price.")
+    doubt = "" if found.price_source else ", an assumption"
+    return Price(found.dollars_per_hour, f"the catalogue's for {found.name}{doubt}")
+
+
+def write_files(report: Report, markdown: Path | None, html: Path | None, result: Path | None, details: bool) -> None:
+    if markdown is not None:
+        from bankfull.limits.load.report_text import as_markdown
+
+        save_text(markdown, as_markdown(report))
+    if html is not None:
+        from bankfull.limits.load.report_html import as_html
+
+        save_text(html, as_html(report))
+    if result is not None:
+        from bankfull.limits.load.report_json import as_vllm
+
+        save_text(result, json_text.dumps(as_vllm(report, details)) + "\n")
+
+
+def save_text(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}; name another file.") from None
+
+
+def _fields(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        found = json_text.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"--extra-body {text!r} is no JSON object.")
+    return found

@@ -1,0 +1,126 @@
+"""`bankfull plan`: which configuration serves a traffic, predicted before anything is bought or started."""
+
+from __future__ import annotations
+
+import json as json_text
+import re
+from typing import Annotated
+
+import typer
+
+from bankfull.cli.options import Json
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A model directory, a config.json, a .gguf file, a hub id (org/name), or a short name (smollm2)."
+        ),
+    ] = "smollm2",
+    *,
+    traffic: Annotated[
+        str,
+        typer.Option(
+            help='What comes: "rate=5/s, in=1000, out=200". Lengths may be ranges (in=200-2000); further shared=150 '
+            "(tokens that all prompts begin with), arrivals=poisson|gamma|constant, burstiness=0.5."
+        ),
+    ],
+    slo: Annotated[
+        str | None,
+        typer.Option(
+            help='What requests must keep: "ttft=500ms, tpot=50ms" (ttft, tpot, itl, e2e).', show_default="none"
+        ),
+    ] = None,
+    attainment: Annotated[str, typer.Option(help="The part of the requests that must keep it.")] = "90%",
+    devices: Annotated[
+        str, typer.Option(help="auto, cpu or cuda (this machine), and names of the catalogue: h100,l4,cpu.")
+    ] = "auto",
+    goal: Annotated[str, typer.Option(help="goodput, cost or latency: what to recommend for.")] = "goodput",
+    most: Annotated[int, typer.Option(help="Replicas at most, on devices of the catalogue.")] = 8,
+    price: Annotated[
+        float | None, typer.Option(help="Of this machine, in dollars per hour.", show_default="unknown")
+    ] = None,
+    catalogue: Annotated[
+        str | None, typer.Option(help="A file of further devices, of the catalogue's form.", show_default=False)
+    ] = None,
+    lossless: Annotated[bool, typer.Option("--lossless", help="Leave out whatever rounds weights or keys.")] = False,
+    requests: Annotated[int, typer.Option(help="Of the longest simulations, and of --verify.")] = 200,
+    seed: Annotated[int, typer.Option(help="Of arrivals and lengths.")] = 0,
+    no_calibrate: Annotated[
+        bool, typer.Option("--no-calibrate", help="Time no steps on this machine: take usual efficiency factors.")
+    ] = False,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Calibrate again, whatever was measured before.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Run the recommendation here, and compare with what was predicted.")
+    ] = False,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Predict how a model would serve a traffic, on this machine or on others, and recommend a configuration.
+
+    The times of steps come from the model's roofline; on this machine an efficiency factor for each kind of operation
+    is calibrated by short runs, once. Queueing is simulated with the engine's own scheduler.
+    """
+    from bankfull.cli.terminal import print_table, progress
+    from bankfull.errors import ConfigError
+    from bankfull.limits.load.slo import Slo, parse_slo
+    from bankfull.limits.plan.outcome import Objectives
+    from bankfull.limits.plan.planner import Planner, Question
+    from bankfull.limits.plan.sites import sites_of
+    from bankfull.limits.plan.traffic import parse_traffic
+    from bankfull.limits.recipe import open_subject
+
+    if price is not None and not 0 < price < float("inf"):
+        raise ConfigError(f"--price {price} must be dollars per hour, above 0.")
+    objectives = Objectives(Slo() if slo is None else parse_slo(slo), _share(attainment))
+    question = Question(
+        model, parse_traffic(traffic), objectives, goal, most, requests, seed, lossless, not no_calibrate, refresh
+    )
+    subject = open_subject(model)
+    sites = sites_of(devices, catalogue, price)
+    with progress("simulations", None) as advance:
+        found = Planner(subject, sites, question, advance).plan()
+    compared = []
+    if verify:
+        from bankfull.limits.plan.verify import verify as run_here
+
+        if found.recommended is None:
+            raise ConfigError("There is nothing to verify: no configuration fits.")
+        with progress("requests", requests) as advance:
+            compared = run_here(found.recommended, question.traffic, objectives, requests, seed, advance)
+    if json:
+        extra = {"verified": [one.as_json() for one in compared]} if verify else {}
+        print(json_text.dumps(_finite(found.as_json() | extra)))
+        return
+    from bankfull.limits.plan.show import later_table, pareto_table, sentences, verified_table
+
+    if found.pareto:
+        print_table(pareto_table(found))
+    for line in sentences(found):
+        print(line)
+    later = later_table(found)
+    if later is not None:
+        print_table(later)
+    if compared:
+        print_table(verified_table(compared))
+
+
+def _share(text: str) -> float:
+    from bankfull.errors import ConfigError
+
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(%?)", text.strip())
+    value = float(match[1]) / (100 if match[2] else 1) if match else 0.0
+    if not 0 < value <= 1:
+        raise ConfigError(f"--attainment {text[:40]!r} is no part of the requests; write 99% or 0.99.")
+    return value
+
+
+def _finite(value: object) -> object:
+    """JSON has no infinity: what never happened is null."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and value in (float("inf"), float("-inf")) else value

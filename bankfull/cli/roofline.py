@@ -1,0 +1,114 @@
+"""`bankfull roofline`: what bounds a model on this machine, or on any in the catalogue, told from its configuration."""
+
+from __future__ import annotations
+
+import json as json_text
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bankfull.cli.options import Activations, Dtype, Json, KvDtype
+
+if TYPE_CHECKING:
+    from bankfull.limits.model_roofline import ModelRoofline
+
+PICTURES = ("svg", "png")
+
+
+def roofline(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A model directory, a config.json, a .gguf file, a hub id (org/name; only its configuration is "
+            "read), or a short name (smollm2)."
+        ),
+    ] = "smollm2",
+    *,
+    device: Annotated[
+        str, typer.Option(help="auto, cpu or cuda (measured here), or a name of the catalogue: h200, l4, ...")
+    ] = "auto",
+    batch: Annotated[str, typer.Option(help="Sequences that decode at once; several with commas.")] = "1",
+    context: Annotated[
+        str | None, typer.Option(help="Tokens that each of them sees; several with commas.", show_default="1024")
+    ] = None,
+    prompt: Annotated[
+        int | None, typer.Option(help="Tokens of the prompt that is computed in one step.", show_default="1024")
+    ] = None,
+    catalogue: Annotated[
+        str | None, typer.Option(help="A file of further devices, of the catalogue's form.", show_default=False)
+    ] = None,
+    dtype: Dtype = "auto",
+    quantize: Annotated[
+        str | None, typer.Option(help="As for `run`: int8, int4, ...", show_default=False)
+    ] = None,
+    kv_dtype: KvDtype = "auto",
+    activations: Activations = "auto",
+    draw: Annotated[bool, typer.Option("--draw", help="Draw the charts here, too.")] = False,
+    charts: Annotated[
+        str | None, typer.Option(help="A folder to keep the charts in.", show_default=False)
+    ] = None,
+    picture: Annotated[str, typer.Option(help="What the charts are kept as: svg or png.")] = "svg",
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Show what bounds each operation of a model, and what batching, storage and architecture would change.
+
+    No weights are needed: a config.json is enough, also of models that this machine could never hold.
+    """
+    from bankfull.config import RunConfig
+    from bankfull.errors import ConfigError
+    from bankfull.limits.machines import machine_of
+    from bankfull.limits.model_roofline import ModelRoofline, Question, numbers
+    from bankfull.limits.recipe import open_subject, recipe_of
+
+    if picture not in PICTURES:
+        raise ConfigError(f"picture is {picture[:40]!r}; use svg or png.")
+    subject = open_subject(model)
+    machine = machine_of(device, catalogue)
+    recipe = recipe_of(
+        subject, machine.kind, RunConfig(dtype=dtype, quantize=quantize, kv_dtype=kv_dtype, activations=activations)
+    )
+    longest = recipe.metered().model.max_positions
+    usual = min(1024, longest)
+    contexts = (usual,) if context is None else numbers(context, "context")
+    question = Question(numbers(batch, "batch"), contexts, usual if prompt is None else prompt)
+    found = ModelRoofline(recipe, machine, question)
+    if json:
+        print(json_text.dumps(found.as_json()))
+    else:
+        _show(found)
+    if draw and not json:
+        from bankfull.limits.charts import print_chart
+        from bankfull.limits.model_charts import charts_of
+
+        for chart in charts_of(found).values():
+            print_chart(chart)
+    if charts is not None:
+        _keep(found, charts, picture)
+
+
+def _show(found: ModelRoofline) -> None:
+    from bankfull.cli.terminal import print_table, say
+    from bankfull.limits.model_show import changes_table, curve_table, phase_tables, summary_table
+
+    for table in (summary_table(found), *phase_tables(found), curve_table(found), changes_table(found)):
+        print_table(table)
+    for doubt in found.machine.doubts:
+        say(f"bankfull: {doubt}")
+
+
+def _keep(found: ModelRoofline, folder: str, picture: str) -> None:
+    from pathlib import Path
+
+    from bankfull.cli.terminal import say
+    from bankfull.errors import ConfigError
+    from bankfull.limits.charts import save
+    from bankfull.limits.model_charts import charts_of
+
+    place = Path(folder)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made a folder: {error.strerror or error}; name another one.") from None
+    for name, chart in charts_of(found).items():
+        save(chart, place / f"{name}.{picture}")
+        say(f"bankfull: {place / f'{name}.{picture}'} is written")

@@ -1,0 +1,68 @@
+"""Where a chart goes: the terminal at hand, or a file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from bankfull.errors import ConfigError
+from bankfull.limits.charts.model import Chart
+
+WIDEST, PIPED = 120, 100
+"""Columns: of a wide terminal no more than these are used, and where there is no terminal there are as many."""
+PNG_SCALE = 2
+
+
+def print_chart(chart: Chart, height: int = 18, stream: TextIO | None = None) -> None:
+    """In colours where they are wanted, and in ASCII where the stream has no braille."""
+    out = sys.stdout if stream is None else stream
+    terminal = out.isatty()
+    width = min(shutil.get_terminal_size().columns, WIDEST) if terminal else PIPED
+    color = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    out.write(chart.text(width, height, color=color, plain=not _has_braille(out)))
+
+
+def save(chart: Chart, path: str | Path) -> None:
+    """As what the file's suffix says: .svg or .png."""
+    check_path(path)
+    path = Path(path)
+    data = chart.svg().encode() if path.suffix.lower() == ".svg" else _png(chart)
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}; name another file.") from None
+
+
+def check_path(path: str | Path) -> None:
+    """For whoever has long work to do before there is a chart: refuse at once what could not be written then."""
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if suffix not in (".svg", ".png"):
+        raise ConfigError(f"{path} must end in .svg or .png: the suffix says what kind of picture is written.")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: there is no folder {path.absolute().parent}.")
+    if suffix == ".png":
+        try:
+            import cairosvg  # noqa: F401
+        except (ImportError, OSError):  # OSError: the package is there, but not the system's cairo
+            raise ConfigError(
+                f"{path.name} needs CairoSVG to become a PNG: pip install 'bankfull[charts]', or save an .svg instead."
+            ) from None
+
+
+def _png(chart: Chart) -> bytes:
+    import cairosvg
+
+    drawn = cairosvg.svg2png(bytestring=chart.svg(theme="light").encode(), scale=PNG_SCALE)
+    return bytes(drawn)
+
+
+def _has_braille(stream: TextIO) -> bool:
+    try:
+        "\u28ff│└─●".encode(stream.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True

@@ -1,0 +1,129 @@
+"""Streams of OpenAI's APIs: from the bytes that came, each with its time, to the times of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+Part = tuple[float, bytes]
+"""When it came, and what."""
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[msgspec.Raw] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Problem(msgspec.Struct):
+    message: str = ""
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _Problem | str | None = None
+
+
+_chunk = msgspec.json.Decoder(_Chunk).decode
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a stream told."""
+
+    times: list[float]
+    """Of the events that carry tokens; one event may carry several."""
+    last: float | None
+    """Of the last event with a choice: the end of the text."""
+    text: str
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    finish: str | None = None
+    error: str | None = None
+
+
+def read_answer(parts: Sequence[Part]) -> Answer:
+    texts: list[str] = []
+    answer = Answer([], None, "")
+    for time, payload in _payloads(parts):
+        if payload == b"[DONE]":
+            continue
+        try:
+            chunk = _chunk(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            answer.error = f"an event that is no chunk of a completion ({error})"
+            break
+        if chunk.error is not None:
+            answer.error = chunk.error if isinstance(chunk.error, str) else chunk.error.message or "an error"
+            break
+        for choice in chunk.choices:
+            said, carries = _said(choice)
+            if carries:
+                answer.times.append(time)
+                texts.append(said)
+            if carries or choice.finish_reason is not None:
+                answer.last = time
+            answer.finish = choice.finish_reason or answer.finish
+        if chunk.usage is not None:
+            answer.input_tokens = chunk.usage.prompt_tokens
+            answer.output_tokens = chunk.usage.completion_tokens
+            details = chunk.usage.prompt_tokens_details
+            answer.cached_tokens = None if details is None else details.cached_tokens
+    answer.text = "".join(texts)
+    if answer.error is None and answer.finish is None:
+        answer.error = "the stream ended before its answer did"
+    return answer
+
+
+def _said(choice: _Choice) -> tuple[str, bool]:
+    """Its text, and whether a token came with it. A completion's chunk without text still is a token: half of a
+    character, for example. A chat's first chunk only names the role."""
+    if choice.delta is None:
+        return choice.text or "", bool(choice.text) or choice.finish_reason is None
+    delta = choice.delta
+    text = (delta.reasoning_content or delta.reasoning or "") + (delta.content or "")
+    return text, bool(text) or bool(delta.tool_calls)
+
+
+def _payloads(parts: Sequence[Part]) -> Iterator[tuple[float, bytes]]:
+    """The data of each event, at the time at which its line was complete."""
+    rest, time = b"", 0.0
+    for time, data in parts:
+        lines = (rest + data).split(b"\n")
+        rest = lines.pop()
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield time, line[5:].strip()
+    if rest.startswith(b"data:"):
+        yield time, rest[5:].strip()
+
+
+def told_error(status: int, body: bytes) -> str:
+    """Why a call was refused, in a few words."""
+    try:
+        problem = _chunk(body).error
+        told = problem if isinstance(problem, str) else problem.message if problem is not None else ""
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        told = body[:200].decode(errors="replace")
+    return f"status {status}: {' '.join(told.split())[:200]}" if told else f"status {status}"

@@ -1,0 +1,122 @@
+"""A plan for a reader: rich tables and sentences. No arithmetic but units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from bankfull.limits.plan.configurations import LATER
+from bankfull.limits.show import duration, scaled
+
+if TYPE_CHECKING:
+    from bankfull.limits.plan.outcome import Outcome
+    from bankfull.limits.plan.planner import Plan
+    from bankfull.limits.plan.verify import Compared
+
+HEADINGS = (
+    "rows", "step tokens", "goodput/s", "of requests", "p99 TTFT", "limit", "p99 TPOT", "limit", "$/M out", "memory",
+    "busy", "of limit",
+)  # fmt: skip
+
+
+def pareto_table(plan: Plan) -> Table:
+    title = f"{plan.question.model}: {plan.question.traffic}; {plan.question.objectives}"
+    return _table(plan.pareto, title, plan.recommended)
+
+
+def later_table(plan: Plan) -> Table | None:
+    """What cannot be run yet, if anything was looked at."""
+    if not plan.later:
+        return None
+    return _table(plan.later, "not yet: predicted, but this version cannot run it", None, "why")
+
+
+def _table(outcomes: Sequence[Outcome], title: str, recommended: Outcome | None, *more: str) -> Table:
+    table = Table(title=Text(title))
+    table.add_column("", no_wrap=True)
+    table.add_column("devices", no_wrap=True)
+    table.add_column("weights and keys", no_wrap=True)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in more:
+        table.add_column(heading)
+    for outcome in outcomes:
+        why = [Text(outcome.configuration.not_yet or "")] if more else []
+        table.add_row("*" if outcome is recommended else "", *_cells(outcome), *why)
+    return table
+
+
+def _cells(outcome: Outcome) -> Iterator[Text]:
+    own = outcome.configuration
+    cost = outcome.dollars_per_million
+    route = f", {own.route}" if own.replicas > 1 else ""
+    ways = f" in {own.replicas} of {own.layout.ways}" if own.layout.ways > 1 else ""
+    for text in (
+        f"{own.devices} x {own.site.name}{ways}{route}", own.prepared.name + (" (lossy)" if own.lossy else ""),
+        str(own.rows), str(own.step_tokens), f"{outcome.goodput:.3g}", f"{outcome.attainment:.0%}",
+        _time(outcome.ttft_p99), _time(outcome.ttft_least), _time(outcome.tpot_p99), _time(outcome.tpot_least),
+        "-" if cost is None else f"{cost:.3g}", scaled(outcome.memory, "B"), f"{outcome.busy:.0%}",
+        f"{outcome.percent_of_limit:.0f}%",
+    ):  # fmt: skip
+        yield Text(text)
+
+
+def _time(seconds: float) -> str:
+    return "-" if seconds == float("inf") else duration(seconds)
+
+
+def sentences(plan: Plan) -> Iterator[str]:
+    """What stands below the table."""
+    asked, best = plan.question, plan.recommended
+    if best is None:
+        yield "Nothing fits: no configuration that this version can run holds the model and its requests."
+    else:
+        met = "" if best.met else (
+            f" No configuration meets the objectives for {asked.objectives.attainment:.0%} of the requests; this one "
+            f"comes nearest, with {best.attainment:.0%}."
+        )  # fmt: skip
+        yield f"Recommended for {asked.goal} (* above):{met}"
+        for command in best.configuration.commands(asked.model):
+            yield f"  {command}"
+        if best.configuration.replicas > 1:
+            yield f"  behind a load balancer that goes {best.configuration.route} over them"
+        if best.lossy:
+            yield "  It rounds numbers (lossy): look at `bankfull quality` first." + _exact(plan)
+        yield "What limits it:"
+        yield from (f"  {line}" for line in plan.limits)
+    if plan.skipped:
+        yield "Left out:"
+        yield from (f"  {line}" for line in plan.skipped)
+    yield "Not yet in this version, and never recommended: " + "; ".join(f"{n} ({w})" for n, w in LATER.items()) + "."
+    if plan.notes:
+        yield "Assumptions and doubts:"
+        yield from (f"  {line}" for line in plan.notes)
+    yield f"{plan.simulated} simulations with the engine's own scheduler; times by roofline."
+
+
+def _exact(plan: Plan) -> str:
+    exact = plan.lossless
+    if exact is None:
+        return ""
+    own, cost = exact.configuration, exact.dollars_per_million
+    price = "" if cost is None else f" at ${cost:.3g} per million tokens"
+    return (
+        f" The best that rounds nothing, {own.devices} x {own.site.name}, gives {exact.goodput:.3g} requests/s{price}: "
+        f"{own.commands(plan.question.model)[0]}"
+    )
+
+
+def verified_table(compared: Sequence[Compared]) -> Table:
+    table = Table(title="predicted and measured, on this machine")
+    table.add_column("figure", no_wrap=True)
+    for heading in ("predicted", "measured", "error", "limit"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in compared:
+        table.add_row(
+            one.figure, f"{one.predicted:.4g}", f"{one.measured:.4g}",
+            "-" if one.error is None else f"{one.error:+.0%}", "-" if one.limit is None else f"{one.limit:.3g}",
+        )  # fmt: skip
+    return table

@@ -1,0 +1,123 @@
+"""How well the planner predicts the time of a step on this machine: python -m benchmarks.plan_accuracy --help
+
+After a calibration on a few shapes, a whole grid of batch and context is timed, decoding and prefill, and compared. The
+least time that the ceilings allow must not be above any measured one. Run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+
+from bankfull.config import RunConfig
+from bankfull.errors import BankfullError
+from bankfull.limits import ceilings
+from bankfull.limits.bench_stats import better, quantile
+from bankfull.limits.plan.calibrate import calibration, engine_for, step_times, timed_steps
+from bankfull.limits.recipe import open_subject, recipe_of
+from bankfull.runtime.device import open_device
+from bankfull.weights.source import ModelFiles
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
+CHUNK = 512
+"""Tokens of a step that fills caches."""
+MEDIAN, P90 = 0.25, 0.40
+"""What the errors may be."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    phase: str
+    batch: int
+    context: int
+    tokens: int
+    """Computed for each sequence."""
+    measured: float
+    predicted: float
+    least: float
+
+    @property
+    def error(self) -> float:
+        return abs(self.predicted / self.measured - 1)
+
+
+def cells(
+    model: str, device_name: str, run: RunConfig, refresh: bool, most_batch: int, most_context: int
+) -> list[Cell]:
+    subject = open_subject(model)
+    if not isinstance(subject, ModelFiles):
+        raise SystemExit(f"{model} has no weights: nothing can be timed.")
+    device = open_device(device_name)
+    recipe = recipe_of(subject, device.kind, run)
+    found = calibration(recipe, device_name, refresh=refresh, advance=_say)
+    decodes = tuple((b, c) for b in BATCHES for c in CONTEXTS if b <= most_batch and c <= most_context)
+    prefills = tuple((b, min(c, CHUNK // b), c - min(c, CHUNK // b)) for b, c in decodes)
+    made = engine_for(recipe, device, max(BATCHES), max(b * c for b, c in decodes))
+    measured = list(timed_steps(made, _say, decodes, prefills))
+    after = ceilings.of_device(device, refresh=True)
+    limits = found.ceilings if after is None else better(found.ceilings, after)
+    times = step_times(recipe, device.kind, found.fitted(recipe, device.kind, limits), limits)
+    left_out = len(decodes) + len(prefills) - len(measured)
+    if left_out:
+        print(f"{left_out} cells are left out: the memory for state does not hold them.", file=sys.stderr)
+    return [
+        Cell(
+            "decode" if len(shape) == 2 else "prefill", shape[0], max(step.lengths), max(step.counts), seconds,
+            times.likely(step), times.least(step),
+        )
+        for shape, (step, seconds) in measured
+    ]  # fmt: skip
+
+
+def _say(done: int, note: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{done:4d} {note:50s}", end="", file=sys.stderr, flush=True)
+
+
+def summary(found: list[Cell]) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for phase in ("decode", "prefill", "all"):
+        errors = sorted(cell.error for cell in found if phase in (cell.phase, "all"))
+        if errors:
+            figures |= {f"{phase}_median": quantile(errors, 0.5), f"{phase}_p90": quantile(errors, 0.9)}
+    figures["least_above_measured"] = sum(cell.least > cell.measured for cell in found)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--quantize")
+    parser.add_argument("--kv-dtype", default="auto")
+    parser.add_argument("--most-batch", type=int, default=max(BATCHES))
+    parser.add_argument("--most-context", type=int, default=max(CONTEXTS))
+    parser.add_argument("--refresh", action="store_true", help="calibrate again, whatever is kept")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    run = RunConfig(quantize=asked.quantize, kv_dtype=asked.kv_dtype)
+    try:
+        found = cells(asked.model, asked.device, run, asked.refresh, asked.most_batch, asked.most_context)
+    except BankfullError as error:
+        raise SystemExit(str(error)) from None
+    figures = summary(found)
+    if asked.json:
+        print(json.dumps({"cells": [asdict(cell) for cell in found], **figures}))
+    else:
+        print(f"{'phase':8s}{'batch':>6s}{'context':>9s}{'tokens':>8s}{'measured':>12s}{'predicted':>12s}{'error':>8s}"
+              f"{'least':>12s}")  # fmt: skip
+        for c in found:
+            error = c.predicted / c.measured - 1
+            print(f"{c.phase:8s}{c.batch:6d}{c.context:9d}{c.tokens:8d}{c.measured * 1e3:9.2f} ms"
+                  f"{c.predicted * 1e3:9.2f} ms{error:+8.0%}{c.least * 1e3:9.2f} ms")  # fmt: skip
+        for name, value in figures.items():
+            print(f"{name}: {value:.0f}" if name == "least_above_measured" else f"{name}: {value:.1%}")
+    good = figures["all_median"] <= MEDIAN and figures["all_p90"] <= P90 and not figures["least_above_measured"]
+    raise SystemExit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

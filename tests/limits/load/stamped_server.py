@@ -1,0 +1,166 @@
+"""A server that computes nothing and stamps its own times: what a client measures can be held against them.
+
+Each token's text is the moment at which it was written, by the clock that all processes of a machine share; the first
+one's begins with the moment at which the request had come. A request waits until it is served (`service` seconds each,
+one after another: an M/D/1 queue where arrivals are Poisson), and then gets its tokens `gap` seconds apart.
+
+    python stamped_server.py --port 0 --service 0.005 --gap 0.01
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import select
+import selectors
+from contextlib import suppress
+from typing import Any
+
+from httptools import HttpRequestParser
+
+
+class Clock(selectors.EpollSelector):
+    """To the microsecond; the server has its own, so that it does not share a mistake with the client."""
+
+    def select(self, timeout: float | None = None) -> Any:
+        if timeout is None or timeout > 0:
+            select.select([self.fileno()], [], [], timeout)
+        return super().select(0)
+
+
+class Line:
+    """One server, first come first served; or, without a service time, as many as come."""
+
+    def __init__(self, service: float, wait: float, gap: float) -> None:
+        self.service, self.wait, self.gap = service, wait, gap
+        self._free = 0.0
+
+    def first_token(self, arrived: float) -> float:
+        if not self.service:
+            return arrived + self.wait
+        self._free = max(self._free, arrived) + self.service
+        return self._free + self.wait
+
+
+class Stamping(asyncio.Protocol):
+    def __init__(self, line: Line, faults: Faults) -> None:
+        self._line, self._faults = line, faults
+        self._parser = HttpRequestParser(self)
+        self._body = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: Any = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_url(self, url: bytes) -> None:
+        self._path, self._body = url.decode(), b""
+
+    def on_body(self, data: bytes) -> None:
+        self._body += data
+
+    def on_message_complete(self) -> None:
+        arrived = asyncio.get_running_loop().time()
+        if self._path == "/v1/models":
+            self._plain(200, {"object": "list", "data": [{"id": "stamps", "object": "model", "owned_by": "tests"}]})
+        elif self._path in ("/v1/completions", "/v1/chat/completions"):
+            call = json.loads(self._body)
+            self._faults.asked(call)
+            if self._faults.refuses():
+                self._plain(429, {"error": {"message": "no room"}})
+            elif self._faults.leaves():
+                self._transport.abort()
+            else:
+                self._answer(call, arrived, "chat" in self._path)
+        elif self._path == "/stop":
+            self._plain(200, self._faults.calls)
+            asyncio.get_running_loop().call_later(0.01, asyncio.get_running_loop().stop)
+        else:
+            self._plain(404, {"error": {"message": f"nothing at {self._path}"}})
+
+    def _plain(self, status: int, document: Any) -> None:
+        body = json.dumps(document).encode()
+        head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        self._transport.write(head.encode() + body)
+
+    def _answer(self, call: dict[str, Any], arrived: float, chat: bool) -> None:
+        first, count = self._line.first_token(arrived), call["max_tokens"]
+        loop = asyncio.get_running_loop()
+        for number in range(count):
+            came, last = arrived if number == 0 else None, number == count - 1
+            # asyncio does not keep the order of what is due at the very same time.
+            loop.call_at(first + number * max(self._line.gap, 1e-6), self._token, came, last, call, chat)
+
+    def _token(self, arrived: float | None, last: bool, call: dict[str, Any], chat: bool) -> None:
+        if self._transport.is_closing():
+            return
+        parts = []
+        if arrived is not None:
+            head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+            parts.append(head)
+        stamp = f"{asyncio.get_running_loop().time():.6f} "
+        text = stamp if arrived is None else f"{arrived:.6f} {stamp}"
+        said: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
+        events = _event({"choices": [{"index": 0, **said, "finish_reason": "length" if last else None}]})
+        if last:
+            prompt = call.get("prompt", "")
+            tokens = len(prompt) if isinstance(prompt, list) else len(str(prompt).split())
+            usage = {"prompt_tokens": tokens, "completion_tokens": call["max_tokens"]}
+            events += _event({"choices": [], "usage": usage}) + b"data: [DONE]\n\n"
+        parts.append(b"%x\r\n%b\r\n" % (len(events), events))
+        if last:
+            parts.append(b"0\r\n\r\n")
+        self._transport.write(b"".join(parts))
+
+
+def _event(document: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(document).encode() + b"\n\n"
+
+
+class Faults:
+    """What goes wrong on purpose: every n-th call is refused, or loses its connection."""
+
+    def __init__(self, refuse: int, leave: int) -> None:
+        self._refuse, self._leave, self.calls = refuse, leave, list[dict[str, Any]]()
+
+    def asked(self, call: dict[str, Any]) -> None:
+        self.calls.append({name: value for name, value in call.items() if name != "stream_options"})
+
+    def refuses(self) -> bool:
+        return bool(self._refuse) and len(self.calls) % self._refuse == 0
+
+    def leaves(self) -> bool:
+        return bool(self._leave) and len(self.calls) % self._leave == 0
+
+
+async def listen(line: Line, faults: Faults, port: int = 0) -> asyncio.Server:
+    """On the running loop, by its clock."""
+    make = asyncio.get_running_loop().create_server
+    return await make(lambda: Stamping(line, faults), "127.0.0.1", port, backlog=1024)
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    line = Line(arguments.service, arguments.wait, arguments.gap)
+    server = await listen(line, Faults(arguments.refuse, arguments.leave), arguments.port)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--service", type=float, default=0.0)
+    parser.add_argument("--wait", type=float, default=0.0)
+    parser.add_argument("--gap", type=float, default=0.0)
+    parser.add_argument("--refuse", type=int, default=0)
+    parser.add_argument("--leave", type=int, default=0)
+    with suppress(RuntimeError, KeyboardInterrupt), asyncio.Runner(
+        loop_factory=lambda: asyncio.SelectorEventLoop(Clock())
+    ) as runner:
+        runner.run(_serve(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The meter against torch's own count of operations and against tensors that are there, for every architecture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from bankfull.layers.build import Build
+from bankfull.limits.metered import MeteredModel
+from bankfull.limits.step import StepShape
+from bankfull.models.registry import FAMILIES, build_model
+from bankfull.ops import kit_for
+from bankfull.runtime.forward import plan_mixers
+from bankfull.runtime.naive import single_batch
+from bankfull.state.spec import layout_of
+from bankfull.state.storage import Storage
+from bankfull.weights.source import open_model
+from tests.limits.models import LLAMA, MIXED, RECURRENT, save_directory
+
+CPU = torch.device("cpu")
+PRODUCTS = ("linear", "head/linear", "paged_attention", "causal_conv")
+"""What torch counts: products, not sums nor functions."""
+OPT = {
+    "model_type": "opt", "hidden_size": 64, "word_embed_proj_dim": 64, "num_attention_heads": 4, "ffn_dim": 96,
+    "num_hidden_layers": 3, "vocab_size": 160, "max_position_embeddings": 256, "dtype": "float32",
+    "do_layer_norm_before": True, "activation_function": "relu",
+}  # fmt: skip
+TEXT = {key: value for key, value in MIXED.items() if key not in ("model_type", "dtype")}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "mistral": {**LLAMA, "model_type": "mistral", "sliding_window": 7},
+    "qwen2": {**LLAMA, "model_type": "qwen2"},
+    "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 24},
+    "phi3": {**LLAMA, "model_type": "phi3"},
+    "smollm3": {**LLAMA, "model_type": "smollm3"},
+    "opt": OPT,
+    "gemma2": {**MIXED, "model_type": "gemma2", "rope_local_base_freq": None},
+    "gemma3_text": MIXED,
+    "gemma3": {"model_type": "gemma3", "dtype": "float32", "text_config": {**TEXT, "model_type": "gemma3_text"}},
+    "mamba": RECURRENT,
+}
+
+
+def test_no_architecture_is_left_out() -> None:
+    assert set(CONFIGS) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_decoding_multiplies_as_often_as_torch_counts(name: str, tmp_path: Path) -> None:
+    files = open_model(save_directory(tmp_path / name, CONFIGS[name]))
+    metered = MeteredModel(files)
+    model = build_model(files.config, Build(files.source, kit_for("cpu", "torch"), torch.float32, CPU))
+    layout = layout_of(model.states(), 16)
+    storage = Storage(layout, sum(-(-40 // g.page_tokens) for g in layout.paged), 2, CPU)
+    for start in range(12):
+        batch = single_batch(layout, list(range(40)), start, 1, start, CPU)
+        with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+            model.head(model.forward(batch, storage.layers, plan_mixers(model, layout, batch)))
+        ledger = metered.cost(StepShape.decode(1, start + 1))
+        # A page is read whole by the body, and masked: the meter counts only what lies within the window.
+        beyond = 0.0
+        for mixer in model.mixers:
+            heads = getattr(mixer, "heads", None)
+            if heads is not None and heads.window is not None:
+                beyond += 4.0 * heads.count * heads.size * max(0, start + 1 - heads.window)
+        counted = counter.get_total_flops() - beyond
+        assert counted == sum(ledger.total[product].flops for product in PRODUCTS if product in ledger.total)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_decoding_reads_every_tensor_once_but_of_the_embedding_one_row(name: str, tmp_path: Path) -> None:
+    files = open_model(save_directory(tmp_path / name, CONFIGS[name]))
+    metered = MeteredModel(files)
+    sizes = {key: tensor.nbytes for key, tensor in metered.shapes.read.items()}
+    tables = [key for key in sizes if "embed" in key]
+    tied = not any("lm_head" in key for key in sizes)
+    rows = sum(sizes[key] // metered.shapes.read[key].shape[0] for key in tables)
+    head = max(sizes[key] for key in tables if "position" not in key) if tied else 0
+    weights = sum(size for key, size in sizes.items() if key not in tables) + rows + head
+    read = metered.cost(StepShape.decode(1, 1)).sum().read
+    assert weights <= read < 1.35 * weights, "what is read beside weights are activations"

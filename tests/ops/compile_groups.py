@@ -1,0 +1,157 @@
+"""Launches by which every kernel shows that it compiles. Models are on the meta device: only their shapes count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, cast
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from bankfull.layers.build import Build
+from bankfull.layers.decoder import Decoder
+from bankfull.models.registry import build_model
+from bankfull.ops import OPERATIONS, Kit, kit_for
+from bankfull.ops.triton.sampling import choose
+from bankfull.runtime.captured import Captured
+from bankfull.runtime.forward import Eager
+from bankfull.runtime.rehearsal import every_kind, rehearsal
+from bankfull.runtime.rows import Rows
+from bankfull.sample.table import Chooser
+from bankfull.state.spec import layout_of
+from bankfull.state.storage import Storage
+from bankfull.weights.formats import SCHEMES
+from bankfull.weights.qtensor import QTensor
+from benchmarks.gpu.shapes import SHAPES
+from benchmarks.gpu.weights import RandomWeights, random_model
+from tests.ops import cases
+from tests.ops.compiled import Launch
+
+META = torch.device("meta")
+DTYPE = torch.bfloat16
+LAYERS = 2
+"""The first layer of a model has no branch to join; the others are alike."""
+LATER = ([1], [2], [5], [12], [100], [2000], [300] * 4, [700, 1, 1, 1], [256, 3], [33, 9, 1], [40] * 60)
+"""New tokens of the sequences of steps that come while an engine runs."""
+MAMBA = {
+    "model_type": "mamba", "vocab_size": 50280, "hidden_size": 2560, "num_hidden_layers": 64, "state_size": 16,
+    "conv_kernel": 4, "expand": 2, "intermediate_size": 5120, "time_step_rank": 160, "tie_word_embeddings": True,
+    "layer_norm_epsilon": 1e-5, "use_bias": False, "use_conv_bias": True, "hidden_act": "silu",
+}  # fmt: skip
+WEIGHTLESS_SEEDS = 12
+"""Enough for operations without a weight, whose kernels differ by dtype and layout only."""
+Two = tuple[Iterable[Launch], Iterable[Launch]]
+"""What is compiled ahead, and what is launched then."""
+
+
+class _Shapes(RandomWeights):
+    def get(self, name: str) -> QTensor:
+        self._read.add(name)
+        return QTensor.dense(torch.empty(self.shape(name), dtype=DTYPE, device=META))
+
+
+class _Device:
+    """A GPU as far as steps are launched."""
+
+    torch = META
+
+    def capture(self, forward: Eager, kit: Kit) -> Captured:
+        return Captured(forward)
+
+    def chooser(self, kit: Kit) -> Chooser:
+        return choose
+
+    def ship(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(META)
+
+
+def model_of(config: Mapping[str, Any]) -> tuple[Decoder, Kit]:
+    files = random_model("shapes", {**config, "num_hidden_layers": LAYERS}, DTYPE, META)
+    source = _Shapes({name: files.source.shape(name) for name in files.source.names()}, DTYPE, META)
+    kit = kit_for("cuda")
+    return build_model(files.config, Build(source, kit, DTYPE, META)), kit
+
+
+def start(config: Mapping[str, Any], widths: Sequence[int]) -> Two:
+    """A model: ahead of its start, and then with other rows, prompts and mixtures than were thought of."""
+    model, kit = model_of(config)
+    layout, device = layout_of(model.states(), 16), cast(Any, _Device())
+
+    def kinds(rows: int, tokens: int) -> Iterator[Launch]:
+        steps = every_kind(model, layout, device, kit, rows, tokens, widths)
+        return ((f"step {number} for {rows} rows", step) for number, step in enumerate(steps))
+
+    later = [(f"step {new}", rehearsal(model, layout, device, new)) for new in LATER]
+    return kinds(256, 8192), chain(kinds(256, 8192), kinds(77, 8192), later)
+
+
+def drafts() -> Two:
+    """Steps of several tokens for each sequence."""
+    model, _ = model_of(SHAPES["llama-3-8b"])
+    layout = layout_of(model.states(), 16)
+    captured = Captured(Eager(model, layout, Storage(layout, 0, 1, META).layers))
+    rows = Rows(64, 64, layout, model.vocab, META, _Device().ship)
+
+    def kinds() -> Iterator[Launch]:
+        return ((f"step {number}", step) for number, step in enumerate(captured.kinds(rows, (4, 16), choose)))
+
+    return kinds(), kinds()
+
+
+def quantized(*formats: str) -> Two:
+    """The linears of an 8B model, for one row, and for tiles of each size."""
+    made = []
+    for name in formats:
+        for outer, inner in ((6144, 4096), (28672, 4096), (4096, 14336)):
+            weight = QTensor(SCHEMES[name], cases.moved(SCHEMES[name].empty((outer, inner)), "meta"), (outer, inner))
+            gated = outer > 2 * inner
+            operation = OPERATIONS["gated_linear" if gated else "linear"]
+            kit = kit_for("cuda")
+            run = kit.bind(operation, dtype=DTYPE, weight=weight)
+            ready = kit.prepare(operation, weight, dtype=DTYPE, weight=weight)
+            for rows in (1, 16, 64, 128):
+                x = torch.empty(rows, inner, dtype=DTYPE, device=META)
+                call = partial(run, x, ready, None, *(("silu",) if gated else ()))
+                made.append((f"{name} {outer}x{inner}, {rows} rows", call))
+    return made, made
+
+
+def generated(seeds: range) -> Two:
+    """Every operation and provider on generated inputs: odd sizes, views, all dtypes and formats."""
+    made = []
+    for operation in OPERATIONS.values():
+        for provider in (one for one in operation.providers.values() if one.on == "cuda"):
+            weightless = "weight" not in cases.case(operation.name, 0).facts
+            for seed in seeds[:WEIGHTLESS_SEEDS] if weightless else seeds:
+                given = cases.case(operation.name, seed)
+                kit = Kit("cuda", (provider.name,))
+                run = kit.bind(operation, **given.facts)
+                if set(kit.chosen[operation.name]) == {provider.name}:
+                    prepare = partial(kit.prepare, operation, **given.facts)
+                    args = [prepare(arg) if isinstance(arg, QTensor) else arg for arg in given.args]
+                    made.append((f"{operation.name} {provider.name}, seed {seed}", partial(run, *args)))
+    return made, made
+
+
+@triton.jit
+def refused(x):
+    tl.store(x + tl.arange(0, 3), 0.0)  # 3 is no power of two
+
+
+def broken() -> Two:
+    made = [("three numbers", lambda: refused[(1,)](torch.empty(3)))]
+    return made, made
+
+
+GROUPS: dict[str, Callable[[], Two]] = {
+    "start": partial(start, SHAPES["llama-3-8b"], (1,)), "recurrent": partial(start, MAMBA, (1, 4)), "drafts": drafts,
+    "broken": broken,
+    "quantized": partial(quantized, "int4_g128"),
+    "quantized-more": partial(quantized, "int8_row", "fp8", "q4_k"),
+    "generated": partial(generated, range(3)),
+    "generated-more": partial(generated, range(3, len(cases.FLOATS) * len(SCHEMES))),
+}  # fmt: skip

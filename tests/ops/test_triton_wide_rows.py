@@ -1,0 +1,153 @@
+"""Few rows of quantized weights on matrix units: the numbers, and every way to cut the work."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from bankfull.ops import gated_linear, linear
+from bankfull.ops.triton import quantized
+from bankfull.ops.triton.quantized_layout import LAYOUTS, repacked
+from bankfull.ops.triton.quantized_wide_rows import MOST_ROWS, WideCut, at_a_time, takes, wide_rows
+from bankfull.weights.formats import SCHEMES
+from bankfull.weights.qtensor import QTensor
+from tests.ops.cases import Maker
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WIDE = ("int4_g128", "int8_g64", "int8_g128", "int8_row", "fp8")
+KINDS = (torch.bfloat16, torch.float16)
+
+
+def weight_of(name: str, outer: int, inner: int, seed: int = 0) -> QTensor:
+    return Maker(seed).weight(SCHEMES[name], outer, inner).to(DEVICE)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def exact(x: Tensor, weight: QTensor) -> Tensor:
+    return x.double() @ weight.dequantize(torch.float64).T
+
+
+def assert_near(found: Tensor, expected: Tensor, share: float = 4e-3) -> None:
+    """Within the rounding of the result, relative to the largest."""
+    error = (found.double() - expected.double()).abs().max().item()
+    assert error <= share * expected.double().abs().max().item()
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("name", WIDE)
+def test_every_number_comes_out_as_it_was_stored(name: str, dtype: torch.dtype) -> None:
+    """Times the unit matrix: rounded once, as `dequantize` rounds. Its neighbours are nothing but zeros."""
+    weight = weight_of(name, 21, 256)
+    packed, values = repacked(weight), weight.dequantize(torch.float64).to(dtype)
+    unit = torch.eye(256, device=DEVICE, dtype=dtype)
+    for first in range(0, 256, MOST_ROWS):
+        rows = slice(first, first + MOST_ROWS)
+        assert torch.equal(wide_rows(unit[rows].contiguous(), packed, None).T, values[:, rows])
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("name", WIDE)
+def test_products_are_exact_but_for_their_rounding(name: str, rows: int, dtype: torch.dtype) -> None:
+    weight = weight_of(name, 40, 1024, seed=rows)
+    x, bias = normal(rows, 1024, dtype=dtype), normal(40, dtype=dtype)
+    found = wide_rows(x, repacked(weight), bias)
+    assert_near(found, exact(x, weight) + bias.double(), 4e-3 if dtype == torch.bfloat16 else 6e-4)
+
+
+@pytest.mark.parametrize(
+    "cut", [WideCut(16, 2), WideCut(32, 4), WideCut(16, 4, 2), WideCut(32, 2, 6, 2), WideCut(16, 2, 3, 3)]
+)
+@pytest.mark.parametrize("name", ["int4_g128", "int8_row"])
+def test_every_cut_gives_the_same_product(name: str, cut: WideCut) -> None:
+    """Columns that no cut divides; more outputs than programs hold."""
+    weight = weight_of(name, 37, 128 * 11, seed=1)
+    x = normal(2, 128 * 11)
+    assert_near(wide_rows(x, repacked(weight), None, cut=cut), exact(x, weight))
+
+
+def test_more_turns_than_are_spelled_out() -> None:
+    for groups in (20, 21):
+        weight = weight_of("int4_g128", 5, 128 * groups)
+        x = normal(1, 128 * groups)
+        assert_near(wide_rows(x, repacked(weight), None, cut=WideCut(16, 2, 1)), exact(x, weight))
+
+
+@pytest.mark.parametrize("cut", [WideCut(16, 2), WideCut(32, 2)])
+def test_gates(cut: WideCut) -> None:
+    for name in ("int4_g128", "fp8"):
+        weight = weight_of(name, 42, 256)
+        x, bias = normal(2, 256), normal(42)
+        found = wide_rows(x, repacked(weight), bias, "silu", cut)
+        assert found.shape == (2, 21)
+        assert_near(found, gated_linear.body(x, weight, bias, "silu"), 2e-2)
+
+
+@pytest.mark.parametrize("size", [1e-10, 1e-4, 1e10, 1e15])
+def test_activations_of_any_size_keep_their_digits(size: float) -> None:
+    for name in ("int4_g128", "int8_row", "fp8"):
+        weight = weight_of(name, 9, 256)
+        x = (normal(1, 256, dtype=torch.float32) * size).to(torch.bfloat16)
+        assert_near(wide_rows(x, repacked(weight), None), exact(x, weight))
+
+
+def test_small_numbers_of_float16_keep_their_digits() -> None:
+    weight = weight_of("int4_g128", 9, 256)
+    x = (normal(1, 256, dtype=torch.float32) * 1e-6).to(torch.float16)
+    found = wide_rows(x, repacked(weight), None, cut=WideCut(16, 2))
+    error = (found.double() - exact(x, weight)).abs().max().item()
+    assert error <= 2.0**-24, "the last bit of a number of this size"
+
+
+def test_a_row_does_not_depend_on_others() -> None:
+    for name in ("int4_g128", "int8_row"):
+        weight = repacked(weight_of(name, 20, 512))
+        x = normal(5, 512)
+        x[0, 5] = float("nan")
+        found = wide_rows(x, weight, None)
+        assert bool(found[0].isnan().all())
+        for row in range(1, 5):
+            assert torch.equal(found[row], wide_rows(x[row : row + 1], weight, None)[0])
+
+
+def test_who_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAYOUTS:
+        packed = repacked(weight_of(name, 4, 256))
+        assert takes(packed, torch.bfloat16) == (name in WIDE)
+        assert not takes(packed, torch.float32)
+    assert not takes(repacked(weight_of("int8_row", 4, 37)), torch.bfloat16)
+
+    called: list[int] = []
+    whole = quantized.wide_rows
+
+    def seen(x: Tensor, *rest: object) -> Tensor:
+        called.append(len(x))
+        return whole(x, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(quantized, "wide_rows", seen)
+    monkeypatch.setattr(quantized, "FEW_WIDE_ROWS", 8)
+    weight = weight_of("int4_g128", 6, 128)
+    call = linear.providers["triton-q"].run
+    for rows in (0, 1, 8, 9):
+        x = normal(rows, 128)
+        found = call(x, repacked(weight))
+        assert found.shape == (rows, 6)
+        if rows:
+            assert_near(found, linear.body(x, weight), 1e-2)
+    assert called == [1, 8]
+    gate = partial(gated_linear.providers["triton-q"].run, bias=None, kind="silu")
+    assert gate(normal(0, 128), repacked(weight)).shape == (0, 3)
+    gate(normal(4, 128), repacked(weight))
+    monkeypatch.setattr(quantized, "FEW_WIDE_ROWS", 0)
+    call(normal(1, 128), repacked(weight))
+    assert called == [1, 8, 4]
+
+
+def test_segments_at_a_time() -> None:
+    assert [at_a_time(segments, 8, 8) for segments in (1, 8, 32, 64, 72, 112)] == [1, 1, 4, 8, 5, 7]
