@@ -113,6 +113,7 @@ def pictures(page: Any, url: str, folder: Path) -> None:
     page.wait_for_selector('#status[data-kind="good"]')
     page.fill("#max_tokens", "200")
     page.fill("#seed", "4")
+    page.check("#explain")
     for number, question in enumerate(("What is a river?", "Why does it run faster when it is full?")):
         page.fill("#question", question)
         page.press("#question", "Enter")

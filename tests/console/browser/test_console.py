@@ -57,6 +57,14 @@ def test_a_turn_of_chat_shows_its_speed_beside_the_limit(page: Any) -> None:
     assert page.locator(".turn").count() == 4
 
 
+def test_an_answer_says_what_held_it_back_when_asked(page: Any) -> None:
+    choose(page, max_tokens=20, temperature=0)
+    page.check("#explain")
+    say(page, "What is a river?")
+    figures(page)
+    assert re.search(r"\d+% of .*\.$", page.locator(".why").inner_text())
+
+
 def test_regenerating_replaces_the_last_answer_only(page: Any) -> None:
     choose(page, max_tokens=12, temperature=0, seed=1)
     say(page, "The river")

@@ -82,6 +82,7 @@ function parameters() {
   const chosen = {};
   for (const name of NUMBERS) if (find(`#${name}`).value !== "") chosen[name] = Number(find(`#${name}`).value);
   if (find("#stop_text").value) chosen.stop = find("#stop_text").value;
+  if (find("#explain").checked) chosen.explain = true;
   return chosen;
 }
 
@@ -123,6 +124,7 @@ async function answer() {
     for await (const event of events(await ask(id, stopping.signal))) {
       if (event.error) throw new Problem(event.error.message, 0);
       seen.tokens = event.usage?.completion_tokens ?? seen.tokens;
+      if (event.explain?.summary) figures.append(make("p", { class: "why" }, event.explain.summary));
       const { reasoning, content } = event.choices[0]?.delta ?? {};
       if (reasoning || content) seen.first ??= performance.now();
       if (reasoning) {
