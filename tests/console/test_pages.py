@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from pathlib import Path
 
 import httpx
 import pytest
@@ -22,6 +23,7 @@ from bankfull.serve.watch import WatchedBackend
 from tests.serve.scripted import Scripted, scripted_texts, settings
 from tests.serve.server import served
 
+DOCS = Path(__file__).parents[2] / "docs"
 NAMESPACE = "http://www.w3.org/2000/svg"
 TEXTS = {file.name: file.read_text() for file in sorted(FOLDER.iterdir())}
 SCRIPTS = [name for name in TEXTS if name.endswith(".js")]
@@ -133,3 +135,11 @@ def test_the_page_offers_what_the_api_takes() -> None:
     assert numbers is not None
     names = re.findall(r"\"(\w+)\"", numbers[1])
     assert set(names) <= set(ChatCall.__struct_fields__) and set(names) <= set(Reader().ids)
+
+
+def test_the_page_about_it_has_its_pictures_and_they_are_small() -> None:
+    page = (DOCS / "console.md").read_text()
+    shown = set(re.findall(r"!\[[^\]]+\]\((console-[a-z]+-(?:light|dark)\.png)\)", page))
+    assert {name.split("-")[1] for name in shown} == {"chat", "live", "requests", "batches"}
+    taken = {file.name: file.stat().st_size for file in DOCS.glob("console-*.png")}
+    assert shown <= taken.keys() and max(taken.values()) < 200_000
