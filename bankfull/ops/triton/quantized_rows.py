@@ -23,7 +23,7 @@ from bankfull.ops.triton.pointwise import activation
 from bankfull.ops.triton.quantized_codes import exponent, group_step, power, tiny
 from bankfull.ops.triton.quantized_layout import WordWeight
 
-OUTPUTS, FEW_OUTPUTS, MANY_OUTPUTS = 8, 4, 16
+OUTPUTS, FEW_OUTPUTS = 8, 4
 """Of a program: the more, the less activations cost; the fewer, the more programs there are."""
 WORDS_PER_WARP = 128
 """Of one output at a time: 16 bytes for each thread."""
@@ -191,16 +191,12 @@ class Cut:
 def cut_for(weight: WordWeight, rows: int) -> Cut:
     """Measured on an H200 over the shapes of an 8B model (`benchmarks.gpu.quantized --sweep`). Many outputs make many
     programs, and then one warp each, without barriers between warps, is best; with few, warps share an output's words.
-    Codes of 6 bits need the registers that more outputs would take."""
+    Codes of 6 bits need the registers that more outputs would take; 16 outputs overflow them for every format."""
     outputs, words = rows * weight.shape[0], weight.words.shape[1]
     if weight.form.bits == 6:
         return Cut(FEW_OUTPUTS, _sharing(words, 4))
-    if outputs >= 1 << 16 and weight.form.bits == 4:
-        return Cut(MANY_OUTPUTS, 1)
     if outputs >= 1 << 14:
         return Cut(OUTPUTS, 1)
-    if words > 1024 and weight.form.bits == 4 and not weight.form.nested:  # else 16 outputs overflow the registers
-        return Cut(MANY_OUTPUTS, _sharing(words, 4))
     return Cut(OUTPUTS, _sharing(words, 2 if outputs > 5000 and weight.form.bits == 4 else 4))
 
 
