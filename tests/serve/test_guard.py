@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from bankfull.errors import ConfigError
-from bankfull.serve.errors import Refusal, openai_error, problem_of
 from bankfull.serve.console.pages import PAGES
+from bankfull.serve.errors import Refusal, openai_error, problem_of
 from bankfull.serve.guard import Doors, Guard, GuardLimits, open_doors
 from bankfull.serve.keys import Keyring, new_key
 from bankfull.serve.listen import Tls, uvicorn_config
