@@ -191,7 +191,10 @@ class CountedSteps:
                     self._metrics.success.add(1, item.finish)
                     if self._line is not None:
                         self._line.finish = item.finish
-            else:
+            else:  # the last of all: whoever ends the request wants its tokens counted
+                if fresh:
+                    self._count(fresh)
+                    fresh = 0
                 self._end(item)
         if fresh:
             self._count(fresh)
@@ -204,23 +207,28 @@ class CountedSteps:
             await close()
 
     def _count(self, fresh: int) -> None:
-        now, metrics, trace = time.monotonic(), self._metrics, self._trace
+        now, metrics, line = time.monotonic(), self._metrics, self._line
         metrics.generation_tokens.add(fresh)
-        if self._batch:  # nobody waits for its tokens
+        if self._batch:
             metrics.batch_generation_tokens.add(fresh)
-        elif self._last is None:
-            metrics.first_token.observe(now - self._arrived)
-            if trace is not None and trace.ttft is None:
-                trace.ttft = now - trace.arrived
-        else:
+        if self._last is None:
+            self._begin(fresh, now)
+        elif not self._batch:
             metrics.between_tokens.observe(now - self._last)
         self._last = now
-        if trace is not None:
-            trace.completion_tokens += fresh
-        if self._line is not None:
-            self._line.add(fresh, now)
+        if line is not None:
+            line.tokens += fresh  # the trace gets the sum at the end
         if self._tokens is not None:
             self._tokens.take(fresh)
+
+    def _begin(self, fresh: int, now: float) -> None:
+        """The first tokens have come."""
+        if not self._batch:  # nobody waits for those of a batch
+            self._metrics.first_token.observe(now - self._arrived)
+            if self._trace is not None and self._trace.ttft is None:
+                self._trace.ttft = now - self._trace.arrived
+        if self._line is not None:
+            self._line.begin(fresh, now)
 
     def _end(self, done: Done) -> None:
         self._ended = True

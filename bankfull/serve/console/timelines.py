@@ -1,7 +1,8 @@
 """What became of each request's time: who is being served, and the last who were, beside the limit of the same steps.
 
 Two snapshots of the engine's counters tell which steps ran between them, and the least time that those steps can take
-on this machine's ceilings. So a request costs a few references while it runs, and nothing per token but a sum.
+on this machine's ceilings. So a request costs a few references while it runs, and nothing per token: its tokens are
+summed up here instead of in its trace, which has them when it ends.
 """
 
 from __future__ import annotations
@@ -84,21 +85,20 @@ class OpenLine:
     def key(self) -> str | None:
         return None if self.trace.key is None else self.trace.key.name
 
-    def add(self, tokens: int, now: float) -> None:
-        """What a step gave. This runs for every token of every stream."""
-        if self._first is None:
-            self._first, self._first_load, self._first_tokens = now, self._book.backend.load, tokens
-        self.tokens += tokens
+    def begin(self, tokens: int, now: float) -> None:
+        """What the first step that gave tokens gave; whoever counts adds those of each step to `tokens`."""
+        self._first, self._first_load, self._first_tokens = now, self._book.backend.load, tokens
 
     def end(self, done: Done) -> None:
-        """All samples have ended. The last step's tokens may not have been added yet."""
-        if self._first is None and done.output_tokens:
-            self.add(done.output_tokens, self._book.clock())
-        self.tokens = done.output_tokens
-        self._book.close(self, self._line(self.finish or "stop", done))
+        """All samples have ended, and all tokens were counted."""
+        self._close(self.finish or "stop", done)
 
     def fail(self, reason: str) -> None:
-        self._book.close(self, self._line(reason, None))
+        self._close(reason, None)
+
+    def _close(self, outcome: str, done: Done | None) -> None:
+        self.trace.completion_tokens += self.tokens
+        self._book.close(self, self._line(outcome, done))
 
     def show(self) -> Line:
         return self._line("waiting" if self._first is None else "running", None)
