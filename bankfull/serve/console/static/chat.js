@@ -3,13 +3,15 @@
 import { Problem, events, json, post } from "./api.js";
 import { find, make } from "./dom.js";
 import { count, figure, percent, seconds } from "./format.js";
-import { lineOf } from "./state.js";
+import { lineOf, listen } from "./state.js";
 
 const NUMBERS = [
   "temperature", "max_tokens", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "frequency_penalty",
 ];
-const turns = []; // {role, content}, as the API takes them
+const turns = []; // {role, content, place}: what the API takes, and where it is shown
 let writing = null; // what stops the answer that is being written
+let asker = null; // the button that began it: it gets the focus back
+let server = null; // whose models are listed
 
 export function chatPage() {
   const question = find("#question");
@@ -23,50 +25,64 @@ export function chatPage() {
       find("#ask").requestSubmit();
     }
   });
-  find("#chat").addEventListener("keydown", (event) => event.key === "Escape" && writing?.abort());
+  // Wherever the focus is: a button that was just disabled has lost it.
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && !find("#chat").hidden && !find("dialog[open]")) writing?.abort();
+  });
   find("#stop").addEventListener("click", () => writing?.abort());
   find("#regenerate").addEventListener("click", regenerate);
   find("#clear").addEventListener("click", clear);
   // Beside the conversation where there is room, behind a click where there is not.
   find("#parameters").open = matchMedia("(min-width: 60rem)").matches;
   update();
-  loadModels();
+  listen(({ now }) => {
+    if (now && now.started !== server) loadModels(now.started);
+  });
 }
 
-async function loadModels() {
+/** Of a server that answers: when the page is opened, and when another one has taken its place. */
+async function loadModels(started) {
+  server = started;
   try {
     const models = (await json("/v1/models")).data;
     find("#model").replaceChildren(...models.map((model) => make("option", { value: model.id }, model.id)));
     const defaults = models[0]?.sampling_defaults ?? {};
     for (const name of NUMBERS) if (name in defaults) find(`#${name}`).placeholder = defaults[name];
   } catch (error) {
+    server = null; // asked again with the next answer
     find("#said").textContent = error.message;
   }
 }
 
 function update() {
-  const busy = writing !== null;
+  const busy = writing !== null, focused = document.activeElement;
   find("#send").disabled = busy;
   find("#stop").disabled = !busy;
   find("#regenerate").disabled = busy || turns.at(-1)?.role !== "assistant";
   find("#clear").disabled = busy || turns.length === 0;
   find("#log").setAttribute("aria-busy", busy);
+  if (busy) asker = focused?.disabled ? focused : null;
+  if (!focused?.disabled) return;
+  // A disabled button loses the focus: it goes to the one that is of use now, and back.
+  const next = busy ? find("#stop") : asker;
+  (next && !next.disabled ? next : find("#question")).focus();
 }
 
 function send() {
   const question = find("#question"), text = question.value.trim();
   if (!text) return;
   question.value = "";
-  turns.push({ role: "user", content: text });
   const place = make("article", { class: "turn user" }, make("h2", {}, "You"), make("div", { class: "text" }, text));
+  turns.push({ role: "user", content: text, place });
   find("#log").append(place);
   answer();
 }
 
 function regenerate() {
   if (writing || turns.at(-1)?.role !== "assistant") return;
-  turns.pop();
-  find("#log").lastElementChild.remove();
+  const { place } = turns.pop();
+  while (place.nextElementSibling) place.nextElementSibling.remove(); // questions that found no answer
+  place.remove();
   answer();
 }
 
@@ -86,6 +102,10 @@ function parameters() {
   return chosen;
 }
 
+function atEnd(log) {
+  return log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+}
+
 /** Text that grows at the end. It is laid out once a frame, however fast tokens come. */
 class Growing {
   constructor(log) {
@@ -102,10 +122,10 @@ class Growing {
   }
 
   flush() {
-    const { log } = this, below = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+    const { log } = this, low = atEnd(log);
     this.node.appendData(this.fresh);
     this.fresh = "";
-    if (below) log.scrollTop = log.scrollHeight; // whoever reads further up stays there
+    if (low) log.scrollTop = log.scrollHeight; // whoever reads further up stays there
   }
 }
 
@@ -114,7 +134,8 @@ async function answer() {
   const log = find("#log"), thought = new Growing(log), text = new Growing(log), figures = make("footer");
   const title = make("summary", {}, "Reasoning");
   const thinking = make("details", { class: "thinking", hidden: true }, title, thought.element);
-  log.append(make("article", { class: "turn assistant" }, make("h2", {}, "Model"), thinking, text.element, figures));
+  const place = make("article", { class: "turn assistant" }, make("h2", {}, "Model"), thinking, text.element, figures);
+  log.append(place);
   log.scrollTop = log.scrollHeight;
   const stopping = (writing = new AbortController());
   update();
@@ -142,21 +163,27 @@ async function answer() {
   const stopped = stopping.signal.aborted;
   writing = null;
   if (problem !== null) figures.append(make("p", { class: "problem", role: "alert" }, problem));
-  if (text.whole) turns.push({ role: "assistant", content: text.whole });
-  else if (problem !== null) find("#question").value ||= turns.pop().content; // it may be sent again as it was
-  else text.element.append(make("em", {}, stopped ? "stopped" : "nothing was said"));
+  if (!text.whole && (problem !== null || stopped)) {
+    // Without an answer the question is no part of the conversation; it may be sent again as it was.
+    const unanswered = turns.pop();
+    find("#question").value ||= unanswered.content;
+  } else {
+    turns.push({ role: "assistant", content: text.whole, place });
+  }
+  if (!text.whole && problem === null) text.element.append(make("em", {}, stopped ? "stopped" : "nothing was said"));
   update();
   if (seen.first !== null) {
+    const low = atEnd(log);
     await showFigures(figures, id, seen, stopped);
-    log.scrollTop = log.scrollHeight;
+    if (low) log.scrollTop = log.scrollHeight;
   }
 }
 
 function ask(id, signal) {
-  const system = find("#system").value.trim();
+  const system = find("#system").value.trim(), said = turns.map(({ role, content }) => ({ role, content }));
   const body = {
     model: find("#model").value || undefined,
-    messages: [...(system ? [{ role: "system", content: system }] : []), ...turns],
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...said],
     ...parameters(), stream: true, stream_options: { include_usage: true },
   };
   return post("/v1/chat/completions", body, { signal, headers: { "x-request-id": id } });

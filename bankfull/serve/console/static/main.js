@@ -44,13 +44,28 @@ function showStatus() {
   if (find("#status-text").textContent !== text) find("#status-text").textContent = text;
 }
 
+// A browser may forbid a page to keep anything: the choice then lasts as long as the page.
+function keep(theme) {
+  try {
+    localStorage.setItem("bankfull.theme", theme);
+  } catch {}
+}
+
+function kept() {
+  try {
+    return localStorage.getItem("bankfull.theme");
+  } catch {
+    return null;
+  }
+}
+
 function setTheme(name) {
   const chosen = name in THEMES ? name : "auto";
   document.documentElement.dataset.theme = chosen;
   const button = find("#theme");
   button.textContent = chosen[0].toUpperCase() + chosen.slice(1);
   button.setAttribute("aria-label", `Colours: ${THEMES[chosen]}`);
-  localStorage.setItem("bankfull.theme", chosen);
+  keep(chosen);
 }
 
 find("#theme").addEventListener("click", () => {
@@ -66,7 +81,7 @@ window.addEventListener("hashchange", () => {
 });
 window.addEventListener("resize", () => redraw[current]?.(state));
 
-setTheme(localStorage.getItem("bankfull.theme"));
+setTheme(kept());
 turnTo(location.hash.slice(1), true);
 listen(() => {
   showStatus();

@@ -15,9 +15,15 @@ export function requestsPage() {
     const running = [...state.running].sort((a, b) => b.arrived - a.arrived);
     const lines = [...running, ...ended].slice(0, SHOWN);
     const longest = Math.max(1e-6, ...lines.map((line) => line.seconds));
-    body.replaceChildren(...lines.map((line) => row(line, longest)));
+    // What somebody is about to copy is not drawn anew under their hands.
+    if (!selectedIn(body)) body.replaceChildren(...lines.map((line) => row(line, longest)));
     find("#no-lines").hidden = lines.length > 0;
   };
+}
+
+function selectedIn(place) {
+  const selection = getSelection();
+  return !selection.isCollapsed && place.contains(selection.anchorNode);
 }
 
 function row(line, longest) {

@@ -65,6 +65,7 @@ async function ask() {
 function take(answer) {
   if (state.now && answer.started !== state.now.started) {
     state.lines.clear();
+    state.samples.length = 0; // its clock was another one
     before = null;
     answer.last = 0;
   }
