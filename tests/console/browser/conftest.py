@@ -28,11 +28,10 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 @dataclass
 class Server:
     url: str
-    key: str | None = None
-    process: subprocess.Popen[str] | None = None
+    key: str
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        headers = {"content-type": "application/json"} | ({"x-api-key": self.key} if self.key else {})
+        headers = {"content-type": "application/json", "x-api-key": self.key}
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers)
         with urllib.request.urlopen(request, timeout=60) as answer:
@@ -63,14 +62,10 @@ class Server:
 
 
 @contextmanager
-def running(cache: Path, key: str | None = None, port: int = 0) -> Iterator[Server]:
-    python = os.environ.get("BANKFULL_PYTHON", sys.executable)
-    environment = {**os.environ, "BANKFULL_CACHE": str(cache)}
-    environment.pop("BANKFULL_API_KEY", None)
-    if key is not None:
-        environment["BANKFULL_API_KEY"] = key
+def running(cache: Path, key: str) -> Iterator[Server]:
+    environment = {**os.environ, "BANKFULL_CACHE": str(cache), "BANKFULL_API_KEY": key}
     process = subprocess.Popen(
-        [python, "-m", "tests.console.browser.serve_tiny", str(port)], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "tests.console.browser.serve_tiny"], cwd=ROOT, stdout=subprocess.PIPE, text=True,
         env=environment,
     )  # fmt: skip
     assert process.stdout is not None
@@ -80,7 +75,7 @@ def running(cache: Path, key: str | None = None, port: int = 0) -> Iterator[Serv
             said += line
         url = re.search(r"in a browser +(http://127\.0\.0\.1:\d+)/", said)
         assert url is not None, said
-        yield Server(url[1], key, process)
+        yield Server(url[1], key)
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -90,26 +85,17 @@ def running(cache: Path, key: str | None = None, port: int = 0) -> Iterator[Serv
             process.wait()
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="session")
-def server(cache: Path) -> Iterator[Server]:
-    with running(cache) as made:
+@pytest.fixture(scope="module")
+def server(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The real thing, which wants a key. It is asked for after the browser: without one nothing is started."""
+    with running(tmp_path_factory.mktemp("cache"), KEY) as made:
         yield made
 
 
-@pytest.fixture(scope="session")
-def locked_server(cache: Path) -> Iterator[Server]:
-    with running(cache, KEY) as made:
-        yield made
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed; run make test-console")
+    """For one module only: while it is there its event loop runs in this thread, and other tests have their own."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: see the extra `test`")
     found = os.environ.get("BANKFULL_CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
         pytest.skip("no Chromium is installed (Debian: apt-get install chromium)")
@@ -146,7 +132,8 @@ def watched(chromium: Any) -> Iterator[Watched]:
 
 @pytest.fixture
 def page(watched: Watched, server: Server) -> Any:
-    """The console, ready."""
+    """The console, ready: its tab has the key already."""
+    watched.page.context.add_init_script(f"sessionStorage.setItem('bankfull.key', '{KEY}')")
     watched.page.goto(server.url + "/")
     watched.page.wait_for_selector('#status[data-kind="good"]')
     return watched.page

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("playwright.sync_api", reason="Playwright is not installed; run make test-console")
+from tests.console.browser.conftest import KEY, Server, Watched
+from tests.console.browser.replaceable import replaceable_server
 
-from tests.console.browser.conftest import KEY, Server, Watched, running
-
+# One process has the browser and the server; with `--dist loadgroup` no other one starts them again.
+pytestmark = pytest.mark.xdist_group("console")
 PAGES = ("chat", "live", "requests", "batches")
 
 
@@ -82,6 +83,12 @@ def test_regenerating_replaces_the_last_answer_only(page: Any) -> None:
 def test_parameters_reach_the_server(page: Any, server: Server) -> None:
     page.fill("#system", "You are a river.")
     choose(page, max_tokens=3, temperature=0.5, top_p=0.9, top_k=20, min_p=0.01, seed=7, repetition_penalty=1.1)
+
+    def talk_on(route: Any) -> None:
+        """The model must not end earlier by itself."""
+        route.continue_(post_data=json.dumps({**route.request.post_data_json, "ignore_eos": True}))
+
+    page.route("**/v1/chat/completions", talk_on)
     with page.expect_request("**/v1/chat/completions") as sent:
         say(page, "Hello")
     body = sent.value.post_data_json
@@ -108,7 +115,7 @@ def test_an_answer_can_be_stopped(page: Any, server: Server) -> None:
     choose(page, max_tokens=90000, temperature=0)
     say(page, "Talk as long as you can")
     until(page, "document.querySelector('.turn.assistant > .text').textContent.length > 20")
-    page.wait_for_timeout(2000)
+    page.wait_for_timeout(1000)
     begun = time.monotonic()
     page.press("#question", "Escape")
     assert time.monotonic() - begun < 2, "thousands of tokens a second must not hold up the page"
@@ -120,13 +127,43 @@ def test_an_answer_can_be_stopped(page: Any, server: Server) -> None:
         time.sleep(0.1)
 
 
+HOSTILE = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
+
+
 def test_what_people_and_models_write_stays_text(page: Any) -> None:
-    choose(page, max_tokens=2)
-    hostile = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
-    say(page, hostile)
+    deltas = [{"reasoning": HOSTILE}, {"content": HOSTILE}, {"content": HOSTILE}]
+    events: list[dict[str, Any]] = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    events.append({"choices": [], "explain": {"summary": HOSTILE}})
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    kind = "text/event-stream"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type=kind))
+    say(page, HOSTILE)
     figures(page)
-    assert page.locator(".turn.user .text").inner_text() == hostile
-    assert page.locator(".turn img, .turn script").count() == 0 and page.title() == "Chat · bankfull"
+    assert page.locator(".turn.user .text").inner_text() == HOSTILE
+    assert page.locator(".turn.assistant > .text").inner_text() == 2 * HOSTILE
+    assert page.locator(".thinking .text").text_content() == page.locator(".why").inner_text() == HOSTILE
+    assert page.locator("#log img, #log script").count() == 0 and page.title() == "Chat · bankfull"
+
+
+def test_a_question_without_an_answer_is_no_part_of_the_conversation(page: Any, watched: Watched) -> None:
+    choose(page, max_tokens=4)
+    say(page, "First")
+    figures(page)
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    say(page, "Second")
+    page.wait_for_selector(".problem")
+    page.unroute("**/v1/chat/completions")
+    assert page.input_value("#question") == "Second"
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.click("#regenerate")
+    assert [turn["content"] for turn in sent.value.post_data_json["messages"]] == ["First"]
+    figures(page)
+    assert page.locator(".turn").count() == 2, "the question that failed has made room"
+    with page.expect_request("**/v1/chat/completions") as sent:
+        say(page, "Third")
+    assert [turn["role"] for turn in sent.value.post_data_json["messages"]] == ["user", "assistant", "user"]
+    figures(page, 1)
+    watched.complaints = [said for said in watched.complaints if "ERR_FAILED" not in said]
 
 
 def chart(page: Any, title: str) -> Any:
@@ -141,13 +178,13 @@ def operating_point(page: Any) -> tuple[float, float]:
 
 def test_charts_move_under_load_and_so_does_the_operating_point(page: Any, server: Server) -> None:
     page.click('nav a[href="#live"]')
-    with server.load(1, tokens=4000):
+    with server.load(1, tokens=800):
         until(page, "/running 1/.test(document.querySelector('#charts').textContent)")
-        time.sleep(2)
+        page.wait_for_timeout(1500)
         alone = operating_point(page)
-    with server.load(6, tokens=4000):
-        until(page, "/running 6/.test(document.querySelector('#charts').textContent)")
-        time.sleep(3)
+    with server.load(6, tokens=800):
+        until(page, "/running [56]/.test(document.querySelector('#charts').textContent)")
+        page.wait_for_timeout(2500)
         together = operating_point(page)
         for title in ("Requests", "Tokens per second", "Step time", "Time inside steps"):
             curve = chart(page, title).locator("path.curve").first.get_attribute("d")
@@ -164,7 +201,7 @@ def test_charts_move_under_load_and_so_does_the_operating_point(page: Any, serve
 def test_arrow_keys_tell_the_figures_of_an_earlier_moment(page: Any, server: Server) -> None:
     page.click('nav a[href="#live"]')
     until(page, "document.querySelectorAll('#tiles .tile').length > 0")
-    time.sleep(2.5)
+    until(page, "(document.querySelector('#charts path.curve').getAttribute('d').match(/L/g) ?? []).length > 1")
     requests = chart(page, "Requests")
     requests.locator("svg").focus()
     page.keyboard.press("ArrowLeft")
@@ -186,7 +223,7 @@ def test_the_table_has_each_request_with_its_time_line(page: Any, server: Server
     assert row.locator(".badge").inner_text() in ("stop", "length")
     assert re.search(r"prompt read [\d.]+ (ms|µs|s)", row.locator("svg").get_attribute("aria-label"))
     assert row.locator("rect.part-prompt").count() == 1
-    with server.load(2, tokens=3000):
+    with server.load(2, tokens=1000):
         page.locator(".badge", has_text="running").first.wait_for()
 
 
@@ -236,9 +273,9 @@ def test_the_example_is_a_batch(page: Any, tmp_path: Path) -> None:
     page.locator(".batch", has_text="example.jsonl").first.locator(".badge.ended").wait_for()
 
 
-def test_a_key_is_asked_for_and_kept_in_this_tab_only(watched: Watched, locked_server: Server, tmp_path: Path) -> None:
+def test_a_key_is_asked_for_and_kept_in_this_tab_only(watched: Watched, server: Server, tmp_path: Path) -> None:
     page = watched.page
-    page.goto(locked_server.url + "/")
+    page.goto(server.url + "/")
     page.wait_for_selector("#key-dialog[open]")
     page.keyboard.type("not-the-key-of-this-server")
     page.keyboard.press("Enter")
@@ -246,7 +283,7 @@ def test_a_key_is_asked_for_and_kept_in_this_tab_only(watched: Watched, locked_s
     page.keyboard.press("Escape")
     page.wait_for_selector("#key-dialog", state="hidden")
     page.wait_for_selector('#status[data-kind="bad"]')
-    time.sleep(2.5)
+    page.wait_for_timeout(1500)
     assert page.locator("#key-dialog[open]").count() == 0, "whoever said no is not asked again every second"
     page.click("#key")
     page.keyboard.type(KEY)
@@ -268,7 +305,7 @@ def test_a_key_is_asked_for_and_kept_in_this_tab_only(watched: Watched, locked_s
     kept = page.evaluate("[JSON.stringify(localStorage), document.cookie, location.href]")
     assert not any(KEY in place for place in kept) and KEY not in "".join(watched.asked)
     other = page.context.new_page()
-    other.goto(locked_server.url + "/")
+    other.goto(server.url + "/")
     other.wait_for_selector("#key-dialog[open]")
     watched.complaints = [said for said in watched.complaints if "401" not in said]
 
@@ -294,6 +331,7 @@ def test_everything_can_be_done_with_the_keyboard(page: Any, tmp_path: Path) -> 
     tab_to("send", "Shift+Tab")
     page.keyboard.press("Enter")
     figures(page)
+    assert focused() == "send", "the focus was at Stop meanwhile, and is back"
     tab_to("regenerate")
     page.keyboard.press("Space")
     page.wait_for_selector("#regenerate:enabled")
@@ -306,27 +344,26 @@ def test_everything_can_be_done_with_the_keyboard(page: Any, tmp_path: Path) -> 
     assert page.input_value("#question") == "\nx"
 
 
-@pytest.mark.parametrize("colours", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 800, 1600])
-def test_pages_fit_any_screen_in_both_colours(watched: Watched, server: Server, width: int, colours: str) -> None:
-    page = watched.page
+def test_pages_fit_any_screen(page: Any, server: Server, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 740})
-    page.emulate_media(color_scheme=colours)
-    page.goto(server.url + "/")
-    page.wait_for_selector('#status[data-kind="good"]')
     choose_open(page)
     say(page, "A-very-long-word-" * 30)
     figures(page)
-    for name in PAGES:
+    for name, drawn in zip(PAGES, (".turn", ".tile", "#lines tr", "#upload"), strict=True):
         page.goto(f"{server.url}/#{name}")
-        page.wait_for_timeout(1200)
+        page.locator(f"#{name} {drawn}").first.wait_for()
         beyond = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
         assert beyond <= 0, f"{name} is {beyond} pixels wider than a screen of {width}"
-    assert contrast(page, "--text", "--page") > 7 and contrast(page, "--soft", "--card") > 4.5
-    for colour in ("--blue", "--orange", "--green", "--red"):
-        assert contrast(page, colour, "--card") > 4.5, colour
-    light = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (light == "rgb(245, 244, 240)") == (colours == "light")
+
+
+def test_dark_and_light_are_as_the_system_wants_them_and_legible(page: Any) -> None:
+    for colours, ground in (("light", "rgb(245, 244, 240)"), ("dark", "rgb(20, 23, 27)")):
+        page.emulate_media(color_scheme=colours)
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
+        assert contrast(page, "--text", "--page") > 7 and contrast(page, "--soft", "--card") > 4.5
+        for colour in ("--blue", "--orange", "--green", "--red"):
+            assert contrast(page, colour, "--card") > 4.5, f"{colour} in {colours}"
 
 
 def choose_open(page: Any) -> None:
@@ -365,16 +402,21 @@ def test_the_choice_of_colours_is_kept(page: Any) -> None:
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
 
 
-def test_a_server_that_is_gone_is_missed_and_found_again(watched: Watched, cache: Path) -> None:
+def test_a_server_that_is_gone_is_missed_and_another_one_is_found(watched: Watched) -> None:
     page = watched.page
-    with running(cache) as server:
-        page.goto(server.url + "/")
+    with replaceable_server() as (url, replace):
+        page.goto(url + "/")
         page.wait_for_selector('#status[data-kind="good"]')
-        server.ask("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 2})
+        choose(page, max_tokens=2)
+        say(page, "x")
+        figures(page)
         page.click('nav a[href="#requests"]')
         until(page, "document.querySelectorAll('#lines tbody tr').length === 1")
-    until(page, "document.querySelector('#status').textContent.includes('cannot be reached')")
-    with running(cache, port=int(server.url.rpartition(":")[2])):
+        page.context.set_offline(True)
+        until(page, "document.querySelector('#status').textContent.includes('cannot be reached')")
+        replace("another")
+        page.context.set_offline(False)
         page.wait_for_selector('#status[data-kind="good"]')
         until(page, "document.querySelectorAll('#lines tbody tr').length === 0")
-    watched.complaints = [said for said in watched.complaints if "ERR_CONNECTION" not in said]
+        until(page, "document.querySelector('#model').value === 'another'")
+    watched.complaints = [said for said in watched.complaints if "ERR_INTERNET_DISCONNECTED" not in said]
