@@ -16,9 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := .stamps
 CLIENTS_VENV := .venv-clients
-CONSOLE := playwright pytest pytest-timeout
 CLIENTS := guidellm==0.8.1 langchain-openai litellm "lm_eval[api]" pytest pytest-timeout schemathesis transformers
-CONSOLE_VENV := .venv-console
 COMMA := ,
 KERNEL_TESTS := $(wildcard $(addprefix tests/,test_native.py test_packed.py test_tape.py test_attention_tiles.py test_ops.py))
 GPU_TESTS := tests/gpu $(wildcard tests/sample/test_cuda.py tests/sample/test_triton_*.py tests/ops/test_triton_*.py)
@@ -26,7 +24,7 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt bankfull/__init__.py $(wildcard cs
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve bench lint test test-full test-gpu bench-gpu test-clients test-console soak test-kernels \
-	test-sanitize test-aarch64 clean clients-environment console-environment
+	test-sanitize test-aarch64 clean clients-environment
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,10 +60,10 @@ lint: install ## Style, types and the rules on who may import whom
 	$(BIN)/lint-imports
 
 test: install lint ## Lint, then the quick tests
-	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not full"
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -rs -m "not full"
 
 test-full: install lint ## Lint, then every test
-	$(BIN)/python -m pytest -q -n $(WORKERS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -rs
 
 # A machine with a GPU is used as it is: its own Python with torch, triton, transformers and pytest; nothing is installed,
 # nothing is fetched. Other packages may lie as wheels in the folder wheels/. Everything else that is not there is
@@ -106,20 +104,9 @@ clients-environment:
 test-clients: install clients-environment ## The service with guidellm, LangChain, LiteLLM and lm-evaluation-harness as clients
 	BANKFULL_PYTHON=$(CURDIR)/$(BIN)/python $(CLIENTS_VENV)/bin/python -m pytest -q --confcutdir=tests/clients tests/clients
 
-# Playwright drives the system's own Chromium; it fetches no browser.
-console-environment:
-	@mkdir -p $(STAMPS)
-	@key=$$(echo '$(PYTHON) $(CONSOLE)' | cksum); \
-	if [ -x $(CONSOLE_VENV)/bin/playwright ] && [ "$$key" = "$$(cat $(STAMPS)/console 2>/dev/null)" ]; then exit 0; fi; \
-	set -e; \
-	[ -x $(CONSOLE_VENV)/bin/python ] || $(PYTHON) -m venv $(CONSOLE_VENV); \
-	$(CONSOLE_VENV)/bin/python -m pip install --quiet $(CONSOLE); \
-	echo "$$key" > $(STAMPS)/console
-
-ON_CONSOLE = BANKFULL_PYTHON=$(CURDIR)/$(BIN)/python $(CONSOLE_VENV)/bin/python
-
-test-console: install console-environment ## The console in a real browser: Chromium must be there (Debian: apt-get install chromium)
-	$(ON_CONSOLE) -m pytest -q -rs --confcutdir=tests/console/browser tests/console/browser
+# Playwright drives the system's own Chromium; it fetches no browser. `make test` has these tests too.
+test-console: install ## The console in a real browser: Chromium must be there (Debian: apt-get install chromium)
+	$(BIN)/python -m pytest -q -rs tests/console
 
 soak: install clients-environment ## Long trials of the service, with figures; SOAK_OPTIONS="--short" for a quick look, "--help" for all
 	$(BIN)/bankfull pull
@@ -150,5 +137,5 @@ test-aarch64: install ## The kernels as they are compiled for 64-bit ARM, in an 
 		-DCMAKE_CROSSCOMPILING_EMULATOR=$(AARCH64_EMULATOR))
 
 clean: ## Remove the environment, builds and caches
-	rm -rf $(VENV) $(CLIENTS_VENV) $(CONSOLE_VENV) $(STAMPS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS_VENV) $(STAMPS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find bankfull tests -name __pycache__ -type d -prune -exec rm -rf {} +
