@@ -102,8 +102,11 @@ function parameters() {
   return chosen;
 }
 
-function atEnd(log) {
-  return log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+/** A change that makes the log longer. Whoever reads its end still does; whoever reads further up stays there. */
+function lengthen(log, change) {
+  const low = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+  change();
+  if (low) log.scrollTop = log.scrollHeight;
 }
 
 /** Text that grows at the end. It is laid out once a frame, however fast tokens come. */
@@ -122,10 +125,8 @@ class Growing {
   }
 
   flush() {
-    const { log } = this, low = atEnd(log);
-    this.node.appendData(this.fresh);
+    lengthen(this.log, () => this.node.appendData(this.fresh));
     this.fresh = "";
-    if (low) log.scrollTop = log.scrollHeight; // whoever reads further up stays there
   }
 }
 
@@ -139,13 +140,13 @@ async function answer() {
   log.scrollTop = log.scrollHeight;
   const stopping = (writing = new AbortController());
   update();
-  const seen = { begun: performance.now(), first: null, tokens: null };
+  const seen = { begun: performance.now(), first: null, tokens: null, why: null };
   let problem = null;
   try {
     for await (const event of events(await ask(id, stopping.signal))) {
       if (event.error) throw new Problem(event.error.message, 0);
       seen.tokens = event.usage?.completion_tokens ?? seen.tokens;
-      if (event.explain?.summary) figures.append(make("p", { class: "why" }, event.explain.summary));
+      seen.why = event.explain?.summary ?? seen.why;
       const { reasoning, content } = event.choices[0]?.delta ?? {};
       if (reasoning || content) seen.first ??= performance.now();
       if (reasoning) {
@@ -162,7 +163,9 @@ async function answer() {
   seen.ended = performance.now();
   const stopped = stopping.signal.aborted;
   writing = null;
-  if (problem !== null) figures.append(make("p", { class: "problem", role: "alert" }, problem));
+  if (problem !== null) {
+    lengthen(log, () => figures.append(make("p", { class: "problem", role: "alert" }, problem)));
+  }
   if (!text.whole && (problem !== null || stopped)) {
     // Without an answer the question is no part of the conversation; it may be sent again as it was.
     const unanswered = turns.pop();
@@ -173,9 +176,8 @@ async function answer() {
   if (!text.whole && problem === null) text.element.append(make("em", {}, stopped ? "stopped" : "nothing was said"));
   update();
   if (seen.first !== null) {
-    const low = atEnd(log);
-    await showFigures(figures, id, seen, stopped);
-    if (low) log.scrollTop = log.scrollHeight;
+    const shown = await figuresOf(id, seen, stopped);
+    lengthen(log, () => figures.prepend(...shown));
   }
 }
 
@@ -190,7 +192,7 @@ function ask(id, signal) {
 }
 
 /** As the server measured them, beside the limit of the same steps; where it does not tell, as they were seen here. */
-async function showFigures(place, id, seen, stopped) {
+async function figuresOf(id, seen, stopped) {
   const line = await lineOf(id);
   const rate = line ? line.tokens_per_s : seen.tokens ? ((seen.tokens - 1) * 1000) / (seen.ended - seen.first) : null;
   const first = line?.first_token ?? (seen.first - seen.begun) / 1000;
@@ -204,7 +206,8 @@ async function showFigures(place, id, seen, stopped) {
   ];
   if (stopped) items.push(["ended", "stopped", null]);
   else if (line?.outcome === "length") items.push(["ended", "at the most tokens", null]);
-  place.prepend(make("dl", { class: "figures" }, ...items.map(([name, value, beside]) =>
-    make("div", {}, make("dt", {}, name), make("dd", {}, value, beside ? make("small", {}, ` ${beside}`) : null)))));
   find("#said").textContent = `Answered. ${items.map(([name, value]) => `${name} ${value}`).join(", ")}.`;
+  const list = make("dl", { class: "figures" }, ...items.map(([name, value, beside]) =>
+    make("div", {}, make("dt", {}, name), make("dd", {}, value, beside ? make("small", {}, ` ${beside}`) : null))));
+  return seen.why ? [list, make("p", { class: "why" }, seen.why)] : [list];
 }

@@ -29,11 +29,12 @@ function selectedIn(place) {
 function row(line, longest) {
   const share = line.tokens_per_s && line.tokens_per_s_limit ? line.tokens_per_s / line.tokens_per_s_limit : null;
   const kind = line.number ? (PROBLEMS.has(line.outcome) ? "bad" : "ended") : "busy";
+  const who = line.key ? `${line.id} · ${line.key}` : line.id;
   const name = line.batch ? `batch line, ${line.route}` : line.route;
   return make(
     "tr", { "data-id": line.id || null },
     cell("Began", clock(line.arrived)),
-    make("td", { "data-name": "Request" }, name, make("small", {}, line.key ? `${line.id} · ${line.key}` : line.id)),
+    make("td", { "data-name": "Request" }, name, make("small", { title: who }, who)),
     make("td", { "data-name": "State" }, make("span", { class: `badge ${kind}` }, line.outcome)),
     cell("Tokens in", count(line.prompt_tokens), "figure"),
     cell("cached", line.number ? count(line.cached_tokens) : "–", "figure"),
