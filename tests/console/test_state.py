@@ -17,7 +17,7 @@ from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.app import create_app
 from bankfull.serve.backend import EngineDied
 from bankfull.serve.console.state import SHOWN_RUNNING, ConsoleState, console_routes
-from bankfull.serve.console.timelines import REMEMBERED, REMEMBERED_LINES, Line, TimeLines, least_seconds
+from bankfull.serve.console.timelines import REMEMBERED, REMEMBERED_LINES, Line, OpenLine, TimeLines, least_seconds
 from bankfull.serve.fortify import fortify
 from bankfull.serve.guard import open_doors
 from bankfull.serve.keys import Keyring, new_key
@@ -252,3 +252,36 @@ def test_lines_of_batches_are_marked() -> None:
         del answer
 
     asyncio.run(follow())
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_tokens_are_summed_up_without_a_call_per_token(monkeypatch: pytest.MonkeyPatch, ends_well: bool) -> None:
+    """The line hears of the first tokens and of the end; the trace has the sum, whatever the end."""
+    told: list[str] = []
+    for name in ("begin", "end", "fail"):
+        heard = getattr(OpenLine, name)
+
+        def spy(line: OpenLine, *given: Any, name: str = name, heard: Any = heard) -> None:
+            told.append(name)
+            heard(line, *given)
+
+        monkeypatch.setattr(OpenLine, name, spy)
+
+    async def use() -> Line:
+        backend, trace = Steps(), Trace("id", "POST", "/x", 100.0)
+        watched = WatchedBackend(backend, Metrics(), Keyring())  # type: ignore[arg-type]
+        for number in range(50):
+            backend.step(0.1, [Piece(1, 0, "ab", [5, 6])], load(number + 1))
+        backend.step(0.1, [Piece(1, 0, "c", [7], finish="stop"), Done(1, 0.0, 0.1, 5.1, 0, 101)], load(51))
+        with during(trace):
+            steps = watched.generate([1, 2, 3], PARAMS)
+        for _ in range(51 if ends_well else 50):
+            await anext(steps)
+        await steps.aclose()  # type: ignore[attr-defined]
+        (line,) = watched.lines.ended_after(0)
+        assert trace.completion_tokens == line.output_tokens
+        return line
+
+    line = asyncio.run(use())
+    assert told == (["begin", "end"] if ends_well else ["begin", "fail"])
+    assert (line.output_tokens, line.outcome) == ((101, "stop") if ends_well else (100, "left"))

@@ -66,6 +66,21 @@ def test_an_answer_says_what_held_it_back_when_asked(page: Any) -> None:
     assert re.search(r"\d+% of .*\.$", page.locator(".why").inner_text())
 
 
+def test_whoever_reads_the_end_of_the_conversation_still_does_and_nobody_else_is_taken_there(page: Any) -> None:
+    below = "(log => log.scrollHeight - log.scrollTop - log.clientHeight)(document.querySelector('#log'))"
+    choose(page, max_tokens=300, temperature=0)
+    page.check("#explain")
+    page.set_viewport_size({"width": 1280, "height": 500})
+    for turn in range(2):
+        say(page, "Lines\n" * 12)
+        figures(page, turn)
+        assert page.evaluate(below) < 2, "the figures are out of sight"
+    say(page, "More")
+    page.evaluate("document.querySelector('#log').scrollTop = 0")
+    figures(page, 2)
+    assert page.evaluate("document.querySelector('#log').scrollTop") == 0
+
+
 def test_regenerating_replaces_the_last_answer_only(page: Any) -> None:
     choose(page, max_tokens=12, temperature=0, seed=1)
     say(page, "The river")
@@ -227,8 +242,8 @@ def test_the_table_has_each_request_with_its_time_line(page: Any, server: Server
         page.locator(".badge", has_text="running").first.wait_for()
 
 
-def batch_file(tmp_path: Path, lines: int = 5) -> Path:
-    file = tmp_path / "questions.jsonl"
+def batch_file(folder: Path, lines: int = 5, name: str = "questions.jsonl") -> Path:
+    file = folder / name
     with file.open("w") as output:
         for number in range(lines):
             body = {"model": "tiny", "messages": [{"role": "user", "content": f"{number}?"}], "max_tokens": 8}
@@ -293,12 +308,12 @@ def test_a_key_is_asked_for_and_kept_in_this_tab_only(watched: Watched, server: 
     say(page, "Hello")
     figures(page)
     page.click('nav a[href="#batches"]')
-    page.set_input_files("#file", batch_file(tmp_path, 2))
+    page.set_input_files("#file", batch_file(tmp_path, 2, "secret.jsonl"))
     page.click("#start")
-    card = page.locator(".batch", has_text="questions.jsonl").first
+    card = page.locator(".batch", has_text="secret.jsonl").first
     card.locator(".badge.ended").wait_for()
     with page.expect_download() as download:
-        card.get_by_role("button", name="Results of questions.jsonl").click()
+        card.get_by_role("button", name="Results of secret.jsonl").click()
     assert len(Path(download.value.path()).read_text().splitlines()) == 2
     page.reload()
     page.wait_for_selector('#status[data-kind="good"]')
@@ -350,11 +365,16 @@ def test_pages_fit_any_screen(page: Any, server: Server, width: int) -> None:
     choose_open(page)
     say(page, "A-very-long-word-" * 30)
     figures(page)
+    down = page.evaluate("document.documentElement.scrollHeight - document.documentElement.clientHeight")
+    assert down <= 0, "the field and its buttons are in sight without scrolling"
     for name, drawn in zip(PAGES, (".turn", ".tile", "#lines tr", "#upload"), strict=True):
         page.goto(f"{server.url}/#{name}")
         page.locator(f"#{name} {drawn}").first.wait_for()
         beyond = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
         assert beyond <= 0, f"{name} is {beyond} pixels wider than a screen of {width}"
+    if width != 800:  # between a phone's cards and a screen's width the table has a scroll bar of its own
+        page.goto(f"{server.url}/#requests")
+        assert page.evaluate("(place => place.scrollWidth - place.clientWidth)(document.querySelector('.scroll'))") <= 0
 
 
 def test_dark_and_light_are_as_the_system_wants_them_and_legible(page: Any) -> None:
