@@ -13,8 +13,6 @@ import pytest
 from tests.console.browser.conftest import KEY, Server, Watched
 from tests.console.browser.replaceable import replaceable_server
 
-# One process has the browser and the server; with `--dist loadgroup` no other one starts them again.
-pytestmark = pytest.mark.xdist_group("console")
 PAGES = ("chat", "live", "requests", "batches")
 
 
