@@ -23,8 +23,8 @@ GPU_TESTS := tests/gpu $(wildcard tests/sample/test_cuda.py tests/sample/test_tr
 BUILD_INPUTS := pyproject.toml CMakeLists.txt bankfull/__init__.py $(wildcard csrc/*.cpp csrc/*.hpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve bench lint test test-full test-gpu bench-gpu test-clients soak test-kernels test-sanitize \
-	test-aarch64 clean clients-environment
+.PHONY: help install demo serve bench lint test test-full test-gpu bench-gpu test-clients test-console soak test-kernels \
+	test-sanitize test-aarch64 clean clients-environment
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,10 +60,10 @@ lint: install ## Style, types and the rules on who may import whom
 	$(BIN)/lint-imports
 
 test: install lint ## Lint, then the quick tests
-	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not full"
+	$(BIN)/python -m pytest -q -n $(WORKERS) -rs -m "not full"
 
 test-full: install lint ## Lint, then every test
-	$(BIN)/python -m pytest -q -n $(WORKERS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) -rs
 
 # A machine with a GPU is used as it is: its own Python with torch, triton, transformers and pytest; nothing is installed,
 # nothing is fetched. Other packages may lie as wheels in the folder wheels/. Everything else that is not there is
@@ -103,6 +103,10 @@ clients-environment:
 
 test-clients: install clients-environment ## The service with guidellm, LangChain, LiteLLM and lm-evaluation-harness as clients
 	BANKFULL_PYTHON=$(CURDIR)/$(BIN)/python $(CLIENTS_VENV)/bin/python -m pytest -q --confcutdir=tests/clients tests/clients
+
+# Playwright drives the system's own Chromium; it fetches no browser. `make test` has these tests too.
+test-console: install ## The console in a real browser: Chromium must be there (Debian: apt-get install chromium)
+	$(BIN)/python -m pytest -q -rs tests/console
 
 soak: install clients-environment ## Long trials of the service, with figures; SOAK_OPTIONS="--short" for a quick look, "--help" for all
 	$(BIN)/bankfull pull

@@ -19,29 +19,20 @@ log = logging.getLogger("bankfull")
 
 
 def known_limits(llm: LLM) -> tuple[ClosedForm, dict[str, float]] | None:
-    """What a step of this model costs, and this machine's ceilings; None if they were never measured here. Measuring
-    takes seconds and an idle machine: that is not for a server to begin with."""
-    from bankfull.limits.ceilings import known
-    from bankfull.limits.closed_form import closed_form
-    from bankfull.limits.metered import MeteredModel
+    """What a step of this model costs, and the ceilings of the device that it runs on; None if they were never measured
+    here. Measuring takes seconds, an idle device and free memory: that is not for a server to begin with."""
+    from bankfull.limits.yardstick import yardstick_of
 
-    loaded = llm.loaded
-    ceilings = known() if loaded.device.kind == "cpu" else None
-    if ceilings is None:
-        return None
-    dtype, activations = str(loaded.build.dtype).removeprefix("torch."), loaded.kit.activations
     try:
-        metered = MeteredModel(
-            loaded.files, dtype=dtype, expand=loaded.build.expand, kv_dtype=loaded.build.kv_dtype,
-            activations=activations,
-        )  # fmt: skip
-        form, peak = closed_form(metered), ceilings.peak_of(dtype, activations)
+        yardstick = yardstick_of(llm, measure=False)
     except BankfullError as error:  # a model may well run without a meter
         log.warning("No limits are shown: %s", error)
         return None
+    if yardstick is None:
+        return None
     # A small model's weights may be read from the cache again and again.
-    read = ceilings.read_at(form.cost(StepShape.decode()).read)
-    return form, {"read_bytes_per_s": read, "flops": peak}
+    read = yardstick.ceilings.read_at(yardstick.form.cost(StepShape.decode()).read)
+    return yardstick.form, {"read_bytes_per_s": read, "flops": yardstick.peak}
 
 
 class Gauge:

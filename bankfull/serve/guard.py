@@ -16,6 +16,7 @@ from typing import Any
 
 from bankfull.errors import ConfigError
 from bankfull.serve.calls import CALLER, Api, Caller, spelled_at
+from bankfull.serve.console.pages import PAGES, STATE_PATH
 from bankfull.serve.errors import Problem, Refusal
 from bankfull.serve.keys import Key, Keyring
 from bankfull.serve.trace import current_trace
@@ -27,7 +28,9 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
-OPEN_PATHS = frozenset({"/live", "/ready"})
+OPEN_PATHS = frozenset({"/live", "/ready", *PAGES})
+UNCHARGED_PATHS = frozenset({STATE_PATH})
+"""Cheap, and asked every second by whoever has the console open: that must not use up what a key may ask."""
 ADMIN_PATHS = frozenset({"/reset_prefix_cache"})
 UPLOAD_PATH = "/v1/files"
 LINGER_SECONDS = 2.0
@@ -204,7 +207,8 @@ class Guard:
         scope[CALLER] = caller_named(self._doors, key.name)
         if path in ADMIN_PATHS and not key.admin:
             raise Refused(403, f"The key {key.name} may not do this: its line in the key file lacks `admin`.")
-        self._spend(key)
+        if path not in UNCHARGED_PATHS:
+            self._spend(key)
 
     def _spend(self, key: Key) -> None:
         allowance = self._doors.keyring.allowance(key)

@@ -13,6 +13,7 @@ from bankfull.serve.chat import Answer, Chat
 from bankfull.serve.errors import Problem
 from bankfull.serve.events import Finish, Usage
 from bankfull.serve.messages_call import NAMES, CountTokensCall, MessagesCall, ask_of, prompt_of
+from bankfull.serve.openai_chat import account_of
 from bankfull.serve.openai_common import check_model, new_id
 from bankfull.serve.own_names import own_names
 from bankfull.serve.partial_json import partial_object
@@ -66,6 +67,8 @@ class MessageReply(msgspec.Struct):
     usage: MessageUsage
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
+    explain: dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
+    """Where the time went, if that was asked for."""
 
 
 class TokenCount(msgspec.Struct):
@@ -117,7 +120,7 @@ class Messages:
             defaults = self._chat.texts.defaults if self._settings.use_generation_config else {}
             answer = await self._chat.answer(ask_of(call, caller, defaults, self._switches))
         if call.stream:
-            return MessageStream(answer, model)
+            return MessageStream(answer, model, explain=bool(call.explain))
         blocks = Blocks()
         try:
             async for turns in answer:
@@ -126,7 +129,12 @@ class Messages:
         finally:
             await answer.aclose()
         content = [_content(block) for block in blocks.all]
-        return _encode(MessageReply(new_id("msg_"), model, content, *_stopped(blocks.finish), _usage(answer.usage)))
+        return _encode(
+            MessageReply(
+                new_id("msg_"), model, content, *_stopped(blocks.finish), _usage(answer.usage),
+                explain=account_of(answer) if call.explain else msgspec.UNSET,
+            )
+        )  # fmt: skip
 
     def spell(self, problem: Problem) -> bytes:
         return anthropic_error(problem)
@@ -176,8 +184,8 @@ def _usage(usage: Usage) -> MessageUsage:
 class MessageStream:
     """The events of one answer."""
 
-    def __init__(self, answer: Answer, model: str) -> None:
-        self._answer, self._model = answer, model
+    def __init__(self, answer: Answer, model: str, *, explain: bool = False) -> None:
+        self._answer, self._model, self._explain = answer, model, explain
         self._blocks = Blocks()
         self._head = b""
         """Of the open block's deltas: all that they share."""
@@ -218,7 +226,9 @@ class MessageStream:
     def _ending(self) -> list[bytes]:
         reason, sequence = _stopped(self._blocks.finish)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        return [_event("message_delta", delta=delta, usage=_usage(self._answer.usage)), _event("message_stop")]
+        told = {"explain": account_of(self._answer)} if self._explain else {}
+        usage = _usage(self._answer.usage)
+        return [_event("message_delta", delta=delta, usage=usage, **told), _event("message_stop")]
 
     def _spelled(self, change: Change) -> bytes:
         match change:

@@ -174,6 +174,7 @@ class MessagesCall(CountTokensCall, kw_only=True, forbid_unknown_fields=True):
     timeout: float | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    explain: bool | None = None
     """From min_p on, and chat_template_kwargs: what this server offers beyond Anthropic's."""
 
 
@@ -201,6 +202,7 @@ def ask_of(call: MessagesCall, caller: Caller, defaults: Mapping[str, Any], swit
     ask.priority = caller.ranked(priority_of(call))
     ask.salt = caller.salted(salt_of(call))
     ask.deadline = deadline_of(call)
+    ask.explain = bool(call.explain)
     return ask
 
 

@@ -12,7 +12,7 @@ from bankfull.serve.calls import Caller
 from bankfull.serve.chat import Answer, Chat
 from bankfull.serve.errors import Problem, openai_error
 from bankfull.serve.events import Usage
-from bankfull.serve.openai_chat import TokenLogprob, logprobs_of
+from bankfull.serve.openai_chat import TokenLogprob, account_of, logprobs_of
 from bankfull.serve.openai_common import check_model, new_id
 from bankfull.serve.own_names import own_names
 from bankfull.serve.responses_call import (
@@ -126,6 +126,8 @@ class ResponseReply(msgspec.Struct, kw_only=True):
     previous_response_id: None = None
     service_tier: str = "default"
     store: bool = False
+    explain: dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
+    """Where the time went, once that is known and if it was asked for."""
 
 
 _decoder = msgspec.json.Decoder(ResponsesCall)
@@ -150,14 +152,14 @@ class Responses:
         reply = _opened(call, model, ask.params.temperature, ask.params.top_p)
         output = Output(self._chat.texts.tokenizer, call.top_logprobs or 0)
         if call.stream:
-            return ResponseStream(answer, reply, output)
+            return ResponseStream(answer, reply, output, explain=ask.explain)
         try:
             async for turns in answer:
                 for turn in turns:
                     output.blocks.add(turn)
         finally:
             await answer.aclose()
-        return _encode(_closed(reply, output, answer.usage))
+        return _encode(_closed(reply, output, answer, explain=ask.explain))
 
     def spell(self, problem: Problem) -> bytes:
         return openai_error(problem)
@@ -229,15 +231,16 @@ def _opened(call: ResponsesCall, model: str, temperature: float, top_p: float) -
     )
 
 
-def _closed(reply: ResponseReply, output: Output, usage: Usage) -> ResponseReply:
+def _closed(reply: ResponseReply, output: Output, answer: Answer, *, explain: bool) -> ResponseReply:
     cut_short = output.blocks.cut_short
     return msgspec.structs.replace(
         reply,
         status="incomplete" if cut_short else "completed",
         output=output.items(),
-        usage=_usage(usage),
+        usage=_usage(answer.usage),
         incomplete_details=IncompleteDetails() if cut_short else None,
         completed_at=None if cut_short else int(time.time()),
+        explain=account_of(answer) if explain else msgspec.UNSET,
     )
 
 
@@ -260,8 +263,8 @@ def _usage(usage: Usage) -> ResponseUsage:
 class ResponseStream:
     """The typed events of one answer."""
 
-    def __init__(self, answer: Answer, reply: ResponseReply, output: Output) -> None:
-        self._answer, self._reply, self._output = answer, reply, output
+    def __init__(self, answer: Answer, reply: ResponseReply, output: Output, *, explain: bool = False) -> None:
+        self._answer, self._reply, self._output, self._explain = answer, reply, output, explain
         self._sent = 0
         self._head = b""
         """Of the open block's deltas: all that they share."""
@@ -277,7 +280,7 @@ class ResponseStream:
             turns = await self._answer.__anext__()
         except StopAsyncIteration:
             self._ended = True
-            reply = _closed(self._reply, self._output, self._answer.usage)
+            reply = _closed(self._reply, self._output, self._answer, explain=self._explain)
             return b"".join(self._opening()) + self._event(f"response.{reply.status}", response=reply)
         events = self._opening()
         for turn in turns:

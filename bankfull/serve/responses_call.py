@@ -174,6 +174,7 @@ class ResponsesCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     timeout: float | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    explain: bool | None = None
     """From top_k on: what this server offers beyond OpenAI's, as in chat completions."""
 
 
@@ -193,6 +194,7 @@ def ask_of(call: ResponsesCall, caller: Caller, defaults: Mapping[str, Any], swi
         priority=caller.ranked(priority_of(call)),
         salt=caller.salted(salt_of(call)),
         deadline=deadline_of(call),
+        explain=bool(call.explain),
     )
 
 

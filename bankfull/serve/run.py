@@ -19,6 +19,7 @@ from bankfull.errors import BankfullError, ConfigError
 from bankfull.serve.admission import QueueLimits
 from bankfull.serve.app import create_app
 from bankfull.serve.batch_service import BatchService, handle_within
+from bankfull.serve.console.state import console_routes
 from bankfull.serve.fortify import Protection, fortify
 from bankfull.serve.guard import GuardLimits, caller_named
 from bankfull.serve.link import STALL_SECONDS, Link
@@ -87,7 +88,7 @@ def _run(
         rows=lambda: link.facts.rows if link.facts is not None else 1,
         count=lambda outcome: metrics.batch_requests.add(1, outcome), wait=keyring.batch_wait,
     )  # fmt: skip
-    app.router.routes.extend(batches.routes)
+    app.router.routes.extend([*batches.routes, *console_routes(backend, metrics, backend.lines, settings)])
     limits = GuardLimits(body_bytes=settings.max_body_bytes)
     layers = fortify(app, backend, protection.doors, metrics, limits=limits, log_prompts=protection.log_prompts)
     config = uvicorn_config(
@@ -136,6 +137,7 @@ def greeting(link: Link, settings: Settings, listening: socket.socket, protectio
     call = f"curl {url}/v1/chat/completions -H 'content-type: application/json'{key} -d {shlex.quote(body)}"
     return (
         f"bankfull serves {name}{size}\n"
+        f"  in a browser       {url}/\n"
         f"  OpenAI's clients   base_url {url}/v1\n"
         f"  this machine       {url}/ready, {url}/openapi.json\n"
         f"  to try it          {call}\n"

@@ -14,6 +14,8 @@ from bankfull.errors import BankfullError
 from bankfull.sample.params import SamplingParams
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.backend import Backend, Busy
+from bankfull.serve.console.pages import PAGES, STATE_PATH
+from bankfull.serve.console.timelines import OpenLine, TimeLines
 from bankfull.serve.guard import App, Message, Receive, Scope, Send
 from bankfull.serve.keys import Bucket, Keyring
 from bankfull.serve.log import log_trace
@@ -23,8 +25,9 @@ from bankfull.serve.trace import Trace, current_trace, during
 from bankfull.serve.wire import Done, Facts, Load, Piece
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-QUIET_PATHS = frozenset({"/live", "/ready", "/health", "/metrics"})
-"""Asked every few seconds by machines: counted, but logged only when something is wrong."""
+QUIET_PATHS = frozenset({"/live", "/ready", "/health", "/metrics", STATE_PATH, *PAGES})
+"""Asked every few seconds by machines, or a dozen at once by a browser: counted, but logged only when something is
+wrong."""
 
 
 class Watch:
@@ -88,6 +91,7 @@ class WatchedBackend:
 
     def __init__(self, inner: Backend, metrics: Metrics, keyring: Keyring) -> None:
         self._inner, self._metrics, self._keyring = inner, metrics, keyring
+        self.lines = TimeLines(inner)
 
     @property
     def ready(self) -> bool:
@@ -121,7 +125,8 @@ class WatchedBackend:
             )  # fmt: skip
         if tokens is not None:
             tokens.take(len(prompt))
-        return CountedSteps(steps, self._metrics, trace, tokens, len(prompt), params.n, batch=batch)
+        line = None if trace is None else self.lines.open(trace, len(prompt), batch=batch)
+        return CountedSteps(steps, self._metrics, trace, tokens, len(prompt), params.n, batch=batch, line=line)
 
     @contextmanager
     def _counting_refusals(self) -> Iterator[None]:
@@ -147,15 +152,16 @@ class CountedSteps:
     """A request's steps, counted as they pass. This runs for every token of every stream."""
 
     __slots__ = (
-        "_arrived", "_batch", "_ended", "_last", "_metrics", "_prompt", "_samples", "_steps", "_tokens", "_trace",
+        "_arrived", "_batch", "_ended", "_last", "_line", "_metrics", "_prompt", "_samples", "_steps", "_tokens",
+        "_trace",
     )  # fmt: skip
 
     def __init__(
         self, steps: AsyncIterator[list[Piece | Done]], metrics: Metrics, trace: Trace | None, tokens: Bucket | None,
-        prompt: int, samples: int, *, batch: bool = False,
+        prompt: int, samples: int, *, batch: bool = False, line: OpenLine | None = None,
     ) -> None:  # fmt: skip
         self._steps, self._metrics, self._trace, self._tokens = steps, metrics, trace, tokens
-        self._prompt, self._samples, self._batch = prompt, samples, batch
+        self._prompt, self._samples, self._batch, self._line = prompt, samples, batch, line
         self._arrived = time.monotonic()
         self._last: float | None = None
         self._ended = False
@@ -183,7 +189,12 @@ class CountedSteps:
                 fresh += len(item.tokens)
                 if item.finish is not None:
                     self._metrics.success.add(1, item.finish)
-            else:
+                    if self._line is not None:
+                        self._line.finish = item.finish
+            else:  # the last of all: whoever ends the request wants its tokens counted
+                if fresh:
+                    self._count(fresh)
+                    fresh = 0
                 self._end(item)
         if fresh:
             self._count(fresh)
@@ -196,21 +207,28 @@ class CountedSteps:
             await close()
 
     def _count(self, fresh: int) -> None:
-        now, metrics, trace = time.monotonic(), self._metrics, self._trace
+        now, metrics, line = time.monotonic(), self._metrics, self._line
         metrics.generation_tokens.add(fresh)
-        if self._batch:  # nobody waits for its tokens
+        if self._batch:
             metrics.batch_generation_tokens.add(fresh)
-        elif self._last is None:
-            metrics.first_token.observe(now - self._arrived)
-            if trace is not None and trace.ttft is None:
-                trace.ttft = now - trace.arrived
-        else:
+        if self._last is None:
+            self._begin(fresh, now)
+        elif not self._batch:
             metrics.between_tokens.observe(now - self._last)
         self._last = now
-        if trace is not None:
-            trace.completion_tokens += fresh
+        if line is not None:
+            line.tokens += fresh  # the trace gets the sum at the end
         if self._tokens is not None:
             self._tokens.take(fresh)
+
+    def _begin(self, fresh: int, now: float) -> None:
+        """The first tokens have come."""
+        if not self._batch:  # nobody waits for those of a batch
+            self._metrics.first_token.observe(now - self._arrived)
+            if self._trace is not None and self._trace.ttft is None:
+                self._trace.ttft = now - self._trace.arrived
+        if self._line is not None:
+            self._line.begin(fresh, now)
 
     def _end(self, done: Done) -> None:
         self._ended = True
@@ -219,6 +237,8 @@ class CountedSteps:
             self._metrics.waited(done, time.monotonic() - self._arrived)
         if self._trace is not None:
             self._trace.cached_tokens += done.cached_tokens
+        if self._line is not None:
+            self._line.end(done)
 
     def _fail(self, reason: str) -> None:
         if not self._ended:
@@ -226,3 +246,5 @@ class CountedSteps:
             self._metrics.failures.add(1, reason)
             if self._trace is not None:
                 self._trace.problem = reason
+            if self._line is not None:
+                self._line.fail(reason)

@@ -29,11 +29,20 @@ def post(path: str, **body: Any) -> dict[str, Any]:
     return found
 
 
-def streamed(path: str, **body: Any) -> list[dict[str, Any]]:
+def lines_of(path: str, body: dict[str, Any]) -> list[str]:
     with httpx.stream("POST", shared(Scripted(["a", "b"])) + path, json={**body, "stream": True}) as answer:
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        return [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+
+
+def streamed(path: str, **body: Any) -> list[dict[str, Any]]:
+    lines = lines_of(path, body)
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]
+
+
+def events(path: str, **body: Any) -> list[dict[str, Any]]:
+    """Of the APIs whose events have types."""
+    return [json.loads(line) for line in lines_of(path, body)]
 
 
 def test_an_answer_has_the_account_only_when_it_is_asked_for() -> None:
@@ -41,6 +50,25 @@ def test_an_answer_has_the_account_only_when_it_is_asked_for() -> None:
     assert "explain" not in post("/v1/chat/completions", **CHAT)
     assert post("/v1/completions", prompt=["p", "q"], explain=True)["explain"] == [ACCOUNT, ACCOUNT]
     assert "explain" not in post("/v1/completions", prompt="p", explain=False)
+
+
+OTHERS = [
+    ("/v1/responses", {"input": "Hello"}, "response.completed", "response"),
+    ("/v1/messages", {**CHAT, "max_tokens": 9}, "message_delta", None),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "name", "inside"), OTHERS, ids=["responses", "messages"])
+def test_the_other_apis_tell_it_too(path: str, body: dict[str, Any], name: str, inside: str | None) -> None:
+    assert post(path, **body, explain=True)["explain"] == ACCOUNT
+    assert "explain" not in post(path, **body, explain=False)
+    for wanted in (True, False):
+        found = events(path, **body, explain=wanted)
+        assert not any('"explain"' in json.dumps(event) for event in found if event["type"] != name)
+        (told,) = (event if inside is None else event[inside] for event in found if event["type"] == name)
+        assert told.get("explain") == (ACCOUNT if wanted else None) and ("explain" in told) == wanted
+    refused = httpx.post(shared(Scripted(["a", "b"])) + path, json={**body, "explain": "please"})
+    assert refused.status_code == 400 and "explain" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("usage", [True, False])

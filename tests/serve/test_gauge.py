@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bankfull import LLM, SamplingParams
 from bankfull.cli.answer import Watch
 from bankfull.limits import ceilings
 from bankfull.limits.ceilings import Ceilings
+from bankfull.runtime.device import Device
 from bankfull.serve.gauge import Gauge, known_limits
 from tests.tiny import speaking_folder
 
@@ -61,3 +64,19 @@ def test_prefix_hits_are_counted_in_tokens(llm: LLM) -> None:
 def test_a_machine_that_was_never_measured_has_no_limits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "known", lambda: None)
     assert known_limits(llm) is None
+
+
+def test_limits_are_those_of_the_device_that_the_model_runs_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine's own ceilings say nothing about a model on an accelerator."""
+    accelerator = replace(MEASURED, read_bytes_per_s=4e12, cached_read_bytes_per_s=4e12, flops={"float32": 5e13})
+    asked = []
+
+    def known_of(device: Device) -> Ceilings | None:
+        asked.append(device)
+        return accelerator
+
+    monkeypatch.setattr(ceilings, "known", lambda: MEASURED)
+    monkeypatch.setattr(ceilings, "known_of", known_of)
+    limits = known_limits(llm)
+    assert asked == [llm.loaded.device]
+    assert limits is not None and limits[1] == {"read_bytes_per_s": 4e12, "flops": 5e13}

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from bankfull.errors import ConfigError
+from bankfull.serve.console.pages import PAGES
 from bankfull.serve.errors import Refusal, openai_error, problem_of
 from bankfull.serve.guard import Doors, Guard, GuardLimits, open_doors
 from bankfull.serve.keys import Keyring, new_key
@@ -76,7 +77,7 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     return body["error"]
 
 
-def test_every_route_but_two_needs_a_key(locked_server: Listening) -> None:
+def test_every_route_but_probes_and_the_pages_of_the_console_needs_a_key(locked_server: Listening) -> None:
     for path in (
         "/v1/chat/completions",
         "/metrics",
@@ -89,7 +90,7 @@ def test_every_route_but_two_needs_a_key(locked_server: Listening) -> None:
         answer = web.post(locked_server.url + path)
         assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer", path
         assert error_of(answer)["code"] == "missing_api_key"
-    for path in ("/live", "/ready"):
+    for path in ("/live", "/ready", *PAGES):
         assert web.get(locked_server.url + path).status_code == 200
 
 

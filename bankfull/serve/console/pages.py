@@ -1,0 +1,69 @@
+"""The console's static files, with headers that leave a browser no way out: nothing is loaded from elsewhere, nothing
+is sent elsewhere, no text becomes markup or code, and no other page may frame it.
+
+They hold no secrets and are served without a key; all that they show they ask the API for, with the key that the user
+types in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+FOLDER = Path(__file__).parent / "static"
+INDEX = "index.html"
+PREFIX = "/console/"
+STATE_PATH = PREFIX + "state"
+"""What the pages ask for every second; not one of them."""
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+    "cache-control": "no-cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    body: bytes
+    kind: str
+    tag: str
+    """Of this content: a browser that has it already is told so."""
+
+
+def _read(file: Path) -> Page:
+    body = file.read_bytes()
+    return Page(body, TYPES[file.suffix], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+
+
+PAGES = {
+    "/" if file.name == INDEX else PREFIX + file.name: _read(file)
+    for file in sorted(FOLDER.iterdir()) if file.suffix in TYPES
+}  # fmt: skip
+"""By path. Read once: they are few and small."""
+
+
+async def show(request: Request) -> Response:
+    page = PAGES[request.url.path]
+    headers = {**HEADERS, "etag": page.tag}
+    if request.headers.get("if-none-match") == page.tag:
+        return Response(status_code=304, headers=headers)
+    return Response(page.body, headers=headers, media_type=page.kind)
+
+
+def page_routes() -> list[Route]:
+    return [Route(path, show, methods=["GET"]) for path in PAGES]

@@ -1,0 +1,94 @@
+"""What the console asks for every second: one bounded document of the engine's counters and the requests' time lines.
+
+Whoever may call the API may read it. A key sees its own requests; one with `admin` sees everybody's.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from bankfull import __version__
+from bankfull.serve.backend import Backend
+from bankfull.serve.console.pages import STATE_PATH, page_routes
+from bankfull.serve.console.timelines import Line, TimeLines
+from bankfull.serve.errors import Refusal
+from bankfull.serve.metrics import Metrics
+from bankfull.serve.settings import Settings
+from bankfull.serve.trace import current_trace
+from bankfull.serve.wire import Facts
+
+SHOWN_RUNNING = 100
+FRESH = {"cache-control": "no-store"}
+
+
+class State(msgspec.Struct):
+    version: str
+    started: int
+    """Changes with the server: what was told by another one is void."""
+    clock: float
+    """Seconds, for rates between two answers."""
+    ready: bool
+    model: str
+    facts: dict[str, Any] | None
+    load: dict[str, Any] | None
+    """The engine's counters by name; None while there is no engine, or before its first step."""
+    prompt_tokens: float
+    generation_tokens: float
+    requests: list[Line]
+    """Those who run (the first few), and those who ended after the number asked for."""
+    last: int
+    """The number to ask for next."""
+
+
+class ConsoleState:
+    """The endpoint."""
+
+    def __init__(self, backend: Backend, metrics: Metrics, lines: TimeLines, settings: Settings) -> None:
+        self._backend, self._metrics, self._lines, self._settings = backend, metrics, lines, settings
+
+    async def show(self, request: Request) -> Response:
+        state = self.after(_number(request.query_params.get("after", "0")))
+        return Response(msgspec.json.encode(state), headers=FRESH, media_type="application/json")
+
+    def after(self, number: int) -> State:
+        backend, metrics = self._backend, self._metrics
+        trace = current_trace()
+        key = None if trace is None else trace.key
+        everybody = key is None or key.admin  # without a key there are no others: all are nobody
+        own = None if key is None else key.name
+        running = [line for line in self._lines.running() if everybody or line.key == own]
+        shown = [line.show() for line in running[:SHOWN_RUNNING]]
+        ended = list(self._lines.ended_after(number))
+        last = max((line.number for line in ended), default=number)
+        shown += [line for line in ended if everybody or line.key == own]
+        facts, load = backend.facts, backend.load
+        return State(
+            __version__, self._settings.created, time.monotonic(), backend.ready, self._settings.names[0],
+            None if facts is None else _told(facts), None if load is None else msgspec.structs.asdict(load),
+            sum(metrics.prompt_tokens.values.values()), sum(metrics.generation_tokens.values.values()), shown, last,
+        )  # fmt: skip
+
+
+def _told(facts: Facts) -> dict[str, Any]:
+    """All but the model's name, which may be a path of this machine."""
+    told = msgspec.structs.asdict(facts)
+    del told["name"]
+    return told
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 16):
+        raise Refusal("after must be a number that an earlier answer gave as `last`.", param="after")
+    return int(text)
+
+
+def console_routes(backend: Backend, metrics: Metrics, lines: TimeLines, settings: Settings) -> list[Route]:
+    """All of the console."""
+    state = ConsoleState(backend, metrics, lines, settings)
+    return [*page_routes(), Route(STATE_PATH, state.show, methods=["GET"])]

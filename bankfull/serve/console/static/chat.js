@@ -1,0 +1,213 @@
+// The playground: one conversation, streamed, with the figures of each answer beside their limit.
+
+import { Problem, events, json, post } from "./api.js";
+import { find, make } from "./dom.js";
+import { count, figure, percent, seconds } from "./format.js";
+import { lineOf, listen } from "./state.js";
+
+const NUMBERS = [
+  "temperature", "max_tokens", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "frequency_penalty",
+];
+const turns = []; // {role, content, place}: what the API takes, and where it is shown
+let writing = null; // what stops the answer that is being written
+let asker = null; // the button that began it: it gets the focus back
+let server = null; // whose models are listed
+
+export function chatPage() {
+  const question = find("#question");
+  find("#ask").addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (!writing) send();
+  });
+  question.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      find("#ask").requestSubmit();
+    }
+  });
+  // Wherever the focus is: a button that was just disabled has lost it.
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && !find("#chat").hidden && !find("dialog[open]")) writing?.abort();
+  });
+  find("#stop").addEventListener("click", () => writing?.abort());
+  find("#regenerate").addEventListener("click", regenerate);
+  find("#clear").addEventListener("click", clear);
+  // Beside the conversation where there is room, behind a click where there is not.
+  find("#parameters").open = matchMedia("(min-width: 60rem)").matches;
+  update();
+  listen(({ now }) => {
+    if (now && now.started !== server) loadModels(now.started);
+  });
+}
+
+/** Of a server that answers: when the page is opened, and when another one has taken its place. */
+async function loadModels(started) {
+  server = started;
+  try {
+    const models = (await json("/v1/models")).data;
+    find("#model").replaceChildren(...models.map((model) => make("option", { value: model.id }, model.id)));
+    const defaults = models[0]?.sampling_defaults ?? {};
+    for (const name of NUMBERS) if (name in defaults) find(`#${name}`).placeholder = defaults[name];
+  } catch (error) {
+    server = null; // asked again with the next answer
+    find("#said").textContent = error.message;
+  }
+}
+
+function update() {
+  const busy = writing !== null, focused = document.activeElement;
+  find("#send").disabled = busy;
+  find("#stop").disabled = !busy;
+  find("#regenerate").disabled = busy || turns.at(-1)?.role !== "assistant";
+  find("#clear").disabled = busy || turns.length === 0;
+  find("#log").setAttribute("aria-busy", busy);
+  if (busy) asker = focused?.disabled ? focused : null;
+  if (!focused?.disabled) return;
+  // A disabled button loses the focus: it goes to the one that is of use now, and back.
+  const next = busy ? find("#stop") : asker;
+  (next && !next.disabled ? next : find("#question")).focus();
+}
+
+function send() {
+  const question = find("#question"), text = question.value.trim();
+  if (!text) return;
+  question.value = "";
+  const place = make("article", { class: "turn user" }, make("h2", {}, "You"), make("div", { class: "text" }, text));
+  turns.push({ role: "user", content: text, place });
+  find("#log").append(place);
+  answer();
+}
+
+function regenerate() {
+  if (writing || turns.at(-1)?.role !== "assistant") return;
+  const { place } = turns.pop();
+  while (place.nextElementSibling) place.nextElementSibling.remove(); // questions that found no answer
+  place.remove();
+  answer();
+}
+
+function clear() {
+  turns.length = 0;
+  find("#log").replaceChildren();
+  update();
+  find("#question").focus();
+}
+
+/** What the user has set, under the API's names. */
+function parameters() {
+  const chosen = {};
+  for (const name of NUMBERS) if (find(`#${name}`).value !== "") chosen[name] = Number(find(`#${name}`).value);
+  if (find("#stop_text").value) chosen.stop = find("#stop_text").value;
+  if (find("#explain").checked) chosen.explain = true;
+  return chosen;
+}
+
+/** A change that makes the log longer. Whoever reads its end still does; whoever reads further up stays there. */
+function lengthen(log, change) {
+  const low = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+  change();
+  if (low) log.scrollTop = log.scrollHeight;
+}
+
+/** Text that grows at the end. It is laid out once a frame, however fast tokens come. */
+class Growing {
+  constructor(log) {
+    this.log = log;
+    this.element = make("div", { class: "text" });
+    this.node = this.element.appendChild(document.createTextNode(""));
+    this.whole = this.fresh = "";
+  }
+
+  add(text) {
+    if (!this.fresh) requestAnimationFrame(() => this.flush());
+    this.whole += text;
+    this.fresh += text;
+  }
+
+  flush() {
+    lengthen(this.log, () => this.node.appendData(this.fresh));
+    this.fresh = "";
+  }
+}
+
+async function answer() {
+  const id = `console-${crypto.getRandomValues(new Uint32Array(3)).join("-")}`;
+  const log = find("#log"), thought = new Growing(log), text = new Growing(log), figures = make("footer");
+  const title = make("summary", {}, "Reasoning");
+  const thinking = make("details", { class: "thinking", hidden: true }, title, thought.element);
+  const place = make("article", { class: "turn assistant" }, make("h2", {}, "Model"), thinking, text.element, figures);
+  log.append(place);
+  log.scrollTop = log.scrollHeight;
+  const stopping = (writing = new AbortController());
+  update();
+  const seen = { begun: performance.now(), first: null, tokens: null, why: null };
+  let problem = null;
+  try {
+    for await (const event of events(await ask(id, stopping.signal))) {
+      if (event.error) throw new Problem(event.error.message, 0);
+      seen.tokens = event.usage?.completion_tokens ?? seen.tokens;
+      seen.why = event.explain?.summary ?? seen.why;
+      const { reasoning, content } = event.choices[0]?.delta ?? {};
+      if (reasoning || content) seen.first ??= performance.now();
+      if (reasoning) {
+        thinking.hidden = false;
+        thought.add(reasoning);
+      }
+      if (content) text.add(content);
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") problem = error.message;
+  }
+  thought.flush();
+  text.flush();
+  seen.ended = performance.now();
+  const stopped = stopping.signal.aborted;
+  writing = null;
+  if (problem !== null) {
+    lengthen(log, () => figures.append(make("p", { class: "problem", role: "alert" }, problem)));
+  }
+  if (!text.whole && (problem !== null || stopped)) {
+    // Without an answer the question is no part of the conversation; it may be sent again as it was.
+    const unanswered = turns.pop();
+    find("#question").value ||= unanswered.content;
+  } else {
+    turns.push({ role: "assistant", content: text.whole, place });
+  }
+  if (!text.whole && problem === null) text.element.append(make("em", {}, stopped ? "stopped" : "nothing was said"));
+  update();
+  if (seen.first !== null) {
+    const shown = await figuresOf(id, seen, stopped);
+    lengthen(log, () => figures.prepend(...shown));
+  }
+}
+
+function ask(id, signal) {
+  const system = find("#system").value.trim(), said = turns.map(({ role, content }) => ({ role, content }));
+  const body = {
+    model: find("#model").value || undefined,
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...said],
+    ...parameters(), stream: true, stream_options: { include_usage: true },
+  };
+  return post("/v1/chat/completions", body, { signal, headers: { "x-request-id": id } });
+}
+
+/** As the server measured them, beside the limit of the same steps; where it does not tell, as they were seen here. */
+async function figuresOf(id, seen, stopped) {
+  const line = await lineOf(id);
+  const rate = line ? line.tokens_per_s : seen.tokens ? ((seen.tokens - 1) * 1000) / (seen.ended - seen.first) : null;
+  const first = line?.first_token ?? (seen.first - seen.begun) / 1000;
+  const limit = line?.tokens_per_s_limit ?? null;
+  const prompt = line ? `prompt ${count(line.prompt_tokens)}, cached ${count(line.cached_tokens)}` : null;
+  const items = [
+    ["TTFT", seconds(first), line?.first_token_limit ? `limit ${seconds(line.first_token_limit)}` : null],
+    ["speed", `${figure(rate)} tokens/s`, limit ? `limit ${figure(limit)}` : null],
+    ["of limit", limit && rate ? percent(rate / limit) : "–", limit ? null : "run bankfull limits, then restart"],
+    ["tokens", count(line?.output_tokens ?? seen.tokens), prompt],
+  ];
+  if (stopped) items.push(["ended", "stopped", null]);
+  else if (line?.outcome === "length") items.push(["ended", "at the most tokens", null]);
+  find("#said").textContent = `Answered. ${items.map(([name, value]) => `${name} ${value}`).join(", ")}.`;
+  const list = make("dl", { class: "figures" }, ...items.map(([name, value, beside]) =>
+    make("div", {}, make("dt", {}, name), make("dd", {}, value, beside ? make("small", {}, ` ${beside}`) : null))));
+  return seen.why ? [list, make("p", { class: "why" }, seen.why)] : [list];
+}

@@ -1,0 +1,75 @@
+// The page of live charts.
+
+import { Roofline, TimeChart } from "./charts.js";
+import { find, make } from "./dom.js";
+import { count, figure, percent, seconds, sized } from "./format.js";
+import { leastSeconds } from "./state.js";
+
+const CHARTS = [
+  {
+    title: "Requests", format: count,
+    series: [{ name: "running", of: (sample) => sample.running }, { name: "waiting", of: (sample) => sample.waiting }],
+  },
+  {
+    title: "Tokens per second", format: figure,
+    series: [{ name: "generated", of: (sample) => sample.generated }, { name: "read", of: (sample) => sample.read }],
+  },
+  {
+    title: "Step time", format: seconds,
+    series: [
+      { name: "a step", of: (sample) => sample.step }, { name: "its limit", of: (sample) => sample.limit, limit: true },
+    ],
+  },
+  { title: "Pages in use", format: percent, top: 1, series: [{ name: "used", of: (sample) => sample.pages }] },
+  {
+    title: "Prompt tokens found in the cache", format: percent, top: 1,
+    series: [{ name: "hits in 30 s", of: (sample) => sample.hits }],
+  },
+  { title: "Time inside steps", format: percent, top: 1, series: [{ name: "busy", of: (sample) => sample.busy }] },
+];
+
+export function livePage() {
+  const host = find("#charts");
+  const roofline = new Roofline(find("#roofline"));
+  const charts = CHARTS.map((options) => {
+    const card = make("figure", { class: "card" });
+    host.append(card);
+    return new TimeChart(card, options);
+  });
+  return (state) => {
+    const ceilings = state.now?.facts?.ceilings ?? null;
+    find("#roofline").hidden = !ceilings;
+    find("#unmeasured").hidden = !state.now?.facts || Boolean(ceilings);
+    find("#doubtful").hidden = !doubtful(state.samples);
+    find("#tiles").replaceChildren(...tiles(state, ceilings));
+    if (ceilings) roofline.show(ceilings, state.samples);
+    for (const chart of charts) chart.show(state.samples);
+  };
+}
+
+/** Do the last steps beat their limit by more than chance? Physics was not the limit then, but a poor measurement. */
+function doubtful(samples) {
+  const last = samples.slice(-30).filter((sample) => sample.step !== null && sample.limit !== null);
+  const sum = (name) => last.reduce((total, sample) => total + sample[name], 0);
+  return last.length >= 5 && sum("limit") > 1.05 * sum("step");
+}
+
+function tiles(state, ceilings) {
+  const { facts, load } = state.now ?? {}, latest = state.samples.at(-1);
+  if (!facts || !latest) return [];
+  const shares = ["decode", "prompt"].map((kind) => {
+    const work = latest[kind];
+    return ceilings && work.seconds > 0 ? leastSeconds(work, ceilings) / work.seconds : null;
+  });
+  const moved = latest.decode.bytes + latest.prompt.bytes, inside = latest.decode.seconds + latest.prompt.seconds;
+  return [
+    ["Running", `${count(latest.running)} of ${count(facts.rows)}`],
+    ["Waiting", count(latest.waiting)],
+    ["Generated", `${figure(latest.generated)} tokens/s`],
+    ["Pages", load ? `${count(load.pages_used)} of ${count(load.pages_total)}` : "–"],
+    ["Decoding, of limit", percent(shares[0])],
+    ["Prompts, of limit", percent(shares[1])],
+    ["Memory traffic", sized(ceilings && latest.busy ? moved / inside : null, "B/s")],
+    ["Preemptions", count(load?.preemptions ?? 0)],
+  ].map(([name, value]) => make("div", { class: "tile" }, make("dt", {}, name), make("dd", {}, value)));
+}

@@ -1,0 +1,39 @@
+"""A console without an engine, behind one address, whose server can be replaced by another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+
+from bankfull.serve.app import create_app
+from bankfull.serve.console.state import console_routes
+from bankfull.serve.fortify import fortify
+from bankfull.serve.guard import App, Receive, Scope, Send, open_doors
+from bankfull.serve.keys import Keyring
+from bankfull.serve.metrics import Metrics
+from bankfull.serve.watch import WatchedBackend
+from tests.serve.scripted import Scripted, scripted_texts, settings
+from tests.serve.server import served
+
+
+@contextmanager
+def replaceable_server() -> Iterator[tuple[str, Callable[[str], None]]]:
+    """Its address, and what starts another one there, which serves a model of this name."""
+    starts = count(1)
+    current: App
+
+    def replace(model: str) -> None:
+        nonlocal current
+        keyring, metrics, chosen = Keyring(), Metrics(), settings(names=(model,), created=next(starts))
+        backend = WatchedBackend(Scripted(), metrics, keyring)
+        app = create_app(backend, scripted_texts(), chosen)
+        app.router.routes.extend(console_routes(backend, metrics, backend.lines, chosen))
+        current = fortify(app, backend, open_doors(keyring, host="127.0.0.1"), metrics)
+
+    async def stage(scope: Scope, receive: Receive, send: Send) -> None:
+        await current(scope, receive, send)
+
+    replace("one")
+    with served(stage) as url:
+        yield url, replace

@@ -1,0 +1,21 @@
+"""`bankfull serve` on a tiny model that may talk for long, on a machine whose ceilings were measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from bankfull.cli import main
+from bankfull.limits import ceilings
+from tests.tiny import speaking_folder
+
+CONTEXT = 100_000
+OPTIONS = ["--port", "0", "--served-model-name", "tiny", "--dtype", "float32", "--memory", "256MiB", "--rows", "8"]
+
+if __name__ == "__main__":
+    ceilings.measure(budget=1.0)
+    folder = speaking_folder()
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": CONTEXT}))
+    sys.argv = ["bankfull", "serve", str(folder), *OPTIONS]
+    sys.exit(main())

@@ -1,0 +1,440 @@
+"""The console in a real browser, before a real server with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.console.browser.conftest import KEY, Server, Watched
+from tests.console.browser.replaceable import replaceable_server
+
+PAGES = ("chat", "live", "requests", "batches")
+
+
+def until(page: Any, condition: str, seconds: float = 30.0) -> None:
+    """Asks again and again; Playwright's own way to wait for an expression is forbidden by the page's policy."""
+    deadline = time.monotonic() + seconds
+    while not page.evaluate(condition):
+        assert time.monotonic() < deadline, f"never: {condition}"
+        page.wait_for_timeout(50)
+
+
+def choose(page: Any, **parameters: object) -> None:
+    for name, value in parameters.items():
+        page.fill(f"#{name}", str(value))
+
+
+def say(page: Any, text: str) -> None:
+    page.fill("#question", text)
+    page.press("#question", "Enter")
+
+
+def figures(page: Any, turn: int = -1) -> dict[str, str]:
+    """Of an answer, once it has them."""
+    place = page.locator(".turn.assistant").nth(turn).locator(".figures")
+    place.wait_for()
+    return dict(zip(place.locator("dt").all_inner_texts(), place.locator("dd").all_inner_texts(), strict=True))
+
+
+def test_a_turn_of_chat_shows_its_speed_beside_the_limit(page: Any) -> None:
+    choose(page, max_tokens=40, temperature=0)
+    say(page, "What is a river?")
+    shown = figures(page)
+    assert re.fullmatch(r"[\d.]+ (ms|s|µs) limit [\d.]+ (ms|s|µs)", shown["TTFT"]), shown
+    rate, limit = re.fullmatch(r"([\d.,]+) tokens/s limit ([\d.,]+)", shown["speed"]).groups()  # type: ignore[union-attr]
+    share = float(rate.replace(",", "")) / float(limit.replace(",", ""))
+    said = float(shown["of limit"].removesuffix(" %")) / 100
+    assert abs(said - share) <= 0.011 + 0.5 * (share < 0.1) * share, shown
+    assert page.locator(".turn.assistant .text").last.inner_text() != ""
+    say(page, "And what is a channel?")
+    figures(page, 1)
+    assert page.locator(".turn").count() == 4
+
+
+def test_an_answer_says_what_held_it_back_when_asked(page: Any) -> None:
+    choose(page, max_tokens=20, temperature=0)
+    page.check("#explain")
+    say(page, "What is a river?")
+    figures(page)
+    assert re.search(r"\d+% of .*\.$", page.locator(".why").inner_text())
+
+
+def test_whoever_reads_the_end_of_the_conversation_still_does_and_nobody_else_is_taken_there(page: Any) -> None:
+    below = "(log => log.scrollHeight - log.scrollTop - log.clientHeight)(document.querySelector('#log'))"
+    choose(page, max_tokens=300, temperature=0)
+    page.check("#explain")
+    page.set_viewport_size({"width": 1280, "height": 500})
+    for turn in range(2):
+        say(page, "Lines\n" * 12)
+        figures(page, turn)
+        assert page.evaluate(below) < 2, "the figures are out of sight"
+    say(page, "More")
+    page.evaluate("document.querySelector('#log').scrollTop = 0")
+    figures(page, 2)
+    assert page.evaluate("document.querySelector('#log').scrollTop") == 0
+
+
+def test_regenerating_replaces_the_last_answer_only(page: Any) -> None:
+    choose(page, max_tokens=12, temperature=0, seed=1)
+    say(page, "The river")
+    figures(page)
+    before = page.locator(".turn.assistant .text").last.inner_text()
+    page.click("#regenerate")
+    until(page, "document.querySelectorAll('.turn.assistant .figures').length === 1")
+    page.wait_for_selector("#regenerate:enabled")
+    assert page.locator(".turn.assistant .text").last.inner_text() == before
+    assert page.locator(".turn").count() == 2
+    page.click("#clear")
+    assert page.locator(".turn").count() == 0
+
+
+def test_parameters_reach_the_server(page: Any, server: Server) -> None:
+    page.fill("#system", "You are a river.")
+    choose(page, max_tokens=3, temperature=0.5, top_p=0.9, top_k=20, min_p=0.01, seed=7, repetition_penalty=1.1)
+
+    def talk_on(route: Any) -> None:
+        """The model must not end earlier by itself."""
+        route.continue_(post_data=json.dumps({**route.request.post_data_json, "ignore_eos": True}))
+
+    page.route("**/v1/chat/completions", talk_on)
+    with page.expect_request("**/v1/chat/completions") as sent:
+        say(page, "Hello")
+    body = sent.value.post_data_json
+    assert body["messages"][0] == {"role": "system", "content": "You are a river."}
+    wanted = {"max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 20, "seed": 7, "repetition_penalty": 1.1}
+    assert wanted.items() <= body.items() and "frequency_penalty" not in body
+    shown = figures(page)
+    assert shown["tokens"].startswith("3 ") and shown["ended"] == "at the most tokens"
+
+
+def test_what_the_server_refuses_is_said_and_the_question_is_kept(watched: Watched, page: Any) -> None:
+    page.fill("#temperature", "-1")
+    say(page, "Hello")
+    assert "temperature" in page.locator(".problem").inner_text()
+    assert page.input_value("#question") == "Hello"
+    page.fill("#temperature", "0")
+    page.fill("#max_tokens", "5")
+    page.press("#question", "Enter")
+    figures(page)
+    watched.complaints = [said for said in watched.complaints if "400" not in said]
+
+
+def test_an_answer_can_be_stopped(page: Any, server: Server) -> None:
+    choose(page, max_tokens=90000, temperature=0)
+    say(page, "Talk as long as you can")
+    until(page, "document.querySelector('.turn.assistant > .text').textContent.length > 20")
+    page.wait_for_timeout(1000)
+    begun = time.monotonic()
+    page.press("#question", "Escape")
+    assert time.monotonic() - begun < 2, "thousands of tokens a second must not hold up the page"
+    shown = figures(page)
+    assert shown["ended"] == "stopped"
+    deadline = time.monotonic() + 10
+    while server.ask("/console/state")["load"]["running"]:
+        assert time.monotonic() < deadline, "the engine still writes what nobody reads"
+        time.sleep(0.1)
+
+
+HOSTILE = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
+
+
+def test_what_people_and_models_write_stays_text(page: Any) -> None:
+    deltas = [{"reasoning": HOSTILE}, {"content": HOSTILE}, {"content": HOSTILE}]
+    events: list[dict[str, Any]] = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    events.append({"choices": [], "explain": {"summary": HOSTILE}})
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    kind = "text/event-stream"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type=kind))
+    say(page, HOSTILE)
+    figures(page)
+    assert page.locator(".turn.user .text").inner_text() == HOSTILE
+    assert page.locator(".turn.assistant > .text").inner_text() == 2 * HOSTILE
+    assert page.locator(".thinking .text").text_content() == page.locator(".why").inner_text() == HOSTILE
+    assert page.locator("#log img, #log script").count() == 0 and page.title() == "Chat · bankfull"
+
+
+def test_a_question_without_an_answer_is_no_part_of_the_conversation(page: Any, watched: Watched) -> None:
+    choose(page, max_tokens=4)
+    say(page, "First")
+    figures(page)
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    say(page, "Second")
+    page.wait_for_selector(".problem")
+    page.unroute("**/v1/chat/completions")
+    assert page.input_value("#question") == "Second"
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.click("#regenerate")
+    assert [turn["content"] for turn in sent.value.post_data_json["messages"]] == ["First"]
+    figures(page)
+    assert page.locator(".turn").count() == 2, "the question that failed has made room"
+    with page.expect_request("**/v1/chat/completions") as sent:
+        say(page, "Third")
+    assert [turn["role"] for turn in sent.value.post_data_json["messages"]] == ["user", "assistant", "user"]
+    figures(page, 1)
+    watched.complaints = [said for said in watched.complaints if "ERR_FAILED" not in said]
+
+
+def chart(page: Any, title: str) -> Any:
+    return page.locator("figure", has=page.get_by_role("heading", name=title, exact=True))
+
+
+def operating_point(page: Any) -> tuple[float, float]:
+    point = page.locator("#roofline circle.point-decode[r='7']")
+    point.wait_for()
+    return float(point.get_attribute("cx")), float(point.get_attribute("cy"))
+
+
+def test_charts_move_under_load_and_so_does_the_operating_point(page: Any, server: Server) -> None:
+    page.click('nav a[href="#live"]')
+    with server.load(1, tokens=800):
+        until(page, "/running 1/.test(document.querySelector('#charts').textContent)")
+        page.wait_for_timeout(1500)
+        alone = operating_point(page)
+    with server.load(6, tokens=800):
+        until(page, "/running [56]/.test(document.querySelector('#charts').textContent)")
+        page.wait_for_timeout(2500)
+        together = operating_point(page)
+        for title in ("Requests", "Tokens per second", "Step time", "Time inside steps"):
+            curve = chart(page, title).locator("path.curve").first.get_attribute("d")
+            assert len(set(re.findall(r"[ML][\d.]+ ([\d.]+)", curve))) > 1, f"{title} is flat: {curve}"
+        step = re.search(r"a step ([\d.]+) (\S+), its limit ([\d.]+) (\S+)", chart(page, "Step time").inner_text())
+        assert step is not None
+        units = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+        assert float(step[3]) * units[step[4]] < float(step[1]) * units[step[2]], "no step is faster than its limit"
+    assert together[0] > alone[0], "six sequences share the weights: more operations per byte"
+    until(page, "document.querySelector('#roofline .value').textContent === 'idle'")
+    assert "hits" in chart(page, "Prompt tokens found in the cache").inner_text()
+
+
+def test_arrow_keys_tell_the_figures_of_an_earlier_moment(page: Any, server: Server) -> None:
+    page.click('nav a[href="#live"]')
+    until(page, "document.querySelectorAll('#tiles .tile').length > 0")
+    until(page, "(document.querySelector('#charts path.curve').getAttribute('d').match(/L/g) ?? []).length > 1")
+    requests = chart(page, "Requests")
+    requests.locator("svg").focus()
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    assert re.match(r"\d+ s ago: running \d+, waiting \d+", requests.locator(".value").inner_text())
+    assert "s ago" in requests.locator("svg").get_attribute("aria-label")
+    page.keyboard.press("Escape")
+    assert "ago" not in requests.locator(".value").inner_text()
+
+
+def test_the_table_has_each_request_with_its_time_line(page: Any, server: Server) -> None:
+    choose(page, max_tokens=30, temperature=0)
+    with page.expect_request("**/v1/chat/completions") as sent:
+        say(page, "Hello")
+    figures(page)
+    page.click('nav a[href="#requests"]')
+    row = page.locator(f"tr[data-id='{sent.value.headers['x-request-id']}']")
+    row.wait_for()
+    assert row.locator(".badge").inner_text() in ("stop", "length")
+    assert re.search(r"prompt read [\d.]+ (ms|µs|s)", row.locator("svg").get_attribute("aria-label"))
+    assert row.locator("rect.part-prompt").count() == 1
+    with server.load(2, tokens=1000):
+        page.locator(".badge", has_text="running").first.wait_for()
+
+
+def batch_file(folder: Path, lines: int = 5, name: str = "questions.jsonl") -> Path:
+    file = folder / name
+    with file.open("w") as output:
+        for number in range(lines):
+            body = {"model": "tiny", "messages": [{"role": "user", "content": f"{number}?"}], "max_tokens": 8}
+            line = {"custom_id": f"n{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+            output.write(json.dumps(line) + "\n")
+    return file
+
+
+def test_a_batch_is_uploaded_runs_and_its_results_come_back(page: Any, tmp_path: Path) -> None:
+    page.click('nav a[href="#batches"]')
+    page.set_input_files("#file", batch_file(tmp_path))
+    page.click("#start")
+    card = page.locator(".batch", has_text="questions.jsonl").first
+    card.locator(".badge.ended").wait_for()
+    assert "5 of 5 lines" in card.inner_text()
+    with page.expect_download() as download:
+        card.get_by_role("button", name="Results of questions.jsonl").click()
+    results = [json.loads(line) for line in Path(download.value.path()).read_text().splitlines()]
+    assert {result["custom_id"] for result in results} == {f"n{number}" for number in range(5)}
+    assert all(result["response"]["status_code"] == 200 for result in results)
+
+
+def test_a_faulty_batch_says_which_line_is_wrong(page: Any, tmp_path: Path) -> None:
+    file = tmp_path / "faulty.jsonl"
+    file.write_text(batch_file(tmp_path, 1).read_text() + "this is no JSON\n")
+    page.click('nav a[href="#batches"]')
+    page.set_input_files("#file", file)
+    page.click("#start")
+    card = page.locator(".batch", has_text="faulty.jsonl").first
+    card.locator(".badge.bad").wait_for()
+    assert "Line 2: " in card.inner_text()
+
+
+def test_the_example_is_a_batch(page: Any, tmp_path: Path) -> None:
+    page.click('nav a[href="#batches"]')
+    with page.expect_download() as download:
+        page.click("#example")
+    example = tmp_path / "example.jsonl"
+    download.value.save_as(example)
+    page.set_input_files("#file", example)
+    page.click("#start")
+    page.locator(".batch", has_text="example.jsonl").first.locator(".badge.ended").wait_for()
+
+
+def test_a_key_is_asked_for_and_kept_in_this_tab_only(watched: Watched, server: Server, tmp_path: Path) -> None:
+    page = watched.page
+    page.goto(server.url + "/")
+    page.wait_for_selector("#key-dialog[open]")
+    page.keyboard.type("not-the-key-of-this-server")
+    page.keyboard.press("Enter")
+    until(page, "document.querySelector('#key-why').textContent.includes('not one of this server')")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#key-dialog", state="hidden")
+    page.wait_for_selector('#status[data-kind="bad"]')
+    page.wait_for_timeout(1500)
+    assert page.locator("#key-dialog[open]").count() == 0, "whoever said no is not asked again every second"
+    page.click("#key")
+    page.keyboard.type(KEY)
+    page.keyboard.press("Enter")
+    page.wait_for_selector('#status[data-kind="good"]')
+    choose(page, max_tokens=4)
+    say(page, "Hello")
+    figures(page)
+    page.click('nav a[href="#batches"]')
+    page.set_input_files("#file", batch_file(tmp_path, 2, "secret.jsonl"))
+    page.click("#start")
+    card = page.locator(".batch", has_text="secret.jsonl").first
+    card.locator(".badge.ended").wait_for()
+    with page.expect_download() as download:
+        card.get_by_role("button", name="Results of secret.jsonl").click()
+    assert len(Path(download.value.path()).read_text().splitlines()) == 2
+    page.reload()
+    page.wait_for_selector('#status[data-kind="good"]')
+    kept = page.evaluate("[JSON.stringify(localStorage), document.cookie, location.href]")
+    assert not any(KEY in place for place in kept) and KEY not in "".join(watched.asked)
+    other = page.context.new_page()
+    other.goto(server.url + "/")
+    other.wait_for_selector("#key-dialog[open]")
+    watched.complaints = [said for said in watched.complaints if "401" not in said]
+
+
+def test_everything_can_be_done_with_the_keyboard(page: Any, tmp_path: Path) -> None:
+    def focused() -> str:
+        return page.evaluate("document.activeElement.id || document.activeElement.getAttribute('href') || ''")
+
+    def tab_to(wanted: str, key: str = "Tab") -> None:
+        for _ in range(60):
+            if focused() == wanted:
+                outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+                assert outline != "none", f"{wanted} does not show that it has the focus"
+                return
+            page.keyboard.press(key)
+        raise AssertionError(f"{wanted} cannot be reached")
+
+    assert focused() == "question"
+    page.keyboard.type("Hello")
+    tab_to("max_tokens")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("5")
+    tab_to("send", "Shift+Tab")
+    page.keyboard.press("Enter")
+    figures(page)
+    assert focused() == "send", "the focus was at Stop meanwhile, and is back"
+    tab_to("regenerate")
+    page.keyboard.press("Space")
+    page.wait_for_selector("#regenerate:enabled")
+    for name in ("live", "requests", "batches", "chat"):
+        tab_to(f"#{name}", "Shift+Tab" if name in ("live", "chat") else "Tab")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(f"#{name}:visible")
+    page.keyboard.press("Shift+Enter")  # the message has the focus again: a new line
+    page.keyboard.type("x")
+    assert page.input_value("#question") == "\nx"
+
+
+@pytest.mark.parametrize("width", [360, 800, 1600])
+def test_pages_fit_any_screen(page: Any, server: Server, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 740})
+    choose_open(page)
+    say(page, "A-very-long-word-" * 30)
+    figures(page)
+    down = page.evaluate("document.documentElement.scrollHeight - document.documentElement.clientHeight")
+    assert down <= 0, "the field and its buttons are in sight without scrolling"
+    for name, drawn in zip(PAGES, (".turn", ".tile", "#lines tr", "#upload"), strict=True):
+        page.goto(f"{server.url}/#{name}")
+        page.locator(f"#{name} {drawn}").first.wait_for()
+        beyond = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert beyond <= 0, f"{name} is {beyond} pixels wider than a screen of {width}"
+    if width != 800:  # between a phone's cards and a screen's width the table has a scroll bar of its own
+        page.goto(f"{server.url}/#requests")
+        assert page.evaluate("(place => place.scrollWidth - place.clientWidth)(document.querySelector('.scroll'))") <= 0
+
+
+def test_dark_and_light_are_as_the_system_wants_them_and_legible(page: Any) -> None:
+    for colours, ground in (("light", "rgb(245, 244, 240)"), ("dark", "rgb(20, 23, 27)")):
+        page.emulate_media(color_scheme=colours)
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
+        assert contrast(page, "--text", "--page") > 7 and contrast(page, "--soft", "--card") > 4.5
+        for colour in ("--blue", "--orange", "--green", "--red"):
+            assert contrast(page, colour, "--card") > 4.5, f"{colour} in {colours}"
+
+
+def choose_open(page: Any) -> None:
+    if not page.evaluate("document.querySelector('#parameters').open"):
+        page.click("#parameters summary")
+    choose(page, max_tokens=5)
+    if page.viewport_size["width"] < 960:
+        page.click("#parameters summary")
+
+
+def contrast(page: Any, ink: str, ground: str) -> float:
+    """As WCAG counts it."""
+    return page.evaluate(
+        """([ink, ground]) => {
+          const place = document.body.appendChild(document.createElement("i"));
+          const light = (name) => {
+            place.style.color = `var(${name})`;
+            const parts = getComputedStyle(place).color.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255);
+            const linear = parts.map((part) => (part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+            return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+          };
+          const [high, low] = [light(ink), light(ground)].sort((a, b) => b - a);
+          place.remove();
+          return (high + 0.05) / (low + 0.05);
+        }""",
+        [ink, ground],
+    )
+
+
+def test_the_choice_of_colours_is_kept(page: Any) -> None:
+    page.click("#theme")
+    page.click("#theme")
+    assert page.inner_text("#theme") == "Dark"
+    page.reload()
+    assert page.inner_text("#theme") == "Dark"
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
+
+
+def test_a_server_that_is_gone_is_missed_and_another_one_is_found(watched: Watched) -> None:
+    page = watched.page
+    with replaceable_server() as (url, replace):
+        page.goto(url + "/")
+        page.wait_for_selector('#status[data-kind="good"]')
+        choose(page, max_tokens=2)
+        say(page, "x")
+        figures(page)
+        page.click('nav a[href="#requests"]')
+        until(page, "document.querySelectorAll('#lines tbody tr').length === 1")
+        page.context.set_offline(True)
+        until(page, "document.querySelector('#status').textContent.includes('cannot be reached')")
+        replace("another")
+        page.context.set_offline(False)
+        page.wait_for_selector('#status[data-kind="good"]')
+        until(page, "document.querySelectorAll('#lines tbody tr').length === 0")
+        until(page, "document.querySelector('#model').value === 'another'")
+    watched.complaints = [said for said in watched.complaints if "ERR_INTERNET_DISCONNECTED" not in said]

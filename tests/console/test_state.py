@@ -1,0 +1,287 @@
+"""What the console is told: counters, time lines beside their limits, and of other keys' requests nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from bankfull.sample.params import SamplingParams
+from bankfull.sched.policy import BATCH_PRIORITY
+from bankfull.serve.app import create_app
+from bankfull.serve.backend import EngineDied
+from bankfull.serve.console.state import SHOWN_RUNNING, ConsoleState, console_routes
+from bankfull.serve.console.timelines import REMEMBERED, REMEMBERED_LINES, Line, OpenLine, TimeLines, least_seconds
+from bankfull.serve.fortify import fortify
+from bankfull.serve.guard import open_doors
+from bankfull.serve.keys import Keyring, new_key
+from bankfull.serve.metrics import Metrics
+from bankfull.serve.trace import Trace, during
+from bankfull.serve.watch import WatchedBackend
+from bankfull.serve.wire import Done, Facts, Load, Piece
+from tests.serve.scripted import Scripted, scripted_texts, settings
+from tests.serve.server import served
+
+CEILINGS = {"read_bytes_per_s": 100.0, "flops": 1000.0}
+PARAMS = SamplingParams()
+ALICE, ALICE_KEY = new_key("alice", requests=2)
+BOB, BOB_KEY = new_key("bob")
+ROOT, ROOT_KEY = new_key("root", admin=True)
+
+
+def load(steps: int, decode_bytes: float = 0.0, prompt_flops: float = 0.0) -> Load:
+    return Load(1, 0, 0, 0, 10, 0, 0, 0, steps, 0.0, decode_bytes, prompt_flops, 0.0, decode_bytes, 0.0)
+
+
+class Steps:
+    """A backend whose steps a test makes, each with the counters after it, at times that the test sets."""
+
+    ready = True
+
+    def __init__(self) -> None:
+        self.facts: Facts | None = Facts("/secret/path", 64, 97, 4, 10, 16, 64, "float32", "cpu", CEILINGS)
+        self.load: Load | None = None
+        self.now = 100.0
+        self._items: asyncio.Queue[list[Piece | Done] | Exception] = asyncio.Queue()
+
+    def step(self, seconds: float, items: list[Piece | Done] | Exception, load: Load) -> None:
+        self.now += seconds
+        self.load = load
+        self._items.put_nowait(items)
+
+    async def generate(
+        self, prompt: list[int], params: SamplingParams, **how: Any
+    ) -> AsyncIterator[list[Piece | Done]]:  # fmt: skip
+        while True:
+            item = await self._items.get()
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+    def expect(self, samples: int, priority: int = 0) -> None:
+        pass
+
+    async def reset_cache(self) -> int:
+        return 0
+
+
+def piece(count: int = 1, finish: str | None = None) -> Piece:
+    return Piece(1, 0, "x", [5] * count, None, finish)
+
+
+def watched(steps: Any) -> WatchedBackend:
+    backend = WatchedBackend(steps, Metrics(), Keyring())
+    backend.lines = TimeLines(steps, clock=lambda: steps.now)
+    return backend
+
+
+def only(backend: WatchedBackend) -> Line:
+    state = ConsoleState(backend, Metrics(), backend.lines, settings()).after(0)
+    assert len(state.requests) == 1
+    return state.requests[0]
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    made = Steps()
+    monkeypatch.setattr("bankfull.serve.watch.time.monotonic", lambda: made.now)
+    return made
+
+
+def test_a_request_is_followed_from_its_arrival_to_its_end_beside_its_limits(steps: Steps) -> None:
+    async def follow() -> None:
+        backend = watched(steps)
+        with during(Trace("req-1", "POST", "/v1/completions", steps.now - 0.5)):
+            answer = backend.generate([1, 2, 3], PARAMS)
+        assert (only(backend).outcome, only(backend).prepare, only(backend).first_token) == ("waiting", 0.5, None)
+        steps.step(2.0, [piece()], load(1, prompt_flops=1500.0))
+        await answer.__anext__()
+        shown = only(backend)
+        assert (shown.outcome, shown.first_token, shown.first_token_limit) == ("running", 2.5, 1.5)
+        assert (shown.wait, shown.queue, shown.prompt, shown.decode) == (2.0, None, None, 0.0)
+        for number in range(4):
+            steps.step(1.0, [piece()], load(2 + number, 50.0 * (number + 1), 1500.0))
+            await answer.__anext__()
+        assert (only(backend).tokens_per_s, only(backend).tokens_per_s_limit) == (1.0, 2.0)
+        steps.step(1.0, [piece(finish="length"), Done(1, 0.25, 2.0, 7.0, 2, 6)], load(6, 250.0, 1500.0))
+        await answer.__anext__()
+        line = only(backend)
+        assert line.number == 1 and line.outcome == "length" and line.route == "/v1/completions" and line.id == "req-1"
+        parts = (line.prepare, line.wait, line.queue, line.prompt, line.decode)
+        assert parts == (0.5, None, 0.25, 1.75, 5.0) and line.seconds == 7.5
+        assert (line.prompt_tokens, line.cached_tokens, line.output_tokens) == (3, 2, 6)
+        assert (line.first_token, line.first_token_limit) == (2.5, 1.5)
+        assert (line.tokens_per_s, line.tokens_per_s_limit) == (1.0, 2.0)
+
+    asyncio.run(follow())
+
+
+def test_without_ceilings_there_are_times_but_no_limits(steps: Steps) -> None:
+    steps.facts = msgspec.structs.replace(steps.facts, ceilings=None)
+
+    async def follow() -> None:
+        backend = watched(steps)
+        with during(Trace("req-1", "POST", "/", steps.now)):
+            answer = backend.generate([1], PARAMS)
+        steps.step(1.0, [piece()], load(1))
+        await answer.__anext__()
+        steps.step(1.0, [piece(finish="stop"), Done(1, 0.0, 1.0, 2.0, 0, 2)], load(2, 50.0))
+        await answer.__anext__()
+        line = only(backend)
+        assert (line.first_token, line.tokens_per_s) == (1.0, 1.0)
+        assert line.first_token_limit is None and line.tokens_per_s_limit is None
+
+    asyncio.run(follow())
+
+
+def test_the_limit_of_steps_is_that_of_each_kind_and_unknown_after_a_restart() -> None:
+    before, after = load(10, decode_bytes=100.0), load(12, decode_bytes=300.0, prompt_flops=500.0)
+    assert least_seconds(before, after, CEILINGS) == 200 / 100 + 500 / 1000
+    assert least_seconds(after, load(3), CEILINGS) is None
+    assert least_seconds(before, None, CEILINGS) is None
+
+
+def test_who_leaves_and_whose_engine_dies_is_told_as_such() -> None:
+    async def leave(error: Exception | None) -> str:
+        steps = Steps()
+        backend = watched(steps)
+        with during(Trace("req-1", "POST", "/", steps.now)):
+            answer = backend.generate([1], PARAMS)
+        steps.step(1.0, [piece()], load(1))
+        await answer.__anext__()
+        if error is None:
+            await answer.aclose()  # type: ignore[attr-defined]
+        else:
+            steps.step(1.0, error, load(2))
+            with pytest.raises(EngineDied):
+                await answer.__anext__()
+        return only(backend).outcome
+
+    assert asyncio.run(leave(None)) == "left"
+    assert asyncio.run(leave(EngineDied("dead"))) == "EngineDied"
+
+
+def test_a_request_that_is_let_go_of_is_not_shown_for_ever() -> None:
+    async def drop() -> None:
+        backend = watched(Steps())
+        with during(Trace("req-1", "POST", "/", 0.0)):
+            answer = backend.generate([1], PARAMS)
+        assert len(backend.lines.running()) == 1
+        del answer
+        gc.collect()
+        assert backend.lines.running() == []
+
+    asyncio.run(drop())
+
+
+def test_the_document_is_bounded_and_tells_only_what_is_new() -> None:
+    steps = Steps()
+    backend = watched(steps)
+    lines = backend.lines
+    endpoint = ConsoleState(backend, Metrics(), lines, settings())
+    opened = [lines.open(Trace("x" * 500, "POST", "/" * 500, 0.0), 1) for _ in range(3 * REMEMBERED)]
+    batch = [lines.open(Trace("", "POST", "/v1/completions", 0.0), 1, batch=True) for _ in range(3 * REMEMBERED)]
+    assert len(endpoint.after(0).requests) == SHOWN_RUNNING
+    for line in [*opened, *batch]:
+        line.end(Done(1, 0.0, None, 1.0, 0, 0))
+    state = endpoint.after(0)
+    assert len(state.requests) == REMEMBERED + REMEMBERED_LINES
+    assert sum(line.batch for line in state.requests) == REMEMBERED_LINES
+    encoded = msgspec.json.encode(state)
+    assert len(encoded) < 250_000 and b"/secret/path" not in encoded
+    assert endpoint.after(state.last).requests == [] and endpoint.after(state.last).last == state.last
+    begun = time.perf_counter()
+    endpoint.after(state.last)
+    assert time.perf_counter() - begun < 0.01
+
+
+@pytest.fixture(scope="module")
+def url() -> Any:
+    keyring, metrics, chosen = Keyring((ALICE_KEY, BOB_KEY, ROOT_KEY)), Metrics(), settings()
+    backend = WatchedBackend(Scripted(["Hello", " world"]), metrics, keyring)
+    app = create_app(backend, scripted_texts(), chosen)
+    app.router.routes.extend(console_routes(backend, metrics, backend.lines, chosen))
+    with served(fortify(app, backend, open_doors(keyring, host="127.0.0.1"), metrics)) as address:
+        yield address
+
+
+def asked(url: str, key: str, **parameters: object) -> httpx.Response:
+    return httpx.get(url + "/console/state", params=parameters, headers={"x-api-key": key})  # type: ignore[arg-type]
+
+
+def test_a_key_sees_its_own_requests_and_an_admin_everybodys(url: str) -> None:
+    for key, name in ((ALICE, "from-alice"), (BOB, "from-bob")):
+        body = {"model": "tiny", "prompt": "x", "stream": name == "from-bob"}
+        headers = {"x-api-key": key, "x-request-id": name}
+        assert httpx.post(url + "/v1/completions", json=body, headers=headers).status_code == 200
+
+    def seen(key: str) -> set[tuple[str, str]]:
+        return {(line["id"], line["key"]) for line in asked(url, key).json()["requests"]}
+
+    assert seen(ALICE) == {("from-alice", "alice")} and seen(BOB) == {("from-bob", "bob")}
+    assert seen(ROOT) == {("from-alice", "alice"), ("from-bob", "bob")}
+
+
+def test_watching_does_not_use_up_what_a_key_may_ask(url: str) -> None:
+    for _ in range(5):
+        assert asked(url, ALICE).status_code == 200
+    state = asked(url, ALICE).json()
+    assert state["ready"] is True and state["model"] == "tiny" and "name" not in state["facts"]
+    assert asked(url, ALICE).headers["cache-control"] == "no-store"
+
+
+@pytest.mark.parametrize("after", ["-1", "x", "1.5", "9" * 40, "١"])
+def test_nonsense_is_refused_in_a_sentence(url: str, after: str) -> None:
+    answer = asked(url, BOB, after=after)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "after"
+
+
+def test_lines_of_batches_are_marked() -> None:
+    async def follow() -> None:
+        steps = Steps()
+        backend = watched(steps)
+        with during(Trace("", "POST", "/v1/completions", steps.now)):
+            answer = backend.generate([1], PARAMS, priority=BATCH_PRIORITY)
+        assert only(backend).batch
+        del answer
+
+    asyncio.run(follow())
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_tokens_are_summed_up_without_a_call_per_token(monkeypatch: pytest.MonkeyPatch, ends_well: bool) -> None:
+    """The line hears of the first tokens and of the end; the trace has the sum, whatever the end."""
+    told: list[str] = []
+    for name in ("begin", "end", "fail"):
+        heard = getattr(OpenLine, name)
+
+        def spy(line: OpenLine, *given: Any, name: str = name, heard: Any = heard) -> None:
+            told.append(name)
+            heard(line, *given)
+
+        monkeypatch.setattr(OpenLine, name, spy)
+
+    async def use() -> Line:
+        backend, trace = Steps(), Trace("id", "POST", "/x", 100.0)
+        watched = WatchedBackend(backend, Metrics(), Keyring())  # type: ignore[arg-type]
+        for number in range(50):
+            backend.step(0.1, [Piece(1, 0, "ab", [5, 6])], load(number + 1))
+        backend.step(0.1, [Piece(1, 0, "c", [7], finish="stop"), Done(1, 0.0, 0.1, 5.1, 0, 101)], load(51))
+        with during(trace):
+            steps = watched.generate([1, 2, 3], PARAMS)
+        for _ in range(51 if ends_well else 50):
+            await anext(steps)
+        await steps.aclose()  # type: ignore[attr-defined]
+        (line,) = watched.lines.ended_after(0)
+        assert trace.completion_tokens == line.output_tokens
+        return line
+
+    line = asyncio.run(use())
+    assert told == (["begin", "end"] if ends_well else ["begin", "fail"])
+    assert (line.output_tokens, line.outcome) == ((101, "stop") if ends_well else (100, "left"))
