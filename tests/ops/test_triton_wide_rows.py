@@ -39,6 +39,7 @@ def assert_near(found: Tensor, expected: Tensor, share: float = 4e-3) -> None:
     assert error <= share * expected.double().abs().max().item()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("name", WIDE)
 def test_every_number_comes_out_as_it_was_stored(name: str, dtype: torch.dtype) -> None:
@@ -51,6 +52,7 @@ def test_every_number_comes_out_as_it_was_stored(name: str, dtype: torch.dtype) 
         assert torch.equal(wide_rows(unit[rows].contiguous(), packed, None).T, values[:, rows])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("name", WIDE)
