@@ -33,11 +33,12 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("quick" if is_quick(config) else "full")
 
 
-def pytest_runtest_setup() -> None:
-    """What imports and collection have left stays: to look through it again takes half a second of each collection, and
-    the load client asks for one before each run, and thaws everything behind it."""
-    if not gc.get_freeze_count():
-        gc.freeze()
+def pytest_collection_finish() -> None:
+    """What imports and collection have left stays: to look through it takes half a second of each garbage collection.
+    The load client asks for one before each run, and would thaw everything behind it."""
+    gc.collect()
+    gc.freeze()
+    gc.unfreeze = lambda: None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 FULL_EXAMPLES = 100
-QUICK_EXAMPLES = 30
-"""Of each hundred."""
+QUICK_EXAMPLES, FEWEST_EXAMPLES = 30, 20
+"""Of each hundred, and at the least."""
 
 
 def is_quick(config: pytest.Config) -> bool:
@@ -21,7 +21,8 @@ def examples(count: int, **more: Any) -> Any:
     """Hypothesis' settings for that many examples; a quick run takes its share of them."""
     from hypothesis import settings
 
-    return settings(max_examples=max(1, count * settings().max_examples // FULL_EXAMPLES), **more)
+    share = count * settings().max_examples // FULL_EXAMPLES
+    return settings(max_examples=min(count, max(FEWEST_EXAMPLES, share)), **more)
 
 
 def covering(rows: Sequence[Sequence[Any]], strength: int) -> set[int]:

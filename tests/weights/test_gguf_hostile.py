@@ -12,12 +12,13 @@ from typing import Any
 
 import gguf
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from bankfull.errors import ModelError
 from bankfull.weights.gguf import open_container
 from bankfull.weights.source import open_model
+from tests.quick import examples
 
 SLACK = 64 << 20
 
@@ -107,7 +108,7 @@ def test_every_header_word_may_be_huge(tiny_gguf: Path, value: int) -> None:
             file.flush()
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damage_is_survived(tiny_gguf: Path, data: st.DataObject) -> None:
     raw = bytearray(tiny_gguf.read_bytes())
@@ -121,7 +122,7 @@ def test_any_damage_is_survived(tiny_gguf: Path, data: st.DataObject) -> None:
         survives(copy)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tail=st.binary(max_size=200), version=st.sampled_from([2, 3]))
 def test_any_bytes_after_the_magic_are_survived(tmp_path: Path, tail: bytes, version: int) -> None:
     path = tmp_path / "any.gguf"
