@@ -53,9 +53,10 @@ def leave_to_full_runs(items: Iterable[pytest.Item]) -> None:
 
 
 def values_of(item: pytest.Item) -> list[tuple[int, ...]]:
-    """One for each `parametrize`: names that are given together are one parameter. Values need not be hashable, but the
-    items of a test share them."""
-    params = item.callspec.params  # type: ignore[attr-defined]
+    """One for each `parametrize`, whose names are one parameter, and one for each fixture with parameters. Values need
+    not be hashable, but the items of a test share them."""
+    params = dict(item.callspec.params)  # type: ignore[attr-defined]
     groups = [mark.args[0] for mark in item.iter_markers("parametrize")]
     names = [[name.strip() for name in group.split(",")] if isinstance(group, str) else group for group in groups]
-    return [tuple(id(params[name]) for name in group) for group in names]
+    values = [tuple(id(params.pop(name)) for name in group) for group in names]
+    return [*values, *((id(params[name]),) for name in sorted(params))]

@@ -43,11 +43,15 @@ def test_a_quick_run_takes_the_chosen_and_a_full_one_takes_all(pytester: pytest.
     pytester.makepyfile("""
         import pytest
 
+        @pytest.fixture(params=["x", "y"])
+        def own(request):
+            return request.param
+
         @pytest.mark.covering(1)
         @pytest.mark.parametrize("a", [[1], [2], [3]])
-        @pytest.mark.parametrize("b", [1, 2, 3, 4])
-        def test_it(a, b):
+        @pytest.mark.parametrize(("b", "c"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+        def test_it(a, b, c, own):
             pass
     """)
-    pytester.runpytest_inprocess("-p", "no:xdist", "-m", "not full").assert_outcomes(passed=4, deselected=8)
-    pytester.runpytest_inprocess("-p", "no:xdist").assert_outcomes(passed=12)
+    pytester.runpytest_inprocess("-p", "no:xdist", "-m", "not full").assert_outcomes(passed=4, deselected=20)
+    pytester.runpytest_inprocess("-p", "no:xdist").assert_outcomes(passed=24)
