@@ -18,7 +18,7 @@ from tests.ops.compare import assert_close, tensors
 
 SEEDS = range(len(cases.FLOATS) * len(SCHEMES))
 """Each dtype with each weight scheme."""
-FEW_SEEDS = range(16)
+FEW_SEEDS, FEWER_SEEDS = range(16), range(8)
 """Enough for the kernels of operations without a weight; float64, which they decline, is among them."""
 EACH_SCHEME = [len(cases.FLOATS) * scheme + scheme % 2 for scheme in range(len(SCHEMES))]
 """Once, in float32 and bfloat16 by turns."""
@@ -50,11 +50,10 @@ def seeds_for(operation: Operation, provider: Provider) -> Iterator[Any]:
     name = f"{operation.name}-{provider.name}"
     if provider.on != "cuda":
         yield pytest.param(operation, provider, SEEDS, id=name)
-    elif not has_weight(operation):
-        yield pytest.param(operation, provider, FEW_SEEDS, id=name)
     else:
-        yield pytest.param(operation, provider, EACH_SCHEME, id=name)
-        rest = sorted(set(SEEDS) - set(EACH_SCHEME))
+        every, first = (SEEDS, EACH_SCHEME) if has_weight(operation) else (FEW_SEEDS, FEWER_SEEDS)
+        rest = sorted(set(every) - set(first))
+        yield pytest.param(operation, provider, first, id=name)
         yield pytest.param(operation, provider, rest, id=f"{name}-rest", marks=INTERPRETED_IN_FULL)
 
 
