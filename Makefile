@@ -60,10 +60,10 @@ lint: install ## Style, types and the rules on who may import whom
 	$(BIN)/lint-imports
 
 test: install lint ## Lint, then the quick tests
-	$(BIN)/python -m pytest -q -n $(WORKERS) -rs -m "not full"
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -rs -m "not full"
 
 test-full: install lint ## Lint, then every test
-	$(BIN)/python -m pytest -q -n $(WORKERS) -rs
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -rs
 
 # A machine with a GPU is used as it is: its own Python with torch, triton, transformers and pytest; nothing is installed,
 # nothing is fetched. Other packages may lie as wheels in the folder wheels/. Everything else that is not there is

@@ -1,8 +1,12 @@
 """Settings that every test shares."""
 
+import gc
 import os
 
+import pytest
 import torch
+
+from tests.quick import FULL_EXAMPLES, QUICK_EXAMPLES, is_quick, leave_to_full_runs
 
 # Where there is no GPU, its kernels are tested all the same: as Python, on host tensors. Before anyone imports triton.
 if not torch.cuda.is_available():
@@ -18,7 +22,27 @@ torch.set_num_threads(1)
 try:
     from hypothesis import settings
 except ModuleNotFoundError:  # a machine that runs `make test-gpu` need not have it
-    pass
-else:
-    settings.register_profile("ci", deadline=None, derandomize=True)
-    settings.load_profile("ci")
+    settings = None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before the tests are imported: their own counts of examples follow from the profile's."""
+    if settings is not None:
+        for name, count in (("full", FULL_EXAMPLES), ("quick", QUICK_EXAMPLES)):
+            settings.register_profile(name, deadline=None, derandomize=True, max_examples=count)
+        settings.load_profile("quick" if is_quick(config) else "full")
+
+
+def pytest_collection_finish() -> None:
+    """What imports and collection have left stays: to look through it takes half a second of each garbage collection.
+    The load client asks for one before each run, and would thaw everything behind it."""
+    gc.collect()
+    gc.freeze()
+    gc.unfreeze = lambda: None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before `-m` chooses. A GPU is quick enough for all of them."""
+    if not torch.cuda.is_available():
+        leave_to_full_runs(items)

@@ -132,6 +132,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(
     ("heads", "sizes", "page", "window", "cap"),
     [
@@ -160,6 +161,7 @@ def test_a_mixed_batch_is_the_body_among_poisoned_pages(
     assert error.mean() < ((1e-3 if kind == "int8" else 7e-4) if in_tiles else 1e-7), error.mean()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(
     ("heads", "sizes", "page", "window", "cap"),
     [
@@ -197,6 +199,7 @@ def test_neither_threads_nor_batch_mates_show(kind: str, isa: str, threads: None
         assert same_bits(pages.attend(works[::-1], which=range(len(works))[::-1]), torch.cat(alone[::-1]))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("worst", [float("nan"), float("inf")])
 def test_a_number_that_is_none_spoils_only_the_queries_that_see_it(

@@ -307,8 +307,16 @@ def run_with_isa(name: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("name", ISAS)
-def test_the_environment_forces_an_instruction_set(name: str) -> None:
-    assert run_with_isa(name).stdout.strip() == name
+def test_the_environment_forces_an_instruction_set(
+    name: str, any_isa: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BANKFULL_ISA", name)
+    assert native.select_isa.__wrapped__() == name == _native.isa()
+
+
+def test_a_new_process_asks_its_environment_for_the_instruction_set() -> None:
+    other = next(name for name in (*ISAS, _native.isa()) if name != _native.isa() or len(ISAS) == 1)
+    assert run_with_isa(other).stdout.strip() == other
 
 
 def test_an_unknown_instruction_set_is_an_error_sentence() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +18,11 @@ from tests.ops.compare import assert_close, tensors
 
 SEEDS = range(len(cases.FLOATS) * len(SCHEMES))
 """Each dtype with each weight scheme."""
-FEW_SEEDS = range(16)
+FEW_SEEDS, FEWER_SEEDS = range(16), range(8)
 """Enough for the kernels of operations without a weight; float64, which they decline, is among them."""
-PROVIDERS = [
-    pytest.param(operation, provider, id=f"{operation.name}-{provider.name}")
-    for operation in OPERATIONS.values()
-    for provider in operation.providers.values()
-]
+EACH_SCHEME = [len(cases.FLOATS) * scheme + scheme % 2 for scheme in range(len(SCHEMES))]
+"""Once, in float32 and bfloat16 by turns."""
+INTERPRETED_IN_FULL = [] if torch.cuda.is_available() else [pytest.mark.full]
 THERE = {"cpu": "cpu", "cuda": "cuda" if torch.cuda.is_available() else "cpu"}
 """Where the inputs of a provider must lie: kernels of an absent GPU are interpreted on the host."""
 
@@ -41,17 +40,32 @@ def test_every_operation_has_generated_inputs_and_an_oracle() -> None:
     assert set(oracles.ORACLES) == set(OPERATIONS)
 
 
-def seeds_for(operation: Operation, provider: Provider) -> range:
+def has_weight(operation: Operation) -> bool:
+    return "weight" in cases.case(operation.name, 0).facts
+
+
+def seeds_for(operation: Operation, provider: Provider) -> Iterator[Any]:
     """Kernels that are interpreted are slow, and others are compiled anew for most shapes: they meet every dtype, and
     every scheme where there is one, but fewer shapes."""
-    weightless = "weight" not in cases.case(operation.name, 0).facts
-    return FEW_SEEDS if provider.on == "cuda" and weightless else SEEDS
+    name = f"{operation.name}-{provider.name}"
+    if provider.on != "cuda":
+        yield pytest.param(operation, provider, SEEDS, id=name)
+    else:
+        every, first = (SEEDS, EACH_SCHEME) if has_weight(operation) else (FEW_SEEDS, FEWER_SEEDS)
+        rest = sorted(set(every) - set(first))
+        yield pytest.param(operation, provider, first, id=name)
+        yield pytest.param(operation, provider, rest, id=f"{name}-rest", marks=INTERPRETED_IN_FULL)
 
 
-@pytest.mark.parametrize(("operation", "provider"), PROVIDERS)
-def test_a_provider_computes_what_the_body_means(operation: Operation, provider: Provider) -> None:
+@pytest.mark.parametrize(
+    ("operation", "provider", "seeds"),
+    [each for op in OPERATIONS.values() for provider in op.providers.values() for each in seeds_for(op, provider)],
+)
+def test_a_provider_computes_what_the_body_means(
+    operation: Operation, provider: Provider, seeds: Iterable[int]
+) -> None:
     accepted = 0
-    for seed in seeds_for(operation, provider):
+    for seed in seeds:
         # Twice from the same seed: an operation may write to its arguments.
         reference, given = cases.case(operation.name, seed), cases.case(operation.name, seed).to(THERE[provider.on])
         kit = Kit(provider.on, (provider.name,))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 _native = pytest.importorskip("bankfull._native", reason="the native extension was not built")
@@ -15,6 +15,7 @@ _native = pytest.importorskip("bankfull._native", reason="the native extension w
 from bankfull.ops import Kit, best_output_bf16, linear_bf16  # noqa: E402
 from bankfull.weights.qtensor import QTensor  # noqa: E402
 from tests.ops import compare  # noqa: E402
+from tests.quick import examples  # noqa: E402
 from tests.test_native import ISAS, rows_of, weight_of  # noqa: E402
 from tests.test_packed import PACKED, Packed, Rows, assert_close, run, run_encoded, same_bits  # noqa: E402
 
@@ -42,7 +43,7 @@ def test_unpacked_dense_weights_are_the_file_s_bit_for_bit(outputs: int, inner: 
     assert same_bits(got[:outputs], weight.dequantize()) and not got[outputs:].any()
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 150), st.integers(1, 700), st.booleans())
 def test_dense_products_have_the_same_bits_on_every_instruction_set(
     rows: int, outputs: int, inner: int, biased: bool

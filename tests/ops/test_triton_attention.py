@@ -100,6 +100,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_decode, "Scratch", poisoned)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("width", [1, 3, 16])
 def test_a_split_sequence_is_merged(width, dtype, monkeypatch, watched) -> None:
@@ -143,10 +144,11 @@ def test_a_padded_row_without_length_writes_nothing_and_is_zero(width, monkeypat
             assert torch.equal(was[slot // page, slot % page].isnan(), now[slot // page, slot % page].isnan())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("counts", [[2, 1, 7], [2, 30, 1]], ids=["decode", "mixed"])
 @pytest.mark.parametrize(("window", "cap"), [(9, None), (1, 5.0), (25, 3.0), (200, None)])
 def test_windows_and_caps_hold_in_every_kernel(window, cap, counts, monkeypatch) -> None:
-    Inputs(counts, [80, 45, 33], monkeypatch, window=window, cap=cap, seed=window).check()
+    Inputs(counts, [80, 45, 33], monkeypatch, kv=1, window=window, cap=cap, seed=window).check()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -175,6 +177,7 @@ def test_pages_may_be_narrower_than_queries(counts, monkeypatch) -> None:
     made.check()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("counts", [[2, 1], [30, 1]], ids=["decode", "mixed"])
 @pytest.mark.parametrize("cap", [None, 4.0])
 def test_rounded_pages_are_read_with_their_scales(counts, cap, monkeypatch) -> None:

@@ -52,11 +52,24 @@ def test_a_row_is_the_same_alone_and_among_few() -> None:
         assert torch.equal(linear.run_plan(linear.ROWS, x[row : row + 1], weight, None)[0], together[row])
 
 
+def test_programs_take_tiles_in_turns_where_that_was_measured_to_be_faster() -> None:
+    assert linear.takes_turns(1, 8192, 2048, None, "silu")
+    for rows, outputs, width, kind in ((2, 8192, 2048, "silu"), (1, 8191, 2048, "silu"), (1, 8192, 2048, None)):
+        assert not linear.takes_turns(rows, outputs, width, None, kind)
+    assert not linear.takes_turns(1, 8192, 2048, torch.zeros(8192), "silu")
+
+
 @pytest.mark.parametrize("normed", [False, True])
-def test_programs_that_take_tiles_in_turns_compute_what_the_body_means(normed: bool) -> None:
+def test_programs_that_take_tiles_in_turns_compute_what_the_body_means(
+    normed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     numbers = torch.Generator().manual_seed(5)
     outputs, columns = 8195, 1030  # the last tile is not whole, nor is a row of it
-    assert linear.takes_turns(1, outputs, 2048, None, "silu")
+    if DEVICE == "cpu":  # interpreted programs are few and slow: as many turns, of shorter rows
+        outputs, columns = 51, 70
+        monkeypatch.setattr(linear, "takes_turns", lambda *asked: True)
+    turns = outputs / linear.LONG_OUT / (linear.LONG_PROGRAMS * linear.processors(torch.device(DEVICE)))
+    assert turns > 3
     made = [torch.randn(shape, generator=numbers) for shape in ((1, columns), (1, columns), (columns,))]
     weight = torch.randn(2 * outputs, columns, generator=numbers) / columns**0.5
     x, delta, gain, there = (tensor.to(DEVICE) for tensor in (*made, weight))

@@ -63,6 +63,7 @@ def mostly_equal(got: Tensor, expected: Tensor) -> None:
         assert same.float().mean().item() > 0.97
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_gate_and_up_may_be_halves_of_one_row(kind: str, dtype: torch.dtype, draw: Callable[..., Tensor]) -> None:
@@ -132,7 +133,7 @@ def test_short_rows_share_a_program_once_there_are_many(dtype: torch.dtype, draw
 def test_heads_are_normed_and_turned_where_they_lie_in_a_stacked_row(
     dtype: torch.dtype, draw: Callable[..., Tensor]
 ) -> None:
-    for tokens, heads, size, half in ((1, 3, 16, 8), (9, 3, 24, 6), (33, 2, 1030, 512)):
+    for tokens, heads, size, half in ((1, 3, 16, 8), (9, 3, 24, 6), (5, 2, 1030, 512)):
         q, k, _ = draw(tokens, 3 * heads, size, dtype=dtype).chunk(3, 1)
         angles = draw(tokens, half)
         for x in (q, k.transpose(0, 1).contiguous().transpose(0, 1), k[..., : 2 * half]):
@@ -202,7 +203,7 @@ def recurrent_meta(counts: list[int], kept: list[int], on_device: bool = True) -
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_recurrences_over_ragged_batches(dtype: torch.dtype, draw: Callable[..., Tensor]) -> None:
     channels, size, width = 40, 16, 4
-    for counts, kept in (([1] * 9, [1] * 9), ([11, 1, 3], [4, 1, 3]), ([2], [1])):
+    for counts, kept in (([1] * 4, [1] * 4), ([11, 1, 3], [4, 1, 3]), ([2], [1])):
         meta, slots = recurrent_meta(counts, kept, on_device=len(counts) > 1)
         tokens = sum(counts)
         stacked = draw(tokens, 2 * channels, dtype=dtype)

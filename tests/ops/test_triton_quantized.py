@@ -37,7 +37,8 @@ def assert_near(found: Tensor, expected: Tensor, share: float = 1e-5) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_number_comes_out_of_the_kernels_as_it_was_stored(name: str) -> None:
     """Times the unit matrix, in float32: bit for bit."""
-    weight = weight_of(name, 5, 2)
+    one_is_long = SCHEMES[name].block >= 256 and DEVICE == "cpu"  # where kernels are interpreted
+    weight = weight_of(name, 5, 1 if one_is_long else 2)
     packed, values = repacked(weight), weight.dequantize()
     unit = torch.eye(weight.shape[1], device=DEVICE)
     assert packed.shape == weight.shape
@@ -66,6 +67,7 @@ def test_repacking_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
         assert all(torch.equal(a, b) for a, b in zip(whole.tensors(), pieces.tensors(), strict=True))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rows", [1, 2, 15, 17, 33, 65, 70])
 @pytest.mark.parametrize("name", ["int4_g128", "int8_row", "q6_k"])
 def test_any_number_of_rows_and_outputs(name: str, rows: int) -> None:
@@ -74,6 +76,7 @@ def test_any_number_of_rows_and_outputs(name: str, rows: int) -> None:
     assert_near(run(linear, x, weight, bias), linear.body(x, weight, bias))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["int4_g128", "int4_g32", "q4_k", "q8_0", "fp8"])
 def test_one_row_over_several_parts_of_its_columns(name: str, dtype: torch.dtype) -> None:
@@ -83,6 +86,7 @@ def test_one_row_over_several_parts_of_its_columns(name: str, dtype: torch.dtype
     assert_near(run(linear, x, weight), exact, 1e-6 if dtype == torch.float32 else 4e-3)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["int4_g128", "int4_g64", "q4_1", "int8_row", "fp8"])
 def test_programs_that_share_columns_add_up(name: str, dtype: torch.dtype) -> None:

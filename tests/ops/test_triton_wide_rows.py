@@ -39,18 +39,21 @@ def assert_near(found: Tensor, expected: Tensor, share: float = 4e-3) -> None:
     assert error <= share * expected.double().abs().max().item()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("name", WIDE)
 def test_every_number_comes_out_as_it_was_stored(name: str, dtype: torch.dtype) -> None:
     """Times the unit matrix: rounded once, as `dequantize` rounds. Its neighbours are nothing but zeros."""
-    weight = weight_of(name, 21, 256)
+    columns = 256 if DEVICE == "cuda" else 128  # interpreted kernels are slow
+    weight = weight_of(name, 21, columns)
     packed, values = repacked(weight), weight.dequantize(torch.float64).to(dtype)
-    unit = torch.eye(256, device=DEVICE, dtype=dtype)
-    for first in range(0, 256, MOST_ROWS):
+    unit = torch.eye(columns, device=DEVICE, dtype=dtype)
+    for first in range(0, columns, MOST_ROWS):
         rows = slice(first, first + MOST_ROWS)
         assert torch.equal(wide_rows(unit[rows].contiguous(), packed, None).T, values[:, rows])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("name", WIDE)

@@ -3,13 +3,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bankfull.errors import RequestError
 from bankfull.sample.adjust import unpacked
 from bankfull.sample.logits import SamplingTable, process
 from bankfull.sample.params import SamplingParams
+from tests.quick import examples
 from tests.sample import oracle
 from tests.sample.batch import batch
 
@@ -47,7 +48,7 @@ filtering = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120, deadline=None)
 @given(st.data())
 def test_penalties_biases_and_bans_mean_what_a_plain_loop_says(data: st.DataObject) -> None:
     wishes = data.draw(st.lists(adjusting, min_size=1, max_size=4))
@@ -67,7 +68,7 @@ def test_penalties_biases_and_bans_mean_what_a_plain_loop_says(data: st.DataObje
     assert torch.equal(made.process(logits, told=False), torch.from_numpy(got))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150, deadline=None)
 @given(st.data())
 def test_temperature_and_filters_mean_what_a_plain_loop_says(data: st.DataObject) -> None:
     wishes = data.draw(st.lists(filtering, min_size=1, max_size=4))

@@ -282,7 +282,7 @@ def crash_loop(folder: Path, lines: int, kills: int, seed: int, seconds: float) 
 
 
 def test_killed_again_and_again_a_batch_has_one_result_per_line(tmp_path: Path) -> None:
-    crash_loop(tmp_path, lines=300, kills=8, seed=1, seconds=0.3)
+    crash_loop(tmp_path, lines=150, kills=4, seed=1, seconds=0.3)
 
 
 @pytest.mark.full

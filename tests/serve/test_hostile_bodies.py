@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from bankfull.serve.app import create_app
 from bankfull.serve.calls import Caller
 from bankfull.serve.errors import problem_of
 from bankfull.serve.openapi import POSTED
+from tests.quick import examples
 from tests.serve.scripted import Scripted, scripted_texts, settings
 
 BACKEND = Scripted(["a", "b"])
@@ -81,7 +81,7 @@ async def answered(path: str, body: bytes) -> int:
         return problem.status
 
 
-@examples(max_examples=400)
+@examples(400)
 @given(bodies())
 def test_any_json_is_served_or_refused(call: tuple[str, dict[str, Any]]) -> None:
     path, body = call
@@ -89,7 +89,7 @@ def test_any_json_is_served_or_refused(call: tuple[str, dict[str, Any]]) -> None
     assert BACKEND.running == 0
 
 
-@examples(max_examples=200)
+@examples(200)
 @given(st.sampled_from(sorted(POSTED)), st.binary(max_size=60))
 def test_any_bytes_are_refused(path: str, body: bytes) -> None:
     assert asyncio.run(answered(path, body)) == 400

@@ -12,7 +12,6 @@ import httpx
 import openai
 import pytest
 from hypothesis import given
-from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from bankfull.sample.params import SamplingParams
@@ -22,6 +21,7 @@ from bankfull.serve.chat import Answer
 from bankfull.serve.openai_chat import ChatStream
 from bankfull.serve.parsers import PlainParser
 from bankfull.serve.schema import StreamOptions
+from tests.quick import examples
 from tests.serve.scripted import TEMPLATE, Scripted, cut, scripted_texts, scripted_tokenizer, settings
 from tests.serve.server import served, shared
 
@@ -170,7 +170,7 @@ def test_streamed_and_whole_are_the_same_for_any_cutting(transcript: str, size: 
             assert json.loads(arguments) == {"city": "Bonn"}
 
 
-@examples(max_examples=25)
+@examples(25)
 @given(st.text(alphabet="ab \n<>/\\\"{}é\U0001f30a", max_size=30), st.integers(1, 5))
 def test_any_text_survives_the_spelling_of_chunks(text: str, size: int) -> None:
     async def stream() -> bytes:

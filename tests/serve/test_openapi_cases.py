@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 from hypothesis import given
-from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from bankfull.serve.openapi import POSTED, document
+from tests.quick import examples
 from tests.serve.scripted import Scripted
 from tests.serve.server import shared
 
@@ -99,7 +99,7 @@ def test_no_body_that_resembles_the_schema_breaks_the_server(client: httpx.Clien
     schema = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     seen: set[int] = set()
 
-    @examples(max_examples=25)
+    @examples(25)
     @given(spoiled(values_of(schema)))
     def ask(body: Any) -> None:
         response = client.post(path, json=body)

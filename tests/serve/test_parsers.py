@@ -12,12 +12,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bankfull.errors import RequestError
 from bankfull.serve.events import Event, OutputParser, Reasoning, Text, ToolArguments, ToolStart
 from bankfull.serve.parsers import parser_for
+from tests.quick import examples
 from tests.serve.transcripts import MALFORMED, TEMPLATES, TOOLS, WELL_FORMED, Meaning, Transcript, call, text
 
 ALL = WELL_FORMED + MALFORMED
@@ -78,7 +79,7 @@ def test_every_cut_in_two_means_the_same(transcript: Transcript) -> None:
         assert merged(events_of(parser, [transcript.text[:place], transcript.text[place:]])) == transcript.meaning
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.sampled_from(ALL), st.lists(st.integers(0, 300), max_size=12))
 def test_any_cuts_mean_the_same(transcript: Transcript, places: list[int]) -> None:
     pieces = cut(transcript.text, places)
@@ -100,7 +101,7 @@ fragments = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.just("WORD"), st.t
 
 
 @each_template
-@settings(max_examples=60)
+@examples(60)
 @given(parts=fragments, places=st.lists(st.integers(0, 200), max_size=6))
 @example(parts=['{"name": "now", "arguments": ', "{}", ', "parameters": ', "WORD"], places=[])
 def test_no_text_raises_loses_words_or_depends_on_its_cuts(template: str, parts: list[str], places: list[int]) -> None:

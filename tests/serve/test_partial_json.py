@@ -7,10 +7,10 @@ import json
 import jiter
 import pytest
 from hypothesis import given
-from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from bankfull.serve.partial_json import partial_object
+from tests.quick import examples
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-1000, 1000) | st.text(max_size=6),
@@ -19,7 +19,7 @@ VALUES = st.recursive(
 )
 
 
-@examples(max_examples=60, deadline=None)
+@examples(60, deadline=None)
 @given(st.dictionaries(st.text(max_size=4), VALUES, max_size=4), st.booleans())
 def test_every_beginning_of_an_object_is_read_as_the_client_reads_it(value: dict[str, object], escaped: bool) -> None:
     text = json.dumps(value, ensure_ascii=escaped)

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
@@ -21,6 +20,7 @@ from bankfull.errors import ConfigError
 from bankfull.serve.errors import Refusal
 from bankfull.serve.ledger import Batch, Ledger, Line, LineProblem, Result
 from bankfull.serve.store import MIGRATIONS, Full, Store, StoreLimits
+from tests.quick import examples
 
 
 def put(store: Store, data: bytes = b"data", owner: str = "me") -> str:
@@ -179,7 +179,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestStore.settings = examples(40, stateful_step_count=20, deadline=None)
 
 
 def test_giving_up_an_upload_that_was_finished_removes_nothing(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bankfull.state.pages import Pool
+from tests.quick import examples
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -114,7 +114,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestPool.settings = examples(40, stateful_step_count=30, deadline=None)
 
 
 def test_the_null_place_is_never_handed_out_and_never_counted() -> None:

@@ -6,13 +6,14 @@ from functools import cache
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
 from bankfull.errors import ModelError
 from bankfull.text.detokenize import Detokenizer
 from bankfull.text.tokenizer import Tokenizer
+from tests.quick import examples
 
 from .corpus import HOSTILE
 from .models import SYMBOLS, chatml_tokenizer, sentencepiece_tokenizer
@@ -35,7 +36,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=400, deadline=None)
+@examples(400, deadline=None)
 @given(data=st.data(), skip=st.booleans(), continuing=st.booleans())
 def test_any_ids_in_any_split_give_the_decoded_whole(
     kind: str, data: st.DataObject, skip: bool, continuing: bool

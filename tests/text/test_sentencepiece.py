@@ -1,11 +1,12 @@
 """A SentencePiece vocabulary from GGUF metadata gives the ids and the texts of the sentencepiece package."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.errors import ModelError, RequestError
 from bankfull.text.gguf import tokenizer_from_gguf
+from tests.quick import examples
 
 from .corpus import HOSTILE, planes, repetitive, training
 from .models import SYMBOLS, sentencepiece_metadata, sentencepiece_model, sentencepiece_tokenizer
@@ -23,7 +24,7 @@ def test_ids_equal_sentencepiece_on_hostile_text(prefix: bool, symbols: tuple[st
 
 
 @pytest.mark.parametrize(("prefix", "symbols"), VARIANTS)
-@settings(max_examples=300, deadline=None)
+@examples(300, deadline=None)
 @given(data=st.data())
 def test_ids_equal_sentencepiece_on_random_text(prefix: bool, symbols: tuple[str, ...], data: st.DataObject) -> None:
     alphabet = st.one_of(

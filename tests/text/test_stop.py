@@ -1,11 +1,12 @@
 """Stop strings end a stream at the same place however it is cut, and never leak."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.errors import RequestError
 from bankfull.text.stop import StopText
+from tests.quick import examples
 
 
 def oracle(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
@@ -28,7 +29,7 @@ texts = st.text("abc", max_size=12)
 stop_lists = st.lists(st.text("abc", min_size=1, max_size=4), max_size=4)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400, deadline=None)
 @given(text=texts, stops=stop_lists, include=st.booleans(), data=st.data())
 def test_every_split_gives_the_oracles_text(text: str, stops: list[str], include: bool, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
@@ -39,7 +40,7 @@ def test_every_split_gives_the_oracles_text(text: str, stops: list[str], include
     assert whole.startswith("".join(emitted))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200, deadline=None)
 @given(text=st.text("ab", max_size=8), stops=st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=3))
 def test_all_two_way_splits_agree(text: str, stops: list[str]) -> None:
     expected = oracle(text, stops, False)
@@ -47,7 +48,7 @@ def test_all_two_way_splits_agree(text: str, stops: list[str]) -> None:
         assert run([text[:cut], text[cut:]], stops, False)[:2] == expected
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200, deadline=None)
 @given(text=texts, stops=stop_lists)
 def test_text_is_held_only_while_it_may_become_a_stop(text: str, stops: list[str]) -> None:
     stream = StopText(stops)

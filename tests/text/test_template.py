@@ -7,12 +7,13 @@ from functools import cache
 
 import pytest
 import transformers
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bankfull.errors import ModelError, RequestError
 from bankfull.text.template import ChatTemplate, encode_chat
 from bankfull.text.tokenizer import Tokenizer
+from tests.quick import examples
 
 from .corpus import HOSTILE
 from .models import chatml_tokenizer, sentencepiece_tokenizer
@@ -215,7 +216,7 @@ def encoded(tokenizer: Tokenizer, name: str, messages: list[dict[str, object]]) 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=60, deadline=None)
+@examples(60, deadline=None)
 @given(contents=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), min_size=1, max_size=3))
 def test_ordinary_messages_get_the_ids_of_the_rendered_text(kind: str, name: str, contents: list[str]) -> None:
     tokenizer = TOKENIZERS[kind]()
@@ -238,7 +239,7 @@ def test_half_a_spelling_changes_no_id(kind: str, name: str, part: str) -> None:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=60, deadline=None)
+@examples(60, deadline=None)
 @given(
     pieces=st.lists(
         st.sampled_from([*PARTS, "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<s>", "a", "\n"]), max_size=6

@@ -6,12 +6,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.errors import ModelError
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
+from tests.quick import examples
 
 BLOCK_FORMATS = [name for name, scheme in SCHEMES.items() if [part.name for part in scheme.parts] == ["blocks"]]
 # Where the float16 scales lie in a block.
@@ -75,7 +76,7 @@ def test_extreme_scales_agree_bit_for_bit_with_the_reference(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
-@settings(max_examples=30, deadline=None)
+@examples(30, deadline=None)
 @given(data=st.data())
 def test_any_block_agrees_bit_for_bit_with_the_reference(name: str, data: st.DataObject) -> None:
     size = SCHEMES[name].block_bytes

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import safetensors
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from bankfull.errors import ModelError
 from bankfull.weights import safetensors as directory
 from bankfull.weights.source import open_model
+from tests.quick import examples
 
 CONFIG = {"model_type": "llama", "hidden_size": 8, "torch_dtype": "bfloat16", "rope_theta": 10000.0}
 INDEX = "model.safetensors.index.json"
@@ -233,7 +234,7 @@ def test_every_byte_of_a_safetensors_header_may_be_anything(single: Path) -> Non
     assert refused > end
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_safetensors_header_is_survived(single: Path, data: st.DataObject) -> None:
     whole = st.one_of(st.integers(-(2**65), 2**65), st.sampled_from([0, 8, 16, 32, 2**63, 2**64 - 1]))

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.errors import ModelError
 from bankfull.weights.hf_config import read_json
 from bankfull.weights.source import normalize_config
+from tests.quick import examples
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192}  # fmt: skip
@@ -109,7 +110,7 @@ KEYS = st.sampled_from(["rope_theta", "rope_scaling", "rope_parameters", "dtype"
                         "rope_type", "full_attention", "sliding_attention", "rope_local_base_freq"])  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200, deadline=None)
 @given(st.dictionaries(KEYS, st.one_of(JSON, st.dictionaries(KEYS, st.one_of(JSON, st.dictionaries(KEYS, JSON))))))
 def test_any_config_is_normalized_or_refused(config: dict[str, Any]) -> None:
     try:

@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.errors import ConfigError, ModelError
@@ -14,6 +14,7 @@ from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.quantize import TYPES, quantize
 from bankfull.weights.requantized import Requantized, bits_per_weight, block_types, parse_wish
+from tests.quick import examples
 
 STANDARD = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 SUPER = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
@@ -43,7 +44,7 @@ def test_standard_types_are_encoded_bit_for_bit_as_the_format_says(name: str) ->
 
 
 @pytest.mark.parametrize("name", STANDARD)
-@settings(max_examples=40, deadline=None)
+@examples(40, deadline=None)
 @given(seed=st.integers(0, 2**31), scale=st.floats(1e-6, 1e4))
 def test_any_values_are_encoded_as_the_format_says(name: str, seed: int, scale: float) -> None:
     values = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed)).mul(scale)
@@ -70,7 +71,7 @@ def test_super_block_errors_are_within_half_of_each_groups_own_step(name: str) -
 
 
 @pytest.mark.parametrize("name", SUPER)
-@settings(max_examples=40, deadline=None)
+@examples(40, deadline=None)
 @given(seed=st.integers(0, 2**31), scale=st.floats(1e-6, 1e3), shift=st.floats(-3, 3))
 def test_any_super_block_is_within_half_a_step(name: str, seed: int, scale: float, shift: float) -> None:
     values = (torch.randn(3, 256, generator=torch.Generator().manual_seed(seed)) + shift) * scale

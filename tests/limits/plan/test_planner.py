@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -39,6 +40,16 @@ def plan(*sites: Site, model: dict[str, Any] = MODEL, **asked: Any) -> Plan:
     return Planner(model, sites, ask(**asked)).plan()
 
 
+@cache
+def plan_of_one_card() -> Plan:
+    return plan(CARD)
+
+
+@cache
+def plan_of_two_cards() -> Plan:
+    return plan(CARD, TWICE)
+
+
 def test_a_plan_recommends_what_this_version_can_run_with_the_command_that_runs_it() -> None:
     found = plan(CPU, CARD, ELSEWHERE, goal="cost")
     assert found.recommended is not None and found.recommended.configuration.site is CARD
@@ -51,7 +62,7 @@ def test_a_plan_recommends_what_this_version_can_run_with_the_command_that_runs_
 
 
 def test_devices_that_only_a_later_version_could_join_are_marked() -> None:
-    found = plan(CARD)
+    found = plan_of_one_card()
     joined = [outcome for outcome in found.later if outcome.configuration.layout.ways > 1]
     assert joined and all("not yet" in (outcome.configuration.not_yet or "") for outcome in joined)
     assert joined[0].configuration.devices == 2
@@ -84,7 +95,7 @@ def test_the_highest_rate_is_one_at_which_the_recommendation_still_keeps_the_obj
 
 
 def test_the_chart_shows_every_choice_and_marks_the_recommended_one() -> None:
-    found = plan(CARD, TWICE)
+    found = plan_of_two_cards()
     drawn = plan_chart(found)
     assert sum(len(series.points) for series in drawn.series) == len(found.pareto)
     assert [mark.label for mark in drawn.marks] == ["recommended"] and "<svg" in drawn.svg()
@@ -141,7 +152,7 @@ def test_a_goal_of_cost_needs_a_price() -> None:
 
 
 def test_every_figure_stands_beside_its_limit_and_json_has_all_of_it() -> None:
-    found = plan(CARD, TWICE)
+    found = plan_of_two_cards()
     for outcome in found.pareto:
         assert 0 < outcome.ttft_least <= outcome.ttft_p99 and 0 < outcome.tpot_least <= outcome.tpot_p50
         assert 0 < outcome.percent_of_limit <= 100 and outcome.goodput <= found.question.traffic.rate
@@ -184,7 +195,7 @@ def test_domination_needs_more_than_the_noise_of_a_simulation() -> None:
 
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
-    found = plan(CARD).recommended
+    found = plan_of_one_card().recommended
     assert found is not None
     return found
 

@@ -1,0 +1,62 @@
+"""What a quick run leaves to `make test-full`: combinations of parameters, and generated examples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+FULL_EXAMPLES = 100
+QUICK_EXAMPLES, FEWEST_EXAMPLES = 30, 20
+"""Of each hundred, and at the least."""
+
+
+def is_quick(config: pytest.Config) -> bool:
+    return config.option.markexpr == "not full"
+
+
+def examples(count: int, **more: Any) -> Any:
+    """Hypothesis' settings for that many examples; a quick run takes its share of them."""
+    from hypothesis import settings
+
+    share = count * settings().max_examples // FULL_EXAMPLES
+    return settings(max_examples=min(count, max(FEWEST_EXAMPLES, share)), **more)
+
+
+def covering(rows: Sequence[Sequence[Any]], strength: int) -> set[int]:
+    """Some of the rows, chosen greedily: values that meet in `strength` columns of any row meet in a chosen one."""
+    needs = [set(combinations(enumerate(row), min(strength, len(row)))) for row in rows]
+    left = set[Any]().union(*needs)
+    chosen = set[int]()
+    while left:
+        best = max(range(len(rows)), key=lambda at: (len(needs[at] & left), -at))
+        chosen.add(best)
+        left -= needs[best]
+    return chosen
+
+
+def leave_to_full_runs(items: Iterable[pytest.Item]) -> None:
+    """Marks as `full` what a test's `covering` mark does not choose from its parameters."""
+    families: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("covering") and not item.get_closest_marker("full"):
+            families.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for family in families.values():
+        mark = family[0].get_closest_marker("covering")
+        assert mark is not None
+        chosen = covering([values_of(item) for item in family], *mark.args)
+        for at, item in enumerate(family):
+            if at not in chosen:
+                item.add_marker("full")
+
+
+def values_of(item: pytest.Item) -> list[tuple[int, ...]]:
+    """One for each `parametrize`, whose names are one parameter, and one for each fixture with parameters. Values need
+    not be hashable, but the items of a test share them."""
+    params = dict(item.callspec.params)  # type: ignore[attr-defined]
+    groups = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    names = [[name.strip() for name in group.split(",")] if isinstance(group, str) else group for group in groups]
+    values = [tuple(id(params.pop(name)) for name in group) for group in names]
+    return [*values, *((id(params[name]),) for name in sorted(params))]
