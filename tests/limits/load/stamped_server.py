@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import select
 import selectors
@@ -19,13 +20,21 @@ from typing import Any
 
 from httptools import HttpRequestParser
 
+from bankfull.limits.load.stalls import StallWatch
+
 
 class Clock(selectors.EpollSelector):
     """To the microsecond; the server has its own, so that it does not share a mistake with the client."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.watch = StallWatch()
+
     def select(self, timeout: float | None = None) -> Any:
+        self.watch.goes_to_sleep(timeout)
         if timeout is None or timeout > 0:
             select.select([self.fileno()], [], [], timeout)
+        self.watch.wakes()
         return super().select(0)
 
 
@@ -44,8 +53,8 @@ class Line:
 
 
 class Stamping(asyncio.Protocol):
-    def __init__(self, line: Line, faults: Faults) -> None:
-        self._line, self._faults = line, faults
+    def __init__(self, line: Line, faults: Faults, watch: StallWatch | None = None) -> None:
+        self._line, self._faults, self._watch = line, faults, watch
         self._parser = HttpRequestParser(self)
         self._body = b""
 
@@ -74,6 +83,8 @@ class Stamping(asyncio.Protocol):
                 self._transport.abort()
             else:
                 self._answer(call, arrived, "chat" in self._path)
+        elif self._path == "/stalls" and self._watch is not None:
+            self._plain(200, [(stall.begin, stall.end, stall.own) for stall in self._watch.stalls])
         elif self._path == "/stop":
             self._plain(200, self._faults.calls)
             asyncio.get_running_loop().call_later(0.01, asyncio.get_running_loop().stop)
@@ -135,15 +146,14 @@ class Faults:
         return bool(self._leave) and len(self.calls) % self._leave == 0
 
 
-async def listen(line: Line, faults: Faults, port: int = 0) -> asyncio.Server:
-    """On the running loop, by its clock."""
+async def _serve(arguments: argparse.Namespace, watch: StallWatch) -> None:
+    line, faults = Line(arguments.service, arguments.wait, arguments.gap), Faults(arguments.refuse, arguments.leave)
     make = asyncio.get_running_loop().create_server
-    return await make(lambda: Stamping(line, faults), "127.0.0.1", port, backlog=1024)
-
-
-async def _serve(arguments: argparse.Namespace) -> None:
-    line = Line(arguments.service, arguments.wait, arguments.gap)
-    server = await listen(line, Faults(arguments.refuse, arguments.leave), arguments.port)
+    server = await make(lambda: Stamping(line, faults, watch), "127.0.0.1", arguments.port, backlog=1024)
+    # A collection would keep a request that has come from being stamped.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 
@@ -156,10 +166,11 @@ def main() -> None:
     parser.add_argument("--gap", type=float, default=0.0)
     parser.add_argument("--refuse", type=int, default=0)
     parser.add_argument("--leave", type=int, default=0)
+    clock = Clock()
     with suppress(RuntimeError, KeyboardInterrupt), asyncio.Runner(
-        loop_factory=lambda: asyncio.SelectorEventLoop(Clock())
+        loop_factory=lambda: asyncio.SelectorEventLoop(clock)
     ) as runner:
-        runner.run(_serve(parser.parse_args()))
+        runner.run(_serve(parser.parse_args(), clock.watch))
 
 
 if __name__ == "__main__":
