@@ -10,11 +10,13 @@ import argparse
 import json
 import sys
 from dataclasses import asdict, dataclass
+from time import monotonic, process_time
 
 from bankfull.config import RunConfig
 from bankfull.errors import BankfullError
 from bankfull.limits import ceilings
 from bankfull.limits.bench_stats import better, quantile
+from bankfull.limits.load import machine
 from bankfull.limits.plan.calibrate import calibration, engine_for, shown, step_times, timed_steps
 from bankfull.limits.recipe import open_subject, recipe_of
 from bankfull.runtime.device import open_device
@@ -26,6 +28,8 @@ CHUNK = 512
 """Tokens of a step that fills caches."""
 MEDIAN, P90 = 0.25, 0.40
 """What the errors may be."""
+QUIET = 0.05
+"""Cores that others may use before the figures are called rough."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +48,22 @@ class Cell:
         return abs(self.predicted / self.measured - 1)
 
 
-def cells(
-    model: str, device_name: str, run: RunConfig, refresh: bool, most_batch: int, most_context: int
-) -> tuple[list[Cell], dict[str, str]]:
-    """Those that were timed, and why the others could not be."""
+@dataclass(frozen=True)
+class Grid:
+    cells: list[Cell]
+    missing: dict[str, str]
+    """Cells that could not be timed, and why."""
+    others: float
+    """Cores that other programs used meanwhile: the noise in the figures."""
+
+
+def cells(model: str, device_name: str, run: RunConfig, refresh: bool, most_batch: int, most_context: int) -> Grid:
     subject = open_subject(model)
     if not isinstance(subject, ModelFiles):
         raise SystemExit(f"{model} has no weights: nothing can be timed.")
     device = open_device(device_name)
     recipe = recipe_of(subject, device.kind, run)
+    begun, busy, own = monotonic(), machine.busy_seconds(), process_time()
     found = calibration(recipe, device_name, refresh=refresh, advance=_say)
     decodes = tuple((b, c) for b in BATCHES for c in CONTEXTS if b <= most_batch and c <= most_context)
     prefills = tuple((b, min(c, CHUNK // b), c - min(c, CHUNK // b)) for b, c in decodes)
@@ -61,14 +72,16 @@ def cells(
     after = ceilings.of_device(device, refresh=True)
     limits = found.ceilings if after is None else better(found.ceilings, after)
     times = step_times(recipe, device.kind, found.fitted(recipe, device.kind, limits), limits)
-    found_cells = [
+    others = (machine.busy_seconds() - busy - (process_time() - own)) / (monotonic() - begun)
+    timed_cells = [
         Cell(
             "decode" if len(shape) == 2 else "prefill", shape[0], max(timed.step.lengths), max(timed.step.counts),
             timed.seconds, times.likely(timed.step), times.least(timed.step),
         )
         for shape, timed in measured.timed.items()
     ]  # fmt: skip
-    return found_cells, {shown(shape): reason for shape, reason in measured.missing.items()}
+    missing = {shown(shape): reason for shape, reason in measured.missing.items()}
+    return Grid(timed_cells, missing, max(0.0, others))
 
 
 def _say(done: int, note: str) -> None:
@@ -99,14 +112,15 @@ def main() -> None:
     asked = parser.parse_args()
     run = RunConfig(quantize=asked.quantize, kv_dtype=asked.kv_dtype)
     try:
-        found, missing = cells(asked.model, asked.device, run, asked.refresh, asked.most_batch, asked.most_context)
+        grid = cells(asked.model, asked.device, run, asked.refresh, asked.most_batch, asked.most_context)
     except BankfullError as error:
         raise SystemExit(str(error)) from None
+    found, missing = grid.cells, grid.missing
     if not found:
         raise SystemExit(f"No cell could be timed. {' '.join(sorted(set(missing.values())))}")
     figures = summary(found)
     if asked.json:
-        print(json.dumps({"cells": [asdict(cell) for cell in found], "missing": missing, **figures}))
+        print(json.dumps(asdict(grid) | figures))
     else:
         print(f"{'phase':8s}{'batch':>6s}{'context':>9s}{'tokens':>8s}{'measured':>12s}{'predicted':>12s}{'error':>8s}"
               f"{'least':>12s}")  # fmt: skip
@@ -116,6 +130,8 @@ def main() -> None:
                   f"{c.predicted * 1e3:9.2f} ms{error:+8.0%}{c.least * 1e3:9.2f} ms")  # fmt: skip
         for shape, reason in missing.items():
             print(f"not timed: {shape}. {reason}")
+        if grid.others > QUIET:
+            print(f"others used {grid.others:.2g} cores meanwhile: these figures are rough")
         for name, value in figures.items():
             print(f"{name}: {value:.0f}" if name == "least_above_measured" else f"{name}: {value:.1%}")
     good = figures["all_median"] <= MEDIAN and figures["all_p90"] <= P90 and not figures["least_above_measured"]
