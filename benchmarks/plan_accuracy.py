@@ -15,7 +15,8 @@ from time import monotonic, process_time
 from bankfull.config import RunConfig
 from bankfull.errors import BankfullError
 from bankfull.limits import ceilings
-from bankfull.limits.bench_stats import better, quantile
+from bankfull.limits.bench_stats import quantile
+from bankfull.limits.ceilings import better
 from bankfull.limits.load import machine
 from bankfull.limits.plan.calibrate import calibration, engine_for, shown, step_times, timed_steps
 from bankfull.limits.recipe import open_subject, recipe_of

@@ -263,5 +263,5 @@ def ask_once(server: Server, asking: Asking, conversation: Conversation) -> Outc
     """One request before anything is measured: whether it works at all, told in one sentence, and a warm server."""
     outcome = Client(server, asking).run([conversation], [0.0])[0]
     if outcome.error is not None:
-        raise ConfigError(f"{server.address.url} does not answer as it should: {outcome.error}.")
+        raise ConfigError(f"{server.address.url} does not answer as it should: {outcome.error.rstrip('.')}.")
     return outcome

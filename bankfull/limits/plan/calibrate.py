@@ -18,8 +18,7 @@ from typing import Any
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.errors import ConfigError
 from bankfull.limits import ceilings
-from bankfull.limits.bench_stats import better
-from bankfull.limits.ceilings import Ceilings
+from bankfull.limits.ceilings import Ceilings, better
 from bankfull.limits.closed_form import ClosedForm, forms_by_operation
 from bankfull.limits.plan.assumed import usual
 from bankfull.limits.plan.fit import Timed, fit
@@ -165,17 +164,12 @@ def _limits(device: Device) -> Ceilings:
 
 def _identity(recipe: Recipe, device: Device) -> dict[str, Any]:
     """What the factors depend on: machine, model, and how its numbers are stored and multiplied."""
-    if device.kind == "cuda":
-        from bankfull.limits import cuda_ceilings
-
-        machine = cuda_ceilings.identity_of(device.torch)
-    else:
-        machine = ceilings.identity_here()
     config = hashlib.sha256(json.dumps(recipe.config, sort_keys=True, default=str).encode()).hexdigest()
     schemes = hashlib.sha256(str(sorted((n, s.name) for n, s in recipe.schemes.items())).encode()).hexdigest()
     return {
-        **machine, "calibration": FORMAT, "model": config, "schemes": schemes, "dtype": recipe.dtype_name,
-        "kv dtype": str(recipe.kv_dtype), "activations": recipe.activations, "providers": recipe.run.providers,
+        **ceilings.identity_of(device), "calibration": FORMAT, "model": config, "schemes": schemes,
+        "dtype": recipe.dtype_name, "kv dtype": str(recipe.kv_dtype), "activations": recipe.activations,
+        "providers": recipe.run.providers,
     }  # fmt: skip
 
 
