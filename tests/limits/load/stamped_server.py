@@ -97,24 +97,26 @@ class Stamping(asyncio.Protocol):
         self._transport.write(head.encode() + body)
 
     def _answer(self, call: dict[str, Any], arrived: float, chat: bool) -> None:
-        first, count = self._line.first_token(arrived), call["max_tokens"]
-        loop = asyncio.get_running_loop()
-        for number in range(count):
-            came, last = arrived if number == 0 else None, number == count - 1
-            # asyncio does not keep the order of what is due at the very same time.
-            loop.call_at(first + number * max(self._line.gap, 1e-6), self._token, came, last, call, chat)
+        first = self._line.first_token(arrived)
+        asyncio.get_running_loop().call_at(first, self._token, first, 0, arrived, call, chat)
 
-    def _token(self, arrived: float | None, last: bool, call: dict[str, Any], chat: bool) -> None:
+    def _token(self, due: float, number: int, arrived: float | None, call: dict[str, Any], chat: bool) -> None:
+        """One token, and the appointment for the next: all at once would keep whoever comes meanwhile waiting."""
         if self._transport.is_closing():
             return
+        last = number + 1 >= call["max_tokens"]
+        if not last:
+            after = due + self._line.gap
+            asyncio.get_running_loop().call_at(after, self._token, after, number + 1, None, call, chat)
         parts = []
         if arrived is not None:
             head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
             parts.append(head)
         stamp = f"{asyncio.get_running_loop().time():.6f} "
         text = stamp if arrived is None else f"{arrived:.6f} {stamp}"
-        said: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
-        events = _event({"choices": [{"index": 0, **said, "finish_reason": "length" if last else None}]})
+        said = f'"delta": {{"content": "{text}"}}' if chat else f'"text": "{text}"'
+        why = '"length"' if last else "null"
+        events = f'data: {{"choices": [{{"index": 0, {said}, "finish_reason": {why}}}]}}\n\n'.encode()
         if last:
             prompt = call.get("prompt", "")
             tokens = len(prompt) if isinstance(prompt, list) else len(str(prompt).split())
