@@ -10,12 +10,15 @@ import argparse
 import json
 import sys
 from dataclasses import asdict, dataclass
+from time import monotonic, process_time
 
 from bankfull.config import RunConfig
 from bankfull.errors import BankfullError
 from bankfull.limits import ceilings
-from bankfull.limits.bench_stats import better, quantile
-from bankfull.limits.plan.calibrate import calibration, engine_for, step_times, timed_steps
+from bankfull.limits.bench_stats import quantile
+from bankfull.limits.ceilings import better
+from bankfull.limits.load import machine
+from bankfull.limits.plan.calibrate import calibration, engine_for, shown, step_times, timed_steps
 from bankfull.limits.recipe import open_subject, recipe_of
 from bankfull.runtime.device import open_device
 from bankfull.weights.source import ModelFiles
@@ -26,6 +29,8 @@ CHUNK = 512
 """Tokens of a step that fills caches."""
 MEDIAN, P90 = 0.25, 0.40
 """What the errors may be."""
+QUIET = 0.05
+"""Cores that others may use before the figures are called rough."""
 
 
 @dataclass(frozen=True)
@@ -44,32 +49,40 @@ class Cell:
         return abs(self.predicted / self.measured - 1)
 
 
-def cells(
-    model: str, device_name: str, run: RunConfig, refresh: bool, most_batch: int, most_context: int
-) -> list[Cell]:
+@dataclass(frozen=True)
+class Grid:
+    cells: list[Cell]
+    missing: dict[str, str]
+    """Cells that could not be timed, and why."""
+    others: float
+    """Cores that other programs used meanwhile: the noise in the figures."""
+
+
+def cells(model: str, device_name: str, run: RunConfig, refresh: bool, most_batch: int, most_context: int) -> Grid:
     subject = open_subject(model)
     if not isinstance(subject, ModelFiles):
         raise SystemExit(f"{model} has no weights: nothing can be timed.")
     device = open_device(device_name)
     recipe = recipe_of(subject, device.kind, run)
+    begun, busy, own = monotonic(), machine.busy_seconds(), process_time()
     found = calibration(recipe, device_name, refresh=refresh, advance=_say)
     decodes = tuple((b, c) for b in BATCHES for c in CONTEXTS if b <= most_batch and c <= most_context)
     prefills = tuple((b, min(c, CHUNK // b), c - min(c, CHUNK // b)) for b, c in decodes)
     made = engine_for(recipe, device, max(BATCHES), max(b * c for b, c in decodes))
-    measured = list(timed_steps(made, _say, decodes, prefills))
+    measured = timed_steps(made, _say, decodes, prefills)
     after = ceilings.of_device(device, refresh=True)
     limits = found.ceilings if after is None else better(found.ceilings, after)
     times = step_times(recipe, device.kind, found.fitted(recipe, device.kind, limits), limits)
-    left_out = len(decodes) + len(prefills) - len(measured)
-    if left_out:
-        print(f"{left_out} cells are left out: the memory for state does not hold them.", file=sys.stderr)
-    return [
+    others = (machine.busy_seconds() - busy - (process_time() - own)) / (monotonic() - begun)
+    timed_cells = [
         Cell(
-            "decode" if len(shape) == 2 else "prefill", shape[0], max(step.lengths), max(step.counts), seconds,
-            times.likely(step), times.least(step),
+            "decode" if len(shape) == 2 else "prefill", shape[0], max(timed.step.lengths), max(timed.step.counts),
+            timed.seconds, times.likely(timed.step), times.least(timed.step),
         )
-        for shape, (step, seconds) in measured
+        for shape, timed in measured.timed.items()
     ]  # fmt: skip
+    missing = {shown(shape): reason for shape, reason in measured.missing.items()}
+    return Grid(timed_cells, missing, max(0.0, others))
 
 
 def _say(done: int, note: str) -> None:
@@ -100,12 +113,15 @@ def main() -> None:
     asked = parser.parse_args()
     run = RunConfig(quantize=asked.quantize, kv_dtype=asked.kv_dtype)
     try:
-        found = cells(asked.model, asked.device, run, asked.refresh, asked.most_batch, asked.most_context)
+        grid = cells(asked.model, asked.device, run, asked.refresh, asked.most_batch, asked.most_context)
     except BankfullError as error:
         raise SystemExit(str(error)) from None
+    found, missing = grid.cells, grid.missing
+    if not found:
+        raise SystemExit(f"No cell could be timed. {' '.join(sorted(set(missing.values())))}")
     figures = summary(found)
     if asked.json:
-        print(json.dumps({"cells": [asdict(cell) for cell in found], **figures}))
+        print(json.dumps(asdict(grid) | figures))
     else:
         print(f"{'phase':8s}{'batch':>6s}{'context':>9s}{'tokens':>8s}{'measured':>12s}{'predicted':>12s}{'error':>8s}"
               f"{'least':>12s}")  # fmt: skip
@@ -113,6 +129,10 @@ def main() -> None:
             error = c.predicted / c.measured - 1
             print(f"{c.phase:8s}{c.batch:6d}{c.context:9d}{c.tokens:8d}{c.measured * 1e3:9.2f} ms"
                   f"{c.predicted * 1e3:9.2f} ms{error:+8.0%}{c.least * 1e3:9.2f} ms")  # fmt: skip
+        for shape, reason in missing.items():
+            print(f"not timed: {shape}. {reason}")
+        if grid.others > QUIET:
+            print(f"others used {grid.others:.2g} cores meanwhile: these figures are rough")
         for name, value in figures.items():
             print(f"{name}: {value:.0f}" if name == "least_above_measured" else f"{name}: {value:.1%}")
     good = figures["all_median"] <= MEDIAN and figures["all_p90"] <= P90 and not figures["least_above_measured"]

@@ -247,7 +247,7 @@ def compare(
     if pairs < 1:
         raise ConfigError(f"--pairs {pairs} must be at least 1.")
     load = side_by_side.plain_text(load_of(work, arrivals, slo))
-    own = side_by_side.ours(model) if ours is None else side_by_side.parse_contender(f"{side_by_side.OURS}={ours}")
+    own = side_by_side.ours() if ours is None else side_by_side.parse_contender(f"{side_by_side.OURS}={ours}")
     started = any(not side.is_address for side in (own, *peers))
     files = str(locate(model)) if started else model
     with side_by_side.Running(own, files, server_key(), tell) as one:

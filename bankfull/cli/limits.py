@@ -77,16 +77,22 @@ def measure(device: str, refresh: bool) -> tuple[Ceilings, Levels]:
     from bankfull.cli.terminal import progress
     from bankfull.errors import ConfigError
     from bankfull.limits import levels
-    from bankfull.limits.ceilings import of_device
+    from bankfull.limits.ceilings import forget, keep_for, of_device
     from bankfull.runtime.device import open_device
 
     opened = open_device(device)
+    if refresh:
+        forget(opened)
     with progress("measuring", levels.PARTS + 1) as advance:
         advance(0, "reading and multiplying")
         found = of_device(opened, refresh)
         if found is None:
             raise ConfigError(f"{device} has too little free memory to be measured; end what else runs there.")
-        return found, levels.measure(opened, found, refresh, lambda done, note: advance(done + 1, note))
+        around = levels.measure(opened, found, refresh, lambda done, note: advance(done + 1, note))
+    best, around = levels.joined(found, around)
+    if best != found:
+        keep_for(opened, best)
+    return best, around
 
 
 def list_devices(catalogue: Path | None, json: bool) -> None:

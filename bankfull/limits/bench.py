@@ -18,9 +18,9 @@ from typing import Any
 from bankfull.errors import ConfigError, RequestError
 from bankfull.limits import ceilings
 from bankfull.limits.bench_profile import KernelCosts, Part, Row, Spent
-from bankfull.limits.bench_stats import Spread, better, least_seconds, per_second, share_outside, spread
+from bankfull.limits.bench_stats import Spread, least_seconds, per_second, share_outside, spread
 from bankfull.limits.bench_watch import Bindings, Captured, Watched, bindings, taped_of
-from bankfull.limits.ceilings import Ceilings
+from bankfull.limits.ceilings import Ceilings, better
 from bankfull.limits.closed_form import ClosedForm, closed_form
 from bankfull.limits.metered import MeteredModel
 from bankfull.limits.step import StepShape

@@ -1,9 +1,9 @@
-"""The arithmetic of measurements: spreads, shares of a limit, and the better of two looks at a machine. Pure."""
+"""The arithmetic of measurements: spreads, and shares of a limit. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 from bankfull.errors import ConfigError
@@ -53,15 +53,3 @@ def least_seconds(costs: Iterable[Cost], ceilings: Ceilings, dtype: str, activat
     """The shortest time for steps that run one after another; what a step reads is its working set."""
     peak = ceilings.peak_of(dtype, activations)
     return sum(cost.seconds(peak, ceilings.read_at(cost.read)) for cost in costs)
-
-
-def better(one: Ceilings, other: Ceilings) -> Ceilings:
-    """The best of each rate: a busy minute makes a ceiling look low, nothing makes it look high."""
-    if one.flops.keys() != other.flops.keys():
-        raise ConfigError("Ceilings of different instruments cannot be joined; measure both with one version.")
-    return replace(
-        one,
-        read_bytes_per_s=max(one.read_bytes_per_s, other.read_bytes_per_s),
-        cached_read_bytes_per_s=max(one.cached_read_bytes_per_s, other.cached_read_bytes_per_s),
-        flops={dtype: max(rate, other.flops[dtype]) for dtype, rate in one.flops.items()},
-    )

@@ -16,7 +16,8 @@ import platform
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
@@ -44,6 +45,8 @@ LARGEST_FILE = 1 << 16
 LINE = 64
 """Bytes that the kernels read at a time."""
 MOST_ROUNDS = 1 << 24
+SAME_SET = 0.9
+"""Working sets that differ by less are of one size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +108,56 @@ def of_device(device: Device, refresh: bool = False) -> Ceilings | None:
 
 
 def kept_or_measured(identity: dict[str, Any], measured: Callable[[], Ceilings], refresh: bool) -> Ceilings:
-    """What is kept for the machine or device of that identity; else, or to refresh it, what is measured now."""
-    found = None if refresh else _load(path_of(identity), identity)
-    if found is None:
-        found = measured()
-        keep(path_of(identity), identity, ceilings=asdict(found))
+    """What is kept for the machine or device of that identity; else, or to refresh it, what is measured now. A busy
+    moment never lowers what is kept: `forget` does."""
+    kept = _load(path_of(identity), identity)
+    if kept is not None and not refresh:
+        return kept
+    found = measured()
+    keep(path_of(identity), identity, ceilings=asdict(found if kept is None else _best(kept, found)))
     return found
+
+
+def forget(device: Device) -> None:
+    """What was measured of it before, so that only what is measured next counts."""
+    with suppress(OSError):
+        path_of(identity_of(device)).unlink()
+
+
+def keep_for(device: Device, found: Ceilings) -> None:
+    identity = identity_of(device)
+    keep(path_of(identity), identity, ceilings=asdict(found))
+
+
+def identity_of(device: Device) -> dict[str, Any]:
+    if device.kind != "cuda":
+        return identity_here()
+    from bankfull.limits import cuda_ceilings
+
+    return cuda_ceilings.identity_of(device.torch)
+
+
+def better(one: Ceilings, other: Ceilings) -> Ceilings:
+    """The best of each rate: a busy minute makes a ceiling look low, nothing makes it look high."""
+    if one.flops.keys() != other.flops.keys():
+        raise ConfigError("Ceilings of different instruments cannot be joined; measure both with one version.")
+    return replace(
+        one,
+        read_bytes_per_s=max(one.read_bytes_per_s, other.read_bytes_per_s),
+        cached_read_bytes_per_s=max(one.cached_read_bytes_per_s, other.cached_read_bytes_per_s),
+        flops={dtype: max(rate, other.flops[dtype]) for dtype, rate in one.flops.items()},
+    )
+
+
+def _best(kept: Ceilings, found: Ceilings) -> Ceilings:
+    """Of what was measured alike: a smaller working set may lie in a cache, and tells nothing about memory."""
+    if kept.flops.keys() != found.flops.keys() or kept.instrument != found.instrument:
+        return found
+    if found.read_set_bytes < SAME_SET * kept.read_set_bytes:
+        found = replace(found, read_bytes_per_s=kept.read_bytes_per_s, read_set_bytes=kept.read_set_bytes)
+    elif kept.read_set_bytes < SAME_SET * found.read_set_bytes:
+        kept = replace(kept, read_bytes_per_s=found.read_bytes_per_s)
+    return better(found, kept)
 
 
 def known() -> Ceilings | None:
@@ -121,11 +168,7 @@ def known() -> Ceilings | None:
 
 def known_of(device: Device) -> Ceilings | None:
     """What was measured of the device before, if anything: a server has no idle machine to measure on."""
-    if device.kind != "cuda":
-        return known()
-    from bankfull.limits import cuda_ceilings
-
-    identity = cuda_ceilings.identity_of(device.torch)
+    identity = identity_of(device)
     return _load(path_of(identity), identity)
 
 

@@ -13,6 +13,8 @@ QUEUE = "queue"
 ORDER = (QUEUE, PREFILL, DECODE, RECOMPUTE, PREEMPTED, HELD_BACK)
 MUCH_WAITING, MUCH_HOST = 0.3, 0.2
 """Share of the time from which on they are named."""
+BEYOND = 105.0
+"""Percent of a limit above which the limit is doubted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,8 @@ def _summary(
         lead = f"{part.name} took {shown.share:.0%} of the time"
         if shown.percent_of_limit is not None:
             lead += f" and is bound by {shown.bound} at {shown.percent_of_limit:.0f}% of the limit"
+            if shown.percent_of_limit > BEYOND:
+                lead += ", which was measured on a busier machine (`bankfull limits --refresh` measures it again)"
         host = part.seconds - part.inside
         if host > MUCH_HOST * part.seconds:
             lead += f", {host / part.seconds:.0%} of it outside of kernels"

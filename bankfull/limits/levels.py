@@ -64,7 +64,7 @@ class Levels:
 
 def measure(device: Device, found: Ceilings, refresh: bool = False, advance: Advance | None = None) -> Levels:
     """Of this machine or an accelerator, whose ceilings are `found`: from the cache, or measured in some seconds."""
-    identity = {"levels": FORMAT, **_identity(device)}
+    identity = {"levels": FORMAT, **ceilings.identity_of(device)}
     path = ceilings.path_of(identity, "levels")
     kept = None if refresh else _load(path, identity)
     if kept is None:
@@ -95,12 +95,19 @@ def caches() -> dict[int, int]:
     return found
 
 
-def _identity(device: Device) -> dict[str, Any]:
-    if device.kind != "cuda":
-        return ceilings.identity_here()
-    from bankfull.limits import cuda_ceilings
-
-    return cuda_ceilings.identity_of(device.torch)
+def joined(found: Ceilings, levels: Levels) -> tuple[Ceilings, Levels]:
+    """Both were measured at their own time, and one of them perhaps at a busy one: the best of what both tell. The
+    curve's larger sets also bound the small one from below; none of them tells about memory but its own level."""
+    memory = levels.levels[-1]
+    read = found.read_bytes_per_s
+    if memory.set_bytes >= ceilings.SAME_SET * found.read_set_bytes:
+        read = max(read, memory.bytes_per_s)
+    larger = [rate for size, rate in levels.curve if size >= found.cached_set_bytes]
+    better = replace(
+        found, read_bytes_per_s=read, cached_read_bytes_per_s=max([found.cached_read_bytes_per_s, read, *larger])
+    )
+    last = replace(memory, set_bytes=max(memory.set_bytes, found.read_set_bytes), bytes_per_s=read)
+    return better, replace(levels, levels=(*levels.levels[:-1], last))
 
 
 def _measure(device: Device, found: Ceilings, advance: Advance) -> Levels:

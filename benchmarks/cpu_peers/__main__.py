@@ -13,8 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from bankfull.cli.terminal import print_table
-from bankfull.limits.bench_stats import better
-from bankfull.limits.ceilings import measure
+from bankfull.limits.ceilings import better, measure
 from bankfull.limits.load.rows_table import notes, problems, ratio_table
 from bankfull.paths import cache_dir
 from bankfull.weights.locate import DEFAULT_MODEL, locate

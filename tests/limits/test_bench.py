@@ -13,9 +13,9 @@ from bankfull import LLM, SamplingParams
 from bankfull.errors import ConfigError
 from bankfull.limits.bench import Bench, Load, Phase, Report, Turn
 from bankfull.limits.bench_show import bench_table, notes
-from bankfull.limits.bench_stats import better, least_seconds, per_second, quantile, share_outside, spread
+from bankfull.limits.bench_stats import least_seconds, per_second, quantile, share_outside, spread
 from bankfull.limits.bench_watch import TimedDevice, Watched, bindings, breaks
-from bankfull.limits.ceilings import Ceilings
+from bankfull.limits.ceilings import Ceilings, better
 from bankfull.limits.metered import MeteredModel
 from bankfull.limits.step import StepShape
 from bankfull.ops import kit_for, linear, rms_norm

@@ -13,6 +13,7 @@ from bankfull.limits import ceilings
 from bankfull.limits.ceilings import Ceilings, measure
 from bankfull.ops.native import extension
 from bankfull.paths import cache_dir
+from bankfull.runtime.device import open_device
 
 TINY = 0.02
 
@@ -116,6 +117,23 @@ def test_a_second_call_is_answered_from_the_cache_until_refreshed(monkeypatch: p
     monkeypatch.setattr(ceilings, "_measure", lambda *args: calls.append(1) or first)
     measure(refresh=True, budget=TINY)
     assert calls == [1]
+
+
+def test_a_busy_moment_never_lowers_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet = Ceilings(20.0, 40.0, {"float32": 5.0}, 1, "x", "now", 1000, 100, 200)
+    busy = replace(quiet, read_bytes_per_s=4.0, cached_read_bytes_per_s=45.0, flops={"float32": 1.0}, when="later")
+    in_cache = replace(busy, read_bytes_per_s=300.0, read_set_bytes=300)
+    looks = [quiet, busy, in_cache]
+    monkeypatch.setattr(ceilings, "_measure", lambda *args: looks.pop(0))
+    assert measure() == quiet
+    assert measure(refresh=True) == busy, "what was seen now is told"
+    best = replace(quiet, cached_read_bytes_per_s=45.0, when="later")
+    assert measure() == best
+    assert measure(refresh=True) == in_cache
+    assert measure() == best, "a smaller working set tells nothing about memory"
+    looks.append(busy)
+    ceilings.forget(open_device("cpu"))
+    assert measure() == busy == measure()
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
-from bankfull.limits import disk, levels
+from bankfull.limits import ceilings, disk, levels
 from bankfull.limits.ceilings import Ceilings
 from bankfull.limits.charts import Mark
 from bankfull.limits.disk import Disk, read_rate
@@ -58,9 +59,23 @@ def test_each_cache_is_read_at_half_its_size_and_memory_is_the_ceilings(cpu: Dev
     assert found.disk is None and found.to_device is None and found.from_device is None
 
 
+def test_what_was_measured_at_a_quieter_time_counts_for_both() -> None:
+    found = Ceilings(10.0, 12.0, {"float32": 1.0}, 1, "x", "now", 1000, 100, 200)
+    caches, memory = Level("L1", 10, 5, 90.0), Level("memory", 0, 1000, 20.0)
+    around = Levels((caches, memory), ((5, 90.0), (128, 40.0), (512, 30.0), (1000, 20.0)), None, None, None, "now")
+    best, shown = levels.joined(found, around)
+    assert (best.read_bytes_per_s, best.cached_read_bytes_per_s) == (20.0, 40.0)
+    assert shown == around
+    faster = replace(found, read_bytes_per_s=25.0, cached_read_bytes_per_s=60.0)
+    best, shown = levels.joined(faster, around)
+    assert best == faster and shown.levels == (caches, replace(memory, bytes_per_s=25.0))
+    small = replace(around, levels=(caches, Level("memory", 0, 300, 500.0)))
+    assert levels.joined(faster, small)[0].read_bytes_per_s == 25.0, "a smaller set may lie in a cache"
+
+
 def test_without_kernels_only_large_sets_are_read(cpu: Device, no_disk: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension, "kernels", None)
-    monkeypatch.setattr(levels, "_identity", lambda device: {})
+    monkeypatch.setattr(ceilings, "identity_of", lambda device: {})
     found = levels.measure(cpu, FOUND)
     assert [level.name for level in found.levels] == ["memory"]
     assert found.curve[0][0] == levels.SMALLEST_FOR_TORCH

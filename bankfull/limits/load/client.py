@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 
 from bankfull.errors import ConfigError
-from bankfull.limits.load.clock import run_precisely
+from bankfull.limits.load.clock import PreciseLoop, run_precisely
 from bankfull.limits.load.connection import Exchange, Pool
 from bankfull.limits.load.events import read_answer, told_error
 from bankfull.limits.load.server import Server
+from bankfull.limits.load.stalls import Stall
 from bankfull.limits.load.workloads import Conversation, Prompt, Turn
 
 LEAD = 0.1
@@ -133,6 +134,8 @@ class Client:
         self._head = "\r\n".join(head).encode("latin-1", "replace")
         self._found: list[tuple[_Talk, int, Exchange]] = []
         self._outcomes: list[Outcome] = []
+        self.stalls: list[Stall] = []
+        """Of the last run, from its beginning; empty where the loop has another clock."""
         self._held = 0
         self._open: set[Exchange] = set()
         self._left = 0
@@ -174,6 +177,9 @@ class Client:
                     advance(total - self._left, f"{len(self._open)} on their way")
         finally:
             await self._pool.close()
+            if isinstance(loop, PreciseLoop):
+                begun = self._begun
+                self.stalls = [Stall(s.begin - begun, s.end - begun, s.own) for s in loop.stalls if s.end > begun]
 
     def _start(self, talk: _Talk, request: bytes, due: float) -> None:
         exchange = Exchange(request, due, lambda ended: self._ended(talk, ended))
@@ -257,5 +263,5 @@ def ask_once(server: Server, asking: Asking, conversation: Conversation) -> Outc
     """One request before anything is measured: whether it works at all, told in one sentence, and a warm server."""
     outcome = Client(server, asking).run([conversation], [0.0])[0]
     if outcome.error is not None:
-        raise ConfigError(f"{server.address.url} does not answer as it should: {outcome.error}.")
+        raise ConfigError(f"{server.address.url} does not answer as it should: {outcome.error.rstrip('.')}.")
     return outcome

@@ -1,4 +1,4 @@
-"""An event loop that wakes to the tenth of a millisecond, and does nothing else meanwhile."""
+"""An event loop that wakes to the tenth of a millisecond, does nothing else meanwhile, and notes when it could not."""
 
 from __future__ import annotations
 
@@ -6,29 +6,51 @@ import asyncio
 import gc
 import select
 import selectors
+import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from bankfull.limits.load.stalls import Stall, StallWatch
+
 Made = TypeVar("Made")
+SWITCH = 1e-4
+"""Seconds that another thread, one that draws a progress bar, may keep the interpreter from the loop."""
 
 
 class PreciseSelector(selectors.EpollSelector):
     """epoll waits in whole milliseconds, which would make every request up to one late. `select` waits in microseconds,
     and an epoll descriptor is itself something that it can wait for."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.watch = StallWatch()
+
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.watch.goes_to_sleep(timeout)
         if timeout is None or timeout > 0:
             select.select([self.fileno()], [], [], timeout)
+        self.watch.wakes()
         return super().select(0)
 
 
-def new_loop() -> asyncio.AbstractEventLoop:
-    return asyncio.SelectorEventLoop(PreciseSelector())
+class PreciseLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._precise = PreciseSelector()
+        super().__init__(self._precise)
+
+    @property
+    def stalls(self) -> list[Stall]:
+        """In the loop's time."""
+        return self._precise.watch.stalls
+
+    def close(self) -> None:
+        super().close()
+        self._precise.watch.close()
 
 
 def run_precisely(make: Callable[[], Coroutine[Any, Any, Made]]) -> Made:
-    with asyncio.Runner(loop_factory=new_loop) as runner, without_collections():
+    with asyncio.Runner(loop_factory=PreciseLoop) as runner, without_collections(), switching_soon():
         return runner.run(make())
 
 
@@ -43,3 +65,13 @@ def without_collections() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+@contextmanager
+def switching_soon() -> Iterator[None]:
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual)

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import IO
 
@@ -66,8 +67,8 @@ def parse_contender(text: str) -> Contender:
     return made
 
 
-def ours(model: str) -> Contender:
-    return Contender(OURS, f"{shlex.quote(sys.executable)} -m bankfull serve {shlex.quote(model)} --port {PORT}")
+def ours() -> Contender:
+    return Contender(OURS, f"{shlex.quote(sys.executable)} -m bankfull serve {MODEL} --port {PORT}")
 
 
 def installed_peers() -> list[Contender]:
@@ -235,7 +236,9 @@ def compare(one: Running, other: Running, load: Load, pairs: int, say: Say) -> C
 
 
 def _side(side: Running) -> Side:
-    return Side(side.contender.name, side.server.model)
+    """Servers name one file differently; what both were started with is the same."""
+    given = side.group is not None and MODEL in side.contender.how
+    return Side(side.contender.name, Path(side.model).name if given else side.server.model)
 
 
 def _why(error: ConfigError) -> list[Row]:

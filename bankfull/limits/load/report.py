@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 from bankfull.limits.load.energy import Energy
 from bankfull.limits.load.limit import Reached
 from bankfull.limits.load.measures import Measured
+from bankfull.limits.load.stalls import Stall, sums, worst_at
 
 MILLION = 1e6
 LATE_SECONDS = 1e-3
 """Sent later than this, a request tells as much about the client as about the server."""
+DISTURBED = 0.01
+"""The part of the requests above which the client's own standstills are worth a warning."""
 
 GROWTH = 2.0
 """Of latencies from the first quarter of a run to the last: above it the queue probably grows without end."""
@@ -63,7 +67,7 @@ class Figure:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Report:
     setting: Setting
     measured: Measured
@@ -73,6 +77,8 @@ class Report:
     """Latency -> the mean of the shortest times for each request alone."""
     energy: Energy | None = None
     price: Price | None = None
+    stalls: Sequence[Stall] = ()
+    """When the client itself did not run although it had to."""
 
     def percent(self, latency: str) -> float | None:
         """How near the mean is to the least."""
@@ -105,6 +111,11 @@ class Report:
                 if mbu is not None and mfu is not None:
                     yield Figure(f"MBU, steps {named}", 100 * mbu, "%", note="of the memory's bandwidth")
                     yield Figure(f"MFU, steps {named}", 100 * mfu, "%", note="of the peak of arithmetic")
+        if self.stalls:
+            by_machine, by_itself = sums(self.stalls)
+            for stalled, why in ((by_machine, "this machine ran others"), (by_itself, "it had work to do")):
+                yield Figure("client stood still", 1e3 * stalled.seconds, "ms", note=f"{why}: {stalled.times} times, "
+                             f"{1e3 * stalled.longest:.3g} ms at most")  # fmt: skip
         if self.energy is not None:
             yield Figure("energy", self.energy.total, "J", note=", ".join(self.energy.joules))
             yield Figure("power", self.energy.watts, "W")
@@ -125,10 +136,15 @@ class Report:
         """What a reader must know before believing the figures."""
         late, found = self.measured.late, []
         if late is not None and late.p99 > LATE_SECONDS:
-            why = "the limit on requests at once held them back" if self.setting.most is not None else (
-                "this machine was too busy to send them in time"
-            )  # fmt: skip
-            found.append(f"1% of the requests were sent {late.p99 * 1e3:.3g} ms late or later: {why}, and it counts")
+            found.append(
+                f"1% of the requests were sent {late.p99 * 1e3:.3g} ms late or later: {self._why_late()}, and it counts"
+            )
+        if self.disturbed > DISTURBED * len(self.measured.outcomes):
+            longest = max(stall.seconds for stall in self.stalls)
+            found.append(
+                f"{self.disturbed} requests were sent, or got their first or last token, while or just after the "
+                f"client stood still for more than 1 ms ({longest * 1e3:.3g} ms at most): it is in their figures"
+            )
         if (growth := self.measured.growth) is not None and growth > GROWTH and self.setting.rate != float("inf"):
             found.append(
                 f"the last quarter of the requests took {growth:.3g} times as long as the first: the server does not "
@@ -137,6 +153,21 @@ class Report:
         if self.measured.failed:
             found.append(f"{len(self.measured.failed)} requests failed: {self.failures()}")
         return found
+
+    @cached_property
+    def disturbed(self) -> int:
+        """Requests whose figures hold a millisecond or more of the client's own standstill."""
+        long = [stall for stall in self.stalls if stall.seconds > LATE_SECONDS]
+        moments = ((o.due if o.sent is None else o.sent, *o.times[:1], o.ended) for o in self.measured.outcomes)
+        return sum(any(worst_at(long, moment) is not None for moment in some) for some in moments)
+
+    def _why_late(self) -> str:
+        if self.setting.most is not None:
+            return "the limit on requests at once held them back"
+        by_machine, by_itself = sums(self.stalls)
+        if by_itself.seconds > by_machine.seconds:
+            return "the client had more to do than one core does in time"
+        return "this machine was too busy to send them in time"
 
     @property
     def offered(self) -> float:
@@ -161,6 +192,8 @@ class Report:
             "cached_input_tokens": m.cached_tokens,
             "offered_rate": None if self.offered == float("inf") else self.offered,
             "sent_late_s": None if m.late is None else asdict(m.late),
+            "client_stalls": dict(zip(("by_machine", "by_itself"), map(asdict, sums(self.stalls)), strict=True))
+            | {"disturbed_requests": self.disturbed},
             "least_ms": {name: 1e3 * value for name, value in self.least.items()},
             "percent_of_limit": {name: self.percent(name) for name in self.least},
             "reached": None if self.reached is None else self.reached.as_json(),

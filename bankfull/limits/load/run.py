@@ -86,8 +86,9 @@ class Runner:
             self.warm_up(load, conversations[0])
         local = self.server.address.local
         before = counted(self.server.metrics()) if self.server.ours else None
+        client = Client(self.server, load.asking)
         with EnergyMeter(None if local else ()) as meter:
-            outcomes = Client(self.server, load.asking).run(conversations, offsets, advance)
+            outcomes = client.run(conversations, offsets, advance)
         after = counted(self.server.metrics()) if before is not None else None
         measured = Measured(outcomes, load.slo)
         if not self._knows_limits:
@@ -96,7 +97,7 @@ class Runner:
         least = {} if self._limits is None else self._limits.mean(measured.good)
         return Report(
             self._setting(load, len(conversations)), measured, reached(before, after, measured.duration), least,
-            meter.energy, self._price,
+            meter.energy, self._price, client.stalls,
         )  # fmt: skip
 
     def warm_up(self, load: Load, like: Conversation) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from statistics import median
@@ -18,8 +18,7 @@ from typing import Any
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.errors import ConfigError
 from bankfull.limits import ceilings
-from bankfull.limits.bench_stats import better
-from bankfull.limits.ceilings import Ceilings
+from bankfull.limits.ceilings import Ceilings, better
 from bankfull.limits.closed_form import ClosedForm, forms_by_operation
 from bankfull.limits.plan.assumed import usual
 from bankfull.limits.plan.fit import Timed, fit
@@ -85,15 +84,15 @@ def calibration(
 def _calibrate(recipe: Recipe, device: Device, advance: Advance) -> Calibration:
     before = _limits(device)
     made = engine_for(recipe, device)
-    found = dict(timed_steps(made, advance))
-    if len(found) < LEAST_SHAPES:
+    found = timed_steps(made, advance)
+    if len(found.timed) < LEAST_SHAPES:
+        reasons = " ".join(sorted(set(found.missing.values())))
         raise ConfigError(
-            f"{recipe.files.path.name} cannot be calibrated here: the memory holds only {len(found)} of the steps' "
-            "shapes; use --no-calibrate."
+            f"{recipe.files.path.name} cannot be calibrated here: only {len(found.timed)} of the steps' shapes could "
+            f"be timed ({reasons.rstrip('.')}); use --no-calibrate."
         )
     limits = better(before, _limits(device))
-    timed = tuple(Timed(shape, seconds) for shape, seconds in found.values())
-    return Calibration(timed, limits, datetime.now(UTC).isoformat(timespec="seconds"))
+    return Calibration(tuple(found.timed.values()), limits, datetime.now(UTC).isoformat(timespec="seconds"))
 
 
 def engine_for(recipe: Recipe, device: Device, rows: int = ROWS, most_tokens: int = ROWS * 512) -> Assembled:
@@ -109,25 +108,39 @@ def _state_bytes(recipe: Recipe, device: Device, tokens: int) -> int:
     return max(1, min(wanted, int(0.4 * device.free_memory())))
 
 
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What was timed of the shapes that were asked for, and why the rest was not. A shape is (sequences, context) of a
+    step that decodes, or (sequences, tokens, past) of one that fills caches."""
+
+    timed: dict[tuple[int, ...], Timed]
+    """The middle one of each shape's times."""
+    missing: dict[tuple[int, ...], str]
+
+
 def timed_steps(
     made: Assembled, advance: Advance, decodes: tuple[tuple[int, int], ...] = DECODES,
     prefills: tuple[tuple[int, int, int], ...] = PREFILLS,
-) -> Iterator[tuple[tuple[int, ...], tuple[StepShape, float]]]:  # fmt: skip
-    """The shapes that the engine has room for, each with the middle one of its times."""
+) -> Steps:  # fmt: skip
     timer = StepTimer(made.engine, made.model.vocab)
     longest = made.sizes.max_len - TURNS - 4
-    wanted: list[tuple[int, ...]] = [shape for shape in decodes if shape[1] <= longest]
-    wanted += [shape for shape in prefills if shape[1] + shape[2] <= longest]
-    found: dict[tuple[int, ...], list[tuple[StepShape, float]]] = {}
+    asked: tuple[tuple[int, ...], ...] = (*decodes, *prefills)
+    missing = {s: f"The model sees {made.sizes.max_len} tokens at most." for s in asked if sum(s[1:]) > longest}
+    wanted = [shape for shape in asked if shape not in missing]
+    found: dict[tuple[int, ...], list[Timed]] = {}
     for turn in range(ROUNDS):
         for number, shape in enumerate(wanted):
-            advance(turn * len(wanted) + number, _shown(shape))
+            advance(turn * len(wanted) + number, shown(shape))
             try:
-                found.setdefault(shape, []).append(_timed(timer, shape))
-            except NoRoom:
-                continue
-    for shape, steps in found.items():
-        yield shape, (steps[0][0], median(seconds for _, seconds in steps))
+                timed = Timed(*_timed(timer, shape))
+            except NoRoom as error:
+                missing[shape] = str(error)
+            else:
+                found.setdefault(shape, []).append(timed)
+    return Steps(
+        {shape: Timed(turns[0].step, median(t.seconds for t in turns)) for shape, turns in found.items()},
+        {shape: missing[shape] for shape in asked if shape not in found},
+    )
 
 
 def _timed(timer: StepTimer, shape: tuple[int, ...]) -> tuple[StepShape, float]:
@@ -136,7 +149,7 @@ def _timed(timer: StepTimer, shape: tuple[int, ...]) -> tuple[StepShape, float]:
     return timer.prefill(shape[0], shape[1], shape[2], 1)
 
 
-def _shown(shape: tuple[int, ...]) -> str:
+def shown(shape: tuple[int, ...]) -> str:
     if len(shape) == 2:
         return f"{shape[0]} x 1 token at {shape[1]}"
     return f"{shape[0]} x {shape[1]} tokens behind {shape[2]}"
@@ -151,17 +164,12 @@ def _limits(device: Device) -> Ceilings:
 
 def _identity(recipe: Recipe, device: Device) -> dict[str, Any]:
     """What the factors depend on: machine, model, and how its numbers are stored and multiplied."""
-    if device.kind == "cuda":
-        from bankfull.limits import cuda_ceilings
-
-        machine = cuda_ceilings.identity_of(device.torch)
-    else:
-        machine = ceilings.identity_here()
     config = hashlib.sha256(json.dumps(recipe.config, sort_keys=True, default=str).encode()).hexdigest()
     schemes = hashlib.sha256(str(sorted((n, s.name) for n, s in recipe.schemes.items())).encode()).hexdigest()
     return {
-        **machine, "calibration": FORMAT, "model": config, "schemes": schemes, "dtype": recipe.dtype_name,
-        "kv dtype": str(recipe.kv_dtype), "activations": recipe.activations, "providers": recipe.run.providers,
+        **ceilings.identity_of(device), "calibration": FORMAT, "model": config, "schemes": schemes,
+        "dtype": recipe.dtype_name, "kv dtype": str(recipe.kv_dtype), "activations": recipe.activations,
+        "providers": recipe.run.providers,
     }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from functools import reduce
 from typing import Any
 
 from bankfull.errors import ConfigError
-from bankfull.limits.bench_stats import better
+from bankfull.limits.ceilings import better
 from bankfull.limits.load.sweep import Search
 from bankfull.limits.plan.assumed import usual
 from bankfull.limits.plan.calibrate import Calibration, calibration, step_times

@@ -57,18 +57,20 @@ class StepTimer:
         steps = self._run(sequences, max(context - turns // 2, 2), 1, turns + 2)[1:-1]
         steps = [(shape, seconds) for shape, seconds in steps if shape.counts == (1,) * sequences]
         if len(steps) < turns:
-            raise NoRoom(f"{sequences} sequences of {context} tokens do not run in one step here.")
+            raise NoRoom(f"{sequences} sequences do not run in one step here.")
         return steps[len(steps) // 2][0], median(seconds for _, seconds in steps)
 
     def prefill(self, sequences: int, tokens: int, past: int, turns: int) -> tuple[StepShape, float]:
-        """A step that computes the last `tokens` of each sequence's prompt behind `past` that are there. A recurrent
-        model ends a chunk where it keeps its state, so that the step may be a little smaller."""
+        """A step that computes the last `tokens` of each sequence's prompt behind `past` that are there, or behind the
+        page border before it: a prefix is only found in whole pages, and the rest of a page would be computed too. A
+        recurrent model ends a chunk where it keeps its state, so that the step may be a little smaller."""
         found = []
+        past -= past % self._border
         least = tokens - (0 if self._engine.scheduler.state.snapshots is None else self._border)
         for _ in range(turns):
             largest = max(self._run(sequences, past + tokens, tokens, 1), key=lambda timed: timed[0].tokens)
             if len(largest[0].counts) != sequences or largest[0].tokens < sequences * least:
-                raise NoRoom(f"{sequences} x {tokens} tokens behind {past} do not run in one step here.")
+                raise NoRoom(f"{sequences} x {tokens} tokens do not run in one step here.")
             found.append(largest)
         return found[0][0], median(seconds for _, seconds in found)
 
@@ -110,7 +112,7 @@ class StepTimer:
         sequence = state.open(Chain(b"", state.layout.block_tokens), Match(0))
         if state.reserve(sequence, length) is None:
             state.release(sequence)
-            raise NoRoom(f"The pools have no room for {length} more tokens of context.")
+            raise NoRoom("The memory for state does not hold that many tokens.")
         state.commit(sequence, state.launched, 0)
         state.publish(sequence, tokens, length, length + 1)  # as a prompt's last border, where state is kept
         state.release(sequence)

@@ -14,6 +14,7 @@ from typing import Any
 
 from bankfull.limits.load.client import Asking, Client, Outcome
 from bankfull.limits.load.server import Server, parse_address
+from bankfull.limits.load.stalls import Stall
 from bankfull.limits.load.workloads import Conversation, Turn
 from tests.limits.load.stamped_server import Faults, Line, Stamping
 
@@ -41,6 +42,11 @@ def stamped(**options: float) -> Iterator[Process]:
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
+
+
+def stalls_of(server: Server) -> list[Stall]:
+    """What a stamped server noted of its own."""
+    return [Stall(*noted) for noted in server.ask("GET", "/stalls").json]
 
 
 def asking(tokens: int, count: int, prompt: str = "a few words") -> list[Conversation]:

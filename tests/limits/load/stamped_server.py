@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import select
 import selectors
@@ -19,13 +20,21 @@ from typing import Any
 
 from httptools import HttpRequestParser
 
+from bankfull.limits.load.stalls import StallWatch
+
 
 class Clock(selectors.EpollSelector):
     """To the microsecond; the server has its own, so that it does not share a mistake with the client."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.watch = StallWatch()
+
     def select(self, timeout: float | None = None) -> Any:
+        self.watch.goes_to_sleep(timeout)
         if timeout is None or timeout > 0:
             select.select([self.fileno()], [], [], timeout)
+        self.watch.wakes()
         return super().select(0)
 
 
@@ -44,8 +53,8 @@ class Line:
 
 
 class Stamping(asyncio.Protocol):
-    def __init__(self, line: Line, faults: Faults) -> None:
-        self._line, self._faults = line, faults
+    def __init__(self, line: Line, faults: Faults, watch: StallWatch | None = None) -> None:
+        self._line, self._faults, self._watch = line, faults, watch
         self._parser = HttpRequestParser(self)
         self._body = b""
 
@@ -74,6 +83,8 @@ class Stamping(asyncio.Protocol):
                 self._transport.abort()
             else:
                 self._answer(call, arrived, "chat" in self._path)
+        elif self._path == "/stalls" and self._watch is not None:
+            self._plain(200, [(stall.begin, stall.end, stall.own) for stall in self._watch.stalls])
         elif self._path == "/stop":
             self._plain(200, self._faults.calls)
             asyncio.get_running_loop().call_later(0.01, asyncio.get_running_loop().stop)
@@ -86,24 +97,26 @@ class Stamping(asyncio.Protocol):
         self._transport.write(head.encode() + body)
 
     def _answer(self, call: dict[str, Any], arrived: float, chat: bool) -> None:
-        first, count = self._line.first_token(arrived), call["max_tokens"]
-        loop = asyncio.get_running_loop()
-        for number in range(count):
-            came, last = arrived if number == 0 else None, number == count - 1
-            # asyncio does not keep the order of what is due at the very same time.
-            loop.call_at(first + number * max(self._line.gap, 1e-6), self._token, came, last, call, chat)
+        first = self._line.first_token(arrived)
+        asyncio.get_running_loop().call_at(first, self._token, first, 0, arrived, call, chat)
 
-    def _token(self, arrived: float | None, last: bool, call: dict[str, Any], chat: bool) -> None:
+    def _token(self, due: float, number: int, arrived: float | None, call: dict[str, Any], chat: bool) -> None:
+        """One token, and the appointment for the next: all at once would keep whoever comes meanwhile waiting."""
         if self._transport.is_closing():
             return
+        last = number + 1 >= call["max_tokens"]
+        if not last:
+            after = due + self._line.gap
+            asyncio.get_running_loop().call_at(after, self._token, after, number + 1, None, call, chat)
         parts = []
         if arrived is not None:
             head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
             parts.append(head)
         stamp = f"{asyncio.get_running_loop().time():.6f} "
         text = stamp if arrived is None else f"{arrived:.6f} {stamp}"
-        said: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
-        events = _event({"choices": [{"index": 0, **said, "finish_reason": "length" if last else None}]})
+        said = f'"delta": {{"content": "{text}"}}' if chat else f'"text": "{text}"'
+        why = '"length"' if last else "null"
+        events = f'data: {{"choices": [{{"index": 0, {said}, "finish_reason": {why}}}]}}\n\n'.encode()
         if last:
             prompt = call.get("prompt", "")
             tokens = len(prompt) if isinstance(prompt, list) else len(str(prompt).split())
@@ -135,15 +148,14 @@ class Faults:
         return bool(self._leave) and len(self.calls) % self._leave == 0
 
 
-async def listen(line: Line, faults: Faults, port: int = 0) -> asyncio.Server:
-    """On the running loop, by its clock."""
+async def _serve(arguments: argparse.Namespace, watch: StallWatch) -> None:
+    line, faults = Line(arguments.service, arguments.wait, arguments.gap), Faults(arguments.refuse, arguments.leave)
     make = asyncio.get_running_loop().create_server
-    return await make(lambda: Stamping(line, faults), "127.0.0.1", port, backlog=1024)
-
-
-async def _serve(arguments: argparse.Namespace) -> None:
-    line = Line(arguments.service, arguments.wait, arguments.gap)
-    server = await listen(line, Faults(arguments.refuse, arguments.leave), arguments.port)
+    server = await make(lambda: Stamping(line, faults, watch), "127.0.0.1", arguments.port, backlog=1024)
+    # A collection would keep a request that has come from being stamped.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 
@@ -156,10 +168,11 @@ def main() -> None:
     parser.add_argument("--gap", type=float, default=0.0)
     parser.add_argument("--refuse", type=int, default=0)
     parser.add_argument("--leave", type=int, default=0)
+    clock = Clock()
     with suppress(RuntimeError, KeyboardInterrupt), asyncio.Runner(
-        loop_factory=lambda: asyncio.SelectorEventLoop(Clock())
+        loop_factory=lambda: asyncio.SelectorEventLoop(clock)
     ) as runner:
-        runner.run(_serve(parser.parse_args()))
+        runner.run(_serve(parser.parse_args(), clock.watch))
 
 
 if __name__ == "__main__":

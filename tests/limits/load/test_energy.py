@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,3 +70,55 @@ def test_a_counter_that_fails_for_a_moment_keeps_what_it_had() -> None:
     with EnergyMeter([Counter("gpu 0", read)], every=0.05) as meter:
         time.sleep(0.07)
     assert meter.energy == Energy({"gpu 0": 3.0}, meter.energy.seconds if meter.energy else 0.0)
+
+
+class FakeNvml:
+    """Two GPUs, of which the second is too old to count."""
+
+    millijoules = 7_000_000
+    answers = True
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = 2
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, number: Any, handle: Any) -> int:
+        handle._obj.value = 1 + number.value
+        return 0
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any, value: Any) -> int:
+        if handle.value != 1 or not self.answers:
+            return 3
+        value._obj.value = self.millijoules
+        return 0
+
+
+def test_gpus_that_count_their_millijoules_are_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library = FakeNvml()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    found = counters(tmp_path)
+    assert [counter.name for counter in found] == ["gpu 0"]
+    with EnergyMeter(found) as meter:
+        library.millijoules += 2_500
+    library.answers = False
+    energy = meter.energy
+    assert energy is not None and energy.joules == {"gpu 0": pytest.approx(2.5)}
+    with pytest.raises(OSError, match="any more"):
+        found[0].read()
+
+
+def test_a_machine_without_the_library_or_without_its_driver_has_no_gpu_counters(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert counters(tmp_path) == []
+    library = FakeNvml()
+    monkeypatch.setattr(library, "nvmlInit_v2", lambda: 9)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    assert counters(tmp_path) == []

@@ -13,7 +13,7 @@ from bankfull.errors import ConfigError
 from bankfull.limits.ceilings import Ceilings
 from bankfull.limits.load.slo import Slo
 from bankfull.limits.plan import calibrate, verify
-from bankfull.limits.plan.calibrate import calibration, step_times
+from bankfull.limits.plan.calibrate import calibration, engine_for, step_times, timed_steps
 from bankfull.limits.plan.outcome import Objectives
 from bankfull.limits.plan.planner import Planner, Question
 from bankfull.limits.plan.simulate import Served
@@ -22,6 +22,7 @@ from bankfull.limits.plan.timing import NoRoom, StepTimer
 from bankfull.limits.plan.traffic import Arrival, parse_traffic
 from bankfull.limits.recipe import open_subject, recipe_of
 from bankfull.limits.step import StepShape
+from bankfull.runtime.device import open_device
 from bankfull.weights.source import ModelFiles
 from tests.kit import Bench, device_of
 from tests.limits.plan.machines import MACHINE
@@ -63,6 +64,25 @@ def test_a_shape_that_has_no_room_is_said_to_have_none() -> None:
     with pytest.raises(NoRoom, match="in one step"):
         timer.prefill(1, 40, 0, 1)
     assert timer.decode(1, 30, 2)[1] > 0
+
+
+@pytest.mark.parametrize("past", [37, 40])
+def test_a_step_behind_the_middle_of_a_page_fills_no_more_than_was_asked_for(past: int) -> None:
+    """Four sequences of eight tokens are all that a step of 32 holds."""
+    step, _ = StepTimer(bench("llama", 0).engine, VOCAB).prefill(4, 8, past, 1)
+    assert step == StepShape.prefill(8, 4, past=past // 4 * 4)
+
+
+def test_shapes_that_cannot_be_timed_are_told_with_their_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "ROUNDS", 1)
+    recipe = recipe_of(open_subject(str(speaking_folder())), "cpu")
+    made = engine_for(recipe, open_device("cpu"), rows=4, most_tokens=100)
+    found = timed_steps(made, lambda done, note: None, ((1, 16), (5, 16), (1, 10**6)), ((1, 8, 16), (9, 64, 0)))
+    assert set(found.timed) == {(1, 16), (1, 8, 16)} and all(one.seconds > 0 for one in found.timed.values())
+    assert set(found.missing) == {(5, 16), (1, 10**6), (9, 64, 0)}
+    assert "do not run in one step" in found.missing[5, 16]
+    assert "sees" in found.missing[1, 10**6]
+    assert "do not run in one step" in found.missing[9, 64, 0]
 
 
 def test_steps_are_not_timed_without_a_prefix_cache() -> None:
