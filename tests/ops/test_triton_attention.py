@@ -22,10 +22,15 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 4e-2}
 SIZE = 16
 
 
+def change_cuts(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
+    for name in ("FEW", "MANY", "LATE"):
+        monkeypatch.setattr(attention_decode, name, replace(getattr(attention_decode, name), **changes))
+
+
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 16 keys, so that short sequences have several, and scratch that no other test has used."""
-    monkeypatch.setattr(attention_decode, "TILE_BYTES", 16 * SIZE)
+    change_cuts(monkeypatch, tile_bytes=16 * SIZE, most_splits=3)
     monkeypatch.setattr(attention_decode, "_scratches", {})
 
 
@@ -109,7 +114,7 @@ def test_a_split_sequence_is_merged(width, dtype, monkeypatch, watched) -> None:
 
 
 def test_sequences_shorter_than_their_splits_leave_some_of_them_empty(monkeypatch, watched) -> None:
-    monkeypatch.setattr(attention_decode, "PROGRAMS", 16)
+    change_cuts(monkeypatch, programs=16, most_splits=64)
     Inputs([1, 1, 2, 1, 1], [1, 2, 2, 17, 120], monkeypatch, kv=1, groups=3).check()
     assert was_merged()
 
@@ -162,7 +167,7 @@ def test_queries_that_need_no_change_are_read_where_they_are(monkeypatch) -> Non
 
 
 def test_many_heads_and_drafts_take_several_tiles_of_rows(monkeypatch, watched) -> None:
-    monkeypatch.setattr(attention_decode, "PROGRAMS", 16)
+    change_cuts(monkeypatch, programs=16, most_splits=64)
     Inputs([16, 5], [75, 20], monkeypatch, kv=1, groups=9, dtype=torch.float16).check()
     assert was_merged()
 

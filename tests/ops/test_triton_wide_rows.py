@@ -119,13 +119,15 @@ def test_a_row_does_not_depend_on_others() -> None:
             assert torch.equal(found[row], wide_rows(x[row : row + 1], weight, None)[0])
 
 
-def test_who_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_takes_what() -> None:
     for name in LAYOUTS:
         packed = repacked(weight_of(name, 4, 256))
         assert takes(packed, torch.bfloat16) == (name in WIDE)
         assert not takes(packed, torch.float32)
     assert not takes(repacked(weight_of("int8_row", 4, 37)), torch.bfloat16)
 
+
+def test_it_takes_one_row_of_float8(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[int] = []
     whole = quantized.wide_rows
 
@@ -134,22 +136,20 @@ def test_who_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
         return whole(x, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(quantized, "wide_rows", seen)
-    monkeypatch.setattr(quantized, "FEW_WIDE_ROWS", 8)
-    weight = weight_of("int4_g128", 6, 128)
+    weight = weight_of("fp8", 6, 128)
     call = linear.providers["triton-q"].run
-    for rows in (0, 1, 8, 9):
+    for rows in (0, 1, 2):
         x = normal(rows, 128)
         found = call(x, repacked(weight))
         assert found.shape == (rows, 6)
         if rows:
             assert_near(found, linear.body(x, weight), 1e-2)
-    assert called == [1, 8]
     gate = partial(gated_linear.providers["triton-q"].run, bias=None, kind="silu")
     assert gate(normal(0, 128), repacked(weight)).shape == (0, 3)
-    gate(normal(4, 128), repacked(weight))
-    monkeypatch.setattr(quantized, "FEW_WIDE_ROWS", 0)
-    call(normal(1, 128), repacked(weight))
-    assert called == [1, 8, 4]
+    gate(normal(1, 128), repacked(weight))
+    call(normal(1, 128), repacked(weight_of("int8_row", 6, 128)))
+    call(normal(1, 128).float(), repacked(weight))
+    assert called == [1, 1]
 
 
 def test_segments_at_a_time() -> None:

@@ -153,8 +153,8 @@ def fixed_point(line, W: tl.constexpr, L: tl.constexpr):
     for i in tl.static_range(len(line)):
         most = tl.maximum(most, tl.abs(line[i]), propagate_nan=tl.PropagateNan.ALL)
     most = tl.max(tl.reshape(most, [W // L, L]), 1, keep_dims=True)
-    # 2 ** e <= most < 2 ** (e + 1), as it stands in the exponent; far from where factors would overflow.
-    exponents = tl.minimum(tl.maximum(most.to(tl.int32, bitcast=True) >> 23, 40), 240)
+    # 2 ** e <= most < 2 ** (e + 1), as it stands in the exponent, within bounds in which both factors are normal.
+    exponents = tl.minimum(tl.maximum(most.to(tl.int32, bitcast=True) >> 23, 15), 254)
     up = ((127 + 14 + 127 - exponents) << 23).to(tl.float32, bitcast=True)
     factors = tl.where(most < float("inf"), ((exponents - 14) << 23).to(tl.float32, bitcast=True), float("nan"))
     of_words = tl.reshape(tl.broadcast_to(up, [W // L, L]), [W])

@@ -1,0 +1,154 @@
+"""One row of quantized weights in whole numbers: against the operations' bodies, and at its edges."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from bankfull.layers.linear import normed_rows
+from bankfull.ops import Unnormed, gated_linear, linear, normed_gated_linear, normed_linear
+from bankfull.ops.triton import quantized, quantized_turns
+from bankfull.ops.triton.launch import INTERPRETED
+from bankfull.ops.triton.quantized_layout import LAYOUTS, repacked
+from bankfull.ops.triton.quantized_turns import Turns, one_row, pays, takes, turns_for
+from bankfull.weights.formats import SCHEMES
+from bankfull.weights.qtensor import QTensor
+from tests.ops.cases import Maker
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WHOLE = [name for name, (form, *_) in LAYOUTS.items() if form.bits != 6 and not form.floats]
+HALF, BRAIN = torch.float16, torch.bfloat16
+TOLERANCE = {HALF: 2e-3, BRAIN: 1e-2}
+"""Of the largest result. That is rounded itself, to 11 and 8 bits."""
+JOINED = {HALF: 0.0, BRAIN: 2.0**-7 if INTERPRETED else 0.0}
+"""The interpreter cuts bfloat16 off where the device rounds."""
+
+
+def weight_of(name: str, outer: int, inner: int, seed: int = 0) -> QTensor:
+    return Maker(seed).weight(SCHEMES[name], outer, inner).to(DEVICE)
+
+
+def normal(*shape: int, dtype: torch.dtype = BRAIN, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def error_of(found: Tensor, expected: Tensor) -> float:
+    return ((found.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
+
+
+def exact(x: Tensor, weight: QTensor) -> Tensor:
+    return x.double() @ weight.dequantize().double().T
+
+
+def unnormed(columns: int, dtype: torch.dtype, offset: float = 0.0) -> Unnormed:
+    x, delta, gain = (normal(1, columns, dtype=dtype, seed=seed) for seed in (1, 2, 3))
+    return Unnormed(x, delta, gain[0], 1e-5, offset, torch.full_like(x, float("nan")))
+
+
+@pytest.mark.parametrize("dtype", [BRAIN, HALF])
+@pytest.mark.parametrize("name", WHOLE)
+def test_every_format_that_has_whole_numbers(name: str, dtype: torch.dtype) -> None:
+    weight = weight_of(name, 11, 512)
+    x, bias = normal(1, 512, dtype=dtype), normal(11, dtype=dtype, seed=5)
+    assert error_of(one_row(x, repacked(weight), bias), exact(x, weight) + bias.double()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("columns", [37, 96, 111])
+def test_rows_of_any_length(columns: int) -> None:
+    weight = weight_of("int8_row", 9, columns)
+    x = normal(1, columns, dtype=HALF)
+    assert error_of(one_row(x, repacked(weight), None), exact(x, weight)) < 2e-3
+    before, plain = (unnormed(columns, HALF) for _ in range(2))
+    found = one_row(before, repacked(weight), None)
+    assert error_of(found, normed_linear.body(plain, weight)) < 4e-3
+    assert torch.equal(before.joined, plain.joined)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [BRAIN, HALF])
+@pytest.mark.parametrize("name", ["int4_g128", "int8_row", "q4_k"])
+def test_it_norms_its_own_input_and_gates(name: str, dtype: torch.dtype, offset: float) -> None:
+    weight = weight_of(name, 22, 512)
+    before, plain = (unnormed(512, dtype, offset) for _ in range(2))
+    bias = normal(22, dtype=dtype, seed=5)
+    found = one_row(before, repacked(weight), bias, "silu")
+    assert found.shape == (1, 11)
+    assert error_of(found, normed_gated_linear.body(plain, weight, bias, "silu")) < (0.06 if JOINED[dtype] else 0.02)
+    assert error_of(before.joined, plain.joined) <= JOINED[dtype]
+
+
+@pytest.mark.parametrize("outputs", [2, 4, 8, 16])
+def test_programs_take_several_turns(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized_turns, "processors", lambda device: 1)
+    weight = weight_of("int4_g128", 7 * outputs + 3, 256)
+    x = normal(1, 256, dtype=HALF)
+    assert error_of(one_row(x, repacked(weight), None, cut=Turns(outputs, 2)), exact(x, weight)) < 2e-3
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-10, 1e-3, 1.0, 1e4, 1e15, 1e30])
+def test_activations_of_any_size(size: float) -> None:
+    weight = weight_of("int4_g128", 9, 256)
+    x = (normal(1, 256, dtype=torch.float32) * size).to(BRAIN)
+    assert error_of(one_row(x, repacked(weight), None), exact(x, weight)) < 1e-2
+
+
+def test_each_group_has_a_point_of_its_own() -> None:
+    """An outlier costs the digits of its own group only."""
+    weight = weight_of("int4_g128", 9, 512)
+    x = normal(1, 512, dtype=torch.float32) * 1e-4
+    x[0, 7] = 3000.0
+    x = x.to(BRAIN)
+    others = x.clone()
+    others[0, :128] = 0.0
+    packed = repacked(weight)
+    assert error_of(one_row(others, packed, None), exact(others, weight)) < 1e-2
+    assert error_of(one_row(x, packed, None), exact(x, weight)) < 1e-2
+
+
+def test_numbers_near_the_largest_keep_all_their_digits() -> None:
+    """Sums of products with whole numbers are exact: nothing is left but the rounding of the result."""
+    weight = weight_of("int8_row", 16, 128)
+    x = torch.tensor([[1.0, -1.0078125, 1.9921875, 0.01171875] * 32], dtype=BRAIN, device=DEVICE)
+    expected = exact(x, weight)
+    assert torch.all((one_row(x, repacked(weight), None).double() - expected).abs() <= expected.abs() * 2.0**-7)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["int4_g128", "q4_1", "int8_row"])
+def test_what_is_not_finite_stays_so(name: str, number: float) -> None:
+    x = normal(1, 256)
+    x[0, 200] = number
+    assert not one_row(x, repacked(weight_of(name, 5, 256)), None).isfinite().any()
+    assert not one_row(torch.zeros_like(x), repacked(weight_of(name, 5, 256)), None).isnan().any()
+
+
+def test_who_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+
+    def watch(own: str) -> None:
+        kernel = getattr(quantized, own)
+        monkeypatch.setattr(quantized, own, lambda *args: (called.append(own), kernel(*args))[1])
+
+    watch("one_row")
+    watch("few_rows")
+    for name, columns, dtype in (
+        ("int4_g128", 2048, BRAIN), ("int4_g128", 2048, torch.float32), ("int4_g128", 1024, BRAIN),
+        ("q6_k", 2048, BRAIN), ("int8_row", 8448, BRAIN), ("int8_row", 2048, HALF),
+    ):  # fmt: skip
+        weight = weight_of(name, 4, columns)
+        x = normal(1, columns, dtype=dtype)
+        assert error_of(linear.providers["triton-q"].run(x, repacked(weight)), linear.body(x, weight)) < 1e-2
+    assert called == ["one_row", "few_rows", "few_rows", "few_rows", "few_rows", "one_row"]
+    gated_linear.providers["triton-q"].run(normal(1, 2048), repacked(weight_of("int4_g128", 4, 2048)), None, "silu")
+    assert called[-1] == "one_row"
+    assert normed_rows(weight_of("int4_g128", 4, 256)) == 1, "more are normed before"
+
+
+def test_cuts_fit_what_they_are_for() -> None:
+    for name, (form, *_) in LAYOUTS.items():
+        assert takes(form, 4096, BRAIN) == (name in WHOLE) and not takes(form, 4096, torch.float32)
+        assert not takes(form, 1 << 20, BRAIN)
+    four, eight = LAYOUTS["int4_g128"][0], LAYOUTS["int8_row"][0]
+    assert pays(four, 14336, BRAIN) and not pays(eight, 14336, BRAIN) and not pays(four, 576, BRAIN)
+    assert turns_for(repacked(weight_of("int4_g128", 4, 256))) == Turns(4, 3)
