@@ -52,7 +52,7 @@ def _accepts_pairs(*, weight: QTensor | None = None, **facts: Any) -> bool:
 def _accepts_normed(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
     if weight is None or not _accepts(dtype=dtype, weight=weight, **facts):
         return False
-    return quantized_turns.pays(LAYOUTS[weight.scheme.name][0], weight.shape[1], dtype)
+    return quantized_turns.takes(LAYOUTS[weight.scheme.name][0], weight.shape[1], dtype)
 
 
 def _accepts_normed_pairs(*, weight: QTensor | None = None, **facts: Any) -> bool:
@@ -66,10 +66,13 @@ def _rows(x: Tensor, weight: WordWeight, bias: Tensor | None) -> tuple[Tensor, T
         raise ValueError(f"linear: the input has {x.shape[-1]} columns, the weight {columns}")
     if bias is not None and bias.shape != (outputs,):
         raise ValueError(f"linear: the bias has shape {tuple(bias.shape)}, the weight {outputs} outputs")
-    rows = x.reshape(-1, columns).contiguous()
-    if rows.storage_offset() * rows.element_size() % 16:
-        rows = rows.clone()
+    rows = _aligned(x.reshape(-1, columns).contiguous())
     return rows, None if bias is None else bias.contiguous()
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Numbers of 16 bits are read two and more at a time."""
+    return x.clone() if x.storage_offset() * x.element_size() % 16 else x
 
 
 def _few(x: Tensor, weight: WordWeight) -> Callable[..., Tensor] | None:
@@ -106,9 +109,9 @@ def run_gated_linear(x: Tensor, weight: WordWeight, bias: Tensor | None, kind: s
 
 
 def _unnormed(x: Unnormed) -> Unnormed:
-    """Its rows as the kernel takes them: dense, and beginning where words do."""
-    row, delta = (part.contiguous() for part in (x.x, x.delta))
-    return Unnormed(row, delta, x.weight.contiguous(), x.eps, x.offset, x.joined)
+    """Its rows as the kernel takes them."""
+    row, delta, weight = (_aligned(part.contiguous()) for part in (x.x, x.delta, x.weight))
+    return Unnormed(row, delta, weight, x.eps, x.offset, x.joined)
 
 
 @normed_linear.provider(NAME, on="cuda", accepts=_accepts_normed, prepare=repacked)
