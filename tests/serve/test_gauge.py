@@ -24,7 +24,7 @@ def llm() -> LLM:
 
 
 def test_bytes_and_arithmetic_are_those_of_the_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings, "known", lambda: MEASURED)
+    monkeypatch.setattr(ceilings, "known_of", lambda device: MEASURED)
     limits = known_limits(llm)
     assert limits is not None and limits[1] == {"read_bytes_per_s": 1e9, "flops": 1e11}
     gauge, watch = Gauge(llm, limits[0]), Watch(llm)
@@ -62,7 +62,7 @@ def test_prefix_hits_are_counted_in_tokens(llm: LLM) -> None:
 
 
 def test_a_machine_that_was_never_measured_has_no_limits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings, "known", lambda: None)
+    monkeypatch.setattr(ceilings, "known_of", lambda device: None)
     assert known_limits(llm) is None
 
 
@@ -75,7 +75,7 @@ def test_limits_are_those_of_the_device_that_the_model_runs_on(llm: LLM, monkeyp
         asked.append(device)
         return accelerator
 
-    monkeypatch.setattr(ceilings, "known", lambda: MEASURED)
+    monkeypatch.setattr(ceilings, "known_of", lambda device: MEASURED)
     monkeypatch.setattr(ceilings, "known_of", known_of)
     limits = known_limits(llm)
     assert asked == [llm.loaded.device]
