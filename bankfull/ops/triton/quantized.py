@@ -1,5 +1,6 @@
 """Quantized linear layers on a GPU: provider "triton-q". Weights stay as small as they were stored until they lie in
-registers; activations are untouched, sums are float32.
+registers. Sums are float32; activations are untouched, but for one row of codes that are whole numbers, where they are
+numbers of 16 bits (`quantized_turns`).
 
 One row is multiplied as fast as weights can be read, by one of three kernels: with whole numbers, by programs that stay
 (`quantized_turns`); on matrix units, straight from registers (`quantized_wide_rows`); or on plain units
