@@ -21,9 +21,12 @@ class Chain:
 
     def extend(self, tokens: Sequence[int], length: int) -> None:
         """Name every full block of the first `length` tokens, which must begin with what was named before."""
-        for i in range(len(self.names) - 1, length // self._block):
-            block = array("q", tokens[i * self._block : (i + 1) * self._block]).tobytes()
-            self.names.append(sha256(self.names[i] + block).digest())
+        first, width = len(self.names) - 1, 8 * self._block
+        words = array("q", tokens[first * self._block : length // self._block * self._block]).tobytes()
+        name = self.names[-1]
+        for at in range(0, len(words), width):
+            name = sha256(name + words[at : at + width]).digest()
+            self.names.append(name)
 
     def name(self, length: int) -> bytes | None:
         """The name of the first `length` tokens (a multiple of the block), if it is known yet."""
