@@ -11,7 +11,8 @@ static constexpr int READ_SUMS = 4, PRODUCT_SUMS = 6;
 static constexpr int READ_SUMS = 2, PRODUCT_SUMS = 3;
 #endif
 
-// The sum of lines of 64 bytes. Ahead: how many bytes before its use a line is asked for; 0: that is left to the processor.
+// The sum of lines of 64 bytes. Ahead: how many bytes before its use a line is asked for, into the second-level cache; 0:
+// that is left to the processor.
 template <int Ahead>
 static float read_lines(const float* data, int64_t begin, int64_t end) {
     Lanes sums[READ_SUMS];
@@ -19,7 +20,7 @@ static float read_lines(const float* data, int64_t begin, int64_t end) {
     const float *line = data + begin * 16, *last = data + end * 16;
     for (; line + 16 * READ_SUMS <= last; line += 16 * READ_SUMS)
         for (int i = 0; i < READ_SUMS; ++i) {
-            if constexpr (Ahead > 0) __builtin_prefetch(reinterpret_cast<const char*>(line + 16 * i) + Ahead);
+            if constexpr (Ahead > 0) __builtin_prefetch(reinterpret_cast<const char*>(line + 16 * i) + Ahead, 0, 2);
             sums[i] = sums[i] + Lanes::load(line + 16 * i);
         }
     for (; line < last; line += 16) sums[0] = sums[0] + Lanes::load(line);
@@ -137,7 +138,7 @@ static constexpr Multiplication BFLOAT16_PRODUCTS = {nullptr, 0}, INT8_PRODUCTS 
 
 static constexpr void offer_ceilings(Kernels& table) {
     table.read_lines[0] = read_lines<0>;
-    table.read_lines[1] = read_lines<2048>;
+    table.read_lines[1] = read_lines<32768>;
     table.multiply[FLOAT32] = {multiply_float32, 2 * 16.0 * PRODUCT_SUMS};
     table.multiply[BFLOAT16] = BFLOAT16_PRODUCTS;
     table.multiply[INT8] = INT8_PRODUCTS;

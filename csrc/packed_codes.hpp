@@ -12,7 +12,9 @@ static constexpr int64_t CODE_ROWS = 4;
 static constexpr int64_t CODE_ROWS = 2;
 #endif
 
-static constexpr int64_t AHEAD = 16384;  // bytes: how far ahead of its use a line is asked for
+// Bytes: how far ahead of its use a line is asked for, into the second-level cache. The first-level one would have to give
+// up others for it, and a core has fewer requests on their way to that one: 5 to 7% slower from memory.
+static constexpr int64_t AHEAD = 32768;
 
 struct CodeRows {
     const uint8_t* data;
@@ -50,12 +52,12 @@ static void multiply_pack(const uint8_t* pack, const CodeRows& x, float* sums) {
                 partial[r][0] = Sums::splat(start);
                 if constexpr (sets == 2) partial[r][1] = Sums::splat(0);
             }
-            __builtin_prefetch(scales + AHEAD);
+            __builtin_prefetch(scales + AHEAD, 0, 2);
 #pragma GCC unroll 8
             for (int i = 0; i < layout.group; i += step, codes += Code::bytes) {
                 Quads quads[step / 4];
                 Code::unpack(codes, quads);
-                for (int line = 0; line < Code::bytes; line += 64) __builtin_prefetch(codes + AHEAD + line);
+                for (int line = 0; line < Code::bytes; line += 64) __builtin_prefetch(codes + AHEAD + line, 0, 2);
                 for (int q = 0; q < step / 4; ++q)
                     for (int r = 0; r < R; ++r)
                         partial[r][(i / 4 + q) % sets].template add_dot<layout.bits == 8>(
