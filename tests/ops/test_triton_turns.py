@@ -81,7 +81,7 @@ def test_it_norms_its_own_input_and_gates(name: str, dtype: torch.dtype, offset:
 @pytest.mark.parametrize("outputs", [2, 4, 8, 16])
 def test_programs_take_several_turns(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_turns, "processors", lambda device: 1)
-    weight = weight_of("int4_g128", 7 * outputs + 3, 256)
+    weight = weight_of("int4_g128", 19 * outputs + 3, 256)
     x = normal(1, 256, dtype=HALF)
     assert error_of(one_row(x, repacked(weight), None, cut=Turns(outputs, 2)), exact(x, weight)) < 2e-3
 

@@ -349,7 +349,8 @@ def one_row(
     length = weight.group // weight.form.per_word
     width = max(length, power_of_two(weight.words.shape[1]))
     warps = max(1, min(MOST_WARPS, width // 128))
-    programs = min(triton.cdiv(outputs, cut.outputs), cut.programs * processors(row.device))
+    # Short rows have small programs, of which more fit: those of an 8B model, which the cuts are from, have four warps.
+    programs = min(triton.cdiv(outputs, cut.outputs), cut.programs * max(1, 4 // warps) * processors(row.device))
     turns_kernel[(programs,)](
         row, delta, joined, norm, eps, offset, row if bias is None else bias, y, *weight.tensors(), outputs, columns,
         weight.groups, **weight.constants(), HAS_BIAS=bias is not None, GATE=gate, NORM=before is not None,
