@@ -28,6 +28,7 @@ if native.status() is not None:
 
 from bankfull.ops.native.sampling import choose
 from bankfull.runtime.taped import Taped
+from bankfull.sample.table import Wish
 from tests.kit import late_devices
 from tests.test_tape import CPU, PAGE, built
 from tests.tiny import speaking_folder
@@ -69,7 +70,7 @@ class Side:
             self.rows.known[row] = count
         self.rows.sampling.chooser = choose
         for row, wish in enumerate(wishes):
-            self.rows.sampling.set(row, wish, prompt_len=1, child=row % 2, seed=2**40 + row, stop_ids=[])
+            self.rows.sampling.set([Wish(row, wish, prompt_len=1, child=row % 2, seed=2**40 + row, stop_ids=[])])
 
     def run(self, work: list[Work]) -> list[int]:
         """Batch, hidden states, choice and commit, one after the other."""

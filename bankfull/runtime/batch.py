@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bankfull.layers.batch import Batch
-from bankfull.runtime.rows import Rows
+from bankfull.runtime.rows import Rows, each_of
 from bankfull.state.spec import Layout
 from bankfull.types import NULL, Work
 
@@ -22,9 +22,8 @@ def build_batch(work: Sequence[Work], rows: Rows, layout: Layout) -> Batch:
     q_start = np.concatenate(([0], np.cumsum(count)))
     kv_len = start + count
     logit_index = wanted_lines(work, q_start)
-    within = np.arange(int(q_start[-1])) - np.repeat(q_start[:-1], count)
     gather = _gather_on_host if rows.host is not None else _gather
-    batch = gather(rows, layout, row, count, within, q_start, kv_len, logit_index)
+    batch = gather(rows, layout, row, count, q_start, kv_len, logit_index)
     if layout.recurrent is not None:
         batch.kept = np.array([len(w.slots) for w in work], np.int64)
         widest = int(batch.kept.max())
@@ -46,15 +45,15 @@ def wanted_lines(work: Sequence[Work], q_start: np.ndarray) -> np.ndarray:
 
 
 def _gather(
-    rows: Rows, layout: Layout, row: np.ndarray, count: np.ndarray, within: np.ndarray,
-    q_start: np.ndarray, kv_len: np.ndarray, logit_index: np.ndarray,
+    rows: Rows, layout: Layout, row: np.ndarray, count: np.ndarray, q_start: np.ndarray, kv_len: np.ndarray,
+    logit_index: np.ndarray,
 ) -> Batch:  # fmt: skip
     """On a device that alone knows how far its rows have come; all integers cross in one copy."""
     assert rows.ship is not None
-    n, total = len(row), len(within)
-    owner = np.repeat(np.arange(n), count)
-    there = rows.ship(np.concatenate((row, count, q_start, owner, within)))
-    index, counts, starts, owners, offsets = there.split((n, n, n + 1, total, total))
+    n = len(row)
+    there = rows.ship(np.concatenate((row, count, q_start)))
+    index, counts, starts = there.split((n, n, n + 1))
+    owners, offsets = each_of(counts, starts, int(q_start[-1]))
     begin = rows.reached[index]
     positions = begin[owners] + offsets
     lines = index[owners]
@@ -71,11 +70,12 @@ def _gather(
 
 
 def _gather_on_host(
-    rows: Rows, layout: Layout, row: np.ndarray, count: np.ndarray, within: np.ndarray,
-    q_start: np.ndarray, kv_len: np.ndarray, logit_index: np.ndarray,
+    rows: Rows, layout: Layout, row: np.ndarray, count: np.ndarray, q_start: np.ndarray, kv_len: np.ndarray,
+    logit_index: np.ndarray,
 ) -> Batch:  # fmt: skip
     host = rows.host
     assert host is not None
+    within = np.arange(int(q_start[-1])) - np.repeat(q_start[:-1], count)
     token_row, position = np.repeat(row, count), within + np.repeat(kv_len - count, count)
     longest = int(kv_len.max())
     pages: list[Tensor] = []

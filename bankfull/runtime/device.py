@@ -187,8 +187,11 @@ class Cuda:
         return choose
 
     def ship(self, array: np.ndarray) -> Tensor:
-        # Pinned memory is taken from a pool, and goes back to it when the copy has been made.
-        return torch.from_numpy(array).pin_memory().to(self.torch, non_blocking=True)
+        # Pinned memory is taken from a pool, and goes back to it when the copy has been made. numpy fills it: torch
+        # would wake its threads for what is done before they are up.
+        pinned = torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, pin_memory=True)
+        pinned.numpy()[...] = array
+        return pinned.to(self.torch, non_blocking=True)
 
     def fetch(self, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

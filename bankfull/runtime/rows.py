@@ -13,12 +13,18 @@ import torch
 from torch import Tensor
 
 from bankfull.sample.params import SamplingParams
-from bankfull.sample.table import SamplingTable
+from bankfull.sample.table import SamplingTable, Wish
 from bankfull.state.spec import Layout
 from bankfull.types import Enter, PageEdit, StepPlan
 
 Ship = Callable[[np.ndarray], Tensor]
 """An array on its way to the device; the host goes on."""
+
+
+def each_of(counts: Tensor, starts: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """`total` things, `counts` of each owner side by side from `starts` on: whose each is, and its number there."""
+    owners = torch.repeat_interleave(counts, output_size=total)
+    return owners, torch.arange(total, device=counts.device) - starts[owners]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,37 +93,48 @@ class Rows:
         for row in plan.leave:
             self.jobs[row] = None
             self.curious.discard(row)
-            self.sampling.clear(row)
-        for enter in plan.enter:
-            self._enter(enter)
+        self.sampling.clear(plan.leave)
+        # Of two sequences that had a row in one step, the later one counts.
+        self._enter(list({enter.row: enter for enter in plan.enter}.values()))
         if self.host is not None:
             for edit in plan.pages:
                 self.host.tables[edit.group][edit.row, edit.first : edit.first + len(edit.pages)] = edit.pages
         elif plan.pages:
             self._edit(plan.pages)
 
-    def _enter(self, enter: Enter) -> None:
-        row, job = enter.row, enter.payload
-        assert isinstance(job, Job)
-        tokens = np.array(enter.tokens, np.int64)
-        self.computed[row] = enter.computed
-        self.prompt_len[row] = enter.prompt_len
-        if self.host is not None:
-            self.host.tokens[row, : len(tokens)] = tokens
-            self.host.known[row], self.host.slot[row] = len(tokens), enter.slot
-        else:
-            assert self.ship is not None
-            there = self.ship(np.concatenate((tokens, (len(tokens), enter.computed, enter.slot))))
-            self.tokens[row, : len(tokens)] = there[:-3]
-            self.known[row], self.reached[row], self.slot[row] = there[-3:].unbind()
-        self.jobs[row] = job
-        self.curious.discard(row)
-        if job.pool is not None or job.params.prompt_logprobs is not None:
-            self.curious.add(row)
-        if job.pool is None:
-            self.sampling.set(
-                row, job.params, prompt_len=enter.prompt_len, child=enter.child, seed=job.seed, stop_ids=job.stop_ids
-            )
+    def _enter(self, enters: Sequence[Enter]) -> None:
+        wishes = []
+        for enter in enters:
+            row, job = enter.row, enter.payload
+            assert isinstance(job, Job)
+            self.computed[row] = enter.computed
+            self.prompt_len[row] = enter.prompt_len
+            self.jobs[row] = job
+            self.curious.discard(row)
+            if job.pool is not None or job.params.prompt_logprobs is not None:
+                self.curious.add(row)
+            if job.pool is None:
+                wishes.append(Wish(row, job.params, enter.prompt_len, enter.child, job.seed, job.stop_ids))
+            if self.host is not None:
+                self.host.tokens[row, : len(enter.tokens)] = enter.tokens
+                self.host.known[row], self.host.slot[row] = len(enter.tokens), enter.slot
+        if enters and self.ship is not None:
+            self._write(enters, self.ship)
+        self.sampling.set(wishes)
+
+    def _write(self, enters: Sequence[Enter], ship: Ship) -> None:
+        """All that enters at once, in one copy and a few launches."""
+        count = np.array([len(enter.tokens) for enter in enters], np.int64)
+        facts = [(enter.row, len(enter.tokens), enter.computed, enter.slot) for enter in enters]
+        there = ship(np.concatenate((
+            np.array(facts, np.int64).T.reshape(-1), np.cumsum(count) - count, *(enter.tokens for enter in enters)
+        )))  # fmt: skip
+        n, total = len(enters), int(count.sum())
+        (row, lengths, computed, slot), starts = there[: 4 * n].view(4, n), there[4 * n : 5 * n]
+        owners, places = each_of(lengths, starts, total)
+        self.tokens[row[owners], places] = there[5 * n :]
+        for table, values in ((self.known, lengths), (self.reached, computed), (self.slot, slot)):
+            table.index_copy_(0, row, values)
 
     def _edit(self, edits: Sequence[PageEdit]) -> None:
         """All changes of a group's tables in one copy and one launch."""

@@ -53,6 +53,19 @@ PLAIN = Facts()
 """Nothing but the likeliest token."""
 
 
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the request wants that enters a row."""
+
+    row: int
+    params: SamplingParams
+    prompt_len: int
+    child: int
+    seed: int
+    stop_ids: Collection[int]
+    """End tokens and stop_token_ids: banned until min_tokens are out."""
+
+
 class SamplingTable:
     """One line per permanent row. Tensors for ragged wishes appear when a request first needs them, and grow."""
 
@@ -75,41 +88,42 @@ class SamplingTable:
         self.chooser: Chooser | None = None
         """What draws tokens in the place of tensor operations, where there is such a kernel."""
 
-    def set(
-        self, row: int, params: SamplingParams, *, prompt_len: int, child: int, seed: int, stop_ids: Collection[int]
-    ) -> None:
-        """A request enters a row. `stop_ids` (end tokens and stop_token_ids) are banned until min_tokens are out."""
-        if params.bad_words and not params.bad_word_ids:
-            raise RuntimeError("bad_words must be tokenized into bad_word_ids before a request enters a row")
-        self.check(params, stop_ids)
-        facts = self.facts_of(params, stop_ids)
-        top_k = facts.top_k or self.vocab
-        self._write(self.reals, row, (
+    def set(self, wishes: Sequence[Wish]) -> None:
+        """Requests enter rows."""
+        for wish in wishes:
+            if wish.params.bad_words and not wish.params.bad_word_ids:
+                raise RuntimeError("bad_words must be tokenized into bad_word_ids before a request enters a row")
+            self.check(wish.params, wish.stop_ids)
+        facts = [self.facts_of(wish.params, wish.stop_ids) for wish in wishes]
+        rows = [wish.row for wish in wishes]
+        self._write(self.reals, rows, [(
             1.0 if params.greedy else params.temperature, params.top_p, params.min_p, params.typical_p,
             params.repetition_penalty, params.presence_penalty, params.frequency_penalty,
-        ))
-        self._write(self.wholes, row, (
-            seed, child, prompt_len, top_k, prompt_len + params.min_tokens, int(params.greedy),
-            -1 if params.logprobs is None else params.logprobs,
-        ))
-        self._set_bits(row, params, stop_ids, facts)
-        self._set_bias(row, params)
-        self._set_bad_words(row, params)
-        self.facts[row] = PLAIN if facts == PLAIN else facts  # the very same, so that asking is cheap
+        ) for params in (wish.params for wish in wishes)])  # fmt: skip
+        self._write(self.wholes, rows, [(
+            wish.seed, wish.child, wish.prompt_len, fact.top_k or self.vocab, wish.prompt_len + wish.params.min_tokens,
+            int(wish.params.greedy), -1 if wish.params.logprobs is None else wish.params.logprobs,
+        ) for wish, fact in zip(wishes, facts, strict=True)])  # fmt: skip
+        for wish, fact in zip(wishes, facts, strict=True):
+            self._set_bits(wish.row, wish.params, wish.stop_ids, fact)
+            self._set_bias(wish.row, wish.params)
+            self._set_bad_words(wish.row, wish.params)
+            self.facts[wish.row] = PLAIN if fact == PLAIN else fact  # the very same, so that asking is cheap
 
-    def clear(self, row: int) -> None:
-        """The request has left; until the next `set` the row is a plain greedy one."""
-        self.facts[row] = PLAIN
-        self._write(self.reals, row, _NEUTRAL_REALS)
-        self._write(self.wholes, row, self._neutral_whole)
-        if self.allowed is not None:
-            self.allowed[row].fill_(-1)
-        if self.stops is not None:
-            self.stops[row].zero_()
-        if self.bias_values is not None:
-            self.bias_values[row].zero_()
-        if self.bad_words is not None:
-            self.bad_words[row].fill_(-1)
+    def clear(self, rows: Sequence[int]) -> None:
+        """Requests have left; until the next `set` their rows are plain greedy ones."""
+        self._write(self.reals, rows, [_NEUTRAL_REALS] * len(rows))
+        self._write(self.wholes, rows, [self._neutral_whole] * len(rows))
+        for row in rows:
+            self.facts[row] = PLAIN
+            if self.allowed is not None:
+                self.allowed[row].fill_(-1)
+            if self.stops is not None:
+                self.stops[row].zero_()
+            if self.bias_values is not None:
+                self.bias_values[row].zero_()
+            if self.bad_words is not None:
+                self.bad_words[row].fill_(-1)
 
     def facts_for(self, host_rows: Sequence[int] | None, count: int) -> list[Facts]:
         """Facts of a batch; without host rows every line is taken to want what any row of the table wants."""
@@ -169,8 +183,12 @@ class SamplingTable:
                 wrong = next(token for token in ids if not 0 <= token < self.vocab)
                 raise RequestError(f"{name} names token {wrong}, but the model's ids go from 0 to {self.vocab - 1}.")
 
-    def _write(self, table: Tensor, row: int, values: Sequence[float | int]) -> None:
-        table[row].copy_(self.ship(values, table.dtype), non_blocking=True)
+    def _write(self, table: Tensor, rows: Sequence[int], values: Sequence[Sequence[float | int]]) -> None:
+        """One line for each row; whatever their number, they cross in one copy."""
+        if len(rows) == 1:
+            table[rows[0]].copy_(self.ship(values[0], table.dtype), non_blocking=True)
+        elif rows:
+            table.index_copy_(0, self.ship(rows, torch.int64), self.ship(values, table.dtype))
 
     def _bits(self, ids: Collection[int]) -> Tensor:
         """A packed line (bit t % 32 of word t // 32), built on the host: it crosses as one small copy."""
@@ -204,8 +222,8 @@ class SamplingTable:
             self.bias_values = self._widened(self.bias_values, (len(bias),), 0, torch.float64)
         if self.bias_ids is not None and self.bias_values is not None:
             padding = [0] * (self.bias_ids.shape[1] - len(bias))
-            self._write(self.bias_ids, row, [*bias, *padding])
-            self._write(self.bias_values, row, [*bias.values(), *padding])
+            self._write(self.bias_ids, [row], [[*bias, *padding]])
+            self._write(self.bias_values, [row], [[*bias.values(), *padding]])
 
     def _set_bad_words(self, row: int, params: SamplingParams) -> None:
         """Right-aligned: the banned token is in the last column, and -1 before it matches anything."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bankfull.sample.logits import Sampled, SamplingTable, process, sample
 from bankfull.sample.params import SamplingParams
+from bankfull.sample.table import Wish
 
 
 @dataclass
@@ -47,7 +48,7 @@ def batch(
     tokens = torch.randint(-3, vocab + 3, (count + 3, longest + 4), generator=torch.Generator().manual_seed(1))
     for line, (wish, prompt, output) in enumerate(zip(wishes, prompts, outputs, strict=True)):
         row = line + 2
-        table.set(row, wish, prompt_len=len(prompt), child=0, seed=seed + line, stop_ids=stop_ids)
+        table.set([Wish(row, wish, prompt_len=len(prompt), child=0, seed=seed + line, stop_ids=stop_ids)])
         said = [*prompt, *output]
         tokens[row, : len(said)] = torch.tensor(said, dtype=torch.int64)
     length = torch.tensor([len(p) + len(o) for p, o in zip(prompts, outputs, strict=True)])

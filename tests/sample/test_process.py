@@ -10,6 +10,7 @@ from bankfull.errors import RequestError
 from bankfull.sample.adjust import unpacked
 from bankfull.sample.logits import SamplingTable, process
 from bankfull.sample.params import SamplingParams
+from bankfull.sample.table import Wish
 from tests.quick import examples
 from tests.sample import oracle
 from tests.sample.batch import batch
@@ -145,7 +146,7 @@ def test_a_greedy_row_is_processed_into_its_one_token() -> None:
 def test_one_row_can_be_processed_at_several_lengths_at_once() -> None:
     wish = SamplingParams(frequency_penalty=0.5, bad_word_ids=[[2, 3]], min_tokens=2)
     table = SamplingTable(2, 6)
-    table.set(1, wish, prompt_len=1, child=0, seed=0, stop_ids=[5])
+    table.set([Wish(1, wish, prompt_len=1, child=0, seed=0, stop_ids=[5])])
     tokens = torch.tensor([[0] * 4, [1, 2, 2, 4]])
     lengths = [1, 2, 3, 4]
     got = process(torch.zeros(4, 6, dtype=torch.float64), torch.full((4,), 1), table, tokens, torch.tensor(lengths))
@@ -160,8 +161,8 @@ def test_a_cleared_row_keeps_nothing_of_the_request_before() -> None:
         min_tokens=9, top_k=2, top_p=0.5, min_p=0.2, typical_p=0.5, temperature=0.5,
     )  # fmt: skip
     made = batch([heavy, heavy], 8, prompts=[[1, 2]] * 2, stop_ids=[0])
-    made.table.set(2, SamplingParams(), prompt_len=2, child=0, seed=0, stop_ids=[0])
-    made.table.clear(3)
+    made.table.set([Wish(2, SamplingParams(), prompt_len=2, child=0, seed=0, stop_ids=[0])])
+    made.table.clear([3])
     logits = torch.randn(2, 8, dtype=torch.float64)
     for told in (True, False):
         got = made.process(logits, told=told)
@@ -184,9 +185,9 @@ def test_wider_wishes_of_a_later_request_leave_earlier_rows_as_they_are() -> Non
 def test_an_id_outside_the_models_vocabulary_is_refused_by_name(wish: dict[str, object]) -> None:
     table = SamplingTable(1, 10)
     with pytest.raises(RequestError, match=r"token 10, but the model's ids go from 0 to 9"):
-        table.set(0, SamplingParams(**wish), prompt_len=1, child=0, seed=0, stop_ids=[])  # type: ignore[arg-type]
+        table.set([Wish(0, SamplingParams(**wish), prompt_len=1, child=0, seed=0, stop_ids=[])])  # type: ignore[arg-type]
 
 
 def test_bad_words_that_nobody_tokenized_are_not_forgotten() -> None:
     with pytest.raises(RuntimeError, match="bad_words"):
-        SamplingTable(1, 10).set(0, SamplingParams(bad_words=["x"]), prompt_len=1, child=0, seed=0, stop_ids=[])
+        SamplingTable(1, 10).set([Wish(0, SamplingParams(bad_words=["x"]), prompt_len=1, child=0, seed=0, stop_ids=[])])

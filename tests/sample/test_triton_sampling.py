@@ -15,6 +15,7 @@ from bankfull.sample.draw import WEIGHT_BITS  # noqa: E402
 from bankfull.sample.logits import NO_TOKEN, SamplingTable, sample  # noqa: E402
 from bankfull.sample.params import SamplingParams  # noqa: E402
 from bankfull.sample.random import Purpose, uniform  # noqa: E402
+from bankfull.sample.table import Wish  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED_IN_FULL = [] if torch.cuda.is_available() else [pytest.mark.full]
@@ -31,7 +32,7 @@ WISHES = [
 def table_of(wishes: list[SamplingParams], vocab: int) -> SamplingTable:
     table = SamplingTable(len(wishes), vocab, DEVICE)
     for row, wish in enumerate(wishes):
-        table.set(row, wish, prompt_len=0, child=row % 3, seed=row + 2**40 - 7, stop_ids=[])
+        table.set([Wish(row, wish, prompt_len=0, child=row % 3, seed=row + 2**40 - 7, stop_ids=[])])
     return table
 
 
