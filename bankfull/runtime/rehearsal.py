@@ -29,27 +29,29 @@ def largest(rows: int, tokens: int) -> list[int]:
     return np.diff(np.linspace(0, tokens, min(rows, tokens) + 1).astype(np.int64)).tolist()
 
 
-def rehearsal(model: Model, layout: Layout, device: Device, new_tokens: Sequence[int]) -> Callable[[], None]:
-    """A step of sequences with so many new tokens each, all of them in page 0."""
+def rehearsal(
+    model: Model, layout: Layout, device: Device, new_tokens: Sequence[int], past: int = 0
+) -> Callable[[], None]:
+    """A step of sequences with so many new tokens each, behind `past` others, all of them in page 0."""
     sequences, counts = len(new_tokens), np.array(new_tokens, np.int64)
     storage = Storage(layout, 0, 1, device.torch)
     storage.frames.zero_()
     eager = Eager(model, layout, storage.layers)
     q_start = np.concatenate(([0], np.cumsum(counts)))
     tokens = int(q_start[-1])
-    position = np.arange(tokens) - np.repeat(q_start[:-1], counts)
+    position = past + np.arange(tokens) - np.repeat(q_start[:-1], counts)
 
     def there(array: np.ndarray, kind: torch.dtype = torch.long) -> torch.Tensor:
         return torch.from_numpy(array).to(device.torch, kind)
 
     def pages(size: int) -> torch.Tensor:
-        return torch.zeros(sequences, -(-int(counts.max()) // size), dtype=torch.long, device=device.torch)
+        return torch.zeros(sequences, -(-int(past + counts.max()) // size), dtype=torch.long, device=device.torch)
 
     sizes = tuple(group.page_tokens for group in layout.paged)
     batch = Batch(
-        q_start, counts, q_start[1:] - 1, there(np.zeros(tokens)), there(position),
+        q_start, past + counts, q_start[1:] - 1, there(np.zeros(tokens)), there(position),
         tuple(pages(size) for size in sizes), tuple(there(position % size) for size in sizes), sizes,
-        starts=there(q_start, torch.int32), lengths=there(counts, torch.int32),
+        starts=there(q_start, torch.int32), lengths=there(past + counts, torch.int32),
     )  # fmt: skip
     if layout.recurrent is not None:
         batch.kept, batch.kepts = np.ones(sequences, np.int64), there(np.ones(sequences), torch.int32)
@@ -76,3 +78,5 @@ def every_kind(
     for new_tokens in (largest(rows, tokens), *UNCAPTURED):
         if sum(new_tokens) <= tokens and len(new_tokens) <= rows:
             yield rehearsal(model, layout, device, new_tokens)
+            if min(new_tokens) < max(new_tokens):  # prompts that go on are read elsewhere than those that begin
+                yield rehearsal(model, layout, device, new_tokens, past=1)

@@ -41,6 +41,8 @@ LAYERS = 2
 """The first layer of a model has no branch to join; the others are alike."""
 LATER = ([1], [2], [5], [12], [100], [2000], [300] * 4, [700, 1, 1, 1], [256, 3], [33, 9, 1], [40] * 60)
 """New tokens of the sequences of steps that come while an engine runs."""
+PAST = (0, 7, 40)
+"""Tokens before them."""
 MAMBA = {
     "model_type": "mamba", "vocab_size": 50280, "hidden_size": 2560, "num_hidden_layers": 64, "state_size": 16,
     "conv_kernel": 4, "expand": 2, "intermediate_size": 5120, "time_step_rank": 160, "tie_word_embeddings": True,
@@ -89,7 +91,9 @@ def start(config: Mapping[str, Any], widths: Sequence[int]) -> Two:
         steps = every_kind(model, layout, device, kit, rows, tokens, widths)
         return ((f"step {number} for {rows} rows", step) for number, step in enumerate(steps))
 
-    later = [(f"step {new}", rehearsal(model, layout, device, new)) for new in LATER]
+    later = [
+        (f"step {new} behind {past}", rehearsal(model, layout, device, new, past)) for new in LATER for past in PAST
+    ]
     return kinds(256, 8192), chain(kinds(256, 8192), kinds(77, 8192), later)
 
 
@@ -156,11 +160,12 @@ def edges() -> Two:
     made: list[Launch] = []
     for q_dtype, dtype, size, values in ((torch.float32, DTYPE, 16, 16), (DTYPE, DTYPE, 128, 64)):
         q, k, v = (torch.empty(9, 2, n, dtype=q_dtype, device=META) for n in (size, size, values))
-        pages = (torch.empty(3, 16, 2, n, dtype=dtype, device=META) for n in (size, values))
+        pages = [torch.empty(3, 16, 2, n, dtype=dtype, device=META) for n in (size, values)]
         slots = torch.empty(9, dtype=torch.int64, device=META)
         angles = torch.empty(9, size // 2, dtype=q_dtype, device=META)
-        call = partial(launch_turn_and_write, q, k, v, *pages, slots, (angles, angles), None)
-        made.append((f"{q_dtype} queries of {size}, {dtype} pages, values of {values}", call))
+        for keep in (False, True):
+            call = partial(launch_turn_and_write, q, k, v, *pages, slots, (angles, angles), None, keep)
+            made.append((f"{q_dtype} queries of {size}, {dtype} pages, values of {values}, {keep}", call))
     for name in ("int4_g128", "int4_g32", "q4_k", "int8_row"):
         for groups in (1, 3):
             inner = groups * max(64, SCHEMES[name].block)

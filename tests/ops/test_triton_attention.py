@@ -87,6 +87,14 @@ def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert error <= TOLERANCE[dtype] * max(1.0, expected.double().abs().max().item())
 
 
+def starts_of(meta: PagedMeta) -> Tensor:
+    return torch.from_numpy(meta.q_start).to(DEVICE, torch.int32)
+
+
+def lengths_of(meta: PagedMeta) -> Tensor:
+    return torch.from_numpy(meta.kv_len).to(DEVICE, torch.int32)
+
+
 def was_merged() -> bool:
     """Did any sequence leave partial results? Their sums start as NaN."""
     return any(not made.total.isnan().all() for made in attention_decode._scratches.values())
@@ -161,8 +169,29 @@ def test_a_chunk_behind_a_long_past_shares_its_batch_with_single_tokens(dtype, m
     Inputs([1, 40, 70, 2, 17], [150, 240, 70, 9, 60], monkeypatch, dtype=dtype, kv=1, groups=3, size=20).check()
 
 
+@pytest.mark.parametrize("window, cap", [(None, None), (20, None), (None, 3.0)])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_sequences_that_begin_read_their_own_rows_and_find_the_same_bits_as_in_pages(dtype, window, cap, monkeypatch):
+    made = Inputs([90, 33, 17, 1], [90, 33, 57, 30], monkeypatch, dtype=dtype, size=20, window=window, cap=cap)
+    seen: list[list[int]] = []
+    launch = attention.launch_prefill
+
+    def noting(q, keys, *rest: Any) -> None:
+        seen.append([keys.dim(), *rest[6].tolist()])
+        launch(q, keys, *rest)
+
+    monkeypatch.setattr(attention, "launch_prefill", noting)
+    own = made.check()
+    assert seen == [[4, 2], [3, 0, 1]]
+    # The host need not know that there is nothing before: then pages are read.
+    later = replace(made.meta, kv_len=made.meta.kv_len + 1, starts=starts_of(made.meta), lengths=lengths_of(made.meta))
+    assert torch.equal(made.check(later), own)
+    assert seen[2:] == [[4, 0, 1, 2]]
+
+
 def test_queries_that_need_no_change_are_read_where_they_are(monkeypatch) -> None:
     Inputs([33, 1], [50, 20], monkeypatch, norms=False, turns=False).check()
+    Inputs([33, 1], [33, 20], monkeypatch, norms=False, turns=False).check()
     Inputs([3, 1], [50, 20], monkeypatch, norms=False, turns=False).check()
 
 

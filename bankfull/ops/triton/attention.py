@@ -57,22 +57,29 @@ def _on_device(meta: PagedMeta, device: torch.device) -> tuple[Tensor, Tensor]:
     return starts, lengths
 
 
+def _begin_here(meta: PagedMeta) -> np.ndarray:
+    """Which sequences surely have nothing before this step: what the host knows of lengths is never too little."""
+    return np.diff(meta.q_start) == meta.kv_len
+
+
 def _over_pages(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, scales: tuple[Tensor, Tensor] | None, meta: PagedMeta, out: Tensor,
-    scale: float, window: int | None, cap: float | None,
+    scale: float, window: int | None, cap: float | None, own: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Queries that are ready; all keys and values are in their pages."""
+    """Queries that are ready; all keys and values are in their pages. Those of the step are in `own`, too, if given."""
     counts, table = np.diff(meta.q_start), _side_by_side(meta.pages)
-    short, long = np.flatnonzero(counts <= MOST_TOKENS), np.flatnonzero(counts > MOST_TOKENS)
+    few, fresh = counts <= MOST_TOKENS, _begin_here(meta) & (own is not None)
+    short, long, new = np.flatnonzero(few), np.flatnonzero(~few & ~fresh), np.flatnonzero(~few & fresh)
     starts, lengths = _on_device(meta, q.device)
-    if len(long):
-        launch_prefill(
-            q, k_pages, v_pages, scales, table, lengths, meta.q_start, meta.kv_len, long, out, scale, window, cap
-        )
+    for sequences, (keys, values) in ((long, (k_pages, v_pages)), (new, own or (k_pages, v_pages))):
+        if len(sequences):
+            launch_prefill(
+                q, keys, values, scales, table, lengths, meta.q_start, meta.kv_len, sequences, out, scale, window, cap
+            )
     if len(short):
         launch_decode(
             q, None, k_pages, v_pages, scales, table, meta.slots, starts, lengths,
-            shipped_sequences(short, q.device) if len(long) else None,
+            shipped_sequences(short, q.device) if not few.all() else None,
             int(counts[short].max()), out, None, None, scale, window, cap,
         )  # fmt: skip
     return out
@@ -112,5 +119,7 @@ def run_attend(
             None, width, out, angles, norms, scale, window, cap,
         )  # fmt: skip
         return out
-    ready = launch_turn_and_write(q, k, v, k_pages, v_pages, meta.slots, angles, norms)
-    return _over_pages(ready, k_pages, v_pages, None, meta, out, scale, window, cap)
+    # Pages of another dtype have rounded what they hold, for every reader alike.
+    keep = bool(_begin_here(meta).any()) and k_pages.dtype == k.dtype and v_pages.dtype == v.dtype
+    ready, keys = launch_turn_and_write(q, k, v, k_pages, v_pages, meta.slots, angles, norms, keep)
+    return _over_pages(ready, k_pages, v_pages, None, meta, out, scale, window, cap, (keys, v) if keep else None)

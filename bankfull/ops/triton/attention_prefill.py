@@ -2,6 +2,9 @@
 
 A tile holds neighbouring tokens and, of each, the heads that share a key head: keys and values that are loaded once
 serve them all. Which tiles there are is known on the host, and crosses as one small array.
+
+Sequences that begin with this step have all their keys and values in the step's own rows, side by side: read there
+instead of in pages, with no page to look up, the same numbers take a fifth less time.
 """
 
 from __future__ import annotations
@@ -32,24 +35,32 @@ def walk(
     inner, outer, window, peak, total, mixed,
     SIZE: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, PAGE: tl.constexpr,
     CAPPED: tl.constexpr, ALIKE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PRODUCT: tl.constexpr,
-    BORDER: tl.constexpr,
+    FRESH: tl.constexpr, BORDER: tl.constexpr,
 ):  # fmt: skip
     """The running softmax over the keys low .. high. BORDER: not every query sees each of them; outside of begin .. end
-    there is nothing to read. ALIKE: values lie in their frames as keys do."""
+    there is nothing to read. ALIKE: values lie in their frames as keys do. FRESH: there are no frames; the first key is
+    at the base."""
     dims = tl.arange(0, PADDED)
     numbers = tl.arange(0, PADDED_VALUES)
+    within = tl.arange(0, BLOCK)
     factor = inner
     if CAPPED:
         factor = 1.0
     # The pages of a tile are looked up one step before they are needed: no load of the loop waits for another.
-    frames = look_up(table_base, low, begin, tl.minimum(high, end), PAGE, BLOCK)
+    frames = within
+    if not FRESH:
+        frames = look_up(table_base, low, begin, tl.minimum(high, end), PAGE, BLOCK)
     for at in tl.range(low, high, BLOCK, num_stages=STAGES):
-        key = at + tl.arange(0, BLOCK)
+        key = at + within
         inside = (key >= begin) & (key < end)
-        k_places = places(frames, at, k_frame, k_place, PAGE, BLOCK)
-        v_places = k_places if ALIKE else places(frames, at, v_frame, v_place, PAGE, BLOCK)
-        k_there = k_base + k_places[:, None] + dims[None, :]
-        v_there = v_base + v_places[:, None] + numbers[None, :]
+        if FRESH:
+            k_there = k_base + (begin * 0 + at).to(tl.int64) * k_place + (within[:, None] * k_place + dims[None, :])
+            v_there = v_base + (begin * 0 + at).to(tl.int64) * v_place + (within[:, None] * v_place + numbers[None, :])
+        else:
+            k_places = places(frames, at, k_frame, k_place, PAGE, BLOCK)
+            v_places = k_places if ALIKE else places(frames, at, v_frame, v_place, PAGE, BLOCK)
+            k_there = k_base + k_places[:, None] + dims[None, :]
+            v_there = v_base + v_places[:, None] + numbers[None, :]
         if BORDER:
             keys = tl.load(k_there, mask=inside[:, None] & (dims < SIZE)[None, :], other=0.0)
             values = tl.load(v_there, mask=inside[:, None] & (numbers < VALUES)[None, :], other=0.0)
@@ -71,7 +82,8 @@ def walk(
             if window is not None:
                 seen = seen & (key[None, :] > position[:, None] - window)
             score = tl.where(seen, score, float("-inf"))
-        frames = look_up(table_base, at + BLOCK, begin, tl.minimum(high, end), PAGE, BLOCK)
+        if not FRESH:
+            frames = look_up(table_base, at + BLOCK, begin, tl.minimum(high, end), PAGE, BLOCK)
         peak, total, mixed = absorbed(score, factor, values.to(PRODUCT), value_scale, peak, total, mixed, BORDER)
     return peak, total, mixed
 
@@ -84,8 +96,10 @@ def attention_prefill(
     table_row, inner, outer, window,
     HEAD_TILES: tl.constexpr, GROUPS: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr, VALUES: tl.constexpr,
     PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, ALIKE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PRODUCT: tl.constexpr, OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PRODUCT: tl.constexpr, FRESH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """FRESH: `k_pages` and `v_pages` are the step's own keys and values, a token's `k_place` and `v_place` apart."""
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
     tile = tiles + tl.program_id(0) // HEAD_TILES * 4
@@ -121,27 +135,31 @@ def attention_prefill(
     k_base = k_pages + key_head * k_page_head
     v_base = v_pages + key_head * v_page_head
     table_base = table + sequence.to(tl.int64) * table_row
+    if FRESH:
+        own = (first - past).to(tl.int64)
+        k_base += own * k_place
+        v_base += own * v_place
     if window is not None:
         peak, total, mixed = walk(
             low, base, begin, end, queries, position, k_base, v_base, k_scales, v_scales, table_base, key_head,
             k_frame, k_place, v_frame, v_place,
             k_scale_frame, k_scale_place, k_scale_head, v_scale_frame, v_scale_place, v_scale_head,
             inner, outer, window, peak, total, mixed,
-            SIZE, VALUES, PADDED, PADDED_VALUES, PAGE, CAPPED, ALIKE, BLOCK, STAGES, PRODUCT, True,
+            SIZE, VALUES, PADDED, PADDED_VALUES, PAGE, CAPPED, ALIKE, BLOCK, STAGES, PRODUCT, FRESH, True,
         )  # fmt: skip
     peak, total, mixed = walk(
         base, whole, begin, end, queries, position, k_base, v_base, k_scales, v_scales, table_base, key_head,
         k_frame, k_place, v_frame, v_place,
         k_scale_frame, k_scale_place, k_scale_head, v_scale_frame, v_scale_place, v_scale_head,
         inner, outer, window, peak, total, mixed,
-        SIZE, VALUES, PADDED, PADDED_VALUES, PAGE, CAPPED, ALIKE, BLOCK, STAGES, PRODUCT, False,
+        SIZE, VALUES, PADDED, PADDED_VALUES, PAGE, CAPPED, ALIKE, BLOCK, STAGES, PRODUCT, FRESH, False,
     )  # fmt: skip
     peak, total, mixed = walk(
         whole, end, begin, end, queries, position, k_base, v_base, k_scales, v_scales, table_base, key_head,
         k_frame, k_place, v_frame, v_place,
         k_scale_frame, k_scale_place, k_scale_head, v_scale_frame, v_scale_place, v_scale_head,
         inner, outer, window, peak, total, mixed,
-        SIZE, VALUES, PADDED, PADDED_VALUES, PAGE, CAPPED, ALIKE, BLOCK, STAGES, PRODUCT, True,
+        SIZE, VALUES, PADDED, PADDED_VALUES, PAGE, CAPPED, ALIKE, BLOCK, STAGES, PRODUCT, FRESH, True,
     )  # fmt: skip
     store_heads(out, mixed, total, token, head, real, out_token, VALUES, PADDED_VALUES)
 
@@ -159,27 +177,31 @@ def tile_shape(padded: int, product_bytes: int) -> tuple[int, int, int, int]:
 
 
 def launch_prefill(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, scales: tuple[Tensor, Tensor] | None, table: Tensor,
+    q: Tensor, keys: Tensor, values: Tensor, scales: tuple[Tensor, Tensor] | None, table: Tensor,
     lengths: Tensor, q_start: np.ndarray, kv_len: np.ndarray, sequences: np.ndarray, out: Tensor,
     scale: float, window: int | None, cap: float | None,
 ) -> None:  # fmt: skip
-    """Queries that are ready, over pages that hold all keys and values, of some `sequences` of the batch."""
+    """Queries that are ready, of some `sequences` of the batch, over pages that hold all keys and values; or, where
+    these have three dimensions, over the step's own. Then these sequences must have nothing before."""
+    fresh = keys.dim() == 3
     heads, size = q.shape[1:]
-    page, key_heads, values = v_pages.shape[1:]
+    key_heads, numbers = values.shape[-2:]
+    page = 1 if fresh else values.shape[1]
     groups = heads // key_heads
-    padded, padded_values = (max(16, power_of_two(n)) for n in (size, values))
+    padded, padded_values = (max(16, power_of_two(n)) for n in (size, numbers))
     rows, block, warps, stages = tile_shape(max(padded, padded_values), q.element_size())
     packed = groups if groups <= rows else 1
     tiles = shipped_tiles(q_start, kv_len, sequences, rows // packed, q.device)
     k_scales, v_scales = scales or (None, None)
     inner, outer = score_factors(scale, cap)
+    k_strides, v_strides = ((0, *part.stride()[:2]) if fresh else part.stride()[:3] for part in (keys, values))
     attention_prefill[(len(tiles) * (heads // packed),)](
-        q, out, k_pages, v_pages, k_scales, v_scales, table, lengths, tiles,
-        *q.stride()[:2], out.stride(0), *k_pages.stride()[:3], *v_pages.stride()[:3],
+        q, out, keys, values, k_scales, v_scales, table, lengths, tiles,
+        *q.stride()[:2], out.stride(0), *k_strides, *v_strides,
         *((0, 0, 0) if k_scales is None else k_scales.stride()),
         *((0, 0, 0) if v_scales is None else v_scales.stride()),
         table.stride(0), inner, outer, window,
-        heads // packed, groups, packed, size, values, padded, padded_values, page, cap is not None,
-        k_pages.stride()[:2] == v_pages.stride()[:2], rows, block, stages, multiplied_as(q),
+        heads // packed, groups, packed, size, numbers, padded, padded_values, page, cap is not None,
+        k_strides[:2] == v_strides[:2], rows, block, stages, multiplied_as(q), fresh,
         num_warps=warps, **overlapped(q),
     )  # fmt: skip

@@ -58,14 +58,15 @@ def turned(
 
 @triton.jit(do_not_specialize=["count"])
 def turn_and_write(
-    q, k, v, turned_q, k_pages, v_pages, slots, cos, sin, q_weight, k_weight,
+    q, k, v, turned_q, turned_k, k_pages, v_pages, slots, cos, sin, q_weight, k_weight,
     q_token, q_head, k_token, k_head, v_token, v_head, turned_token,
     k_frame, k_place, k_page_head, v_frame, v_place, v_page_head, cos_token, sin_token, count, eps, offset,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr,
     PADDED_VALUES: tl.constexpr, HALF: tl.constexpr, SHIFTED: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, tokens): HEADS heads of queries (none of them where they stay as they are), then keys, values."""
+    """Program (head, tokens): HEADS heads of queries (none of them where they stay as they are), then keys, values.
+    Keys go to `turned_k` as well, where it is given."""
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
     head = tl.program_id(0)
@@ -91,6 +92,9 @@ def turn_and_write(
             )  # fmt: skip
             key_places = k_pages + (frame * k_frame + place * k_place + own * k_page_head)[:, None] + dims[None, :]
             tl.store(key_places, key.to(k_pages.dtype.element_ty), mask=inside[:, None] & (dims < SIZE)[None, :])
+            if turned_k is not None:
+                key_places = turned_k + ((token * KEY_HEADS + own) * SIZE)[:, None] + dims[None, :]
+                tl.store(key_places, key, mask=inside[:, None] & (dims < SIZE)[None, :])
         else:
             own = head - HEADS - KEY_HEADS
             numbers = tl.arange(0, PADDED_VALUES)
@@ -102,18 +106,19 @@ def turn_and_write(
 
 def launch_turn_and_write(
     q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor,
-    angles: tuple[Tensor, Tensor] | None, norms: HeadNorms | None,
-) -> Tensor:  # fmt: skip
-    """The queries as attention wants them; keys and values are in their pages."""
+    angles: tuple[Tensor, Tensor] | None, norms: HeadNorms | None, keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The queries as attention wants them, and the keys (only with `keep`); keys and values are in their pages."""
     count, heads, size = q.shape
     key_heads, values = v.shape[1:]
     changes = angles is not None or norms is not None
     ready = torch.empty((count, heads, size), dtype=q.dtype, device=q.device) if changes else q
+    ready_keys = torch.empty((count, key_heads, size), dtype=k.dtype, device=k.device) if changes and keep else None
     cos, sin = angles or (None, None)
     padded, padded_values = (max(16, power_of_two(n)) for n in (size, values))
     tokens = NUMBERS // max(padded, padded_values)
     turn_and_write[((heads if changes else 0) + 2 * key_heads, triton.cdiv(count, tokens))](
-        q, k, v, ready, k_pages, v_pages, slots, cos, sin, norms and norms.q, norms and norms.k,
+        q, k, v, ready, ready_keys, k_pages, v_pages, slots, cos, sin, norms and norms.q, norms and norms.k,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], ready.stride(0), *k_pages.stride()[:3],
         *v_pages.stride()[:3], 0 if cos is None else cos.stride(0), 0 if sin is None else sin.stride(0), count,
         norms.eps if norms else 0.0, norms.offset if norms else 0.0,
@@ -121,4 +126,4 @@ def launch_turn_and_write(
         1 if cos is None else cos.shape[1], bool(norms and norms.offset), k_pages.shape[1], tokens,
         num_warps=4, **overlapped(q),
     )  # fmt: skip
-    return ready
+    return ready, k if ready_keys is None else ready_keys
