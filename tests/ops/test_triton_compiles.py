@@ -52,3 +52,6 @@ def test_a_pair_that_runs_over_is_seen() -> None:
     assert overflows(packed.format("shl.b64", 30))
     assert not overflows(packed.format("shl.b64", 32))
     assert not overflows(packed.format("cvt.u64.u32", 0))
+    of_threads = "mov.u32 	%r61, %tid.x;" + packed
+    assert overflows(of_threads.format("mul.wide.u32", 1 << 30))
+    assert not overflows(of_threads.format("mul.wide.u32", 2))
