@@ -78,12 +78,15 @@ def test_it_norms_its_own_input_and_gates(name: str, dtype: torch.dtype, offset:
     assert error_of(before.joined, plain.joined) <= JOINED[dtype]
 
 
-@pytest.mark.parametrize("outputs", [2, 4, 8, 16])
-def test_programs_take_several_turns(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cut", [
+    Turns(2, 2), Turns(4, 2), Turns(8, 2), Turns(16, 2), Turns(8, 1, groups=2), Turns(4, 2, words=8, registers=128),
+], ids=str)  # fmt: skip
+def test_programs_take_several_turns(cut: Turns, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_turns, "processors", lambda device: 1)
-    weight = weight_of("int4_g128", 19 * outputs + 3, 256)
-    x = normal(1, 256, dtype=HALF)
-    assert error_of(one_row(x, repacked(weight), None, cut=Turns(outputs, 2)), exact(x, weight)) < 2e-3
+    for columns in (256, 2048):
+        weight = weight_of("int4_g128", 19 * cut.outputs + 3, columns)
+        x = normal(1, columns, dtype=HALF)
+        assert error_of(one_row(x, repacked(weight), None, cut=cut), exact(x, weight)) < 2e-3
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-10, 1e-3, 1.0, 1e4, 1e15, 1e30])
@@ -151,4 +154,4 @@ def test_cuts_fit_what_they_are_for() -> None:
         assert not takes(form, 1 << 20, BRAIN)
     four, eight = LAYOUTS["int4_g128"][0], LAYOUTS["int8_row"][0]
     assert pays(four, 14336, BRAIN) and not pays(eight, 14336, BRAIN) and not pays(four, 576, BRAIN)
-    assert turns_for(repacked(weight_of("int4_g128", 4, 256))) == Turns(4, 3)
+    assert turns_for(repacked(weight_of("int4_g128", 4, 256))) == Turns(8, 2, groups=2)

@@ -305,10 +305,18 @@ def turns_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Outputs of a tile, and programs for each multiprocessor."""
+    """How a weight is shared out."""
 
     outputs: int
+    """Of a tile."""
     programs: int
+    """For each multiprocessor."""
+    groups: int = 1
+    """Of threads in a program, each with whole rows of its own."""
+    words: int = 4
+    """Of a row that a thread holds."""
+    registers: int | None = None
+    """Of a thread, at most."""
 
 
 def takes(form: Form, columns: int, dtype: torch.dtype | None) -> bool:
@@ -324,13 +332,15 @@ def pays(form: Form, columns: int, dtype: torch.dtype | None) -> bool:
 
 
 def turns_for(weight: WordWeight) -> Turns:
-    """The fastest in such a chain. One program more for each multiprocessor would leave no room for the first ones of
-    the kernel behind, and costs up to 10% of a step."""
+    """The fastest in such a chain. Warps count most: as many as the registers hold, if the compiler is told so. Next to
+    that few programs, since each reads and norms all activations, and tiles that come out even."""
     outputs, columns = weight.shape
     if weight.form.bits == 4:
         if columns > 8192:
-            return Turns(4, 1)
-        return Turns(16, 3) if outputs >= MANY_OUTPUTS else Turns(8, 3) if outputs >= 16384 else Turns(4, 3)
+            return Turns(4, 2, words=8, registers=128)
+        if outputs >= MANY_OUTPUTS:
+            return Turns(16, 3)
+        return Turns(8, 4, registers=128) if outputs >= 16384 else Turns(8, 2, groups=2)
     return Turns(4, 4) if outputs >= MANY_OUTPUTS else Turns(8, 3) if outputs <= 4096 else Turns(4, 3)
 
 
@@ -348,12 +358,13 @@ def one_row(
     )  # fmt: skip
     length = weight.group // weight.form.per_word
     width = max(length, power_of_two(weight.words.shape[1]))
-    warps = max(1, min(MOST_WARPS, width // 128))
+    warps = min(MOST_WARPS, cut.groups * max(1, width // (32 * cut.words)))
     # Short rows have small programs, of which more fit: those of an 8B model, which the cuts are from, have four warps.
     programs = min(triton.cdiv(outputs, cut.outputs), cut.programs * max(1, 4 // warps) * processors(row.device))
+    bounded = {} if cut.registers is None or INTERPRETED else {"maxnreg": cut.registers}
     turns_kernel[(programs,)](
         row, delta, joined, norm, eps, offset, row if bias is None else bias, y, *weight.tensors(), outputs, columns,
         weight.groups, **weight.constants(), HAS_BIAS=bias is not None, GATE=gate, NORM=before is not None,
-        SHIFTED=offset != 0.0, R=cut.outputs, W=width, L=length, num_warps=warps, **overlapped(row),
+        SHIFTED=offset != 0.0, R=cut.outputs, W=width, L=length, num_warps=warps, **bounded, **overlapped(row),
     )  # fmt: skip
     return y
