@@ -27,6 +27,8 @@ from bankfull.ops.triton.quantized_wide_rows import more_of, spacious
 LONGEST = 4096
 """Words of a row, at most: eight for each of 512 threads."""
 MOST_WARPS = 16
+USUAL = 512
+"""Words of a row of an 8B model, 4 bits each: what cuts are from."""
 MANY_OUTPUTS = 65536
 """Those of a head, behind which comes nothing that is large."""
 PLAIN = tl.constexpr(INTERPRETED)
@@ -331,7 +333,7 @@ def pays(form: Form, columns: int, dtype: torch.dtype | None) -> bool:
     return takes(form, columns, dtype) and 2048 <= columns <= (LONGEST * 8 if form.bits == 4 else 8192)
 
 
-def turns_for(weight: WordWeight) -> Turns:
+def turns_for(weight: WordWeight, normed: bool = False) -> Turns:
     """The fastest in such a chain. Warps count most: as many as the registers hold, if the compiler is told so. Next to
     that few programs, since each reads and norms all activations, and tiles that come out even."""
     outputs, columns = weight.shape
@@ -340,7 +342,9 @@ def turns_for(weight: WordWeight) -> Turns:
             return Turns(4, 2, words=8, registers=128)
         if outputs >= MANY_OUTPUTS:
             return Turns(16, 3)
-        return Turns(8, 4, registers=128) if outputs >= 16384 else Turns(8, 2, groups=2)
+        if outputs >= 16384:
+            return Turns(8, 4, registers=128)
+        return Turns(8, 2, groups=2) if normed else Turns(4, 6, words=8)
     return Turns(4, 4) if outputs >= MANY_OUTPUTS else Turns(8, 3) if outputs <= 4096 else Turns(4, 3)
 
 
@@ -351,7 +355,7 @@ def one_row(
     before = x if isinstance(x, Unnormed) else None
     row = x.x if isinstance(x, Unnormed) else x
     outputs, columns = weight.shape
-    cut = cut or turns_for(weight)
+    cut = cut or turns_for(weight, before is not None)
     y = torch.empty(1, outputs // 2 if gate else outputs, dtype=row.dtype, device=row.device)
     delta, joined, norm, eps, offset = (row, y, y, 0.0, 0.0) if before is None else (
         before.delta, before.joined, before.weight, before.eps, before.offset
@@ -359,8 +363,9 @@ def one_row(
     length = weight.group // weight.form.per_word
     width = max(length, power_of_two(weight.words.shape[1]))
     warps = min(MOST_WARPS, cut.groups * max(1, width // (32 * cut.words)))
-    # Short rows have small programs, of which more fit: those of an 8B model, which the cuts are from, have four warps.
-    programs = min(triton.cdiv(outputs, cut.outputs), cut.programs * max(1, 4 // warps) * processors(row.device))
+    # Short rows have small programs, of which more fit than of those that the cuts are from.
+    more = max(1, cut.groups * USUAL // (32 * cut.words) // warps)
+    programs = min(triton.cdiv(outputs, cut.outputs), cut.programs * more * processors(row.device))
     bounded = {} if cut.registers is None or INTERPRETED else {"maxnreg": cut.registers}
     turns_kernel[(programs,)](
         row, delta, joined, norm, eps, offset, row if bias is None else bias, y, *weight.tensors(), outputs, columns,
