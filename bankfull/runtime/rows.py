@@ -93,9 +93,10 @@ class Rows:
         for row in plan.leave:
             self.jobs[row] = None
             self.curious.discard(row)
-        self.sampling.clear(plan.leave)
-        # Of two sequences that had a row in one step, the later one counts.
-        self._enter(list({enter.row: enter for enter in plan.enter}.values()))
+        if plan.leave:
+            self.sampling.clear(plan.leave)
+        if plan.enter:  # of two sequences that had a row in one step, the later one counts
+            self._enter(list({enter.row: enter for enter in plan.enter}.values()))
         if self.host is not None:
             for edit in plan.pages:
                 self.host.tables[edit.group][edit.row, edit.first : edit.first + len(edit.pages)] = edit.pages
@@ -118,7 +119,7 @@ class Rows:
             if self.host is not None:
                 self.host.tokens[row, : len(enter.tokens)] = enter.tokens
                 self.host.known[row], self.host.slot[row] = len(enter.tokens), enter.slot
-        if enters and self.ship is not None:
+        if self.ship is not None:
             self._write(enters, self.ship)
         self.sampling.set(wishes)
 
