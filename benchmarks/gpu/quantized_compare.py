@@ -1,4 +1,5 @@
-"""The kernels for few rows of quantized weights, side by side: on plain units, and on matrix units in every cut.
+"""The kernels for few rows of quantized weights, side by side: on plain units, and, for float8, on matrix units in
+every cut.
 
 All of them are compiled first, many at once, each process for some: what it leaves in the cache of the compiler, this
 one finds there. Results are checked before anything is timed.

@@ -1,4 +1,4 @@
-"""Few rows of quantized weights on matrix units: the numbers, and every way to cut the work."""
+"""Few rows of float8 on matrix units: the numbers, and every way to cut the work."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from bankfull.weights.qtensor import QTensor
 from tests.ops.cases import Maker
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WIDE = ("int4_g128", "int8_g64", "int8_g128", "int8_row", "fp8")
 KINDS = (torch.bfloat16, torch.float16)
 
 
-def weight_of(name: str, outer: int, inner: int, seed: int = 0) -> QTensor:
+def weight_of(outer: int, inner: int, seed: int = 0, name: str = "fp8") -> QTensor:
     return Maker(seed).weight(SCHEMES[name], outer, inner).to(DEVICE)
 
 
@@ -41,11 +40,10 @@ def assert_near(found: Tensor, expected: Tensor, share: float = 4e-3) -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", KINDS)
-@pytest.mark.parametrize("name", WIDE)
-def test_every_number_comes_out_as_it_was_stored(name: str, dtype: torch.dtype) -> None:
+def test_every_number_comes_out_as_it_was_stored(dtype: torch.dtype) -> None:
     """Times the unit matrix: rounded once, as `dequantize` rounds. Its neighbours are nothing but zeros."""
     columns = 256 if DEVICE == "cuda" else 128  # interpreted kernels are slow
-    weight = weight_of(name, 21, columns)
+    weight = weight_of(21, columns)
     packed, values = repacked(weight), weight.dequantize(torch.float64).to(dtype)
     unit = torch.eye(columns, device=DEVICE, dtype=dtype)
     for first in range(0, columns, MOST_ROWS):
@@ -56,9 +54,8 @@ def test_every_number_comes_out_as_it_was_stored(name: str, dtype: torch.dtype) 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("rows", [1, 3, 8])
-@pytest.mark.parametrize("name", WIDE)
-def test_products_are_exact_but_for_their_rounding(name: str, rows: int, dtype: torch.dtype) -> None:
-    weight = weight_of(name, 40, 1024, seed=rows)
+def test_products_are_exact_but_for_their_rounding(rows: int, dtype: torch.dtype) -> None:
+    weight = weight_of(40, 1024, seed=rows)
     x, bias = normal(rows, 1024, dtype=dtype), normal(40, dtype=dtype)
     found = wide_rows(x, repacked(weight), bias)
     assert_near(found, exact(x, weight) + bias.double(), 4e-3 if dtype == torch.bfloat16 else 6e-4)
@@ -67,41 +64,38 @@ def test_products_are_exact_but_for_their_rounding(name: str, rows: int, dtype: 
 @pytest.mark.parametrize(
     "cut", [WideCut(16, 2), WideCut(32, 4), WideCut(16, 4, 2), WideCut(32, 2, 6, 2), WideCut(16, 2, 3, 3)]
 )
-@pytest.mark.parametrize("name", ["int4_g128", "int8_row"])
-def test_every_cut_gives_the_same_product(name: str, cut: WideCut) -> None:
+def test_every_cut_gives_the_same_product(cut: WideCut) -> None:
     """Columns that no cut divides; more outputs than programs hold."""
-    weight = weight_of(name, 37, 128 * 11, seed=1)
+    weight = weight_of(37, 128 * 11, seed=1)
     x = normal(2, 128 * 11)
     assert_near(wide_rows(x, repacked(weight), None, cut=cut), exact(x, weight))
 
 
 def test_more_turns_than_are_spelled_out() -> None:
     for groups in (20, 21):
-        weight = weight_of("int4_g128", 5, 128 * groups)
+        weight = weight_of(5, 128 * groups)
         x = normal(1, 128 * groups)
         assert_near(wide_rows(x, repacked(weight), None, cut=WideCut(16, 2, 1)), exact(x, weight))
 
 
 @pytest.mark.parametrize("cut", [WideCut(16, 2), WideCut(32, 2)])
 def test_gates(cut: WideCut) -> None:
-    for name in ("int4_g128", "fp8"):
-        weight = weight_of(name, 42, 256)
-        x, bias = normal(2, 256), normal(42)
-        found = wide_rows(x, repacked(weight), bias, "silu", cut)
-        assert found.shape == (2, 21)
-        assert_near(found, gated_linear.body(x, weight, bias, "silu"), 2e-2)
+    weight = weight_of(42, 256)
+    x, bias = normal(2, 256), normal(42)
+    found = wide_rows(x, repacked(weight), bias, "silu", cut)
+    assert found.shape == (2, 21)
+    assert_near(found, gated_linear.body(x, weight, bias, "silu"), 2e-2)
 
 
 @pytest.mark.parametrize("size", [1e-10, 1e-4, 1e10, 1e15])
 def test_activations_of_any_size_keep_their_digits(size: float) -> None:
-    for name in ("int4_g128", "int8_row", "fp8"):
-        weight = weight_of(name, 9, 256)
-        x = (normal(1, 256, dtype=torch.float32) * size).to(torch.bfloat16)
-        assert_near(wide_rows(x, repacked(weight), None), exact(x, weight))
+    weight = weight_of(9, 256)
+    x = (normal(1, 256, dtype=torch.float32) * size).to(torch.bfloat16)
+    assert_near(wide_rows(x, repacked(weight), None), exact(x, weight))
 
 
 def test_small_numbers_of_float16_keep_their_digits() -> None:
-    weight = weight_of("int4_g128", 9, 256)
+    weight = weight_of(9, 256)
     x = (normal(1, 256, dtype=torch.float32) * 1e-6).to(torch.float16)
     found = wide_rows(x, repacked(weight), None, cut=WideCut(16, 2))
     error = (found.double() - exact(x, weight)).abs().max().item()
@@ -109,22 +103,21 @@ def test_small_numbers_of_float16_keep_their_digits() -> None:
 
 
 def test_a_row_does_not_depend_on_others() -> None:
-    for name in ("int4_g128", "int8_row"):
-        weight = repacked(weight_of(name, 20, 512))
-        x = normal(5, 512)
-        x[0, 5] = float("nan")
-        found = wide_rows(x, weight, None)
-        assert bool(found[0].isnan().all())
-        for row in range(1, 5):
-            assert torch.equal(found[row], wide_rows(x[row : row + 1], weight, None)[0])
+    weight = repacked(weight_of(20, 512))
+    x = normal(5, 512)
+    x[0, 5] = float("nan")
+    found = wide_rows(x, weight, None)
+    assert bool(found[0].isnan().all())
+    for row in range(1, 5):
+        assert torch.equal(found[row], wide_rows(x[row : row + 1], weight, None)[0])
 
 
 def test_who_takes_what() -> None:
     for name in LAYOUTS:
-        packed = repacked(weight_of(name, 4, 256))
-        assert takes(packed, torch.bfloat16) == (name in WIDE)
+        packed = repacked(weight_of(4, 256, name=name))
+        assert takes(packed, torch.bfloat16) == (name == "fp8")
         assert not takes(packed, torch.float32)
-    assert not takes(repacked(weight_of("int8_row", 4, 37)), torch.bfloat16)
+    assert not takes(repacked(weight_of(4, 37)), torch.bfloat16)
 
 
 def test_it_takes_one_row_of_float8(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +129,7 @@ def test_it_takes_one_row_of_float8(monkeypatch: pytest.MonkeyPatch) -> None:
         return whole(x, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(quantized, "wide_rows", seen)
-    weight = weight_of("fp8", 6, 128)
+    weight = weight_of(6, 128)
     call = linear.providers["triton-q"].run
     for rows in (0, 1, 2):
         x = normal(rows, 128)
@@ -147,7 +140,7 @@ def test_it_takes_one_row_of_float8(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = partial(gated_linear.providers["triton-q"].run, bias=None, kind="silu")
     assert gate(normal(0, 128), repacked(weight)).shape == (0, 3)
     gate(normal(1, 128), repacked(weight))
-    call(normal(1, 128), repacked(weight_of("int8_row", 6, 128)))
+    call(normal(1, 128), repacked(weight_of(6, 128, name="int8_row")))
     call(normal(1, 128).float(), repacked(weight))
     assert called == [1, 1]
 

@@ -3,7 +3,7 @@ registers. Sums are float32; activations are untouched, but for one row of codes
 numbers of 16 bits (`quantized_turns`).
 
 One row is multiplied as fast as weights can be read, by one of three kernels: with whole numbers, by programs that stay
-(`quantized_turns`); on matrix units, straight from registers (`quantized_wide_rows`); or on plain units
+(`quantized_turns`); with float8, on matrix units, straight from registers (`quantized_wide_rows`); or on plain units
 (`quantized_rows`), which takes every format. Which is fastest was measured in chains of whole layers. More rows take
 tiles of matrix units (`quantized_tiles`). Weights are laid out for all of them when a model is loaded
 (`quantized_layout`).
