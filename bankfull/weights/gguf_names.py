@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -80,6 +81,7 @@ def hf_name(name: str, model_type: str) -> str:
     return f"{prefix}.{match[1]}.{inner}" + (f".{match[3]}" if match[3] else "")
 
 
+@lru_cache(maxsize=8)  # all layers ask for the same
 def head_halves(rows: int, heads: int) -> torch.Tensor:
     """Row order that puts the interleaved pairs of each head back into two halves."""
     return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).flatten()
