@@ -337,6 +337,10 @@ def turns_for(weight: WordWeight, normed: bool = False) -> Turns:
     """The fastest in such a chain. Warps count most: as many as the registers hold, if the compiler is told so. Next to
     that few programs, since each reads and norms all activations, and tiles that come out even."""
     outputs, columns = weight.shape
+    if weight.form.bits == 4 and weight.group < 128:  # steps of many groups take registers, too
+        if columns > 8192:
+            return Turns(4, 1)
+        return Turns(16, 3) if outputs >= MANY_OUTPUTS else Turns(8, 3) if outputs >= 16384 else Turns(4, 3)
     if weight.form.bits == 4:
         if columns > 8192:
             return Turns(4, 2, words=8, registers=128)
