@@ -11,8 +11,8 @@ static constexpr int READ_SUMS = 4, PRODUCT_SUMS = 6;
 static constexpr int READ_SUMS = 2, PRODUCT_SUMS = 3;
 #endif
 
-// The sum of lines of 64 bytes. Ahead: how many bytes before its use a line is asked for, into the second-level cache; 0:
-// that is left to the processor.
+// The sum of lines of 64 bytes. Ahead: how many bytes before its use a line is asked for, into the second-level cache, and
+// then once more, near, as packed weights are; 0: that is left to the processor.
 template <int Ahead>
 static float read_lines(const float* data, int64_t begin, int64_t end) {
     Lanes sums[READ_SUMS];
@@ -20,7 +20,11 @@ static float read_lines(const float* data, int64_t begin, int64_t end) {
     const float *line = data + begin * 16, *last = data + end * 16;
     for (; line + 16 * READ_SUMS <= last; line += 16 * READ_SUMS)
         for (int i = 0; i < READ_SUMS; ++i) {
-            if constexpr (Ahead > 0) __builtin_prefetch(reinterpret_cast<const char*>(line + 16 * i) + Ahead, 0, 2);
+            if constexpr (Ahead > 0) {
+                const char* here = reinterpret_cast<const char*>(line + 16 * i);
+                __builtin_prefetch(here + Ahead, 0, 2);
+                __builtin_prefetch(here + Ahead / 16);
+            }
             sums[i] = sums[i] + Lanes::load(line + 16 * i);
         }
     for (; line < last; line += 16) sums[0] = sums[0] + Lanes::load(line);
