@@ -57,9 +57,10 @@ def _on_device(meta: PagedMeta, device: torch.device) -> tuple[Tensor, Tensor]:
     return starts, lengths
 
 
-def _begin_here(meta: PagedMeta) -> np.ndarray:
-    """Which sequences surely have nothing before this step: what the host knows of lengths is never too little."""
-    return np.diff(meta.q_start) == meta.kv_len
+def _fresh(meta: PagedMeta) -> np.ndarray:
+    """Which long sequences surely have nothing before this step: what the host knows of lengths is never too little."""
+    counts = np.diff(meta.q_start)
+    return (counts == meta.kv_len) & (counts > MOST_TOKENS)
 
 
 def _over_pages(
@@ -68,8 +69,8 @@ def _over_pages(
 ) -> Tensor:  # fmt: skip
     """Queries that are ready; all keys and values are in their pages. Those of the step are in `own`, too, if given."""
     counts, table = np.diff(meta.q_start), _side_by_side(meta.pages)
-    few, fresh = counts <= MOST_TOKENS, _begin_here(meta) & (own is not None)
-    short, long, new = np.flatnonzero(few), np.flatnonzero(~few & ~fresh), np.flatnonzero(~few & fresh)
+    few, fresh = counts <= MOST_TOKENS, _fresh(meta) & (own is not None)
+    short, long, new = np.flatnonzero(few), np.flatnonzero(~few & ~fresh), np.flatnonzero(fresh)
     starts, lengths = _on_device(meta, q.device)
     for sequences, (keys, values) in ((long, (k_pages, v_pages)), (new, own or (k_pages, v_pages))):
         if len(sequences):
@@ -120,6 +121,6 @@ def run_attend(
         )  # fmt: skip
         return out
     # Pages of another dtype have rounded what they hold, for every reader alike.
-    keep = bool(_begin_here(meta).any()) and k_pages.dtype == k.dtype and v_pages.dtype == v.dtype
+    keep = bool(_fresh(meta).any()) and k_pages.dtype == k.dtype and v_pages.dtype == v.dtype
     ready, keys = launch_turn_and_write(q, k, v, k_pages, v_pages, meta.slots, angles, norms, keep)
     return _over_pages(ready, k_pages, v_pages, None, meta, out, scale, window, cap, (keys, v) if keep else None)

@@ -54,8 +54,9 @@ def walk(
         key = at + within
         inside = (key >= begin) & (key < end)
         if FRESH:
-            k_there = k_base + (begin * 0 + at).to(tl.int64) * k_place + (within[:, None] * k_place + dims[None, :])
-            v_there = v_base + (begin * 0 + at).to(tl.int64) * v_place + (within[:, None] * v_place + numbers[None, :])
+            before = (begin * 0 + at).to(tl.int64)  # to the interpreter `at` is a plain number, without a type
+            k_there = k_base + before * k_place + (within[:, None] * k_place + dims[None, :])
+            v_there = v_base + before * v_place + (within[:, None] * v_place + numbers[None, :])
         else:
             k_places = places(frames, at, k_frame, k_place, PAGE, BLOCK)
             v_places = k_places if ALIKE else places(frames, at, v_frame, v_place, PAGE, BLOCK)
