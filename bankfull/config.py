@@ -113,7 +113,8 @@ class RunConfig:
     """Of keys and values in pages; auto = the model's, or bfloat16 where activations are rounded. int8 is lossy."""
     activations: str = "auto"
     """What weights are multiplied with: float (in the computation's dtype), bf16 (dense weights become bfloat16,
-    too), int8 (for quantized weights; lossy); auto: `loading.choose_activations`."""
+    too), int8 (for quantized weights; lossy), int8-few (int8 in steps of few rows, bf16 in others, and no second copy
+    of the weights); auto: `loading.choose_activations`."""
     seed: int | None = None
     """Makes requests without a seed of their own repeatable, in the order in which they come."""
 
@@ -124,7 +125,7 @@ class RunConfig:
             raise ConfigError(f"dtype={self.dtype!r} is unknown; use auto, float32, bfloat16, float16 or float64.")
         if self.kv_dtype not in ("auto", "float32", "bfloat16", "int8"):
             raise ConfigError(f"kv_dtype={self.kv_dtype!r} is unknown; use auto, float32, bfloat16 or int8.")
-        if self.activations not in ("auto", "int8", "bf16", "float"):
-            raise ConfigError(f"activations={self.activations!r} is unknown; use auto, int8, bf16 or float.")
+        if self.activations not in ("auto", "int8", "int8-few", "bf16", "float"):
+            raise ConfigError(f"activations={self.activations!r} is unknown; use auto, int8, int8-few, bf16 or float.")
         if not isinstance(self.quantize, str | None):
             raise ConfigError(f"quantize={self.quantize!r} is not the name of a weight type; use 'int8' or 'int4'.")

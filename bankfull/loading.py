@@ -22,8 +22,8 @@ from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model, family_of
 from bankfull.ops import Kit, kit_for, native
-from bankfull.ops.registry import BF16, FLOAT, INT8
-from bankfull.runtime.device import Device, open_device
+from bankfull.ops.registry import BF16, FLOAT, INT8, INT8_FEW
+from bankfull.runtime.device import Device, available_memory, open_device
 from bankfull.runtime.memory import Sizes, plan_memory, shown
 from bankfull.runtime.rehearsal import every_kind, largest, rehearsal
 from bankfull.runtime.runner import Runner, captured_widths
@@ -34,13 +34,17 @@ from bankfull.text.load import load_tokenizer
 from bankfull.text.template import ChatTemplate
 from bankfull.text.tokenizer import Tokenizer
 from bankfull.weights.locate import locate
-from bankfull.weights.requantized import Requantized, block_types, parse_wish
+from bankfull.weights.requantized import Requantized, block_types, inner_weights, parse_wish
 from bankfull.weights.source import ModelFiles, open_model
 
 log = logging.getLogger("bankfull")
 
 OFFERED: frozenset[str] = frozenset()
 """What a strategy may ask for beyond hidden states and logits; nothing does yet."""
+
+
+COPY_SHARE = 0.25
+"""Of the free memory: what a second copy of the weights for steps of many rows may take, at a byte each."""
 
 
 @dataclass(slots=True)
@@ -256,11 +260,12 @@ def choose_dtype(wanted: str, files: ModelFiles, device: str) -> torch.dtype:
 
 def choose_activations(run: RunConfig, files: ModelFiles, device: str) -> str:
     """auto, on a CPU with its kernels: int8 for a model that has weights in blocks, where no dtype was named and
-    nothing is dequantized; bf16 where the dtype is bfloat16. Else float, which is the exact mode of a wider dtype."""
+    nothing is dequantized (for few rows only, where the copy for many would take too much memory); bf16 where the dtype
+    is bfloat16. Else float, which is the exact mode of a wider dtype."""
     blocks = not run.expand and block_types(files.source)
-    if run.activations == INT8 and not blocks:
+    if run.activations in (INT8, INT8_FEW) and not blocks:
         raise ConfigError(
-            f"activations={INT8!r} has no use here: no matrix of {files.path.name} is in blocks when it is multiplied; "
+            f"activations={run.activations!r} has no use here: no matrix of {files.path.name} is in blocks when it is multiplied; "
             f"use {BF16!r} or {FLOAT!r}, or quantize the model."
         )
     if run.activations != "auto":
@@ -268,7 +273,7 @@ def choose_activations(run: RunConfig, files: ModelFiles, device: str) -> str:
     if device != "cpu" or run.providers != "auto" or native.status() is not None:
         return FLOAT
     if run.dtype == "auto" and blocks:
-        return INT8
+        return INT8 if inner_weights(files.source) <= COPY_SHARE * available_memory() else INT8_FEW
     return BF16 if choose_dtype(run.dtype, files, device) == torch.bfloat16 else FLOAT
 
 

@@ -10,6 +10,7 @@
 #include "isa.hpp"
 #include "bindings.hpp"
 #include "operations.hpp"
+#include "mixing.hpp"
 #include "packing.hpp"
 
 namespace nb = nanobind;
@@ -60,6 +61,18 @@ void unpack(int pack, uintptr_t weight, uintptr_t out, int64_t outputs, int64_t 
     unpack_weights(pack, pointer<uint8_t>(weight), pointer<float>(out), outputs, inner);
 }
 
+int64_t mixed_bytes_of(int pack, int64_t outputs, int64_t inner) {
+    require_whole_blocks(pack, outputs, inner);
+    return mixed_bytes(pack, outputs, inner);
+}
+
+void mix(int pack, uintptr_t weight, uintptr_t mixed, int64_t outputs, int64_t inner) {
+    require(mixed_bytes_of(pack, outputs, inner) > 0 || outputs == 0, "mix: these weights cannot be mixed");
+    if (outputs == 0) return;
+    require(weight && mixed, "mix: a null address");
+    mix_weights(pack, pointer<uint8_t>(weight), pointer<uint8_t>(mixed), outputs, inner);
+}
+
 Encoded encoded_at(uintptr_t address, int64_t stride, int64_t columns, bool tiles) {
     require(address % 4 == 0 && stride % 4 == 0 && stride >= encoded_stride(columns),
             "encoded rows: too short a stride, or not on multiples of four bytes");
@@ -74,19 +87,21 @@ void encode(uintptr_t x, int64_t x_stride, int64_t rows, int64_t columns, uintpt
     run_encode({pointer<float>(x), x_stride, columns, encoded_at(out, out_stride, columns, tiles)}, rows);
 }
 
-using Part = std::tuple<uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, int>;
+using Part = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, int>;
 
 void packed_linear(bool tiles, uintptr_t x, int64_t x_stride, int64_t rows, int64_t inner,
                    const std::vector<Part>& given, int gate, uintptr_t out, int64_t out_stride, bool out_tiles) {
     require(rows >= 0 && inner > 0, "packed_linear: the sizes must be positive");
     std::vector<PackedPart> parts;
-    for (const auto& [weight, bias, y, y_stride, outputs, pack] : given) {
+    for (const auto& [weight, mixed, bias, y, y_stride, outputs, pack] : given) {
         require_whole_blocks(pack, outputs, inner);
         require_products(pack, tiles);
         require(weight || outputs == 0, "packed_linear: a null address");
+        require(!mixed || mixed_bytes(pack, outputs, inner) > 0, "packed_linear: these weights are not mixed");
         require((y && y_stride >= outputs) || gate >= 0 || rows == 0 || outputs == 0,
                 "packed_linear: no room for the results");
-        parts.push_back({pointer<uint8_t>(weight), pointer<float>(bias), pointer<float>(y), y_stride, outputs, pack});
+        parts.push_back({pointer<uint8_t>(weight), pointer<float>(bias), pointer<float>(y), y_stride, outputs, pack,
+                         pointer<uint8_t>(mixed)});
     }
     Encoded target{};
     if (gate >= 0) {
@@ -118,7 +133,7 @@ void packed_best(uintptr_t x, int64_t rows, int64_t inner, uintptr_t weight, uin
     uint8_t* rows_at = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
     const Encoded encoded{rows_at, stride, kind};
     run_encode({pointer<float>(x), inner, inner, encoded}, rows);
-    const PackedPart part{pointer<uint8_t>(weight), pointer<float>(bias), nullptr, 0, outputs, pack};
+    const PackedPart part{pointer<uint8_t>(weight), pointer<float>(bias), nullptr, 0, outputs, pack, nullptr};
     run_packed_best({encoded, rows, inner, &part, 1, -1, {}}, pointer<int64_t>(best));
 }
 
@@ -138,11 +153,13 @@ void bind_packed(nb::module_& m) {
     m.def("packed_bytes", &bytes_of, "pack, outputs, inner");
     m.def("pack", &pack, Free(), "format, blocks, out: addresses; outputs, inner");
     m.def("unpack", &unpack, Free(), "pack, weight, out (floats): addresses; outputs, inner");
+    m.def("mixed_bytes", &mixed_bytes_of, "pack, outputs, inner: of a copy for many rows; 0: there is none here");
+    m.def("mix", &mix, Free(), "pack, weight, the copy: addresses; outputs, inner");
     m.def("encoded_stride", &encoded_stride, "bytes from one encoded row of so many columns to the next");
     m.def("encode", &encode, Free(),
           "x, its stride in floats, rows, columns, out, its stride in bytes, tiles (or codes)");
     m.def("packed_linear", &packed_linear, Free(),
-          "tiles (or codes), x, its stride in bytes, rows, inner, parts: (weight, bias (0: none), y, y's stride in "
+          "tiles (or codes), x, its stride in bytes, rows, inner, parts: (weight, its mixed copy (0: none), bias (0: none), y, y's stride in "
           "floats, outputs, pack), gate (-1: none), out (0: float results), its stride in bytes, tiles (or codes)");
     m.def("packed_best", &packed_best, Free(),
           "x (floats), rows, inner, weight, bias (0: none), outputs, pack, int8 (or bfloat16 for any rows), best (int64)");

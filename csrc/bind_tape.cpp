@@ -142,14 +142,14 @@ void bind_tape(nb::module_& m) {
              nb::arg("name"), nb::arg("x"), nb::arg("encoded"), nb::arg("x_stride"), nb::arg("columns"))
         .def("packed",
              [](Tape& tape, const std::string& name, At x, At encoded, int64_t inner,
-                const std::vector<std::tuple<At, At, At, int64_t, int64_t, int>>& parts, int gate, bool int8) {
+                const std::vector<std::tuple<At, At, At, At, int64_t, int64_t, int>>& parts, int gate, bool int8) {
                  if (parts.empty()) throw std::invalid_argument("tape: packed weights without a part");
                  tape.round(int8 ? Rounding::Int8 : Rounding::BFloat16);
                  auto& made = append<PackedStep>(tape, name);
                  made.x = place(x), made.encoded = place(encoded), made.inner = inner, made.gate = gate;
-                 for (const auto& [weight, bias, y, y_stride, outputs, pack] : parts) {
+                 for (const auto& [weight, mixed, bias, y, y_stride, outputs, pack] : parts) {
                      require_pack(pack, int8);
-                     made.parts.push_back({place(weight), place(bias), place(y), y_stride, outputs, pack});
+                     made.parts.push_back({place(weight), place(mixed), place(bias), place(y), y_stride, outputs, pack});
                  }
              },
              nb::arg("name"), nb::arg("x"), nb::arg("encoded"), nb::arg("inner"), nb::arg("parts"), nb::arg("gate"),

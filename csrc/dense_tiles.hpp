@@ -58,7 +58,7 @@ static void dense_tiles(const PackedJob& job, int64_t begin, int64_t end) {
                     block.multiply<false>(left, right, columns);
             }
             settle_memory();
-            finish(job, unit, row, rows, sums[0], 32 * UNIT_OUTPUTS);
+            finish(job, unit, row, rows, FloatSums{sums[0], 32 * UNIT_OUTPUTS});
         }
     }
     _tile_release();

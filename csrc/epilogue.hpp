@@ -26,9 +26,19 @@ static inline Lanes gate_of(int function, Lanes x) {
     }
 }
 
-// Sums of rows [row, row + rows): for each part, rows of 32 floats; the second part's begin `apart` floats behind.
-static void finish(const PackedJob& job, const Unit& unit, int64_t row, int64_t rows, const float* sums,
-                   int64_t apart) {
+// Sums as most products leave them: for each part, rows of 32 floats; the second part's begin `apart` floats behind.
+struct FloatSums {
+    const float* data;
+    int64_t apart;
+
+    Lanes at(int64_t part, int64_t row, int64_t half) const {
+        return Lanes::load(data + part * apart + row * UNIT_OUTPUTS + half * PACK_OUTPUTS);
+    }
+};
+
+// Rows [row, row + rows) of a job, whose sums are those from `from` on.
+template <class Sums>
+static void finish(const PackedJob& job, const Unit& unit, int64_t row, int64_t rows, const Sums& sums, int64_t from = 0) {
     const int64_t first = unit.number * UNIT_OUTPUTS, outputs = unit.parts->outputs;
     Lanes biases[2][2];
     for (int64_t part = 0; part < unit.count; ++part)
@@ -37,12 +47,12 @@ static void finish(const PackedJob& job, const Unit& unit, int64_t row, int64_t 
             const int64_t at = first + half * 16;
             biases[part][half] = bias && at < outputs ? load_some(bias + at, outputs - at) : Lanes::splat(0.0f);
         }
-    for (int64_t r = 0; r < rows; ++r, sums += UNIT_OUTPUTS) {
+    for (int64_t r = 0; r < rows; ++r) {
         Lanes results[2];
         for (int64_t half = 0; half < 2; ++half) {
-            results[half] = Lanes::load(sums + half * 16) + biases[0][half];
+            results[half] = sums.at(0, from + r, half) + biases[0][half];
             if (unit.count == 2) {
-                const Lanes factor = Lanes::load(sums + apart + half * 16) + biases[1][half];
+                const Lanes factor = sums.at(1, from + r, half) + biases[1][half];
                 results[half] = gate_of(job.gate, results[half]) * factor;
             }
         }
@@ -61,3 +71,33 @@ static void finish(const PackedJob& job, const Unit& unit, int64_t row, int64_t 
         if (first + 16 < outputs) store_some(results[1], y + 16, outputs - first - 16);
     }
 }
+
+// Sums that are complete, on their way out: some rows at a time, while tiles make those of the next block.
+template <class Sums>
+class Leaving {
+    const PackedJob& job;
+    Unit unit{};
+    int64_t row = 0, from = 0, rows = 0, pace = 0;
+    Sums sums{};
+
+  public:
+    explicit Leaving(const PackedJob& of) : job(of) {}
+
+    // `times`: how often there will be an opportunity.
+    void begin(const Unit& of, int64_t first, int64_t count, const Sums& found, int64_t times) {
+        unit = of, row = first, from = 0, rows = count, sums = found;
+        pace = (count + times - 1) / times;
+    }
+    void some() {
+        if (rows > 0) leave(rows < pace ? rows : pace);
+    }
+    void rest() {
+        if (rows > 0) leave(rows);
+    }
+
+  private:
+    void leave(int64_t count) {
+        finish(job, unit, row, count, sums, from);
+        row += count, from += count, rows -= count;
+    }
+};

@@ -19,6 +19,7 @@ struct LinearJob {
 enum class Activations : int {
     Codes,  // int8 codes and a scale for each group of 32
     Tiles,  // bfloat16
+    Mixed,  // int8 codes of mixed columns and a scale for each row; made of Tiles inside of a product
 };
 
 // How far a model's activations may be rounded on their way into a product.
@@ -47,6 +48,7 @@ struct PackedPart {
     int64_t y_stride;  // floats from one row to the next
     int64_t outputs;
     int pack;  // Pack
+    const uint8_t* mixed;  // a second copy for many rows, see mixing.hpp; null: there is none
 };
 
 // y[row][o] = sum_k x[row][k] * weight[o][k] + bias[o] for each part. A unit is 32 outputs of one part; the units of all
@@ -59,6 +61,20 @@ struct PackedJob {
     int64_t count;
     int gate;  // a Pointwise, or -1: no gate
     Encoded out;
+};
+
+// Rows of Tiles become Mixed, for the blocks of sixteen rows [begin, end).
+struct MixRowsJob {
+    Encoded x, out;
+    int64_t rows, columns;
+};
+
+// Packed weights become mixed ones, for the packs [begin, end).
+struct MixWeightsJob {
+    const uint8_t* weight;
+    int pack;  // Pack
+    int64_t inner;
+    uint8_t* mixed;
 };
 
 // What a row asks of its sampler: neutral values change nothing (1, the vocabulary, 1, 0).

@@ -2,6 +2,7 @@
 #include <cstddef>
 
 #include "kernels.hpp"
+#include "mixing.hpp"
 #include "packing.hpp"
 
 #if defined(__x86_64__)
@@ -29,6 +30,7 @@ namespace bankfull::BANKFULL_ISA_NAME {
 #include "packed_floats.hpp"
 #include "packed_tiles.hpp"
 #include "dense_tiles.hpp"
+#include "mixed_tiles.hpp"
 #include "packed.hpp"
 #include "sampling.hpp"
 #include "rope.hpp"
@@ -80,6 +82,7 @@ static constexpr Kernels build() {
     table.tile_rows = TILE_ROWS;
     table.packed = packed;
     table.encode = encode;
+    offer_mixing(table);
     table.best_of = best_of;
     table.block_maxima = block_maxima;
     table.collect = collect;

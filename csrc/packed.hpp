@@ -22,6 +22,7 @@ static void packed_bfloats(const PackedJob& job, int64_t begin, int64_t end) {
 
 static void packed(const PackedJob& job, int64_t begin, int64_t end) {
     if (job.x.kind == Activations::Codes) return packed_codes(job, begin, end);
+    if (job.x.kind == Activations::Mixed) return mixed_tiles(job, begin, end);
     while (begin < end) {
         const int64_t alike = units_alike(job, begin), stop = end - begin < alike ? end : begin + alike;
         packed_bfloats(job, begin, stop);

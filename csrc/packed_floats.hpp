@@ -207,7 +207,7 @@ static void packed_floats(const PackedJob& job, int64_t begin, int64_t end) {
                     for (int64_t half = 0; half < 2; ++half)
                         FLOAT_MULTIPLY[unit.parts[part].pack].rows[rows - 1](unit.pack(job, part, half), x,
                                                                              sums[part] + half * PACK_OUTPUTS);
-                finish(job, unit, row, rows, sums[0], FLOAT_ROWS * UNIT_OUTPUTS);
+                finish(job, unit, row, rows, FloatSums{sums[0], FLOAT_ROWS * UNIT_OUTPUTS});
             }
         }
     }

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "isa.hpp"
+#include "mixing.hpp"
 #include "packing.hpp"
 #include "threads.hpp"
 
@@ -15,6 +16,8 @@ constexpr int64_t PIECE_UNITS = 8;
 // so many rows at a time, weights would be read too often.
 constexpr int64_t CACHED_ROW_BYTES = 1 << 20, LEAST_ROWS = 128;
 constexpr int64_t SHARED_ROWS = 128;  // for each thread: from here on, rows of its own are worth widening all panels
+constexpr int64_t MIXED_ROWS = 14;  // from so many on, mixed weights are faster than widened ones
+constexpr int64_t MIXED_GROUP_BYTES = 256 << 10;  // of units that stay in the second-level cache for all rows
 
 int64_t count_units(const PackedJob& job) {
     if (job.gate >= 0) return units_of(job.parts->outputs);
@@ -61,45 +64,96 @@ void run_in_turn(const PackedJob& job, int64_t most) {
         run_units(rows_from(job, first, job.rows - first < most ? job.rows - first : most, parts.data()));
 }
 
-// A job's rows in as many parts as there are threads, each of them with all units.
+// A job's rows in as many parts as there are threads, each of them with all units, `group` of them at a time.
 struct RowShares {
     std::vector<PackedJob> jobs;
     std::vector<PackedPart> parts;
-    int64_t units;
+    int64_t units, group, groups;
 };
 
 // Each thread has rows of its own: it wrote them, and will read what becomes of them. Every panel is widened by every
 // thread, which many rows make worth it.
-void run_shares(const PackedJob& job, int64_t count) {
+void run_shares(const PackedJob& job, int64_t count, int64_t group) {
     thread_local RowShares shares;  // kept for its memory
     shares.units = count_units(job);
+    shares.group = group;
+    shares.groups = (shares.units + group - 1) / group;
     shares.parts.resize(size_t(count * job.count));
     shares.jobs.clear();
     const int64_t each = (job.rows + 32 * count - 1) / (32 * count) * 32;
     for (int64_t first = 0; first < job.rows; first += each)
         shares.jobs.push_back(rows_from(job, first, job.rows - first < each ? job.rows - first : each,
                                         shares.parts.data() + int64_t(shares.jobs.size()) * job.count));
-    parallel(shares.units * int64_t(shares.jobs.size()), 1, [](const void* p, int64_t begin, int64_t end) {
+    parallel(shares.groups * int64_t(shares.jobs.size()), 1, [](const void* p, int64_t begin, int64_t end) {
         const RowShares& all = *static_cast<const RowShares*>(p);
         for (; begin < end; ++begin) {
-            const int64_t unit = begin % all.units;
-            kernels().packed(all.jobs[size_t(begin / all.units)], unit, unit + 1);
+            const int64_t unit = begin % all.groups * all.group, stop = unit + all.group;
+            kernels().packed(all.jobs[size_t(begin / all.groups)], unit, stop < all.units ? stop : all.units);
         }
     }, &shares);
+}
+
+// As many threads as have rows enough for a share of their own; 1: rows are not shared out.
+int64_t sharers(int64_t rows) {
+    if (rows < 2 * SHARED_ROWS) return 1;  // asking for the threads takes a lock
+    const int64_t count = threads();
+    return rows >= SHARED_ROWS * count ? count : 1;
+}
+
+// Rows become mixed first, all of them: a row's scale is known only when the row is.
+void run_mixed(const PackedJob& job) {
+    const int64_t stride = mixed_stride(job.inner), blocks = (job.rows + MIXED_BLOCK - 1) / MIXED_BLOCK;
+    thread_local std::vector<uint8_t> memory;  // kept; blocks begin on multiples of 64 bytes
+    const size_t room = size_t(blocks * MIXED_BLOCK * stride + 64);
+    if (memory.size() < room) memory.resize(room);
+    uint8_t* data = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
+    const MixRowsJob rows{job.x, {data, stride, Activations::Mixed}, job.rows, job.inner};
+    parallel(blocks, PIECE_VALUES / (MIXED_BLOCK * job.inner) + 1, [](const void* p, int64_t begin, int64_t end) {
+        kernels().mix_rows(*static_cast<const MixRowsJob*>(p), begin, end);
+    }, &rows);
+    PackedJob mixed = job;
+    mixed.x = rows.out;
+    const int64_t count = sharers(job.rows);
+    if (count == 1) return run_units(mixed);
+    const int64_t unit = 2 * mixed_pack_bytes(job.inner) * (job.gate >= 0 ? 2 : 1), group = MIXED_GROUP_BYTES / unit;
+    run_shares(mixed, count, group > 1 ? group : 1);
+}
+
+// Parts that have a mixed copy come first, in their order; how many those are.
+int64_t mixed_first(const PackedJob& job, std::vector<PackedPart>& parts) {
+    parts.clear();
+    for (int64_t i = 0; i < job.count; ++i)
+        if (job.parts[i].mixed) parts.push_back(job.parts[i]);
+    const int64_t mixed = int64_t(parts.size());
+    for (int64_t i = 0; i < job.count; ++i)
+        if (!job.parts[i].mixed) parts.push_back(job.parts[i]);
+    return mixed;
+}
+
+void run_packed_as_they_are(const PackedJob& job) {
+    if (all_dense(job)) {
+        const int64_t fitting = CACHED_ROW_BYTES / (2 * job.inner) / 32 * 32;
+        return run_in_turn(job, fitting < LEAST_ROWS ? LEAST_ROWS : fitting);
+    }
+    const int64_t count = job.x.kind == Activations::Tiles ? sharers(job.rows) : 1;
+    if (count > 1) return run_shares(job, count, 1);
+    run_units(job);
 }
 
 }  // namespace
 
 void run_packed(const PackedJob& job) {
-    if (all_dense(job)) {
-        const int64_t fitting = CACHED_ROW_BYTES / (2 * job.inner) / 32 * 32;
-        return run_in_turn(job, fitting < LEAST_ROWS ? LEAST_ROWS : fitting);
-    }
-    if (job.rows >= 2 * SHARED_ROWS && job.x.kind == Activations::Tiles) {  // asking for the threads takes a lock
-        const int64_t count = threads();
-        if (count > 1 && job.rows >= SHARED_ROWS * count) return run_shares(job, count);
-    }
-    run_units(job);
+    if (job.x.kind != Activations::Tiles || job.rows < MIXED_ROWS || !kernels().mix_rows)
+        return run_packed_as_they_are(job);
+    thread_local std::vector<PackedPart> parts;  // kept for its memory
+    const int64_t mixed = mixed_first(job, parts);
+    if (mixed == job.count) return run_mixed(job);
+    if (mixed == 0 || job.gate >= 0) return run_packed_as_they_are(job);
+    PackedJob some = job;
+    some.parts = parts.data(), some.count = mixed;
+    run_mixed(some);
+    some.parts += mixed, some.count = job.count - mixed;
+    run_packed_as_they_are(some);
 }
 
 Activations encoding_of(int64_t rows, Rounding rounding) {

@@ -95,9 +95,9 @@ static inline void store_pair(__m512 even, __m512 odd, uint16_t* panel) {
     _mm512_store_si512(panel, _mm512_mask_shuffle_epi8(second, 0x3333333333333333ull, first, order));
 }
 
-// SLICE_K columns of a pack from column k on, in pairs: [k / 2][output][2]. `meanwhile(i)` is called behind each quarter.
-template <Pack P, class Meanwhile>
-static inline void widen(const uint8_t* pack, int64_t inner, int64_t k, uint16_t* panel, const Meanwhile& meanwhile) {
+// SLICE_K columns of a pack from column k on: `sink(i, ...)` gets the weights of the columns i to i + 3 behind k.
+template <Pack P, class Sink>
+static inline void read_slice(const uint8_t* pack, int64_t inner, int64_t k, const Sink& sink) {
     constexpr PackLayout layout = LAYOUTS[P];
     using Code = Coded<layout.bits>;
     using Move = Moved<layout.bits>;
@@ -121,17 +121,26 @@ static inline void widen(const uint8_t* pack, int64_t inner, int64_t k, uint16_t
             Code::unpack(codes, quads);
             for (int line = 0; line < Code::bytes; line += 64) __builtin_prefetch(codes + ahead + line, 0, 2);
 #pragma GCC unroll 8
-            for (int q = 0; q < step / 4; ++q, panel += 64) {
+            for (int q = 0; q < step / 4; ++q) {
                 const __m512i v = _mm512_slli_epi16(quads[q].v, Move::left);
-                store_pair(_mm512_fmadd_ps(moved<layout.bits, 0>(v), unit.v, base.v),
-                           _mm512_fmadd_ps(moved<layout.bits, 1>(v), unit.v, base.v), panel);
-                store_pair(_mm512_fmadd_ps(moved<layout.bits, 2>(v), unit.v, base.v),
-                           _mm512_fmadd_ps(moved<layout.bits, 3>(v), unit.v, base.v), panel + 32);
-                const int behind = group * layout.group + i + 4 * q + 4;  // columns that are done
-                if (behind % (SLICE_K / 4) == 0) meanwhile(behind / (SLICE_K / 4) - 1);
+                sink(group * layout.group + i + 4 * q, _mm512_fmadd_ps(moved<layout.bits, 0>(v), unit.v, base.v),
+                     _mm512_fmadd_ps(moved<layout.bits, 1>(v), unit.v, base.v),
+                     _mm512_fmadd_ps(moved<layout.bits, 2>(v), unit.v, base.v),
+                     _mm512_fmadd_ps(moved<layout.bits, 3>(v), unit.v, base.v));
             }
         }
     }
+}
+
+// The same, rounded and in pairs: [k / 2][output][2]. `meanwhile(i)` is called behind each quarter.
+template <Pack P, class Meanwhile>
+static inline void widen(const uint8_t* pack, int64_t inner, int64_t k, uint16_t* panel, const Meanwhile& meanwhile) {
+    read_slice<P>(pack, inner, k, [&](int i, __m512 a, __m512 b, __m512 c, __m512 d) {
+        store_pair(a, b, panel + 16 * i);
+        store_pair(c, d, panel + 16 * i + 32);
+        const int behind = i + 4;  // columns that are done
+        if (behind % (SLICE_K / 4) == 0) meanwhile(behind / (SLICE_K / 4) - 1);
+    });
 }
 
 // Up to 32 rows times 32 columns of two packs, in two halves.
@@ -338,35 +347,6 @@ static constexpr void (*MULTIPLY_FIRST[PACKS])(const Widening&, const uint8_t*, 
     multiply_first<PACK6S>, multiply_first<PACK8>,
 };
 
-// Sums that are complete, on their way out: some rows at a time, while tiles make those of the next block.
-class Leaving {
-    const PackedJob& job;
-    const Unit& unit;
-    int64_t apart, row = 0, rows = 0, pace = 0;
-    const float* sums = nullptr;
-
-  public:
-    Leaving(const PackedJob& of, const Unit& unit_of, int64_t floats) : job(of), unit(unit_of), apart(floats) {}
-
-    // `times`: how often there will be an opportunity.
-    void begin(int64_t first, int64_t count, const float* from, int64_t times) {
-        row = first, rows = count, sums = from;
-        pace = (count + times - 1) / times;
-    }
-    void some() {
-        if (rows > 0) leave(rows < pace ? rows : pace);
-    }
-    void rest() {
-        if (rows > 0) leave(rows);
-    }
-
-  private:
-    void leave(int64_t count) {
-        finish(job, unit, row, count, sums, apart);
-        row += count, rows -= count, sums += count * UNIT_OUTPUTS;
-    }
-};
-
 static void packed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
     // Sums wait for the rest of K, or for the gate's other part; else only until the next block's are made.
     const bool wait = job.inner > PANEL_K || job.gate >= 0;
@@ -385,7 +365,7 @@ static void packed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
                     const bool done = stop == job.inner && part == unit.count - 1;
                     const Widening widening{{unit.pack(job, part, 0), unit.pack(job, part, 1)}, unit.parts[part].pack,
                                             job.inner, k, stop, panel, last - first <= TALL_ROWS};
-                    Leaving leaving(job, unit, apart);
+                    Leaving<FloatSums> leaving(job);
                     int64_t turn = 0;
                     for (int64_t row = first, rows; row < last; row += rows, turn ^= TALL_ROWS) {
                         const int64_t most = row == first ? TALL_ROWS : 32;
@@ -401,7 +381,7 @@ static void packed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
                             widening.multiply_again(TileBlock{x, job.x.stride, rows, target}, [&] { leaving.some(); });
                         settle_memory();
                         leaving.rest();
-                        if (done) leaving.begin(row, rows, own, (stop - k) / SLICE_K);
+                        if (done) leaving.begin(unit, row, rows, FloatSums{own, apart}, (stop - k) / SLICE_K);
                     }
                     leaving.rest();
                 }

@@ -114,7 +114,7 @@ struct EncodeStep : Instruction {
 
 struct PackedStep : Instruction {
     struct Part {
-        Place weight, bias, y;
+        Place weight, mixed, bias, y;
         int64_t y_stride, outputs;
         int pack;
     };

@@ -21,11 +21,12 @@ from bankfull.ops import (
     linear,
     linear_bf16,
     linear_int8,
+    linear_mixed,
     normed_gated_linear,
     normed_linear,
 )  # fmt: skip
 from bankfull.ops.reference.linear import GROUP, normed_rows
-from bankfull.ops.registry import BF16, INT8, Function
+from bankfull.ops.registry import BF16, INT8, INT8_FEW, Function
 from bankfull.weights.qtensor import QTensor
 
 
@@ -52,9 +53,13 @@ class Weight:
 
 
 class Linear:
-    def __init__(self, build: Build, inner: int, outer: int, bias: bool = False, weight: QTensor | None = None) -> None:
+    def __init__(
+        self, build: Build, inner: int, outer: int, bias: bool = False, weight: QTensor | None = None,
+        mixes: bool = False,
+    ) -> None:  # fmt: skip
+        """`mixes`: the model bears that many rows and this weight are rounded to 8 bits, where activations are."""
         stored = build.weight("weight", (outer, inner)) if weight is None else weight
-        product, best = _operations(build.kit.activations, stored)
+        product, best = _operations(build, stored, mixes)
         self.outer = outer
         self.stored = Weight(build, product, stored)
         self.bias = build.tensor("bias", (outer,)) if bias else None
@@ -118,11 +123,15 @@ def stack(build: Build, parts: Sequence[Linear]) -> Linear | None:
     return whole
 
 
-def _operations(activations: str, weight: QTensor) -> tuple[Operation, Operation]:
+def _operations(build: Build, weight: QTensor, mixes: bool) -> tuple[Operation, Operation]:
     """The product, and which of its outputs is highest."""
+    activations = build.kit.activations
     if activations == BF16:
         return linear_bf16, best_output_bf16
-    return (linear_int8, best_output_int8) if activations == INT8 and _rounds(weight) else (linear, best_output)
+    if activations not in (INT8, INT8_FEW) or not _rounds(weight):
+        return linear, best_output
+    mixed = mixes and activations == INT8 and build.kit.offers(linear_mixed, dtype=build.dtype, weight=weight)
+    return linear_mixed if mixed else linear_int8, best_output_int8
 
 
 def _rounds(weight: QTensor) -> bool:
@@ -130,14 +139,16 @@ def _rounds(weight: QTensor) -> bool:
     return not weight.is_dense and weight.shape[1] % GROUP == 0
 
 
-def split_linear(build: Build, inner: int, outers: list[int], bias: bool = False) -> list[Linear]:
+def split_linear(
+    build: Build, inner: int, outers: list[int], bias: bool = False, mixes: Sequence[bool] = ()
+) -> list[Linear]:
     """Several layers whose rows one file tensor stacks (Phi's qkv and gate_up): views, nothing is copied."""
     whole = build.weight("weight", (sum(outers), inner))
     biases = build.tensor("bias", (sum(outers),)) if bias else None
     parts, first = [], 0
-    for outer in outers:
+    for outer, mixed in zip(outers, mixes or [False] * len(outers), strict=True):
         own = slice(first, first + outer)
-        part = Linear(build, inner, outer, weight=whole.rows(own))
+        part = Linear(build, inner, outer, weight=whole.rows(own), mixes=mixed)
         part.bias = None if biases is None else biases[own]
         parts.append(part)
         first += outer

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from bankfull.errors import ConfigError
 from bankfull.ops.native import extension
-from bankfull.ops.registry import BF16, FLOAT, INT8
+from bankfull.ops.registry import BF16, FLOAT, INT8, INT8_FEW
 from bankfull.paths import cache_dir
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ FORMAT = 3
 TORCH = "torch sum/dot and matmul, all threads, best of several"
 NATIVE = "native reads, and products in registers, all threads, best of several; torch matmul for other types"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-NARROW = {BF16: ("float32", "bfloat16"), INT8: ("float32", "bfloat16", "int8")}
+NARROW = {BF16: ("float32", "bfloat16"), INT8: ("float32", "bfloat16", "int8"), INT8_FEW: ("float32", "bfloat16", "int8")}
 """What kernels may multiply in where activations are rounded."""
 SMALL_SET = 100 * 10**6
 """Bytes of a working set that a large cache holds."""

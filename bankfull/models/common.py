@@ -58,10 +58,10 @@ def attention(fields: Fields, build: Build, heads: Heads, *, qkv_bias: bool, out
     hidden, query, kv = fields.size("hidden_size"), heads.count * heads.size, heads.kv * heads.size
     return Attention(
         build, heads,
-        Linear(build.at("q_proj"), hidden, query, qkv_bias),
-        Linear(build.at("k_proj"), hidden, kv, qkv_bias),
-        Linear(build.at("v_proj"), hidden, kv, qkv_bias),
-        Linear(build.at("o_proj"), query, hidden, out_bias),
+        Linear(build.at("q_proj"), hidden, query, qkv_bias, mixes=True),
+        Linear(build.at("k_proj"), hidden, kv, qkv_bias, mixes=True),
+        Linear(build.at("v_proj"), hidden, kv, qkv_bias),  # a fifth of all that rounding it would cost, and small
+        Linear(build.at("o_proj"), query, hidden, out_bias, mixes=True),
         **more,
     )  # fmt: skip
 
@@ -76,9 +76,9 @@ def gated_mlp(fields: Fields, build: Build, activation: str = "hidden_act") -> G
     hidden, inner, bias = fields.size("hidden_size"), fields.size("intermediate_size"), fields.flag("mlp_bias")
     return GatedMLP(
         build,
-        Linear(build.at("gate_proj"), hidden, inner, bias),
-        Linear(build.at("up_proj"), hidden, inner, bias),
-        Linear(build.at("down_proj"), inner, hidden, bias),
+        Linear(build.at("gate_proj"), hidden, inner, bias, mixes=True),
+        Linear(build.at("up_proj"), hidden, inner, bias, mixes=True),
+        Linear(build.at("down_proj"), inner, hidden, bias, mixes=True),
         fields.text(activation),
     )
 

@@ -24,16 +24,17 @@ def build_phi3(config: Config, build: Build) -> Decoder:
     hidden, query, kv = fields.size("hidden_size"), heads.count * heads.size, heads.kv * heads.size
 
     def mixer(layer: int, at: Build) -> Attention:
-        q, k, v = split_linear(at.at("qkv_proj"), hidden, [query, kv, kv])
-        return Attention(at, heads, q, k, v, Linear(at.at("o_proj"), query, hidden))
+        q, k, v = split_linear(at.at("qkv_proj"), hidden, [query, kv, kv], mixes=(True, True, False))
+        return Attention(at, heads, q, k, v, Linear(at.at("o_proj"), query, hidden, mixes=True))
 
     return prenorm_decoder(fields, build, heads, mixer, feed=fused_mlp, rope=partial_rope)
 
 
 def fused_mlp(fields: Fields, build: Build) -> GatedMLP:
     hidden, inner = fields.size("hidden_size"), fields.size("intermediate_size")
-    gate, up = split_linear(build.at("gate_up_proj"), hidden, [inner, inner])
-    return GatedMLP(build, gate, up, Linear(build.at("down_proj"), inner, hidden), fields.text("hidden_act"))
+    gate, up = split_linear(build.at("gate_up_proj"), hidden, [inner, inner], mixes=(True, True))
+    down = Linear(build.at("down_proj"), inner, hidden, mixes=True)
+    return GatedMLP(build, gate, up, down, fields.text("hidden_act"))
 
 
 def partial_rope(fields: Fields, build: Build, heads: Heads) -> Rope:

@@ -17,7 +17,7 @@ from bankfull.ops.cost import Cost
 
 Function = Callable[..., Any]
 BODY = "torch"
-FLOAT, BF16, INT8 = "float", "bf16", "int8"
+FLOAT, BF16, INT8, INT8_FEW = "float", "bf16", "int8", "int8-few"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,8 @@ class Kit:
         self.prefer = tuple(prefer)
         self.activations = activations
         """What weights are multiplied with. FLOAT: the computation's own numbers. BF16: those rounded to bfloat16, and
-        dense weights are bfloat16, too. INT8: those rounded to 8 bits, where the weight itself is (lossy)."""
+        dense weights are bfloat16, too. INT8: those rounded to 8 bits, where the weight itself is (lossy). INT8_FEW:
+        the same in steps of few rows, where many may be kept finer, and no weight is laid out twice for them."""
         self.chosen: dict[str, Counter[str]] = {}
         """Operation -> provider -> how many places of the model were bound to it."""
 
@@ -142,8 +143,8 @@ def kit_for(device: str, providers: str = "auto", activations: str = FLOAT) -> K
     """`providers`: auto (the fastest that accept), or torch (bodies only: the reference)."""
     if providers not in ("auto", BODY):
         raise ConfigError(f"providers={providers!r} is unknown; use 'auto' or 'torch'.")
-    if activations not in (FLOAT, BF16, INT8):
-        raise ConfigError(f"activations={activations!r} is unknown; use 'float', 'bf16' or 'int8'.")
+    if activations not in (FLOAT, BF16, INT8, INT8_FEW):
+        raise ConfigError(f"activations={activations!r} is unknown; use 'float', 'bf16', 'int8' or 'int8-few'.")
     if device == "cuda" and providers != BODY:
         from bankfull.ops import triton  # noqa: F401  (registers its providers; nobody else pays for the import)
     return Kit(device, () if providers == BODY else ("native", "triton", "triton-q"), activations)

@@ -151,3 +151,12 @@ def block_types(source: TensorSource) -> list[str]:
     """The quantized types that the matrices of a source are stored in."""
     schemes = {source.scheme(name) for name in source.names() if is_matrix(source, name)}
     return sorted(scheme.name for scheme in schemes if not scheme.is_dense)
+
+
+def inner_weights(source: TensorSource) -> int:
+    """How many weights the quantized matrices hold that are neither embeddings nor the head."""
+    return sum(
+        math.prod(source.shape(name))
+        for name in source.names()
+        if is_matrix(source, name) and not _TABLE.search(name) and not source.scheme(name).is_dense
+    )

@@ -6,12 +6,14 @@ row's result is the same bits on every processor.
 `linear_int8`: few rows are multiplied as int8 codes with a scale for each group of 32, which is the operation's body.
 Many rows, where the processor has tiles, are multiplied as bfloat16, which loses less: `tile_rows` tells from how many.
 
+`linear_mixed`: the same for few rows; many are multiplied as int8, with a second copy of the weight: csrc/mixing.hpp.
+
 A row's result is the same bits for any number of threads and, on either side of that border, in any batch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,11 +23,11 @@ from bankfull.ops.native.checks import address, float_rows, isa_is_chosen
 from bankfull.ops.native.extension import required
 from bankfull.ops.native.linear import FORMATS, storage_of
 from bankfull.ops.native.memory import Slabs
-from bankfull.ops.reference.linear import best_output_bf16, best_output_int8, linear_bf16, linear_int8
+from bankfull.ops.reference.linear import best_output_bf16, best_output_int8, linear_bf16, linear_int8, linear_mixed
 from bankfull.weights.qtensor import QTensor
 
 _native = required()
-_slabs = Slabs()
+_slabs, _copies = Slabs(), Slabs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class PackedWeight:
     data: Tensor
     pack: int
     shape: tuple[int, int]
+    mixed: Tensor | None = None
+    """A copy of a byte for each weight, for many rows."""
 
     @property
     def nbytes(self) -> int:
@@ -55,6 +59,13 @@ def pack(weight: QTensor) -> PackedWeight:
     return PackedWeight(data, layout, (outputs, inner))
 
 
+def pack_and_mix(weight: QTensor) -> PackedWeight:
+    packed = pack(weight)
+    copy = _copies.take(int(_native.mixed_bytes(packed.pack, *packed.shape)))
+    _native.mix(packed.pack, address(packed.data), address(copy), *packed.shape)
+    return replace(packed, mixed=copy)
+
+
 def _accepts_bf16(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
     if dtype != torch.float32 or not isinstance(weight, QTensor) or weight.scheme.name not in FORMATS:
         return False
@@ -66,6 +77,13 @@ def _accepts_bf16(*, dtype: torch.dtype | None = None, weight: QTensor | None = 
 
 def _accepts_int8(*, weight: QTensor | None = None, **facts: Any) -> bool:
     return weight is not None and _accepts_bf16(weight=weight, **facts) and not weight.is_dense
+
+
+def _accepts_mixed(*, weight: QTensor | None = None, **facts: Any) -> bool:
+    if weight is None or not _accepts_int8(weight=weight, **facts):
+        return False
+    layout = int(_native.pack_of(FORMATS[weight.scheme.name][0]))
+    return int(_native.mixed_bytes(layout, *weight.shape)) > 0
 
 
 def _check(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> None:
@@ -86,7 +104,9 @@ def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -
     _native.encode(address(rows), inner, count, inner, address(encoded), stride, tiles)
     y = torch.empty(*x.shape[:-1], outputs, dtype=torch.float32)
     wide_bias = None if bias is None else float_rows(bias)
-    part = (address(weight.data), address(wide_bias), address(y), outputs, outputs, weight.pack)
+    part = (
+        address(weight.data), address(weight.mixed), address(wide_bias), address(y), outputs, outputs, weight.pack
+    )  # fmt: skip
     _native.packed_linear(tiles, address(encoded), stride, count, inner, [part], -1, 0, 0, False)
     return y
 
@@ -116,6 +136,11 @@ def run_best_output_bf16(x: Tensor, weight: PackedWeight, bias: Tensor | None = 
 
 @linear_int8.provider("native", on="cpu", accepts=_accepts_int8, prepare=pack)
 def run_linear_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    return _product(x, weight, bias, int8=True)
+
+
+@linear_mixed.provider("native", on="cpu", accepts=_accepts_mixed, prepare=pack_and_mix)
+def run_linear_mixed(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     return _product(x, weight, bias, int8=True)
 
 

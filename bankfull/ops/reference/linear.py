@@ -71,6 +71,36 @@ def linear_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tenso
     return torch.nn.functional.linear(rounded(x), weight.dequantize(x.dtype), bias)
 
 
+MIXED = 64
+"""Columns that are mixed with each other."""
+
+
+def mixed(x: Tensor) -> Tensor:
+    """Each 64 columns are replaced by their sums with the signs of a Hadamard matrix: products of two that are mixed
+    stay what they were, and what was in one large column is in all of them."""
+    blocks = wide(x).unflatten(-1, (-1, MIXED))
+    for bit in range(MIXED.bit_length() - 1):
+        pairs = blocks.unflatten(-1, (-1, 2, 1 << bit))
+        first, second = pairs.unbind(-2)
+        blocks = torch.stack((first + second, first - second), -2).flatten(-3)
+    return blocks.flatten(-2) / MIXED**0.5
+
+
+def rounded_rows(x: Tensor) -> Tensor:
+    """x as int8 codes times a scale for each row: its largest is 127."""
+    largest = x.abs().amax(-1, keepdim=True)
+    inverse = torch.where(largest > 0, 127 / largest, 0)
+    return (x * inverse).round() * (largest / 127)
+
+
+@op(cost=_linear_cost, shape=_linear_shape)
+def linear_mixed(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+    """The lossy one for many rows: activations and weights are mixed, then rounded to 8 bits with one scale for each row
+    and each output. A kernel may round activations to bfloat16 first, and take few rows as `linear_int8` does."""
+    rows, weights = rounded_rows(mixed(x)), rounded_rows(mixed(weight.dequantize(x.dtype)))
+    return torch.nn.functional.linear(rows, weights, None if bias is None else wide(bias)).to(x.dtype)
+
+
 @op(cost=_best_cost, shape=_best_shape)
 def best_output_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     """Which output of `linear_int8` is highest."""

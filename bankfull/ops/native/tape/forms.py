@@ -144,7 +144,11 @@ def _packed(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: 
     outputs, inner = weight.shape
     encoded = rec.encoded(rec.view(x), inner, int(_native.encoded_stride(inner)))
     rec.emit(
-        "packed", {"x": encoded, "weight0": Fixed(weight.data), "bias0": _floats(bias)},
+        "packed",
+        {
+            "x": encoded, "weight0": Fixed(weight.data), "bias0": _floats(bias),
+            "mixed0": None if weight.mixed is None else Fixed(weight.mixed),
+        },
         {"y0": rec.view(out[0]), "encoded": None}, inner=inner, parts=[(outputs, weight.pack)], gate=-1,
         int8=int8,
     )  # fmt: skip
@@ -158,6 +162,11 @@ def linear_bf16(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bi
 
 @form
 def linear_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+    return _packed(rec, out, x, weight, bias, int8=True)
+
+
+@form
+def linear_mixed(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
     return _packed(rec, out, x, weight, bias, int8=True)
 
 

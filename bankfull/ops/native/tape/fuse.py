@@ -61,7 +61,8 @@ def _share_activations(nodes: list[Node]) -> list[Node]:
             continue
         number = len(leader.facts["parts"])
         leader.facts["parts"] += packed.facts["parts"]
-        leader.reads[f"weight{number}"], leader.reads[f"bias{number}"] = packed.reads["weight0"], packed.reads["bias0"]
+        for name in ("weight", "mixed", "bias"):
+            leader.reads[f"{name}{number}"] = packed.reads[f"{name}0"]
         leader.writes[f"y{number}"] = packed.writes["y0"]
     return kept
 

@@ -151,7 +151,7 @@ class Tape:
         facts = dict(node.facts)
         if node.kind == "packed":
             facts["parts"] = [
-                (places.pop(f"weight{i}"), places.pop(f"bias{i}"), places.pop(f"y{i}"), outputs, outputs, pack)
+                (*(places.pop(f"{name}{i}") for name in ("weight", "mixed", "bias", "y")), outputs, outputs, pack)
                 for i, (outputs, pack) in enumerate(facts["parts"])
             ]
         for name in ("", "k_", "v_"):

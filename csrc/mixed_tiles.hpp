@@ -1,0 +1,203 @@
+// Many rows times mixed weights, see mixing.hpp: int8 in tile registers. Sums are exact integers, so a row has the same
+// bits alone and in any batch.
+//
+// Included inside a namespace per instruction set.
+
+#if defined(__AMX_INT8__)
+
+// Sixteen lanes, mixed among themselves: each stage adds and subtracts those whose numbers differ in one bit.
+static inline __m512 mix_lanes(__m512 v) {
+    const __m512 one = _mm512_setr_ps(1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1);
+    const __m512 two = _mm512_setr_ps(1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1);
+    const __m512 four = _mm512_setr_ps(1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1);
+    const __m512 eight = _mm512_setr_ps(1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1);
+    v = _mm512_fmadd_ps(v, one, _mm512_permute_ps(v, 0xb1));
+    v = _mm512_fmadd_ps(v, two, _mm512_permute_ps(v, 0x4e));
+    v = _mm512_fmadd_ps(v, four, _mm512_shuffle_f32x4(v, v, 0xb1));
+    return _mm512_fmadd_ps(v, eight, _mm512_shuffle_f32x4(v, v, 0x4e));
+}
+
+static inline __m512i magnitude(__m512 v) {
+    return _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(0x7fffffff));
+}
+
+// Magnitudes are compared by their bits, where NaN is above infinity: then a scale, and with it all of a row's results,
+// tells of every number that is not finite.
+static inline float float_of(uint32_t bits) {
+    float value;
+    __builtin_memcpy(&value, &bits, 4);
+    return value;
+}
+
+static void mix_row(const uint8_t* tiles, int64_t columns, uint8_t* codes, float* scale) {
+    float* mixed = scratch(columns);
+    __m512i most = _mm512_setzero_si512();
+    for (int64_t k = 0; k < columns; k += MIXED_COLUMNS) {
+        __m512 v[4];
+        for (int i = 0; i < 4; ++i) v[i] = mix_lanes(Lanes::load_bfloat(tiles + 2 * k + 32 * i).v);
+        const __m512 a = _mm512_add_ps(v[0], v[1]), b = _mm512_sub_ps(v[0], v[1]);
+        const __m512 c = _mm512_add_ps(v[2], v[3]), d = _mm512_sub_ps(v[2], v[3]);
+        v[0] = _mm512_add_ps(a, c), v[1] = _mm512_add_ps(b, d), v[2] = _mm512_sub_ps(a, c), v[3] = _mm512_sub_ps(b, d);
+        for (int i = 0; i < 4; ++i) {
+            most = _mm512_max_epu32(most, magnitude(v[i]));
+            _mm512_storeu_ps(mixed + k + 16 * i, v[i]);
+        }
+    }
+    const float largest = float_of(_mm512_reduce_max_epu32(most));
+    *scale = largest / 127.0f;
+    const __m512 inverse = _mm512_set1_ps(largest > SMALLEST ? 127.0f / largest : 0.0f);
+    for (int64_t k = 0; k < columns; k += 16) {
+        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(mixed + k), inverse));
+        uint8_t* place = codes + k / MIXED_COLUMNS * (MIXED_BLOCK * MIXED_COLUMNS) + k % MIXED_COLUMNS;
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(place), _mm512_cvtsepi32_epi8(whole));
+    }
+}
+
+// Rows that a last block lacks are not written. They are multiplied like the others, and nobody reads what becomes of them.
+static void mix_rows(const MixRowsJob& job, int64_t begin, int64_t end) {
+    for (int64_t row = begin * MIXED_BLOCK; row < end * MIXED_BLOCK && row < job.rows; ++row) {
+        uint8_t* block = job.out.data + row / MIXED_BLOCK * MIXED_BLOCK * job.out.stride;
+        const int64_t number = row % MIXED_BLOCK;
+        mix_row(job.x.data + row * job.x.stride, job.columns, block + number * MIXED_COLUMNS,
+                reinterpret_cast<float*>(block + MIXED_BLOCK * job.columns) + number);
+    }
+}
+
+// Lanes are outputs here, so columns are mixed lane by lane.
+template <Pack P>
+static void mix_pack(const uint8_t* pack, int64_t inner, uint8_t* mixed) {
+    float* columns = scratch(inner * PACK_OUTPUTS);
+    __m512i most = _mm512_setzero_si512();
+    for (int64_t k = 0; k < inner; k += MIXED_COLUMNS) {
+        float* block = columns + k * PACK_OUTPUTS;
+        for (int64_t slice = 0; slice < MIXED_COLUMNS; slice += SLICE_K)
+            read_slice<P>(pack, inner, k + slice, [&](int column, __m512 a, __m512 b, __m512 c, __m512 d) {
+                float* at = block + (slice + column) * PACK_OUTPUTS;
+                _mm512_storeu_ps(at, a);
+                _mm512_storeu_ps(at + 16, b);
+                _mm512_storeu_ps(at + 32, c);
+                _mm512_storeu_ps(at + 48, d);
+            });
+        for (int64_t apart = 1; apart < MIXED_COLUMNS; apart *= 2)
+            for (int64_t i = 0; i < MIXED_COLUMNS; ++i) {
+                if (i & apart) continue;
+                float *first = block + i * PACK_OUTPUTS, *second = first + apart * PACK_OUTPUTS;
+                const __m512 a = _mm512_loadu_ps(first), b = _mm512_loadu_ps(second);
+                _mm512_storeu_ps(first, _mm512_add_ps(a, b));
+                _mm512_storeu_ps(second, _mm512_sub_ps(a, b));
+            }
+        for (int64_t i = 0; i < MIXED_COLUMNS; ++i)
+            most = _mm512_max_epu32(most, magnitude(_mm512_loadu_ps(block + i * PACK_OUTPUTS)));
+    }
+    const __m512 largest = _mm512_castsi512_ps(most);
+    _mm512_storeu_ps(mixed, _mm512_mul_ps(largest, _mm512_set1_ps(1.0f / 127.0f / float(MIXED_COLUMNS))));
+    const __mmask16 some = _mm512_cmp_ps_mask(largest, _mm512_set1_ps(SMALLEST), _CMP_GT_OQ);
+    const __m512 inverse = _mm512_maskz_div_ps(some, _mm512_set1_ps(127.0f), largest);
+    const __m512i byte = _mm512_set1_epi32(255);
+    uint8_t* quads = mixed + PACK_OUTPUTS * sizeof(float);
+    for (int64_t k = 0; k < inner; k += 4, quads += 64) {
+        __m512i quad = _mm512_setzero_si512();
+        for (int i = 3; i >= 0; --i) {
+            const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(columns + (k + i) * PACK_OUTPUTS), inverse);
+            quad = _mm512_or_si512(_mm512_slli_epi32(quad, 8), _mm512_and_si512(_mm512_cvtps_epi32(scaled), byte));
+        }
+        _mm512_storeu_si512(quads, quad);
+    }
+}
+
+static constexpr void (*MIX_PACK[PACKS])(const uint8_t*, int64_t, uint8_t*) = {
+    mix_pack<PACK4>,   mix_pack<PACK4M>, mix_pack<PACK4K>, mix_pack<PACK4S>, mix_pack<PACK4SM>,
+    mix_pack<PACK5>,   mix_pack<PACK5M>, mix_pack<PACK5K>, mix_pack<PACK6S>, mix_pack<PACK8>,
+};
+
+static void mix_weights(const MixWeightsJob& job, int64_t begin, int64_t end) {
+    for (int64_t pack = begin; pack < end; ++pack)
+        MIX_PACK[job.pack](job.weight + pack * LAYOUTS[job.pack].bytes(job.inner), job.inner,
+                           job.mixed + pack * mixed_pack_bytes(job.inner));
+}
+
+// Sums of up to 32 rows and both packs of a unit, as integers.
+struct MixedSums {
+    const int32_t* data;  // for each part, 32 rows of 32
+    const float* row_scales;
+    Lanes scales[2][2];  // of each part's packs
+
+    Lanes at(int64_t part, int64_t row, int64_t half) const {
+        const int32_t* place = data + (part * 32 + row) * UNIT_OUTPUTS + half * PACK_OUTPUTS;
+        return Lanes{_mm512_cvtepi32_ps(_mm512_load_si512(place))} * scales[part][half] * Lanes::splat(row_scales[row]);
+    }
+};
+
+// Up to 32 rows times one pack. Four tiles are in use: see packed_tiles.hpp for why few are better. `Fetch`: weights come
+// from memory, and those further on are asked for; else from the second-level cache. `meanwhile` is called for each tile.
+template <bool Fetch, class Meanwhile>
+static inline void multiply_mixed(const uint8_t* upper, const uint8_t* lower, const uint8_t* weights, int64_t inner,
+                                  int32_t* sums, const Meanwhile& meanwhile) {
+    constexpr int64_t tile = MIXED_BLOCK * MIXED_COLUMNS, line = UNIT_OUTPUTS * sizeof(int32_t);
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int64_t at = 0; at < inner * MIXED_BLOCK; at += tile) {
+        _tile_loadd(2, weights + at, 64);
+        for (int64_t i = 0; i < tile; i += 64) {
+            if constexpr (Fetch) __builtin_prefetch(weights + at + AHEAD + i, 0, 2);
+            __builtin_prefetch(weights + at + SOON + i);
+        }
+        _tile_loadd(3, upper + at, 64);
+        _tile_dpbssd(0, 3, 2);
+        meanwhile();
+        if (!lower) continue;
+        _tile_loadd(3, lower + at, 64);
+        _tile_dpbssd(1, 3, 2);
+    }
+    _tile_stored(0, sums, line);
+    if (lower) _tile_stored(1, sums + MIXED_BLOCK * UNIT_OUTPUTS, line);
+}
+
+// All units for 32 rows, then for the next: rows stay in the first-level cache, units should fit the second.
+static void mixed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
+    alignas(64) int32_t sums[2][2 * 32 * UNIT_OUTPUTS];  // of a unit that is made, and of one that leaves
+    float row_scales[32];
+    const int64_t block = MIXED_BLOCK * job.x.stride;
+    _tile_loadconfig(&TILE_SHAPES.of[32]);
+    for (int64_t row = 0; row < job.rows; row += 32) {
+        const int64_t rows = job.rows - row < 32 ? job.rows - row : 32;
+        const uint8_t *upper = job.x.data + row / MIXED_BLOCK * block, *lower = rows > MIXED_BLOCK ? upper + block : nullptr;
+        __builtin_memcpy(row_scales, upper + MIXED_BLOCK * job.inner, MIXED_BLOCK * sizeof(float));
+        if (lower)
+            __builtin_memcpy(row_scales + MIXED_BLOCK, lower + MIXED_BLOCK * job.inner, MIXED_BLOCK * sizeof(float));
+        Leaving<MixedSums> leaving(job);
+        for (int64_t number = begin; number < end; ++number) {
+            const Unit unit = unit_at(job, number);
+            MixedSums own{sums[number % 2], row_scales, {}};
+            for (int64_t part = 0; part < unit.count; ++part)
+                for (int64_t half = 0; half < 2; ++half) {
+                    const uint8_t* pack = unit.parts[part].mixed + (unit.number * 2 + half) * mixed_pack_bytes(job.inner);
+                    const uint8_t* weights = pack + PACK_OUTPUTS * sizeof(float);
+                    int32_t* target = sums[number % 2] + part * 32 * UNIT_OUTPUTS + half * PACK_OUTPUTS;
+                    own.scales[part][half] = Lanes::load(reinterpret_cast<const float*>(pack));
+                    const auto meanwhile = [&] { leaving.some(); };
+                    if (row == 0)
+                        multiply_mixed<true>(upper, lower, weights, job.inner, target, meanwhile);
+                    else
+                        multiply_mixed<false>(upper, lower, weights, job.inner, target, meanwhile);
+                }
+            settle_memory();
+            leaving.rest();
+            leaving.begin(unit, row, rows, own, unit.count * 2 * (job.inner / MIXED_COLUMNS));
+        }
+        leaving.rest();
+    }
+    _tile_release();
+}
+
+static constexpr void offer_mixing(Kernels& table) {
+    table.mix_rows = mix_rows;
+    table.mix_weights = mix_weights;
+}
+
+#else
+
+static void mixed_tiles(const PackedJob&, int64_t, int64_t) {}
+static constexpr void offer_mixing(Kernels&) {}
+
+#endif
