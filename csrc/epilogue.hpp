@@ -34,58 +34,82 @@ struct FloatSums {
     Lanes at(int64_t part, int64_t row, int64_t half) const {
         return Lanes::load(data + part * apart + row * UNIT_OUTPUTS + half * PACK_OUTPUTS);
     }
+    static Lanes gate(int function, Lanes x) { return gate_of(function, x); }
 };
 
-// Rows [row, row + rows) of a job, whose sums are those from `from` on.
+// What becomes of a unit's sums. Made once for a unit, whose rows then leave some at a time.
 template <class Sums>
-static void finish(const PackedJob& job, const Unit& unit, int64_t row, int64_t rows, const Sums& sums, int64_t from = 0) {
-    const int64_t first = unit.number * UNIT_OUTPUTS, outputs = unit.parts->outputs;
-    Lanes biases[2][2];
-    for (int64_t part = 0; part < unit.count; ++part)
-        for (int64_t half = 0; half < 2; ++half) {
-            const float* bias = unit.parts[part].bias;
-            const int64_t at = first + half * 16;
-            biases[part][half] = bias && at < outputs ? load_some(bias + at, outputs - at) : Lanes::splat(0.0f);
-        }
-    for (int64_t r = 0; r < rows; ++r) {
-        Lanes results[2];
-        for (int64_t half = 0; half < 2; ++half) {
-            results[half] = sums.at(0, from + r, half) + biases[0][half];
-            if (unit.count == 2) {
-                const Lanes factor = sums.at(1, from + r, half) + biases[1][half];
-                results[half] = gate_of(job.gate, results[half]) * factor;
-            }
-        }
-        if (job.gate >= 0 && job.out.data) {
-            uint8_t* out = job.out.data + (row + r) * job.out.stride;
-            if (job.out.kind == Activations::Codes) {
-                encode_group(results[0], results[1], Codes(out, outputs), first);
-            } else {
-                encode_tile(results[0], out, first);
-                encode_tile(results[1], out, first + 16);
-            }
-            continue;
-        }
-        float* y = unit.parts->y + (row + r) * unit.parts->y_stride + first;
-        store_some(results[0], y, outputs - first);
-        if (first + 16 < outputs) store_some(results[1], y + 16, outputs - first - 16);
-    }
-}
-
-// Sums that are complete, on their way out: some rows at a time, while tiles make those of the next block.
-template <class Sums>
-class Leaving {
-    const PackedJob& job;
+class Results {
+    const PackedJob* job = nullptr;
     Unit unit{};
-    int64_t row = 0, from = 0, rows = 0, pace = 0;
     Sums sums{};
+    Lanes biases[2][2];
 
   public:
-    explicit Leaving(const PackedJob& of) : job(of) {}
+    Results() = default;
+    Results(const PackedJob& of, const Unit& own, const Sums& found) : job(&of), unit(own), sums(found) {
+        for (int64_t part = 0; part < unit.count; ++part)
+            for (int64_t half = 0; half < 2; ++half) {
+                const float* bias = unit.parts[part].bias;
+                const int64_t at = unit.number * UNIT_OUTPUTS + half * 16, outputs = unit.parts->outputs;
+                biases[part][half] = bias && at < outputs ? load_some(bias + at, outputs - at) : Lanes::splat(0.0f);
+            }
+    }
 
+    // Rows [row, row + rows) of the job, whose sums are those from `from` on.
+    void leave(int64_t row, int64_t rows, int64_t from = 0) const {
+        if (unit.count == 2)
+            leave_as<true>(row, rows, from);
+        else
+            leave_as<false>(row, rows, from);
+    }
+
+  private:
+    template <bool Gated>
+    Lanes result(int64_t row, int64_t half) const {
+        const Lanes first = sums.at(0, row, half) + biases[0][half];
+        if constexpr (!Gated) return first;
+        return Sums::gate(job->gate, first) * (sums.at(1, row, half) + biases[1][half]);
+    }
+
+    template <bool Gated>
+    void leave_as(int64_t row, int64_t rows, int64_t from) const {
+        const int64_t first = unit.number * UNIT_OUTPUTS, outputs = unit.parts->outputs;
+        const bool encoded = Gated && job->out.data;
+        for (int64_t r = 0; r < rows; ++r) {
+            const Lanes left = result<Gated>(from + r, 0), right = result<Gated>(from + r, 1);
+            if (encoded) {
+                uint8_t* out = job->out.data + (row + r) * job->out.stride;
+                if (job->out.kind == Activations::Codes) {
+                    encode_group(left, right, Codes(out, outputs), first);
+                } else {
+                    encode_tile(left, out, first);
+                    encode_tile(right, out, first + 16);
+                }
+                continue;
+            }
+            float* y = unit.parts->y + (row + r) * unit.parts->y_stride + first;
+            store_some(left, y, outputs - first);
+            if (first + 16 < outputs) store_some(right, y + 16, outputs - first - 16);
+        }
+    }
+};
+
+template <class Sums>
+static void finish(const PackedJob& job, const Unit& unit, int64_t row, int64_t rows, const Sums& sums) {
+    Results<Sums>(job, unit, sums).leave(row, rows);
+}
+
+// Results on their way out: some rows at a time, while tiles make the sums of the next block.
+template <class Sums>
+class Leaving {
+    Results<Sums> results;
+    int64_t row = 0, from = 0, rows = 0, pace = 0;
+
+  public:
     // `times`: how often there will be an opportunity.
-    void begin(const Unit& of, int64_t first, int64_t count, const Sums& found, int64_t times) {
-        unit = of, row = first, from = 0, rows = count, sums = found;
+    void begin(const Results<Sums>& found, int64_t first, int64_t count, int64_t times) {
+        results = found, row = first, from = 0, rows = count;
         pace = (count + times - 1) / times;
     }
     void some() {
@@ -97,7 +121,7 @@ class Leaving {
 
   private:
     void leave(int64_t count) {
-        finish(job, unit, row, count, sums, from);
+        results.leave(row, count, from);
         row += count, from += count, rows -= count;
     }
 };

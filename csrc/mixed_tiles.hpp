@@ -5,17 +5,26 @@
 
 #if defined(__AMX_INT8__)
 
-// Sixteen lanes, mixed among themselves: each stage adds and subtracts those whose numbers differ in one bit.
-static inline __m512 mix_lanes(__m512 v) {
-    const __m512 one = _mm512_setr_ps(1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1);
-    const __m512 two = _mm512_setr_ps(1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1);
-    const __m512 four = _mm512_setr_ps(1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1);
-    const __m512 eight = _mm512_setr_ps(1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1);
-    v = _mm512_fmadd_ps(v, one, _mm512_permute_ps(v, 0xb1));
-    v = _mm512_fmadd_ps(v, two, _mm512_permute_ps(v, 0x4e));
-    v = _mm512_fmadd_ps(v, four, _mm512_shuffle_f32x4(v, v, 0xb1));
-    return _mm512_fmadd_ps(v, eight, _mm512_shuffle_f32x4(v, v, 0x4e));
+// The signs of a Hadamard matrix, as tiles that rows of bfloat16 are multiplied with: [half of the columns][quarter of the
+// results], each for 32 columns in pairs and sixteen results.
+struct alignas(64) MixingSigns {
+    uint16_t of[2][4][16][16][2];
+};
+
+static constexpr MixingSigns mixing_signs() {
+    MixingSigns signs{};
+    for (int half = 0; half < 2; ++half)
+        for (int quarter = 0; quarter < 4; ++quarter)
+            for (int k = 0; k < 32; ++k)
+                for (int result = 0; result < 16; ++result) {
+                    int common = (32 * half + k) & (16 * quarter + result), odd = 0;
+                    for (; common; common &= common - 1) odd ^= 1;
+                    signs.of[half][quarter][k / 2][result][k % 2] = odd ? 0xbf80 : 0x3f80;  // -1 or 1
+                }
+    return signs;
 }
+
+static constexpr MixingSigns MIXING_SIGNS = mixing_signs();
 
 static inline __m512i magnitude(__m512 v) {
     return _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(0x7fffffff));
@@ -29,38 +38,56 @@ static inline float float_of(uint32_t bits) {
     return value;
 }
 
-static void mix_row(const uint8_t* tiles, int64_t columns, uint8_t* codes, float* scale) {
-    float* mixed = scratch(columns);
-    __m512i most = _mm512_setzero_si512();
-    for (int64_t k = 0; k < columns; k += MIXED_COLUMNS) {
-        __m512 v[4];
-        for (int i = 0; i < 4; ++i) v[i] = mix_lanes(Lanes::load_bfloat(tiles + 2 * k + 32 * i).v);
-        const __m512 a = _mm512_add_ps(v[0], v[1]), b = _mm512_sub_ps(v[0], v[1]);
-        const __m512 c = _mm512_add_ps(v[2], v[3]), d = _mm512_sub_ps(v[2], v[3]);
-        v[0] = _mm512_add_ps(a, c), v[1] = _mm512_add_ps(b, d), v[2] = _mm512_sub_ps(a, c), v[3] = _mm512_sub_ps(b, d);
-        for (int i = 0; i < 4; ++i) {
-            most = _mm512_max_epu32(most, magnitude(v[i]));
-            _mm512_storeu_ps(mixed + k + 16 * i, v[i]);
+// Sixteen rows of floats, `columns` of each: their codes and scales.
+static void encode_mixed(const float* mixed, int64_t columns, int64_t rows, const __m512i* most, uint8_t* block) {
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    float* scales = reinterpret_cast<float*>(block + MIXED_BLOCK * columns);
+    for (int64_t row = 0; row < rows; ++row, mixed += columns) {
+        const float largest = float_of(_mm512_reduce_max_epu32(most[row]));
+        scales[row] = largest / 127.0f;
+        const __m512 inverse = _mm512_set1_ps(largest > SMALLEST ? 127.0f / largest : 0.0f);
+        uint8_t* codes = block + row * MIXED_COLUMNS;
+        for (int64_t k = 0; k < columns; k += MIXED_COLUMNS, codes += MIXED_BLOCK * MIXED_COLUMNS) {
+            __m512i whole[4];
+            for (int i = 0; i < 4; ++i)
+                whole[i] = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(mixed + k + 16 * i), inverse));
+            const __m512i left = _mm512_packs_epi32(whole[0], whole[1]), right = _mm512_packs_epi32(whole[2], whole[3]);
+            _mm512_storeu_si512(codes, _mm512_permutexvar_epi32(order, _mm512_packs_epi16(left, right)));
         }
-    }
-    const float largest = float_of(_mm512_reduce_max_epu32(most));
-    *scale = largest / 127.0f;
-    const __m512 inverse = _mm512_set1_ps(largest > SMALLEST ? 127.0f / largest : 0.0f);
-    for (int64_t k = 0; k < columns; k += 16) {
-        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(mixed + k), inverse));
-        uint8_t* place = codes + k / MIXED_COLUMNS * (MIXED_BLOCK * MIXED_COLUMNS) + k % MIXED_COLUMNS;
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(place), _mm512_cvtsepi32_epi8(whole));
     }
 }
 
 // Rows that a last block lacks are not written. They are multiplied like the others, and nobody reads what becomes of them.
 static void mix_rows(const MixRowsJob& job, int64_t begin, int64_t end) {
-    for (int64_t row = begin * MIXED_BLOCK; row < end * MIXED_BLOCK && row < job.rows; ++row) {
-        uint8_t* block = job.out.data + row / MIXED_BLOCK * MIXED_BLOCK * job.out.stride;
-        const int64_t number = row % MIXED_BLOCK;
-        mix_row(job.x.data + row * job.x.stride, job.columns, block + number * MIXED_COLUMNS,
-                reinterpret_cast<float*>(block + MIXED_BLOCK * job.columns) + number);
+    float* mixed = scratch(MIXED_BLOCK * job.columns);
+    int64_t shape = 0;
+    for (int64_t number = begin; number < end; ++number) {
+        const int64_t first = number * MIXED_BLOCK, rows = job.rows - first < MIXED_BLOCK ? job.rows - first : MIXED_BLOCK;
+        if (shape != rows) _tile_loadconfig(&TILE_SHAPES.of[rows]);
+        shape = rows;
+        __m512i most[MIXED_BLOCK] = {};
+        const uint8_t* x = job.x.data + first * job.x.stride;
+        for (int64_t k = 0; k < job.columns; k += MIXED_COLUMNS) {
+            _tile_loadd(0, x + 2 * k, job.x.stride);
+            _tile_loadd(1, x + 2 * k + 64, job.x.stride);
+            for (int quarter = 0; quarter < 4; ++quarter) {
+                _tile_zero(4);
+                _tile_loadd(6, MIXING_SIGNS.of[0][quarter], 64);
+                _tile_dpbf16ps(4, 0, 6);
+                _tile_loadd(6, MIXING_SIGNS.of[1][quarter], 64);
+                _tile_dpbf16ps(4, 1, 6);
+                _tile_stored(4, mixed + k + 16 * quarter, size_t(job.columns) * sizeof(float));
+            }
+            settle_memory();
+            for (int64_t row = 0; row < rows; ++row) {
+                const float* place = mixed + row * job.columns + k;
+                for (int i = 0; i < 4; ++i)
+                    most[row] = _mm512_max_epu32(most[row], magnitude(_mm512_loadu_ps(place + 16 * i)));
+            }
+        }
+        encode_mixed(mixed, job.columns, rows, most, job.out.data + first * job.out.stride);
     }
+    _tile_release();
 }
 
 // Lanes are outputs here, so columns are mixed lane by lane.
@@ -116,6 +143,23 @@ static void mix_weights(const MixWeightsJob& job, int64_t begin, int64_t end) {
                            job.mixed + pack * mixed_pack_bytes(job.inner));
 }
 
+// 2^t to 2^-17 of itself, between 0 and infinity.
+static inline __m512 rough_power(__m512 t) {
+    t = _mm512_min_ps(_mm512_max_ps(t, _mm512_set1_ps(-150.0f)), _mm512_set1_ps(129.0f));
+    const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    static constexpr float near_one[] = {0x1.ffffe4p-1f, 0x1.62e0e2p-1f, 0x1.ec0818p-3f, 0x1.ca129ep-5f, 0x1.39476ap-7f};
+    return _mm512_scalef_ps(polynomial(Lanes{_mm512_sub_ps(t, whole)}, near_one).v, whole);
+}
+
+// A gate to 2^-13 of itself: what leaves it is rounded to 2^-8 and multiplied as codes of 8 bits. Without a division,
+// which takes a core as long as all of the rest.
+static inline Lanes rough_gate(int function, Lanes x) {
+    if (function == RELU) return Relu::of(x, 0.0f);
+    const Lanes cubic = x + Lanes::splat(0.044715f) * (x * x * x);
+    const Lanes slope = function == SILU ? x * Lanes::splat(-1.44269504f) : cubic * Lanes::splat(-2.30220818f);
+    return x * Lanes{_mm512_rcp14_ps(_mm512_add_ps(_mm512_set1_ps(1.0f), rough_power(slope.v)))};
+}
+
 // Sums of up to 32 rows and both packs of a unit, as integers.
 struct MixedSums {
     const int32_t* data;  // for each part, 32 rows of 32
@@ -126,6 +170,7 @@ struct MixedSums {
         const int32_t* place = data + (part * 32 + row) * UNIT_OUTPUTS + half * PACK_OUTPUTS;
         return Lanes{_mm512_cvtepi32_ps(_mm512_load_si512(place))} * scales[part][half] * Lanes::splat(row_scales[row]);
     }
+    static Lanes gate(int function, Lanes x) { return rough_gate(function, x); }
 };
 
 // Up to 32 rows times one pack. Four tiles are in use: see packed_tiles.hpp for why few are better. `Fetch`: weights come
@@ -165,7 +210,7 @@ static void mixed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
         __builtin_memcpy(row_scales, upper + MIXED_BLOCK * job.inner, MIXED_BLOCK * sizeof(float));
         if (lower)
             __builtin_memcpy(row_scales + MIXED_BLOCK, lower + MIXED_BLOCK * job.inner, MIXED_BLOCK * sizeof(float));
-        Leaving<MixedSums> leaving(job);
+        Leaving<MixedSums> leaving;
         for (int64_t number = begin; number < end; ++number) {
             const Unit unit = unit_at(job, number);
             MixedSums own{sums[number % 2], row_scales, {}};
@@ -183,7 +228,7 @@ static void mixed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
                 }
             settle_memory();
             leaving.rest();
-            leaving.begin(unit, row, rows, own, unit.count * 2 * (job.inner / MIXED_COLUMNS));
+            leaving.begin({job, unit, own}, row, rows, unit.count * 2 * (job.inner / MIXED_COLUMNS));
         }
         leaving.rest();
     }

@@ -365,7 +365,7 @@ static void packed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
                     const bool done = stop == job.inner && part == unit.count - 1;
                     const Widening widening{{unit.pack(job, part, 0), unit.pack(job, part, 1)}, unit.parts[part].pack,
                                             job.inner, k, stop, panel, last - first <= TALL_ROWS};
-                    Leaving<FloatSums> leaving(job);
+                    Leaving<FloatSums> leaving;
                     int64_t turn = 0;
                     for (int64_t row = first, rows; row < last; row += rows, turn ^= TALL_ROWS) {
                         const int64_t most = row == first ? TALL_ROWS : 32;
@@ -381,7 +381,7 @@ static void packed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
                             widening.multiply_again(TileBlock{x, job.x.stride, rows, target}, [&] { leaving.some(); });
                         settle_memory();
                         leaving.rest();
-                        if (done) leaving.begin(unit, row, rows, FloatSums{own, apart}, (stop - k) / SLICE_K);
+                        if (done) leaving.begin({job, unit, FloatSums{own, apart}}, row, rows, (stop - k) / SLICE_K);
                     }
                     leaving.rest();
                 }
