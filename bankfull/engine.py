@@ -91,6 +91,7 @@ class Engine:
                 outputs = self._settle()
             future = self.runner.finish(step, self._grammars.masks(plan, self._owner))
             self._inflight.append((plan, future))
+            self.scheduler.name_ahead()
             if self.depth == 0:
                 outputs = self._settle()
         if not self.busy:

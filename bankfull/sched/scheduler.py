@@ -67,6 +67,8 @@ class Scheduler:
         self._leaving: list[int] = []
         self._inflight: deque[tuple[int, list[Sequence]]] = deque()
         self._by_request: dict[Hashable, list[Sequence]] = {}
+        self._filling: list[Sequence] = []
+        """Those of which the newest step computes several tokens."""
         self._arrivals = count()
         self._steps = count()
         self._company = -COMPANY_STEPS
@@ -148,6 +150,7 @@ class Scheduler:
     def plan(self, drafts: int = 0) -> StepPlan | None:
         """The next step with up to `drafts` guesses per decoding row; None when nothing can run now."""
         step = Sketch(StepPlan(next(self._steps)), self.config.step_tokens, self._quota())
+        self._filling.clear()
         if self.state.windowed:
             for seq in self._running:
                 assert seq.state is not None
@@ -167,6 +170,14 @@ class Scheduler:
         self.state.launch(plan.step)
         self._inflight.append((plan.step, step.served))
         return plan
+
+    def name_ahead(self) -> None:
+        """Name the blocks that the newest step fills, which `settle` would otherwise do: now the device is working."""
+        if self.state.prefix_cache:
+            for seq in self._filling:
+                if seq.state is not None:  # else it has ended since
+                    seq.state.chain.extend(seq.tokens, min(seq.start, len(seq.tokens)))
+        self._filling.clear()
 
     def _has_batch(self) -> bool:
         """Batch work ranks last."""
@@ -226,6 +237,8 @@ class Scheduler:
         step.served.append(seq)
         step.fixed.add(seq.row)
         seq.turn = step.plan.step
+        if size > 1:
+            self._filling.append(seq)
         step.budget -= size + drafts
         step.spare -= drafts
         seq.launch(work)

@@ -100,14 +100,13 @@ class StateManager:
         """The longest cached prefix of at most `limit` tokens: the fixed point of every group's `reusable`."""
         if not self.prefix_cache or limit < self.layout.block_tokens:
             return Match(0)
-        chain.extend(tokens, len(tokens))
         length = limit
         while True:
             before = length
             for g, policy in enumerate(self.policies):
-                length = policy.reusable(self._hits(chain, g), length)
+                length = policy.reusable(self._hits(chain, tokens, g), length)
             if self.snapshots is not None:
-                length = self.snapshots.reusable(lambda end: self._find_slot(chain, end) is not None, length)
+                length = self.snapshots.reusable(lambda end: self._find_slot(chain, tokens, end) is not None, length)
             if length == before or not length:
                 break
         if not length:
@@ -115,9 +114,10 @@ class StateManager:
         tables = []
         for g, (group, policy) in enumerate(zip(self.layout.paged, self.policies, strict=True)):
             first, size = policy.first_live(length), group.page_tokens
-            found = (self._find(chain, g, (i + 1) * size) for i in range(first, length // size))
+            found = (self._find(chain, tokens, g, (i + 1) * size) for i in range(first, length // size))
             tables.append((NULL,) * first + tuple(page for page in found if page is not None))
-        return Match(length, tuple(tables), (self._find_slot(chain, length) or NULL) if self.snapshots else NULL)
+        slot = self._find_slot(chain, tokens, length) if self.snapshots is not None else None
+        return Match(length, tuple(tables), slot or NULL)
 
     def cut(self, start: int, count: int, prompt_len: int) -> int:
         """How much of a chunk to run so that it ends where a snapshot is wanted."""
@@ -304,13 +304,13 @@ class StateManager:
         block = self.layout.block_tokens
         return (length // block + 1) * block if self.prefix_cache else maxsize
 
-    def _hits(self, chain: Chain, group: int) -> Hit:
-        return lambda end: self._find(chain, group, end) is not None
+    def _hits(self, chain: Chain, tokens: Sequence[int], group: int) -> Hit:
+        return lambda end: self._find(chain, tokens, group, end) is not None
 
-    def _find(self, chain: Chain, group: int, end: int) -> int | None:
-        name = chain.name(end)
+    def _find(self, chain: Chain, tokens: Sequence[int], group: int, end: int) -> int | None:
+        name = chain.reach(tokens, end)
         return None if name is None else self.pages.find((group, name))
 
-    def _find_slot(self, chain: Chain, end: int) -> int | None:
-        name = chain.name(end)
+    def _find_slot(self, chain: Chain, tokens: Sequence[int], end: int) -> int | None:
+        name = chain.reach(tokens, end)
         return None if name is None else self.slots.find(("slot", name))

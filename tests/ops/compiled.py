@@ -27,6 +27,9 @@ from triton.runtime import driver
 
 MULTIPROCESSORS = 132
 SHARED_MEMORY = 227 << 10
+"""As much as one program may ask for."""
+RESERVED = 1 << 10
+"""What each program takes of a multiprocessor's beside that."""
 MOST_THREADS = 1024
 Launch = tuple[str, Callable[[], object]]
 """What is launched, in words, and the call that does."""
@@ -110,6 +113,11 @@ def overflows(assembly: str) -> bool:
             if how.startswith("mul.wide") or (how == "shl.b64" and int(of.split(", ")[1]) < 32):
                 return True
     return False
+
+
+def fits_twice(kernel: Compiled) -> bool:
+    """Does a multiprocessor have shared memory for two programs of this kernel?"""
+    return 2 * (kernel.shared + RESERVED) <= SHARED_MEMORY + RESERVED
 
 
 @contextmanager

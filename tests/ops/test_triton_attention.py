@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bankfull.ops import HeadNorms, PagedMeta
 from bankfull.ops.reference.attention import attend, paged_attention, write_pages, write_pages_int8
-from bankfull.ops.triton import attention, attention_decode, attention_map, pages
+from bankfull.ops.triton import attention, attention_decode, attention_map, attention_prefill, pages
 from tests.ops import cases
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -169,10 +169,26 @@ def test_a_chunk_behind_a_long_past_shares_its_batch_with_single_tokens(dtype, m
     Inputs([1, 40, 70, 2, 17], [150, 240, 70, 9, 60], monkeypatch, dtype=dtype, kv=1, groups=3, size=20).check()
 
 
-@pytest.mark.parametrize("window, cap", [(None, None), (20, None), (None, 3.0)])
+@pytest.fixture
+def mapped(monkeypatch) -> list[bool]:
+    """Of all keys and values that were to be read by tensor maps: did that go?"""
+    made, found = attention_prefill.tensor_map, []
+
+    def noting(rows: Tensor, block: int) -> Any:
+        found.append((described := made(rows, block)) is not None)
+        return described
+
+    monkeypatch.setattr(attention_prefill, "tensor_map", noting)
+    return found
+
+
+@pytest.mark.parametrize("size", [20, 32])
+@pytest.mark.parametrize("window, cap", [(None, None), (20, None), (70, 3.0)])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_sequences_that_begin_read_their_own_rows_and_find_the_same_bits_as_in_pages(dtype, window, cap, monkeypatch):
-    made = Inputs([90, 33, 17, 1], [90, 33, 57, 30], monkeypatch, dtype=dtype, size=20, window=window, cap=cap)
+def test_sequences_that_begin_read_their_own_rows_and_find_the_same_bits_as_in_pages(
+    dtype, window, cap, size, monkeypatch, mapped
+) -> None:
+    made = Inputs([90, 33, 17, 1], [90, 33, 57, 30], monkeypatch, dtype=dtype, size=size, window=window, cap=cap)
     seen: list[list[int]] = []
     launch = attention.launch_prefill
 
@@ -183,10 +199,39 @@ def test_sequences_that_begin_read_their_own_rows_and_find_the_same_bits_as_in_p
     monkeypatch.setattr(attention, "launch_prefill", noting)
     own = made.check()
     assert seen == [[4, 2], [3, 0, 1]]
+    if DEVICE == "cpu" or torch.cuda.get_device_capability() >= (9, 0):
+        assert mapped == ([] if dtype is torch.float32 else [size == 32] * 2)
     # The host need not know that there is nothing before: then pages are read.
     later = replace(made.meta, kv_len=made.meta.kv_len + 1, starts=starts_of(made.meta), lengths=lengths_of(made.meta))
     assert torch.equal(made.check(later), own)
     assert seen[2:] == [[4, 0, 1, 2]]
+
+
+@pytest.mark.parametrize("size", [20, 32])
+def test_nothing_of_the_next_prompt_reaches_this_one(size, monkeypatch) -> None:
+    made = Inputs([90, 33], [90, 33], monkeypatch, dtype=torch.bfloat16, size=size)
+    expected = made.check()[:90]
+    made.k[90:], made.v[90:] = float("nan"), float("inf")
+    got = attention.run_attend(*made.args()).cpu()
+    assert torch.equal(got[:90], expected)
+    assert got[90:].isnan().all()
+
+
+def test_a_tensor_map_describes_heads_side_by_side_in_aligned_rows() -> None:
+    def rows(width: int, first: int = 0) -> Tensor:
+        return torch.empty(40 * width + first, dtype=torch.bfloat16)[first:].view(40, width)
+
+    stacked = rows(4 * 32).view(40, 4, 32)
+    for some in (stacked, stacked[:, 1:3], stacked[:, 3:], stacked[5:], rows(136)[:, :128].view(40, 4, 32)):
+        described = attention_prefill.tensor_map(some, 64)
+        assert described is not None and described.base.data_ptr() == some.data_ptr()
+        assert described.shape == [some.shape[0], some.shape[1] * 32]
+        assert described.strides == [some.stride(0), 1] and described.block_shape == [64, 32]
+    for other in (
+        stacked[..., :20], stacked[:, ::2], stacked[..., ::2], stacked.transpose(1, 2), rows(4 * 8).view(40, 4, 8),
+        stacked[:1].expand(40, 4, 32), rows(129)[:, :128].view(40, 4, 32), rows(128, 1).view(40, 4, 32),
+    ):  # fmt: skip
+        assert attention_prefill.tensor_map(other, 64) is None
 
 
 def test_queries_that_need_no_change_are_read_where_they_are(monkeypatch) -> None:

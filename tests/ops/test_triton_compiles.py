@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ops.compiled import overflows, report_on
+from tests.ops.compiled import fits_twice, overflows, report_on
 
 SINES = "rope_angles_kernel"
 """The sine of a large angle takes an array that is indexed, which lies in no register."""
+TWO_AT_A_TIME = "attention_prefill"
+"""One program multiplies while the other is at its exponentials: both must fit a multiprocessor's shared memory."""
 FULL = pytest.mark.full
 LONG = pytest.mark.timeout(1800)
 
@@ -24,6 +26,8 @@ def test_the_kernels_of_real_models_compile_ahead_and_keep_to_their_registers(gr
     assert not report.late, "compiled when they were launched, not ahead"
     spilled = [kernel for kernel in report.kernels if kernel.stack and kernel.name != SINES]
     assert not spilled
+    alone = [kernel for kernel in report.kernels if kernel.name == TWO_AT_A_TIME and not fits_twice(kernel)]
+    assert not alone
 
 
 @pytest.mark.parametrize("group", ["edges", "plans", "generated", pytest.param("generated-more", marks=[FULL, LONG])])

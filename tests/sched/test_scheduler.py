@@ -38,6 +38,33 @@ def test_the_next_turn_of_a_conversation_starts_where_the_last_one_ended() -> No
     assert drain(sched)[1, 0].cached == 12
 
 
+@pytest.mark.parametrize("cache", [True, False])
+def test_the_blocks_of_a_new_prompt_are_named_while_the_device_works(cache: bool) -> None:
+    sched = scheduler(state=StateConfig(page_tokens=4, prefix_cache=cache), step_tokens=30)
+    sched.add(request(0, length=41))
+    named = []
+    for _ in range(2):
+        plan = sched.plan()
+        assert plan is not None
+        [seq] = sched._running
+        named.append(len(seq.chain.names) - 1)
+        sched.name_ahead()
+        named.append(len(seq.chain.names) - 1)
+        sched.settle(plan, result(plan))
+        assert len(seq.chain.names) - 1 == named[-1]
+    assert named == ([2, 7, 7, 10] if cache else [0] * 4)
+
+
+def test_names_are_wanted_only_of_what_still_runs() -> None:
+    sched = scheduler()
+    sched.add(request(0, length=41))
+    plan = sched.plan()
+    assert plan is not None
+    sched.abort(0)
+    sched.name_ahead()
+    assert sched.settle(plan, result(plan)) == []
+
+
 @pytest.mark.parametrize("reason", ["salt", "reuse", "cache off"])
 def test_nothing_is_reused_where_it_must_not_be(reason: str) -> None:
     sched = scheduler(state=StateConfig(page_tokens=4, prefix_cache=reason != "cache off"))

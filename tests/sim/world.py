@@ -130,6 +130,8 @@ class World:
         self._check_plan(plan, drafts, ready)
         self.device.launch(plan)
         self.inflight.append(plan)
+        if plan.step % 2:
+            self.sched.name_ahead()
         return plan
 
     def _settle(self) -> None:

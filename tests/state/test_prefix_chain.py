@@ -42,6 +42,23 @@ def test_equal_tokens_under_different_salts_share_no_name(one: bytes, two: bytes
     assert (ours == theirs) if one == two else not set(ours) & set(theirs)
 
 
+@given(st.integers(1, 5), TOKENS, st.lists(st.integers(0, 40)))
+def test_names_are_made_as_far_as_somebody_asks(block: int, tokens: list[int], lengths: list[int]) -> None:
+    chain, all_names = Chain(b"", block), named(b"", block, tokens)
+    for length in lengths:
+        index = min(length, len(tokens)) // block
+        assert chain.reach(tokens, index * block) == all_names[index]
+    assert chain.names == all_names[: len(chain.names)]
+
+
+def test_whoever_asks_for_one_block_after_the_other_has_them_named_in_few_goes() -> None:
+    chain, tokens, goes = Chain(b"", 2), list(range(1000)), set()
+    for end in range(2, 1001, 2):
+        assert chain.reach(tokens, end) is not None
+        goes.add(len(chain.names))
+    assert len(goes) <= 10 and min(goes) <= 3
+
+
 def test_a_name_that_is_not_known_yet_is_none() -> None:
     chain = Chain(b"", 4)
     chain.extend(range(7), 7)

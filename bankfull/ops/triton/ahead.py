@@ -17,6 +17,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 _one_at_a_time = Lock()
 
@@ -70,4 +71,6 @@ def compiling_ahead(device: torch.device, threads: int) -> Iterator[None]:
 
 def _kind(value: Any) -> Any:
     """As much of an argument as Triton may distinguish."""
+    if isinstance(value, TensorDescriptor):
+        return value.base.dtype, *value.block_shape
     return (value.dtype, value.data_ptr() % 16 == 0) if isinstance(value, Tensor) else (type(value), value)
