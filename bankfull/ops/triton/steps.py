@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bankfull.ops.triton.launch import power_of_two
+from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
 
 BLOCK = 128
 """Entries of a page table that are copied at once."""
@@ -18,8 +18,11 @@ def gather_kernel(
     rows, tokens, tokens_stride, reached, ids, positions, lengths,
     table, table_stride, table_width, slots, pages,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program per sequence. FIRST: tokens, positions and lengths, too; PAGE = 0: nothing else."""
+    wait_for_inputs(OVERLAP)
+    start_next(OVERLAP)
     sequence = tl.program_id(0)
     row = tl.load(rows + sequence)
     begin = tl.load(reached + row)
@@ -54,12 +57,14 @@ def gather_step(
     for number, (table, page, places, copies) in enumerate(groups):
         gather_kernel[(len(rows),)](
             rows, tokens, tokens.stride(0), reached, *into, table, table.stride(0), table.shape[1], places, copies,
-            width, power_of_two(width), page, number == 0, BLOCK,
+            width, power_of_two(width), page, number == 0, BLOCK, **overlapped(rows),
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens_stride", "spare", "longest"])
-def append_kernel(rows, chosen, tokens, tokens_stride, known, reached, spare, longest):
+def append_kernel(rows, chosen, tokens, tokens_stride, known, reached, spare, longest, OVERLAP: tl.constexpr):
+    start_next(OVERLAP)
+    wait_for_inputs(OVERLAP)
     line = tl.program_id(0)
     row = tl.load(rows + line)
     token = tl.load(chosen + line)
@@ -74,5 +79,6 @@ def append_tokens(rows: Tensor, chosen: Tensor, tokens: Tensor, known: Tensor, r
     """One token more for each row but the last line of the tensors, which only fills up steps."""
     assert chosen.dtype is torch.int64
     append_kernel[(len(rows),)](
-        rows, chosen, tokens, tokens.stride(0), known, reached, tokens.shape[0] - 1, tokens.shape[1] - 1
-    )
+        rows, chosen, tokens, tokens.stride(0), known, reached, tokens.shape[0] - 1, tokens.shape[1] - 1,
+        **overlapped(rows),
+    )  # fmt: skip

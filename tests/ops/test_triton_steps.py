@@ -1,0 +1,59 @@
+"""What surrounds a captured step: gathered from rows, and appended to them, against the same in plain Python."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bankfull.ops.triton.steps import BLOCK, append_tokens, gather_step
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LINES, LONGEST = 5, 700
+SPARE = LINES - 1
+"""The line that fills up steps."""
+
+
+def whole(*shape: int, below: int = 1 << 30, seed: int = 0) -> torch.Tensor:
+    return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("page_tokens", [(), (4,), (4, 16)], ids=str)
+def test_a_step_is_gathered_from_its_rows(width: int, page_tokens: tuple[int, ...]) -> None:
+    tokens = whole(LINES, LONGEST + 1)
+    reached = torch.tensor([5, 0, LONGEST - width, 17, 0], device=DEVICE)
+    tables = [whole(LINES, -(-LONGEST // page), seed=page) for page in page_tokens]
+    lines = torch.tensor([2, 0, 3, SPARE], device=DEVICE)
+    assert not tables or tables[0].shape[1] > BLOCK, "one block is not enough for the longest"
+    total = len(lines) * width
+    ids, positions = whole(total), whole(total)
+    lengths = torch.zeros(len(lines), dtype=torch.int32, device=DEVICE)
+    slots, pages = [whole(total) for _ in tables], [torch.full_like(table[: len(lines)], -7) for table in tables]
+    gather_step(lines, tokens, reached, tables, page_tokens, width, (ids, positions, lengths), slots, pages)
+    for i, line in enumerate(lines.tolist()):
+        first = int(reached[line])
+        assert int(lengths[i]) == first + width
+        for j in range(width):
+            at, own = first + j, i * width + j
+            assert (int(positions[own]), int(ids[own])) == (at, int(tokens[line, at]))
+            for group, page in enumerate(page_tokens):
+                assert int(slots[group][own]) == int(tables[group][line, at // page]) * page + at % page
+        for group, page in enumerate(page_tokens):
+            used = -(-(first + width) // page)
+            assert torch.equal(pages[group][i, :used], tables[group][line, :used])
+            assert bool((pages[group][i, used:] == -7).all()), "a table is copied as far as it is used"
+
+
+def test_tokens_are_appended_to_their_rows() -> None:
+    """A row that has no token gets one that can be read; beyond the end the last place is written again."""
+    before = whole(LINES, LONGEST + 1)
+    tokens = before.clone()
+    known = torch.tensor([3, 9, LONGEST + 4, 1, 2], device=DEVICE)
+    reached = torch.tensor([2, 8, LONGEST, 0, 1], device=DEVICE)
+    lines, chosen = torch.tensor([2, 0, 3, SPARE], device=DEVICE), torch.tensor([11, -1, 13, 14], device=DEVICE)
+    append_tokens(lines, chosen, tokens, known, reached)
+    expected = before.clone()
+    expected[2, LONGEST], expected[0, 3], expected[3, 1] = 11, 0, 13
+    assert torch.equal(tokens, expected)
+    assert known.tolist() == [4, 9, LONGEST + 5, 2, 2]
+    assert reached.tolist() == [3, 8, LONGEST + 1, 1, 1]
