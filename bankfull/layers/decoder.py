@@ -14,7 +14,7 @@ from bankfull.layers.linear import Linear
 from bankfull.layers.mixer import Angles, Mixer
 from bankfull.layers.norm import Norm, Reader, RMSNorm
 from bankfull.layers.rope import Rope
-from bankfull.ops import Unnormed, soft_cap
+from bankfull.ops import soft_cap
 from bankfull.ops.reference.linear import highest
 from bankfull.state.spec import StateSpec
 
@@ -48,7 +48,7 @@ class Block:
     def run(self, stream: Stream, state: dict[str, Tensor], meta: Any, angles: Angles | None) -> Stream:
         if self.norm_last:
             return self._run_post_norm(stream, state, meta, angles)
-        x, inner = normed(self.before_mixer, stream)
+        x, inner = self.before_mixer.join(*stream)
         branch = self.mixer.run(inner, state, meta, angles)
         if self.after_mixer is not None:
             branch = self.after_mixer(branch)
@@ -66,12 +66,7 @@ class Block:
         return x, None
 
 
-def normed(norm: Norm, stream: Stream) -> tuple[Tensor, Tensor | Unnormed]:
-    x, pending = stream
-    return (x, norm(x)) if pending is None else norm.join(x, pending)
-
-
-def joined(norm: Norm, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+def joined(norm: Norm, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
     """For a norm without a `reader`: it does its own work."""
     x, inner = norm.join(x, branch)
     assert isinstance(inner, Tensor)
@@ -128,5 +123,4 @@ class Decoder:
             if taps is not None and i in taps:
                 x, pending = stream
                 taps[i] = x if pending is None else x + pending
-        x, pending = stream
-        return self.norm(x) if pending is None else joined(self.norm, x, pending)[1]
+        return joined(self.norm, *stream)[1]
