@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from bankfull.layers.linear import Linear
 from bankfull.layers.mixer import Angles, Mixer
 from bankfull.layers.norm import Norm, Reader, RMSNorm
 from bankfull.layers.rope import Rope
-from bankfull.ops import soft_cap
+from bankfull.ops import Unnormed, soft_cap
 from bankfull.ops.reference.linear import highest
 from bankfull.state.spec import StateSpec
 
@@ -84,10 +84,17 @@ class Head:
         logits = self.project(hidden)
         return logits if self.cap is None else self._cap(logits, self.cap)
 
-    def best(self, hidden: Tensor) -> Tensor:
+    def best(self, hidden: Tensor | Unnormed) -> Tensor:
         """The token of the highest logit, the lowest id among equals; -1 where that is not finite."""
+        if self.cap is None:
+            return self.project.best(hidden)
         # Rounding may make equals of different scores under the cap: then the logits decide.
-        return self.project.best(hidden) if self.cap is None else highest(self(hidden))
+        assert isinstance(hidden, Tensor)
+        return highest(self(hidden))
+
+    def norms(self, rows: int) -> bool:
+        """May `best` be given so many rows `Unnormed`?"""
+        return self.cap is None and self.project.norms_for_best(rows)
 
 
 @dataclass(slots=True)
@@ -102,6 +109,11 @@ class Decoder:
     norm: Norm
     head: Head
     ropes: Mapping[str, Rope]
+    before_best: Norm = field(init=False)
+    """The last norm where nothing reads it but the head, for the best token."""
+
+    def __post_init__(self) -> None:
+        self.before_best = self.norm.read_by(self.head) if isinstance(self.norm, RMSNorm) else self.norm
 
     def states(self) -> list[StateSpec]:
         return [block.mixer.state for block in self.blocks]
@@ -115,6 +127,15 @@ class Decoder:
         taps: dict[int, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         """Hidden states of every token. `taps` maps layer numbers to what that layer gave out, filled on the way."""
+        return joined(self.norm, *self._stream(batch, states, metas, taps))[1]
+
+    def best(self, batch: Batch, states: Sequence[dict[str, Tensor]], metas: Sequence[Any]) -> Tensor:
+        """The likeliest token behind each one: `head.best` of what `forward` gives, which nobody else sees."""
+        return self.head.best(self.before_best.join(*self._stream(batch, states, metas, None))[1])
+
+    def _stream(
+        self, batch: Batch, states: Sequence[dict[str, Tensor]], metas: Sequence[Any], taps: dict[int, Tensor] | None
+    ) -> Stream:
         angles = {name: rope(batch.positions) for name, rope in self.ropes.items()}
         stream: Stream = (self.embed(batch), None)
         for i, block in enumerate(self.blocks):
@@ -123,4 +144,4 @@ class Decoder:
             if taps is not None and i in taps:
                 x, pending = stream
                 taps[i] = x if pending is None else x + pending
-        return joined(self.norm, *stream)[1]
+        return stream

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from functools import cached_property, partial
 from typing import Protocol, runtime_checkable
 
@@ -39,6 +40,12 @@ class RMSNorm:
         self._join = build.bind(add_rms_norm)
         self.reader: Reader | None = None
         self._zeros = partial(torch.zeros, size, dtype=build.dtype, device=build.device)
+
+    def read_by(self, reader: Reader) -> RMSNorm:
+        """The same norm in a place where this reads it, and nobody else."""
+        there = copy(self)
+        there.reader = reader
+        return there
 
     @cached_property
     def _nothing(self) -> Tensor:

@@ -92,8 +92,10 @@ class Captured:
         def launched(size: int, width: int) -> None:
             batch = self._blank(size, width)
             hidden = self._launch(batch, size, width)
-            for kind in (GREEDY, DRAWN) if width == 1 and self._chooses else ():
-                self._choose(batch, hidden, size, kind)
+            if width == 1 and self._chooses:
+                self.eager.model.head.best(hidden)  # for steps that are not captured
+                self._best(batch, size)
+                self._draw(batch, hidden, size)
 
         for width in widths:
             yield from (partial(launched, size, width) for size in reversed(sizes_for(rows.count)))
@@ -129,6 +131,10 @@ class Captured:
         return batch
 
     def _launch(self, batch: Batch, size: int, width: int) -> Tensor:
+        self._gather(batch, size, width)
+        return self.eager(batch)
+
+    def _gather(self, batch: Batch, size: int, width: int) -> None:
         from bankfull.ops.triton.steps import gather_step
 
         rows = self._rows
@@ -139,7 +145,6 @@ class Captured:
         )  # fmt: skip
         if batch.read is not None:
             torch.index_select(rows.slot, 0, self._lines[:size], out=batch.read)
-        return self.eager(batch)
 
     def _record(self, size: int, width: int) -> Recorded:
         batch = self._blank(size, width)
@@ -150,27 +155,34 @@ class Captured:
             hidden = self._launch(batch, size, width)
         return Recorded(graph, batch, hidden)
 
-    def _choose(self, batch: Batch, hidden: Tensor, size: int, kind: str) -> Tensor:
+    def _best(self, batch: Batch, size: int) -> Tensor:
+        """A whole step of greedy rows, from gathering to appending."""
+        self._gather(batch, size, 1)
+        return self._append(self.eager.best(batch))
+
+    def _draw(self, batch: Batch, hidden: Tensor, size: int) -> Tensor:
+        assert self._chooser is not None
+        scores = self.eager.model.head(hidden).float()
+        return self._append(self._chooser(scores, self._lines[:size], self._rows.sampling, batch.positions + 1))
+
+    def _append(self, chosen: Tensor) -> Tensor:
         from bankfull.ops.triton.steps import append_tokens
 
-        rows, lines = self._rows, self._lines[:size]
-        if kind == GREEDY:
-            chosen = self.eager.model.head.best(hidden)
-        else:
-            assert self._chooser is not None
-            scores = self.eager.model.head(hidden).float()
-            chosen = self._chooser(scores, lines, rows.sampling, batch.positions + 1)
-        append_tokens(lines, chosen, rows.tokens, rows.known, rows.reached)
+        rows = self._rows
+        append_tokens(self._lines[: len(chosen)], chosen, rows.tokens, rows.known, rows.reached)
         return chosen
 
-    def _record_choice(self, size: int, kind: str) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _choice(self, size: int, kind: str) -> Tensor:
+        """Greedy, the step is part of it; else its hidden states are there."""
         recorded = self._steps[size, 1]
-        self._choose(recorded.batch, recorded.hidden, size, kind)
+        return self._best(recorded.batch, size) if kind == GREEDY else self._draw(recorded.batch, recorded.hidden, size)
+
+    def _record_choice(self, size: int, kind: str) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        self._choice(size, kind)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
-            hidden = self._launch(recorded.batch, size, 1) if kind == GREEDY else recorded.hidden
-            chosen = self._choose(recorded.batch, hidden, size, kind)
+            chosen = self._choice(size, kind)
         return graph, chosen
 
     def replay(self, work: Sequence[Work]) -> tuple[Batch, Tensor] | None:
@@ -205,14 +217,13 @@ class Captured:
             self._send(list(lines))
             facts = rows.sampling.facts
             kind = GREEDY if all(facts[line].greedy for line in lines) else DRAWN
-            if kind == DRAWN or not self.enabled:
+            if kind == DRAWN:
                 self._run(self._steps[size, 1], size, 1)
             graph, chosen = self._choices[size, kind]
             if self.enabled:
                 graph.replay()
             else:
-                recorded = self._steps[size, 1]
-                chosen = self._choose(recorded.batch, recorded.hidden, size, kind)
+                chosen = self._choice(size, kind)
             rows.computed[list(lines)] += 1
             return fetch(chosen[: len(lines)])
 

@@ -30,6 +30,7 @@ class Model(Protocol):
     def forward(
         self, batch: Batch, states: Sequence[LayerState], metas: Sequence[Any], taps: dict[int, Tensor] | None = None
     ) -> Tensor: ...
+    def best(self, batch: Batch, states: Sequence[LayerState], metas: Sequence[Any]) -> Tensor: ...
 
 
 def plan_mixers(model: Model, layout: Layout, batch: Batch) -> list[Any]:
@@ -93,3 +94,7 @@ class Eager:
 
     def __call__(self, batch: Batch) -> Tensor:
         return self.model.forward(batch, self.states, plan_mixers(self.model, self.layout, batch))
+
+    def best(self, batch: Batch) -> Tensor:
+        """The likeliest token behind each one of the batch."""
+        return self.model.best(batch, self.states, plan_mixers(self.model, self.layout, batch))

@@ -101,6 +101,9 @@ def test_the_best_output_is_that_of_the_row(cut: Turns, monkeypatch: pytest.Monk
         assert (scores == scores.max()).sum() > 1, "no equals, of which the first is to be found"
         found = best_of_row(x, packed, bias, cut=cut)
         assert found.dtype is torch.int64 and torch.equal(found, highest(scores))
+    before, again = (unnormed(256, HALF) for _ in range(2))
+    assert torch.equal(best_of_row(before, packed, None, cut=cut), highest(one_row(again, packed, None, cut=cut)))
+    assert torch.equal(before.joined, again.joined)
 
 
 @pytest.mark.parametrize("place", [0, 40, 66])

@@ -14,7 +14,7 @@ from bankfull.ops import kit_for
 from bankfull.ops.triton import norm, quantized_turns
 from bankfull.ops.triton.quantized_turns import Turns
 from bankfull.ops.triton.sampling import choose
-from bankfull.runtime.captured import GREEDY, Captured
+from bankfull.runtime.captured import Captured
 from bankfull.runtime.forward import Eager
 from bankfull.runtime.naive import generate
 from bankfull.runtime.rows import Rows
@@ -53,8 +53,7 @@ def answers(model: Decoder, prompts: list[int], size: int) -> list[list[int]]:
     captured._send(list(range(len(prompts))))
     with torch.inference_mode():
         for _ in range(NEW):
-            batch = captured._blank(size, 1)
-            captured._choose(batch, captured._launch(batch, size, 1), size, GREEDY)
+            captured._best(captured._blank(size, 1), size)
     return [rows.tokens[row, 1 : 1 + NEW].tolist() for row in range(len(prompts))]
 
 
@@ -64,15 +63,18 @@ def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_turns, "turns_for", lambda weight, normed=False: Turns(64, 1))
 
 
-@pytest.mark.parametrize(("types", "count", "size"), [((), 1, 1), ((), 2, 4), (("int4_g128",), 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("types", "count", "size", "last_norm"), [((), 1, 1, 1), ((), 2, 4, 1), (("int4_g128",), 1, 1, 0)], ids=str
+)
 def test_steps_choose_the_tokens_that_the_bodies_choose(
-    types: tuple[str, ...], count: int, size: int, monkeypatch: pytest.MonkeyPatch
+    types: tuple[str, ...], count: int, size: int, last_norm: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And of few rows no norm but the last is a kernel: linears norm what they read, from the embedding on."""
+    """And of few rows no norm is a kernel, but the last before a dense head: linears norm what they read, from the
+    embedding on."""
     norms: list[int] = []
     monkeypatch.setattr(norm, "normed", lambda *args, own=norm.normed: (norms.append(len(args[0])), own(*args))[1])
     prompts = list(range(7, 7 + count))
     expected = [generate(model_of("torch", types), [prompt], NEW, DEVICE) for prompt in prompts]
     assert min(margin for _, margins in expected for margin in margins) > 1e-3, "too close for another rounding"
     assert answers(model_of("auto", types), prompts, size) == [tokens for tokens, _ in expected]
-    assert norms == [size] * NEW
+    assert norms == [size] * NEW * last_norm

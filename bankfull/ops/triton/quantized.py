@@ -23,6 +23,7 @@ from bankfull.ops.reference.linear import (
     best_output,
     gated_linear,
     linear,
+    normed_best_output,
     normed_gated_linear,
     normed_linear,
 )  # fmt: skip
@@ -137,3 +138,10 @@ def run_best_output(x: Tensor, weight: WordWeight, bias: Tensor | None = None) -
     else:
         found = best(_product(rows, weight, shift))
     return found.reshape(x.shape[:-1])
+
+
+@normed_best_output.provider(NAME, on="cuda", accepts=_accepts_normed, prepare=repacked)
+def run_normed_best_output(x: Unnormed, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
+    if len(x.x) != 1:
+        return run_best_output(read(x), weight, bias)
+    return best_of_row(_unnormed(x), weight, bias)
