@@ -30,7 +30,8 @@ from bankfull.types import Work
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 """Rows that steps are padded to. A step of few rows costs what its weights cost, whatever their number."""
 GREEDY, DRAWN = "greedy", "drawn"
-Fetch = Callable[[Tensor], Tensor]
+KEPT = 8
+"""Steps whose tokens stay where the host reads them. It reads those of a step before it launches the next but one."""
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ class Captured:
         self.enabled = True
         """False: the same launches on the same padded shapes, one by one (for comparison)."""
         self._steps: dict[tuple[int, int], Recorded] = {}
-        self._choices: dict[tuple[int, str], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._choices: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
         """Of a step's tokens. The greedy ones contain the step: one launch from rows to tokens."""
         self._pool: Any = None
 
@@ -82,6 +83,7 @@ class Captured:
             for size in reversed(sizes_for(rows.count)):
                 for kind in (GREEDY, DRAWN):
                     self._choices[size, kind] = self._record_choice(size, kind)
+        self._turn.zero_()
         torch.cuda.synchronize()
         self.seconds, self.nbytes = perf_counter() - begun, max(0, free - torch.cuda.mem_get_info()[0])
 
@@ -108,6 +110,13 @@ class Captured:
         self._kept = torch.zeros(len(self._lines), dtype=torch.int32, device=rows.device) if recurrent else None
         """Recurrent state that a row leaves: none for those that fill up a step, so that they disturb nobody's."""
         self._chooses = chooser is not None and not recurrent
+        there = {"pin_memory": True} if rows.device.type == "cuda" else {"device": rows.device}
+        self._told = torch.zeros(KEPT, len(self._lines), dtype=torch.long, **there)
+        """Chosen tokens, in memory of the host that kernels write to: a copy behind the step would hold up the next."""
+        self._turn = torch.zeros(1, dtype=torch.long, device=rows.device)
+        """Steps that chose, as the device counts them."""
+        self._turns = 0
+        """The same on the host, of steps that were launched."""
 
     def _blank(self, size: int, width: int) -> Batch:
         """A step's input as tensors that stay; its host arrays are those of the shortest sequences."""
@@ -155,35 +164,39 @@ class Captured:
             hidden = self._launch(batch, size, width)
         return Recorded(graph, batch, hidden)
 
-    def _best(self, batch: Batch, size: int) -> Tensor:
+    def _best(self, batch: Batch, size: int) -> None:
         """A whole step of greedy rows, from gathering to appending."""
         self._gather(batch, size, 1)
-        return self._append(self.eager.best(batch))
+        self._append(self.eager.best(batch))
 
-    def _draw(self, batch: Batch, hidden: Tensor, size: int) -> Tensor:
+    def _draw(self, batch: Batch, hidden: Tensor, size: int) -> None:
         assert self._chooser is not None
         scores = self.eager.model.head(hidden).float()
-        return self._append(self._chooser(scores, self._lines[:size], self._rows.sampling, batch.positions + 1))
+        self._append(self._chooser(scores, self._lines[:size], self._rows.sampling, batch.positions + 1))
 
-    def _append(self, chosen: Tensor) -> Tensor:
+    def _append(self, chosen: Tensor) -> None:
         from bankfull.ops.triton.steps import append_tokens
 
         rows = self._rows
-        append_tokens(self._lines[: len(chosen)], chosen, rows.tokens, rows.known, rows.reached)
-        return chosen
+        append_tokens(
+            self._lines[: len(chosen)], chosen, rows.tokens, rows.known, rows.reached, self._told, self._turn
+        )
 
-    def _choice(self, size: int, kind: str) -> Tensor:
+    def _choice(self, size: int, kind: str) -> None:
         """Greedy, the step is part of it; else its hidden states are there."""
         recorded = self._steps[size, 1]
-        return self._best(recorded.batch, size) if kind == GREEDY else self._draw(recorded.batch, recorded.hidden, size)
+        if kind == GREEDY:
+            self._best(recorded.batch, size)
+        else:
+            self._draw(recorded.batch, recorded.hidden, size)
 
-    def _record_choice(self, size: int, kind: str) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _record_choice(self, size: int, kind: str) -> torch.cuda.CUDAGraph:
         self._choice(size, kind)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
-            chosen = self._choice(size, kind)
-        return graph, chosen
+            self._choice(size, kind)
+        return graph
 
     def replay(self, work: Sequence[Work]) -> tuple[Batch, Tensor] | None:
         """The step's hidden states, where it is one that was recorded: all rows alike, one known token and drafts."""
@@ -208,7 +221,7 @@ class Captured:
         batch.write = None if recorded.batch.write is None else recorded.batch.write[: len(work)]
         return batch, recorded.hidden[:total]
 
-    def choosing(self, rows: Rows, fetch: Fetch) -> ChoosingStep | None:
+    def choosing(self, rows: Rows) -> ChoosingStep | None:
         if not self._choices:
             return None
 
@@ -219,13 +232,14 @@ class Captured:
             kind = GREEDY if all(facts[line].greedy for line in lines) else DRAWN
             if kind == DRAWN:
                 self._run(self._steps[size, 1], size, 1)
-            graph, chosen = self._choices[size, kind]
             if self.enabled:
-                graph.replay()
+                self._choices[size, kind].replay()
             else:
-                chosen = self._choice(size, kind)
+                self._choice(size, kind)
             rows.computed[list(lines)] += 1
-            return fetch(chosen[: len(lines)])
+            told = self._told[self._turns % KEPT, : len(lines)]
+            self._turns += 1
+            return told
 
         return step
 

@@ -51,9 +51,26 @@ def test_tokens_are_appended_to_their_rows() -> None:
     known = torch.tensor([3, 9, LONGEST + 4, 1, 2], device=DEVICE)
     reached = torch.tensor([2, 8, LONGEST, 0, 1], device=DEVICE)
     lines, chosen = torch.tensor([2, 0, 3, SPARE], device=DEVICE), torch.tensor([11, -1, 13, 14], device=DEVICE)
-    append_tokens(lines, chosen, tokens, known, reached)
+    told, turn = torch.full((3, 6), -7, device=DEVICE), torch.tensor([2], device=DEVICE)
+    append_tokens(lines, chosen, tokens, known, reached, told, turn)
     expected = before.clone()
     expected[2, LONGEST], expected[0, 3], expected[3, 1] = 11, 0, 13
     assert torch.equal(tokens, expected)
     assert known.tolist() == [4, 9, LONGEST + 5, 2, 2]
     assert reached.tolist() == [3, 8, LONGEST + 1, 1, 1]
+    assert told[2].tolist() == [11, -1, 13, 14, -7, -7] and int(turn) == 3
+    append_tokens(lines[:1], chosen[2:], tokens, known, reached, told, turn)
+    assert told[0].tolist() == [13, -7, -7, -7, -7, -7] and int(turn) == 4, "what is told longest ago makes room"
+    assert bool((told[1] == -7).all())
+
+
+def test_many_rows_get_their_tokens() -> None:
+    count = 2 * BLOCK + 3
+    tokens, known, reached = whole(count + 1, 9), whole(count + 1, below=8), whole(count + 1, below=8)
+    lines, chosen = torch.randperm(count, device=DEVICE), whole(count, seed=3)
+    places, before = known.clone(), reached.clone()
+    told, turn = whole(2, count), torch.zeros(1, dtype=torch.long, device=DEVICE)
+    append_tokens(lines, chosen, tokens, known, reached, told, turn)
+    assert torch.equal(tokens[lines, places[lines]], chosen) and torch.equal(told[0], chosen)
+    assert torch.equal(known[:count], places[:count] + 1) and torch.equal(reached[:count], before[:count] + 1)
+    assert (known[count], reached[count]) == (places[count], before[count])

@@ -10,7 +10,7 @@ from torch import Tensor
 from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
 
 BLOCK = 128
-"""Entries of a page table that are copied at once."""
+"""Entries of a page table that are copied at once, and lines that get their tokens."""
 
 
 @triton.jit(do_not_specialize=["tokens_stride", "table_stride", "table_width"])
@@ -61,24 +61,35 @@ def gather_step(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens_stride", "spare", "longest"])
-def append_kernel(rows, chosen, tokens, tokens_stride, known, reached, spare, longest, OVERLAP: tl.constexpr):
+@triton.jit(do_not_specialize=["lines", "tokens_stride", "spare", "longest", "told_width"])
+def append_kernel(
+    rows, lines, chosen, tokens, tokens_stride, known, reached, spare, longest, told, told_width, turn,
+    KEPT: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One program of one warp: whoever counts the turn, all have read it by then."""
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
-    line = tl.program_id(0)
-    row = tl.load(rows + line)
-    token = tl.load(chosen + line)
-    if row != spare:
-        at = tl.load(known + row)
-        tl.store(tokens + row * tokens_stride + tl.minimum(at, longest), tl.maximum(token, 0))
-        tl.store(known + row, at + 1)
-        tl.store(reached + row, tl.load(reached + row) + 1)
+    now = tl.load(turn)
+    for first in range(0, lines, BLOCK):
+        line = first + tl.arange(0, BLOCK)
+        row = tl.load(rows + line, line < lines, spare)
+        token = tl.load(chosen + line, line < lines, 0)
+        tl.store(told + now % KEPT * told_width + line, token, line < lines)
+        own = row != spare
+        at = tl.load(known + row, own, 0)
+        tl.store(tokens + row * tokens_stride + tl.minimum(at, longest), tl.maximum(token, 0), own)
+        tl.store(known + row, at + 1, own)
+        tl.store(reached + row, tl.load(reached + row, own, 0) + 1, own)
+    tl.store(turn, now + 1)
 
 
-def append_tokens(rows: Tensor, chosen: Tensor, tokens: Tensor, known: Tensor, reached: Tensor) -> None:
-    """One token more for each row but the last line of the tensors, which only fills up steps."""
+def append_tokens(
+    rows: Tensor, chosen: Tensor, tokens: Tensor, known: Tensor, reached: Tensor, told: Tensor, turn: Tensor
+) -> None:
+    """One token more for each row but the last line of the tensors, which only fills up steps. All are told to line
+    `turn` of `told`, which may lie in pinned memory of the host, and begins anew when it is full."""
     assert chosen.dtype is torch.int64
-    append_kernel[(len(rows),)](
-        rows, chosen, tokens, tokens.stride(0), known, reached, tokens.shape[0] - 1, tokens.shape[1] - 1,
-        **overlapped(rows),
+    append_kernel[(1,)](
+        rows, len(rows), chosen, tokens, tokens.stride(0), known, reached, tokens.shape[0] - 1, tokens.shape[1] - 1,
+        told, told.shape[1], turn, KEPT=len(told), BLOCK=BLOCK, num_warps=1, **overlapped(rows),
     )  # fmt: skip
