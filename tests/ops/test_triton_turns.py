@@ -94,14 +94,14 @@ def test_programs_take_several_turns(cut: Turns, monkeypatch: pytest.MonkeyPatch
 def test_the_best_output_is_that_of_the_row(cut: Turns, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit: the same scores, rounded alike, of which many are equal; several turns, the last one not full."""
     monkeypatch.setattr(quantized_turns, "processors", lambda device: 1)
-    packed = repacked(weight_of("int4_g128", 19 * cut.outputs + 3, 256))
-    for seed in range(3):
-        x, bias = normal(1, 256, seed=seed), normal(packed.shape[0], seed=seed).round().clamp(max=1) * 2**14
+    packed = repacked(weight_of("int4_g128", 5 * cut.outputs + 3, 128))
+    for seed in range(2):
+        x, bias = normal(1, 128, seed=seed), normal(packed.shape[0], seed=seed).round().clamp(max=1) * 2**14
         scores = one_row(x, packed, bias, cut=cut)
         assert (scores == scores.max()).sum() > 1, "no equals, of which the first is to be found"
         found = best_of_row(x, packed, bias, cut=cut)
         assert found.dtype is torch.int64 and torch.equal(found, highest(scores))
-    before, again = (unnormed(256, HALF) for _ in range(2))
+    before, again = (unnormed(128, HALF) for _ in range(2))
     assert torch.equal(best_of_row(before, packed, None, cut=cut), highest(one_row(again, packed, None, cut=cut)))
     assert torch.equal(before.joined, again.joined)
 

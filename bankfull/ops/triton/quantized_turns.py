@@ -374,9 +374,7 @@ def one_row(
     return _launched(x, weight, bias, gate, False, cut)[0]
 
 
-def best_of_row(
-    x: Tensor | Unnormed, weight: WordWeight, bias: Tensor | None, cut: Turns | None = None
-) -> Tensor:
+def best_of_row(x: Tensor | Unnormed, weight: WordWeight, bias: Tensor | None, cut: Turns | None = None) -> Tensor:
     """Which output of `one_row` is highest: no output is stored, but the best one of each program."""
     return best_of_parts(*_launched(x, weight, bias, "", True, cut), weight.shape[0])
 
