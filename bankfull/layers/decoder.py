@@ -136,7 +136,7 @@ class Decoder:
     def _stream(
         self, batch: Batch, states: Sequence[dict[str, Tensor]], metas: Sequence[Any], taps: dict[int, Tensor] | None
     ) -> Stream:
-        angles = {name: rope(batch.positions) for name, rope in self.ropes.items()}
+        angles = batch.angles or {name: rope(batch.positions) for name, rope in self.ropes.items()}
         stream: Stream = (self.embed(batch), None)
         for i, block in enumerate(self.blocks):
             rope = block.mixer.rope

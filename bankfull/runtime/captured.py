@@ -134,6 +134,13 @@ class Captured:
             tuple(whole(total) for _ in rows.tables), rows.page_tokens,
             starts=starts, lengths=torch.zeros(size, dtype=torch.int32, device=device),
         )  # fmt: skip
+        ropes = self.eager.model.ropes
+        if len(ropes) == 1:
+            [(name, rope)] = ropes.items()
+            if rope.frequencies.dtype is torch.float32:
+                shape = total, len(rope.frequencies)
+                cos, sin = (torch.zeros(shape, dtype=rope.dtype, device=device) for _ in range(2))
+                batch.angles = {name: (cos, sin)}
         if self._kept is not None:
             batch.kept, batch.kepts = np.full(size, width), self._kept[:size]
             batch.read, batch.write = whole(size), whole(size, width)
@@ -144,13 +151,15 @@ class Captured:
         return self.eager(batch)
 
     def _gather(self, batch: Batch, size: int, width: int) -> None:
-        from bankfull.ops.triton.steps import gather_step
+        from bankfull.ops.triton.steps import Turning, gather_step
 
-        rows = self._rows
+        rows, ropes, turning = self._rows, self.eager.model.ropes, None
+        for name, angles in batch.angles.items():
+            turning = Turning(ropes[name].frequencies, ropes[name].scale, *angles)
         assert batch.lengths is not None
         gather_step(
             self._lines[:size], rows.tokens, rows.reached, rows.tables, rows.page_tokens, width,
-            (batch.tokens, batch.positions, batch.lengths), list(batch.slots), list(batch.pages),
+            (batch.tokens, batch.positions, batch.lengths), list(batch.slots), list(batch.pages), turning,
         )  # fmt: skip
         if batch.read is not None:
             torch.index_select(rows.slot, 0, self._lines[:size], out=batch.read)
@@ -178,9 +187,8 @@ class Captured:
         from bankfull.ops.triton.steps import append_tokens
 
         rows = self._rows
-        append_tokens(
-            self._lines[: len(chosen)], chosen, rows.tokens, rows.known, rows.reached, self._told, self._turn
-        )
+        lines = self._lines[: len(chosen)]
+        append_tokens(lines, chosen, rows.tokens, rows.known, rows.reached, self._told, self._turn)
 
     def _choice(self, size: int, kind: str) -> None:
         """Greedy, the step is part of it; else its hidden states are there."""

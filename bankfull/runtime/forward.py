@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from bankfull.layers.batch import Batch
 from bankfull.layers.mixer import Mixer
+from bankfull.layers.rope import Rope
 from bankfull.state.spec import Layout, StateSpec
 from bankfull.state.storage import LayerState
 
@@ -23,6 +24,7 @@ class Model(Protocol):
 
     vocab: int
     head: Any
+    ropes: Mapping[str, Rope]
 
     @property
     def mixers(self) -> list[Mixer]: ...

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bankfull.ops.triton.steps import BLOCK, append_tokens, gather_step
+from bankfull.ops import rope_angles
+from bankfull.ops.triton.steps import BLOCK, Turning, append_tokens, gather_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LINES, LONGEST = 5, 700
@@ -29,7 +30,14 @@ def test_a_step_is_gathered_from_its_rows(width: int, page_tokens: tuple[int, ..
     ids, positions = whole(total), whole(total)
     lengths = torch.zeros(len(lines), dtype=torch.int32, device=DEVICE)
     slots, pages = [whole(total) for _ in tables], [torch.full_like(table[: len(lines)], -7) for table in tables]
-    gather_step(lines, tokens, reached, tables, page_tokens, width, (ids, positions, lengths), slots, pages)
+    frequencies = 1.0 / 10000 ** (torch.arange(5, device=DEVICE) / 5)
+    cos, sin = (torch.full((total, 5), 7.0, dtype=torch.float16, device=DEVICE) for _ in range(2))
+    gather_step(
+        lines, tokens, reached, tables, page_tokens, width, (ids, positions, lengths), slots, pages,
+        Turning(frequencies, 1.25, cos, sin),
+    )  # fmt: skip
+    expected = rope_angles.providers["triton"].run(positions, frequencies, 1.25, torch.float16)
+    assert torch.equal(cos, expected[0]) and torch.equal(sin, expected[1])
     for i, line in enumerate(lines.tolist()):
         first = int(reached[line])
         assert int(lengths[i]) == first + width

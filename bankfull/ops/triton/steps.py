@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.rope import turned
 
 BLOCK = 128
 """Entries of a page table that are copied at once, and lines that get their tokens."""
 
 
-@triton.jit(do_not_specialize=["tokens_stride", "table_stride", "table_width"])
+@dataclass(frozen=True, slots=True)
+class Turning:
+    """By what positions turn, and where their angles go: (tokens, half) each."""
+
+    frequencies: Tensor
+    scale: float
+    cos: Tensor
+    sin: Tensor
+
+
+@triton.jit(do_not_specialize=["tokens_stride", "table_stride", "table_width", "half"])
 def gather_kernel(
     rows, tokens, tokens_stride, reached, ids, positions, lengths,
     table, table_stride, table_width, slots, pages,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    frequencies, half, scale, cos, sin,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, FIRST: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One program per sequence. FIRST: tokens, positions and lengths, too; PAGE = 0: nothing else."""
+    """One program per sequence. FIRST: tokens, positions and lengths, too; HALF > 0: the positions' angles, as
+    `rope_angles` has them; PAGE = 0: nothing else."""
+    if HALF > 0:
+        at = tl.arange(0, HALF)[None, :]
+        frequency = tl.load(frequencies + at, at < half, 0.0)
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
     sequence = tl.program_id(0)
@@ -34,6 +52,12 @@ def gather_kernel(
         tl.store(ids + out, tl.load(tokens + row * tokens_stride + position, mask=inside), mask=inside)
         tl.store(positions + out, position, mask=inside)
         tl.store(lengths + sequence, (begin + WIDTH).to(tl.int32))
+    if HALF > 0:
+        x, y = turned(position[:, None].to(tl.float32) * frequency)
+        places = out[:, None].to(tl.int64) * half + at
+        meant = inside[:, None] & (at < half)
+        tl.store(cos + places, (x * scale).to(cos.dtype.element_ty), meant)
+        tl.store(sin + places, (y * scale).to(sin.dtype.element_ty), meant)
     if PAGE > 0:
         own = table + row * table_stride
         line = position // PAGE
@@ -49,15 +73,18 @@ def gather_kernel(
 
 def gather_step(
     rows: Tensor, tokens: Tensor, reached: Tensor, tables: list[Tensor], page_tokens: tuple[int, ...], width: int,
-    into: tuple[Tensor, Tensor, Tensor], slots: list[Tensor], pages: list[Tensor],
+    into: tuple[Tensor, Tensor, Tensor], slots: list[Tensor], pages: list[Tensor], turning: Turning | None = None,
 ) -> None:  # fmt: skip
     """The next `width` tokens of each row: ids, positions and lengths `into` tensors of the caller, `slots` and `pages`
-    likewise for each group. A page table is copied as far as it is used."""
+    likewise for each group, and the positions' angles. A page table is copied as far as it is used."""
     groups = list(zip(tables, page_tokens, slots, pages, strict=True)) or [(tokens, 0, rows, rows)]
+    turns = turning or Turning(tokens, 0.0, tokens, tokens)
     for number, (table, page, places, copies) in enumerate(groups):
         gather_kernel[(len(rows),)](
             rows, tokens, tokens.stride(0), reached, *into, table, table.stride(0), table.shape[1], places, copies,
-            width, power_of_two(width), page, number == 0, BLOCK, **overlapped(rows),
+            turns.frequencies, len(turns.frequencies), float(turns.scale), turns.cos, turns.sin,
+            width, power_of_two(width), power_of_two(len(turns.frequencies)) if turning and not number else 0, page,
+            number == 0, BLOCK, **overlapped(rows),
         )  # fmt: skip
 
 
