@@ -37,3 +37,5 @@ class Batch:
     """q_start, and with it lengths (kv_len) and kepts (kept), as int32 on the device, where kernels read them there."""
     lengths: Tensor | None = None
     kepts: Tensor | None = None
+    angles: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Of the model's rotary embeddings, by name, where they came with the positions; else the model finds them."""

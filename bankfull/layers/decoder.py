@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -48,7 +48,7 @@ class Block:
     def run(self, stream: Stream, state: dict[str, Tensor], meta: Any, angles: Angles | None) -> Stream:
         if self.norm_last:
             return self._run_post_norm(stream, state, meta, angles)
-        x, inner = normed(self.before_mixer, stream)
+        x, inner = self.before_mixer.join(*stream)
         branch = self.mixer.run(inner, state, meta, angles)
         if self.after_mixer is not None:
             branch = self.after_mixer(branch)
@@ -66,12 +66,7 @@ class Block:
         return x, None
 
 
-def normed(norm: Norm, stream: Stream) -> tuple[Tensor, Tensor | Unnormed]:
-    x, pending = stream
-    return (x, norm(x)) if pending is None else norm.join(x, pending)
-
-
-def joined(norm: Norm, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+def joined(norm: Norm, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
     """For a norm without a `reader`: it does its own work."""
     x, inner = norm.join(x, branch)
     assert isinstance(inner, Tensor)
@@ -89,10 +84,17 @@ class Head:
         logits = self.project(hidden)
         return logits if self.cap is None else self._cap(logits, self.cap)
 
-    def best(self, hidden: Tensor) -> Tensor:
+    def best(self, hidden: Tensor | Unnormed) -> Tensor:
         """The token of the highest logit, the lowest id among equals; -1 where that is not finite."""
+        if self.cap is None:
+            return self.project.best(hidden)
         # Rounding may make equals of different scores under the cap: then the logits decide.
-        return self.project.best(hidden) if self.cap is None else highest(self(hidden))
+        assert isinstance(hidden, Tensor)
+        return highest(self(hidden))
+
+    def norms(self, rows: int) -> bool:
+        """May `best` be given so many rows `Unnormed`?"""
+        return self.cap is None and self.project.norms_for_best(rows)
 
 
 @dataclass(slots=True)
@@ -107,6 +109,11 @@ class Decoder:
     norm: Norm
     head: Head
     ropes: Mapping[str, Rope]
+    before_best: Norm = field(init=False)
+    """The last norm where nothing reads it but the head, for the best token."""
+
+    def __post_init__(self) -> None:
+        self.before_best = self.norm.read_by(self.head) if isinstance(self.norm, RMSNorm) else self.norm
 
     def states(self) -> list[StateSpec]:
         return [block.mixer.state for block in self.blocks]
@@ -120,7 +127,16 @@ class Decoder:
         taps: dict[int, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         """Hidden states of every token. `taps` maps layer numbers to what that layer gave out, filled on the way."""
-        angles = {name: rope(batch.positions) for name, rope in self.ropes.items()}
+        return joined(self.norm, *self._stream(batch, states, metas, taps))[1]
+
+    def best(self, batch: Batch, states: Sequence[dict[str, Tensor]], metas: Sequence[Any]) -> Tensor:
+        """The likeliest token behind each one: `head.best` of what `forward` gives, which nobody else sees."""
+        return self.head.best(self.before_best.join(*self._stream(batch, states, metas, None))[1])
+
+    def _stream(
+        self, batch: Batch, states: Sequence[dict[str, Tensor]], metas: Sequence[Any], taps: dict[int, Tensor] | None
+    ) -> Stream:
+        angles = batch.angles or {name: rope(batch.positions) for name, rope in self.ropes.items()}
         stream: Stream = (self.embed(batch), None)
         for i, block in enumerate(self.blocks):
             rope = block.mixer.rope
@@ -128,5 +144,4 @@ class Decoder:
             if taps is not None and i in taps:
                 x, pending = stream
                 taps[i] = x if pending is None else x + pending
-        x, pending = stream
-        return self.norm(x) if pending is None else joined(self.norm, x, pending)[1]
+        return stream

@@ -22,6 +22,7 @@ from bankfull.ops import (
     linear_bf16,
     linear_int8,
     linear_mixed,
+    normed_best_output,
     normed_gated_linear,
     normed_linear,
 )  # fmt: skip
@@ -67,6 +68,8 @@ class Linear:
         self._best = build.bind(best, weight=stored)
         self._normed = build.bind_if_offered(normed_linear, weight=stored)
         self._normed_rows = 0 if self._normed is None else normed_rows(stored)
+        self._normed_best = build.bind_if_offered(normed_best_output, weight=stored)
+        self._normed_best_rows = 0 if self._normed_best is None else normed_rows(stored)
 
     @property
     def weight(self) -> Any:
@@ -83,8 +86,15 @@ class Linear:
         """May so many rows come `Unnormed`?"""
         return rows <= self._normed_rows
 
-    def best(self, x: Tensor) -> Tensor:
+    def norms_for_best(self, rows: int) -> bool:
+        """May `best` be given so many rows `Unnormed`?"""
+        return rows <= self._normed_best_rows
+
+    def best(self, x: Tensor | Unnormed) -> Tensor:
         """Which output is highest, for each row; -1 where that cannot be said."""
+        if isinstance(x, Unnormed):
+            assert self._normed_best is not None
+            return self._normed_best(x, self.weight, self.bias)
         return self._best(x, self.weight, self.bias)
 
 

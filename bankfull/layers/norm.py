@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
+from functools import cached_property, partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -15,8 +17,9 @@ from bankfull.ops import Unnormed, add, add_rms_norm, layer_norm, rms_norm
 class Norm(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
-    def join(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor | Unnormed]:
-        """The stream with the branch `delta` joined, and its norm: one pass over memory where a kernel offers it."""
+    def join(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | Unnormed]:
+        """The stream with the branch `delta`, if there is one, joined, and its norm: one pass over memory where a
+        kernel offers it."""
         ...
 
 
@@ -36,14 +39,30 @@ class RMSNorm:
         self._norm = build.bind(rms_norm)
         self._join = build.bind(add_rms_norm)
         self.reader: Reader | None = None
+        self._zeros = partial(torch.zeros, size, dtype=build.dtype, device=build.device)
+
+    def read_by(self, reader: Reader) -> RMSNorm:
+        """The same norm in a place where this reads it, and nobody else."""
+        there = copy(self)
+        there.reader = reader
+        return there
+
+    @cached_property
+    def _nothing(self) -> Tensor:
+        """A branch that changes nothing: a reader that norms also joins, and what a stream begins with has none."""
+        return self._zeros()
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._norm(x, self.weight, self.eps, self.offset)
 
-    def join(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor | Unnormed]:
-        if self.reader is not None and x.dtype == delta.dtype and self.reader.norms(len(x)):
-            joined = torch.empty_like(x)
-            return joined, Unnormed(x, delta, self.weight, self.eps, self.offset, joined)
+    def join(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | Unnormed]:
+        if self.reader is not None and self.reader.norms(len(x)):
+            branch = self._nothing.expand_as(x) if delta is None else delta
+            if x.dtype == branch.dtype:
+                joined = torch.empty_like(x)
+                return joined, Unnormed(x, branch, self.weight, self.eps, self.offset, joined)
+        if delta is None:
+            return x, self(x)
         return self._join(x, delta, self.weight, self.eps, self.offset)
 
 
@@ -57,8 +76,8 @@ class AddThen:
     def __call__(self, x: Tensor) -> Tensor:
         return self._module(x)
 
-    def join(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        x = self._add(x, delta)
+    def join(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = x if delta is None else self._add(x, delta)
         return x, self._module(x)
 
 

@@ -37,11 +37,11 @@ class Rope:
         how = Scaling(kind, scaling or {}, theta, max_positions, build.max_len or max_positions)
         frequencies, self.scale = _SCALINGS[kind](1.0 / theta**exponents, how)
         self.frequencies = frequencies.to(build.device)
-        self._dtype = build.dtype
+        self.dtype = build.dtype
         self._angles = build.bind(rope_angles)
 
     def __call__(self, positions: Tensor) -> Angles:
-        return self._angles(positions, self.frequencies, self.scale, self._dtype)
+        return self._angles(positions, self.frequencies, self.scale, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

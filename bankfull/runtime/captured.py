@@ -30,7 +30,8 @@ from bankfull.types import Work
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 """Rows that steps are padded to. A step of few rows costs what its weights cost, whatever their number."""
 GREEDY, DRAWN = "greedy", "drawn"
-Fetch = Callable[[Tensor], Tensor]
+KEPT = 8
+"""Steps whose tokens stay where the host reads them. It reads those of a step before it launches the next but one."""
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ class Captured:
         self.enabled = True
         """False: the same launches on the same padded shapes, one by one (for comparison)."""
         self._steps: dict[tuple[int, int], Recorded] = {}
-        self._choices: dict[tuple[int, str], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._choices: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
         """Of a step's tokens. The greedy ones contain the step: one launch from rows to tokens."""
         self._pool: Any = None
 
@@ -82,6 +83,7 @@ class Captured:
             for size in reversed(sizes_for(rows.count)):
                 for kind in (GREEDY, DRAWN):
                     self._choices[size, kind] = self._record_choice(size, kind)
+        self._turn.zero_()
         torch.cuda.synchronize()
         self.seconds, self.nbytes = perf_counter() - begun, max(0, free - torch.cuda.mem_get_info()[0])
 
@@ -92,8 +94,10 @@ class Captured:
         def launched(size: int, width: int) -> None:
             batch = self._blank(size, width)
             hidden = self._launch(batch, size, width)
-            for kind in (GREEDY, DRAWN) if width == 1 and self._chooses else ():
-                self._choose(batch, hidden, size, kind)
+            if width == 1 and self._chooses:
+                self.eager.model.head.best(hidden)  # for steps that are not captured
+                self._best(batch, size)
+                self._draw(batch, hidden, size)
 
         for width in widths:
             yield from (partial(launched, size, width) for size in reversed(sizes_for(rows.count)))
@@ -106,6 +110,13 @@ class Captured:
         self._kept = torch.zeros(len(self._lines), dtype=torch.int32, device=rows.device) if recurrent else None
         """Recurrent state that a row leaves: none for those that fill up a step, so that they disturb nobody's."""
         self._chooses = chooser is not None and not recurrent
+        there = {"pin_memory": True} if rows.device.type == "cuda" else {"device": rows.device}
+        self._told = torch.zeros(KEPT, len(self._lines), dtype=torch.long, **there)
+        """Chosen tokens, in memory of the host that kernels write to: a copy behind the step would hold up the next."""
+        self._turn = torch.zeros(1, dtype=torch.long, device=rows.device)
+        """Steps that chose, as the device counts them."""
+        self._turns = 0
+        """The same on the host, of steps that were launched."""
 
     def _blank(self, size: int, width: int) -> Batch:
         """A step's input as tensors that stay; its host arrays are those of the shortest sequences."""
@@ -123,23 +134,35 @@ class Captured:
             tuple(whole(total) for _ in rows.tables), rows.page_tokens,
             starts=starts, lengths=torch.zeros(size, dtype=torch.int32, device=device),
         )  # fmt: skip
+        ropes = self.eager.model.ropes
+        if len(ropes) == 1:
+            [(name, rope)] = ropes.items()
+            if rope.frequencies.dtype is torch.float32:
+                shape = total, len(rope.frequencies)
+                cos, sin = (torch.zeros(shape, dtype=rope.dtype, device=device) for _ in range(2))
+                batch.angles = {name: (cos, sin)}
         if self._kept is not None:
             batch.kept, batch.kepts = np.full(size, width), self._kept[:size]
             batch.read, batch.write = whole(size), whole(size, width)
         return batch
 
     def _launch(self, batch: Batch, size: int, width: int) -> Tensor:
-        from bankfull.ops.triton.steps import gather_step
+        self._gather(batch, size, width)
+        return self.eager(batch)
 
-        rows = self._rows
+    def _gather(self, batch: Batch, size: int, width: int) -> None:
+        from bankfull.ops.triton.steps import Turning, gather_step
+
+        rows, ropes, turning = self._rows, self.eager.model.ropes, None
+        for name, angles in batch.angles.items():
+            turning = Turning(ropes[name].frequencies, ropes[name].scale, *angles)
         assert batch.lengths is not None
         gather_step(
             self._lines[:size], rows.tokens, rows.reached, rows.tables, rows.page_tokens, width,
-            (batch.tokens, batch.positions, batch.lengths), list(batch.slots), list(batch.pages),
+            (batch.tokens, batch.positions, batch.lengths), list(batch.slots), list(batch.pages), turning,
         )  # fmt: skip
         if batch.read is not None:
             torch.index_select(rows.slot, 0, self._lines[:size], out=batch.read)
-        return self.eager(batch)
 
     def _record(self, size: int, width: int) -> Recorded:
         batch = self._blank(size, width)
@@ -150,28 +173,38 @@ class Captured:
             hidden = self._launch(batch, size, width)
         return Recorded(graph, batch, hidden)
 
-    def _choose(self, batch: Batch, hidden: Tensor, size: int, kind: str) -> Tensor:
+    def _best(self, batch: Batch, size: int) -> None:
+        """A whole step of greedy rows, from gathering to appending."""
+        self._gather(batch, size, 1)
+        self._append(self.eager.best(batch))
+
+    def _draw(self, batch: Batch, hidden: Tensor, size: int) -> None:
+        assert self._chooser is not None
+        scores = self.eager.model.head(hidden).float()
+        self._append(self._chooser(scores, self._lines[:size], self._rows.sampling, batch.positions + 1))
+
+    def _append(self, chosen: Tensor) -> None:
         from bankfull.ops.triton.steps import append_tokens
 
-        rows, lines = self._rows, self._lines[:size]
-        if kind == GREEDY:
-            chosen = self.eager.model.head.best(hidden)
-        else:
-            assert self._chooser is not None
-            scores = self.eager.model.head(hidden).float()
-            chosen = self._chooser(scores, lines, rows.sampling, batch.positions + 1)
-        append_tokens(lines, chosen, rows.tokens, rows.known, rows.reached)
-        return chosen
+        rows = self._rows
+        lines = self._lines[: len(chosen)]
+        append_tokens(lines, chosen, rows.tokens, rows.known, rows.reached, self._told, self._turn)
 
-    def _record_choice(self, size: int, kind: str) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _choice(self, size: int, kind: str) -> None:
+        """Greedy, the step is part of it; else its hidden states are there."""
         recorded = self._steps[size, 1]
-        self._choose(recorded.batch, recorded.hidden, size, kind)
+        if kind == GREEDY:
+            self._best(recorded.batch, size)
+        else:
+            self._draw(recorded.batch, recorded.hidden, size)
+
+    def _record_choice(self, size: int, kind: str) -> torch.cuda.CUDAGraph:
+        self._choice(size, kind)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
-            hidden = self._launch(recorded.batch, size, 1) if kind == GREEDY else recorded.hidden
-            chosen = self._choose(recorded.batch, hidden, size, kind)
-        return graph, chosen
+            self._choice(size, kind)
+        return graph
 
     def replay(self, work: Sequence[Work]) -> tuple[Batch, Tensor] | None:
         """The step's hidden states, where it is one that was recorded: all rows alike, one known token and drafts."""
@@ -196,7 +229,7 @@ class Captured:
         batch.write = None if recorded.batch.write is None else recorded.batch.write[: len(work)]
         return batch, recorded.hidden[:total]
 
-    def choosing(self, rows: Rows, fetch: Fetch) -> ChoosingStep | None:
+    def choosing(self, rows: Rows) -> ChoosingStep | None:
         if not self._choices:
             return None
 
@@ -205,16 +238,16 @@ class Captured:
             self._send(list(lines))
             facts = rows.sampling.facts
             kind = GREEDY if all(facts[line].greedy for line in lines) else DRAWN
-            if kind == DRAWN or not self.enabled:
+            if kind == DRAWN:
                 self._run(self._steps[size, 1], size, 1)
-            graph, chosen = self._choices[size, kind]
             if self.enabled:
-                graph.replay()
+                self._choices[size, kind].replay()
             else:
-                recorded = self._steps[size, 1]
-                chosen = self._choose(recorded.batch, recorded.hidden, size, kind)
+                self._choice(size, kind)
             rows.computed[list(lines)] += 1
-            return fetch(chosen[: len(lines)])
+            told = self._told[self._turns % KEPT, : len(lines)]
+            self._turns += 1
+            return told
 
         return step
 

@@ -177,7 +177,7 @@ class Cuda:
     def choosing(self, forward: Forward, rows: Rows) -> ChoosingStep | None:
         from bankfull.runtime.captured import Captured
 
-        return forward.choosing(rows, self.fetch) if isinstance(forward, Captured) else None
+        return forward.choosing(rows) if isinstance(forward, Captured) else None
 
     def chooser(self, kit: Kit) -> Chooser | None:
         if not kit.prefer:

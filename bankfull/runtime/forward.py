@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from bankfull.layers.batch import Batch
 from bankfull.layers.mixer import Mixer
+from bankfull.layers.rope import Rope
 from bankfull.state.spec import Layout, StateSpec
 from bankfull.state.storage import LayerState
 
@@ -23,6 +24,7 @@ class Model(Protocol):
 
     vocab: int
     head: Any
+    ropes: Mapping[str, Rope]
 
     @property
     def mixers(self) -> list[Mixer]: ...
@@ -30,6 +32,7 @@ class Model(Protocol):
     def forward(
         self, batch: Batch, states: Sequence[LayerState], metas: Sequence[Any], taps: dict[int, Tensor] | None = None
     ) -> Tensor: ...
+    def best(self, batch: Batch, states: Sequence[LayerState], metas: Sequence[Any]) -> Tensor: ...
 
 
 def plan_mixers(model: Model, layout: Layout, batch: Batch) -> list[Any]:
@@ -93,3 +96,7 @@ class Eager:
 
     def __call__(self, batch: Batch) -> Tensor:
         return self.model.forward(batch, self.states, plan_mixers(self.model, self.layout, batch))
+
+    def best(self, batch: Batch) -> Tensor:
+        """The likeliest token behind each one of the batch."""
+        return self.model.best(batch, self.states, plan_mixers(self.model, self.layout, batch))

@@ -126,6 +126,11 @@ def normed_linear(draw: Draw, tokens: int) -> Made:
             yield label, replace(made, args=(_unnormed(draw, tokens), *made.args[1:]))
 
 
+def normed_best_output(draw: Draw, tokens: int) -> Made:
+    for label, made in best_output(draw, tokens):
+        yield label, replace(made, args=(_unnormed(draw, len(made.args[0])), *made.args[1:]))
+
+
 def normed_gated_linear(draw: Draw, tokens: int) -> Made:
     for label, made in gated_linear(draw, tokens):
         yield label, replace(made, args=(_unnormed(draw, tokens), *made.args[1:]))
@@ -363,7 +368,8 @@ def selective_scan(draw: Draw, tokens: int) -> Made:
 GENERATORS: dict[str, Callable[[Draw, int], Made]] = {
     function.__name__: function
     for function in (
-        linear, best_output, gated_linear, normed_linear, normed_gated_linear, embedding, rms_norm, add, add_rms_norm,
+        linear, best_output, gated_linear, normed_linear, normed_best_output, normed_gated_linear, embedding, rms_norm,
+        add, add_rms_norm,
         layer_norm, activate, activate_mul, soft_cap, rope_angles, rotate, attend, paged_attention, write_pages,
         write_pages_int8, causal_conv, selective_scan,
     )

@@ -71,8 +71,8 @@ def _error(operation: Operation, kit: Kit, run: Callable[..., Any], given: Case,
     """The largest over the results and the arguments that are written to."""
     wide = tuple(copied(arg, None if operation.name in AS_IT_IS else torch.float64) for arg in given.args)
     prepared = [kit.prepare(operation, arg, **given.facts) if isinstance(arg, QTensor) else arg for arg in given.args]
-    if operation.name.startswith("best_output"):
-        scores = OPERATIONS["linear"].body(*wide)
+    if "best_output" in operation.name:
+        scores = OPERATIONS[operation.name.replace("best_output", "linear")].body(*wide)
         poison(8 * len(scores), scores.numel() * 2, SCRATCH)
         chosen = run(*prepared)
         reached = scores.gather(-1, chosen[:, None])[:, 0]

@@ -202,6 +202,12 @@ def normed_linear(make: Maker) -> Case:
     return replace(made, args=(unnormed(make, x.numel() // x.shape[-1], x.shape[-1]), *others))
 
 
+def normed_best_output(make: Maker) -> Case:
+    made = best_output(make)
+    x, *others = made.args
+    return replace(made, args=(unnormed(make, x.numel() // x.shape[-1], x.shape[-1]), *others))
+
+
 def normed_gated_linear(make: Maker) -> Case:
     made = gated_linear(make)
     x, *others = made.args
@@ -410,7 +416,7 @@ GENERATORS: dict[str, Callable[[Maker], Case]] = {
     function.__name__: function
     for function in (
         linear, linear_bf16, linear_int8, best_output, best_output_bf16, best_output_int8, gated_linear, normed_linear,
-        normed_gated_linear, embedding,
+        normed_best_output, normed_gated_linear, embedding,
         rms_norm, add, attend,
         add_rms_norm, layer_norm, activate, activate_mul, soft_cap, rope_angles, rotate, paged_attention, write_pages,
         write_pages_int8, causal_conv, selective_scan,

@@ -15,7 +15,7 @@ import triton.language as tl
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model
-from bankfull.ops import OPERATIONS, Kit, kit_for
+from bankfull.ops import OPERATIONS, Kit, Unnormed, kit_for
 from bankfull.ops.triton import linear as dense
 from bankfull.ops.triton.attention_turn import launch_turn_and_write
 from bankfull.ops.triton.quantized_layout import repacked
@@ -128,6 +128,21 @@ def quantized(*formats: str) -> Two:
     return made, made
 
 
+def heads(*formats: str) -> Two:
+    """The best output of an 8B model's head for one row, which may come normed or not."""
+    made = []
+    for name in formats:
+        outer, inner = 128256, 4096
+        weight = QTensor(SCHEMES[name], cases.moved(SCHEMES[name].empty((outer, inner)), "meta"), (outer, inner))
+        x = torch.empty(1, inner, dtype=DTYPE, device=META)
+        for operation, row in (("best_output", x), ("normed_best_output", Unnormed(x, x, x[0], 1e-5, 0.0, x))):
+            kit = kit_for("cuda")
+            run = kit.bind(OPERATIONS[operation], dtype=DTYPE, weight=weight)
+            ready = kit.prepare(OPERATIONS[operation], weight, dtype=DTYPE, weight=weight)
+            made.append((f"{operation} of {name}", partial(run, row, ready)))
+    return made, made
+
+
 def generated(seeds: range) -> Two:
     """Every operation and provider on generated inputs: odd sizes, views, all dtypes and formats."""
     made = []
@@ -189,6 +204,7 @@ def broken() -> Two:
 GROUPS: dict[str, Callable[[], Two]] = {
     "start": partial(start, SHAPES["llama-3-8b"], (1,)), "recurrent": partial(start, MAMBA, (1, 4)), "drafts": drafts,
     "broken": broken, "plans": plans, "edges": edges,
+    "heads": partial(heads, "int4_g128", "int8_row"),
     "quantized": partial(quantized, "int4_g128"),
     "quantized-more": partial(quantized, "int8_row", "fp8", "q4_k"),
     "generated": partial(generated, range(3)),

@@ -70,6 +70,10 @@ def normed_linear(x: Unnormed, weight: QTensor, bias: Tensor | None = None) -> A
     return linear(read(x), weight, bias)
 
 
+def normed_best_output(x: Unnormed, weight: QTensor, bias: Tensor | None = None) -> Array:
+    return best_output(read(x), weight, bias)
+
+
 def normed_gated_linear(x: Unnormed, weight: QTensor, bias: Tensor | None, kind: str) -> Array:
     return gated_linear(read(x), weight, bias, kind)
 
@@ -254,7 +258,7 @@ ORACLES: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         linear, linear_bf16, linear_int8, best_output, best_output_bf16, best_output_int8, gated_linear, normed_linear,
-        normed_gated_linear, embedding,
+        normed_best_output, normed_gated_linear, embedding,
         rms_norm, add, attend,
         add_rms_norm, layer_norm, soft_cap, rotate, write_pages, write_pages_int8, paged_attention, causal_conv,
         selective_scan, rope_angles, activate, activate_mul,

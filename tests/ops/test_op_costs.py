@@ -88,11 +88,11 @@ def test_a_rounded_or_chosen_linear_reads_what_a_linear_reads(name: str) -> None
         assert cost.write == nbytes(OPERATIONS[name].body(*made.args))
 
 
-COMPOSED = {"attend", "normed_linear", "normed_gated_linear"}
+COMPOSED = {"attend", "normed_linear", "normed_best_output", "normed_gated_linear"}
 """Their operands lie inside records, where no gradient is asked for: compared with their parts instead."""
 
 
-@pytest.mark.parametrize("name", ["linear", "gated_linear"])
+@pytest.mark.parametrize("name", ["linear", "best_output", "gated_linear"])
 def test_norming_inside_a_linear_saves_the_way_through_memory(name: str) -> None:
     for seed in range(40):
         made = cases.case(f"normed_{name}", seed)

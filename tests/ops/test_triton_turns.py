@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from bankfull.layers.linear import normed_rows
-from bankfull.ops import Unnormed, gated_linear, linear, normed_gated_linear, normed_linear
+from bankfull.ops import Unnormed, best_output, gated_linear, linear, normed_gated_linear, normed_linear
+from bankfull.ops.reference.linear import highest
 from bankfull.ops.triton import quantized, quantized_turns
 from bankfull.ops.triton.launch import INTERPRETED
 from bankfull.ops.triton.quantized_layout import LAYOUTS, repacked
-from bankfull.ops.triton.quantized_turns import Turns, one_row, pays, takes, turns_for
+from bankfull.ops.triton.quantized_turns import Turns, best_of_row, one_row, pays, takes, turns_for
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
 from tests.ops.cases import Maker
@@ -89,6 +90,35 @@ def test_programs_take_several_turns(cut: Turns, monkeypatch: pytest.MonkeyPatch
         assert error_of(one_row(x, repacked(weight), None, cut=cut), exact(x, weight)) < 2e-3
 
 
+@pytest.mark.parametrize("cut", [Turns(4, 1), Turns(16, 1), Turns(8, 1, groups=2)], ids=str)
+def test_the_best_output_is_that_of_the_row(cut: Turns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit: the same scores, rounded alike, of which many are equal; several turns, the last one not full."""
+    monkeypatch.setattr(quantized_turns, "processors", lambda device: 1)
+    packed = repacked(weight_of("int4_g128", 5 * cut.outputs + 3, 128))
+    for seed in range(2):
+        x, bias = normal(1, 128, seed=seed), normal(packed.shape[0], seed=seed).round().clamp(max=1) * 2**14
+        scores = one_row(x, packed, bias, cut=cut)
+        assert (scores == scores.max()).sum() > 1, "no equals, of which the first is to be found"
+        found = best_of_row(x, packed, bias, cut=cut)
+        assert found.dtype is torch.int64 and torch.equal(found, highest(scores))
+    before, again = (unnormed(128, HALF) for _ in range(2))
+    assert torch.equal(best_of_row(before, packed, None, cut=cut), highest(one_row(again, packed, None, cut=cut)))
+    assert torch.equal(before.joined, again.joined)
+
+
+@pytest.mark.parametrize("place", [0, 40, 66])
+def test_no_output_is_best_where_one_is_not_a_number_or_the_highest_not_finite(place: int) -> None:
+    packed, x, cut = repacked(weight_of("int4_g128", 67, 128)), normal(1, 128), Turns(32, 1)
+    scores = one_row(x, packed, None, cut=cut)
+    for number in (float("nan"), float("inf"), float("-inf")):
+        bias = torch.zeros_like(scores[0])
+        bias[place] = number
+        expected = highest(scores + bias)
+        assert (int(expected) == -1) == (number != float("-inf"))
+        assert torch.equal(best_of_row(x, packed, bias, cut=cut), expected)
+    assert int(best_of_row(x, packed, torch.full_like(scores[0], float("-inf")), cut=cut)) == -1
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e-10, 1e-3, 1.0, 1e4, 1e15, 1e30])
 def test_activations_of_any_size(size: float) -> None:
     weight = weight_of("int4_g128", 9, 256)
@@ -134,6 +164,7 @@ def test_who_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(quantized, own, lambda *args: (called.append(own), kernel(*args))[1])
 
     watch("one_row")
+    watch("best_of_row")
     watch("few_rows")
     for name, columns, dtype in (
         ("int4_g128", 2048, BRAIN), ("int4_g128", 2048, torch.float32), ("int4_g128", 1024, BRAIN),
@@ -145,6 +176,12 @@ def test_who_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
     assert called == ["one_row", "few_rows", "few_rows", "few_rows", "few_rows", "one_row"]
     gated_linear.providers["triton-q"].run(normal(1, 2048), repacked(weight_of("int4_g128", 4, 2048)), None, "silu")
     assert called[-1] == "one_row"
+    for columns, rows, taken in ((2048, 1, True), (1024, 1, False), (2048, 2, False)):
+        called.clear()
+        weight, x = weight_of("int4_g128", 4, columns), normal(rows, columns)
+        steps = torch.tensor([0.0, 1e4, 2e4, -1e4], dtype=BRAIN, device=DEVICE)
+        found = best_output.providers["triton-q"].run(x, repacked(weight), steps)
+        assert torch.equal(found, best_output.body(x, weight, steps)) and ("best_of_row" in called) == taken
     assert normed_rows(weight_of("int4_g128", 4, 256)) == 1, "more are normed before"
 
 

@@ -178,6 +178,15 @@ def normed_linear(x: Unnormed, weight: QTensor, bias: Tensor | None = None) -> T
 
 
 @op(
+    cost=lambda x, weight, bias=None: _best_cost(x.x, weight, bias) + x.cost,
+    shape=lambda x, weight, bias=None: _best_shape(x.x, weight, bias),
+)
+def normed_best_output(x: Unnormed, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+    """`best_output` that norms its own input. A head uses it where a kernel offers it."""
+    return best_output.body(x.read(), weight, bias)
+
+
+@op(
     cost=lambda x, weight, bias, kind: _gated_cost(x.x, weight, bias, kind) + x.cost,
     shape=lambda x, weight, bias, kind: _gated_shape(x.x, weight, bias, kind),
 )

@@ -7,9 +7,9 @@ every kernel of this folder:
 1. Each program calls `wait_for_inputs` before it reads what another kernel may have written, and before it writes.
    Weights, which never change, may be loaded before: that is the point.
 2. Each program calls `start_next` as early as it likes: whoever starts still waits for our end.
-3. The kernels that a step begins with (`rope_angles`, `embedding`) call it only after they have waited. So whatever was
-   written before the step is there for every later kernel, also before that one waits: lengths, page tables, and the
-   keys and values of earlier steps.
+3. The kernels that a step begins with (`gather_step`, `rope_angles`, `embedding`) call it only after they have waited.
+   So whatever was gathered, or written before the step, is there for every kernel behind them, also before that one
+   waits: lengths, page tables, and the keys and values of earlier steps.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from bankfull.ops.reference.linear import (
     best_output,
     gated_linear,
     linear,
+    normed_best_output,
     normed_gated_linear,
     normed_linear,
 )  # fmt: skip
@@ -31,7 +32,7 @@ from bankfull.ops.triton.linear import read
 from bankfull.ops.triton.quantized_layout import LAYOUTS, WordWeight, repacked
 from bankfull.ops.triton.quantized_rows import few_rows
 from bankfull.ops.triton.quantized_tiles import many_rows
-from bankfull.ops.triton.quantized_turns import one_row
+from bankfull.ops.triton.quantized_turns import best_of_row, one_row
 from bankfull.ops.triton.quantized_wide_rows import wide_rows
 from bankfull.ops.triton.rows import DTYPES
 from bankfull.ops.triton.sampling import best
@@ -132,4 +133,15 @@ def run_normed_gated_linear(x: Unnormed, weight: WordWeight, bias: Tensor | None
 @best_output.provider(NAME, on="cuda", accepts=_accepts, prepare=repacked)
 def run_best_output(x: Tensor, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
     rows, shift = _rows(x, weight, bias)
-    return best(_product(rows, weight, shift)).reshape(x.shape[:-1])
+    if len(rows) and _few(rows, weight) is one_row:
+        found = best_of_row(rows, weight, shift)
+    else:
+        found = best(_product(rows, weight, shift))
+    return found.reshape(x.shape[:-1])
+
+
+@normed_best_output.provider(NAME, on="cuda", accepts=_accepts_normed, prepare=repacked)
+def run_normed_best_output(x: Unnormed, weight: WordWeight, bias: Tensor | None = None) -> Tensor:
+    if len(x.x) != 1:
+        return run_best_output(read(x), weight, bias)
+    return best_of_row(_unnormed(x), weight, bias)

@@ -23,6 +23,7 @@ from bankfull.ops.triton.pointwise import activation
 from bankfull.ops.triton.quantized_layout import Form, WordWeight
 from bankfull.ops.triton.quantized_rows import loaded, neighbours, pair_of
 from bankfull.ops.triton.quantized_wide_rows import more_of, spacious
+from bankfull.ops.triton.sampling import best_of_parts
 
 LONGEST = 4096
 """Words of a row, at most: eight for each of 512 threads."""
@@ -253,12 +254,14 @@ def products(
 
 @triton.jit
 def turns_kernel(
-    x, delta, joined, norm, eps, offset, bias, y, words, high, steps, lows, outer_steps, outer_lows, outputs, columns,
-    groups, BITS: tl.constexpr, ZERO: tl.constexpr, FLOATS: tl.constexpr, NESTED: tl.constexpr, LOWS: tl.constexpr,
-    BY_ROW: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr,
-    NORM: tl.constexpr, SHIFTED: tl.constexpr, R: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x, delta, joined, norm, eps, offset, bias, y, places, words, high, steps, lows, outer_steps, outer_lows, outputs,
+    columns, groups, BITS: tl.constexpr, ZERO: tl.constexpr, FLOATS: tl.constexpr, NESTED: tl.constexpr,
+    LOWS: tl.constexpr, BY_ROW: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GATE: tl.constexpr, BEST: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr, R: tl.constexpr,
+    W: tl.constexpr, L: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """BEST: of its outputs a program stores the highest, in `y`, and in `places` the first one that is so high; a NaN
+    counts as infinity."""
     start_next(OVERLAP)
     tile = tl.program_id(0)
     output, valid = owned(tile, outputs, R, GATE)
@@ -278,7 +281,9 @@ def turns_kernel(
     whole = sum_of(line, W, L)
     numbers, factors = fixed_point(line, W, L)
     upper, lower = planes(numbers, 1), planes(numbers, 0)
-    kind = y.dtype.element_ty
+    kind = x.dtype.element_ty
+    top = tl.full([R], -float("inf"), tl.float32)
+    place = tl.zeros([R], tl.int32)
     tiles = tl.cdiv(outputs, R)
     while tile < tiles:
         own, exist = owned(tile, outputs, R, GATE)
@@ -300,9 +305,19 @@ def turns_kernel(
             opened = activation(gate, GATE).to(kind).to(tl.float32)
             at = tile_now * (R // 2) + tl.arange(0, R // 2)
             tl.store(y + at, (opened * passing).to(kind), at < outputs // 2)
+        elif BEST:
+            score = result.to(kind).to(tl.float32)
+            score = tl.where(score == score, score, float("inf"))
+            better = exist & (score > top)
+            top = tl.where(better, score, top)
+            place = tl.where(better, own, place)
         else:
             tl.store(y + own, result.to(kind), exist)
         codes, step, low = next_codes, next_step, next_low
+    if BEST:
+        highest = tl.max(top, 0)
+        tl.store(y + tl.program_id(0), highest)
+        tl.store(places + tl.program_id(0), tl.min(tl.where(top == highest, place, outputs), 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,24 +371,41 @@ def one_row(
     x: Tensor | Unnormed, weight: WordWeight, bias: Tensor | None, gate: str = "", cut: Turns | None = None
 ) -> Tensor:
     """x (1, columns), dense, times the weight; with `gate`, gated."""
+    return _launched(x, weight, bias, gate, False, cut)[0]
+
+
+def best_of_row(x: Tensor | Unnormed, weight: WordWeight, bias: Tensor | None, cut: Turns | None = None) -> Tensor:
+    """Which output of `one_row` is highest: no output is stored, but the best one of each program."""
+    return best_of_parts(*_launched(x, weight, bias, "", True, cut), weight.shape[0])
+
+
+def _launched(
+    x: Tensor | Unnormed, weight: WordWeight, bias: Tensor | None, gate: str, best: bool, cut: Turns | None
+) -> tuple[Tensor, Tensor]:
+    """The outputs; or the highest of each program's, and which they are."""
     before = x if isinstance(x, Unnormed) else None
     row = x.x if isinstance(x, Unnormed) else x
     outputs, columns = weight.shape
     cut = cut or turns_for(weight, before is not None)
-    y = torch.empty(1, outputs // 2 if gate else outputs, dtype=row.dtype, device=row.device)
-    delta, joined, norm, eps, offset = (row, y, y, 0.0, 0.0) if before is None else (
-        before.delta, before.joined, before.weight, before.eps, before.offset
-    )  # fmt: skip
     length = weight.group // weight.form.per_word
     width = max(length, power_of_two(weight.words.shape[1]))
     warps = min(MOST_WARPS, cut.groups * max(1, width // (32 * cut.words)))
     # Short rows have small programs, of which more fit than of those that the cuts are from.
     more = max(1, cut.groups * USUAL // (32 * cut.words) // warps)
     programs = min(triton.cdiv(outputs, cut.outputs), cut.programs * more * processors(row.device))
+    if best:
+        y = torch.empty(1, programs, dtype=torch.float32, device=row.device)
+        places = torch.empty(1, programs, dtype=torch.int32, device=row.device)
+    else:
+        y = places = torch.empty(1, outputs // 2 if gate else outputs, dtype=row.dtype, device=row.device)
+    delta, joined, norm, eps, offset = (row, y, y, 0.0, 0.0) if before is None else (
+        before.delta, before.joined, before.weight, before.eps, before.offset
+    )  # fmt: skip
     bounded = {} if cut.registers is None or INTERPRETED else {"maxnreg": cut.registers}
     turns_kernel[(programs,)](
-        row, delta, joined, norm, eps, offset, row if bias is None else bias, y, *weight.tensors(), outputs, columns,
-        weight.groups, **weight.constants(), HAS_BIAS=bias is not None, GATE=gate, NORM=before is not None,
-        SHIFTED=offset != 0.0, R=cut.outputs, W=width, L=length, num_warps=warps, **bounded, **overlapped(row),
+        row, delta, joined, norm, eps, offset, row if bias is None else bias, y, places, *weight.tensors(), outputs,
+        columns, weight.groups, **weight.constants(), HAS_BIAS=bias is not None, GATE=gate, BEST=best,
+        NORM=before is not None, SHIFTED=offset != 0.0, R=cut.outputs, W=width, L=length, num_warps=warps, **bounded,
+        **overlapped(row),
     )  # fmt: skip
-    return y
+    return y, places

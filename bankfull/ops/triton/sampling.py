@@ -24,6 +24,19 @@ def best(scores: Tensor) -> Tensor:
     return _Step(lines, draws=False).best().reshape(scores.shape[:-1])
 
 
+def best_of_parts(tops: Tensor, places: Tensor, vocab: int) -> Tensor:
+    """`best`, from the highest score of each part of a line (lines, parts) and the first place that has it; a NaN must
+    have been taken for infinity."""
+    lines, parts = tops.shape
+    tokens = torch.empty(lines, dtype=torch.int64, device=tops.device)
+    if lines:
+        kernels.line_tops_kernel[(lines,)](
+            tops, places, tops, tokens, tokens, 0, tokens, 0, tokens, tokens, tokens,
+            VOCAB=vocab, BLOCKS=parts, WIDTH=power_of_two(max(parts, 32)), DRAWS=False, num_warps=1, **overlapped(tops),
+        )  # fmt: skip
+    return tokens
+
+
 def choose(scores: Tensor, rows: Tensor, table: SamplingTable, length: Tensor) -> Tensor:
     """One token per line of `scores`, for rows that do not ask for typical sampling. Scores of 16 bits are widened as
     they are read; wider than float32 they may not be."""
@@ -60,12 +73,7 @@ class _Step:
     def best(self) -> Tensor:
         if self.lines:
             self._block_tops(draws=False)
-            nothing = self.tokens
-            kernels.line_tops_kernel[(self.lines,)](
-                self.tops, self.places, self.bottoms, nothing, nothing, 0, nothing, 0, self.tokens, nothing, nothing,
-                VOCAB=self.vocab, BLOCKS=self.blocks, WIDTH=self.width, DRAWS=False, num_warps=1, **self.overlap,
-            )  # fmt: skip
-        return self.tokens
+        return best_of_parts(self.tops, self.places, self.vocab)
 
     def choose(self, rows: Tensor, table: SamplingTable, length: Tensor) -> Tensor:
         if not self.lines:
