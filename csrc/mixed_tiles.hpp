@@ -90,13 +90,33 @@ static void mix_rows(const MixRowsJob& job, int64_t begin, int64_t end) {
     _tile_release();
 }
 
-// Lanes are outputs here, so columns are mixed lane by lane.
+// Eight columns, `Apart` of each other, mixed among themselves; lanes are outputs here. The largest of the results counts.
+template <int64_t Apart>
+static inline void mix_eight(float* first, __m512i& most) {
+    __m512 v[8];
+    for (int i = 0; i < 8; ++i) v[i] = _mm512_loadu_ps(first + i * Apart * PACK_OUTPUTS);
+#pragma GCC unroll 3
+    for (int apart = 1; apart < 8; apart *= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
+            if (i & apart) continue;
+            const __m512 sum = _mm512_add_ps(v[i], v[i + apart]);
+            v[i + apart] = _mm512_sub_ps(v[i], v[i + apart]);
+            v[i] = sum;
+        }
+    for (int i = 0; i < 8; ++i) {
+        most = _mm512_max_epu32(most, magnitude(v[i]));
+        _mm512_storeu_ps(first + i * Apart * PACK_OUTPUTS, v[i]);
+    }
+}
+
 template <Pack P>
 static void mix_pack(const uint8_t* pack, int64_t inner, uint8_t* mixed) {
     float* columns = scratch(inner * PACK_OUTPUTS);
     __m512i most = _mm512_setzero_si512();
     for (int64_t k = 0; k < inner; k += MIXED_COLUMNS) {
         float* block = columns + k * PACK_OUTPUTS;
+        const __m512i so_far = most;
         for (int64_t slice = 0; slice < MIXED_COLUMNS; slice += SLICE_K)
             read_slice<P>(pack, inner, k + slice, [&](int column, __m512 a, __m512 b, __m512 c, __m512 d) {
                 float* at = block + (slice + column) * PACK_OUTPUTS;
@@ -105,16 +125,9 @@ static void mix_pack(const uint8_t* pack, int64_t inner, uint8_t* mixed) {
                 _mm512_storeu_ps(at + 32, c);
                 _mm512_storeu_ps(at + 48, d);
             });
-        for (int64_t apart = 1; apart < MIXED_COLUMNS; apart *= 2)
-            for (int64_t i = 0; i < MIXED_COLUMNS; ++i) {
-                if (i & apart) continue;
-                float *first = block + i * PACK_OUTPUTS, *second = first + apart * PACK_OUTPUTS;
-                const __m512 a = _mm512_loadu_ps(first), b = _mm512_loadu_ps(second);
-                _mm512_storeu_ps(first, _mm512_add_ps(a, b));
-                _mm512_storeu_ps(second, _mm512_sub_ps(a, b));
-            }
-        for (int64_t i = 0; i < MIXED_COLUMNS; ++i)
-            most = _mm512_max_epu32(most, magnitude(_mm512_loadu_ps(block + i * PACK_OUTPUTS)));
+        for (int64_t i = 0; i < 8; ++i) mix_eight<8>(block + i * PACK_OUTPUTS, most);
+        most = so_far;  // what was half mixed does not count
+        for (int64_t i = 0; i < MIXED_COLUMNS; i += 8) mix_eight<1>(block + i * PACK_OUTPUTS, most);
     }
     const __m512 largest = _mm512_castsi512_ps(most);
     _mm512_storeu_ps(mixed, _mm512_mul_ps(largest, _mm512_set1_ps(1.0f / 127.0f / float(MIXED_COLUMNS))));
@@ -151,8 +164,8 @@ static inline __m512 rough_power(__m512 t) {
     return _mm512_scalef_ps(polynomial(Lanes{_mm512_sub_ps(t, whole)}, near_one).v, whole);
 }
 
-// A gate to 2^-13 of itself: what leaves it is rounded to 2^-8 and multiplied as codes of 8 bits. Without a division,
-// which takes a core as long as all of the rest.
+// A gate to 2^-13 of itself: what enters it is a product of codes of 8 bits. Without a division, which takes a core as
+// long as all of the rest.
 static inline Lanes rough_gate(int function, Lanes x) {
     if (function == RELU) return Relu::of(x, 0.0f);
     const Lanes cubic = x + Lanes::splat(0.044715f) * (x * x * x);

@@ -271,6 +271,98 @@ static void check_choice(Random& random) {
     }
 }
 
+// Rows and weights are rounded to 8 bits behind a Hadamard transform: a product may be off by half a step of either for
+// each column. Parts without a mixed copy, and too few rows, go their own way beside it.
+void check_mixed_linear(Random& random) {
+    static constexpr int formats[] = {Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K};
+    static constexpr int gates[] = {SILU, GELU_TANH, RELU};
+    const int64_t inner = 256 * random.between(1, 3), rows = random.between(14, random.one_in(4) ? 700 : 70);
+    const int gate = random.one_in(3) ? random.any_of(gates) : -1;
+    const int64_t count = gate >= 0 ? 2 : random.between(1, 3), gated = random.between(1, 100);
+    const Array<float> x = normals(random, rows * inner);
+    EncodedRows encoded(rows, inner, Activations::Tiles);
+    EncodeJob encode{};
+    encode.x = x.data(), encode.x_stride = inner, encode.columns = inner, encode.out = encoded.place();
+    run_encode(encode, rows);
+
+    std::vector<Weight> weights;
+    std::vector<Array<uint8_t>> packs, copies;
+    std::vector<Array<float>> biases, results;
+    std::vector<PackedPart> parts;
+    for (int64_t i = 0; i < count; ++i) {
+        weights.emplace_back(random, random.any_of(formats), gate >= 0 ? gated : random.between(1, 100), inner);
+        const Weight& weight = weights.back();
+        packs.push_back(packed(weight));
+        const int pack = pack_of(weight.format);
+        const int64_t size = gate >= 0 || !random.one_in(4) ? mixed_bytes(pack, weight.outputs, inner) : 0;
+        copies.emplace_back(size, 64);
+        if (size) mix_weights(pack, packs.back().data(), copies.back().data(), weight.outputs, inner);
+        biases.push_back(maybe_bias(random, weight.outputs));
+        results.emplace_back(rows * weight.outputs);
+        parts.push_back({packs.back().data(), address_of(biases.back()), results.back().data(), weight.outputs,
+                         weight.outputs, pack, size ? copies.back().data() : nullptr});
+    }
+    PackedJob job{};
+    job.x = encoded.place(), job.rows = rows, job.inner = inner, job.parts = parts.data(), job.count = count;
+    job.gate = gate;
+    run_packed(job);
+
+    const auto mixed = [inner](auto&& value) {
+        std::vector<double> all;
+        for (int64_t k = 0; k < inner; ++k) {
+            double sum = 0;
+            for (int64_t i = 0; i < 64; ++i)
+                sum += (__builtin_popcountll(uint64_t(i & k % 64)) % 2 ? -1 : 1) * value(k / 64 * 64 + i);
+            all.push_back(sum / 8);
+        }
+        return all;
+    };
+    const auto half_step = [](const std::vector<double>& all) {
+        double largest = 0;
+        for (const double each : all) largest = std::max(largest, std::fabs(each));
+        return largest / 254 * 1.001;
+    };
+    for (int64_t row = 0; row < rows; row += rows > 70 ? 37 : 3) {
+        const auto a = mixed([&](int64_t k) { return encoded.value(row, k); });
+        const double a_step = half_step(a);
+        for (int64_t i = 0; i < (gate >= 0 ? 1 : count); ++i)
+            for (int64_t o = 0; o < weights[size_t(i)].outputs; o += 7) {
+                double values[2] = {}, errors[2] = {};
+                for (int64_t side = 0; side < (gate >= 0 ? 2 : 1); ++side) {
+                    const Weight& weight = weights[size_t(i + side)];
+                    const auto b = mixed([&](int64_t k) { return double(weight.row(o)[k]); });
+                    const double b_step = half_step(b);
+                    for (int64_t k = 0; k < inner; ++k) {
+                        values[side] += a[size_t(k)] * b[size_t(k)];
+                        errors[side] += std::fabs(a[size_t(k)]) * b_step + std::fabs(b[size_t(k)]) * a_step + a_step * b_step;
+                    }
+                    if (parts[size_t(i + side)].bias) values[side] += parts[size_t(i + side)].bias[o];
+                }
+                double want = values[0], error = errors[0];
+                if (gate >= 0) {
+                    const double passed = function_of(gate, values[0], 0);
+                    want = passed * values[1];
+                    error = 1.2 * errors[0] * std::fabs(values[1]) + std::fabs(passed) * errors[1] +
+                            2 * errors[0] * errors[1] + 0x1p-12 * std::fabs(want);
+                }
+                const int64_t place = row * weights[size_t(i)].outputs + o;
+                expect_close(results[size_t(i)][place], want, error, "mixed weights", place);
+            }
+    }
+
+    // A row has the same bits in a smaller batch.
+    const int64_t fewer = random.between(14, rows);
+    std::vector<Array<float>> again;
+    for (int64_t i = 0; i < count; ++i) {
+        again.emplace_back(fewer * weights[size_t(i)].outputs);
+        parts[size_t(i)].y = again.back().data();
+    }
+    job.rows = fewer;
+    run_packed(job);
+    for (int64_t i = 0; i < (gate >= 0 ? 1 : count); ++i)
+        expect_same_bits(again[size_t(i)].data(), results[size_t(i)].data(), again[size_t(i)].size(), "fewer rows");
+}
+
 void check_best(Random& random) {
     check_choice(random);
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "operands.hpp"
+#include "mixing.hpp"
 #include "operations.hpp"
 
 namespace checks {
@@ -15,6 +16,7 @@ void check_linear(Random& random);
 void check_embedding(Random& random);
 void check_encode(Random& random);
 void check_packed_linear(Random& random);
+void check_mixed_linear(Random& random);
 void check_best(Random& random);
 void check_norms(Random& random);
 void check_pointwise(Random& random);

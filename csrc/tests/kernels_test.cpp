@@ -21,6 +21,7 @@ constexpr Operation OPERATIONS[] = {
     {"embedding", check_embedding},
     {"encode", check_encode},
     {"packed linear", check_packed_linear},
+    {"mixed linear", check_mixed_linear},
     {"best", check_best},
     {"norms", check_norms},
     {"pointwise", check_pointwise},

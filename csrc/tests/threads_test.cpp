@@ -163,7 +163,7 @@ struct Layer {
         made->x = x, made->encoded = encoded, made->inner = inner, made->gate = gate;
         for (const Part& part : parts) {
             weights.push_back(packed(Weight(random, part.format, part.outputs, inner)));
-            made->parts.push_back({fixed(weights.back().data()), {}, part.y, part.outputs, part.outputs, pack_of(part.format)});
+            made->parts.push_back({fixed(weights.back().data()), {}, {}, part.y, part.outputs, part.outputs, pack_of(part.format)});
         }
         tape.add(std::move(made), "packed");
     }

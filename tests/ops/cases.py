@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -149,6 +150,16 @@ def linear_int8(make: Maker) -> Case:
     weight = make.weight(scheme, make.size(1, 70), inner)
     bias = make.normal(weight.shape[0]) if make.size(0, 1) else None
     return Case((make.normal(make.size(1, 8), inner), weight, bias), make.dtype, {"weight": weight})
+
+
+def linear_mixed(make: Maker) -> Case:
+    """Many rows, which bfloat16 holds: few may be taken as `linear_int8` does, and any may be rounded to it first."""
+    scheme = make.scheme()
+    inner = math.lcm(scheme.block, 64) * make.size(1, 3)
+    weight = make.weight(scheme, make.size(1, 70), inner)
+    bias = make.normal(weight.shape[0]) if make.size(0, 1) else None
+    x = make.normal(make.size(14, 50), inner).to(torch.bfloat16).to(make.dtype)
+    return Case((x, weight, bias), make.dtype, {"weight": weight}, provided=torch.bfloat16)
 
 
 def linear_bf16(make: Maker) -> Case:
@@ -415,8 +426,8 @@ def selective_scan(make: Maker) -> Case:
 GENERATORS: dict[str, Callable[[Maker], Case]] = {
     function.__name__: function
     for function in (
-        linear, linear_bf16, linear_int8, best_output, best_output_bf16, best_output_int8, gated_linear, normed_linear,
-        normed_best_output, normed_gated_linear, embedding,
+        linear, linear_bf16, linear_int8, linear_mixed, best_output, best_output_bf16, best_output_int8, gated_linear,
+        normed_linear, normed_best_output, normed_gated_linear, embedding,
         rms_norm, add, attend,
         add_rms_norm, layer_norm, activate, activate_mul, soft_cap, rope_angles, rotate, paged_attention, write_pages,
         write_pages_int8, causal_conv, selective_scan,

@@ -43,6 +43,28 @@ def linear_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array
     return linear(torch.from_numpy(rows).to(x.dtype), weight, bias)
 
 
+def mixed_rows(x: Tensor) -> Array:
+    """Column j of 64 is the sum of all whose signs are the parities of the bits that j shares with them, over 8; added
+    up and rounded in the precision of the operation, to codes with one scale for each row."""
+    rows = x.numpy().copy() if x.dtype == torch.float64 else x.to(torch.float32).numpy().copy()
+    for row in rows.reshape(-1, rows.shape[-1]):
+        for at in range(0, len(row), 64):
+            for apart in (1, 2, 4, 8, 16, 32):
+                for i in range(at, at + 64):
+                    if not (i - at) & apart:
+                        row[i], row[i + apart] = row[i] + row[i + apart], row[i] - row[i + apart]
+        row /= row.dtype.type(8)
+        largest = abs(row).max()
+        if largest > 0:
+            row[:] = np.rint(row * (row.dtype.type(127) / largest)) * (largest / row.dtype.type(127))
+    return rows
+
+
+def linear_mixed(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
+    out = mixed_rows(x).astype(np.float64) @ mixed_rows(weight.dequantize(x.dtype)).astype(np.float64).T
+    return out if bias is None else out + f64(bias)
+
+
 def best_output(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
     return linear(x, weight, bias).argmax(-1)
 
@@ -257,7 +279,7 @@ def activate_mul(gate: Tensor, up: Tensor, kind: str) -> Array:
 ORACLES: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
-        linear, linear_bf16, linear_int8, best_output, best_output_bf16, best_output_int8, gated_linear, normed_linear,
+        linear, linear_bf16, linear_int8, linear_mixed, best_output, best_output_bf16, best_output_int8, gated_linear, normed_linear,
         normed_best_output, normed_gated_linear, embedding,
         rms_norm, add, attend,
         add_rms_norm, layer_norm, soft_cap, rotate, write_pages, write_pages_int8, paged_attention, causal_conv,

@@ -89,7 +89,7 @@ def mixed(x: Tensor) -> Tensor:
 def rounded_rows(x: Tensor) -> Tensor:
     """x as int8 codes times a scale for each row: its largest is 127."""
     largest = x.abs().amax(-1, keepdim=True)
-    inverse = torch.where(largest > 0, 127 / largest, 0)
+    inverse = torch.where(largest > 0, x.new_tensor(127) / largest, 0)  # one rounding: 127 / largest would have two
     return (x * inverse).round() * (largest / 127)
 
 
