@@ -137,6 +137,11 @@ def assemble(
     sched = sched.suited(**device.suits)
     phases = Phases()
     build = plan_build(files, run, device, max_len or 0)
+    if run.activations == "auto" and build.kit.activations == INT8_FEW:
+        log.warning(
+            "a second copy of the weights would take %s, more than a quarter of the free memory: steps of many rows "
+            "are slower without it (activations='int8' makes it all the same).", shown(inner_weights(files.source)),
+        )  # fmt: skip
     free = device.free_memory()
     try:
         model = build_model(files.config, build)
@@ -265,8 +270,8 @@ def choose_activations(run: RunConfig, files: ModelFiles, device: str) -> str:
     blocks = not run.expand and block_types(files.source)
     if run.activations in (INT8, INT8_FEW) and not blocks:
         raise ConfigError(
-            f"activations={run.activations!r} has no use here: no matrix of {files.path.name} is in blocks when it is multiplied; "
-            f"use {BF16!r} or {FLOAT!r}, or quantize the model."
+            f"activations={run.activations!r} has no use here: no matrix of {files.path.name} is in blocks when it is "
+            f"multiplied; use {BF16!r} or {FLOAT!r}, or quantize the model."
         )
     if run.activations != "auto":
         return run.activations

@@ -34,7 +34,6 @@ struct FloatSums {
     Lanes at(int64_t part, int64_t row, int64_t half) const {
         return Lanes::load(data + part * apart + row * UNIT_OUTPUTS + half * PACK_OUTPUTS);
     }
-    static Lanes gate(int function, Lanes x) { return gate_of(function, x); }
 };
 
 // What becomes of a unit's sums. Made once for a unit, whose rows then leave some at a time.
@@ -69,7 +68,7 @@ class Results {
     Lanes result(int64_t row, int64_t half) const {
         const Lanes first = sums.at(0, row, half) + biases[0][half];
         if constexpr (!Gated) return first;
-        return Sums::gate(job->gate, first) * (sums.at(1, row, half) + biases[1][half]);
+        return gate_of(job->gate, first) * (sums.at(1, row, half) + biases[1][half]);
     }
 
     template <bool Gated>

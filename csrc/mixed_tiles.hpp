@@ -156,23 +156,6 @@ static void mix_weights(const MixWeightsJob& job, int64_t begin, int64_t end) {
                            job.mixed + pack * mixed_pack_bytes(job.inner));
 }
 
-// 2^t to 2^-17 of itself, between 0 and infinity.
-static inline __m512 rough_power(__m512 t) {
-    t = _mm512_min_ps(_mm512_max_ps(t, _mm512_set1_ps(-150.0f)), _mm512_set1_ps(129.0f));
-    const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    static constexpr float near_one[] = {0x1.ffffe4p-1f, 0x1.62e0e2p-1f, 0x1.ec0818p-3f, 0x1.ca129ep-5f, 0x1.39476ap-7f};
-    return _mm512_scalef_ps(polynomial(Lanes{_mm512_sub_ps(t, whole)}, near_one).v, whole);
-}
-
-// A gate to 2^-13 of itself: what enters it is a product of codes of 8 bits. Without a division, which takes a core as
-// long as all of the rest.
-static inline Lanes rough_gate(int function, Lanes x) {
-    if (function == RELU) return Relu::of(x, 0.0f);
-    const Lanes cubic = x + Lanes::splat(0.044715f) * (x * x * x);
-    const Lanes slope = function == SILU ? x * Lanes::splat(-1.44269504f) : cubic * Lanes::splat(-2.30220818f);
-    return x * Lanes{_mm512_rcp14_ps(_mm512_add_ps(_mm512_set1_ps(1.0f), rough_power(slope.v)))};
-}
-
 // Sums of up to 32 rows and both packs of a unit, as integers.
 struct MixedSums {
     const int32_t* data;  // for each part, 32 rows of 32
@@ -183,7 +166,6 @@ struct MixedSums {
         const int32_t* place = data + (part * 32 + row) * UNIT_OUTPUTS + half * PACK_OUTPUTS;
         return Lanes{_mm512_cvtepi32_ps(_mm512_load_si512(place))} * scales[part][half] * Lanes::splat(row_scales[row]);
     }
-    static Lanes gate(int function, Lanes x) { return rough_gate(function, x); }
 };
 
 // Up to 32 rows times one pack. Four tiles are in use: see packed_tiles.hpp for why few are better. `Fetch`: weights come

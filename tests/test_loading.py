@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from bankfull import LLM, SamplingParams
+from bankfull import LLM, SamplingParams, loading
 from bankfull.config import RunConfig
 from bankfull.errors import BankfullError, ConfigError
 from bankfull.layers.build import Build
@@ -19,6 +20,7 @@ from bankfull.layers.decoder import Decoder
 from bankfull.loading import choose_activations, plan_build, rounded
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for, native
+from bankfull.ops.native.extension import required
 from bankfull.runtime import naive
 from bankfull.runtime.device import Cpu
 from bankfull.runtime.taped import Taped
@@ -26,6 +28,7 @@ from bankfull.weights.formats import SCHEMES
 from bankfull.weights.locate import locate
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.quantize import quantize
+from bankfull.weights.requantized import inner_weights
 from bankfull.weights.source import open_model
 from tests.tiny import folder_of, speaking_folder
 
@@ -193,6 +196,41 @@ def test_without_kernels_or_on_another_device_activations_are_floats(monkeypatch
     assert choose_activations(RunConfig(), files, "cpu") == "float"
     monkeypatch.setattr(native, "status", lambda: None)
     assert choose_activations(RunConfig(), files, "cpu") == "int8"
+
+
+@pytest.mark.skipif(native.status() is not None, reason="the kernels are not built")
+def test_weights_are_copied_for_many_rows_only_where_memory_is_plenty(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = rounded(open_model(speaking_folder()), "int8", Cpu())
+    copied = inner_weights(files.source)
+    inner = [name for name in files.source.names() if name.endswith("_proj.weight")]
+    assert 0 < copied == sum(
+        math.prod(files.source.shape(name)) for name in inner if not files.source.scheme(name).is_dense
+    )
+    for free, wanted in ((4 * copied, "int8"), (4 * copied - 1, "int8-few")):
+        monkeypatch.setattr(loading, "available_memory", lambda free=free: free)
+        assert choose_activations(RunConfig(), files, "cpu") == wanted
+    assert choose_activations(RunConfig(activations="int8"), files, "cpu") == "int8"
+    with caplog.at_level("WARNING"):
+        assert fresh(quantize="int8", dtype="auto").loaded.kit.activations == "int8-few"
+    assert "activations='int8'" in caplog.text
+
+
+@pytest.mark.skipif(native.status() is not None, reason="the kernels are not built")
+def test_values_and_the_head_are_never_copied_for_many_rows() -> None:
+    def mixed(activations: str) -> list[str]:
+        model = LLM("smollm2", activations=activations, memory="64MiB").loaded.model
+        block = model.blocks[0]
+        layers = {
+            "q": block.mixer.q, "k": block.mixer.k, "v": block.mixer.v, "o": block.mixer.out, "gate": block.feed.gate,
+            "up": block.feed.up, "down": block.feed.down, "head": model.head.project,
+        }  # fmt: skip
+        return [name for name, layer in layers.items() if layer.weight.mixed is not None]
+
+    tiles = required().mixed_bytes(0, 32, 64) > 0
+    assert mixed("int8") == (["q", "k", "o", "gate", "up", "down"] if tiles else [])
+    assert mixed("int8-few") == []
 
 
 @pytest.mark.parametrize("providers", ["auto", "torch"])

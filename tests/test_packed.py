@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 _native = pytest.importorskip("bankfull._native", reason="the native extension was not built")
 
+from bankfull.ops.native.checks import address  # noqa: E402
 from bankfull.weights.formats import SCHEMES  # noqa: E402
 from bankfull.weights.qtensor import QTensor  # noqa: E402
 from tests.test_native import ISAS, SCALES, rows_of, weight_of  # noqa: E402
@@ -110,7 +111,7 @@ def run(x: Rows, *weights: Packed, biases: tuple[Tensor | None, ...] = (), gate:
     """Results lie in the middle of wider, poisoned rows; nothing around them may change."""
     results = [torch.full((len(x.data) + 1, w.outputs + 24), POISON) for w in weights]
     parts = [
-        (w.data.data_ptr(), 0 if bias is None else bias.data_ptr(), y[:, 8:].data_ptr(), y.stride(0), w.outputs, w.pack)
+        (w.data.data_ptr(), 0, address(bias), y[:, 8:].data_ptr(), y.stride(0), w.outputs, w.pack)
         for w, bias, y in zip(weights, biases or [None] * len(weights), results, strict=True)
     ]
     code = -1 if gate is None else _native.functions()[gate]
@@ -124,7 +125,7 @@ def run(x: Rows, *weights: Packed, biases: tuple[Tensor | None, ...] = (), gate:
 
 def run_encoded(x: Rows, first: Packed, second: Packed, gate: str, tiles: bool) -> Rows:
     out = Rows.empty(len(x.data), first.outputs, tiles)
-    parts = [(w.data.data_ptr(), 0, 0, 0, w.outputs, w.pack) for w in (first, second)]
+    parts = [(w.data.data_ptr(), 0, 0, 0, 0, w.outputs, w.pack) for w in (first, second)]
     _native.packed_linear(
         x.tiles, x.data.data_ptr(), x.data.stride(0), len(x.data), x.columns, parts, _native.functions()[gate],
         out.data.data_ptr(), out.data.stride(0), tiles,
@@ -335,7 +336,7 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown gate"):
         run(x, weight, weight, gate="softplus")
     with pytest.raises(ValueError, match="stride"):
-        _native.packed_linear(False, x.data.data_ptr(), 64, 2, 64, [(8, 0, 8, 40, 40, weight.pack)], -1, 0, 0, False)
+        _native.packed_linear(False, x.data.data_ptr(), 64, 2, 64, [(8, 0, 0, 8, 40, 40, weight.pack)], -1, 0, 0, False)
     with pytest.raises(ValueError, match="whole blocks"):
         _native.packed_bytes(weight.pack, 40, 65)
     with pytest.raises(ValueError, match="no pack"):

@@ -31,9 +31,9 @@ Activations = Annotated[
     typer.Option(
         help="What weights are multiplied with: int8 (quantized weights only; lossy; a copy of a byte for each weight "
         "makes steps of many rows faster), int8-few (int8 for few rows, bf16 for many, no copy), bf16 (dense weights "
-        "become bfloat16, too) or float. auto, on a CPU: int8 for quantized weights (int8-few where the copy would take "
-        "more than a quarter of the free memory), bf16 for a checkpoint in bfloat16, but float, which is exact, with "
-        "--dtype float32."
+        "become bfloat16, too) or float. auto, on a CPU: int8 for quantized weights (int8-few where the copy would "
+        "take more than a quarter of the free memory), bf16 for a checkpoint in bfloat16, but float, which is exact, "
+        "with --dtype float32."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]

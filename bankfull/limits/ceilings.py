@@ -35,7 +35,8 @@ FORMAT = 3
 TORCH = "torch sum/dot and matmul, all threads, best of several"
 NATIVE = "native reads, and products in registers, all threads, best of several; torch matmul for other types"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-NARROW = {BF16: ("float32", "bfloat16"), INT8: ("float32", "bfloat16", "int8"), INT8_FEW: ("float32", "bfloat16", "int8")}
+_IN_BYTES = ("float32", "bfloat16", "int8")
+NARROW = {BF16: ("float32", "bfloat16"), INT8: _IN_BYTES, INT8_FEW: _IN_BYTES}
 """What kernels may multiply in where activations are rounded."""
 SMALL_SET = 100 * 10**6
 """Bytes of a working set that a large cache holds."""

@@ -343,7 +343,7 @@ void check_mixed_linear(Random& random) {
                     const double passed = function_of(gate, values[0], 0);
                     want = passed * values[1];
                     error = 1.2 * errors[0] * std::fabs(values[1]) + std::fabs(passed) * errors[1] +
-                            2 * errors[0] * errors[1] + 0x1p-12 * std::fabs(want);
+                            2 * errors[0] * errors[1] + FINE * std::fabs(want);
                 }
                 const int64_t place = row * weights[size_t(i)].outputs + o;
                 expect_close(results[size_t(i)][place], want, error, "mixed weights", place);

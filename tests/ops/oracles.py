@@ -279,8 +279,8 @@ def activate_mul(gate: Tensor, up: Tensor, kind: str) -> Array:
 ORACLES: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
-        linear, linear_bf16, linear_int8, linear_mixed, best_output, best_output_bf16, best_output_int8, gated_linear, normed_linear,
-        normed_best_output, normed_gated_linear, embedding,
+        linear, linear_bf16, linear_int8, linear_mixed, best_output, best_output_bf16, best_output_int8, gated_linear,
+        normed_linear, normed_best_output, normed_gated_linear, embedding,
         rms_norm, add, attend,
         add_rms_norm, layer_norm, soft_cap, rotate, write_pages, write_pages_int8, paged_attention, causal_conv,
         selective_scan, rope_angles, activate, activate_mul,

@@ -95,8 +95,8 @@ def rounded_rows(x: Tensor) -> Tensor:
 
 @op(cost=_linear_cost, shape=_linear_shape)
 def linear_mixed(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """The lossy one for many rows: activations and weights are mixed, then rounded to 8 bits with one scale for each row
-    and each output. A kernel may round activations to bfloat16 first, and take few rows as `linear_int8` does."""
+    """The lossy one for many rows: activations and weights are mixed, then rounded to 8 bits with one scale for each
+    row and each output. A kernel may round activations to bfloat16 first, and take few rows as `linear_int8` does."""
     rows, weights = rounded_rows(mixed(x)), rounded_rows(mixed(weight.dequantize(x.dtype)))
     return torch.nn.functional.linear(rows, weights, None if bias is None else wide(bias)).to(x.dtype)
 
