@@ -115,7 +115,7 @@ void packed_linear(bool tiles, uintptr_t x, int64_t x_stride, int64_t rows, int6
     }
     if (rows == 0 || parts.empty()) return;
     require(x, "packed_linear: a null address");
-    run_packed({encoded_at(x, x_stride, inner, tiles), rows, inner, parts.data(), int64_t(parts.size()), gate, target});
+    run_packed({encoded_at(x, x_stride, inner, tiles), rows, inner, parts.data(), int64_t(parts.size()), gate, target, {}});
 }
 
 // The best output of each row of floats, as int64; see run_packed_best.
@@ -134,7 +134,7 @@ void packed_best(uintptr_t x, int64_t rows, int64_t inner, uintptr_t weight, uin
     const Encoded encoded{rows_at, stride, kind};
     run_encode({pointer<float>(x), inner, inner, encoded}, rows);
     const PackedPart part{pointer<uint8_t>(weight), pointer<float>(bias), nullptr, 0, outputs, pack, nullptr};
-    run_packed_best({encoded, rows, inner, &part, 1, -1, {}}, pointer<int64_t>(best));
+    run_packed_best({encoded, rows, inner, &part, 1, -1, {}, {}}, pointer<int64_t>(best));
 }
 
 nb::dict packs() {

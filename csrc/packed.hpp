@@ -20,12 +20,21 @@ static void packed_bfloats(const PackedJob& job, int64_t begin, int64_t end) {
     packed_floats(job, begin, end);
 }
 
+// Both parts of a gate are made in one way.
+static bool is_mixed(const PackedJob& job, const Unit& unit) {
+    int64_t mixed = 0;
+    for (int64_t part = 0; part < unit.count; ++part) mixed += unit.parts[part].mixed != nullptr;
+    return job.mixed.data && mixed == unit.count;
+}
+
 static void packed(const PackedJob& job, int64_t begin, int64_t end) {
     if (job.x.kind == Activations::Codes) return packed_codes(job, begin, end);
-    if (job.x.kind == Activations::Mixed) return mixed_tiles(job, begin, end);
     while (begin < end) {
         const int64_t alike = units_alike(job, begin), stop = end - begin < alike ? end : begin + alike;
-        packed_bfloats(job, begin, stop);
+        if (is_mixed(job, unit_at(job, begin)))
+            mixed_tiles(job, begin, stop);
+        else
+            packed_bfloats(job, begin, stop);
         begin = stop;
     }
 }

@@ -38,6 +38,7 @@ PackedJob rows_from(const PackedJob& job, int64_t first, int64_t rows, PackedPar
     some.rows = rows;
     some.parts = parts;
     some.x.data += first * job.x.stride;
+    if (some.mixed.data) some.mixed.data += first * job.mixed.stride;  // `first` is a multiple of whole blocks
     if (some.out.data) some.out.data += first * job.out.stride;
     for (int64_t i = 0; i < job.count; ++i) {
         parts[i] = job.parts[i];
@@ -100,8 +101,15 @@ int64_t sharers(int64_t rows) {
     return rows >= SHARED_ROWS * count ? count : 1;
 }
 
-// Rows become mixed first, all of them: a row's scale is known only when the row is.
-void run_mixed(const PackedJob& job) {
+bool wants_mixed_rows(const PackedJob& job) {
+    if (job.x.kind != Activations::Tiles || job.rows < MIXED_ROWS || !kernels().mix_rows) return false;
+    int64_t mixed = 0;
+    for (int64_t i = 0; i < job.count; ++i) mixed += job.parts[i].mixed != nullptr;
+    return job.gate >= 0 ? mixed == job.count : mixed > 0;
+}
+
+// All rows, before the first product: a row's scale is known only when the row is.
+Encoded mixed_rows(const PackedJob& job) {
     const int64_t stride = mixed_stride(job.inner), blocks = (job.rows + MIXED_BLOCK - 1) / MIXED_BLOCK;
     thread_local std::vector<uint8_t> memory;  // kept; blocks begin on multiples of 64 bytes
     const size_t room = size_t(blocks * MIXED_BLOCK * stride + 64);
@@ -111,49 +119,28 @@ void run_mixed(const PackedJob& job) {
     parallel(blocks, PIECE_VALUES / (MIXED_BLOCK * job.inner) + 1, [](const void* p, int64_t begin, int64_t end) {
         kernels().mix_rows(*static_cast<const MixRowsJob*>(p), begin, end);
     }, &rows);
-    PackedJob mixed = job;
-    mixed.x = rows.out;
-    const int64_t count = sharers(job.rows);
-    if (count == 1) return run_units(mixed);
-    const int64_t unit = 2 * mixed_pack_bytes(job.inner) * (job.gate >= 0 ? 2 : 1), group = MIXED_GROUP_BYTES / unit;
-    run_shares(mixed, count, group > 1 ? group : 1);
+    return rows.out;
 }
 
-// Parts that have a mixed copy come first, in their order; how many those are.
-int64_t mixed_first(const PackedJob& job, std::vector<PackedPart>& parts) {
-    parts.clear();
-    for (int64_t i = 0; i < job.count; ++i)
-        if (job.parts[i].mixed) parts.push_back(job.parts[i]);
-    const int64_t mixed = int64_t(parts.size());
-    for (int64_t i = 0; i < job.count; ++i)
-        if (!job.parts[i].mixed) parts.push_back(job.parts[i]);
-    return mixed;
-}
-
-void run_packed_as_they_are(const PackedJob& job) {
-    if (all_dense(job)) {
-        const int64_t fitting = CACHED_ROW_BYTES / (2 * job.inner) / 32 * 32;
-        return run_in_turn(job, fitting < LEAST_ROWS ? LEAST_ROWS : fitting);
-    }
-    const int64_t count = job.x.kind == Activations::Tiles ? sharers(job.rows) : 1;
-    if (count > 1) return run_shares(job, count, 1);
-    run_units(job);
+// Units that a thread takes at a time, for all of its rows.
+int64_t group_of(const PackedJob& job) {
+    if (!job.mixed.data) return 1;
+    const int64_t group = MIXED_GROUP_BYTES / (2 * mixed_pack_bytes(job.inner) * (job.gate >= 0 ? 2 : 1));
+    return group > 1 ? group : 1;
 }
 
 }  // namespace
 
-void run_packed(const PackedJob& job) {
-    if (job.x.kind != Activations::Tiles || job.rows < MIXED_ROWS || !kernels().mix_rows)
-        return run_packed_as_they_are(job);
-    thread_local std::vector<PackedPart> parts;  // kept for its memory
-    const int64_t mixed = mixed_first(job, parts);
-    if (mixed == job.count) return run_mixed(job);
-    if (mixed == 0 || job.gate >= 0) return run_packed_as_they_are(job);
-    PackedJob some = job;
-    some.parts = parts.data(), some.count = mixed;
-    run_mixed(some);
-    some.parts += mixed, some.count = job.count - mixed;
-    run_packed_as_they_are(some);
+void run_packed(const PackedJob& given) {
+    PackedJob job = given;
+    if (all_dense(job)) {
+        const int64_t fitting = CACHED_ROW_BYTES / (2 * job.inner) / 32 * 32;
+        return run_in_turn(job, fitting < LEAST_ROWS ? LEAST_ROWS : fitting);
+    }
+    if (wants_mixed_rows(job)) job.mixed = mixed_rows(job);
+    const int64_t count = job.x.kind == Activations::Tiles ? sharers(job.rows) : 1;
+    if (count > 1) return run_shares(job, count, group_of(job));
+    run_units(job);
 }
 
 Activations encoding_of(int64_t rows, Rounding rounding) {

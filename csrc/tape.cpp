@@ -90,12 +90,12 @@ void PackedStep::run(const Step& step) const {
         found[i] = {parts[i].weight.in<uint8_t>(step), parts[i].bias.in<float>(step), parts[i].y.in<float>(step),
                     parts[i].y_stride, parts[i].outputs, parts[i].pack, parts[i].mixed.in<uint8_t>(step)};
     run_packed({encoded_at(x, step, inner), step.tokens, inner, found, int64_t(parts.size()), gate,
-                encoded_at(encoded, step, parts[0].outputs)});
+                encoded_at(encoded, step, parts[0].outputs), {}});
 }
 
 void PackedHeadStep::run(const Step& step) const {
     const PackedPart part{weight.in<uint8_t>(step), bias.in<float>(step), nullptr, 0, outputs, pack, nullptr};
-    const PackedJob job{encoded_at(x, step, inner), step.tokens, inner, &part, 1, -1, {}};
+    const PackedJob job{encoded_at(x, step, inner), step.tokens, inner, &part, 1, -1, {}, {}};
     if (step.choice)
         run_packed_choice(job, *step.choice, chosen.in<int64_t>(step));
     else
