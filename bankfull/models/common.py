@@ -60,7 +60,7 @@ def attention(fields: Fields, build: Build, heads: Heads, *, qkv_bias: bool, out
         build, heads,
         Linear(build.at("q_proj"), hidden, query, qkv_bias, mixes=True),
         Linear(build.at("k_proj"), hidden, kv, qkv_bias, mixes=True),
-        Linear(build.at("v_proj"), hidden, kv, qkv_bias),  # a fifth of all that rounding it would cost, and small
+        Linear(build.at("v_proj"), hidden, kv, qkv_bias),  # a fifth of all that rounding would cost, and small
         Linear(build.at("o_proj"), query, hidden, out_bias, mixes=True),
         **more,
     )  # fmt: skip
@@ -78,7 +78,7 @@ def gated_mlp(fields: Fields, build: Build, activation: str = "hidden_act") -> G
         build,
         Linear(build.at("gate_proj"), hidden, inner, bias, mixes=True),
         Linear(build.at("up_proj"), hidden, inner, bias, mixes=True),
-        Linear(build.at("down_proj"), inner, hidden, bias, mixes=True),
+        Linear(build.at("down_proj"), inner, hidden, bias),  # a third of all that rounding would cost
         fields.text(activation),
     )
 

@@ -33,7 +33,7 @@ def build_phi3(config: Config, build: Build) -> Decoder:
 def fused_mlp(fields: Fields, build: Build) -> GatedMLP:
     hidden, inner = fields.size("hidden_size"), fields.size("intermediate_size")
     gate, up = split_linear(build.at("gate_up_proj"), hidden, [inner, inner], mixes=(True, True))
-    down = Linear(build.at("down_proj"), inner, hidden, mixes=True)
+    down = Linear(build.at("down_proj"), inner, hidden)
     return GatedMLP(build, gate, up, down, fields.text("hidden_act"))
 
 
