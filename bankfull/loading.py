@@ -139,8 +139,8 @@ def assemble(
     build = plan_build(files, run, device, max_len or 0)
     if run.activations == "auto" and build.kit.activations == INT8_FEW:
         log.warning(
-            "a second copy of the weights would take up to %s, more than a quarter of the free memory: steps of many rows "
-            "are slower without it (activations='int8' makes it all the same).", shown(inner_weights(files.source)),
+            "a second copy of the weights would take up to %s, more than a quarter of the free memory: steps of many "
+            "rows are slower without it (activations='int8' makes it all the same).", shown(inner_weights(files.source)),
         )  # fmt: skip
     free = device.free_memory()
     try:
