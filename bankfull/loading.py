@@ -140,8 +140,9 @@ def assemble(
     if run.activations == "auto" and build.kit.activations == INT8_FEW:
         log.warning(
             "a second copy of the weights would take up to %s, more than a quarter of the free memory: steps of many "
-            "rows are slower without it (activations='int8' makes it all the same).", shown(inner_weights(files.source)),
-        )  # fmt: skip
+            "rows are slower without it (activations='int8' makes it all the same).",
+            shown(inner_weights(files.source)),
+        )
     free = device.free_memory()
     try:
         model = build_model(files.config, build)
