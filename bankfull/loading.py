@@ -279,7 +279,8 @@ def choose_activations(run: RunConfig, files: ModelFiles, device: str) -> str:
     if device != "cpu" or run.providers != "auto" or native.status() is not None:
         return FLOAT
     if run.dtype == "auto" and blocks:
-        return INT8 if inner_weights(files.source) <= COPY_SHARE * available_memory() else INT8_FEW
+        too_large = native.copies_weights() and inner_weights(files.source) > COPY_SHARE * available_memory()
+        return INT8_FEW if too_large else INT8
     return BF16 if choose_dtype(run.dtype, files, device) == torch.bfloat16 else FLOAT
 
 

@@ -61,7 +61,7 @@ struct PackedJob {
     int64_t count;
     int gate;  // a Pointwise, or -1: no gate
     Encoded out;
-    Encoded mixed;  // x once more, for the parts that have mixed weights; run_packed makes it where rows are many
+    Encoded mixed;  // x once more, for the parts that have mixed weights; run_packed makes it of Tiles
 };
 
 // Rows of Tiles become Mixed, for the blocks of sixteen rows [begin, end).

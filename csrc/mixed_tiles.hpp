@@ -29,8 +29,8 @@ static inline float float_of(uint32_t bits) {
     return value;
 }
 
-
-// `mixed` is room for a row of floats: one at a time stays in the nearest cache, sixteen in tiles did not (1.3 times slower).
+// `mixed` is room for a row of floats. One at a time stays in the nearest cache; sixteen, mixed by tiles, did not, and took
+// 1.3 times as long.
 static void mix_row(const uint8_t* tiles, int64_t columns, float* mixed, uint8_t* codes, float* scale) {
     __m512i most = _mm512_setzero_si512();
     for (int64_t k = 0; k < columns; k += MIXED_COLUMNS) {
@@ -58,7 +58,7 @@ static void mix_row(const uint8_t* tiles, int64_t columns, float* mixed, uint8_t
     }
 }
 
-// Rows that a last block lacks are not written. They are multiplied like the others, and nobody reads what becomes of them.
+// Rows that a last block lacks are not written: they are multiplied like the others, and nobody reads what comes of it.
 static void mix_rows(const MixRowsJob& job, int64_t begin, int64_t end) {
     float* mixed = scratch(job.columns);
     for (int64_t row = begin * MIXED_BLOCK; row < end * MIXED_BLOCK && row < job.rows; ++row) {
@@ -69,9 +69,9 @@ static void mix_rows(const MixRowsJob& job, int64_t begin, int64_t end) {
     }
 }
 
-// Eight columns, `Apart` of each other, mixed among themselves; lanes are outputs here. The largest of the results counts.
+// Eight columns, `Apart` of each other, mixed among themselves; lanes are outputs here. Returns each one's largest.
 template <int64_t Apart>
-static inline void mix_eight(float* first, __m512i& most) {
+static inline __m512i mix_eight(float* first) {
     __m512 v[8];
     for (int i = 0; i < 8; ++i) v[i] = _mm512_loadu_ps(first + i * Apart * PACK_OUTPUTS);
 #pragma GCC unroll 3
@@ -83,10 +83,12 @@ static inline void mix_eight(float* first, __m512i& most) {
             v[i + apart] = _mm512_sub_ps(v[i], v[i + apart]);
             v[i] = sum;
         }
+    __m512i most = _mm512_setzero_si512();
     for (int i = 0; i < 8; ++i) {
         most = _mm512_max_epu32(most, magnitude(v[i]));
         _mm512_storeu_ps(first + i * Apart * PACK_OUTPUTS, v[i]);
     }
+    return most;
 }
 
 template <Pack P>
@@ -95,7 +97,6 @@ static void mix_pack(const uint8_t* pack, int64_t inner, uint8_t* mixed) {
     __m512i most = _mm512_setzero_si512();
     for (int64_t k = 0; k < inner; k += MIXED_COLUMNS) {
         float* block = columns + k * PACK_OUTPUTS;
-        const __m512i so_far = most;
         for (int64_t slice = 0; slice < MIXED_COLUMNS; slice += SLICE_K)
             read_slice<P>(pack, inner, k + slice, [&](int column, __m512 a, __m512 b, __m512 c, __m512 d) {
                 float* at = block + (slice + column) * PACK_OUTPUTS;
@@ -104,9 +105,9 @@ static void mix_pack(const uint8_t* pack, int64_t inner, uint8_t* mixed) {
                 _mm512_storeu_ps(at + 32, c);
                 _mm512_storeu_ps(at + 48, d);
             });
-        for (int64_t i = 0; i < 8; ++i) mix_eight<8>(block + i * PACK_OUTPUTS, most);
-        most = so_far;  // what was half mixed does not count
-        for (int64_t i = 0; i < MIXED_COLUMNS; i += 8) mix_eight<1>(block + i * PACK_OUTPUTS, most);
+        for (int64_t i = 0; i < 8; ++i) mix_eight<8>(block + i * PACK_OUTPUTS);
+        for (int64_t i = 0; i < MIXED_COLUMNS; i += 8)
+            most = _mm512_max_epu32(most, mix_eight<1>(block + i * PACK_OUTPUTS));
     }
     const __m512 largest = _mm512_castsi512_ps(most);
     _mm512_storeu_ps(mixed, _mm512_mul_ps(largest, _mm512_set1_ps(1.0f / 127.0f / float(MIXED_COLUMNS))));
@@ -180,7 +181,8 @@ static void mixed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
     _tile_loadconfig(&TILE_SHAPES.of[32]);
     for (int64_t row = 0; row < job.rows; row += 32) {
         const int64_t rows = job.rows - row < 32 ? job.rows - row : 32;
-        const uint8_t *upper = job.mixed.data + row / MIXED_BLOCK * block, *lower = rows > MIXED_BLOCK ? upper + block : nullptr;
+        const uint8_t* upper = job.mixed.data + row / MIXED_BLOCK * block;
+        const uint8_t* lower = rows > MIXED_BLOCK ? upper + block : nullptr;
         __builtin_memcpy(row_scales, upper + MIXED_BLOCK * job.inner, MIXED_BLOCK * sizeof(float));
         if (lower)
             __builtin_memcpy(row_scales + MIXED_BLOCK, lower + MIXED_BLOCK * job.inner, MIXED_BLOCK * sizeof(float));

@@ -16,7 +16,6 @@ constexpr int64_t PIECE_UNITS = 8;
 // so many rows at a time, weights would be read too often.
 constexpr int64_t CACHED_ROW_BYTES = 1 << 20, LEAST_ROWS = 128;
 constexpr int64_t SHARED_ROWS = 128;  // for each thread: from here on, rows of its own are worth widening all panels
-constexpr int64_t MIXED_ROWS = 14;  // from so many on, mixed weights are faster than widened ones
 constexpr int64_t MIXED_GROUP_BYTES = 256 << 10;  // of units that stay in the second-level cache for all rows
 
 int64_t count_units(const PackedJob& job) {
@@ -102,7 +101,7 @@ int64_t sharers(int64_t rows) {
 }
 
 bool wants_mixed_rows(const PackedJob& job) {
-    if (job.x.kind != Activations::Tiles || job.rows < MIXED_ROWS || !kernels().mix_rows) return false;
+    if (job.x.kind != Activations::Tiles || !kernels().mix_rows) return false;
     int64_t mixed = 0;
     for (int64_t i = 0; i < job.count; ++i) mixed += job.parts[i].mixed != nullptr;
     return job.gate >= 0 ? mixed == job.count : mixed > 0;

@@ -20,7 +20,6 @@ from bankfull.layers.decoder import Decoder
 from bankfull.loading import choose_activations, plan_build, rounded
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for, native
-from bankfull.ops.native.extension import required
 from bankfull.runtime import naive
 from bankfull.runtime.device import Cpu
 from bankfull.runtime.taped import Taped
@@ -208,7 +207,10 @@ def test_weights_are_copied_for_many_rows_only_where_memory_is_plenty(
     assert 0 < copied == sum(
         math.prod(files.source.shape(name)) for name in inner if not files.source.scheme(name).is_dense
     )
-    for free, wanted in ((4 * copied, "int8"), (4 * copied - 1, "int8-few")):
+    for makes, free, wanted in (
+        (False, 4 * copied - 1, "int8"), (True, 4 * copied, "int8"), (True, 4 * copied - 1, "int8-few"),
+    ):  # fmt: skip
+        monkeypatch.setattr(native, "copies_weights", lambda makes=makes: makes)
         monkeypatch.setattr(loading, "available_memory", lambda free=free: free)
         assert choose_activations(RunConfig(), files, "cpu") == wanted
     assert choose_activations(RunConfig(activations="int8"), files, "cpu") == "int8"
@@ -228,8 +230,7 @@ def test_values_down_projections_and_the_head_are_never_copied_for_many_rows() -
         }  # fmt: skip
         return [name for name, layer in layers.items() if layer.weight.mixed is not None]
 
-    tiles = required().mixed_bytes(0, 32, 64) > 0
-    assert mixed("int8") == (["q", "k", "o", "gate", "up"] if tiles else [])
+    assert mixed("int8") == (["q", "k", "o", "gate", "up"] if native.copies_weights() else [])
     assert mixed("int8-few") == []
 
 

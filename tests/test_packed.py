@@ -13,9 +13,12 @@ from torch.nn import functional as F
 
 _native = pytest.importorskip("bankfull._native", reason="the native extension was not built")
 
+from bankfull.ops.native import copies_weights  # noqa: E402
 from bankfull.ops.native.checks import address  # noqa: E402
+from bankfull.ops.native.packed import pack_and_mix, run_linear_mixed  # noqa: E402
 from bankfull.weights.formats import SCHEMES  # noqa: E402
 from bankfull.weights.qtensor import QTensor  # noqa: E402
+from bankfull.weights.quantize import quantize  # noqa: E402
 from tests.test_native import ISAS, SCALES, rows_of, weight_of  # noqa: E402
 
 FORMATS: dict[str, tuple[int, int, int]] = _native.formats()
@@ -358,3 +361,15 @@ def test_infinite_activations_end_in_nan_not_in_numbers(isa: str) -> None:
     x[1, 5] = np.inf
     (got,) = run(Rows.of(x), Packed.of(weight_of("q4_1", 17, 64)))
     assert got[0].isfinite().all() and not got[1].isfinite().any()
+
+
+@pytest.mark.skipif(not copies_weights(), reason="this instruction set has no int8 tiles")
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+def test_a_mixed_row_that_is_not_finite_says_so_and_spares_the_others(poison: float) -> None:
+    weight = pack_and_mix(quantize(torch.randn(40, 192), "q8_0"))
+    x = torch.randn(20, 192)
+    clean = run_linear_mixed(x, weight)
+    x[7, 100] = poison
+    found = run_linear_mixed(x, weight)
+    assert not found[7].isfinite().any()
+    assert torch.equal(found[:7], clean[:7]) and torch.equal(found[8:], clean[8:])

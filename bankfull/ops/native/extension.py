@@ -66,6 +66,11 @@ def select_isa() -> str | None:
     return str(kernels.isa())
 
 
+def copies_weights() -> bool:
+    """Do products of many rows have a second copy of quantized weights here (csrc/mixing.hpp)?"""
+    return select_isa() is not None and required().mixed_bytes(0, 32, 64) > 0
+
+
 def threads() -> int:
     """How many threads the kernels use, the caller's included; without kernels, what torch uses."""
     if kernels is not None:
