@@ -59,6 +59,8 @@ def test_limits_draws_the_roofline_into_a_file(cli: Cli, levels: Levels, tmp_pat
     path = tmp_path / "roofline.svg"
     assert cli("limits", "--svg", path, "--json").code == 0
     assert "Roofline: a cpu" in path.read_text()
+    assert cli("limits", "--png", tmp_path / "roofline.png", "--json").code == 0
+    assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
     assert "must end in .svg" in cli("limits", "--svg", tmp_path / "roofline.png").sentence
     assert "must end in .png" in cli("limits", "--png", tmp_path / "roofline.svg").sentence
     assert "there is no folder" in cli("limits", "--svg", tmp_path / "none" / "roofline.svg").sentence
@@ -67,7 +69,7 @@ def test_limits_draws_the_roofline_into_a_file(cli: Cli, levels: Levels, tmp_pat
 def test_a_picture_that_cannot_be_made_is_refused_before_anything_is_measured(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "cairosvg", None)
+    monkeypatch.setitem(sys.modules, "resvg_py", None)
     monkeypatch.setattr("bankfull.limits.ceilings.measure", lambda *arguments: pytest.fail("measured"))
     assert "bankfull[charts]" in cli("limits", "--png", tmp_path / "roofline.png").sentence
 

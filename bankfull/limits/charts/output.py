@@ -46,18 +46,30 @@ def check_path(path: str | Path) -> None:
         raise ConfigError(f"{path} cannot be written: there is no folder {path.absolute().parent}.")
     if suffix == ".png":
         try:
-            import cairosvg  # noqa: F401
-        except (ImportError, OSError):  # OSError: the package is there, but not the system's cairo
+            import resvg_py  # noqa: F401
+
+            _fonts()
+        except (ImportError, OSError):
             raise ConfigError(
-                f"{path.name} needs CairoSVG to become a PNG: pip install 'bankfull[charts]', or save an .svg instead."
+                f"{path.name} needs resvg and its font to become a PNG: pip install 'bankfull[charts]', "
+                "or save an .svg instead."
             ) from None
 
 
 def _png(chart: Chart) -> bytes:
-    import cairosvg
+    import resvg_py
 
-    drawn = cairosvg.svg2png(bytestring=chart.svg(theme="light").encode(), scale=PNG_SCALE)
-    return bytes(drawn)
+    # Letters that this font lacks are taken from the machine's fonts; where those lack them, too, there is a box.
+    return resvg_py.svg_to_bytes(
+        svg_string=chart.svg(theme="light"), zoom=PNG_SCALE, font_files=_fonts(), sans_serif_family="Open Sans"
+    )
+
+
+def _fonts() -> list[str]:
+    """Where a font is missing, resvg leaves the text out and says nothing: so a missing file is an OSError here."""
+    from ttf_opensans import OPENSANS_REGULAR, OPENSANS_SEMIBOLD
+
+    return [str(font.path.resolve(strict=True)) for font in (OPENSANS_REGULAR, OPENSANS_SEMIBOLD)]
 
 
 def _has_braille(stream: TextIO) -> bool:
