@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from bankfull.limits.load.stalls import Stall, StallWatch
+from bankfull.limits.load.stamped import KernelClock
 
 Made = TypeVar("Made")
 SWITCH = 1e-4
@@ -37,6 +38,8 @@ class PreciseSelector(selectors.EpollSelector):
 class PreciseLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._precise = PreciseSelector()
+        self.stamps = KernelClock()
+        """What the kernel stamped, in the loop's time."""
         super().__init__(self._precise)
 
     @property
