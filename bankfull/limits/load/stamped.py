@@ -1,8 +1,8 @@
 """A socket that knows when its bytes came, not only when somebody got round to reading them.
 
 A reader's own clock is late by whatever kept the reader: other work, or a machine that ran others meanwhile. Linux
-stamps packets as they arrive and hands the stamp out with the bytes. Bytes that lie there until later ones join them
-share the stamp of the last.
+stamps packets as they arrive and hands the stamp out with the bytes: that of the last packet that it reads from. It may
+also join packets that lie unread and were acknowledged, and keeps the last stamp of those, too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ SO_TIMESTAMPNS = 35
 STAMP = struct.Struct("@ll")
 SLACK = 10_000
 """Nanoseconds: a clock that was set by less is as good as one that was not."""
+
+
+FRESH = 200_000
+"""Nanoseconds: bytes that came so shortly before they are read are all read at once."""
 
 
 class KernelClock:
@@ -50,8 +54,9 @@ class KernelClock:
 
 
 class StampedSocket(socket.socket):
-    """asyncio's transports read with `recv`; `came` is then when the last byte of what they got had arrived, by the
-    monotonic clock. None: the kernel did not say, and nobody knows better than the reader."""
+    """asyncio's transports read with `recv`, which leaves what came later for the next call. `came` is then when the
+    last byte of what they got had arrived, by the monotonic clock. None: the kernel did not say, and nobody knows
+    better than the reader."""
 
     def __init__(self, family: socket.AddressFamily, clock: KernelClock) -> None:
         super().__init__(family, socket.SOCK_STREAM)
@@ -61,13 +66,32 @@ class StampedSocket(socket.socket):
             self.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
 
     def recv(self, size: int, flags: int = 0) -> bytes:
+        _, first = self._read(1, flags | socket.MSG_PEEK)
+        if first is None or clock_gettime_ns(CLOCK_REALTIME) - first < FRESH:
+            data, stamp = self._read(size, flags)
+        else:
+            data, stamp = self._read(self._count(first, size), flags)[0], first
+        self.came = None if stamp is None else self._clock.moment(stamp)
+        return data
+
+    def _count(self, stamp: int, size: int) -> int:
+        """How many bytes from here on came at that moment."""
+        data, last = self._read(size, socket.MSG_PEEK)
+        some, more = 1, len(data)
+        if last == stamp:
+            return more
+        while more - some > 1:
+            middle = (some + more) // 2
+            some, more = (middle, more) if self._read(middle, socket.MSG_PEEK)[1] == stamp else (some, middle)
+        return some
+
+    def _read(self, size: int, flags: int) -> tuple[bytes, int | None]:
         data, notes, _, _ = self.recvmsg(size, socket.CMSG_SPACE(STAMP.size), flags)
-        self.came = None
         for level, kind, note in notes:
             if level == socket.SOL_SOCKET and kind == SO_TIMESTAMPNS and len(note) == STAMP.size:
                 seconds, rest = STAMP.unpack(note)
-                self.came = self._clock.moment(seconds * 1_000_000_000 + rest)
-        return data
+                return data, int(seconds) * 1_000_000_000 + int(rest)
+        return data, None
 
 
 async def connect(ip: str, port: int, clock: KernelClock) -> StampedSocket:

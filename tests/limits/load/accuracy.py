@@ -1,6 +1,7 @@
 """How far the client's figures are from what a stamped server did, as quantiles: for a machine that is left alone.
 
     python -m tests.limits.load.accuracy --rate 200 --seconds 20 --tokens 20
+    python -m tests.limits.load.accuracy --standstill 25     # and if the machine runs others for so many milliseconds?
 
 The truth is the kernel's on the server's side (witness.py): when a request's bytes had come, and when a token's left.
 The client counts from when a request was due, so that is where the same figures of the server begin. A client that is
@@ -14,16 +15,21 @@ moment lies at the request's sending, its arrival, or its first or last token; a
 from __future__ import annotations
 
 import argparse
+import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from time import monotonic, process_time
+from functools import partial
+from time import monotonic, process_time, sleep
 
 from bankfull.limits.bench_stats import quantile
 from bankfull.limits.load.arrivals import Arrivals
-from bankfull.limits.load.client import Asking, Client, Outcome
+from bankfull.limits.load.client import Asking, Client, Outcome, Work
+from bankfull.limits.load.clock import run_precisely
 from bankfull.limits.load.stalls import Stall, sums, worst_at
 from tests.limits.load.kit import asking, figures, notes_of, off, stamped
 
+EVERY = 0.2
+"""Seconds between two standstills on purpose."""
 SHARES = (0.0, 0.5, 0.9, 0.99, 0.999, 1.0)
 
 
@@ -59,16 +65,32 @@ def show_stalls(who: str, stalls: Sequence[Stall]) -> None:
               f"{1e3 * found.longest:.3f} ms at most")  # fmt: skip
 
 
+def disturbed(work: Work, seconds: float) -> None:
+    """A client's run in which its loop stands still again and again."""
+
+    def stand_still() -> None:
+        sleep(seconds)
+        asyncio.get_running_loop().call_later(EVERY, stand_still)
+
+    async def both() -> None:
+        asyncio.get_running_loop().call_later(EVERY, stand_still)
+        await work()
+
+    run_precisely(both)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=200.0)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--tokens", type=int, default=20)
+    parser.add_argument("--standstill", type=float, default=0.0)
     asked = parser.parse_args()
+    run = partial(disturbed, seconds=asked.standstill / 1e3) if asked.standstill else run_precisely
     count = round(asked.rate * asked.seconds)
     with stamped(wait=0.03, gap=0.01) as server:
         begun, used = monotonic(), process_time()
-        client = Client(server, Asking())
+        client = Client(server, Asking(), run)
         outcomes = client.run(asking(asked.tokens, count), Arrivals(asked.rate).offsets(count, 0))
         share = (process_time() - used) / (monotonic() - begun)
         notes = notes_of(server)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -61,18 +62,33 @@ def test_where_the_kernel_has_no_stamps_times_are_those_of_reading(monkeypatch: 
     assert one.ttft is not None and one.ttft >= STANDSTILL
 
 
-def test_a_read_without_a_stamp_does_not_keep_the_one_before() -> None:
+@pytest.fixture
+def ends() -> Iterator[tuple[StampedSocket, socket.socket]]:
+    """Of one connection: the stamped one, and the server's."""
     with socket.create_server(("127.0.0.1", 0)) as listening, StampedSocket(socket.AF_INET, KernelClock()) as line:
         line.connect(listening.getsockname())
         server, _ = listening.accept()
         with server:
-            begun = time.monotonic()
-            server.send(b"x")
-            assert line.recv(10) == b"x" and line.came is not None
-            assert begun <= line.came <= time.monotonic()
-            line.setsockopt(socket.SOL_SOCKET, stamped.SO_TIMESTAMPNS, 0)
-            server.send(b"y")
-            assert line.recv(10) == b"y" and line.came is None
+            yield line, server
+
+
+def test_a_read_without_a_stamp_does_not_keep_the_one_before(ends: tuple[StampedSocket, socket.socket]) -> None:
+    line, server = ends
+    begun = time.monotonic()
+    server.send(b"x")
+    assert line.recv(10) == b"x" and line.came is not None
+    assert begun <= line.came <= time.monotonic()
+    line.setsockopt(socket.SOL_SOCKET, stamped.SO_TIMESTAMPNS, 0)
+    server.send(b"y")
+    assert line.recv(10) == b"y" and line.came is None
+
+
+def test_bytes_that_came_together_are_read_together(ends: tuple[StampedSocket, socket.socket]) -> None:
+    line, server = ends
+    for size in (1, 2, 3, 1000, 20_000):
+        server.send(b"x" * size)
+        time.sleep(0.002)
+        assert line.recv(1 << 18) == b"x" * size
 
 
 def test_an_answer_does_not_come_before_its_request_was_sent() -> None:
@@ -152,6 +168,48 @@ def test_a_clock_that_is_set_misleads_nobody(clocks: Clocks, step: int) -> None:
     arrived, after = clocks.now / 1e9, clocks.stamp()
     clocks.now += 1_000_000
     assert kernel.moment(after) == pytest.approx(arrived, abs=1e-6)
+
+
+class Unread(StampedSocket):
+    """As Linux reads: over several packets, with the stamp of the last that it touches."""
+
+    def __init__(self, packets: list[tuple[int, bytes]]) -> None:
+        super().__init__(socket.AF_INET, KernelClock())
+        self.packets = packets
+
+    def recvmsg(self, size: int, space: int = 0, flags: int = 0) -> Any:  # type: ignore[override]
+        data, last, left = b"", 0, []
+        for stamp, packet in self.packets:
+            taken = packet[: size - len(data)]
+            data += taken
+            last = stamp if taken else last
+            left.append((stamp, packet[len(taken) :]))
+        if not flags & socket.MSG_PEEK:
+            self.packets = [(stamp, packet) for stamp, packet in left if packet]
+        notes = [(socket.SOL_SOCKET, stamped.SO_TIMESTAMPNS, stamped.STAMP.pack(*divmod(last, SECOND)))]
+        return data, notes if data else [], 0, None
+
+
+@pytest.mark.parametrize("sizes", [(1,), (1, 1), (5, 1, 300), (300, 5, 7, 1), (2, 1000, 2)])
+def test_what_came_later_is_left_for_the_next_read(clocks: Clocks, sizes: tuple[int, ...]) -> None:
+    with Unread([]) as line:
+        came = []
+        for number, size in enumerate(sizes):
+            clocks.now += 10_000_000
+            came.append((clocks.now / 1e9, bytes([number]) * size))
+            line.packets.append((clocks.stamp(), came[-1][1]))
+        clocks.now += 50_000_000  # whatever kept the reader
+        for at, packet in came:
+            assert line.recv(1 << 18) == packet
+            assert line.came == pytest.approx(at, abs=1e-6)
+        assert line.recv(1 << 18) == b"" and line.came is None
+
+
+def test_a_reader_in_time_reads_everything_at_once(clocks: Clocks) -> None:
+    with Unread([]) as line:
+        line.packets = [(clocks.stamp(), b"head"), (clocks.stamp() + 50_000, b"body")]
+        clocks.now += 60_000
+        assert line.recv(1 << 18) == b"headbody"
 
 
 def test_an_interruption_between_two_looks_is_not_taken_for_a_change(clocks: Clocks) -> None:
