@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from shlex import quote
 
 import pytest
 
@@ -77,7 +76,7 @@ def test_sweep_finds_the_rate_of_a_queue(cli: Cli, tmp_path: Path) -> None:
 
 def test_compare_prints_ratios_of_servers_that_it_starts(cli: Cli, model: Path) -> None:
     def command(gap: float) -> str:
-        return f"{quote(sys.executable)} {quote(str(SERVER))} --port {{port}} --wait 0.01 --gap {gap}"
+        return f"{SERVER} --port {{port}} --wait 0.01 --gap {gap}"
 
     peer = ("--ours", command(0.01), "--peer", f"slow={command(0.05)}", "--pairs", 1)
     found = cli("bench", "compare", "-m", model, *peer, *SMALL, "--json")

@@ -75,6 +75,8 @@ class Outcome:
     text: str = ""
     finish: str | None = None
     error: str | None = None
+    stamped: bool = False
+    """Whether the kernel noted when tokens came. Else it is when the client got round to reading them."""
 
     @property
     def late(self) -> float | None:
@@ -139,7 +141,8 @@ class Client:
         self._held = 0
         self._open: set[Exchange] = set()
         self._left = 0
-        self._begun = 0.0
+        self.begun = 0.0
+        """In the loop's time; a run's other times count from it."""
 
     def run(
         self, conversations: Sequence[Conversation], offsets: Sequence[float], advance: Advance | None = None
@@ -165,9 +168,9 @@ class Client:
         self._left = sum(len(talk.turns) for talk in talks)
         self._all_done = loop.create_future()
         await self._pool.warm_up()
-        self._begun = loop.time() + LEAD
+        self.begun = loop.time() + LEAD
         for talk, request, offset in zip(talks, requests, offsets, strict=True):
-            loop.call_at(self._begun + offset, self._start, talk, request, self._begun + offset)
+            loop.call_at(self.begun + offset, self._start, talk, request, self.begun + offset)
         total = self._left
         try:
             while self._left:
@@ -178,7 +181,7 @@ class Client:
         finally:
             await self._pool.close()
             if isinstance(loop, PreciseLoop):
-                begun = self._begun
+                begun = self.begun
                 self.stalls = [Stall(s.begin - begun, s.end - begun, s.own) for s in loop.stalls if s.end > begun]
 
     def _start(self, talk: _Talk, request: bytes, due: float) -> None:
@@ -208,7 +211,7 @@ class Client:
 
     def _go_on(self, talk: _Talk, at: int, outcome: Outcome) -> None:
         talk.said.append((talk.turns[at].prompt, outcome.text))
-        due = self._begun + outcome.ended + self._asking.pause
+        due = self.begun + outcome.ended + self._asking.pause
         asyncio.get_running_loop().call_at(due, self._start, talk, self._request(talk), due)
 
     def _drop_late(self, now: float) -> None:
@@ -224,11 +227,11 @@ class Client:
         assert exchange.ended is not None
         ended = exchange.ended if answer.last is None or error is not None else answer.last
         return Outcome(
-            exchange.due - self._begun, None if exchange.sent is None else exchange.sent - self._begun,
-            tuple(time - self._begun for time in answer.times), ended - self._begun,
+            exchange.due - self.begun, None if exchange.sent is None else exchange.sent - self.begun,
+            tuple(time - self.begun for time in answer.times), ended - self.begun,
             answer.input_tokens if answer.input_tokens is not None else turn.tokens or 0,
             answer.output_tokens if answer.output_tokens is not None else len(answer.times),
-            answer.cached_tokens, at, answer.text, answer.finish, error,
+            answer.cached_tokens, at, answer.text, answer.finish, error, exchange.stamped and error is None,
         )  # fmt: skip
 
     def _request(self, talk: _Talk) -> bytes:

@@ -1,5 +1,8 @@
 """HTTP/1.1 as plainly as it can be: one request, one answer, and the time at which each part of it came.
 
+That is the kernel's stamp, so that times hold while the client stands still. Without one (the connection is encrypted,
+the system has none, or the loop goes by another clock) it is the moment at which the loop got round to reading.
+
 While a run lasts nothing is decoded but the framing: bytes are kept with their times, and read afterwards.
 """
 
@@ -12,7 +15,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from bankfull.errors import ConfigError
+from bankfull.limits.load.clock import PreciseLoop
 from bankfull.limits.load.events import Part
+from bankfull.limits.load.stamped import StampedSocket, connect
 
 if TYPE_CHECKING:
     from bankfull.limits.load.server import Address
@@ -32,7 +37,7 @@ def _parser(connection: Connection) -> Any:
 class Exchange:
     """One request and what came back, in the loop's time."""
 
-    __slots__ = ("done", "due", "ended", "error", "parts", "request", "retried", "sent", "status")
+    __slots__ = ("done", "due", "ended", "error", "parts", "request", "retried", "sent", "stamped", "status")
 
     def __init__(self, request: bytes, due: float, done: Callable[[Exchange], None]) -> None:
         self.request, self.due, self.done = request, due, done
@@ -40,6 +45,8 @@ class Exchange:
         self.ended: float | None = None
         self.status = 0
         self.parts: list[Part] = []
+        self.stamped = True
+        """Whether all times of parts are the kernel's."""
         self.error: str | None = None
         self.retried = False
 
@@ -49,8 +56,8 @@ class Exchange:
 
 
 class Connection(asyncio.Protocol):
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
+    def __init__(self, pool: Pool, line: StampedSocket | None) -> None:
+        self._pool, self._line = pool, line
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
         self._now = 0.0
@@ -67,7 +74,12 @@ class Connection(asyncio.Protocol):
         self._transport, self.alive = transport, True
 
     def data_received(self, data: bytes) -> None:
-        self._now = self._pool.clock()
+        came = None if self._line is None else self._line.came
+        self._now = self._pool.clock() if came is None else came
+        if (exchange := self._exchange) is not None:
+            exchange.stamped &= came is not None
+            if exchange.sent is not None:  # whoever stood still between sending and looking at the clock looked late
+                exchange.sent = min(exchange.sent, self._now)
         try:
             self._parser.feed_data(data)
         except Exception as error:  # httptools has a tree of them; all mean that this is no HTTP
@@ -216,11 +228,15 @@ class Pool:
         await asyncio.sleep(0)
 
     async def _open(self) -> Connection:
-        place = self._address
-        _, connection = await asyncio.get_running_loop().create_connection(
-            lambda: Connection(self), place.ip, place.port, ssl=self._context,
-            server_hostname=place.host if self._context is not None else None,
-        )  # fmt: skip
+        place, loop = self._address, asyncio.get_running_loop()
+        if self._context is None and isinstance(loop, PreciseLoop):
+            line = await connect(place.ip, place.port, loop.stamps)
+            _, connection = await loop.create_connection(lambda: Connection(self, line), sock=line)
+        else:
+            _, connection = await loop.create_connection(
+                lambda: Connection(self, None), place.ip, place.port, ssl=self._context,
+                server_hostname=place.host if self._context is not None else None,
+            )  # fmt: skip
         self._all.add(connection)
         return connection
 

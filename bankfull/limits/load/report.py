@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
+from bankfull.limits.load.client import Outcome
 from bankfull.limits.load.energy import Energy
 from bankfull.limits.load.limit import Reached
 from bankfull.limits.load.measures import Measured
@@ -142,8 +143,8 @@ class Report:
         if self.disturbed > DISTURBED * len(self.measured.outcomes):
             longest = max(stall.seconds for stall in self.stalls)
             found.append(
-                f"{self.disturbed} requests were sent, or got their first or last token, while or just after the "
-                f"client stood still for more than 1 ms ({longest * 1e3:.3g} ms at most): it is in their figures"
+                f"{self.disturbed} requests were sent, or their first or last token was read, while or just after "
+                f"the client stood still for more than 1 ms ({longest * 1e3:.3g} ms at most): it is in their figures"
             )
         if (growth := self.measured.growth) is not None and growth > GROWTH and self.setting.rate != float("inf"):
             found.append(
@@ -158,7 +159,7 @@ class Report:
     def disturbed(self) -> int:
         """Requests whose figures hold a millisecond or more of the client's own standstill."""
         long = [stall for stall in self.stalls if stall.seconds > LATE_SECONDS]
-        moments = ((o.due if o.sent is None else o.sent, *o.times[:1], o.ended) for o in self.measured.outcomes)
+        moments = map(_by_the_clients_clock, self.measured.outcomes)
         return sum(any(worst_at(long, moment) is not None for moment in some) for some in moments)
 
     def _why_late(self) -> str:
@@ -192,6 +193,7 @@ class Report:
             "cached_input_tokens": m.cached_tokens,
             "offered_rate": None if self.offered == float("inf") else self.offered,
             "sent_late_s": None if m.late is None else asdict(m.late),
+            "kernel_stamped_requests": sum(outcome.stamped for outcome in m.outcomes),
             "client_stalls": dict(zip(("by_machine", "by_itself"), map(asdict, sums(self.stalls)), strict=True))
             | {"disturbed_requests": self.disturbed},
             "least_ms": {name: 1e3 * value for name, value in self.least.items()},
@@ -206,3 +208,12 @@ class Report:
                   "per_million_tokens": self.price.per_million(m.input_tokens + m.output_tokens, m.duration)},
             "warnings": self.warnings(),
         }  # fmt: skip
+
+
+def _by_the_clients_clock(one: Outcome) -> Iterator[float]:
+    """The moments that its figures hang on and that nobody but the client saw."""
+    yield one.due if one.sent is None else one.sent
+    if one.times and (not one.stamped or one.times[:1] == one.times[1:2]):
+        yield one.times[0]  # it may have lain there until the second joined it, whose stamp it has then
+    if not one.stamped:
+        yield one.ended

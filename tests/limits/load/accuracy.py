@@ -1,58 +1,62 @@
-"""How far the client's figures are from a stamped server's own, as quantiles: for a machine that is left alone.
+"""How far the client's figures are from what a stamped server did, as quantiles: for a machine that is left alone.
 
     python -m tests.limits.load.accuracy --rate 200 --seconds 20 --tokens 20
+    python -m tests.limits.load.accuracy --standstill 25     # and if the machine runs others for so many milliseconds?
 
-Both processes note when they did not run although they had to. A figure that is off is laid to the machine only where
-such a moment lies at the request's sending, its arrival, or its first or last token; all others are the client's.
+The truth is the kernel's on the server's side (witness.py): when a request's bytes had come, and when a token's left.
+The client counts from when a request was due, so that is where the same figures of the server begin. A client that is
+late to send tells the truth about it, and still does not what it promised; so those that came to the server late are
+counted beside, as figures that are off when the server's begin where the request came.
+
+Both processes note when they did not run although they had to. What is off is laid to the machine only where such a
+moment lies at the request's sending, its arrival, or its first or last token; all else is the client's.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 from collections import Counter
-from collections.abc import Sequence
-from time import monotonic, process_time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from time import monotonic, process_time, sleep
 
 from bankfull.limits.bench_stats import quantile
 from bankfull.limits.load.arrivals import Arrivals
-from bankfull.limits.load.client import Asking, Client, Outcome
+from bankfull.limits.load.client import Asking, Client, Outcome, Work
+from bankfull.limits.load.clock import run_precisely
 from bankfull.limits.load.stalls import Stall, sums, worst_at
-from tests.limits.load.kit import asking, stalls_of, stamped, stamps
+from tests.limits.load.kit import asking, figures, notes_of, off, stamped
 
+EVERY = 0.2
+"""Seconds between two standstills on purpose."""
 SHARES = (0.0, 0.5, 0.9, 0.99, 0.999, 1.0)
-CLOSE, PART = 1e-3, 0.01
-"""A figure may differ by a millisecond or by one percent."""
 
 
-def figures(one: Outcome) -> dict[str, tuple[float, float]]:
-    """The client's, and the server's."""
-    arrived, written = stamps(one)
-    assert one.ttft is not None and one.tpot is not None
-    return {
-        "TTFT": (one.ttft, written[0] - arrived), "E2E": (one.e2e, written[-1] - arrived),
-        "TPOT": (one.tpot, (written[-1] - written[0]) / (len(written) - 1)),
-    }  # fmt: skip
+Stalls = tuple[Sequence[Stall], Sequence[Stall]]
+"""The client's, and the server's; like all times here, from the beginning of the run."""
 
 
-def off(one: Outcome) -> float:
-    """Seconds by which its worst figure is further away than it may be; negative where all are near enough."""
-    return max(abs(ours - theirs) - max(CLOSE, PART * theirs) for ours, theirs in figures(one).values())
-
-
-def cause(one: Outcome, client: Sequence[Stall], server: Sequence[Stall]) -> str:
+def cause(one: Outcome, stalls: Stalls) -> str:
     """The longest stall at a moment that one of its figures hangs on."""
-    arrived, written = stamps(one)
     assert one.sent is not None
+    moments = one.sent, one.times[0], one.ended
     found = [
-        (stall.seconds, f"{who}, {'by the machine' if stall.by_machine else 'by its own work'}")
-        for who, stalls, moments in (
-            ("the client stalled", client, (one.sent, one.times[0], one.ended)),
-            ("the server stalled", server, (arrived, written[0], written[-1])),
-        )
+        (stall.seconds, f"{who} stalled, {'by the machine' if stall.by_machine else 'by its own work'}")
+        for who, some in zip(("the client", "the server"), stalls, strict=True)
         for moment in moments
-        if (stall := worst_at(stalls, moment)) is not None
+        if (stall := worst_at(some, moment)) is not None
     ]
     return max(found)[1] if found else "no stall was seen"
+
+
+def show_far(
+    where: str, outcomes: Sequence[Outcome], truths: Sequence[Mapping[str, float]], stalls: Stalls
+) -> None:  # fmt: skip
+    far = [one for one, theirs in zip(outcomes, truths, strict=True) if off(one, theirs) >= 1]
+    print(f"{len(outcomes) - len(far)} have every figure within 1 ms or 1% of the server's, counted {where}")
+    for reason, times in Counter(cause(one, stalls) for one in far).most_common():
+        print(f"  {times} have not: {reason}")
 
 
 def show_stalls(who: str, stalls: Sequence[Stall]) -> None:
@@ -61,30 +65,54 @@ def show_stalls(who: str, stalls: Sequence[Stall]) -> None:
               f"{1e3 * found.longest:.3f} ms at most")  # fmt: skip
 
 
+def disturbed(work: Work, seconds: float) -> None:
+    """A client's run in which its loop stands still again and again."""
+
+    def stand_still() -> None:
+        sleep(seconds)
+        asyncio.get_running_loop().call_later(EVERY, stand_still)
+
+    async def both() -> None:
+        asyncio.get_running_loop().call_later(EVERY, stand_still)
+        await work()
+
+    run_precisely(both)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=200.0)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--tokens", type=int, default=20)
+    parser.add_argument("--standstill", type=float, default=0.0)
     asked = parser.parse_args()
+    run = partial(disturbed, seconds=asked.standstill / 1e3) if asked.standstill else run_precisely
     count = round(asked.rate * asked.seconds)
     with stamped(wait=0.03, gap=0.01) as server:
         begun, used = monotonic(), process_time()
-        client = Client(server, Asking())
+        client = Client(server, Asking(), run)
         outcomes = client.run(asking(asked.tokens, count), Arrivals(asked.rate).offsets(count, 0))
         share = (process_time() - used) / (monotonic() - begun)
-        theirs = [stall for stall in stalls_of(server) if stall.end > begun]
+        notes = notes_of(server)
+    accounts = [notes.accounts[one.text] for one in outcomes]
     print(f"{count} requests at {asked.rate:g}/s, {asked.tokens} tokens each; the client used {share:.1%} of a core")
-    far = [one for one in outcomes if off(one) > 0]
-    print(f"{len(far)} requests have a figure that is off by more than 1 ms and 1%")
-    for reason, times in Counter(cause(one, client.stalls, theirs) for one in far).most_common():
-        print(f"  {times} of them: {reason}")
-    show_stalls("the client", client.stalls)
-    show_stalls("the server", theirs)
-    apart: dict[str, list[float]] = {"sent late": [one.late for one in outcomes if one.late is not None]}
-    for one in outcomes:
-        for name, (our, their) in figures(one).items():
-            apart.setdefault(name, []).append(our - their)
+    print(f"the kernel stamped {sum(one.stamped for one in outcomes)} answers for the client; the server's own clock "
+          f"confirms its stamps of {sum(account.confirmed for account in accounts)}")  # fmt: skip
+    stalls = client.stalls, [
+        Stall(stall.begin - client.begun, stall.end - client.begun, stall.own)
+        for stall in notes.stalls
+        if stall.end > client.begun
+    ]
+    from_due = [account.figures(client.begun + one.due) for one, account in zip(outcomes, accounts, strict=True)]
+    from_coming = [account.figures(account.came) for account in accounts]
+    show_far("from when a request was due, as the client's", outcomes, from_due, stalls)
+    show_far("from when the request came to it", outcomes, from_coming, stalls)
+    for who, some in zip(("the client", "the server"), stalls, strict=True):
+        show_stalls(who, some)
+    apart = {"came late": [f["E2E"] - g["E2E"] for f, g in zip(from_due, from_coming, strict=True)]}
+    for one, theirs in zip(outcomes, from_due, strict=True):
+        for name, ours in figures(one).items():
+            apart.setdefault(name, []).append(ours - theirs[name])
     print(f"{'off by, ms':12}" + "".join(f"{100 * share:>9g}%" for share in SHARES))
     for name, values in apart.items():
         ranked = sorted(values)

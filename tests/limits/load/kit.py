@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,11 @@ from bankfull.limits.load.stalls import Stall
 from bankfull.limits.load.workloads import Conversation, Turn
 from tests.limits.load.stamped_server import Faults, Line, Stamping
 
-SERVER = Path(__file__).with_name("stamped_server.py")
+SERVER = f"{shlex.quote(sys.executable)} -m {Stamping.__module__}"
+"""A command for the project's folder."""
+CLOSE, PART = 1e-3, 0.01
+"""A figure may differ by less than a millisecond or one percent."""
+ROOT = Path(__file__).parents[3]
 
 
 class Process(Server):
@@ -30,7 +36,8 @@ class Process(Server):
 @contextmanager
 def stamped(**options: float) -> Iterator[Process]:
     arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    process = subprocess.Popen([sys.executable, str(SERVER), *arguments], stdout=subprocess.PIPE, text=True)
+    command = [*shlex.split(SERVER), *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         port = int(process.stdout.readline())
@@ -44,13 +51,55 @@ def stamped(**options: float) -> Iterator[Process]:
         process.stdout.close()
 
 
-def stalls_of(server: Server) -> list[Stall]:
-    """What a stamped server noted of its own."""
-    return [Stall(*noted) for noted in server.ask("GET", "/stalls").json]
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What the kernel saw of a stamped server's answer."""
+
+    came: float
+    """When the request had, by the clock that all processes share."""
+    written: list[float]
+    """Seconds from when the request had come to when each token left."""
+    confirmed: bool
+    """Whether the kernel stamped every write, and at a moment between the server's looks at its clock."""
+
+    def figures(self, since: float) -> dict[str, float]:
+        """`since`: the moment from which they count."""
+        before, first, last = self.came - since, self.written[0], self.written[-1]
+        return {"TTFT": before + first, "E2E": before + last, "TPOT": (last - first) / (len(self.written) - 1)}
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """What a stamped server tells after a run."""
+
+    stalls: list[Stall]
+    accounts: dict[str, Account]
+    """By the text of the answer."""
+
+
+def notes_of(server: Server) -> Notes:
+    told = server.ask("GET", "/notes").json
+    accounts = {}
+    for one in told["accounts"]:
+        came, writes = one["came"], one["writes"]
+        written = [((after if left is None else left) - came) / 1e9 for left, _, after in writes]
+        confirmed = all(left is not None and before <= left <= after for left, before, after in writes)
+        accounts[one["text"]] = Account((came - told["ahead"]) / 1e9, written, confirmed)
+    return Notes([Stall(*noted) for noted in told["stalls"]], accounts)
 
 
 def asking(tokens: int, count: int, prompt: str = "a few words") -> list[Conversation]:
     return [Conversation((Turn(prompt, tokens),))] * count
+
+
+def figures(one: Outcome) -> dict[str, float]:
+    assert one.ttft is not None and one.tpot is not None
+    return {"TTFT": one.ttft, "E2E": one.e2e, "TPOT": one.tpot}
+
+
+def off(one: Outcome, theirs: Mapping[str, float]) -> float:
+    """How many times what it may be its worst figure is off; below 1 where all are near enough."""
+    return max(abs(ours - theirs[name]) / max(CLOSE, PART * theirs[name]) for name, ours in figures(one).items())
 
 
 def stamps(outcome: Outcome) -> tuple[float, list[float]]:

@@ -2,9 +2,10 @@
 
 Each token's text is the moment at which it was written, by the clock that all processes of a machine share; the first
 one's begins with the moment at which the request had come. A request waits until it is served (`service` seconds each,
-one after another: an M/D/1 queue where arrivals are Poisson), and then gets its tokens `gap` seconds apart.
+one after another: an M/D/1 queue where arrivals are Poisson), and then gets its tokens `gap` seconds apart. What the
+kernel noted of the same moments is told at /notes (see witness.py): the server's own word, too, is late at times.
 
-    python stamped_server.py --port 0 --service 0.005 --gap 0.01
+    python -m tests.limits.load.stamped_server --port 0 --service 0.005 --gap 0.01
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ import gc
 import json
 import select
 import selectors
+import socket
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic_ns, time_ns
 from typing import Any
 
 from httptools import HttpRequestParser
 
 from bankfull.limits.load.stalls import StallWatch
+from tests.limits.load.witness import Account, WitnessSocket
 
 
 class Clock(selectors.EpollSelector):
@@ -52,11 +58,30 @@ class Line:
         return self._free + self.wait
 
 
+@dataclass
+class Notes:
+    """What is told after a run."""
+
+    watch: StallWatch
+    accounts: list[Account] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            # What accounts go by is ahead of the clock that processes share; whoever is interrupted finds less.
+            "ahead": max(time_ns() - monotonic_ns() for _ in range(10)),
+            "stalls": [(stall.begin, stall.end, stall.own) for stall in self.watch.stalls],
+            "accounts": [account.as_json() for account in self.accounts],
+        }
+
+
 class Stamping(asyncio.Protocol):
-    def __init__(self, line: Line, faults: Faults, watch: StallWatch | None = None) -> None:
-        self._line, self._faults, self._watch = line, faults, watch
+    def __init__(
+        self, line: Line, faults: Faults, notes: Notes | None = None, witness: WitnessSocket | None = None
+    ) -> None:
+        self._line, self._faults, self._notes, self._witness = line, faults, notes, witness
         self._parser = HttpRequestParser(self)
         self._body = b""
+        self._account: Account | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: Any = transport
@@ -82,9 +107,12 @@ class Stamping(asyncio.Protocol):
             elif self._faults.leaves():
                 self._transport.abort()
             else:
+                if self._notes is not None and self._witness is not None:
+                    self._account = Account(self._witness)
+                    self._notes.accounts.append(self._account)
                 self._answer(call, arrived, "chat" in self._path)
-        elif self._path == "/stalls" and self._watch is not None:
-            self._plain(200, [(stall.begin, stall.end, stall.own) for stall in self._watch.stalls])
+        elif self._path == "/notes" and self._notes is not None:
+            self._plain(200, self._notes.as_json())
         elif self._path == "/stop":
             self._plain(200, self._faults.calls)
             asyncio.get_running_loop().call_later(0.01, asyncio.get_running_loop().stop)
@@ -112,6 +140,7 @@ class Stamping(asyncio.Protocol):
         if arrived is not None:
             head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
             parts.append(head)
+        before = time_ns()
         stamp = f"{asyncio.get_running_loop().time():.6f} "
         text = stamp if arrived is None else f"{arrived:.6f} {stamp}"
         said = f'"delta": {{"content": "{text}"}}' if chat else f'"text": "{text}"'
@@ -126,6 +155,8 @@ class Stamping(asyncio.Protocol):
         if last:
             parts.append(b"0\r\n\r\n")
         self._transport.write(b"".join(parts))
+        if self._account is not None:
+            self._account.wrote(text, before)
 
 
 def _event(document: dict[str, Any]) -> bytes:
@@ -150,14 +181,17 @@ class Faults:
 
 async def _serve(arguments: argparse.Namespace, watch: StallWatch) -> None:
     line, faults = Line(arguments.service, arguments.wait, arguments.gap), Faults(arguments.refuse, arguments.leave)
-    make = asyncio.get_running_loop().create_server
-    server = await make(lambda: Stamping(line, faults, watch), "127.0.0.1", arguments.port, backlog=1024)
+    loop, notes = asyncio.get_running_loop(), Notes(watch)
+    listening = socket.create_server(("127.0.0.1", arguments.port), backlog=1024)
+    listening.setblocking(False)
     # A collection would keep a request that has come from being stamped.
     gc.collect()
     gc.freeze()
     gc.disable()
-    print(server.sockets[0].getsockname()[1], flush=True)
-    await server.serve_forever()
+    print(listening.getsockname()[1], flush=True)
+    while True:
+        witness = WitnessSocket((await loop.sock_accept(listening))[0])
+        await loop.connect_accepted_socket(partial(Stamping, line, faults, notes, witness), witness)
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ LOAD = Load(
 
 def command(name: str, **options: float) -> Contender:
     given = " ".join(f"--{option} {value}" for option, value in options.items())
-    return Contender(name, f"{quote(sys.executable)} {quote(str(SERVER))} --port {{port}} {given}")
+    return Contender(name, f"{SERVER} --port {{port}} {given}")
 
 
 def test_ratios_are_above_one_where_we_are_better() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -126,5 +127,11 @@ def test_a_report_counts_the_requests_that_a_standstill_touched() -> None:
     kept = told.as_json()["client_stalls"]
     assert kept["by_machine"]["times"] == 2 and kept["by_itself"]["longest"] == pytest.approx(0.01)
     assert kept["disturbed_requests"] == 1
+    stamped = Report(report().setting, Measured([replace(one, stamped=True) for one in some], Slo()), stalls=noted)
+    assert stamped.disturbed == 0, "the kernel noted when tokens came; the client only had to send in time"
+    sent = Report(report().setting, stamped.measured, stalls=(Stall(3.99, 4.0, 0.0),))
+    assert sent.disturbed == 1
+    joined = [replace(one, stamped=True, times=(one.times[0], one.times[0], one.times[1])) for one in some]
+    assert Report(report().setting, Measured(joined, Slo()), stalls=noted).disturbed == 1, "stamps of later bytes"
     calm = Report(report().setting, measured)
     assert calm.disturbed == 0 and not calm.warnings()

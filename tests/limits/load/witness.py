@@ -1,0 +1,90 @@
+"""The kernel's word on when a server's bytes came and left: what a client's figures are held against.
+
+A server's own word is not good enough. It looks at its clock before it writes, and may be kept from writing; it looks
+when it reads, and may be kept from reading. A request has come when its bytes are there, whether or not the server got
+round to them: what it needs for that is part of its answer's time. A token has been written when its bytes leave.
+
+The kernel stamps both. Nothing here is shared with the client: this is another option of the kernel, bytes that leave
+are stamped on another path than those that come, and times stay those of the wall's clock.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from contextlib import suppress
+from time import time_ns
+from typing import Any
+
+SO_TIMESTAMPING, SO_EE_ORIGIN_TIMESTAMPING = 37, 4
+TX_SOFTWARE, RX_SOFTWARE, SOFTWARE, OPT_ID, OPT_TSONLY = (1 << bit for bit in (1, 3, 4, 7, 11))
+TIMES, ERROR = struct.Struct("@6l"), struct.Struct("@IBBBBII")
+SPACE = 512
+
+
+class WitnessSocket(socket.socket):
+    """An accepted one."""
+
+    def __init__(self, accepted: socket.socket) -> None:
+        super().__init__(fileno=accepted.detach())
+        self.setblocking(False)
+        with suppress(OSError):  # a system that has no stamps
+            wanted = TX_SOFTWARE | RX_SOFTWARE | SOFTWARE | OPT_ID | OPT_TSONLY
+            self.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPING, wanted)
+        self.came: int | None = None
+        """When the bytes that were read last had come."""
+        self.sent = 0
+        self.left: dict[int, int] = {}
+        """When the first n bytes had left."""
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        self._hear()  # what is noted of a write wakes the loop like bytes that came
+        data, notes, _, _ = self.recvmsg(size, SPACE, flags)
+        self.came = _stamp(notes)
+        return data
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        count = super().send(data, flags)
+        self.sent += count
+        self._hear()
+        return count
+
+    def _hear(self) -> None:
+        while True:
+            try:
+                _, notes, _, _ = self.recvmsg(0, SPACE, socket.MSG_ERRQUEUE | socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            stamp = _stamp(notes)
+            for level, _, data in notes:
+                if level in (socket.IPPROTO_IP, socket.IPPROTO_IPV6):
+                    _, origin, _, _, _, _, last = ERROR.unpack_from(data)
+                    if origin == SO_EE_ORIGIN_TIMESTAMPING and stamp is not None:
+                        self.left.setdefault(last + 1, stamp)  # a repeated packet is stamped again
+
+
+def _stamp(notes: list[tuple[int, int, bytes]]) -> int | None:
+    for level, kind, data in notes:
+        if level == socket.SOL_SOCKET and kind == SO_TIMESTAMPING:
+            seconds, rest, *_ = TIMES.unpack(data)
+            return int(seconds) * 1_000_000_000 + int(rest)
+    return None
+
+
+class Account:
+    """Of one answer, in nanoseconds of the wall's clock."""
+
+    def __init__(self, witness: WitnessSocket) -> None:
+        self._witness, self._text = witness, ""
+        self._came = time_ns() if witness.came is None else witness.came
+        self._writes: list[tuple[int, int, int]] = []
+
+    def wrote(self, text: str, before: int) -> None:
+        self._text += text
+        self._writes.append((before, time_ns(), self._witness.sent))
+
+    def as_json(self) -> dict[str, Any]:
+        """Each write: when the kernel says that it left, if it does, and the server's clock before and after it."""
+        left = self._witness.left
+        writes = [(left.get(upto), before, after) for before, after, upto in self._writes]
+        return {"text": self._text, "came": self._came, "writes": writes}
