@@ -1,4 +1,4 @@
-"""An event loop that is awake when a timer is due, does nothing else meanwhile, and notes when it could not."""
+"""An event loop that wakes to the tenth of a millisecond, does nothing else meanwhile, and notes when it could not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import selectors
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from time import monotonic
 from typing import Any, TypeVar
 
 from bankfull.limits.load.stalls import Stall, StallWatch
@@ -18,9 +17,6 @@ from bankfull.limits.load.stamped import KernelClock
 Made = TypeVar("Made")
 SWITCH = 1e-4
 """Seconds that another thread, one that draws a progress bar, may keep the interpreter from the loop."""
-AWAKE = 5e-4
-"""Seconds before a timer in which the loop looks again and again instead of sleeping: to be woken takes a tenth of a
-millisecond, and where a hypervisor runs others in place of whoever sleeps, several."""
 
 
 class PreciseSelector(selectors.EpollSelector):
@@ -33,14 +29,10 @@ class PreciseSelector(selectors.EpollSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self.watch.goes_to_sleep(timeout)
-        until = 0.0 if timeout is None else monotonic() + timeout
-        if timeout is None or timeout > AWAKE:
-            select.select([self.fileno()], [], [], None if timeout is None else timeout - AWAKE)
-        found = super().select(0)
-        while not found and monotonic() < until:
-            found = super().select(0)
+        if timeout is None or timeout > 0:
+            select.select([self.fileno()], [], [], timeout)
         self.watch.wakes()
-        return found
+        return super().select(0)
 
 
 class PreciseLoop(asyncio.SelectorEventLoop):

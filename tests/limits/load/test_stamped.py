@@ -12,7 +12,6 @@ import pytest
 
 from bankfull.limits.load import stamped
 from bankfull.limits.load.client import Asking, Client, Outcome
-from bankfull.limits.load.clock import run_precisely
 from bankfull.limits.load.connection import Connection, Exchange
 from bankfull.limits.load.stamped import KernelClock, StampedSocket
 from tests.limits.load import kit
@@ -217,18 +216,3 @@ def test_an_interruption_between_two_looks_is_not_taken_for_a_change(clocks: Clo
     arrived, stamp = clocks.now / 1e9, clocks.stamp()
     clocks.look = 40_000_000
     assert kernel.moment(stamp) == pytest.approx(arrived, abs=1e-6)
-
-
-def test_a_timer_finds_the_loop_awake() -> None:
-    """To be woken takes the kernel's slack of 50 microseconds and more."""
-
-    async def late() -> float:
-        loop, found = asyncio.get_running_loop(), []
-        for _ in range(100):
-            rung = loop.create_future()
-            due = loop.time() + 0.003
-            loop.call_at(due, lambda: rung.set_result(loop.time()))  # noqa: B023
-            found.append(await rung - due)
-        return sorted(found)[10]
-
-    assert run_precisely(late) < 4e-5
