@@ -122,6 +122,7 @@ void paged_attention(AttentionJob job, PageType type, int64_t sequences, int64_t
     thread_local Plan plan;  // kept for its memory
     plan.build(job, sequences, kernel.attention_rows[type](job), pieces);
     job.items = plan.items.data();
+    job.items_end = job.items + plan.items.size();
     job.split = plan.split.data();
     job.partials = plan.partials.data();
     const int64_t items = int64_t(plan.items.size()), split = int64_t(plan.split.size());

@@ -54,14 +54,15 @@ static bool hidden_values_are_finite(const Rows& rows, const AttentionItem& item
 
 // `partials`: where the rows' partial results of the first chunk go, and those of the next `step` floats on; null where
 // the item finishes its rows.
-static void attend_item(const AttentionJob& job, const AttentionItem& item, bool cold, float* partials, int64_t step) {
+static void attend_item(const AttentionJob& job, const AttentionItem& item, float* partials, int64_t step,
+                        Ahead& ahead) {
     const Rows rows(job, item);
     if (rows.queries > 1 && !hidden_values_are_finite(rows, item)) {
         for (int64_t i = 0; i < item.queries; ++i) {
             AttentionItem one = item;
             one.first += i;
             one.queries = 1;
-            attend_item(job, one, cold, partials ? partials + i * rows.groups * partial_floats(job) : nullptr, step);
+            attend_item(job, one, partials ? partials + i * rows.groups * partial_floats(job) : nullptr, step, ahead);
         }
         return;
     }
@@ -77,7 +78,7 @@ static void attend_item(const AttentionJob& job, const AttentionItem& item, bool
             continue;
         }
         const bool opens = chunk == first;
-        attend_few(rows, item, chunk, cold, work, place ? place : opens ? work.running : work.partial);
+        attend_few(rows, item, chunk, work, place ? place : opens ? work.running : work.partial, ahead);
         if (!place && !opens) join_chunk(rows, chunk, work.partial, work.running);
     }
     if (partials) return;
@@ -101,10 +102,12 @@ static void attend(const AttentionJob& job, int64_t begin, int64_t end) {
     // Where a thread gets several sequences at a time, there are many: what they hold was last read a step ago. Asking
     // for what is nearer costs more than it gains.
     const bool cold = end - begin > job.kv_heads;
+    Ahead ahead;
     for (int64_t i = begin; i < end; ++i) {
         const AttentionItem& item = job.items[i];
         const int64_t step = item.queries * (job.heads / job.kv_heads) * partial_floats(job);
-        attend_item(job, item, cold, item.partial < 0 ? nullptr : job.partials + item.partial, step);
+        if (cold) ahead.follow(job, item);
+        attend_item(job, item, item.partial < 0 ? nullptr : job.partials + item.partial, step, ahead);
     }
     _tile_release();
 }

@@ -4,6 +4,55 @@
 
 constexpr int64_t NEAR_BYTES = 1 << 19;  // that surely stay in a core's cache while its heads are attended to
 
+// Asks for the keys and values of the sequence that comes next while this one is worked on, a few lines at a time, so
+// that memory and arithmetic work side by side: whoever asks for many at once waits, because a core has only some dozens
+// on their way. They come from several pages in turn, which memory answers faster than one page after the other; from
+// all of a long sequence's at once, more addresses would have to be translated than a core remembers.
+class Ahead {
+  public:
+    // `item` is worked on next. Its heads have the following sequence's lines to ask for, among them.
+    void follow(const AttentionJob& job, const AttentionItem& item) {
+        if (item.kv_head != 0) return;
+        page_ = pages_ = row_ = 0;
+        if (item.partial >= 0 || job.items_end - &item <= job.kv_heads) return;
+        const AttentionItem* next = &item + job.kv_heads;
+        if (next->sequence == item.sequence) return;
+        const int64_t number = job.k.scales ? 1 : 2, token = job.k.token * number;
+        const bool dense = job.k.token == job.kv_heads * job.k.head && job.v.token == job.k.token;
+        const Rows rows(job, *next);
+        const int64_t first = rows.from(0, 0) / job.page_tokens;
+        const int64_t last = (rows.to(rows.count - 1, INT64_MAX) + job.page_tokens - 1) / job.page_tokens;
+        bytes_ = job.page_tokens * token;
+        if (!dense || rows.count > FEW_ROWS || last - first > MOST_PAGES || 2 * (last - first) * bytes_ > NEAR_BYTES)
+            return;
+        const int64_t* table = job.table + next->sequence * job.table_stride;
+        for (int64_t page = first; page < last; ++page) {
+            at_[pages_++] = job.k.data + table[page] * job.k.frame * number;
+            at_[pages_++] = job.v.data + table[page] * job.v.frame * number;
+        }
+        const int64_t asks = (item.chunk_end - item.chunk_begin) * BLOCKS * job.kv_heads * ASKS;
+        rows_ = ((pages_ + STREAMS - 1) / STREAMS * (bytes_ / LINE) + asks - 1) / asks;
+    }
+    void ask() {
+        for (int64_t i = 0; i < rows_ && page_ < pages_; ++i) {
+            const int64_t end = page_ + STREAMS < pages_ ? page_ + STREAMS : pages_;
+            for (int64_t page = page_; page < end; ++page)
+                _mm_prefetch(reinterpret_cast<const char*>(at_[page] + row_), _MM_HINT_T1);
+            row_ += LINE;
+            if (row_ >= bytes_) row_ = 0, page_ = end;
+        }
+    }
+
+  private:
+    static constexpr int64_t MOST_PAGES = 64, STREAMS = 8;
+    static constexpr int64_t ASKS = 4;  // at least, for each block of keys: as often are lines asked for
+
+    const uint8_t* at_[2 * MOST_PAGES];  // keys and values of each page
+    int64_t pages_ = 0, bytes_ = 0;      // bytes: of one of them
+    int64_t page_ = 0, row_ = 0;         // where to go on: lines of the streams from a page on
+    int64_t rows_ = 0;                   // ... and how many of them at a time
+};
+
 // Where pages hold whole tiles: a tile lies in one page, and so does what follows the last key.
 static void find_keys(const AttentionJob& job, const AttentionItem& item, int64_t start, int64_t from, int64_t to,
                       Keys& keys) {
@@ -22,7 +71,8 @@ static void find_keys(const AttentionJob& job, const AttentionItem& item, int64_
 
 // scores[key][row] of N tiles of keys.
 template <int N>
-static inline void score_tiles(const Keys& keys, int64_t tile, const uint8_t* queries, int64_t pieces, float* scores) {
+static inline void score_tiles(const Keys& keys, int64_t tile, const uint8_t* queries, int64_t pieces, float* scores,
+                               Ahead& ahead) {
     const uint8_t* const* at = keys.tiles + tile;
     _tile_zero(0);
     if constexpr (N > 1) _tile_zero(1);
@@ -45,6 +95,7 @@ static inline void score_tiles(const Keys& keys, int64_t tile, const uint8_t* qu
             _tile_loadd(4, at[3] + offset, keys.stride);
             _tile_dpbf16ps(3, 4, 7);
         }
+        ahead.ask();
     }
     float* to = scores + tile * SIDE * SIDE;
     _tile_stored(0, to, LINE);
@@ -53,14 +104,15 @@ static inline void score_tiles(const Keys& keys, int64_t tile, const uint8_t* qu
     if constexpr (N > 3) _tile_stored(3, to + 3 * SIDE * SIDE, LINE);
 }
 
-static void score(const Keys& keys, int64_t from, int64_t to, const uint8_t* queries, int64_t size, float* scores) {
+static void score(const Keys& keys, int64_t from, int64_t to, const uint8_t* queries, int64_t size, float* scores,
+                  Ahead& ahead) {
     const int64_t pieces = size / WIDE, end = (to + SIDE - 1) / SIDE;
     int64_t tile = from / SIDE;
     settle_memory();
-    for (; tile + 4 <= end; tile += 4) score_tiles<4>(keys, tile, queries, pieces, scores);
-    if (tile + 3 == end) score_tiles<3>(keys, tile, queries, pieces, scores);
-    if (tile + 2 == end) score_tiles<2>(keys, tile, queries, pieces, scores);
-    if (tile + 1 == end) score_tiles<1>(keys, tile, queries, pieces, scores);
+    for (; tile + 4 <= end; tile += 4) score_tiles<4>(keys, tile, queries, pieces, scores, ahead);
+    if (tile + 3 == end) score_tiles<3>(keys, tile, queries, pieces, scores, ahead);
+    if (tile + 2 == end) score_tiles<2>(keys, tile, queries, pieces, scores, ahead);
+    if (tile + 1 == end) score_tiles<1>(keys, tile, queries, pieces, scores, ahead);
 }
 
 // Four columns of the scores become rows: rows[r * CHUNK + key].
@@ -122,28 +174,30 @@ static void soften_row(const AttentionJob& job, float* scores, int64_t from, int
 
 // N times 32 columns of 32 values, in pairs of keys.
 template <int N>
-static inline void pair_values(const uint8_t* const* at, int64_t byte, uint8_t* pairs) {
-    for (int64_t pair = 0; pair < SIDE; ++pair, pairs += LINE)
+static inline void pair_values(const uint8_t* const* at, int64_t byte, uint8_t* pairs, Ahead& ahead) {
+    for (int64_t pair = 0; pair < SIDE; ++pair, pairs += LINE) {
+        if (pair % 4 == 3) ahead.ask();
         for (int64_t i = 0; i < N; ++i) {
             store_line(pairs + 2 * i * TILE, pair_up(at, pair, byte + i * LINE, false));
             store_line(pairs + (2 * i + 1) * TILE, pair_up(at, pair, byte + i * LINE, true));
         }
+    }
 }
 
 // N times 32 columns of P V. The next block of values is prepared while tiles are still waiting for this one.
 template <int N>
 static void mix_columns(const Work& work, const uint8_t* const* at, int64_t count, int64_t column, int64_t first,
-                        int64_t last, float* partial, int64_t stride) {
+                        int64_t last, float* partial, int64_t stride, Ahead& ahead) {
     _tile_zero(0);
     _tile_zero(1);
     if constexpr (N > 1) {
         _tile_zero(2);
         _tile_zero(3);
     }
-    pair_values<N>(at + first * WIDE, column * 2, work.values + first % 2 * 4 * TILE);
+    pair_values<N>(at + first * WIDE, column * 2, work.values + first % 2 * 4 * TILE, ahead);
     for (int64_t block = first; block < last; ++block) {
         if (block + 1 < last)
-            pair_values<N>(at + (block + 1) * WIDE, column * 2, work.values + (block + 1) % 2 * 4 * TILE);
+            pair_values<N>(at + (block + 1) * WIDE, column * 2, work.values + (block + 1) % 2 * 4 * TILE, ahead);
         settle_memory();
         const uint8_t* pairs = work.values + block % 2 * 4 * TILE;
         _tile_loadd(7, work.weights + block * TILE, LINE);
@@ -177,48 +231,19 @@ static void mix_columns(const Work& work, const uint8_t* const* at, int64_t coun
         }
 }
 
-// Asks for the keys and values [from, to) of all heads. Sixteen tokens in turn from every page, because memory answers
-// several streams at once faster than one after the other, and a page's heads lie side by side.
-static void fetch_heads(const AttentionJob& job, const AttentionItem& item, int64_t from, int64_t to) {
-    const struct {
-        const Pages& pages;
-        int64_t size, number;
-    } both[] = {{job.k, job.size, job.k.scales ? 1 : 2}, {job.v, job.values, job.v.scales ? 1 : 2}};
-    const uint8_t* at[2][CHUNK];
-    for (int64_t i = 0; i < 2; ++i)
-        if (both[i].number == 1)
-            locate<Int8>(job, both[i].pages, item, from, to, at[i]);
-        else
-            locate<BFloat16>(job, both[i].pages, item, from, to, at[i]);
-    const int64_t widest = (job.size > job.values ? job.size : job.values) * 2;
-    for (int64_t first = 0; first < SIDE; ++first)
-        for (int64_t head = 0; head < job.kv_heads; ++head)
-            for (int64_t byte = 0; byte < widest; byte += LINE)
-                for (int64_t token = first; token < to - from; token += SIDE)
-                    for (int64_t i = 0; i < 2; ++i)
-                        if (byte < both[i].size * both[i].number)
-                            _mm_prefetch(reinterpret_cast<const char*>(
-                                             at[i][token] + head * both[i].pages.head * both[i].number + byte),
-                                         _MM_HINT_T0);
-}
-
-// `cold`: the pages of the item's sequence are in no cache of this core.
-static void attend_few(const Rows& rows, const AttentionItem& item, int64_t chunk, bool cold, const Work& work,
-                       float* partial) {
+static void attend_few(const Rows& rows, const AttentionItem& item, int64_t chunk, const Work& work, float* partial,
+                       Ahead& ahead) {
     const AttentionJob& job = rows.job;
     const int64_t start = chunk * CHUNK, stride = partial_floats(job);
     const int64_t from = rows.from(0, start), to = rows.to(rows.count - 1, start + CHUNK);
     if (from >= to) return;
     const int64_t first = (from - start) / WIDE, last = (to - start + WIDE - 1) / WIDE;
-    const int64_t chunks = item.chunk_end - item.chunk_begin;
-    if (cold && item.kv_head == 0 && chunks * CHUNK * job.kv_heads * (job.size + job.values) * 2 <= NEAR_BYTES)
-        fetch_heads(job, item, from, to);
     Keys keys;
     if (job.page_tokens % SIDE == 0 && !job.k.scales)
         find_keys(job, item, start, from, to, keys);
     else
         copy_keys(rows, item, start, from, to, work, keys);
-    score(keys, from - start, to - start, work.queries, job.size, work.scores);
+    score(keys, from - start, to - start, work.queries, job.size, work.scores, ahead);
     const uint8_t* at[CHUNK];
     find_values(rows, item, start, from, to, work, at);
     for (int64_t row = 0; row < rows.count; ++row) {
@@ -227,9 +252,10 @@ static void attend_few(const Rows& rows, const AttentionItem& item, int64_t chun
         const int64_t a = rows.from(row, start) - start, b = rows.to(row, start + CHUNK) - start;
         float* facts = partial + row * stride + job.values;
         if (a < b) soften_row(job, scores, a, b, first, last, work.weights + row * LINE, facts[0], facts[1]);
+        ahead.ask();
     }
     int64_t column = 0;
     for (; column + 2 * WIDE <= job.values; column += 2 * WIDE)
-        mix_columns<2>(work, at, rows.count, column, first, last, partial, stride);
-    if (column < job.values) mix_columns<1>(work, at, rows.count, column, first, last, partial, stride);
+        mix_columns<2>(work, at, rows.count, column, first, last, partial, stride, ahead);
+    if (column < job.values) mix_columns<1>(work, at, rows.count, column, first, last, partial, stride, ahead);
 }

@@ -203,7 +203,7 @@ struct AttentionJob {
     Encoded out;  // with data: results go there, encoded, and y is not written
     int64_t window;  // 0: none
     float scale, cap;  // cap 0: none
-    const AttentionItem* items;
+    const AttentionItem *items, *items_end;
     const AttentionItem* split;  // the whole of what was cut into several items
     float* partials;
 };
