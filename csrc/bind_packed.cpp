@@ -119,8 +119,8 @@ void packed_linear(bool tiles, uintptr_t x, int64_t x_stride, int64_t rows, int6
 }
 
 // The best output of each row of floats, as int64; see run_packed_best.
-void packed_best(uintptr_t x, int64_t rows, int64_t inner, uintptr_t weight, uintptr_t bias, int64_t outputs, int pack,
-                 bool int8, uintptr_t best) {
+void packed_best(uintptr_t x, int64_t rows, int64_t inner, uintptr_t weight, uintptr_t mixed, uintptr_t bias,
+                 int64_t outputs, int pack, bool int8, uintptr_t best) {
     require(rows >= 0 && inner > 0 && outputs > 0, "packed_best: the sizes must be positive");
     require_whole_blocks(pack, outputs, inner);
     const Activations kind = encoding_of(rows, int8 ? Rounding::Int8 : Rounding::BFloat16);
@@ -133,7 +133,8 @@ void packed_best(uintptr_t x, int64_t rows, int64_t inner, uintptr_t weight, uin
     uint8_t* rows_at = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
     const Encoded encoded{rows_at, stride, kind};
     run_encode({pointer<float>(x), inner, inner, encoded}, rows);
-    const PackedPart part{pointer<uint8_t>(weight), pointer<float>(bias), nullptr, 0, outputs, pack, nullptr};
+    const PackedPart part{pointer<uint8_t>(weight), pointer<float>(bias), nullptr, 0, outputs, pack,
+                          pointer<uint8_t>(mixed)};
     run_packed_best({encoded, rows, inner, &part, 1, -1, {}, {}}, pointer<int64_t>(best));
 }
 
@@ -162,7 +163,8 @@ void bind_packed(nb::module_& m) {
           "tiles (or codes), x, its stride in bytes, rows, inner, parts: (weight, its mixed copy (0: none), bias (0: none), y, y's stride in "
           "floats, outputs, pack), gate (-1: none), out (0: float results), its stride in bytes, tiles (or codes)");
     m.def("packed_best", &packed_best, Free(),
-          "x (floats), rows, inner, weight, bias (0: none), outputs, pack, int8 (or bfloat16 for any rows), best (int64)");
+          "x (floats), rows, inner, weight, its mixed copy (0: none), bias (0: none), outputs, pack, int8 (or bfloat16 for "
+          "any rows), best (int64)");
     m.def("tile_rows", [] { return kernels().tile_rows; },
           "from so many rows on, tiles are faster than codes; 0: never");
 }

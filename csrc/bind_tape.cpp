@@ -155,16 +155,16 @@ void bind_tape(nb::module_& m) {
              nb::arg("name"), nb::arg("x"), nb::arg("encoded"), nb::arg("inner"), nb::arg("parts"), nb::arg("gate"),
              nb::arg("int8"))
         .def("packed_head",
-             [](Tape& tape, const std::string& name, At x, At weight, At bias, At chosen, int64_t inner, int64_t outputs,
-                int pack, bool int8) {
+             [](Tape& tape, const std::string& name, At x, At weight, At mixed, At bias, At chosen, int64_t inner,
+                int64_t outputs, int pack, bool int8) {
                  require_pack(pack, int8);
                  tape.round(int8 ? Rounding::Int8 : Rounding::BFloat16);
                  auto& made = append<PackedHeadStep>(tape, name);
-                 made.x = place(x), made.weight = place(weight), made.bias = place(bias), made.chosen = place(chosen);
-                 made.inner = inner, made.outputs = outputs, made.pack = pack;
+                 made.x = place(x), made.weight = place(weight), made.mixed = place(mixed), made.bias = place(bias);
+                 made.chosen = place(chosen), made.inner = inner, made.outputs = outputs, made.pack = pack;
              },
-             nb::arg("name"), nb::arg("x"), nb::arg("weight"), nb::arg("bias"), nb::arg("chosen"), nb::arg("inner"),
-             nb::arg("outputs"), nb::arg("pack"), nb::arg("int8"))
+             nb::arg("name"), nb::arg("x"), nb::arg("weight"), nb::arg("mixed"), nb::arg("bias"), nb::arg("chosen"),
+             nb::arg("inner"), nb::arg("outputs"), nb::arg("pack"), nb::arg("int8"))
         .def("head",
              [](Tape& tape, const std::string& name, At x, At weight, At bias, At chosen, int format, int64_t x_stride,
                 int64_t outputs, int64_t inner, int64_t row_bytes) {

@@ -232,14 +232,16 @@ void run_choice(const Job& job, int64_t rows, int64_t outputs, const Choice& cho
 }  // namespace
 
 void run_packed_choice(const PackedJob& job, const Choice& choice, int64_t* tokens) {
-    run_choice(job, job.rows, job.parts->outputs, choice, tokens);
+    run_choice(with_mixed_rows(job), job.rows, job.parts->outputs, choice, tokens);
 }
 
 void run_linear_choice(const LinearJob& job, Format format, const Choice& choice, int64_t* tokens) {
     run_choice(FloatHead{job, format}, job.rows, job.outputs, choice, tokens);
 }
 
-void run_packed_best(const PackedJob& job, int64_t* best) { run_best(job, job.rows, job.parts->outputs, best); }
+void run_packed_best(const PackedJob& job, int64_t* best) {
+    run_best(with_mixed_rows(job), job.rows, job.parts->outputs, best);
+}
 
 void run_linear_best(const LinearJob& job, Format format, int64_t* best) {
     run_best(FloatHead{job, format}, job.rows, job.outputs, best);

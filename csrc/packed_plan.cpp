@@ -130,13 +130,18 @@ int64_t group_of(const PackedJob& job) {
 
 }  // namespace
 
-void run_packed(const PackedJob& given) {
+PackedJob with_mixed_rows(const PackedJob& given) {
     PackedJob job = given;
-    if (all_dense(job)) {
-        const int64_t fitting = CACHED_ROW_BYTES / (2 * job.inner) / 32 * 32;
-        return run_in_turn(job, fitting < LEAST_ROWS ? LEAST_ROWS : fitting);
-    }
     if (wants_mixed_rows(job)) job.mixed = mixed_rows(job);
+    return job;
+}
+
+void run_packed(const PackedJob& given) {
+    if (all_dense(given)) {
+        const int64_t fitting = CACHED_ROW_BYTES / (2 * given.inner) / 32 * 32;
+        return run_in_turn(given, fitting < LEAST_ROWS ? LEAST_ROWS : fitting);
+    }
+    const PackedJob job = with_mixed_rows(given);
     const int64_t count = job.x.kind == Activations::Tiles ? sharers(job.rows) : 1;
     if (count > 1) return run_shares(job, count, group_of(job));
     run_units(job);

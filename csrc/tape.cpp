@@ -94,7 +94,8 @@ void PackedStep::run(const Step& step) const {
 }
 
 void PackedHeadStep::run(const Step& step) const {
-    const PackedPart part{weight.in<uint8_t>(step), bias.in<float>(step), nullptr, 0, outputs, pack, nullptr};
+    const PackedPart part{weight.in<uint8_t>(step), bias.in<float>(step), nullptr, 0, outputs, pack,
+                          mixed.in<uint8_t>(step)};
     const PackedJob job{encoded_at(x, step, inner), step.tokens, inner, &part, 1, -1, {}, {}};
     if (step.choice)
         run_packed_choice(job, *step.choice, chosen.in<int64_t>(step));

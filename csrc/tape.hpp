@@ -127,7 +127,7 @@ struct PackedStep : Instruction {
 
 // The output that each token's next one is: see run_packed_best and run_packed_choice.
 struct PackedHeadStep : Instruction {
-    Place x, weight, bias, chosen;
+    Place x, weight, mixed, bias, chosen;
     int64_t inner, outputs;
     int pack;
     void run(const Step& step) const override;

@@ -16,6 +16,7 @@ from bankfull.ops import (
     best_output,
     best_output_bf16,
     best_output_int8,
+    best_output_mixed,
     embedding,
     gated_linear,
     linear,
@@ -141,7 +142,7 @@ def _operations(build: Build, weight: QTensor, mixes: bool) -> tuple[Operation, 
     if activations not in (INT8, INT8_FEW) or not _rounds(weight):
         return linear, best_output
     mixed = mixes and activations == INT8 and build.kit.offers(linear_mixed, dtype=build.dtype, weight=weight)
-    return linear_mixed if mixed else linear_int8, best_output_int8
+    return (linear_mixed, best_output_mixed) if mixed else (linear_int8, best_output_int8)
 
 
 def _rounds(weight: QTensor) -> bool:

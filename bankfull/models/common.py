@@ -98,7 +98,7 @@ def tied_head(config: Config) -> tuple[str, ...]:
 def head_of(fields: Fields, build: Build, embed: Embedding, cap: float | None = None) -> Head:
     vocab, hidden = embed.table.shape
     weight = embed.table if fields.flag("tie_word_embeddings") else None
-    return Head(build, Linear(build.at("lm_head"), hidden, vocab, weight=weight), cap)
+    return Head(build, Linear(build.at("lm_head"), hidden, vocab, weight=weight, mixes=True), cap)
 
 
 def decoder(

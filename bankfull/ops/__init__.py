@@ -15,6 +15,7 @@ from bankfull.ops.reference.linear import (
     best_output,
     best_output_bf16,
     best_output_int8,
+    best_output_mixed,
     embedding,
     gated_linear,
     linear,
@@ -33,7 +34,8 @@ from bankfull.ops.registry import OPERATIONS, Kit, Operation, kit_for
 __all__ = [
     "ACTIVATIONS", "OPERATIONS", "Cost", "HeadNorms", "Kit", "Operation", "PagedMeta", "RecurrentMeta", "Unnormed",
     "activate", "activate_mul", "add", "add_rms_norm", "attend", "best_output", "best_output_bf16",
-    "best_output_int8", "causal_conv", "embedding", "gated_linear", "kit_for", "layer_norm", "linear",
+    "best_output_int8", "best_output_mixed", "causal_conv", "embedding", "gated_linear", "kit_for", "layer_norm",
+    "linear",
     "linear_bf16", "linear_int8", "linear_mixed", "normed_best_output", "normed_gated_linear", "normed_linear",
     "paged_attention", "rms_norm", "rope_angles", "rotate", "selective_scan", "soft_cap", "write_pages",
     "write_pages_int8",

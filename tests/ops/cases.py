@@ -190,6 +190,10 @@ def best_output_int8(make: Maker) -> Case:
     return clear_winner(linear_int8(make), make)
 
 
+def best_output_mixed(make: Maker) -> Case:
+    return clear_winner(linear_mixed(make), make)
+
+
 def gated_linear(make: Maker) -> Case:
     scheme = make.scheme()
     inner = scheme.block * make.size(1, 3 if scheme.block > 1 else 70)
@@ -426,7 +430,8 @@ def selective_scan(make: Maker) -> Case:
 GENERATORS: dict[str, Callable[[Maker], Case]] = {
     function.__name__: function
     for function in (
-        linear, linear_bf16, linear_int8, linear_mixed, best_output, best_output_bf16, best_output_int8, gated_linear,
+        linear, linear_bf16, linear_int8, linear_mixed, best_output, best_output_bf16, best_output_int8,
+        best_output_mixed, gated_linear,
         normed_linear, normed_best_output, normed_gated_linear, embedding,
         rms_norm, add, attend,
         add_rms_norm, layer_norm, activate, activate_mul, soft_cap, rope_angles, rotate, paged_attention, write_pages,

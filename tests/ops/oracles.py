@@ -77,6 +77,10 @@ def best_output_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> 
     return linear_int8(x, weight, bias).argmax(-1)
 
 
+def best_output_mixed(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
+    return linear_mixed(x, weight, bias).argmax(-1)
+
+
 def gated_linear(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Array:
     half = weight.shape[0] // 2
     gate, up = (torch.from_numpy(part) for part in np.split(linear(x, weight, bias), [half], axis=-1))
@@ -279,7 +283,8 @@ def activate_mul(gate: Tensor, up: Tensor, kind: str) -> Array:
 ORACLES: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
-        linear, linear_bf16, linear_int8, linear_mixed, best_output, best_output_bf16, best_output_int8, gated_linear,
+        linear, linear_bf16, linear_int8, linear_mixed, best_output, best_output_bf16, best_output_int8,
+        best_output_mixed, gated_linear,
         normed_linear, normed_best_output, normed_gated_linear, embedding,
         rms_norm, add, attend,
         add_rms_norm, layer_norm, soft_cap, rotate, write_pages, write_pages_int8, paged_attention, causal_conv,

@@ -75,7 +75,10 @@ def settled(name: str, made: cases.Case) -> bool:
     return True
 
 
-NO_SLOPE = {"linear_bf16", "linear_int8", "linear_mixed", "best_output", "best_output_bf16", "best_output_int8"}
+NO_SLOPE = {
+    "linear_bf16", "linear_int8", "linear_mixed",
+    "best_output", "best_output_bf16", "best_output_int8", "best_output_mixed",
+}  # fmt: skip
 """Rounding and choosing: no gradient tells what they read. They are linear layers that write something else."""
 
 

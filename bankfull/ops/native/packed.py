@@ -23,7 +23,14 @@ from bankfull.ops.native.checks import address, float_rows, isa_is_chosen
 from bankfull.ops.native.extension import required
 from bankfull.ops.native.linear import FORMATS, storage_of
 from bankfull.ops.native.memory import Slabs
-from bankfull.ops.reference.linear import best_output_bf16, best_output_int8, linear_bf16, linear_int8, linear_mixed
+from bankfull.ops.reference.linear import (
+    best_output_bf16,
+    best_output_int8,
+    best_output_mixed,
+    linear_bf16,
+    linear_int8,
+    linear_mixed,
+)
 from bankfull.weights.qtensor import QTensor
 
 _native = required()
@@ -118,8 +125,8 @@ def _best(x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -> T
     best = torch.empty(x.shape[:-1], dtype=torch.int64)
     wide_bias = None if bias is None else float_rows(bias)
     _native.packed_best(
-        address(rows), best.numel(), inner, address(weight.data), address(wide_bias), outputs, weight.pack, int8,
-        address(best),
+        address(rows), best.numel(), inner, address(weight.data), address(weight.mixed), address(wide_bias), outputs,
+        weight.pack, int8, address(best),
     )  # fmt: skip
     return best
 
@@ -146,4 +153,9 @@ def run_linear_mixed(x: Tensor, weight: PackedWeight, bias: Tensor | None = None
 
 @best_output_int8.provider("native", on="cpu", accepts=_accepts_int8, prepare=pack)
 def run_best_output_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    return _best(x, weight, bias, int8=True)
+
+
+@best_output_mixed.provider("native", on="cpu", accepts=_accepts_mixed, prepare=pack_and_mix)
+def run_best_output_mixed(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     return _best(x, weight, bias, int8=True)

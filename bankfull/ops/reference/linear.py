@@ -107,6 +107,12 @@ def best_output_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> 
     return highest(linear_int8.body(x, weight, bias))
 
 
+@op(cost=_best_cost, shape=_best_shape)
+def best_output_mixed(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+    """Which output of `linear_mixed` is highest."""
+    return highest(linear_mixed.body(x, weight, bias))
+
+
 @op(cost=_linear_cost, shape=_linear_shape)
 def linear_bf16(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     """Activations are rounded to bfloat16 before they are multiplied; products are summed as wide as x is. A kernel may

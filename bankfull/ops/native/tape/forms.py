@@ -178,7 +178,11 @@ def _packed_best(
     outputs, inner = weight.shape
     encoded = rec.encoded(rec.view(x), inner, int(_native.encoded_stride(inner)))
     rec.emit(
-        "packed_head", {"x": encoded, "weight": Fixed(weight.data), "bias": _floats(bias)},
+        "packed_head",
+        {
+            "x": encoded, "weight": Fixed(weight.data), "bias": _floats(bias),
+            "mixed": None if weight.mixed is None else Fixed(weight.mixed),
+        },
         {"chosen": rec.view(out[0])}, label="head", inner=inner, outputs=outputs, pack=weight.pack,
         int8=int8,
     )  # fmt: skip
@@ -192,6 +196,13 @@ def best_output_bf16(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeigh
 
 @form
 def best_output_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+    return _packed_best(rec, out, x, weight, bias, int8=True)
+
+
+@form
+def best_output_mixed(
+    rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None
+) -> bool:  # fmt: skip
     return _packed_best(rec, out, x, weight, bias, int8=True)
 
 
