@@ -18,8 +18,6 @@ SO_TIMESTAMPNS = 35
 STAMP = struct.Struct("@ll")
 SLACK = 10_000
 """Nanoseconds: a clock that was set by less is as good as one that was not."""
-
-
 FRESH = 200_000
 """Nanoseconds: bytes that came so shortly before they are read are all read at once."""
 
