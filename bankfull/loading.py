@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -106,8 +105,7 @@ def load(
     """`device` and `strategy` stand in for those that the configuration would choose (tests, experiments)."""
     files = open_model(locate(name))
     family_of(files.config)  # an unsupported architecture is refused before anything else is read
-    # A vocabulary is read by one thread, weights are repacked by the kernels'.
-    with ThreadPoolExecutor(1) as pool, quick_turns():
+    with ThreadPoolExecutor(1) as pool:  # a vocabulary is read by one thread, weights are repacked by the kernels'
         text = pool.submit(load_tokenizer, files)
         made = assemble(files, run, sched, state, max_len=max_len, device=device, strategy=strategy)
         tokenizer, template = text.result()
@@ -118,18 +116,6 @@ def load(
         made.files, made.build, made.model, tokenizer, template, made.device, made.layout, made.sizes, frontend,
         made.phases,
     )  # fmt: skip
-
-
-@contextmanager
-def quick_turns() -> Iterator[None]:
-    """Threads hand the interpreter over after a tenth of a millisecond. Usually it takes fifty times as long, which
-    whoever comes back from one of many short kernels would have to wait every time."""
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(usual)
 
 
 def assemble(
