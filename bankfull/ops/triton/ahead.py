@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Lock, get_ident
+from types import ModuleType
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.runtime import build
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -35,6 +37,23 @@ class _Loading:
             return kernel
 
         return self._pool.submit(loaded)
+
+
+@contextmanager
+def loading_one_by_one() -> Iterator[None]:
+    """All launchers are modules of one name, and Python hands one thread's to another where they are loaded at once: a
+    kernel then has a launcher that takes other arguments."""
+    load, turn = build._load_module_from_path, Lock()
+
+    def load_alone(name: str, path: str) -> ModuleType:
+        with turn:
+            return load(name, path)
+
+    build._load_module_from_path = load_alone
+    try:
+        yield
+    finally:
+        build._load_module_from_path = load
 
 
 @contextmanager
@@ -59,6 +78,7 @@ def compiling_ahead(device: torch.device, threads: int) -> Iterator[None]:
 
     with (
         _one_at_a_time,
+        loading_one_by_one(),
         ThreadPoolExecutor(threads, "compiler", begin) as pool,
         triton.AsyncCompileMode(_Loading(pool), ignore_errors=True),
     ):
