@@ -41,13 +41,16 @@ class _Loading:
 
 @contextmanager
 def loading_one_by_one() -> Iterator[None]:
-    """All launchers are modules of one name, and Python hands one thread's to another where they are loaded at once: a
-    kernel then has a launcher that takes other arguments."""
+    """All launchers are modules of one name. Python answers whoever loads one again with the module that has this name
+    by now, filled anew: where threads load at once, a kernel gets a launcher that takes other arguments. So each gets
+    a module of its own, filled while nobody else loads."""
     load, turn = build._load_module_from_path, Lock()
 
     def load_alone(name: str, path: str) -> ModuleType:
+        own = ModuleType(name)
         with turn:
-            return load(name, path)
+            own.__dict__.update(vars(load(name, path)))
+        return own
 
     build._load_module_from_path = load_alone
     try:
