@@ -68,6 +68,10 @@ def ends() -> Iterator[tuple[StampedSocket, socket.socket]]:
         line.connect(listening.getsockname())
         server, _ = listening.accept()
         with server:
+            until = time.monotonic() + 5
+            while line.came is None:  # the kernel begins some moments after it was asked, if nobody else had asked
+                server.send(b"?")
+                assert line.recv(1) == b"?" and time.monotonic() < until
             yield line, server
 
 
