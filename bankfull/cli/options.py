@@ -107,7 +107,6 @@ class EngineOptions:
 
             llm = LLM(self.model, **self.options())
         finally:
-            gc.freeze()
             gc.enable()
         if (start := llm.loaded.start) is not None:
             say(f"bankfull: loaded in {start}")
