@@ -15,7 +15,7 @@ from benchmarks.cpu_peers.install import CannotInstall
 from benchmarks.cpu_peers.peers import ROOT, Peer, Place, Ready, module
 from benchmarks.cpu_peers.process import EngineFailed, EngineProcess
 from benchmarks.cpu_peers.reach import Bandwidth, bytes_per_token
-from benchmarks.cpu_peers.turns import IDLE, MEMORY, Pair, Say
+from benchmarks.cpu_peers.turns import IDLE, MEMORY, Around, Pair, Say
 from benchmarks.cpu_peers.works import FreshPrompts, Work
 
 START = "start to first token"
@@ -102,10 +102,10 @@ def _loaded(name: str, ready: Ready, engines: Engines, how: Measuring) -> tuple[
 
 
 def _row(pair: Pair, work: Work, our_model: Path, how: Measuring) -> Row:
-    """Decoding stands beside the bandwidth that it is bound by, the better of a look before and one after."""
+    """Decoding stands beside the bandwidth that it is bound by, as it was around each of our turns."""
     if how.bandwidth is None or work.measure != "decode":
         return pair.compare(work, how.pairs, how.say)
     needed = bytes_per_token(our_model, work)
-    before = how.bandwidth(needed)
-    row = pair.compare(work, how.pairs, how.say)
-    return replace(row, reach=Reach(needed, max(before, how.bandwidth(needed))))
+    bandwidth, seen = how.bandwidth, list[float]()
+    row = pair.compare(work, how.pairs, how.say, Around(lambda: bandwidth(needed), seen))
+    return row if row.problem else replace(row, reach=Reach(needed, tuple(seen)))

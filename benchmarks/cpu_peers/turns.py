@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from bankfull.limits.load.rows import Row
@@ -16,6 +16,20 @@ from benchmarks.cpu_peers.works import FreshPrompts, Work
 Say = Callable[[str], None]
 MEMORY, IDLE = "resident memory", "idle CPU"
 IDLE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What `look` finds around each of our turns, the better of before and after, goes to `found`."""
+
+    look: Callable[[], float]
+    found: list[float]
+
+    def __enter__(self) -> None:
+        self.found.append(self.look())
+
+    def __exit__(self, *_: object) -> None:
+        self.found[-1] = max(self.found[-1], self.look())
 
 
 @dataclass(slots=True)
@@ -30,7 +44,7 @@ class Pair:
     def turn(self, engine: EngineProcess) -> AbstractContextManager[None]:
         return turn(engine, self.noise)
 
-    def compare(self, work: Work, pairs: int, say: Say) -> Row:
+    def compare(self, work: Work, pairs: int, say: Say, around: Around | None = None) -> Row:
         """Both engines get the same prompts, and neither gets them twice."""
         self.noise = Noise()
         ours, theirs = list[float](), list[float]()
@@ -39,12 +53,16 @@ class Pair:
             with self.turn(engine):
                 return work.rate(engine, prompts)
 
+        def our_rate(prompts: tuple[Prompts, Prompts]) -> float:
+            with around or nullcontext():
+                return rate(self.ours, prompts)
+
         try:
             for engine in (self.ours, self.theirs):
                 with self.turn(engine):
                     work.warm_up(engine, self.fresh)
             for our, their in in_pairs(
-                pairs, lambda: work.prompts(self.fresh), lambda p: rate(self.ours, p), lambda p: rate(self.theirs, p)
+                pairs, lambda: work.prompts(self.fresh), our_rate, lambda p: rate(self.theirs, p)
             ):
                 ours.append(our)
                 theirs.append(their)

@@ -21,7 +21,7 @@ from benchmarks.cpu_peers.peers import ROOT, Place, Ready, module
 from benchmarks.cpu_peers.process import EngineFailed, EngineProcess
 from benchmarks.cpu_peers.protocol import Prompts
 from benchmarks.cpu_peers.reach import bytes_per_token
-from benchmarks.cpu_peers.turns import Pair
+from benchmarks.cpu_peers.turns import Around, Pair
 from benchmarks.cpu_peers.works import FOR_MODELS, FOR_SHAPES, WORKS, FreshPrompts, Work, chosen
 from tests.tiny import speaking_folder
 
@@ -308,18 +308,27 @@ def test_a_table_names_both_files_and_shows_the_share_of_bandwidth_where_it_is_k
     us, them = Side("bankfull 1", "a.gguf"), Side("peer 2", "a.gguf")
     plain = Row("prefill512", "tokens/s", (1.0, 3.0), (1.0, 1.0))
     assert ratio_table(Comparison("peer", us, them, [plain]), 2).columns[-1].header == "busy elsewhere"
-    decode = Row("decode", "tokens/s", (20.0,), (10.0,), reach=Reach(1e9, 40e9))
-    failed = Row("batch8", "tokens/s", problem="it ended", reach=Reach(1e9, 40e9))
+    decode = Row("decode", "tokens/s", (20.0, 16.0, 24.0), (10.0, 8.0, 12.0), reach=Reach(1e9, (40e9, 20e9, 40e9)))
+    failed = Row("batch8", "tokens/s", problem="it ended", reach=Reach(1e9, (40e9,)))
     both = Comparison("peer", us, them, [plain, decode, failed])
     table = ratio_table(both, 2)
     assert str(table.title) == "bankfull 1 against peer 2, both on a.gguf, 2 threads"
     cells = [list(column.cells) for column in table.columns]
     assert [column.header for column in table.columns][-3:] == ["we read", "read bandwidth", "% of read bandwidth"]
-    assert cells[-3:] == [["", "20 GB/s", ""], ["", "40 GB/s", ""], ["", "50%", ""]]
+    assert cells[-3:] == [["", "20 GB/s", ""], ["", "40 GB/s", ""], ["", "60% (55 .. 70)", ""]]
     assert cells[1] == ["2.00x", "2.00x", "not measured"]
     assert problems(both) == ["not measured: batch8: it ended"]
     other = Comparison("peer", us, Side("peer 2", "b"), [plain])
     assert other.title == "bankfull 1 on a.gguf against peer 2 on b"
+
+
+def test_bandwidth_is_the_better_of_a_look_before_a_turn_of_ours_and_one_after() -> None:
+    looks, found = iter([3.0, 5.0, 7.0, 2.0]), list[float]()
+    around = Around(lambda: next(looks), found)
+    for _ in range(2):
+        with around:
+            pass
+    assert found == [5.0, 7.0]
 
 
 def test_a_token_s_bytes_are_those_of_the_weights_and_the_cache_at_mid_work() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import bankfull
 from bankfull.cli.app import COMMANDS
+from tests.tiny import speaking_folder
 
 from .conftest import Cli
 
@@ -132,3 +133,13 @@ def test_an_interrupt_ends_an_answer_with_130_and_keeps_what_was_said(model: Pat
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert first and out.endswith(b"\n") and b"Traceback" not in err
+
+
+@pytest.mark.parametrize("command", ["run", "explain"])
+def test_a_process_that_loaded_a_model_reports_no_leak_at_its_end(command: str) -> None:
+    """Native objects that outlive the interpreter would be reported as leaked, on a user's terminal."""
+    words = [sys.executable, "-m", "bankfull", command, "Once upon a time", "--max-tokens", "2", "-m", str(speaking_folder())]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "nanobind" in line or "leaked" in line]
+    assert not said, done.stderr

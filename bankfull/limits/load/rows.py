@@ -11,16 +11,20 @@ from bankfull.limits.bench_stats import Spread, spread
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What one of our tokens must read, and how fast this machine read memory beside the pairs."""
+    """What one of our tokens must read, and how fast this machine read memory beside each of our turns.
+
+    Beside each: what a machine that is shared can read changes by a third within minutes.
+    """
 
     bytes_per_token: float
-    bandwidth: float
+    bandwidths: tuple[float, ...]
 
     def bytes_per_s(self, tokens_per_s: float) -> float:
         return self.bytes_per_token * tokens_per_s
 
-    def percent(self, tokens_per_s: float) -> float:
-        return 100 * self.bytes_per_s(tokens_per_s) / self.bandwidth
+    def percents(self, tokens_per_s: Sequence[float]) -> list[float]:
+        pairs = zip(tokens_per_s, self.bandwidths, strict=True)
+        return [100 * self.bytes_per_s(rate) / bandwidth for rate, bandwidth in pairs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ class Row:
         made: dict[str, Any] = asdict(self)
         made |= {"ratios": self.ratios, "ratio": asdict(found[0]) if found and found[0] else None}
         if self.reach is not None:
-            made["reach"] |= {"percent": [self.reach.percent(rate) for rate in self.ours]}
+            made["reach"] |= {"percent": self.reach.percents(self.ours)}
         return made
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from bankfull.limits.bench_stats import Spread
-from bankfull.limits.load.rows import Comparison, Reach, Row
+from bankfull.limits.bench_stats import Spread, spread
+from bankfull.limits.load.rows import Comparison, Row
 
 if TYPE_CHECKING:
     from bankfull.limits.ceilings import Ceilings
@@ -35,7 +35,7 @@ def ratio_table(comparison: Comparison, threads: int | None = None) -> Table:
         elsewhere = "" if row.others is None else f"{row.others:.2f} cores"
         table.add_row(
             row.work, times, _quartiles(ratio), _figure(ours.median), _figure(theirs.median), row.unit,
-            str(ours.count), elsewhere, *_reached(row.reach, ours),
+            str(ours.count), elsewhere, *_reached(row),
         )  # fmt: skip
     return table
 
@@ -49,13 +49,15 @@ def problems(comparison: Comparison) -> list[str]:
     return [f"not measured: {', '.join(works)}: {reason}" for reason, works in kept.items()]
 
 
-def _reached(reach: Reach | None, ours: Spread) -> tuple[str, ...]:
+def _reached(row: Row) -> tuple[str, ...]:
     from bankfull.limits.show import scaled
 
-    if reach is None:
+    if row.reach is None:
         return ()
-    reads = scaled(reach.bytes_per_s(ours.median), "B/s"), scaled(reach.bandwidth, "B/s")
-    return *reads, f"{reach.percent(ours.median):.0f}%"
+    reads, bandwidth = row.reach.bytes_per_s(spread(row.ours).median), spread(row.reach.bandwidths).median
+    share = spread(row.reach.percents(row.ours))
+    quartiles = "" if share.count < 2 else f" ({share.lower:.0f} .. {share.upper:.0f})"
+    return scaled(reads, "B/s"), scaled(bandwidth, "B/s"), f"{share.median:.0f}%{quartiles}"
 
 
 def notes(rows: Sequence[Row], ceilings: Ceilings | None) -> list[str]:
