@@ -55,6 +55,18 @@ T& append(Tape& tape, const std::string& name) {
     return instruction;
 }
 
+// The product that the tape ends with, if it makes what the intake takes in, and in whole units.
+PackedStep& product_for(const Tape& tape, const IntakeStep& intake) {
+    auto* packed = dynamic_cast<PackedStep*>(tape.last());
+    const int64_t queries = intake.heads * intake.size, keys = intake.kv_heads * intake.size;
+    const int64_t values = intake.kv_heads * intake.values;
+    const bool fits = packed && packed->gate < 0 && packed->parts.size() == 3 && packed->parts[0].outputs == queries &&
+                      packed->parts[1].outputs == keys && packed->parts[2].outputs == values;
+    if (!fits || intake.size % UNIT_OUTPUTS || intake.values % UNIT_OUTPUTS)
+        throw std::invalid_argument("tape: the product before does not make what attention takes in");
+    return *packed;
+}
+
 // Instruction number -> (name, nanoseconds, runs).
 nb::list times(const Tape& tape) {
     nb::list found;
@@ -205,8 +217,10 @@ void bind_tape(nb::module_& m) {
         .def("intake",
              [](Tape& tape, const std::string& name, At q, At k, At v, At cos, At sin, At turned, At slots, PagesTuple k_pages,
                 PagesTuple v_pages, int64_t q_token, int64_t k_token, int64_t v_token, int64_t turned_token, int64_t frames,
-                int64_t page_tokens, int64_t heads, int64_t kv_heads, int64_t size, int64_t values, int64_t half, int type) {
-                 auto& made = append<IntakeStep>(tape, name);
+                int64_t page_tokens, int64_t heads, int64_t kv_heads, int64_t size, int64_t values, int64_t half, int type,
+                bool joined) {
+                 auto step = std::make_unique<IntakeStep>();
+                 IntakeStep& made = *step;
                  made.q = place(q), made.k = place(k), made.v = place(v), made.cos = place(cos), made.sin = place(sin);
                  made.turned = place(turned), made.slots = place(slots);
                  made.k_pages = pages(k_pages), made.v_pages = pages(v_pages);
@@ -215,11 +229,16 @@ void bind_tape(nb::module_& m) {
                  made.size = size, made.values = values, made.half = half;
                  made.type = type_of(type, made.k_pages);
                  type_of(type, made.v_pages);
+                 if (joined)
+                     product_for(tape, made).intake = std::move(step);
+                 else
+                     tape.add(std::move(step), name);
              },
              nb::arg("name"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("cos"), nb::arg("sin"), nb::arg("turned"),
              nb::arg("slots"), nb::arg("k_pages"), nb::arg("v_pages"), nb::arg("q_token"), nb::arg("k_token"),
              nb::arg("v_token"), nb::arg("turned_token"), nb::arg("frames"), nb::arg("page_tokens"), nb::arg("heads"),
-             nb::arg("kv_heads"), nb::arg("size"), nb::arg("values"), nb::arg("half"), nb::arg("type"))
+             nb::arg("kv_heads"), nb::arg("size"), nb::arg("values"), nb::arg("half"), nb::arg("type"), nb::arg("joined"),
+             "joined: a part of the packed instruction before, which makes q, k and v")
         .def("attention",
              [](Tape& tape, const std::string& name, At q, At y, At encoded, At q_start, At kv_len, At table,
                 PagesTuple k_pages, PagesTuple v_pages, int64_t q_token, int64_t frames, int64_t page_tokens, int64_t heads,

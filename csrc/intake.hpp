@@ -1,5 +1,5 @@
-// What attention takes in: new queries are turned, new keys are turned and stored, new values are stored, each token in
-// one pass. Included inside a namespace per instruction set.
+// What attention takes in: new queries are turned, new keys are turned and stored, new values are stored. Either each token
+// in one pass, or each head as soon as its numbers are there. Included inside a namespace per instruction set.
 
 // `turned` may be x itself: both halves of a pair are read before either is written.
 static inline void turn_head(const float* x, const float* cos, const float* sin, int64_t half, int64_t size, float* turned) {
@@ -66,24 +66,34 @@ static inline void store_head(const Pages& pages, PageType type, int64_t frame, 
         __builtin_memcpy(place, x, size_t(size) * sizeof(float));
 }
 
-static void intake(const IntakeJob& job, int64_t begin, int64_t end) {
-    float* turned = scratch(job.size);
-    for (int64_t token = begin; token < end; ++token) {
-        const float *cos = job.cos + token * job.half, *sin = job.sin + token * job.half;
-        const int64_t frame = job.slots[token] / job.page_tokens, offset = job.slots[token] % job.page_tokens;
-        for (int64_t head = 0; head < job.kv_heads; ++head) {
+// Heads [first, last) of a token: those of queries, then those of keys, then those of values. `room`: a head's numbers.
+static inline void take_heads(const IntakeJob& job, int64_t token, int64_t first, int64_t last, float* room) {
+    const float *cos = job.cos + token * job.half, *sin = job.sin + token * job.half;
+    const int64_t frame = job.slots[token] / job.page_tokens, offset = job.slots[token] % job.page_tokens;
+    for (int64_t number = first; number < last; ++number) {
+        int64_t head = number;
+        if (head < job.heads) {
+            if (job.half)
+                turn_head(job.q + token * job.q_token + head * job.size, cos, sin, job.half, job.size,
+                          job.turned + token * job.turned_token + head * job.size);
+        } else if ((head -= job.heads) < job.kv_heads) {
             const float* k = job.k + token * job.k_token + head * job.size;
-            if (job.half) {
-                turn_head(k, cos, sin, job.half, job.size, turned);
-                k = turned;
-            }
-            store_head(job.k_pages, job.type, frame, offset, head, k, job.size);
-            if (job.v) store_head(job.v_pages, job.type, frame, offset, head,
-                                  job.v + token * job.v_token + head * job.values, job.values);
+            if (job.half) turn_head(k, cos, sin, job.half, job.size, room);
+            store_head(job.k_pages, job.type, frame, offset, head, job.half ? room : k, job.size);
+        } else {
+            head -= job.kv_heads;
+            store_head(job.v_pages, job.type, frame, offset, head, job.v + token * job.v_token + head * job.values,
+                       job.values);
         }
-        if (!job.half) continue;
-        for (int64_t head = 0; head < job.heads; ++head)
-            turn_head(job.q + token * job.q_token + head * job.size, cos, sin, job.half, job.size,
-                      job.turned + token * job.turned_token + head * job.size);
     }
+}
+
+static void intake(const IntakeJob& job, int64_t begin, int64_t end) {
+    float* room = scratch(job.size);
+    for (int64_t token = begin; token < end; ++token) take_heads(job, token, 0, job.all_heads(), room);
+}
+
+static void intake_head(const IntakeJob& job, int64_t head, int64_t begin, int64_t end) {
+    float* room = scratch(job.size);
+    for (int64_t token = begin; token < end; ++token) take_heads(job, token, head, head + 1, room);
 }

@@ -185,6 +185,8 @@ struct IntakeJob {
     const int64_t* slots;  // page * page_tokens + offset, below `places`
     int64_t places, page_tokens, heads, kv_heads, size, values, half;  // half 0: nothing is turned
     PageType type;
+
+    int64_t all_heads() const { return heads + (v ? 2 : 1) * kv_heads; }
 };
 
 // Queries [first, first + queries) of a sequence and all the heads that share one key head, over chunks of its keys.

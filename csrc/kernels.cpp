@@ -98,6 +98,7 @@ static constexpr Kernels build() {
     table.pointwise[PLUS] = plus;
     table.rotate = rotate;
     table.intake = intake;
+    table.intake_head = intake_head;
     table.attention[PAGES_F32] = attend<Float32>;
     table.attention_rows[PAGES_F32] = attention_rows;
 #if defined(__AMX_BF16__)

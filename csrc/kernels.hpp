@@ -62,6 +62,7 @@ struct Kernels {
     void (*weigh)(const float* scores, int64_t count, float highest, float temperature, float* shaped, int64_t* weights);
     void (*block_weights)(const float* scores, int64_t count, float highest, float temperature, int64_t* sums);
     void (*intake)(const IntakeJob&, int64_t begin, int64_t end);
+    void (*intake_head)(const IntakeJob&, int64_t head, int64_t begin, int64_t end);
     void (*rms_norm)(const NormJob&, int64_t begin, int64_t end);
     void (*layer_norm)(const LayerNormJob&, int64_t begin, int64_t end);
     void (*pointwise[POINTWISE])(const PointwiseJob&, int64_t begin, int64_t end);

@@ -76,10 +76,14 @@ void run_embedding(const EmbeddingJob& job, Format format, int64_t tokens) {
     spread(kernels().embedding[format], job, tokens, PIECE_WORK / job.columns + 1);
 }
 
-void run_intake(const IntakeJob& job, int64_t tokens) {
+const IntakeJob& checked_intake(const IntakeJob& job, int64_t tokens) {
     for (int64_t i = 0; i < tokens; ++i)
-        if (job.slots[i] < 0 || job.slots[i] >= job.places)
-            throw std::invalid_argument("write_pages: a slot names a page that is not there");
+        require(job.slots[i] >= 0 && job.slots[i] < job.places, "write_pages: a slot names a page that is not there");
+    return job;
+}
+
+void run_intake(const IntakeJob& job, int64_t tokens) {
+    checked_intake(job, tokens);
     spread(kernels().intake, job, tokens, PIECE_ROW_WORK / ((job.heads + 2 * job.kv_heads) * job.size) + 1);
 }
 

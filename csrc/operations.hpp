@@ -15,6 +15,8 @@ void run_sample(const SampleJob& job, int64_t rows);
 void run_rotate(const RotateJob& job, int64_t tokens);
 void run_angles(const AnglesJob& job, int64_t tokens);
 void run_embedding(const EmbeddingJob& job, Format format, int64_t tokens);
+// `job`, if its slots exist; else std::invalid_argument.
+const IntakeJob& checked_intake(const IntakeJob& job, int64_t tokens);
 void run_intake(const IntakeJob& job, int64_t tokens);
 // For each row the highest of all outputs, without storing them: of one part, whose y is not used. -1 where a row has a
 // NaN or no finite highest.

@@ -1,5 +1,7 @@
 #include "packed_plan.hpp"
 
+#include <atomic>
+#include <memory>
 #include <vector>
 
 #include "isa.hpp"
@@ -46,22 +48,81 @@ PackedJob rows_from(const PackedJob& job, int64_t first, int64_t rows, PackedPar
     return some;
 }
 
-void run_units(const PackedJob& job) {
+// Heads that attention takes in. Threads take units as they can, so each head counts those that are still to come; who
+// brings the last one takes in the head.
+class Arrivals {
+  public:
+    explicit Arrivals(const IntakeJob& intake) : intake_(intake) {}
+
+    // Before the first unit of some rows: those from `first` on, `each` of them in every share.
+    void expect(int64_t first, int64_t each, int64_t rows) {
+        first_ = first, each_ = each, last_ = first + rows;
+        const int64_t heads = intake_.all_heads(), all = heads * ((rows + each - 1) / each);
+        thread_local std::unique_ptr<std::atomic<int32_t>[]> memory;  // kept
+        thread_local int64_t size = 0;
+        if (size < all) {
+            memory.reset(new std::atomic<int32_t>[size_t(all)]);
+            size = all;
+        }
+        missing_ = memory.get();
+        for (int64_t i = 0; i < all; ++i) missing_[i].store(int32_t(units_in(i % heads)), std::memory_order_relaxed);
+    }
+
+    // Units [begin, end) of a share's rows are there.
+    void came(int64_t share, int64_t begin, int64_t end) const {
+        const int64_t queries = intake_.heads * units_in(0), keys = intake_.kv_heads * units_in(0);
+        std::atomic<int32_t>* missing = missing_ + share * intake_.all_heads();
+        while (begin < end) {
+            const bool value = begin >= queries + keys;  // units of keys follow those of queries, and have as many
+            const int64_t base = value ? queries + keys : 0, each = units_in(value ? intake_.heads + intake_.kv_heads : 0);
+            const int64_t number = (begin - base) / each, behind = base + (number + 1) * each;
+            const int64_t head = number + (value ? intake_.heads + intake_.kv_heads : 0);
+            const int32_t units = int32_t((behind < end ? behind : end) - begin);
+            if (missing[head].fetch_sub(units, std::memory_order_acq_rel) == units) take(share, head);
+            begin += units;
+        }
+    }
+
+  private:
+    int64_t units_in(int64_t head) const {
+        return (head < intake_.heads + intake_.kv_heads ? intake_.size : intake_.values) / UNIT_OUTPUTS;
+    }
+    void take(int64_t share, int64_t head) const {
+        const int64_t row = first_ + share * each_, stop = row + each_;
+        kernels().intake_head(intake_, head, row, stop < last_ ? stop : last_);
+    }
+
+    const IntakeJob& intake_;
+    std::atomic<int32_t>* missing_ = nullptr;  // units, for each head of each share
+    int64_t first_ = 0, each_ = 0, last_ = 0;
+};
+
+struct UnitsJob {
+    const PackedJob& job;
+    const Arrivals* arrivals;  // may be null
+};
+
+// Rows of the job are those from `first` on of all, where there are arrivals.
+void run_units(const PackedJob& job, Arrivals* arrivals, int64_t first = 0) {
+    if (arrivals) arrivals->expect(first, job.rows, job.rows);
     const int64_t units = count_units(job), weights = UNIT_OUTPUTS * job.inner * (job.gate >= 0 ? 2 : 1);
     // Threads take pieces as they can: a handful each evens out what the machine does meanwhile.
     const int64_t even = units / (8 * threads()), least = (PIECE_WEIGHTS + weights - 1) / weights;
     const int64_t capped = even < PIECE_UNITS ? even : PIECE_UNITS;
+    const UnitsJob both{job, arrivals};
     parallel(units, capped > least ? capped : least, [](const void* p, int64_t begin, int64_t end) {
-        kernels().packed(*static_cast<const PackedJob*>(p), begin, end);
-    }, &job);
+        const UnitsJob& all = *static_cast<const UnitsJob*>(p);
+        kernels().packed(all.job, begin, end);
+        if (all.arrivals) all.arrivals->came(0, begin, end);
+    }, &both);
 }
 
 // So many rows after the other, each time all units.
-void run_in_turn(const PackedJob& job, int64_t most) {
+void run_in_turn(const PackedJob& job, int64_t most, Arrivals* arrivals) {
     thread_local std::vector<PackedPart> parts;  // kept for its memory
     parts.resize(size_t(job.count));
     for (int64_t first = 0; first < job.rows; first += most)
-        run_units(rows_from(job, first, job.rows - first < most ? job.rows - first : most, parts.data()));
+        run_units(rows_from(job, first, job.rows - first < most ? job.rows - first : most, parts.data()), arrivals, first);
 }
 
 // A job's rows in as many parts as there are threads, each of them with all units, `group` of them at a time.
@@ -69,11 +130,12 @@ struct RowShares {
     std::vector<PackedJob> jobs;
     std::vector<PackedPart> parts;
     int64_t units, group, groups;
+    const Arrivals* arrivals;  // may be null
 };
 
 // Each thread has rows of its own: it wrote them, and will read what becomes of them. Every panel is widened by every
 // thread, which many rows make worth it.
-void run_shares(const PackedJob& job, int64_t count, int64_t group) {
+void run_shares(const PackedJob& job, int64_t count, int64_t group, Arrivals* arrivals) {
     thread_local RowShares shares;  // kept for its memory
     shares.units = count_units(job);
     shares.group = group;
@@ -81,14 +143,18 @@ void run_shares(const PackedJob& job, int64_t count, int64_t group) {
     shares.parts.resize(size_t(count * job.count));
     shares.jobs.clear();
     const int64_t each = (job.rows + 32 * count - 1) / (32 * count) * 32;
+    if (arrivals) arrivals->expect(0, each, job.rows);
+    shares.arrivals = arrivals;
     for (int64_t first = 0; first < job.rows; first += each)
         shares.jobs.push_back(rows_from(job, first, job.rows - first < each ? job.rows - first : each,
                                         shares.parts.data() + int64_t(shares.jobs.size()) * job.count));
     parallel(shares.groups * int64_t(shares.jobs.size()), 1, [](const void* p, int64_t begin, int64_t end) {
         const RowShares& all = *static_cast<const RowShares*>(p);
         for (; begin < end; ++begin) {
-            const int64_t unit = begin % all.groups * all.group, stop = unit + all.group;
-            kernels().packed(all.jobs[size_t(begin / all.groups)], unit, stop < all.units ? stop : all.units);
+            const int64_t share = begin / all.groups, unit = begin % all.groups * all.group;
+            const int64_t stop = unit + all.group < all.units ? unit + all.group : all.units;
+            kernels().packed(all.jobs[size_t(share)], unit, stop);
+            if (all.arrivals) all.arrivals->came(share, unit, stop);
         }
     }, &shares);
 }
@@ -128,6 +194,17 @@ int64_t group_of(const PackedJob& job) {
     return group > 1 ? group : 1;
 }
 
+void run_packed(const PackedJob& given, Arrivals* arrivals) {
+    if (all_dense(given)) {
+        const int64_t fitting = CACHED_ROW_BYTES / (2 * given.inner) / 32 * 32;
+        return run_in_turn(given, fitting < LEAST_ROWS ? LEAST_ROWS : fitting, arrivals);
+    }
+    const PackedJob job = with_mixed_rows(given);
+    const int64_t count = job.x.kind == Activations::Tiles ? sharers(job.rows) : 1;
+    if (count > 1) return run_shares(job, count, group_of(job), arrivals);
+    run_units(job, arrivals);
+}
+
 }  // namespace
 
 PackedJob with_mixed_rows(const PackedJob& given) {
@@ -136,15 +213,11 @@ PackedJob with_mixed_rows(const PackedJob& given) {
     return job;
 }
 
-void run_packed(const PackedJob& given) {
-    if (all_dense(given)) {
-        const int64_t fitting = CACHED_ROW_BYTES / (2 * given.inner) / 32 * 32;
-        return run_in_turn(given, fitting < LEAST_ROWS ? LEAST_ROWS : fitting);
-    }
-    const PackedJob job = with_mixed_rows(given);
-    const int64_t count = job.x.kind == Activations::Tiles ? sharers(job.rows) : 1;
-    if (count > 1) return run_shares(job, count, group_of(job));
-    run_units(job);
+void run_packed(const PackedJob& job) { run_packed(job, nullptr); }
+
+void run_packed(const PackedJob& job, const IntakeJob& intake) {
+    Arrivals arrivals(intake);
+    run_packed(job, &arrivals);
 }
 
 Activations encoding_of(int64_t rows, Rounding rounding) {

@@ -7,6 +7,9 @@ namespace bankfull {
 
 // The sizes must fit: a K that the packs hold, encoded rows of the job's kind, codes only for weights in blocks.
 void run_packed(const PackedJob& job);
+// The same, and attention takes in what the three parts make: each head as soon as it is there, by the thread that finished
+// it. Heads must be whole units; the intake was checked.
+void run_packed(const PackedJob& job, const IntakeJob& intake);
 // The job with its rows mixed, if there are many and weights that were mixed for them. Good until the next call.
 PackedJob with_mixed_rows(const PackedJob& job);
 // How activations of a step with so many rows are encoded.

@@ -89,8 +89,12 @@ void PackedStep::run(const Step& step) const {
     for (size_t i = 0; i < parts.size(); ++i)
         found[i] = {parts[i].weight.in<uint8_t>(step), parts[i].bias.in<float>(step), parts[i].y.in<float>(step),
                     parts[i].y_stride, parts[i].outputs, parts[i].pack, parts[i].mixed.in<uint8_t>(step)};
-    run_packed({encoded_at(x, step, inner), step.tokens, inner, found, int64_t(parts.size()), gate,
-                encoded_at(encoded, step, parts[0].outputs), {}});
+    const PackedJob job{encoded_at(x, step, inner), step.tokens, inner, found, int64_t(parts.size()), gate,
+                        encoded_at(encoded, step, parts[0].outputs), {}};
+    if (intake)
+        run_packed(job, checked_intake(intake->job(step), step.tokens));
+    else
+        run_packed(job);
 }
 
 void PackedHeadStep::run(const Step& step) const {
@@ -135,12 +139,13 @@ void WriteStep::run(const Step& step) const {
     run_intake(job, step.tokens);
 }
 
-void IntakeStep::run(const Step& step) const {
-    run_intake({q.in<float>(step), k.in<float>(step), v.in<float>(step), q_token, k_token, v_token, cos.in<float>(step),
-                sin.in<float>(step), turned.in<float>(step), turned_token, pages_at(k_pages, step),
-                pages_at(v_pages, step), slots.in<int64_t>(step), frames * page_tokens, page_tokens, heads, kv_heads,
-                size, values, half, type}, step.tokens);
+IntakeJob IntakeStep::job(const Step& step) const {
+    return {q.in<float>(step), k.in<float>(step), v.in<float>(step), q_token, k_token, v_token, cos.in<float>(step),
+            sin.in<float>(step), turned.in<float>(step), turned_token, pages_at(k_pages, step), pages_at(v_pages, step),
+            slots.in<int64_t>(step), frames * page_tokens, page_tokens, heads, kv_heads, size, values, half, type};
 }
+
+void IntakeStep::run(const Step& step) const { run_intake(job(step), step.tokens); }
 
 void AttentionStep::run(const Step& step) const {
     AttentionJob job{};

@@ -61,6 +61,7 @@ class Tape {
     // Instructions [begin, end), in order.
     void replay(const Step& step, int64_t begin, int64_t end, bool timed) const;
     const std::vector<std::unique_ptr<Instruction>>& instructions() const { return instructions_; }
+    Instruction* last() const { return instructions_.empty() ? nullptr : instructions_.back().get(); }
     // What packed weights are multiplied with; those of one tape must agree.
     void round(Rounding rounding);
     int64_t inputs = 0;  // how many a step must bring
@@ -109,19 +110,6 @@ struct LinearStep : Instruction {
 struct EncodeStep : Instruction {
     Place x, encoded;
     int64_t x_stride, columns;
-    void run(const Step& step) const override;
-};
-
-struct PackedStep : Instruction {
-    struct Part {
-        Place weight, mixed, bias, y;
-        int64_t y_stride, outputs;
-        int pack;
-    };
-    Place x, encoded;
-    int64_t inner;
-    std::vector<Part> parts;
-    int gate = -1;
     void run(const Step& step) const override;
 };
 
@@ -178,6 +166,21 @@ struct IntakeStep : Instruction {
     int64_t q_token, k_token, v_token, turned_token;
     int64_t frames, page_tokens, heads, kv_heads, size, values, half;
     PageType type;
+    IntakeJob job(const Step& step) const;
+    void run(const Step& step) const override;
+};
+
+struct PackedStep : Instruction {
+    struct Part {
+        Place weight, mixed, bias, y;
+        int64_t y_stride, outputs;
+        int pack;
+    };
+    Place x, encoded;
+    int64_t inner;
+    std::vector<Part> parts;
+    int gate = -1;
+    std::unique_ptr<IntakeStep> intake;  // what attention takes in of the three parts, if it does
     void run(const Step& step) const override;
 };
 

@@ -221,6 +221,75 @@ void check_intake(Random& random) {
     }
 }
 
+// Heads that go on from the product which makes them: what both give one after the other, bit for bit. Rows of every
+// number, so that they are cut in every way.
+void check_joined_intake(Random& random) {
+    static constexpr int formats[] = {Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, BF16};
+    static constexpr int64_t sizes[] = {32, 64, 96}, most[] = {3, 40, 140, 900};
+    const int64_t tokens = random.between(1, random.any_of(most)), kv_heads = random.between(1, 3);
+    const int64_t heads = kv_heads * random.between(1, 4), size = random.any_of(sizes), values = random.any_of(sizes);
+    const int64_t half = random.one_in(4) ? 0 : random.between(1, size / 2), inner = 256, page_tokens = random.between(1, 8);
+    const bool dense = random.one_in(4), narrow = random.one_in(2);
+    const Activations kind = dense || random.one_in(2) ? Activations::Tiles : Activations::Codes;
+    const int64_t frames = tokens / page_tokens + 2, counts[] = {heads * size, kv_heads * size, kv_heads * values};
+
+    const Array<float> x = normals(random, tokens * inner);
+    EncodedRows encoded(tokens, inner, kind);
+    EncodeJob encode{};
+    encode.x = x.data(), encode.x_stride = inner, encode.columns = inner, encode.out = encoded.place();
+    run_encode(encode, tokens);
+    const Angles angles(random, tokens, half);
+    const std::vector<int64_t> slots = distinct(random, tokens, frames * page_tokens);
+    std::vector<Array<uint8_t>> packs;
+    std::vector<Array<float>> biases;
+    PackedPart parts[3]{};
+    for (int i = 0; i < 3; ++i) {
+        const Weight weight(random, dense ? int(BF16) : random.any_of(formats), counts[i], inner);
+        packs.push_back(packed(weight));
+        biases.push_back(maybe_bias(random, counts[i]));
+        parts[i].y_stride = parts[i].outputs = counts[i], parts[i].pack = pack_of(weight.format);
+    }
+    if (kind == Activations::Codes)
+        for (const PackedPart& part : parts)
+            if (LAYOUTS[part.pack].dense()) return;  // never multiplied with codes
+
+    struct Side {
+        std::vector<Array<float>> made;
+        Store keys, stored;
+    };
+    const auto side = [&](bool joined) {
+        Side of{{}, {frames, page_tokens, kv_heads, size, narrow}, {frames, page_tokens, kv_heads, values, narrow}};
+        for (int i = 0; i < 3; ++i) {
+            of.made.emplace_back(tokens * counts[i]);
+            parts[i].weight = packs[size_t(i)].data(), parts[i].bias = address_of(biases[size_t(i)]);
+            parts[i].y = of.made.back().data();
+        }
+        PackedJob job{};
+        job.x = encoded.place(), job.rows = tokens, job.inner = inner, job.parts = parts, job.count = 3, job.gate = -1;
+        IntakeJob intake{};
+        intake.q = intake.turned = of.made[0].data(), intake.k = of.made[1].data(), intake.v = of.made[2].data();
+        intake.q_token = intake.turned_token = counts[0], intake.k_token = counts[1], intake.v_token = counts[2];
+        intake.cos = angles.cos.data(), intake.sin = angles.sin.data();
+        intake.k_pages = of.keys.pages(), intake.v_pages = of.stored.pages();
+        intake.slots = slots.data(), intake.places = frames * page_tokens, intake.page_tokens = page_tokens;
+        intake.heads = heads, intake.kv_heads = kv_heads, intake.size = size, intake.values = values;
+        intake.half = half, intake.type = narrow ? PAGES_BF16 : PAGES_F32;
+        if (joined) {
+            run_packed(job, checked_intake(intake, tokens));
+        } else {
+            run_packed(job);
+            run_intake(intake, tokens);
+        }
+        return of;
+    };
+    const Side apart = side(false), together = side(true);
+    for (size_t i = 0; i < 3; ++i)
+        expect_same_bits(together.made[i].data(), apart.made[i].data(), apart.made[i].size(), "joined: what was made");
+    expect_same_bits(together.keys.bytes.data(), apart.keys.bytes.data(), apart.keys.bytes.size(), "joined: stored keys");
+    expect_same_bits(together.stored.bytes.data(), apart.stored.bytes.data(), apart.stored.bytes.size(),
+                     "joined: stored values");
+}
+
 // What a layer stores without turning it, as WriteStep asks for it.
 void check_write(Random& random) {
     const int64_t tokens = random.between(1, 20), page_tokens = random.between(1, 6), heads = random.between(1, 4);

@@ -22,6 +22,7 @@ void check_norms(Random& random);
 void check_pointwise(Random& random);
 void check_rotate(Random& random);
 void check_intake(Random& random);
+void check_joined_intake(Random& random);
 void check_write(Random& random);
 void check_attention_over_pages(Random& random);
 void check_conv(Random& random);

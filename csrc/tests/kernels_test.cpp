@@ -27,6 +27,7 @@ constexpr Operation OPERATIONS[] = {
     {"pointwise", check_pointwise},
     {"rotate", check_rotate},
     {"intake", check_intake},
+    {"joined intake", check_joined_intake},
     {"write", check_write},
     {"attention", check_attention_over_pages},
     {"causal_conv", check_conv},

@@ -127,7 +127,7 @@ struct Layer {
         intake->q_token = intake->turned_token = HEADS * SIZE, intake->k_token = intake->v_token = KV_HEADS * SIZE;
         intake->frames = FRAMES, intake->page_tokens = PAGE, intake->heads = HEADS, intake->kv_heads = KV_HEADS;
         intake->size = intake->values = SIZE, intake->half = SIZE / 2, intake->type = PAGES_BF16;
-        tape.add(std::move(intake), "intake");
+        static_cast<PackedStep&>(*tape.last()).intake = std::move(intake);
         auto attention = std::make_unique<AttentionStep>();
         attention->q = q, attention->encoded = mixed, attention->q_start = input(STARTS);
         attention->kv_len = input(LENGTHS), attention->table = input(TABLE);

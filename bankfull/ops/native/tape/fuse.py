@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection
 
 from bankfull.ops.native.activation import GATES
-from bankfull.ops.native.tape.instruction import Fixed, Instruction, Node, Value, View, values_in
+from bankfull.ops.native.tape.instruction import Fixed, Instruction, Node, Operand, Value, View, values_in
 
 MOST_PARTS = 8
 """Weights that one instruction multiplies; the limit of the C++ side."""
@@ -20,7 +20,7 @@ GROUP = 32
 def fuse(nodes: list[Node], keep: Collection[Value]) -> list[Node]:
     """`keep`: what the tape returns."""
     nodes = _share_activations(nodes)
-    for rule in (_gate, _encode_norm, _encode_attention, _take_in):
+    for rule in (_gate, _encode_norm, _encode_attention, _take_in, _take_in_at_once):
         nodes = rule(nodes, keep)
     return nodes
 
@@ -206,12 +206,48 @@ def _intake(
         {"turned": turned, **{name: attention.reads[name] for name in ("k_pages", "k_scales", "v_pages", "v_scales")}},
         {
             "q_token": _floats_apart(q), "k_token": _floats_apart(k), "v_token": _floats_apart(v),
-            "turned_token": _floats_apart(turned), "half": half,
+            "turned_token": _floats_apart(turned), "half": half, "joined": False,
             **{name: facts[name] for name in ("k_strides", "v_strides", "frames", "page_tokens", "heads", "kv_heads",
                                               "size", "values", "type")},
         },
         "intake",
     )  # fmt: skip
+
+
+def _take_in_at_once(nodes: list[Node], keep: Collection[Value]) -> list[Node]:
+    """Heads go on into attention from the product that makes them, where they are whole groups of its outputs."""
+    readers, products = _readers(nodes), _writers([node for node in nodes if _instruction(node, "packed")])
+    gone: set[Node] = set()
+    joined: dict[Node, Instruction] = {}
+    for node in nodes:
+        intake = _instruction(node, "intake")
+        if intake is None or intake.facts["size"] % GROUP or intake.facts["values"] % GROUP:
+            continue
+        made = [intake.reads[name] for name in ("q", "k", "v")]
+        packed = next((_instruction(products.get(value), "packed") for value in values_in(made)), None)
+        if packed is None or len(packed.facts["parts"]) != len(made) or packed.facts["gate"] >= 0:
+            continue
+        if made != [packed.writes[f"y{i}"] for i in range(len(made))] or not _goes_to(made, intake, readers, keep):
+            continue
+        # The product moves down: what it reads was written once and is still there, and nobody else waits for it.
+        both = Instruction("packed", packed.reads | intake.reads, packed.writes | intake.writes, dict(packed.facts))
+        both.facts["intake"], both.label = intake, "packed, taken in"
+        intake.facts["joined"] = True
+        joined[intake] = both
+        gone.add(packed)
+    return [joined.get(node, node) for node in nodes if node not in gone]
+
+
+def _goes_to(
+    operands: list[Operand | None], reader: Instruction, readers: dict[Value, list[Node]], keep: Collection[Value]
+) -> bool:
+    """Nothing else reads them, but attention what `reader` leaves in their place."""
+    left = _value(reader.writes["turned"])
+    for value in values_in(operands):
+        others = [node for node in readers[value] if node is not reader]
+        if value in keep or any(value is not left or _instruction(node, "attention") is None for node in others):
+            return False
+    return True
 
 
 def _floats_apart(operand: object) -> int:

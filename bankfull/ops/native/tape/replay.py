@@ -147,8 +147,11 @@ class Tape:
             self._pieces.append((begin, len(self._tape)))
 
     def _append(self, node: Instruction) -> None:
-        places = {name: self._place(operand) for name, operand in (node.reads | node.writes).items()}
         facts = dict(node.facts)
+        joined: Instruction | None = facts.pop("intake", None)
+        others = () if joined is None else joined.reads | joined.writes
+        own = {name: operand for name, operand in (node.reads | node.writes).items() if name not in others}
+        places = {name: self._place(operand) for name, operand in own.items()}
         if node.kind == "packed":
             facts["parts"] = [
                 (*(places.pop(f"{name}{i}") for name in ("weight", "mixed", "bias", "y")), outputs, outputs, pack)
@@ -159,6 +162,8 @@ class Tape:
                 numbers, scales = facts.pop(f"{name}strides")
                 places[f"{name}pages"] = (places[f"{name}pages"], numbers, places.pop(f"{name}scales"), scales)
         getattr(self._tape, node.kind)(name=node.label, **places, **facts)
+        if joined is not None:
+            self._append(joined)
 
     def _place(self, operand: Operand | None) -> Any:
         if operand is None:

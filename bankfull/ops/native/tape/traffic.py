@@ -57,24 +57,34 @@ def _traffic(node: Node) -> Traffic:
         return Traffic(1, operation=METERED[node.kind])
     facts = node.facts
     weights = {name: operand.tensor.nbytes for name, operand in node.reads.items() if isinstance(operand, Fixed)}
-    per_token = sum(value.row_bytes for side in (node.reads, node.writes) for value in set(values_in(side.values())))
+    read, written = (set(values_in(side.values())) for side in (node.reads, node.writes))
+    if "intake" in facts:
+        read -= written  # on the way from a product into attention
+    per_token = sum(value.row_bytes for values in (read, written) for value in values)
     flops = 0
     if node.kind == "embedding":
         weights.pop("table")  # of which a token reads one row
         per_token += facts["row_bytes"]
     elif node.kind in ("write", "intake"):
-        both = node.kind == "intake"  # keys and values
-        numbers = facts["kv_heads"] * (facts["size"] + facts["values"]) if both else facts["heads"] * facts["size"]
-        stored = node.writes["pages" if node.kind == "write" else "k_pages"]
-        assert isinstance(stored, Fixed)
-        per_token += numbers * stored.tensor.element_size()
+        per_token += _stored(node)
     elif node.kind == "packed":
         for number in range(len(facts["parts"])):
             weights.pop(f"mixed{number}", None)  # instead of the weight itself, where rows are many
+        if (intake := facts.get("intake")) is not None:
+            per_token += _stored(intake)
         flops = 2 * facts["inner"] * _outputs(node)
     elif node.kind in ("linear", "head", "packed_head"):
         flops = 2 * facts["inner"] * facts["outputs"]
     return Traffic(1, sum(weights.values()), per_token, flops)
+
+
+def _stored(node: Instruction) -> int:
+    """Bytes of a token's keys and values, or of either."""
+    facts, both = node.facts, node.kind == "intake"
+    numbers = facts["kv_heads"] * (facts["size"] + facts["values"]) if both else facts["heads"] * facts["size"]
+    pages = node.writes["k_pages" if both else "pages"]
+    assert isinstance(pages, Fixed)
+    return int(numbers * pages.tensor.element_size())
 
 
 def _outputs(node: Instruction) -> int:
