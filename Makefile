@@ -40,6 +40,7 @@ install: ## Create .venv with the package (editable), its kernels and the tools;
 	$(BIN)/python -m pip install --quiet "scikit-build-core>=1.1" "nanobind>=3.1" cmake ninja; \
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --no-build-isolation \
 		--editable ".[test,lint,charts,hub,serve]"; \
+	$(BIN)/python -m compileall -q bankfull; \
 	$(BIN)/python -c "from bankfull.ops import native; print('bankfull:', native.status() or 'native kernels ready, ' + native.select_isa())"; \
 	echo "$$key" > $(STAMPS)/install
 

@@ -95,6 +95,7 @@ class EngineOptions:
         """The model, ready to run. Notices of the engine go to stderr."""
         import gc
         import logging
+        import os
 
         logging.basicConfig(format="bankfull: %(message)s", level=logging.WARNING)
         from bankfull.cli.terminal import say
@@ -102,6 +103,7 @@ class EngineOptions:
         # Modules and a model's parts live as long as the process: to look for garbage among them again and again took
         # a tenth of the time until they were there.
         gc.disable()
+        os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # of devices that this engine does not run on
         try:
             from bankfull.llm import LLM
 
