@@ -229,16 +229,29 @@ def filled(size: int, budget: float) -> Any:
 
 def _read_rate(buffer: Any, budget: float) -> float:
     """Bytes per second, the best of two ways to read everything once."""
+    ways = _ways_to_read(buffer)
+    return float(buffer.nbytes / min(shortest(way, budget / len(ways)) for way in ways))
+
+
+def _ways_to_read(buffer: Any) -> tuple[Callable[[], object], ...]:
     import torch
 
-    ways: tuple[Callable[[], object], ...]
     kernels, at, size = extension.kernels, buffer.data_ptr(), buffer.nbytes // LINE * LINE
     if kernels is not None:
-        ways = (lambda: kernels.read_memory(at, size, False), lambda: kernels.read_memory(at, size, True))
-    else:
-        floats = buffer.view(torch.float32)
-        ways = (buffer.sum, lambda: torch.dot(floats, floats))
-    return float(size / min(shortest(way, budget / len(ways)) for way in ways))
+        return lambda: kernels.read_memory(at, size, False), lambda: kernels.read_memory(at, size, True)
+    floats = buffer.view(torch.float32)
+    return buffer.sum, lambda: torch.dot(floats, floats)
+
+
+def read_rates(buffer: Any, seconds: float) -> tuple[float, float]:
+    """Bytes per second of reading everything again and again for so long, and those of the shortest time; in whichever
+    way is faster now."""
+    way = min(_ways_to_read(buffer), key=lambda way: shortest(way, seconds / 8))
+    begun, turns, best = perf_counter(), 0, math.inf
+    while (now := perf_counter()) - begun < seconds or not turns:
+        way()
+        best, turns = min(best, perf_counter() - now), turns + 1
+    return buffer.nbytes * turns / (perf_counter() - begun), buffer.nbytes / max(best, 1e-9)
 
 
 def _product_rate(arithmetic: int, budget: float) -> float:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bankfull.errors import BankfullError
-from bankfull.limits.load.rows import Comparison, Reach, Row, Side
+from bankfull.limits.load.rows import Bandwidth, Comparison, Reach, Row, Side
 from benchmarks.cpu_peers import models
 from benchmarks.cpu_peers.install import CannotInstall
 from benchmarks.cpu_peers.peers import ROOT, Peer, Place, Ready, module
 from benchmarks.cpu_peers.process import EngineFailed, EngineProcess
-from benchmarks.cpu_peers.reach import Bandwidth, bytes_per_token
+from benchmarks.cpu_peers.reach import Looking, bytes_per_token
 from benchmarks.cpu_peers.turns import IDLE, MEMORY, Around, Pair, Say
 from benchmarks.cpu_peers.works import FreshPrompts, Work
 
@@ -30,7 +30,7 @@ class Measuring:
     pairs: int
     our_start: Callable[[Path], float | str]
     """Seconds for a model, or why there are none."""
-    bandwidth: Bandwidth | None
+    bandwidth: Looking | None
     """None = not measured."""
     say: Say
 
@@ -106,6 +106,6 @@ def _row(pair: Pair, work: Work, our_model: Path, how: Measuring) -> Row:
     if how.bandwidth is None or work.measure != "decode":
         return pair.compare(work, how.pairs, how.say)
     needed = bytes_per_token(our_model, work)
-    bandwidth, seen = how.bandwidth, list[float]()
+    bandwidth, seen = how.bandwidth, list[Bandwidth]()
     row = pair.compare(work, how.pairs, how.say, Around(lambda: bandwidth(needed), seen))
     return row if row.problem else replace(row, reach=Reach(needed, tuple(seen)))

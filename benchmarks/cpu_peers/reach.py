@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+from bankfull.limits.ceilings import LARGEST_SET, filled, read_rates
+from bankfull.limits.load.rows import Bandwidth
+from bankfull.runtime.device import available_memory
 from benchmarks.cpu_peers.works import Work
 
-Bandwidth = Callable[[float], float]
-"""Bytes per second that this machine reads now, over and over from a working set of so many bytes."""
+Looking = Callable[[float], Bandwidth]
+"""What this machine reads now, over and over from a working set of so many bytes."""
+SECONDS = 1.0
+"""Of reading, before and after a turn of seconds."""
 
 
 def bytes_per_token(model: Path, work: Work) -> float:
@@ -21,7 +29,12 @@ def bytes_per_token(model: Path, work: Work) -> float:
     return MeteredModel(open_model(model)).cost(step).sum().read / work.requests
 
 
-def bandwidth_now(working_set: float) -> float:
-    from bankfull.limits.ceilings import measure
+def bandwidth_now(working_set: float) -> Bandwidth:
+    buffer = _memory(int(min(working_set, LARGEST_SET, available_memory() // 4)))
+    return Bandwidth(*read_rates(buffer, SECONDS))
 
-    return measure(refresh=True).read_at(working_set)
+
+@lru_cache(maxsize=1)
+def _memory(size: int) -> Any:
+    """Filled once: a first touch takes longer than reading."""
+    return filled(size, budget=math.inf)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from bankfull.limits.load.rows import Row
+from bankfull.limits.load.rows import Bandwidth, Row
 from bankfull.limits.load.turns import Noise, in_pairs, turn
 from benchmarks.cpu_peers.process import EngineFailed, EngineProcess
 from benchmarks.cpu_peers.protocol import Prompts
@@ -20,16 +20,17 @@ IDLE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """What `look` finds around each of our turns, the better of before and after, goes to `found`."""
+    """What reading reaches around each of our turns: the mean of before and after, and the better moment of both."""
 
-    look: Callable[[], float]
-    found: list[float]
+    look: Callable[[], Bandwidth]
+    found: list[Bandwidth]
 
     def __enter__(self) -> None:
         self.found.append(self.look())
 
     def __exit__(self, *_: object) -> None:
-        self.found[-1] = max(self.found[-1], self.look())
+        before, after = self.found[-1], self.look()
+        self.found[-1] = Bandwidth((before.kept_up + after.kept_up) / 2, max(before.best, after.best))
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bankfull.limits.ceilings import Ceilings
-from bankfull.limits.load.rows import Comparison, Reach, Row, Side
+from bankfull.limits.load.rows import Bandwidth, Comparison, Reach, Row, Side
 from bankfull.limits.load.rows_table import notes, problems, ratio_table
 from benchmarks.cpu_peers import models, peers
 from benchmarks.cpu_peers.__main__ import main
@@ -20,7 +20,7 @@ from benchmarks.cpu_peers.install import STAMP, CannotInstall, Recipe, install
 from benchmarks.cpu_peers.peers import ROOT, Place, Ready, module
 from benchmarks.cpu_peers.process import EngineFailed, EngineProcess
 from benchmarks.cpu_peers.protocol import Prompts
-from benchmarks.cpu_peers.reach import bytes_per_token
+from benchmarks.cpu_peers.reach import bandwidth_now, bytes_per_token
 from benchmarks.cpu_peers.turns import Around, Pair
 from benchmarks.cpu_peers.works import FOR_MODELS, FOR_SHAPES, WORKS, FreshPrompts, Work, chosen
 from tests.tiny import speaking_folder
@@ -241,7 +241,7 @@ def test_one_command_compares_us_with_every_peer_and_drops_none(
 ) -> None:
     monkeypatch.setitem(WORKS, "tiny", Work("tiny", "decode", 8, 12))
     monkeypatch.setattr("benchmarks.cpu_peers.__main__.STARTS", 1)
-    monkeypatch.setattr("benchmarks.cpu_peers.__main__.bandwidth_now", lambda working_set: 5e9)
+    monkeypatch.setattr("benchmarks.cpu_peers.__main__.bandwidth_now", lambda working_set: Bandwidth(5e9, 6e9))
     monkeypatch.setattr("benchmarks.cpu_peers.__main__.measure", _ceilings)
     monkeypatch.setattr(Pair.side_rows, "__defaults__", (0.1,))
     narrow = tmp_path / "narrow"
@@ -308,27 +308,36 @@ def test_a_table_names_both_files_and_shows_the_share_of_bandwidth_where_it_is_k
     us, them = Side("bankfull 1", "a.gguf"), Side("peer 2", "a.gguf")
     plain = Row("prefill512", "tokens/s", (1.0, 3.0), (1.0, 1.0))
     assert ratio_table(Comparison("peer", us, them, [plain]), 2).columns[-1].header == "busy elsewhere"
-    decode = Row("decode", "tokens/s", (20.0, 16.0, 24.0), (10.0, 8.0, 12.0), reach=Reach(1e9, (40e9, 20e9, 40e9)))
-    failed = Row("batch8", "tokens/s", problem="it ended", reach=Reach(1e9, (40e9,)))
+    reach = Reach(1e9, (Bandwidth(40e9, 50e9), Bandwidth(20e9, 40e9), Bandwidth(40e9, 48e9)))
+    decode = Row("decode", "tokens/s", (20.0, 16.0, 24.0), (10.0, 8.0, 12.0), reach=reach)
+    failed = Row("batch8", "tokens/s", problem="it ended", reach=reach)
     both = Comparison("peer", us, them, [plain, decode, failed])
     table = ratio_table(both, 2)
     assert str(table.title) == "bankfull 1 against peer 2, both on a.gguf, 2 threads"
     cells = [list(column.cells) for column in table.columns]
-    assert [column.header for column in table.columns][-3:] == ["we read", "read bandwidth", "% of read bandwidth"]
-    assert cells[-3:] == [["", "20 GB/s", ""], ["", "40 GB/s", ""], ["", "60% (55 .. 70)", ""]]
+    headings = [column.header for column in table.columns]
+    assert headings[-4:] == ["we read", "read bandwidth", "% of it", "% of its best moment"]
+    shares = [["", "60% (55 .. 70)", ""], ["", "40% (40 .. 45)", ""]]
+    assert cells[-4:] == [["", "20 GB/s", ""], ["", "40 GB/s", ""], *shares]
     assert cells[1] == ["2.00x", "2.00x", "not measured"]
     assert problems(both) == ["not measured: batch8: it ended"]
     other = Comparison("peer", us, Side("peer 2", "b"), [plain])
     assert other.title == "bankfull 1 on a.gguf against peer 2 on b"
 
 
-def test_bandwidth_is_the_better_of_a_look_before_a_turn_of_ours_and_one_after() -> None:
-    looks, found = iter([3.0, 5.0, 7.0, 2.0]), list[float]()
+def test_bandwidth_is_looked_at_before_a_turn_of_ours_and_after() -> None:
+    looks = iter([Bandwidth(3.0, 4.0), Bandwidth(5.0, 8.0), Bandwidth(7.0, 9.0), Bandwidth(2.0, 3.0)])
+    found = list[Bandwidth]()
     around = Around(lambda: next(looks), found)
     for _ in range(2):
         with around:
             pass
-    assert found == [5.0, 7.0]
+    assert found == [Bandwidth(4.0, 8.0), Bandwidth(4.5, 9.0)]
+
+
+def test_what_reading_keeps_up_is_not_more_than_its_best_moment() -> None:
+    found = bandwidth_now(8e6)
+    assert 0 < found.kept_up <= found.best
 
 
 def test_a_token_s_bytes_are_those_of_the_weights_and_the_cache_at_mid_work() -> None:

@@ -10,21 +10,35 @@ from bankfull.limits.bench_stats import Spread, spread
 
 
 @dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """Bytes per second of nothing but reading: over the whole time, and in its best moment."""
+
+    kept_up: float
+    best: float
+
+
+@dataclass(frozen=True, slots=True)
 class Reach:
     """What one of our tokens must read, and how fast this machine read memory beside each of our turns.
 
-    Beside each: what a machine that is shared can read changes by a third within minutes.
+    Beside each, because what a machine that is shared can read changes by a third within minutes. A turn takes seconds,
+    so what it reads is a share of what reading keeps up for about as long; the best moment is the stricter measure.
     """
 
     bytes_per_token: float
-    bandwidths: tuple[float, ...]
+    bandwidths: tuple[Bandwidth, ...]
 
     def bytes_per_s(self, tokens_per_s: float) -> float:
         return self.bytes_per_token * tokens_per_s
 
     def percents(self, tokens_per_s: Sequence[float]) -> list[float]:
-        pairs = zip(tokens_per_s, self.bandwidths, strict=True)
-        return [100 * self.bytes_per_s(rate) / bandwidth for rate, bandwidth in pairs]
+        return self._percents(tokens_per_s, [bandwidth.kept_up for bandwidth in self.bandwidths])
+
+    def percents_of_best(self, tokens_per_s: Sequence[float]) -> list[float]:
+        return self._percents(tokens_per_s, [bandwidth.best for bandwidth in self.bandwidths])
+
+    def _percents(self, tokens_per_s: Sequence[float], limits: Sequence[float]) -> list[float]:
+        return [100 * self.bytes_per_s(rate) / limit for rate, limit in zip(tokens_per_s, limits, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +74,9 @@ class Row:
         made: dict[str, Any] = asdict(self)
         made |= {"ratios": self.ratios, "ratio": asdict(found[0]) if found and found[0] else None}
         if self.reach is not None:
-            made["reach"] |= {"percent": self.reach.percents(self.ours)}
+            made["reach"] |= {
+                "percent": self.reach.percents(self.ours), "percent_of_best": self.reach.percents_of_best(self.ours),
+            }  # fmt: skip
         return made
 
 

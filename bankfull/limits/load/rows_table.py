@@ -23,7 +23,7 @@ def ratio_table(comparison: Comparison, threads: int | None = None) -> Table:
     table.add_column("work", no_wrap=True)
     headings = ["ratio", "quartiles", "ours", "peer's", "unit", "pairs", "busy elsewhere"]
     reaching = any(row.reach is not None and row.problem is None for row in comparison.rows)
-    for heading in [*headings, *(["we read", "read bandwidth", "% of read bandwidth"] if reaching else [])]:
+    for heading in [*headings, *(["we read", "read bandwidth", "% of it", "% of its best moment"] if reaching else [])]:
         table.add_column(heading, justify="right", no_wrap=heading in headings and heading != "quartiles")
     for row in comparison.rows:
         found = row.spreads()
@@ -54,10 +54,14 @@ def _reached(row: Row) -> tuple[str, ...]:
 
     if row.reach is None:
         return ()
-    reads, bandwidth = row.reach.bytes_per_s(spread(row.ours).median), spread(row.reach.bandwidths).median
-    share = spread(row.reach.percents(row.ours))
-    quartiles = "" if share.count < 2 else f" ({share.lower:.0f} .. {share.upper:.0f})"
-    return scaled(reads, "B/s"), scaled(bandwidth, "B/s"), f"{share.median:.0f}%{quartiles}"
+    reads = row.reach.bytes_per_s(spread(row.ours).median)
+    bandwidth = spread([bandwidth.kept_up for bandwidth in row.reach.bandwidths]).median
+    shares = row.reach.percents(row.ours), row.reach.percents_of_best(row.ours)
+    return scaled(reads, "B/s"), scaled(bandwidth, "B/s"), *(_share(spread(share)) for share in shares)
+
+
+def _share(found: Spread) -> str:
+    return f"{found.median:.0f}%" + ("" if found.count < 2 else f" ({found.lower:.0f} .. {found.upper:.0f})")
 
 
 def notes(rows: Sequence[Row], ceilings: Ceilings | None) -> list[str]:
