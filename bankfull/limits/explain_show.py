@@ -13,7 +13,7 @@ def explanation_table(found: Explanation, title: str) -> Table:
     table.add_column("part")
     for heading in (
         "time", "share", "steps", "tokens", "batch", "at best", "% of limit", "bound", "alone", "batch-mates",
-        "others' prompts", "kernels", "host",
+        "others' prompts", "kernels beyond", "host",
     ):  # fmt: skip
         table.add_column(heading, justify="right")
     for part in found.parts:

@@ -121,7 +121,7 @@ class Metadata(Mapping[str, Value]):
         texts: list[str] = []
         data, length_at = self._data, _U64.unpack_from
         try:
-            for _ in range(count):  # hundreds of thousands of tokens, as in _skip_array
+            for _ in range(count):  # hundreds of thousands of tokens, as in _behind_texts
                 end = at + 8 + length_at(data, at)[0]
                 texts.append(str(data[at + 8 : end], "utf-8"))
                 at = end
@@ -176,12 +176,25 @@ def _skip_array(cursor: Cursor, element: int, count: int, what: str) -> int:
         raise ModelError(f"{cursor.name} claims an array of {count} elements in {what}, over the limit: it is damaged")
     if element != STRING:
         return cursor.take(count * _size(cursor, element, what), what)
-    start, end, length_at = cursor.at, len(cursor.data), _U64.unpack_from
-    at = start
-    for _ in range(count):  # hundreds of thousands of tokens: the one loop here that has to be tight
-        if at + 8 > end or (length := length_at(cursor.data, at)[0]) > min(end - at - 8, MAX_STRING_BYTES):
-            cursor.at = at
+    start = cursor.at
+    end = _behind_texts(cursor, count)
+    if end is None:
+        for _ in range(count):  # one of them names what is wrong
             cursor.take(_string_length(cursor, what), what)
-        at += 8 + length
-    cursor.at = at
+    else:
+        cursor.at = end
     return start
+
+
+def _behind_texts(cursor: Cursor, count: int) -> int | None:
+    """Where so many texts end; None if they do not fit. Hundreds of thousands of tokens: a loop that has to be tight."""
+    data, at, length_at = cursor.data, cursor.at, _U64.unpack_from
+    try:
+        for _ in range(count):
+            length = length_at(data, at)[0]
+            if length > MAX_STRING_BYTES:
+                return None
+            at += 8 + length
+    except struct.error:  # beyond the end of the file
+        return None
+    return at if at <= len(data) else None
