@@ -187,7 +187,7 @@ def _skip_array(cursor: Cursor, element: int, count: int, what: str) -> int:
 
 
 def _behind_texts(cursor: Cursor, count: int) -> int | None:
-    """Where so many texts end; None if they do not fit. Hundreds of thousands of tokens: a loop that has to be tight."""
+    """Where so many texts end; None if they do not fit. There are hundreds of thousands: the loop has to be tight."""
     data, at, length_at = cursor.data, cursor.at, _U64.unpack_from
     try:
         for _ in range(count):
