@@ -35,10 +35,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """What imports and collection have left stays: to look through it takes half a second of each garbage collection.
-    The load client asks for one before each run, and would thaw everything behind it."""
+    The load client asks for one before each run, and would thaw everything behind it; so would a command's start, and
+    what it froze for a moment would never be collected."""
     gc.collect()
     gc.freeze()
-    gc.unfreeze = lambda: None
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 @pytest.hookimpl(tryfirst=True)

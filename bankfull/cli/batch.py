@@ -7,15 +7,17 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
 
 from bankfull.cli.options import Json
-from bankfull.cli.service import Service
 from bankfull.cli.terminal import progress, say
 from bankfull.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from bankfull.cli.service import Service
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 POLL_SECONDS = 1.0
@@ -43,7 +45,7 @@ def submit(
     json: Json = False,
 ) -> int:
     """Upload a file of requests, start a batch, and print its id."""
-    service = Service(url)
+    service = _service(url)
     chosen = endpoint or _first_url(file)
     uploaded = service.upload(file)
     asked = {"input_file_id": uploaded["id"], "endpoint": chosen, "completion_window": window}
@@ -67,7 +69,7 @@ def status(
     json: Json = False,
 ) -> None:
     """How far a batch is."""
-    service = Service(url)
+    service = _service(url)
     if id is None:
         if wait:
             raise ConfigError("--wait needs the id of a batch.")
@@ -89,7 +91,7 @@ def fetch(
     wait: Annotated[bool, typer.Option("--wait", help="Until it has ended, with a progress bar.")] = False,
 ) -> int:
     """Download the results of a batch that has ended. The exit code is 1 if any of its requests failed."""
-    service = Service(url)
+    service = _service(url)
     found = _batch(service, id)
     found = _waited(service, found) if wait else found
     if found["status"] not in ENDED:
@@ -111,8 +113,14 @@ def fetch(
 @batch.command()
 def cancel(id: Id, *, url: Url = LOCAL, json: Json = False) -> None:
     """Stop a batch; what it has done so far can be fetched."""
-    service = Service(url)
+    service = _service(url)
     _show([service.call("POST", f"/v1/batches/{quote(id, safe='')}/cancel")], json, single=True)
+
+
+def _service(url: str) -> Service:
+    from bankfull.cli.service import Service
+
+    return Service(url)
 
 
 def _batch(service: Service, id: str) -> Any:

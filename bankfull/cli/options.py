@@ -93,23 +93,16 @@ class EngineOptions:
 
     def load(self) -> LLM:
         """The model, ready to run. Notices of the engine go to stderr."""
-        import gc
         import logging
-        import os
 
         logging.basicConfig(format="bankfull: %(message)s", level=logging.WARNING)
+        from bankfull.cli.startup import soon
         from bankfull.cli.terminal import say
 
-        # Modules and a model's parts live as long as the process: to look for garbage among them again and again took
-        # a tenth of the time until they were there.
-        gc.disable()
-        os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # of devices that this engine does not run on
-        try:
+        with soon():
             from bankfull.llm import LLM
 
             llm = LLM(self.model, **self.options())
-        finally:
-            gc.enable()
         if (start := llm.loaded.start) is not None:
             say(f"bankfull: loaded in {start}")
         return llm

@@ -64,6 +64,7 @@ def _byte_level(metadata: Mapping[str, object]) -> Tokenizer:
         bos_id=_id(metadata, "bos_token_id", vocabulary),
         eos_ids=_ends(metadata, vocabulary),
         add_bos=_flag(metadata, "add_bos_token", family.add_bos),
+        vocab_size=len(vocabulary),
     )
 
 
@@ -89,25 +90,26 @@ def _sentencepiece(metadata: Mapping[str, object]) -> Tokenizer:
         eos_ids=_ends(metadata, vocabulary, 2),
         add_bos=_flag(metadata, "add_bos_token", True),
         space_prefix=space_prefix,
+        vocab_size=len(vocabulary),
     )
 
 
 def _pairs(merges: Sequence[object]) -> list[tuple[str, str]]:
     # No piece contains a space: a byte-level vocabulary writes it as another character.
-    pairs = [str(merge).split(" ") for merge in merges]
-    for merge, pair in zip(merges, pairs, strict=True):
-        if len(pair) != 2 or not (pair[0] and pair[1]):
+    parts = [str(merge).partition(" ") for merge in merges]
+    for merge, (left, _, right) in zip(merges, parts, strict=True):
+        if not (left and right) or " " in right:
             raise ModelError(
                 f"the merge {merge!r} of the GGUF file is not two pieces and a space: convert the model again"
             )
-    return [(left, right) for left, right in pairs]
+    return [(left, right) for left, _, right in parts]
 
 
 def _ends(metadata: Mapping[str, object], vocabulary: Vocabulary, default: int | None = None) -> set[int]:
     declared = {_id(metadata, key, vocabulary, default if key == "eos_token_id" else None) for key in _END_KEYS}
-    named = {token for token, kind in vocabulary if kind is Kind.CONTROL and token in END_NAMES}
+    named = END_NAMES.intersection(vocabulary.of(Kind.CONTROL))
     if {"<|return|>", "<|call|>"} <= named:
-        named.discard("<|end|>")
+        named -= {"<|end|>"}
     return {id for id in declared if id is not None} | {vocabulary.ids[token] for token in named}
 
 

@@ -19,15 +19,15 @@ from bankfull.text.vocabulary import Kind, Vocabulary
 def sentencepiece_backend(
     vocabulary: Vocabulary, scores: Sequence[float], *, space_prefix: bool
 ) -> tokenizers.Tokenizer:
-    unknown = next((token for token, kind in vocabulary if kind is Kind.UNKNOWN), None)
-    normal = {token: index for index, (token, kind) in enumerate(vocabulary) if kind is Kind.NORMAL}
+    unknown = next(iter(vocabulary.of(Kind.UNKNOWN)), None)
+    normal = {token: vocabulary.ids[token] for token in vocabulary.of(Kind.NORMAL)}
     backend = tokenizers.Tokenizer(
         models.BPE(
             vocab=vocabulary.ids,
             merges=_merges(normal, scores),
             unk_token=unknown,
             fuse_unk=True,
-            byte_fallback=any(kind is Kind.BYTE for _, kind in vocabulary),
+            byte_fallback=bool(vocabulary.of(Kind.BYTE)),
         )
     )
     backend.normalizer = normalizers.Replace(" ", SPACE_MARK)

@@ -18,7 +18,7 @@ class Tokenizer:
     `opening` is what stands before a text when `add_bos` is set: the beginning-of-text token unless the model wants
     more. `space_prefix` is SentencePiece's dummy prefix: a text, and each text after a special token, begins with a
     space of its own (it is put in by `encode`, not by the backend, because the backend would forget it before a
-    user-defined symbol).
+    user-defined symbol). `vocab_size` is one more than the largest id, looked up in the backend if it is not given.
     """
 
     def __init__(
@@ -30,12 +30,14 @@ class Tokenizer:
         add_bos: bool = False,
         opening: Sequence[int] = (),
         space_prefix: bool = False,
+        vocab_size: int | None = None,
     ) -> None:
         added = backend.get_added_tokens_decoder()
-        ids = backend.get_vocab(with_added_tokens=True).values()
-        if not ids:
+        if vocab_size is None:
+            vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if not vocab_size:
             raise ModelError("the tokenizer has an empty vocabulary: the model's tokenizer files are damaged")
-        self.vocab_size: int = max(ids) + 1
+        self.vocab_size = vocab_size
         self.bos_id = bos_id
         self.eos_ids = frozenset(eos_ids)
         self.special_ids: frozenset[int] = frozenset(id for id, token in added.items() if token.special)

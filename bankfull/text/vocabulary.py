@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import IntEnum
+from typing import cast
 
 import tokenizers
 from tokenizers import AddedToken
@@ -23,50 +24,58 @@ class Kind(IntEnum):
     BYTE = 6
 
 
-_KINDS = {int(kind): kind for kind in Kind}
+_KINDS = frozenset(map(int, Kind))
 
 
 class Vocabulary:
-    """Tokens in the order of their ids, each with its kind."""
+    """Tokens in the order of their ids, each with its kind.
+
+    There are hundreds of thousands, and a start waits for them: nothing here is done to each of them in turn that can
+    be done to all at once.
+    """
 
     __slots__ = ("_kinds", "_tokens", "ids", "searched_normalised")
 
     def __init__(self, metadata: Mapping[str, object], *, searched_normalised: bool) -> None:
         tokens = sequence(metadata, "tokenizer.ggml.tokens")
-        if not tokens or not all(isinstance(token, str) for token in tokens):
+        if set(map(type, tokens)) != {str}:
             raise ModelError("tokenizer.ggml.tokens of the GGUF file is not a list of texts: the file is damaged")
-        # A token without text is a placeholder: it keeps its id, under a name that no text spells.
-        self._tokens = [str(token) or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
-        self.ids = {token: index for index, token in enumerate(self._tokens)}
+        self._tokens = cast("list[str]", tokens)
+        if "" in self._tokens:
+            # A token without text is a placeholder: it keeps its id, under a name that no text spells.
+            self._tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(self._tokens)]
+        self.ids = dict(zip(self._tokens, range(len(tokens)), strict=True))
         if len(self.ids) != len(self._tokens):
             twice = next(token for index, token in enumerate(self._tokens) if self.ids[token] != index)
             raise ModelError(f"the GGUF file lists the token {twice!r} twice: convert the model again")
-        kinds = sequence(metadata, "tokenizer.ggml.token_type", default=[Kind.NORMAL] * len(self._tokens))
+        kinds = sequence(metadata, "tokenizer.ggml.token_type", default=[int(Kind.NORMAL)] * len(self._tokens))
         if len(kinds) != len(self._tokens):
             raise ModelError(
                 f"the GGUF file has {len(self._tokens)} tokens and {len(kinds)} token types: the file is damaged"
             )
         try:
-            self._kinds = [_KINDS[kind] for kind in kinds]  # type: ignore[index]
-        except (TypeError, KeyError):
-            raise ModelError(
-                "tokenizer.ggml.token_type of the GGUF file has a value outside 0..6: the file is damaged"
-            ) from None
+            known = _KINDS.issuperset(kinds)
+        except TypeError:  # something that is no number
+            known = False
+        if not known:
+            raise ModelError("tokenizer.ggml.token_type of the GGUF file has a value outside 0..6: the file is damaged")
+        self._kinds = cast("list[int]", kinds)
         self.searched_normalised = searched_normalised
 
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def __iter__(self) -> Iterator[tuple[str, Kind]]:
-        return zip(self._tokens, self._kinds, strict=True)
-
     def __getitem__(self, index: int) -> str:
         return self._tokens[index]
 
+    def of(self, *kinds: Kind) -> list[str]:
+        """The tokens of these kinds, in the order of their ids."""
+        wanted = frozenset(map(int, kinds))
+        return [token for token, kind in zip(self._tokens, self._kinds, strict=True) if kind in wanted]
+
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
         """Tells `backend` which tokens are cut out of a text before anything else."""
-        steering = [token for token, kind in self if kind in (Kind.CONTROL, Kind.UNKNOWN)]
-        symbols = [token for token, kind in self if kind is Kind.USER_DEFINED]
+        steering, symbols = self.of(Kind.CONTROL, Kind.UNKNOWN), self.of(Kind.USER_DEFINED)
         backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in steering])
         backend.add_tokens([AddedToken(token, special=False, normalized=self.searched_normalised) for token in symbols])
 
