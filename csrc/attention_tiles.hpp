@@ -1,7 +1,7 @@
 // Attention over bfloat16 or int8 pages in tiles of sixteen rows and thirty-two bfloat16 (AMX), for heads whose sizes
-// are multiples of 32. Codes times their scales are rounded to bfloat16, a chunk at a time. Queries and the weights of
-// a softmax are rounded to bfloat16, to nearest even; sums are float32. A row's total is the sum of its rounded
-// weights: then what a row mixes adds up to one, and a value that all keys share passes unchanged.
+// are multiples of 32. Codes times their scales are rounded to bfloat16, a chunk at a time. Queries are rounded to
+// bfloat16, to nearest even; the weights of a softmax are made in bfloat16; sums are float32. A row's total is the sum
+// of these weights: then what a row mixes adds up to one, and a value that all keys share passes unchanged.
 //
 // Chunks, masks and merging are those of attention.hpp, and so is the promise: a row's bits are the same alone and in
 // any company. There are two ways, and they agree bit for bit: every score, weight and sum is made of the same numbers

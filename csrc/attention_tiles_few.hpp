@@ -137,11 +137,16 @@ static void turn_scores(const float* scores, int64_t from, int64_t to, float* ro
     }
 }
 
+alignas(64) static constexpr uint16_t LOW_WORDS[] = {
+    0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+    32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+
 // One row's weights for the blocks [first, last) of the chunk, of which it sees the keys [from, to).
 static void soften_row(const AttentionJob& job, float* scores, int64_t from, int64_t to, int64_t first, int64_t last,
                        uint8_t* weights, float& maximum, float& total) {
     const int64_t begin = from / WIDE, end = (to + WIDE - 1) / WIDE;
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i low_words = _mm512_load_si512(LOW_WORDS);
     const __m512 least = _mm512_set1_ps(-__builtin_inff());
     __m512 most = least;
     for (int64_t key = begin * WIDE; key < end * WIDE; key += SIDE) {
@@ -156,19 +161,18 @@ static void soften_row(const AttentionJob& job, float* scores, int64_t from, int
         _mm512_storeu_ps(scores + key, score);
         most = _mm512_max_ps(most, score);
     }
-    const float top = _mm512_reduce_max_ps(most);
-    const __m512 tops = _mm512_set1_ps(top);
+    const __m512 distance = distance_from(_mm512_set1_ps(_mm512_reduce_max_ps(most)));
     __m512 sums = _mm512_setzero_ps();
     for (int64_t block = first; block < begin; ++block) store_line(weights + block * TILE, _mm512_setzero_si512());
     for (int64_t block = begin; block < end; ++block) {
         const float* at = scores + block * WIDE;
-        const __m512i both = narrow(power_of_two(_mm512_sub_ps(_mm512_loadu_ps(at), tops)),
-                                    power_of_two(_mm512_sub_ps(_mm512_loadu_ps(at + SIDE), tops)));
+        const __m512i low = straight(_mm512_loadu_ps(at), distance), high = straight(_mm512_loadu_ps(at + SIDE), distance);
+        const __m512i both = bend(_mm512_permutex2var_epi16(low, low_words, high));
         store_line(weights + block * TILE, both);
         sums = add_pairs(sums, both);
     }
     for (int64_t block = end; block < last; ++block) store_line(weights + block * TILE, _mm512_setzero_si512());
-    maximum = top * LOG_OF_2;
+    maximum = _mm512_cvtss_f32(top_of(distance)) * LOG_OF_2;
     total = Lanes{sums}.sum();
 }
 

@@ -1,4 +1,8 @@
-// Attention of many rows in tiles: prefill. Lanes are rows, sixteen at a time.
+// Attention of many rows in tiles: prefill. Lanes are rows, sixteen at a time; two sixteens go together, so that a tile
+// of keys or values that was loaded is multiplied twice.
+//
+// Tiles and lanes work side by side: while the weights of two sixteens are made, the next two are scored; while those
+// weights mix the values, the next maxima are found and what was mixed joins what runs.
 //
 // Included inside attention_tiles, after attention_tiles_shared.hpp.
 
@@ -28,96 +32,163 @@ struct Sight {
     int64_t last_block() const { return (seen_to + WIDE - 1) / WIDE; }
 };
 
-// Scores that a row does not see become -infinity; capped, where there is a cap.
-static void hide(const AttentionJob& job, const Sight& sight, float* scores) {
-    for (int64_t key = sight.first_block() * WIDE; key < sight.last_block() * WIDE; key += SIDE) {
-        const bool edge = key < sight.all_from || key + SIDE > sight.all_to;
-        if (!edge && !job.cap) continue;
-        for (int64_t i = key; i < key + SIDE; ++i) {
-            __m512 score = _mm512_load_ps(scores + i * SIDE);
-            if (job.cap) score = capped(job, score);
-            const __m512i at = _mm512_set1_epi32(int32_t(i));
-            const __mmask16 seen = _mm512_cmple_epi32_mask(sight.from, at) & _mm512_cmpgt_epi32_mask(sight.to, at);
-            _mm512_store_ps(scores + i * SIDE, _mm512_mask_blend_ps(seen, _mm512_set1_ps(-__builtin_inff()), score));
+// Two sixteens of rows, on their way through a chunk.
+struct Pair {
+    Sight sights[2];
+    int64_t first, last;  // blocks of keys that some row sees
+    float* scores;        // keys, then rows, of one sixteen after the other; later weights, in each block's first half
+    const uint8_t* queries;
+    __m512 most[2][2];  // the largest scores so far: of even keys, and of odd ones
+
+    Pair(const AttentionJob& job, const Work& work, int64_t block, int64_t start)
+        : sights{Sight(job, work.ends + block * SIDE, start), Sight(job, work.ends + (block + 1) * SIDE, start)},
+          first(sights[0].first_block()), last(sights[1].last_block()),
+          scores(work.scores + block % 4 * CHUNK * SIDE), queries(work.queries_of(job, block)) {
+        for (auto& each : most) each[0] = each[1] = _mm512_set1_ps(-__builtin_inff());
+    }
+    bool nothing() const { return first >= last; }
+    float* scores_of(int64_t i, int64_t block) const { return scores + (i * CHUNK + block * WIDE) * SIDE; }
+
+    // Scores that a row does not see become -infinity; capped, where there is a cap.
+    void hide(const AttentionJob& job) const {
+        for (int64_t i = 0; i < 2; ++i) {
+            const Sight& sight = sights[i];
+            for (int64_t key = first * WIDE; key < last * WIDE; key += SIDE) {
+                const bool edge = key < sight.all_from || key + SIDE > sight.all_to;
+                if (!edge && !job.cap) continue;
+                float* at = scores_of(i, key / WIDE) + key % WIDE * SIDE;
+                for (int64_t k = 0; k < SIDE; ++k, at += SIDE) {
+                    __m512 score = _mm512_load_ps(at);
+                    if (job.cap) score = capped(job, score);
+                    const __m512i here = _mm512_set1_epi32(int32_t(key + k));
+                    const __mmask16 seen =
+                        _mm512_cmple_epi32_mask(sight.from, here) & _mm512_cmpgt_epi32_mask(sight.to, here);
+                    _mm512_store_ps(at, _mm512_mask_blend_ps(seen, _mm512_set1_ps(-__builtin_inff()), score));
+                }
+            }
         }
     }
-}
 
-static __m512 largest_scores(const float* scores, int64_t first, int64_t last) {
-    __m512 most[4];
-    for (__m512& each : most) each = _mm512_set1_ps(-__builtin_inff());
-    for (int64_t key = first * WIDE; key < last * WIDE; key += 4)
-        for (int64_t i = 0; i < 4; ++i) most[i] = _mm512_max_ps(most[i], _mm512_load_ps(scores + (key + i) * SIDE));
-    const __m512 all = _mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3]));
-    // A row that sees nothing has no maximum: its weights are to be 0, not NaN.
-    const __mmask16 none = _mm512_cmp_ps_mask(all, _mm512_set1_ps(-__builtin_inff()), _CMP_EQ_OQ);
-    return _mm512_mask_blend_ps(none, all, _mm512_setzero_ps());
-}
+    void find_most(int64_t block) {
+        for (int64_t i = 0; i < 2; ++i) {
+            const float* at = scores_of(i, block);
+            for (int64_t key = 0; key < WIDE; key += 2)
+                for (int64_t k = 0; k < 2; ++k)
+                    most[i][k] = _mm512_max_ps(most[i][k], _mm512_load_ps(at + (key + k) * SIDE));
+        }
+    }
+
+    __m512 top(int64_t i) const {
+        const __m512 all = _mm512_max_ps(most[i][0], most[i][1]);
+        // A row that sees nothing has no maximum: its weights are to be 0, not NaN.
+        const __mmask16 none = _mm512_cmp_ps_mask(all, _mm512_set1_ps(-__builtin_inff()), _CMP_EQ_OQ);
+        return _mm512_mask_blend_ps(none, all, _mm512_setzero_ps());
+    }
+};
+
+// Scores of a pair that are made between other things, half a tile of keys at a time.
+class Scoring {
+  public:
+    Scoring(const AttentionJob& job, const Keys& keys, const Pair* pair)
+        : keys_(keys), pair_(pair), pieces_(job.size / WIDE), resident_(pieces_ <= 2), others_(SIDE * job.size * 2),
+          tile_(pair ? pair->first * 2 : 0), end_(pair ? pair->last * 2 : 0) {
+        if (tile_ >= end_ || !resident_) return;
+        _tile_loadd(4, pair->queries, LINE);
+        _tile_loadd(5, pair->queries + others_, LINE);
+        if (pieces_ < 2) return;
+        _tile_loadd(6, pair->queries + TILE, LINE);
+        _tile_loadd(7, pair->queries + others_ + TILE, LINE);
+    }
+    void begin() {
+        if (tile_ >= end_) return;
+        _tile_zero(0);
+        _tile_zero(1);
+        if (!resident_) return multiply(0, pieces_ / 2);
+        _tile_loadd(2, keys_.tiles[tile_], keys_.stride);
+        _tile_dpbf16ps(0, 2, 4);
+        _tile_dpbf16ps(1, 2, 5);
+    }
+    void finish() {
+        if (tile_ >= end_) return;
+        if (!resident_) {
+            multiply(pieces_ / 2, pieces_);
+        } else if (pieces_ > 1) {
+            _tile_loadd(3, keys_.tiles[tile_] + keys_.piece, keys_.stride);
+            _tile_dpbf16ps(0, 3, 6);
+            _tile_dpbf16ps(1, 3, 7);
+        }
+        float* to = pair_->scores + tile_++ * SIDE * SIDE;
+        _tile_stored(0, to, LINE);
+        _tile_stored(1, to + CHUNK * SIDE, LINE);
+    }
+    void finish_all() {
+        while (tile_ < end_) begin(), finish();
+        settle_memory();
+    }
+
+  private:
+    const Keys& keys_;
+    const Pair* pair_;
+    int64_t pieces_;
+    bool resident_;   // queries stay in tiles
+    int64_t others_;  // bytes from the queries of the first sixteen to those of the second
+    int64_t tile_, end_;
+
+    void multiply(int64_t from, int64_t to) const {
+        for (int64_t d = from; d < to; ++d) {
+            _tile_loadd(2, keys_.tiles[tile_] + d * keys_.piece, keys_.stride);
+            _tile_loadd(4, pair_->queries + d * TILE, LINE);
+            _tile_dpbf16ps(0, 2, 4);
+            _tile_loadd(5, pair_->queries + others_ + d * TILE, LINE);
+            _tile_dpbf16ps(1, 2, 5);
+        }
+    }
+};
 
 // Four of a block's sixteen pairs of keys: scores become weights. A pair's weights join the sum of its place in the
 // block, as they do in soften_row.
-static inline void weigh_pairs(const float* scores, int64_t first, __m512 top, uint8_t* weights, __m512 (&sums)[SIDE]) {
-    alignas(64) static constexpr int16_t order[] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
-                                                    8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    const __m512i interleave = _mm512_load_si512(order);
+static inline void weigh_pairs(const float* scores, int64_t first, __m512 distance, uint8_t* weights,
+                               __m512 (&sums)[SIDE]) {
 #pragma GCC unroll 4
     for (int64_t pair = first; pair < first + 4; ++pair) {
         const float* at = scores + 2 * pair * SIDE;
-        const __m512 even = power_of_two(_mm512_sub_ps(_mm512_load_ps(at), top));
-        const __m512 odd = power_of_two(_mm512_sub_ps(_mm512_load_ps(at + SIDE), top));
-        const __m512i both = _mm512_permutexvar_epi16(interleave, narrow(even, odd));
+        const __m512i even = straight(_mm512_load_ps(at), distance), odd = straight(_mm512_load_ps(at + SIDE), distance);
+        const __m512i both = bend(_mm512_mask_blend_epi16(0xaaaaaaaa, even, _mm512_bslli_epi128(odd, 2)));
         store_line(weights + pair * LINE, both);
         sums[pair] = add_pairs(sums[pair], both);
     }
 }
-
-// Scores of sixteen rows that are made a block of keys at a time, between other things: tiles then multiply while lanes
-// do something else. The same products in the same order as in `score`. It has the tiles 4 to 7.
-struct Scoring {
-    const Keys& keys;
-    const uint8_t* queries;
-    float* scores;
-    int64_t pieces, block, end;
-
-    Scoring(const Keys& k, const uint8_t* q, const Sight& sight, int64_t size, float* to)
-        : keys(k), queries(q), scores(to), pieces(size / WIDE), block(sight.first_block()),
-          end(sight.nothing() ? block : sight.last_block()) {}
-
-    void begin() const {
-        if (block == end) return;
-        _tile_zero(5);
-        _tile_zero(6);
-        multiply(0, pieces / 2);
-    }
-    void finish() {
-        if (block == end) return;
-        multiply(pieces / 2, pieces);
-        float* to = scores + block++ * WIDE * SIDE;
-        _tile_stored(5, to, LINE);
-        _tile_stored(6, to + SIDE * SIDE, LINE);
-    }
-    void finish_all() {
-        while (block < end) begin(), finish();
-    }
-
-  private:
-    void multiply(int64_t from, int64_t to) const {
-        const uint8_t* const* at = keys.tiles + block * 2;
-        for (int64_t d = from; d < to; ++d) {
-            _tile_loadd(7, queries + d * TILE, LINE);
-            _tile_loadd(4, at[0] + d * keys.piece, keys.stride);
-            _tile_dpbf16ps(5, 4, 7);
-            _tile_loadd(4, at[1] + d * keys.piece, keys.stride);
-            _tile_dpbf16ps(6, 4, 7);
-        }
-    }
-};
 
 // In the order of Lanes::sum.
 static inline __m512 sum_up(__m512 (&sums)[SIDE]) {
     for (int64_t half = SIDE / 2; half > 0; half /= 2)
         for (int64_t i = 0; i < half; ++i) sums[i] = _mm512_add_ps(sums[i], sums[i + half]);
     return sums[0];
+}
+
+// The scores of a pair become weights; maxima and sums go to `results`, behind the values. Meanwhile `next` is scored.
+static void soften(const AttentionJob& job, const Keys& keys, const Pair& pair, float* const* results,
+                   const Pair* next) {
+    Scoring ahead(job, keys, next);
+    for (int64_t i = 0; i < 2; ++i) {
+        const __m512 distance = distance_from(pair.top(i));
+        __m512 sums[SIDE];
+        for (__m512& sum : sums) sum = _mm512_setzero_ps();
+        for (int64_t block = pair.first; block < pair.last; ++block) {
+            float* at = pair.scores_of(i, block);
+            uint8_t* weights = reinterpret_cast<uint8_t*>(at);
+            ahead.begin();
+            weigh_pairs(at, 0, distance, weights, sums);
+            weigh_pairs(at, 4, distance, weights, sums);
+            ahead.finish();
+            weigh_pairs(at, 8, distance, weights, sums);
+            weigh_pairs(at, 12, distance, weights, sums);
+        }
+        float* facts = results[i] + job.values * SIDE;
+        _mm512_storeu_ps(facts, _mm512_mul_ps(top_of(distance), _mm512_set1_ps(LOG_OF_2)));
+        _mm512_storeu_ps(facts + SIDE, sum_up(sums));
+    }
+    ahead.finish_all();
 }
 
 static void turn_values(const AttentionJob& job, const uint8_t* const* at, int64_t first, int64_t last,
@@ -133,111 +204,89 @@ static void turn_values(const AttentionJob& job, const uint8_t* const* at, int64
             }
 }
 
-// V^T P^T in two or four tiles of values: begun, joined by one block of keys after the other, and stored.
-template <int N>
-static inline void begin_mix() {
-    _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (N > 2) {
+// join_chunk of attention.hpp, for sixteen rows in lanes: the same operations on the same numbers.
+class Joining {
+  public:
+    // `next` may be what runs already: a chunk that opens all of its rows has nothing to join.
+    Joining(const AttentionJob& job, const Sight& sight, const float* next, float* running)
+        : next_(next), running_(running), values_(job.values * SIDE), sees_(sight.sees),
+          merges_(sight.sees & __mmask16(~sight.begins)) {
+        if (next == running) return;
+        const Lanes a = Lanes::load(running + values_), b = Lanes::load(next + values_);
+        const Lanes top{_mm512_mask_blend_ps(_mm512_cmp_ps_mask(b.v, a.v, _CMP_GT_OQ), a.v, b.v)};
+        old_ = exponential(a - top), fresh_ = exponential(b - top);
+        float *most = running + values_, *total = most + SIDE;
+        const Lanes before = Lanes::load(total), after = Lanes::load(next + values_ + SIDE);
+        _mm512_storeu_ps(total, keep(before, before * old_ + after * fresh_, after));
+        _mm512_storeu_ps(most, keep(a, top, b));
+    }
+    void values(int64_t from, int64_t to) const {
+        if (next_ == running_) return;
+        const bool all_merge = merges_ == __mmask16(-1);  // the usual case, where nothing has to be chosen
+        for (int64_t c = from * SIDE; c < to * SIDE; c += SIDE) {
+            const Lanes before = Lanes::load(running_ + c), after = Lanes::load(next_ + c);
+            Lanes both = before * old_;
+            both.add_product(after, fresh_);
+            _mm512_storeu_ps(running_ + c, all_merge ? both.v : keep(before, both, after));
+        }
+    }
+
+  private:
+    const float* next_;
+    float* running_;
+    int64_t values_;
+    __mmask16 sees_, merges_;
+    Lanes old_, fresh_;
+
+    __m512 keep(Lanes before, Lanes merged, Lanes after) const {
+        return _mm512_mask_blend_ps(merges_, _mm512_mask_blend_ps(sees_, before.v, after.v), merged.v);
+    }
+};
+
+// V^T P^T, 32 values at a time. Between tiles, `next` is searched for its maxima and the values before are joined.
+static void mix(const AttentionJob& job, const Work& work, const Pair& pair, float* const* results, Pair* next,
+                const Joining* joins) {
+    int64_t sought = next ? next->first : 0;
+    const int64_t sought_end = next ? next->last : 0;
+    const auto load = [&](int64_t block, int64_t value) {
+        const uint8_t* at = work.values + (block * job.values + value) * LINE;
+        _tile_loadd(4, at, LINE);
+        _tile_loadd(5, at + TILE, LINE);
+        _tile_loadd(6, pair.scores_of(0, block), LINE);
+        _tile_loadd(7, pair.scores_of(1, block), LINE);
+    };
+    load(pair.first, 0);
+    for (int64_t value = 0; value < job.values; value += WIDE) {
+        _tile_zero(0);
+        _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
-    }
-}
-
-// Two tiles of values, with the weights in tile 7. Tiles are named by literals: they are part of an instruction.
-static inline void mix_first_two(const uint8_t* values) {
-    _tile_loadd(4, values, LINE);
-    _tile_dpbf16ps(0, 4, 7);
-    _tile_loadd(4, values + TILE, LINE);
-    _tile_dpbf16ps(1, 4, 7);
-}
-
-static inline void mix_next_two(const uint8_t* values) {
-    _tile_loadd(4, values + 2 * TILE, LINE);
-    _tile_dpbf16ps(2, 4, 7);
-    _tile_loadd(4, values + 3 * TILE, LINE);
-    _tile_dpbf16ps(3, 4, 7);
-}
-
-template <int N>
-static inline void mix_block(const uint8_t* values, const uint8_t* weights) {
-    settle_memory();
-    _tile_loadd(7, weights, LINE);
-    mix_first_two(values);
-    if constexpr (N > 2) mix_next_two(values);
-}
-
-template <int N>
-static inline void store_mix(float* mixed) {
-    _tile_stored(0, mixed, LINE);
-    _tile_stored(1, mixed + SIDE * SIDE, LINE);
-    if constexpr (N > 2) {
-        _tile_stored(2, mixed + 2 * SIDE * SIDE, LINE);
-        _tile_stored(3, mixed + 3 * SIDE * SIDE, LINE);
-    }
-}
-
-// The scores of sixteen rows become weights, which mix the values: values, maximum and sum go to `result`. While lanes
-// make a block's weights, tiles mix the block before, and score a block of the next sixteen rows.
-template <int N>
-static void soften_and_mix(const AttentionJob& job, const Work& work, const float* scores, int64_t first, int64_t last,
-                           float* result, Scoring& ahead) {
-    const int64_t each = job.values * LINE;
-    const __m512 top = largest_scores(scores, first, last);
-    __m512 sums[SIDE];
-    for (__m512& sum : sums) sum = _mm512_setzero_ps();
-    begin_mix<N>();
-    for (int64_t block = first; block < last; ++block) {
-        const float* at = scores + block * WIDE * SIDE;
-        uint8_t* weights = work.weights + block * TILE;
-        const uint8_t* values = work.values + (block - 1) * each;
-        weigh_pairs(at, 0, top, weights, sums);
-        settle_memory();
-        if (block > first) {
-            _tile_loadd(7, weights - TILE, LINE);
-            mix_first_two(values);
+        int64_t joined = value - WIDE;
+        for (int64_t block = pair.first; block < pair.last; ++block) {
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 5, 6);
+            _tile_dpbf16ps(2, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
+            // Before anything is stored: a load waits for every store whose address ends alike.
+            if (block + 1 < pair.last)
+                load(block + 1, value);
+            else if (value + WIDE < job.values)
+                load(pair.first, value + WIDE);
+            if (sought < sought_end) next->find_most(sought++);
+            if (joins && value) {
+                for (int64_t i = 0; i < 2; ++i) joins[i].values(joined, joined + WIDE / BLOCKS);
+                joined += WIDE / BLOCKS;
+            }
         }
-        weigh_pairs(at, 4, top, weights, sums);
-        if constexpr (N > 2)
-            if (block > first) mix_next_two(values);
-        weigh_pairs(at, 8, top, weights, sums);
-        ahead.begin();
-        weigh_pairs(at, 12, top, weights, sums);
-        ahead.finish();
+        for (int64_t i = 0; joins && value && i < 2; ++i) joins[i].values(joined, value);
+        _tile_stored(0, results[0] + value * SIDE, LINE);
+        _tile_stored(1, results[0] + (value + SIDE) * SIDE, LINE);
+        _tile_stored(2, results[1] + value * SIDE, LINE);
+        _tile_stored(3, results[1] + (value + SIDE) * SIDE, LINE);
+        settle_memory();
     }
-    mix_block<N>(work.values + (last - 1) * each, work.weights + (last - 1) * TILE);
-    store_mix<N>(result);
-    for (int64_t value = N * SIDE; value < job.values; value += 2 * SIDE) {
-        begin_mix<2>();
-        for (int64_t block = first; block < last; ++block)
-            mix_block<2>(work.values + block * each + value * LINE, work.weights + block * TILE);
-        store_mix<2>(result + value * SIDE);
-    }
-    _mm512_storeu_ps(result + job.values * SIDE, _mm512_mul_ps(top, _mm512_set1_ps(LOG_OF_2)));
-    _mm512_storeu_ps(result + (job.values + 1) * SIDE, sum_up(sums));
-}
-
-// join_chunk of attention.hpp, for sixteen rows in lanes: the same operations on the same numbers.
-static void join_lanes(const AttentionJob& job, const Sight& sight, const float* next, float* running) {
-    const float *next_most = next + job.values * SIDE, *next_total = next_most + SIDE;
-    float *most = running + job.values * SIDE, *total = most + SIDE;
-    const __mmask16 merges = sight.sees & __mmask16(~sight.begins);
-    const Lanes a = Lanes::load(most), b = Lanes::load(next_most);
-    const Lanes top{_mm512_mask_blend_ps(_mm512_cmp_ps_mask(b.v, a.v, _CMP_GT_OQ), a.v, b.v)};
-    const Lanes old = exponential(a - top), fresh = exponential(b - top);
-    const auto keep = [&](Lanes before, Lanes merged, Lanes after) {
-        return _mm512_mask_blend_ps(merges, _mm512_mask_blend_ps(sight.sees, before.v, after.v), merged.v);
-    };
-    const bool all_merge = merges == __mmask16(-1);  // the usual case, where nothing has to be chosen
-    for (int64_t c = 0; c < job.values * SIDE; c += SIDE) {
-        const Lanes before = Lanes::load(running + c), after = Lanes::load(next + c);
-        Lanes both = before * old;
-        both.add_product(after, fresh);
-        _mm512_storeu_ps(running + c, all_merge ? both.v : keep(before, both, after));
-    }
-    const Lanes before = Lanes::load(total), after = Lanes::load(next_total);
-    _mm512_storeu_ps(total, keep(before, before * old + after * fresh, after));
-    _mm512_storeu_ps(most, keep(a, top, b));
+    while (sought < sought_end) next->find_most(sought++);
+    for (int64_t i = 0; joins && i < 2; ++i) joins[i].values(job.values - WIDE, job.values);
 }
 
 // Sixteen rows in lanes become rows as in attention.hpp.
@@ -267,30 +316,38 @@ static void attend_many(const Rows& rows, const AttentionItem& item, int64_t chu
     find_values(rows, item, start, from, to, work, at);
     turn_values(job, at, (from - start) / WIDE, (to - start + WIDE - 1) / WIDE, work.values);
     settle_memory();
-    Sight next(job, work.ends, start);
-    Scoring(keys, work.queries, next, job.size, work.scores).finish_all();
-    for (int64_t row = 0; row < rows.count; row += SIDE) {
-        const Sight sight = next;
-        const int64_t block = row / SIDE, left = rows.count - row;
-        if (left > SIDE) next = Sight(job, work.ends + row + SIDE, start);
-        Scoring ahead(keys, work.queries_of(job, block + 1), next, job.size, work.scores_of(block + 1));
-        if (left <= SIDE) ahead.end = ahead.block;
-        if (sight.nothing()) {
-            ahead.finish_all();
-            continue;
+    // Later rows see later keys: the pairs that see anything of the chunk follow each other.
+    int64_t block = 0;
+    while (Pair(job, work, block, start).nothing()) block += 2;
+    Pair pair(job, work, block, start);
+    Scoring(job, keys, &pair).finish_all();
+    pair.hide(job);
+    for (int64_t b = pair.first; b < pair.last; ++b) pair.find_most(b);
+    for (;; block += 2) {
+        Pair next = block + 2 < work.blocks ? Pair(job, work, block + 2, start) : pair;
+        const bool goes_on = block + 2 < work.blocks && !next.nothing();
+        float *running[2], *results[2];
+        for (int64_t i = 0; i < 2; ++i) {
+            const Sight& sight = pair.sights[i];
+            running[i] = work.running_of(job, block + i);
+            const bool opens = !partials && (sight.sees & sight.begins) == __mmask16(-1);
+            results[i] = opens ? running[i] : work.partial_of(job, i);
         }
-        float *scores = work.scores_of(block), *running = work.running_of(job, block);
-        const bool opens = !partials && (sight.sees & sight.begins) == __mmask16(-1);
-        float* result = opens ? running : work.partial;
-        hide(job, sight, scores);
-        if (job.values >= 4 * SIDE)
-            soften_and_mix<4>(job, work, scores, sight.first_block(), sight.last_block(), result, ahead);
-        else
-            soften_and_mix<2>(job, work, scores, sight.first_block(), sight.last_block(), result, ahead);
-        ahead.finish_all();
-        if (partials)
-            turn_result(job, result, left < SIDE ? left : SIDE, partials + row * partial_floats(job));
-        else if (!opens)
-            join_lanes(job, sight, result, running);
+        soften(job, keys, pair, results, goes_on ? &next : nullptr);
+        if (goes_on) next.hide(job);
+        settle_memory();
+        if (partials) {
+            mix(job, work, pair, results, goes_on ? &next : nullptr, nullptr);
+            for (int64_t i = 0; i < 2; ++i) {
+                const int64_t row = (block + i) * SIDE, left = rows.count - row;
+                turn_result(job, results[i], left < SIDE ? left : SIDE, partials + row * partial_floats(job));
+            }
+        } else {
+            const Joining joins[2] = {{job, pair.sights[0], results[0], running[0]},
+                                      {job, pair.sights[1], results[1], running[1]}};
+            mix(job, work, pair, results, goes_on ? &next : nullptr, joins);
+        }
+        if (!goes_on) return;
+        pair = next;
     }
 }

@@ -29,18 +29,48 @@ static inline void store_line(uint8_t* p, __m512i line) { _mm512_storeu_si512(p,
 // Two vectors of sixteen as thirty-two bfloat16.
 static inline __m512i narrow(__m512 low, __m512 high) { return __m512i(_mm512_cvtne2ps_pbh(high, low)); }
 
-// 2^x to 3e-6 of itself, for x <= 0; exactly 1 at 0, and 0 at -infinity. The coefficients are a minimax fit of
-// 2^f = 1 + f tail(f) for f in [0, 1].
-static inline __m512 power_of_two(__m512 x) {
-    static constexpr float tail[] = {0x1.62d6c6p-1f, 0x1.ee2452p-3f, 0x1.abf868p-5f, 0x1.b7f734p-7f};
-    const __m512 fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    const __m512 power = _mm512_fmadd_ps(fraction, polynomial(Lanes{fraction}, tail).v, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(power, x);
+// Weights 2^(score - top) in bfloat16, made of whole numbers: between instructions for tiles, a core multiplies floats on
+// one port and works with whole numbers on two.
+//
+// A float32 from 2^16 on counts in units of 2^-7. Adding HIGHEST - top to a score leaves, in its last sixteen bits, the
+// bfloat16 with the exponent of 2^(score - top), and with its fraction where the mantissa belongs: a straight line from
+// one power of two to the next. What is less than 2^-127, or nothing, stays at LOWEST, which ends in zeros.
+constexpr float LOWEST = 0x1.8p16f, HIGHEST = LOWEST + 127.0f;
+
+static inline __m512 distance_from(__m512 top) { return _mm512_sub_ps(_mm512_set1_ps(HIGHEST), top); }
+
+// The maximum that such a distance stands for: the nearest one in units of 2^-7.
+static inline __m512 top_of(__m512 distance) { return _mm512_sub_ps(_mm512_set1_ps(HIGHEST), distance); }
+
+static inline __m512i straight(__m512 score, __m512 distance) {
+    return _mm512_castps_si512(_mm512_max_ps(_mm512_add_ps(score, distance), _mm512_set1_ps(LOWEST)));
 }
 
-// Adds the pairs of weights to sixteen sums.
+// How far the line is above the curve, for every two of its 128 steps. What comes of it is off by 0.72% at most and by
+// 0.23% in the mean square, where rounding the power itself to bfloat16 would be off by 0.39% and 0.17%.
+alignas(64) static constexpr uint8_t ABOVE[64] = {
+    0, 1, 1, 2, 2, 3, 4, 4, 5, 5, 5, 6, 6, 7, 7, 8,
+    8, 8, 9, 9, 9, 9, 10, 10, 10, 10, 10, 11, 11, 11, 11, 11,
+    11, 11, 11, 11, 11, 11, 11, 11, 11, 10, 10, 10, 10, 10, 9, 9,
+    9, 8, 8, 8, 7, 7, 6, 6, 5, 5, 4, 3, 3, 2, 1, 1};
+alignas(64) static constexpr uint8_t STEP_OF_WORD[64] = {
+    1, 0, 17, 0, 33, 0, 49, 0, 1, 0, 17, 0, 33, 0, 49, 0,
+    1, 0, 17, 0, 33, 0, 49, 0, 1, 0, 17, 0, 33, 0, 49, 0,
+    1, 0, 17, 0, 33, 0, 49, 0, 1, 0, 17, 0, 33, 0, 49, 0,
+    1, 0, 17, 0, 33, 0, 49, 0, 1, 0, 17, 0, 33, 0, 49, 0};
+
+static inline __m512i bend(__m512i lines) {
+    constexpr __mmask64 low_bytes = 0x5555555555555555;
+    const __m512i steps = _mm512_multishift_epi64_epi8(_mm512_load_si512(STEP_OF_WORD), lines);
+    return _mm512_sub_epi16(lines, _mm512_maskz_permutexvar_epi8(low_bytes, steps, _mm512_load_si512(ABOVE)));
+}
+
+// Adds the pairs of weights to sixteen sums. The instruction for pairs would do: behind tiles it waits for hundreds of
+// cycles.
 static inline __m512 add_pairs(__m512 sums, __m512i weights) {
-    return _mm512_dpbf16_ps(sums, __m512bh(weights), __m512bh(_mm512_set1_epi16(0x3f80)));
+    const __m512i even = _mm512_slli_epi32(weights, 16);
+    const __m512i odd = _mm512_and_si512(weights, _mm512_set1_epi32(int32_t(0xffff0000)));
+    return _mm512_add_ps(sums, _mm512_add_ps(_mm512_castsi512_ps(even), _mm512_castsi512_ps(odd)));
 }
 
 // Sixteen lines of sixteen 32-bit numbers: rows become columns.
@@ -82,20 +112,22 @@ struct Work {
     uint8_t *queries;  // of sixteen rows and 32 dimensions: pairs of dimensions, then rows
     uint8_t *keys;     // copies, where pages cannot be read as they are: 16 keys and 32 dimensions after each other
     uint8_t *values;   // of 32 keys: 16 values in pairs of keys (few rows), or the keys of each value (many)
-    uint8_t *weights;  // of 32 keys: rows of keys (few), or pairs of keys, then rows (many)
-    float *scores;     // of sixteen rows: keys, then rows. Many rows: twice, for the next sixteen too
+    uint8_t *weights;  // few rows: of 32 keys, rows of keys. Many have them in the scores: pairs of keys, then rows
+    float *scores;     // of sixteen rows: keys, then rows. Many rows: of thirty-two, and of the next thirty-two
     float *rows;       // sixteen rows one after the other: scores, mixed values or results
     float *partial, *running;  // few rows: as in attention.hpp. Many: values, maximum and sum of sixteen rows in lanes
     int32_t *ends;     // of each row: the position after its own
     uint8_t *widened;  // a chunk's values, where pages hold codes
     const uint8_t* nothing;  // a key or value of zeros
 
-    Work(const AttentionJob& job, const Rows& all) {
-        const int64_t blocks = (all.count + SIDE - 1) / SIDE, floats = partial_floats(job);
+    int64_t blocks;    // of sixteen rows: an even number of them, unless rows are few
+
+    Work(const AttentionJob& job, const Rows& all) : blocks(all.count <= FEW_ROWS ? 1 : (all.count + 31) / 32 * 2) {
+        const int64_t floats = partial_floats(job);
         const int64_t line = job.size > job.values ? job.size : job.values;
         const int64_t wide = floats > CHUNK ? floats : CHUNK;
         const int64_t bytes[] = {blocks * SIDE * job.size * 2, CHUNK * job.size * 2, CHUNK * job.values * 2,
-                                 BLOCKS * TILE, 2 * CHUNK * SIDE * 4, SIDE * wide * 4, SIDE * floats * 4,
+                                 BLOCKS * TILE, 4 * CHUNK * SIDE * 4, SIDE * wide * 4, 2 * SIDE * floats * 4,
                                  blocks * SIDE * floats * 4, blocks * SIDE * 4, line * 2,
                                  job.v.scales ? CHUNK * job.values * 2 : 0};
         int64_t sum = LINE;
@@ -117,7 +149,9 @@ struct Work {
             ends[row] = int32_t(all.position + 1 + all.query_of(row < all.count ? row : all.count - 1));
     }
     uint8_t* queries_of(const AttentionJob& job, int64_t block) const { return queries + block * SIDE * job.size * 2; }
-    float* scores_of(int64_t block) const { return scores + block % 2 * CHUNK * SIDE; }
+    float* partial_of(const AttentionJob& job, int64_t block) const {
+        return partial + block * SIDE * partial_floats(job);
+    }
     float* running_of(const AttentionJob& job, int64_t block) const {
         return running + block * SIDE * partial_floats(job);
     }
@@ -127,7 +161,7 @@ struct Work {
 static void prepare_queries(const Rows& rows, const Work& work) {
     const AttentionJob& job = rows.job;
     const __m512 scale = _mm512_set1_ps(job.cap ? 1.0f : job.scale * LOG2_OF_E);
-    for (int64_t first = 0; first < rows.count; first += SIDE) {
+    for (int64_t first = 0; first < work.blocks * SIDE; first += SIDE) {
         uint8_t* to = work.queries_of(job, first / SIDE);
         for (int64_t d = 0; d < job.size; d += WIDE, to += TILE) {
             __m512i lines[16];

@@ -29,6 +29,7 @@ struct Leaf7 {
         if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) ecx0 = c, edx0 = d;
         if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) eax1 = a;
     }
+    bool avx512_vbmi() const { return ecx0 >> 1 & 1; }
     bool avx512_vnni() const { return ecx0 >> 11 & 1; }
     bool avx_vnni() const { return eax1 >> 4 & 1; }
     bool avx512_bf16() const { return eax1 >> 5 & 1; }
@@ -56,7 +57,8 @@ std::vector<Isa> detect() {
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
                         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
     const bool vnni = avx512 && leaf.avx512_vnni();
-    if (vnni && leaf.avx512_bf16() && leaf.tiles() && tiles_are_permitted()) found.push_back({"amx", kernels_amx});
+    if (vnni && leaf.avx512_vbmi() && leaf.avx512_bf16() && leaf.tiles() && tiles_are_permitted())
+        found.push_back({"amx", kernels_amx});
     if (vnni) found.push_back({"vnni", kernels_vnni});
     if (avx512) found.push_back({"avx512", kernels_avx512});
     if (avx2 && leaf.avx_vnni()) found.push_back({"avxvnni", kernels_avxvnni});
