@@ -182,6 +182,7 @@ def mapped(monkeypatch) -> list[bool]:
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [20, 32])
 @pytest.mark.parametrize("window, cap", [(None, None), (20, None), (70, 3.0)])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -47,6 +47,7 @@ def unnormed(columns: int, dtype: torch.dtype, offset: float = 0.0) -> Unnormed:
     return Unnormed(x, delta, gain[0], 1e-5, offset, torch.full_like(x, float("nan")))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [BRAIN, HALF])
 @pytest.mark.parametrize("name", WHOLE)
 def test_every_format_that_has_whole_numbers(name: str, dtype: torch.dtype) -> None:
@@ -66,6 +67,7 @@ def test_rows_of_any_length(columns: int) -> None:
     assert torch.equal(before.joined, plain.joined)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", [BRAIN, HALF])
 @pytest.mark.parametrize("name", ["int4_g128", "int8_row", "q4_k"])
@@ -147,6 +149,7 @@ def test_numbers_near_the_largest_keep_all_their_digits() -> None:
     assert torch.all((one_row(x, repacked(weight), None).double() - expected).abs() <= expected.abs() * 2.0**-7)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", ["int4_g128", "q4_1", "int8_row"])
 def test_what_is_not_finite_stays_so(name: str, number: float) -> None:
