@@ -176,6 +176,7 @@ def assemble(
         runner = Runner(
             model, layout, device, strategy,
             rows=sizes.rows, max_len=sizes.max_len, frames=sizes.frames, slots=sizes.slots, kit=build.kit,
+            step_tokens=sched.step_tokens,
         )  # fmt: skip
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(

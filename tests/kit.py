@@ -56,7 +56,7 @@ class Bench:
         self.runner = Runner(
             self.model, layout, self.device, self.strategy,
             rows=self.sched.rows, max_len=self.max_len, frames=self.frames if layout.paged else 0, slots=slots,
-            kit=self.kit,
+            kit=self.kit, step_tokens=self.sched.step_tokens or 0,
         )  # fmt: skip
         self.engine = Engine(Scheduler(self.sched, self.manager), self.runner, self.strategy, self.depth)
         self.tokens: dict[tuple[object, int], list[int]] = {}

@@ -67,7 +67,7 @@ class Attention:
     def plan(self, batch: Batch, group: int) -> PagedMeta:
         return PagedMeta(
             batch.q_start, batch.kv_len, batch.pages[group], batch.slots[group], batch.page_tokens[group],
-            batch.starts, batch.lengths,
+            batch.starts, batch.lengths, batch.shares,
         )  # fmt: skip
 
     def norms(self, rows: int) -> bool:

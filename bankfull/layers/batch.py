@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from bankfull.ops.reference.attention import Shares
+
 
 @dataclass(slots=True)
 class Batch:
@@ -37,5 +39,7 @@ class Batch:
     """q_start, and with it lengths (kv_len) and kepts (kept), as int32 on the device, where kernels read them there."""
     lengths: Tensor | None = None
     kepts: Tensor | None = None
+    shares: Shares | None = None
+    """Where not even the numbers of new tokens are the host's, because the step is captured for any."""
     angles: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Of the model's rotary embeddings, by name, where they came with the positions; else the model finds them."""

@@ -1,9 +1,9 @@
-"""A GPU's captured steps: the launches of a decode step recorded once as a graph, which one call replays.
+"""A GPU's captured steps: the launches of a step recorded once as a graph, which one call replays.
 
 A graph has fixed shapes, so there is one for each (padded rows, query width); rows beyond those of the step use a line
 of their own, whose results nobody reads. The input is gathered from the rows on the device: all that the host sends is
-which rows run, and nothing at all when they are those of the step before. Everything else (prompts, mixed steps) runs
-launch by launch through the same kernels.
+which rows run, and nothing at all when they are those of the step before. Prompts, alone or among rows that decode,
+have graphs of their own (`captured_chunks`); larger steps run launch by launch through the same kernels.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from bankfull.layers.batch import Batch
 from bankfull.runtime.batch import wanted_lines
+from bankfull.runtime.captured_chunks import Chunks, blank_angles, turning_of
 from bankfull.runtime.forward import ChoosingStep, Eager
 from bankfull.runtime.memory import shown
 from bankfull.runtime.rows import Rows
@@ -57,6 +58,7 @@ class Captured:
         self._steps: dict[tuple[int, int], Recorded] = {}
         self._choices: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
         """Of a step's tokens. The greedy ones contain the step: one launch from rows to tokens."""
+        self._chunks: Chunks | None = None
         self._pool: Any = None
 
     def __call__(self, batch: Batch) -> Tensor:
@@ -64,18 +66,21 @@ class Captured:
 
     @property
     def count(self) -> int:
-        return len(self._steps) + len(self._choices)
+        return len(self._steps) + len(self._choices) + (0 if self._chunks is None else len(self._chunks.recorded))
 
     @property
     def recorded(self) -> str:
         return f"{self.count} graphs recorded in {self.seconds:.1f} s, which hold {shown(self.nbytes)}"
 
-    def capture(self, rows: Rows, widths: Sequence[int], chooser: Chooser | None) -> None:
-        """Record a step for each padded number of rows and each width; with a chooser, the choice of tokens, too."""
+    def capture(self, rows: Rows, widths: Sequence[int], chooser: Chooser | None, tokens: int = 0) -> None:
+        """Record a step for each padded number of rows and each width, with a chooser the choice of tokens, too, and
+        steps of prompts of up to `tokens` tokens."""
         torch.cuda.synchronize()  # weights and state were made on another stream
         begun, free = perf_counter(), torch.cuda.mem_get_info()[0]
         self._take(rows, chooser)
         self._pool = torch.cuda.graph_pool_handle()
+        if self._chunks is not None:
+            self._chunks.capture(tokens, self._pool)  # before the others, which fit into their memory
         for width in widths:
             for size in reversed(sizes_for(rows.count)):  # the largest first: the others fit into its memory
                 self._steps[size, width] = self._record(size, width)
@@ -87,7 +92,9 @@ class Captured:
         torch.cuda.synchronize()
         self.seconds, self.nbytes = perf_counter() - begun, max(0, free - torch.cuda.mem_get_info()[0])
 
-    def kinds(self, rows: Rows, widths: Sequence[int], chooser: Chooser | None) -> Iterator[Callable[[], None]]:
+    def kinds(
+        self, rows: Rows, widths: Sequence[int], chooser: Chooser | None, tokens: int = 0
+    ) -> Iterator[Callable[[], None]]:
         """Each step that `capture` would record, to be launched and not recorded."""
         self._take(rows, chooser)
 
@@ -101,6 +108,8 @@ class Captured:
 
         for width in widths:
             yield from (partial(launched, size, width) for size in reversed(sizes_for(rows.count)))
+        if self._chunks is not None:
+            yield from self._chunks.kinds(tokens)
 
     def _take(self, rows: Rows, chooser: Chooser | None) -> None:
         self._rows, self._chooser = rows, chooser
@@ -110,6 +119,8 @@ class Captured:
         self._kept = torch.zeros(len(self._lines), dtype=torch.int32, device=rows.device) if recurrent else None
         """Recurrent state that a row leaves: none for those that fill up a step, so that they disturb nobody's."""
         self._chooses = chooser is not None and not recurrent
+        # A recurrence is scanned by the lengths that the host knows, and its steps say where states go.
+        self._chunks = Chunks(self.eager, rows) if self.eager.layout.paged and not recurrent else None
         there = {"pin_memory": True} if rows.device.type == "cuda" else {"device": rows.device}
         self._told = torch.zeros(KEPT, len(self._lines), dtype=torch.long, **there)
         """Chosen tokens, in memory of the host that kernels write to: a copy behind the step would hold up the next."""
@@ -134,13 +145,7 @@ class Captured:
             tuple(whole(total) for _ in rows.tables), rows.page_tokens,
             starts=starts, lengths=torch.zeros(size, dtype=torch.int32, device=device),
         )  # fmt: skip
-        ropes = self.eager.model.ropes
-        if len(ropes) == 1:
-            [(name, rope)] = ropes.items()
-            if rope.frequencies.dtype is torch.float32:
-                shape = total, len(rope.frequencies)
-                cos, sin = (torch.zeros(shape, dtype=rope.dtype, device=device) for _ in range(2))
-                batch.angles = {name: (cos, sin)}
+        batch.angles = blank_angles(self.eager.model.ropes, total, device)
         if self._kept is not None:
             batch.kept, batch.kepts = np.full(size, width), self._kept[:size]
             batch.read, batch.write = whole(size), whole(size, width)
@@ -151,11 +156,9 @@ class Captured:
         return self.eager(batch)
 
     def _gather(self, batch: Batch, size: int, width: int) -> None:
-        from bankfull.ops.triton.steps import Turning, gather_step
+        from bankfull.ops.triton.steps import gather_step
 
-        rows, ropes, turning = self._rows, self.eager.model.ropes, None
-        for name, angles in batch.angles.items():
-            turning = Turning(ropes[name].frequencies, ropes[name].scale, *angles)
+        rows, turning = self._rows, turning_of(self.eager.model.ropes, batch)
         assert batch.lengths is not None
         gather_step(
             self._lines[:size], rows.tokens, rows.reached, rows.tables, rows.page_tokens, width,
@@ -207,10 +210,11 @@ class Captured:
         return graph
 
     def replay(self, work: Sequence[Work]) -> tuple[Batch, Tensor] | None:
-        """The step's hidden states, where it is one that was recorded: all rows alike, one known token and drafts."""
+        """The step's hidden states, where it is one that was recorded: all rows alike, one known token and drafts; or
+        prompts."""
         width = work[0].drafts + 1
         if any(w.count != 1 or w.drafts != width - 1 for w in work):
-            return None
+            return None if self._chunks is None else self._chunks.replay(work, self.enabled)
         size = padded(len(work), self._rows.count) if self._steps else 0
         recorded = self._steps.get((size, width))
         if recorded is None:

@@ -70,8 +70,9 @@ class Replaying(Protocol):
         """How many, and what they hold, for a reader."""
         ...
 
-    def capture(self, rows: Rows, widths: Sequence[int], chooser: Chooser | None) -> None:
-        """Record steps of one known token and width - 1 drafts for each row."""
+    def capture(self, rows: Rows, widths: Sequence[int], chooser: Chooser | None, tokens: int) -> None:
+        """Record steps of one known token and width - 1 drafts for each row, and steps of up to `tokens` tokens in
+        which sequences have any number."""
         ...
 
     def replay(self, work: Sequence[Work]) -> tuple[Batch, Tensor] | None:

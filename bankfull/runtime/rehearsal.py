@@ -74,7 +74,7 @@ def every_kind(
     forward = device.capture(Eager(model, layout, Storage(layout, 0, 1, device.torch).layers), kit)
     if isinstance(forward, Captured):
         placed = Rows(rows, SHORT, layout, model.vocab, device.torch, device.ship)
-        yield from forward.kinds(placed, widths, device.chooser(kit))
+        yield from forward.kinds(placed, widths, device.chooser(kit), tokens)
     for new_tokens in (largest(rows, tokens), *UNCAPTURED):
         if sum(new_tokens) <= tokens and len(new_tokens) <= rows:
             yield rehearsal(model, layout, device, new_tokens)

@@ -81,9 +81,10 @@ class Landed:
 class Runner:
     def __init__(
         self, model: Model, layout: Layout, device: Device, strategy: Strategy, *,
-        rows: int, max_len: int, frames: int, slots: int, kit: Kit | None = None,
+        rows: int, max_len: int, frames: int, slots: int, kit: Kit | None = None, step_tokens: int = 0,
     ) -> None:  # fmt: skip
-        """`kit`: the one that the model was built with; without it, steps are not captured."""
+        """`kit`: the one that the model was built with; without it, steps are not captured. `step_tokens`: the most
+        that a step has; prompts are captured up to it."""
         self.model, self.layout, self.device, self.strategy = model, layout, device, strategy
         self.storage = Storage(layout, frames, slots, device.torch)
         eager = Eager(model, layout, self.storage.layers)
@@ -94,7 +95,7 @@ class Runner:
         """The same, where it records steps; asked once, since checking a protocol is too slow for every step."""
         if (replaying := self.replaying) is not None:
             widths, chooser = captured_widths(strategy), self.rows.sampling.chooser
-            device.launch(lambda: replaying.capture(self.rows, widths, chooser)).wait()
+            device.launch(lambda: replaying.capture(self.rows, widths, chooser, step_tokens)).wait()
         self._choosing = device.choosing(self.run_model, self.rows) if strategy.idle else None
         self._exact = self.rows.host is not None or device.kind == "cpu" or kit is None or _trusts_host(kit)
         """Must the host know how many drafts hold before the next step? Then it waits for them."""

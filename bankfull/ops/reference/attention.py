@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,6 +13,18 @@ from bankfull.ops.cost import Cost, nbytes
 from bankfull.ops.reference.norm import rms_norm
 from bankfull.ops.reference.rope import rotate
 from bankfull.ops.registry import op
+
+
+class Shares(Protocol):
+    """Which kernel takes which sequences of a captured step of prompts: only the device knows what the step's `starts`
+    are, so it finds that out itself."""
+
+    ones: Tensor | None
+    """Sequences with one new token, filled up with one that has none; None: there are none in steps of this kind."""
+
+    def tiles(self, tokens: int) -> Tensor:
+        """Of the other sequences, cut into tiles of so many tokens, as `attention_map.tile_map` lists them."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +44,8 @@ class PagedMeta:
     """q_start as int32 on the device, for kernels that run there."""
     lengths: Tensor | None = None
     """kv_len likewise. A captured step trusts only this one: its host arrays are those of the capture."""
+    shares: Shares | None = None
+    """For a captured step whose sequences have any number of new tokens."""
 
 
 def _write_cost(new: Tensor, pages: Tensor, slots: Tensor) -> Cost:

@@ -6,15 +6,16 @@ go in tiles of queries. A batch of both kinds runs both kernels.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bankfull.ops.reference.attention import HeadNorms, PagedMeta, attend, paged_attention
+from bankfull.ops.reference.attention import HeadNorms, PagedMeta, Shares, attend, paged_attention
 from bankfull.ops.triton.attention_decode import MOST_TOKENS, launch_decode
-from bankfull.ops.triton.attention_map import ship, shipped_sequences
+from bankfull.ops.triton.attention_map import ship, shipped_sequences, shipped_tiles
 from bankfull.ops.triton.attention_prefill import launch_prefill
 from bankfull.ops.triton.attention_tile import FLOATS
 from bankfull.ops.triton.attention_turn import launch_turn_and_write
@@ -68,20 +69,37 @@ def _over_pages(
     scale: float, window: int | None, cap: float | None, own: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Queries that are ready; all keys and values are in their pages. Those of the step are in `own`, too, if given."""
+    if meta.shares is not None:
+        return _by_shares(q, k_pages, v_pages, scales, meta, meta.shares, out, scale, window, cap)
     counts, table = np.diff(meta.q_start), _side_by_side(meta.pages)
     few, fresh = counts <= MOST_TOKENS, _fresh(meta) & (own is not None)
     short, long, new = np.flatnonzero(few), np.flatnonzero(~few & ~fresh), np.flatnonzero(fresh)
     starts, lengths = _on_device(meta, q.device)
     for sequences, (keys, values) in ((long, (k_pages, v_pages)), (new, own or (k_pages, v_pages))):
         if len(sequences):
-            launch_prefill(
-                q, keys, values, scales, table, lengths, meta.q_start, meta.kv_len, sequences, out, scale, window, cap
-            )
+            tiles_of = partial(shipped_tiles, meta.q_start, meta.kv_len, sequences, device=q.device)
+            launch_prefill(q, keys, values, scales, table, lengths, tiles_of, out, scale, window, cap)
     if len(short):
         launch_decode(
             q, None, k_pages, v_pages, scales, table, meta.slots, starts, lengths,
             shipped_sequences(short, q.device) if not few.all() else None,
             int(counts[short].max()), out, None, None, scale, window, cap,
+        )  # fmt: skip
+    return out
+
+
+def _by_shares(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, scales: tuple[Tensor, Tensor] | None, meta: PagedMeta, shares: Shares,
+    out: Tensor, scale: float, window: int | None, cap: float | None,
+) -> Tensor:  # fmt: skip
+    """The same where only the device knows which sequences there are. Tokens that fill up the step get no result."""
+    assert meta.starts is not None and meta.lengths is not None
+    table = _side_by_side(meta.pages)
+    launch_prefill(q, k_pages, v_pages, scales, table, meta.lengths, shares.tiles, out, scale, window, cap)
+    if shares.ones is not None:
+        launch_decode(
+            q, None, k_pages, v_pages, scales, table, meta.slots, meta.starts, meta.lengths, shares.ones, 1, out,
+            None, None, scale, window, cap,
         )  # fmt: skip
     return out
 
@@ -114,13 +132,13 @@ def run_attend(
         norms = HeadNorms(_side_by_side(norms.q), _side_by_side(norms.k), norms.eps, norms.offset)
     out = torch.empty((*q.shape[:2], v_pages.shape[3]), dtype=q.dtype, device=q.device)
     width = int(np.diff(meta.q_start).max())
-    if width <= MOST_TOKENS:
+    if meta.shares is None and width <= MOST_TOKENS:
         launch_decode(
             q, (k, v), k_pages, v_pages, None, _side_by_side(meta.pages), meta.slots, *_on_device(meta, q.device),
             None, width, out, angles, norms, scale, window, cap,
         )  # fmt: skip
         return out
     # Pages of another dtype have rounded what they hold, for every reader alike.
-    keep = bool(_fresh(meta).any()) and k_pages.dtype == k.dtype and v_pages.dtype == v.dtype
+    keep = meta.shares is None and bool(_fresh(meta).any()) and k_pages.dtype == k.dtype and v_pages.dtype == v.dtype
     ready, keys = launch_turn_and_write(q, k, v, k_pages, v_pages, meta.slots, angles, norms, keep)
     return _over_pages(ready, k_pages, v_pages, None, meta, out, scale, window, cap, (keys, v) if keep else None)

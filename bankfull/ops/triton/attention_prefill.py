@@ -10,13 +10,13 @@ can say it, the card's copy engine fetches them tile by tile, and no thread comp
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bankfull.ops.triton.attention_map import shipped_tiles
 from bankfull.ops.triton.attention_tile import (
     absorbed,
     capped,
@@ -206,11 +206,12 @@ def tensor_map(rows: Tensor, block: int) -> TensorDescriptor | None:
 
 def launch_prefill(
     q: Tensor, keys: Tensor, values: Tensor, scales: tuple[Tensor, Tensor] | None, table: Tensor,
-    lengths: Tensor, q_start: np.ndarray, kv_len: np.ndarray, sequences: np.ndarray, out: Tensor,
+    lengths: Tensor, tiles_of: Callable[[int], Tensor], out: Tensor,
     scale: float, window: int | None, cap: float | None,
 ) -> None:  # fmt: skip
-    """Queries that are ready, of some `sequences` of the batch, over pages that hold all keys and values; or, where
-    these have three dimensions, over the step's own. Then these sequences must have nothing before."""
+    """Queries that are ready, in tiles of so many tokens as `tiles_of` is asked for, over pages that hold all keys and
+    values; or, where these have three dimensions, over the step's own. Then the sequences of the tiles must have
+    nothing before."""
     fresh = keys.dim() == 3
     heads, size = q.shape[1:]
     key_heads, numbers = values.shape[-2:]
@@ -219,7 +220,7 @@ def launch_prefill(
     padded, padded_values = (max(16, power_of_two(n)) for n in (size, numbers))
     rows, block, warps, stages = tile_shape(max(padded, padded_values), q.element_size())
     packed = groups if groups <= rows else 1
-    tiles = shipped_tiles(q_start, kv_len, sequences, rows // packed, q.device)
+    tiles = tiles_of(rows // packed)
     k_scales, v_scales = scales or (None, None)
     inner, outer = score_factors(scale, cap)
     k_strides, v_strides = ((0, *part.stride()[:2]) if fresh else part.stride()[:3] for part in (keys, values))

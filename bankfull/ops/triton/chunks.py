@@ -1,0 +1,150 @@
+"""What surrounds a captured step of prompts: any sequences, found on the device from the rows and bounds that it was
+sent. There are more places for sequences than a step has, the last one always empty, and more tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.rope import turned
+from bankfull.ops.triton.steps import Turning
+
+BLOCK = 128
+"""Entries of a page table that are copied at once."""
+TOKENS = 16
+"""Of one program that gathers them."""
+TILES = 32
+"""That a program lists at once."""
+
+
+@triton.jit(do_not_specialize=["tokens_stride", "table_stride", "table_width", "half", "count", "places"])
+def gather_chunks_kernel(
+    rows, starts, tokens, tokens_stride, reached, ids, positions, lengths,
+    table, table_stride, table_width, slots, pages, frequencies, half, scale, cos, sin, count, places,
+    PLACES: tl.constexpr, TOKENS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, FIRST: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Programs of TOKENS tokens each, then one for each place of a sequence. FIRST: ids, positions, their angles (where
+    HALF > 0) and lengths, too. Tokens that fill up the step are at position 0 and go to page 0, which nobody reads."""
+    wait_for_inputs(OVERLAP)
+    start_next(OVERLAP)
+    program = tl.program_id(0)
+    blocks = tl.cdiv(count, TOKENS)
+    if program < blocks:
+        at = program * TOKENS + tl.arange(0, TOKENS)
+        place = tl.arange(0, PLACES)
+        ends = tl.load(starts + 1 + place, mask=place < places, other=0x7FFFFFFF)
+        owner = tl.sum((ends[None, :] <= at[:, None]).to(tl.int32), 1)
+        inside = at < count
+        real = inside & (owner < places)
+        row = tl.load(rows + owner, mask=real, other=0).to(tl.int64)
+        within = at - tl.load(starts + owner, mask=real, other=0)
+        position = tl.where(real, tl.load(reached + row, mask=real, other=0) + within, 0)
+        if FIRST:
+            found = tl.load(tokens + row * tokens_stride + position, mask=real, other=0)
+            tl.store(ids + at, found, mask=inside)
+            tl.store(positions + at, position, mask=inside)
+            if HALF > 0:
+                part = tl.arange(0, HALF)[None, :]
+                frequency = tl.load(frequencies + part, part < half, 0.0)
+                x, y = turned(position[:, None].to(tl.float32) * frequency)
+                there = at[:, None].to(tl.int64) * half + part
+                meant = inside[:, None] & (part < half)
+                tl.store(cos + there, (x * scale).to(cos.dtype.element_ty), meant)
+                tl.store(sin + there, (y * scale).to(sin.dtype.element_ty), meant)
+        line = position // PAGE
+        page = tl.load(table + row * table_stride + line, mask=real & (line < table_width), other=0)
+        tl.store(slots + at, page * PAGE + position % PAGE, mask=inside)
+    else:
+        sequence = program - blocks
+        own_row = tl.load(rows + sequence).to(tl.int64)
+        new = tl.load(starts + sequence + 1) - tl.load(starts + sequence)
+        length = tl.load(reached + own_row) + new
+        length = tl.where(new > 0, length, 0)
+        if FIRST:
+            tl.store(lengths + sequence, length.to(tl.int32))
+        used = tl.minimum((length + PAGE - 1) // PAGE, table_width)
+        for first in range(0, used, BLOCK):
+            entry = first + tl.arange(0, BLOCK)
+            copied = tl.load(table + own_row * table_stride + entry, mask=entry < used, other=0)
+            tl.store(pages + sequence.to(tl.int64) * table_width + entry, copied, mask=entry < used)
+
+
+def gather_chunks(
+    rows: Tensor, starts: Tensor, tokens: Tensor, reached: Tensor, tables: list[Tensor], page_tokens: tuple[int, ...],
+    into: tuple[Tensor, Tensor, Tensor], slots: list[Tensor], pages: list[Tensor], turning: Turning | None = None,
+) -> None:  # fmt: skip
+    """The next starts[i] .. starts[i + 1] tokens of rows[i]: ids, positions and lengths `into` tensors of the caller,
+    `slots` and `pages` likewise for each group, and the positions' angles. A page table is copied as far as it is
+    used."""
+    ids, _, lengths = into
+    turns = turning or Turning(reached, 0.0, reached, reached)
+    for number, (table, page, there, copies) in enumerate(zip(tables, page_tokens, slots, pages, strict=True)):
+        gather_chunks_kernel[(-(-len(ids) // TOKENS) + len(lengths),)](
+            rows, starts, tokens, tokens.stride(0), reached, *into, table, table.stride(0), table.shape[1], there,
+            copies, turns.frequencies, len(turns.frequencies), float(turns.scale), turns.cos, turns.sin, len(ids),
+            len(lengths), power_of_two(table.shape[0]), TOKENS,
+            power_of_two(len(turns.frequencies)) if turning and not number else 0, page, number == 0, BLOCK,
+            **overlapped(rows),
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["places", "count", "least"])
+def query_tiles_kernel(
+    starts, tiles, places, count, least, TOKENS: tl.constexpr, PLACES: tl.constexpr, TILES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One program for each place of a sequence, and one for the tiles that nobody needs."""
+    wait_for_inputs(OVERLAP)
+    start_next(OVERLAP)
+    sequence = tl.program_id(0)
+    place = tl.arange(0, PLACES)
+    exist = place < places
+    begin = tl.load(starts + place, mask=exist, other=0)
+    width = tl.load(starts + 1 + place, mask=exist, other=0) - begin
+    cut = tl.where(width >= least, (width + TOKENS - 1) // TOKENS, 0)
+    before = tl.sum(tl.where(place < sequence, cut, 0), 0)
+    mine = tl.sum(tl.where(place == sequence, cut, 0), 0)
+    first = tl.sum(tl.where(place == sequence, begin, 0), 0)
+    tokens = tl.sum(tl.where(place == sequence, width, 0), 0)
+    if sequence < places:
+        for at in range(0, mine, TILES):
+            tile = at + tl.arange(0, TILES)
+            left = tokens - tile * TOKENS
+            # The last tile of a sequence has the most keys: what is started last should be short.
+            line = tiles + (before + mine - 1 - tile) * 4
+            tl.store(line, tile * 0 + sequence, mask=tile < mine)
+            tl.store(line + 1, first + tile * TOKENS, mask=tile < mine)
+            tl.store(line + 2, tl.minimum(left, TOKENS), mask=tile < mine)
+            tl.store(line + 3, left, mask=tile < mine)
+    else:
+        for at in range(before, count, TILES):
+            spare = at + tl.arange(0, TILES)
+            empty = tiles + spare * 4
+            tl.store(empty, spare * 0 + places - 1, mask=spare < count)
+            for part in tl.static_range(1, 4):
+                tl.store(empty + part, spare * 0, mask=spare < count)
+
+
+class DeviceShares:
+    """Which sequences of a step of up to `tokens` tokens are cut into tiles: all, or, where there are `ones`, those
+    with more than one new token. Made anew for each launch: tiles are found once, by the layer that asks first."""
+
+    def __init__(self, starts: Tensor, places: int, tokens: int, ones: Tensor | None) -> None:
+        self._starts, self._places, self._tokens, self.ones = starts, places, tokens, ones
+        self._found: dict[int, Tensor] = {}
+
+    def tiles(self, tokens: int) -> Tensor:
+        if tokens not in self._found:
+            count = self._tokens // tokens + self._places
+            tiles = torch.empty(count, 4, dtype=torch.int32, device=self._starts.device)
+            query_tiles_kernel[(self._places + 1,)](
+                self._starts, tiles, self._places, count, 1 if self.ones is None else 2, TOKENS=tokens,
+                PLACES=power_of_two(len(self._starts)), TILES=TILES, **overlapped(self._starts),
+            )  # fmt: skip
+            self._found[tokens] = tiles
+        return self._found[tokens]

@@ -1,0 +1,184 @@
+"""A GPU's captured steps of prompts, alone or among rows that decode: one graph for each padded number of tokens.
+
+A step launched from Python takes a GPU's host longer than a short prompt takes the GPU. Here the sequences may be any
+that fit: how many tokens each has is sent with the rows, and the first kernel finds out whose token each one is. What
+fills up the tokens belongs to nobody, is written to page 0, and its results are not read. Attention goes through pages,
+also for prompts that begin with the step: cut into tiles where a sequence has several new tokens, split over its length
+where it has one (graphs of prompts alone leave that kernel out).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bankfull.layers.batch import Batch
+from bankfull.layers.rope import Rope
+from bankfull.runtime.batch import wanted_lines
+from bankfull.runtime.forward import Eager
+from bankfull.runtime.rows import Rows
+from bankfull.types import Work
+
+if TYPE_CHECKING:
+    from bankfull.ops.triton.steps import Turning
+
+SIZES = (32, 64, 128, 192, *range(256, 1024, 128), *range(1024, 2048 + 1, 256))
+"""Tokens that steps are padded to. Up to some two hundred a step costs what its weights cost; behind that tokens that
+nobody needs cost what others do, so that sizes lie close together. Larger steps keep the device busy for longer than
+their launches take."""
+FEWEST_PROMPTS, PROMPT = 8, 16
+"""A step of prompts alone has room for so many, or for one in so many tokens: each place takes a tile of attention."""
+SPLIT_FROM = 4096
+"""Tokens of a sequence with a few new ones that are read faster in splits, which a graph has for one new token only."""
+FEW = 16
+"""New tokens that launches outside of graphs read in splits."""
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A graph and the views of the common tensors that it reads and writes."""
+
+    tokens: int
+    places: int
+    """For sequences; the last one stays empty."""
+    mixed: bool
+    """Have some sequences one new token?"""
+    batch: Batch
+    graph: torch.cuda.CUDAGraph | None = None
+
+
+class Chunks:
+    """Graphs of one engine's steps. They share their tensors: one step runs at a time."""
+
+    def __init__(self, eager: Eager, rows: Rows) -> None:
+        self.eager, self._rows = eager, rows
+        self.recorded: dict[tuple[int, bool], Recorded] = {}
+        self._sizes: list[int] = []
+        self._sent = self._hidden = torch.empty(0)
+
+    def capture(self, tokens: int, pool: Any) -> None:
+        self.prepare(tokens)
+        for kind in self.recorded.values():
+            self._launch(kind)  # compiles what is not compiled yet, and makes what is made once
+            torch.cuda.synchronize()
+            kind.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(kind.graph, pool=pool, stream=torch.cuda.current_stream()):
+                self._launch(kind)
+
+    def kinds(self, tokens: int) -> Iterator[Callable[[], None]]:
+        """Each step that `capture` would record, to be launched and not recorded; those with both kinds of attention
+        launch all that the others do."""
+        self.prepare(tokens)
+        yield from (partial(self._launch, kind) for kind in self.recorded.values() if kind.mixed)
+
+    def replay(self, work: Sequence[Work], captured: bool) -> tuple[Batch, Tensor] | None:
+        """The step's batch and hidden states, if there is a graph for it. `captured` False: its launches one by one."""
+        rows = self._rows
+        counts = np.array([w.count + w.drafts for w in work], np.int64)
+        total = int(counts.sum())
+        if not self._sizes or total > self._sizes[-1]:
+            return None
+        kind = self.recorded[self._sizes[bisect_left(self._sizes, total)], bool((counts == 1).any())]
+        lines = [w.row for w in work]
+        lengths = rows.computed[lines] + counts
+        if len(work) >= kind.places or bool(((counts > 1) & (counts <= FEW) & (lengths > SPLIT_FROM)).any()):
+            return None
+        q_start = np.concatenate(([0], np.cumsum(counts)))
+        self._send(kind, lines, q_start, np.flatnonzero(counts == 1))
+        if captured:
+            assert kind.graph is not None
+            kind.graph.replay()
+        else:
+            self._launch(kind)
+        batch = Batch(
+            q_start, lengths, wanted_lines(work, q_start), kind.batch.tokens[:total], kind.batch.positions[:total]
+        )
+        return batch, self._hidden[:total]
+
+    def _send(self, kind: Recorded, lines: list[int], q_start: np.ndarray, ones: np.ndarray) -> None:
+        """Rows, where their tokens begin, and which of them have one, in one copy."""
+        assert self._rows.ship is not None
+        sent = np.empty(self._sent.shape, np.int32)
+        sent[0], sent[1], sent[2] = self._rows.count, q_start[-1], kind.places - 1
+        sent[0, : len(lines)], sent[1, : len(q_start)], sent[2, : len(ones)] = lines, q_start, ones
+        self._sent.copy_(self._rows.ship(sent))
+
+    def prepare(self, tokens: int) -> None:
+        """All but the graphs. The largest first: the others fit into its memory."""
+        rows, device = self._rows, self._rows.device
+        self._sizes = sizes_for(tokens)
+        if not self._sizes:
+            return
+        most, room = self._sizes[-1], rows.count + 1
+
+        def whole(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.long, device=device)
+
+        # Each line begins at a multiple of 16 bytes, whatever the number of rows: kernels are compiled for that.
+        self._sent = torch.zeros(3, -(-(room + 1) // 4) * 4, dtype=torch.int32, device=device)
+        self._sent[0] = rows.count
+        self._hidden = torch.empty(0, device=device)
+        ids, positions, lengths = whole(most), whole(most), torch.zeros(room, dtype=torch.int32, device=device)
+        slots = [whole(most) for _ in rows.tables]
+        pages = [whole(room, table.shape[1]) for table in rows.tables]
+        angles = blank_angles(self.eager.model.ropes, most, device)
+        for size in reversed(self._sizes):
+            for mixed in (True, False):
+                places = 1 + min(rows.count, size if mixed else max(FEWEST_PROMPTS, size // PROMPT))
+                batch = Batch(
+                    np.zeros(places + 1, np.int64), np.zeros(places, np.int64), np.zeros(0, np.int64),
+                    ids[:size], positions[:size], tuple(table[:places] for table in pages),
+                    tuple(group[:size] for group in slots), rows.page_tokens,
+                    starts=self._sent[1], lengths=lengths[:places],
+                    angles={name: (cos[:size], sin[:size]) for name, (cos, sin) in angles.items()},
+                )  # fmt: skip
+                self.recorded[size, mixed] = Recorded(size, places, mixed, batch)
+
+    def _launch(self, kind: Recorded) -> None:
+        from bankfull.ops.triton.chunks import DeviceShares, gather_chunks
+
+        rows, batch = self._rows, kind.batch
+        assert batch.starts is not None and batch.lengths is not None
+        ones = self._sent[2, : min(rows.count, kind.tokens)] if kind.mixed else None
+        batch.shares = DeviceShares(batch.starts, kind.places, kind.tokens, ones)
+        gather_chunks(
+            self._sent[0], batch.starts, rows.tokens, rows.reached, rows.tables, rows.page_tokens,
+            (batch.tokens, batch.positions, batch.lengths), list(batch.slots), list(batch.pages),
+            turning_of(self.eager.model.ropes, batch),
+        )  # fmt: skip
+        hidden = self.eager(batch)
+        if len(self._hidden) < len(hidden):
+            self._hidden = torch.empty_like(hidden)
+        self._hidden[: len(hidden)].copy_(hidden)
+
+
+def sizes_for(tokens: int) -> list[int]:
+    """What steps of up to `tokens` tokens are padded to."""
+    smaller = [size for size in SIZES if size < tokens]
+    return [*smaller, tokens] if 0 < tokens < SIZES[-1] else list(SIZES) if tokens else []
+
+
+def blank_angles(ropes: Mapping[str, Rope], tokens: int, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
+    """For what `turning_of` tells of, if there is one rotation and a kernel knows it."""
+    found = {name: rope for name, rope in ropes.items() if rope.frequencies.dtype is torch.float32}
+    if len(ropes) != 1 or not found:
+        return {}
+    [(name, rope)] = found.items()
+    cos, sin = (torch.zeros(tokens, len(rope.frequencies), dtype=rope.dtype, device=device) for _ in range(2))
+    return {name: (cos, sin)}
+
+
+def turning_of(ropes: Mapping[str, Rope], batch: Batch) -> Turning | None:
+    """The rotation whose angles come with the batch's positions."""
+    from bankfull.ops.triton.steps import Turning
+
+    for name, angles in batch.angles.items():
+        return Turning(ropes[name].frequencies, ropes[name].scale, *angles)
+    return None

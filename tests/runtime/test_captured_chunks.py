@@ -1,0 +1,144 @@
+"""Steps of prompts as a GPU captures them, launched one by one in the interpreter, against the bodies."""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+
+from bankfull.layers.build import Build
+from bankfull.layers.decoder import Decoder
+from bankfull.models.registry import build_model
+from bankfull.ops import kit_for
+from bankfull.ops.triton.attention_map import tile_map
+from bankfull.ops.triton.chunks import DeviceShares
+from bankfull.runtime import captured_chunks
+from bankfull.runtime.captured_chunks import SIZES, Chunks, sizes_for
+from bankfull.runtime.forward import Eager
+from bankfull.runtime.naive import hidden_states
+from bankfull.runtime.rows import Rows
+from bankfull.state.spec import layout_of
+from bankfull.state.storage import Storage
+from bankfull.types import Work
+from benchmarks.gpu.weights import random_model
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.float32
+CONFIG = {
+    "model_type": "llama", "vocab_size": 150, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}  # fmt: skip
+WINDOWED = CONFIG | {"model_type": "mistral", "sliding_window": 9}
+PAGE, PAGES = 4, 16
+TOLERANCE = 2e-5
+
+
+@lru_cache
+def model_of(providers: str, windowed: bool) -> Decoder:
+    config = WINDOWED if windowed else CONFIG
+    files = random_model("tiny", config, DTYPE, DEVICE)
+    return build_model(files.config, Build(files.source, kit_for("cuda", providers), DTYPE, DEVICE))
+
+
+class Chunked:
+    """Rows of some sequences, and steps over them."""
+
+    def __init__(self, sequences: list[list[int]], tokens: int, windowed: bool = False) -> None:
+        self.sequences, self.windowed = sequences, windowed
+        model = model_of("auto", windowed)
+        layout = layout_of(model.states(), PAGE)
+        count = len(sequences)
+        self.storage = Storage(layout, PAGES * count, 1, DEVICE)
+        self.rows = Rows(
+            count, PAGE * PAGES, layout, model.vocab, DEVICE, lambda array: torch.from_numpy(array.copy()).to(DEVICE)
+        )
+        order = torch.randperm(PAGES * count, generator=torch.Generator().manual_seed(1)).view(count, PAGES) + 1
+        for row, own in enumerate(sequences):
+            self.rows.tokens[row, : len(own)] = torch.tensor(own)
+            self.rows.tables[0][row] = order[row]
+        self.chunks = Chunks(Eager(model, layout, self.storage.layers), self.rows)
+        self.chunks.prepare(tokens)
+
+    def step(self, counts: dict[int, int]) -> None:
+        """So many more tokens of each row; their hidden states are those that the bodies give."""
+        work = [Work(row, int(self.rows.computed[row]), count, sample=True) for row, count in counts.items()]
+        with torch.inference_mode():
+            found = self.chunks.replay(work, captured=False)
+        assert found is not None, "there is no graph for this step"
+        batch, hidden = found
+        assert batch.logit_index.tolist() == (np.cumsum(list(counts.values())) - 1).tolist()
+        assert len(hidden) == sum(counts.values()) == len(batch.tokens)
+        for (row, count), first in zip(counts.items(), batch.q_start[:-1].tolist(), strict=True):
+            done = int(self.rows.computed[row])
+            own = self.sequences[row][: done + count]
+            assert batch.tokens[first : first + count].tolist() == own[done:]
+            assert batch.positions[first : first + count].tolist() == list(range(done, done + count))
+            expected = hidden_states(model_of("torch", self.windowed), own, DEVICE)[done:]
+            worst = float((hidden[first : first + count] - expected).norm() / expected.norm())
+            assert worst < TOLERANCE, f"row {row}, {count} tokens behind {done}: {worst}"
+            self.rows.computed[row] += count
+            self.rows.reached[row] += count
+
+
+def sequences(*lengths: int) -> list[list[int]]:
+    draw = random.Random(5)
+    return [[draw.randrange(150) for _ in range(length)] for length in lengths]
+
+
+@pytest.mark.parametrize("windowed", [False, True], ids=("full", "windowed"))
+def test_prompts_of_unequal_lengths_chunks_and_decoding_rows_share_a_step(windowed: bool) -> None:
+    here = Chunked(sequences(50, 23, 40, 8), 48, windowed)
+    here.step({2: 21})  # a prompt alone
+    here.step({0: 17, 1: 20, 3: 4})  # prompts of unequal lengths
+    here.step({1: 1, 2: 12, 3: 1})  # one goes on, others decode
+    here.step({3: 1, 0: 33, 1: 2})
+    here.step({2: 3})
+
+
+def test_what_fills_up_a_step_leaves_the_pages_of_others_alone() -> None:
+    here = Chunked(sequences(30, 30), 32)
+    here.step({0: 9, 1: 1})
+    before = [part.clone() for part in here.storage.layers[0].values()]
+    held = here.rows.tables[0][1].tolist()
+    here.step({0: 5})
+    for part, old in zip(here.storage.layers[0].values(), before, strict=True):
+        assert torch.equal(part[held], old[held])
+
+
+def test_steps_without_a_graph_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Chunked(sequences(60, 60), 32)
+    assert here.chunks.replay([Work(0, 0, 33)], captured=False) is None, "too many tokens"
+    monkeypatch.setattr(captured_chunks, "SPLIT_FROM", 20)
+    here.step({0: 19})
+    assert here.chunks.replay([Work(0, 19, 2)], captured=False) is None, "few tokens behind many"
+    here.step({0: 1})
+    here.step({0: 17})
+    monkeypatch.setattr(captured_chunks, "FEWEST_PROMPTS", 1)
+    few = Chunked(sequences(60, 60, 60), 16)
+    assert few.chunks.replay([Work(0, 0, 5), Work(1, 0, 5), Work(2, 0, 5)], captured=False) is None, "too many prompts"
+
+
+@pytest.mark.parametrize("ones", [False, True])
+def test_tiles_are_those_that_the_host_would_list(ones: bool) -> None:
+    counts = [37, 16, 1, 3, 0, 0]
+    q_start = np.concatenate(([0], np.cumsum(counts)))
+    starts = torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    starts[: len(q_start)] = torch.tensor(q_start)
+    for tokens in (16, 5):
+        found = DeviceShares(starts, len(counts), 64, starts if ones else None).tiles(tokens).tolist()
+        cut = [i for i, count in enumerate(counts) if count > (1 if ones else 0)]
+        expected = tile_map(q_start, np.array(counts), np.array(cut), tokens).tolist()
+        used = found[: len(expected)]
+        assert sorted(used) == sorted(expected)
+        assert found[len(used) :] == [[len(counts) - 1, 0, 0, 0]] * (64 // tokens + len(counts) - len(used))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 32, 33, 200, 2048, 8192])
+def test_every_step_up_to_the_largest_has_a_size(tokens: int) -> None:
+    sizes = sizes_for(tokens)
+    assert sizes == sorted(set(sizes))
+    assert (sizes[-1] if sizes else 0) == min(tokens, SIZES[-1])
