@@ -283,7 +283,7 @@ class Bench:
                         open_.discard(delta.request_id)
                 if produced and not first_shapes:
                     first, first_inside = perf_counter(), watched.inside
-                    first_shapes, produced_first = watched.take_shapes(), produced
+                    first_shapes, produced_first = watched.take_shapes(landed=True), produced
                     if at_first is not None:
                         at_first()
         finally:

@@ -163,28 +163,37 @@ class Watched:
         self._device, self._head = engine.runner.device, engine.runner.model.head
         self.timed, self.timed_head = TimedDevice(self._device), TimedHead(self._head)
         self._taped = taped_of(engine)
-        self._shapes: list[StepShape] = []
+        self._shapes: dict[int, StepShape] = {}
+        """By the number of the step, in the order of their launch."""
+        self._landed: set[int] = set()
         self._head_before = (0.0, 0)
 
     def __enter__(self) -> Watched:
         self._engine.runner.device = self.timed
         self._engine.runner.model.head = self.timed_head
         self._engine.watchers.append(self._note)
+        self._engine.settled.append(self._settle)
         return self
 
     def __exit__(self, *problem: object) -> None:
         self._engine.runner.device = self._device
         self._engine.runner.model.head = self._head
         self._engine.watchers.remove(self._note)
+        self._engine.settled.remove(self._settle)
 
     def _note(self, plan: StepPlan) -> None:
         if plan.work:
-            self._shapes.append(StepShape.of(plan.work))
+            self._shapes[plan.step] = StepShape.of(plan.work)
 
-    def take_shapes(self) -> list[StepShape]:
-        """The steps since the last call."""
-        taken, self._shapes = self._shapes, []
-        return taken
+    def _settle(self, plan: StepPlan) -> None:
+        self._landed.add(plan.step)
+
+    def take_shapes(self, *, landed: bool = False) -> list[StepShape]:
+        """The steps that were launched and not taken yet; `landed`: only those whose results are there. A loop that
+        runs ahead has launched the next step before it sees what the one before gave."""
+        numbers = [number for number in self._shapes if number in self._landed or not landed]
+        self._landed.clear()
+        return [self._shapes.pop(number) for number in numbers]
 
     @property
     def inside(self) -> float:

@@ -120,7 +120,11 @@ def test_a_load_beyond_the_context_is_refused_before_anything_runs(llm: LLM) -> 
 # -- a measurement
 
 
-def test_latency_costs_the_very_steps_that_ran(llm: LLM) -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+def test_latency_costs_the_very_steps_that_ran(llm: LLM, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that runs ahead launches the first decode step before the first token is there: it is none of the time to
+    that token."""
+    monkeypatch.setattr(llm.loaded.frontend.engine, "depth", depth)
     report = Bench(llm, Load(20, 5, reps=2), dtype="float32").run("latency")
     assert len(report.turns) == 2
     metered = MeteredModel(llm.loaded.files, dtype="float32")
