@@ -23,6 +23,7 @@ from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model, family_of
 from bankfull.ops import Kit, kit_for, native
 from bankfull.ops.registry import BF16, FLOAT, INT8, INT8_FEW
+from bankfull.runtime.captured_chunks import sizes_for as captured_prompts
 from bankfull.runtime.device import Device, available_memory, open_device
 from bankfull.runtime.memory import Sizes, plan_memory, shown
 from bankfull.runtime.rehearsal import every_kind, largest, rehearsal
@@ -202,10 +203,12 @@ class Phases:
 
 
 def step_memory(model: Decoder, layout: Layout, device: Device, sched: SchedConfig) -> int:
-    """What the largest step takes beside weights and state, measured where the device can tell."""
+    """What the largest step takes beside weights and state, measured where the device can tell; and what the largest
+    step of prompts takes that is captured, since graphs keep their memory to themselves."""
     if device.kind == "cpu":
         return 0
-    return device.peak(rehearsal(model, layout, device, largest(sched.rows, sched.step_tokens)))
+    sizes = [largest(sched.rows, sched.step_tokens), *([size] for size in captured_prompts(sched.step_tokens)[-1:])]
+    return sum(device.peak(rehearsal(model, layout, device, size)) for size in sizes)
 
 
 @contextmanager

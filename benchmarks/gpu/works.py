@@ -14,7 +14,7 @@ from benchmarks.gpu.cover import covered
 from benchmarks.gpu.engine import Session, Setup
 from benchmarks.gpu.timeline import Timeline, trace_all, trace_decode
 
-TOKENS = "tok/s"
+TOKENS, MILLISECONDS = "tok/s", "ms"
 TRACED_STEPS = 8
 
 
@@ -32,7 +32,11 @@ class Figure:
 
     @property
     def percent(self) -> float | None:
-        return None if self.limit is None else 100 * self.values.median / self.limit
+        """Of what the limit allows: of its rate, or, where the figure is a time, its time of ours."""
+        if self.limit is None:
+            return None
+        reached = self.values.median / self.limit
+        return 100 / reached if self.unit == MILLISECONDS else 100 * reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,19 @@ def prefill(session: Session, ceilings: Ceilings, *, batch: int, prompt: int, re
             limits.append(batch * prompt / session.least(trace.shapes, ceilings))
             operations.append(session.cost(trace.shapes).flops / trace.all_started)
     return Figure(spread(rates), TOKENS, spread(limits).median, {"TFLOP/s": 1e-12 * spread(operations).median})
+
+
+def first_token(session: Session, ceilings: Ceilings, *, prompt: int, reps: int) -> Figure:
+    """From a request to its first token, nobody else being there. The limit is that of the prompt's own steps: the loop
+    has launched the next one by then."""
+    times, limits = [], []
+    for rep in range(reps + 1):
+        trace = session.run([session.prompt(prompt)], 2)
+        if rep:
+            own = [shape for shape in trace.shapes if shape.lengths[0] <= prompt]
+            times.append(1e3 * trace.all_started)
+            limits.append(1e3 * session.least(own, ceilings))
+    return Figure(spread(times), MILLISECONDS, spread(limits).median)
 
 
 def offline(
@@ -125,6 +142,13 @@ def prefill_work(title: str, setup: Setup, *, batch: int, prompt: int, reps: int
     return Work(title, setup, partial(prefill, batch=batch, prompt=prompt, reps=reps), trace)
 
 
+def first_token_work(title: str, setup: Setup, *, prompt: int, reps: int) -> Work:
+    def trace(session: Session) -> Timeline:
+        return trace_all(session, [session.prompt(prompt)], 1)
+
+    return Work(title, setup, partial(first_token, prompt=prompt, reps=reps), trace)
+
+
 def mixed_work(title: str, setup: Setup, measure: Callable[..., Figure], *, requests: int, longest: int, **load: Any
                ) -> Work:  # fmt: skip
     def trace(session: Session) -> Timeline:
@@ -146,11 +170,17 @@ WORKS: dict[str, Work] = {
     "batch32": decode_work("8B, batch 32, context 448-576", LLAMA, batch=32, prompt=448, outputs=128, reps=5),
     "offline": mixed_work("8B, 256 requests, 100-1024 in, 256 out", LLAMA, offline, **MIXED, reps=3),
     "host": mixed_work("the same, time that the device waits", LLAMA, host_share, **MIXED, reps=1),
+    "ttft-128": first_token_work("8B, first token behind 128", LLAMA, prompt=128, reps=15),
+    "ttft-1024": first_token_work("8B, first token behind 1024", LLAMA, prompt=1024, reps=15),
     "prefill": prefill_work("8B, prefill 8 x 2048, in one step", LLAMA_PROMPTS, batch=8, prompt=2048, reps=5),
     "decode-int8": decode_work("8B, batch 1, context 128-512", Setup("llama-3-8b", "int8:row,tables"), **ONE),
     "decode-int4": decode_work("8B, batch 1, context 128-512", Setup("llama-3-8b", "int4:128,tables"), **ONE),
     "decode-fp8": decode_work("8B, batch 1, context 128-512", Setup("llama-3-8b", "fp8,tables"), **ONE),
+    "decode-q4_k": decode_work("8B, batch 1, context 128-512", Setup("llama-3-8b", "q4_k,tables"), **ONE),
+    "ttft-128-3b": first_token_work("3B, first token behind 128", Setup("llama-3.2-3b"), prompt=128, reps=15),
     "decode-0.6b": decode_work("0.6B, batch 1, context 128-512", Setup("qwen3-0.6b"), **ONE),
+    "ttft-128-0.6b": first_token_work("0.6B, first token behind 128", Setup("qwen3-0.6b"), prompt=128, reps=15),
+    "decode-135m": decode_work("135M, batch 1, context 128-512", Setup("smollm2-135m"), **ONE),
 }
 """In an order in which those of one set-up stand together."""
 TINY_MIXED = {"requests": 12, "shortest": 5, "longest": 60, "outputs": 12}
@@ -158,6 +188,7 @@ TINY_WORKS: dict[str, Work] = {
     "tiny-decode": decode_work("tiny, batch 1", TINY, batch=1, prompt=16, outputs=24, reps=2),
     "tiny-batch": decode_work("tiny, batch 4", TINY, batch=4, prompt=12, outputs=24, reps=2),
     "tiny-prefill": prefill_work("tiny, prefill 3 x 50", TINY, batch=3, prompt=50, reps=2),
+    "tiny-ttft": first_token_work("tiny, first token behind 100", TINY, prompt=100, reps=2),
     "tiny-offline": mixed_work("tiny, 12 requests", TINY, offline, **TINY_MIXED, reps=2),
     "tiny-host": mixed_work("tiny, time that the device waits", TINY, host_share, **TINY_MIXED, reps=2),
     "tiny-int4": decode_work("tiny, batch 1", Setup("tiny", "int4:32,tables", "float32", 8, 64, 256), batch=1,

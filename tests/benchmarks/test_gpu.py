@@ -19,7 +19,7 @@ from benchmarks.gpu.timeline import Ran, timeline_of
 from benchmarks.gpu.weights import random_model
 from benchmarks.gpu.works import TINY, TINY_WORKS, WORKS, mixed_prompts
 
-PARAMETERS = {"llama-3-8b": 8.03e9, "qwen3-0.6b": 0.596e9}
+PARAMETERS = {"llama-3-8b": 8.03e9, "llama-3.2-3b": 3.213e9, "qwen3-0.6b": 0.596e9, "smollm2-135m": 0.1345e9}
 CPU = torch.device("cpu")
 
 

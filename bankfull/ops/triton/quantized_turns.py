@@ -352,6 +352,8 @@ def turns_for(weight: WordWeight, normed: bool = False) -> Turns:
     """The fastest in such a chain. Warps count most: as many as the registers hold, if the compiler is told so. Next to
     that few programs, since each reads and norms all activations, and tiles that come out even."""
     outputs, columns = weight.shape
+    if weight.form.bits == 4 and weight.form.nested:  # four narrow loads for each group: two programs hide them best
+        return Turns(2, 2, words=16) if columns > 8192 else Turns(16, 2)
     if weight.form.bits == 4 and weight.group < 128:  # steps of many groups take registers, too
         if columns > 8192:
             return Turns(4, 1)
