@@ -6,7 +6,7 @@ import pytest
 
 from tests.ops.compiled import fits_twice, overflows, report_on
 
-SINES = ("rope_angles_kernel", "gather_kernel")
+SINES = ("rope_angles_kernel", "gather_kernel", "gather_chunks_kernel")
 """The sine of a large angle takes an array that is indexed, which lies in no register."""
 TWO_AT_A_TIME = "attention_prefill"
 """One program multiplies while the other is at its exponentials: both must fit a multiprocessor's shared memory."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bankfull.ops import Unnormed
+from bankfull.ops import Unnormed, activate_mul
 from bankfull.ops.triton import linear
 from tests.ops.compare import assert_close
 
@@ -98,3 +98,26 @@ def test_a_plan_of_the_table_is_taken_only_where_it_can_run(monkeypatch: pytest.
     linear.plan_for.cache_clear()
     assert linear.plan_for(5, 8, 64, torch.float32, torch.device("cpu")) is linear.LIBRARY
     linear.plan_for.cache_clear()
+
+
+@pytest.mark.parametrize(("rows", "kind"), [(5, "silu"), (16, "gelu_tanh"), (29, "silu")])
+def test_a_gated_layer_of_some_rows_is_one_kernel(rows: int, kind: str) -> None:
+    numbers = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 258, generator=numbers).half()[:, 1:-1]
+    weight = torch.randn(2 * 128, 256, generator=numbers).half() / 16
+    gate, up = torch.nn.functional.linear(x, weight).chunk(2, -1)
+    expected = activate_mul.body(gate, up, kind).float()
+    found = linear.gated_tiles(x.to(DEVICE), weight.to(DEVICE), kind).cpu().float()
+    assert found.shape == expected.shape and (found - expected).norm() < 2e-3 * expected.norm()
+
+
+def test_rows_are_gated_in_tiles_where_that_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    def takes(rows: int = 32, outputs: int = 14336, columns: int = 4096, bias: bool = False,
+              dtype: torch.dtype = torch.bfloat16) -> bool:  # fmt: skip
+        return linear.gates_in_tiles.__wrapped__(rows, outputs, columns, bias, dtype, torch.device("meta"))
+
+    assert takes() and takes(rows=5)
+    assert not any((takes(rows=4), takes(rows=33), takes(outputs=8191), takes(columns=4100), takes(bias=True),
+                    takes(dtype=torch.float32)))  # fmt: skip
+    monkeypatch.setattr(linear, "shared_memory", lambda device: 99 << 10)
+    assert not takes()

@@ -19,6 +19,12 @@ TOKENS = 16
 """Of one program that gathers them."""
 TILES = 32
 """That a program lists at once."""
+USUAL_PLACES = 512
+"""That a program looks at, at the least: one kernel serves every engine with fewer rows, whatever their number."""
+
+
+def width_for(places: int) -> int:
+    return max(USUAL_PLACES, power_of_two(places))
 
 
 @triton.jit(do_not_specialize=["tokens_stride", "table_stride", "table_width", "half", "count", "places"])
@@ -87,7 +93,7 @@ def gather_chunks(
         gather_chunks_kernel[(-(-len(ids) // TOKENS) + len(lengths),)](
             rows, starts, tokens, tokens.stride(0), reached, *into, table, table.stride(0), table.shape[1], there,
             copies, turns.frequencies, len(turns.frequencies), float(turns.scale), turns.cos, turns.sin, len(ids),
-            len(lengths), power_of_two(table.shape[0]), TOKENS,
+            len(lengths), width_for(len(lengths)), TOKENS,
             power_of_two(len(turns.frequencies)) if turning and not number else 0, page, number == 0, BLOCK,
             **overlapped(rows),
         )  # fmt: skip
@@ -144,7 +150,7 @@ class DeviceShares:
             tiles = torch.empty(count, 4, dtype=torch.int32, device=self._starts.device)
             query_tiles_kernel[(self._places + 1,)](
                 self._starts, tiles, self._places, count, 1 if self.ones is None else 2, TOKENS=tokens,
-                PLACES=power_of_two(len(self._starts)), TILES=TILES, **overlapped(self._starts),
+                PLACES=width_for(self._places), TILES=TILES, **overlapped(self._starts),
             )  # fmt: skip
             self._found[tokens] = tiles
         return self._found[tokens]

@@ -26,7 +26,7 @@ from bankfull.ops.reference.linear import (
 from bankfull.ops.reference.norm import add_rms_norm
 from bankfull.ops.triton.launch import overlapped, power_of_two, processors
 from bankfull.ops.triton.linear_rows import long_gated_kernel, rows_kernel
-from bankfull.ops.triton.linear_tiles import tiles_kernel
+from bankfull.ops.triton.linear_tiles import gated_tiles_kernel, tiles_kernel
 from bankfull.ops.triton.table import lookup
 from bankfull.weights.qtensor import QTensor
 
@@ -191,6 +191,36 @@ def run_plan(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     return y
 
 
+GATED_OUT, GATED_DEPTH, GATED_STAGES, MOST_GATED_ROWS = 64, 128, 5, 32
+
+
+@cache
+def gates_in_tiles(
+    rows: int, outputs: int, columns: int, bias: bool, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Does one kernel multiply and gate these rows? On an H200 a step of 8B takes 2.6 to 4.3% less than with a library
+    call and an activation behind it, for 8 to 32 rows, one of 3B 4%. Smaller layers and more rows were not measured."""
+    stage = (2 * GATED_OUT + MOST_GATED_ROWS) * GATED_DEPTH * dtype.itemsize
+    return (
+        FEW_ROWS < rows <= MOST_GATED_ROWS and outputs >= 8192 and 2048 <= columns <= WIDEST and not bias
+        and outputs % GATED_OUT == 0 and columns % GATED_DEPTH == 0 and dtype.itemsize == 2
+        and stage * GATED_STAGES <= shared_memory(device)
+    )  # fmt: skip
+
+
+def gated_tiles(x: Tensor, weight: Tensor, kind: str) -> Tensor:
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    (rows, columns), outputs = x.shape, weight.shape[0] // 2
+    y = x.new_empty(rows, outputs)
+    gated_tiles_kernel[(outputs // GATED_OUT,)](
+        x, x.stride(0), weight, weight.stride(0), y, rows, outputs, columns,
+        16 if rows <= 16 else MOST_GATED_ROWS, GATED_OUT, GATED_DEPTH, GATED_STAGES, kind,
+        num_warps=4, **overlapped(x),
+    )  # fmt: skip
+    return y
+
+
 @linear.provider("triton", on="cuda", accepts=_accepts)
 def run_linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     data = weight.parts["data"]
@@ -204,6 +234,8 @@ def run_gated_linear(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str)
     data = weight.parts["data"]
     if takes_few(*x.shape):
         return few_rows(x, data, bias, kind)
+    if gates_in_tiles(len(x), data.shape[0] // 2, data.shape[1], bias is not None, x.dtype, x.device):
+        return gated_tiles(x, data, kind)
     gate, up = run_linear(x, weight, bias).chunk(2, -1)
     return activate_mul.providers["triton"].run(gate, up, kind)
 

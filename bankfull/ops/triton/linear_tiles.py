@@ -1,4 +1,5 @@
-"""Dense linear layers of some rows, in tiles on the matrix units: for shapes that the library cuts badly.
+"""Dense linear layers of some rows, in tiles on the matrix units: for shapes that the library cuts badly, and for gated
+layers, whose activation the library leaves to another kernel.
 
 A program owns some outputs for up to ROWS rows and walks along the columns; weights arrive in stages ahead of their
 products. Results are stored once, sums are float32, so a row's result hangs on the plan alone.
@@ -10,6 +11,7 @@ import triton
 import triton.language as tl
 
 from bankfull.ops.triton.launch import start_next, wait_for_inputs
+from bankfull.ops.triton.linear_rows import gated
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -41,3 +43,33 @@ def tiles_kernel(
         total += tl.load(bias + own, mask=exist, other=0.0).to(tl.float32)[None, :]
     places = y + row[:, None].to(tl.int64) * outputs + own[None, :]
     tl.store(places, total.to(y.dtype.element_ty), mask=used[:, None] & exist[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gated_tiles_kernel(
+    x, x_stride, weight, weight_stride, y, rows, outputs, columns,
+    ROWS: tl.constexpr, OUT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """f(gate) * up for a weight of `outputs` rows each. The weight is the first operand of the products: the matrix
+    units take 64 rows of that one at the least, and of the other one as few as there are. Tiles end where the matrix
+    does."""
+    start_next(OVERLAP)
+    own = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, DEPTH)
+    used = row < rows
+    gates = weight + own[:, None].to(tl.int64) * weight_stride + column[None, :]
+    passes = weight + (outputs + own)[:, None].to(tl.int64) * weight_stride + column[None, :]
+    inputs = x + row[:, None].to(tl.int64) * x_stride + column[None, :]
+    wait_for_inputs(OVERLAP)
+    gate = tl.zeros((OUT, ROWS), tl.float32)
+    through = tl.zeros((OUT, ROWS), tl.float32)
+    for at in tl.range(0, columns, DEPTH, num_stages=STAGES):
+        lines = tl.trans(tl.load(inputs + at, mask=used[:, None], other=0.0))
+        gate = tl.dot(tl.load(gates + at, eviction_policy="evict_first"), lines, gate, input_precision="ieee")
+        through = tl.dot(tl.load(passes + at, eviction_policy="evict_first"), lines, through, input_precision="ieee")
+    dtype: tl.constexpr = y.dtype.element_ty
+    result = gated(gate, through, KIND, dtype)
+    places = y + row[None, :].to(tl.int64) * outputs + own[:, None]
+    tl.store(places, result.to(dtype), mask=used[None, :])
