@@ -76,10 +76,12 @@ class Chat:
         prompt = fit(prompt, context, ask.params, ask.truncate, "messages")
         ending = self.texts.tokenizer.decode(prompt[-ENDING_TOKENS:], skip_special=False)
         source, choice = self._source(tools), _as_template_choice(ask.tool_choice)
+        takes_tools = self.texts.takes_tools
         params = ask.params
         if tools and ask.tool_choice != "auto":
             grammar = grammar_for(
-                source, tools, choice, ask.parallel_tools, reasoning=ask.reasoning, prompt=ending
+                source, tools, choice, ask.parallel_tools, takes_tools=takes_tools, reasoning=ask.reasoning,
+                prompt=ending,
             )  # fmt: skip
             if grammar is None:
                 raise Refusal(
@@ -89,8 +91,8 @@ class Chat:
             params = replace(params, structured=grammar)
         parsers = [
             parser_for(
-                source, tools=tools, tool_choice=choice, reasoning=ask.reasoning, parallel=ask.parallel_tools,
-                prompt=ending,
+                source, tools=tools, tool_choice=choice, reasoning=ask.reasoning, takes_tools=takes_tools,
+                parallel=ask.parallel_tools, prompt=ending,
             )
             for _ in range(params.n)
         ]  # fmt: skip
@@ -104,12 +106,9 @@ class Chat:
 
     async def prompt(self, ask: Ask, context: int | None = None) -> list[int]:
         """The conversation as token ids, of any length unless `context` is given and cannot hold it."""
-        tools, template = callable_tools(ask), self.texts.template
-        if tools and template is not None and "tools" not in template.tool_source:
-            raise Refusal("This model's chat template has no place for tools: leave them out.", param="tools")
         return await self.texts.run(
             self.texts.encode_chat, ask.messages, context if ask.truncate is None else None,
-            tools=tools, options=ask.template_options,
+            tools=callable_tools(ask), options=ask.template_options,
         )  # fmt: skip
 
     def _source(self, tools: list[dict[str, Any]] | None) -> str:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from bankfull.serve.backend import Backend
 from bankfull.serve.openai_common import check_model
+from bankfull.serve.parsers.registry import family_of
 from bankfull.serve.settings import Settings
 from bankfull.serve.texts import Texts
 
@@ -20,6 +21,8 @@ class Model(msgspec.Struct):
     root: str
     max_model_len: int | None
     sampling_defaults: dict[str, Any]
+    tool_parser: str | None
+    """The format in which calls of tools are written and read; None where the model has no chat template."""
     owned_by: Literal["bankfull"] = "bankfull"
     object: Literal["model"] = "model"
     parent: None = None
@@ -44,7 +47,9 @@ class Models:
         facts = self._backend.facts
         defaults = self._texts.defaults if self._settings.use_generation_config else {}
         length = None if facts is None else facts.max_len
-        return Model(name, self._settings.created, self._settings.names[0], length, defaults)
+        template = self._texts.template
+        parser = None if template is None else family_of(template.tool_source, template.takes_tools).name
+        return Model(name, self._settings.created, self._settings.names[0], length, defaults, parser)
 
 
 def _json(value: msgspec.Struct) -> Response:

@@ -72,6 +72,11 @@ class Texts:
         tokenizer, template = load_tokenizer(files)
         return cls(tokenizer, template, files.generation)
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template itself has a place for tools."""
+        return self.template is not None and self.template.takes_tools
+
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 

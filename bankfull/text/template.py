@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
-from jinja2 import Template
+from jinja2 import Template, meta
 from jinja2.exceptions import TemplateSyntaxError
 
 from bankfull.errors import ModelError, RequestError
+from bankfull.text.generic_tools import with_tools_as_text
 from bankfull.text.meter import METER, Meter
 from bankfull.text.sandbox import MeteredEnvironment, Raised
 from bankfull.text.tokenizer import Tokenizer
@@ -16,6 +19,7 @@ _LONGEST_SOURCE = 1 << 20
 _DEEPEST = 64  # levels of lists and objects in one message or tool
 _UNITS = 1 << 24  # what a template may make, and as many times its input
 _UNITS_PER_CHARACTER = 64
+_PROBE = "Can this be seen?"
 
 
 class ChatTemplate:
@@ -40,6 +44,20 @@ class ChatTemplate:
         self._plain = _compiled(source)
         self._with_tools = self._plain if tool_source is None else _compiled(tool_source)
 
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether it has a place for tools. Without one they become part of the messages (`generic_tools`)."""
+        return "tools" in meta.find_undeclared_variables(MeteredEnvironment().parse(self.tool_source))
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether it has a place for a system message: some refuse one, and some leave it out."""
+        asked = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "?"}]
+        try:
+            return _PROBE in self._render({"messages": asked, "tools": None, "documents": None}, True)
+        except RequestError:
+            return False
+
     def render(
         self,
         messages: Sequence[Mapping[str, object]],
@@ -48,11 +66,11 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **kwargs: object,
     ) -> str:
-        """The prompt of a conversation as text."""
+        """The prompt of a conversation as the template alone writes it."""
         given = self._checked(messages, tools, kwargs)
         return self._render(given, add_generation_prompt)
 
-    def _checked(self, messages: object, tools: object, kwargs: Mapping[str, object]) -> dict[str, object]:
+    def _checked(self, messages: object, tools: object, kwargs: Mapping[str, object]) -> dict[str, Any]:
         if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
             raise RequestError("messages must be a list of objects with a role and a content")
         for index, message in enumerate(messages):
@@ -90,11 +108,16 @@ def encode_chat(
 ) -> list[int]:
     """The prompt of a conversation as ids: what `tokenizer.encode` makes of the rendered text.
 
-    With one difference: a special token that a message (or a tool, or any other value) spells stays text; only the
-    template's own words are special. A value that begins or ends with half a spelling is kept apart from its
-    neighbours as well. A template that itself cuts a value and glues the parts together is the one way around this.
+    Where the template has no place for tools, they become part of the messages first (`generic_tools`).
+
+    A special token that a message (or a tool, or any other value) spells stays text; only the template's own words are
+    special. A value that begins or ends with half a spelling is kept apart from its neighbours as well. A template that
+    itself cuts a value and glues the parts together is the one way around this.
     """
     given = template._checked(messages, tools, kwargs)
+    if not template.takes_tools:
+        told = with_tools_as_text(given["messages"], given["tools"], takes_system=template.takes_system)
+        given |= {"messages": told, "tools": None}
     guard = tokenizer.guard
     texts = _texts(given)
     if not any(map(guard.touches, texts)):

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -22,7 +23,7 @@ from bankfull.serve.openai_chat import ChatStream
 from bankfull.serve.parsers import PlainParser
 from bankfull.serve.schema import StreamOptions
 from tests.quick import examples
-from tests.serve.scripted import TEMPLATE, Scripted, cut, scripted_texts, scripted_tokenizer, settings
+from tests.serve.scripted import FACTS, TEMPLATE, Scripted, cut, scripted_texts, scripted_tokenizer, settings
 from tests.serve.server import served, shared
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -199,10 +200,31 @@ def test_a_required_call_is_forced_by_a_grammar() -> None:
     assert [len(asked.prompt) for asked in backend.asked][2] > len(backend.asked[3].prompt), "none shows no tools"
 
 
-def test_tools_that_the_template_cannot_show_are_refused() -> None:
-    plain = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    with client_of(Scripted(), plain) as client, pytest.raises(openai.BadRequestError, match="no place for tools"):
-        client.chat.completions.create(model="tiny", messages=HELLO, tools=[WEATHER])  # type: ignore[list-item]
+PLAIN = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+
+
+def test_tools_that_the_template_cannot_show_are_told_in_the_system_message() -> None:
+    backend = Scripted(["<tool_call>\n", '{"name": "weather", "arguments": {"city"', ': "Oslo"}}\n</tool_call>'])
+    backend.facts = replace(FACTS, max_len=4096)
+    how: dict[str, Any] = {"model": "tiny", "messages": HELLO, "tools": [WEATHER]}
+    with client_of(backend, PLAIN) as client:
+        parser = client.models.retrieve("tiny").model_extra["tool_parser"]  # type: ignore[index]
+        whole = [client.chat.completions.create(tool_choice=choice, **how) for choice in ("auto", "required", "none")]
+        chunks = list(client.chat.completions.create(stream=True, **how))
+    assert parser == "json"
+    for answer in whole[:2]:
+        [call] = answer.choices[0].message.tool_calls or []
+        assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Oslo"}')
+        assert answer.choices[0].finish_reason == "tool_calls"
+    plain = whole[2].choices[0].message
+    assert plain.tool_calls is None and "<tool_call>" in (plain.content or "")
+    calls = [call.function for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert "".join(call.arguments or "" for call in calls if call) == '{"city": "Oslo"}'
+    prompts = [scripted_tokenizer().decode(asked.prompt, skip_special=False) for asked in backend.asked]
+    shown = [prompts[at] for at in (0, 1, 3)]
+    assert all(prompt.startswith("<|im_start|>system\n") and '"name": "weather"' in prompt for prompt in shown)
+    assert "weather" not in prompts[2], "none shows no tools"
+    assert [asked.params.structured is not None for asked in backend.asked] == [False, True, False, False]
 
 
 def test_an_earlier_tool_call_goes_back_into_the_prompt_as_an_object() -> None:

@@ -298,7 +298,14 @@ WELL_FORMED = [
         "<|message|>{}<|call|><|start|>assistant<|channel|>final<|message|>Done.<|return|>",
         [text("I look."), call("{}", "now"), text("Done.")],
     ),
-    Transcript("a template that nobody knows", "unknown", f"<tool_call>{_OSLO}", [text(f"<tool_call>{_OSLO}")]),
+    Transcript(
+        "a template that nobody knows",
+        "unknown",
+        f"I look. <tool_call>{_OSLO}</tool_call>",
+        [text("I look."), call('{"city": "Oslo"}')],
+    ),
+    Transcript("a template that nobody knows, without tags", "unknown", _OSLO, [call('{"city": "Oslo"}')]),
+    Transcript("a template that nobody knows, other words", "unknown", f"So: {_OSLO}", [text(f"So: {_OSLO}")]),
 ]
 
 

@@ -33,6 +33,8 @@ class Family:
     forced: ForcedForm | None = LIST
     """How a call that must come is written. Markers that are special tokens are left out of it: a grammar allows only
     text. None where a call cannot be forced."""
+    one_at_a_time: bool = False
+    """A forced call comes alone: a model that has not learnt when to stop calling would go on until its tokens end."""
 
 
 HARMONY = Family("harmony", ("<|channel|>", "<|message|>"), forced=None)
@@ -56,8 +58,15 @@ FAMILIES = (
 )
 
 
-def family_of(template_source: str) -> Family | None:
-    return next((family for family in FAMILIES if all(sign in template_source for sign in family.signs)), None)
+#: What nothing else is known of, and what `text.generic_tools` asks for.
+GENERIC = Family("json", (), HERMES_BLOCKS, (json_calls(),), forced=TAGGED, one_at_a_time=True)
+
+
+def family_of(template_source: str, takes_tools: bool = True) -> Family:
+    """Without a place for tools in the template, they are described in the generic form, and called in it."""
+    if not takes_tools:
+        return GENERIC
+    return next((one for one in FAMILIES if all(sign in template_source for sign in one.signs)), GENERIC)
 
 
 class PlainParser:
@@ -78,19 +87,21 @@ def parser_for(
     tools: Sequence[Mapping[str, Any]] | None,
     tool_choice: str | Mapping[str, Any] | None,
     reasoning: bool,
+    takes_tools: bool = True,
     parallel: bool = True,
     prompt: str | None = None,
     make_id: MakeId | None = None,
 ) -> OutputParser:
-    """`prompt` is the rendered one: its end tells whether a thought is open more surely than the template does.
-    Without `parallel` only the first call is one, the others are text."""
-    family = family_of(template_source)
+    """`takes_tools`: whether the template has a place for tools. `prompt` is the rendered one: its end tells whether a
+    thought is open more surely than the template does. Without `parallel` only the first call is one, the others are
+    text."""
+    family = family_of(template_source, takes_tools)
     callable_tools = tools_of(tools, tool_choice)
     thinking = thinking_of(template_source) if reasoning else None
     session = Session(callable_tools, parallel, make_id or id_maker(template_source))
     if family is HARMONY:
         return Parser(session, read_harmony)
-    if family is None or not callable_tools:
+    if not callable_tools:
         family = Family("text", ())
     bare = family.bare
     if callable_tools and is_forced(tool_choice) and not bare:
@@ -113,16 +124,18 @@ def grammar_for(
     tool_choice: str | Mapping[str, Any] | None,
     parallel: bool = True,
     *,
+    takes_tools: bool = True,
     reasoning: bool = False,
     prompt: str | None = None,
 ) -> StructuredOutput | None:
-    """What forces a required or a named call; None where nothing is forced, and where the family cannot be.
+    """What forces required calls, or one of a named tool; None where nothing is forced, and where the family cannot be.
     With `reasoning`, a thought that the prompt has opened comes first."""
-    family = family_of(template_source)
+    family = family_of(template_source, takes_tools)
     offered = tools_of(tools, tool_choice)
-    if family is None or family.forced is None or not offered or not is_forced(tool_choice):
+    if family.forced is None or not offered or not is_forced(tool_choice):
         return None
     thinking = thinking_of(template_source) if reasoning else None
     opened = thinking is not None and thinking.opened_by(template_source, prompt)
     thought_end = thinking.closing if thinking and opened else None
-    return forcing_grammar(family.forced, list(offered.values()), parallel, thought_end)
+    several = parallel and tool_choice == "required" and not family.one_at_a_time
+    return forcing_grammar(family.forced, list(offered.values()), several, thought_end)

@@ -1,0 +1,132 @@
+"""Tools for a model whose chat template has no place for them: a conversation in which plain messages tell of them.
+
+Tools are described in the system message, earlier calls are part of what the assistant said, and results are part of
+what the user says: roles that every template knows, in the order that the strictest ones ask for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+CALL, RESULT = "tool_call", "tool_response"
+"""The tags around a call and around its result."""
+
+_OFFER = "You can call these tools. Each line is one of them, with a JSON schema of its arguments:"
+_HOW = f"""\
+To call a tool, answer with its name and arguments as JSON between tags, one such block for each call:
+<{CALL}>
+{{"name": "...", "arguments": {{...}}}}
+</{CALL}>
+The results come back between <{RESULT}> tags. Where no tool is needed, answer in plain words."""
+
+Message = dict[str, Any]
+
+
+def with_tools_as_text(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, takes_system: bool
+) -> list[Message]:
+    """The conversation with tools, calls and results as text. `takes_system`: whether the template has a place for a
+    system message; without one the tools are described to the first user."""
+    made = _spoken(messages)
+    if tools:
+        _describe(made, "\n".join([_OFFER, *map(_tool, tools), _HOW]), takes_system)
+    return made
+
+
+def _spoken(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    made: list[Message] = []
+    names: dict[object, object] = {}
+    answering = False
+    """Whether the last message holds results: what the user says next belongs to the same turn."""
+    for message in messages:
+        role, calls = message.get("role"), message.get("tool_calls")
+        if role == "tool":
+            text = _result(message, names)
+        elif role == "user" and answering:
+            text = _text(message.get("content"))
+        else:
+            answering = False
+            made.append(dict(message))
+            if isinstance(calls, Sequence) and calls and not isinstance(calls, str):
+                names |= {_field(call, "id"): _function(call).get("name") for call in calls}
+                del made[-1]["tool_calls"]
+                made[-1]["content"] = _joined(_text(message.get("content")), *map(_call, calls))
+            continue
+        if answering:
+            made[-1]["content"] = _joined(made[-1]["content"], text)
+        else:
+            made.append({"role": "user", "content": text})
+            answering = True
+    return made
+
+
+def _describe(messages: list[Message], description: str, takes_system: bool) -> None:
+    """Behind what the conversation's own system message says, or in front of its first question."""
+    if takes_system and messages and messages[0].get("role") == "system":
+        messages[0]["content"] = _joined(_text(messages[0].get("content")), description, between="\n\n")
+        return
+    asked = next((message for message in messages if message.get("role") == "user"), None)
+    if takes_system or asked is None:
+        messages.insert(0, {"role": "system" if takes_system else "user", "content": description})
+    else:
+        asked["content"] = _joined(description, _text(asked.get("content")), between="\n\n")
+
+
+def _tool(tool: Mapping[str, Any]) -> str:
+    function = _function(tool)
+    told = {name: function[name] for name in ("name", "description", "parameters") if function.get(name) is not None}
+    return _json(told)
+
+
+def _call(call: object) -> str:
+    function = _function(call)
+    arguments = function.get("arguments")
+    written = arguments if isinstance(arguments, str) and _is_json(arguments) else _json(arguments or {})
+    return f'<{CALL}>\n{{"name": {_json(function.get("name"))}, "arguments": {written}}}\n</{CALL}>'
+
+
+def _result(message: Mapping[str, Any], names: Mapping[object, object]) -> str:
+    name = message.get("name") or names.get(message.get("tool_call_id"))
+    content = _text(message.get("content"))
+    written = content if _is_json(content) else _json(content)
+    told = f'"name": {_json(name)}, ' if name else ""
+    return f'<{RESULT}>\n{{{told}"content": {written}}}\n</{RESULT}>'
+
+
+def _function(value: object) -> Mapping[str, Any]:
+    """Of a tool or a call; both may be wrapped as {"type": "function", "function": ...}."""
+    inner = _field(value, "function")
+    found = inner if isinstance(inner, Mapping) else value
+    return found if isinstance(found, Mapping) else {}
+
+
+def _field(value: object, name: str) -> object:
+    return value.get(name) if isinstance(value, Mapping) else None
+
+
+def _text(content: object) -> str:
+    """Of a message: one text, or a list of parts that have one."""
+    if isinstance(content, list):
+        return "\n".join(str(part["text"]) for part in content if isinstance(part, Mapping) and "text" in part)
+    return content if isinstance(content, str) else ""
+
+
+def _joined(*texts: str, between: str = "\n") -> str:
+    return between.join(text for text in texts if text)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _is_json(text: str) -> bool:
+    """Whether it is an object or a list that can stand in other JSON as it is."""
+    if not text.lstrip().startswith(("{", "[")):
+        return False
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
