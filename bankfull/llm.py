@@ -10,6 +10,7 @@ from typing import Any
 
 from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.errors import ConfigError, RequestError
+from bankfull.familiar import ENGINE, engine_options
 from bankfull.frontend import Pending, Prompt
 from bankfull.loading import Loaded, load
 from bankfull.outputs import Delta, EmbeddingOutput, RequestOutput, ScoreOutput
@@ -18,18 +19,6 @@ from bankfull.sample.params import SamplingParams
 Messages = Sequence[Mapping[str, Any]]
 Progress = Callable[[RequestOutput], None]
 
-#: Familiar names of other engines for our options.
-ALIASES = {
-    "max_num_seqs": "rows", "max_num_batched_tokens": "step_tokens", "block_size": "page_tokens",
-    "enable_prefix_caching": "prefix_cache", "gpu_memory_utilization": "memory", "kv_cache_memory_bytes": "memory",
-    "scheduling_policy": "policy", "kv_cache_dtype": "kv_dtype",
-}  # fmt: skip
-#: Options of other engines that mean what this engine does anyway, as long as they have this value.
-NEUTRAL = {
-    "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "trust_remote_code": False,
-    "enable_chunked_prefill": True, "tokenizer_mode": "auto", "load_format": "auto",
-    "quantization": None, "enable_lora": False, "speculative_config": None,
-}  # fmt: skip
 #: Options for which the device has a value of its own.
 LEFT_OPEN = ("rows", "step_tokens")
 GENERATION_KEYS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
@@ -40,37 +29,35 @@ def configure(options: Mapping[str, Any]) -> tuple[RunConfig, SchedConfig, State
     slices = [{f.name for f in fields(part)} for part in (RunConfig, SchedConfig, StateConfig)]
     dealt: list[dict[str, Any]] = [{}, {}, {}]
     for name, value in options.items():
-        if name in NEUTRAL:
-            if value != NEUTRAL[name]:
-                raise ConfigError(f"{name}={value!r} is not supported; leave it out, or give {NEUTRAL[name]!r}.")
-            continue
-        own = ALIASES.get(name, name)
-        if own in LEFT_OPEN and not value:
+        if name in LEFT_OPEN and not value:
             if value is None:
                 continue
             raise ConfigError(f"{name}={value!r} must be a whole number of at least 1; leave it out for what suits.")
         for names, part in zip(slices, dealt, strict=True):
-            if own in names:
-                if own in part:
-                    raise ConfigError(f"{name!r} and another name for {own!r} were both given; give one.")
-                part[own] = value
+            if name in names:
+                part[name] = value
                 break
         else:
-            known = sorted(set().union(*slices, ALIASES, NEUTRAL, ["max_model_len"]))
+            known = sorted(set().union(*slices, ENGINE, ["max_model_len"]))
             raise ConfigError(f"Option {name!r} is unknown; known are {', '.join(known)}.")
     return RunConfig(**dealt[0]), SchedConfig(**dealt[1]), StateConfig(**dealt[2])
 
 
 class LLM:
-    """A model on this machine. `model` is a path, a hub id or a short name; the default is `smollm2`."""
+    """A model on this machine. `model` is a path, a hub id or a short name; the default is `smollm2`. Names of other
+    libraries for the same options are understood, too (`bankfull.familiar`)."""
 
     def __init__(
-        self, model: str = "smollm2", *, device: str = "auto", dtype: str = "auto", max_model_len: int | None = None,
+        self, model: str = "smollm2", *, device: Any = "auto", dtype: Any = "auto", max_model_len: int | None = None,
         loaded: Loaded | None = None, **options: Any,
     ) -> None:  # fmt: skip
         if loaded is None:
-            run, sched, state = configure({"device": device, "dtype": dtype, **options})
-            loaded = load(model, run, sched, state, max_len=max_model_len)
+            own = {"device": device, "dtype": dtype, "max_model_len": max_model_len}
+            said = {name: value for name, value in own.items() if value not in ("auto", None)}
+            meant = engine_options({**said, **options})
+            max_len = meant.pop("max_model_len", None)
+            run, sched, state = configure(meant)
+            loaded = load(model, run, sched, state, max_len=max_len)
         self.loaded = loaded
         self.tokenizer = loaded.tokenizer
         self._front = loaded.frontend

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -87,8 +87,35 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         # Typer's errors of usage have no public class, but these two names in every version.
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
-            return _refuse(error.format_message())
+            return _refuse(_unknown_option(error) or error.format_message())
         raise
+
+
+def _unknown_option(error: Any) -> str | None:
+    """What to say of an option that the command does not have; None where something else is wrong."""
+    option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if option is None or context is None or not hasattr(error, "possibilities"):
+        return None
+    from bankfull.cli.hints import about_unknown
+
+    elsewhere: dict[str, list[str]] = {}
+    for name, command in _all_commands(typer.main.get_command(app), "bankfull"):
+        for known in _options_of(command):
+            elsewhere.setdefault(known, []).append(name)
+    return about_unknown(option, _options_of(context.command), elsewhere, context.command_path)
+
+
+def _all_commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """With those below it; none that only holds others."""
+    below = getattr(command, "commands", None)
+    if below is None:
+        yield name, command
+    for word, one in (below or {}).items():
+        yield from _all_commands(one, f"{name} {word}")
+
+
+def _options_of(command: Any) -> list[str]:
+    return [name for option in command.params for name in (*option.opts, *option.secondary_opts) if name[0] == "-"]
 
 
 def _refuse(problem: object) -> int:

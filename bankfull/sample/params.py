@@ -5,10 +5,12 @@ from __future__ import annotations
 import json as json_text
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from functools import wraps
+from typing import Any, Literal, TypeVar
 
 from bankfull.errors import RequestError
+from bankfull.familiar import sampling_options
 
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 64
@@ -76,9 +78,31 @@ class StructuredOutput:
         return next(text for text in (self.json, self.regex, self.grammar) if text is not None)  # type: ignore[return-value]
 
 
+_Class = TypeVar("_Class", bound=type)
+
+
+def understands_familiar_names(cls: _Class) -> _Class:
+    """Its fields may be given by the names that other libraries have for them, such as max_new_tokens."""
+    own = frozenset(field.name for field in fields(cls))
+    fill = cls.__init__  # type: ignore[misc]
+
+    @wraps(fill)
+    def init(self: object, **given: Any) -> None:
+        if not given.keys() <= own:
+            given = sampling_options(given)
+            if unknown := sorted(given.keys() - own):
+                raise RequestError(f"{cls.__name__} has no {unknown[0]!r}; it has {', '.join(sorted(own))}.")
+        fill(self, **given)
+
+    cls.__init__ = init  # type: ignore[misc]
+    return cls
+
+
+@understands_familiar_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Names and defaults follow vLLM's. Sequences are kept as tuples, `logit_bias` as a dict of its own.
+    """Names and defaults follow vLLM's; those of transformers are understood, too (`bankfull.familiar`). Sequences are
+    kept as tuples, `logit_bias` as a dict of its own.
 
     `temperature` 0 is greedy; `top_k` 0 or -1, `top_p` 1, `min_p` 0 and `typical_p` 1 are off. `max_tokens` None means
     until the context ends. `logprobs` 0 asks for the chosen token's own log-probability only. `bad_word_ids` are the

@@ -1,0 +1,135 @@
+"""What to use in the place of an option that does not exist: by its meaning where other engines have it, by its
+spelling only where a letter or two are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+#: Names that vLLM, SGLang, llama.cpp and transformers have for what is here under another one, and its value, if any.
+SAME = {
+    "--max-new-tokens": "--max-tokens", "--n-predict": "--max-tokens", "--predict": "--max-tokens",
+    "--max-completion-tokens": "--max-tokens", "--num-predict": "--max-tokens", "--max-length": "--max-tokens",
+    "--ctx-size": "--max-model-len", "--context-length": "--max-model-len", "--n-ctx": "--max-model-len",
+    "--max-seq-len": "--max-model-len", "--max-context-len": "--max-model-len", "-c": "--max-model-len",
+    "--max-num-seqs": "--rows", "--max-running-requests": "--rows", "--parallel": "--rows", "-np": "--rows",
+    "--max-concurrent-requests": "--rows",
+    "--max-num-batched-tokens": "--step-tokens", "--chunked-prefill-size": "--step-tokens",
+    "--ubatch-size": "--step-tokens", "--batch-size": "--rows or --step-tokens",
+    "--block-size": "--page-tokens", "--page-size": "--page-tokens",
+    "--no-enable-prefix-caching": "--no-prefix-cache", "--disable-radix-cache": "--no-prefix-cache",
+    "--kv-cache-dtype": "--kv-dtype", "--cache-type-k": "--kv-dtype", "--cache-type-v": "--kv-dtype",
+    "--gpu-memory-utilization": "--memory", "--mem-fraction-static": "--memory",
+    "--kv-cache-memory-bytes": "--memory", "--kv-cache-memory": "--memory",
+    "--torch-dtype": "--dtype", "--data-type": "--dtype", "--half": "--dtype float16", "--bf16": "--dtype bfloat16",
+    "--load-in-8bit": "--quantize int8", "--load-in-4bit": "--quantize int4", "--quantization": "--quantize",
+    "--device-map": "--device", "--cpu": "--device cpu", "--gpu": "--device cuda",
+    "--model-path": "--model", "--model-name-or-path": "--model", "--pretrained-model-name-or-path": "--model",
+    "--hf-repo": "--model", "--model-id": "--model", "-hf": "--model",
+    "--temp": "--temperature", "--repeat-penalty": "--repetition-penalty", "--system-prompt": "--system",
+    "--num-return-sequences": "--n", "--num-samples": "--n", "--greedy": "--temperature 0", "--stop-strings": "--stop",
+    "--reverse-prompt": "--stop",
+    "--alias": "--served-model-name", "--api-key": "--api-key-file", "--ssl-certfile": "--tls-certificate",
+    "--ssl-cert-file": "--tls-certificate", "--ssl-keyfile": "--tls-key", "--ssl-key-file": "--tls-key",
+    "--ssl-ca-certs": "--tls-client-ca", "--allowed-origins": "--cors-origin",
+    "--max-queued-requests": "--queue-requests",
+    "--num-threads": "--threads", "--n-threads": "--threads", "--threads-batch": "--threads", "-t": "--threads",
+}  # fmt: skip
+
+_DRAFTS = "speculative decoding cannot be chosen here yet; leave it out"
+_DEVICES = (
+    "one device runs the whole model; start one server for each, with --device cuda:N, behind a load balancer"
+)
+_SPLIT = "one device runs the whole model; choose it with --device cuda or --device cpu"
+_BY_TEMPLATE = "it follows from the model's chat template, and /v1/models tells which it is; leave it out"
+_OVER_THE_API = "it is a field of a request; send response_format or structured_outputs to `bankfull serve`"
+_ADAPTERS = "adapters cannot be loaded yet; merge them into the checkpoint"
+_KERNELS = "the fastest kernels for this machine are chosen by themselves; leave it out"
+_ALWAYS = "that is always so here; leave it out"
+#: What is not here under any name, and what to do instead.
+ABSENT = {
+    **dict.fromkeys((
+        "--draft", "--draft-max", "--draft-min", "--draft-model", "--model-draft", "--speculative-config", "-md",
+        "--speculative-model", "--speculative-algorithm", "--speculative-draft-model-path", "--num-speculative-tokens",
+        "--assistant-model", "--prompt-lookup-num-tokens", "--lookahead",
+    ), _DRAFTS),
+    **dict.fromkeys((
+        "--tensor-parallel-size", "--tensor-parallel", "--tp", "--tp-size", "--pipeline-parallel-size", "--pp-size",
+        "--data-parallel-size", "--dp", "--dp-size", "--expert-parallel-size", "--ep-size", "--enable-expert-parallel",
+        "--nnodes", "--tensor-split",
+    ), _DEVICES),
+    **dict.fromkeys((
+        "--n-gpu-layers", "--gpu-layers", "-ngl", "--split-mode", "--cpu-offload-gb", "--main-gpu", "--offload-folder",
+    ), _SPLIT),
+    **dict.fromkeys((
+        "--tool-call-parser", "--enable-auto-tool-choice", "--reasoning-parser", "--jinja", "--chat-template",
+        "--enable-reasoning",
+    ), _BY_TEMPLATE),
+    **dict.fromkeys(("--grammar", "--json-schema", "--guided-decoding-backend", "--grammar-backend"), _OVER_THE_API),
+    **dict.fromkeys(("--lora", "--enable-lora", "--lora-modules", "--lora-paths", "--adapter"), _ADAPTERS),
+    **dict.fromkeys((
+        "--enable-prefix-caching", "--enable-chunked-prefill", "--cont-batching", "--flash-attn", "--mmap", "--metrics",
+        "--enable-metrics", "--disable-log-requests", "--use-safetensors", "-fa",
+    ), _ALWAYS),
+    **dict.fromkeys(("--attention-backend", "--attn-implementation", "--sampling-backend"), _KERNELS),
+    "--enforce-eager": "steps are captured wherever the device can; leave it out",
+    "--trust-remote-code": "code that a checkpoint brings is never run; leave it out",
+    "--do-sample": "--temperature above 0 samples, and --temperature 0 is greedy",
+    "--num-beams": "there is no beam search; ask for several samples with -n and --temperature",
+    "--tokenizer": "the tokenizer comes with the model; leave it out",
+    "--prompt": 'the prompt is an argument, as in bankfull run "What is a river?"',
+    "-p": 'the prompt is an argument, as in bankfull run "What is a river?"',
+    "--interactive": "that is the command bankfull chat",
+    "--conversation": "that is the command bankfull chat",
+    "-cnv": "that is the command bankfull chat",
+    "--swap-space": "what has no room is computed again; leave it out",
+    "--scheduling-policy": "a request's field `priority` decides; leave it out",
+    "--download-dir": "set the environment's BANKFULL_CACHE to a directory",
+    "--cache-dir": "set the environment's BANKFULL_CACHE to a directory",
+    "--mlock": "weights are read into memory and stay there; leave it out",
+    "--no-mmap": "weights are read into memory and stay there; leave it out",
+}  # fmt: skip
+
+
+def about_unknown(option: str, own: Sequence[str], elsewhere: Mapping[str, Sequence[str]], command: str) -> str:
+    """One sentence. `own`: the options of `command`; `elsewhere`: those of other commands, and which have them."""
+    said = f"There is no option {option} in `{command}`"
+    if option in ABSENT:
+        return f"{said}: {ABSENT[option]}."
+    if option in SAME:
+        names = [word for word in SAME[option].split() if word.startswith("-")]
+        if all(name in own for name in names):
+            return f"{said}: use {SAME[option]}."
+        if all(name in elsewhere for name in names):
+            return f"{said}: it would be {SAME[option]}, an option of {_commands(elsewhere[names[0]])}."
+    if option in elsewhere:
+        return f"{said}: it is one of {_commands(elsewhere[option])}."
+    near = sorted((name for name in own if _misspelt(option, name)), key=lambda name: (_distance(option, name), name))
+    if near:
+        return f"{said}: did you mean {near[0]}?"
+    return f"{said}: `{command} --help` lists those that there are."
+
+
+def _commands(names: Sequence[str]) -> str:
+    shown = [f"`{name}`" for name in names[:3]]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _misspelt(given: str, known: str) -> bool:
+    """A letter is wrong, missing, too many or in another's place; two in a long name."""
+    length = len(known.lstrip("-"))
+    return length > 2 and _distance(given, known) <= (1 if length < 8 else 2)
+
+
+def _distance(one: str, other: str) -> int:
+    """Letters to change, to add, to leave out or to swap with their neighbour until one word is the other."""
+    before: list[int] = []
+    last = list(range(len(other) + 1))
+    for i, a in enumerate(one, 1):
+        row = [i]
+        for j, b in enumerate(other, 1):
+            best = min(last[j] + 1, row[-1] + 1, last[j - 1] + (a != b))
+            if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:
+                best = min(best, before[j - 2] + 1)
+            row.append(best)
+        before, last = last, row
+    return last[-1]

@@ -1,0 +1,218 @@
+"""Names of other libraries (transformers, vLLM, SGLang, llama.cpp) for our options, and what their values mean here.
+
+A name that has a meaning here is translated; a value that asks for what this engine does anyway is dropped; any other
+is refused in one sentence. Nothing is ignored. The command line's hints follow from the same tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bankfull.errors import BankfullError, ConfigError, RequestError
+
+Own = dict[str, Any]
+Reading = Callable[[str, Any], Own]
+"""A name and its value become options of ours; what cannot raises a ValueError that says why and what to do."""
+
+DTYPES = {
+    "half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32", "bf16": "bfloat16",
+    "double": "float64", "fp64": "float64",
+}  # fmt: skip
+
+
+def engine_options(given: Mapping[str, Any]) -> Own:
+    """The options of an `LLM`, whoever's names they were given by."""
+    return _translated(given, ENGINE, ConfigError)
+
+
+def sampling_options(given: Mapping[str, Any]) -> Own:
+    """The options of a `SamplingParams`, whoever's names they were given by."""
+    if given.get("do_sample") is True and given.get("temperature") == 0:
+        raise RequestError("do_sample=True samples, but temperature=0 is greedy; give a temperature above 0.")
+    return _translated(given, SAMPLING, RequestError)
+
+
+def _translated(given: Mapping[str, Any], table: Mapping[str, Reading], error: type[BankfullError]) -> Own:
+    made: Own = {}
+    by: dict[str, str] = {}
+    for name, value in given.items():
+        try:
+            meant = table[name](name, value) if name in table else {name: value}
+        except ValueError as problem:
+            raise error(f"{name}={_shown(value)} {problem}.") from None
+        for own, what in meant.items():
+            if own in made and made[own] != what:
+                raise error(
+                    f"{by[own]}={_shown(given[by[own]])} and {name}={_shown(value)} both say what {own} is; give one."
+                )
+            made[own], by[own] = what, name
+    return made
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# -- kinds of reading
+
+
+def _is(own: str) -> Reading:
+    return lambda name, value: {own: value}
+
+
+def _if_given(own: str) -> Reading:
+    return lambda name, value: {} if value is None else {own: value}
+
+
+def _only(*values: object, else_: str) -> Reading:
+    """What these values ask for is done anyway."""
+
+    def read(name: str, value: Any) -> Own:
+        if any(value is one or (value == one and not isinstance(value, bool)) for one in values):
+            return {}
+        raise ValueError(else_)
+
+    return read
+
+
+def _never(why: str) -> Reading:
+    return _only(None, else_=why)
+
+
+def _rounding(own: str) -> Reading:
+    """load_in_8bit and its like."""
+
+    def read(name: str, value: Any) -> Own:
+        if value is None or value is False:
+            return {}
+        if value is not True:
+            raise ValueError("must be True or False")
+        return {"quantize": own}
+
+    return read
+
+
+def _quantization_config(name: str, value: Any) -> Own:
+    """transformers' BitsAndBytesConfig, or a dict of the same names."""
+    if value is None:
+        return {}
+    found = [
+        own
+        for key, own in (("load_in_8bit", "int8"), ("load_in_4bit", "int4"))
+        if (value.get(key) if isinstance(value, Mapping) else getattr(value, key, None))
+    ]
+    if len(found) != 1:
+        raise ValueError("has no meaning here; give quantize='int8' or quantize='int4'")
+    return {"quantize": found[0]}
+
+
+def _quantization(name: str, value: Any) -> Own:
+    if value is None:
+        return {}
+    if value == "fp8":
+        return {"quantize": "fp8"}
+    raise ValueError(
+        "is not supported: a quantized checkpoint is recognized by itself, so leave it out; to round another one at "
+        "load, give quantize='int8', 'int4' or 'fp8'"
+    )
+
+
+def _dtype(own: str) -> Reading:
+    def read(name: str, value: Any) -> Own:
+        if value is None:
+            return {}
+        text = str(value).removeprefix("torch.")  # a torch.dtype is known by its name: nothing here imports torch
+        return {own: DTYPES.get(text, text)}
+
+    return read
+
+
+def _device(name: str, value: Any) -> Own:
+    return {} if value is None else {"device": _device_name(value)}
+
+
+def _device_map(name: str, value: Any) -> Own:
+    if isinstance(value, Mapping) and list(value) == [""]:
+        value = value[""]
+    if isinstance(value, Mapping) or value in ("balanced", "balanced_low_0", "sequential"):
+        raise ValueError("spreads a model over devices, and one runs all of it here; give 'auto', 'cpu' or 'cuda'")
+    return _device(name, value)
+
+
+def _device_name(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"cuda:{value}"
+    return str(value)
+
+
+def _gpu_layers(name: str, value: Any) -> Own:
+    if value is None or value == -1:
+        return {}
+    if value == 0 and value is not False:
+        return {"device": "cpu"}
+    raise ValueError("splits a model between CPU and GPU, and one runs all of it here; give device='cuda' or 'cpu'")
+
+
+def _do_sample(name: str, value: Any) -> Own:
+    if value is None or value is True:
+        return {}
+    if value is not False:
+        raise ValueError("must be True or False")
+    return {"temperature": 0.0}
+
+
+_ONE_DEVICE = "is not supported: one device runs the whole model; leave it out, and start one server for each device"
+_NO_DRAFTS = "is not supported: drafts of another model cannot be asked for yet; leave it out"
+_NO_ADAPTERS = "is not supported: adapters cannot be loaded yet; merge them into the checkpoint, and leave it out"
+_NO_BEAMS = "is not supported: there is no beam search; ask for several samples with n and a temperature above 0"
+_KERNELS = "is not supported: the fastest kernels for this machine are chosen by themselves; leave it out"
+_CHUNKS = "is not supported: long prompts always come in chunks; leave it out"
+_CAPTURED = "is not supported: steps are captured wherever the device can; leave it out"
+_TOKENIZER = "is not supported: the tokenizer comes with the model; leave it out"
+_NO_CODE = "is not supported: code that a checkpoint brings is never run; leave it out"
+
+ENGINE: dict[str, Reading] = {
+    "dtype": _dtype("dtype"), "torch_dtype": _dtype("dtype"),
+    "device": _device, "device_map": _device_map, "n_gpu_layers": _gpu_layers,
+    "load_in_8bit": _rounding("int8"), "load_in_4bit": _rounding("int4"),
+    "quantization_config": _quantization_config, "quantization": _quantization,
+    "max_seq_len": _if_given("max_model_len"), "max_seq_length": _if_given("max_model_len"),
+    "context_length": _if_given("max_model_len"), "n_ctx": _if_given("max_model_len"),
+    "max_num_seqs": _is("rows"), "max_running_requests": _is("rows"),
+    "max_num_batched_tokens": _is("step_tokens"), "chunked_prefill_size": _is("step_tokens"),
+    "block_size": _is("page_tokens"), "page_size": _is("page_tokens"),
+    "enable_prefix_caching": _if_given("prefix_cache"),
+    "gpu_memory_utilization": _is("memory"), "mem_fraction_static": _is("memory"),
+    "kv_cache_memory_bytes": _is("memory"),
+    "scheduling_policy": _is("policy"), "schedule_policy": _is("policy"), "kv_cache_dtype": _dtype("kv_dtype"),
+    "tensor_parallel_size": _only(1, else_=_ONE_DEVICE), "pipeline_parallel_size": _only(1, else_=_ONE_DEVICE),
+    "data_parallel_size": _only(1, else_=_ONE_DEVICE), "tp_size": _only(1, else_=_ONE_DEVICE),
+    "dp_size": _only(1, else_=_ONE_DEVICE),
+    "trust_remote_code": _only(False, None, else_=_NO_CODE),
+    "enable_chunked_prefill": _only(True, None, else_=_CHUNKS),
+    "enforce_eager": _only(False, None, else_=_CAPTURED),
+    "attn_implementation": _never(_KERNELS), "attention_backend": _never(_KERNELS),
+    "low_cpu_mem_usage": _only(True, None, else_="is not supported: weights are never held twice; leave it out"),
+    "use_safetensors": _only(True, None, else_="is not supported: pickled weights are never read; leave it out"),
+    "tokenizer": _never(_TOKENIZER), "tokenizer_mode": _only("auto", None, else_=_TOKENIZER),
+    "load_format": _only("auto", None, else_="is not supported: the format is recognized by itself; leave it out"),
+    "enable_lora": _only(False, None, else_=_NO_ADAPTERS), "speculative_config": _never(_NO_DRAFTS),
+    "swap_space": _only(0, None, else_="is not supported: what has no room is computed again; leave it out"),
+    "cpu_offload_gb": _only(0, None, else_="is not supported: weights stay on the device; quantize, or leave it out"),
+}  # fmt: skip
+
+SAMPLING: dict[str, Reading] = {
+    "max_new_tokens": _if_given("max_tokens"), "max_completion_tokens": _if_given("max_tokens"),
+    "min_new_tokens": _if_given("min_tokens"), "num_return_sequences": _if_given("n"), "do_sample": _do_sample,
+    "stop_strings": _if_given("stop"), "suppress_tokens": _if_given("banned_token_ids"),
+    "max_length": _never("counts the prompt, too; give max_tokens, which counts what follows it"),
+    "num_beams": _only(1, None, else_=_NO_BEAMS), "use_beam_search": _only(False, None, else_=_NO_BEAMS),
+    "length_penalty": _only(1.0, 1, None, else_=_NO_BEAMS),
+    "no_repeat_ngram_size": _only(0, None, else_="is not supported; give repetition_penalty"),
+    "eos_token_id": _never("is not supported: the model's own end is known; give stop_token_ids for further ones"),
+    "pad_token_id": _never("has no use here: nothing is padded; leave it out"),
+    "guided_decoding": _never("is not supported; give structured=StructuredOutput(json=...)"),
+    "structured_outputs": _never("is not supported; give structured=StructuredOutput(json=...)"),
+}  # fmt: skip
