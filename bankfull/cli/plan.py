@@ -29,14 +29,21 @@ def plan(
     slo: Annotated[
         str | None,
         typer.Option(
-            help='What requests must keep: "ttft=500ms, tpot=50ms" (ttft, tpot, itl, e2e).', show_default="none"
+            help='What requests must keep: "ttft=500ms, tpot=50ms" (ttft, tpot, itl, e2e). Without it, what a '
+            "token takes decides.", show_default="none"
         ),
     ] = None,
     attainment: Annotated[str, typer.Option(help="The part of the requests that must keep it.")] = "90%",
     devices: Annotated[
         str, typer.Option(help="auto, cpu or cuda (this machine), and names of the catalogue: h100,l4,cpu.")
     ] = "auto",
-    goal: Annotated[str, typer.Option(help="goodput, cost or latency: what to recommend for.")] = "goodput",
+    goal: Annotated[
+        str | None,
+        typer.Option(
+            help="What to recommend for: goodput, cost (dollars per output token), efficiency (device time per output "
+            "token) or latency.", show_default="goodput; without --slo cost, or efficiency where prices are unknown"
+        ),
+    ] = None,
     most: Annotated[int, typer.Option(help="Replicas at most, on devices of the catalogue.")] = 8,
     price: Annotated[
         float | None, typer.Option(help="Of this machine, in dollars per hour.", show_default="unknown")
@@ -70,6 +77,7 @@ def plan(
     from bankfull.errors import ConfigError
     from bankfull.limits.load.slo import Slo, parse_slo
     from bankfull.limits.plan.outcome import Objectives
+    from bankfull.limits.plan.pareto import usual_goal
     from bankfull.limits.plan.planner import Planner, Question
     from bankfull.limits.plan.sites import sites_of
     from bankfull.limits.plan.traffic import parse_traffic
@@ -78,11 +86,13 @@ def plan(
     if price is not None and not 0 < price < float("inf"):
         raise ConfigError(f"--price {price} must be dollars per hour, above 0.")
     objectives = Objectives(Slo() if slo is None else parse_slo(slo), _share(attainment))
+    sites = sites_of(devices, catalogue, price)
+    if goal is None:
+        goal = usual_goal(objectives.stated, all(site.dollars_per_hour is not None for site in sites))
     question = Question(
         model, parse_traffic(traffic), objectives, goal, most, requests, seed, lossless, not no_calibrate, refresh
     )
     subject = open_subject(model)
-    sites = sites_of(devices, catalogue, price)
     with progress("simulations", None) as advance:
         found = Planner(subject, sites, question, advance).plan()
     if chart is not None and found.pareto:

@@ -31,6 +31,16 @@ def test_a_plan_as_json_is_one_object(cli: Cli, model: Path) -> None:
     assert found["pareto"] and found["simulated"] >= 1 and "verified" not in found
 
 
+def test_without_objectives_there_is_a_recommendation_and_its_latencies(cli: Cli, model: Path) -> None:
+    done = cli("plan", model, *HERE)
+    assert done.code == 0, done.err
+    assert "Recommended without a bound on latency" in done.out and "see the first token after" in done.out
+    assert "No configuration meets" not in done.out and f"bankfull serve {model} --device cpu" in done.out
+    assert cli("plan", model, *HERE, "--json").json["goal"] == "efficiency"
+    assert cli("plan", model, *HERE, "--price", "0.1", "--json").json["goal"] == "cost"
+    assert cli("plan", model, *HERE, "--slo", "ttft=2s", "--json").json["goal"] == "goodput"
+
+
 def test_a_configuration_is_enough_and_other_devices_are_looked_up(cli: Cli, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({

@@ -28,7 +28,11 @@ class Objectives:
         return served.done and self.slo.met(figures_of(served))
 
     def __str__(self) -> str:
-        return f"{self.slo or 'no bound on latency'}, met by {self.attainment:.0%} of requests"
+        return f"{self.slo}, met by {self.attainment:.0%} of requests" if self.stated else "no bound on latency"
+
+    @property
+    def stated(self) -> bool:
+        return bool(self.slo.stated)
 
 
 def figures_of(served: Served) -> dict[str, float | None]:
@@ -83,6 +87,11 @@ class Outcome:
     @property
     def lossy(self) -> bool:
         return self.configuration.lossy
+
+    @property
+    def device_seconds(self) -> float:
+        """Of all devices together, for one output token."""
+        return self.busy * self.configuration.devices / self.output_per_s if self.output_per_s else float("inf")
 
     def same_with(self, rows: int, step_tokens: int) -> bool:
         """Would the schedule be the same with other bounds, because neither these nor its own were ever reached?"""

@@ -10,7 +10,7 @@ from bankfull.errors import ConfigError
 if TYPE_CHECKING:
     from bankfull.limits.plan.outcome import Outcome
 
-GOALS = ("goodput", "cost", "latency")
+GOALS = ("goodput", "cost", "efficiency", "latency")
 CLOSE = 0.02
 """Relative difference that two simulations of the same thing may have."""
 NEARLY = 0.05
@@ -88,14 +88,25 @@ def _by_cost(outcome: Outcome) -> tuple[object, ...]:
     return (*_unmet(outcome), _cost(outcome), outcome.lossy, -outcome.goodput, outcome.memory)
 
 
+def _by_efficiency(outcome: Outcome) -> tuple[object, ...]:
+    return (*_unmet(outcome), outcome.device_seconds, outcome.lossy, outcome.e2e_p99, outcome.memory)
+
+
 def _by_latency(outcome: Outcome) -> tuple[object, ...]:
     return (*_unmet(outcome), outcome.e2e_p99, outcome.lossy, _cost(outcome), outcome.memory)
 
 
 ORDER: dict[str, Callable[[Outcome], tuple[object, ...]]] = {
-    "goodput": _by_goodput, "cost": _by_cost, "latency": _by_latency,
+    "goodput": _by_goodput, "cost": _by_cost, "efficiency": _by_efficiency, "latency": _by_latency,
 }  # fmt: skip
 MEASURE: dict[str, Callable[[Outcome], float]] = {
-    "goodput": lambda outcome: -max(outcome.goodput, 1e-9), "cost": _cost, "latency": lambda outcome: outcome.e2e_p99,
+    "goodput": lambda outcome: -max(outcome.goodput, 1e-9), "cost": _cost,
+    "efficiency": lambda outcome: outcome.device_seconds, "latency": lambda outcome: outcome.e2e_p99,
 }  # fmt: skip
 """What each goal makes least."""
+
+
+def usual_goal(objectives: bool, priced: bool) -> str:
+    """Without objectives nothing tells good requests from others: what a token takes decides then, in dollars where all
+    prices are known, else in time of a device."""
+    return "goodput" if objectives else "cost" if priced else "efficiency"

@@ -92,21 +92,15 @@ def sentences(plan: Plan) -> Iterator[str]:
     if best is None:
         yield "Nothing fits: no configuration that this version can run holds the model and its requests."
     else:
-        met = "" if best.met else (
-            f" No configuration meets the objectives for {asked.objectives.attainment:.0%} of the requests; this one "
-            f"comes nearest, with {best.attainment:.0%}."
-        )  # fmt: skip
-        yield f"Recommended for {asked.goal} (* above):{met}"
+        yield _lead(plan, best)
         for command in best.configuration.commands(asked.model):
             yield f"  {command}"
         if best.configuration.replicas > 1:
             yield f"  behind a load balancer that goes {best.configuration.route} over them"
         if best.lossy:
             yield "  It rounds numbers (lossy): look at `bankfull quality` first." + _exact(plan)
-        if plan.highest_rate is None:
-            yield "At no rate does it keep the objectives."
-        else:
-            yield f"It keeps the objectives up to about {plan.highest_rate:.3g} requests/s."
+        yield _latencies(best)
+        yield _highest(plan)
         yield "What limits it:"
         yield from (f"  {line}" for line in plan.limits)
     if plan.skipped:
@@ -117,6 +111,46 @@ def sentences(plan: Plan) -> Iterator[str]:
         yield "Assumptions and doubts:"
         yield from (f"  {line}" for line in plan.notes)
     yield f"{plan.simulated} simulations with the engine's own scheduler; times by roofline."
+
+
+AIMS = {
+    "goodput": "serves the most", "cost": "costs the least per output token", "latency": "answers soonest",
+    "efficiency": "takes the least device time per output token",
+}  # fmt: skip
+
+
+def _lead(plan: Plan, best: Outcome) -> str:
+    asked = plan.question
+    if asked.objectives.stated:
+        met = "" if best.met else (
+            f" No configuration meets the objectives for {asked.objectives.attainment:.0%} of the requests; this one "
+            f"comes nearest, with {best.attainment:.0%}."
+        )  # fmt: skip
+        return f"Recommended for {asked.goal} (* above):{met}"
+    if best.met:
+        which = f"of all that keep up with this traffic it {AIMS[asked.goal]}"
+    else:
+        which = (
+            f"nothing keeps up with {asked.traffic.rate:.3g} requests/s; it serves {best.requests_per_s:.3g} of them "
+            f"and {AIMS[asked.goal]}"
+        )
+    return f"Recommended without a bound on latency (* above; --slo sets one): {which}."
+
+
+def _latencies(best: Outcome) -> str:
+    cost = "" if best.dollars_per_million is None else f", ${best.dollars_per_million:.3g} per million of them"
+    return (
+        f"Its requests see the first token after {_time(best.ttft_p50)} (p99 {_time(best.ttft_p99)}), one more every "
+        f"{_time(best.tpot_p50)} (p99 {_time(best.tpot_p99)}), the whole answer within {_time(best.e2e_p99)} (p99); "
+        f"{best.output_per_s:.3g} output tokens/s{cost}."
+    )
+
+
+def _highest(plan: Plan) -> str:
+    stated, rate = plan.question.objectives.stated, plan.highest_rate
+    if rate is None:
+        return "At no rate does it keep the objectives." if stated else "At no rate that was tried does it keep up."
+    return f"It keeps {'the objectives' if stated else 'up with'} up to about {rate:.3g} requests/s."
 
 
 def _exact(plan: Plan) -> str:

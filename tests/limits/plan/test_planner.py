@@ -13,7 +13,7 @@ from bankfull.errors import ConfigError
 from bankfull.limits.load.slo import Slo
 from bankfull.limits.plan.configurations import Configuration, ways_to_store
 from bankfull.limits.plan.outcome import Objectives, Outcome
-from bankfull.limits.plan.pareto import dominates, front, recommend
+from bankfull.limits.plan.pareto import GOALS, dominates, front, recommend, usual_goal
 from bankfull.limits.plan.planner import Plan, Planner, Question
 from bankfull.limits.plan.show import later_table, pareto_table, plan_chart, sentences
 from bankfull.limits.plan.sites import Site, sites_of
@@ -107,6 +107,32 @@ def test_this_machine_has_one_replica() -> None:
     assert {outcome.configuration.replicas for outcome in found.pareto} == {1}
     assert found.recommended is not None and not found.recommended.met
     assert any("No configuration meets" in line for line in sentences(found))
+
+
+def test_without_objectives_what_a_token_takes_decides_and_latencies_are_told() -> None:
+    assert [usual_goal(*given) for given in ((True, False), (False, True), (False, False))] == [
+        "goodput", "cost", "efficiency",
+    ]  # fmt: skip
+    found = plan(CPU, slo=Slo(), goal="efficiency")
+    best = found.recommended
+    assert best is not None and best.met
+    assert best.device_seconds <= 1.05 * min(outcome.device_seconds for outcome in found.pareto)
+    said = "\n".join(sentences(found))
+    assert "of all that keep up with this traffic it takes the least device time per output token" in said
+    assert "It keeps up up to about" not in said and "It keeps up with up to about" in said
+    assert "see the first token after" in said and "objectives" not in said.split("What limits it:")[0]
+    assert str(found.question.objectives) == "no bound on latency"
+
+
+def test_without_objectives_a_traffic_that_is_too_much_still_gets_a_recommendation() -> None:
+    found = plan(CPU, traffic="rate=9000/s, in=60, out=20", slo=Slo(), goal="efficiency")
+    best = found.recommended
+    assert best is not None and not best.met and best.requests_per_s < 9000
+    said = "\n".join(sentences(found))
+    assert f"nothing keeps up with 9e+03 requests/s; it serves {best.requests_per_s:.3g} of them" in said
+    assert "No configuration meets" not in said
+    most = max(outcome.requests_per_s for outcome in found.pareto)
+    assert best.requests_per_s >= 0.9 * most
 
 
 def test_lossless_leaves_out_whatever_rounds() -> None:
@@ -219,7 +245,7 @@ def _stored(configuration: Configuration, changed: dict[str, Any]) -> Any:
 
 def test_what_cannot_be_run_is_never_recommended(outcome: Outcome) -> None:
     dream = other(outcome, not_yet="not yet: speculation", goodput=99.0, e2e_p99=1e-9, dollars_per_million=1e-9)
-    for goal in ("goodput", "cost", "latency"):
+    for goal in GOALS:
         assert recommend([dream, outcome], goal) is outcome
     assert recommend([dream], "goodput") is None
 
