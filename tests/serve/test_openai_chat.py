@@ -6,10 +6,10 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from hypothesis import given
@@ -205,7 +205,7 @@ PLAIN = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<
 
 def test_tools_that_the_template_cannot_show_are_told_in_the_system_message() -> None:
     backend = Scripted(["<tool_call>\n", '{"name": "weather", "arguments": {"city"', ': "Oslo"}}\n</tool_call>'])
-    backend.facts = replace(FACTS, max_len=4096)
+    backend.facts = msgspec.structs.replace(FACTS, max_len=4096)
     how: dict[str, Any] = {"model": "tiny", "messages": HELLO, "tools": [WEATHER]}
     with client_of(backend, PLAIN) as client:
         parser = client.models.retrieve("tiny").model_extra["tool_parser"]  # type: ignore[index]
