@@ -2,6 +2,7 @@
 
 Every saving is the difference of two meter runs: the request's average step as it was, and the same step with other
 storage, fewer tokens or more sequences. Time inside kernels is taken to shrink as the limit does; the host's is not.
+Where kernels are far from the limit that would be wrong: then the slow ones are named instead.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bankfull.errors import BankfullError
+from bankfull.limits.bench_profile import KernelCosts
+from bankfull.limits.bench_watch import taped_of
 from bankfull.limits.closed_form import closed_form
 from bankfull.limits.recipe import Recipe
 from bankfull.limits.recorder import DECODE, PREEMPTED, PREFILL, RECOMPUTE, Part, Story
+from bankfull.limits.slow_part import KernelLimits
 from bankfull.limits.variants import stored_otherwise, with_int8_pages
 from bankfull.limits.yardstick import Yardstick
 from bankfull.llm import LLM
+from bankfull.ops import native
 
 WORTH_SAYING = 0.05
 """Share of the whole time that a change must save."""
@@ -60,15 +65,33 @@ class Adviser:
     step_tokens: int
     more_tokens: float | None = None
     """How many times as many tokens the same memory would hold in int8 pages; None where pages are so already."""
+    kernels: KernelLimits | None = None
+    """None where the kernels of a step cannot be told apart."""
 
     def advise(self, story: Story) -> list[Advice]:
-        """The best saving first; then what more streams would give, where there is any to be had."""
+        """The kernels that are far below the limit, or the best saving; then what more streams would give, where there
+        is any to be had."""
         whole = max(story.seconds, 1e-9)
-        savings = [*self._storage(story), *self._chunks(story), *self._room(story)]
-        found = [advice for advice in savings if advice.seconds_saved >= WORTH_SAYING * whole]
+        slow = self._slow_kernels(story)
+        savings = [] if slow else [*self._storage(story), *self._chunks(story)]
+        found = [one for one in [*savings, *self._room(story)] if one.seconds_saved >= WORTH_SAYING * whole]
         found.sort(key=lambda advice: -advice.seconds_saved)
+        if slow is not None:
+            return [slow, *found[:1]]
         streams = self._streams(story)
         return found[:1] + ([] if streams is None else [streams])
+
+    def _slow_kernels(self, story: Story) -> Advice | None:
+        part = heaviest(story)
+        if part is None or self.kernels is None:
+            return None
+        slow = self.kernels.slowest(part, self.yardstick)
+        if slow is None:
+            return None
+        return Advice(
+            slow.sentence(part.name, self.kernels.kernels), "slow kernels", {}, slow.seconds / part.steps,
+            slow.least / part.steps, slow.seconds - slow.least,
+        )  # fmt: skip
 
     def _storage(self, story: Story) -> Iterator[Advice]:
         """Fewer bytes for weights or state, over all that was computed for the request."""
@@ -171,7 +194,12 @@ def adviser_of(llm: LLM, yardstick: Yardstick) -> Adviser:
             continue
         alternatives.append(Alternative(variant.name, variant.options, Yardstick(form, yardstick.ceilings, peak)))
     config = loaded.frontend.engine.scheduler.config
-    return Adviser(yardstick, tuple(alternatives), config.rows, config.step_tokens, more)
+    taped = taped_of(loaded.frontend.engine)
+    kernels = None
+    if taped is not None:
+        which = f"{native.select_isa()} instructions, {native.threads()} threads"
+        kernels = KernelLimits(KernelCosts(metered, taped.tape.traffic), loaded.files.config, which)
+    return Adviser(yardstick, tuple(alternatives), config.rows, config.step_tokens, more, kernels)
 
 
 def heaviest(story: Story) -> Part | None:

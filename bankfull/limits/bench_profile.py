@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from bankfull.limits.bench_stats import per_second
-from bankfull.limits.closed_form import forms_by_operation
+from bankfull.limits.closed_form import STEPS, TOKENS, features, forms_by_operation
 from bankfull.limits.metered import HEAD
 from bankfull.limits.step import StepShape
 from bankfull.ops.cost import Cost
@@ -83,17 +85,22 @@ class KernelCosts:
         self._traffic = traffic
         self._calls = model.cost(StepShape.decode()).calls
         self._forms = forms_by_operation(model)
+        self._windows = next(iter(self._forms.values())).windows
 
     def of(self, label: str, step: StepShape) -> Cost:
+        return self.summed(label, features(step, self._windows))
+
+    def summed(self, label: str, found: np.ndarray) -> Cost:
+        """Of features that may have been summed over steps."""
         if label == HEAD:
             own = (form for name, form in self._forms.items() if name.startswith(f"{HEAD}/"))
-            return sum((form.cost(step) for form in own), Cost())
-        found = self._traffic[label]
-        if not found.operation:
-            moved = found.fixed + found.per_token * step.tokens
-            return Cost(found.flops * step.tokens, moved)
+            return sum((form.cost_of(found) for form in own), Cost())
+        traffic, steps, tokens = self._traffic[label], float(found[STEPS]), float(found[TOKENS])
+        if not traffic.operation:
+            return Cost(traffic.flops * tokens, traffic.fixed * steps + traffic.per_token * tokens)
         # Some of an operation's calls may be on the tape, others breaks in it; they share its cost evenly.
-        return self._forms[found.operation].cost(step) * (found.count / self._calls[found.operation])
+        share = traffic.count / self._calls[traffic.operation]
+        return self._forms[traffic.operation].cost_of(found) * share
 
     def part(self, name: str, seconds: float, spent: Spent, steps: Sequence[StepShape], costs: Sequence[Cost]) -> Part:
         kernels = [

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from bankfull.limits.metered import MeteredModel
 
 Windows = tuple[int | None, ...]
+STEPS, TOKENS = 0, 2
+"""Places among the features."""
 TOLERANCE = 1e-6
 """Relative error at which a model's cost no longer counts as linear in the features."""
 

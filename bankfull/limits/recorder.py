@@ -8,13 +8,14 @@ request takes no more memory than a short one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from bankfull.engine import Engine
 from bankfull.limits.bench_watch import TimedDevice, TimedHead, taped_of
+from bankfull.limits.metered import HEAD
 from bankfull.limits.yardstick import Yardstick
 from bankfull.types import Enter, StepPlan, Work
 
@@ -37,6 +38,8 @@ class Part:
     """Of others, computed in the same steps."""
     inside: float = 0.0
     """Seconds inside kernels."""
+    kernels: dict[str, float] = field(default_factory=dict)
+    """The same, by the labels of the tape; empty where there is none."""
     limit: float | None = None
     """The shortest time that the machine could take for the steps as they were."""
     decodes: float | None = None
@@ -53,6 +56,8 @@ class Part:
         self.steps += 1
         self.sequences += len(step.work)
         self.inside += min(step.inside, seconds)
+        for label, taken in step.kernels.items():
+            self.kernels[label] = self.kernels.get(label, 0.0) + taken
         self.tokens += sum(w.count for w in own)
         mine = {id(w) for w in own}
         strangers = [w for w in step.work if w.count > 1 and id(w) not in mine]
@@ -88,6 +93,7 @@ class StepNote:
     ended: float
     inside: float
     features: np.ndarray | None
+    kernels: Mapping[str, float]
 
 
 @dataclass(slots=True)
@@ -130,12 +136,29 @@ class Inside:
         self._engine, self._taped = engine, taped_of(engine)
         self._device, self._head = engine.runner.device, engine.runner.model.head
         self._timed, self._timed_head = TimedDevice(self._device), TimedHead(self._head)
+        self._head_before = 0.0
 
-    def open(self) -> None:
+    def open(self, *, kernels: bool) -> None:
+        """`kernels`: each kernel of the tape is timed, too."""
         self._engine.runner.device, self._engine.runner.model.head = self._timed, self._timed_head
+        if self._taped is not None and kernels:
+            self._taped.timed = True
+            self._taped.tape.times()
 
     def close(self) -> None:
         self._engine.runner.device, self._engine.runner.model.head = self._device, self._head
+        if self._taped is not None:
+            self._taped.timed = False
+
+    def take_kernels(self) -> dict[str, float]:
+        """Label -> seconds since the last call, where kernels are timed."""
+        if self._taped is None or not self._taped.timed:
+            return {}
+        found = {label: seconds for label, (seconds, _) in self._taped.tape.times().items()}
+        if (head := self._timed_head.inside - self._head_before) > 0:
+            found[HEAD] = found.get(HEAD, 0.0) + head
+        self._head_before = self._timed_head.inside
+        return found
 
     @property
     def seconds(self) -> float:
@@ -192,7 +215,7 @@ class Recorder:
 
     def _attach(self, now: float) -> None:
         self._inside = Inside(self._engine)
-        self._inside.open()
+        self._inside.open(kernels=self.yardstick is not None)
         self._before, self._spent = now, self._inside.seconds
         self.run = Story(now, now)
         self._seen.clear()
@@ -209,7 +232,7 @@ class Recorder:
         now, spent = self._clock(), self._inside.seconds
         known = self.yardstick
         found = known.features(plan.work) if known is not None and plan.work else None
-        step = StepNote(plan.work, self._before, now, spent - self._spent, found)
+        step = StepNote(plan.work, self._before, now, spent - self._spent, found, self._inside.take_kernels())
         self._before, self._spent = now, spent
         for request, story in self._stories.items():
             self._note_one(request, story, plan, step)

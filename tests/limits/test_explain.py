@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from bankfull.limits.explain import Explanation, explain
 from bankfull.limits.explain_show import facts
 from bankfull.limits.recorder import DECODE, PREEMPTED, PREFILL, RECOMPUTE, Recorder, Story
 from bankfull.limits.run_story import run_followed
+from bankfull.limits.slow_part import SlowPart
 from bankfull.limits.yardstick import Yardstick, yardstick_on
 from tests.kit import late_devices
 from tests.tiny import speaking_folder
@@ -51,8 +52,9 @@ def fresh(**options: Any) -> LLM:
 
 
 def watched(llm: LLM) -> tuple[Recorder, Yardstick, Adviser]:
+    """Whether kernels are near the limit hangs on the machine that the test runs on: no advice here follows from it."""
     yardstick = yardstick_on(llm, MEMORY_BOUND)
-    return Recorder(llm.loaded.frontend.engine, yardstick), yardstick, adviser_of(llm, yardstick)
+    return Recorder(llm.loaded.frontend.engine, yardstick), yardstick, replace(adviser_of(llm, yardstick), kernels=None)
 
 
 def prompts(count: int, length: int = 20) -> list[list[int]]:
@@ -237,6 +239,68 @@ def test_a_change_that_saves_nothing_is_not_advised() -> None:
     recorder, yardstick, adviser = watched(llm)
     story, _ = run_followed(llm, recorder, prompts(1), 10)
     assert {a.change for a in explain(story, yardstick, adviser).advice} <= {"more streams"}
+
+
+# -- kernels far below the limit
+
+
+def followed() -> tuple[Story, Yardstick, Adviser]:
+    """A request whose kernels were timed one by one."""
+    llm = fresh()
+    yardstick = yardstick_on(llm, MEMORY_BOUND)
+    story, _ = run_followed(llm, Recorder(llm.loaded.frontend.engine, yardstick), prompts(1), 20)
+    return story, yardstick, adviser_of(llm, yardstick)
+
+
+def at(story: Story, yardstick: Yardstick, adviser: Adviser, reached: Callable[[str], float]) -> Explanation:
+    """As if each kernel had reached so much of its limit, and nothing else had taken time."""
+    assert adviser.kernels is not None
+    for part in story.parts.values():
+        assert part.features is not None
+        reach = yardstick.ceilings.read_at(yardstick.form.cost_of(part.features / part.steps).read)
+        for label in part.kernels:
+            least = adviser.kernels.costs.summed(label, part.features).seconds(yardstick.peak, reach)
+            part.kernels[label] = least / reached(adviser.kernels.name_of(label))
+        part.inside = part.seconds = sum(part.kernels.values())
+    story.ended = story.arrived + story.queue + sum(part.seconds for part in story.parts.values())
+    return explain(story, yardstick, adviser)
+
+
+def test_every_kernel_of_a_step_is_timed_and_has_a_name() -> None:
+    story, _, adviser = followed()
+    assert adviser.kernels is not None
+    for part in story.parts.values():
+        names = {adviser.kernels.name_of(label) for label in part.kernels}
+        assert {"the linear layers of the MLP", "the linear layers around attention", "attention", "the head"} <= names
+        assert all(seconds > 0 for seconds in part.kernels.values())
+
+
+def test_the_kernels_that_lose_most_are_named_instead_of_more_streams() -> None:
+    story, yardstick, adviser = followed()
+    mlp = "the linear layers of the MLP"
+    found = at(story, yardstick, adviser, lambda name: 0.1 if name == mlp else 0.9)
+    assert [advice.change for advice in found.advice] == ["slow kernels"]
+    share = story.part(DECODE).kernels
+    of_mlp = sum(s for label, s in share.items() if adviser.kernels and adviser.kernels.name_of(label) == mlp)
+    part = max(story.parts.values(), key=lambda part: part.seconds)
+    assert part.name == DECODE
+    told = f"{mlp} take {of_mlp / part.seconds:.0%} of decode at 10% of their limit; these kernels ("
+    assert told in found.summary and "more streams" not in found.summary
+    assert found.advice[0].seconds_saved == pytest.approx(0.9 * of_mlp)
+    head = at(story, yardstick, adviser, lambda name: 0.05 if name == "the head" else 0.9)
+    assert "The head takes" not in head.summary and "the head takes" in head.summary
+
+
+def test_kernels_near_the_limit_are_not_blamed() -> None:
+    story, yardstick, adviser = followed()
+    found = at(story, yardstick, adviser, lambda name: 0.9)
+    assert "slow kernels" not in {advice.change for advice in found.advice}
+
+
+def test_what_torch_computes_is_told_to_have_no_kernel() -> None:
+    slow = SlowPart("selective_scan", 2.0, 0.1, 0.8, True)
+    told = "selective_scan takes 80% of decode at 5% of its limit, because torch computes it: there is no kernel"
+    assert slow.sentence(DECODE, "neon") == f"{told} for it here"
 
 
 # -- the command

@@ -218,7 +218,8 @@ def test_failures_have_a_status_before_and_an_event_within_a_stream(error: Excep
 
 
 SHOWN = (
-    "{% if tools %}{{ tools }}{% endif %}{% for m in messages %}[{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}|{{ m.reasoning_content or '' }}|"
+    "{% if tools %}{{ tools }}{% endif %}"
+    "{% for m in messages %}[{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}|{{ m.reasoning_content or '' }}|"
     "{{ m.content }}{% for c in m.tool_calls or [] %}|{{ c.function | tojson }}{% endfor %}]{% endfor %}"
 )
 
