@@ -27,8 +27,8 @@ Message = dict[str, Any]
 def with_tools_as_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, takes_system: bool
 ) -> list[Message]:
-    """The conversation with tools, calls and results as text. `takes_system`: whether the template has a place for a
-    system message; without one the tools are described to the first user."""
+    """The conversation with tools, calls and results as text; all of it in plain JSON values. `takes_system`: whether
+    the template has a place for a system message; without one the tools are described to the first user."""
     made = _spoken(messages)
     if tools:
         _describe(made, "\n".join([_OFFER, *map(_tool, tools), _HOW]), takes_system)
@@ -38,28 +38,28 @@ def with_tools_as_text(
 def _spoken(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     made: list[Message] = []
     names: dict[object, object] = {}
-    answering = False
-    """Whether the last message holds results: what the user says next belongs to the same turn."""
+    results: list[str] = []
+    """One turn of the user's: results, and what the user says behind them."""
     for message in messages:
         role, calls = message.get("role"), message.get("tool_calls")
         if role == "tool":
-            text = _result(message, names)
-        elif role == "user" and answering:
-            text = _text(message.get("content"))
-        else:
-            answering = False
-            made.append(dict(message))
-            if isinstance(calls, Sequence) and calls and not isinstance(calls, str):
-                names |= {_field(call, "id"): _function(call).get("name") for call in calls}
-                del made[-1]["tool_calls"]
-                made[-1]["content"] = _joined(_text(message.get("content")), *map(_call, calls))
+            results.append(_result(message, names))
             continue
-        if answering:
-            made[-1]["content"] = _joined(made[-1]["content"], text)
-        else:
-            made.append({"role": "user", "content": text})
-            answering = True
-    return made
+        if role == "user" and results:
+            results.append(_text(message.get("content")))
+            continue
+        made += _turn(results)
+        results = []
+        made.append(dict(message))
+        if isinstance(calls, list) and calls:
+            names |= {_field(call, "id"): _function(call).get("name") for call in calls}
+            del made[-1]["tool_calls"]
+            made[-1]["content"] = _joined(_text(message.get("content")), *map(_call, calls))
+    return made + _turn(results)
+
+
+def _turn(texts: Sequence[str]) -> list[Message]:
+    return [{"role": "user", "content": _joined(*texts)}] if texts else []
 
 
 def _describe(messages: list[Message], description: str, takes_system: bool) -> None:
