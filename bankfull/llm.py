@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import cached_property
 from typing import Any
 
 from bankfull.config import RunConfig, SchedConfig, StateConfig
@@ -15,13 +16,13 @@ from bankfull.frontend import Pending, Prompt
 from bankfull.loading import Loaded, load
 from bankfull.outputs import Delta, EmbeddingOutput, RequestOutput, ScoreOutput
 from bankfull.sample.params import SamplingParams
+from bankfull.sample.recommended import recommended
 
 Messages = Sequence[Mapping[str, Any]]
 Progress = Callable[[RequestOutput], None]
 
 #: Options for which the device has a value of its own.
 LEFT_OPEN = ("rows", "step_tokens")
-GENERATION_KEYS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 
 def configure(options: Mapping[str, Any]) -> tuple[RunConfig, SchedConfig, StateConfig]:
@@ -67,13 +68,12 @@ class LLM:
         return self.loaded.sizes.max_len
 
     def default_params(self) -> SamplingParams:
-        """The sampling that the model's own generation_config.json recommends."""
-        given = self.loaded.files.generation
-        chosen = {key: given[key] for key in GENERATION_KEYS if given.get(key) is not None}
-        if given.get("do_sample") is False:
-            chosen = {key: value for key, value in chosen.items() if key == "repetition_penalty"}
-            chosen["temperature"] = 0.0
-        return SamplingParams(**chosen)
+        """How tokens are chosen where a call does not say: as the model recommends (see docs/sampling.md)."""
+        return self._recommended
+
+    @cached_property
+    def _recommended(self) -> SamplingParams:
+        return SamplingParams(**recommended(self.loaded.files, chats=self.loaded.template is not None))
 
     # -- what to ask
 

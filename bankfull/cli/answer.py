@@ -14,7 +14,7 @@ from bankfull.limits.step import StepShape
 from bankfull.llm import LLM
 from bankfull.outputs import Delta, RequestOutput
 from bankfull.sample.params import SamplingParams
-from bankfull.types import StepPlan
+from bankfull.types import Finish, StepPlan
 
 NAP = 0.05
 
@@ -71,6 +71,17 @@ def answer(
         front.pending.pop(request, None)
     rest = watch.take()
     return Answer(result, prompt_steps, rest, stopped) if begun else Answer(result, rest, [], stopped)
+
+
+def cut_off(result: RequestOutput, context: int, *, more: str, anew: str) -> str | None:
+    """Why an answer ended that the model would have continued, in a sentence. `more` says what raises the limit, `anew`
+    what helps when the context is full."""
+    for output in result.outputs:
+        if output.finish_reason == Finish.LENGTH.value:
+            if len(result.prompt_token_ids) + len(output.token_ids) >= context:
+                return f"the context of {context} tokens is full, so the answer ends; {anew}."
+            return f"the answer was cut off after {len(output.token_ids)} tokens; {more}."
+    return None
 
 
 def step(front: Frontend) -> list[Delta]:

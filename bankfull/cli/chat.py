@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from bankfull.cli.options import EngineOptions, NoLimit, SamplingOptions
+from bankfull.cli.options import ChatSampling, EngineOptions, NoLimit
 
 
 def chat(
     engine: EngineOptions,
     system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
     *,
-    sampling: SamplingOptions,
+    sampling: ChatSampling,
     no_limit: NoLimit = False,
 ) -> int | None:
     """Talk with a model.
@@ -22,12 +22,14 @@ def chat(
     shows the other commands. Piped input works too: one message or command per line; the exit code is then 2 if one of
     them was refused.
     """
+    from dataclasses import replace
+
     from bankfull.errors import RequestError
 
     llm = engine.load()
     if llm.loaded.template is None:
         raise RequestError(f"The model {engine.model!r} has no chat template; use `bankfull run --raw` with it.")
-    params = sampling.params(llm)
+    params = replace(sampling.params(llm), **sampling.limit(sampling.usual))
 
     from bankfull.cli.conversation import Conversation
     from bankfull.cli.lines import lines_of_stdin

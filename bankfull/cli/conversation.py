@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bankfull.cli.answer import Watch, answer
+from bankfull.cli.answer import Watch, answer, cut_off
 from bankfull.cli.sampling import params_from
 from bankfull.cli.speed import Limit, speed_of
 from bankfull.cli.terminal import say, write_text
@@ -24,6 +25,7 @@ HELP = """\
 /load FILE             go on with a conversation that was kept
 /quit                  leave (Ctrl-D does too)
 A line that ends in \\ goes on in the next; // at the beginning stands for a message that begins with /."""
+MORE = "/params max_tokens=N allows more, max_tokens=none as many as the context holds"
 LARGEST_FILE = 64 << 20
 ROLES = ("system", "user", "assistant")
 
@@ -78,15 +80,19 @@ class Conversation:
                 f"The conversation has {len(ids)} tokens with this message, but the context holds {context}; "
                 "type /reset to begin anew, or say it in fewer words."
             )
-        made = answer(self._llm, ids, self._params, self._watch, lambda delta: write_text(delta.text))
+        # The limit holds for each turn, and fewer tokens may be left for this one.
+        asked, left = self._params.max_tokens, context - len(ids)
+        most = left if asked is None else min(asked, left)
+        params = replace(self._params, max_tokens=most, min_tokens=min(self._params.min_tokens, most))
+        made = answer(self._llm, ids, params, self._watch, lambda delta: write_text(delta.text))
         output = made.result.outputs[0]
         write_text("" if output.text.endswith("\n") else "\n")
         if output.error:
             raise RequestError(output.error)
         self._messages += [said, {"role": "assistant", "content": output.text}]
+        if ended := cut_off(made.result, context, more=MORE, anew="type /reset to begin anew"):
+            say(f"bankfull: {ended}")
         say(speed_of(made, self._limit).line())
-        if output.finish_reason == "length" and len(ids) + len(output.token_ids) >= context:
-            say(f"bankfull: the context of {context} tokens is full, so the answer ends; type /reset to begin anew.")
 
     def _opening(self) -> list[Message]:
         return [] if self._system is None else [{"role": "system", "content": self._system}]
@@ -107,7 +113,7 @@ class Conversation:
             name, equals, value = pair.partition("=")
             if not equals:
                 raise RequestError(f"{pair!r} is no NAME=VALUE; write for example /params temperature=0.7.")
-            changes[name] = _value(value)
+            changes[name] = None if (name, value) == ("max_tokens", "none") else _value(value)
         if changes.get("n", 1) != 1:
             raise RequestError("A conversation goes on with one answer, so n stays 1.")
         params = params_from(self._params, changes)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
@@ -108,17 +108,42 @@ class EngineOptions:
         return llm
 
 
+NO_LIMIT = 0
+
+
+def _token_limit(value: str) -> int:
+    """What --max-tokens takes: a number, or `none` for as many as the context holds."""
+    if value == "none":
+        return NO_LIMIT
+    try:
+        limit = int(value)
+    except ValueError:
+        limit = 0
+    if limit < 1:
+        raise typer.BadParameter(f"{value[:40]!r} is no number of at least 1; give one, or none.")
+    return limit
+
+
+def _max_tokens(usual: str) -> Any:
+    return typer.Option(
+        parser=_token_limit, metavar="N|none", show_default=usual,
+        help="Tokens to generate at most; none = until the context is full.",
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How tokens are chosen. What is not given comes from the model's generation_config.json; a model that says nothing
-    is decoded greedily, unless an option is given that only makes sense when sampling: then at temperature 1."""
+    """How tokens are chosen. What is not given is as the model recommends (`bankfull.sample.recommended`)."""
 
     temperature: Annotated[
-        float | None, typer.Option(help="0 = always the likeliest token.", show_default="the model's own, else 0")
+        float | None, typer.Option(help="0 = always the likeliest token.", show_default="the model's own, else 0.7")
     ] = None
     top_k: Annotated[int | None, typer.Option(help="Only the k likeliest tokens; 0 = all.", show_default=False)] = None
     top_p: Annotated[
-        float | None, typer.Option(help="Only the likeliest tokens with this much probability.", show_default=False)
+        float | None,
+        typer.Option(
+            help="Only the likeliest tokens with this much probability.", show_default="the model's own, else 0.9"
+        ),
     ] = None
     min_p: Annotated[
         float | None, typer.Option(help="Only tokens at least this likely, relative to the best.", show_default=False)
@@ -126,9 +151,7 @@ class SamplingOptions:
     repetition_penalty: Annotated[float | None, typer.Option(help="1 = none.", show_default=False)] = None
     presence_penalty: Annotated[float | None, typer.Option(help="0 = none.", show_default=False)] = None
     frequency_penalty: Annotated[float | None, typer.Option(help="0 = none.", show_default=False)] = None
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens to generate at most.", show_default="until the context is full")
-    ] = None
+    max_tokens: Annotated[int | None, _max_tokens("none")] = None
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", show_default="random")] = None
     stop: Annotated[
         list[str] | None, typer.Option(help="End before this text; may be given several times.", show_default=False)
@@ -138,12 +161,41 @@ class SamplingOptions:
     def given(self) -> dict[str, Any]:
         """Only what the user asked for, under the names of SamplingParams."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if values["max_tokens"] == NO_LIMIT:
+            del values["max_tokens"]
         return {name: value for name, value in values.items() if value is not None and value is not False}
 
     def params(self, llm: LLM) -> SamplingParams:
-        from bankfull.cli.sampling import default_params, params_from
+        from bankfull.cli.sampling import params_from
 
-        return params_from(default_params(llm), self.given())
+        return params_from(llm.default_params(), self.given())
+
+
+@dataclass(frozen=True, slots=True)
+class LimitedSampling(SamplingOptions):
+    """For somebody who waits: an answer has a limit unless another one, or none, is asked for."""
+
+    usual: ClassVar[int]
+
+    def limit(self, room: int) -> dict[str, Any]:
+        """`max_tokens` where nothing was said about it; `room` is what the context has left."""
+        return {"max_tokens": min(self.usual, room)} if self.max_tokens is None and room > 0 else {}
+
+
+@dataclass(frozen=True, slots=True)
+class RunSampling(LimitedSampling):
+    """One answer: 512 tokens are a page of text, ten seconds of a small model on two slow cores."""
+
+    usual = 512
+    max_tokens: Annotated[int | None, _max_tokens("512")] = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSampling(LimitedSampling):
+    """A turn of a conversation may be a long text or a program, and Ctrl-C stops it."""
+
+    usual = 1024
+    max_tokens: Annotated[int | None, _max_tokens("1024")] = None
 
 
 def flat(command: Command) -> Callable[..., int | None]:

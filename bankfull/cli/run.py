@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bankfull.cli.options import EngineOptions, Json, NoLimit, SamplingOptions
+from bankfull.cli.options import EngineOptions, Json, NoLimit, RunSampling
 
 if TYPE_CHECKING:
     from bankfull.cli.answer import Answer
     from bankfull.cli.speed import Speed
     from bankfull.frontend import Prompt
     from bankfull.llm import LLM
+
+MORE = "--max-tokens N allows more, --max-tokens none as many as the context holds"
 
 
 def run(
@@ -24,7 +26,7 @@ def run(
     system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without chat template.")] = False,
     n: Annotated[int, typer.Option("-n", "--n", help="Different answers; shown when all are there.")] = 1,
-    sampling: SamplingOptions,
+    sampling: RunSampling,
     json: Json = False,
     no_limit: NoLimit = False,
     naive: Annotated[bool, typer.Option("--naive", help="The slow baseline: greedy, no cache.")] = False,
@@ -32,10 +34,9 @@ def run(
     """Answer one prompt, and say how fast that was.
 
     The text streams to stdout, and one line about the speed follows on stderr. The prompt is written with the model's
-    chat template, if it has one. Sampling follows the model's generation_config.json; a model without is decoded
-    greedily, unless --top-k, --top-p, --min-p or -n is given.
+    chat template, if it has one. Sampling is as the model recommends; --temperature 0 is greedy and exact.
     """
-    from bankfull.cli.sampling import default_params, params_from
+    from bankfull.cli.sampling import params_from
     from bankfull.cli.terminal import say, write_text
     from bankfull.errors import ConfigError, RequestError
 
@@ -50,12 +51,14 @@ def run(
 
         check_naive(given)
     llm = engine.load()
-    params = params_from(default_params(llm), given)
+    asked = _as_asked(llm, text, system, raw)
+    front = llm.loaded.frontend
+    given |= sampling.limit(front.max_len - len(front.encode(asked)[1]))
+    params = params_from(llm.default_params(), given)
 
-    from bankfull.cli.answer import Watch, answer
+    from bankfull.cli.answer import Watch, answer, cut_off
     from bankfull.cli.speed import limit_of, speed_of
 
-    asked = _as_asked(llm, text, system, raw)
     streams = not json and n == 1
     show = (lambda delta: write_text(delta.text)) if streams else None
     if naive:
@@ -74,6 +77,8 @@ def run(
     if json:
         print(json_text.dumps(_as_json(engine.model, made, speed), ensure_ascii=False))
     else:
+        if ended := cut_off(made.result, llm.max_model_len, more=MORE, anew="shorten the prompt for a longer one"):
+            say(f"bankfull: {ended}")
         say(speed.line())
     return None
 

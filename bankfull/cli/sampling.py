@@ -4,25 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bankfull.errors import RequestError
 from bankfull.sample.params import SamplingParams, StructuredOutput
 
-if TYPE_CHECKING:
-    from bankfull.llm import LLM
-
 KNOWN = tuple(field.name for field in fields(SamplingParams))
 ONLY_WHEN_SAMPLING = ("top_k", "top_p", "min_p", "typical_p")
-
-
-def default_params(llm: LLM) -> SamplingParams:
-    """What the model recommends, where it recommends sampling; else greedy."""
-    recommended = llm.default_params()
-    generation = llm.loaded.files.generation
-    if generation.get("temperature") is None and not generation.get("do_sample"):
-        return replace(recommended, temperature=0.0)
-    return recommended
 
 
 def params_from(base: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:

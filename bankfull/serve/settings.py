@@ -23,7 +23,7 @@ class Settings:
     keep_alive_seconds: float = 15.0
     """A stream that is silent for so long gets a comment, so that nobody between takes it for dead."""
     use_generation_config: bool = True
-    """Start from the sampling that the model's generation_config.json recommends."""
+    """Start from the sampling that is recommended for the model (`bankfull.sample.recommended`)."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from bankfull.errors import ModelError
 from bankfull.sample.params import SamplingParams
+from bankfull.sample.recommended import recommended
 from bankfull.serve.backend import Busy
 from bankfull.serve.errors import ContextOverflow, Refusal
 from bankfull.text.load import load_tokenizer
@@ -26,7 +27,6 @@ from bankfull.weights.locate import locate
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
 
-DEFAULT_KEYS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 THREADS = 2
 MAX_PREPARING = 512
 MAX_LOGPROB_ENTRIES = 1 << 18
@@ -58,9 +58,9 @@ def open_text_files(path: Path) -> TextFiles:
 
 
 class Texts:
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, generation: Mapping[str, Any]) -> None:
-        self.tokenizer, self.template = tokenizer, template
-        self.defaults = sampling_defaults(generation)
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, defaults: Mapping[str, Any]) -> None:
+        """`defaults`: the sampling that applies where a call says nothing, under the names of SamplingParams."""
+        self.tokenizer, self.template, self.defaults = tokenizer, template, dict(defaults)
         self._longest = max(len(token) for token in tokenizer.backend.get_vocab(with_added_tokens=True))
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="bankfull-texts")
         self._preparing = 0
@@ -70,7 +70,7 @@ class Texts:
         """By path, hub id or short name; downloads what is not here."""
         files = open_text_files(locate(model))
         tokenizer, template = load_tokenizer(files)
-        return cls(tokenizer, template, files.generation)
+        return cls(tokenizer, template, recommended(files, chats=template is not None))
 
     @property
     def takes_tools(self) -> bool:
@@ -168,16 +168,6 @@ def refuse_bulk(prompt: int, params: SamplingParams, context: int) -> None:
             f"The answer would hold {entries} log-probabilities, more than {MAX_LOGPROB_ENTRIES}: lower logprobs, "
             "prompt_logprobs, n or max_tokens.", param="logprobs", code="invalid_value",
         )  # fmt: skip
-
-
-def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """What a generation_config.json recommends, under the names of SamplingParams."""
-    chosen = {key: generation[key] for key in DEFAULT_KEYS if generation.get(key) is not None}
-    if generation.get("do_sample") is False:
-        chosen = {key: value for key, value in chosen.items() if key == "repetition_penalty"}
-        chosen["temperature"] = 0.0
-    SamplingParams(**chosen)  # a file that recommends nonsense is told about at start, not at each request
-    return chosen
 
 
 def _characters(message: Mapping[str, Any]) -> int:

@@ -17,7 +17,8 @@ def seconds_to_first_token(model: str, repetitions: int) -> list[float]:
 
 
 def _once(model: str) -> float:
-    command = [sys.executable, "-m", "bankfull", "run", PROMPT, "-m", model, "--max-tokens", "4", "--ignore-eos"]
+    greedy = ("--max-tokens", "4", "--ignore-eos", "--temperature", "0")
+    command = [sys.executable, "-m", "bankfull", "run", PROMPT, "-m", model, *greedy]
     begun = time.perf_counter()
     with subprocess.Popen(
         [*command, "--no-limit"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0

@@ -11,10 +11,10 @@ import pytest
 from bankfull import LLM, SamplingParams
 from bankfull.cli.lines import joined
 
-from .conftest import Cli
+from .conftest import Cli, Done
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-SHORT = ("--max-tokens", 8, "--ignore-eos")
+SHORT = ("--max-tokens", 8, "--ignore-eos", "--temperature", 0)
 
 
 def talk(llm: LLM, *said: str, system: str | None = None) -> list[str]:
@@ -33,6 +33,11 @@ def ended(answers: list[str]) -> str:
     return "".join(text if text.endswith("\n") else text + "\n" for text in answers)
 
 
+def speeds(done: Done) -> list[str]:
+    """The lines that tell how fast an answer came."""
+    return [line for line in done.err.splitlines() if "first after" in line]
+
+
 @pytest.fixture(scope="module")
 def llm(model: Path) -> LLM:
     return LLM(str(model))
@@ -42,7 +47,7 @@ def test_each_answer_sees_the_whole_conversation_and_reuses_its_state(cli: Cli, 
     done = cli("chat", "-m", model, *SHORT, stdin="The river runs\nand then\nat last\n")
     assert done.code == 0
     assert done.out == ended(talk(llm, "The river runs", "and then", "at last"))
-    cached = [int(m[1]) if (m := re.search(r"\((\d+) cached\)", line)) else 0 for line in done.err.splitlines()]
+    cached = [int(m[1]) if (m := re.search(r"\((\d+) cached\)", line)) else 0 for line in speeds(done)]
     assert len(cached) == 3 and cached[0] == 0 < cached[1] < cached[2]
 
 
@@ -66,6 +71,19 @@ def test_params_change_and_show_the_sampling(cli: Cli, model: Path) -> None:
     done = cli("chat", "-m", model, *SHORT, stdin="/params max_tokens=3\none\n/params temperature=0.5 seed=1\n")
     assert "max_tokens=3" in done.err and "bankfull: 3 tokens" in done.err
     assert "temperature=0.5" in done.err and "seed=1" in done.err
+
+
+def test_an_answer_that_was_cut_off_says_how_to_get_more(cli: Cli, model: Path) -> None:
+    options = ("chat", "-m", model, "--temperature", 0, "--ignore-eos")
+    done = cli(*options, "--max-tokens", 8, stdin="one\n/params max_tokens=9\ntwo\n/params max_tokens=none\nthree\n")
+    cuts = [line for line in done.err.splitlines() if "cut off" in line or "is full" in line]
+    assert [("after 8" in c, "after 9" in c, "context of 256" in c) for c in cuts] == [
+        (True, False, False), (False, True, False), (False, False, True),
+    ]  # fmt: skip
+    assert "/params max_tokens=N" in cuts[0] and "/reset" in cuts[2]
+    # The default of 1024 is more than this model's context holds.
+    assert "max_tokens=1024" in cli(*options, stdin="/params\n").err
+    assert "context of 256 tokens is full" in cli(*options, stdin="one\n").err
 
 
 def test_a_conversation_survives_in_a_file(cli: Cli, model: Path, llm: LLM, tmp_path: Path) -> None:
@@ -115,7 +133,7 @@ def test_a_command_that_cannot_be_obeyed_gets_a_sentence_and_the_talk_goes_on(
     junk.write_text('{"messages": [{"role": "user", "content": 3}]}')
     done = cli("chat", "-m", model, *SHORT, stdin=line.format(junk=junk) + "\none\n")
     first, *rest = done.err.splitlines()
-    assert named in first and len(rest) == 1 and done.code == 2
+    assert named in first and len(rest) == 2 == 1 + len(speeds(done)) and done.code == 2
     assert done.out == ended(talk(llm, "one"))
     assert "content" in junk.read_text()
 

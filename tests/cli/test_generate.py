@@ -14,7 +14,7 @@ from bankfull import LLM, SamplingParams
 
 from .conftest import Cli, Done
 
-SHORT = ("--max-tokens", 6, "--ignore-eos", "--rows", 2)
+SHORT = ("--max-tokens", 6, "--ignore-eos", "--rows", 2, "--temperature", 0)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 

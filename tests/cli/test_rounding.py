@@ -11,7 +11,7 @@ from bankfull import LLM, SamplingParams
 
 from .conftest import Cli
 
-SHORT = ("--max-tokens", 8, "--ignore-eos")
+SHORT = ("--max-tokens", 8, "--ignore-eos", "--temperature", 0)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 LOSSY = ("--quantize", "int4", "--kv-dtype", "int8", "--activations", "float")
 

@@ -6,7 +6,9 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,12 +18,21 @@ from bankfull.cli.terminal import write_text
 from .conftest import Cli
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-SHORT = ("--max-tokens", 12, "--ignore-eos")
+UNSET = ("--max-tokens", 12, "--ignore-eos")
+SHORT = (*UNSET, "--temperature", 0)
 
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> LLM:
     return LLM(str(model))
+
+
+def advised(model: Path, tmp_path: Path, generation: dict[str, object]) -> Path:
+    """The same model with a generation_config.json."""
+    folder = tmp_path / "advised"
+    shutil.copytree(model, folder)
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
 
 
 def test_the_answer_to_a_prompt_is_the_chat_s(cli: Cli, model: Path, llm: LLM) -> None:
@@ -54,11 +65,47 @@ def test_a_prompt_may_come_from_stdin(cli: Cli, model: Path, dash: list[str]) ->
 def test_one_line_tells_the_speed_and_its_share_of_the_limit(cli: Cli, model: Path) -> None:
     done = cli("run", "The river", "-m", model, *SHORT)
     pattern = (
+        r"bankfull: the answer was cut off after 12 tokens; [^\n]*--max-tokens none[^\n]*\n"
         r"bankfull: 12 tokens, [\d.]+ tokens/s \([\d.]+% of this machine's limit\), "
         r"first after [\d.]+ s, prompt \d+ tokens\n"
     )
     assert re.fullmatch(pattern, done.err), done.err
     assert "limit" not in cli("run", "The river", "-m", model, *SHORT, "--no-limit").err
+
+
+@pytest.fixture
+def endless(model: Path, tmp_path: Path) -> Path:
+    """The same model with a context that its limit of tokens does not fill."""
+    folder = tmp_path / "endless"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 640}))
+    return folder
+
+
+def test_an_answer_has_a_limit_of_its_own_that_can_be_raised_and_left_out(cli: Cli, endless: Path) -> None:
+    def ask(*options: object) -> Any:
+        return cli("run", "The river", "-m", endless, "--temperature", 0, "--ignore-eos", *options)
+
+    found = ask("--json").json
+    assert (len(found["token_ids"]), found["finish_reason"]) == (512, "length")
+    assert "cut off after 512 tokens" in ask().err
+    assert "cut off after 515 tokens" in ask("--max-tokens", 515).err
+    found = ask("--max-tokens", "none", "--json").json
+    assert found["usage"]["prompt_tokens"] + found["usage"]["completion_tokens"] == 640
+    assert "context of 640 tokens is full" in ask("--max-tokens", "none").err
+    full = ask("--max-model-len", 100)  # the limit is at most what the context has left
+    assert full.code == 0 and "context of 100 tokens is full" in full.err
+
+
+@pytest.mark.parametrize("most", ["0", "-1", "many", "1.5", ""])
+def test_a_limit_that_is_no_number_gets_one_sentence(cli: Cli, model: Path, most: str) -> None:
+    assert "--max-tokens" in cli("run", "x", "-m", model, "--max-tokens", most).sentence
+
+
+def test_an_answer_that_ends_by_itself_is_not_called_cut_off(cli: Cli, model: Path) -> None:
+    text = cli("run", "The river", "-m", model, *SHORT, "--json").json["text"]
+    assert "cut off" not in cli("run", "The river", "-m", model, *SHORT, "--stop", text[3:5]).err
 
 
 def test_json_is_one_object_that_tells_all(cli: Cli, model: Path) -> None:
@@ -88,7 +135,7 @@ def test_the_limit_is_the_cost_of_the_decode_steps_on_the_ceilings(cli: Cli, mod
 
 
 def test_several_answers_differ_and_are_all_shown(cli: Cli, model: Path) -> None:
-    options = ("run", "The river", "-m", model, *SHORT, "-n", 3, "--seed", 4)
+    options = ("run", "The river", "-m", model, *UNSET, "-n", 3, "--seed", 4)
     samples = cli(*options, "--json").json["samples"]
     assert len(samples) == 3 and len({tuple(s["token_ids"]) for s in samples}) > 1
     shown = cli(*options).out
@@ -96,25 +143,34 @@ def test_several_answers_differ_and_are_all_shown(cli: Cli, model: Path) -> None
     assert all(sample["text"] in shown for sample in samples)
 
 
-def test_without_advice_of_the_model_decoding_is_greedy(cli: Cli, model: Path) -> None:
-    runs = [cli("run", "The river", "-m", model, *SHORT, "--json").json["token_ids"] for _ in range(2)]
-    greedy = cli("run", "The river", "-m", model, *SHORT, "--temperature", 0, "--json").json["token_ids"]
-    assert runs == [greedy, greedy]
+def test_a_model_without_advice_gets_the_general_sampling_and_temperature_0_is_greedy(
+    cli: Cli, model: Path, llm: LLM
+) -> None:
+    def tokens(*options: object) -> list[int]:
+        return cli("run", "The river", "-m", model, *UNSET, *options, "--json").json["token_ids"]  # type: ignore[no-any-return]
+
+    messages = [{"role": "user", "content": "The river"}]
+    seeded = replace(GREEDY, temperature=0.7, top_p=0.9, seed=3)
+    assert llm.default_params() == SamplingParams(temperature=0.7, top_p=0.9)
+    assert tokens("--seed", 3) == tokens("--seed", 3, "--temperature", 0.7, "--top-p", 0.9)
+    assert tokens("--seed", 3) == llm.chat(messages, seeded)[0].outputs[0].token_ids
+    assert tokens("--temperature", 0) == llm.chat(messages, GREEDY)[0].outputs[0].token_ids
 
 
-def test_asking_for_a_truncation_means_sampling(cli: Cli, model: Path) -> None:
+def test_asking_for_a_truncation_means_sampling_where_the_model_s_advice_is_greedy(
+    cli: Cli, model: Path, tmp_path: Path
+) -> None:
+    folder = advised(model, tmp_path, {"do_sample": False})
     runs = {
-        tuple(cli("run", "The river", "-m", model, *SHORT, "--top-k", 0, "--seed", s, "--json").json["token_ids"])
-        for s in range(3)
-    }
-    assert len(runs) > 1
+        tuple(cli("run", "The river", "-m", folder, *UNSET, *options, "--seed", s, "--json").json["token_ids"])
+        for s in range(3) for options in ((), ("--top-k", 0))
+    }  # fmt: skip
+    assert len(runs) > 2
 
 
 def test_the_model_s_own_advice_is_followed(cli: Cli, model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "advised"
-    shutil.copytree(model, folder)
-    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 5.0}))
-    runs = [cli("run", "x", "-m", folder, *SHORT, "--seed", s, "--json").json["token_ids"] for s in (1, 1, 2)]
+    folder = advised(model, tmp_path, {"do_sample": True, "temperature": 5.0})
+    runs = [cli("run", "x", "-m", folder, *UNSET, "--seed", s, "--json").json["token_ids"] for s in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
 
 

@@ -38,8 +38,8 @@ def scripted_tokenizer() -> Tokenizer:
     return Tokenizer(backend, eos_ids=[backend.token_to_id("<|im_end|>")])
 
 
-def scripted_texts(template: str | None = TEMPLATE, generation: dict[str, object] | None = None) -> Texts:
-    return Texts(scripted_tokenizer(), None if template is None else ChatTemplate(template), generation or {})
+def scripted_texts(template: str | None = TEMPLATE, defaults: dict[str, object] | None = None) -> Texts:
+    return Texts(scripted_tokenizer(), None if template is None else ChatTemplate(template), defaults or {})
 
 
 def cut(text: str, size: int) -> list[str]:

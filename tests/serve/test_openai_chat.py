@@ -36,11 +36,11 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_
 
 @contextmanager
 def client_of(backend: Scripted, template: str | None = TEMPLATE, **changes: Any) -> Iterator[openai.OpenAI]:
-    generation = changes.pop("generation", None)
-    if template == TEMPLATE and generation is None and not changes:
+    defaults = changes.pop("defaults", None)
+    if template == TEMPLATE and defaults is None and not changes:
         server = nullcontext(shared(backend))
     else:
-        server = served(create_app(backend, scripted_texts(template, generation), settings(**changes)))  # type: ignore[assignment]
+        server = served(create_app(backend, scripted_texts(template, defaults), settings(**changes)))  # type: ignore[assignment]
     with server as url, openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -312,11 +312,11 @@ def test_structured_outputs_by_all_their_names() -> None:
     assert json.loads(forms[2].source) == schema  # type: ignore[union-attr]
 
 
-def test_defaults_of_generation_config_apply_are_shown_and_can_be_switched_off() -> None:
-    generation = {"temperature": 0.3, "top_k": 20, "do_sample": True}
+def test_recommended_sampling_applies_is_shown_and_can_be_switched_off() -> None:
+    defaults = {"temperature": 0.3, "top_k": 20}
     for use in (True, False):
         backend = Scripted()
-        with client_of(backend, generation=generation, use_generation_config=use) as client:
+        with client_of(backend, defaults=defaults, use_generation_config=use) as client:
             client.chat.completions.create(model="tiny", messages=HELLO, top_p=0.7)
             shown = client.models.retrieve("tiny").model_extra["sampling_defaults"]  # type: ignore[index]
         params = backend.asked[0].params

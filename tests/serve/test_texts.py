@@ -8,33 +8,13 @@ from typing import Any
 
 import pytest
 
-from bankfull.errors import RequestError
 from bankfull.sample.params import SamplingParams
 from bankfull.serve import texts as module
 from bankfull.serve.backend import Busy
 from bankfull.serve.errors import ContextOverflow, Refusal
-from bankfull.serve.texts import fit, sampling_defaults
+from bankfull.serve.texts import fit
 from bankfull.text.guard import LONG_TEXT
 from tests.serve.scripted import scripted_texts, scripted_tokenizer
-
-
-@pytest.mark.parametrize(
-    ("generation", "defaults"),
-    [
-        ({}, {}),
-        ({"temperature": 0.6, "top_k": 20, "eos_token_id": 2}, {"temperature": 0.6, "top_k": 20}),
-        ({"do_sample": False, "temperature": 0.6, "min_p": 0.1}, {"temperature": 0}),
-        ({"do_sample": False, "repetition_penalty": 1.1}, {"repetition_penalty": 1.1, "temperature": 0}),
-        ({"do_sample": True, "top_p": None}, {}),
-    ],
-)
-def test_defaults_are_what_the_file_recommends(generation: dict[str, Any], defaults: dict[str, Any]) -> None:
-    assert sampling_defaults(generation) == defaults
-
-
-def test_a_file_that_recommends_nonsense_is_told_about_at_start() -> None:
-    with pytest.raises(RequestError, match="top_p"):
-        sampling_defaults({"top_p": 3})
 
 
 @pytest.mark.parametrize(
