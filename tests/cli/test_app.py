@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,21 +19,21 @@ from .conftest import Cli
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "numpy", "tokenizers", "transformers", "rich", "llguidance", "msgspec", "huggingface_hub")
 
+MODULES = 350
+"""All that help may import; reading them is what its time goes into."""
+
 
 def test_help_imports_nothing_heavy_and_comes_at_once() -> None:
     code = (
         "import sys\nfrom bankfull.cli import main\ntry:\n    main(['--help'])\n"
         f"finally:\n    print(sorted(set({HEAVY!r}) & set(sys.modules)), file=sys.stderr)\n"
+        "    print(len(sys.modules), file=sys.stderr)\n"
     )
-    times = []
-    for _ in range(3):
-        begun = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-        times.append(time.perf_counter() - begun)
-        assert done.returncode == 0 and done.stderr.strip() == "[]", done.stderr
-        assert "Commands:" in done.stdout
-    print(f"help after {min(times):.3f} s")
-    assert min(times) < 1.0  # 0.3 s is promised; a busy test machine gets more
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "Commands:" in done.stdout
+    heavy, modules = done.stderr.split("\n")[:2]
+    assert heavy == "[]"
+    assert int(modules) < MODULES
 
 
 @pytest.mark.parametrize("name", [command.__name__ for command in COMMANDS])

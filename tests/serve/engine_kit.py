@@ -59,7 +59,7 @@ def text_of(items: list[Piece | Done], index: int = 0) -> str:
     return "".join(item.text for item in items if isinstance(item, Piece) and item.index == index)
 
 
-async def until(true: Callable[[], bool], seconds: float = 10.0) -> float:
+async def until(true: Callable[[], bool], seconds: float = 60.0) -> float:
     """Wait until it is so; how long that took."""
     begun = time.monotonic()
     while not true():

@@ -1,7 +1,7 @@
 """The whole service in a process of its own, so that a test's own work does not hold up its event loop.
 
-`python -m tests.serve.guarded MODEL KEYFILE` prints its port. /stall tells how long the event loop was held up since
-somebody last asked.
+`python -m tests.serve.guarded MODEL KEYFILE` prints its port. /turn tells the most work that the event loop did in one
+turn since somebody last asked.
 """
 
 from __future__ import annotations
@@ -11,32 +11,37 @@ import select
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-BEAT = 0.005
+from tests.work import CALLS
+
 START_SECONDS = 120
+TURN = asyncio.BaseEventLoop._run_once.__code__  # type: ignore[attr-defined]
 
 
 class Watchdog:
-    """Time that passed while the process computed something else. Other processes that take the cores away are not its
-    fault: such time passes without that any of its threads computes."""
+    """Counts the calls of the event loop's thread, turn by turn. A turn is all that the loop does before it looks for
+    news again: what one request makes long, every other request waits for."""
 
     def __init__(self) -> None:
-        self.longest = 0.0
+        self._turn = self.longest = 0
 
-    async def watch(self) -> None:
-        while True:
-            clock, computed = time.monotonic(), time.process_time()
-            await asyncio.sleep(BEAT)
-            late = time.monotonic() - clock - BEAT
-            self.longest = max(self.longest, min(late, time.process_time() - computed))
+    def watch(self) -> None:
+        """Of the thread that calls it, from now on."""
+        sys.setprofile(self._note)
 
-    def take(self) -> float:
-        longest, self.longest = self.longest, 0.0
+    def _note(self, frame: FrameType, event: str, called: object) -> None:
+        if event == "call" and frame.f_code is TURN:
+            self._turn = 0
+        self._turn += event in CALLS
+        self.longest = max(self.longest, self._turn)
+
+    def take(self) -> int:
+        longest, self.longest = self.longest, 0
         return longest
 
 
@@ -60,21 +65,20 @@ def main(model: str, key_file: str) -> None:
     keyring, metrics, watchdog = Keyring(file=Path(key_file)), Metrics(), Watchdog()
     backend = WatchedBackend(link, metrics, keyring)
 
-    async def stall(request: Request) -> JSONResponse:
+    async def turn(request: Request) -> JSONResponse:
         return JSONResponse(watchdog.take())
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
         await link.start()
         await link.wait_ready()
-        watching = asyncio.create_task(watchdog.watch())
+        watchdog.watch()
         print(listening.getsockname()[1], flush=True)
         yield
-        watching.cancel()
         await link.close()
 
     app = create_app(backend, Texts.open(model), Settings(names=("tiny",)), lifespan=lifespan)
-    app.add_route("/stall", stall)
+    app.add_route("/turn", turn)
     limits = GuardLimits(body_seconds=1.0, body_bytes=4 << 20)
     guarded = fortify(app, backend, open_doors(keyring, host="127.0.0.1"), metrics, limits=limits)
     listening = socket.socket()

@@ -51,7 +51,7 @@ def test_two_hundred_disconnects_leave_nothing_behind(serving: Service) -> None:
         for _ in range(20):
             prompts = [[random.randrange(300) for _ in range(random.randint(1, 90))] for _ in range(10)]
             await asyncio.gather(*(some_stage(link, random, prompt) for prompt in prompts))
-        await until(lambda: idle(link), 5.0)
+        await until(lambda: idle(link))
         assert link.admission.samples == link.admission.tokens == 0
         await collect(link, PROMPT, SHORT)
 
@@ -75,7 +75,7 @@ def test_whoever_leaves_frees_the_pages_at_every_stage(serving: Service, stage: 
             await anext(stream)
         await stream.aclose()  # type: ignore[attr-defined]
         if stage != "queue":
-            await until(lambda: idle(link), 2.0)
+            await until(lambda: idle(link))
         for other in others:
             await other.aclose()  # type: ignore[attr-defined]
         await until(lambda: idle(link))
@@ -83,10 +83,13 @@ def test_whoever_leaves_frees_the_pages_at_every_stage(serving: Service, stage: 
     serving.run(leave)
 
 
-def test_at_five_times_the_capacity_throughput_stays(serving: Service) -> None:
-    async def rate(link: Link, clients: int, seconds: float) -> tuple[float, int]:
-        """Tokens a second from this many clients that ask again at once, or after a refusal."""
-        end = time.monotonic() + seconds
+def test_at_five_times_the_capacity_steps_stay_full(serving: Service) -> None:
+    async def served(link: Link, clients: int, seconds: float) -> tuple[float, int]:
+        """Pieces of answers for each step of the engine, from this many clients that ask again at once, or after a
+        refusal; and how many refusals there were."""
+        await until(lambda: idle(link))
+        assert link.load is not None
+        before, end = link.load.steps, time.monotonic() + seconds
         tokens = refused = 0
 
         async def client() -> None:
@@ -101,18 +104,16 @@ def test_at_five_times_the_capacity_throughput_stays(serving: Service) -> None:
                     await asyncio.sleep(0.02)  # sooner than told
 
         await asyncio.gather(*(client() for _ in range(clients)))
-        return tokens / seconds, refused
+        await until(lambda: idle(link))
+        return tokens / (link.load.steps - before), refused
 
     async def compare(link: Link) -> float:
-        ratios = []
-        for _ in range(3):
-            peak, _ = await rate(link, 8, 0.5)
-            loaded, refused = await rate(link, 40, 0.5)
-            assert refused > 0
-            ratios.append(loaded / peak)
-        return sorted(ratios)[1]
+        peak, _ = await served(link, 8, 0.5)
+        loaded, refused = await served(link, 40, 0.5)
+        assert refused > 0
+        return loaded / peak
 
-    assert serving.run(compare) > 0.7  # a shared machine swings; the soak measures the promise itself
+    assert serving.run(compare) > 0.7  # tokens a second are the soak's to measure
 
 
 def test_a_killed_engine_fails_its_streams_and_comes_back(serving: Service) -> None:
@@ -121,14 +122,12 @@ def test_a_killed_engine_fails_its_streams_and_comes_back(serving: Service) -> N
         await anext(streams[0])
         died = link.engine_pid
         assert died is not None and link.facts is not None
-        begun = time.monotonic()
         os.kill(died, signal.SIGKILL)
-        await until(lambda: not link.ready, 1.0)
+        await until(lambda: not link.ready)
         for stream in streams:
             with pytest.raises(EngineDied):
                 async for _ in stream:
                     pass
-        assert time.monotonic() - begun < 2.0
         with pytest.raises(Unavailable):
             link.generate(PROMPT, SHORT)
         with pytest.raises(Unavailable):

@@ -6,7 +6,6 @@ import json
 import shutil
 import ssl
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -192,9 +191,7 @@ def test_a_body_is_limited_by_its_length_and_while_it_comes(open_server: Listeni
 
 def test_a_body_that_drips_is_given_up(open_server: Listening) -> None:
     request = b"POST /x HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n" + b"x" * 20
-    began = time.monotonic()
     assert open_server.say(request).startswith(b"HTTP/1.1 408")
-    assert time.monotonic() - began < 3
 
 
 def test_an_upload_is_passed_on_and_limited(open_server: Listening) -> None:

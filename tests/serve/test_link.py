@@ -98,7 +98,7 @@ def test_leaving_frees_the_pages(serving: Service, how: str) -> None:
             task = asyncio.create_task(read())
             await asyncio.sleep(0.01)
             task.cancel()
-        await until(lambda: idle(link), 2.0)
+        await until(lambda: idle(link))
         assert link.admission.samples == link.admission.tokens == 0
 
     serving.run(leave)
@@ -110,7 +110,7 @@ def test_whoever_leaves_while_a_grammar_is_compiled_never_runs(serving: Service)
         for _ in range(20):
             await link.generate(PROMPT, slow).aclose()  # type: ignore[attr-defined]
         await collect(link, PROMPT, SEEDED)
-        await until(lambda: idle(link), 2.0)
+        await until(lambda: idle(link))
 
     serving.run(leave)
 
@@ -121,7 +121,7 @@ def test_a_deadline_ends_a_request(serving: Service) -> None:
             await collect(link, PROMPT, ENDLESS, deadline=0.002)
         with pytest.raises(DeadlineExceeded):
             link.generate(PROMPT, ENDLESS, deadline=0.0)
-        await until(lambda: idle(link), 2.0)
+        await until(lambda: idle(link))
 
     serving.run(wait)
 

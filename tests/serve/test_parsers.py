@@ -7,8 +7,7 @@ import json
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from bankfull.serve.events import Event, OutputParser, Reasoning, Text, ToolArgu
 from bankfull.serve.parsers import parser_for
 from tests.quick import examples
 from tests.serve.transcripts import MALFORMED, TEMPLATES, TOOLS, WELL_FORMED, Meaning, Transcript, call, text
+from tests.work import work_of
 
 ALL = WELL_FORMED + MALFORMED
 each_transcript = pytest.mark.parametrize("transcript", ALL, ids=lambda transcript: transcript.name)
@@ -270,32 +270,36 @@ HOSTILE = {
 
 def check_hostile(template: str, size: int, prefixes: tuple[str, ...]) -> None:
     for prefix, (name, unit) in itertools.product(prefixes, HOSTILE.items()):
-        words = prefix + unit * (size // len(unit))
-        start = time.process_time()
-        events_of(make_parser(template), [words])
-        spent = time.process_time() - start
-        assert spent < 1 + size * 10e-6, (name, prefix, spent)
+
+        def read(size: int, begin: str = prefix, unit: str = unit) -> object:
+            return events_of(make_parser(template), [begin + unit * (size // len(unit))])
+
+        check_proportion(read, size, f"{name}, {prefix}")
+
+
+def check_proportion(read: Callable[[int], object], size: int, name: str) -> None:
+    """Twice the text is twice the work; reading all of it again for each piece would be four times as much."""
+    half, whole = work_of(lambda: read(size // 2)), work_of(lambda: read(size))
+    assert whole < 2.5 * half + 1000, (name, half, whole)
 
 
 @each_template
-def test_hostile_text_costs_time_in_proportion(template: str) -> None:
+def test_hostile_text_costs_work_in_proportion(template: str) -> None:
     check_hostile(template, 60_000, ("",))
 
 
 @pytest.mark.full
 @each_template
-def test_a_megabyte_of_hostile_text_costs_time_in_proportion(template: str) -> None:
+def test_a_megabyte_of_hostile_text_costs_work_in_proportion(template: str) -> None:
     """A quadratic reading of it would take hours."""
     check_hostile(template, 1_000_000, ("", '<tool_call>{"name": "now", "arguments": {"', "<think>"))
 
 
 @pytest.mark.parametrize("name", sorted(HOSTILE))
-def test_hostile_text_by_characters_costs_time_in_proportion(name: str) -> None:
-    words = HOSTILE[name] * (20_000 // len(HOSTILE[name]))
+def test_hostile_text_by_characters_costs_work_in_proportion(name: str) -> None:
+    unit = HOSTILE[name]
     for template in ("hermes", "smollm3", "llama", "harmony"):
-        start = time.process_time()
-        events_of(make_parser(template), words)
-        assert time.process_time() - start < 1.5, template
+        check_proportion(lambda n, t=template: events_of(make_parser(t), unit * (n // len(unit))), 10_000, template)
 
 
 def test_parsing_loads_neither_torch_nor_a_grammar_library() -> None:

@@ -1,7 +1,7 @@
 """Known failures of other servers, one test each, against the real application with a real engine process.
 
-While they run, a watchdog on the server's event loop measures how long it stalls, and a well-behaved client asks for
-the same answer after each: no hostile request may hold up the one or change the other.
+While they run, a watchdog counts the work that the server's event loop does in one turn, and a well-behaved client asks
+for the same answer after each: no hostile request may hold up the one or change the other.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
 from bankfull.errors import BankfullError
@@ -28,14 +26,12 @@ from tests import tiny
 from tests.serve.guarded import guarded_service
 from tests.serve.listening import Listening
 
-STALL = 0.1
-SLOW_MACHINE = 4
-"""Times what decoding a large body takes here now: a machine that is shared was seen at two fifths of its speed."""
+LONGEST_TURN = 20_000
+"""Calls in one turn of the server's event loop, in which it serves nobody else."""
 SOURCES = Path(__file__).parents[2] / "bankfull"
 ALICE, ALICE_KEY = new_key("alice", admin=True)
 BOB, BOB_KEY = new_key("bob")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-HOSTILE_TEMPLATE_SECONDS = 20
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +52,11 @@ class Client:
         self.stranger = httpx.Client(base_url=url)
         self.usual = self.greeting()
 
-    def stall(self) -> float:
-        """How long the event loop was held up since the last time, in seconds."""
-        time.sleep(0.03)
-        seconds = self.web.get("/stall").json()
-        assert isinstance(seconds, float)
-        return seconds
+    def longest_turn(self) -> int:
+        """The most work that the event loop did in one turn since the last time, in calls."""
+        calls = self.web.get("/turn").json()
+        assert isinstance(calls, int)
+        return calls
 
     def greeting(self) -> str:
         return self.ask(COMPLETIONS, prompt="The river", max_tokens=6, temperature=0).json()["choices"][0]["text"]
@@ -74,20 +69,13 @@ class Client:
         return self.web.post(path, content=content, headers={"content-type": "application/json", **headers})
 
 
-def decoding() -> float:
-    """Seconds of computing for the largest body that a test sends: nothing on the way to its refusal is as slow."""
-    body, begun = msgspec.json.encode({"prompt": ["x"] * 500_000}), time.process_time()
-    msgspec.json.decode(body)
-    return time.process_time() - begun
-
-
 @pytest.fixture
 def client(shared_client: Client) -> Iterator[Client]:
-    shared_client.stall()
+    shared_client.longest_turn()
     yield shared_client
-    stall = shared_client.stall()
+    turn = shared_client.longest_turn()
     assert shared_client.greeting() == shared_client.usual, "others receive something else"
-    assert stall < STALL or stall < SLOW_MACHINE * decoding(), f"the event loop stalled for {stall * 1000:.0f} ms"
+    assert turn < LONGEST_TURN, f"the event loop made {turn} calls in one turn"
 
 
 def refused(answer: httpx.Response, status: int = 400) -> str:
@@ -301,12 +289,10 @@ def test_unsandboxed_or_endless_chat_templates(template: str) -> None:
     """A template comes with a model, not with a request; still it must end, and reach nothing."""
     from bankfull.text.template import ChatTemplate
 
-    began = time.monotonic()
     try:
         rendered = ChatTemplate(template).render(message())
     except BankfullError as error:
         rendered = str(error)
-    assert time.monotonic() - began < HOSTILE_TEMPLATE_SECONDS
     assert "root:" not in rendered and "<class" not in rendered and len(rendered) < 10**8
 
 
@@ -401,9 +387,8 @@ def test_giant_headers_and_slow_loris_bodies(client: Client) -> None:
     assert endless == b"" or endless.startswith(b"HTTP/1.1 431")
     refused(client.web.get("/v1/models", headers={"x-a": "a" * 40_000}), 431)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {ALICE}\r\n"
-    began = time.monotonic()
     slow = client.server.say(f"{head}content-length: 1000\r\n\r\n{{".encode())
-    assert slow.startswith(b"HTTP/1.1 408") and time.monotonic() - began < 10
+    assert slow.startswith(b"HTTP/1.1 408")
     chunked = client.server.say(f"{head}transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n".encode())
     assert chunked.startswith(b"HTTP/1.1 408")
 

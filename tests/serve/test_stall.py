@@ -80,11 +80,9 @@ def test_an_engine_that_hangs_is_ended_and_started_again(
             stream = link.generate(PROMPT, ENDLESS)
             await anext(stream)
             os.kill(first, signal.SIGSTOP)
-            begun = time.monotonic()
             with pytest.raises(EngineDied):
                 async for _ in stream:
                     pass
-            assert 0.5 * SECONDS < time.monotonic() - begun < SECONDS + 5
             await link.wait_ready()
             assert link.restarts == 1 and link.engine_pid != first
             await collect(link, PROMPT, FEW)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -89,19 +88,17 @@ def test_the_first_is_refused_by_a_full_house(how: dict[str, Any]) -> None:
     backend = Crowded()
     for _ in range(3):
         backend.admission.enter(1, 1, 1, 0)
-    began = time.monotonic()
     with pytest.raises(Busy):
         asyncio.run(said(api_of(backend, Completions), prompt=PROMPTS, **how))
-    assert time.monotonic() - began < 0.5 and not backend.asked
+    assert not backend.asked
 
 
 def test_waiting_ends_with_the_deadline() -> None:
     backend = Crowded()
-    backend.pause = 60.0
-    began = time.monotonic()
+    backend.pause = 1e6  # the room that it waits for never comes
     with pytest.raises(DeadlineExceeded):
         asyncio.run(said(api_of(backend, Completions), prompt=PROMPTS, timeout=0.2))
-    assert time.monotonic() - began < 2 and backend.admission.samples == 0
+    assert backend.admission.samples == 0
 
 
 def test_others_that_take_the_room_delay_a_call_that_has_begun_but_do_not_end_it(

@@ -143,10 +143,8 @@ def test_a_slow_reader_neither_stops_the_writer_nor_loses_a_byte() -> None:
     with ours, theirs:
         box = Outbox(theirs)
         messages = [bytes([i % 251]) * 50_000 for i in range(100)]
-        begun = time.monotonic()
-        for message in messages:
+        for message in messages:  # nobody reads yet: a writer that waited would wait for ever
             box.send(message)
-        assert time.monotonic() - begun < 2.0
         read = bytearray()
         while len(read) < 5_000_000:
             read += ours.recv(1 << 20)

@@ -1,6 +1,5 @@
 """Text that arrives by token is the text of all tokens, whole characters only."""
 
-import time
 import unicodedata
 from functools import cache
 
@@ -14,6 +13,7 @@ from bankfull.errors import ModelError
 from bankfull.text.detokenize import Detokenizer
 from bankfull.text.tokenizer import Tokenizer
 from tests.quick import examples
+from tests.work import work_of
 
 from .corpus import HOSTILE
 from .models import SYMBOLS, chatml_tokenizer, sentencepiece_tokenizer
@@ -86,17 +86,11 @@ def test_the_cost_is_linear() -> None:
     tokenizer = chatml_tokenizer()
     ids = tokenizer.encode("the river 日本 " * 200)
 
-    def seconds(repeat: int) -> float:
-        best = float("inf")
-        for _ in range(3):
-            stream, start = Detokenizer(tokenizer), time.thread_time()
-            for _ in range(repeat):
-                for id in ids:
-                    stream.push([id])
-            best = min(best, time.thread_time() - start)
-        return best
+    def work(repeat: int) -> int:
+        stream = Detokenizer(tokenizer)
+        return work_of(lambda: [stream.push([id]) for _ in range(repeat) for id in ids])
 
-    assert seconds(16) < 16 * 3 * seconds(1)
+    assert work(8) < 8.5 * work(1)
 
 
 def test_words_are_set_apart() -> None:

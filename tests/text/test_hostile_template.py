@@ -3,7 +3,6 @@
 # ruff: noqa: E501, a hostile template reads best in one line
 
 import resource
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,11 +109,9 @@ def little_memory() -> Iterator[None]:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the memory limit needs Linux")
 @pytest.mark.usefixtures("little_memory")
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_template_ends_soon_with_one_sentence(name: str) -> None:
-    start = time.thread_time()
+def test_a_hostile_template_ends_with_one_sentence(name: str) -> None:
     with pytest.raises(BankfullError) as caught:
         ChatTemplate(HOSTILE[name]).render([{"role": "user", "content": "x"}])
-    assert time.thread_time() - start < 2.5
     message = str(caught.value)
     assert "chat template" in message and "\n" not in message and len(message) < 700
     assert "MemoryError" not in message

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import struct
-import time
 from pathlib import Path
 from typing import Any
 
@@ -135,12 +134,11 @@ def test_opening_reads_no_tensor_data(tmp_path: Path, make: Any) -> None:
     path = tmp_path / "big.gguf"
     path.write_bytes(make.gguf_bytes([], [("token_embd.weight", (rows, width), 0, 0)]))
     os.truncate(path, path.stat().st_size + rows * width * 4)
-    before, started = resident_bytes(), time.monotonic()
+    before = resident_bytes()
     tensor = open_container(path).tensors["token_embd.weight"].load()
     assert tensor.nbytes == 2 << 30
     assert torch.equal(tensor.rows(slice(rows - 2, rows)).dequantize(), torch.zeros(2, width))
     assert resident_bytes() - before < 32 << 20
-    assert time.monotonic() - started < 5
 
 
 def test_tensors_are_views_that_never_write_to_the_file(tiny_gguf: Path) -> None:

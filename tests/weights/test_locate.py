@@ -6,7 +6,6 @@ import hashlib
 import subprocess
 import sys
 import textwrap
-import time
 import types
 import zipfile
 from collections.abc import Callable, Iterator
@@ -380,9 +379,8 @@ def test_the_lock_of_a_dead_process_holds_nobody_up(tmp_path: Path, wheel: Path,
     lock = cache / "models" / ".tiny.lock"
     dying = "import fcntl, os, sys; f = open(sys.argv[1], 'wb'); fcntl.flock(f, fcntl.LOCK_EX); os.abort()"
     assert subprocess.run([sys.executable, "-c", dying, str(lock)], check=False).returncode != 0
-    begun = time.monotonic()
-    with fetch._locked(lock):
-        assert time.monotonic() - begun < 5
+    with fetch._locked(lock) as file:  # or it waits for ever
+        assert file.name == str(lock)
 
 
 # -- the hub

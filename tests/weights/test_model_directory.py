@@ -7,7 +7,6 @@ import os
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -263,12 +262,11 @@ def test_opening_reads_no_tensor_data(single: Path) -> None:
     file = single / "model.safetensors"
     file.write_bytes(struct.pack("<Q", len(header)) + header)
     os.truncate(file, 8 + len(header) + rows * width * 4)
-    before, started = resident_bytes(), time.monotonic()
+    before = resident_bytes()
     tensor = open_model(single).source.get("w")
     assert tensor.nbytes == 2 << 30
     assert torch.equal(tensor.rows(slice(rows - 2, rows)).dequantize(), torch.zeros(2, width))
     assert resident_bytes() - before < 32 << 20
-    assert time.monotonic() - started < 5
 
 
 BOUNDED = """

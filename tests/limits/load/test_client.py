@@ -106,7 +106,7 @@ def test_those_who_wait_for_a_free_place_are_charged_for_it() -> None:
     with stamped(wait=0.1) as server:
         outcomes = Client(server, Asking(most=1)).run(asking(1, 4), [0.0] * 4)
     took = sorted(one.e2e for one in outcomes)
-    assert all(0.1 * (n + 1) - 1e-3 < seconds < 0.1 * (n + 1) + 0.5 for n, seconds in enumerate(took))
+    assert all(seconds > 0.1 * (n + 1) - 1e-3 for n, seconds in enumerate(took))
     assert max(one.late or 0.0 for one in outcomes) > 0.25
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import sys
 import time
 from dataclasses import replace
 
 import pytest
 
 from bankfull.limits.load import stalls
-from bankfull.limits.load.clock import PreciseLoop, run_precisely
+from bankfull.limits.load.clock import SWITCH, PreciseLoop, run_precisely
 from bankfull.limits.load.measures import Measured
 from bankfull.limits.load.report import Report
 from bankfull.limits.load.slo import Slo
@@ -84,28 +84,15 @@ def test_a_callback_that_works_long_is_the_clients_own_fault_and_one_that_sleeps
 
 
 def test_another_thread_that_works_does_not_keep_the_loop_for_long() -> None:
-    """The interpreter gives it up to five milliseconds at a time; a progress bar is such a thread."""
-    over = threading.Event()
+    """The interpreter gives it up to five milliseconds at a time, unless it is told otherwise; a progress bar is such a
+    thread."""
+    usual = sys.getswitchinterval()
 
-    def draw() -> None:
-        while not over.is_set():
-            sum(range(1000))
+    async def within() -> float:
+        return sys.getswitchinterval()
 
-    async def wakes() -> float:
-        late = []
-        for _ in range(40):
-            due = time.monotonic() + 0.002
-            await asyncio.sleep(0.002)
-            late.append(time.monotonic() - due)
-        return sorted(late)[len(late) // 4]
-
-    thread = threading.Thread(target=draw)
-    thread.start()
-    try:
-        assert run_precisely(wakes) < 0.004
-    finally:
-        over.set()
-        thread.join()
+    assert run_precisely(within) == pytest.approx(SWITCH) and usual / 5 > SWITCH
+    assert sys.getswitchinterval() == usual
 
 
 def test_a_moment_is_moved_by_the_longest_stall_that_reaches_it() -> None:
