@@ -10,7 +10,7 @@ SERVE_OPTIONS ?=
 SOAK_OPTIONS ?=
 AARCH64_CXX ?= aarch64-linux-gnu-g++
 AARCH64_EMULATOR ?= qemu-aarch64
-DEMO_PROMPT ?= A river that runs at bankfull is
+DEMO_PROMPT ?= What is a river? Answer in two sentences.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,46 +24,81 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt bankfull/__init__.py $(wildcard cs
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve bench lint test test-full test-gpu bench-gpu test-clients test-console soak test-kernels \
-	test-sanitize test-aarch64 clean clients-environment
+	test-sanitize test-aarch64 clean tools clients-environment
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: ## Create .venv with the package (editable), its kernels and the tools; quick when nothing changed
+# Steps print one line each. What they say themselves goes to a log in $(STAMPS), which is shown whole when one fails:
+# step LOG WHAT COMMAND...; begin does the same for a step that runs beside others, and finish LOG PROCESS waits for it.
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+define STEPS
+set -e; export PIP_ROOT_USER_ACTION=ignore; started=; \
+trap '[ -z "$$started" ] || kill $$started 2> /dev/null || true' EXIT; trap 'exit 130' INT TERM; \
+failed() { cat "$(STAMPS)/$$1.log" >&2; echo "$@: this step failed; its whole output is above." >&2; exit 1; }; \
+step() { log=$$1; echo "$@: $$2"; shift 2; "$$@" > "$(STAMPS)/$$log.log" 2>&1 || failed "$$log"; }; \
+begin() { log=$$1; echo "$@: $$2"; shift 2; "$$@" > "$(STAMPS)/$$log.log" 2>&1 & started="$$started $$!"; }; \
+finish() { wait "$$2" || failed "$$1"; }; \
+extras() { $(BIN)/python -c "import sys, tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+	print(*sum((project['optional-dependencies'][name] for name in sys.argv[1:]), project['dependencies']), sep='\n')" \
+	"$$@"; }
+endef
+
+# Only what running needs; nothing is compiled to byte code before it is used. The kernels are compiled while packages
+# come: no two steps that run side by side install the same package.
+install: ## Create .venv with the package (editable) and its kernels, ready to run; quick when nothing changed
 	@mkdir -p $(STAMPS)
 	@key=$$(echo "$(PYTHON) $(TORCH)" | cat - $(BUILD_INPUTS) | cksum); \
 	if [ -x $(BIN)/bankfull ] && [ "$$key" = "$$(cat $(STAMPS)/install 2>/dev/null)" ]; then exit 0; fi; \
-	set -e; \
-	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV); \
-	$(BIN)/python -m pip install --quiet --upgrade pip; \
-	$(BIN)/python -m pip install --quiet "$(TORCH)"; \
-	$(BIN)/python -m pip install --quiet "scikit-build-core>=1.1" "nanobind>=3.1" cmake ninja; \
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --no-build-isolation \
-		--editable ".[test,lint,charts,hub,serve]"; \
-	$(BIN)/python -m compileall -q bankfull; \
-	$(BIN)/python -c "from bankfull.ops import native; print('bankfull:', native.status() or 'native kernels ready, ' + native.select_isa())"; \
+	$(STEPS); \
+	[ -x $(BIN)/python ] || step venv "creating $(VENV) with $(PYTHON)" $(PYTHON) -m venv $(VENV); \
+	begin torch "installing $(TORCH), the largest download" $(PIP) install --no-compile "$(TORCH)"; torch=$$!; \
+	step build "installing what builds the kernels" \
+		$(PIP) install --no-compile "scikit-build-core>=1.1" "nanobind>=3.1" cmake ninja; \
+	begin kernels "compiling the kernels" env PATH="$(CURDIR)/$(BIN):$$PATH" \
+		$(PIP) install --no-compile --no-deps --no-build-isolation --editable .; kernels=$$!; \
+	finish torch $$torch; \
+	extras charts hub serve > $(STAMPS)/running.txt; \
+	step running "installing the other packages" $(PIP) install --no-compile --requirement $(STAMPS)/running.txt; \
+	finish kernels $$kernels; started=; \
+	$(BIN)/python -c "from bankfull.ops import native; why = native.status(); \
+		print('$@: ' + (why + ' (see $(STAMPS)/kernels.log)' if why else 'ready; kernels: ' + native.select_isa()))"; \
 	echo "$$key" > $(STAMPS)/install
+
+# What tests and checks need beyond that.
+tools: install
+	@key=$$(cat pyproject.toml $(STAMPS)/install | cksum); \
+	if [ -x $(BIN)/ruff ] && [ "$$key" = "$$(cat $(STAMPS)/tools 2>/dev/null)" ]; then exit 0; fi; \
+	$(STEPS); \
+	extras test lint > $(STAMPS)/tools.txt; \
+	step tools "installing what tests and checks need" $(PIP) install --no-compile --requirement $(STAMPS)/tools.txt; \
+	echo "$$key" > $(STAMPS)/tools
 
 demo: install ## Fetch the default model and let it write a few words
 	$(BIN)/bankfull pull
-	$(BIN)/bankfull run "$(DEMO_PROMPT)"
+	$(BIN)/bankfull run "$(DEMO_PROMPT)" --max-tokens 100
+	@printf '%s\n' "" "Try next:" \
+		'  $(BIN)/bankfull chat             a conversation' \
+		'  make serve                      the same model behind an API and a console for the browser' \
+		'  $(BIN)/bankfull explain "..."    where the time of an answer goes' \
+		'  $(BIN)/bankfull limits           what this machine could do at best'
 
 serve: install ## Fetch the default model and serve it on 127.0.0.1:8000; SERVE_OPTIONS="MODEL --port 9000" for another
 	$(BIN)/bankfull pull
 	$(BIN)/bankfull serve $(SERVE_OPTIONS)
 
-bench: install ## Compare with llama.cpp and vLLM on this machine; BENCH_OPTIONS="--peers llamacpp --pairs 3" for less, "--help" for all
+bench: tools ## Compare with llama.cpp and vLLM on this machine; BENCH_OPTIONS="--peers llamacpp --pairs 3" for less, "--help" for all
 	$(BIN)/python -m benchmarks.cpu_peers $(BENCH_OPTIONS)
 
-lint: install ## Style, types and the rules on who may import whom
+lint: tools ## Style, types and the rules on who may import whom
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: install lint ## Lint, then the quick tests
+test: tools lint ## Lint, then the quick tests
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -rs -m "not full"
 
-test-full: install lint ## Lint, then every test
+test-full: tools lint ## Lint, then every test
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -rs
 
 # A machine with a GPU is used as it is: its own Python with torch, triton, transformers and pytest; nothing is installed,
@@ -93,23 +128,23 @@ bench-gpu: ## What the engine reaches on the GPU, beside the device's limits; GP
 
 # Heavy clients have an environment of their own. The server that they ask runs in the main one. guidellm needs
 # torch: it gets the main environment's version, not the newest.
-clients-environment:
-	@mkdir -p $(STAMPS)
+clients-environment: install
 	@key=$$(echo '$(PYTHON) $(TORCH) $(CLIENTS)' | cksum); \
 	if [ -x $(CLIENTS_VENV)/bin/schemathesis ] && [ "$$key" = "$$(cat $(STAMPS)/clients 2>/dev/null)" ]; then exit 0; fi; \
-	set -e; \
-	[ -x $(CLIENTS_VENV)/bin/python ] || $(PYTHON) -m venv $(CLIENTS_VENV); \
-	$(CLIENTS_VENV)/bin/python -m pip install --quiet "$(TORCH)" $(CLIENTS); \
+	$(STEPS); \
+	[ -x $(CLIENTS_VENV)/bin/python ] || step venv "creating $(CLIENTS_VENV)" $(PYTHON) -m venv $(CLIENTS_VENV); \
+	step clients "installing clients of the service" \
+		$(CLIENTS_VENV)/bin/python -m pip --disable-pip-version-check install "$(TORCH)" $(CLIENTS); \
 	echo "$$key" > $(STAMPS)/clients
 
-test-clients: install clients-environment ## The service with guidellm, LangChain, LiteLLM and lm-evaluation-harness as clients
+test-clients: tools clients-environment ## The service with guidellm, LangChain, LiteLLM and lm-evaluation-harness as clients
 	BANKFULL_PYTHON=$(CURDIR)/$(BIN)/python $(CLIENTS_VENV)/bin/python -m pytest -q --confcutdir=tests/clients tests/clients
 
 # Playwright drives the system's own Chromium; it fetches no browser. `make test` has these tests too.
-test-console: install ## The console in a real browser: Chromium must be there (Debian: apt-get install chromium)
+test-console: tools ## The console in a real browser: Chromium must be there (Debian: apt-get install chromium)
 	$(BIN)/python -m pytest -q -rs tests/console
 
-soak: install clients-environment ## Long trials of the service, with figures; SOAK_OPTIONS="--short" for a quick look, "--help" for all
+soak: tools clients-environment ## Long trials of the service, with figures; SOAK_OPTIONS="--short" for a quick look, "--help" for all
 	$(BIN)/bankfull pull
 	$(BIN)/python -m tests.soak $(SOAK_OPTIONS)
 
@@ -124,7 +159,7 @@ endef
 test-kernels: install ## Every kernel of this machine's instruction sets against plain loops, in C++
 	$(call test_kernels,kernels)
 
-test-sanitize: install ## The kernels under the address, undefined-behaviour and thread sanitizers
+test-sanitize: tools ## The kernels under the address, undefined-behaviour and thread sanitizers
 	$(call test_kernels,kernels-address,"-DBANKFULL_SANITIZE=address$(COMMA)undefined")
 	$(call test_kernels,kernels-thread,-DBANKFULL_SANITIZE=thread)
 	$(WITH_TOOLS) csrc/tests/sanitize.sh $(BIN)/python $(KERNEL_TESTS)

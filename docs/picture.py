@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 COMMANDS = (
-    ["run", "Why does a river run faster when it is full?", "--max-tokens", "90"],
+    ["run", "What is a river? Answer in two sentences.", "--seed", "1"],
     ["info", "smollm2", "--roofline"],
 )
 
