@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from bankfull import LLM, SamplingParams
+from bankfull.serve.texts import Texts
 from bankfull.weights.locate import locate
 
 PROMPTS = (
@@ -52,6 +53,14 @@ def test_it_answers_a_simple_question(llm: LLM) -> None:
     out = llm.chat([{"role": "user", "content": "What is the capital of France?"}],
                    SamplingParams(temperature=0.0, max_tokens=30))[0].outputs[0]  # fmt: skip
     assert "Paris" in out.text and out.finish_reason == "stop"
+
+
+def test_everybody_samples_as_its_authors_recommend(llm: LLM) -> None:
+    """Its file has no generation config, and greedy decoding makes it repeat one sentence for ever."""
+    texts = Texts.open("smollm2")
+    texts.close()
+    assert texts.defaults == {"temperature": 0.2, "top_p": 0.9}
+    assert llm.default_params() == SamplingParams(**texts.defaults)
 
 
 def test_weights_stay_quantized_in_memory(llm: LLM) -> None:
