@@ -78,7 +78,9 @@ def test_tests_and_checks_get_what_they_need(folder: Path) -> None:
     for target in ("lint", "test", "test-full", "test-clients", "test-console", "soak", "test-sanitize", "bench"):
         plan = subprocess.run(["make", "-n", target], cwd=folder, capture_output=True, text=True, check=True).stdout
         assert ".stamps/tools.txt" in plan, target
-    plan = subprocess.run(["make", "-n", "demo", "serve"], cwd=folder, capture_output=True, text=True, check=True).stdout
+    plan = subprocess.run(
+        ["make", "-n", "demo", "serve"], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout
     assert ".stamps/tools.txt" not in plan and "running.txt" in plan
 
 

@@ -78,9 +78,7 @@ def test_the_keys_of_a_gguf_file_count_before_its_name() -> None:
     assert recommended(some, chats=True) == {**SMOLLM2, "top_k": 3}
 
 
-@pytest.mark.parametrize(
-    "files", [Files(generation={"top_p": 3}), Files(metadata={"general.sampling.temp": "hot"})]
-)
+@pytest.mark.parametrize("files", [Files(generation={"top_p": 3}), Files(metadata={"general.sampling.temp": "hot"})])
 def test_files_that_recommend_nonsense_are_refused_by_name(files: Files) -> None:
     with pytest.raises(ModelError, match=r"some-model.*(top_p|temperature)"):
         recommended(files, chats=True)
