@@ -122,8 +122,6 @@ def _without_home(path: Path) -> str:
 
 def _limits() -> dict[str, Any]:
     """What was measured earlier: a report does not wait for a measurement."""
-    from dataclasses import asdict
-
     from bankfull.errors import ConfigError
     from bankfull.limits.ceilings import known
 
@@ -131,7 +129,7 @@ def _limits() -> dict[str, Any]:
         found = known()
     except ConfigError:
         found = None
-    return asdict(found) if found is not None else {"measured": "no; `bankfull limits` does it"}
+    return found.as_json() if found is not None else {"measured": "no; `bankfull limits` does it"}
 
 
 def _shown(value: object) -> object:

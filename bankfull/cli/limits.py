@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_text
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,8 +52,10 @@ def limits(
 
     if is_here(device):
         found, levels = measure(device, refresh)
-        answer, table = {**asdict(found), **as_json(levels)}, ceilings_table(found, levels)
+        answer, table = {**found.as_json(), **as_json(levels)}, ceilings_table(found, levels)
         charts = [chart_of(found, levels), *([curve_chart(levels)] if levels.curve else [])]
+        for dtype, why in found.unmeasured.items():
+            say(f"bankfull: arithmetic in {dtype} is not measured: {why}.")
     else:
         entry = load(catalogue).find(device)
         for doubt in entry.doubts:

@@ -92,7 +92,7 @@ def _show(found: ModelRoofline) -> None:
 
     for table in (summary_table(found), *phase_tables(found), curve_table(found), changes_table(found)):
         print_table(table)
-    for doubt in found.machine.doubts:
+    for doubt in found.arithmetic.doubts:
         say(f"bankfull: {doubt}")
 
 

@@ -174,7 +174,7 @@ class Report:
             "kind": self.kind, "load": asdict(self.load), "dtype": self.dtype, "activations": self.activations,
             "device": self.device, "tape": None if self.tape is None else asdict(self.tape),
             "ceilings": None if used is None or self.before is None or self.after is None
-            else {"used": asdict(used), "before": asdict(self.before), "after": asdict(self.after)},
+            else {"used": used.as_json(), "before": self.before.as_json(), "after": self.after.as_json()},
             "operations": self.bound, "repetitions": self.figures(),
             "summary": {name: None if s is None else asdict(s) for name, s in self.summary().items()},
             "profile": None if self.profile is None else self.profile_rows(),

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bankfull.limits.bench_watch import breaks
-from bankfull.limits.show import duration, scaled
+from bankfull.limits.show import arithmetic_rate, duration, scaled
 from bankfull.ops.registry import FLOAT
 
 if TYPE_CHECKING:
@@ -71,9 +71,11 @@ def notes(report: Report) -> list[str]:
         lines.append(
             f"ceilings: read {scaled(used.read_bytes_per_s, 'B/s')}, from cache "
             f"{scaled(used.cached_read_bytes_per_s, 'B/s')}, arithmetic in {report.dtype}{rounded} "
-            f"{scaled(used.peak_of(report.dtype, report.activations), 'FLOP/s')}; the better of a measurement before "
+            f"{arithmetic_rate(used.peak_of(report.dtype, report.activations))}; the better of a measurement before "
             f"and one after, {used.threads} {used.units}, {used.cpu}"
         )
+        doubt = used.doubt(report.dtype, report.activations)
+        lines += [] if doubt is None else [f"limit: {doubt}"]
     if report.tape is not None:
         stops = report.tape.breaks
         named = ", ".join(f"{name} {count}" for name, count in stops.items())

@@ -4,6 +4,10 @@ The instruments are kernels that do nothing else, on all threads of the kernels'
 products that stay in registers. Where there are no kernels, torch's reductions (sum, dot) and matmul stand in, as they
 do for the types that the kernels do not multiply in. Those show what ordinary good code reaches, and may be beaten: a
 figure above 100 % of such a ceiling means that the instrument, not physics, was the limit.
+
+A slow fallback is no instrument. A 16-bit type can always be multiplied by conversion to float32, so a matmul that is
+slower than that shows nothing: where the processor has no instruction for the type, its ceiling is float32's, and
+otherwise it is not measured, with the reason. Arithmetic that was not measured bounds nothing; memory still does.
 """
 
 from __future__ import annotations
@@ -15,9 +19,9 @@ import os
 import platform
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
@@ -31,13 +35,23 @@ from bankfull.paths import cache_dir
 if TYPE_CHECKING:
     from bankfull.runtime.device import Device
 
-FORMAT = 3
+FORMAT = 4
 TORCH = "torch sum/dot and matmul, all threads, best of several"
 NATIVE = "native reads, and products in registers, all threads, best of several; torch matmul for other types"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _IN_BYTES = ("float32", "bfloat16", "int8")
 NARROW = {BF16: ("float32", "bfloat16"), INT8: _IN_BYTES, INT8_FEW: _IN_BYTES}
 """What kernels may multiply in where activations are rounded."""
+INSTRUCTIONS = {
+    "bfloat16": frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"}),
+    "float16": frozenset({"avx512_fp16", "amx_fp16", "asimdhp"}),
+    "int8": frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm", "svei8mm"}),
+}
+"""What Linux calls the instructions that multiply in a type: x86's names and ARM's."""
+BY_CONVERSION = ("bfloat16", "float16")
+"""Types whose every number is a float32, too."""
+FALLBACK = 1 / 16
+"""Of float32's rate: vectors hold half as many float64 numbers, so a matmul below that runs number by number."""
 SMALL_SET = 100 * 10**6
 """Bytes of a working set that a large cache holds."""
 LARGEST_SET = 3 << 29
@@ -68,6 +82,10 @@ class Ceilings:
     instrument: str = TORCH
     units: str = "threads"
     """What `threads` counts: a GPU has multiprocessors."""
+    converted: dict[str, str] = field(default_factory=dict)
+    """Types without an instruction of their own -> the type that they are computed in, whose peak is theirs."""
+    unmeasured: dict[str, str] = field(default_factory=dict)
+    """Types that the machine multiplies in, but nothing here can measure -> why. They are not among `flops`."""
 
     def read_at(self, working_set: float) -> float:
         """The read ceiling for a working set that is read again and again.
@@ -79,16 +97,40 @@ class Ceilings:
         return max(self.cached_read_bytes_per_s, self.read_bytes_per_s) if fits else self.read_bytes_per_s
 
     def peak_of(self, dtype: str, activations: str = FLOAT) -> float:
-        """What bounds a model's arithmetic: rounded activations may be multiplied in the fastest narrow type."""
-        if activations != FLOAT:
-            return max(rate for known, rate in self.flops.items() if known in NARROW[activations])
-        return self.flops_of(dtype)
+        """What bounds a model's arithmetic: rounded activations may be multiplied in the fastest narrow type.
+
+        Infinite where one of the types in question was not measured: then nothing is known to bound it.
+        """
+        if activations == FLOAT:
+            return self.flops_of(dtype)
+        if self._unmeasured_of(dtype, activations):
+            return math.inf
+        return max(rate for known, rate in self.flops.items() if known in NARROW[activations])
 
     def flops_of(self, dtype: str) -> float:
-        found = self.flops.get(dtype.removeprefix("torch."))
+        """Infinite where it was not measured."""
+        name = dtype.removeprefix("torch.")
+        if name in self.unmeasured:
+            return math.inf
+        found = self.flops.get(name)
         if found is None:
             raise ConfigError(f"No arithmetic ceiling is known for dtype {dtype!r}; known are {', '.join(self.flops)}.")
         return found
+
+    def doubt(self, dtype: str, activations: str = FLOAT) -> str | None:
+        """One sentence for whoever shows a limit of such arithmetic; None where it was measured."""
+        found = self._unmeasured_of(dtype, activations)
+        if not found:
+            return None
+        return f"Arithmetic in {found[0]} was not measured ({self.unmeasured[found[0]]}); limits count memory alone."
+
+    def _unmeasured_of(self, dtype: str, activations: str) -> list[str]:
+        types = (dtype.removeprefix("torch."),) if activations == FLOAT else NARROW[activations]
+        return [name for name in types if name in self.unmeasured]
+
+    def as_json(self) -> dict[str, Any]:
+        """With null for what was not measured; `unmeasured` has the reasons."""
+        return {**asdict(self), "flops": {**self.flops, **dict.fromkeys(self.unmeasured)}}
 
 
 def measure(refresh: bool = False, budget: float = 2.0) -> Ceilings:
@@ -140,19 +182,26 @@ def identity_of(device: Device) -> dict[str, Any]:
 
 def better(one: Ceilings, other: Ceilings) -> Ceilings:
     """The best of each rate: a busy minute makes a ceiling look low, nothing makes it look high."""
-    if one.flops.keys() != other.flops.keys():
+    if _types(one) != _types(other):
         raise ConfigError("Ceilings of different instruments cannot be joined; measure both with one version.")
+    flops = {name: max(look.flops.get(name, 0.0) for look in (one, other)) for name in {**one.flops, **other.flops}}
     return replace(
         one,
         read_bytes_per_s=max(one.read_bytes_per_s, other.read_bytes_per_s),
         cached_read_bytes_per_s=max(one.cached_read_bytes_per_s, other.cached_read_bytes_per_s),
-        flops={dtype: max(rate, other.flops[dtype]) for dtype, rate in one.flops.items()},
+        flops=flops,
+        converted={name: base for name, base in one.converted.items() if name in other.converted},
+        unmeasured={name: why for name, why in one.unmeasured.items() if name not in flops},
     )
+
+
+def _types(found: Ceilings) -> set[str]:
+    return {*found.flops, *found.unmeasured}
 
 
 def _best(kept: Ceilings, found: Ceilings) -> Ceilings:
     """Of what was measured alike: a smaller working set may lie in a cache, and tells nothing about memory."""
-    if kept.flops.keys() != found.flops.keys() or kept.instrument != found.instrument:
+    if _types(kept) != _types(found) or kept.instrument != found.instrument:
         return found
     if found.read_set_bytes < SAME_SET * kept.read_set_bytes:
         found = replace(found, read_bytes_per_s=kept.read_bytes_per_s, read_set_bytes=kept.read_set_bytes)
@@ -200,18 +249,66 @@ def _measure(budget: float, identity: dict[str, Any]) -> Ceilings:
     cached, read = _read_rate(small, budget * 0.1), _read_rate(large, budget * 0.2)
     sizes = large.nbytes, small.nbytes
     del large, small
-    flops = _peaks(budget * 0.3)
+    peaks = _peaks(budget * 0.3)
     when = datetime.now(UTC).isoformat(timespec="seconds")
     instrument = TORCH if extension.kernels is None else NATIVE
-    return Ceilings(read, cached, flops, identity["threads"], identity["cpu"], when, *sizes, cache, instrument)
+    return Ceilings(
+        read, cached, peaks.flops, identity["threads"], identity["cpu"], when, *sizes, cache, instrument,
+        converted=peaks.converted, unmeasured=peaks.unmeasured,
+    )  # fmt: skip
 
 
-def _peaks(budget: float) -> dict[str, float]:
-    """By the kernels where they multiply in a type, else by torch."""
-    codes: dict[str, int] = {} if extension.kernels is None else extension.kernels.arithmetics()
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """As in `Ceilings`."""
+
+    flops: dict[str, float]
+    converted: dict[str, str]
+    unmeasured: dict[str, str]
+
+
+def _peaks(budget: float) -> Peaks:
+    """By the kernels where they multiply in a type, else by torch, unless that is a fallback."""
+    codes = _instruments()
     types = [*DTYPES, *(name for name in codes if name not in DTYPES)]
     each = budget / len(types)
-    return {name: _product_rate(codes[name], each) if name in codes else _matmul_rate(name, each) for name in types}
+    rates = {name: _product_rate(codes[name], each) if name in codes else _matmul_rate(name, each) for name in types}
+    return judged(rates, set(codes), _processor_features())
+
+
+def _instruments() -> dict[str, int]:
+    """Types that the kernels multiply in, with the codes that they know them by."""
+    return {} if extension.kernels is None else dict(extension.kernels.arithmetics())
+
+
+def judged(rates: dict[str, float], native: Collection[str], features: frozenset[str] | None) -> Peaks:
+    """What of these rates is a ceiling. `native`: types that kernels multiplied in, and no fallback; the others are
+    torch's. `features`: what the processor says of itself, None where it does not."""
+    flops, converted, unmeasured = dict(rates), {}, {}
+    base = rates["float32"]
+    for name in rates:
+        if name in native or name == "float32" or rates[name] >= base:
+            continue
+        if name not in BY_CONVERSION:
+            if rates[name] < FALLBACK * base:
+                unmeasured[name] = "torch multiplies it number by number here"
+        elif features is None:
+            unmeasured[name] = "torch is slower in it than in float32, and the processor does not tell its instructions"
+        elif features & INSTRUCTIONS[name]:
+            unmeasured[name] = "the processor has instructions for it, and torch does not use them"
+        else:
+            flops[name], converted[name] = base, "float32"
+    if "int8" not in rates and features is not None and features & INSTRUCTIONS["int8"]:
+        unmeasured["int8"] = "the processor has instructions for it, and the kernels have no instrument for them"
+    for name in unmeasured:
+        flops.pop(name, None)
+    return Peaks(flops, converted, unmeasured)
+
+
+def _processor_features() -> frozenset[str] | None:
+    """As Linux names them; None where it does not."""
+    found = _cpuinfo("flags") or _cpuinfo("Features")
+    return None if found is None else frozenset(found.split())
 
 
 def filled(size: int, budget: float) -> Any:
@@ -318,13 +415,17 @@ def read_kept(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _checked(values: dict[str, Any]) -> Ceilings | None:
-    kinds = {"float": (float, int), "int": (int,), "str": (str,), "dict[str, float]": (dict,)}
+    kinds: dict[str, tuple[type, ...]] = {
+        "float": (float, int), "int": (int,), "str": (str,), "dict[str, float]": (dict,), "dict[str, str]": (dict,)
+    }  # fmt: skip
     if set(values) != {field.name for field in fields(Ceilings)}:
         return None
     if not all(isinstance(values[field.name], kinds[str(field.type)]) for field in fields(Ceilings)):
         return None
     rates = [values["read_bytes_per_s"], values["cached_read_bytes_per_s"], *values["flops"].values()]
     if not all(isinstance(rate, int | float) and 0 < rate < math.inf for rate in rates) or not values["flops"]:
+        return None
+    if not all(isinstance(text, str) for text in (*values["converted"].values(), *values["unmeasured"].values())):
         return None
     return Ceilings(**values)
 
@@ -343,13 +444,19 @@ def keep(path: Path, identity: dict[str, Any], **found: Any) -> None:
 
 
 def _cpu_name() -> str:
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def _cpuinfo(wanted: str) -> str | None:
+    """Of the first core that has it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+            name, _, value = line.partition(":")
+            if name.strip() == wanted:
+                return value.strip()
     except OSError:
         pass
-    return platform.processor() or platform.machine()
+    return None
 
 
 def _cache_bytes() -> int:

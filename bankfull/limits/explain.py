@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -125,6 +126,8 @@ def _summary(
         lead = f"{part.name} took {shown.share:.0%} of the time"
         if shown.percent_of_limit is not None:
             lead += f" and is bound by {shown.bound} at {shown.percent_of_limit:.0f}% of the limit"
+            if yardstick is not None and math.isinf(yardstick.peak):
+                lead += " (of memory alone: its arithmetic was not measured)"
             if shown.percent_of_limit > BEYOND:
                 lead += ", which was measured on a busier machine (`bankfull limits --refresh` measures it again)"
         host = part.seconds - part.inside

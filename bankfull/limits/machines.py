@@ -37,7 +37,8 @@ class Machine:
             "name": self.name, "kind": self.kind, "measured": self.measured, "unverified": self.unverified,
             "doubts": list(self.doubts),
             "read_bytes_per_s": self.ceilings.read_bytes_per_s,
-            "cached_read_bytes_per_s": self.ceilings.cached_read_bytes_per_s, "flops": self.ceilings.flops,
+            "cached_read_bytes_per_s": self.ceilings.cached_read_bytes_per_s,
+            "flops": self.ceilings.as_json()["flops"], "unmeasured": self.ceilings.unmeasured,
             "memory_bytes": self.memory,
         }  # fmt: skip
 

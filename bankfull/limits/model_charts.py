@@ -22,8 +22,11 @@ def roof(found: ModelRoofline) -> Chart:
     """Every operation at its intensity, as high as the machine lets it."""
     peak = found.arithmetic.peak
     bandwidth = found.phases[-1].roofline.bytes_per_second
-    ridge = peak / bandwidth
-    series, marks = [], [Mark(ridge, peak, f"ridge: {ridge:.3g} FLOP/byte")]
+    series, marks, roofs = [], [], {}
+    if found.arithmetic.measured:
+        ridge = peak / bandwidth
+        marks.append(Mark(ridge, peak, f"ridge: {ridge:.3g} FLOP/byte"))
+        roofs[f"the machine's limit in {found.arithmetic.dtype}"] = peak
     for phase in found.phases:
         entries = [entry for entry in phase.roofline.entries if _has_place(entry)]
         points = [(e.cost.intensity, e.cost.flops / e.seconds) for e in entries]
@@ -31,7 +34,6 @@ def roof(found: ModelRoofline) -> Chart:
         short = phase.phase if phase.phase == "prefill" else f"decode {phase.sequences}"
         named = [(place, e) for place, e in zip(points, entries, strict=True) if e.share >= NAMED]
         marks += [Mark(*place, f"{e.operation} ({short})") for place, e in named]
-    roofs = {f"the machine's limit in {found.arithmetic.dtype}": peak}
     return roofline_chart(f"Roofline on {found.machine.name}", roofs, bandwidth, marks=marks, points=series)
 
 

@@ -71,6 +71,16 @@ class Arithmetic:
     def peak(self) -> float:
         return self.machine.ceilings.peak_of(self.dtype, self.activations)
 
+    @property
+    def measured(self) -> bool:
+        return self.peak < inf
+
+    @property
+    def doubts(self) -> list[str]:
+        """What has to be said beside every time here."""
+        unmeasured = self.machine.ceilings.doubt(self.dtype, self.activations)
+        return [*self.machine.doubts, *([] if unmeasured is None else [unmeasured])]
+
     def timing(self, cost: Cost) -> Timing:
         bandwidth = self.machine.ceilings.read_at(cost.read)
         bound: Bound = "arithmetic" if cost.flops / self.peak > cost.bytes / bandwidth else "memory"
@@ -291,7 +301,8 @@ class ModelRoofline:
             "model": self.recipe.config.get("model_type"), "parameters": self.metered.parameters,
             "dtype": self.recipe.dtype_name, "activations": self.recipe.activations,
             "kv_dtype": str(self.recipe.kv_dtype).removeprefix("torch."), "machine": self.machine.as_json(),
-            "peak_flops": self.arithmetic.peak, "phases": [phase.as_json() for phase in self.phases],
+            "peak_flops": self.arithmetic.peak if self.arithmetic.measured else None,
+            "phases": [phase.as_json() for phase in self.phases],
             "memory": self.memory.as_json(), "context": self.question.context,
             "turning_batch": self.turning_batch, "linear_turning_batch": self.linear_turning_batch,
             "curve": [asdict(point) for point in self.curve],

@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bankfull.limits.model_roofline import ModelRoofline
-from bankfull.limits.show import duration, roofline_table, scaled
+from bankfull.limits.show import arithmetic_rate, duration, roofline_table, scaled
 
 
 def phase_tables(found: ModelRoofline) -> list[Table]:
@@ -33,7 +33,7 @@ def summary_table(found: ModelRoofline) -> Table:
          f"keys and values {str(recipe.kv_dtype).removeprefix('torch.')}")  # fmt: skip
     line("machine", f"{machine.name} ({machine.note})")
     line("reads", scaled(ceilings.read_at(found.line.cost(1).read), "B/s"))
-    line("multiplies", scaled(found.arithmetic.peak, "FLOP/s"))
+    line("multiplies", arithmetic_rate(found.arithmetic.peak))
     line("weights", scaled(memory.weights, "B"))
     line(f"state, context {context}", f"{scaled(memory.state_per_sequence, 'B')} per sequence")
     line("a step's own", scaled(memory.step, "B"))
@@ -43,6 +43,10 @@ def summary_table(found: ModelRoofline) -> Table:
         line("sequences that fit", memory.most_sequences)
     turning = found.turning_batch
     never = "never: a sequence's own state takes longer to read than its token takes to compute"
+    unknown = "not known: that arithmetic was not measured"
+    if not found.arithmetic.measured:
+        line("decode is bound by arithmetic", unknown)
+        return table
     line("decode is bound by arithmetic", never if turning is None else f"from {turning} sequences on")
     linear = found.linear_turning_batch
     line("its linear layers alone", "never" if linear is None else f"from {linear} sequences on")

@@ -24,17 +24,18 @@ def roofline_chart(
 
     Every roof rises with memory's bandwidth up to its ridge; types with the same peak share one. `faster` are the
     bandwidths of caches by name, dashed, up to the highest roof. `marks` are places with a name (operations), `points`
-    further series (measurements).
+    further series (measurements). Without `peaks`, where no arithmetic was measured, memory's line has no end.
     """
     roofs = _by_height(peaks)
     shown = [mark.x for mark in marks] + [x for series in points for x, _ in series.points]
-    low = min([min(roofs) / memory / BESIDE_RIDGES, *(x / BESIDE_MARKS for x in shown if x > 0)])
-    high = max([max(roofs) / memory * BESIDE_RIDGES, *(x * BESIDE_MARKS for x in shown)])
+    ridges = [peak / memory for peak in roofs] or [1.0]
+    low = min([min(ridges) / BESIDE_RIDGES, *(x / BESIDE_MARKS for x in shown if x > 0)])
+    high = max([max(ridges) * BESIDE_RIDGES, *(x * BESIDE_MARKS for x in shown)])
     series = [
         Series(", ".join(types), [(low, low * memory), (peak / memory, peak), (high, peak)])
         for peak, types in roofs.items()
-    ]
-    top = max(roofs)
+    ] or [Series("memory", [(low, low * memory), (high, high * memory)])]
+    top = max(roofs, default=high * memory)
     for name, rate in sorted((faster or {}).items(), key=lambda pair: -pair[1]):
         if rate > memory:
             series.append(Series(f"from {name}", [(low, low * rate), (top / rate, top)], dashed=True))

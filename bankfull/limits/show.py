@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -22,6 +23,11 @@ def scaled(value: float, unit: str = "") -> str:
         if number >= 0.9995:
             return f"{number:.0f} {prefix}{unit}" if number >= 999.5 else f"{number:.3g} {prefix}{unit}"
     return f"{value:.3g} {unit}".rstrip()
+
+
+def arithmetic_rate(rate: float) -> str:
+    """Infinite is what nothing is known to bound."""
+    return "not measured" if math.isinf(rate) else scaled(rate, "FLOP/s")
 
 
 def duration(seconds: float) -> str:
@@ -58,7 +64,10 @@ def ceilings_table(found: Ceilings, levels: Levels | None = None) -> Table:
     table.add_row(f"read, {scaled(found.read_set_bytes, 'B')}", scaled(found.read_bytes_per_s, "B/s"))
     table.add_row(f"read, {scaled(found.cached_set_bytes, 'B')}", scaled(found.cached_read_bytes_per_s, "B/s"))
     for dtype, rate in found.flops.items():
-        table.add_row(f"arithmetic, {dtype}", scaled(rate, "FLOP/s"))
+        how = f", computed in {found.converted[dtype]}" if dtype in found.converted else ""
+        table.add_row(f"arithmetic, {dtype}{how}", scaled(rate, "FLOP/s"))
+    for dtype in found.unmeasured:
+        table.add_row(f"arithmetic, {dtype}", "not measured")
     if levels is not None:
         copies = {"copy, host to device": levels.to_device, "copy, device to host": levels.from_device}
         for name, copied in copies.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,10 @@ def known_limits(llm: LLM) -> tuple[ClosedForm, dict[str, float]] | None:
         return None
     # A small model's weights may be read from the cache again and again.
     read = yardstick.ceilings.read_at(yardstick.form.cost(StepShape.decode()).read)
-    return yardstick.form, {"read_bytes_per_s": read, "flops": yardstick.peak}
+    limits = {"read_bytes_per_s": read}
+    if yardstick.peak < math.inf:  # else nobody has measured the model's arithmetic here
+        limits["flops"] = yardstick.peak
+    return yardstick.form, limits
 
 
 class Gauge:

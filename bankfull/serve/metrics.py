@@ -84,7 +84,10 @@ class Metrics:
         self.ceiling_flops = Value(gauge, "ceiling_flops_per_second", "What this machine can compute.")
         self.mbu = Value(gauge, "mbu_ratio", "Achieved bytes per second over the ceiling, lately.", kinds)
         self.mfu = Value(gauge, "mfu_ratio", "Achieved operations per second over the ceiling, lately.", kinds)
-        self._unmeasured = (self.ceiling_bytes, self.ceiling_flops, self.mbu, self.mfu)
+        self._needs = {
+            self.ceiling_bytes: "read_bytes_per_s", self.mbu: "read_bytes_per_s", self.ceiling_flops: "flops",
+            self.mfu: "flops",
+        }  # fmt: skip
 
     @property
     def families(self) -> list[Family]:
@@ -113,8 +116,9 @@ class Metrics:
         self.ready.set(float(backend.ready))
         if load is not None:
             self._take(load, facts)
-        measured = facts is not None and facts.ceilings is not None and load is not None
-        shown = [family for family in self.families if measured or family not in self._unmeasured]
+        ceilings = (facts.ceilings if facts is not None and load is not None else None) or {}
+        # A ceiling that nobody has measured is left out, and what it would be compared with.
+        shown = [family for family in self.families if family not in self._needs or self._needs[family] in ceilings]
         name = self._model if self._model is not None or facts is None else facts.name
         labels = {} if name is None else {"model_name": name}
         return write_families(shown, PREFIX, labels) + write_families(self._known_to_vllm, VLLM_PREFIX, labels)

@@ -73,7 +73,8 @@ class Facts(msgspec.Struct):
     dtype: str
     device: str
     ceilings: dict[str, float] | None = None
-    """read_bytes_per_s, flops: this machine's for this model, if they were measured before."""
+    """read_bytes_per_s, flops: this machine's for this model, if they were measured before; without flops where the
+    model's arithmetic could not be."""
 
 
 class Ready(msgspec.Struct, tag="ready"):

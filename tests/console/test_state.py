@@ -122,6 +122,12 @@ def test_a_request_is_followed_from_its_arrival_to_its_end_beside_its_limits(ste
     asyncio.run(follow())
 
 
+def test_without_a_ceiling_of_arithmetic_memory_alone_is_the_limit() -> None:
+    before, after = load(1), load(2, 50.0, 1500.0)
+    known = {"read_bytes_per_s": 100.0}
+    assert least_seconds(before, after, known) == least_seconds(before, after, {**known, "flops": 1e30})
+
+
 def test_without_ceilings_there_are_times_but_no_limits(steps: Steps) -> None:
     steps.facts = msgspec.structs.replace(steps.facts, ceilings=None)
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from bankfull.sample.params import SamplingParams
@@ -94,6 +95,15 @@ def run(backend: WatchedBackend, trace: Trace | None = None, steps: int = 9) -> 
     else:
         with during(trace):
             asyncio.run(use())
+
+
+def test_a_ceiling_that_was_not_measured_is_left_out_with_its_ratio() -> None:
+    backend = FakeBackend()
+    assert backend.facts is not None
+    backend.facts = msgspec.structs.replace(backend.facts, ceilings={"read_bytes_per_s": CEILINGS["read_bytes_per_s"]})
+    text = Metrics().write(backend)
+    assert "ceiling_bytes_per_second" in text and "mbu_ratio" in text and "achieved_flops_per_second" in text
+    assert "ceiling_flops_per_second" not in text and "mfu_ratio" not in text
 
 
 def test_the_names_that_users_of_vllm_know_are_there() -> None:

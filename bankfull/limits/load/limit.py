@@ -9,6 +9,7 @@ its distance from the limit.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class Ceiling:
 
     bytes_per_s: float
     flop_per_s: float
+    """Infinite where the model's arithmetic was not measured: then memory alone bounds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +78,8 @@ def counted(metrics: str | None) -> Counted | None:
             continue
     names = ("engine_busy_seconds_total", "engine_bytes_moved_total", "engine_flops_total")
     work = {kind: Work(*(values.get((name, kind), 0.0) for name in names)) for kind in KINDS}
-    most = [values.get((name, ""), 0.0) for name in ("ceiling_bytes_per_second", "ceiling_flops_per_second")]
-    return Counted(work, Ceiling(*most) if all(most) else None)
+    reads, computes = (values.get((f"ceiling_{what}_per_second", ""), 0.0) for what in ("bytes", "flops"))
+    return Counted(work, Ceiling(reads, computes or math.inf) if reads else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,8 @@ class Reached:
 
     def mfu(self, kind: str | None = None) -> float | None:
         work = self.whole if kind is None else self.work[kind]
-        return work.flops / work.seconds / self.ceiling.flop_per_s if work.seconds > 0 else None
+        measured = math.isfinite(self.ceiling.flop_per_s)
+        return work.flops / work.seconds / self.ceiling.flop_per_s if measured and work.seconds > 0 else None
 
     @property
     def busy(self) -> float:
@@ -127,7 +130,8 @@ class Reached:
             "prompt_mbu": self.mbu("prompt"), "prompt_mfu": self.mfu("prompt"), "busy": self.busy,
             "percent_of_limit": self.percent_of_limit, "percent_of_rate": self.percent_of_rate,
             "bytes_moved": self.whole.bytes, "flops": self.whole.flops,
-            "ceiling_bytes_per_s": self.ceiling.bytes_per_s, "ceiling_flop_per_s": self.ceiling.flop_per_s,
+            "ceiling_bytes_per_s": self.ceiling.bytes_per_s,
+            "ceiling_flop_per_s": self.ceiling.flop_per_s if math.isfinite(self.ceiling.flop_per_s) else None,
         }  # fmt: skip
 
 
@@ -209,7 +213,8 @@ def _of_files(path: Path, ceiling: Ceiling | None) -> RequestLimits:
     if ceiling is None:
         found = measure()
         reads = found.read_at(form.cost(StepShape.decode()).read)
-        ceiling = Ceiling(reads, max(found.flops.values()))
+        # The server does not say what it multiplies in: the fastest type bounds them all, if each was measured.
+        ceiling = Ceiling(reads, math.inf if found.unmeasured else max(found.flops.values()))
     return RequestLimits(form, ceiling)
 
 

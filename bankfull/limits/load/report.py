@@ -109,8 +109,9 @@ class Report:
             yield Figure("steps, % of limit", reached.percent_of_limit, "%", note="the least time for them over theirs")
             for kind, named in (("decode", "decoding"), ("prompt", "with prompts")):
                 mbu, mfu = reached.mbu(kind), reached.mfu(kind)
-                if mbu is not None and mfu is not None:
+                if mbu is not None:
                     yield Figure(f"MBU, steps {named}", 100 * mbu, "%", note="of the memory's bandwidth")
+                if mfu is not None:
                     yield Figure(f"MFU, steps {named}", 100 * mfu, "%", note="of the peak of arithmetic")
         if self.stalls:
             by_machine, by_itself = sums(self.stalls)

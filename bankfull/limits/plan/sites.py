@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from bankfull.errors import ConfigError
 from bankfull.limits import catalogue
-from bankfull.limits.ceilings import Ceilings
+from bankfull.limits.ceilings import NARROW, Ceilings
 from bankfull.limits.machines import HERE, machine_of
+from bankfull.ops.registry import INT8
 
 RESERVED = 0.05
 """Of a catalogue device's memory: what drivers, libraries and fragments take. An assumption."""
@@ -65,7 +66,14 @@ def _here(name: str, price: float | None) -> Site:
     machine = machine_of(name)
     shown = machine.kind if name in ("auto", "here") else name
     assert machine.memory is not None
-    return Site(shown, machine.name, machine.kind, machine.ceilings, machine.memory, True, price)
+    unmeasured = machine.ceilings.unmeasured
+    doubts = tuple(
+        f"{shown}: arithmetic in {dtype} was not measured ({unmeasured[dtype]}); limits with it count memory alone."
+        for dtype in NARROW[INT8] if dtype in unmeasured
+    )  # fmt: skip
+    return Site(
+        shown, machine.name, machine.kind, machine.ceilings, machine.memory, True, price, doubts=doubts
+    )
 
 
 def _there(device: catalogue.Device) -> Site:

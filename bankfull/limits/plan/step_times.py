@@ -8,6 +8,7 @@ share of its ceiling that it was seen to reach, and what a step and each of its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -139,6 +140,8 @@ class StepTimes:
             kept[lasting, column] += moved[lasting]
             passing[~lasting, column] += moved[~lasting]
         self._coefficients = np.concatenate((flops, kept, passing), axis=1) / layout.ways
+        # A likely time needs a rate even where none bounds it: the fastest that was measured, which factors scale.
+        self._rate = peak if peak < math.inf else max(ceilings.flops.values())
         self._slowdowns = efficiency.slowdowns
         self._passing_rate = max(ceilings.cached_read_bytes_per_s, ceilings.read_bytes_per_s)
 
@@ -190,7 +193,7 @@ class StepTimes:
             for costs in apart if kind in BY_ROW else (whole,):
                 # The activations of other kinds grow with their arithmetic: a factor on that covers both.
                 memory = costs[1][i] / rate + (costs[2][i] / self._passing_rate if kind == REST else 0.0)
-                arithmetic = 0.0 if kind == REST else costs[0][i] / self.peak
+                arithmetic = 0.0 if kind == REST else costs[0][i] / self._rate
                 if self.overlaps or (kind in BY_ROW and costs is apart[0]):
                     memory, arithmetic = (memory, 0.0) if memory >= arithmetic else (0.0, arithmetic)
                 found += (memory, arithmetic)

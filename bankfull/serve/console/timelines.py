@@ -7,6 +7,7 @@ summed up here instead of in its trace, which has them when it ends.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -170,7 +171,7 @@ def least_seconds(before: Load, after: Load | None, ceilings: dict[str, float]) 
     decode_flops = after.decode_flops - before.decode_flops
     prompt_bytes = after.bytes_moved - before.bytes_moved - decode_bytes
     prompt_flops = after.flops - before.flops - decode_flops
-    rate, peak = ceilings["read_bytes_per_s"], ceilings["flops"]
+    rate, peak = ceilings["read_bytes_per_s"], ceilings.get("flops", math.inf)
     return max(decode_bytes / rate, decode_flops / peak) + max(prompt_bytes / rate, prompt_flops / peak)
 
 

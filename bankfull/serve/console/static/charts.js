@@ -138,20 +138,22 @@ export class Roofline {
   }
 
   show(ceilings, samples) {
-    const width = this.svg.clientWidth || 640, peak = ceilings.flops, slope = ceilings.read_bytes_per_s;
-    const ridge = peak / slope, roof = (intensity) => Math.min(peak, slope * intensity);
+    const width = this.svg.clientWidth || 640, peak = ceilings.flops ?? Infinity, slope = ceilings.read_bytes_per_s;
+    const ridge = peak / slope, flat = Number.isFinite(peak), roof = (intensity) => Math.min(peak, slope * intensity);
     const trails = KINDS.map(([kind]) => recent(samples, kind)), points = trails.flat();
     const low = Math.min(0.25, ...points.map((point) => point.x)) / 2;
-    const high = Math.max(ridge * 16, ...points.map((point) => point.x * 2));
-    const bottom = Math.min(roof(low), ...points.map((point) => point.y)) / 2, top = peak * 3;
+    // Arithmetic that nobody has measured is no roof: memory's line goes on.
+    const high = Math.max(flat ? ridge * 16 : 64, ...points.map((point) => point.x * 2));
+    const bottom = Math.min(roof(low), ...points.map((point) => point.y)) / 2, top = roof(high) * 3;
     const x = scale(low, high, MARGIN.left + 14, width - MARGIN.right);
     const y = scale(bottom, top, ROOF_HEIGHT - 36, MARGIN.top);
     this.svg.setAttribute("viewBox", `0 0 ${width} ${ROOF_HEIGHT}`);
-    const path = pathOf([[x(low), y(roof(low))], [x(ridge), y(peak)], [x(high), y(peak)]]);
+    const corners = [low, ...(flat ? [ridge] : []), high];
+    const path = pathOf(corners.map((at) => [x(at), y(roof(at))]));
     const parts = [
       ...axes(x, y, { low, high, bottom, top }),
       draw("path", { class: "curve series-limit", d: path }),
-      text(x(high) - 4, y(peak) - 6, "end", `arithmetic ${sized(peak, "FLOP/s")}`),
+      text(x(high) - 4, y(roof(high)) - 6, "end", `arithmetic ${flat ? sized(peak, "FLOP/s") : "not measured"}`),
       text(x(2 * low) + 8, y(roof(2 * low)) + 10, "start", `memory ${sized(slope, "B/s")}`),
     ];
     const said = [];

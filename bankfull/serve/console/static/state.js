@@ -126,5 +126,5 @@ function hitsOf(samples) {
 
 /** The shortest time for work of one kind: bound by its bytes or by its arithmetic. */
 export function leastSeconds(work, ceilings) {
-  return Math.max(work.bytes / ceilings.read_bytes_per_s, work.flops / ceilings.flops);
+  return Math.max(work.bytes / ceilings.read_bytes_per_s, work.flops / (ceilings.flops ?? Infinity));
 }
