@@ -23,7 +23,7 @@ GPU_TESTS := tests/gpu $(wildcard tests/sample/test_cuda.py tests/sample/test_tr
 BUILD_INPUTS := pyproject.toml CMakeLists.txt bankfull/__init__.py $(wildcard csrc/*.cpp csrc/*.hpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve bench lint test test-full test-gpu bench-gpu test-clients test-console soak test-kernels \
+.PHONY: help install demo serve bench figures lint test test-full test-gpu bench-gpu test-clients test-console soak test-kernels \
 	test-sanitize test-aarch64 clean tools clients-environment
 
 help: ## List the targets
@@ -89,6 +89,9 @@ serve: install ## Fetch the default model and serve it on 127.0.0.1:8000; SERVE_
 
 bench: tools ## Compare with llama.cpp and vLLM on this machine; BENCH_OPTIONS="--peers llamacpp --pairs 3" for less, "--help" for all
 	$(BIN)/python -m benchmarks.cpu_peers $(BENCH_OPTIONS)
+
+figures: install ## Write the figures of docs/figures.toml into README.md and docs/*.md
+	$(BIN)/python -m docs.figures
 
 lint: tools ## Style, types and the rules on who may import whom
 	$(BIN)/ruff check

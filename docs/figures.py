@@ -1,0 +1,143 @@
+"""Writes the measured figures of docs/figures.toml into README.md and docs/*.md: `make figures`.
+
+A text says where with `<!-- figures: NAME -->` and `<!-- /figures -->`; what stands between the two is written here and
+nowhere else. NAME is a set of figures, which becomes a table with its command, date and machine, or a view: a text in
+which {SET.ROW.FIELD} or {SET.ROW.FIELD:FORMAT} is a figure, {SET.*.FIELD} the sum over all rows, and {SET.date},
+{SET.machine} or {SET.command} where it comes from.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "docs" / "figures.toml"
+BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
+REFERENCE = re.compile(r"\{([\w-]+)\.([\w*.-]+)(?::([^{}]+))?\}")
+NOTHING = "-"
+WIDTH = 120
+
+Row = Mapping[str, Any]
+
+
+class FiguresError(Exception):
+    """One sentence about what is wrong with the file or a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One set: what one command gave on one machine."""
+
+    name: str
+    command: str
+    date: date
+    machine: str
+    columns: Mapping[str, str]
+    """Heading -> how its cell is written, with a row's fields in braces."""
+    rows: Mapping[str, Row]
+    note: str = ""
+
+    def cells(self, row: Row) -> list[str]:
+        return [_cell(form, row) for form in self.columns.values()]
+
+    def table(self) -> str:
+        told = f"`{self.command}`, {self.date}, {self.machine}{f'; {self.note}' if self.note else ''}:"
+        lines = [*wrap(told, WIDTH, break_long_words=False, break_on_hyphens=False), ""]
+        lines += [_line(list(self.columns)), "|" + "---|" * len(self.columns)]
+        return "\n".join([*lines, *(_line(self.cells(row)) for row in self.rows.values())])
+
+    def value(self, path: str) -> Any:
+        """`date`, `machine`, `command`, ROW.FIELD, or *.FIELD for the sum."""
+        if path in ("date", "machine", "command"):
+            return getattr(self, path)
+        row, _, field = path.partition(".")
+        rows = list(self.rows.values()) if row == "*" else [self.rows[row]] if row in self.rows else []
+        if not rows or any(field not in each for each in rows):
+            raise FiguresError(f"{{{self.name}.{path}}} names no figure of {SOURCE.name}.")
+        return sum(each[field] for each in rows) if row == "*" else rows[0][field]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    sets: Mapping[str, Figures]
+    views: Mapping[str, str]
+
+    def block(self, name: str) -> str:
+        """What stands between the markers; a table in lines of its own."""
+        if name in self.sets:
+            return f"\n{self.sets[name].table()}\n"
+        if name not in self.views:
+            raise FiguresError(f"{SOURCE.name} has no figures and no view {name!r}.")
+        text = REFERENCE.sub(self._written, self.views[name])
+        return f"\n{text.strip()}\n" if "\n" in text.strip() else text.strip()
+
+    def _written(self, found: re.Match[str]) -> str:
+        name, path, form = found.groups()
+        if name not in self.sets:
+            raise FiguresError(f"{found[0]} names no set of figures of {SOURCE.name}.")
+        return format(self.sets[name].value(path), form or "")
+
+    def filled(self, text: str) -> str:
+        """The text with every block as it should be."""
+        blocks = len(BLOCK.findall(text))
+        if (text.count("<!-- figures:"), text.count("<!-- /figures -->")) != (blocks, blocks):
+            raise FiguresError("A block of figures has no end, or no beginning.")
+        return BLOCK.sub(lambda found: f"{found[1]}{self.block(found[2])}{found[4]}", text)
+
+
+def load(path: Path = SOURCE) -> Source:
+    document = tomllib.loads(path.read_text())
+    machines, views = document.pop("machine"), document.pop("view", {})
+    sets = {}
+    for name, raw in document.items():
+        missing = {"command", "date", "machine", "columns", "row"} - raw.keys()
+        if missing or type(raw["date"]) is not date or raw["machine"] not in machines:
+            known = "needs a date without quotes and a known machine"
+            what = f"lacks {', '.join(sorted(missing))}" if missing else known
+            raise FiguresError(f"{path.name}: {name} {what}.")
+        sets[name] = Figures(
+            name, raw["command"], raw["date"], machines[raw["machine"]], raw["columns"], raw["row"], raw.get("note", "")
+        )
+    return Source(sets, views)
+
+
+def texts() -> Iterator[Path]:
+    yield ROOT / "README.md"
+    yield from sorted((ROOT / "docs").glob("*.md"))
+
+
+def main() -> None:
+    source = load()
+    for path in texts():
+        before = path.read_text()
+        try:
+            after = source.filled(before)
+        except FiguresError as error:
+            sys.exit(f"{path.relative_to(ROOT)}: {error}")
+        if after != before:
+            path.write_text(after)
+            print(f"{path.relative_to(ROOT)}: new figures")
+
+
+def _cell(form: str, row: Row) -> str:
+    """A row that lacks a field of the cell has nothing to say there."""
+    try:
+        return form.format(**row)
+    except KeyError:
+        return NOTHING
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    main()
