@@ -18,6 +18,7 @@ RUN python -m venv /opt/bankfull
 # index of CPU-only builds, as torch's own installation page names it; an image for CPUs must not carry CUDA along.
 ARG TORCH=torch==2.13.0
 ARG TORCH_INDEX=
+# hadolint ignore=DL3013
 RUN pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH" \
     && python -c "import sys, torch; sys.exit(torch.version.cuda and 'This torch is built for CUDA; give --build-arg TORCH_INDEX=ADDRESS of an index of CPU-only builds.')"
 
@@ -26,9 +27,12 @@ COPY pyproject.toml CMakeLists.txt README.md LICENSE ./
 COPY csrc csrc
 COPY bankfull bankfull
 # Kernels are built for every instruction set and chosen at run time: the image runs on other machines, too.
+# hadolint ignore=DL3013
 RUN BANKFULL_REQUIRE_NATIVE=1 pip wheel --no-deps --wheel-dir /wheel . \
     && wheel=$(echo /wheel/*.whl) \
-    && pip install "${wheel}[serve,hub]"
+    && pip install "${wheel}[serve,hub]" \
+    && torch=$(python -c "import torch; print(torch.__path__[0])") \
+    && rm -rf "$torch/test" "$torch/include" "$torch"/bin/*[tT]est*
 
 FROM python:${PYTHON_VERSION}-slim-bookworm
 LABEL org.opencontainers.image.title="bankfull" \
