@@ -48,6 +48,7 @@ def info(
 
 
 def _rooflines(files: ModelFiles, dtype: str, longest: int) -> dict[Title, Roofline]:
+    from bankfull.cli.terminal import say
     from bankfull.limits.ceilings import measure
     from bankfull.limits.info import DECODE_CONTEXTS, PREFILL_TOKENS
     from bankfull.limits.metered import MeteredModel
@@ -55,6 +56,9 @@ def _rooflines(files: ModelFiles, dtype: str, longest: int) -> dict[Title, Roofl
     from bankfull.limits.step import StepShape
 
     metered, ceilings = MeteredModel(files, dtype=dtype), measure()
+    doubt = ceilings.doubt(dtype)
+    if doubt is not None:
+        say(f"bankfull: {doubt}")
     tokens, context = min(PREFILL_TOKENS, longest), min(max(DECODE_CONTEXTS), longest)
     steps: dict[Title, Any] = {
         f"prefill of {tokens} tokens": StepShape.prefill(tokens),

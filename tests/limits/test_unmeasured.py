@@ -38,7 +38,7 @@ from bankfull.limits.show import ceilings_table
 from bankfull.limits.step import StepShape
 from bankfull.limits.yardstick import Yardstick
 from bankfull.ops.cost import Cost
-from tests.limits.models import LLAMA
+from tests.limits.models import LLAMA, save_directory
 
 ARM = frozenset({"asimd", "asimdhp", "asimddp"})
 SLOW_TORCH = {"float32": 96e9, "bfloat16": 0.3e9, "float16": 0.2e9, "float64": 36e9}
@@ -171,6 +171,18 @@ def test_the_commands_say_it(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert run_command(["roofline", str(config), *options, "--draw"]) == 0
     told = capsys.readouterr()
     assert "not measured" in told.out and "limits count memory alone" in told.err
+
+
+@pytest.mark.usefixtures("only_float32")
+def test_info_says_it_of_a_model_that_was_saved_in_such_a_type(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = save_directory(tmp_path / "model", {**LLAMA, "dtype": "float16"})
+    assert run_command(["info", str(folder), "--roofline", "--dtype", "float16", "--json"]) == 0
+    told = capsys.readouterr()
+    assert "float16 was not measured" in told.err
+    rows = json.loads(told.out)["roofline"]
+    assert {row["bound"] for each in rows.values() for row in each} == {"memory"}
 
 
 def test_more_sequences_give_more_tokens_where_nothing_is_known_to_bound_them() -> None:
