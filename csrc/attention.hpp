@@ -42,7 +42,13 @@ struct BFloat16 {
         __builtin_memcpy(&value, &bits, 4);
         return value;
     }
-    static Four four(const uint8_t* p) { return Four{one(p), one(p + 2), one(p + 4), one(p + 6)}; }
+    static Four four(const uint8_t* p) {
+#if defined(BANKFULL_NEON)
+        return Four(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
+#else
+        return Four{one(p), one(p + 2), one(p + 4), one(p + 6)};
+#endif
+    }
 };
 
 // Codes, as whole numbers. Their scales join later: a key's its scores, a value's the weights that it is mixed with.
@@ -63,8 +69,11 @@ struct Int8 {
 };
 
 static constexpr int64_t KEYS = 32;  // scored at once: two blocks of lanes
+// Rows of queries that are scored together; rows and lanes of values that are mixed together.
 #if defined(__AVX512F__)
 static constexpr int SCORE_ROWS = 4, MIX_ROWS = 4, MIX_LANES = 4;
+#elif defined(BANKFULL_NEON)
+static constexpr int SCORE_ROWS = 4, MIX_ROWS = 4, MIX_LANES = 1;
 #else
 static constexpr int SCORE_ROWS = 2, MIX_ROWS = 2, MIX_LANES = 2;
 #endif
@@ -100,6 +109,31 @@ struct Rows {
 static inline int64_t padded_values(const AttentionJob& job) { return (job.values + 15) / 16 * 16; }
 static inline int64_t partial_floats(const AttentionJob& job) { return padded_values(job) + 2; }
 
+struct Work {
+    float *keys, *scores, *tails, *partial, *running;
+    uint8_t* nothing;  // a key of zeros, for lanes without one
+
+    static int64_t floats(const AttentionJob& job, int64_t rows) {
+        return job.size * (KEYS + 1) + rows * (CHUNK + 2 * partial_floats(job)) + CHUNK * 16;
+    }
+    Work(const AttentionJob& job, int64_t rows) {
+        keys = scratch(floats(job, rows));
+        scores = keys + job.size * KEYS;
+        tails = scores + rows * CHUNK;
+        partial = tails + CHUNK * 16;
+        running = partial + rows * partial_floats(job);
+        float* zeros = running + rows * partial_floats(job);
+        for (int64_t d = 0; d < job.size; ++d) zeros[d] = 0.0f;
+        nothing = reinterpret_cast<uint8_t*>(zeros);
+    }
+};
+
+#if defined(BANKFULL_NEON)
+
+#include "attention_neon.hpp"
+
+#else
+
 // Sixteen keys side by side: keys[d * KEYS + i] is dimension d of key i.
 template <class E>
 static void transpose_keys(const uint8_t* const* at, int64_t size, float* keys) {
@@ -124,12 +158,14 @@ static void score_rows(const Rows& rows, int64_t row, const float* keys, const f
     const AttentionJob& job = rows.job;
     const float* q[R];
     Lanes left[R], right[R];
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
         q[r] = rows.query(row + r);
         left[r] = right[r] = Lanes::splat(0.0f);
     }
     for (int64_t d = 0; d < job.size; ++d) {
         const Lanes a = Lanes::load(keys + d * KEYS), b = Lanes::load(keys + d * KEYS + 16);
+#pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             const Lanes each = Lanes::splat(q[r][d]);
             left[r].add_product(each, a);
@@ -137,7 +173,9 @@ static void score_rows(const Rows& rows, int64_t row, const float* keys, const f
         }
     }
     const Lanes scale = Lanes::splat(job.scale);
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
         for (int half = 0; half < 2; ++half) {
             Lanes score = half ? right[r] : left[r];
             if (key_scales) score = score * Lanes::load(key_scales + half * 16);
@@ -146,6 +184,21 @@ static void score_rows(const Rows& rows, int64_t row, const float* keys, const f
             score.store(scores + (row + r) * CHUNK + half * 16);
         }
 }
+
+// Scores of KEYS keys, which lie at `at`, for all rows.
+template <class E>
+static void score_block(const Rows& rows, const Work& work, const uint8_t* const* at, const float* key_scales, float* scores) {
+    transpose_keys<E>(at, rows.job.size, work.keys);
+    transpose_keys<E>(at + 16, rows.job.size, work.keys + 16);
+    int64_t row = 0;
+    for (; row + SCORE_ROWS <= rows.count; row += SCORE_ROWS)
+        score_rows<SCORE_ROWS>(rows, row, work.keys, key_scales, scores);
+    if (row + 3 == rows.count) score_rows<3>(rows, row, work.keys, key_scales, scores);
+    if (row + 2 == rows.count) score_rows<2>(rows, row, work.keys, key_scales, scores);
+    if (row + 1 == rows.count) score_rows<1>(rows, row, work.keys, key_scales, scores);
+}
+
+#endif
 
 // Scores of [from, to) become exponentials over their maximum; lanes of the outer blocks that lie outside become 0.
 static void soften(float* scores, int64_t from, int64_t to, float& maximum, float& total) {
@@ -173,17 +226,24 @@ template <class E, int R, int C>
 static void mix_tile(float* const* mixed, const float* const* weights, const uint8_t* const* values, int64_t byte,
                      int64_t column, int64_t from, int64_t to) {
     Lanes sums[R][C];
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
         for (int c = 0; c < C; ++c) sums[r][c] = Lanes::load(mixed[r] + column + c * 16);
     for (int64_t j = from; j < to; ++j) {
         Lanes lanes[C];
+#pragma GCC unroll 8
         for (int c = 0; c < C; ++c) lanes[c] = E::load(values[j] + byte + c * 16 * E::bytes);
+#pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             const Lanes weight = Lanes::splat(weights[r][j]);
+#pragma GCC unroll 8
             for (int c = 0; c < C; ++c) sums[r][c].add_product(weight, lanes[c]);
         }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
         for (int c = 0; c < C; ++c) sums[r][c].store(mixed[r] + column + c * 16);
 }
 
@@ -230,25 +290,6 @@ static void mix(const Rows& rows, int64_t row, float* partial, const float* scor
     for (int r = 0; r < R; ++r) mix_rows<E, 1>(mixed + r, weights + r, values, end, b[r]);
 }
 
-struct Work {
-    float *keys, *scores, *tails, *partial, *running;
-    uint8_t* nothing;  // a key of zeros, for lanes without one
-
-    static int64_t floats(const AttentionJob& job, int64_t rows) {
-        return job.size * (KEYS + 1) + rows * (CHUNK + 2 * partial_floats(job)) + CHUNK * 16;
-    }
-    Work(const AttentionJob& job, int64_t rows) {
-        keys = scratch(floats(job, rows));
-        scores = keys + job.size * KEYS;
-        tails = scores + rows * CHUNK;
-        partial = tails + CHUNK * 16;
-        running = partial + rows * partial_floats(job);
-        float* zeros = running + rows * partial_floats(job);
-        for (int64_t d = 0; d < job.size; ++d) zeros[d] = 0.0f;
-        nothing = reinterpret_cast<uint8_t*>(zeros);
-    }
-};
-
 // Where the positions [from, to) lie. One division, then counting: divisions would cost as much as the products.
 template <class E>
 static void locate(const AttentionJob& job, const Pages& pages, const AttentionItem& item, int64_t from, int64_t to,
@@ -288,18 +329,9 @@ static void attend_chunk(const Rows& rows, const AttentionItem& item, int64_t ch
         for (int64_t i = 0; i < a - block; ++i) at[i] = work.nothing;
         locate<E>(job, job.k, item, a, b, at + (a - block));
         for (int64_t i = b - block; i < KEYS; ++i) at[i] = work.nothing;
-        transpose_keys<E>(at, job.size, work.keys);
-        transpose_keys<E>(at + 16, job.size, work.keys + 16);
         float key_scales[KEYS] = {};
         if constexpr (E::scaled) gather_scales(job, job.k, item, a, b, key_scales + (a - block));
-        const float* scaled = E::scaled ? key_scales : nullptr;
-        float* scores = work.scores + block - start;
-        int64_t row = 0;
-        for (; row + SCORE_ROWS <= rows.count; row += SCORE_ROWS)
-            score_rows<SCORE_ROWS>(rows, row, work.keys, scaled, scores);
-        if (row + 3 == rows.count) score_rows<3>(rows, row, work.keys, scaled, scores);
-        if (row + 2 == rows.count) score_rows<2>(rows, row, work.keys, scaled, scores);
-        if (row + 1 == rows.count) score_rows<1>(rows, row, work.keys, scaled, scores);
+        score_block<E>(rows, work, at, E::scaled ? key_scales : nullptr, work.scores + block - start);
     }
 
     Values values;

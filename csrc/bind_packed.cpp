@@ -105,7 +105,7 @@ void packed_linear(bool tiles, uintptr_t x, int64_t x_stride, int64_t rows, int6
     }
     Encoded target{};
     if (gate >= 0) {
-        require(gate == SILU || gate == GELU_TANH || gate == RELU, "packed_linear: unknown gate");
+        require(gate == SILU || gate == GELU || gate == GELU_TANH || gate == RELU, "packed_linear: unknown gate");
         require(parts.size() == 2 && parts[0].outputs == parts[1].outputs, "packed_linear: a gate has two equal parts");
         require(out || (parts[0].y && parts[0].y_stride >= parts[0].outputs), "packed_linear: no room for the results");
         if (out) {

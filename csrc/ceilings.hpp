@@ -7,6 +7,8 @@
 static constexpr int READ_SUMS = 8, PRODUCT_SUMS = 16;
 #elif defined(__AVX2__)
 static constexpr int READ_SUMS = 4, PRODUCT_SUMS = 6;
+#elif defined(BANKFULL_NEON)
+static constexpr int READ_SUMS = 4, PRODUCT_SUMS = 6;
 #else
 static constexpr int READ_SUMS = 2, PRODUCT_SUMS = 3;
 #endif
@@ -16,9 +18,11 @@ static constexpr int READ_SUMS = 2, PRODUCT_SUMS = 3;
 template <int Ahead>
 static float read_lines(const float* data, int64_t begin, int64_t end) {
     Lanes sums[READ_SUMS];
+#pragma GCC unroll 8
     for (int i = 0; i < READ_SUMS; ++i) sums[i] = Lanes::splat(0.0f);
     const float *line = data + begin * 16, *last = data + end * 16;
     for (; line + 16 * READ_SUMS <= last; line += 16 * READ_SUMS)
+#pragma GCC unroll 8
         for (int i = 0; i < READ_SUMS; ++i) {
             if constexpr (Ahead > 0) {
                 const char* here = reinterpret_cast<const char*>(line + 16 * i);
@@ -28,6 +32,7 @@ static float read_lines(const float* data, int64_t begin, int64_t end) {
             sums[i] = sums[i] + Lanes::load(line + 16 * i);
         }
     for (; line < last; line += 16) sums[0] = sums[0] + Lanes::load(line);
+#pragma GCC unroll 8
     for (int i = 1; i < READ_SUMS; ++i) sums[0] = sums[0] + sums[i];
     return sums[0].sum();
 }
@@ -35,13 +40,20 @@ static float read_lines(const float* data, int64_t begin, int64_t end) {
 static float multiply_float32(int64_t rounds) {
     const Lanes half_of = Lanes::splat(0.5f), one = Lanes::splat(1.0f);  // every sum nears 2
     Lanes sums[PRODUCT_SUMS];
+#pragma GCC unroll 16
     for (int i = 0; i < PRODUCT_SUMS; ++i) sums[i] = Lanes::splat(float(i));
     for (int64_t round = 0; round < rounds; ++round)
+#pragma GCC unroll 16
         for (int i = 0; i < PRODUCT_SUMS; ++i) {
+#if defined(BANKFULL_NEON)
+            sums[i].add_product(half_of, one);  // in place: there is no other form
+#else
             Lanes next = one;
             next.add_product(sums[i], half_of);
             sums[i] = next;
+#endif
         }
+#pragma GCC unroll 16
     for (int i = 1; i < PRODUCT_SUMS; ++i) sums[0] = sums[0] + sums[i];
     return sums[0].sum();
 }
@@ -133,6 +145,57 @@ static float multiply_int8(int64_t rounds) {
 
 static constexpr Multiplication BFLOAT16_PRODUCTS = {nullptr, 0};
 static constexpr Multiplication INT8_PRODUCTS = {multiply_int8, 2 * 4 * 16.0 * PRODUCT_SUMS};
+
+#elif defined(__ARM_FEATURE_DOTPROD)
+
+static constexpr int REGISTER_SUMS = 24;
+
+template <class Vector, class Add>
+static inline Vector add_products(int64_t rounds, Vector (&sums)[REGISTER_SUMS], const Add& add) {
+    for (int64_t round = 0; round < rounds; ++round)
+#pragma GCC unroll 24
+        for (int i = 0; i < REGISTER_SUMS; ++i) sums[i] = add(sums[i]);
+#pragma GCC unroll 24
+    for (int i = 1; i < REGISTER_SUMS; ++i) sums[0] = sums[0] + sums[i];
+    return sums[0];
+}
+
+static float multiply_int8(int64_t rounds) {
+    const int8x16_t codes = vdupq_n_s8(3);
+    int32x4_t sums[REGISTER_SUMS];
+#pragma GCC unroll 24
+    for (int i = 0; i < REGISTER_SUMS; ++i) sums[i] = vdupq_n_s32(i);
+    const int32x4_t sum = add_products(rounds, sums, [codes](int32x4_t v) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+        return vmmlaq_s32(v, codes, codes);
+#else
+        return vdotq_s32(v, codes, codes);
+#endif
+    });
+    return float(vaddvq_s32(sum));
+}
+
+#if defined(__ARM_FEATURE_MATMUL_INT8) && defined(__ARM_FEATURE_BF16)
+
+static float multiply_bfloat16(int64_t rounds) {
+    const bfloat16x8_t numbers = vreinterpretq_bf16_u16(vdupq_n_u16(0x3f80));  // 1
+    float32x4_t sums[REGISTER_SUMS];
+#pragma GCC unroll 24
+    for (int i = 0; i < REGISTER_SUMS; ++i) sums[i] = vdupq_n_f32(float(i));
+    const float32x4_t sum =
+        add_products(rounds, sums, [numbers](float32x4_t v) { return vbfmmlaq_f32(v, numbers, numbers); });
+    return vaddvq_f32(sum);
+}
+
+static constexpr Multiplication BFLOAT16_PRODUCTS = {multiply_bfloat16, 2 * 16.0 * REGISTER_SUMS};
+static constexpr Multiplication INT8_PRODUCTS = {multiply_int8, 2 * 32.0 * REGISTER_SUMS};
+
+#else
+
+static constexpr Multiplication BFLOAT16_PRODUCTS = {nullptr, 0};
+static constexpr Multiplication INT8_PRODUCTS = {multiply_int8, 2 * 16.0 * REGISTER_SUMS};
+
+#endif
 
 #else
 

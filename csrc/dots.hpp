@@ -2,7 +2,7 @@
 // instruction set gives the same ones. Activations' codes are -127 to 127; add_dot<true> takes all codes of weights,
 // add_dot<false> those up to 127.
 //
-// Quads are sixteen lanes of four unsigned codes; Sums are sixteen int32. masked and with shift to the right, or to the
+// Quads are sixteen lanes of four unsigned codes (with NEON four, a quarter of a line); Sums are sixteen int32. masked and with shift to the right, or to the
 // left where Right is negative; bits that come from a neighbouring byte must be masked.
 //
 // Included inside a namespace per instruction set.
@@ -109,6 +109,10 @@ struct Sums {
     }
 };
 
+#elif defined(BANKFULL_NEON)
+
+#include "dots_neon.hpp"
+
 #else
 
 struct Quads {
@@ -155,8 +159,6 @@ struct Sums {
     static Four plus_pairs(Four sums, Eight codes, Eight x) {
 #if defined(__SSE2__)
         return sums + reinterpret_cast<Four>(_mm_madd_epi16(reinterpret_cast<__m128i>(codes), reinterpret_cast<__m128i>(x)));
-#elif defined(__aarch64__)
-        return reinterpret_cast<Four>(vpadalq_s16(reinterpret_cast<int32x4_t>(sums), reinterpret_cast<int16x8_t>(codes * x)));
 #else
         const Four products = reinterpret_cast<Four>(codes * x);
         return sums + (products << 16 >> 16) + (products >> 16);

@@ -21,6 +21,7 @@ static inline Unit unit_at(const PackedJob& job, int64_t number) {
 static inline Lanes gate_of(int function, Lanes x) {
     switch (function) {
         case SILU: return Silu::of(x, 0.0f);
+        case GELU: return Gelu::of(x, 0.0f);
         case GELU_TANH: return GeluTanh::of(x, 0.0f);
         default: return Relu::of(x, 0.0f);
     }

@@ -10,6 +10,12 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+#if defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 
 namespace bankfull {
 namespace {
@@ -46,6 +52,32 @@ bool tiles_are_permitted() {
 #endif
 }
 
+#elif defined(__aarch64__)
+
+// What lies beyond the baseline. The numbers are those of the kernel's interface; old headers lack the later ones.
+struct Extensions {
+    bool dotprod = false, i8mm = false, bf16 = false;
+    Extensions() {
+#if defined(__linux__)
+        constexpr unsigned long DOTPROD = 1ul << 20, I8MM = 1ul << 13, BF16 = 1ul << 14;
+        dotprod = getauxval(AT_HWCAP) & DOTPROD;
+        i8mm = getauxval(26) & I8MM;  // AT_HWCAP2
+        bf16 = getauxval(26) & BF16;
+#elif defined(__APPLE__)
+        dotprod = has("hw.optional.arm.FEAT_DotProd");
+        i8mm = has("hw.optional.arm.FEAT_I8MM");
+        bf16 = has("hw.optional.arm.FEAT_BF16");
+#endif
+    }
+#if defined(__APPLE__)
+    static bool has(const char* name) {
+        int value = 0;
+        size_t size = sizeof value;
+        return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+    }
+#endif
+};
+
 #endif
 
 std::vector<Isa> detect() {
@@ -63,6 +95,11 @@ std::vector<Isa> detect() {
     if (avx512) found.push_back({"avx512", kernels_avx512});
     if (avx2 && leaf.avx_vnni()) found.push_back({"avxvnni", kernels_avxvnni});
     if (avx2) found.push_back({"avx2", kernels_avx2});
+#elif defined(__aarch64__)
+    const Extensions has;
+    if (has.dotprod && has.i8mm && has.bf16) found.push_back({"i8mm", kernels_i8mm});
+    if (has.dotprod) found.push_back({"dotprod", kernels_dotprod});
+    found.push_back({"neon", kernels_neon});
 #endif
     found.push_back({"generic", kernels_generic});
     return found;

@@ -7,7 +7,7 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#elif defined(__aarch64__)
+#elif defined(BANKFULL_NEON)
 #include <arm_neon.h>
 #endif
 
@@ -30,6 +30,7 @@ namespace bankfull::BANKFULL_ISA_NAME {
 #include "packed_floats.hpp"
 #include "packed_tiles.hpp"
 #include "dense_tiles.hpp"
+#include "dense_bfmmla.hpp"
 #include "mixed_tiles.hpp"
 #include "packed.hpp"
 #include "sampling.hpp"
@@ -91,6 +92,7 @@ static constexpr Kernels build() {
     table.rms_norm = rms_norm;
     table.layer_norm = layer_norm;
     table.pointwise[SILU] = pointwise<Silu>;
+    table.pointwise[GELU] = pointwise<Gelu>;
     table.pointwise[GELU_TANH] = pointwise<GeluTanh>;
     table.pointwise[RELU] = pointwise<Relu>;
     table.pointwise[SOFTPLUS] = pointwise<Softplus>;

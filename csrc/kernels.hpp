@@ -11,7 +11,7 @@ constexpr int64_t CHUNK = 128;
 // Scores of a vocabulary are looked at in blocks of so many.
 constexpr int64_t SCORE_BLOCK = 128;
 
-enum Pointwise : int { SILU, GELU_TANH, RELU, SOFTPLUS, SOFT_CAP, PLUS, POINTWISE };
+enum Pointwise : int { SILU, GELU, GELU_TANH, RELU, SOFTPLUS, SOFT_CAP, PLUS, POINTWISE };
 enum Format : int { F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, FORMATS };
 
 struct FormatFacts {
@@ -82,5 +82,8 @@ const Kernels& kernels_avxvnni();
 const Kernels& kernels_avx512();
 const Kernels& kernels_vnni();
 const Kernels& kernels_amx();
+const Kernels& kernels_neon();
+const Kernels& kernels_dotprod();
+const Kernels& kernels_i8mm();
 
 }  // namespace bankfull

@@ -172,6 +172,10 @@ struct Lanes {
     float sum() const { return fold(_mm256_add_ps(a, b)); }
 };
 
+#elif defined(BANKFULL_NEON)
+
+#include "lanes_neon.hpp"
+
 #else
 
 typedef float FourFloats __attribute__((vector_size(16)));

@@ -1,6 +1,7 @@
 // Linear layers: each block of weights is decoded once and multiplied with every activation row of the tile.
 //
 // One result is always sixteen lanes, filled in the order of k and folded once: the tile's shape never shows in it.
+// Loops over a tile say that they are to be unrolled: else GCC keeps sums that take several registers in memory.
 // Included inside a namespace per instruction set.
 
 // The tile of prefill: its sums should fit the registers.
@@ -22,12 +23,14 @@ static void few_rows(const LinearJob& job, int64_t begin, int64_t end) {
     for (int64_t output = begin; output < end; ++output) {
         const uint8_t* p = job.weight + output * job.row_bytes;
         Lanes sums[R];
+#pragma GCC unroll 4
         for (int r = 0; r < R; ++r) sums[r] = Lanes::splat(0.0f);
         for (int64_t k = 0; k < job.inner; k += F::block, p += F::bytes) {
             alignas(64) float w[F::block];
             F::decode(p, w);
             for (int i = 0; i < F::block; i += 16) {
                 const Lanes lanes = Lanes::load(w + i);
+#pragma GCC unroll 4
                 for (int r = 0; r < R; ++r) sums[r].add_product(lanes, Lanes::load(job.x + r * job.x_stride + k + i));
             }
         }
@@ -39,16 +42,22 @@ template <int O, int R>
 static void multiply_tile(const LinearJob& job, const float* w, int64_t row, int64_t output) {
     const float* x = job.x + row * job.x_stride;
     Lanes sums[O][R];
+#pragma GCC unroll 4
     for (int o = 0; o < O; ++o)
+#pragma GCC unroll 4
         for (int r = 0; r < R; ++r) sums[o][r] = Lanes::splat(0.0f);
     for (int64_t k = 0; k < job.inner; k += 16) {
         Lanes inputs[R];
+#pragma GCC unroll 4
         for (int r = 0; r < R; ++r) inputs[r] = Lanes::load(x + r * job.x_stride + k);
+#pragma GCC unroll 4
         for (int o = 0; o < O; ++o) {
             const Lanes lanes = Lanes::load(w + o * job.inner + k);
+#pragma GCC unroll 4
             for (int r = 0; r < R; ++r) sums[o][r].add_product(lanes, inputs[r]);
         }
     }
+#pragma GCC unroll 4
     for (int o = 0; o < O; ++o) store_tile<R>(job, sums[o], row, output + o);
 }
 

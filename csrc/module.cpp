@@ -281,6 +281,7 @@ nb::dict formats() {
 nb::dict functions() {
     nb::dict found;
     found["silu"] = int(SILU);
+    found["gelu"] = int(GELU);
     found["gelu_tanh"] = int(GELU_TANH);
     found["relu"] = int(RELU);
     found["softplus"] = int(SOFTPLUS);

@@ -15,6 +15,9 @@ static void packed_bfloats(const PackedJob& job, int64_t begin, int64_t end) {
     int64_t dense = 0;
     for (int64_t part = 0; part < unit.count; ++part) dense += LAYOUTS[unit.parts[part].pack].dense();
     const bool tiles = TILE_ROWS > 0;
+#if defined(BANKFULL_NEON) && defined(__ARM_FEATURE_BF16)
+    if (dense == unit.count) return dense_bfmmla(job, begin, end);
+#endif
     if (tiles && dense == unit.count) return dense_tiles(job, begin, end);
     if (tiles && dense == 0 && job.rows >= BLOCK_TILE_ROWS) return packed_tiles(job, begin, end);
     packed_floats(job, begin, end);

@@ -3,6 +3,12 @@
 //
 // Included inside a namespace per instruction set.
 
+#if defined(BANKFULL_NEON)
+
+#include "packed_codes_neon.hpp"
+
+#else
+
 // Rows that share the unpacked codes: their sums should fit the registers. Up to BOTH_ROWS of them are multiplied with both
 // packs of a unit at once: they share what is read of a row, and sums of one pack are not waited for. Totals are touched
 // once in a group, so that it does not matter if those have no registers left (5% faster for 1 row, 20% for 8).
@@ -157,3 +163,5 @@ static void packed_codes(const PackedJob& job, int64_t begin, int64_t end) {
         }
     }
 }
+
+#endif

@@ -8,15 +8,19 @@
 //
 // Included inside a namespace per instruction set.
 
-// Rows that share the widened weights: their sums should fit the registers.
+// Rows that share the widened weights: their sums should fit the registers. Those of blocks take more of them.
 #if defined(__AVX512F__)
-static constexpr int64_t FLOAT_ROWS = 8;
+static constexpr int64_t FLOAT_ROWS = 8, BLOCK_ROWS = 8;
 #elif defined(__AVX2__)
-static constexpr int64_t FLOAT_ROWS = 3;
+static constexpr int64_t FLOAT_ROWS = 3, BLOCK_ROWS = 3;
+#elif defined(BANKFULL_NEON)
+static constexpr int64_t FLOAT_ROWS = 6, BLOCK_ROWS = 2;
 #else
-static constexpr int64_t FLOAT_ROWS = 2;
+static constexpr int64_t FLOAT_ROWS = 2, BLOCK_ROWS = 2;
 #endif
 static constexpr int64_t WIDENED_FLOATS = 131072;  // of rows that are widened at once; they should fit a cache
+
+#if !defined(BANKFULL_NEON)
 
 // Sixteen outputs' weights for two consecutive k.
 struct Pair {
@@ -44,9 +48,32 @@ struct Pair {
     }
 };
 
+#endif
+
+// How many Quads hold a line's sixteen outputs.
+#if defined(BANKFULL_NEON)
+static constexpr int COLUMNS = 4;
+#else
+static constexpr int COLUMNS = 1;
+#endif
+
 // Byte Place of each lane's four codes, as a float.
 template <int Place>
-static inline Lanes code_lanes(const Quads& quads) {
+static inline Lanes code_lanes(const Quads (&line)[COLUMNS]) {
+#if defined(BANKFULL_NEON)
+    Lanes lanes;
+    for (int i = 0; i < 4; ++i) {
+        const uint32x4_t words = vreinterpretq_u32_u8(line[i].v);
+        if constexpr (Place == 0)
+            lanes.v[i] = vcvtq_f32_u32(vandq_u32(words, vdupq_n_u32(255)));
+        else if constexpr (Place == 3)
+            lanes.v[i] = vcvtq_f32_u32(vshrq_n_u32(words, 24));
+        else
+            lanes.v[i] = vcvtq_f32_u32(vandq_u32(vshrq_n_u32(words, 8 * Place), vdupq_n_u32(255)));
+    }
+    return lanes;
+#else
+    const Quads& quads = line[0];
 #if defined(__AVX512F__)
     const __m512i moved = Place ? _mm512_srli_epi32(quads.v, 8 * Place) : quads.v;
     return {_mm512_cvtepi32_ps(Place == 3 ? moved : _mm512_and_si512(moved, _mm512_set1_epi32(255)))};
@@ -64,6 +91,7 @@ static inline Lanes code_lanes(const Quads& quads) {
     }
     return lanes;
 #endif
+#endif
 }
 
 // Widened rows: columns up to a multiple of 32, then the sum of each sixteen of them.
@@ -74,6 +102,7 @@ struct FloatRows {
     static int64_t padded(int64_t inner) { return (inner + 31) / 32 * 32; }
     static int64_t room(int64_t inner) { return padded(inner) / 16 * 17; }
     const float* row(int64_t number) const { return data + number * stride; }
+    FloatRows from(int64_t number) const { return {row(number), stride, columns}; }
     // Of `group` columns from k on.
     float sum(int64_t number, int64_t k, int group) const {
         const float* sums = row(number) + columns + k / 16;
@@ -90,6 +119,54 @@ static void widen_row(const uint8_t* encoded, int64_t columns, float* out) {
 }
 
 // sums: rows of 32 floats, of which sixteen are written.
+#if defined(BANKFULL_NEON)
+
+// Sixteen outputs at once, or eight where more rows take the registers.
+template <int R>
+static void multiply_dense(const uint8_t* pack, const FloatRows& x, float* sums) {
+    constexpr int C = R > 3 ? 2 : 4;
+    for (int column = 0; column < 4; column += C) {
+        float32x4_t totals[R][C];
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < C; ++c) totals[r][c] = vdupq_n_f32(0.0f);
+        const uint8_t* line = pack + 16 * column;
+        for (int64_t k = 0; k < x.columns; k += 32) {
+            float32x4_t even[R][C], odd[R][C];
+#pragma GCC unroll 6
+            for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+                for (int c = 0; c < C; ++c) even[r][c] = odd[r][c] = vdupq_n_f32(0.0f);
+            for (int i = 0; i < 32; i += 2, line += 64) {
+                __builtin_prefetch(line + AHEAD);
+                float32x4_t lower[C], upper[C];
+#pragma GCC unroll 4
+                for (int c = 0; c < C; ++c) {
+                    const uint32x4_t four = vreinterpretq_u32_u8(vld1q_u8(line + 16 * c));
+                    lower[c] = vreinterpretq_f32_u32(vshlq_n_u32(four, 16));
+                    upper[c] = vreinterpretq_f32_u32(vandq_u32(four, vdupq_n_u32(0xffff0000u)));
+                }
+#pragma GCC unroll 6
+                for (int r = 0; r < R; ++r) {
+                    const float* at = x.row(r) + k + i;
+#pragma GCC unroll 4
+                    for (int c = 0; c < C; ++c) {
+                        even[r][c] = vfmaq_n_f32(even[r][c], lower[c], at[0]);
+                        odd[r][c] = vfmaq_n_f32(odd[r][c], upper[c], at[1]);
+                    }
+                }
+            }
+#pragma GCC unroll 6
+            for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+                for (int c = 0; c < C; ++c) totals[r][c] = vaddq_f32(totals[r][c], vaddq_f32(even[r][c], odd[r][c]));
+        }
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < C; ++c) vst1q_f32(sums + r * UNIT_OUTPUTS + 4 * (column + c), totals[r][c]);
+    }
+}
+
+#else
+
 template <int R>
 static void multiply_dense(const uint8_t* pack, const FloatRows& x, float* sums) {
     Lanes totals[R];
@@ -111,9 +188,12 @@ static void multiply_dense(const uint8_t* pack, const FloatRows& x, float* sums)
     for (int r = 0; r < R; ++r) totals[r].store(sums + r * UNIT_OUTPUTS);
 }
 
+#endif
+
 template <int R>
-static inline void add_quad(const Quads& quads, const FloatRows& x, int64_t k, Lanes* even, Lanes* odd) {
+static inline void add_quad(const Quads (&quads)[COLUMNS], const FloatRows& x, int64_t k, Lanes* even, Lanes* odd) {
     const Lanes codes[4] = {code_lanes<0>(quads), code_lanes<1>(quads), code_lanes<2>(quads), code_lanes<3>(quads)};
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
         const float* at = x.row(r) + k;
         even[r].add_product(codes[0], Lanes::splat(at[0]));
@@ -130,10 +210,12 @@ static void multiply_blocks(const uint8_t* pack, const FloatRows& x, float* sums
     constexpr int step = Code::step < layout.group ? Code::step : layout.group;
     const uint8_t *scales = pack, *codes = pack + layout.codes_at(x.columns);
     Lanes totals[R];
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) totals[r] = Lanes::splat(0.0f);
     for (int64_t k = 0; k < x.columns; scales += layout.scale_bytes())
         for (int group = 0; group < layout.groups(); ++group, k += layout.group) {
             Lanes even[R], odd[R];
+#pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 even[r] = Lanes::splat(float(-layout.offset) * x.sum(r, k, layout.group));
                 odd[r] = Lanes::splat(0.0f);
@@ -141,28 +223,39 @@ static void multiply_blocks(const uint8_t* pack, const FloatRows& x, float* sums
             __builtin_prefetch(scales + AHEAD);
 #pragma GCC unroll 8
             for (int i = 0; i < layout.group; i += step, codes += Code::bytes) {
-                Quads quads[step / 4];
-                Code::unpack(codes, quads);
+                Quads quads[step / 4][COLUMNS];
+                for (int column = 0; column < COLUMNS; ++column) {
+                    Quads own[step / 4];
+                    Code::unpack(codes + 16 * column, own);
+                    for (int q = 0; q < step / 4; ++q) quads[q][column] = own[q];
+                }
                 for (int line = 0; line < Code::bytes; line += 64) __builtin_prefetch(codes + AHEAD + line);
                 for (int q = 0; q < step / 4; ++q) add_quad<R>(quads[q], x, k + i + 4 * q, even, odd);
             }
             const Lanes scale = PackScales<P>::scale(scales, group);
+#pragma GCC unroll 8
             for (int r = 0; r < R; ++r) totals[r].add_product(even[r] + odd[r], scale);
             if constexpr (layout.minimum != 0) {
                 const Lanes minimum = PackScales<P>::minimum(scales, group);
+#pragma GCC unroll 8
                 for (int r = 0; r < R; ++r)
                     totals[r].add_product(minimum, Lanes::splat(float(layout.minimum) * x.sum(r, k, layout.group)));
             }
         }
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) totals[r].store(sums + r * UNIT_OUTPUTS);
 }
 
 template <Pack P, int R>
 static void multiply_floats(const uint8_t* pack, const FloatRows& x, float* sums) {
-    if constexpr (LAYOUTS[P].dense())
+    if constexpr (LAYOUTS[P].dense()) {
         multiply_dense<R>(pack, x, sums);
-    else
+    } else if constexpr (R > BLOCK_ROWS) {
+        multiply_floats<P, BLOCK_ROWS>(pack, x, sums);
+        multiply_floats<P, R - BLOCK_ROWS>(pack, x.from(BLOCK_ROWS), sums + BLOCK_ROWS * UNIT_OUTPUTS);
+    } else {
         multiply_blocks<P, R>(pack, x, sums);
+    }
 }
 
 // A template for each number of rows.
@@ -175,6 +268,9 @@ static constexpr FloatMultiply float_multiply() {
 #if defined(__AVX512F__)
     return {multiply_floats<P, 1>, multiply_floats<P, 2>, multiply_floats<P, 3>, multiply_floats<P, 4>,
             multiply_floats<P, 5>, multiply_floats<P, 6>, multiply_floats<P, 7>, multiply_floats<P, 8>};
+#elif defined(BANKFULL_NEON)
+    return {multiply_floats<P, 1>, multiply_floats<P, 2>, multiply_floats<P, 3>, multiply_floats<P, 4>,
+            multiply_floats<P, 5>, multiply_floats<P, 6>};
 #elif defined(__AVX2__)
     return {multiply_floats<P, 1>, multiply_floats<P, 2>, multiply_floats<P, 3>};
 #else

@@ -6,6 +6,16 @@ struct Silu {
     }
 };
 
+// x times the share of a normal distribution below x. Its other side is half of erfc(|x| / sqrt 2), which keeps its digits.
+struct Gelu {
+    static Lanes of(Lanes x, float) {
+        const Lanes zero = Lanes::splat(0.0f), one = Lanes::splat(1.0f);
+        const Lanes size = Lanes::below(x, zero, zero - x, x);
+        const Lanes other = Lanes::splat(0.5f) * error_complement(size * Lanes::splat(0.70710678f));
+        return x * Lanes::below(x, zero, other, one - other);
+    }
+};
+
 // x (1 + tanh u) / 2 = x / (1 + exp(-2 u)): without the cancellation of 1 + tanh.
 struct GeluTanh {
     static Lanes of(Lanes x, float) {

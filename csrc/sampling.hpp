@@ -8,6 +8,12 @@ static inline uint32_t lanes_reaching(Lanes each, Lanes least) {
 #elif defined(__AVX2__)
     const int low = _mm256_movemask_ps(_mm256_cmp_ps(each.a, least.a, _CMP_GE_OQ));
     return uint32_t(low | _mm256_movemask_ps(_mm256_cmp_ps(each.b, least.b, _CMP_GE_OQ)) << 8);
+#elif defined(BANKFULL_NEON)
+    const uint32x4_t place = {1, 2, 4, 8};
+    uint32_t found = 0;
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) found |= vaddvq_u32(vandq_u32(vcgeq_f32(each.v[i], least.v[i]), place)) << 4 * i;
+    return found;
 #else
     float one[16], other[16];
     each.store(one);
@@ -111,6 +117,21 @@ struct WeightSum {
     }
 };
 static_assert(SCORE_BLOCK / 8 < 1 << 10, "the sums of a lane would not fit");
+
+#elif defined(BANKFULL_NEON)
+
+struct WeightSum {
+    int64x2_t low = vdupq_n_s64(0), high = vdupq_n_s64(0);
+    void add(const Lanes& power) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            const float32x4_t scaled = vmulq_n_f32(power.v[i], 0x1p40f);
+            low = vaddq_s64(low, vcvtq_s64_f64(vcvt_f64_f32(vget_low_f32(scaled))));
+            high = vaddq_s64(high, vcvtq_s64_f64(vcvt_high_f64_f32(scaled)));
+        }
+    }
+    int64_t total() const { return vaddvq_s64(vaddq_s64(low, high)); }
+};
 
 #else
 

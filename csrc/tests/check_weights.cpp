@@ -23,7 +23,7 @@ Array<float> rows_of_all_sizes(Random& random, int64_t count) {
 // One to three weights that share their activations, or two with a gate between them.
 void check_packed(Random& random, Activations kind) {
     static constexpr int blocks[] = {Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K};
-    static constexpr int gates[] = {SILU, GELU_TANH, RELU};
+    static constexpr int gates[] = {SILU, GELU, GELU_TANH, RELU};
     const bool long_rows = random.one_in(8);  // more than the tiles take at once
     const int64_t inner = 256 * (long_rows ? 9 : random.between(1, 3)), rows = random.between(1, random.one_in(3) ? 70 : 9);
     const int gate = random.one_in(3) ? random.any_of(gates) : -1;
@@ -275,7 +275,7 @@ static void check_choice(Random& random) {
 // each column. Parts without a mixed copy, and too few rows, go their own way beside it.
 void check_mixed_linear(Random& random) {
     static constexpr int formats[] = {Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K};
-    static constexpr int gates[] = {SILU, GELU_TANH, RELU};
+    static constexpr int gates[] = {SILU, GELU, GELU_TANH, RELU};
     const int64_t inner = 256 * random.between(1, 3), rows = random.between(14, random.one_in(4) ? 700 : 70);
     const int gate = random.one_in(3) ? random.any_of(gates) : -1;
     const int64_t count = gate >= 0 ? 2 : random.between(1, 3), gated = random.between(1, 100);

@@ -49,6 +49,7 @@ inline std::vector<int64_t> distinct(Random& random, int64_t count, int64_t most
 inline double function_of(int kind, double x, double parameter) {
     switch (kind) {
         case SILU: return x / (1 + std::exp(-x));
+        case GELU: return 0.5 * x * std::erfc(-0.70710678118654752 * x);
         case GELU_TANH: return x / (1 + std::exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)));
         case RELU: return x > 0 ? x : 0;
         case SOFTPLUS: return x > 0 ? x + std::log1p(std::exp(-x)) : std::log1p(std::exp(x));
