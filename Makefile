@@ -8,7 +8,7 @@ BENCH_OPTIONS ?=
 GPU_OPTIONS ?=
 SERVE_OPTIONS ?=
 SOAK_OPTIONS ?=
-AARCH64_CXX ?= aarch64-linux-gnu-g++
+AARCH64_CXX ?= $(if $(filter aarch64 arm64,$(shell uname -m)),g++,aarch64-linux-gnu-g++)
 AARCH64_EMULATOR ?= qemu-aarch64
 DEMO_PROMPT ?= What is a river? Answer in two sentences.
 
@@ -167,13 +167,14 @@ test-sanitize: tools ## The kernels under the address, undefined-behaviour and t
 	$(call test_kernels,kernels-thread,-DBANKFULL_SANITIZE=thread)
 	$(WITH_TOOLS) csrc/tests/sanitize.sh $(BIN)/python $(KERNEL_TESTS)
 
-test-aarch64: install ## The kernels as they are compiled for 64-bit ARM, in an emulator
+# The emulator's `max` processor has every extension that it knows: dot products, i8mm and bf16 among them.
+test-aarch64: install ## The kernels of every instruction set of 64-bit ARM, in an emulator
 	@for tool in $(AARCH64_CXX) $(AARCH64_EMULATOR); do command -v $$tool > /dev/null || { \
 		echo "make test-aarch64 needs $(AARCH64_CXX) and $(AARCH64_EMULATOR) (Debian: g++-aarch64-linux-gnu and" \
 			"qemu-user), and $$tool is not there."; exit 1; }; done
 	$(call test_kernels,kernels-aarch64,-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
 		-DCMAKE_CXX_COMPILER=$(AARCH64_CXX) -DCMAKE_EXE_LINKER_FLAGS=-static \
-		-DCMAKE_CROSSCOMPILING_EMULATOR=$(AARCH64_EMULATOR))
+		-DCMAKE_CROSSCOMPILING_EMULATOR="$(AARCH64_EMULATOR);-cpu;max")
 
 clean: ## Remove the environment, builds and caches
 	rm -rf $(VENV) $(CLIENTS_VENV) $(STAMPS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

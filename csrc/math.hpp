@@ -15,7 +15,8 @@ static inline Lanes polynomial(Lanes x, const float (&c)[N]) {
     return sum;
 }
 
-static inline Lanes exponential(Lanes x) {
+// Inlined always: sixteen lanes may be four registers, which a call would pass through memory.
+__attribute__((always_inline)) static inline Lanes exponential(Lanes x) {
     // Beyond these the result is 0 or infinity anyway; between them the exponent fits two factors.
     x = Lanes::smaller(Lanes::splat(89.0f), Lanes::larger(Lanes::splat(-105.0f), x));
     const Lanes shift = Lanes::splat(0x1.8p23f);  // adding it rounds to a whole number
