@@ -32,6 +32,8 @@ help: ## List the targets
 # Steps print one line each. What they say themselves goes to a log in $(STAMPS), which is shown whole when one fails:
 # step LOG WHAT COMMAND...; begin does the same for a step that runs beside others, and finish LOG PROCESS waits for it.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+INSTALL_PACKAGE := env PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-compile --no-deps --no-build-isolation --editable . \
+	--config-settings=cmake.define.BANKFULL_SETS
 define STEPS
 set -e; export PIP_ROOT_USER_ACTION=ignore; started=; \
 trap '[ -z "$$started" ] || kill $$started 2> /dev/null || true' EXIT; trap 'exit 130' INT TERM; \
@@ -55,8 +57,7 @@ install: ## Create .venv with the package (editable) and its kernels, ready to r
 	begin torch "installing $(TORCH), the largest download" $(PIP) install --no-compile "$(TORCH)"; torch=$$!; \
 	step build "installing what builds the kernels" \
 		$(PIP) install --no-compile "scikit-build-core>=1.1" "nanobind>=3.1" cmake ninja; \
-	begin kernels "compiling the kernels" env PATH="$(CURDIR)/$(BIN):$$PATH" \
-		$(PIP) install --no-compile --no-deps --no-build-isolation --editable .; kernels=$$!; \
+	begin kernels "compiling the kernels for this processor" $(INSTALL_PACKAGE)=host; kernels=$$!; \
 	finish torch $$torch; \
 	extras charts hub serve > $(STAMPS)/running.txt; \
 	step running "installing the other packages" $(PIP) install --no-compile --requirement $(STAMPS)/running.txt; \
@@ -65,13 +66,14 @@ install: ## Create .venv with the package (editable) and its kernels, ready to r
 		print('$@: ' + (why + ' (see $(STAMPS)/kernels.log)' if why else 'ready; kernels: ' + native.select_isa()))"; \
 	echo "$$key" > $(STAMPS)/install
 
-# What tests and checks need beyond that.
+# What tests and checks need beyond that: packages, and the kernels of every instruction set.
 tools: install
 	@key=$$(cat pyproject.toml $(STAMPS)/install | cksum); \
 	if [ -x $(BIN)/ruff ] && [ "$$key" = "$$(cat $(STAMPS)/tools 2>/dev/null)" ]; then exit 0; fi; \
 	$(STEPS); \
 	extras test lint > $(STAMPS)/tools.txt; \
 	step tools "installing what tests and checks need" $(PIP) install --no-compile --requirement $(STAMPS)/tools.txt; \
+	step kernels "compiling the kernels of every instruction set" $(INSTALL_PACKAGE)=all; \
 	echo "$$key" > $(STAMPS)/tools
 
 demo: install ## Fetch the default model and let it write a few words

@@ -1,6 +1,7 @@
 #include "isa.hpp"
 
 #include <atomic>
+#include <cstring>
 #include <stdexcept>
 
 #if defined(__x86_64__)
@@ -80,6 +81,16 @@ struct Extensions {
 
 #endif
 
+// The build says which sets it has: SET(generic) SET(avx2) and so on.
+#define SET(name) {#name, kernels_##name},
+constexpr Isa COMPILED[] = {BANKFULL_COMPILED};
+#undef SET
+
+void offer(std::vector<Isa>& found, bool here, const char* name) {
+    for (const Isa& isa : COMPILED)
+        if (here && std::strcmp(isa.name, name) == 0) found.push_back(isa);
+}
+
 std::vector<Isa> detect() {
     std::vector<Isa> found;
 #if defined(__x86_64__)
@@ -89,19 +100,18 @@ std::vector<Isa> detect() {
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
                         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
     const bool vnni = avx512 && leaf.avx512_vnni();
-    if (vnni && leaf.avx512_vbmi() && leaf.avx512_bf16() && leaf.tiles() && tiles_are_permitted())
-        found.push_back({"amx", kernels_amx});
-    if (vnni) found.push_back({"vnni", kernels_vnni});
-    if (avx512) found.push_back({"avx512", kernels_avx512});
-    if (avx2 && leaf.avx_vnni()) found.push_back({"avxvnni", kernels_avxvnni});
-    if (avx2) found.push_back({"avx2", kernels_avx2});
+    offer(found, vnni && leaf.avx512_vbmi() && leaf.avx512_bf16() && leaf.tiles() && tiles_are_permitted(), "amx");
+    offer(found, vnni, "vnni");
+    offer(found, avx512, "avx512");
+    offer(found, avx2 && leaf.avx_vnni(), "avxvnni");
+    offer(found, avx2, "avx2");
 #elif defined(__aarch64__)
     const Extensions has;
-    if (has.dotprod && has.i8mm && has.bf16) found.push_back({"i8mm", kernels_i8mm});
-    if (has.dotprod) found.push_back({"dotprod", kernels_dotprod});
-    found.push_back({"neon", kernels_neon});
+    offer(found, has.dotprod && has.i8mm && has.bf16, "i8mm");
+    offer(found, has.dotprod, "dotprod");
+    offer(found, true, "neon");
 #endif
-    found.push_back({"generic", kernels_generic});
+    offer(found, true, "generic");
     return found;
 }
 
