@@ -11,14 +11,18 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from bankfull.cli.terminal import print_table
 from bankfull.limits.ceilings import better, measure
 from bankfull.limits.load.rows_table import notes, problems, ratio_table
+from bankfull.ops import native
 from bankfull.paths import cache_dir
 from bankfull.weights.locate import DEFAULT_MODEL, locate
-from benchmarks.cpu_peers.compare import Measuring, compare
+from benchmarks.cpu_peers.compare import Compared, Measuring, compare
+from benchmarks.cpu_peers.fairness import Fairness, check, fairness_table
 from benchmarks.cpu_peers.install import CannotInstall
+from benchmarks.cpu_peers.llamacpp_build import Asked
 from benchmarks.cpu_peers.peers import PEERS, Peer, Place
 from benchmarks.cpu_peers.process import EngineFailed
 from benchmarks.cpu_peers.reach import bandwidth_now
@@ -30,6 +34,8 @@ STARTS = 3
 PEERS_FOR_SHAPES = "llamacpp"
 """The one peer that reads the files as they are."""
 
+Todo = Sequence[tuple[str, Peer, Place]]
+
 
 def main(arguments: Sequence[str] | None = None, peers: Mapping[str, Peer] = PEERS) -> int:
     asked = _arguments(arguments, peers)
@@ -39,37 +45,80 @@ def main(arguments: Sequence[str] | None = None, peers: Mapping[str, Peer] = PEE
         for name in names:
             if name not in peers:
                 raise ValueError(f"there is no peer {name!r}; choose from {', '.join(peers)}")
-        if asked.pairs < 1 or asked.threads < 1:
-            raise ValueError(f"--pairs {asked.pairs} and --threads {asked.threads} must be at least 1")
+        if asked.pairs < 1:
+            raise ValueError(f"--pairs {asked.pairs} must be at least 1")
+        counts = _thread_counts(asked.threads)
         folder = asked.folder.resolve()
-        places = [Place(model, folder, asked.threads) for model in _models(asked, folder)]
+        models = list(_models(asked, folder))
     except (ValueError, CannotInstall, OSError) as error:
         print(f"cpu_peers: {error}", file=sys.stderr)
         return 2
-    _measure_with(asked.threads)
-    before = None if asked.no_ceilings else measure(refresh=True)
     how = Measuring(works, asked.pairs, cache(_our_start), None if asked.no_ceilings else bandwidth_now, say)
-    comparisons = [compare(name, peers[name], place, how) for place in places for name in names]
+    llamacpp = Asked(tuple(asked.llamacpp_bin), asked.llamacpp_source, asked.kleidiai)
+    runs, good = list[dict[str, Any]](), list[bool]()
+    for threads in counts:
+        # Ceilings are those of as many threads as the engines get.
+        native.set_threads(threads)
+        places = [Place(model, folder, threads, llamacpp) for model in models]
+        todo = [(name, peers[name], place) for place in places for name in names]
+        found, went_well = (_check_all if asked.check_fairness else _compare_all)(todo, how)
+        runs.append({"threads": threads, **found})
+        good.append(went_well)
+        if asked.json is not None:  # after each, so that a run that is cut off leaves what it had
+            asked.json.write_text(json.dumps({"runs": runs}, indent=1))
+    return 0 if all(good) else 1
+
+
+def _compare_all(todo: Todo, how: Measuring) -> tuple[dict[str, Any], bool]:
+    """What goes into the file, and whether anything was measured."""
+    before = None if how.bandwidth is None else measure(refresh=True)
+    compared = [compare(name, peer, place, how) for name, peer, place in todo]
     ceilings = None if before is None else better(before, measure(refresh=True))
-    for comparison in comparisons:
-        print_table(ratio_table(comparison, asked.threads))
-        for line in problems(comparison):
+    for one, (_, _, place) in zip(compared, todo, strict=True):
+        print_table(ratio_table(one.found, place.threads))
+        for line in (*problems(one.found), *_settings(one)):
             print(line)
-    rows = [row for comparison in comparisons for row in comparison.rows]
+    rows = [row for one in compared for row in one.found.rows]
     for line in notes(rows, ceilings):
         print(line)
-    if asked.json is not None:
-        raw = {
-            "threads": asked.threads,
-            "comparisons": [comparison.as_json() for comparison in comparisons],
-            "ceilings": None if ceilings is None else asdict(ceilings),
-        }
-        asked.json.write_text(json.dumps(raw, indent=1))
-    return 1 if all(row.problem for row in rows) else 0
+    found = {
+        "comparisons": [one.as_json() for one in compared],
+        "ceilings": None if ceilings is None else asdict(ceilings),
+    }
+    return found, any(row.problem is None for row in rows)
+
+
+def _settings(compared: Compared) -> Iterator[str]:
+    """Each once, behind the works that it was best for."""
+    works: dict[str, list[str]] = {}
+    for work, setting in compared.settings.items():
+        works.setdefault(setting, []).append(work)
+    for setting, those in works.items():
+        yield f"{compared.found.theirs.engine} was fastest with {setting}: {', '.join(those)}"
+
+
+def _check_all(todo: Todo, how: Measuring) -> tuple[dict[str, Any], bool]:
+    """What goes into the file, and whether every peer gets its due."""
+    checked: list[Fairness] = [row for name, peer, place in todo for row in check(name, peer, place, how)]
+    print_table(fairness_table(checked))
+    for row in checked:
+        if row.problem is not None:
+            print(f"not measured: {row.peer}, {row.work}: {row.problem}")
+    return {"fairness": [row.as_json() for row in checked]}, all(row.fair for row in checked)
 
 
 def say(line: str) -> None:
     print(f"cpu_peers: {line}", file=sys.stderr, flush=True)
+
+
+def _thread_counts(text: str) -> list[int]:
+    try:
+        counts = [int(count) for count in text.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 1:
+        raise ValueError(f"--threads {text!r} must be numbers from 1 on, such as 2 or 1,2,8")
+    return counts
 
 
 def _models(asked: argparse.Namespace, folder: Path) -> Iterator[Path]:
@@ -85,13 +134,6 @@ def _models(asked: argparse.Namespace, folder: Path) -> Iterator[Path]:
         yield shape_file(name, folder)
 
 
-def _measure_with(threads: int) -> None:
-    """Ceilings are those of as many threads as the engines get."""
-    import torch
-
-    torch.set_num_threads(threads)
-
-
 def _our_start(model: Path) -> float | str:
     """Seconds, or why there are none."""
     try:
@@ -99,6 +141,10 @@ def _our_start(model: Path) -> float | str:
         return median(seconds_to_first_token(str(model), STARTS))
     except EngineFailed as error:
         return str(error)
+
+
+def _folders(text: str) -> list[Path]:
+    return [Path(name) for name in text.split(",")]
 
 
 def _arguments(arguments: Sequence[str] | None, peers: Mapping[str, Peer]) -> argparse.Namespace:
@@ -111,10 +157,26 @@ def _arguments(arguments: Sequence[str] | None, peers: Mapping[str, Peer]) -> ar
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--model", default=DEFAULT_MODEL, help="as for bankfull run")
     what.add_argument("--shape", help=f"random weights instead of a model: of {', '.join(SHAPES)}")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="for every engine")
+    cores = str(len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", default=cores, help="for every engine; several, such as 1,2,8, are run in turn")
     parser.add_argument(
-        "--folder", type=Path, default=cache_dir() / "cpu_peers", help="for environments, models made here, and logs"
+        "--folder", type=Path, default=cache_dir() / "cpu_peers", help="for builds, environments, models and logs"
     )
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument(
+        "--llamacpp-bin", type=_folders, default=[], metavar="DIR[,DIR]",
+        help="the programs of a llama.cpp build instead of building it; of several the faster one counts",
+    )  # fmt: skip
+    given.add_argument(
+        "--llamacpp-source", type=Path, metavar="DIR", help="a source of llama.cpp to build instead of fetching one"
+    )
+    parser.add_argument(
+        "--kleidiai", type=Path, metavar="DIR", help="a source of KleidiAI: llama.cpp is built with and without it"
+    )
+    parser.add_argument(
+        "--check-fairness", action="store_true",
+        help="do not compare: show that each peer gets here what its own tool gives it",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, help="a file for all pairs and whatever else was measured")
     parser.add_argument("--no-ceilings", action="store_true", help="do not measure the machine beside the engines")
     return parser.parse_args(arguments)

@@ -7,11 +7,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from bankfull.errors import BankfullError
 from bankfull.limits.load.rows import Bandwidth, Comparison, Reach, Row, Side
 from benchmarks.cpu_peers import models
+from benchmarks.cpu_peers.contenders import Contender, LoadedEngine
 from benchmarks.cpu_peers.install import CannotInstall
+from benchmarks.cpu_peers.llamacpp import LlamaCpp
 from benchmarks.cpu_peers.peers import ROOT, Peer, Place, Ready, module
 from benchmarks.cpu_peers.process import EngineFailed, EngineProcess
 from benchmarks.cpu_peers.reach import Looking, bytes_per_token
@@ -35,7 +38,18 @@ class Measuring:
     say: Say
 
 
-def compare(name: str, peer: Peer, place: Place, how: Measuring) -> Comparison:
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Rows, and what was found best for the peer, by work."""
+
+    found: Comparison
+    settings: Mapping[str, str]
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self.found.as_json(), "settings": dict(self.settings)}
+
+
+def compare(name: str, peer: Peer, place: Place, how: Measuring) -> Compared:
     """What cannot be had is a row that says why."""
     ours, theirs = Side(OURS, place.model.name), Side(name, place.model.name)
     try:
@@ -47,10 +61,10 @@ def compare(name: str, peer: Peer, place: Place, how: Measuring) -> Comparison:
             ours, theirs = replace(ours, engine=pair.ours.name), replace(theirs, engine=pair.theirs.name)
             beside = [start, *pair.side_rows()]
             rows = [_row(pair, work, ready.our_model, how) for work in how.works]
-        return Comparison(name, ours, theirs, [*rows, *beside])
+        return Compared(Comparison(name, ours, theirs, [*rows, *beside]), pair.theirs.settings)
     except (CannotInstall, EngineFailed, BankfullError, OSError) as error:
         every = [*(work.name for work in how.works), START, MEMORY, IDLE]
-        return Comparison(name, ours, theirs, [Row(row, "", problem=str(error)) for row in every])
+        return Compared(Comparison(name, ours, theirs, [Row(row, "", problem=str(error)) for row in every]), {})
 
 
 class Engines:
@@ -87,13 +101,26 @@ class Engines:
         self._started.remove(engine)
         engine.quit()
 
+    def ours(self, model: Path) -> LoadedEngine:
+        return LoadedEngine(self.start(OURS, module(sys.executable, "engine_bankfull"), model)[0])
+
+    def theirs(self, name: str, ready: Ready) -> tuple[Contender, float]:
+        """Ready for turns; and the seconds from starting a process to its first token. A first start warms the disk's
+        cache and a peer's own of compiled code, and does not count. Ours does not either."""
+        peer = ready.peer
+        if isinstance(peer, LlamaCpp):
+            self._say(f"{name}: starting with {ready.model.name}")
+            peer.seconds_to_first_token()
+            return peer, peer.seconds_to_first_token()
+        self.end(self.start(name, peer.command, ready.model, peer.variables)[0])
+        engine, seconds = self.start(name, peer.command, ready.model, peer.variables)
+        return LoadedEngine(engine), seconds
+
 
 def _loaded(name: str, ready: Ready, engines: Engines, how: Measuring) -> tuple[Pair, Row]:
     our_start = how.our_start(ready.our_model)
-    # A first start warms the disk's cache and a peer's own of compiled code. Ours does not count either.
-    engines.end(engines.start(name, ready.command, ready.model, ready.variables)[0])
-    theirs, their_start = engines.start(name, ready.command, ready.model, ready.variables)
-    ours, _ = engines.start(OURS, module(sys.executable, "engine_bankfull"), ready.our_model)
+    theirs, their_start = engines.theirs(name, ready)
+    ours = engines.ours(ready.our_model)
     if isinstance(our_start, str):
         start = Row(START, "s", problem=our_start)
     else:

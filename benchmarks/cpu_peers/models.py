@@ -28,15 +28,14 @@ def gguf_only(model: Path) -> Path:
     return model
 
 
-def requantized(model: Path, work: Path, python: Path, kind: str, folder: Path) -> Path:
+def requantized(model: Path, work: Path, quantizer: str, kind: str) -> Path:
     """Another storage type of a .gguf file, made by llama.cpp itself: what was rounded once is rounded again."""
     target = work / "models" / f"{gguf_only(model).stem}.{kind}.gguf"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_suffix(".part")
-        engine = "benchmarks.cpu_peers.engine_llamacpp"
-        command = [str(python), "-m", engine, "--quantize", str(model), str(partial), kind]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+        command = [quantizer, "--allow-requantize", str(model), str(partial), kind]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise CannotInstall(f"{model.name} could not be stored as {kind}: {done.stderr.strip()[-200:]}")
         partial.rename(target)

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.cpu_peers import models
+from benchmarks.cpu_peers import llamacpp_build, models
 from benchmarks.cpu_peers.install import RECIPES, install
+from benchmarks.cpu_peers.llamacpp import LlamaCpp
+from benchmarks.cpu_peers.vllm_bench import VllmBench
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,16 +21,25 @@ class Place:
     model: Path
     folder: Path
     threads: int
+    llamacpp: llamacpp_build.Asked = field(default_factory=llamacpp_build.Asked)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """How a peer that stays loaded is started."""
+
+    command: Sequence[str]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    own_tool: VllmBench | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A peer that can be started, and the files that each side runs."""
+    """A peer that can have turns, and the files that each side runs."""
 
-    command: Sequence[str]
+    peer: Served | LlamaCpp
     model: Path
     our_model: Path
-    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 Peer = Callable[[Place], Ready]
@@ -41,15 +52,18 @@ def module(python: Path | str, name: str) -> list[str]:
 
 def llamacpp(place: Place) -> Ready:
     """The file as it is, for both."""
-    model = models.gguf_only(place.model)
-    return Ready(module(install(RECIPES["llamacpp"], place.folder), "engine_llamacpp"), model, model)
+    return _llamacpp(place, models.gguf_only(place.model), llamacpp_build.builds(place.llamacpp, place.folder))
 
 
 def llamacpp_q4_0(place: Place) -> Ready:
     """The same numbers as Q4_0, llama.cpp's fastest type, for both."""
-    python = install(RECIPES["llamacpp"], place.folder)
-    model = models.requantized(place.model, place.folder, python, "Q4_0", ROOT)
-    return Ready(module(python, "engine_llamacpp"), model, model)
+    builds = llamacpp_build.builds(place.llamacpp, place.folder)
+    quantizer = builds[0].tool(llamacpp_build.QUANTIZE)
+    return _llamacpp(place, models.requantized(place.model, place.folder, quantizer, "Q4_0"), builds)
+
+
+def _llamacpp(place: Place, model: Path, builds: Sequence[llamacpp_build.Build]) -> Ready:
+    return Ready(LlamaCpp(builds, model, place.threads, place.folder / "llamacpp.err"), model, model)
 
 
 def vllm(place: Place) -> Ready:
@@ -59,7 +73,8 @@ def vllm(place: Place) -> Ready:
     # Its manual asks for this library, which comes with it, in place of the compiler's own.
     openmp = python.parent.parent / "lib" / "libiomp5.so"
     preloaded = {"LD_PRELOAD": str(openmp)} if openmp.exists() else {}
-    return Ready(module(python, "engine_vllm"), model, place.model, preloaded)
+    own_tool = VllmBench(python.parent / "vllm", model, place.threads, place.folder / "vllm-bench.err", preloaded)
+    return Ready(Served(module(python, "engine_vllm"), preloaded, own_tool), model, place.model)
 
 
 PEERS: Mapping[str, Peer] = {"llamacpp": llamacpp, "llamacpp-q4_0": llamacpp_q4_0, "vllm": vllm}

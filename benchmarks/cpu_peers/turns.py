@@ -1,17 +1,16 @@
-"""Ours and a peer's process on the works of a comparison, in turn."""
+"""This engine and a peer on the works of a comparison, in turn."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from bankfull.limits.load.rows import Bandwidth, Row
 from bankfull.limits.load.turns import Noise, in_pairs, turn
-from benchmarks.cpu_peers.process import EngineFailed, EngineProcess
-from benchmarks.cpu_peers.protocol import Prompts
-from benchmarks.cpu_peers.works import FreshPrompts, Work
+from benchmarks.cpu_peers.contenders import Contender
+from benchmarks.cpu_peers.process import EngineFailed
+from benchmarks.cpu_peers.works import FreshPrompts, Turn, Work
 
 Say = Callable[[str], None]
 MEMORY, IDLE = "resident memory", "idle CPU"
@@ -35,35 +34,38 @@ class Around:
 
 @dataclass(slots=True)
 class Pair:
-    """Ours and a peer's process, both loaded; both sleep unless one has its turn."""
+    """Ours and a peer; neither computes unless it has its turn."""
 
-    ours: EngineProcess
-    theirs: EngineProcess
+    ours: Contender
+    theirs: Contender
     fresh: FreshPrompts
     noise: Noise = field(default_factory=Noise)
 
-    def turn(self, engine: EngineProcess) -> AbstractContextManager[None]:
-        return turn(engine, self.noise)
+    def turn(self, contender: Contender) -> AbstractContextManager[None]:
+        return turn(contender, self.noise)
+
+    def get_ready(self, work: Work) -> None:
+        for contender in (self.ours, self.theirs):
+            with self.turn(contender):
+                contender.get_ready(work, self.fresh)
+
+    def rate(self, contender: Contender, work: Work, prompts: Turn) -> float:
+        with self.turn(contender):
+            return contender.rate(work, prompts)
 
     def compare(self, work: Work, pairs: int, say: Say, around: Around | None = None) -> Row:
-        """Both engines get the same prompts, and neither gets them twice."""
-        self.noise = Noise()
+        """Both get the same prompts, and neither gets them twice."""
         ours, theirs = list[float](), list[float]()
 
-        def rate(engine: EngineProcess, prompts: tuple[Prompts, Prompts]) -> float:
-            with self.turn(engine):
-                return work.rate(engine, prompts)
-
-        def our_rate(prompts: tuple[Prompts, Prompts]) -> float:
+        def our_rate(prompts: Turn) -> float:
             with around or nullcontext():
-                return rate(self.ours, prompts)
+                return self.rate(self.ours, work, prompts)
 
         try:
-            for engine in (self.ours, self.theirs):
-                with self.turn(engine):
-                    work.warm_up(engine, self.fresh)
+            self.get_ready(work)
+            self.noise = Noise()
             for our, their in in_pairs(
-                pairs, lambda: work.prompts(self.fresh), our_rate, lambda p: rate(self.theirs, p)
+                pairs, lambda: work.turn(self.fresh), our_rate, lambda p: self.rate(self.theirs, work, p)
             ):
                 ours.append(our)
                 theirs.append(their)
@@ -73,20 +75,17 @@ class Pair:
         return Row(work.name, "tokens/s", tuple(ours), tuple(theirs), others=self.noise.cores)
 
     def side_rows(self, idle_seconds: float = IDLE_SECONDS) -> Iterable[Row]:
-        """Memory behind one stream of decoding, and what an engine uses when nobody asks anything."""
-        resident, idle = list[float](), list[float]()
+        """Memory behind one stream of decoding, and what engines that stay loaded use when nobody asks anything."""
+        resident, idle = list[float](), list[float | None]()
         try:
-            for engine in (self.ours, self.theirs):
-                with self.turn(engine):
-                    engine.work(self.fresh.take(1, 32), 32)
-                    resident.append(engine.resident_bytes() / 2**20)
-                    time.sleep(1.0)  # spinning for a moment behind the work is not idling
-                    before = engine.cpu_seconds()
-                    time.sleep(idle_seconds)
-                    idle.append(100 * (engine.cpu_seconds() - before) / idle_seconds)
+            for contender in (self.ours, self.theirs):
+                with self.turn(contender):
+                    resident.append(contender.resident_bytes(self.fresh) / 2**20)
+                    idle.append(contender.idle_percent(idle_seconds))
         except EngineFailed as error:
             return [Row(name, "", problem=str(error)) for name in (MEMORY, IDLE)]
-        return [
-            Row(MEMORY, "MiB", (resident[0],), (resident[1],), more_is_better=False),
-            Row(IDLE, "%", (idle[0],), (idle[1],), more_is_better=False),
-        ]
+        rows = [Row(MEMORY, "MiB", (resident[0],), (resident[1],), more_is_better=False)]
+        our_idle, their_idle = idle
+        if our_idle is not None and their_idle is not None:
+            rows.append(Row(IDLE, "%", (our_idle,), (their_idle,), more_is_better=False))
+        return rows

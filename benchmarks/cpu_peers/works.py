@@ -12,10 +12,22 @@ from benchmarks.cpu_peers.protocol import Prompts
 
 Measure = Literal["decode", "prefill", "output"]
 WARM_UP_TOKENS = 8
+FIRST_LENGTH = 16
+"""Tokens of the prompt that opens a turn of many requests; as many as llama-batched-bench takes."""
 
 
 class Worker(Protocol):
     def work(self, prompts: Prompts, new: int) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The prompts of one turn; both engines of a pair get the very same."""
+
+    first: Prompts
+    """For one token, before anything is timed."""
+    measured: tuple[tuple[Prompts, Prompts], ...]
+    """For each repetition: the work itself, and what tells how long its first token takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +37,8 @@ class Work:
     prompt_len: int
     new: int
     requests: int = 1
+    repetitions: int = 1
+    """Within a turn, whose figure is their median."""
 
     def warm_up(self, worker: Worker, fresh: FreshPrompts) -> None:
         worker.work(fresh.take(self.requests, self.prompt_len), min(self.new, WARM_UP_TOKENS))
@@ -41,16 +55,19 @@ class Work:
             raise EngineFailed(f"{self.new} tokens took no longer than one; the machine is too busy to measure")
         return (self.new - 1) / (whole - first)
 
-    def prompts(self, fresh: FreshPrompts) -> tuple[Prompts, Prompts]:
-        """For one turn of each engine of a pair: both get the very same."""
-        return fresh.take(self.requests, self.prompt_len), fresh.take(self.requests, self.prompt_len)
+    def turn(self, fresh: FreshPrompts) -> Turn:
+        def prompts() -> Prompts:
+            return fresh.take(self.requests, self.prompt_len)
+
+        first = fresh.take(1, FIRST_LENGTH if self.measure == "output" else self.prompt_len)
+        return Turn(first, tuple((prompts(), prompts()) for _ in range(self.repetitions)))
 
 
 WORKS = {
     work.name: work
     for work in (
-        Work("decode", "decode", 32, 128),
-        Work("decode64", "decode", 32, 64),
+        Work("decode", "decode", 32, 128, repetitions=3),
+        Work("decode64", "decode", 32, 64, repetitions=3),
         Work("prefill512", "prefill", 512, 1),
         Work("prefill2048", "prefill", 2048, 1),
         Work("batch8", "output", 128, 128, 8),

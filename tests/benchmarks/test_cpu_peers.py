@@ -16,13 +16,15 @@ from bankfull.limits.load.rows import Bandwidth, Comparison, Reach, Row, Side
 from bankfull.limits.load.rows_table import notes, problems, ratio_table
 from benchmarks.cpu_peers import models, peers
 from benchmarks.cpu_peers.__main__ import main
+from benchmarks.cpu_peers.contenders import LoadedEngine
 from benchmarks.cpu_peers.install import STAMP, CannotInstall, Recipe, install
-from benchmarks.cpu_peers.peers import ROOT, Place, Ready, module
+from benchmarks.cpu_peers.llamacpp_build import Build
+from benchmarks.cpu_peers.peers import ROOT, Place, Ready, Served, module
 from benchmarks.cpu_peers.process import EngineFailed, EngineProcess
 from benchmarks.cpu_peers.protocol import Prompts
 from benchmarks.cpu_peers.reach import bandwidth_now, bytes_per_token
 from benchmarks.cpu_peers.turns import Around, Pair
-from benchmarks.cpu_peers.works import FOR_MODELS, FOR_SHAPES, WORKS, FreshPrompts, Work, chosen
+from benchmarks.cpu_peers.works import FOR_MODELS, FOR_SHAPES, WARM_UP_TOKENS, WORKS, FreshPrompts, Work, chosen
 from tests.tiny import speaking_folder
 
 TINY = Work("tiny", "decode", 4, 20)
@@ -60,12 +62,12 @@ class Recorder:
 def test_decoding_is_timed_behind_the_first_token_prefill_up_to_it_and_batches_as_a_whole() -> None:
     fresh = FreshPrompts(100)
     worker = Recorder()
-    assert TINY.rate(worker, TINY.prompts(fresh)) == 1.0  # 19 tokens in 22 - 3 seconds
+    assert TINY.rate(worker, TINY.turn(fresh).measured[0]) == 1.0  # 19 tokens in 22 - 3 seconds
     assert [new for _, new in worker.asked] == [20, 1]
     prefill = Work("p", "prefill", 30, 1)
-    assert prefill.rate(worker, prefill.prompts(fresh)) == 10.0
+    assert prefill.rate(worker, prefill.turn(fresh).measured[0]) == 10.0
     batch = Work("b", "output", 5, 7, 4)
-    assert batch.rate(worker, batch.prompts(fresh)) == pytest.approx(28 / 30)
+    assert batch.rate(worker, batch.turn(fresh).measured[0]) == pytest.approx(28 / 30)
     assert len(worker.asked[-1][0]) == 4
 
 
@@ -75,7 +77,7 @@ def test_a_machine_too_busy_to_tell_one_token_from_many_is_an_error() -> None:
             return 1.0 / new
 
     with pytest.raises(EngineFailed, match="too busy"):
-        TINY.rate(Erratic(), TINY.prompts(FreshPrompts(9)))
+        TINY.rate(Erratic(), TINY.turn(FreshPrompts(9)).measured[0])
 
 
 def test_no_prompt_comes_twice_and_a_seed_repeats_them_all() -> None:
@@ -118,13 +120,28 @@ def test_engines_get_the_same_prompts_in_turn_and_each_begins_every_other_pair(m
 
     us, them = Listening("us"), Listening("them")
     other = {"us": them, "them": us}
-    row = Pair(us, them, FreshPrompts(1000)).compare(Work("b", "output", 8, 32), 4, lambda line: None)  # type: ignore[arg-type]
+    pair = Pair(LoadedEngine(us), LoadedEngine(them), FreshPrompts(1000))  # type: ignore[arg-type]
+    row = pair.compare(Work("b", "output", 8, 32, repetitions=2), 4, lambda line: None)
     assert row.problem is None and row.ours == (1.0,) * 4 == row.theirs
     measured = [(name, prompts) for name, prompts, new in asked if new == 32]
-    assert [name for name, _ in measured] == ["us", "them", "them", "us"] * 2
-    for first, second in zip(measured[::2], measured[1::2], strict=True):
-        assert first[1] == second[1]
-    assert len({str(prompts) for _, prompts, _ in asked}) == 4 + 2  # four pairs, and a warm-up of each
+    assert [name for name, _ in measured] == ["us", "us", "them", "them", "them", "them", "us", "us"] * 2
+    assert [new for _, _, new in asked[:2]] == [WARM_UP_TOKENS] * 2
+    assert [new for _, _, new in asked[2:]] == [1, 32, 32] * 8  # every turn warms up, which is not timed
+    turns = [asked[at : at + 3] for at in range(2, len(asked), 3)]
+    for first, second in zip(turns[::2], turns[1::2], strict=True):
+        assert [prompts for _, prompts, _ in first] == [prompts for _, prompts, _ in second]
+    assert len({str(prompts) for _, prompts, _ in asked}) == 4 * 3 + 2  # four pairs, and a warm-up of each
+
+
+def test_a_turn_s_figure_is_the_median_of_its_repetitions() -> None:
+    seconds = iter([9.0, 1.0, 4.0, 2.0])  # the first is the warm-up's
+
+    class Uneven:
+        def work(self, prompts: Prompts, new: int) -> float:
+            return next(seconds)
+
+    work = Work("p", "prefill", 8, 1, repetitions=3)
+    assert LoadedEngine(Uneven()).rate(work, work.turn(FreshPrompts(50))) == 8 / 2  # type: ignore[arg-type]
 
 
 def test_a_peer_s_own_output_does_not_disturb_the_conversation(start) -> None:  # type: ignore[no-untyped-def]
@@ -244,26 +261,30 @@ def test_one_command_compares_us_with_every_peer_and_drops_none(
     monkeypatch.setattr("benchmarks.cpu_peers.__main__.bandwidth_now", lambda working_set: Bandwidth(5e9, 6e9))
     monkeypatch.setattr("benchmarks.cpu_peers.__main__.measure", _ceilings)
     monkeypatch.setattr(Pair.side_rows, "__defaults__", (0.1,))
+    monkeypatch.setattr("benchmarks.cpu_peers.contenders.AFTERGLOW", 0.0)
     narrow = tmp_path / "narrow"
 
     def missing(place: Place) -> Ready:
         raise CannotInstall("the compiler is on holiday")
 
     def there(place: Place) -> Ready:
-        return Ready(fake(), narrow, place.model)
+        return Ready(Served(fake()), narrow, place.model)
 
     def dying(place: Place) -> Ready:
-        return Ready(fake("dies"), place.model, place.model)
+        return Ready(Served(fake("dies")), place.model, place.model)
 
     raw, model = tmp_path / "raw.json", speaking_folder()
     code = main(
         ["--model", str(model), "--peers", "there,missing,dying", "--work", "tiny", "--pairs", "2",
-         "--threads", "1", "--folder", str(tmp_path), "--json", str(raw)],
+         "--threads", "1,2", "--folder", str(tmp_path), "--json", str(raw)],
         {"there": there, "missing": missing, "dying": dying},
     )  # fmt: skip
     shown = " ".join(capsys.readouterr().out.split())
     assert code == 0, shown
-    found = {made["peer"]: made for made in json.loads(raw.read_text())["comparisons"]}
+    runs = json.loads(raw.read_text())["runs"]
+    assert [run["threads"] for run in runs] == [1, 2]
+    assert "fake 1.0 with 2 threads" in runs[1]["comparisons"][0]["theirs"]["engine"]
+    found = {made["peer"]: made for made in runs[0]["comparisons"]}
     assert set(found) == {"there", "missing", "dying"}
     rows = {(peer, row["work"]): row for peer, made in found.items() for row in made["rows"]}
     assert set(rows) == {(p, w) for p in found for w in ("tiny", "start to first token", "resident memory", "idle CPU")}
@@ -278,7 +299,7 @@ def test_one_command_compares_us_with_every_peer_and_drops_none(
     assert needed > 0 and percent == pytest.approx([100 * needed * rate / 5e9 for rate in tiny["ours"]])
     assert "on holiday" in rows["missing", "tiny"]["problem"]
     reason = "not measured: tiny, start to first token, resident memory, idle CPU: the compiler is on holiday"
-    assert shown.count("on holiday") == 1 and reason in shown
+    assert shown.count("on holiday") == len(runs) and reason in shown
     assert "code 7" in rows["dying", "idle CPU"]["problem"]
     assert rows["there", "start to first token"]["ours"][0] > 0
 
@@ -289,7 +310,15 @@ def _ceilings(refresh: bool) -> Ceilings:
 
 @pytest.mark.parametrize(
     "bad",
-    [["--peers", "nobody"], ["--work", "sleep"], ["--pairs", "0"], ["--model", "/no/such"], ["--shape", "square"]],
+    [
+        ["--peers", "nobody"],
+        ["--work", "sleep"],
+        ["--pairs", "0"],
+        ["--model", "/no/such"],
+        ["--shape", "square"],
+        ["--threads", "0"],
+        ["--threads", "1,two"],
+    ],
 )
 def test_bad_input_is_refused_in_one_line(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(bad) == 2
@@ -358,6 +387,7 @@ def test_both_engines_run_the_same_file_but_where_the_peer_cannot_read_it(
 ) -> None:
     python = tmp_path / "env" / "bin" / "python"
     monkeypatch.setattr(peers, "install", lambda recipe, folder: python)
+    monkeypatch.setattr(peers.llamacpp_build, "builds", lambda asked, folder: [Build("llama.cpp", "", tmp_path)])
     stored, place = tmp_path / "models" / "m.Q4_0.gguf", Place(tmp_path / "m.gguf", tmp_path, 2)
     wide = tmp_path / "models" / "m.bf16"
     wide.mkdir(parents=True)
@@ -366,8 +396,10 @@ def test_both_engines_run_the_same_file_but_where_the_peer_cannot_read_it(
     assert as_it_is.model == as_it_is.our_model == place.model
     assert requantized.model == requantized.our_model == stored
     assert (widened.model, widened.our_model) == (wide, place.model)
-    assert widened.variables == {}
+    assert isinstance(widened.peer, Served) and widened.peer.variables == {}
     openmp = tmp_path / "env" / "lib" / "libiomp5.so"
     openmp.parent.mkdir(parents=True)
     openmp.touch()
-    assert peers.vllm(place).variables == {"LD_PRELOAD": str(openmp)}
+    found = peers.vllm(place).peer
+    assert isinstance(found, Served) and found.variables == {"LD_PRELOAD": str(openmp)}
+    assert found.own_tool is not None and found.own_tool.preloaded == found.variables
