@@ -15,8 +15,10 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncEngine", "SamplingParams", "__version__"]
 
 # torch's own threads would spin for milliseconds after each of its operations, on the cores that the kernels need. Read
-# when torch is loaded; whoever has loaded it before, or has set it, keeps what they have.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# when torch is loaded; whoever has loaded it before, or has set it, keeps what they have. It is for this program alone:
+# other engines lose a third of their speed by it and more, so `limits/load/processes.py` takes it back for them.
+SET_HERE = {} if "OMP_WAIT_POLICY" in os.environ else {"OMP_WAIT_POLICY": "passive"}
+os.environ |= SET_HERE
 
 # Resolved on first use, so that `import bankfull` and the command line's help do not wait for torch.
 _HOMES = {"LLM": "bankfull.llm", "AsyncEngine": "bankfull.aio", "SamplingParams": "bankfull.sample.params"}

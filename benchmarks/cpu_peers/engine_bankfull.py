@@ -9,10 +9,7 @@ from benchmarks.cpu_peers.protocol import Prompts, serve
 
 class Bankfull:
     def load(self, model: str, threads: int) -> str:
-        import torch
-
-        torch.set_num_threads(threads)
-        import bankfull
+        import bankfull  # before torch, which reads at its start what this sets
         from bankfull.ops import native
 
         native.set_threads(threads)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+from bankfull.limits.load.processes import environment
 from benchmarks.cpu_peers.process import EngineFailed
 
 PROMPT = "The river"
@@ -21,7 +22,7 @@ def _once(model: str) -> float:
     command = [sys.executable, "-m", "bankfull", "run", PROMPT, "-m", model, *greedy]
     begun = time.perf_counter()
     with subprocess.Popen(
-        [*command, "--no-limit"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+        [*command, "--no-limit"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=environment()
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         first = process.stdout.read(1)

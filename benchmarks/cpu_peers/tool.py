@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bankfull.limits.load.processes import environment
 from benchmarks.cpu_peers.process import EngineFailed
 
 LONGEST_REASON = 200
@@ -34,7 +35,7 @@ def run_to_end(command: Sequence[str], log: Path, timeout: float, variables: Map
         with log.open("w") as errors:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True,
-                env={**os.environ, **(variables or {})},
+                env=environment(variables),
             )  # fmt: skip
     except OSError as error:
         raise EngineFailed(f"{command[0]} could not be started: {error.strerror}") from None

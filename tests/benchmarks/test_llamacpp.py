@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from bankfull.limits.load.processes import ProcessGroup
 from benchmarks.cpu_peers import fairness, llamacpp_build, models, tool
 from benchmarks.cpu_peers.__main__ import main
 from benchmarks.cpu_peers.compare import Measuring
@@ -102,6 +104,27 @@ def test_what_a_tool_does_wrong_is_said_in_one_sentence(tmp_path: Path) -> None:
             peer.get_ready(work, FRESH)
     with pytest.raises(EngineFailed, match="could not be started"):
         engine(tmp_path, tmp_path / "nowhere").get_ready(DECODE, FRESH)
+
+
+def test_what_this_engine_sets_for_itself_does_not_reach_the_peers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that sleep at every barrier cost llama.cpp a third of its speed."""
+    show = [sys.executable, "-c", "import os; print(os.environ.get('OMP_WAIT_POLICY'), os.environ['MARK'])"]
+
+    def seen() -> str:
+        return tool.run_to_end(show, tmp_path / "log", 60.0, {"MARK": "1"}).said.strip()
+
+    monkeypatch.setattr("bankfull.limits.load.processes.SET_HERE", {"OMP_WAIT_POLICY": "passive"})
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    assert seen() == "None 1"
+    with subprocess.Popen([sys.executable, "-c", "import bankfull, os; print(bankfull.SET_HERE)"],
+                          stdout=subprocess.PIPE, text=True) as given:  # fmt: skip
+        assert given.communicate()[0].strip() == "{}"  # what a user sets is the user's
+    monkeypatch.setattr("bankfull.limits.load.processes.SET_HERE", {})
+    assert seen() == "passive 1"
+    group = ProcessGroup(show, variables={"MARK": "2"}, stdout=subprocess.PIPE, text=True)
+    assert group.process.communicate()[0].strip() == "passive 2"
 
 
 def test_a_tool_that_takes_too_long_is_ended(tmp_path: Path) -> None:

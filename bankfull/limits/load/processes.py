@@ -10,9 +10,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from bankfull import SET_HERE
 from bankfull.limits.load import machine
 
 GRACE = 10.0
+
+
+def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Of programs that are measured: that of this program without what it set for itself, and with `variables`."""
+    given = {name: value for name, value in os.environ.items() if SET_HERE.get(name) != value}
+    return {**given, **(variables or {})}
 
 
 class ProcessGroup:
@@ -23,7 +30,7 @@ class ProcessGroup:
         **streams: Any,
     ) -> None:  # fmt: skip
         self.process = subprocess.Popen(
-            command, cwd=folder, env={**os.environ, **(variables or {})}, start_new_session=True, **streams
+            command, cwd=folder, env=environment(variables), start_new_session=True, **streams
         )
         self._group = self.process.pid
 
