@@ -1,7 +1,4 @@
-"""vLLM's CPU build, offline, in bfloat16; its engine runs in a process of its own, as it does for its users.
-
-Libraries that it preloads there (an OpenMP that keeps to the cores, another allocator) would not be loaded otherwise.
-"""
+"""vLLM's CPU build, offline and in one process, in bfloat16."""
 
 from __future__ import annotations
 
@@ -20,6 +17,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def variables(threads: int) -> dict[str, str]:
+    """The same for its own tool."""
     cores = sorted(os.sched_getaffinity(0))[:threads]
     return {
         "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
@@ -29,7 +27,9 @@ def variables(threads: int) -> dict[str, str]:
 
 class Vllm:
     def load(self, model: str, threads: int) -> str:
-        os.environ |= variables(threads)
+        # One process leaves all cores to the model, and ends with this harness. What vLLM would preload into an engine
+        # process of its own is preloaded into this one.
+        os.environ |= {**variables(threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         import vllm  # type: ignore[import-not-found]
 
         self._vllm = vllm

@@ -70,11 +70,19 @@ def vllm(place: Place) -> Ready:
     """bfloat16 for the peer, which has no fast 4-bit path on CPUs; the file as it is for us."""
     python = install(RECIPES["vllm"], place.folder)
     model = models.widened(place.model, place.folder)
-    # Its manual asks for this library, which comes with it, in place of the compiler's own.
-    openmp = python.parent.parent / "lib" / "libiomp5.so"
-    preloaded = {"LD_PRELOAD": str(openmp)} if openmp.exists() else {}
+    preloaded = _openmp(python.parent.parent / "lib")
     own_tool = VllmBench(python.parent / "vllm", model, place.threads, place.folder / "vllm-bench.err", preloaded)
     return Ready(Served(module(python, "engine_vllm"), preloaded, own_tool), model, place.model)
+
+
+def _openmp(libraries: Path) -> dict[str, str]:
+    """What vLLM wants to be loaded first: Intel's library, which its manual asks for and which comes with it on
+    x86, else torch's own, without which its threads share a core."""
+    packages = "python*/site-packages"
+    for pattern in ("libiomp5.so", f"{packages}/torch.libs/libgomp*", f"{packages}/torch/lib/libgomp*"):
+        for found in sorted(libraries.glob(pattern)):
+            return {"LD_PRELOAD": str(found)}
+    return {}
 
 
 PEERS: Mapping[str, Peer] = {"llamacpp": llamacpp, "llamacpp-q4_0": llamacpp_q4_0, "vllm": vllm}

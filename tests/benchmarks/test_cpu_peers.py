@@ -397,9 +397,10 @@ def test_both_engines_run_the_same_file_but_where_the_peer_cannot_read_it(
     assert requantized.model == requantized.our_model == stored
     assert (widened.model, widened.our_model) == (wide, place.model)
     assert isinstance(widened.peer, Served) and widened.peer.variables == {}
-    openmp = tmp_path / "env" / "lib" / "libiomp5.so"
-    openmp.parent.mkdir(parents=True)
-    openmp.touch()
-    found = peers.vllm(place).peer
-    assert isinstance(found, Served) and found.variables == {"LD_PRELOAD": str(openmp)}
-    assert found.own_tool is not None and found.own_tool.preloaded == found.variables
+    library = tmp_path / "env" / "lib"
+    for better in ("python3.11/site-packages/torch/lib/libgomp.so.1", "libiomp5.so"):
+        (library / better).parent.mkdir(parents=True, exist_ok=True)
+        (library / better).touch()
+        found = peers.vllm(place).peer
+        assert isinstance(found, Served) and found.variables == {"LD_PRELOAD": str(library / better)}
+        assert found.own_tool is not None and found.own_tool.preloaded == found.variables

@@ -15,7 +15,7 @@ from benchmarks.cpu_peers.__main__ import main
 from benchmarks.cpu_peers.compare import Measuring
 from benchmarks.cpu_peers.fairness import Fairness, fairness_table
 from benchmarks.cpu_peers.install import STAMP, CannotInstall
-from benchmarks.cpu_peers.llamacpp import LlamaCpp
+from benchmarks.cpu_peers.llamacpp import ROUNDS, LlamaCpp
 from benchmarks.cpu_peers.llamacpp_build import QUANTIZE, TOOLS, Asked, Build, builds
 from benchmarks.cpu_peers.peers import Place, Ready, Served
 from benchmarks.cpu_peers.process import EngineFailed
@@ -79,10 +79,11 @@ def test_attention_and_build_are_whichever_was_faster(tmp_path: Path) -> None:
     slow, fast = programs(tmp_path / "slow"), programs(tmp_path / "quick", "fast")
     peer = engine(tmp_path, slow, fast)
     peer.get_ready(DECODE, FRESH)
-    assert [option(call, "-fa") for folder in (slow, fast) for call in calls(folder)] == ["on", "off"] * 2
+    for folder in (slow, fast):
+        assert [option(call, "-fa") for call in calls(folder)] == ["on", "off"] * ROUNDS
     assert peer.rate(DECODE, DECODE.turn(FRESH)) == 2000.0
     assert peer.settings == {"d": "flash attention off, quick"}
-    assert len(calls(slow)) == 2 and option(calls(fast)[-1], "-fa") == "off"
+    assert len(calls(slow)) == 2 * ROUNDS and option(calls(fast)[-1], "-fa") == "off"
 
 
 def test_nothing_stays_that_could_idle_and_what_it_used_is_counted(tmp_path: Path) -> None:
