@@ -110,7 +110,7 @@ def test_what_a_tool_does_wrong_is_said_in_one_sentence(tmp_path: Path) -> None:
 def test_what_this_engine_sets_for_itself_does_not_reach_the_peers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads that sleep at every barrier cost llama.cpp a third of its speed."""
+    """Threads that sleep at every barrier cost llama.cpp a quarter to a third of its speed."""
     show = [sys.executable, "-c", "import os; print(os.environ.get('OMP_WAIT_POLICY'), os.environ['MARK'])"]
 
     def seen() -> str:
