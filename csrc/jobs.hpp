@@ -64,10 +64,10 @@ struct PackedJob {
     Encoded mixed;  // x once more, for the parts that have mixed weights; run_packed makes it of Tiles
 };
 
-// Rows of Tiles become Mixed, for the blocks of sixteen rows [begin, end).
+// Rows of Tiles become Mixed, for the rows [begin, end); those of a block of sixteen lie between each other.
 struct MixRowsJob {
     Encoded x, out;
-    int64_t rows, columns;
+    int64_t columns;
 };
 
 // Packed weights become mixed ones, for the packs [begin, end).

@@ -61,7 +61,7 @@ static void mix_row(const uint8_t* tiles, int64_t columns, float* mixed, uint8_t
 // Rows that a last block lacks are not written: they are multiplied like the others, and nobody reads what comes of it.
 static void mix_rows(const MixRowsJob& job, int64_t begin, int64_t end) {
     float* mixed = scratch(job.columns);
-    for (int64_t row = begin * MIXED_BLOCK; row < end * MIXED_BLOCK && row < job.rows; ++row) {
+    for (int64_t row = begin; row < end; ++row) {
         uint8_t* block = job.out.data + row / MIXED_BLOCK * MIXED_BLOCK * job.out.stride;
         const int64_t number = row % MIXED_BLOCK;
         mix_row(job.x.data + row * job.x.stride, job.columns, mixed, block + number * MIXED_COLUMNS,

@@ -31,6 +31,12 @@ void spread(void (*kernel)(const Job&, int64_t, int64_t), const Job& job, int64_
     }, &pair);
 }
 
+// So many rows at a time are worth a hand-over; half of them, where else some threads would have none.
+int64_t piece_for(int64_t rows, int64_t worth) {
+    const int64_t all = threads();
+    return rows > worth && rows < worth * all ? std::max((rows + all - 1) / all, (worth + 1) / 2) : worth;
+}
+
 void require(bool fine, const char* message) {
     if (!fine) throw std::invalid_argument(message);
 }
@@ -52,7 +58,7 @@ void run_linear(const LinearJob& job, Format format) {
 }
 
 void run_rms_norm(const NormJob& job, int64_t rows) {
-    spread(kernels().rms_norm, job, rows, PIECE_ROW_WORK / job.columns + 1);
+    spread(kernels().rms_norm, job, rows, piece_for(rows, PIECE_ROW_WORK / job.columns + 1));
 }
 
 void run_layer_norm(const LayerNormJob& job, int64_t rows) {
@@ -94,8 +100,10 @@ struct FloatHead {
     Format format;
 };
 
-constexpr int64_t UNIT = 32, BEST_UNITS = 16;  // units whose outputs exist at once, on each thread
-constexpr int64_t WIDTH = UNIT * BEST_UNITS;
+// Outputs that exist at once, on each thread: few where there are few rows, whose pieces are then even for many threads.
+constexpr int64_t UNIT = 32, WIDTH = 16 * UNIT, NARROW = 4 * UNIT, NARROW_ROWS = 4;
+
+int64_t width_for(int64_t rows) { return rows <= NARROW_ROWS ? NARROW : WIDTH; }
 
 // Outputs [first, last) of each row, which begins where the one before ends.
 void some_outputs(const PackedJob& job, int64_t first, int64_t last, float* y) {
@@ -132,9 +140,10 @@ float* outputs_of_this_thread(int64_t floats) {
 
 template <class Job>
 void best_of_pieces(const BestJob<Job>& all, int64_t begin, int64_t end) {
-    float* y = outputs_of_this_thread(all.rows * WIDTH);
+    const int64_t most = width_for(all.rows);
+    float* y = outputs_of_this_thread(all.rows * most);
     for (int64_t piece = begin; piece < end; ++piece) {
-        const int64_t first = piece * WIDTH, last = std::min(first + WIDTH, all.outputs);
+        const int64_t first = piece * most, last = std::min(first + most, all.outputs);
         some_outputs(all.job, first, last, y);
         for (int64_t row = 0; row < all.rows; ++row) {
             Best best = kernels().best_of(y + row * (last - first), last - first);
@@ -146,7 +155,7 @@ void best_of_pieces(const BestJob<Job>& all, int64_t begin, int64_t end) {
 
 template <class Job>
 void run_best(const Job& job, int64_t rows, int64_t outputs, int64_t* best) {
-    const int64_t pieces = (outputs + WIDTH - 1) / WIDTH;
+    const int64_t pieces = (outputs + width_for(rows) - 1) / width_for(rows);
     thread_local std::vector<Best> found;  // kept for its memory
     if (int64_t(found.size()) < pieces * rows) found.resize(size_t(pieces * rows));
     spread(best_of_pieces<Job>, BestJob<Job>{job, rows, outputs, found.data()}, pieces, 1);
@@ -171,11 +180,12 @@ struct ScoresJob {
 
 template <class Job>
 void scores_of_pieces(const ScoresJob<Job>& all, int64_t begin, int64_t end) {
-    static_assert(WIDTH % SCORE_BLOCK == 0, "a block of scores is made in one piece");
-    float* y = outputs_of_this_thread(all.rows * WIDTH);
+    static_assert(WIDTH % SCORE_BLOCK == 0 && NARROW % SCORE_BLOCK == 0, "a block of scores is made in one piece");
+    const int64_t most = width_for(all.rows);
+    float* y = outputs_of_this_thread(all.rows * most);
     const int64_t blocks = (all.outputs + SCORE_BLOCK - 1) / SCORE_BLOCK;
     for (int64_t piece = begin; piece < end; ++piece) {
-        const int64_t first = piece * WIDTH, last = std::min(first + WIDTH, all.outputs), width = last - first;
+        const int64_t first = piece * most, last = std::min(first + most, all.outputs), width = last - first;
         some_outputs(all.job, first, last, y);
         for (int64_t row = 0; row < all.rows; ++row) {
             kernels().block_maxima(y + row * width, width, all.maxima + row * blocks + first / SCORE_BLOCK);
@@ -193,10 +203,11 @@ struct TopJob {
 
 template <class Job>
 void tops_of_pieces(const TopJob<Job>& all, int64_t begin, int64_t end) {
-    float* y = outputs_of_this_thread(all.rows * WIDTH);
+    const int64_t most = width_for(all.rows);
+    float* y = outputs_of_this_thread(all.rows * most);
     float maxima[WIDTH / SCORE_BLOCK];
     for (int64_t piece = begin; piece < end; ++piece) {
-        const int64_t first = piece * WIDTH, last = std::min(first + WIDTH, all.outputs), width = last - first;
+        const int64_t first = piece * most, last = std::min(first + most, all.outputs), width = last - first;
         some_outputs(all.job, first, last, y);
         for (int64_t row = 0; row < all.rows; ++row) {
             kernels().block_maxima(y + row * width, width, maxima);
@@ -215,7 +226,7 @@ bool choose_from_top(const Job& job, int64_t rows, int64_t outputs, const Choice
     while (int64_t(tops.size()) < rows) tops.emplace_back();
     for (int64_t row = 0; row < rows; ++row)
         tops[size_t(row)].begin(choice.wishes[row].greedy ? 1 : choice.wishes[row].top_k);
-    spread(tops_of_pieces<Job>, TopJob<Job>{job, rows, outputs, tops}, (outputs + WIDTH - 1) / WIDTH, 1);
+    spread(tops_of_pieces<Job>, TopJob<Job>{job, rows, outputs, tops}, (outputs + width_for(rows) - 1) / width_for(rows), 1);
     bool known = true;
     for (int64_t row = 0; row < rows && known; ++row)
         known = tops[size_t(row)].choose(choice.wishes[row], choice.purpose, tokens[row]);
@@ -225,7 +236,7 @@ bool choose_from_top(const Job& job, int64_t rows, int64_t outputs, const Choice
 template <class Job>
 void run_choice(const Job& job, int64_t rows, int64_t outputs, const Choice& choice, int64_t* tokens) {
     if (choose_from_top(job, rows, outputs, choice, tokens)) return;
-    const int64_t pieces = (outputs + WIDTH - 1) / WIDTH, blocks = (outputs + SCORE_BLOCK - 1) / SCORE_BLOCK;
+    const int64_t pieces = (outputs + width_for(rows) - 1) / width_for(rows), blocks = (outputs + SCORE_BLOCK - 1) / SCORE_BLOCK;
     thread_local std::vector<float> scores, maxima;  // kept for their memory
     if (int64_t(scores.size()) < rows * outputs) scores.resize(size_t(rows * outputs));
     if (int64_t(maxima.size()) < rows * blocks) maxima.resize(size_t(rows * blocks));
@@ -246,6 +257,8 @@ void run_linear_choice(const LinearJob& job, Format format, const Choice& choice
 void run_packed_best(const PackedJob& job, int64_t* best) {
     run_best(with_mixed_rows(job), job.rows, job.parts->outputs, best);
 }
+
+void announce_packed_head(const PackedJob& job) { announce_packed(job, width_for(job.rows) / UNIT); }
 
 void run_linear_best(const LinearJob& job, Format format, int64_t* best) {
     run_best(FloatHead{job, format}, job.rows, job.outputs, best);

@@ -21,6 +21,7 @@ void run_intake(const IntakeJob& job, int64_t tokens);
 // For each row the highest of all outputs, without storing them: of one part, whose y is not used. -1 where a row has a
 // NaN or no finite highest.
 void run_packed_best(const PackedJob& job, int64_t* best);
+void announce_packed_head(const PackedJob& job);  // as announce_packed, for these
 void run_linear_best(const LinearJob& job, Format format, int64_t* best);
 // For each row the token that its wish chooses among all outputs; -1 as above.
 void run_packed_choice(const PackedJob& job, const Choice& choice, int64_t* tokens);

@@ -13,12 +13,22 @@ namespace bankfull {
 namespace {
 
 constexpr int64_t PIECE_WEIGHTS = 16384, PIECE_VALUES = 8192;  // worth a hand-over between threads
+constexpr int64_t MIXED_VALUES = 2048;  // the same for numbers that are mixed
 constexpr int64_t PIECE_UNITS = 8;
+constexpr int64_t FEW_TILE_ROWS = 64, TILE_UNITS = 4;  // see packed_tiles: more rows than these are read for so many units
 // Rows that all dense weights of a job share should fit the second-level cache: so many bytes of them. But with fewer than
 // so many rows at a time, weights would be read too often.
 constexpr int64_t CACHED_ROW_BYTES = 1 << 20, LEAST_ROWS = 128;
 constexpr int64_t SHARED_ROWS = 128;  // for each thread: from here on, rows of its own are worth widening all panels
+constexpr int64_t LEAST_PART = 32;    // rows that share a tile of weights
+constexpr int64_t ANNOUNCED_ROWS = 128;  // with more, products take longer than reading the weights
 constexpr int64_t MIXED_GROUP_BYTES = 256 << 10;  // of units that stay in the second-level cache for all rows
+
+// At least `worth` rows at a time, and sixteen where every thread has several times as many: those of a block share lines.
+int64_t piece_of_rows(int64_t rows, int64_t worth) {
+    const int64_t each = rows / (4 * threads());
+    return each >= MIXED_BLOCK ? MIXED_BLOCK : worth;
+}
 
 int64_t count_units(const PackedJob& job) {
     if (job.gate >= 0) return units_of(job.parts->outputs);
@@ -102,15 +112,23 @@ struct UnitsJob {
     const Arrivals* arrivals;  // may be null
 };
 
+// Units that a thread takes at a time. A handful of pieces for each thread evens out what the machine does meanwhile; tiles
+// of many rows share what is read of the rows among the units of a piece.
+int64_t piece_of(const PackedJob& job, int64_t units) {
+    const int64_t weights = UNIT_OUTPUTS * job.inner * (job.gate >= 0 ? 2 : 1), count = threads();
+    const int64_t least = (PIECE_WEIGHTS + weights - 1) / weights;
+    const bool tiles = job.x.kind == Activations::Tiles && job.rows > FEW_TILE_ROWS;
+    const int64_t even = units / ((tiles ? 2 : 8) * count), most = tiles ? TILE_UNITS : PIECE_UNITS;
+    const int64_t capped = even < most ? even : most;
+    return capped > least ? capped : least;
+}
+
 // Rows of the job are those from `first` on of all, where there are arrivals.
 void run_units(const PackedJob& job, Arrivals* arrivals, int64_t first = 0) {
     if (arrivals) arrivals->expect(first, job.rows, job.rows);
-    const int64_t units = count_units(job), weights = UNIT_OUTPUTS * job.inner * (job.gate >= 0 ? 2 : 1);
-    // Threads take pieces as they can: a handful each evens out what the machine does meanwhile.
-    const int64_t even = units / (8 * threads()), least = (PIECE_WEIGHTS + weights - 1) / weights;
-    const int64_t capped = even < PIECE_UNITS ? even : PIECE_UNITS;
+    const int64_t units = count_units(job);
     const UnitsJob both{job, arrivals};
-    parallel(units, capped > least ? capped : least, [](const void* p, int64_t begin, int64_t end) {
+    parallel(units, piece_of(job, units), [](const void* p, int64_t begin, int64_t end) {
         const UnitsJob& all = *static_cast<const UnitsJob*>(p);
         kernels().packed(all.job, begin, end);
         if (all.arrivals) all.arrivals->came(0, begin, end);
@@ -159,11 +177,29 @@ void run_shares(const PackedJob& job, int64_t count, int64_t group, Arrivals* ar
     }, &shares);
 }
 
-// As many threads as have rows enough for a share of their own; 1: rows are not shared out.
-int64_t sharers(int64_t rows) {
-    if (rows < 2 * SHARED_ROWS) return 1;  // asking for the threads takes a lock
+// In how many parts a job's rows are cut, each with all units; 1: every piece has all rows. With rows enough for every thread
+// each gets its own. Else what the busiest thread has to do decides, by a rough count in nanoseconds: products; widening,
+// which is as much as products of so many rows; weights, which stream from memory meanwhile; and rows, which other threads
+// have just written, and which come before the first product.
+int64_t parts_of_rows(const PackedJob& job) {
+    if (job.x.kind != Activations::Tiles || job.rows < 2 * LEAST_PART) return 1;
     const int64_t count = threads();
-    return rows >= SHARED_ROWS * count ? count : 1;
+    if (job.rows >= SHARED_ROWS * count) return count;
+    constexpr double MIXED_PRODUCTS = 700, PRODUCTS = 350, BYTES = 10;  // in a nanosecond: multiplications, bytes
+    constexpr double WIDENING = 64;                                     // rows
+    const int64_t units = count_units(job);
+    const double unit = double(UNIT_OUTPUTS * job.inner * (job.gate >= 0 ? 2 : 1)), inner = double(job.inner);
+    const bool mixed = job.mixed.data != nullptr;
+    int64_t best = 1;
+    double least = 0;
+    for (int64_t parts = 1; parts <= count && job.rows >= parts * LEAST_PART; parts *= 2) {
+        const double rows = double(job.rows) / double(parts), own = double((units * parts + count - 1) / count);
+        const double products = own * unit * (mixed ? rows / MIXED_PRODUCTS : (rows + WIDENING) / PRODUCTS);
+        const double weights = own * unit * (mixed ? 1.0 : 0.5) / BYTES, read = rows * inner * (mixed ? 1.0 : 2.0) / BYTES;
+        const double time = (products > weights ? products : weights) + read;
+        if (parts == 1 || time < 0.9 * least) best = parts, least = time;
+    }
+    return best;
 }
 
 bool wants_mixed_rows(const PackedJob& job) {
@@ -180,17 +216,19 @@ Encoded mixed_rows(const PackedJob& job) {
     const size_t room = size_t(blocks * MIXED_BLOCK * stride + 64);
     if (memory.size() < room) memory.resize(room);
     uint8_t* data = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
-    const MixRowsJob rows{job.x, {data, stride, Activations::Mixed}, job.rows, job.inner};
-    parallel(blocks, PIECE_VALUES / (MIXED_BLOCK * job.inner) + 1, [](const void* p, int64_t begin, int64_t end) {
+    const MixRowsJob rows{job.x, {data, stride, Activations::Mixed}, job.inner};
+    parallel(job.rows, piece_of_rows(job.rows, MIXED_VALUES / job.inner + 1), [](const void* p, int64_t begin, int64_t end) {
         kernels().mix_rows(*static_cast<const MixRowsJob*>(p), begin, end);
     }, &rows);
     return rows.out;
 }
 
-// Units that a thread takes at a time, for all of its rows.
-int64_t group_of(const PackedJob& job) {
-    if (!job.mixed.data) return 1;
-    const int64_t group = MIXED_GROUP_BYTES / (2 * mixed_pack_bytes(job.inner) * (job.gate >= 0 ? 2 : 1));
+// Units that a thread takes at a time, for all rows of one of so many parts.
+int64_t group_of(const PackedJob& job, int64_t parts) {
+    const int64_t count = threads(), even = count_units(job) * parts / (2 * count);
+    const int64_t bytes = 2 * mixed_pack_bytes(job.inner) * (job.gate >= 0 ? 2 : 1);
+    int64_t group = job.mixed.data ? MIXED_GROUP_BYTES / bytes : TILE_UNITS;
+    if (parts < count && group > even) group = even;
     return group > 1 ? group : 1;
 }
 
@@ -200,8 +238,8 @@ void run_packed(const PackedJob& given, Arrivals* arrivals) {
         return run_in_turn(given, fitting < LEAST_ROWS ? LEAST_ROWS : fitting, arrivals);
     }
     const PackedJob job = with_mixed_rows(given);
-    const int64_t count = job.x.kind == Activations::Tiles ? sharers(job.rows) : 1;
-    if (count > 1) return run_shares(job, count, group_of(job), arrivals);
+    const int64_t parts = parts_of_rows(job);
+    if (parts > 1) return run_shares(job, parts, group_of(job, parts), arrivals);
     run_units(job, arrivals);
 }
 
@@ -218,6 +256,24 @@ void run_packed(const PackedJob& job) { run_packed(job, nullptr); }
 void run_packed(const PackedJob& job, const IntakeJob& intake) {
     Arrivals arrivals(intake);
     run_packed(job, &arrivals);
+}
+
+void announce_packed(const PackedJob& job, int64_t piece) {
+    Coming coming;
+    if (job.rows <= ANNOUNCED_ROWS && !all_dense(job) && job.count <= Coming::MOST) {
+        const bool mixed = wants_mixed_rows(job);
+        for (int64_t i = 0; i < job.count; ++i) {
+            const PackedPart& part = job.parts[i];
+            if (mixed && part.mixed)
+                coming.runs[i] = {part.mixed, units_of(part.outputs), 2 * mixed_pack_bytes(job.inner)};
+            else
+                coming.runs[i] = {part.weight, units_of(part.outputs), 2 * LAYOUTS[part.pack].bytes(job.inner)};
+        }
+        coming.count = int(job.count);
+        coming.together = job.gate >= 0;
+        coming.piece = piece ? piece : piece_of(job, count_units(job));
+    }
+    announce(coming);
 }
 
 Activations encoding_of(int64_t rows, Rounding rounding) {

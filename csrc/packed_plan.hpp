@@ -12,6 +12,9 @@ void run_packed(const PackedJob& job);
 void run_packed(const PackedJob& job, const IntakeJob& intake);
 // The job with its rows mixed, if there are many and weights that were mixed for them. Good until the next call.
 PackedJob with_mixed_rows(const PackedJob& job);
+// Threads that wait for this job fetch their first weights meanwhile, see threads.hpp.
+// `piece`: units, where the job is not cut by run_packed.
+void announce_packed(const PackedJob& job, int64_t piece = 0);
 // How activations of a step with so many rows are encoded.
 Activations encoding_of(int64_t rows, Rounding rounding);
 void run_encode(const EncodeJob& job, int64_t rows);

@@ -13,6 +13,7 @@ static constexpr int64_t CHUNK_ROWS = 1024;  // so many rows' sums do
 static constexpr int64_t TALL_ROWS = 64;     // so many are multiplied while a panel is widened
 static constexpr int64_t SLICE_K = 32;       // so many columns are a tile's; they are widened at a time
 static constexpr int64_t PANEL_PACK = PANEL_K * PACK_OUTPUTS;  // bfloat16 numbers
+static constexpr int64_t GROUP_PANELS = 4;   // so many panels of units that share their rows do, with a few rows and sums
 
 struct alignas(64) TileShape {
     uint8_t palette, start, reserved[14];
@@ -347,44 +348,58 @@ static constexpr void (*MULTIPLY_FIRST[PACKS])(const Widening&, const uint8_t*, 
     multiply_first<PACK6S>, multiply_first<PACK8>,
 };
 
+// Rows are read for all units of a group at once: where many threads share them, a row comes from a far cache, and reading
+// it again for each unit took longer than multiplying it.
 static void packed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
+    const int64_t parts = job.gate >= 0 ? 2 : 1;
+    const int64_t most = job.rows > TALL_ROWS ? GROUP_PANELS / parts : 1, group = end - begin < most ? end - begin : most;
     // Sums wait for the rest of K, or for the gate's other part; else only until the next block's are made.
-    const bool wait = job.inner > PANEL_K || job.gate >= 0;
+    const bool wait = job.inner > PANEL_K || parts > 1;
     const int64_t chunk = wait ? (job.rows < CHUNK_ROWS ? (job.rows + 31) / 32 * 32 : CHUNK_ROWS) : 2 * TALL_ROWS;
-    const int64_t apart = chunk * UNIT_OUTPUTS, room = PANEL_PACK + 2 * apart + 16;  // floats: a panel is two packs
-    uint16_t* panel = reinterpret_cast<uint16_t*>((reinterpret_cast<uintptr_t>(scratch(room)) + 63) / 64 * 64);
-    float* sums = reinterpret_cast<float*>(panel + 2 * PANEL_PACK);
+    const int64_t apart = chunk * UNIT_OUTPUTS, each = wait ? parts * apart : 0;  // floats
+    const int64_t room = group * (parts * PANEL_PACK + each) + apart + 16;        // a panel is two packs
+    uint16_t* panels = reinterpret_cast<uint16_t*>((reinterpret_cast<uintptr_t>(scratch(room)) + 63) / 64 * 64);
+    float* sums = reinterpret_cast<float*>(panels + 2 * group * parts * PANEL_PACK);
+    Unit units[GROUP_PANELS];
+    Widening widenings[GROUP_PANELS];
     int64_t shape = 0;
-    for (int64_t number = begin; number < end; ++number) {
-        const Unit unit = unit_at(job, number);
+    for (int64_t number = begin; number < end; number += group) {
+        const int64_t count = end - number < group ? end - number : group;
+        for (int64_t u = 0; u < count; ++u) units[u] = unit_at(job, number + u);
         for (int64_t first = 0; first < job.rows; first += CHUNK_ROWS) {
             const int64_t last = job.rows - first < CHUNK_ROWS ? job.rows : first + CHUNK_ROWS;
-            for (int64_t k = 0; k < job.inner; k += PANEL_K)
-                for (int64_t part = 0; part < unit.count; ++part) {
-                    const int64_t stop = job.inner - k < PANEL_K ? job.inner : k + PANEL_K;
-                    const bool done = stop == job.inner && part == unit.count - 1;
-                    const Widening widening{{unit.pack(job, part, 0), unit.pack(job, part, 1)}, unit.parts[part].pack,
-                                            job.inner, k, stop, panel, last - first <= TALL_ROWS};
-                    Leaving<FloatSums> leaving;
-                    int64_t turn = 0;
-                    for (int64_t row = first, rows; row < last; row += rows, turn ^= TALL_ROWS) {
-                        const int64_t most = row == first ? TALL_ROWS : 32;
-                        rows = last - row < most ? last - row : most;
-                        float* own = sums + (wait ? row - first : turn) * UNIT_OUTPUTS;
-                        if (shape != rows) _tile_loadconfig(&TILE_SHAPES.of[rows]);
-                        shape = rows;
-                        const uint8_t* x = job.x.data + row * job.x.stride + 2 * k;
-                        float* target = own + part * apart;
+            for (int64_t k = 0; k < job.inner; k += PANEL_K) {
+                const int64_t stop = job.inner - k < PANEL_K ? job.inner : k + PANEL_K;
+                for (int64_t i = 0; i < count * parts; ++i) {
+                    const Unit& unit = units[i / parts];
+                    const int64_t part = i % parts;
+                    widenings[i] = {{unit.pack(job, part, 0), unit.pack(job, part, 1)}, unit.parts[part].pack, job.inner,
+                                    k, stop, panels + 2 * i * PANEL_PACK, last - first <= TALL_ROWS};
+                }
+                Leaving<FloatSums> leaving;
+                int64_t turn = 0;
+                for (int64_t row = first, rows; row < last; row += rows) {
+                    const int64_t most_rows = row == first ? TALL_ROWS : 32;
+                    rows = last - row < most_rows ? last - row : most_rows;
+                    if (shape != rows) _tile_loadconfig(&TILE_SHAPES.of[rows]);
+                    shape = rows;
+                    const uint8_t* x = job.x.data + row * job.x.stride + 2 * k;
+                    for (int64_t i = 0; i < count * parts; ++i) {
+                        float* own = sums + i / parts * each + (wait ? row - first : turn) * UNIT_OUTPUTS;
+                        float* target = own + i % parts * apart;
                         if (row == first)
-                            MULTIPLY_FIRST[widening.pack](widening, x, job.x.stride, rows, target);
+                            MULTIPLY_FIRST[widenings[i].pack](widenings[i], x, job.x.stride, rows, target);
                         else
-                            widening.multiply_again(TileBlock{x, job.x.stride, rows, target}, [&] { leaving.some(); });
+                            widenings[i].multiply_again(TileBlock{x, job.x.stride, rows, target}, [&] { leaving.some(); });
                         settle_memory();
                         leaving.rest();
-                        if (done) leaving.begin({job, unit, FloatSums{own, apart}}, row, rows, (stop - k) / SLICE_K);
+                        if (stop == job.inner && i % parts == parts - 1)
+                            leaving.begin({job, units[i / parts], FloatSums{own, apart}}, row, rows, (stop - k) / SLICE_K);
+                        turn ^= TALL_ROWS;
                     }
-                    leaving.rest();
                 }
+                leaving.rest();
+            }
         }
     }
     _tile_release();

@@ -6,6 +6,7 @@
 #include "attention_plan.hpp"
 #include "isa.hpp"
 #include "operations.hpp"
+#include "threads.hpp"
 
 namespace bankfull {
 namespace {
@@ -39,17 +40,26 @@ void Tape::replay(const Step& given, int64_t begin, int64_t end, bool timed) con
         throw std::invalid_argument("tape: there are not so many instructions");
     Step step = given;
     step.rounding = rounding_.value_or(Rounding::Int8);
-    if (!timed) {
-        for (int64_t i = begin; i < end; ++i) instructions_[size_t(i)]->run(step);
-        return;
-    }
+    // While an instruction runs, threads that are done with it look forward to the next one that reads weights; behind the
+    // last one, to the next step's first.
+    const int64_t count = int64_t(instructions_.size());
+    int64_t announced = begin;
     for (int64_t i = begin; i < end; ++i) {
+        if (announced <= i) {
+            announced = i + 1;
+            while (announced < i + count && !instructions_[size_t(announced % count)]->announce(step)) ++announced;
+        }
         const Instruction& instruction = *instructions_[size_t(i)];
+        if (!timed) {
+            instruction.run(step);
+            continue;
+        }
         const auto begun = std::chrono::steady_clock::now();
         instruction.run(step);
         instruction.nanoseconds += (std::chrono::steady_clock::now() - begun).count();
         ++instruction.runs;
     }
+    announce({});
 }
 
 void EmbeddingStep::run(const Step& step) const {
@@ -82,19 +92,27 @@ void EncodeStep::run(const Step& step) const {
     run_encode({x.in<float>(step), x_stride, columns, encoded_at(encoded, step, columns)}, step.tokens);
 }
 
-void PackedStep::run(const Step& step) const {
-    constexpr size_t MOST = 8;
-    PackedPart found[MOST];
+PackedJob PackedStep::job(const Step& step, PackedPart (&found)[MOST]) const {
     if (parts.size() > MOST) throw std::invalid_argument("tape: too many weights share their activations");
     for (size_t i = 0; i < parts.size(); ++i)
         found[i] = {parts[i].weight.in<uint8_t>(step), parts[i].bias.in<float>(step), parts[i].y.in<float>(step),
                     parts[i].y_stride, parts[i].outputs, parts[i].pack, parts[i].mixed.in<uint8_t>(step)};
-    const PackedJob job{encoded_at(x, step, inner), step.tokens, inner, found, int64_t(parts.size()), gate,
-                        encoded_at(encoded, step, parts[0].outputs), {}};
+    return {encoded_at(x, step, inner), step.tokens, inner, found, int64_t(parts.size()), gate,
+            encoded_at(encoded, step, parts[0].outputs), {}};
+}
+
+void PackedStep::run(const Step& step) const {
+    PackedPart found[MOST];
     if (intake)
-        run_packed(job, checked_intake(intake->job(step), step.tokens));
+        run_packed(job(step, found), checked_intake(intake->job(step), step.tokens));
     else
-        run_packed(job);
+        run_packed(job(step, found));
+}
+
+bool PackedStep::announce(const Step& step) const {
+    PackedPart found[MOST];
+    announce_packed(job(step, found));
+    return true;
 }
 
 void PackedHeadStep::run(const Step& step) const {
@@ -105,6 +123,13 @@ void PackedHeadStep::run(const Step& step) const {
         run_packed_choice(job, *step.choice, chosen.in<int64_t>(step));
     else
         run_packed_best(job, chosen.in<int64_t>(step));
+}
+
+bool PackedHeadStep::announce(const Step& step) const {
+    const PackedPart part{weight.in<uint8_t>(step), bias.in<float>(step), nullptr, 0, outputs, pack,
+                          mixed.in<uint8_t>(step)};
+    announce_packed_head({encoded_at(x, step, inner), step.tokens, inner, &part, 1, -1, {}, {}});
+    return true;
 }
 
 void HeadStep::run(const Step& step) const {

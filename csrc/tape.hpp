@@ -48,6 +48,8 @@ class Instruction {
   public:
     virtual ~Instruction() = default;
     virtual void run(const Step& step) const = 0;
+    // Does it tell waiting threads what it will read? See threads.hpp.
+    virtual bool announce(const Step&) const { return false; }
     std::string name;
     mutable int64_t nanoseconds = 0, runs = 0;  // while the tape is timed
 };
@@ -119,6 +121,7 @@ struct PackedHeadStep : Instruction {
     int64_t inner, outputs;
     int pack;
     void run(const Step& step) const override;
+    bool announce(const Step& step) const override;
 };
 
 struct HeadStep : Instruction {
@@ -182,6 +185,11 @@ struct PackedStep : Instruction {
     int gate = -1;
     std::unique_ptr<IntakeStep> intake;  // what attention takes in of the three parts, if it does
     void run(const Step& step) const override;
+    bool announce(const Step& step) const override;
+
+  private:
+    static constexpr size_t MOST = 8;
+    PackedJob job(const Step& step, PackedPart (&found)[MOST]) const;
 };
 
 struct AttentionStep : Instruction {

@@ -4,12 +4,8 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <cstdlib>
-#include <fstream>
 #include <memory>
 #include <mutex>
-#include <set>
-#include <string>
 #include <thread>
 #include <vector>
 
@@ -23,40 +19,12 @@
 namespace bankfull {
 namespace {
 
-#if defined(__linux__)
-
-// What the control group allows, in whole processors; 0: no limit. Both generations of the interface are asked.
-int quota() {
-    double allowed = 0, period = 0;
-    std::string word;
-    if (std::ifstream file("/sys/fs/cgroup/cpu.max"); file >> word >> period && word != "max")
-        allowed = std::strtod(word.c_str(), nullptr);
-    else if (std::ifstream old("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"); old >> allowed && allowed > 0)
-        std::ifstream("/sys/fs/cgroup/cpu/cpu.cfs_period_us") >> period;
-    return allowed > 0 && period > 0 ? std::max(1, int(allowed / period + 0.999)) : 0;
-}
-
-// Two threads of one core share its arithmetic: a second worker there only fights the first.
-int physical_cores(const cpu_set_t& set) {
-    std::set<std::string> cores;
-    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-        if (!CPU_ISSET(cpu, &set)) continue;
-        std::ifstream file("/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list");
-        std::string siblings;
-        cores.insert(file >> siblings ? siblings : std::to_string(cpu));
-    }
-    return int(cores.size());
-}
-
-#endif
-
-int available_cores() {
+// What this process may run on. Quotas and cores that share their parts are Python's business (ops/native/cores.py), which
+// sets the number before anything runs.
+int usable_processors() {
 #if defined(__linux__)
     cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) > 0) {
-        const int cores = physical_cores(set), most = quota();
-        return most ? std::min(cores, most) : cores;
-    }
+    if (sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) > 0) return CPU_COUNT(&set);
 #endif
     const unsigned count = std::thread::hardware_concurrency();
     return count ? int(count) : 1;
@@ -70,9 +38,65 @@ void relax() {
 #endif
 }
 
+// Two lines: processors fetch them in pairs.
+constexpr size_t APART = 128;
+
+constexpr int64_t LINE = 64;
+constexpr int64_t FETCHED = 256 << 10;  // bytes of its share that a thread fetches at most: a part of its second-level cache
+
+// What a thread fetches while it waits: the beginning of its share of a coming job.
+class Fetching {
+  public:
+    // The same job as before: what was fetched is not fetched again.
+    void begin(const Coming& coming, int64_t self, int64_t all) {
+        if (coming.count == 0) return clear();
+        if (coming.runs[0].data == job_) return;
+        job_ = coming.runs[0].data;
+        count_ = 0;
+        int64_t units = 0;
+        for (int i = 0; i < coming.count; ++i) units = coming.together ? coming.runs[0].units : units + coming.runs[i].units;
+        const int64_t pieces = (units + coming.piece - 1) / coming.piece;
+        int64_t first = pieces * self / all * coming.piece, last = std::min(units, pieces * (self + 1) / all * coming.piece);
+        const int64_t most = coming.together ? FETCHED / coming.count : FETCHED;
+        for (int i = 0; i < coming.count && first < last; ++i) {
+            const auto [data, own, each] = coming.runs[i];
+            const int64_t end = std::min(last, own);
+            if (first < end && count_ < MOST) ranges_[count_++] = {data + first * each, std::min((end - first) * each, most)};
+            if (!coming.together) first = std::max<int64_t>(first - own, 0), last -= own;
+        }
+    }
+    void clear() { count_ = 0, job_ = nullptr; }
+    bool done() const { return count_ == 0; }
+    // A few lines more, of every range in turn.
+    void some() {
+        for (int i = 0; i < count_;) {
+            Range& range = ranges_[i];
+            for (int line = 0; line < 4 && range.left > 0; ++line, range.at += LINE, range.left -= LINE)
+                __builtin_prefetch(range.at, 0, 2);
+            if (range.left > 0)
+                ++i;
+            else
+                range = ranges_[--count_];
+        }
+    }
+
+  private:
+    static constexpr int MOST = 2;
+    struct Range {
+        const uint8_t* at;
+        int64_t left;
+    };
+    Range ranges_[MOST];
+    int count_ = 0;
+    const void* job_ = nullptr;
+};
+
+thread_local Coming coming_to_caller;
+
 class Pool {
   public:
-    explicit Pool(int threads) : shares_(size_t(threads)) {
+    // `usable`: processors.
+    Pool(int threads, int usable) : shares_(size_t(threads)), patience_(threads > 4 && threads <= usable ? LONG : SHORT) {
         for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { serve(i); });
     }
 
@@ -80,7 +104,7 @@ class Pool {
         {
             std::lock_guard<std::mutex> lock(mutex_);
             stop_ = true;
-            epoch_.fetch_add(1);
+            turn_.fetch_add(1);
         }
         wake_.notify_all();
         for (std::thread& worker : workers_) worker.join();
@@ -91,94 +115,132 @@ class Pool {
     void run(int64_t count, int64_t piece, Task task, const void* job) {
         task_ = task;
         job_ = job;
+        count_ = count;
         piece_ = piece;
-        const int64_t pieces = (count + piece - 1) / piece, all = threads();
-        for (int64_t i = 0; i < all; ++i) {
-            shares_[i].next.store(pieces * i / all * piece, std::memory_order_relaxed);
-            shares_[i].end = std::min(count, pieces * (i + 1) / all * piece);
-        }
-        inside_.store(OPEN, std::memory_order_release);
-        epoch_.fetch_add(1);  // sequentially consistent with sleepers_: one of the two sides sees the other
+        pieces_ = (count + piece - 1) / piece;
+        if (coming_.count != coming_to_caller.count || coming_.runs[0].data != coming_to_caller.runs[0].data)
+            coming_ = coming_to_caller;
+        const uint32_t open = turn_.load(std::memory_order_relaxed) + 1;
+        turn_.store(open);  // sequentially consistent with sleepers_: one of the two sides sees the other
         if (sleepers_.load() > 0) {
             { std::lock_guard<std::mutex> lock(mutex_); }
             wake_.notify_all();
         }
-        work(0);
-        inside_.fetch_and(~OPEN, std::memory_order_acq_rel);
-        for (int spins = 0; inside_.load(std::memory_order_acquire) != 0; ++spins) {
-            if (spins < SPINS)
+        work(0, open);
+        turn_.store(open + 1);
+        fetching_.begin(coming_, 0, threads());
+        for (size_t i = 1; i < shares_.size(); ++i) wait_for(shares_[i]);
+    }
+
+  private:
+    // How long a worker waits awake. A host takes some hundred microseconds between two steps, and a millisecond where many
+    // requests share them; waking up many threads takes a step's time. Few processors have other things to do meanwhile.
+    static constexpr std::chrono::microseconds SHORT{300}, LONG{2000};
+    static constexpr std::chrono::microseconds ALONE{50};  // ... and without asking whether others want its processor
+    static constexpr int SPINS = 2000;  // some tens of microseconds: the end of a piece that another thread has begun
+
+    // A thread's line: what it has taken of its share, and whether it is at work.
+    struct alignas(APART) Share {
+        std::atomic<uint64_t> taken{0};  // the turn in the upper half, pieces in the lower; of another turn: none yet
+        alignas(APART) std::atomic<bool> inside{false};
+    };
+
+    void wait_for(const Share& share) {
+        for (int spins = 0; share.inside.load(std::memory_order_acquire); ++spins) {
+            if (!fetching_.done())
+                fetching_.some();
+            else if (spins < SPINS)
                 relax();
             else
                 std::this_thread::yield();
         }
     }
 
-  private:
-    static constexpr uint32_t OPEN = 1u << 31;
-    static constexpr int SPINS = 2000;  // some tens of microseconds: the end of a piece that another thread has begun
-    static constexpr std::chrono::microseconds PATIENCE{300};
+    // The next piece of a share, counted in the share; -1: all are taken.
+    static int64_t take(Share& share, uint32_t turn, int64_t pieces) {
+        uint64_t seen = share.taken.load(std::memory_order_relaxed);
+        for (;;) {
+            const int64_t next = seen >> 32 == turn ? int64_t(seen & 0xffffffff) : 0;
+            if (next >= pieces) return -1;
+            if (share.taken.compare_exchange_weak(seen, uint64_t(turn) << 32 | uint64_t(next + 1),
+                                                  std::memory_order_relaxed))
+                return next;
+        }
+    }
 
     // A worker's own share first, then what others have left: whoever wrote some rows is likely to read them again, and
     // has them in its own cache.
-    void work(int64_t self) {
+    void work(int64_t self, uint32_t turn) {
         const int64_t all = threads();
         for (int64_t i = 0; i < all; ++i) {
-            Share& share = shares_[self + i < all ? self + i : self + i - all];
-            while (share.next.load(std::memory_order_relaxed) < share.end) {
-                const int64_t begin = share.next.fetch_add(piece_, std::memory_order_relaxed);
-                if (begin < share.end) task_(job_, begin, std::min(begin + piece_, share.end));
+            const int64_t owner = self + i < all ? self + i : self + i - all;
+            const int64_t first = pieces_ * owner / all, pieces = pieces_ * (owner + 1) / all - first;
+            if (pieces == 0) continue;
+            for (int64_t next; (next = take(shares_[size_t(owner)], turn, pieces)) >= 0;) {
+                const int64_t begin = (first + next) * piece_;
+                task_(job_, begin, std::min(begin + piece_, count_));
             }
         }
     }
 
-    // A job's fields may be read only between joining and leaving: the caller changes them when nobody is inside.
-    bool join() {
-        uint32_t seen = inside_.load(std::memory_order_acquire);
-        while (seen & OPEN)
-            if (inside_.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) return true;
-        return false;
-    }
+    static bool is_new(uint32_t turn, uint32_t done) { return (turn & 1) != 0 && turn != done; }
 
     // Is there a new job within the time that a host takes between two steps?
-    bool soon(uint32_t done) const {
-        const auto until = std::chrono::steady_clock::now() + PATIENCE;
-        do
+    bool soon(uint32_t done, bool woken, Fetching& fetching) const {
+        const auto begun = std::chrono::steady_clock::now();
+        auto now = begun;
+        do {
+            // The caller may be the one whose processor this is: whoever wakes up does so in the place of somebody.
+            if (woken || now > begun + ALONE) std::this_thread::yield();
             for (int spins = 0; spins < 64; ++spins) {
-                if (epoch_.load(std::memory_order_acquire) != done) return true;
-                relax();
+                if (is_new(turn_.load(std::memory_order_acquire), done)) return true;
+                if (fetching.done())
+                    relax();
+                else
+                    fetching.some();
             }
-        while (std::chrono::steady_clock::now() < until);
-        return epoch_.load() != done;
+            now = std::chrono::steady_clock::now();
+        } while (now < begun + patience_);
+        return is_new(turn_.load(), done);
     }
 
+    // A job's fields may be read only while `inside` is set and the turn was open behind that: the caller closes the turn
+    // before it looks at `inside`, and changes the fields when it has seen everybody outside.
     void serve(int self) {
+        Share& own = shares_[size_t(self)];
+        Fetching fetching;
         uint32_t done = 0;
-        while (!stop_.load()) {
-            if (!soon(done)) {
+        bool woken = false;
+        for (;;) {
+            woken = !soon(done, woken, fetching);
+            if (woken) {
                 std::unique_lock<std::mutex> lock(mutex_);
                 sleepers_.fetch_add(1);
-                wake_.wait(lock, [&] { return epoch_.load() != done; });
+                wake_.wait(lock, [&] { return is_new(turn_.load(), done); });
                 sleepers_.fetch_sub(1);
             }
-            done = epoch_.load();
-            if (join()) {
-                work(self);
-                inside_.fetch_sub(1, std::memory_order_acq_rel);
+            if (stop_.load()) return;
+            own.inside.store(true);
+            const uint32_t turn = turn_.load();
+            if (turn & 1) {
+                work(self, turn);
+                fetching.begin(coming_, self, threads());
+                done = turn;
             }
+            own.inside.store(false, std::memory_order_release);
         }
     }
 
-    Task task_ = nullptr;
+    // A job. No thread writes these while others read them.
+    alignas(APART) Task task_ = nullptr;
     const void* job_ = nullptr;
-    int64_t piece_ = 1;
-    struct alignas(64) Share {
-        std::atomic<int64_t> next{0};
-        int64_t end = 0;
-    };
+    int64_t count_ = 0, piece_ = 1, pieces_ = 0;
+    Coming coming_;
+    Fetching fetching_;  // the caller's
     std::vector<Share> shares_;  // one for each thread
-    alignas(64) std::atomic<uint32_t> inside_{0};  // OPEN while the job takes helpers, plus the helpers inside
-    alignas(64) std::atomic<uint32_t> epoch_{0};
-    std::atomic<int> sleepers_{0};
+    const std::chrono::microseconds patience_;
+    alignas(APART) std::atomic<uint32_t> turn_{0};  // odd while a job takes helpers
+    alignas(APART) std::atomic<int> sleepers_{0};
     std::atomic<bool> stop_{false};
     std::mutex mutex_;
     std::condition_variable wake_;
@@ -192,15 +254,28 @@ struct Shared {
 
 // Never destroyed: workers may still sleep in it while the process exits.
 Shared* shared = new Shared;
+std::atomic<int> wanted{0};  // threads; 0: nobody has said
+
+int usable() {
+    static const int count = usable_processors();
+    return count;
+}
+
+int count_of_threads() {
+    const int count = wanted.load();
+    return count ? count : usable();
+}
 
 Pool& pool() {
-    if (!shared->pool) {
+    const int count = count_of_threads();
+    if (!shared->pool || shared->pool->threads() != count) {
 #if defined(__unix__) || defined(__APPLE__)
         // A forked child has the caller's thread only: it starts over with an empty pool of its own.
         static const int registered = pthread_atfork(nullptr, nullptr, [] { shared = new Shared; });
         (void)registered;
 #endif
-        shared->pool = std::make_unique<Pool>(available_cores());
+        shared->pool.reset();
+        shared->pool = std::make_unique<Pool>(count, usable());
     }
     return *shared->pool;
 }
@@ -213,20 +288,14 @@ void parallel(int64_t count, int64_t piece, Task task, const void* job) {
         return;
     }
     std::lock_guard<std::mutex> lock(shared->turn);
-    pool().run(count, piece, task, job);
+    pool().run(count, std::max(piece, count >> 31), task, job);
 }
 
-int threads() {
-    std::lock_guard<std::mutex> lock(shared->turn);
-    return pool().threads();
-}
+int threads() { return count_of_threads(); }
 
-void set_threads(int count) {
-    std::lock_guard<std::mutex> lock(shared->turn);
-    if (pool().threads() == count) return;
-    shared->pool.reset();
-    shared->pool = std::make_unique<Pool>(count);
-}
+void set_threads(int count) { wanted.store(count); }
+
+void announce(const Coming& coming) { coming_to_caller = coming; }
 
 float* scratch(int64_t floats) {
     thread_local std::unique_ptr<float[]> buffer;

@@ -1,13 +1,15 @@
 // The pool, the kernels and the tape, driven by several threads at once: results must be the bits of one thread alone.
 // Built with the thread sanitizer, it also shows that nobody reads what another may still write.
 //
-//     threads_test [fork]
+//     threads_test [fork | time]
 //
-// With `fork`, what a forked child can still do. Neither the thread sanitizer nor an emulator follows threads there.
+// With `fork`, what a forked child can still do. Neither the thread sanitizer nor an emulator follows threads there. With
+// `time`, what a job costs beside its work, for 1, 2, 4, ... threads; nothing is checked.
 #include <sys/wait.h>
 
 #include <atomic>
 #include <chrono>
+#include <cstdio>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -65,10 +67,33 @@ void change_threads(Random& random, std::atomic<int64_t>& wrong) {
     }
 }
 
+// Announcements name memory that may be anything: they change nothing but what caches hold.
+void announce_and_count(Random& random, std::atomic<int64_t>& wrong) {
+    std::vector<uint8_t> weights(1 << 20);
+    for (int64_t round = 0; round < ROUNDS / 10; ++round) {
+        Coming coming;
+        coming.count = int(random.between(0, Coming::MOST));
+        coming.together = random.one_in(2);
+        coming.piece = random.between(1, 5);
+        const int64_t units = random.between(1, 40);
+        for (int i = 0; i < coming.count; ++i) coming.runs[i] = {weights.data(), units, random.between(1, 100000)};
+        if (random.one_in(4)) coming.runs[0].data = nullptr;
+        announce(coming);
+        std::vector<int64_t> visits(size_t(random.between(0, 300)));
+        int64_t* const first = visits.data();
+        parallel(int64_t(visits.size()), random.between(1, 20), [](const void* job, int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; ++i) ++(*static_cast<int64_t* const*>(job))[i];
+        }, &first);
+        for (const int64_t visit : visits) wrong += visit != 1;
+    }
+    announce({});
+}
+
 void check_pool() {
     set_threads(POOL);
     in_callers({count_pieces, count_pieces, count_pieces}, "every piece is run once, whoever calls");
-    in_callers({count_pieces, count_pieces, change_threads}, "every piece is run once while the pool is replaced");
+    in_callers({count_pieces, announce_and_count, announce_and_count}, "every piece is run once, whatever is announced");
+    in_callers({count_pieces, announce_and_count, change_threads}, "every piece is run once while the pool is replaced");
     set_threads(POOL);
 }
 
@@ -329,9 +354,42 @@ void check_fork() {
     busy.join();
 }
 
+// ---- the time of a hand-over ------------------------------------------------------------------------------------------
+
+// Microseconds of a job of so many pieces, each of which takes `work` of them.
+double job_time(int64_t pieces, int work, int rounds, std::chrono::microseconds pause_before) {
+    std::chrono::steady_clock::duration taken{};
+    for (int i = 0; i < rounds; ++i) {
+        if (pause_before.count()) std::this_thread::sleep_for(pause_before);
+        const auto begun = std::chrono::steady_clock::now();
+        parallel(pieces, 1, [](const void* job, int64_t, int64_t) {
+            const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(*static_cast<const int*>(job));
+            while (*static_cast<const int*>(job) && std::chrono::steady_clock::now() < until) {}
+        }, &work);
+        taken += std::chrono::steady_clock::now() - begun;
+    }
+    return std::chrono::duration<double, std::micro>(taken).count() / rounds;
+}
+
+void show_times() {
+    for (int count = 1; count <= int(std::thread::hardware_concurrency()); count *= 2) {
+        const std::chrono::microseconds none{0}, long_enough_to_sleep{5000};
+        set_threads(count);
+        job_time(count, 0, 2000, none);
+        std::printf("%3d threads: a job of 1 empty piece each %6.2f us, of 6 %6.2f us; 4 pieces of 5 us each %6.2f us, "
+                    "the same when all sleep %7.2f us\n",
+                    count, job_time(count, 0, 20000, none), job_time(6 * count, 0, 20000, none),
+                    job_time(4 * count, 5, 4000, none), job_time(4 * count, 5, 50, long_enough_to_sleep));
+    }
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
+    if (count > 1 && std::string(arguments[1]) == "time") {
+        show_times();
+        return 0;
+    }
     if (count > 1 && std::string(arguments[1]) == "fork") {
         Verdicts::all().begin("fork");
         check_fork();
