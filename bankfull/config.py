@@ -115,12 +115,16 @@ class RunConfig:
     """What weights are multiplied with: float (in the computation's dtype), bf16 (dense weights become bfloat16,
     too), int8 (for quantized weights; lossy), int8-few (int8 in steps of few rows, bf16 in others, and no second copy
     of the weights); auto: `loading.choose_activations`."""
+    threads: int | None = None
+    """That compute on a CPU, of all models of this process; None = BANKFULL_THREADS, else what the process may use."""
     seed: int | None = None
     """Makes requests without a seed of their own repeatable, in the order in which they come."""
 
     def __post_init__(self) -> None:
         if self.depth is not None and self.depth not in (0, 1):
             raise ConfigError(f"depth={self.depth!r} must be 0 (the host waits) or 1 (the host runs one step behind).")
+        if self.threads is not None:
+            _positive(self, "threads")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
             raise ConfigError(f"dtype={self.dtype!r} is unknown; use auto, float32, bfloat16, float16 or float64.")
         if self.kv_dtype not in ("auto", "float32", "bfloat16", "int8"):

@@ -133,6 +133,8 @@ def assemble(
             f"The strategy {type(strategy).__name__} needs {', '.join(sorted(strategy.needs - OFFERED))}, which this "
             "engine does not offer; choose another strategy."
         )
+    if run.threads is not None:
+        native.set_threads(run.threads)
     if device.kind == "cpu" and run.providers == "auto":
         native.notify()
     sched = sched.suited(**device.suits)

@@ -5,11 +5,15 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cerrno>
 #include <stdexcept>
 #include <tuple>
+#include <vector>
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #include "attention_plan.hpp"
@@ -266,6 +270,39 @@ void advise_large_pages(uintptr_t address, int64_t bytes) {
 #endif
 }
 
+// Memory that was not touched yet comes from these nodes in turn, page by page. 0, or the system's error number; ENOSYS
+// where it knows no nodes.
+int interleave(uintptr_t address, int64_t bytes, const std::vector<int>& nodes) {
+    constexpr int MOST_NODES = 1024, BITS = 8 * sizeof(unsigned long);
+    unsigned long mask[MOST_NODES / BITS] = {};
+    for (const int node : nodes) {
+        require(node >= 0 && node < MOST_NODES, "interleave: there are not so many nodes");
+        mask[node / BITS] |= 1ul << node % BITS;
+    }
+#if defined(SYS_mbind)
+    constexpr int MPOL_INTERLEAVE = 3;
+    const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
+    const uintptr_t begin = (address + page - 1) / page * page, end = (address + uintptr_t(bytes)) / page * page;
+    if (bytes <= 0 || end <= begin) return 0;
+    return syscall(SYS_mbind, begin, end - begin, MPOL_INTERLEAVE, mask, MOST_NODES + 1, 0) == 0 ? 0 : errno;
+#else
+    (void)address, (void)bytes;
+    return ENOSYS;
+#endif
+}
+
+// How memory at an address is placed: the system's number of the policy, or minus its error number.
+int placement(uintptr_t address) {
+#if defined(SYS_get_mempolicy)
+    constexpr unsigned long MPOL_F_ADDR = 2;
+    int policy = -1;
+    return syscall(SYS_get_mempolicy, &policy, nullptr, 0, address, MPOL_F_ADDR) == 0 ? policy : -errno;
+#else
+    (void)address;
+    return -ENOSYS;
+#endif
+}
+
 void set_thread_count(int count) {
     require(count >= 1 && count <= MAX_THREADS, "the number of threads must be 1 to 1024");
     set_threads(count);
@@ -338,6 +375,8 @@ NB_MODULE(_native, m) {
     m.def("set_isa", &set_isa);
     bind_tape(m);
     m.def("advise_large_pages", &advise_large_pages, "address, bytes: memory that will be read again and again");
+    m.def("interleave", &interleave, "address, bytes, nodes: untouched memory comes from these nodes in turn; 0 or errno");
+    m.def("placement", &placement, "address: the number of its memory policy (3: in turn), or minus errno");
     m.def("threads", &threads, Free());
     m.def("set_threads", &set_thread_count, Free());
     bind_packed(m);

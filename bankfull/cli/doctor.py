@@ -55,12 +55,14 @@ def _packages() -> dict[str, str | None]:
 
 def _machine() -> dict[str, Any]:
     from bankfull.limits.ceilings import machine
+    from bankfull.ops.native import memory_nodes, thread_choice
     from bankfull.runtime.device import available_memory
 
-    known = machine()
+    known, chosen = machine(), thread_choice()
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}", "cpu": known["cpu"],
-        "cores": known["cores"], "threads": known["threads"], "free memory, bytes": available_memory(),
+        "cores": known["cores"], "threads": chosen.threads, "threads, why": chosen.why,
+        "memory nodes": len(memory_nodes()) or None, "free memory, bytes": available_memory(),
     }  # fmt: skip
 
 

@@ -43,6 +43,11 @@ def info(
     from bankfull.limits.show import info_table, roofline_table
 
     print_table(info_table(found))
+    if bounds:
+        from bankfull.ops.native import thread_choice
+
+        chosen = thread_choice()
+        print(f"On {chosen.threads} threads: {chosen.why}.")
     for title, bound in bounds.items():
         print_table(roofline_table(bound, title))
 

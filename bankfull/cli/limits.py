@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bankfull.cli.options import Json
+from bankfull.cli.options import Json, Threads
 
 if TYPE_CHECKING:
     from bankfull.limits.ceilings import Ceilings
@@ -27,6 +27,7 @@ def limits(
         str, typer.Option(help="cpu, cuda or cuda:N are measured; any other name is looked up in the catalogue.")
     ] = "cpu",
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, whatever was measured before.")] = False,
+    threads: Threads = None,
     svg: Annotated[
         Path | None, typer.Option(help="Write the roofline to this file as SVG.", show_default=False)
     ] = None,
@@ -42,6 +43,10 @@ def limits(
     roofline. The figures are kept. Or look up another machine's.
     """
     check_pictures(svg, png)
+    if threads is not None:
+        from bankfull.ops.native import set_threads
+
+        set_threads(threads)
     if devices:
         list_devices(catalogue, json)
         return

@@ -40,6 +40,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 NoLimit = Annotated[bool, typer.Option("--no-limit", help="Do not compare the speed with this machine's limit.")]
 
 
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="That compute on the CPU.", show_default="BANKFULL_THREADS, else what the process may use"
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """Which model runs, and how."""
@@ -78,6 +86,7 @@ class EngineOptions:
     ] = None
     kv_dtype: KvDtype = "auto"
     activations: Activations = "auto"
+    threads: Threads = None
 
     def rounding(self) -> dict[str, str]:
         """What was asked for that changes results, under the names of RunConfig."""

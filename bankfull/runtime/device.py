@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bankfull.errors import ConfigError
+from bankfull.ops import native
 from bankfull.ops.registry import Kit
 from bankfull.runtime.forward import ChoosingForward, ChoosingStep, Eager, Forward
 from bankfull.runtime.rows import Rows, Ship
@@ -261,6 +262,14 @@ def open_device(name: str) -> Device:
     if int(index or 0) >= count:
         raise ConfigError(f"device={name!r} was asked for, but torch sees {count} CUDA devices; use device='cpu'.")
     return Cuda(int(index or 0))
+
+
+def spread(pages: Tensor) -> None:
+    """Pages that no one has touched yet, over the memory nodes of a machine that has several."""
+    if native.status() is None and pages.device.type == "cpu":
+        from bankfull.ops.native.memory import over_nodes
+
+        over_nodes(pages)
 
 
 def usable_cores() -> int:

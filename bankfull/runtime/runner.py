@@ -18,7 +18,7 @@ from bankfull.decode.strategy import Sampling, Scores, Strategy, Verdict, View
 from bankfull.layers.batch import Batch
 from bankfull.ops.registry import BODY, Kit
 from bankfull.runtime.batch import build_batch
-from bankfull.runtime.device import Device, Future
+from bankfull.runtime.device import Device, Future, spread
 from bankfull.runtime.forward import Eager, Forward, Model, Replaying
 from bankfull.runtime.rows import Rows
 from bankfull.sample.logits import NO_TOKEN, Sampled
@@ -87,6 +87,7 @@ class Runner:
         that a step has; prompts are captured up to it."""
         self.model, self.layout, self.device, self.strategy = model, layout, device, strategy
         self.storage = Storage(layout, frames, slots, device.torch)
+        spread(self.storage.frames)
         eager = Eager(model, layout, self.storage.layers)
         self.run_model: Forward = eager if kit is None else device.capture(eager, kit)
         self.rows = Rows(rows, max_len, layout, model.vocab, device.torch, device.ship)

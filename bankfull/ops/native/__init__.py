@@ -3,7 +3,17 @@
 Without it everything still works, on the torch bodies; `status` is the one line that says so.
 """
 
-from bankfull.ops.native.extension import copies_weights, kernels, notify, select_isa, set_threads, status, threads
+from bankfull.ops.native.cores import nodes as memory_nodes
+from bankfull.ops.native.extension import (
+    copies_weights,
+    kernels,
+    notify,
+    select_isa,
+    set_threads,
+    status,
+    thread_choice,
+    threads,
+)
 
 if kernels is not None:
     from bankfull.ops.native import activation as _activation  # noqa: F401
@@ -14,4 +24,6 @@ if kernels is not None:
     from bankfull.ops.native import recurrent as _recurrent  # noqa: F401
     from bankfull.ops.native import rope as _rope  # noqa: F401
 
-__all__ = ["copies_weights", "notify", "select_isa", "set_threads", "status", "threads"]
+__all__ = [
+    "copies_weights", "memory_nodes", "notify", "select_isa", "set_threads", "status", "thread_choice", "threads",
+]  # fmt: skip

@@ -11,8 +11,11 @@ from types import ModuleType
 import torch
 
 from bankfull.errors import ConfigError
+from bankfull.ops.native import cores
 
 ISA_VARIABLE = "BANKFULL_ISA"
+THREADS_VARIABLE = "BANKFULL_THREADS"
+MOST_THREADS = 1024
 
 kernels: ModuleType | None = None
 _missing: ImportError | None = None
@@ -42,8 +45,10 @@ def required() -> ModuleType:
 
 @cache
 def notify() -> None:
-    """For whoever builds a kit for the CPU: checks BANKFULL_ISA, and prints `status` to stderr, once per process."""
+    """For whoever builds a kit for the CPU: checks BANKFULL_ISA and BANKFULL_THREADS, chooses the threads, and prints
+    `status` to stderr, once per process."""
     select_isa()
+    thread_choice()
     line = status()
     if line is not None:
         print(f"bankfull: {line}", file=sys.stderr)
@@ -71,17 +76,40 @@ def copies_weights() -> bool:
     return select_isa() is not None and required().mixed_bytes(0, 32, 64) > 0
 
 
+_chosen: cores.Choice | None = None
+
+
 def threads() -> int:
-    """How many threads the kernels use, the caller's included; without kernels, what torch uses."""
-    if kernels is not None:
-        return int(kernels.threads())
-    return torch.get_num_threads()
+    """How many threads compute, the caller's included."""
+    return thread_choice().threads
+
+
+def thread_choice() -> cores.Choice:
+    """How many threads compute, and why: as it was set, else BANKFULL_THREADS, else what suits, which is found once."""
+    if _chosen is None:
+        wanted = os.environ.get(THREADS_VARIABLE, "")
+        if wanted:
+            if not (wanted.isascii() and wanted.isdigit() and 1 <= int(wanted) <= MOST_THREADS):
+                raise ConfigError(
+                    f"{THREADS_VARIABLE}={wanted!r} is not a number of threads; use 1 to {MOST_THREADS}, or unset it."
+                )
+            _use(cores.Choice(int(wanted), f"{THREADS_VARIABLE} says so"))
+        else:
+            _use(cores.suitable(kernels))
+    assert _chosen is not None
+    return _chosen
 
 
 def set_threads(count: int) -> None:
     """Set how many threads compute, for the kernels and for the torch bodies between them."""
-    if not 1 <= count <= 1024:
-        raise ConfigError(f"threads={count} is out of range; use 1 to 1024.")
+    if not 1 <= count <= MOST_THREADS:
+        raise ConfigError(f"threads={count} is out of range; use 1 to {MOST_THREADS}.")
+    _use(cores.Choice(count, "an option says so"))
+
+
+def _use(choice: cores.Choice) -> None:
+    global _chosen
+    _chosen = choice
     if kernels is not None:
-        kernels.set_threads(count)
-    torch.set_num_threads(count)
+        kernels.set_threads(choice.threads)
+    torch.set_num_threads(choice.threads)
