@@ -19,7 +19,7 @@ struct LinearJob {
 enum class Activations : int {
     Codes,  // int8 codes and a scale for each group of 32
     Tiles,  // bfloat16
-    Mixed,  // int8 codes of mixed columns and a scale for each row; made of Tiles, see mixing.hpp
+    Mixed,  // int8 codes of mixed columns and a scale for each row; made of one of the others, see mixing.hpp
 };
 
 // How far a model's activations may be rounded on their way into a product.
@@ -61,10 +61,10 @@ struct PackedJob {
     int64_t count;
     int gate;  // a Pointwise, or -1: no gate
     Encoded out;
-    Encoded mixed;  // x once more, for the parts that have mixed weights; run_packed makes it of Tiles
+    Encoded mixed;  // x once more, for the parts that have mixed weights; run_packed makes it
 };
 
-// Rows of Tiles become Mixed, for the rows [begin, end); those of a block of sixteen lie between each other.
+// Rows [begin, end) become Mixed.
 struct MixRowsJob {
     Encoded x, out;
     int64_t columns;

@@ -51,7 +51,9 @@ struct Kernels {
     int64_t tile_rows;  // from so many rows on, activations are Tiles and the products run in tiles; 0: never
     void (*packed)(const PackedJob&, int64_t begin, int64_t end);  // units of 32 outputs, counted over all parts
     void (*encode)(const EncodeJob&, int64_t begin, int64_t end);  // rows
-    void (*mix_rows)(const MixRowsJob&, int64_t begin, int64_t end);        // null where tiles take no int8
+    Activations mixed_of;  // the form of rows that are mixed
+    int64_t mixed_rows;    // from so many rows on
+    void (*mix_rows)(const MixRowsJob&, int64_t begin, int64_t end);        // null where int8 has no gain
     void (*mix_weights)(const MixWeightsJob&, int64_t begin, int64_t end);  // the same
     void (*linear[FORMATS])(const LinearJob&, int64_t begin, int64_t end);
     void (*dequantize[FORMATS])(const uint8_t* blocks, float* out, int64_t count);

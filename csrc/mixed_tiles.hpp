@@ -174,7 +174,7 @@ static inline void multiply_mixed(const uint8_t* upper, const uint8_t* lower, co
 }
 
 // All units for 32 rows, then for the next: rows stay in the first-level cache, units should fit the second.
-static void mixed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
+static void packed_mixed(const PackedJob& job, int64_t begin, int64_t end) {
     alignas(64) int32_t sums[2][2 * 32 * UNIT_OUTPUTS];  // of a unit that is made, and of one that leaves
     float row_scales[32];
     const int64_t block = MIXED_BLOCK * job.mixed.stride;
@@ -214,11 +214,16 @@ static void mixed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
 static constexpr void offer_mixing(Kernels& table) {
     table.mix_rows = mix_rows;
     table.mix_weights = mix_weights;
+    table.mixed_of = Activations::Tiles;
 }
+
+#elif defined(__ARM_FEATURE_DOTPROD)
+
+#include "mixed_neon.hpp"
 
 #else
 
-static void mixed_tiles(const PackedJob&, int64_t, int64_t) {}
+static void packed_mixed(const PackedJob&, int64_t, int64_t) {}
 static constexpr void offer_mixing(Kernels&) {}
 
 #endif

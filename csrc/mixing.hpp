@@ -1,5 +1,6 @@
-// Mixed columns: how many rows are multiplied in int8 with one scale for each row and one for each output, so that tile
-// registers sum over all of K. Plain facts, shared by every instruction set.
+// Mixed columns: how many rows are multiplied in int8 with one scale for each row and one for each output, so that integers
+// are summed over all of K: in tile registers, or by dot products without scales in between. Plain facts, shared by every
+// instruction set.
 //
 // A few columns of activations are a hundred times as large as others, and one scale for a row would leave the others no
 // digits. So each 64 columns are replaced by their 64 sums with signs of a Hadamard matrix, of rows and weights alike:

@@ -31,11 +31,14 @@ static bool is_mixed(const PackedJob& job, const Unit& unit) {
 }
 
 static void packed(const PackedJob& job, int64_t begin, int64_t end) {
-    if (job.x.kind == Activations::Codes) return packed_codes(job, begin, end);
+    const bool codes = job.x.kind == Activations::Codes;
+    if (codes && !job.mixed.data) return packed_codes(job, begin, end);
     while (begin < end) {
         const int64_t alike = units_alike(job, begin), stop = end - begin < alike ? end : begin + alike;
         if (is_mixed(job, unit_at(job, begin)))
-            mixed_tiles(job, begin, stop);
+            packed_mixed(job, begin, stop);
+        else if (codes)
+            packed_codes(job, begin, stop);
         else
             packed_bfloats(job, begin, stop);
         begin = stop;

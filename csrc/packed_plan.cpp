@@ -203,7 +203,7 @@ int64_t parts_of_rows(const PackedJob& job) {
 }
 
 bool wants_mixed_rows(const PackedJob& job) {
-    if (job.x.kind != Activations::Tiles || !kernels().mix_rows) return false;
+    if (!kernels().mix_rows || job.x.kind != kernels().mixed_of || job.rows < kernels().mixed_rows) return false;
     int64_t mixed = 0;
     for (int64_t i = 0; i < job.count; ++i) mixed += job.parts[i].mixed != nullptr;
     return job.gate >= 0 ? mixed == job.count : mixed > 0;

@@ -280,7 +280,7 @@ void check_mixed_linear(Random& random) {
     const int gate = random.one_in(3) ? random.any_of(gates) : -1;
     const int64_t count = gate >= 0 ? 2 : random.between(1, 3), gated = random.between(1, 100);
     const Array<float> x = normals(random, rows * inner);
-    EncodedRows encoded(rows, inner, Activations::Tiles);
+    EncodedRows encoded(rows, inner, kernels().mix_rows ? kernels().mixed_of : Activations::Tiles);
     EncodeJob encode{};
     encode.x = x.data(), encode.x_stride = inner, encode.columns = inner, encode.out = encoded.place();
     run_encode(encode, rows);

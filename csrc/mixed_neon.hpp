@@ -1,0 +1,243 @@
+// Many rows times mixed weights with dot products, see mixing.hpp. Rows are mixed of their codes. Sums are exact integers, so
+// a row has the same bits in any batch of as many rows.
+//
+// Included inside a namespace per instruction set.
+
+static constexpr int64_t MIXED_ROWS = 14;  // from here on, mixing rows is worth it; measured
+
+// Sums and differences of those whose numbers differ in one bit: of four registers, and of the lanes of one.
+static inline void mix_four(float32x4_t& a, float32x4_t& b, float32x4_t& c, float32x4_t& d) {
+    const float32x4_t sum = vaddq_f32(a, b), difference = vsubq_f32(a, b);
+    const float32x4_t other_sum = vaddq_f32(c, d), other_difference = vsubq_f32(c, d);
+    a = vaddq_f32(sum, other_sum);
+    b = vaddq_f32(difference, other_difference);
+    c = vsubq_f32(sum, other_sum);
+    d = vsubq_f32(difference, other_difference);
+}
+
+static inline float32x4_t mix_lanes(float32x4_t v) {
+    const float32x4_t one = {1, -1, 1, -1}, two = {1, 1, -1, -1};
+    v = vfmaq_f32(vrev64q_f32(v), v, one);
+    return vfmaq_f32(vextq_f32(v, v, 2), v, two);
+}
+
+static inline uint32x4_t magnitude(float32x4_t v) { return vreinterpretq_u32_f32(vabsq_f32(v)); }
+
+// Magnitudes are compared by their bits, where NaN is above infinity: then a scale, and with it all of a row's results,
+// tells of every number that is not finite.
+static inline float float_of(uint32_t bits) {
+    float value;
+    __builtin_memcpy(&value, &bits, 4);
+    return value;
+}
+
+// `mixed` is room for a row of floats.
+static void mix_row(const Codes& row, int64_t columns, float* mixed, uint8_t* codes, float* scale) {
+    uint32x4_t most = vdupq_n_u32(0);
+    for (int64_t k = 0; k < columns; k += MIXED_COLUMNS) {
+        Lanes v[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i)
+            v[i] = Lanes::from_signed(load_bytes(reinterpret_cast<const uint8_t*>(row.codes) + k + 16 * i)) *
+                   Lanes::splat(row.scales[(k + 16 * i) / GROUP]);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) mix_four(v[0].v[i], v[1].v[i], v[2].v[i], v[3].v[i]);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            mix_four(v[i].v[0], v[i].v[1], v[i].v[2], v[i].v[3]);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) {
+                v[i].v[j] = mix_lanes(v[i].v[j]);
+                most = vmaxq_u32(most, magnitude(v[i].v[j]));
+            }
+            v[i].store(mixed + k + 16 * i);
+        }
+    }
+    const float largest = float_of(vmaxvq_u32(most));
+    *scale = largest / 127.0f;
+    const Lanes inverse = Lanes::splat(largest > SMALLEST ? 127.0f / largest : 0.0f);
+    for (int64_t k = 0; k < columns; k += MIXED_COLUMNS, codes += MIXED_BLOCK * MIXED_COLUMNS)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i)
+            (Lanes::load(mixed + k + 16 * i) * inverse).store_codes(reinterpret_cast<int8_t*>(codes) + 16 * i);
+}
+
+// Rows that a last block lacks are not written: they are multiplied like the others, and nobody reads what comes of it.
+static void mix_rows(const MixRowsJob& job, int64_t begin, int64_t end) {
+    float* mixed = scratch(job.columns);
+    for (int64_t row = begin; row < end; ++row) {
+        uint8_t* block = job.out.data + row / MIXED_BLOCK * MIXED_BLOCK * job.out.stride;
+        const int64_t number = row % MIXED_BLOCK;
+        mix_row(Codes(job.x.data + row * job.x.stride, job.columns), job.columns, mixed, block + number * MIXED_COLUMNS,
+                reinterpret_cast<float*>(block + MIXED_BLOCK * job.columns) + number);
+    }
+}
+
+// Eight columns, `Apart` of each other, mixed among themselves; lanes are outputs here.
+template <int64_t Apart>
+static inline void mix_eight(float* first) {
+    for (int64_t output = 0; output < PACK_OUTPUTS; output += 4) {
+        float32x4_t v[8];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) v[i] = vld1q_f32(first + i * Apart * PACK_OUTPUTS + output);
+        mix_four(v[0], v[1], v[2], v[3]);
+        mix_four(v[4], v[5], v[6], v[7]);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            vst1q_f32(first + i * Apart * PACK_OUTPUTS + output, vaddq_f32(v[i], v[i + 4]));
+            vst1q_f32(first + (i + 4) * Apart * PACK_OUTPUTS + output, vsubq_f32(v[i], v[i + 4]));
+        }
+    }
+}
+
+// Weights as floats: columns of sixteen outputs.
+template <Pack P>
+static void widen_pack(const uint8_t* pack, int64_t inner, float* columns) {
+    constexpr PackLayout layout = LAYOUTS[P];
+    using Code = Coded<layout.bits>;
+    constexpr int step = Code::step < layout.group ? Code::step : layout.group;
+    const uint8_t *scales = pack, *codes = pack + layout.codes_at(inner);
+    const Lanes offset = Lanes::splat(float(layout.offset));
+    for (int64_t k = 0; k < inner; scales += layout.scale_bytes())
+        for (int group = 0; group < layout.groups(); ++group, k += layout.group) {
+            const Lanes scale = PackScales<P>::scale(scales, group);
+            Lanes minimum = Lanes::splat(0.0f);
+            if constexpr (layout.minimum != 0)
+                minimum = PackScales<P>::minimum(scales, group) * Lanes::splat(float(layout.minimum));
+            for (int i = 0; i < layout.group; i += step, codes += Code::bytes) {
+                Quads quads[step / 4][COLUMNS];
+                for (int column = 0; column < COLUMNS; ++column) {
+                    Quads own[step / 4];
+                    Code::unpack(codes + 16 * column, own);
+                    for (int q = 0; q < step / 4; ++q) quads[q][column] = own[q];
+                }
+                for (int q = 0; q < step / 4; ++q, columns += 4 * PACK_OUTPUTS) {
+                    const Lanes four[4] = {code_lanes<0>(quads[q]), code_lanes<1>(quads[q]), code_lanes<2>(quads[q]),
+                                           code_lanes<3>(quads[q])};
+                    for (int j = 0; j < 4; ++j) ((four[j] - offset) * scale + minimum).store(columns + j * PACK_OUTPUTS);
+                }
+            }
+        }
+}
+
+template <Pack P>
+static void mix_pack(const uint8_t* pack, int64_t inner, uint8_t* mixed) {
+    float* columns = scratch(inner * PACK_OUTPUTS);
+    widen_pack<P>(pack, inner, columns);
+    uint32x4_t most[4] = {vdupq_n_u32(0), vdupq_n_u32(0), vdupq_n_u32(0), vdupq_n_u32(0)};
+    for (int64_t k = 0; k < inner; k += MIXED_COLUMNS) {
+        float* block = columns + k * PACK_OUTPUTS;
+        for (int64_t i = 0; i < 8; ++i) mix_eight<8>(block + i * PACK_OUTPUTS);
+        for (int64_t i = 0; i < MIXED_COLUMNS; i += 8) mix_eight<1>(block + i * PACK_OUTPUTS);
+        for (int64_t i = 0; i < MIXED_COLUMNS; ++i)
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) most[j] = vmaxq_u32(most[j], magnitude(vld1q_f32(block + i * PACK_OUTPUTS + 4 * j)));
+    }
+    float largest[16], inverse[16];
+    for (int j = 0; j < 4; ++j) vst1q_f32(largest + 4 * j, vreinterpretq_f32_u32(most[j]));
+    for (int i = 0; i < 16; ++i) {
+        const float scale = largest[i] * (1.0f / 127.0f / float(MIXED_COLUMNS));
+        __builtin_memcpy(mixed + 4 * i, &scale, 4);
+        inverse[i] = largest[i] > SMALLEST ? 127.0f / largest[i] : 0.0f;
+    }
+    int8_t* quads = reinterpret_cast<int8_t*>(mixed + PACK_OUTPUTS * sizeof(float));
+    const Lanes factor = Lanes::load(inverse);
+    for (int64_t k = 0; k < inner; k += 4, quads += 64) {
+        int8_t codes[4][16];
+        for (int i = 0; i < 4; ++i) (Lanes::load(columns + (k + i) * PACK_OUTPUTS) * factor).store_codes(codes[i]);
+        const int8x16x4_t four = {{vld1q_s8(codes[0]), vld1q_s8(codes[1]), vld1q_s8(codes[2]), vld1q_s8(codes[3])}};
+        vst4q_s8(quads, four);  // the four codes of an output side by side
+    }
+}
+
+static constexpr void (*MIX_PACK[PACKS])(const uint8_t*, int64_t, uint8_t*) = {
+    mix_pack<PACK4>,   mix_pack<PACK4M>, mix_pack<PACK4K>, mix_pack<PACK4S>, mix_pack<PACK4SM>,
+    mix_pack<PACK5>,   mix_pack<PACK5M>, mix_pack<PACK5K>, mix_pack<PACK6S>, mix_pack<PACK8>,
+};
+
+static void mix_weights(const MixWeightsJob& job, int64_t begin, int64_t end) {
+    for (int64_t pack = begin; pack < end; ++pack)
+        MIX_PACK[job.pack](job.weight + pack * LAYOUTS[job.pack].bytes(job.inner), job.inner,
+                           job.mixed + pack * mixed_pack_bytes(job.inner));
+}
+
+// Sums of four rows and both packs of a unit, as integers.
+struct MixedSums {
+    const int32_t* data;  // for each part, four rows of 32
+    const float* row_scales;
+    Lanes scales[2][2];  // of each part's packs
+
+    Lanes at(int64_t part, int64_t row, int64_t half) const {
+        const int32_t* place = data + (part * 4 + row) * UNIT_OUTPUTS + half * PACK_OUTPUTS;
+        const Lanes sums(vcvtq_f32_s32(vld1q_s32(place)), vcvtq_f32_s32(vld1q_s32(place + 4)),
+                         vcvtq_f32_s32(vld1q_s32(place + 8)), vcvtq_f32_s32(vld1q_s32(place + 12)));
+        return sums * scales[part][half] * Lanes::splat(row_scales[row]);
+    }
+};
+
+// Four rows, which lie 64 bytes from each other, times one pack. sums: rows of 32, of which sixteen are written.
+// Registers 0 to 3 are rows, 4 to 7 weights, 16 to 31 sums.
+#define DOT(sum, weights, row, lane) "sdot v" #sum ".4s, v" #weights ".16b, v" #row ".4b[" #lane "]\n"
+#define DOTS(a, b, c, d, weights, lane) DOT(a, weights, 0, lane) DOT(b, weights, 1, lane) DOT(c, weights, 2, lane) DOT(d, weights, 3, lane)
+#define QUAD(lane)                                                                                     \
+    "ldp q4, q5, [%[w]], #32\nldp q6, q7, [%[w]], #32\n" DOTS(16, 17, 18, 19, 4, lane)                  \
+        DOTS(20, 21, 22, 23, 5, lane) DOTS(24, 25, 26, 27, 6, lane) DOTS(28, 29, 30, 31, 7, lane)
+#define SIXTEEN(a, b, c, d)                                                                            \
+    "ldr q0, [%[x], #" #a "]\nldr q1, [%[x], #" #b "]\nldr q2, [%[x], #" #c "]\nldr q3, [%[x], #" #d "]\n" \
+        QUAD(0) QUAD(1) QUAD(2) QUAD(3)
+#define ZERO(a, b, c, d) "movi v" #a ".4s, #0\nmovi v" #b ".4s, #0\nmovi v" #c ".4s, #0\nmovi v" #d ".4s, #0\n"
+#define STORE(at, a, b, c, d) "stp q" #a ", q" #b ", [%[sums], #" #at "]\nstp q" #c ", q" #d ", [%[sums], #" #at " + 32]\n"
+static void multiply_mixed(const uint8_t* x, const uint8_t* w, int64_t inner, int32_t* sums) {
+    static_assert(MIXED_COLUMNS == 64 && MIXED_BLOCK == 16 && UNIT_OUTPUTS == 32, "as the instructions know it");
+    int64_t blocks = inner / MIXED_COLUMNS;
+    asm volatile(
+        ZERO(16, 17, 18, 19) ZERO(20, 21, 22, 23) ZERO(24, 25, 26, 27) ZERO(28, 29, 30, 31)
+        "1:\n"
+        SIXTEEN(0, 64, 128, 192) SIXTEEN(16, 80, 144, 208) SIXTEEN(32, 96, 160, 224) SIXTEEN(48, 112, 176, 240)
+        "add %[x], %[x], #1024\nsubs %[blocks], %[blocks], #1\nb.ne 1b\n"
+        STORE(0, 16, 20, 24, 28) STORE(128, 17, 21, 25, 29) STORE(256, 18, 22, 26, 30) STORE(384, 19, 23, 27, 31)
+        : [x] "+r"(x), [w] "+r"(w), [blocks] "+r"(blocks)
+        : [sums] "r"(sums)
+        : "memory", "cc", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v16", "v17", "v18", "v19", "v20", "v21", "v22",
+          "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31");
+}
+#undef DOT
+#undef DOTS
+#undef QUAD
+#undef SIXTEEN
+#undef ZERO
+#undef STORE
+
+// All rows for a unit, then for the next: a unit's weights stay in the first-level cache.
+static void packed_mixed(const PackedJob& job, int64_t begin, int64_t end) {
+    alignas(64) int32_t sums[2][4 * UNIT_OUTPUTS];
+    const int64_t block = MIXED_BLOCK * job.mixed.stride;
+    for (int64_t number = begin; number < end; ++number) {
+        const Unit unit = unit_at(job, number);
+        MixedSums own{sums[0], nullptr, {}};
+        const uint8_t* packs[2][2];
+        for (int64_t part = 0; part < unit.count; ++part)
+            for (int64_t half = 0; half < 2; ++half) {
+                const uint8_t* pack = unit.parts[part].mixed + (unit.number * 2 + half) * mixed_pack_bytes(job.inner);
+                own.scales[part][half] = Lanes::load(reinterpret_cast<const float*>(pack));
+                packs[part][half] = pack + PACK_OUTPUTS * sizeof(float);
+            }
+        for (int64_t row = 0; row < job.rows; row += 4) {
+            const int64_t rows = job.rows - row < 4 ? job.rows - row : 4;
+            const uint8_t* rows_at = job.mixed.data + row / MIXED_BLOCK * block;
+            for (int64_t part = 0; part < unit.count; ++part)
+                for (int64_t half = 0; half < 2; ++half)
+                    multiply_mixed(rows_at + row % MIXED_BLOCK * MIXED_COLUMNS, packs[part][half], job.inner,
+                                   sums[part] + half * PACK_OUTPUTS);
+            own.row_scales = reinterpret_cast<const float*>(rows_at + MIXED_BLOCK * job.inner) + row % MIXED_BLOCK;
+            finish(job, unit, row, rows, own);
+        }
+    }
+}
+
+static constexpr void offer_mixing(Kernels& table) {
+    table.mix_rows = mix_rows;
+    table.mix_weights = mix_weights;
+    table.mixed_of = Activations::Codes;
+    table.mixed_rows = MIXED_ROWS;
+}
