@@ -109,12 +109,20 @@ struct Rows {
 static inline int64_t padded_values(const AttentionJob& job) { return (job.values + 15) / 16 * 16; }
 static inline int64_t partial_floats(const AttentionJob& job) { return padded_values(job) + 2; }
 
+// Where widening numbers takes a good part of a product's time, it is done once for all rows of an item if there are many.
+#if defined(BANKFULL_NEON)
+static inline bool widens(int64_t rows) { return rows >= 8; }
+#else
+static inline bool widens(int64_t) { return false; }
+#endif
+
 struct Work {
-    float *keys, *scores, *tails, *partial, *running;
+    float *keys, *scores, *tails, *partial, *running, *values;
     uint8_t* nothing;  // a key of zeros, for lanes without one
 
     static int64_t floats(const AttentionJob& job, int64_t rows) {
-        return job.size * (KEYS + 1) + rows * (CHUNK + 2 * partial_floats(job)) + CHUNK * 16;
+        return job.size * (KEYS + 1) + rows * (CHUNK + 2 * partial_floats(job)) + CHUNK * 16 +
+               (widens(rows) ? CHUNK * padded_values(job) : 0);
     }
     Work(const AttentionJob& job, int64_t rows) {
         keys = scratch(floats(job, rows));
@@ -125,6 +133,7 @@ struct Work {
         float* zeros = running + rows * partial_floats(job);
         for (int64_t d = 0; d < job.size; ++d) zeros[d] = 0.0f;
         nothing = reinterpret_cast<uint8_t*>(zeros);
+        values = zeros + job.size;
     }
 };
 
@@ -200,6 +209,10 @@ static void score_block(const Rows& rows, const Work& work, const uint8_t* const
 
 #endif
 
+#if !defined(BANKFULL_NEON)
+static inline Lanes softmax_power(Lanes x) { return exponential(x); }
+#endif
+
 // Scores of [from, to) become exponentials over their maximum; lanes of the outer blocks that lie outside become 0.
 static void soften(float* scores, int64_t from, int64_t to, float& maximum, float& total) {
     const int64_t begin = from / 16 * 16, end = (to + 15) / 16 * 16;
@@ -214,7 +227,7 @@ static void soften(float* scores, int64_t from, int64_t to, float& maximum, floa
     const Lanes top = Lanes::splat(maximum);
     Lanes sums = Lanes::splat(0.0f);
     for (int64_t i = begin; i < end; i += 16) {
-        const Lanes weights = exponential(Lanes::load(scores + i) - top);
+        const Lanes weights = softmax_power(Lanes::load(scores + i) - top);
         weights.store(scores + i);
         sums = sums + weights;
     }
@@ -317,6 +330,17 @@ static void gather_scales(const AttentionJob& job, const Pages& pages, const Att
 }
 
 template <class E>
+static void mix_all(const Rows& rows, float* partial, const float* scores, const Values& values, int64_t start, int64_t from,
+                    int64_t to) {
+    int64_t row = 0;
+    for (; row + MIX_ROWS <= rows.count; row += MIX_ROWS)
+        mix<E, MIX_ROWS>(rows, row, partial, scores, values, start, from, to);
+    if (row + 3 == rows.count) return mix<E, 3>(rows, row, partial, scores, values, start, from, to);
+    if (row + 2 == rows.count) return mix<E, 2>(rows, row, partial, scores, values, start, from, to);
+    if (row + 1 == rows.count) return mix<E, 1>(rows, row, partial, scores, values, start, from, to);
+}
+
+template <class E>
 static void attend_chunk(const Rows& rows, const AttentionItem& item, int64_t chunk, const Work& work, float* partial) {
     const AttentionJob& job = rows.job;
     const int64_t start = chunk * CHUNK;
@@ -357,12 +381,15 @@ static void attend_chunk(const Rows& rows, const AttentionItem& item, int64_t ch
         if constexpr (E::scaled)
             for (int64_t i = a; i < b; ++i) weights[i] *= value_scales[i];
     }
-    int64_t row = 0;
-    for (; row + MIX_ROWS <= rows.count; row += MIX_ROWS)
-        mix<E, MIX_ROWS>(rows, row, partial, work.scores, values, start, from, to);
-    if (row + 3 == rows.count) return mix<E, 3>(rows, row, partial, work.scores, values, start, from, to);
-    if (row + 2 == rows.count) return mix<E, 2>(rows, row, partial, work.scores, values, start, from, to);
-    if (row + 1 == rows.count) return mix<E, 1>(rows, row, partial, work.scores, values, start, from, to);
+    if (sizeof(float) == E::bytes || !widens(rows.count)) return mix_all<E>(rows, partial, work.scores, values, start, from, to);
+    for (int64_t i = from - start; i < to - start; ++i) {
+        float* wide = work.values + i * mixed;
+        for (int64_t c = 0; c < whole; c += 16) E::load(values.at[i] + c * E::bytes).store(wide + c);
+        if (whole < mixed) __builtin_memcpy(wide + whole, work.tails + i * 16, 64);
+        values.at[i] = reinterpret_cast<const uint8_t*>(wide);
+    }
+    values.columns = mixed;
+    mix_all<Float32>(rows, partial, work.scores, values, start, from, to);
 }
 
 // The next chunk's partial results join the running ones; rows that see nothing of the chunk are passed over.
