@@ -14,7 +14,13 @@ static constexpr float SHIFT = 0x1.8p23f;
 static constexpr int32_t SHIFT_BITS = 0x4b400000;  // the bits of SHIFT; sums of a group are far below 2^22
 
 static constexpr int64_t CODE_ROWS = 4;
-static constexpr int64_t AHEAD = 2048;  // bytes: how far ahead of its use a line is asked for
+// Bytes: how far ahead of its use a line is asked for, into the second-level cache, and then into the first.
+static constexpr int64_t AHEAD = 16384, SOON = 1024;
+
+static inline void fetch(const uint8_t* line) {
+    __builtin_prefetch(line + AHEAD, 0, 2);
+    __builtin_prefetch(line + SOON);
+}
 
 // What four rows bring along for each group of columns, the rows' numbers side by side. A row that is not there has zeros.
 struct GroupNumbers {
@@ -93,11 +99,11 @@ static void multiply_few(const uint8_t* pack, const CodeRows& x, float* sums) {
 #pragma GCC unroll 4
                 for (int i = 0; i < 4; ++i) found[r][i] = start_of<minimums>(numbers->corrections[r]);
             }
-            if (64 * group < layout.scale_bytes()) __builtin_prefetch(scales + AHEAD + 64 * group);
+            if (64 * group < layout.scale_bytes()) fetch(scales + 64 * group);
 #pragma GCC unroll 8
             for (int i = 0; i < layout.group; i += step, codes += Code::bytes) {
 #pragma GCC unroll 5
-                for (int line = 0; line < Code::bytes; line += 64) __builtin_prefetch(codes + AHEAD + line);
+                for (int line = 0; line < Code::bytes; line += 64) fetch(codes + line);
 #pragma GCC unroll 4
                 for (int column = 0; column < 4; ++column) {
                     Quads quads[step / 4];
@@ -138,7 +144,7 @@ static void unpack_panel(const uint8_t* pack, int64_t inner, uint8_t* panel) {
     for (int64_t k = 0; k < inner; scales += layout.scale_bytes())
         for (int group = 0; group < layout.groups(); ++group, k += layout.group, panel += 2 * half) {
             for (int i = 0; i < layout.group; i += step, codes += Code::bytes) {
-                __builtin_prefetch(codes + AHEAD);
+                for (int line = 0; line < Code::bytes; line += 64) fetch(codes + line);
                 for (int column = 0; column < 4; ++column) {
                     Quads quads[step / 4];
                     Code::unpack(codes + 16 * column, quads);
