@@ -2,7 +2,8 @@
 //
 // Codes: a row of K columns (K a multiple of 32) is K int8 codes, then K / 32 float scales, then K / 16 int32 sums of
 // sixteen codes each (what offsets and minimums of weights are multiplied with). A group's scale is its largest value
-// over 127; a group of zeros has scale 0.
+// over 127; a group of zeros has scale 0. Where rows are mixed of their codes (mixed_neon.hpp) follow K int8 rests: what
+// rounding took away, in 254ths of a code.
 // Tiles: K bfloat16, rounded to nearest even, then zeros up to a multiple of 32 columns.
 // Both begin on multiples of 64 bytes; encoded_stride (kernels.hpp) has room for either.
 
@@ -13,11 +14,23 @@ struct Codes {
     int8_t* codes;
     float* scales;
     int32_t* sums;
+    int8_t* rests;
 
     Codes(uint8_t* row, int64_t columns)
         : codes(reinterpret_cast<int8_t*>(row)), scales(reinterpret_cast<float*>(row + columns)),
-          sums(reinterpret_cast<int32_t*>(row + columns + columns / GROUP * 4)) {}
+          sums(reinterpret_cast<int32_t*>(row + columns + columns / GROUP * 4)),
+          rests(reinterpret_cast<int8_t*>(row + columns + columns / GROUP * 4 + columns / 16 * 4)) {}
 };
+
+// Sixteen values, in units of their codes. Returns the sum of the codes.
+static inline int32_t encode_sixteen(Lanes x, const Codes& row, int64_t column) {
+    const int32_t sum = x.store_codes(row.codes + column);
+#if defined(__ARM_FEATURE_DOTPROD)
+    const Lanes codes = Lanes::from_signed(load_bytes(reinterpret_cast<const uint8_t*>(row.codes + column)));
+    ((x - codes) * Lanes::splat(254.0f)).store_codes(row.rests + column);
+#endif
+    return sum;
+}
 
 // Thirty-two values at columns [column, column + 32) of a row.
 static inline void encode_group(Lanes left, Lanes right, const Codes& row, int64_t column) {
@@ -25,8 +38,8 @@ static inline void encode_group(Lanes left, Lanes right, const Codes& row, int64
     const float most = Lanes::larger(Lanes::larger(left, zero - left), Lanes::larger(right, zero - right)).most();
     const float inverse = most > SMALLEST ? 127.0f / most : 0.0f;
     row.scales[column / GROUP] = most / 127.0f;
-    row.sums[column / 16] = (left * Lanes::splat(inverse)).store_codes(row.codes + column);
-    row.sums[column / 16 + 1] = (right * Lanes::splat(inverse)).store_codes(row.codes + column + 16);
+    row.sums[column / 16] = encode_sixteen(left * Lanes::splat(inverse), row, column);
+    row.sums[column / 16 + 1] = encode_sixteen(right * Lanes::splat(inverse), row, column + 16);
 }
 
 static inline void encode_group(const float* x, const Codes& row, int64_t column) {

@@ -27,7 +27,12 @@ enum Pack : int { PACK4, PACK4M, PACK4K, PACK4S, PACK4SM, PACK5, PACK5M, PACK5K,
 // Bytes from one encoded row to the next, whichever form it has: an odd number of lines, so that the same columns of
 // many rows do not compete for the same places of a cache.
 constexpr int64_t encoded_stride(int64_t columns) {
-    const int64_t codes = columns + columns / 32 * 4 + columns / 16 * 4, tiles = (columns + 31) / 32 * 64;
+#if defined(__aarch64__)
+    const int64_t rests = columns;  // see activations.hpp
+#else
+    const int64_t rests = 0;
+#endif
+    const int64_t codes = columns + columns / 32 * 4 + columns / 16 * 4 + rests, tiles = (columns + 31) / 32 * 64;
     return (((codes > tiles ? codes : tiles) + 63) / 64 | 1) * 64;
 }
 

@@ -1,5 +1,5 @@
-// Many rows times mixed weights with dot products, see mixing.hpp. Rows are mixed of their codes. Sums are exact integers, so
-// a row has the same bits in any batch of as many rows.
+// Many rows times mixed weights with dot products, see mixing.hpp. Rows are mixed of their codes and rests. Sums are exact
+// integers, so a row has the same bits in any batch of as many rows.
 //
 // Included inside a namespace per instruction set.
 
@@ -37,9 +37,12 @@ static void mix_row(const Codes& row, int64_t columns, float* mixed, uint8_t* co
     for (int64_t k = 0; k < columns; k += MIXED_COLUMNS) {
         Lanes v[4];
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i)
-            v[i] = Lanes::from_signed(load_bytes(reinterpret_cast<const uint8_t*>(row.codes) + k + 16 * i)) *
-                   Lanes::splat(row.scales[(k + 16 * i) / GROUP]);
+        for (int i = 0; i < 4; ++i) {
+            v[i] = Lanes::from_signed(load_bytes(reinterpret_cast<const uint8_t*>(row.codes) + k + 16 * i));
+            v[i].add_product(Lanes::from_signed(load_bytes(reinterpret_cast<const uint8_t*>(row.rests) + k + 16 * i)),
+                             Lanes::splat(1.0f / 254.0f));
+            v[i] = v[i] * Lanes::splat(row.scales[(k + 16 * i) / GROUP]);
+        }
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) mix_four(v[0].v[i], v[1].v[i], v[2].v[i], v[3].v[i]);
 #pragma GCC unroll 4
