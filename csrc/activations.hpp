@@ -32,10 +32,23 @@ static inline int32_t encode_sixteen(Lanes x, const Codes& row, int64_t column) 
     return sum;
 }
 
+// The largest magnitude.
+static inline float largest_of(Lanes left, Lanes right) {
+#if defined(BANKFULL_NEON)
+    // NaN is larger than all: then a scale tells of it.
+    float32x4_t most = vabsq_f32(left.v[0]);
+    for (int i = 1; i < 4; ++i) most = vmaxq_f32(most, vabsq_f32(left.v[i]));
+    for (int i = 0; i < 4; ++i) most = vmaxq_f32(most, vabsq_f32(right.v[i]));
+    return vmaxvq_f32(most);
+#else
+    const Lanes zero = Lanes::splat(0.0f);
+    return Lanes::larger(Lanes::larger(left, zero - left), Lanes::larger(right, zero - right)).most();
+#endif
+}
+
 // Thirty-two values at columns [column, column + 32) of a row.
 static inline void encode_group(Lanes left, Lanes right, const Codes& row, int64_t column) {
-    const Lanes zero = Lanes::splat(0.0f);
-    const float most = Lanes::larger(Lanes::larger(left, zero - left), Lanes::larger(right, zero - right)).most();
+    const float most = largest_of(left, right);
     const float inverse = most > SMALLEST ? 127.0f / most : 0.0f;
     row.scales[column / GROUP] = most / 127.0f;
     row.sums[column / 16] = encode_sixteen(left * Lanes::splat(inverse), row, column);
