@@ -1,6 +1,7 @@
 """The loop around an engine: one thread runs it and touches it, others post to it what is to be done between two steps.
 
-The asyncio engine and the service's engine process run the same loop and differ in whom they tell.
+The asyncio engine and the service's engine process run the same loop; they differ in whom they tell and in what wakes
+them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from bankfull.frontend import Frontend
 from bankfull.outputs import Delta
@@ -16,26 +18,49 @@ from bankfull.outputs import Delta
 Action = Callable[[], None]
 
 
+class Bell(Protocol):
+    """What wakes the loop. A ring is remembered until the next wait."""
+
+    def ring(self) -> None:
+        """From any thread."""
+        ...
+
+    def wait(self, seconds: float | None) -> None:
+        """On the loop's thread: returns when it was rung, or after so long; None: whenever that is, 0: at once. May
+        return early."""
+        ...
+
+
+class EventBell:
+    def __init__(self) -> None:
+        self._rung = threading.Event()
+        self.ring = self._rung.set
+
+    def wait(self, seconds: float | None) -> None:
+        if seconds != 0:
+            self._rung.wait(seconds)
+        self._rung.clear()
+
+
 class EngineLoop:
-    def __init__(self, front: Frontend, tell: Callable[[list[Delta]], None]) -> None:
-        """`tell` is called after every turn, with what its step added, also when that is nothing."""
+    def __init__(self, front: Frontend, tell: Callable[[list[Delta]], None], bell: Bell | None = None) -> None:
+        """`tell` is called after every turn, with what its step added, also when that is nothing. The bell is waited
+        for in every turn, by 0 seconds where there is something to do: it may bring work of its own."""
         self._front = front
         self._tell = tell
         self._inbox: deque[Action] = deque()
-        self._news = threading.Condition()
+        self._bell = bell or EventBell()
         self._stopping = False
 
     def post(self, action: Action) -> None:
         """From any thread. Actions run in the order in which they were posted."""
-        with self._news:
-            self._inbox.append(action)
-            self._news.notify()
+        self._inbox.append(action)
+        self._bell.ring()
 
     def stop(self) -> None:
         """From any thread: `run` returns after the step that is under way."""
-        with self._news:
-            self._stopping = True
-            self._news.notify()
+        self._stopping = True
+        self._bell.ring()
 
     def run(self) -> None:
         while (actions := self._wait()) is not None:
@@ -45,14 +70,18 @@ class EngineLoop:
 
     def _wait(self) -> list[Action] | None:
         """Until there is something to do: what was posted meanwhile; None when the loop is to stop."""
-        with self._news:
-            while not (self._inbox or self._stopping or self._runnable()):
-                self._news.wait(self._pause())
-            if self._stopping:
-                return None
-            actions = list(self._inbox)
-            self._inbox.clear()
-            return actions
+        due = False
+        while not due:
+            # First looked at, then waited for: whatever is posted in between has rung the bell.
+            due = self._due()
+            self._bell.wait(0.0 if due else self._pause())
+            due = due or self._due()
+        if self._stopping:
+            return None
+        return [self._inbox.popleft() for _ in range(len(self._inbox))]
+
+    def _due(self) -> bool:
+        return bool(self._inbox) or self._stopping or self._runnable()
 
     def _runnable(self) -> bool:
         engine = self._front.engine

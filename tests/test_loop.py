@@ -78,3 +78,29 @@ def test_the_loop_sleeps_until_somebody_posts(llm: LLM) -> None:
     loop.stop()
     thread.join(5.0)
     assert not thread.is_alive() and turns in ([], [0])
+
+
+def test_an_idle_loop_waits_and_a_busy_one_only_looks(llm: LLM) -> None:
+    """The bell may bring work itself, so it is asked in every turn, but never made to wait while there is some."""
+
+    class Asked:
+        def __init__(self) -> None:
+            self.times: list[float | None] = []
+
+        def ring(self) -> None: ...
+
+        def wait(self, seconds: float | None) -> None:
+            self.times.append(seconds)
+            if len(self.times) == 1:
+                loop.post(lambda: front.submit([1, 2, 3], three, request_id="one"))  # type: ignore[arg-type, return-value]
+            elif seconds is None:
+                loop.stop()
+
+    front, bell = llm.loaded.frontend, Asked()
+    three = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=3)
+    loop = EngineLoop(front, lambda deltas: None, bell)
+    loop.run()
+    front.take("one")
+    # Idle; the submit itself; a look before each of the other steps; idle again.
+    assert bell.times[0] is None and bell.times[-1] is None
+    assert bell.times[1:-1] and set(bell.times[1:-1]) == {0.0}

@@ -21,7 +21,7 @@ from bankfull.serve.backend import Backend, Unavailable
 from bankfull.serve.errors import GenerationFailed, Refusal
 from bankfull.serve.events import Finish, OutputParser, Reasoning, Text, ToolArguments, ToolStart, Turn, Usage
 from bankfull.serve.parsers import grammar_for, parser_for
-from bankfull.serve.texts import Texts, fit
+from bankfull.serve.texts import Texts, fit, is_short
 from bankfull.serve.wire import Done, Facts, Piece
 
 ENDING_TOKENS = 64
@@ -106,9 +106,12 @@ class Chat:
 
     async def prompt(self, ask: Ask, context: int | None = None) -> list[int]:
         """The conversation as token ids, of any length unless `context` is given and cannot hold it."""
-        return await self.texts.run(
-            self.texts.encode_chat, ask.messages, context if ask.truncate is None else None,
-            tools=callable_tools(ask), options=ask.template_options,
+        tools = callable_tools(ask)
+        # What a template makes of a caller's options nobody knows; switches are in common use, and harmless.
+        plain = tools is None and all(isinstance(value, bool) for value in ask.template_options.values())
+        return await self.texts.run_short(
+            plain and is_short(ask.messages), self.texts.encode_chat, ask.messages,
+            context if ask.truncate is None else None, tools=tools, options=ask.template_options,
         )  # fmt: skip
 
     def _source(self, tools: list[dict[str, Any]] | None) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from bankfull.serve.errors import Refusal
-from bankfull.serve.texts import Texts
+from bankfull.serve.texts import SHORT_TEXT, Texts
 
 Prompts = str | list[str | int | list[int]]
 IDS_CHECKED_AT_ONCE = 4096
@@ -33,7 +33,8 @@ async def encode_prompt(
     param: str = "prompt",
 ) -> list[int]:  # fmt: skip
     if isinstance(prompt, str):
-        return await texts.run(texts.encode, prompt, context, add_special=add_special, param=param)
+        short = len(prompt) <= SHORT_TEXT
+        return await texts.run_short(short, texts.encode, prompt, context, add_special=add_special, param=param)
     return await checked_ids(texts, prompt, vocab, param)
 
 

@@ -1,7 +1,7 @@
 """Server-sent events: raw ASGI, one write for all that an engine step adds to a stream.
 
 A stream begins when its first events are there, so that a call that is refused, or finds no room, still gets an honest
-status. If they take longer than a keep-alive interval it begins without them.
+status. If they take about as long as a keep-alive interval, it begins with a comment instead.
 """
 
 from __future__ import annotations
@@ -83,22 +83,31 @@ class Writer:
     """The sending half of one stream. `send` begins it, through all layers that add to its head; `send_body`, which may
     be the server's own, has the rest."""
 
-    __slots__ = ("_begin", "_loop", "_open", "_send", "_turn", "silent_since")
+    __slots__ = ("_begin", "_loop", "_open", "_send", "_turn", "begun", "silent_since")
 
     def __init__(self, send: Send, send_body: Send) -> None:
         self._begin, self._send = send, send_body
         self._turn = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
         self._open = True
+        self.begun = False
+        """Whether the client has been told that all is well."""
         self.silent_since = self._loop.time()
 
     async def begin(self) -> None:
-        await self._begin({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        async with self._turn:
+            await self._begin_once()
 
     async def write(self, events: bytes) -> None:
         async with self._turn:
             self.silent_since = self._loop.time()
+            await self._begin_once()
             await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def _begin_once(self) -> None:
+        if not self.begun:
+            self.begun = True
+            await self._begin({"type": "http.response.start", "status": 200, "headers": HEADERS})
 
     async def comment(self) -> None:
         if not self._turn.locked():
@@ -106,6 +115,7 @@ class Writer:
                 if self._open:
                     self.silent_since = self._loop.time()
                     with suppress(OSError):
+                        await self._begin_once()
                         await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
     async def end(self) -> None:
@@ -117,26 +127,21 @@ class Writer:
 async def send_events(stream: EventStream, send: Send, pulse: Pulse, send_body: Send | None = None) -> None:
     """Raises what goes wrong before the stream has begun; afterwards it becomes the stream's last event."""
     writer = Writer(send, send_body or send)
-    first = asyncio.ensure_future(stream.__anext__())
+    pulse.add(writer)  # begins the stream if its first events take long
     try:
-        await asyncio.wait({first}, timeout=pulse.seconds)
-        if first.done() and (error := first.exception()) is not None:
-            raise error
-        await writer.begin()
-        pulse.add(writer)
         try:
-            events = await first
             while True:
-                if events:
-                    await writer.write(events)
                 events = await stream.__anext__()
+                await (writer.write(events) if events else writer.begin())
         except StopAsyncIteration:
             pass
         except Exception as error:
+            if not writer.begun:
+                raise
             await writer.write(stream.failure(problem_of(error)))
         finally:
             pulse.remove(writer)
+        await writer.begin()
         await writer.end()
     finally:
-        first.cancel()
         await stream.aclose()

@@ -1,18 +1,21 @@
 """The served model's tokenizer, chat template and sampling defaults, in a process that never loads torch.
 
-Rendering and tokenizing may take long: they run on threads, a bounded number of prompts at a time.
+Rendering and tokenizing may take long: they run on threads, a bounded number of prompts at a time. A short text is done
+before a thread would be reached, so it is done at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from bankfull.errors import ModelError
+from bankfull.errors import BankfullError, ModelError
 from bankfull.sample.params import SamplingParams
 from bankfull.sample.recommended import recommended
 from bankfull.serve.backend import Busy
@@ -28,6 +31,11 @@ Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
 
 THREADS = 2
+SHORT_TEXT, SHORT_CONVERSATION = 1024, 16
+"""Characters, and messages, that are rendered and tokenized on the event loop."""
+SHORT_SECONDS = 0.005
+"""What they may take of it. A template is a program: where it takes longer, the next DETOURS texts go to a thread."""
+DETOURS = 1000
 MAX_PREPARING = 512
 MAX_LOGPROB_ENTRIES = 1 << 18
 USUAL_ANSWER = 4096
@@ -64,6 +72,11 @@ class Texts:
         self._longest = max(len(token) for token in tokenizer.backend.get_vocab(with_added_tokens=True))
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="bankfull-texts")
         self._preparing = 0
+        self._detours = 0
+        if template is not None:
+            # What is made once, such as what the template can do, is not for the first call to wait for.
+            with suppress(BankfullError):
+                encode_chat(tokenizer, template, [{"role": "user", "content": "?"}])
 
     @classmethod
     def open(cls, model: str) -> Texts:
@@ -96,7 +109,21 @@ class Texts:
         """`work` on a thread if it may take long, else at once."""
         return await self.run(work) if long else work()
 
-    # -- on a thread
+    async def run_short(
+        self, short: bool, work: Callable[Arguments, Made], *given: Arguments.args, **named: Arguments.kwargs
+    ) -> Made:  # fmt: skip
+        """`work` on a text: at once if that is short, else on a thread, which takes two more wake-ups."""
+        if not short or self._detours:
+            self._detours = max(0, self._detours - 1)
+            return await self.run(work, *given, **named)
+        begun = time.thread_time()
+        try:
+            return work(*given, **named)
+        finally:
+            if time.thread_time() - begun > SHORT_SECONDS:
+                self._detours = DETOURS
+
+    # -- on a thread, or at once where the text is short
 
     def encode(self, text: str, context: int | None, *, add_special: bool = True, param: str = "prompt") -> list[int]:
         """The ids of a text. `context`: what cannot fit into so many tokens is refused before it is read."""
@@ -173,3 +200,11 @@ def refuse_bulk(prompt: int, params: SamplingParams, context: int) -> None:
 def _characters(message: Mapping[str, Any]) -> int:
     content = message.get("content")
     return len(content) if isinstance(content, str) else 0
+
+
+def is_short(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a conversation is a few plain messages with little text."""
+    values = [value for message in messages[:SHORT_CONVERSATION] for value in message.values()]
+    if len(messages) > SHORT_CONVERSATION or not all(isinstance(value, str) for value in values):
+        return False
+    return sum(map(len, values)) <= SHORT_TEXT

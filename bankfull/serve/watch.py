@@ -119,6 +119,7 @@ class WatchedBackend:
         trace = current_trace()
         batch = priority >= BATCH_PRIORITY
         tokens = None if trace is None else self._tokens_of(trace, refuse=not batch)
+        asked = time.monotonic()  # before the engine hears of it, which may be on this very core, and at once
         with self._counting_refusals():
             steps = self._inner.generate(
                 prompt, params, priority=priority, salt=salt, pool=pool, deadline=deadline, explain=explain
@@ -126,7 +127,7 @@ class WatchedBackend:
         if tokens is not None:
             tokens.take(len(prompt))
         line = None if trace is None else self.lines.open(trace, len(prompt), batch=batch)
-        return CountedSteps(steps, self._metrics, trace, tokens, len(prompt), params.n, batch=batch, line=line)
+        return CountedSteps(steps, self._metrics, trace, tokens, len(prompt), params.n, asked, batch=batch, line=line)
 
     @contextmanager
     def _counting_refusals(self) -> Iterator[None]:
@@ -152,17 +153,17 @@ class CountedSteps:
     """A request's steps, counted as they pass. This runs for every token of every stream."""
 
     __slots__ = (
-        "_arrived", "_batch", "_ended", "_last", "_line", "_metrics", "_prompt", "_samples", "_steps", "_tokens",
+        "_asked", "_batch", "_ended", "_last", "_line", "_metrics", "_prompt", "_samples", "_steps", "_tokens",
         "_trace",
     )  # fmt: skip
 
     def __init__(
         self, steps: AsyncIterator[list[Piece | Done]], metrics: Metrics, trace: Trace | None, tokens: Bucket | None,
-        prompt: int, samples: int, *, batch: bool = False, line: OpenLine | None = None,
+        prompt: int, samples: int, asked: float, *, batch: bool = False, line: OpenLine | None = None,
     ) -> None:  # fmt: skip
         self._steps, self._metrics, self._trace, self._tokens = steps, metrics, trace, tokens
         self._prompt, self._samples, self._batch, self._line = prompt, samples, batch, line
-        self._arrived = time.monotonic()
+        self._asked = asked
         self._last: float | None = None
         self._ended = False
         metrics.prompt_tokens.add(prompt)
@@ -224,7 +225,7 @@ class CountedSteps:
     def _begin(self, fresh: int, now: float) -> None:
         """The first tokens have come."""
         if not self._batch:  # nobody waits for those of a batch
-            self._metrics.first_token.observe(now - self._arrived)
+            self._metrics.first_token.observe(now - self._asked)
             if self._trace is not None and self._trace.ttft is None:
                 self._trace.ttft = now - self._trace.arrived
         if self._line is not None:
@@ -234,7 +235,7 @@ class CountedSteps:
         self._ended = True
         self._metrics.sized(self._prompt, done.output_tokens, self._samples)
         if not self._batch:
-            self._metrics.waited(done, time.monotonic() - self._arrived)
+            self._metrics.waited(done, time.monotonic() - self._asked)
         if self._trace is not None:
             self._trace.cached_tokens += done.cached_tokens
         if self._line is not None:

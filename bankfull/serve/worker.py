@@ -1,18 +1,22 @@
 """The engine process: `python -m bankfull.serve.worker FD`, where FD is its end of a private socket pair.
 
-The main thread runs the engine's loop. A second one reads what the API says; grammars, which may take long to compile,
-have threads of their own. Each step is answered by one message. The process keeps nothing that must survive it: when
-the socket ends, it ends.
+The main thread runs the engine's loop and reads, between steps, what the API says: no other thread has to be woken
+before an idle engine begins. Grammars, which may take long to compile, and long prompts have threads of their own. Each
+step is answered by one message. The process keeps nothing that must survive it: when the socket ends, it ends.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import select
 import signal
 import socket
 import sys
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -51,6 +55,11 @@ if TYPE_CHECKING:
 NICENESS = 5
 """Beside the API's: the engine would take every core that there is."""
 GRAMMAR_THREADS = 2
+LONG_PROMPT = 4096
+"""Tokens whose check would keep the engine waiting."""
+READ_BYTES = 64 << 10
+READING_SECONDS = 0.002
+"""Of a turn of the engine's loop, for messages: those who are being answered wait for the next step."""
 SWITCH_SECONDS = 0.0005
 """How long the engine's thread waits at most for another one to give up the interpreter."""
 WARM_PROMPT, WARM_TOKENS = 64, 4
@@ -63,58 +72,138 @@ class Head(msgspec.Struct):
     id: int | None = None
 
 
-class Inbox:
-    """Reads messages until the API is gone."""
+class Nonsense(Exception):
+    """What the socket brought is no message."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+
+class Inbox:
+    """What the API says, read on the engine's own thread: the bell of its loop. Other threads ring it by a pipe."""
+
+    def __init__(self, connection: socket.socket, take: Callable[[ToEngine | Head], None]) -> None:
+        self._connection, self._take = connection, take
+        self._owner = threading.get_ident()
+        self._rung, self._rings = os.pipe()
+        for end in (self._rung, self._rings):
+            os.set_blocking(end, False)
+        self._news, self._more = select.poll(), select.poll()
+        self._news.register(connection, select.POLLIN)
+        self._news.register(self._rung, select.POLLIN)
+        self._more.register(connection, select.POLLIN)
+        self._read = bytearray()
         self._decode = decoder(ToEngine).decode
         self._decode_head = decoder(Head).decode
 
-    def next(self) -> ToEngine | Head:
-        body = self._exactly(body_length(self._exactly(HEADER)))
+    def ring(self) -> None:
+        if threading.get_ident() != self._owner:  # who posts from within `wait` is seen when that returns
+            with suppress(BlockingIOError):  # rung often enough
+                os.write(self._rings, b"!")
+
+    def wait(self, seconds: float | None) -> None:
+        """Takes what has come. Raises ApiGone, or Nonsense."""
+        if self._whole() is not None:
+            seconds = 0.0
+        for file, _ in self._news.poll(None if seconds is None else math.ceil(1e3 * seconds)):
+            if file == self._rung:
+                os.read(self._rung, 4096)
+            else:
+                self._fill()
+        ends = time.monotonic() + READING_SECONDS
+        while (body := self._next()) is not None:
+            self._take(self._understood(body))
+            if time.monotonic() > ends:
+                break
+
+    def _fill(self) -> None:
+        """At least one whole message, unless its end is slow to come."""
+        while self._whole() is None:
+            try:
+                got = self._connection.recv(READ_BYTES)
+            except OSError as error:
+                raise ApiGone from error
+            if not got:
+                raise ApiGone
+            self._read += got
+            if self._whole() is None and not self._more.poll(math.ceil(1e3 * READING_SECONDS)):
+                return
+
+    def _whole(self) -> int | None:
+        """Where the first message ends, if it is here."""
+        if len(self._read) < HEADER:
+            return None
         try:
-            return self._decode(body)
+            end = HEADER + body_length(self._read[:HEADER])
+        except ValueError as error:
+            raise Nonsense(error) from None
+        return end if len(self._read) >= end else None
+
+    def _next(self) -> bytearray | None:
+        end = self._whole()
+        if end is None:
+            return None
+        body = self._read[HEADER:end]
+        del self._read[:end]
+        return body
+
+    def _understood(self, body: bytearray) -> ToEngine | Head:
+        try:
+            message: ToEngine = self._decode(body)
+            return message
         except msgspec.ValidationError as error:
-            head: Head = self._decode_head(body)
-            if head.id is None:
-                raise
+            head = self._head(body)
+            if head is None or head.id is None:
+                raise Nonsense(error) from None
             print(f"bankfull: a message of the API is not understood: {error}", file=sys.stderr)
             return head
+        except msgspec.MsgspecError as error:
+            raise Nonsense(error) from None
 
-    def _exactly(self, count: int) -> bytearray:
-        read = bytearray(count)
-        view = memoryview(read)
-        while view:
-            got = self._connection.recv_into(view)
-            if not got:
-                raise EOFError
-            view = view[got:]
-        return read
+    def _head(self, body: bytearray) -> Head | None:
+        try:
+            head: Head = self._decode_head(body)
+            return head
+        except msgspec.MsgspecError:
+            return None
 
 
 class Worker:
     def __init__(self, connection: socket.socket) -> None:
-        self._inbox = Inbox(connection)
+        self._connection = connection
+        self._inbox = Inbox(connection, self._take)
         self._outbox = Outbox(connection)
-        self._configured: Future[Configure] = Future()
+        self._configured: Configure | None = None
         self._grammars = ThreadPoolExecutor(GRAMMAR_THREADS, "bankfull-grammar")
-        self._compiling: set[int] = set()
+        self._prompts = ThreadPoolExecutor(1, "bankfull-prompt")
+        self._preparing: set[int] = set()
         self._unwanted: set[int] = set()
-        """Aborted while their grammars were compiled."""
+        """Aborted while they were prepared on a thread."""
         self._pools: dict[int, str] = {}
         self._told: tuple[int, ...] = ()
 
     def run(self) -> None:
-        threading.Thread(target=self._read, name="bankfull-reader", daemon=True).start()
+        threading.Thread(target=self._until_gone, name="bankfull-watcher", daemon=True).start()
         try:
-            facts = self._load(self._configured.result())
-        except BankfullError as error:
-            self._say(Failed(str(error)))
-            _leave(2)
-        give_way()
-        self._say(Ready(facts))
-        self._loop.run()
+            while self._configured is None:
+                self._inbox.wait(None)
+            try:
+                facts = self._load(self._configured)
+            except BankfullError as error:
+                self._say(Failed(str(error)))
+                _leave(2)
+            give_way()
+            self._say(Ready(facts))
+            self._loop.run()
+        except ApiGone:
+            _leave(0)
+        except Nonsense as error:
+            print(f"bankfull: the engine stops, because its socket brought nonsense: {error}", file=sys.stderr)
+            _leave(1)
+
+    def _until_gone(self) -> None:
+        """On a thread: the process ends with its API, in the middle of a step too. It is woken by nothing else."""
+        poll = select.poll()
+        poll.register(self._connection, getattr(select, "POLLRDHUP", select.POLLHUP))
+        poll.poll()
+        _leave(0)
 
     def _load(self, wanted: Configure) -> Facts:
         self._say(Phase(f"loading {wanted.model}"))
@@ -131,7 +220,7 @@ class Worker:
             options["policy"] = "priority"  # batch work gives way
         llm = LLM(wanted.model, **options)
         self._front = llm.loaded.frontend
-        self._loop = EngineLoop(self._front, self._tell)
+        self._loop = EngineLoop(self._front, self._tell, self._inbox)
         start = llm.loaded.start
         self._say(Phase("warming up" if start is None else f"warming up, loaded in {start}"))
         warm_up(llm)
@@ -153,17 +242,7 @@ class Worker:
         except ApiGone:
             _leave(0)
 
-    # -- on the reader's thread
-
-    def _read(self) -> None:
-        try:
-            while True:
-                self._take(self._inbox.next())
-        except (EOFError, OSError):
-            _leave(0)
-        except BaseException as error:
-            print(f"bankfull: the engine stops, because its socket brought nonsense: {error}", file=sys.stderr)
-            _leave(1)
+    # -- on the loop's thread
 
     def _take(self, message: ToEngine | Head) -> None:
         match message:
@@ -174,7 +253,7 @@ class Worker:
             case ResetCache():
                 self._loop.post(lambda: self._reset(message.id))
             case Configure():
-                self._configured.set_result(message)
+                self._configured = message
             case Stop():
                 _leave(0)
             case Head(id=int(request)):
@@ -182,13 +261,17 @@ class Worker:
 
     def _prepare(self, wanted: Submit) -> None:
         """A grammar, or the meter, may take seconds: it has a thread, so that nobody else's request waits behind it."""
-        if wanted.params.structured is None and not wanted.explain:
-            self._check(wanted)
+        if wanted.params.structured is not None or wanted.explain:
+            threads = self._grammars
+        elif len(wanted.prompt) > LONG_PROMPT:
+            threads = self._prompts
         else:
-            self._compiling.add(wanted.id)
-            self._grammars.submit(self._check, wanted)
+            return self._check(wanted)
+        self._preparing.add(wanted.id)
+        threads.submit(self._check, wanted)
 
     def _check(self, wanted: Submit) -> None:
+        """On any thread."""
         try:
             if wanted.explain:
                 self._accounts.prepare()
@@ -201,10 +284,8 @@ class Worker:
         else:
             self._loop.post(lambda: self._queue(wanted, prepared))
 
-    # -- on the loop's thread
-
     def _queue(self, wanted: Submit, prepared: Prepared) -> None:
-        self._compiling.discard(wanted.id)
+        self._preparing.discard(wanted.id)
         if wanted.id in self._unwanted:
             self._unwanted.discard(wanted.id)
             return
@@ -220,7 +301,7 @@ class Worker:
             self._pools[wanted.id] = wanted.pool
 
     def _refuse(self, refusal: Refused) -> None:
-        self._compiling.discard(refusal.id)
+        self._preparing.discard(refusal.id)
         self._unwanted.discard(refusal.id)
         self._say(refusal)
 
@@ -230,7 +311,7 @@ class Worker:
                 self._front.abort(request)
                 self._front.pending.pop(request, None)
                 self._forget(request)
-            elif request in self._compiling:
+            elif request in self._preparing:
                 self._unwanted.add(request)
 
     def _forget(self, request: int) -> None:

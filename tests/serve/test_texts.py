@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ import pytest
 from bankfull.sample.params import SamplingParams
 from bankfull.serve import texts as module
 from bankfull.serve.backend import Busy
+from bankfull.serve.chat import Ask, Chat
 from bankfull.serve.errors import ContextOverflow, Refusal
 from bankfull.serve.texts import fit
 from bankfull.text.guard import LONG_TEXT
-from tests.serve.scripted import scripted_texts, scripted_tokenizer
+from tests.serve.scripted import Scripted, scripted_texts, scripted_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,50 @@ def test_the_event_loop_goes_on_while_a_long_text_is_tokenized() -> None:
         return beats
 
     assert asyncio.run(run()) >= 10, "with the interpreter held there would be one or two"
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "short"),
+    [
+        (["Hello"], {}, True), (["Hello"] * 16, {"enable_thinking": False}, True), (["Hello"] * 17, {}, False),
+        (["x" * 1025], {}, False), (["Hello"], {"rounds": 3}, False),
+    ],
+)  # fmt: skip
+def test_a_short_conversation_reaches_no_thread(
+    messages: list[str], options: dict[str, Any], short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = Chat(Scripted([]), scripted_texts())
+    threads = 0
+
+    async def run(work: Any, *given: Any, **named: Any) -> Any:
+        nonlocal threads
+        threads += 1
+        return work(*given, **named)
+
+    monkeypatch.setattr(chat.texts, "run", run)
+    asked = [{"role": "user", "content": text} for text in messages]
+    assert asyncio.run(chat.prompt(Ask(messages=asked, params=SamplingParams(), template_options=options)))
+    assert threads == (not short)
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
+    asyncio.run(chat.prompt(Ask(messages=asked, params=SamplingParams(), tools=tools)))
+    assert threads == 1 + (not short), "tools may be of any size"
+
+
+def test_what_takes_long_for_few_words_goes_to_a_thread_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DETOURS", 2)
+    texts = scripted_texts()
+    clock = 0.0
+    here = threading.get_ident()
+
+    def work(seconds: float) -> bool:
+        nonlocal clock
+        clock += seconds
+        return threading.get_ident() == here
+
+    monkeypatch.setattr(module.time, "thread_time", lambda: clock)
+    seconds = [0.001, 0.001, 1.0, 0.001, 0.001, 0.001]
+    at_once = [asyncio.run(texts.run_short(True, work, each)) for each in seconds]
+    assert at_once == [True, True, True, False, False, True]
 
 
 def test_what_waits_for_a_thread_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,6 +19,7 @@ import pytest
 
 from bankfull.sample.params import SamplingParams, StructuredOutput
 from bankfull.serve import outbox
+from bankfull.serve import worker as worker_module
 from bankfull.serve.outbox import ApiGone, Outbox
 from bankfull.serve.wire import (
     HEADER,
@@ -32,6 +36,7 @@ from bankfull.serve.wire import (
     decoder,
     pack,
 )
+from bankfull.serve.worker import Inbox
 from tests.serve.engine_kit import ENDLESS, OPTIONS, PROMPT
 from tests.tiny import speaking_folder
 
@@ -105,6 +110,51 @@ def test_a_message_that_nobody_understands_is_refused_and_the_engine_goes_on(wor
     assert (refused.id, refused.kind) == (77, "internal")
 
 
+def test_a_long_prompt_is_prepared_beside_the_engine_and_can_be_aborted(worker: Process) -> None:
+    worker.send(Submit(901, [1] * 5000, ENDLESS))  # longer than the context: whoever checks it refuses it
+    worker.send(Submit(902, [1] * 5000, ENDLESS))
+    worker.send(Abort([902]))
+    worker.send(Submit(903, PROMPT, SamplingParams(max_tokens=1)))
+    refused, done = set(), set()
+    while not (903 in done and 901 in refused):
+        message = worker.next()
+        if isinstance(message, Refused):
+            refused.add(message.id)
+            assert "5000 tokens" in message.message
+        elif isinstance(message, Step):
+            done |= {end.id for end in message.done}
+    assert done == {903}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts wake-ups as Linux does")
+def test_an_idle_worker_sleeps_and_one_thread_answers(worker: Process) -> None:
+    def wakeups() -> dict[str, int]:
+        counted = {}
+        for task in Path(f"/proc/{worker.process.pid}/task").iterdir():
+            found = re.search(r"^voluntary_ctxt_switches:\s+(\d+)", (task / "status").read_text(), re.MULTILINE)
+            assert found is not None
+            counted[task.name] = int(found[1])
+        return counted
+
+    def settled() -> dict[str, int]:
+        before = wakeups()
+        for _ in range(100):
+            time.sleep(0.2)
+            if (now := wakeups()) == before:
+                return now
+            before = now
+        raise AssertionError("it polls")
+
+    before = settled()
+    worker.send(Submit(911, PROMPT, SamplingParams(max_tokens=1)))
+    while not (isinstance(message := worker.next(), Step) and message.done):
+        pass
+    after = settled()
+    woken = {name for name in after if after[name] != before.get(name)}
+    # The kernels have one more thread (see the fixture); no other one stands between the API and the engine.
+    assert str(worker.process.pid) in woken and len(woken) <= 2
+
+
 def test_interrupts_are_left_to_the_api_and_the_end_of_the_socket_ends_it(worker: Process) -> None:
     worker.process.send_signal(signal.SIGINT)
     worker.process.send_signal(signal.SIGTERM)
@@ -160,3 +210,37 @@ def test_a_reader_that_never_reads_counts_as_gone(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(ApiGone):
             for _ in range(100):
                 box.send(bytes(100_000))
+
+
+@pytest.mark.parametrize("cuts", [[1], [3, 5], [HEADER], []])
+def test_messages_are_put_together_from_whatever_comes(cuts: list[int]) -> None:
+    ours, theirs = socket.socketpair()
+    taken: list[Any] = []
+    inbox = Inbox(theirs, taken.append)
+    data = pack(Abort([1])) + pack(Abort([2])) + pack(Abort([3]))
+    with ours, theirs:
+        for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
+            ours.sendall(data[start:end])
+            inbox.wait(0.0)
+        assert [message.ids for message in taken] == [[1], [2], [3]]
+        thread = threading.Thread(target=inbox.ring)
+        thread.start()
+        inbox.wait(None)  # returns, because another thread rings
+        thread.join()
+        inbox.ring()  # its own thread need not wake itself
+        inbox.wait(0.0)
+        ours.close()
+        with pytest.raises(ApiGone):
+            inbox.wait(None)
+
+
+def test_a_flood_of_messages_leaves_time_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "READING_SECONDS", 0.0)
+    ours, theirs = socket.socketpair()
+    taken: list[Any] = []
+    inbox = Inbox(theirs, taken.append)
+    with ours, theirs:
+        ours.sendall(b"".join(pack(Abort([number])) for number in range(3)))
+        for turn in range(3):
+            inbox.wait(None)  # never waits while a message is here
+            assert len(taken) == turn + 1
