@@ -151,7 +151,9 @@ def conversation(number: int, words: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"{number} " + " ".join(text)}]
 
 
-def measure(llm: LLM, server: Server, requests: int, words: int, pause: float) -> tuple[dict[str, Timed], dict[str, Any]]:
+def measure(
+    llm: LLM, server: Server, requests: int, words: int, pause: float
+) -> tuple[dict[str, Timed], dict[str, float]]:  # fmt: skip
     timed = {kind: Timed() for kind in KINDS}
     before: dict[str, float] = {}
     logged = 0
@@ -173,7 +175,9 @@ def measure(llm: LLM, server: Server, requests: int, words: int, pause: float) -
     return timed, stages(timed, before, after, server.logged()[logged:])
 
 
-def stages(timed: dict[str, Timed], before: dict[str, float], after: dict[str, float], logged: list[float]) -> dict[str, float]:
+def stages(
+    timed: dict[str, Timed], before: dict[str, float], after: dict[str, float], logged: list[float]
+) -> dict[str, float]:  # fmt: skip
     """Mean seconds until the first token, in the order in which they pass."""
     calls = after["time_to_first_token_seconds_count"] - before["time_to_first_token_seconds_count"]
 
@@ -209,11 +213,11 @@ def report(timed: dict[str, Timed], parts: dict[str, float]) -> dict[str, Any]:
 def lines(made: dict[str, Any]) -> Iterator[str]:
     yield "time to first token, ms    median (quartiles), least         more than in-process"
     for kind, found in made["first"].items():
-        values = Spread(**found)
+        values = Spread(**{name: 1e3 * value for name, value in found.items()})
         more = f"{1e3 * made['more'][kind]:.2f}" if kind in made["more"] else ""
         yield (
-            f"  {kind:12}             {1e3 * values.median:6.2f} ({1e3 * values.lower:.2f} .. {1e3 * values.upper:.2f}), "
-            f"{1e3 * values.low:.2f}    {more:>8}"
+            f"  {kind:12}             {values.median:6.2f} ({values.lower:.2f} .. {values.upper:.2f}), "
+            f"{values.low:.2f}    {more:>8}"
         )
     yield "a call costs               API process: CPU us, wake-ups      engine process: CPU us, wake-ups"
     for kind, used in made["usage"].items():
