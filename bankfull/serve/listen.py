@@ -6,7 +6,7 @@ import asyncio
 import resource
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -70,8 +70,44 @@ def raise_file_limit(connections: int = MAX_CONNECTIONS) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
+class HeadHeld:
+    """The transport of one answer, whose first write, its head, waits for the second one: both are then one packet, and
+    wake the client once. A head that nothing follows at once is sent in the event loop's next turn."""
+
+    __slots__ = ("_begun", "_held", "_loop", "_transport")
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._begun = False
+        self._held = b""
+
+    def write(self, data: bytes) -> None:
+        if not self._begun:
+            self._begun = True
+            self._held = data
+            self._loop.call_soon(self._send_held)
+        elif self._held:
+            data, self._held = self._held + data, b""
+            self._transport.write(data)
+        else:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        self._send_held()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def _send_held(self) -> None:
+        if self._held:
+            data, self._held = self._held, b""
+            self._transport.write(data)
+
+
 class Connection(HttpToolsProtocol):
-    """uvicorn's connection, with a limit on the size of a request's head and on the time that it takes to arrive.
+    """uvicorn's connection, with a limit on the size of a request's head and on the time that it takes to arrive, and
+    with answers whose head goes out with what follows.
 
     It has no other place for them: an application is called when the whole head is there.
     """
@@ -98,6 +134,8 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._stop_timer()
         super().on_headers_complete()
+        if self.cycle is not None:  # it has not run yet
+            self.cycle.transport = cast(asyncio.Transport, HeadHeld(self.transport, self.loop))
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
