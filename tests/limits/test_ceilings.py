@@ -75,7 +75,8 @@ def every_isa() -> Iterator[Callable[[], Iterator[str]]]:
 
 def test_every_instruction_set_multiplies_what_it_says(every_isa: Callable[[], Iterator[str]]) -> None:
     kernels = extension.required()
-    known = {"amx": {"float32", "bfloat16", "int8"}, "vnni": {"float32", "int8"}, "avxvnni": {"float32", "int8"}}
+    all_three, two = {"float32", "bfloat16", "int8"}, {"float32", "int8"}
+    known = {"amx": all_three, "vnni": two, "avxvnni": two, "i8mm": all_three, "dotprod": two}
     for isa in every_isa():
         assert set(kernels.arithmetics()) == known.get(isa, {"float32"})
         for code in range(3):
