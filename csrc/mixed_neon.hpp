@@ -3,7 +3,7 @@
 //
 // Included inside a namespace per instruction set.
 
-static constexpr int64_t MIXED_ROWS = 14;  // from here on, mixing rows is worth it; measured
+static constexpr int64_t MIXED_ROWS = 8;  // from here on, mixing rows is worth it; measured
 
 // Sums and differences of those whose numbers differ in one bit: of four registers, and of the lanes of one.
 static inline void mix_four(float32x4_t& a, float32x4_t& b, float32x4_t& c, float32x4_t& d) {
