@@ -134,9 +134,9 @@ def _limits() -> dict[str, Any]:
     return found.as_json() if found is not None else {"measured": "no; `bankfull limits` does it"}
 
 
-def _shown(value: object) -> object:
+def _shown(value: object, absent: str = "not installed") -> object:
     if isinstance(value, list):
         return ", ".join(map(str, value))
     if isinstance(value, dict):
-        return ", ".join(f"{key} {item:.4g}" for key, item in value.items())
-    return f"{value:.4g}" if isinstance(value, float) else "not installed" if value is None else value
+        return ", ".join(f"{key} {_shown(item, 'not measured')}" for key, item in value.items()) or "none"
+    return f"{value:.4g}" if isinstance(value, float) else absent if value is None else value

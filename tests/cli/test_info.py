@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -122,6 +122,17 @@ def test_doctor_shows_limits_that_were_measured(
     monkeypatch.setattr(module, "_measure", lambda budget, identity: ceilings)
     module.measure()
     assert json.loads(cli("doctor", "--json").out)["limits"] == asdict(ceilings)
+
+
+def test_doctor_shows_ceilings_that_were_not_measured_or_are_converted(
+    cli: Cli, ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bankfull.limits import ceilings as module
+
+    partly = replace(ceilings, converted={"bfloat16": "float32"}, unmeasured={"float16": "torch does not use it"})
+    monkeypatch.setattr(module, "known", lambda: partly)
+    shown = cli("doctor").out
+    assert "float16 not measured" in shown and "bfloat16 float32" in shown
 
 
 def test_pull_prints_where_the_model_is(cli: Cli, model: Path) -> None:
