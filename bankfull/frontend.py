@@ -51,6 +51,7 @@ class Prepared:
     priority: int
     salt: str
     pool: str | None
+    tenant: str
 
 
 @dataclass(slots=True)
@@ -123,8 +124,9 @@ class Frontend:
         return self.queue(self.prepare(prompt, params, **how), request_id)
 
     def prepare(
-        self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None
-    ) -> Prepared:
+        self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
+        tenant: str = "",
+    ) -> Prepared:  # fmt: skip
         """All that is slow about a request (tokens, a grammar) and all checks; may run on any thread."""
         text, ids = self.encode(prompt)
         generates = pool is None and params.max_tokens != 0
@@ -135,7 +137,7 @@ class Frontend:
         self.engine.runner.rows.sampling.check(params, stop_ids)
         structured = params.structured if generates else None
         matcher = None if structured is None else self._grammars.compile(structured)
-        return Prepared(text, ids, params, stop_ids, limit, generates, matcher, priority, salt, pool)
+        return Prepared(text, ids, params, stop_ids, limit, generates, matcher, priority, salt, pool, tenant)
 
     def queue(self, prepared: Prepared, request_id: Hashable | None = None) -> Hashable:
         params, pool = prepared.params, prepared.pool
@@ -144,6 +146,7 @@ class Frontend:
         request = Request(
             request_id, tuple(prepared.ids), prepared.limit, prepared.stop_ids,
             samples=params.n if prepared.generates else 1, priority=prepared.priority, salt=prepared.salt.encode(),
+            tenant=prepared.tenant,
             # Every prompt position has to run when each one's scores or hidden state are part of the answer.
             reuse=params.prompt_logprobs is None and pool != "mean",
             generates=prepared.generates,

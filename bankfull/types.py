@@ -32,6 +32,8 @@ class Request:
     """Lower runs first."""
     salt: bytes = b""
     """Whatever else changes the content of a page: adapter, tenant, ..."""
+    tenant: str = ""
+    """On whose behalf: tenants share rows, pages and steps evenly, and a priority counts within one tenant only."""
     reuse: bool = True
     """False when every prompt position must really run (prompt logprobs, mean pooling)."""
     generates: bool = True

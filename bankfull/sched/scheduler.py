@@ -2,7 +2,8 @@
 
 Prefill, its chunks, a prefix hit, decoding, verifying drafts and resuming after preemption are one rule: `computed`
 tokens chase `known` ones within the step's token budget, decodes first. Batch work comes after all that, and in a step
-that carries an online prompt not at all. The scheduler plans from facts that may be one step old (loop depth 1):
+that carries an online prompt not at all. Where several tenants want more than there is, each gets an equal part
+(`shares`). The scheduler plans from facts that may be one step old (loop depth 1):
 lengths are lower bounds, pages are reserved for the worst case.
 """
 
@@ -10,16 +11,18 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, insort
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from operator import attrgetter
 
 from bankfull.config import SchedConfig
 from bankfull.errors import RequestError
-from bankfull.sched.policy import COMPANY_STEPS, batch_share, gate_of, rank_of, yields_of
+from bankfull.sched.policy import COMPANY_STEPS, Rank, batch_share, gate_of, rank_of, yields_of
 from bankfull.sched.sequence import Sequence
+from bankfull.sched.shares import Holdings, first_of_each, parts_of, wants_of
 from bankfull.state.manager import Match, Reserved, SequenceState, StateManager
 from bankfull.state.prefix import Chain
 from bankfull.types import Enter, Finish, Output, PageEdit, Request, StepPlan, StepResult, Work
@@ -40,12 +43,22 @@ class Sketch:
     """What drafts may take of the budget without delaying a decode."""
     batch: bool = False
     """Is it the turn of batch work?"""
+    claims: list[Sequence] = field(default_factory=list)
+    """Waiting sequences of tenants that have less than their part: until these are in, nobody else comes in."""
     prompts: bool = False
     """Does the step carry an online prompt, whose first token somebody waits for?"""
     served: list[Sequence] = field(default_factory=list)
     """In the order of plan.work."""
     fixed: set[int] = field(default_factory=set)
     """Rows that this step already tells the runner about: too late to preempt them."""
+
+    @contextmanager
+    def budget_of(self, tokens: int) -> Iterator[None]:
+        """No more than so many tokens are given out in here."""
+        kept = max(0, self.budget - tokens)
+        self.budget -= kept
+        yield
+        self.budget += kept
 
 
 class Scheduler:
@@ -69,6 +82,10 @@ class Scheduler:
         self._by_request: dict[Hashable, list[Sequence]] = {}
         self._filling: list[Sequence] = []
         """Those of which the newest step computes several tokens."""
+        self._tenants: Counter[str] = Counter()
+        """Sequences of each tenant that have not ended."""
+        self._turns: dict[str, int] = {}
+        """The last step that carried prompts of a tenant; kept only while several tenants are there."""
         self._arrivals = count()
         self._steps = count()
         self._company = -COMPANY_STEPS
@@ -90,6 +107,7 @@ class Scheduler:
             self._fresh[seq] = None
             insort(self._waiting, seq, key=_rank)
         self._by_request[request.id] = siblings
+        self._tenants[request.tenant] += len(siblings)
         _adopt(siblings)
 
     def _refuse(self, request: Request) -> None:
@@ -145,6 +163,11 @@ class Scheduler:
     def _first_queued(self) -> float:
         return next(iter(self._fresh)).queued_at if self._fresh else 0.0
 
+    @property
+    def _contested(self) -> bool:
+        """Is there more than one tenant to be fair to?"""
+        return len(self._tenants) > 1 and self.config.policy == "priority"
+
     # -- planning
 
     def plan(self, drafts: int = 0) -> StepPlan | None:
@@ -196,17 +219,51 @@ class Scheduler:
             decoding.sort(key=lambda seq: seq.turn)  # whoever has waited longest first
             step.budget = min(step.budget, tokens)
         step.spare = step.budget - min(rows, len(decoding))
-        stalled = False
-        most = len(step.served) + rows
-        for line in (decoding, filling):
-            for seq in line:
-                if step.budget <= 0 or (line is decoding and len(step.served) >= most):
-                    break
-                if seq.state is not None:  # else it was preempted for one that ranks before it
-                    stalled |= not self._serve(seq, step, drafts)
-        if not stalled:
-            self._admit(step)
+        stalled = not self._serve_each(decoding, step, drafts, rows)
+        if not self._contested:
+            stalled |= not self._serve_each(filling, step, drafts)
+            if not stalled:
+                self._admit(step)
+            return not stalled
+        return self._fill_fairly(filling, step, drafts, stalled)
+
+    def _fill_fairly(self, filling: list[Sequence], step: Sketch, drafts: int, stalled: bool) -> bool:
+        """Go on with prompts and begin others so that each tenant gets its part of the step."""
+        decodes = len(step.served)
+        waiting = [seq for seq in self._waiting if seq.parent is None and seq.yields == step.batch]
+        parts = parts_of(wants_of(filling, waiting), self._turns, step.budget)
+        for tenant, part in parts.items():
+            with step.budget_of(part):
+                stalled |= not self._serve_each([seq for seq in filling if seq.tenant == tenant], step, drafts)
+                parts[tenant] = max(0, step.budget)
+        claims = {seq.tenant: seq for seq in step.claims if seq.yields == step.batch}
+        self._admit_in_turn({tenant: parts.pop(tenant, 0) for tenant in claims}, step)
+        if not stalled and all(seq.state is not None for seq in claims.values()):
+            self._admit_in_turn(parts, step)
+        # What was kept for somebody who could not come in is of use to those whose part was nothing.
+        stalled |= not self._serve_each([seq for seq in filling if seq.turn != step.plan.step], step, drafts)
+        for seq in step.served[decodes:]:
+            self._turns[seq.tenant] = step.plan.step
         return not stalled
+
+    def _admit_in_turn(self, parts: dict[str, int], step: Sketch) -> None:
+        """Each tenant gets its part of the budget, and what those before it have left."""
+        later = sum(parts.values())
+        for tenant, part in parts.items():
+            later -= part
+            with step.budget_of(step.budget - later):
+                self._admit(step, tenant)
+
+    def _serve_each(self, line: list[Sequence], step: Sketch, drafts: int, most: int | None = None) -> bool:
+        """Those of the line that the budget is enough for, `most` at most; False when one of them lacks memory."""
+        able = True
+        last = len(step.served) + (len(line) if most is None else most)
+        for seq in line:
+            if step.budget <= 0 or len(step.served) >= last:
+                break
+            if seq.state is not None:  # else it was preempted for one that ranks before it
+                able &= self._serve(seq, step, drafts)
+        return able
 
     def _serve(self, seq: Sequence, step: Sketch, drafts: int) -> bool:
         """Give `seq` its share of the step; False when it could use one but memory is short."""
@@ -263,10 +320,11 @@ class Scheduler:
         """Places for `seq`, at the cost of sequences that rank after it if need be; None = not this time."""
         assert seq.state is not None
         while (reserved := self.state.reserve(seq.state, upto)) is None:
-            if self._coming(*self.state.shortage(seq.state, upto, 1)):
+            pages, slots = self.state.shortage(seq.state, upto, 1)
+            if self._coming(pages, slots):
                 return None
-            victim = self._last_running(step)
-            if victim is None or victim.rank <= seq.rank:
+            victim = self._victim_for(seq, step, by_pages=not slots)
+            if victim is None:
                 return None
             self._preempt(victim)
         return reserved
@@ -283,35 +341,69 @@ class Scheduler:
             return 0
         return self._gate.open(len(self._fresh), self._first_queued(), self.running, self._clock(), self.sealed)
 
-    def _admissible(self, index: int, step: Sketch) -> int | None:
-        """The first waiting sequence from `index` on whose turn it could be."""
+    def _admissible(self, index: int, step: Sketch, tenant: str | None = None) -> int | None:
+        """The first waiting sequence from `index` on, of this tenant or of any, whose turn it could be."""
         if step.quota <= 0 and len(self._fresh) == len(self._waiting):
             return None
         for i in range(index, len(self._waiting)):
             seq = self._waiting[i]
-            if seq.parent is None and (seq.admitted or step.quota > 0):
+            if seq.parent is None and (seq.admitted or step.quota > 0) and tenant in (None, seq.tenant):
                 return i
         return None
 
     def _make_way(self, step: Sketch) -> None:
-        """Priority: before they are served, running sequences give way to a waiting one with more, if that helps."""
+        """Before they are served, running sequences give way to a waiting one with more right to run, if that helps."""
         if self.config.policy != "priority" or (index := self._admissible(0, step)) is None:
             return
-        head = self._waiting[index]
-        while lower := [s for s in self._running if s.priority > head.priority]:
+        if not self._contested:
+            return self._make_way_for(self._waiting[index])
+        fresh = step.quota > 0
+        able = (seq for seq in self._waiting[index:] if seq.parent is None and (seq.admitted or fresh))
+        for head in list(first_of_each(able)):
+            self._make_way_for(head)
+            if self._entitled(head):
+                step.claims.append(head)
+
+    def _make_way_for(self, head: Sequence) -> None:
+        while giving := self._giving_way_to(head):
             match = self._match(head)
             pages, slots = self._lack(head, match)
             if self._free_rows and self._coming(pages, slots):
                 return  # it fits, or soon will
-            gain = sum(self.state.held(s.state) for s in lower if s.state is not None)
+            gain = sum(self.state.held(s.state) for s in giving if s.state is not None)
             if pages > self.state.pages.coming + gain:
                 return
-            self._preempt(lower[-1])
+            self._preempt(giving[-1])
 
-    def _admit(self, step: Sketch) -> None:
-        """Take in waiting sequences in rank order. The first that does not fit ends it: nobody overtakes."""
+    def _entitled(self, head: Sequence) -> bool:
+        """Is its tenant's part enough for what the tenant has and this one?"""
+        need = self.state.frames_for(len(head.tokens), self.config.step_tokens)
+        return self._holdings(head.yields).entitled(head.tenant, need)
+
+    def _holdings(self, batch: bool) -> Holdings:
+        peers = [seq for seq in self._running if seq.yields == batch]
+        return Holdings(peers, self.state, self.config.rows, len(self._tenants))
+
+    def _giving_way_to(self, head: Sequence) -> list[Sequence]:
+        """Running sequences with less right to run than `head`, the first to go last: those of lower priority of the
+        same tenant, batch work if `head` is none, and of its own kind what others have beyond their part."""
+        if not self._contested:
+            return [s for s in self._running if s.priority > head.priority]
+        lower = [
+            s for s in self._running if s.yields > head.yields or (s.tenant == head.tenant and s.rank[0] > head.rank[0])
+        ]
+        if not self._entitled(head):
+            return lower
+        peers = [s for s in self._running if s.yields == head.yields]
+        return self._holdings(head.yields).beyond(peers) + lower
+
+    def _admit(self, step: Sketch, tenant: str | None = None) -> None:
+        """Take in waiting sequences, of this tenant or of any, in rank order. The first that does not fit ends it:
+        nobody overtakes."""
+        if step.batch and any(not seq.yields and seq.parent is None for seq in self._waiting):
+            return
         index = 0
-        while step.budget > 0 and self._free_rows and (found := self._admissible(index, step)) is not None:
+        while step.budget > 0 and self._free_rows and (found := self._admissible(index, step, tenant)) is not None:
             index, seq = found, self._waiting[found]
             if seq.yields and not step.batch:
                 return
@@ -365,9 +457,19 @@ class Scheduler:
 
     # -- who goes out
 
-    def _last_running(self, step: Sketch) -> Sequence | None:
-        """Whom to preempt first."""
-        return next((s for s in reversed(self._running) if s.row not in step.fixed), None)
+    def _victim_for(self, seq: Sequence, step: Sketch, *, by_pages: bool) -> Sequence | None:
+        """Whom to preempt first so that `seq` gets memory: the last in rank, of the tenant with most beyond its part if
+        it is pages that are short."""
+        able = [s for s in self._running if s.row not in step.fixed]
+        if not (by_pages and self._contested):
+            return able[-1] if able and able[-1].rank > seq.rank else None
+        holdings = Holdings(self._running, self.state, self.config.rows, len(self._tenants))
+
+        def weight(one: Sequence) -> tuple[bool, int, Rank]:
+            return one.yields, holdings.excess(one.tenant), one.rank
+
+        victim = max(able, key=weight, default=seq)
+        return victim if weight(victim) > weight(seq) else None
 
     def _preempt(self, seq: Sequence) -> None:
         self._give_up(seq)
@@ -394,6 +496,10 @@ class Scheduler:
         _adopt(seq.children)
         if seq.parent is not None:
             seq.parent.children.remove(seq)
+        self._tenants[seq.tenant] -= 1
+        if not self._tenants[seq.tenant]:
+            del self._tenants[seq.tenant]
+            self._turns.pop(seq.tenant, None)
         siblings = self._by_request[seq.request.id]
         siblings.remove(seq)
         if not siblings:

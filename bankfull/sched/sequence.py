@@ -49,6 +49,10 @@ class Sequence:
         return self.request.priority
 
     @property
+    def tenant(self) -> str:
+        return self.request.tenant
+
+    @property
     def prompt_len(self) -> int:
         return len(self.request.prompt)
 

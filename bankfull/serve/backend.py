@@ -42,17 +42,18 @@ class Backend(Protocol):
     @property
     def load(self) -> Load | None: ...
 
-    def expect(self, samples: int, priority: int = 0) -> None:
+    def expect(self, samples: int, priority: int = 0, tenant: str = "") -> None:
         """Raises Busy or Unavailable where `generate` would for any prompt: then there is no use in preparing one."""
         ...
 
     def generate(
         self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
-        deadline: float | None = None, explain: bool = False,
+        deadline: float | None = None, explain: bool = False, tenant: str = "",
     ) -> AsyncIterator[list[Piece | Done]]:  # fmt: skip
         """What each engine step adds, until `Done` (always the last). The request is on its way when this returns;
         leaving the iterator, by `aclose`, by cancelling a wait or by letting go of it, aborts the request.
-        `deadline`: seconds from now. `explain`: `Done` tells where the time went. The call itself raises Busy or
+        `deadline`: seconds from now. `explain`: `Done` tells where the time went. `tenant`: on whose behalf, where
+        several share the engine. The call itself raises Busy or
         Unavailable, so that a refusal comes at once; the iterator raises RequestError, EngineDied, Unavailable (shut
         down in the meantime) or DeadlineExceeded."""
         ...

@@ -290,19 +290,20 @@ class Link:
     def engine_pid(self) -> int | None:
         return None if self._engine is None else self._engine.pid
 
-    def expect(self, samples: int, priority: int = 0) -> None:
-        self.admission.expect(samples, 0, priority)
+    def expect(self, samples: int, priority: int = 0, tenant: str = "") -> None:
+        self.admission.expect(samples, 0, priority, tenant)
 
     def generate(
         self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
-        deadline: float | None = None, explain: bool = False,
+        deadline: float | None = None, explain: bool = False, tenant: str = "",
     ) -> AsyncIterator[list[Piece | Done]]:  # fmt: skip
         if deadline is not None and deadline <= 0:
             raise DeadlineExceeded("The request's deadline has passed before it was begun.")
-        ticket = self.admission.enter(len(prompt), params.n, 0 if pool is not None else params.max_tokens, priority)
+        most = 0 if pool is not None else params.max_tokens
+        ticket = self.admission.enter(len(prompt), params.n, most, priority, tenant)
         stream = Stream(self, next(self._numbers), ticket, prepared=params.structured is None and not explain)
         try:
-            self._send(Submit(stream.id, prompt, params, priority, salt, pool, explain))
+            self._send(Submit(stream.id, prompt, params, priority, salt, pool, explain, tenant))
         except BaseException as error:
             stream.end()
             if isinstance(error, BankfullError):

@@ -108,13 +108,13 @@ class WatchedBackend:
     async def reset_cache(self) -> int:
         return await self._inner.reset_cache()
 
-    def expect(self, samples: int, priority: int = 0) -> None:
+    def expect(self, samples: int, priority: int = 0, tenant: str = "") -> None:
         with self._counting_refusals():
-            self._inner.expect(samples, priority)
+            self._inner.expect(samples, priority, tenant or self._tenant_of(current_trace()))
 
     def generate(
         self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
-        deadline: float | None = None, explain: bool = False,
+        deadline: float | None = None, explain: bool = False, tenant: str = "",
     ) -> AsyncIterator[list[Piece | Done]]:  # fmt: skip
         trace = current_trace()
         batch = priority >= BATCH_PRIORITY
@@ -122,12 +122,17 @@ class WatchedBackend:
         asked = time.monotonic()  # before the engine hears of it, which may be on this very core, and at once
         with self._counting_refusals():
             steps = self._inner.generate(
-                prompt, params, priority=priority, salt=salt, pool=pool, deadline=deadline, explain=explain
+                prompt, params, priority=priority, salt=salt, pool=pool, deadline=deadline, explain=explain,
+                tenant=tenant or self._tenant_of(trace),
             )  # fmt: skip
         if tokens is not None:
             tokens.take(len(prompt))
         line = None if trace is None else self.lines.open(trace, len(prompt), batch=batch)
         return CountedSteps(steps, self._metrics, trace, tokens, len(prompt), params.n, asked, batch=batch, line=line)
+
+    def _tenant_of(self, trace: Trace | None) -> str:
+        """The owner of the call's key; nobody where there is one key at most, and nothing to be divided."""
+        return "" if trace is None or trace.key is None or len(self._keyring) < 2 else trace.key.name
 
     @contextmanager
     def _counting_refusals(self) -> Iterator[None]:

@@ -38,6 +38,8 @@ class Submit(msgspec.Struct, tag="submit", omit_defaults=True):
     """None, "last" or "mean": hidden states instead of tokens."""
     explain: bool = False
     """Tell where the time went."""
+    tenant: str = ""
+    """On whose behalf: tenants share the engine evenly."""
 
 
 class Abort(msgspec.Struct, tag="abort"):

@@ -276,8 +276,9 @@ class Worker:
             if wanted.explain:
                 self._accounts.prepare()
             prepared = self._front.prepare(
-                wanted.prompt, wanted.params, priority=wanted.priority, salt=wanted.salt, pool=wanted.pool
-            )
+                wanted.prompt, wanted.params, priority=wanted.priority, salt=wanted.salt, pool=wanted.pool,
+                tenant=wanted.tenant,
+            )  # fmt: skip
         except Exception as error:
             refusal = _refusal(wanted.id, error)
             self._loop.post(lambda: self._refuse(refusal))

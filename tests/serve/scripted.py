@@ -57,6 +57,7 @@ class Asked:
     salt: str
     pool: str | None
     deadline: float | None
+    tenant: str = ""
 
 
 @dataclass
@@ -80,9 +81,9 @@ class Scripted:
 
     async def generate(
         self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
-        deadline: float | None = None, explain: bool = False,
+        deadline: float | None = None, explain: bool = False, tenant: str = "",
     ) -> AsyncIterator[list[Piece | Done]]:  # fmt: skip
-        self.asked.append(Asked(prompt, params, priority, salt, pool, deadline))
+        self.asked.append(Asked(prompt, params, priority, salt, pool, deadline, tenant))
         self.running += 1
         try:
             tokens = 0
@@ -111,7 +112,7 @@ class Scripted:
         finally:
             self.running -= 1
 
-    def expect(self, samples: int, priority: int = 0) -> None:
+    def expect(self, samples: int, priority: int = 0, tenant: str = "") -> None:
         pass
 
     async def reset_cache(self) -> int:

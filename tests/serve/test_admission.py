@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from random import Random
 
 import pytest
@@ -149,3 +150,37 @@ def test_the_wait_follows_the_measured_rate() -> None:
             enter(admission)
         waits.append(refused.value.retry_after)
     assert waits == pytest.approx([2.0, 4.0, 6.0], rel=0.15), "each of them behind the one before"
+
+
+def test_no_tenant_can_fill_the_house() -> None:
+    admission = opened(requests=12)  # 16 in all
+    held = []
+    with pytest.raises(Busy, match="other keys"):
+        while True:
+            held.append(admission.enter(1, 1, 1, 0, "greedy"))
+    assert len(held) == 12
+    assert admission.enter(1, 1, 1, 0, "modest").counted
+    with pytest.raises(Busy):
+        admission.expect(1, 0, 0, "greedy")
+    for ticket in held:
+        admission.leave(ticket)
+    assert admission.samples == 1 and list(admission._samples_of) == ["modest"]
+
+
+@pytest.mark.parametrize("greedy", [1, 2, 3, 6])
+def test_there_is_room_for_one_more_tenant_however_many_are_greedy(greedy: int) -> None:
+    admission = opened(requests=60)
+    random = Random(greedy)
+    for _ in range(1000):
+        tenant = f"greedy {random.randrange(greedy)}"
+        with suppress(Busy):
+            admission.enter(random.randrange(1, 5), random.randrange(1, 4), 2, 0, tenant)
+    assert admission.enter(1, 1, 1, 0, "modest").counted
+
+
+def test_a_house_without_tenants_may_be_filled() -> None:
+    admission = opened(requests=12)
+    for _ in range(16):
+        enter(admission)
+    with pytest.raises(Busy, match="16 answers"):
+        enter(admission)

@@ -21,6 +21,7 @@ from bankfull.serve.metrics import Metrics
 from bankfull.serve.trace import Trace, during
 from bankfull.serve.watch import WatchedBackend
 from bankfull.serve.wire import Done, Facts, Load, Piece
+from tests.serve.scripted import Scripted
 
 DOCS = Path(__file__).parents[2] / "docs"
 DASHBOARD = DOCS / "grafana" / "bankfull.json"
@@ -134,6 +135,17 @@ def test_a_request_is_counted() -> None:
     assert found[f"bankfull:kv_cache_usage_perc{{{model}}}"] == 0.5
     assert (trace.prompt_tokens, trace.completion_tokens, trace.cached_tokens) == (3, 2, 2)
     assert trace.ttft is not None and trace.problem is None
+
+
+def test_the_engine_hears_on_whose_behalf_it_works_where_there_are_several_keys() -> None:
+    (_, alice), (_, bob) = new_key("alice"), new_key("bob")
+    for keys, expected in (((alice, bob), "alice"), ((alice,), "")):
+        backend = Scripted()
+        run(WatchedBackend(backend, Metrics(), Keyring(keys)), Trace("id", "POST", "/x", 0.0, key=alice))
+        assert backend.asked[0].tenant == expected
+    backend = Scripted()
+    run(WatchedBackend(backend, Metrics(), Keyring((alice, bob))))
+    assert backend.asked[0].tenant == ""
 
 
 def test_requests_without_an_end_are_counted_by_the_reason() -> None:

@@ -100,6 +100,7 @@ def _arrivals(random: Random, vocab: int, rows: int) -> tuple[Arrival, ...]:
     time = 0.0
     haste = random.choice((0.0, 1.0, 4.0, 15.0))
     salts = (b"", b"", b"", b"a", b"b")
+    tenants = random.choice((("",), ("",), ("a", "b"), ("a", "a", "a", "b", "c")))
     for number in range(random.randint(1, 7)):
         time += random.random() * haste
         prompt, salt = _prompt(random, arrivals, vocab), random.choice(salts)
@@ -118,6 +119,7 @@ def _arrivals(random: Random, vocab: int, rows: int) -> tuple[Arrival, ...]:
                     samples=samples,
                     priority=(0, 1, BATCH_PRIORITY)[random.randint(0, 2)],
                     salt=salt,
+                    tenant=random.choice(tenants),
                     reuse=random.random() < 0.9,
                     generates=generates,
                     serial=random.random() < 0.15,

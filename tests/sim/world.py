@@ -312,7 +312,8 @@ class World:
 
         def watched(seq: Sequence) -> None:
             others = [s for s in (*self.sched._running, *self.sched._waiting) if s is not seq]
-            demand(any(s.rank < seq.rank for s in others), "the first in rank is preempted")
+            alone = {s.request.tenant for s in (seq, *others)} == {seq.request.tenant}
+            demand(any(s.rank < seq.rank for s in others) or not alone, "the first in rank is preempted")
             preempt(seq)
 
         self.sched._preempt = watched  # type: ignore[method-assign]
