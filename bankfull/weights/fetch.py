@@ -14,7 +14,7 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -104,6 +104,43 @@ def verify(path: Path, model: Packaged) -> None:
     """Read the whole file and compare its checksum with the pinned one."""
     if _sha256(path) != model.file_sha256:
         raise ModelError(f"{path} is damaged: its checksum is not that of {model.about}; delete it and fetch it again.")
+
+
+def verified(path: Path, name: str, model: Packaged) -> Path:
+    """`path`, whose contents are the pinned ones. They are read if the file is another one than the last time, or was
+    touched since; a file that nobody touches costs a look at its inode."""
+    record = _models() / f".{name}.checked"
+    try:
+        found = _identity(path, model)
+        if _read(record) == found:
+            return path
+        verify(path, model)
+        if _identity(path, model) != found:
+            raise ModelError(f"{path} was changed while it was checked; try again when nothing writes to it.")
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from None
+    with suppress(OSError):  # a cache that cannot be written: the next start reads the file again
+        record.parent.mkdir(parents=True, exist_ok=True)
+        written = record.with_name(f".{name}.checked.{os.getpid()}")
+        try:
+            written.write_text(found)
+            os.replace(written, record)
+        finally:
+            written.unlink(missing_ok=True)
+    return path
+
+
+def _identity(path: Path, model: Packaged) -> str:
+    """Changes whenever the file is replaced or written; the time of its inode cannot be set by a copy."""
+    stat = path.stat()
+    return f"{model.file_sha256} {stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+
+
+def _read(record: Path) -> str:
+    try:
+        return record.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _models() -> Path:

