@@ -44,6 +44,12 @@ def serve(
     stall_seconds: Annotated[
         float, typer.Option(help="An engine with work that makes no step for so long is started again; 0: never.")
     ] = 60.0,
+    give_up_after: Annotated[
+        float,
+        typer.Option(
+            help="After so many seconds without a loaded model the server ends with an error; 0: it tries for ever."
+        ),
+    ] = 0.0,
     protection: ProtectionOptions,
 ) -> None:  # fmt: skip
     """Serve a model over HTTP, as OpenAI's clients expect it.
@@ -73,5 +79,5 @@ def serve(
     run_server(
         engine.model, {**engine.options(), "policy": "priority"}, settings,
         protection=protection.protection(host), data=data_dir, queue_requests=queue_requests, grace=grace,
-        stall_seconds=stall_seconds,
+        stall_seconds=stall_seconds, give_up_after=give_up_after,
     )  # fmt: skip

@@ -65,6 +65,11 @@ class Admission:
         self._promised = 0.0
         self._closed: str | None = "The model is still being loaded."
 
+    @property
+    def says(self) -> str:
+        """Why nobody comes in; nothing where the door is open."""
+        return self._closed or ""
+
     def open(self, facts: Facts) -> None:
         """The engine is there, and this is its size."""
         rows, pool = facts.rows, facts.pages * facts.page_tokens or facts.rows * facts.max_len

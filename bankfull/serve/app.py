@@ -210,7 +210,7 @@ class Probes:
 
     async def ready(self, request: Request) -> Response:
         if not self._backend.ready:
-            raise Unavailable("The engine is not ready: it loads, restarts or drains.")
+            raise Unavailable(self._backend.says)
         return as_json({"status": "ready"})
 
 

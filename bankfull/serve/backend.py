@@ -42,6 +42,21 @@ class Backend(Protocol):
     @property
     def load(self) -> Load | None: ...
 
+    @property
+    def says(self) -> str:
+        """Why it is not ready, for clients: no names of files, no details of the machine."""
+        ...
+
+    @property
+    def restarts(self) -> int:
+        """Engine processes that were started in the place of one that ended."""
+        ...
+
+    @property
+    def failed_loads(self) -> int:
+        """Those that ended before the model was loaded."""
+        ...
+
     def expect(self, samples: int, priority: int = 0, tenant: str = "") -> None:
         """Raises Busy or Unavailable where `generate` would for any prompt: then there is no use in preparing one."""
         ...

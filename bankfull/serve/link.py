@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import suppress
 from itertools import count
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import msgspec
 
@@ -47,6 +47,7 @@ from bankfull.serve.wire import (
 log = logging.getLogger("bankfull.serve")
 
 MOST_FAILED_LOADS = 3
+"""Of a model that was never loaded. One that was is tried for ever, or until `give_up_after`."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 """Seconds before the engine is started again: doubled with each death until it has stayed for CALM seconds."""
 CALM = 60.0
@@ -54,6 +55,8 @@ STALL_SECONDS = 60.0
 LEAVING = 5.0
 """Seconds that an engine which was told to leave gets for it."""
 
+NEVER_LOADED = "The model could not be loaded; the server ends, and its log says why."
+STARTED_AGAIN = "The engine has ended and is started again; ask again in a moment."
 SHUTTING_DOWN = "The server is shutting down; ask again when it is back."
 STOPPED = "The server has shut down before the answer was complete."
 
@@ -244,12 +247,15 @@ class Link:
 
     def __init__(
         self, model: str, options: Options | None = None, limits: QueueLimits | None = None,
-        threads: int | None = None, *, stall_seconds: float = STALL_SECONDS,
+        threads: int | None = None, *, stall_seconds: float = STALL_SECONDS, give_up_after: float = 0.0,
     ) -> None:  # fmt: skip
-        """`stall_seconds`: an engine that has work and makes no step for so long is started again; 0: it never is."""
-        if not 0 <= stall_seconds < math.inf:
-            raise ConfigError(f"stall_seconds={stall_seconds} is no time; give seconds, or 0 to wait for ever.")
-        self._stall_seconds = stall_seconds
+        """`stall_seconds`: an engine that has work and makes no step for so long is started again; 0: it never is.
+        `give_up_after`: after so long without a loaded model there is a `failure`; 0: it is tried for ever."""
+        for name, seconds in (("stall_seconds", stall_seconds), ("give_up_after", give_up_after)):
+            if not 0 <= seconds < math.inf:
+                raise ConfigError(f"{name}={seconds} is no time; give seconds, or 0 to wait for ever.")
+        self._stall_seconds, self._give_up_after = stall_seconds, give_up_after
+        self._giving_up: asyncio.TimerHandle | None = None
         self._steps = 0
         """That the engine has told of, in all its lives."""
         self._configure = Configure(model, dict(options or {}), threads)
@@ -257,8 +263,8 @@ class Link:
         self.phase = "starting"
         """How far loading is, for people."""
         self.failure: str | None = None
-        """Why the engine will not be started again."""
-        self.restarts = 0
+        """Why there will be no engine any more, for whoever runs the server: clients are never told."""
+        self.restarts = self.failed_loads = 0
         self._facts: Facts | None = None
         self._load: Load | None = None
         self._ready = False
@@ -269,6 +275,8 @@ class Link:
         self._engine: EngineProcess | None = None
         self._refusal: str | None = None
         """Why the model cannot be loaded, in the engine's own words."""
+        self._last_words = ""
+        """The same of the last load that failed, or how it ended."""
         self._supervisor: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
@@ -285,6 +293,10 @@ class Link:
     @property
     def load(self) -> Load | None:
         return self._load
+
+    @property
+    def says(self) -> str:
+        return self.admission.says
 
     @property
     def engine_pid(self) -> int | None:
@@ -329,15 +341,25 @@ class Link:
 
     async def start(self) -> None:
         """Returns at once; `wait_ready` tells when the model is loaded."""
+        self._set_timer()
         self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
+        self._supervisor.add_done_callback(self._orphan)
 
     async def wait_ready(self) -> None:
         """Raises ModelError when it was given up."""
         while not self._ready:
-            if self.failure is not None:
-                raise ModelError(self.failure)
-            self._changed.clear()
-            await self._changed.wait()
+            await self._change()
+
+    async def wait_failed(self) -> NoReturn:
+        """Raises ModelError once it was given up; waits for ever if it never is."""
+        while True:
+            await self._change()
+
+    async def _change(self) -> None:
+        if self.failure is not None:
+            raise ModelError(self.failure)
+        changed = self._changed
+        await changed.wait()
 
     async def drain(self, grace: float) -> None:
         """No new requests; those who run may finish within `grace` seconds. Batch work is dropped: it is written down
@@ -349,7 +371,6 @@ class Link:
                 self.drop(stream, Unavailable(STOPPED))
         end = time.monotonic() + grace
         while self._streams and (left := end - time.monotonic()) > 0:
-            self._changed.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), left)
         for stream in list(self._streams.values()):
@@ -359,10 +380,18 @@ class Link:
         """End the engine process; whoever still waits gets an error."""
         self._draining = True
         self.admission.close(SHUTTING_DOWN)
+        if self._giving_up is not None:
+            self._giving_up.cancel()
         if self._supervisor is not None:
             self._supervisor.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._supervisor
+            await asyncio.wait({self._supervisor})  # one that has failed has said so
+
+    def _orphan(self, supervisor: asyncio.Task[None]) -> None:
+        """Whatever ends the supervisor, nobody is left without being told."""
+        if not supervisor.cancelled() and (error := supervisor.exception()) is not None:
+            log.error("The engine's supervisor has failed.", exc_info=error)
+            self._lose_everybody(Unavailable(STOPPED))
+            self._give_up(f"The engine's supervisor has failed: {error!r}.")
 
     async def _supervise(self) -> None:
         failed_loads, pause = 0, FIRST_PAUSE
@@ -390,13 +419,20 @@ class Link:
                 log.error("The engine process %d ended %s; it is started again.", engine.pid, how)
             else:
                 failed_loads += 1
-                why = self._refusal or f"The engine process ended {how} while it loaded the model."
-                hopeless = self._refusal is not None and self._facts is None
-                if hopeless or failed_loads >= MOST_FAILED_LOADS:
-                    self._give_up(why)
+                self.failed_loads += 1
+                self._last_words = self._refusal or f"The engine process ended {how} while it loaded the model."
+                if self._facts is None and (self._refusal is not None or failed_loads >= MOST_FAILED_LOADS):
+                    self._give_up(self._last_words)
                     return
-                log.error("%s It is started again.", why)
+                log.error("%s It is tried again in %g seconds.", self._last_words, pause)
+                if not self._draining:
+                    self.admission.close(
+                        f"The engine has ended, and {failed_loads} attempts to load the model again have failed; the "
+                        f"next one begins in {pause:.0f} seconds, and the server's log says why."
+                    )
             await asyncio.sleep(pause)
+            if self.failure is not None:
+                return
             pause = min(2 * pause, LONGEST_PAUSE)
             self.restarts += 1
 
@@ -423,25 +459,40 @@ class Link:
             return True
         return any(stream.prepared for stream in self._streams.values())
 
+    def _set_timer(self) -> None:
+        """There is no engine from now on."""
+        if self._give_up_after and self._giving_up is None:
+            self._giving_up = asyncio.get_running_loop().call_later(self._give_up_after, self._time_is_up)
+
+    def _time_is_up(self) -> None:
+        self._give_up(f"There was no engine for {self._give_up_after:g} seconds. {self._last_words}".strip())
+
     def _give_up(self, why: str) -> None:
         log.error("%s It is not started again.", why)
         self.failure = why
-        self.admission.close(f"There is no model: {why}")
+        self.admission.close(NEVER_LOADED)
+        self._notify()
+
+    def _notify(self) -> None:
+        """Whoever waits for a change looks again."""
         self._changed.set()
+        self._changed = asyncio.Event()
 
     def _lose_everybody(self, error: BankfullError) -> None:
         """There is no engine any more."""
+        if self._ready:
+            self._set_timer()
+            if not self._draining:
+                self.admission.close(STARTED_AGAIN)
         self._ready = False
         self._engine = None
         self._load = None
-        if not self._draining:
-            self.admission.close("The engine is being started again; ask again in a moment.")
         for stream in list(self._streams.values()):
             stream.fail(error)
         for question in self._questions.values():
             if not question.done():
                 question.set_exception(error)
-        self._changed.set()
+        self._notify()
 
     # -- to the engine
 
@@ -463,7 +514,7 @@ class Link:
     def forget(self, request: int, ticket: Ticket) -> None:
         self._streams.pop(request, None)
         self.admission.leave(ticket)
-        self._changed.set()
+        self._notify()
 
     # -- from the engine
 
@@ -488,9 +539,12 @@ class Link:
                 self._facts = message.facts
                 self.phase = "ready"
                 self._ready = True
+                if self._giving_up is not None:
+                    self._giving_up.cancel()
+                    self._giving_up = None
                 if not self._draining:
                     self.admission.open(message.facts)
-                self._changed.set()
+                self._notify()
 
     def _deal(self, step: Step) -> None:
         """All of a step at once: this runs for every token of every stream."""

@@ -66,6 +66,8 @@ class Metrics:
         )
         self.batch_requests = Value(counter, "batch_requests_total", "Lines of batches with a result.", ["outcome"])
         self.ready = Value(gauge, "ready", "1 when the engine can take requests.")
+        self.restarts = Value(counter, "engine_restarts_total", "Engine processes started in the place of another.")
+        self.failed_loads = Value(counter, "engine_failed_loads_total", "Engine processes that ended while loading.")
         self.waiting_tokens = Value(gauge, "num_tokens_waiting", "Prompt tokens in the engine's queue.")
         kinds = ["step_kind"]
         self.steps = Value(counter, "engine_steps_total", "Steps of the engine.")
@@ -114,6 +116,8 @@ class Metrics:
         """The page for Prometheus."""
         facts, load = backend.facts, backend.load
         self.ready.set(float(backend.ready))
+        self.restarts.set(backend.restarts)
+        self.failed_loads.set(backend.failed_loads)
         if load is not None:
             self._take(load, facts)
         ceilings = (facts.ceilings if facts is not None and load is not None else None) or {}

@@ -7,7 +7,7 @@ import gc
 import shlex
 import socket
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -34,37 +34,42 @@ from bankfull.serve.watch import WatchedBackend
 def run_server(
     model: str, options: Mapping[str, str | int | float | bool | None], settings: Settings, *,
     protection: Protection, data: Path | None = None, queue_requests: int | None = None, grace: float = 30.0,
-    stall_seconds: float = STALL_SECONDS,
+    stall_seconds: float = STALL_SECONDS, give_up_after: float = 0.0,
 ) -> None:  # fmt: skip
-    """Until it is stopped. A model that cannot be loaded ends it with a ModelError. `data`: where files and batches
-    survive the server; without it they end with it."""
+    """Until it is stopped. A model that cannot be loaded at the start, or for `give_up_after` seconds later on (0: it
+    is tried for ever), ends it with a ModelError. `data`: where files and batches survive the server; without it they
+    end with it."""
     logs = Logs(json=protection.log_json)
     try:
         with nullcontext(data) if data is not None else TemporaryDirectory(prefix="bankfull-serve-") as folder:
-            _run(model, options, settings, protection, Path(folder), queue_requests, grace, stall_seconds)
+            place, times = Path(folder), (grace, stall_seconds, give_up_after)
+            _run(model, options, settings, protection, place, queue_requests, *times)
     finally:
         logs.close()
 
 
 def _run(
     model: str, options: Mapping[str, str | int | float | bool | None], settings: Settings, protection: Protection,
-    data: Path, queue_requests: int | None, grace: float, stall_seconds: float,
+    data: Path, queue_requests: int | None, grace: float, stall_seconds: float, give_up_after: float,
 ) -> None:  # fmt: skip
     raise_file_limit()
     listening = listen(settings.host, settings.port)
     texts = Texts.open(model)
-    link = Link(model, options, QueueLimits(requests=queue_requests), stall_seconds=stall_seconds)
+    queue = QueueLimits(requests=queue_requests)
+    link = Link(model, options, queue, stall_seconds=stall_seconds, give_up_after=give_up_after)
     failure: list[BankfullError] = []
 
     async def announce(server: uvicorn.Server) -> None:
+        """That the model is there; and when it is given up, however late, the server ends with the reason."""
         try:
             await link.wait_ready()
+            settle_heap()
+            with suppress(OSError):  # nobody reads it any more
+                print(greeting(link, settings, listening, protection), flush=True)
+            await link.wait_failed()
         except BankfullError as error:
             failure.append(error)
             server.should_exit = True
-            return
-        settle_heap()
-        print(greeting(link, settings, listening, protection), flush=True)
 
     @asynccontextmanager
     async def life(app: Starlette) -> AsyncIterator[None]:

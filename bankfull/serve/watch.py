@@ -105,6 +105,18 @@ class WatchedBackend:
     def load(self) -> Load | None:
         return self._inner.load
 
+    @property
+    def says(self) -> str:
+        return self._inner.says
+
+    @property
+    def restarts(self) -> int:
+        return self._inner.restarts
+
+    @property
+    def failed_loads(self) -> int:
+        return self._inner.failed_loads
+
     async def reset_cache(self) -> int:
         return await self._inner.reset_cache()
 

@@ -43,6 +43,8 @@ class Steps:
     """A backend whose steps a test makes, each with the counters after it, at times that the test sets."""
 
     ready = True
+    says = ""
+    restarts = failed_loads = 0
 
     def __init__(self) -> None:
         self.facts: Facts | None = Facts("/secret/path", 64, 97, 4, 10, 16, 64, "float32", "cpu", CEILINGS)

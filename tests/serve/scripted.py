@@ -72,6 +72,9 @@ class Scripted:
     pause: float = 0.0
     cached: int = 0
     ready: bool = True
+    says: str = "Not yet."
+    restarts: int = 0
+    failed_loads: int = 0
     facts: Facts | None = field(default_factory=lambda: FACTS)
     load: Load | None = None
     scores: Sequence[float] = (-0.25,)

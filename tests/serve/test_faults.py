@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -181,3 +184,113 @@ def test_an_engine_that_cannot_be_loaded_three_times_is_given_up(
     asyncio.run(wait())
     assert len(starts) == 3
     assert "not started again" in caplog.text
+
+
+@contextmanager
+def movable(tmp_path: Path) -> Iterator[Path]:
+    """A model that can be taken away."""
+    folder = tmp_path / "model"
+    shutil.copytree(speaking_folder(), folder)
+    yield folder
+
+
+async def fail_to_load(link: Link, folder: Path, attempts: int) -> Path:
+    """The model is taken away and the engine killed, until so many loads have failed."""
+    await link.start()
+    await link.wait_ready()
+    away = folder.rename(folder.with_name("away"))
+    assert link.engine_pid is not None
+    os.kill(link.engine_pid, signal.SIGKILL)
+    await until(lambda: link.failed_loads >= attempts or link.failure is not None, 120)
+    return away
+
+
+def test_a_model_that_was_away_is_loaded_as_soon_as_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(link_module, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(link_module, "LONGEST_PAUSE", 0.02)
+
+    async def lose_and_find(folder: Path) -> None:
+        link = Link(str(folder), OPTIONS, threads=1)
+        try:
+            away = await fail_to_load(link, folder, link_module.MOST_FAILED_LOADS + 1)
+            assert not link.ready and link.failure is None
+            assert "attempts to load the model again have failed" in link.says
+            assert str(tmp_path) not in link.says and "away" not in link.says and "/" not in link.says
+            with pytest.raises(Unavailable) as told:
+                link.generate(PROMPT, SHORT)
+            assert str(told.value) == link.says
+            away.rename(folder)
+            await asyncio.wait_for(link.wait_ready(), 120)
+            assert link.says == "" and len(await collect(link, PROMPT, SHORT)) > 1
+        finally:
+            await link.close()
+
+    with movable(tmp_path) as folder:
+        asyncio.run(lose_and_find(folder))
+    assert "tried again" in caplog.text and str(tmp_path) in caplog.text, "the log says why"
+
+
+def test_a_link_without_an_engine_for_a_stated_time_fails_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "FIRST_PAUSE", 0.01)
+
+    async def lose(folder: Path) -> None:
+        link = Link(str(folder), OPTIONS, threads=1, give_up_after=60.0)
+        try:
+            await fail_to_load(link, folder, 1)
+            assert link.failure is None
+            link._time_is_up()  # the timer's own call, without the wait
+            with pytest.raises(ModelError, match=r"no engine for 60 seconds.*There is no model"):
+                await link.wait_failed()
+            assert str(tmp_path) not in link.says
+        finally:
+            await link.close()
+
+    with movable(tmp_path) as folder:
+        asyncio.run(lose(folder))
+
+
+def test_the_time_to_give_up_runs_only_while_there_is_no_engine() -> None:
+    async def live() -> None:
+        link = Link(str(speaking_folder()), OPTIONS, threads=1, give_up_after=600.0)
+        await link.start()
+        try:
+            assert link._giving_up is not None
+            await link.wait_ready()
+            assert link._giving_up is None
+            assert link.engine_pid is not None
+            os.kill(link.engine_pid, signal.SIGKILL)
+            await until(lambda: not link.ready)
+            assert link._giving_up is not None
+        finally:
+            await link.close()
+
+    asyncio.run(asyncio.wait_for(live(), 120))
+
+
+def test_a_supervisor_that_fails_ends_the_whole_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(self: link_module.EngineProcess, patience: float) -> str:
+        self.kill()
+        raise RuntimeError("a defect")
+
+    async def live() -> None:
+        link = Link(str(speaking_folder()), OPTIONS, threads=1)
+        await link.start()
+        try:
+            await link.wait_ready()
+            waiting = link.generate(PROMPT, ENDLESS)
+            monkeypatch.setattr(link_module.EngineProcess, "finish", broken)
+            assert link.engine_pid is not None
+            os.kill(link.engine_pid, signal.SIGKILL)
+            with pytest.raises((EngineDied, Unavailable)):
+                async for _ in waiting:
+                    pass
+            with pytest.raises(ModelError, match="a defect"):
+                await link.wait_failed()
+        finally:
+            await link.close()
+
+    asyncio.run(asyncio.wait_for(live(), 120))

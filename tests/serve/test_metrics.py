@@ -39,6 +39,7 @@ NOT_ON_THE_DASHBOARD = {
     "num_tokens_waiting",  # the requests that wait are
     "engine_steps_total", "engine_bytes_moved_total", "engine_flops_total",  # what the ratios are made of
     "achieved_flops_per_second", "ceiling_flops_per_second",  # MFU is
+    "engine_restarts_total", "engine_failed_loads_total",  # for alerts: `ready` is
 }  # fmt: skip
 
 
@@ -46,6 +47,8 @@ class FakeBackend:
     """Two tokens in two steps, or an error after the first."""
 
     ready = True
+    says = ""
+    restarts, failed_loads = 2, 3
 
     def __init__(self, error: Exception | None = None) -> None:
         self.facts: Facts | None = Facts("tiny", 64, 97, 4, 10, 16, 64, "float32", "cpu", CEILINGS)
@@ -196,7 +199,9 @@ def test_without_ceilings_nothing_is_compared_with_them() -> None:
     text = Metrics().write(backend)
     assert "mbu" not in text and "ceiling" not in text and "engine_steps_total" in text
     backend.facts = backend.load = None
-    assert numbers(Metrics().write(backend))["bankfull:ready"] == 1
+    written = numbers(Metrics().write(backend))
+    assert written["bankfull:ready"] == 1
+    assert written["bankfull:engine_restarts_total"] == 2 and written["bankfull:engine_failed_loads_total"] == 3
 
 
 def test_labels_are_escaped_and_histograms_add_up() -> None:
