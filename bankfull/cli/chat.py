@@ -26,7 +26,7 @@ def chat(
 
     from bankfull.errors import RequestError
 
-    llm = engine.load()
+    llm = engine.load(chats=True)
     if llm.loaded.template is None:
         raise RequestError(f"The model {engine.model!r} has no chat template; use `bankfull run --raw` with it.")
     params = replace(sampling.params(llm), **sampling.limit(sampling.usual))

@@ -100,14 +100,19 @@ class EngineOptions:
         named["prefix_cache"] = not named.pop("no_prefix_cache")
         return named
 
-    def load(self) -> LLM:
-        """The model, ready to run. Notices of the engine go to stderr."""
+    def load(self, *, chats: bool = False) -> LLM:
+        """The model, ready to run. Notices of the engine go to stderr. `chats`: the chat template's process is started
+        meanwhile."""
         import logging
 
         logging.basicConfig(format="bankfull: %(message)s", level=logging.WARNING)
         from bankfull.cli.startup import soon
         from bankfull.cli.terminal import say
 
+        if chats:
+            from bankfull.text.render_process import short_calls
+
+            short_calls.begin()
         with soon():
             from bankfull.llm import LLM
 

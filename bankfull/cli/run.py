@@ -50,7 +50,7 @@ def run(
         from bankfull.cli.naive import check_naive
 
         check_naive(given)
-    llm = engine.load()
+    llm = engine.load(chats=not raw)
     asked = _as_asked(llm, text, system, raw)
     front = llm.loaded.frontend
     given |= sampling.limit(front.max_len - len(front.encode(asked)[1]))

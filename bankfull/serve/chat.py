@@ -109,6 +109,7 @@ class Chat:
         tools = callable_tools(ask)
         # What a template makes of a caller's options nobody knows; switches are in common use, and harmless.
         plain = tools is None and all(isinstance(value, bool) for value in ask.template_options.values())
+        plain = plain and (self.texts.template is None or self.texts.template.at_once)
         return await self.texts.run_short(
             plain and is_short(ask.messages), self.texts.encode_chat, ask.messages,
             context if ask.truncate is None else None, tools=tools, options=ask.template_options,

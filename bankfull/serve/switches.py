@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from jinja2 import meta
-
 from bankfull.serve.errors import Refusal
-from bankfull.text.sandbox import MeteredEnvironment
 from bankfull.text.template import ChatTemplate
 
 THINKING = ("enable_thinking", "thinking")
@@ -19,9 +16,7 @@ class Switches:
     """The variables that a template reads without setting them first."""
 
     def __init__(self, template: ChatTemplate | None) -> None:
-        sources = set() if template is None else {template.source, template.tool_source}
-        read = [meta.find_undeclared_variables(MeteredEnvironment().parse(source)) for source in sources]
-        names: set[str] = set.intersection(*read) if read else set()
+        names = frozenset() if template is None else frozenset.intersection(*template.variables)
         self._thinking = next((name for name in THINKING if name in names), None)
         self._effort = EFFORT in names
 

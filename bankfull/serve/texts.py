@@ -74,6 +74,7 @@ class Texts:
         self._preparing = 0
         self._detours = 0
         if template is not None:
+            _ = template.variables  # one that is broken ends the start, not a call
             # What is made once, such as what the template can do, is not for the first call to wait for.
             with suppress(BankfullError):
                 encode_chat(tokenizer, template, [{"role": "user", "content": "?"}])
@@ -116,11 +117,11 @@ class Texts:
         if not short or self._detours:
             self._detours = max(0, self._detours - 1)
             return await self.run(work, *given, **named)
-        begun = time.thread_time()
+        begun = time.perf_counter()  # the event loop waits for the template's process, too
         try:
             return work(*given, **named)
         finally:
-            if time.thread_time() - begun > SHORT_SECONDS:
+            if time.perf_counter() - begun > SHORT_SECONDS:
                 self._detours = DETOURS
 
     # -- on a thread, or at once where the text is short

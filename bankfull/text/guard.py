@@ -18,11 +18,7 @@ import tokenizers
 from tokenizers import normalizers
 
 from bankfull.errors import RequestError
-
-# The 66 noncharacters: valid in a string, never part of an interchanged text.
-NONCHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0))) + "".join(
-    chr(plane << 16 | low) for plane in range(17) for low in (0xFFFE, 0xFFFF)
-)
+from bankfull.text.noncharacters import NONCHARACTERS
 
 LONG_TEXT = 2000
 """Characters from which on encoding could hold up other threads."""

@@ -1,4 +1,7 @@
-"""Chat templates: from messages to the text, and to the ids, that a model was trained on."""
+"""Chat templates: from messages to the text, and to the ids, that a model was trained on.
+
+A template runs in a process of its own, within limits that the system holds it to (`render_process`).
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from jinja2 import Template, meta
-from jinja2.exceptions import TemplateSyntaxError
-
 from bankfull.errors import ModelError, RequestError
 from bankfull.text.generic_tools import with_tools_as_text
-from bankfull.text.meter import METER, Meter
-from bankfull.text.sandbox import MeteredEnvironment, Raised
+from bankfull.text.render_process import SHORT, Source, long_calls, short_calls
 from bankfull.text.tokenizer import Tokenizer
 
 _LONGEST_SOURCE = 1 << 20
 _DEEPEST = 64  # levels of lists and objects in one message or tool
-_UNITS = 1 << 24  # what a template may make, and as many times its input
-_UNITS_PER_CHARACTER = 64
 _PROBE = "Can this be seen?"
 
 
 class ChatTemplate:
-    """A compiled template. `tool_source` is the variant that a model may ship for requests with tools.
+    """A template. It is compiled when it is first needed: one that nobody chats with costs nothing. `tool_source` is
+    the variant that a model may ship for requests with tools.
 
     `tokens` are the texts of the special tokens that the template may name, such as `bos_token`.
     """
@@ -41,13 +39,26 @@ class ChatTemplate:
         self.tool_source = source if tool_source is None else tool_source
         given = {**(tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
         self._tokens = {name: token for name, token in given.items() if token is not None}
-        self._plain = _compiled(source)
-        self._with_tools = self._plain if tool_source is None else _compiled(tool_source)
+        longest = max(len(source), len(self.tool_source))
+        if longest > _LONGEST_SOURCE:
+            raise ModelError(f"the model's chat template has {longest} characters, above the {_LONGEST_SOURCE} allowed")
+        self._plain = Source(source)
+        self._with_tools = self._plain if tool_source is None else Source(tool_source)
+
+    @cached_property
+    def variables(self) -> tuple[frozenset[str], frozenset[str]]:
+        """What it reads without setting it first: without tools, and with them. Raises ModelError if it is broken."""
+        return short_calls.variables(self._plain), short_calls.variables(self._with_tools)
+
+    @property
+    def at_once(self) -> bool:
+        """Would a short conversation without tools be rendered without waiting for anybody else's?"""
+        return short_calls.at_once(self._plain)
 
     @cached_property
     def takes_tools(self) -> bool:
         """Whether it has a place for tools. Without one they become part of the messages (`generic_tools`)."""
-        return "tools" in meta.find_undeclared_variables(MeteredEnvironment().parse(self.tool_source))
+        return "tools" in self.variables[1]
 
     @cached_property
     def takes_system(self) -> bool:
@@ -85,16 +96,10 @@ class ChatTemplate:
 
     def _render(self, given: Mapping[str, object], add_generation_prompt: bool) -> str:
         template = self._plain if given["tools"] is None else self._with_tools
-        meter = Meter(_UNITS + _UNITS_PER_CHARACTER * sum(map(len, _texts(given))))
-        token = METER.set(meter)
-        try:
-            return str(template.render({**self._tokens, **given, "add_generation_prompt": add_generation_prompt}))
-        except Raised as error:
-            raise RequestError(f"the model's chat template refused the messages: {error}") from None
-        except Exception as error:  # a template is a program: it can fail in any way
-            raise RequestError(f"the model's chat template failed: {_sentence(error)}") from None
-        finally:
-            METER.reset(token)
+        size = sum(map(len, _texts(given)))
+        process = short_calls if size <= SHORT else long_calls
+        values = {**self._tokens, **given, "add_generation_prompt": add_generation_prompt}
+        return process.render(template, values, size)
 
 
 def encode_chat(
@@ -156,17 +161,6 @@ def changed(value: object, change: Callable[[str, bool], str]) -> object:
     return value
 
 
-def _compiled(source: str) -> Template:
-    if len(source) > _LONGEST_SOURCE:
-        raise ModelError(f"the model's chat template has {len(source)} characters, above the {_LONGEST_SOURCE} allowed")
-    try:
-        return MeteredEnvironment().template(source)
-    except TemplateSyntaxError as error:
-        raise ModelError(f"the model's chat template is broken in line {error.lineno}: {error.message}") from None
-    except Exception as error:  # nested too deeply for the parser or for Python's own compiler
-        raise ModelError(f"the model's chat template cannot be compiled: {_sentence(error)}") from None
-
-
 def _texts(value: object) -> list[str]:
     """Every text in `value`, keys included."""
     texts: list[str] = []
@@ -177,8 +171,3 @@ def _texts(value: object) -> list[str]:
 
     changed(value, note)
     return texts
-
-
-def _sentence(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text[:500] or type(error).__name__

@@ -2,13 +2,18 @@
 
 # ruff: noqa: E501, a hostile template reads best in one line
 
+import os
 import resource
+import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from bankfull.errors import BankfullError
+from bankfull.errors import BankfullError, RequestError
+from bankfull.text import render_process
+from bankfull.text.render_process import RenderProcess, Source, short_calls
 from bankfull.text.template import ChatTemplate
 
 DOUBLING = (
@@ -60,17 +65,29 @@ HOSTILE = {
     "wide %": "{{ '%1000000000d' % 1 }}",
     "computed %": "{{ '%*d' % (10**9, 1) }}",
     "wide format filter": "{{ '%1000000000d'|format(1) }}",
-    "wide indent": "{{ ('\n' * 100000)|indent(100000) }}",
-    "many indents": "{{ ('\n' * 1000000)|indent(900) }}",
+    "wide indent": "{{ ('x\n' * 100000)|indent(100000) }}",
+    "many indents": "{{ ('x\n' * 1000000)|indent(900) }}",
     "wide json": "{{ [[[[1]]]]|tojson(indent=1000000000) }}",
     "rounding": "{{ 5|round(-1000000000) }}",
     "rounding up": "{{ 5|round(1000000000, 'ceil') }}",
     "slices": "{{ [1]|slice(1000000000)|list }}",
     "bytes of a number": "{{ (5).to_bytes(10**9, 'big') }}",
-    "translate": "{{ 'a'.translate({97: 'b'}) }}",
     "expandtabs": "{{ '\t'.expandtabs(10**9) }}",
+    "markup center": "{{ ('x'|e).center(3000000000)|length }}",
+    "markup ljust": "{{ ('x'|e).ljust(3000000000)|length }}",
+    "markup rjust": "{{ ('x'|safe).rjust(3000000000)|length }}",
+    "markup zfill": "{{ ('x'|e).zfill(3000000000)|length }}",
+    "markup expandtabs": "{{ ('\t'|e).expandtabs(3000000000)|length }}",
+    "markup replace": "{{ (('x' * 100000)|e).replace('x', 'y' * 100000)|length }}",
+    "markup join": "{{ (('x' * 1000000)|e).join(['a'] * 10000)|length }}",
+    "markup format": "{{ ('{:>2000000000}'|e).format('x')|length }}",
+    "markup repetition": "{{ (('x'|e) * 3000000000)|length }}",
+    "translate": "{{ ('x' * 1000000).translate({120: 'y' * 10000})|length }}",
+    "encode": "{{ ('x' * 300000000).encode('utf-32')|length }}",
+    "pretty printing": "{{ ([[1] * 10000] * 100000)|pprint|length }}",
+    "word wrap": "{{ ('x ' * 1000000)|wordwrap(1, true, 'y' * 100000)|length }}",
     "lorem ipsum": "{{ lipsum(1000000) }}",
-    "sum of lists": "{{ ([[1] * 1000] * 1000)|sum(start=[])|length }}",
+    "sum of lists": "{{ ([[1] * 10000] * 10000)|sum(start=[])|length }}",
     "joined copies": "{{ (['a' * 1000000] * 1000000)|join }}",
     "joined copies by method": "{{ 'x'.join(['a' * 1000000] * 10000) }}",
     "endless macro": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
@@ -142,3 +159,122 @@ def test_a_long_conversation_is_not_a_hostile_one() -> None:
     many = [{"role": "user", "content": "word"} for _ in range(1000)]
     assert len(ChatTemplate(source).render(long)) > 20 * 5 * 39_999
     assert ChatTemplate(source).render(many).count("\n") == 1000
+
+
+# -- the process in which they run
+
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+@pytest.fixture
+def process() -> Iterator[RenderProcess]:
+    made = RenderProcess()
+    yield made
+    made.close()
+
+
+def test_one_process_serves_call_after_call(process: RenderProcess) -> None:
+    sources = [Source(f"{number}{{{{ x }}}}") for number in range(2 * render_process.TEMPLATES)]
+    for _ in range(2):
+        assert [process.render(source, {"x": "!"}, 1) for source in sources] == [
+            f"{number}!" for number in range(len(sources))
+        ]
+    assert process.starts == 1 and len(process._known) == render_process.TEMPLATES
+
+
+@pytest.mark.parametrize("name", ["nested loops", "string multiplication"])
+def test_a_process_that_passed_its_limits_is_followed_by_another(process: RenderProcess, name: str) -> None:
+    with pytest.raises(RequestError, match=r"more than (1 second|512 MiB of memory)"):
+        process.render(Source(HOSTILE[name]), {"messages": MESSAGES}, 5)
+    assert process.render(Source("{{ x }}"), {"x": "fine"}, 4) == "fine" and process.starts == 2
+
+
+def test_a_process_that_was_killed_is_followed_by_another(process: RenderProcess) -> None:
+    source = Source("{{ x }}")
+    for number in range(1, 4):
+        assert process.render(source, {"x": "fine"}, 4) == "fine" and process.starts == number
+        assert process.at_once(source) and process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        assert process._process is not None
+        process._process.wait()
+        assert not process.at_once(source)
+
+
+def test_an_interrupted_call_leaves_no_answer_to_the_next_one(
+    process: RenderProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Source("{{ x }}")
+    assert process.render(source, {"x": "first"}, 5) == "first"
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(process, "_await", lambda most: (_ for _ in ()).throw(KeyboardInterrupt))
+        process.render(source, {"x": "second"}, 6)
+    assert process.render(source, {"x": "third"}, 5) == "third"
+
+
+def test_a_process_that_never_starts_is_one_sentence(process: RenderProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render_process.sys, "executable", "/bin/false")
+    with pytest.raises(BankfullError, match="ends as soon as it is started"):
+        process.render(Source("x"), {}, 0)
+    assert process.starts == 2
+
+
+def test_where_the_system_limits_no_memory_the_owner_does(
+    process: RenderProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[int] = []
+
+    def resident(pid: int) -> int:
+        looked.append(pid)
+        return render_process.MEMORY + 1
+
+    monkeypatch.setattr(render_process, "_resident", resident)
+    source = Source("{{ x }}{% if x == 'y' %}" + HOSTILE["nested loops"] + "{% endif %}")
+    assert process.render(source, {"x": "x"}, 1) == "x"
+    process._limited = False
+    with pytest.raises(RequestError, match="MiB"):
+        process.render(source, {"x": "y"}, 1)
+    assert looked and process.starts == 2
+
+
+def test_the_memory_of_a_process_is_known_by_the_means_of_any_unix() -> None:
+    assert render_process._resident(os.getpid()) > 1 << 20
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    assert render_process._resident(gone.pid) == 0
+
+
+def test_the_process_inherits_no_keys(process: RenderProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BANKFULL_API_KEY", "k" * 32)
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    process.render(Source("x"), {}, 0)
+    found = Path(f"/proc/{process.pid}/environ")
+    if not found.exists():
+        pytest.skip("what a process inherited is only shown on Linux")
+    assert b"kkkk" not in found.read_bytes() and b"LC_ALL" in found.read_bytes()
+
+
+def test_a_forked_process_does_not_speak_on_its_parents_socket() -> None:
+    assert ChatTemplate("{{ messages[0].content }}").render(MESSAGES) == "x"
+    ours = short_calls.pid
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            text = ChatTemplate("child {{ messages[0].content }}").render(MESSAGES)
+            os.write(write, f"{text} {short_calls.pid == ours}".encode())
+            short_calls.close()
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as told:
+        assert told.read() == "child x False"
+    os.waitpid(child, 0)
+    assert ChatTemplate("{{ messages[0].content }}!").render(MESSAGES) == "x!" and short_calls.pid == ours
+
+
+def test_values_that_only_python_has_come_through(process: RenderProcess) -> None:
+    values = {"a": "\ud800", "b": 10**30, "c": float("nan"), "d": {"\u00e9": [None, True]}}
+    made = process.render(Source("{{ a }}|{{ b }}|{{ c }}|{{ d }}"), values, 10)
+    assert made == "\ud800|1" + "0" * 30 + "|nan|{'\u00e9': [None, True]}"
+    with pytest.raises(RequestError, match="written down"):
+        process.render(Source("{{ a }}"), {"a": 10**5000}, 1)
