@@ -23,6 +23,9 @@ class SchedConfig:
     """Sequences that can be in the batch at once; 0 = what suits the device."""
     step_tokens: int = 0
     """Tokens computed in one step, decodes first; 0 = what suits the device."""
+    step_ms: float = 0.0
+    """While somebody decodes, prompts are cut so that a step takes about so many milliseconds on this machine, by what
+    its last steps took (four times as many while nobody does); 0 = only step_tokens cuts them."""
     policy: str = "fcfs"
     batching: str = "continuous"
     batch_size: int = 8
@@ -40,6 +43,8 @@ class SchedConfig:
             raise ConfigError(f"policy={self.policy!r} is unknown; use 'fcfs' or 'priority'.")
         if self.batching not in ("continuous", "static", "dynamic"):
             raise ConfigError(f"batching={self.batching!r} is unknown; use 'continuous', 'static' or 'dynamic'.")
+        if not 0 <= self.step_ms < float("inf"):
+            raise ConfigError(f"step_ms={self.step_ms!r} must be a finite number of milliseconds, or 0 for no bound.")
         if not 0 <= self.batch_delay < float("inf"):
             raise ConfigError(f"batch_delay={self.batch_delay!r} must be a finite number of seconds, 0 or more.")
 

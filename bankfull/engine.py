@@ -53,7 +53,10 @@ class Engine:
         self.settled: list[Callable[[StepPlan], None]] = []
         """Told of every step when its results are there, before they are dealt with: time lines."""
         self._clock = clock
-        self._inflight: deque[tuple[StepPlan, Future[Landed]]] = deque()
+        self._inflight: deque[tuple[StepPlan, Future[Landed], float]] = deque()
+        """With the time at which each was launched."""
+        self._free_at = 0.0
+        """When the last step was settled: the device has been for the next one alone since then."""
         self._owner: dict[int, Key] = {}
         self._grammars = Grammars()
 
@@ -86,11 +89,12 @@ class Engine:
                 outputs = self._settle()
         else:
             self._note(plan)
+            launched = self._clock()
             step = self.runner.forward(plan)
             if self._inflight:
                 outputs = self._settle()
             future = self.runner.finish(step, self._grammars.masks(plan, self._owner))
-            self._inflight.append((plan, future))
+            self._inflight.append((plan, future, launched))
             self.scheduler.name_ahead()
             if self.depth == 0:
                 outputs = self._settle()
@@ -104,8 +108,11 @@ class Engine:
         return self.scheduler.wake_at()
 
     def _settle(self) -> list[Output]:
-        plan, future = self._inflight.popleft()
+        plan, future, launched = self._inflight.popleft()
         result = self.runner.result(plan, future)
+        now = self._clock()
+        self.scheduler.took(plan, now - max(launched, self._free_at))
+        self._free_at = now
         for watcher in self.settled:
             watcher(plan)
         outputs = self.scheduler.settle(plan, result)

@@ -63,7 +63,7 @@ class Pending:
     stop_ids: frozenset[int]
     samples: list[Sample]
     arrived: float
-    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)
     pooled: dict[int, Any] = field(default_factory=dict)
     """Position -> hidden state, or sum of hidden states from there on."""
 
@@ -149,7 +149,7 @@ class Frontend:
             tenant=prepared.tenant,
             # Every prompt position has to run when each one's scores or hidden state are part of the answer.
             reuse=params.prompt_logprobs is None and pool != "mean",
-            generates=prepared.generates,
+            generates=prepared.generates, scored=params.prompt_logprobs is not None,
             payload=Job(request_id, params, seed, prepared.stop_ids, pool),
         )  # fmt: skip
         self.engine.add(request, prepared.matcher)
@@ -270,7 +270,8 @@ class Frontend:
     ) -> list[dict[int, Logprob]] | None:
         if extra is None:
             return None
-        pending.prompt_logprobs.update(extra.prompt)
+        ids = pending.result.prompt_token_ids
+        pending.prompt_logprobs.update((at, self._named(ids[at], line)) for at, line in extra.prompt.items())
         if extra.pooled is not None:
             pending.pooled[extra.pooled[0]] = extra.pooled[1]
         if done.logprobs is None or done.cumulative_logprob is None:
@@ -297,8 +298,5 @@ class Frontend:
             result.finished = True
             self.engine.started.pop(output.request, None)
             if pending.params.prompt_logprobs is not None:
-                ids = result.prompt_token_ids
-                known = pending.prompt_logprobs
-                result.prompt_logprobs = [
-                    self._named(token, known[i]) if i in known else None for i, token in enumerate(ids)
-                ]
+                places = range(len(result.prompt_token_ids))
+                result.prompt_logprobs = [pending.prompt_logprobs.get(place) for place in places]

@@ -38,6 +38,8 @@ class Request:
     """False when every prompt position must really run (prompt logprobs, mean pooling)."""
     generates: bool = True
     """False for requests that end when their prompt has run (scoring, embedding)."""
+    scored: bool = False
+    """Every prompt position goes through the model's head (prompt logprobs), which takes longer."""
     serial: bool = False
     """The next step depends on the host having seen the previous one."""
     payload: Any = None

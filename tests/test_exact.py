@@ -16,6 +16,7 @@ import torch
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.decode.plain import Plain
 from bankfull.runtime import naive
+from bankfull.sched.pace import Pace
 from tests.kit import Bench, Guess, device_of
 from tests.tiny import DEVICE, VOCAB, kit_of, model_of, reference_of
 
@@ -81,7 +82,7 @@ def truth(shape: str, prompt: tuple[int, ...], *how: object) -> tuple[int, ...]:
 
 def check(shape: str, cache: str, chunk: int, depth: int, preempt: bool, mates: int, n: int, page: int,
           strategy: str, dtype: torch.dtype = torch.float64, providers: str = "torch",
-          kv_dtype: torch.dtype | None = None) -> None:  # fmt: skip
+          kv_dtype: torch.dtype | None = None, moody: bool = False) -> None:  # fmt: skip
     """Rounded keys and values are compared with a plain loop that rounds them alike."""
     how = () if kv_dtype is None else (dtype, providers, kv_dtype)
     model = model_of(shape, *(how or (dtype, providers)))
@@ -96,6 +97,8 @@ def check(shape: str, cache: str, chunk: int, depth: int, preempt: bool, mates: 
         Plain() if strategy == "plain" else guess,
         kit=kit_of(shape, *(how or (dtype, providers))),
     )  # fmt: skip
+    if moody:
+        bench.engine.scheduler.pace = Moody(chunk)
     if cache == "warm":
         for i, prompt in enumerate(asked):
             bench.add(("warm", i), prompt, NEW)
@@ -133,6 +136,24 @@ def test_greedy_tokens_equal_the_naive_loop(
 @pytest.mark.parametrize("depth", (0, 1))
 def test_kernels_in_float32_equal_the_naive_loop(shape: str, depth: int) -> None:
     check(shape, "warm", 7, depth, True, 4, 3, 4, "drafts", torch.float32, "auto")
+
+
+class Moody(Pace):
+    """Of a machine that is fast in one step and slow in the next, so that chunks are of any size."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(bound=0.25, least=1)
+        self._moods = random.Random(seed)
+
+    def observe(self, decoding: int, plain: int, scored: int, seconds: float) -> None:
+        super().observe(decoding, plain, scored, self._moods.choice((1e-4, 0.01, 0.2, 3.0)))
+
+
+@pytest.mark.parametrize("shape", SETTINGS["shape"])
+@pytest.mark.parametrize("depth", (0, 1))
+def test_chunks_cut_by_time_change_no_token(shape: str, depth: int) -> None:
+    check(shape, "warm", 64, depth, True, 4, 1, 4, "drafts", moody=True)
+    check(shape, "off", 64, depth, False, 4, 1, 4, "plain", torch.float32, "auto", moody=True)
 
 
 @pytest.mark.parametrize("page", (1, 4))

@@ -19,6 +19,7 @@ from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model
 from bankfull.ops import Kit, activate, activate_mul, kit_for, native
+from bankfull.progress import PROGRESS
 from bankfull.runtime.forward import Eager
 from bankfull.state.spec import layout_of
 from bankfull.state.storage import Storage
@@ -28,6 +29,7 @@ from bankfull.weights.source import open_model
 if native.status() is not None:
     pytest.skip("the kernels are not built", allow_module_level=True)
 
+from bankfull.ops.native.tape import replay
 from bankfull.ops.native.tape.instruction import Instruction, Node, Value, View
 from bankfull.ops.native.tape.layout import ALIGN, lay_out
 from bankfull.ops.native.tape.record import CannotRecord, Recorder
@@ -152,6 +154,22 @@ def test_captured_and_uncaptured_steps_give_the_same_bits(family: str, arithmeti
         assert torch.equal(eager, taped), f"{counts}: {(eager - taped).abs().max()}"
     for ours, theirs in zip(*(storage.layers for storage in sides.states), strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("arithmetic", ["exact", "int8"])
+def test_a_long_step_moves_the_count_on_its_way_and_keeps_its_bits(
+    family: str, arithmetic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "LONG", 10)
+    monkeypatch.setattr(replay, "STRETCH", 1)  # wherever it is cut
+    model, kit = built(family, arithmetic)
+    sides = Sides(model, kit, 1)
+    for count, ticks in ((9, 1), (40, len(sides.taped.tape) - (sides.taped.tape._chosen is not None))):
+        batch = sides.batch([count])
+        with torch.inference_mode():
+            eager, before = sides.eager(batch), PROGRESS.count
+            assert torch.equal(eager, sides.taped(batch)) and PROGRESS.count == before + ticks
 
 
 def kinds(taped: Taped) -> Counter[str]:

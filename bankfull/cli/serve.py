@@ -42,8 +42,15 @@ def serve(
     ] = None,
     grace: Annotated[float, typer.Option(help="Seconds that running answers get when the server is stopped.")] = 30.0,
     stall_seconds: Annotated[
-        float, typer.Option(help="An engine with work that makes no step for so long is started again; 0: never.")
+        float, typer.Option(help="An engine with work that makes no progress for so long is started again; 0: never.")
     ] = 60.0,
+    step_ms: Annotated[
+        float,
+        typer.Option(
+            help="While others decode, prompts are cut so that a step takes about so many milliseconds here; "
+            "alone, four times as many; 0: only --step-tokens cuts them."
+        ),
+    ] = 250.0,
     give_up_after: Annotated[
         float,
         typer.Option(
@@ -77,7 +84,7 @@ def serve(
         use_generation_config=not no_generation_config,
     )  # fmt: skip
     run_server(
-        engine.model, {**engine.options(), "policy": "priority"}, settings,
+        engine.model, {**engine.options(), "policy": "priority", "step_ms": step_ms}, settings,
         protection=protection.protection(host), data=data_dir, queue_requests=queue_requests, grace=grace,
         stall_seconds=stall_seconds, give_up_after=give_up_after,
     )  # fmt: skip

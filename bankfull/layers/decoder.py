@@ -16,6 +16,7 @@ from bankfull.layers.norm import Norm, Reader, RMSNorm
 from bankfull.layers.rope import Rope
 from bankfull.ops import Unnormed, soft_cap
 from bankfull.ops.reference.linear import highest
+from bankfull.progress import PROGRESS
 from bankfull.state.spec import StateSpec
 
 Module = Callable[[Tensor], Tensor]
@@ -141,6 +142,7 @@ class Decoder:
         for i, block in enumerate(self.blocks):
             rope = block.mixer.rope
             stream = block.run(stream, states[i], metas[i], None if rope is None else angles[rope])
+            PROGRESS.tick()
             if taps is not None and i in taps:
                 x, pending = stream
                 taps[i] = x if pending is None else x + pending

@@ -17,6 +17,7 @@ from torch import Tensor
 from bankfull.decode.strategy import Sampling, Scores, Strategy, Verdict, View
 from bankfull.layers.batch import Batch
 from bankfull.ops.registry import BODY, Kit
+from bankfull.progress import PROGRESS
 from bankfull.runtime.batch import build_batch
 from bankfull.runtime.device import Device, Future, spread
 from bankfull.runtime.forward import Eager, Forward, Model, Replaying
@@ -247,10 +248,11 @@ class Runner:
                 last = min(last, first + prompt_len - 1 - start)
                 if last > first:
                     targets = self.rows.tokens[w.row, start + 1 : start + 1 + last - first]
-                    parts = [
-                        logprobs_of(self.model.head(h), t, job.params.prompt_logprobs)
-                        for h, t in zip(hidden[first:last].split(SCORE_BLOCK), targets.split(SCORE_BLOCK), strict=True)
-                    ]
+                    parts = []
+                    blocks = hidden[first:last].split(SCORE_BLOCK), targets.split(SCORE_BLOCK)
+                    for states, tokens in zip(*blocks, strict=True):
+                        parts.append(logprobs_of(self.model.head(states), tokens, job.params.prompt_logprobs))
+                        PROGRESS.tick()
                     own, ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
                     landed.scored[i] = (start + 1, own, ids, values)
 

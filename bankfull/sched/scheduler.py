@@ -20,6 +20,7 @@ from operator import attrgetter
 
 from bankfull.config import SchedConfig
 from bankfull.errors import RequestError
+from bankfull.sched.pace import Pace, Room, kinds_of
 from bankfull.sched.policy import COMPANY_STEPS, Rank, batch_share, gate_of, rank_of, yields_of
 from bankfull.sched.sequence import Sequence
 from bankfull.sched.shares import Holdings, first_of_each, parts_of, wants_of
@@ -39,6 +40,8 @@ class Sketch:
     """Tokens that may still be given out."""
     quota: int
     """Newcomers that the gate lets in."""
+    room: Room | None = None
+    """What prompts may take of the step's time; None: all that the budget gives."""
     spare: int = 0
     """What drafts may take of the budget without delaying a decode."""
     batch: bool = False
@@ -57,8 +60,10 @@ class Sketch:
         """No more than so many tokens are given out in here."""
         kept = max(0, self.budget - tokens)
         self.budget -= kept
-        yield
-        self.budget += kept
+        try:
+            yield
+        finally:
+            self.budget += kept
 
 
 class Scheduler:
@@ -70,6 +75,7 @@ class Scheduler:
         self.sealed = False
         """No more requests will come: an incomplete static batch need not wait."""
         self.preemptions = 0
+        self.pace = Pace(config.step_ms / 1e3)
         self._clock = clock
         self._gate = gate_of(config)
         self._waiting: list[Sequence] = []
@@ -219,16 +225,21 @@ class Scheduler:
             decoding.sort(key=lambda seq: seq.turn)  # whoever has waited longest first
             step.budget = min(step.budget, tokens)
         step.spare = step.budget - min(rows, len(decoding))
+        if self.pace.bound:
+            online = len(step.served)  # batch work comes behind it, and nobody waits for that
+            awaited = online if step.batch else len(decoding)
+            step.room = self.pace.room(online + min(rows, len(decoding)), awaited > 0)
         stalled = not self._serve_each(decoding, step, drafts, rows)
         if not self._contested:
             stalled |= not self._serve_each(filling, step, drafts)
             if not stalled:
                 self._admit(step)
             return not stalled
-        return self._fill_fairly(filling, step, drafts, stalled)
+        with step.budget_of(step.budget if step.room is None else step.room.tokens(False)):
+            return self._fill_fairly(filling, step, drafts, stalled)
 
     def _fill_fairly(self, filling: list[Sequence], step: Sketch, drafts: int, stalled: bool) -> bool:
-        """Go on with prompts and begin others so that each tenant gets its part of the step."""
+        """Go on with prompts and begin others so that each tenant gets its part of what the step has time for."""
         decodes = len(step.served)
         waiting = [seq for seq in self._waiting if seq.parent is None and seq.yields == step.batch]
         parts = parts_of(wants_of(filling, waiting), self._turns, step.budget)
@@ -270,7 +281,9 @@ class Scheduler:
         if seq.children:
             self._fork_children(seq, step)
         missing = seq.missing
-        size = self._share_of(seq, missing, step.budget)
+        timed, scored = (step.room, seq.scored) if missing > 1 else (None, False)
+        budget = step.budget if timed is None else min(step.budget, timed.tokens(scored))
+        size = self._share_of(seq, missing, budget)
         if size <= 0:
             return True
         assert seq.state is not None
@@ -297,6 +310,8 @@ class Scheduler:
         if size > 1:
             self._filling.append(seq)
         step.budget -= size + drafts
+        if timed is not None:
+            timed.take(size, scored)
         step.spare -= drafts
         seq.launch(work)
         return True
@@ -407,6 +422,8 @@ class Scheduler:
             index, seq = found, self._waiting[found]
             if seq.yields and not step.batch:
                 return
+            if step.room is not None and step.room.tokens(seq.request.scored) <= 0:
+                return
             match = self._match(seq)
             if self._lack(seq, match) != (0, 0):
                 return
@@ -506,6 +523,15 @@ class Scheduler:
             del self._by_request[seq.request.id]
 
     # -- settling
+
+    def took(self, plan: StepPlan, seconds: float) -> None:
+        """The oldest launched step has finished, and this is the time that it had for itself."""
+        if self.pace.bound:
+            step, served = self._inflight[0]
+            assert step == plan.step, f"step {plan.step} has taken its time where {step} is due"
+            parts = zip(plan.work, served, strict=True)
+            kinds = kinds_of((w.count, s.request.scored and w.start < s.prompt_len - 1) for w, s in parts)
+            self.pace.observe(*kinds, seconds)
 
     def settle(self, plan: StepPlan, result: StepResult) -> list[Output]:
         """The oldest launched step has finished: its tokens become known, ends are found, places are let go."""

@@ -57,6 +57,11 @@ class Sequence:
         return len(self.request.prompt)
 
     @property
+    def scored(self) -> bool:
+        """Does its next token go through the head although it is not the last one?"""
+        return self.request.scored and self.start < self.prompt_len - 1
+
+    @property
     def known(self) -> int:
         """Lower bound of the tokens that will be known once the launched work has settled."""
         return len(self.tokens) + self.sampled

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any, NoReturn, cast
 import msgspec
 
 from bankfull.errors import BankfullError, ConfigError, ModelError, RequestError
+from bankfull.progress import Watched, watched_file
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.admission import Admission, QueueLimits, Ticket
 from bankfull.serve.backend import Busy, DeadlineExceeded, EngineDied, Unavailable
@@ -166,6 +168,7 @@ class EngineProcess(asyncio.Protocol):
         self._size = 0
         self._needed = HEADER
         self._process: subprocess.Popen[bytes] | None = None
+        self._progress: Watched | None = None
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._transport: asyncio.WriteTransport | None = None
 
@@ -173,11 +176,22 @@ class EngineProcess(asyncio.Protocol):
         ours, theirs = socket.socketpair()
         with theirs:
             # -P: a file in the current folder must not pass for a module of ours.
-            command = [sys.executable, "-P", "-m", "bankfull.serve.worker", str(theirs.fileno())]
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=2, close_fds=True, pass_fds=[theirs.fileno()]
-            )
+            file = watched_file()
+            try:
+                self._progress = Watched(file)
+                shared = [theirs.fileno(), file]
+                command = [sys.executable, "-P", "-m", "bankfull.serve.worker", *map(str, shared)]
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=2, close_fds=True, pass_fds=shared
+                )
+            finally:
+                os.close(file)
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
+
+    @property
+    def progress(self) -> int:
+        """Counts on while a step is under way."""
+        return self._progress.count if self._progress is not None else 0
 
     @property
     def pid(self) -> int:
@@ -249,7 +263,7 @@ class Link:
         self, model: str, options: Options | None = None, limits: QueueLimits | None = None,
         threads: int | None = None, *, stall_seconds: float = STALL_SECONDS, give_up_after: float = 0.0,
     ) -> None:  # fmt: skip
-        """`stall_seconds`: an engine that has work and makes no step for so long is started again; 0: it never is.
+        """`stall_seconds`: an engine that has work and makes no progress for so long is started again; 0: it never is.
         `give_up_after`: after so long without a loaded model there is a `failure`; 0: it is tried for ever."""
         for name, seconds in (("stall_seconds", stall_seconds), ("give_up_after", give_up_after)):
             if not 0 <= seconds < math.inf:
@@ -440,13 +454,14 @@ class Link:
         if not self._stall_seconds:
             await engine.ended
             return
-        watching = asyncio.ensure_future(stalled(self._stall_seconds, self._has_work, lambda: self._steps))
+        progress = lambda: self._steps + engine.progress  # noqa: E731
+        watching = asyncio.ensure_future(stalled(self._stall_seconds, self._has_work, progress))
         try:
             await asyncio.wait({engine.ended, watching}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             watching.cancel()
         if not engine.ended.done():
-            log.error("The engine process %d has work, but made no step for %g seconds; it is ended.", engine.pid,
+            log.error("The engine process %d has work, but made no progress for %g seconds; it is ended.", engine.pid,
                       self._stall_seconds)  # fmt: skip
             engine.kill()
             await engine.ended

@@ -1,4 +1,5 @@
-"""The engine process: `python -m bankfull.serve.worker FD`, where FD is its end of a private socket pair.
+"""The engine process: `python -m bankfull.serve.worker FD [FILE]`, where FD is its end of a private socket pair, and
+FILE one that it shares its progress by.
 
 The main thread runs the engine's loop and reads, between steps, what the API says: no other thread has to be woken
 before an idle engine begins. Grammars, which may take long to compile, and long prompts have threads of their own. Each
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from bankfull.errors import BankfullError, RequestError
+from bankfull.progress import PROGRESS
 from bankfull.serve.outbox import ApiGone, Outbox
 from bankfull.serve.wire import (
     HEADER,
@@ -62,6 +64,8 @@ READING_SECONDS = 0.002
 """Of a turn of the engine's loop, for messages: those who are being answered wait for the next step."""
 SWITCH_SECONDS = 0.0005
 """How long the engine's thread waits at most for another one to give up the interpreter."""
+STEP_MS = 250.0
+"""That those who are being answered wait at most for somebody else's prompt, where the options do not say."""
 WARM_PROMPT, WARM_TOKENS = 64, 4
 
 
@@ -215,7 +219,7 @@ class Worker:
 
         if wanted.threads is not None:
             set_threads(wanted.threads)
-        options: dict[str, Any] = dict(wanted.options)
+        options: dict[str, Any] = {"step_ms": STEP_MS, **wanted.options}
         if not {"policy", "scheduling_policy"} & options.keys():
             options["policy"] = "priority"  # batch work gives way
         llm = LLM(wanted.model, **options)
@@ -442,6 +446,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
+        if len(sys.argv) > 2:
+            PROGRESS.share(int(sys.argv[2]))
         Worker(socket.socket(fileno=int(sys.argv[1]))).run()
     except BaseException:
         sys.excepthook(*sys.exc_info())

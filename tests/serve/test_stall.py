@@ -11,6 +11,7 @@ import pytest
 
 from bankfull import SamplingParams
 from bankfull.errors import ConfigError
+from bankfull.progress import Progress, Watched, watched_file
 from bankfull.serve import link as link_module
 from bankfull.serve.backend import EngineDied
 from bankfull.serve.link import Link
@@ -62,6 +63,40 @@ def test_a_time_that_is_none_is_refused(seconds: float) -> None:
         Link("model", stall_seconds=seconds)
 
 
+def test_progress_is_seen_from_within_a_step() -> None:
+    """A prompt with scores is one step here, and moves the count with each of its layers and blocks of scores."""
+
+    async def ask() -> None:
+        link = Link(str(speaking_folder()), OPTIONS, threads=1)
+        await link.start()
+        try:
+            await link.wait_ready()
+            assert link._engine is not None
+            before = link._engine.progress
+            assert before > 0, "it was warmed up"
+            params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+            await collect(link, list(range(40, 50)), params)
+            assert link.load is not None and link.load.steps == 1
+            assert link._engine.progress >= before + 2
+        finally:
+            await link.close()
+
+    asyncio.run(asyncio.wait_for(ask(), 120))
+
+
+def test_the_count_of_another_process_is_read_where_it_lies() -> None:
+    file = watched_file()
+    own, watched = Progress(), Watched(file)
+    for _ in range(3):
+        own.tick()
+    own.share(file)
+    os.close(file)
+    assert watched.count == own.count == 3
+    own.tick()
+    assert watched.count == 4
+    watched.close()
+
+
 def test_an_engine_that_hangs_is_ended_and_started_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,4 +125,4 @@ def test_an_engine_that_hangs_is_ended_and_started_again(
             await link.close()
 
     asyncio.run(asyncio.wait_for(hang(), 120))
-    assert "made no step for 1 seconds" in caplog.text and "started again" in caplog.text
+    assert "made no progress for 1 seconds" in caplog.text and "started again" in caplog.text

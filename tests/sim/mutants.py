@@ -7,6 +7,7 @@ from typing import Any
 
 from pytest import MonkeyPatch
 
+from bankfull.sched.pace import Pace, Room
 from bankfull.sched.scheduler import Scheduler, Sketch
 from bankfull.sched.sequence import Sequence
 from bankfull.state.manager import Match, SequenceState, StateManager
@@ -195,6 +196,14 @@ def batch_work_gives_no_way(patch: MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_serve", serve)
 
 
+def a_prompt_takes_no_time(patch: MonkeyPatch) -> None:
+    patch.setattr(Room, "take", lambda room, tokens, scored: None)
+
+
+def time_is_left_beside_slow_decodes(patch: MonkeyPatch) -> None:
+    patch.setattr(Pace, "room", lambda pace, decoding, awaited: Room(pace, pace.bound) if pace.bound else None)
+
+
 MUTANTS: list[Mutant] = [
     quarantine_is_skipped,
     quarantine_asks_only_the_last_holder,
@@ -214,4 +223,6 @@ MUTANTS: list[Mutant] = [
     drafts_take_the_budget_of_decodes,
     a_page_is_named_by_its_own_tokens_only,
     batch_work_gives_no_way,
+    a_prompt_takes_no_time,
+    time_is_left_beside_slow_decodes,
 ]

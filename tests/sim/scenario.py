@@ -31,11 +31,15 @@ class Scenario:
     vocab: int
     abort_rate: float
     error_rate: float
+    step_seconds: float
+    token_seconds: float
+    """What a step takes, and each of its tokens."""
     arrivals: tuple[Arrival, ...]
 
 
 def scenario_of(seed: int) -> Scenario:
     random = Random(seed)
+    speeds = Random(seed + 3)
     layout = layout_of(_specs(random), random.choice((1, 2, 2, 3, 4)))
     vocab = random.choice((2, 3, 8, 40))
     rows = random.randint(1, 5)
@@ -46,6 +50,7 @@ def scenario_of(seed: int) -> Scenario:
         batching=random.choice(("continuous", "continuous", "continuous", "static", "dynamic")),
         batch_size=random.randint(1, 4),
         batch_delay=random.choice((0.0, 0.5, 3.0, 20.0)),
+        step_ms=speeds.choice((0.0, 5.0, 250.0)),
     )
     state = StateConfig(
         prefix_cache=random.random() < 0.75,
@@ -66,6 +71,8 @@ def scenario_of(seed: int) -> Scenario:
         vocab=vocab,
         abort_rate=random.choice((0.0, 0.0, 0.02, 0.1)),
         error_rate=random.choice((0.0, 0.0, 0.0, 0.02)),
+        step_seconds=speeds.choice((0.0, 0.001, 0.1, 1.0)),
+        token_seconds=speeds.choice((0.0, 1e-5, 3e-4, 0.003, 0.02)),
         arrivals=arrivals,
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from bankfull.errors import RequestError
+from bankfull.sched.pace import FIRST_TOKENS, Pace
 from bankfull.sched.policy import COMPANY_STEPS, batch_share
 from bankfull.sched.scheduler import Scheduler
 from bankfull.sched.sequence import Sequence
@@ -34,6 +35,8 @@ class Summary:
     drafts: int = 0
     yielded: int = 0
     """Steps in which batch work held a row and gave way."""
+    bounded: int = 0
+    """Steps with decodes whose prompts fit into their time."""
 
 
 @dataclass(slots=True)
@@ -60,6 +63,7 @@ class World:
         self.clock = 0.0
         self.state = StateManager(scenario.layout, scenario.frames, scenario.slots, scenario.state)
         self.sched = Scheduler(scenario.sched, self.state, lambda: self.clock)
+        self.sched.pace = Pace(self.sched.pace.bound, least=1 + scenario.seed % 3)  # its prompts are short
         self.device = Device(scenario.layout, scenario.vocab, Random(scenario.seed + 2), scenario.error_rate)
         self.inflight: deque[StepPlan] = deque()
         self.arrivals = deque(scenario.arrivals)
@@ -136,6 +140,7 @@ class World:
 
     def _settle(self) -> None:
         plan = self.inflight.popleft()
+        self.sched.took(plan, self.scenario.step_seconds + plan.tokens * self.scenario.token_seconds)
         result = self.device.finish()
         outputs = self.sched.settle(plan, result)
         self.device.settled(plan.step)
@@ -206,6 +211,7 @@ class World:
             self._check_writes(by_row[work.row], holders)
         served = {by_row[row].rank for row in rows}
         self._check_batch(plan, by_row)
+        self._check_time(plan, by_row)
         greedy = {by_row[work.row].yields for work in plan.work if work.drafts or work.count > 1}
         if self._batch_takes_turns(plan, by_row):
             greedy.discard(True)
@@ -227,6 +233,22 @@ class World:
         demand(not (prompts and batch), "batch work runs beside an online prompt")
         _, most = batch_share(self.scenario.sched.step_tokens, rows, self._in_company(plan))
         demand(batch <= most, f"batch work takes {batch} tokens of a step, more than {most}")
+
+    def _check_time(self, plan: StepPlan, by_row: dict[int, Sequence]) -> None:
+        """Whoever waits for a next token waits for a bounded step, or for one with as little of a prompt as can be."""
+        pace, served = self.sched.pace, [(work, by_row[work.row]) for work in plan.work]
+        entered = {enter.row for enter in plan.enter}  # they came after the decodes were counted
+        decodes = [not s.yields for work, s in served if work.count == 1 and work.sample and work.row not in entered]
+        if not pace.bound or not any(decodes):
+            return
+        prompts = sum(work.count for work, _ in served if work.count > 1)
+        if pace.token_seconds(False) is None:
+            demand(prompts <= FIRST_TOKENS, f"{prompts} tokens of prompts beside decodes, before any was timed")
+        elif prompts > pace.least:
+            seconds = pace.predict(len(decodes), prompts, 0)
+            self.summary.bounded += 1
+            most = max(pace.bound, pace.decode_seconds(len(decodes)))
+            demand(seconds <= most * 1.001, f"a step with decodes is predicted to take {seconds} s")
 
     def _in_company(self, plan: StepPlan) -> bool:
         return plan.step - self.sched._company < COMPANY_STEPS

@@ -162,8 +162,9 @@ class Replica:
         total = sum(-(-(len(a.prompt) + a.output) // g.page_tokens) for a in trace for g in spec.layout.paged)
         frames = min(spec.sizes.frames, total + spec.sizes.rows)
         sched = SchedConfig(
-            rows=spec.sizes.rows, step_tokens=spec.sched.step_tokens, policy=spec.sched.policy,
-            batching=spec.sched.batching, batch_size=spec.sched.batch_size, batch_delay=spec.sched.batch_delay,
+            rows=spec.sizes.rows, step_tokens=spec.sched.step_tokens, step_ms=spec.sched.step_ms,
+            policy=spec.sched.policy, batching=spec.sched.batching, batch_size=spec.sched.batch_size,
+            batch_delay=spec.sched.batch_delay,
         )  # fmt: skip
         self.manager = StateManager(spec.layout, frames, spec.sizes.slots, spec.state)
         self.scheduler = Scheduler(sched, self.manager, clock=self.clock)

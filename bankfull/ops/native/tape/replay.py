@@ -19,11 +19,16 @@ from bankfull.ops.native.tape.instruction import Break, Input, Instruction, Node
 from bankfull.ops.native.tape.layout import lay_out
 from bankfull.ops.native.tape.record import Recorder
 from bankfull.ops.native.tape.traffic import label_of, traffic_of
+from bankfull.progress import PROGRESS
 
 _native = required()
 _NONE, _FIXED, _ARENA, _INPUT = range(4)
 Source = tuple[int, int]
 """An input of a step: its address and, where it has two dimensions, its columns."""
+LONG = 64
+"""Tokens of a step from which on it is replayed in stretches of so many instructions, about a layer each: whoever
+watches sees it move."""
+STRETCH = 8
 ChoosingStep = Callable[..., list[int]]
 """Rows -> one token of each, which is also appended to it; `timed` as for `Tape.replay`."""
 
@@ -95,7 +100,11 @@ class Tape:
                     seconds, runs = self._broken.get(label_of(piece), (0.0, 0))
                     self._broken[label_of(piece)] = (seconds + perf_counter() - begun, runs + 1)
             else:
-                self._tape.replay(arena, tokens, sequences, inputs, piece[0], piece[1], timed)
+                # In one go where it is short: each stretch begins without what the one before has looked forward to.
+                stretch = STRETCH if tokens >= LONG else len(self)
+                for first in range(piece[0], piece[1], stretch):
+                    self._tape.replay(arena, tokens, sequences, inputs, first, min(first + stretch, piece[1]), timed)
+                    PROGRESS.tick()
                 self.seconds += perf_counter() - begun
         return self._tensor(self._result, tokens, (self._columns,), self._dtype)
 
