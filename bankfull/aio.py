@@ -28,6 +28,10 @@ class AsyncEngine:
         self._loop = EngineLoop(self._front, self._tell)
         self._listeners: dict[Hashable, Listener] = {}
         self._numbers = count()
+        self._ended: str | None = None
+        """Why nobody will answer any more."""
+        self._waiting: dict[Hashable, Listener] = {}
+        """All who wait, also those of whom the loop's thread has not heard yet."""
         self._thread = threading.Thread(target=self._run, name="bankfull-engine", daemon=True)
         self._thread.start()
 
@@ -56,9 +60,12 @@ class AsyncEngine:
                 return
             self._listeners[request] = listen
 
-        self._loop.post(submit)
+        self._waiting[request] = listen
         open_samples = params.n
         try:
+            if self._ended is not None:
+                raise RuntimeError(self._ended)
+            self._loop.post(submit)
             while open_samples:
                 item = await queue.get()
                 if isinstance(item, BaseException):
@@ -66,6 +73,7 @@ class AsyncEngine:
                 open_samples -= item.finish_reason is not None
                 yield item
         finally:
+            self._waiting.pop(request, None)
             self._loop.post(lambda: self._forget(request))
 
     async def abort(self, request_id: Hashable) -> None:
@@ -83,9 +91,11 @@ class AsyncEngine:
         try:
             self._loop.run()
         except BaseException as error:
+            self._ended = f"the engine's thread has failed: {error!r}"
             self._fail(error)
             raise
-        self._fail(RuntimeError("the engine was closed"))
+        self._ended = "the engine was closed"
+        self._fail(RuntimeError(self._ended))
 
     def _tell(self, deltas: list[Delta]) -> None:
         for delta in deltas:
@@ -100,6 +110,6 @@ class AsyncEngine:
             self._front.pending.pop(request, None)
 
     def _fail(self, error: BaseException) -> None:
-        for listener in self._listeners.values():
+        for listener in list(self._waiting.values()):
             listener(error)
         self._listeners.clear()

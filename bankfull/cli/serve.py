@@ -54,7 +54,8 @@ def serve(
     give_up_after: Annotated[
         float,
         typer.Option(
-            help="After so many seconds without a loaded model the server ends with an error; 0: it tries for ever."
+            help="An engine that has died and is not loaded again for so many seconds ends the server with an error: "
+            "give it more than a load takes. 0: it is tried for ever."
         ),
     ] = 0.0,
     protection: ProtectionOptions,

@@ -264,7 +264,7 @@ class Link:
         threads: int | None = None, *, stall_seconds: float = STALL_SECONDS, give_up_after: float = 0.0,
     ) -> None:  # fmt: skip
         """`stall_seconds`: an engine that has work and makes no progress for so long is started again; 0: it never is.
-        `give_up_after`: after so long without a loaded model there is a `failure`; 0: it is tried for ever."""
+        `give_up_after`: a model that was loaded once and is not again for so long is a `failure`; 0: it never is."""
         for name, seconds in (("stall_seconds", stall_seconds), ("give_up_after", give_up_after)):
             if not 0 <= seconds < math.inf:
                 raise ConfigError(f"{name}={seconds} is no time; give seconds, or 0 to wait for ever.")
@@ -355,7 +355,6 @@ class Link:
 
     async def start(self) -> None:
         """Returns at once; `wait_ready` tells when the model is loaded."""
-        self._set_timer()
         self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
         self._supervisor.add_done_callback(self._orphan)
 
@@ -404,6 +403,8 @@ class Link:
         """Whatever ends the supervisor, nobody is left without being told."""
         if not supervisor.cancelled() and (error := supervisor.exception()) is not None:
             log.error("The engine's supervisor has failed.", exc_info=error)
+            if self._engine is not None:
+                self._engine.kill()
             self._lose_everybody(Unavailable(STOPPED))
             self._give_up(f"The engine's supervisor has failed: {error!r}.")
 
@@ -461,6 +462,7 @@ class Link:
         finally:
             watching.cancel()
         if not engine.ended.done():
+            watching.result()  # one that has failed tells nothing about the engine
             log.error("The engine process %d has work, but made no progress for %g seconds; it is ended.", engine.pid,
                       self._stall_seconds)  # fmt: skip
             engine.kill()

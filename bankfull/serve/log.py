@@ -101,6 +101,18 @@ class _DroppingHandler(logging.handlers.QueueHandler):
             self.dropped += 1
 
 
+class _Listener(logging.handlers.QueueListener):
+    """Its thread outlives any line that cannot be written: without it the log would be silent for good."""
+
+    failed = 0
+
+    def handle(self, record: logging.LogRecord) -> None:
+        try:
+            super().handle(record)
+        except Exception:
+            self.failed += 1
+
+
 class Logs:
     """All logging of the process, from here until `close`."""
 
@@ -109,7 +121,7 @@ class Logs:
         writer.setFormatter(JsonFormatter() if json else TextFormatter())
         lines: queue.SimpleQueue[Any] = queue.SimpleQueue()  # waking its reader costs a fraction of what Queue takes
         self._handler = _DroppingHandler(lines)
-        self._listener = logging.handlers.QueueListener(lines, writer)
+        self._listener = _Listener(lines, writer)
         self._listener.start()
         root, ours = logging.getLogger(), logging.getLogger("bankfull")
         self._before = [(root, root.level), (ours, ours.level)]
@@ -120,7 +132,7 @@ class Logs:
     @property
     def dropped(self) -> int:
         """Lines that nobody will see."""
-        return self._handler.dropped
+        return self._handler.dropped + self._listener.failed
 
     def close(self) -> None:
         logging.getLogger().removeHandler(self._handler)

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 MOST_WAITING = 32 << 20
 """Bytes that may wait for the API before the engine waits too: some ten thousand steps of streaming."""
@@ -18,8 +19,9 @@ class ApiGone(Exception):
 
 
 class Outbox:
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+    def __init__(self, connection: socket.socket, give_up: Callable[[str, BaseException], None]) -> None:
+        """`give_up` is told the thread's name and why it failed: nothing would be written any more."""
+        self._connection, self._give_up = connection, give_up
         self._waiting: deque[memoryview] = deque()
         self._size = 0
         self._changed = threading.Condition()
@@ -49,6 +51,12 @@ class Outbox:
             raise ApiGone from error
 
     def _write_waiting(self) -> None:
+        try:
+            self._keep_writing()
+        except BaseException as error:
+            self._give_up(threading.current_thread().name, error)
+
+    def _keep_writing(self) -> None:
         while True:
             with self._changed:
                 while not self._waiting:

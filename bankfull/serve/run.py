@@ -15,7 +15,7 @@ import msgspec
 import uvicorn
 from starlette.applications import Starlette
 
-from bankfull.errors import BankfullError, ConfigError
+from bankfull.errors import ConfigError
 from bankfull.serve.admission import QueueLimits
 from bankfull.serve.app import create_app
 from bankfull.serve.batch_service import BatchService, handle_within
@@ -57,7 +57,7 @@ def _run(
     texts = Texts.open(model)
     queue = QueueLimits(requests=queue_requests)
     link = Link(model, options, queue, stall_seconds=stall_seconds, give_up_after=give_up_after)
-    failure: list[BankfullError] = []
+    failure: list[Exception] = []
 
     async def announce(server: uvicorn.Server) -> None:
         """That the model is there; and when it is given up, however late, the server ends with the reason."""
@@ -67,7 +67,7 @@ def _run(
             with suppress(OSError):  # nobody reads it any more
                 print(greeting(link, settings, listening, protection), flush=True)
             await link.wait_failed()
-        except BankfullError as error:
+        except Exception as error:  # whoever would tell of the engine's end has failed: that is an end, too
             failure.append(error)
             server.should_exit = True
 

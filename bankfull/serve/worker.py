@@ -173,7 +173,7 @@ class Worker:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._inbox = Inbox(connection, self._take)
-        self._outbox = Outbox(connection)
+        self._outbox = Outbox(connection, _give_up)
         self._configured: Configure | None = None
         self._grammars = ThreadPoolExecutor(GRAMMAR_THREADS, "bankfull-grammar")
         self._prompts = ThreadPoolExecutor(1, "bankfull-prompt")
@@ -204,9 +204,12 @@ class Worker:
 
     def _until_gone(self) -> None:
         """On a thread: the process ends with its API, in the middle of a step too. It is woken by nothing else."""
-        poll = select.poll()
-        poll.register(self._connection, getattr(select, "POLLRDHUP", select.POLLHUP))
-        poll.poll()
+        try:
+            poll = select.poll()
+            poll.register(self._connection, getattr(select, "POLLRDHUP", select.POLLHUP))
+            poll.poll()
+        except BaseException as error:
+            _give_up("bankfull-watcher", error)
         _leave(0)
 
     def _load(self, wanted: Configure) -> Facts:
@@ -432,6 +435,12 @@ def _piece(delta: Delta) -> Piece:
 def _chosen_first(token: int, line: dict[int, Logprob]) -> dict[int, tuple[float, str]]:
     order = sorted(line, key=lambda other: other != token)
     return {other: (line[other].logprob, line[other].token) for other in order}
+
+
+def _give_up(thread: str, error: BaseException) -> NoReturn:
+    """A thread that the others rely on has failed: the process ends with the reason, and the API starts another."""
+    print(f"bankfull: the engine stops, because its thread {thread} has failed: {error!r}", file=sys.stderr)
+    _leave(1)
 
 
 def _leave(status: int) -> NoReturn:

@@ -258,9 +258,8 @@ def test_the_time_to_give_up_runs_only_while_there_is_no_engine() -> None:
         link = Link(str(speaking_folder()), OPTIONS, threads=1, give_up_after=600.0)
         await link.start()
         try:
-            assert link._giving_up is not None
             await link.wait_ready()
-            assert link._giving_up is None
+            assert link._giving_up is None, "a first load may take as long as it takes"
             assert link.engine_pid is not None
             os.kill(link.engine_pid, signal.SIGKILL)
             await until(lambda: not link.ready)

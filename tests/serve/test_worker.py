@@ -41,6 +41,10 @@ from tests.serve.engine_kit import ENDLESS, OPTIONS, PROMPT
 from tests.tiny import speaking_folder
 
 
+def failing(thread: str, error: BaseException) -> None:
+    raise AssertionError(f"{thread} has failed") from error
+
+
 class Process:
     """A worker, and the API's end of its socket, read by hand."""
 
@@ -191,7 +195,7 @@ def test_params_survive_the_wire() -> None:
 def test_a_slow_reader_neither_stops_the_writer_nor_loses_a_byte() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        box = Outbox(theirs)
+        box = Outbox(theirs, failing)
         messages = [bytes([i % 251]) * 50_000 for i in range(100)]
         for message in messages:  # nobody reads yet: a writer that waited would wait for ever
             box.send(message)
@@ -206,7 +210,7 @@ def test_a_reader_that_never_reads_counts_as_gone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(outbox, "PATIENCE", 0.2)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        box = Outbox(theirs)
+        box = Outbox(theirs, failing)
         with pytest.raises(ApiGone):
             for _ in range(100):
                 box.send(bytes(100_000))
