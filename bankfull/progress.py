@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+from tempfile import TemporaryFile
 
 BYTES = 8
 _MOST = (1 << 64) - 1
@@ -39,12 +40,10 @@ PROGRESS = Progress()
 
 def watched_file() -> int:
     """A file without a name, for `Progress.share` in another process and `Watched` in this one."""
-    if hasattr(os, "memfd_create"):
+    try:
         file = os.memfd_create("bankfull-progress")
-    else:
-        import tempfile
-
-        with tempfile.TemporaryFile() as made:
+    except (AttributeError, OSError):  # not on this system
+        with TemporaryFile() as made:
             file = os.dup(made.fileno())
     os.ftruncate(file, BYTES)
     return file

@@ -212,7 +212,7 @@ class RenderProcess:
             try:
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()], env=environment, cwd="/",
+                    pass_fds=[theirs.fileno()], env=environment,
                 )  # fmt: skip
             except OSError as error:
                 ours.close()

@@ -84,7 +84,10 @@ def test_progress_is_seen_from_within_a_step() -> None:
     asyncio.run(asyncio.wait_for(ask(), 120))
 
 
-def test_the_count_of_another_process_is_read_where_it_lies() -> None:
+@pytest.mark.parametrize("memory", [True, False])
+def test_the_count_of_another_process_is_read_where_it_lies(memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not memory:
+        monkeypatch.delattr(os, "memfd_create", raising=False)
     file = watched_file()
     own, watched = Progress(), Watched(file)
     for _ in range(3):
