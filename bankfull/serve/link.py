@@ -292,7 +292,7 @@ class Link:
         self._last_words = ""
         """The same of the last load that failed, or how it ended."""
         self._supervisor: asyncio.Task[None] | None = None
-        self._changed = asyncio.Event()
+        self._changed, self._failed = asyncio.Event(), asyncio.Event()
 
     # -- what an endpoint knows
 
@@ -361,18 +361,14 @@ class Link:
     async def wait_ready(self) -> None:
         """Raises ModelError when it was given up."""
         while not self._ready:
-            await self._change()
+            if self.failure is not None:
+                raise ModelError(self.failure)
+            await self._changed.wait()
 
     async def wait_failed(self) -> NoReturn:
         """Raises ModelError once it was given up; waits for ever if it never is."""
-        while True:
-            await self._change()
-
-    async def _change(self) -> None:
-        if self.failure is not None:
-            raise ModelError(self.failure)
-        changed = self._changed
-        await changed.wait()
+        await self._failed.wait()
+        raise ModelError(self.failure)
 
     async def drain(self, grace: float) -> None:
         """No new requests; those who run may finish within `grace` seconds. Batch work is dropped: it is written down
@@ -455,8 +451,9 @@ class Link:
         if not self._stall_seconds:
             await engine.ended
             return
-        progress = lambda: self._steps + engine.progress  # noqa: E731
-        watching = asyncio.ensure_future(stalled(self._stall_seconds, self._has_work, progress))
+        watching = asyncio.ensure_future(
+            stalled(self._stall_seconds, self._has_work, lambda: self._steps + engine.progress)
+        )
         try:
             await asyncio.wait({engine.ended, watching}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -488,6 +485,7 @@ class Link:
         log.error("%s It is not started again.", why)
         self.failure = why
         self.admission.close(NEVER_LOADED)
+        self._failed.set()
         self._notify()
 
     def _notify(self) -> None:
