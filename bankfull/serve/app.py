@@ -31,6 +31,7 @@ from bankfull.serve.openapi import document
 from bankfull.serve.responses import Responses
 from bankfull.serve.settings import Settings
 from bankfull.serve.sse import SEND_BODY, Message, Pulse, Receive, Send, send_events
+from bankfull.serve.supervise import Supervisor
 from bankfull.serve.texts import Texts
 from bankfull.serve.tokens import Detokenize, Tokenize
 
@@ -43,13 +44,14 @@ RETRIED = (Busy, Unavailable, EngineDied)
 
 def create_app(
     backend: Backend, texts: Texts, settings: Settings, *,
-    lifespan: Lifespan | None = None, more_apis: Mapping[str, Api] | None = None,
+    lifespan: Lifespan | None = None, more_apis: Mapping[str, Api] | None = None, supervisor: Supervisor | None = None,
 ) -> Starlette:  # fmt: skip
-    """`more_apis`: further endpoints that take a JSON body by POST, by path; `lifespan` lives as long as the server."""
+    """`more_apis`: further endpoints that take a JSON body by POST, by path; `lifespan` lives as long as the server.
+    While a task of the `supervisor` is in trouble the server is not ready."""
     apis = {**model_apis(backend, texts, settings), **(more_apis or {})}
     pulse = Pulse(settings.keep_alive_seconds)
     models = Models(backend, texts, settings)
-    public = Probes(backend)
+    public = Probes(backend, supervisor)
     described = b""
 
     async def version(request: Request) -> Response:
@@ -202,8 +204,8 @@ async def call_api(
 class Probes:
     """What is asked by those who watch the service."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, supervisor: Supervisor | None = None) -> None:
+        self._backend, self._supervisor = backend, supervisor
 
     async def live(self, request: Request) -> Response:
         return as_json({"status": "live"})
@@ -211,6 +213,8 @@ class Probes:
     async def ready(self, request: Request) -> Response:
         if not self._backend.ready:
             raise Unavailable(self._backend.says)
+        if self._supervisor is not None and (troubled := self._supervisor.troubled):
+            raise Unavailable(f"Something behind the API has failed and begins again: {', '.join(troubled)}.")
         return as_json({"status": "ready"})
 
 

@@ -1,7 +1,7 @@
 """Runs the lines of batches through the same handlers as online requests, at the lowest priority.
 
 One task per open batch: validate, run what has no result yet, make the files. All of it is in the store before the
-next thing begins, so a start after a crash is the same as any other start.
+next thing begins, so a start after a crash is the same as any other start, and a task that fails may begin again.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from bankfull.serve.errors import openai_error, problem_of
 from bankfull.serve.ledger import Batch, Ledger, Line, LineProblem, Result, succeeded
 from bankfull.serve.log import log_batch
 from bankfull.serve.store import Full, NoSuchFile
+from bankfull.serve.supervise import Supervisor
 
 log = logging.getLogger("bankfull.serve")
 
@@ -34,6 +35,8 @@ MOST_RESULTS = 32
 MOST_DEATHS = 3
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 10.0
 SWEEP_SECONDS = 3600.0
+FINDER, WRITER, SWEEPER, CARRIER = "batch finder", "batch results", "expiry of files", "batch"
+"""Names of its tasks."""
 
 
 class Handle(Protocol):
@@ -47,7 +50,7 @@ class BatchRunner:
     def __init__(
         self, ledger: Ledger, handle: Handle, *, rows: Callable[[], int], most_lines: int = MOST_LINES,
         priority: int = BATCH_PRIORITY, count: Callable[[str], None] = lambda outcome: None,
-        wait: Callable[[str], float] = lambda owner: 0.0,
+        wait: Callable[[str], float] = lambda owner: 0.0, supervisor: Supervisor | None = None,
     ) -> None:  # fmt: skip
         """`rows`: how many requests the engine runs at once, as far as it is known now. `count` is told of every result
         whether its line has "completed" or "failed". `wait`: seconds until lines of this owner may begin."""
@@ -56,6 +59,8 @@ class BatchRunner:
         self._most_lines, self._priority = most_lines, priority
         self._slots = Slots(lambda: rows() + BACKLOG)
         self._pause = Pause()
+        self._supervisor = supervisor or Supervisor()
+        self._own: list[asyncio.Task[None]] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._changed: dict[str, asyncio.Event] = {}
         self._news = asyncio.Event()
@@ -69,59 +74,77 @@ class BatchRunner:
         if id in self._changed:
             self._changed[id].set()
 
-    async def run(self) -> None:
-        """Until cancelled; what was running then goes on at the next start."""
-        writer = asyncio.create_task(self._write_results())
-        try:
-            sweep = time.monotonic()
-            while True:
-                self._news.clear()
-                for batch in await self._store.run(self._ledger.open_batches):
-                    if batch.id not in self._tasks:
-                        self._begin(batch)
-                if time.monotonic() >= sweep:
-                    sweep = time.monotonic() + SWEEP_SECONDS
-                    try:
-                        await self._store.run(self._store.remove_expired)
-                    except Full as error:  # the next sweep finds the same
-                        log.error("expired files stay: %s", error)
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), SWEEP_SECONDS)
-        finally:
-            tasks = [writer, *self._tasks.values()]
+    def start(self) -> None:
+        """On a running event loop; until `stop`. What was running then goes on at the next start."""
+        works = {FINDER: self._find, WRITER: self._write_results, SWEEPER: self._sweep}
+        self._own = [self._supervisor.keep(name, work) for name, work in works.items()]
+
+    async def stop(self) -> None:
+        for tasks in (self._own, list(self._tasks.values())):  # who begins batches ends first
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _find(self) -> None:
+        while True:
+            self._news.clear()
+            for batch in await self._store.run(self._ledger.open_batches):
+                if batch.id not in self._tasks:
+                    self._begin(batch)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), SWEEP_SECONDS)
+
+    async def _sweep(self) -> None:
+        while True:
+            try:
+                await self._store.run(self._store.remove_expired)
+            except Full as error:  # the next sweep finds the same
+                log.error("expired files stay: %s", error)
+            await asyncio.sleep(SWEEP_SECONDS)
+
     def _begin(self, batch: Batch) -> None:
         self._changed[batch.id] = asyncio.Event()
-        self._tasks[batch.id] = asyncio.create_task(self._carry(batch))
+        task = self._supervisor.keep(CARRIER, lambda: self._carry(batch), ends=True, about=batch.id)
+        self._tasks[batch.id] = task
+        task.add_done_callback(lambda _: self._forget(batch.id))
+
+    def _forget(self, id: str) -> None:
+        del self._tasks[id], self._changed[id]
 
     async def _carry(self, batch: Batch) -> None:
-        """One batch to its end, through whatever fails on the way."""
+        """One batch to its end. Whatever fails on the way, nothing is lost by trying again. A full disk is waited for;
+        it is no failure of the service."""
         seconds = SHORTEST_PAUSE
         while True:
             try:
-                await self._advance(batch)
+                await self._advance(await self._store.run(self._ledger.again, batch))
                 break
-            except Exception as error:  # a full disk, most likely: nothing is lost by trying again
-                log.error("batch %s waits %.0f s after: %s", batch.id, seconds, error)
+            except Full as error:
+                log.error("batch %s waits %g s: %s", batch.id, seconds, error)
                 await asyncio.sleep(seconds)
                 seconds = min(2 * seconds, LONGEST_PAUSE)
-                batch = await self._store.run(self._ledger.again, batch)
-        del self._tasks[batch.id], self._changed[batch.id]
         log_batch(await self._store.run(self._ledger.again, batch), self._store.clock() - batch.created_at)
 
     async def _advance(self, batch: Batch) -> None:
         if batch.status == "validating":
-            await self._store.run(self._validate, batch)
+            await self._undivided(self._validate, batch)
             batch = await self._store.run(self._ledger.again, batch)
         if batch.status == "in_progress":
             complete = await self._run_within_window(batch)
             await self._store.run(self._ledger.finalize, batch, "completed" if complete else "expired")
             batch = await self._store.run(self._ledger.again, batch)
         if batch.status in ("finalizing", "cancelling"):
-            await self._store.run(self._ledger.conclude, batch)
+            await self._undivided(self._ledger.conclude, batch)
+
+    async def _undivided(self, function: Callable[[Batch], object], batch: Batch) -> None:
+        """On a thread of the store; who is cancelled meanwhile waits for its end: a second attempt, which may begin at
+        once, must not meet the first."""
+        work = asyncio.ensure_future(self._store.run(function, batch))
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait({work})
+            raise
 
     def _validate(self, batch: Batch) -> None:
         self._ledger.clear(batch)
@@ -242,7 +265,7 @@ class BatchRunner:
         await done
 
     async def _write_results(self) -> None:
-        """Results that arrived meanwhile share a transaction. On a full disk they wait: nothing runs twice."""
+        """Results that arrived meanwhile share a transaction. Whatever fails, they wait: nothing runs twice."""
         seconds = SHORTEST_PAUSE
         while True:
             await self._unwritten.wait()
@@ -251,10 +274,12 @@ class BatchRunner:
                 self._unwritten.clear()
             try:
                 await self._store.run(self._ledger.record, [result for result, _ in group])
-            except Exception as error:
-                log.error("results cannot be written, trying again in %.0f s: %s", seconds, error)
-                self._results = group + self._results
+            except BaseException as error:
+                self._results = group + self._results  # those that were written after all are not written again
                 self._unwritten.set()
+                if not isinstance(error, Full):
+                    raise
+                log.error("results wait %g s: %s", seconds, error)
                 await asyncio.sleep(seconds)
                 seconds = min(2 * seconds, LONGEST_PAUSE)
                 continue

@@ -20,6 +20,7 @@ from bankfull.serve.files import Owner, file_routes
 from bankfull.serve.keys import Keyring
 from bankfull.serve.ledger import Ledger
 from bankfull.serve.store import Store, StoreLimits
+from bankfull.serve.supervise import Supervisor
 from bankfull.serve.trace import Trace, during
 
 
@@ -49,19 +50,21 @@ class BatchService:
         self, folder: Path, handle: Handle, *, rows: Callable[[], int], owner_of: Owner = key_of,
         limits: StoreLimits | None = None, most_lines: int = MOST_LINES,
         count: Callable[[str], None] = lambda outcome: None, wait: Callable[[str], float] = lambda owner: 0.0,
+        supervisor: Supervisor | None = None,
     ) -> None:  # fmt: skip
         self.store = Store(folder, limits)
         self.ledger = Ledger(self.store)
-        self._runner = BatchRunner(self.ledger, handle, rows=rows, most_lines=most_lines, count=count, wait=wait)
+        self._runner = BatchRunner(
+            self.ledger, handle, rows=rows, most_lines=most_lines, count=count, wait=wait, supervisor=supervisor
+        )
         self.routes: list[Route] = [
             *file_routes(self.store, owner_of), *batch_routes(self.ledger, self._runner, owner_of),
         ]  # fmt: skip
 
     async def __aenter__(self) -> BatchService:
-        self._running = asyncio.create_task(self._runner.run())
+        self._runner.start()
         return self
 
     async def __aexit__(self, *how: object) -> None:
-        self._running.cancel()
-        await asyncio.gather(self._running, return_exceptions=True)
+        await self._runner.stop()
         await asyncio.to_thread(self.store.close)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from bankfull.serve.backend import Backend
 from bankfull.serve.exposition import Family, Histogram, Value, write_families
+from bankfull.serve.supervise import Supervisor
 from bankfull.serve.wire import Done, Facts, Load
 
 PREFIX = "bankfull:"
@@ -29,9 +30,10 @@ class Metrics:
     """`model`: what the served model is called; its own name where that is None."""
 
     def __init__(
-        self, model: str | None = None, *, vllm_names: bool = False, clock: Callable[[], float] = time.monotonic
+        self, model: str | None = None, *, vllm_names: bool = False, clock: Callable[[], float] = time.monotonic,
+        supervisor: Supervisor | None = None,
     ) -> None:  # fmt: skip
-        self._model, self._clock = model, clock
+        self._model, self._clock, self._supervisor = model, clock, supervisor
         self._marks: deque[tuple[float, Load]] = deque()
         gauge, counter = "gauge", "counter"
         # -- what vLLM's users know
@@ -68,6 +70,10 @@ class Metrics:
         self.ready = Value(gauge, "ready", "1 when the engine can take requests.")
         self.restarts = Value(counter, "engine_restarts_total", "Engine processes started in the place of another.")
         self.failed_loads = Value(counter, "engine_failed_loads_total", "Engine processes that ended while loading.")
+        self.tasks_up = Value(gauge, "background_task_up", "1 while a background task is well.", ["task"])
+        self.task_restarts = Value(
+            counter, "background_task_restarts_total", "Failures of background tasks, which began again.", ["task"]
+        )
         self.waiting_tokens = Value(gauge, "num_tokens_waiting", "Prompt tokens in the engine's queue.")
         kinds = ["step_kind"]
         self.steps = Value(counter, "engine_steps_total", "Steps of the engine.")
@@ -118,6 +124,10 @@ class Metrics:
         self.ready.set(float(backend.ready))
         self.restarts.set(backend.restarts)
         self.failed_loads.set(backend.failed_loads)
+        if self._supervisor is not None:
+            for task, well in self._supervisor.up.items():
+                self.tasks_up.set(float(well), task)
+                self.task_restarts.set(self._supervisor.restarts[task], task)
         if load is not None:
             self._take(load, facts)
         ceilings = (facts.ceilings if facts is not None and load is not None else None) or {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import shlex
 import socket
@@ -27,6 +26,7 @@ from bankfull.serve.listen import raise_file_limit, uvicorn_config
 from bankfull.serve.log import Logs
 from bankfull.serve.metrics import Metrics
 from bankfull.serve.settings import Settings
+from bankfull.serve.supervise import Supervisor
 from bankfull.serve.texts import Texts
 from bankfull.serve.watch import WatchedBackend
 
@@ -74,24 +74,26 @@ def _run(
     @asynccontextmanager
     async def life(app: Starlette) -> AsyncIterator[None]:
         await link.start()
-        announcing = asyncio.ensure_future(announce(server))
+        supervisor.keep("greeting", lambda: announce(server), ends=True)
         try:
             async with batches:
                 yield
         finally:
-            announcing.cancel()
+            await supervisor.close()
             await link.drain(0.0)  # those who were given time have had it
             await link.close()
             texts.close()
 
-    metrics = Metrics(settings.names[0], vllm_names=protection.vllm_metrics)
+    supervisor = Supervisor()
+    metrics = Metrics(settings.names[0], vllm_names=protection.vllm_metrics, supervisor=supervisor)
     keyring = protection.doors.keyring
     backend = WatchedBackend(link, metrics, keyring)
-    app = create_app(backend, texts, settings, lifespan=life)
+    app = create_app(backend, texts, settings, lifespan=life, supervisor=supervisor)
     batches = BatchService(
         data, handle_within(app.state.apis, lambda key: caller_named(protection.doors, key), keyring),
         rows=lambda: link.facts.rows if link.facts is not None else 1,
         count=lambda outcome: metrics.batch_requests.add(1, outcome), wait=keyring.batch_wait,
+        supervisor=supervisor,
     )  # fmt: skip
     app.router.routes.extend([*batches.routes, *console_routes(backend, metrics, backend.lines, settings)])
     limits = GuardLimits(body_bytes=settings.max_body_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import sqlite3
 import subprocess
 import sys
 import time
@@ -24,8 +25,10 @@ from bankfull.serve.batch_service import BatchService, handle_within
 from bankfull.serve.calls import CALLER, Caller
 from bankfull.serve.exposition import Histogram
 from bankfull.serve.keys import Keyring, new_key
+from bankfull.serve.ledger import Ledger
 from bankfull.serve.metrics import Metrics
 from bankfull.serve.store import Store
+from bankfull.serve.supervise import Supervisor
 from bankfull.serve.watch import WatchedBackend
 from tests.serve.batch_app import RandomHandler, batch_app
 from tests.serve.scripted import Scripted, scripted_texts, settings
@@ -427,3 +430,44 @@ def test_a_batch_without_tokens_keeps_nobody_else_waiting(tmp_path: Path) -> Non
         assert batch.request_counts is not None and batch.request_counts.completed == 0
         poor.clear()
         assert ended(waits, first).request_counts.completed == 50
+
+
+@pytest.mark.parametrize("call", ["open_batches", "again", "clear", "add", "start", "pending", "record", "finalize",
+                                  "conclude"])  # fmt: skip
+def test_a_database_error_anywhere_delays_a_batch_and_is_told_but_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    """What is not a full disk: an I/O error, a damaged page."""
+    inner, failures = getattr(Ledger, call), [sqlite3.OperationalError("disk I/O error") for _ in range(2)]
+
+    def failing(self: Ledger, *arguments: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return inner(self, *arguments)
+
+    with client_of(tmp_path, RandomHandler(3, trouble=0.0)) as client, caplog.at_level(logging.ERROR):
+        monkeypatch.setattr(Ledger, call, failing)
+        batch = ended(client, submit(client, [line(f"{number}") for number in range(30)]).id)
+        assert batch.status == "completed" and batch.request_counts.completed == 30
+        found = results(client, batch.output_file_id)
+        assert [each["custom_id"] for each in found] == [str(number) for number in range(30)]
+    assert not failures and sum("disk I/O error" in record.getMessage() for record in caplog.records) == 2
+
+
+def test_whatever_task_is_cancelled_by_mistake_the_batch_ends_with_one_result_per_line(tmp_path: Path) -> None:
+    supervisor = Supervisor()
+    app = batch_app(tmp_path, RandomHandler(4, seconds=0.03), supervisor=supervisor)
+    choose, killed = random.Random(5), set()
+    with served(app) as url, client_at(url) as client:
+        id = submit(client, [line(f"{number}") for number in range(400)]).id
+        while client.batches.retrieve(id).status not in ENDED:
+            name, tasks = choose.choice(list(supervisor.running.items()))
+            for task in tasks:
+                task.get_loop().call_soon_threadsafe(task.cancel)
+                killed.add(name)
+            time.sleep(0.02)
+        batch = ended(client, id)
+        assert batch.status == "completed" and batch.request_counts.completed == 400
+        found = results(client, batch.output_file_id)
+        assert [each["custom_id"] for each in found] == [str(number) for number in range(400)]
+    assert len(killed) == 4, killed

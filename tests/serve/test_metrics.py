@@ -40,6 +40,7 @@ NOT_ON_THE_DASHBOARD = {
     "engine_steps_total", "engine_bytes_moved_total", "engine_flops_total",  # what the ratios are made of
     "achieved_flops_per_second", "ceiling_flops_per_second",  # MFU is
     "engine_restarts_total", "engine_failed_loads_total",  # for alerts: `ready` is
+    "background_task_up", "background_task_restarts_total",  # for alerts: all is well, nearly always
 }  # fmt: skip
 
 
