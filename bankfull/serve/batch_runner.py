@@ -155,8 +155,13 @@ class BatchRunner:
             self._ledger.fail(batch, [gone])
             return
         validation = Validation(path, batch.endpoint, self._most_lines)
-        for group in validation.groups():
-            self._ledger.add(batch, group)
+        try:
+            for group in validation.groups():
+                self._ledger.add(batch, group)
+        except FileNotFoundError:
+            lost = LineProblem("file_not_found", "The contents of the input file are lost.", param="input_file_id")
+            self._ledger.fail(batch, [lost])
+            return
         if validation.problems:
             self._ledger.fail(batch, validation.problems)
         else:

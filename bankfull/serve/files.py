@@ -118,8 +118,11 @@ class _Endpoints:
 
     async def content(self, request: Request) -> Response:
         file = await self._found(request)
+        place = self._store.place(file.id)
+        if not place.is_file():  # somebody else removed it: the store never does before its entry is gone
+            raise Refusal("The contents of this file are lost.", code="file_contents_lost", status=410)
         return FileResponse(
-            self._store.place(file.id), media_type="application/octet-stream", filename=file.filename,
+            place, media_type="application/octet-stream", filename=file.filename,
             headers={"x-content-type-options": "nosniff"},
         )  # fmt: skip
 

@@ -23,6 +23,9 @@ from bankfull.errors import ConfigError
 log = logging.getLogger("bankfull.serve")
 
 ENVIRONMENT = "BANKFULL_API_KEY"
+OF_ENVIRONMENT = "environment-"
+NAMED_DIGITS = 16
+"""Of a key's hash in its name: enough that no two keys share them by chance."""
 KEY_PREFIX = "bf-"
 SHORTEST_KEY = 16
 LONGEST_KEY = 512
@@ -188,7 +191,8 @@ def read_keys(file: Path) -> tuple[Key, ...]:
 
 
 def keys_of_environment(environment: Mapping[str, str]) -> tuple[Key, ...]:
-    """Keys in the clear, separated by commas; only their hashes are kept. All of them may do everything."""
+    """Keys in the clear, separated by commas; only their hashes are kept. All of them may do everything. Each is named
+    by its hash: what it owns is its own wherever it stands, and nobody else's."""
     secrets_given = [secret.strip() for secret in environment.get(ENVIRONMENT, "").split(",") if secret.strip()]
     keys = []
     for number, secret in enumerate(secrets_given, 1):
@@ -197,7 +201,8 @@ def keys_of_environment(environment: Mapping[str, str]) -> tuple[Key, ...]:
                 f"Key {number} in {ENVIRONMENT} must have {SHORTEST_KEY} to {LONGEST_KEY} printable ASCII characters; "
                 "`bankfull key NAME` makes a good one."
             )
-        keys.append(Key(f"environment-{number}", hashlib.sha256(secret.encode()).hexdigest(), admin=True))
+        digest = hashlib.sha256(secret.encode()).hexdigest()
+        keys.append(Key(OF_ENVIRONMENT + digest[:NAMED_DIGITS], digest, admin=True))
     return _distinct(keys)
 
 
@@ -205,6 +210,8 @@ def parse_line(line: str, where: str) -> Key:
     name, *words = line.split()
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{where}: a key's name has 1 to 64 letters, digits, dots, dashes or underscores.")
+    if name.startswith(OF_ENVIRONMENT):
+        raise ConfigError(f"{where}: names with {OF_ENVIRONMENT} are for the keys of {ENVIRONMENT}; choose another.")
     hashed = _HASH.fullmatch(words[0]) if words else None
     if hashed is None:
         raise ConfigError(

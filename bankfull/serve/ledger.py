@@ -115,8 +115,9 @@ class ResultLine(msgspec.Struct):
 
 
 class Ledger:
-    def __init__(self, store: Store, *, open_batches: int = 100) -> None:
-        self.store, self._open_batches = store, open_batches
+    def __init__(self, store: Store, *, open_batches: int = 100, kept_batches: int = 10_000) -> None:
+        """How many of one owner may be open, and known at all."""
+        self.store, self._open_batches, self._kept_batches = store, open_batches, kept_batches
 
     # -- for the API
 
@@ -136,6 +137,12 @@ class Ledger:
             if open_now >= self._open_batches:
                 raise Refusal(
                     f"You have {open_now} batches that have not ended; wait for one of them, or cancel it.",
+                    code="batch_limit_exceeded", status=429,
+                )  # fmt: skip
+            kept = self.store.query("SELECT count(*) FROM batches WHERE owner = ?", owner)[0][0]
+            if kept >= self._kept_batches:
+                raise Refusal(
+                    f"The server knows {kept} batches of yours and no more; the oldest are forgotten with time.",
                     code="batch_limit_exceeded", status=429,
                 )  # fmt: skip
             database.execute(
@@ -187,11 +194,11 @@ class Ledger:
 
     def clear(self, batch: Batch) -> None:
         """Validation begins, perhaps not for the first time."""
-        with self.store.transaction() as database:
+        with self.store.transaction(durable=False) as database:
             database.execute("DELETE FROM lines WHERE batch = ?", (batch.sequence,))
 
     def add(self, batch: Batch, lines: list[Line]) -> None:
-        with self.store.transaction() as database:
+        with self.store.transaction(durable=False) as database:
             database.executemany(
                 "INSERT INTO lines (batch, line, custom_id, start, length) VALUES (?, ?, ?, ?, ?)",
                 [(batch.sequence, *msgspec.structs.astuple(line)) for line in lines],
@@ -226,9 +233,11 @@ class Ledger:
         return [Line(*row) for row in rows]
 
     def record(self, results: list[Result]) -> int:
-        """How many of them were new: for a line that has a result, or whose batch has moved on, nothing changes."""
+        """How many of them were new: for a line that has a result, or whose batch has moved on, nothing changes.
+        A power cut may take the last ones with it: those lines run again. The end of the batch is durable, and with it
+        all that came before."""
         new = 0
-        with self.store.transaction() as database:
+        with self.store.transaction(durable=False) as database:
             for result in results:
                 changed = database.execute(
                     "UPDATE lines SET status = ?, body = ? WHERE batch = ? AND line = ? AND status IS NULL"

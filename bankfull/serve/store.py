@@ -1,14 +1,16 @@
 """What must survive a crash: one SQLite database (WAL), and a directory with the contents of files.
 
 A file's contents are whole before the database knows of it: written under `incoming`, synced, renamed, and only then
-entered. After a crash everything that the database does not know is removed. So no order of events, a full disk
-included, leaves an entry without contents.
+entered. So no order of events, a full disk or a power cut included, leaves an entry without contents. Nothing that the
+database does not know is ever removed: it is set aside, and `bankfull data adopt` brings it back. What was never whole,
+in `incoming`, and what was deleted (`removals`) is gone at the next start at the latest.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -16,7 +18,7 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,76 +28,20 @@ from typing import Any
 import msgspec
 
 from bankfull.errors import ConfigError
+from bankfull.serve.database import NAME as DATABASE
+from bankfull.serve.database import keep_private, open_database
 from bankfull.serve.errors import Refusal
+
+log = logging.getLogger("bankfull.serve")
 
 MEBIBYTE = 1 << 20
 LARGEST_FILE = 512 * MEBIBYTE
 THIRTY_DAYS = 30 * 24 * 3600
 FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
-
-# Each entry leads from one version of the schema to the next; what was released is never edited.
-MIGRATIONS: tuple[tuple[str, ...], ...] = (
-    (
-        """CREATE TABLE files (
-            sequence INTEGER PRIMARY KEY AUTOINCREMENT,
-            id TEXT NOT NULL UNIQUE,
-            owner TEXT NOT NULL,
-            purpose TEXT NOT NULL,
-            filename TEXT NOT NULL,
-            bytes INTEGER NOT NULL,
-            created_at INTEGER NOT NULL,
-            expires_at INTEGER
-        )""",
-        "CREATE INDEX files_of_owner ON files (owner, sequence)",
-        """CREATE TABLE batches (
-            sequence INTEGER PRIMARY KEY AUTOINCREMENT,
-            id TEXT NOT NULL UNIQUE,
-            owner TEXT NOT NULL,
-            endpoint TEXT NOT NULL,
-            input_file TEXT NOT NULL,
-            completion_window TEXT NOT NULL,
-            metadata BLOB,
-            output_seconds INTEGER,
-            status TEXT NOT NULL,
-            outcome TEXT,
-            errors BLOB,
-            total INTEGER NOT NULL DEFAULT 0,
-            completed INTEGER NOT NULL DEFAULT 0,
-            failed INTEGER NOT NULL DEFAULT 0,
-            output_file TEXT,
-            error_file TEXT,
-            created_at INTEGER NOT NULL,
-            expires_at INTEGER NOT NULL,
-            in_progress_at INTEGER,
-            finalizing_at INTEGER,
-            completed_at INTEGER,
-            failed_at INTEGER,
-            expired_at INTEGER,
-            cancelling_at INTEGER,
-            cancelled_at INTEGER
-        )""",
-        "CREATE INDEX batches_of_owner ON batches (owner, sequence)",
-        "CREATE INDEX batches_by_status ON batches (status)",
-        # Where each request lies in the input file, and its result once there is one.
-        """CREATE TABLE lines (
-            batch INTEGER NOT NULL REFERENCES batches (sequence) ON DELETE CASCADE,
-            line INTEGER NOT NULL,
-            custom_id TEXT NOT NULL,
-            start INTEGER NOT NULL,
-            length INTEGER NOT NULL,
-            status INTEGER,
-            body BLOB,
-            PRIMARY KEY (batch, line),
-            UNIQUE (batch, custom_id)
-        ) WITHOUT ROWID""",
-    ),
-    tuple(
-        f"ALTER TABLE batches ADD COLUMN {kind}_tokens INTEGER NOT NULL DEFAULT 0"
-        for kind in ("input", "cached", "output", "reasoning")
-    ),
-)
-
+BY_POSITION = re.compile(r"environment-[0-9]{1,4}")
+"""Owners that no key has any more: once, keys of the environment were named by their position in it."""
+INCOMING, CONTENTS, SET_ASIDE = "incoming", "files", "set-aside"
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
@@ -104,13 +50,15 @@ class StoreLimits:
     """Of all files of one key."""
     total_bytes: int = 16384 * MEBIBYTE
     """Of all files."""
+    owner_files: int = 10_000
+    total_files: int = 100_000
     keep_seconds: int = THIRTY_DAYS
     """A file expires so long after it was made, unless its maker said otherwise; the record of a batch too."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.file_bytes <= LARGEST_FILE:
             raise ConfigError(f"The largest file must be between 1 byte and {LARGEST_FILE >> 20} MiB.")
-        if self.owner_bytes < 1 or self.total_bytes < 1:
+        if min(self.owner_bytes, self.total_bytes, self.owner_files, self.total_files) < 1:
             raise ConfigError("The room for files must be positive.")
         if self.keep_seconds < 3600:
             raise ConfigError("Files must be kept for an hour at least.")
@@ -153,18 +101,16 @@ class Store:
         self, folder: Path, limits: StoreLimits | None = None, clock: Callable[[], float] = time.time
     ) -> None:  # fmt: skip
         self.folder, self.limits, self.clock = folder, limits or StoreLimits(), clock
-        self._incoming, self._contents = folder / "incoming", folder / "files"
-        try:
-            for each in (folder, self._incoming, self._contents):
-                each.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._held = _exclusive(folder / "lock")
-        except OSError as error:
-            raise ConfigError(f"The data directory {folder} cannot be used: {error.strerror or error}.") from None
+        self._incoming, self._contents, self.aside = (folder / name for name in (INCOMING, CONTENTS, SET_ASIDE))
+        self._held = hold_folder(folder)
         self._lock = threading.RLock()
         self._used: Counter[str] = Counter()
+        self._count: Counter[str] = Counter()
         try:
-            self._database = _opened(folder / "service.db")
-            self._sweep()
+            self._database = open_database(folder / DATABASE)
+            sync_folder(folder)
+            self._durable = True
+            self._recover()
         except BaseException:
             os.close(self._held)
             raise
@@ -183,9 +129,13 @@ class Store:
             os.close(self._held)
 
     @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All or nothing, on disk when the block has ended; one at a time."""
+    def transaction(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
+        """All or nothing; one at a time. After the block it survives a power cut. What is not `durable` survives
+        only the end of the process: for what nobody was told, and what is done again if it is lost."""
         with self._lock:
+            if durable != self._durable:
+                self._database.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+                self._durable = durable
             try:
                 self._database.execute("BEGIN IMMEDIATE")
                 yield self._database
@@ -208,7 +158,12 @@ class Store:
 
     def upload(self, owner: str, *, bounded: bool = True) -> Upload:
         """`bounded`: within the limits; results of work that was accepted are not."""
-        return Upload(self, owner, self._incoming, bounded)
+        self._count_one(owner, bounded)
+        try:
+            return Upload(self, owner, self._incoming, bounded)
+        except BaseException:
+            self.release(owner, 0)
+            raise
 
     def enter(self, database: sqlite3.Connection, file: StoredFile) -> None:
         """Inside a transaction: the file whose contents were sealed exists from now on."""
@@ -250,8 +205,8 @@ class Store:
         with self.transaction() as database:
             file = self.file(owner, id)
             self._free_to_go(database, file)
-            database.execute("DELETE FROM files WHERE id = ?", (id,))
-        self._forget(file)
+            self._strike_out(database, [file])
+        self._forget([file])
 
     def _free_to_go(self, database: sqlite3.Connection, file: StoredFile) -> None:
         users = database.execute(
@@ -262,10 +217,23 @@ class Store:
                 f"The batch {users[0]} still reads this file; cancel it first, or wait.", code="file_in_use", status=409
             )
 
-    def _forget(self, file: StoredFile) -> None:
-        self.release(file.owner, file.bytes)
-        with suppress(OSError):  # swept at the next start
-            self.place(file.id).unlink()
+    def _strike_out(self, database: sqlite3.Connection, files: list[StoredFile]) -> None:
+        ids = [(file.id,) for file in files]
+        database.executemany("DELETE FROM files WHERE id = ?", ids)
+        database.executemany("INSERT OR IGNORE INTO removals VALUES (?)", ids)
+
+    def _forget(self, files: list[StoredFile]) -> None:
+        """Their contents, and then the note that these must go."""
+        for file in files:
+            self.release(file.owner, file.bytes)
+        try:
+            for file in files:
+                self.place(file.id).unlink(missing_ok=True)
+            sync_folder(self._contents)
+            with self.transaction(durable=False) as database:
+                database.executemany("DELETE FROM removals WHERE id = ?", [(file.id,) for file in files])
+        except (OSError, Full) as error:
+            log.warning("the contents of deleted files go at the next start: %s", error)
 
     def _expired(self, file: StoredFile) -> bool:
         return file.expires_at is not None and file.expires_at <= self.now()
@@ -278,15 +246,16 @@ class Store:
                 f"SELECT {_FILE} FROM files WHERE expires_at <= ? AND id NOT IN"
                 " (SELECT input_file FROM batches WHERE status IN ('validating', 'in_progress'))", (now,)
             ).fetchall()  # fmt: skip
-            database.executemany("DELETE FROM files WHERE id = ?", [(row[0],) for row in rows])
+            files = [StoredFile(*row) for row in rows]
+            self._strike_out(database, files)
             database.execute(
                 "DELETE FROM batches WHERE created_at <= ?"
                 " AND status NOT IN ('validating', 'in_progress', 'finalizing', 'cancelling')",
                 (now - self.limits.keep_seconds,),
             )
-        for row in rows:
-            self._forget(StoredFile(*row))
-        return len(rows)
+        if files:
+            self._forget(files)
+        return len(files)
 
     # -- room
 
@@ -298,20 +267,102 @@ class Store:
                 raise Full("The server has no room for more files; come back later.")
             self._used[owner] += amount
 
+    def _count_one(self, owner: str, bounded: bool) -> None:
+        with self._lock:
+            if bounded and self._count[owner] >= self.limits.owner_files:
+                raise Full(f"You may have {self.limits.owner_files} files; delete some first.")
+            if bounded and self._count.total() >= self.limits.total_files:
+                raise Full("The server has no room for more files; come back later.")
+            self._count[owner] += 1
+
     def release(self, owner: str, amount: int) -> None:
+        """A file of so many bytes is gone."""
         with self._lock:
             self._used[owner] -= amount
+            self._count[owner] -= 1
 
-    def _sweep(self) -> None:
-        """What a crash left behind."""
-        for path in self._incoming.iterdir():
+    # -- at the start
+
+    def _recover(self) -> None:
+        """After whatever end the last server had."""
+        for path in self._incoming.iterdir():  # never whole, so that nobody was told of it
             path.unlink(missing_ok=True)
+        removals = [id for (id,) in self.query("SELECT id FROM removals")]
+        for id in removals:
+            with suppress(NoSuchFile):
+                self.place(id).unlink(missing_ok=True)
         known = {id: (owner, size) for id, owner, size in self.query("SELECT id, owner, bytes FROM files")}
-        for path in self._contents.iterdir():
-            if path.name not in known:
-                path.unlink(missing_ok=True)
         for owner, size in known.values():
             self._used[owner] += size
+            self._count[owner] += 1
+        settle_contents(self.folder, known.keys())
+        sync_folder(self._contents)
+        if removals:
+            with self.transaction(durable=False) as database:
+                database.executemany("DELETE FROM removals WHERE id = ?", [(id,) for id in removals])
+        owners = {owner for owner, _ in known.values()} | {row[0] for row in self.query("SELECT owner FROM batches")}
+        if by_position := sorted(owner for owner in owners if BY_POSITION.fullmatch(owner)):
+            log.warning(
+                "files or batches belong to %s, as an earlier version named keys by their position: nobody can read "
+                "them until `bankfull data adopt` gives them to a key", ", ".join(by_position),
+            )  # fmt: skip
+
+
+def settle_contents(folder: Path, known: Collection[str]) -> tuple[list[str], list[str], list[str]]:
+    """Contents that are not known are set aside; known ones that were set aside are taken back. Names of the former, of
+    the latter, and of those that are nowhere."""
+    contents, aside = folder / CONTENTS, folder / SET_ASIDE
+    present = {path.name for path in contents.iterdir()}
+    unknown, missing = sorted(present - set(known)), sorted(set(known) - present)
+    for name in unknown:
+        set_aside(folder, contents / name)
+    back = [name for name in missing if (aside / name).is_file()]
+    for name in back:
+        os.replace(aside / name, contents / name)
+    for path in contents.iterdir():
+        keep_private(path)
+    if unknown or back:
+        sync_folder(contents)
+        sync_folder(aside)
+    if unknown:
+        log.warning(
+            "%d files that the database does not know were set aside in %s, the first is %s; `bankfull data adopt` "
+            "brings them back", len(unknown), aside, unknown[0],
+        )  # fmt: skip
+    if back:
+        log.warning("%d files that had been set aside are known again, and in their place", len(back))
+    lost = sorted(set(missing) - set(back))
+    if lost:
+        log.error("%d files have lost their contents, the first is %s; see `bankfull data check`", len(lost), lost[0])
+    return unknown, back, lost
+
+
+def set_aside(folder: Path, path: Path) -> Path:
+    """Under a name that nothing there has."""
+    place = folder / SET_ASIDE / path.name
+    number = 1
+    while place.exists():
+        number += 1
+        place = folder / SET_ASIDE / f"{path.name}.{number}"
+    os.replace(path, place)
+    return place
+
+
+def hold_folder(folder: Path) -> int:
+    """Makes the folders, and keeps every other server from them until the descriptor is closed. The folder itself keeps
+    its rights if it was there: it may hold other things."""
+    try:
+        new = [each for each in (folder, *folder.parents) if not each.exists()]
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for name in (INCOMING, CONTENTS, SET_ASIDE):
+            (folder / name).mkdir(exist_ok=True, mode=0o700)
+            keep_private(folder / name, folder / "lock")
+        descriptor = _exclusive(folder / "lock")
+        for each in new:
+            sync_folder(each.parent)
+        return descriptor
+    except OSError as error:
+        raise ConfigError(f"The data directory {folder} cannot be used: {error.strerror or error}.") from None
 
 
 class Upload:
@@ -322,9 +373,10 @@ class Upload:
         self.id, self.bytes = f"file-{secrets.token_hex(16)}", 0
         self._path = incoming / self.id
         # Whoever gives up while `finish` runs on another thread waits for it, and then has nothing to remove.
-        self._busy, self._entered = threading.Lock(), False
+        self._busy, self._entered, self._abandoned = threading.Lock(), False, False
         with _disk():
-            self._file = self._path.open("xb")
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self._file = os.fdopen(os.open(self._path, flags, 0o600), "wb")
 
     def write(self, data: bytes | bytearray) -> None:
         limits = self._store.limits
@@ -347,7 +399,7 @@ class Upload:
             place = self._store.place(self.id)
             os.replace(self._path, place)
             self._path = place
-            _sync_folder(place.parent)
+            sync_folder(place.parent)
         now = self._store.now()
         keep = self._store.limits.keep_seconds if seconds is None else seconds
         return StoredFile(self.id, self._owner, purpose, filename, self.bytes, now, now + keep)
@@ -363,8 +415,9 @@ class Upload:
     def abandon(self) -> None:
         """Leaves no trace of it, unless it was finished."""
         with self._busy:
-            if self._entered:
+            if self._entered or self._abandoned:
                 return
+            self._abandoned = True
             with suppress(OSError):
                 self._file.close()
             with suppress(OSError):
@@ -400,37 +453,9 @@ def _exclusive(path: Path) -> int:
     return descriptor
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _opened(path: Path) -> sqlite3.Connection:
-    try:
-        database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
-        try:
-            database.execute("PRAGMA journal_mode = WAL")
-            database.execute("PRAGMA synchronous = NORMAL")
-            database.execute("PRAGMA foreign_keys = ON")
-            _migrate(database, path)
-        except BaseException:
-            database.close()
-            raise
-    except sqlite3.Error as error:
-        raise ConfigError(f"The database {path} cannot be opened ({error}); restore it, or move it away.") from None
-    return database
-
-
-def _migrate(database: sqlite3.Connection, path: Path) -> None:
-    version = database.execute("PRAGMA user_version").fetchone()[0]
-    if version > len(MIGRATIONS):
-        raise ConfigError(f"The database {path} was written by a newer version of bankfull; use that one.")
-    for number, statements in enumerate(MIGRATIONS[version:], start=version + 1):
-        database.execute("BEGIN IMMEDIATE")
-        for statement in statements:
-            database.execute(statement)
-        database.execute(f"PRAGMA user_version = {number}")
-        database.execute("COMMIT")

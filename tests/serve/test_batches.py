@@ -24,7 +24,9 @@ from bankfull.serve.backend import Backend
 from bankfull.serve.batch_service import BatchService, handle_within
 from bankfull.serve.calls import CALLER, Caller
 from bankfull.serve.exposition import Histogram
-from bankfull.serve.keys import Keyring, new_key
+from bankfull.serve.fortify import fortify
+from bankfull.serve.guard import open_doors
+from bankfull.serve.keys import Keyring, keys_of_environment, new_key
 from bankfull.serve.ledger import Ledger
 from bankfull.serve.metrics import Metrics
 from bankfull.serve.store import Store
@@ -54,6 +56,24 @@ def whole_app(folder: Path, backend: Backend, keyring: Keyring | None = None, **
             await app({**scope, CALLER: caller}, receive, send)
 
     return with_key
+
+
+def guarded_app(folder: Path, keys: str) -> Any:
+    """With keys as `bankfull serve` takes them from the environment."""
+    doors = open_doors(Keyring(keys_of_environment({"BANKFULL_API_KEY": keys})), host="127.0.0.1")
+    app = create_app(Scripted(), scripted_texts(), settings())
+    service = BatchService(folder, RandomHandler(0), rows=lambda: 4)
+    app.router.routes.extend(service.routes)
+    layers = fortify(app, Scripted(), doors, Metrics())
+
+    async def living(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            async with service:
+                await layers(scope, receive, send)
+        else:
+            await layers(scope, receive, send)
+
+    return living
 
 
 def line(custom_id: str, question: str = "why?", **changes: Any) -> str:
@@ -471,3 +491,22 @@ def test_whatever_task_is_cancelled_by_mistake_the_batch_ends_with_one_result_pe
         found = results(client, batch.output_file_id)
         assert [each["custom_id"] for each in found] == [str(number) for number in range(400)]
     assert len(killed) == 4, killed
+
+
+def test_what_a_key_of_the_environment_made_is_its_own_wherever_the_key_stands_later(tmp_path: Path) -> None:
+    one, two = "the-first-secret-key", "the-second-secret-key"
+    with served(guarded_app(tmp_path, f"{one},{two}")) as url, client_at(url, one) as client:
+        batch = ended(client, submit(client, [line("a")]).id)
+        files = {file.id for file in client.files.list()}
+    assert len(files) == 2
+    for keys in (two, f"{two},{one}"):
+        with served(guarded_app(tmp_path, keys)) as url, client_at(url, two) as client:
+            assert not list(client.files.list()) and not list(client.batches.list())
+            for id in files:
+                with pytest.raises(openai.NotFoundError):
+                    client.files.content(id)
+            with pytest.raises(openai.NotFoundError):
+                client.batches.retrieve(batch.id)
+            if one in keys:
+                with client_at(url, one) as owner:
+                    assert {file.id for file in owner.files.list()} == files

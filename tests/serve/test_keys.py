@@ -75,7 +75,7 @@ def test_an_empty_file_keeps_everybody_out(tmp_path: Path) -> None:
 
 def test_keys_of_the_environment_are_hashed_and_short_ones_refused() -> None:
     keys = keys_of_environment({"BANKFULL_API_KEY": "sixteen-letters-1, sixteen-letters-2"})
-    assert [key.name for key in keys] == ["environment-1", "environment-2"]
+    assert [key.name for key in keys] == [f"environment-{key.digest[:16]}" for key in keys]
     assert Keyring(keys).find(b"sixteen-letters-2") == keys[1]
     assert "sixteen" not in repr(keys)
     assert keys_of_environment({}) == ()
@@ -153,3 +153,15 @@ def test_the_command_prints_the_line_and_shows_the_key_once(capsys: pytest.Captu
     assert secret not in printed.out
     assert Keyring((key,)).find(secret.encode()) == key
     assert run_command(["key", "no/slash"]) == 2
+
+
+def test_a_key_of_the_environment_has_the_same_name_wherever_it_stands_and_no_key_of_a_file_can_have_it() -> None:
+    one, two = "sixteen-letters-1", "sixteen-letters-2"
+    both = {key.digest: key.name for key in keys_of_environment({"BANKFULL_API_KEY": f"{one},{two}"})}
+    for given in (f"{two},{one}", two, one):
+        for key in keys_of_environment({"BANKFULL_API_KEY": given}):
+            assert both[key.digest] == key.name
+    assert len(set(both.values())) == 2
+    for name in ("environment-1", *both.values()):
+        with pytest.raises(ConfigError, match="choose another"):
+            new_key(name)

@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from bankfull.errors import ConfigError
+from bankfull.serve import database as database_module
+from bankfull.serve.database import MIGRATIONS
 from bankfull.serve.errors import Refusal
 from bankfull.serve.ledger import Batch, Ledger, Line, LineProblem, Result
-from bankfull.serve.store import MIGRATIONS, Full, Store, StoreLimits
+from bankfull.serve.store import Full, Store, StoreLimits
 from tests.quick import examples
 
 
@@ -48,6 +50,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.time = 1000.0
         self._open()
         self.known: dict[str, bytes] = {}
+        self.aside: set[str] = set()
         self.status: dict[str, str] = {}
         self.lines: dict[str, dict[int, int | None]] = {}
 
@@ -73,8 +76,9 @@ class StoreMachine(RuleBasedStateMachine):
     def upload_that_never_ends(self, data: bytes, sealed: bool) -> None:
         upload = self.store.upload("me")
         upload.write(data)
-        if sealed:
+        if sealed:  # whole, and nobody was told: it may be what an older backup of the database does not know
             upload.seal("name", "batch")
+            self.aside.add(upload.id)
         self.crash()
 
     @rule(id=files)
@@ -170,6 +174,9 @@ class StoreMachine(RuleBasedStateMachine):
         assert {file.id for file in self.store.files("me")[0]} == set(self.known)
         assert {path.name: path.read_bytes() for path in (self.folder / "files").iterdir()} == self.known
         assert self.store._used["me"] == sum(map(len, self.known.values()))
+        assert self.store._count["me"] == len(self.known)
+        assert {path.name for path in (self.folder / "set-aside").iterdir()} == self.aside
+        assert not self.store.query("SELECT * FROM removals")
         for id, status in self.status.items():
             batch = self.batch(id)
             assert batch.status == status
@@ -208,14 +215,14 @@ def test_a_newer_schema_and_a_broken_database_are_told_in_one_sentence(tmp_path:
     with pytest.raises(ConfigError, match="newer version"):
         Store(tmp_path)
     (tmp_path / "service.db").write_bytes(b"no database" * 1000)
-    with pytest.raises(ConfigError, match="cannot be opened"):
+    with pytest.raises(ConfigError, match=r"is damaged .* `bankfull data repair --data-dir"):
         Store(tmp_path)
 
 
 def test_the_database_is_in_wal_mode_with_foreign_keys(tmp_path: Path) -> None:
     store = Store(tmp_path)
     assert [store.query(f"PRAGMA {name}")[0][0] for name in ("journal_mode", "foreign_keys", "synchronous")] == [
-        "wal", 1, 1,
+        "wal", 1, 2,
     ]  # fmt: skip
     store.close()
 
@@ -295,4 +302,127 @@ def test_a_database_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -
     store = Store(tmp_path)
     batch = Ledger(store).open_batches()[0]
     assert batch.id == "batch_1" and batch.input_tokens == batch.output_tokens == 0
+    store.close()
+
+
+def modes(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_mode & 0o777 for path in folder.rglob("*")}
+
+
+def test_nobody_else_may_read_anything_even_where_an_earlier_version_let_them(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        folder = tmp_path / "new" / "data"
+        store = Store(folder)
+        file = put(store)
+        assert {"service.db", "service.db-wal", "service.db-shm", f"files/{file}"} <= modes(folder).keys()
+        wanted = {name: 0o700 if (folder / name).is_dir() else 0o600 for name in modes(folder)}
+        assert modes(folder) == wanted and folder.stat().st_mode & 0o777 == 0o700
+        abandon(store)
+        for name in modes(folder):
+            (folder / name).chmod(0o755)
+        store = Store(folder)
+        put(store)
+        assert all(mode == (0o700 if (folder / name).is_dir() else 0o600) for name, mode in modes(folder).items())
+        store.close()
+    finally:
+        os.umask(before)
+
+
+def test_without_its_database_every_file_is_set_aside_and_comes_back_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(tmp_path)
+    files = {put(store, data): data for data in (b"one", b"two", b"three")}
+    store.close()
+    (tmp_path / "service.db").rename(tmp_path / "moved-away.db")
+    store = Store(tmp_path)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "set-aside").iterdir()} == files
+    assert sum("3 files" in record.getMessage() for record in caplog.records) == 1
+    newer = put(store, b"newer")
+    store.close()
+    (tmp_path / "moved-away.db").rename(tmp_path / "service.db")
+    store = Store(tmp_path)
+    assert {file.id: store.place(file.id).read_bytes() for file in store.files("me")[0]} == files
+    assert [path.name for path in (tmp_path / "set-aside").iterdir()] == [newer], "an older database knows less"
+    store.close()
+
+
+def test_damaged_inner_pages_are_found_at_the_start(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    ledger = Ledger(store)
+    batch = ledger.create("me", put(store), "/v1/completions", "24h", 86400)
+    ledger.add(batch, [Line(n, "custom" * 20 + str(n), n, 1) for n in range(500)])
+    store.close()
+    whole = (tmp_path / "service.db").read_bytes()
+    for page in (2, 3, len(whole) // 4096 - 1):
+        (tmp_path / "service.db").write_bytes(
+            whole[: page * 4096] + b"\xa5" * 4096 + whole[(page + 1) * 4096 :]
+        )  # fmt: skip
+        with pytest.raises(ConfigError, match="is damaged"):
+            Store(tmp_path)
+
+
+def test_of_a_large_database_the_lines_are_left_to_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work of a start is bounded by the number of files and batches."""
+    monkeypatch.setattr(database_module, "WHOLE_CHECK_BYTES", 4096)
+    Store(tmp_path).close()
+    asked: list[str] = []
+    database = sqlite3.connect(tmp_path / "service.db")
+    database.set_trace_callback(asked.append)
+    assert database_module.found_problems(database) == []
+    assert [each for each in asked if "quick_check" in each] == [
+        "PRAGMA quick_check(files)", "PRAGMA quick_check(batches)", "PRAGMA quick_check(removals)",
+    ]  # fmt: skip
+    asked.clear()
+    assert database_module.found_problems(database, whole=True) == []
+    assert [each for each in asked if "quick_check" in each] == ["PRAGMA quick_check(20)"]
+    database.close()
+
+
+def test_the_number_of_files_is_limited_for_an_owner_and_for_all_but_results_are_never_refused(tmp_path: Path) -> None:
+    store = Store(tmp_path, StoreLimits(owner_files=2, total_files=3))
+    first = put(store)
+    upload = store.upload("me")
+    with pytest.raises(Full, match="2 files"):
+        store.upload("me")
+    upload.abandon()
+    upload.abandon()
+    put(store)
+    with pytest.raises(Full, match="2 files"):
+        put(store)
+    put(store, owner="other")
+    with pytest.raises(Full, match="no room"):
+        put(store, owner="third")
+    store.upload("me", bounded=False).finish("results", "batch_output")
+    store.close()
+    store = Store(tmp_path, StoreLimits(owner_files=3, total_files=100))
+    with pytest.raises(Full, match="3 files"):
+        put(store)
+    store.delete("me", first)
+    put(store)
+    store.close()
+
+
+def test_the_records_of_batches_are_limited_for_an_owner(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    ledger = Ledger(store, kept_batches=2)
+    for owner in ("me", "me", "other"):
+        batch = ledger.create(owner, put(store, owner=owner), "/v1/completions", "24h", 86400)
+        ledger.fail(batch, [])
+    with pytest.raises(Refusal) as refused:
+        ledger.create("me", put(store), "/v1/completions", "24h", 86400)
+    assert refused.value.code == "batch_limit_exceeded"
+    store.close()
+
+
+def test_contents_of_a_deleted_file_that_a_power_cut_brought_back_go_at_the_next_start(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    file = put(store, b"private")
+    with store.transaction() as database:
+        store._strike_out(database, [store.file("me", file)])
+    abandon(store)
+    assert (tmp_path / "files" / file).exists()
+    store = Store(tmp_path)
+    assert not list((tmp_path / "files").iterdir()) and not list((tmp_path / "set-aside").iterdir())
     store.close()

@@ -1,0 +1,159 @@
+"""The database of files and batches: its schema, and how it is opened. One that is damaged is not served from."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sqlite3
+from contextlib import suppress
+from pathlib import Path
+
+from bankfull.errors import ConfigError
+
+NAME = "service.db"
+SIDE_FILES = ("-wal", "-shm")
+WHOLE_CHECK_BYTES = 256 << 20
+"""A database up to this size is checked whole at every start. Of a larger one the results of lines, which are most of
+it, are left to `bankfull data check`, so that a start does not take minutes."""
+SHOWN_PROBLEMS = 20
+
+# Each entry leads from one version of the schema to the next; what was released is never edited.
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        """CREATE TABLE files (
+            sequence INTEGER PRIMARY KEY AUTOINCREMENT,
+            id TEXT NOT NULL UNIQUE,
+            owner TEXT NOT NULL,
+            purpose TEXT NOT NULL,
+            filename TEXT NOT NULL,
+            bytes INTEGER NOT NULL,
+            created_at INTEGER NOT NULL,
+            expires_at INTEGER
+        )""",
+        "CREATE INDEX files_of_owner ON files (owner, sequence)",
+        """CREATE TABLE batches (
+            sequence INTEGER PRIMARY KEY AUTOINCREMENT,
+            id TEXT NOT NULL UNIQUE,
+            owner TEXT NOT NULL,
+            endpoint TEXT NOT NULL,
+            input_file TEXT NOT NULL,
+            completion_window TEXT NOT NULL,
+            metadata BLOB,
+            output_seconds INTEGER,
+            status TEXT NOT NULL,
+            outcome TEXT,
+            errors BLOB,
+            total INTEGER NOT NULL DEFAULT 0,
+            completed INTEGER NOT NULL DEFAULT 0,
+            failed INTEGER NOT NULL DEFAULT 0,
+            output_file TEXT,
+            error_file TEXT,
+            created_at INTEGER NOT NULL,
+            expires_at INTEGER NOT NULL,
+            in_progress_at INTEGER,
+            finalizing_at INTEGER,
+            completed_at INTEGER,
+            failed_at INTEGER,
+            expired_at INTEGER,
+            cancelling_at INTEGER,
+            cancelled_at INTEGER
+        )""",
+        "CREATE INDEX batches_of_owner ON batches (owner, sequence)",
+        "CREATE INDEX batches_by_status ON batches (status)",
+        # Where each request lies in the input file, and its result once there is one.
+        """CREATE TABLE lines (
+            batch INTEGER NOT NULL REFERENCES batches (sequence) ON DELETE CASCADE,
+            line INTEGER NOT NULL,
+            custom_id TEXT NOT NULL,
+            start INTEGER NOT NULL,
+            length INTEGER NOT NULL,
+            status INTEGER,
+            body BLOB,
+            PRIMARY KEY (batch, line),
+            UNIQUE (batch, custom_id)
+        ) WITHOUT ROWID""",
+    ),
+    tuple(
+        f"ALTER TABLE batches ADD COLUMN {kind}_tokens INTEGER NOT NULL DEFAULT 0"
+        for kind in ("input", "cached", "output", "reasoning")
+    ),
+    # Files that were deleted and whose contents may still be there: the only contents that a start removes.
+    ("CREATE TABLE removals (id TEXT PRIMARY KEY) WITHOUT ROWID",),
+)
+
+
+def open_database(path: Path) -> sqlite3.Connection:
+    """Sound and of the newest schema, or one sentence. Nobody but the server's user may read it."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        keep_private(path, *side_files(path))
+        database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = FULL")
+            database.execute("PRAGMA foreign_keys = ON")
+            _migrate(database, path)
+            if problems := found_problems(database):
+                raise _damaged(path, problems[0])
+        except BaseException:
+            database.close()
+            raise
+    except sqlite3.Error as error:
+        if is_damage(error):
+            raise _damaged(path, str(error)) from None
+        raise ConfigError(f"The database {path} cannot be opened: {error}.") from None
+    except OSError as error:
+        raise ConfigError(f"The database {path} cannot be opened: {error.strerror or error}.") from None
+    return database
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Not a lock, a full disk or a missing permission."""
+    return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB"))
+
+
+def found_problems(database: sqlite3.Connection, *, whole: bool = False) -> list[str]:
+    """What `quick_check` finds: pages that cannot be read, or that are used twice. `whole`: whatever the size."""
+    pages, size = (database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
+    tables = [""] if whole or pages * size <= WHOLE_CHECK_BYTES else ["files", "batches", "removals"]
+    found: list[str] = []
+    for table in tables:
+        try:
+            rows = database.execute(f"PRAGMA quick_check({table or SHOWN_PROBLEMS})").fetchall()
+        except sqlite3.DatabaseError as error:
+            if not is_damage(error):
+                raise
+            rows = [(str(error),)]
+        found += [" ".join(str(text).split()) for (text,) in rows if text != "ok"]
+    return found[:SHOWN_PROBLEMS]
+
+
+def side_files(path: Path) -> list[Path]:
+    return [path.with_name(path.name + suffix) for suffix in SIDE_FILES]
+
+
+def keep_private(*paths: Path) -> None:
+    """What earlier versions left readable for others; a file of somebody else stays as it is."""
+    for path in paths:
+        with suppress(FileNotFoundError, PermissionError):
+            if path.stat().st_mode & 0o077:
+                path.chmod(0o700 if path.is_dir() else 0o600)
+
+
+def _damaged(path: Path, problem: str) -> ConfigError:
+    command = f"bankfull data repair --data-dir {shlex.quote(str(path.parent))}"
+    return ConfigError(
+        f"The database {path} is damaged ({problem}); `{command}` saves what can be read, and removes nothing."
+    )
+
+
+def _migrate(database: sqlite3.Connection, path: Path) -> None:
+    version = database.execute("PRAGMA user_version").fetchone()[0]
+    if version > len(MIGRATIONS):
+        raise ConfigError(f"The database {path} was written by a newer version of bankfull; use that one.")
+    for number, statements in enumerate(MIGRATIONS[version:], start=version + 1):
+        database.execute("BEGIN IMMEDIATE")
+        for statement in statements:
+            database.execute(statement)
+        database.execute(f"PRAGMA user_version = {number}")
+        database.execute("COMMIT")
