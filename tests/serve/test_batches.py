@@ -9,8 +9,8 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,19 +61,16 @@ def whole_app(folder: Path, backend: Backend, keyring: Keyring | None = None, **
 def guarded_app(folder: Path, keys: str) -> Any:
     """With keys as `bankfull serve` takes them from the environment."""
     doors = open_doors(Keyring(keys_of_environment({"BANKFULL_API_KEY": keys})), host="127.0.0.1")
-    app = create_app(Scripted(), scripted_texts(), settings())
     service = BatchService(folder, RandomHandler(0), rows=lambda: 4)
+
+    @asynccontextmanager
+    async def life(app: Any) -> AsyncIterator[None]:
+        async with service:
+            yield
+
+    app = create_app(Scripted(), scripted_texts(), settings(), lifespan=life)
     app.router.routes.extend(service.routes)
-    layers = fortify(app, Scripted(), doors, Metrics())
-
-    async def living(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            async with service:
-                await layers(scope, receive, send)
-        else:
-            await layers(scope, receive, send)
-
-    return living
+    return fortify(app, Scripted(), doors, Metrics())
 
 
 def line(custom_id: str, question: str = "why?", **changes: Any) -> str:
