@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -49,6 +50,7 @@ def _trials(asked: argparse.Namespace) -> dict[str, Trial]:
         "overload": lambda: overload(asked.model, asked.seconds, asked.rounds),
         "kills": lambda: kills(tiny, asked.kills),
         "batch": lambda: batch_crashes(short=asked.short),
+        "power": lambda: power_cuts(short=asked.short),
         "crowd": lambda: crowd(tiny, asked.streams, asked.idle),
         "idle": lambda: idle_cpu(tiny, 2 * asked.seconds),
         "overhead": lambda: overhead(asked.model, 64, asked.rounds),
@@ -59,13 +61,27 @@ def _trials(asked: argparse.Namespace) -> dict[str, Trial]:
 def batch_crashes(*, short: bool) -> Iterator[Figure]:
     """The crash loop of the tests: a hundred kills in ten thousand lines; few of them in the short one."""
     name = "killed_again_and_again" if short else "a_hundred_kills"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/serve/test_batches.py", "-k", name]
+    passed, _ = _test_passes("tests/serve/test_batches.py", name)
+    yield Figure("batch: kills with one result per line", 8 if short else 100)
+    yield Figure("batch: the crash loop passed", float(passed), least=1)
+
+
+def power_cuts(*, short: bool) -> Iterator[Figure]:
+    """Power cuts in uploads, batches, results and cancels: at every change of the disk, or at every twelfth."""
+    passed, printed = _test_passes("tests/serve/test_power_cut.py", "every_twelfth_change" if short else "every_change")
+    tried = re.search(r"(\d+) power cuts", printed)
+    yield Figure("power: cuts in the batch service's writing", float(tried[1]) if tried else 0.0, least=1)
+    yield Figure("power: all that was acknowledged was there after each", float(passed), least=1)
+
+
+def _test_passes(file: str, name: str) -> tuple[bool, str]:
+    """And what it printed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-n", "0", file, "-k", name]
     result = subprocess.run(command, capture_output=True, text=True)
     passed = result.returncode == 0 and "1 passed" in result.stdout
     if not passed:
         print(result.stdout[-3000:], file=sys.stderr)
-    yield Figure("batch: kills with one result per line", 8 if short else 100)
-    yield Figure("batch: the crash loop passed", float(passed), least=1)
+    return passed, result.stdout
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
