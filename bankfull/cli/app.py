@@ -17,6 +17,7 @@ from bankfull import __version__
 from bankfull.cli.batch import batch
 from bankfull.cli.bench import bench
 from bankfull.cli.chat import chat
+from bankfull.cli.data import data
 from bankfull.cli.doctor import doctor
 from bankfull.cli.explain import explain
 from bankfull.cli.generate import generate
@@ -61,6 +62,7 @@ for command in COMMANDS:
     app.command(command.__name__)(flat(command))
 app.add_typer(batch, name="batch")
 app.add_typer(bench, name="bench")
+app.add_typer(data, name="data")
 
 
 def run_command(arguments: Sequence[str] | None = None) -> int:

@@ -16,6 +16,8 @@ WHOLE_CHECK_BYTES = 256 << 20
 """A database up to this size is checked whole at every start. Of a larger one the results of lines, which are most of
 it, are left to `bankfull data check`, so that a start does not take minutes."""
 SHOWN_PROBLEMS = 20
+SALVAGED = NAME + ".salvaged"
+"""What a repair has made, whole, until it is in the place of the old one."""
 
 # Each entry leads from one version of the schema to the next; what was released is never edited.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
@@ -84,6 +86,8 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 
 def open_database(path: Path) -> sqlite3.Connection:
     """Sound and of the newest schema, or one sentence. Nobody but the server's user may read it."""
+    if path.with_name(SALVAGED).exists() and path.name == NAME:
+        raise ConfigError(f"A repair of {path} did not come to its end; begin it again: `{_repair(path)}`.")
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         keep_private(path, *side_files(path))
@@ -113,13 +117,15 @@ def is_damage(error: sqlite3.Error) -> bool:
 
 
 def found_problems(database: sqlite3.Connection, *, whole: bool = False) -> list[str]:
-    """What `quick_check` finds: pages that cannot be read, or that are used twice. `whole`: whatever the size."""
+    """What `quick_check` finds: pages that cannot be read, or that are used twice. `whole`: whatever the size, and
+    whether indexes agree with their tables."""
     pages, size = (database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
     tables = [""] if whole or pages * size <= WHOLE_CHECK_BYTES else ["files", "batches", "removals"]
     found: list[str] = []
+    check = "integrity_check" if whole else "quick_check"
     for table in tables:
         try:
-            rows = database.execute(f"PRAGMA quick_check({table or SHOWN_PROBLEMS})").fetchall()
+            rows = database.execute(f"PRAGMA {check}({table or SHOWN_PROBLEMS})").fetchall()
         except sqlite3.DatabaseError as error:
             if not is_damage(error):
                 raise
@@ -141,10 +147,13 @@ def keep_private(*paths: Path) -> None:
 
 
 def _damaged(path: Path, problem: str) -> ConfigError:
-    command = f"bankfull data repair --data-dir {shlex.quote(str(path.parent))}"
     return ConfigError(
-        f"The database {path} is damaged ({problem}); `{command}` saves what can be read, and removes nothing."
+        f"The database {path} is damaged ({problem}); `{_repair(path)}` saves what can be read, and removes nothing."
     )
+
+
+def _repair(path: Path) -> str:
+    return f"bankfull data repair --data-dir {shlex.quote(str(path.parent))}"
 
 
 def _migrate(database: sqlite3.Connection, path: Path) -> None:

@@ -33,7 +33,7 @@ MAX_KEYS = 1000
 MAX_PER_MINUTE = 10**12
 RELOAD_SECONDS = 2.0
 
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+NAME_OF_KEY = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HASH = re.compile(r"sha256:([0-9a-f]{64})")
 _PRINTABLE = re.compile(rb"[!-~]+")
 
@@ -208,7 +208,7 @@ def keys_of_environment(environment: Mapping[str, str]) -> tuple[Key, ...]:
 
 def parse_line(line: str, where: str) -> Key:
     name, *words = line.split()
-    if not _NAME.fullmatch(name):
+    if not NAME_OF_KEY.fullmatch(name):
         raise ConfigError(f"{where}: a key's name has 1 to 64 letters, digits, dots, dashes or underscores.")
     if name.startswith(OF_ENVIRONMENT):
         raise ConfigError(f"{where}: names with {OF_ENVIRONMENT} are for the keys of {ENVIRONMENT}; choose another.")

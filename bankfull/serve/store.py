@@ -337,15 +337,14 @@ def settle_contents(folder: Path, known: Collection[str]) -> tuple[list[str], li
     return unknown, back, lost
 
 
-def set_aside(folder: Path, path: Path) -> Path:
-    """Under a name that nothing there has."""
-    place = folder / SET_ASIDE / path.name
-    number = 1
+def set_aside(folder: Path, path: Path, name: str | None = None) -> None:
+    """Under this name, or its own; with a number where something there has it."""
+    name = name or path.name
+    place, number = folder / SET_ASIDE / name, 1
     while place.exists():
         number += 1
-        place = folder / SET_ASIDE / f"{path.name}.{number}"
+        place = folder / SET_ASIDE / f"{name}.{number}"
     os.replace(path, place)
-    return place
 
 
 def hold_folder(folder: Path) -> int:
@@ -357,7 +356,7 @@ def hold_folder(folder: Path) -> int:
         for name in (INCOMING, CONTENTS, SET_ASIDE):
             (folder / name).mkdir(exist_ok=True, mode=0o700)
             keep_private(folder / name, folder / "lock")
-        descriptor = _exclusive(folder / "lock")
+        descriptor = hold_lock(folder / "lock")
         for each in new:
             sync_folder(each.parent)
         return descriptor
@@ -440,7 +439,7 @@ def _size(amount: int) -> str:
     return f"{amount >> 20} MiB" if amount >= MEBIBYTE else f"{amount} bytes"
 
 
-def _exclusive(path: Path) -> int:
+def hold_lock(path: Path) -> int:
     """Two servers on one directory would run every line twice."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -376,7 +376,8 @@ def test_of_a_large_database_the_lines_are_left_to_a_command(tmp_path: Path, mon
     ]  # fmt: skip
     asked.clear()
     assert database_module.found_problems(database, whole=True) == []
-    assert [each for each in asked if "quick_check" in each] == ["PRAGMA quick_check(20)"]
+    assert [each for each in asked if "quick_check" in each] == []
+    assert [each for each in asked if "integrity_check" in each] == ["PRAGMA integrity_check(20)"]
     database.close()
 
 

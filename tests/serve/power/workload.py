@@ -92,6 +92,7 @@ class Work:
             ledger.record(results(first, numbers))
         ledger.finalize(first, "completed")
         self.concluded(ledger, first)
+        self.tell(deleting=gone)
         ledger.store.delete(OWNER, gone)
         self.tell(deleted=gone)
         cancelled = self.started(ledger)
