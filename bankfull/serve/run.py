@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import shlex
 import socket
@@ -74,11 +75,12 @@ def _run(
     @asynccontextmanager
     async def life(app: Starlette) -> AsyncIterator[None]:
         await link.start()
-        supervisor.keep("greeting", lambda: announce(server), ends=True)
+        announcing = asyncio.ensure_future(announce(server))
         try:
             async with batches:
                 yield
         finally:
+            announcing.cancel()
             await supervisor.close()
             await link.drain(0.0)  # those who were given time have had it
             await link.close()
