@@ -42,8 +42,10 @@ OWNERS = {
         "Thread": (1, "compile, which waits for it"),
     },
     "serve/app.py": {"ensure_future": (1, "the request that it watches for")},
-    "serve/batch_runner.py": {"create_task": (5, "the batch runner")},
-    "serve/batch_service.py": {"create_task": (1, "BatchService")},
+    "serve/batch_runner.py": {
+        "create_task": (3, "the batch's task, which the supervisor keeps"),
+        "ensure_future": (1, "the batch's task, which waits for it"),
+    },
     "serve/link.py": {
         "create_task": (1, "Link._orphan: the server ends with the reason"),
         "ensure_future": (1, "Link._until_ended, which raises its failure"),
@@ -54,6 +56,7 @@ OWNERS = {
     "serve/run.py": {"ensure_future": (1, "run_server: whatever ends it ends the server")},
     "serve/sse.py": {"create_task": (1, "the stream")},
     "serve/store.py": {"ThreadPoolExecutor": (1, "Store: a failure is raised where the work is awaited")},
+    "serve/supervise.py": {"create_task": (2, "Supervisor: begun again, and told of; test_supervise.py ends them")},
     "serve/texts.py": {"ThreadPoolExecutor": (1, "Texts: a failure is raised where the work is awaited")},
     "serve/worker.py": {
         "Thread": (1, "the engine process, which ends with the reason and is started again"),
