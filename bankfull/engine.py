@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future as HostFuture
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -60,13 +60,11 @@ class Engine:
         self._owner: dict[int, Key] = {}
         self._grammars = Grammars()
 
-    def add(self, request: Request, matcher: Matcher | None = None) -> None:
+    def add(self, request: Request, matchers: Sequence[Matcher] = ()) -> None:
+        """`matchers`: under a grammar, one for each sample."""
         self.scheduler.add(request)
-        if matcher is not None:
-            # All copies first: from then on the matchers are used by another thread.
-            matchers = [matcher, *(matcher.copy() for _ in range(1, request.samples))]
-            for child, own in enumerate(matchers):
-                self._grammars.add((request.id, child), own)
+        for child, matcher in enumerate(matchers):
+            self._grammars.add((request.id, child), matcher)
 
     def abort(self, request_id: Hashable, reason: Finish = Finish.ABORT, child: int | None = None) -> list[Output]:
         """Safe at any moment between two steps."""

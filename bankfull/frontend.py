@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
+from torch import Tensor
+
 from bankfull.engine import Engine
 from bankfull.errors import RequestError
 from bankfull.outputs import CompletionOutput, Delta, Logprob, Metrics, RequestOutput
@@ -20,7 +22,7 @@ from bankfull.runtime.runner import Extra, TokenLogprobs
 from bankfull.sample.grammar import GrammarCompiler, Matcher
 from bankfull.sample.params import SamplingParams
 from bankfull.text.detokenize import Detokenizer
-from bankfull.text.stop import StopText
+from bankfull.text.stop import StopTable, StopText
 from bankfull.text.template import ChatTemplate, encode_chat
 from bankfull.text.tokenizer import Tokenizer
 from bankfull.types import Finish, Output, Request
@@ -39,7 +41,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request that is checked and ready to be queued."""
+    """A request that is checked and ready to be queued: all that its samples share is here, and made once."""
 
     text: str | None
     ids: list[int]
@@ -47,7 +49,11 @@ class Prepared:
     stop_ids: frozenset[int]
     limit: int
     generates: bool
-    matcher: Matcher | None
+    matchers: tuple[Matcher, ...]
+    """One for each sample, where there is a grammar."""
+    stops: StopTable | None
+    fence: Tensor | None
+    """The tokens that it may use, packed."""
     priority: int
     salt: str
     pool: str | None
@@ -127,17 +133,24 @@ class Frontend:
         self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
         tenant: str = "",
     ) -> Prepared:  # fmt: skip
-        """All that is slow about a request (tokens, a grammar) and all checks; may run on any thread."""
+        """All that is slow about a request (tokens, a grammar, tables) and all checks; may run on any thread."""
         text, ids = self.encode(prompt)
         generates = pool is None and params.max_tokens != 0
         limit = self._limit(len(ids), params, generates)
         eos = frozenset() if params.ignore_eos else self.tokenizer.eos_ids
         stop_ids = frozenset(params.stop_token_ids) | eos
         params = self._with_word_ids(params)
-        self.engine.runner.rows.sampling.check(params, stop_ids)
-        structured = params.structured if generates else None
-        matcher = None if structured is None else self._grammars.compile(structured)
-        return Prepared(text, ids, params, stop_ids, limit, generates, matcher, priority, salt, pool, tenant)
+        sampling = self.engine.runner.rows.sampling
+        sampling.check(params, stop_ids)
+        matchers: tuple[Matcher, ...] = ()
+        if params.structured is not None and generates:
+            matcher = self._grammars.compile(params.structured)
+            matchers = (matcher, *(matcher.copy() for _ in range(1, params.n)))
+        stops = StopTable(params.stop) if params.stop and params.detokenize else None
+        fence = sampling.fence(params)
+        return Prepared(
+            text, ids, params, stop_ids, limit, generates, matchers, stops, fence, priority, salt, pool, tenant
+        )  # fmt: skip
 
     def queue(self, prepared: Prepared, request_id: Hashable | None = None) -> Hashable:
         params, pool = prepared.params, prepared.pool
@@ -150,10 +163,10 @@ class Frontend:
             # Every prompt position has to run when each one's scores or hidden state are part of the answer.
             reuse=params.prompt_logprobs is None and pool != "mean",
             generates=prepared.generates, scored=params.prompt_logprobs is not None,
-            payload=Job(request_id, params, seed, prepared.stop_ids, pool),
+            payload=Job(request_id, params, seed, prepared.stop_ids, pool, prepared.fence),
         )  # fmt: skip
-        self.engine.add(request, prepared.matcher)
-        samples = [self._sample(i, params) for i in range(request.samples)]
+        self.engine.add(request, prepared.matchers)
+        samples = [self._sample(i, params, prepared.stops) for i in range(request.samples)]
         metrics = Metrics(time.time())
         result = RequestOutput(request_id, prepared.text, prepared.ids, [s.output for s in samples], metrics=metrics)
         self.pending[request_id] = Pending(result, params, prepared.stop_ids, samples, self._clock())
@@ -184,11 +197,11 @@ class Frontend:
         ids = {tuple(self.tokenizer.encode(w, add_bos=False, parse_special=False)) for w in spellings}
         return replace(params, bad_word_ids=tuple(sorted(i for i in ids if i)))
 
-    def _sample(self, index: int, params: SamplingParams) -> Sample:
+    def _sample(self, index: int, params: SamplingParams, stops: StopTable | None) -> Sample:
         wants = params.logprobs is not None
         output = CompletionOutput(index, logprobs=[] if wants else None, cumulative_logprob=0.0 if wants else None)
         detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens) if params.detokenize else None
-        stop = StopText(params.stop, params.include_stop_str_in_output) if params.stop and detokenizer else None
+        stop = None if stops is None else StopText(stops, params.include_stop_str_in_output)
         return Sample(output, detokenizer, stop)
 
     # -- out

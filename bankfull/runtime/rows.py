@@ -37,6 +37,8 @@ class Job:
     stop_ids: frozenset[int] = field(default_factory=frozenset)
     pool: str | None = None
     """None, "last" or "mean": return hidden states of the prompt instead of tokens."""
+    fence: Tensor | None = None
+    """What `SamplingTable.fence` made of the params, for all samples."""
 
 
 class HostRows:
@@ -115,7 +117,8 @@ class Rows:
             if job.pool is not None or job.params.prompt_logprobs is not None:
                 self.curious.add(row)
             if job.pool is None:
-                wishes.append(Wish(row, job.params, enter.prompt_len, enter.child, job.seed, job.stop_ids))
+                wish = Wish(row, job.params, enter.prompt_len, enter.child, job.seed, job.stop_ids, job.fence)
+                wishes.append(wish)
             if self.host is not None:
                 self.host.tokens[row, : len(enter.tokens)] = enter.tokens
                 self.host.known[row], self.host.slot[row] = len(enter.tokens), enter.slot

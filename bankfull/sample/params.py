@@ -16,6 +16,8 @@ MAX_SAMPLES = 128
 MAX_LOGPROBS = 64
 MAX_STRINGS = 64
 MAX_STRING_CHARS = 4096
+MAX_TOTAL_CHARS = 8192
+"""Of all stop strings together, and of all bad words: what is made of them costs time and memory per character."""
 MAX_BAD_WORD_SEQUENCES = 256
 MAX_BAD_WORD_TOKENS = 64
 MAX_BIASED_TOKENS = 1024
@@ -45,7 +47,7 @@ class StructuredOutput:
                 "keep one of them."
             )
         if self.choice is not None:
-            object.__setattr__(self, "choice", _strings("structured.choice", self.choice, MAX_CHOICES, None))
+            object.__setattr__(self, "choice", _strings("structured.choice", self.choice, MAX_CHOICES, None, None))
             if not self.choice:
                 raise RequestError("structured.choice is empty: give at least one string to choose from.")
         elif self.json is not None and not isinstance(self.json, str):
@@ -265,14 +267,17 @@ def _items(name: str, values: object, limit: int) -> tuple[Any, ...]:
 
 
 def _strings(
-    name: str, values: object, limit: int = MAX_STRINGS, chars: int | None = MAX_STRING_CHARS
-) -> tuple[str, ...]:
+    name: str, values: object, limit: int = MAX_STRINGS, chars: int | None = MAX_STRING_CHARS,
+    total: int | None = MAX_TOTAL_CHARS,
+) -> tuple[str, ...]:  # fmt: skip
     strings = _items(name, values, limit)
     for text in strings:
         if not isinstance(text, str) or not text:
             raise RequestError(f"{name} holds {_shown(text)}: each entry must be a string that is not empty.")
         if chars is not None and len(text) > chars:
             raise RequestError(f"{name} holds a string of {len(text)} characters: give at most {chars}.")
+    if total is not None and (characters := sum(map(len, strings))) > total:
+        raise RequestError(f"{name} has {characters} characters in all: give at most {total}.")
     return strings
 
 

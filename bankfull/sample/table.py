@@ -64,6 +64,8 @@ class Wish:
     seed: int
     stop_ids: Collection[int]
     """End tokens and stop_token_ids: banned until min_tokens are out."""
+    fence: Tensor | None = None
+    """What `fence` made of the params when they were checked."""
 
 
 class SamplingTable:
@@ -93,7 +95,8 @@ class SamplingTable:
         for wish in wishes:
             if wish.params.bad_words and not wish.params.bad_word_ids:
                 raise RuntimeError("bad_words must be tokenized into bad_word_ids before a request enters a row")
-            self.check(wish.params, wish.stop_ids)
+            if wish.fence is None:
+                self.check(wish.params, wish.stop_ids)
         facts = [self.facts_of(wish.params, wish.stop_ids) for wish in wishes]
         rows = [wish.row for wish in wishes]
         self._write(self.reals, rows, [(
@@ -105,7 +108,7 @@ class SamplingTable:
             int(wish.params.greedy), -1 if wish.params.logprobs is None else wish.params.logprobs,
         ) for wish, fact in zip(wishes, facts, strict=True)])  # fmt: skip
         for wish, fact in zip(wishes, facts, strict=True):
-            self._set_bits(wish.row, wish.params, wish.stop_ids, fact)
+            self._set_bits(wish, fact)
             self._set_bias(wish.row, wish.params)
             self._set_bad_words(wish.row, wish.params)
             self.facts[wish.row] = PLAIN if fact == PLAIN else fact  # the very same, so that asking is cheap
@@ -191,29 +194,43 @@ class SamplingTable:
             table.index_copy_(0, self.ship(rows, torch.int64), self.ship(values, table.dtype))
 
     def _bits(self, ids: Collection[int]) -> Tensor:
-        """A packed line (bit t % 32 of word t // 32), built on the host: it crosses as one small copy."""
+        """A packed line (bit t % 32 of word t // 32), on the host: it crosses as one small copy."""
         flags = torch.zeros(self.words * 32, dtype=torch.int64)
         flags[torch.tensor(list(ids), dtype=torch.int64)] = 1
-        packed = (flags.view(-1, 32) << torch.arange(32)).sum(-1).to(torch.int32)
-        if self.device.type == "cuda":
-            packed = packed.pin_memory()
-        return packed.to(self.device, non_blocking=True)
+        return (flags.view(-1, 32) << torch.arange(32)).sum(-1).to(torch.int32)
 
-    def _set_bits(self, row: int, params: SamplingParams, stop_ids: Collection[int], facts: Facts) -> None:
+    def fence(self, params: SamplingParams) -> Tensor | None:
+        """The tokens that a request may use, as a packed line on the host; None: all. Made once for all of its samples,
+        beside the steps: a list of ids may be as long as the vocabulary."""
+        if params.allowed_token_ids is None and not params.banned_token_ids:
+            return None
+        line = torch.full((self.words,), -1, dtype=torch.int32)
+        if params.allowed_token_ids is not None:
+            line &= self._bits(params.allowed_token_ids)
+        if params.banned_token_ids:
+            line &= ~self._bits(params.banned_token_ids)
+        return line.pin_memory() if self.device.type == "cuda" else line
+
+    def _set_bits(self, wish: Wish, facts: Facts) -> None:
+        row = wish.row
         if facts.fenced and self.allowed is None:
             self.allowed = torch.full((self.rows, self.words), -1, dtype=torch.int32, device=self.device)
         if self.allowed is not None:
-            line = self.allowed[row].fill_(-1)
-            if params.allowed_token_ids is not None:
-                line &= self._bits(params.allowed_token_ids)
-            if params.banned_token_ids:
-                line &= ~self._bits(params.banned_token_ids)
+            fence = self.fence(wish.params) if wish.fence is None else wish.fence
+            if fence is None:
+                self.allowed[row].fill_(-1)
+            else:
+                self.allowed[row].copy_(fence, non_blocking=True)
         if facts.waits and self.stops is None:
             self.stops = torch.zeros((self.rows, self.words), dtype=torch.int32, device=self.device)
         if self.stops is not None:
-            line = self.stops[row].zero_()
             if facts.waits:
-                line |= self._bits(stop_ids)
+                packed = self._bits(wish.stop_ids)
+                if self.device.type == "cuda":
+                    packed = packed.pin_memory()
+                self.stops[row].copy_(packed, non_blocking=True)
+            else:
+                self.stops[row].zero_()
 
     def _set_bias(self, row: int, params: SamplingParams) -> None:
         bias = params.logit_bias or {}

@@ -28,6 +28,9 @@ from bankfull.state.manager import Match, Reserved, SequenceState, StateManager
 from bankfull.state.prefix import Chain
 from bankfull.types import Enter, Finish, Output, PageEdit, Request, StepPlan, StepResult, Work
 
+FORKS_PER_STEP = 8
+"""Samples of one request that enter in one step, beside the first."""
+
 _rank = attrgetter("rank")
 
 
@@ -458,10 +461,12 @@ class Scheduler:
         step.fixed.add(seq.row)
 
     def _fork_children(self, seq: Sequence, step: Sketch) -> None:
-        """Where all but the last prompt token has settled, siblings start on copies; those without room go alone."""
+        """Where all but the last prompt token has settled, siblings start on copies, a few in each step, because telling
+        the runner of each takes time that all others wait for; those without room go alone."""
         if seq.flying or seq.computed != seq.prompt_len - 1:
             return
         assert seq.state is not None
+        entered = 0
         while seq.children and self._free_rows and (forked := self.state.fork(seq.state, seq.computed)) is not None:
             child = seq.children.pop(0)
             child.parent = None
@@ -469,6 +474,9 @@ class Scheduler:
             state, transfers = forked
             self._enter(child, state, seq.computed, step)
             step.plan.transfers.extend(transfers)
+            entered += 1
+            if entered == FORKS_PER_STEP and seq.children:
+                return
         _adopt(seq.children)
         seq.children = []
 

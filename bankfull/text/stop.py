@@ -7,30 +7,88 @@ on the text alone, never on how it was cut into pieces.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from bankfull.errors import RequestError
 
 
-class StopText:
-    """Passes text on, holding back what may become a stop string; `stopped` is the one that was found.
+class StopTable:
+    """All stop strings of a request as one automaton (Aho and Corasick). It never changes once it is built, so that all
+    samples of the request share it.
 
-    `include` also emits the stop string itself. One pass over the text: for each stop, `_matched` is the length of its
-    longest prefix that the text so far ends with (Knuth, Morris and Pratt).
+    A state is a prefix of a stop string, by number; 0 is the empty one. One character of text costs the same however
+    many stop strings there are; building costs one operation per character of them all.
     """
 
-    __slots__ = ("_borders", "_held", "_include", "_matched", "_stops", "stopped")
+    __slots__ = ("_depths", "_fallbacks", "_found", "_next", "_stops")
 
-    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+    def __init__(self, stops: Sequence[str]) -> None:
         if isinstance(stops, str):
             raise RequestError(f"stop strings are a list, not the one text {stops!r}: put it in a list")
         if not all(isinstance(stop, str) and stop for stop in stops):
             raise RequestError(f"the stop strings {list(stops)!r} are not all non-empty texts: remove the others")
+        self._stops = list(dict.fromkeys(stops))
+        self._next: list[dict[str, int]] = [{}]
+        self._depths = [0]
+        self._found = [-1]
+        """The longest stop string that the text ends with in this state, by number; -1: none."""
+        for number, stop in enumerate(self._stops):
+            self._found[self._state_of(stop)] = number
+        self._fallbacks = [0] * len(self._next)
+        self._find_fallbacks()
+
+    def follow(self, state: int, character: str) -> int:
+        """The longest prefix of a stop string that the text ends with, now that `character` has come."""
+        while (after := self._next[state].get(character)) is None:
+            if state == 0:
+                return 0
+            state = self._fallbacks[state]
+        return after
+
+    def depth(self, state: int) -> int:
+        """How many characters may become a stop string."""
+        return self._depths[state]
+
+    def complete(self, state: int) -> str | None:
+        found = self._found[state]
+        return None if found < 0 else self._stops[found]
+
+    def _state_of(self, stop: str) -> int:
+        state = 0
+        for character in stop:
+            after = self._next[state].get(character)
+            if after is None:
+                after = self._next[state][character] = len(self._next)
+                self._next.append({})
+                self._depths.append(self._depths[state] + 1)
+                self._found.append(-1)
+            state = after
+        return state
+
+    def _find_fallbacks(self) -> None:
+        """For each state the longest proper suffix of it that is a state, too: shorter states come first."""
+        waiting = deque(self._next[0].values())
+        while waiting:
+            state = waiting.popleft()
+            fallback = self._fallbacks[state]
+            if self._found[state] < 0:
+                self._found[state] = self._found[fallback]
+            for character, after in self._next[state].items():
+                self._fallbacks[after] = self.follow(fallback, character)
+                waiting.append(after)
+
+
+class StopText:
+    """Passes text on, holding back what may become a stop string; `stopped` is the one that was found. `include` also
+    emits the stop string itself."""
+
+    __slots__ = ("_held", "_include", "_state", "_table", "stopped")
+
+    def __init__(self, stops: StopTable | Sequence[str], include: bool = False) -> None:
+        self._table = stops if isinstance(stops, StopTable) else StopTable(stops)
         self.stopped: str | None = None
-        # Longest first: the first stop found complete at a character is then the one that wins.
-        self._stops = sorted(dict.fromkeys(stops), key=len, reverse=True)
-        self._borders = [_borders(stop) for stop in self._stops]
-        self._matched = [0] * len(self._stops)
+        self._state = 0
         self._include = include
         self._held = ""
 
@@ -39,34 +97,20 @@ class StopText:
         if self.stopped is not None:
             return ""
         pending = self._held + text
+        table, state = self._table, self._state
         for position, character in enumerate(text, len(self._held) + 1):
-            for index, stop in enumerate(self._stops):
-                matched, borders = self._matched[index], self._borders[index]
-                while matched and stop[matched] != character:
-                    matched = borders[matched - 1]
-                matched += stop[matched] == character
-                self._matched[index] = matched
-                if matched == len(stop):
-                    self.stopped, self._held = stop, ""
-                    return pending[: position if self._include else position - len(stop)]
-        safe = len(pending) - max(self._matched, default=0)
+            state = table.follow(state, character)
+            stop = table.complete(state)
+            if stop is not None:
+                self.stopped, self._held = stop, ""
+                return pending[: position if self._include else position - len(stop)]
+        self._state = state
+        safe = len(pending) - table.depth(state)
         self._held = pending[safe:]
         return pending[:safe]
 
     def finish(self) -> str:
         """What was held back and turned out not to be a stop string."""
         held, self._held = self._held, ""
-        self._matched = [0] * len(self._stops)
+        self._state = 0
         return held
-
-
-def _borders(stop: str) -> list[int]:
-    """For each prefix, the length of the longest proper prefix of it that it also ends with."""
-    borders = [0] * len(stop)
-    length = 0
-    for index in range(1, len(stop)):
-        while length and stop[index] != stop[length]:
-            length = borders[length - 1]
-        length += stop[index] == stop[length]
-        borders[index] = length
-    return borders
