@@ -17,6 +17,9 @@ from bankfull.outputs import Delta
 
 Action = Callable[[], None]
 
+ACTING_SECONDS = 0.005
+"""Of a turn, for what was posted; at least one action runs. The rest waits for the next turn: a step comes between."""
+
 
 class Bell(Protocol):
     """What wakes the loop. A ring is remembered until the next wait."""
@@ -63,22 +66,23 @@ class EngineLoop:
         self._bell.ring()
 
     def run(self) -> None:
-        while (actions := self._wait()) is not None:
-            for action in actions:
-                action()
+        while self._wait():
+            ends = time.monotonic() + ACTING_SECONDS
+            while self._inbox:
+                self._inbox.popleft()()
+                if time.monotonic() >= ends:
+                    break
             self._tell(self._front.step() if self._front.engine.busy else [])
 
-    def _wait(self) -> list[Action] | None:
-        """Until there is something to do: what was posted meanwhile; None when the loop is to stop."""
+    def _wait(self) -> bool:
+        """Until there is something to do; False when the loop is to stop."""
         due = False
         while not due:
             # First looked at, then waited for: whatever is posted in between has rung the bell.
             due = self._due()
             self._bell.wait(0.0 if due else self._pause())
             due = due or self._due()
-        if self._stopping:
-            return None
-        return [self._inbox.popleft() for _ in range(len(self._inbox))]
+        return not self._stopping
 
     def _due(self) -> bool:
         return bool(self._inbox) or self._stopping or self._runnable()

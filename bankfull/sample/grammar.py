@@ -6,10 +6,12 @@ llguidance does the parsing. It is imported when the first structured request co
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
 _Made = TypeVar("_Made")
 
 _CACHED_GRAMMARS = 64
+_CACHED_BYTES = 256 << 20
+"""What the process may have grown by while the cached ones were compiled."""
+_LEXER_STATES = 32_768
+"""That one grammar may have: one to two kB each. The library's own limit would let one grammar take half a GB."""
 _REASON_CHARS = 300
 # A chain of rules as long as the largest accepted source overflows a stack of ordinary size, and with it the process;
 # the pages of this one are only touched by such a grammar.
@@ -48,14 +54,23 @@ class Vocabulary(Protocol):
 class Matcher:
     """One sequence's place in its grammar. Not for two threads at once: wait for a mask before advancing."""
 
-    __slots__ = ("_inner", "_vocab")
+    __slots__ = ("_inner", "_known", "_vocab")
 
-    def __init__(self, inner: llguidance.LLMatcher, vocab: int) -> None:
+    def __init__(self, inner: llguidance.LLMatcher, vocab: int, known: NDArray[np.int32] | None = None) -> None:
         self._inner = inner
         self._vocab = vocab
+        self._known = known
+        """The mask of this very place, where it was computed already. Not to be written to: others share it."""
+
+    @property
+    def known(self) -> bool:
+        """Whether the mask is there without work."""
+        return self._known is not None
 
     def mask(self) -> NDArray[np.int32]:
         """Packed bits of the tokens that may come next; an end token only where the grammar may end."""
+        if self._known is not None:
+            return self._known
         found = np.frombuffer(self._inner.compute_bitmask(), dtype=np.int32)
         self._check()
         words = np.zeros((self._vocab + 31) // 32, dtype=np.int32)
@@ -67,6 +82,7 @@ class Matcher:
 
     def advance(self, token: int) -> None:
         """The sequence has taken `token`; one that the grammar forbids fails the request."""
+        self._known = None
         if token < 0:
             raise RequestError("no token satisfies the request's grammar and its other bans: relax one of them.")
         if not self._inner.consume_token(token):
@@ -88,7 +104,7 @@ class Matcher:
         return self._inner.validate_tokens(list(tokens))
 
     def copy(self) -> Matcher:
-        return Matcher(self._inner.deep_copy(), self._vocab)
+        return Matcher(self._inner.deep_copy(), self._vocab, self._known)
 
     def _check(self) -> None:
         if self._inner.is_error():
@@ -96,8 +112,18 @@ class Matcher:
             raise RequestError(f"the structured output's grammar cannot go on ({reason}): simplify the grammar.")
 
 
+@dataclass(slots=True)
+class Compiled:
+    """A grammar at its beginning, with the mask that every sequence under it begins with."""
+
+    matcher: Matcher
+    cost: int
+    """Bytes that the process has grown by meanwhile; some of them may be of others."""
+
+
 class GrammarCompiler:
-    """Compiles each grammar once. `vocab` is the width of the model's logits: ids beyond the tokenizer are never
+    """Compiles each grammar once, and forgets those that were not used for long when they are too many or too large.
+    `vocab` is the width of the model's logits: ids beyond the tokenizer are never
     allowed. Compiling a large grammar takes seconds, without holding the interpreter: call it off the engine's loop.
     """
 
@@ -105,7 +131,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab = tokenizer.vocab_size if vocab is None else vocab
         self._lock = threading.Lock()
-        self._made: OrderedDict[tuple[str, str], Future[llguidance.LLMatcher]] = OrderedDict()
+        self._made: OrderedDict[tuple[str, str], Future[Compiled]] = OrderedDict()
         self._words: llguidance.LLTokenizer | None = None
 
     def compile(self, structured: StructuredOutput) -> Matcher:
@@ -115,18 +141,34 @@ class GrammarCompiler:
             mine = pending is None
             if pending is None:
                 pending = self._made[key] = Future()
-                if len(self._made) > _CACHED_GRAMMARS:
-                    self._made.popitem(last=False)
             self._made.move_to_end(key)
         if mine:
             try:
-                pending.set_result(_with_deep_stack(lambda: self._build(structured)))
+                pending.set_result(_with_deep_stack(lambda: self._compiled(structured)))
             except BaseException as problem:
                 with self._lock:
                     if self._made.get(key) is pending:
                         del self._made[key]
                 pending.set_exception(problem)
-        return Matcher(pending.result().deep_copy(), self._vocab)
+            self._forget_old()
+        return pending.result().matcher.copy()
+
+    def _forget_old(self) -> None:
+        with self._lock:
+            done = [made for made in self._made.values() if made.done() and made.exception() is None]
+            size = sum(made.result().cost for made in done)
+            for key, made in list(self._made.items()):
+                if len(self._made) <= _CACHED_GRAMMARS and size <= _CACHED_BYTES:
+                    break
+                if made.done() and made.exception() is None:
+                    size -= made.result().cost
+                    del self._made[key]
+
+    def _compiled(self, structured: StructuredOutput) -> Compiled:
+        before = _resident_bytes()
+        inner = self._build(structured)
+        first = Matcher(inner, self._vocab, Matcher(inner, self._vocab).mask())
+        return Compiled(first, max(len(structured.source), _resident_bytes() - before))
 
     def _build(self, structured: StructuredOutput) -> llguidance.LLMatcher:
         library = _library()
@@ -135,7 +177,10 @@ class GrammarCompiler:
                 self._words = _token_trie(library, self._tokenizer)
             words = self._words
         try:
-            made: llguidance.LLMatcher = library.LLMatcher(words, _grammar_text(library, structured), log_level=0)
+            made: llguidance.LLMatcher = library.LLMatcher(
+                words, _grammar_text(library, structured), log_level=0,
+                limits=library.LLParserLimits(max_lexer_states=_LEXER_STATES),
+            )  # fmt: skip
             reason = made.get_error() if made.is_error() else ""
         except ValueError as problem:
             reason = str(problem) or "it cannot be read"
@@ -151,10 +196,23 @@ class MaskPool:
         self._threads = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="grammar-mask")
 
     def submit(self, matcher: Matcher) -> Future[NDArray[np.int32]]:
+        if matcher.known:
+            there: Future[NDArray[np.int32]] = Future()
+            there.set_result(matcher.mask())
+            return there
         return self._threads.submit(matcher.mask)
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _resident_bytes() -> int:
+    """Of this process; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def _library() -> Any:

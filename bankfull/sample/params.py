@@ -23,6 +23,8 @@ MAX_BAD_WORD_TOKENS = 64
 MAX_BIASED_TOKENS = 1024
 MAX_STOP_TOKENS = 256
 MAX_VOCAB = 2**22
+MAX_FENCED_TOKENS = 2**18
+"""Ids that are allowed, or banned: as many as large vocabularies have."""
 MAX_TOKENS = 2**31 - 1
 MAX_GRAMMAR_BYTES = 2**20
 MAX_CHOICES = 4096
@@ -183,9 +185,10 @@ class SamplingParams:
         keep(self, "stop", _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
         keep(self, "bad_words", _strings("bad_words", self.bad_words))
         keep(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS))
-        keep(self, "banned_token_ids", _token_ids("banned_token_ids", self.banned_token_ids, MAX_VOCAB))
+        keep(self, "banned_token_ids", _token_ids("banned_token_ids", self.banned_token_ids, MAX_FENCED_TOKENS))
         if self.allowed_token_ids is not None:
-            keep(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_VOCAB))
+            ids = _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_FENCED_TOKENS)
+            keep(self, "allowed_token_ids", ids)
             if not self.allowed_token_ids:
                 raise RequestError("allowed_token_ids is empty, which allows no token: leave it out to allow all.")
         words = _items("bad_word_ids", self.bad_word_ids, MAX_BAD_WORD_SEQUENCES)
@@ -220,7 +223,8 @@ class SamplingParams:
             raise RequestError(
                 "structured output ends with the end token, which ignore_eos forbids: leave one of the two out."
             )
-        if self.allowed_token_ids is not None and set(self.allowed_token_ids) <= set(self.banned_token_ids):
+        allowed, banned = self.allowed_token_ids, self.banned_token_ids
+        if allowed is not None and banned and set(allowed) <= set(banned):
             raise RequestError(
                 "banned_token_ids holds every id of allowed_token_ids, which leaves no token: shorten one of them."
             )
@@ -283,6 +287,9 @@ def _strings(
 
 def _token_ids(name: str, values: object, limit: int) -> tuple[int, ...]:
     ids = _items(name, values, limit)
+    # In one go: they may be as many as a vocabulary has.
+    if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < MAX_VOCAB)):
+        return ids
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < MAX_VOCAB:
             raise RequestError(f"{name} holds {_shown(token)}: token ids are integers from 0 to {MAX_VOCAB - 1}.")

@@ -461,8 +461,8 @@ class Scheduler:
         step.fixed.add(seq.row)
 
     def _fork_children(self, seq: Sequence, step: Sketch) -> None:
-        """Where all but the last prompt token has settled, siblings start on copies, a few in each step, because telling
-        the runner of each takes time that all others wait for; those without room go alone."""
+        """Where all but the last prompt token has settled, siblings start on copies; those without room go alone.
+        Only a few start in each step: telling the runner of each takes time that all others wait for."""
         if seq.flying or seq.computed != seq.prompt_len - 1:
             return
         assert seq.state is not None

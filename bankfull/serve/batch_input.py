@@ -8,10 +8,15 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from bankfull.serve.errors import Refusal
 from bankfull.serve.ledger import Line, LineProblem
+from bankfull.serve.schema import refuse_crowd
 
 MOST_LINES = 50_000
-LONGEST_LINE = 16 << 20
+MOST_BODY_BYTES = 4 << 20
+"""Of one request, unless the server takes more or fewer: as of a call."""
+AROUND_BODY = 8192
+"""Bytes of a line beside its body: `custom_id`, `url`, and the names of all."""
 MOST_PROBLEMS = 100
 GROUP = 1000
 MOST_TOGETHER, BYTES_TOGETHER = 32, 1 << 20
@@ -67,8 +72,11 @@ def read_bodies(path: Path, lines: list[Line]) -> list[bytes]:
 class Validation:
     """`groups()` yields the valid lines, a thousand at a time; then `problems` tells what is wrong with the others."""
 
-    def __init__(self, path: Path, endpoint: str, most_lines: int = MOST_LINES) -> None:
+    def __init__(
+        self, path: Path, endpoint: str, most_lines: int = MOST_LINES, most_body_bytes: int = MOST_BODY_BYTES
+    ) -> None:
         self._path, self._endpoint, self._most_lines = path, endpoint, most_lines
+        self._most_body_bytes, self._longest_line = most_body_bytes, most_body_bytes + AROUND_BODY
         self._places: dict[str, int] = {}
         self.problems: list[LineProblem] = []
 
@@ -99,18 +107,18 @@ class Validation:
         """Number (from one), place and text of every line that is not blank."""
         with self._path.open("rb") as file:
             number = start = 0
-            while text := file.readline(LONGEST_LINE + 1):
+            while text := file.readline(self._longest_line + 1):
                 number += 1
                 if text.strip():
                     yield number, start, text
                 start += len(text)
-                while len(text) > LONGEST_LINE and not text.endswith(b"\n"):  # the rest of a line that is too long
-                    text = file.readline(LONGEST_LINE + 1)
+                while len(text) > self._longest_line and not text.endswith(b"\n"):  # the rest of one that is too long
+                    text = file.readline(self._longest_line + 1)
                     start += len(text)
 
     def _checked(self, number: int, start: int, text: bytes) -> Line:
-        if len(text) > LONGEST_LINE:
-            raise _Invalid(f"The line is longer than {LONGEST_LINE >> 20} MiB.", "line_too_long", number)
+        if len(text) > self._longest_line:
+            raise _Invalid(f"The line is longer than {self._longest_line} bytes.", "line_too_long", number)
         try:
             request = _requests.decode(text)
         except msgspec.ValidationError as error:
@@ -124,7 +132,13 @@ class Validation:
             message = f"The custom_id was used in line {first} already."
             raise _Invalid(message, "duplicate_custom_id", number, "custom_id")
         try:
+            if len(request.body) > self._most_body_bytes:
+                message = f"The body is larger than {self._most_body_bytes} bytes."
+                raise _Invalid(message, "body_too_large", number, "body")
+            refuse_crowd(bytes(request.body))
             body = _bodies.decode(request.body)
+        except Refusal as error:
+            raise _Invalid(str(error), error.code or "invalid_body", number, "body") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             message = f"The body is no valid request: {_sentence(error)}"
             raise _Invalid(message, "invalid_body", number, "body") from None

@@ -18,7 +18,7 @@ import msgspec
 
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.backend import Busy, EngineDied, Unavailable
-from bankfull.serve.batch_input import MOST_LINES, Validation, read_bodies, read_together
+from bankfull.serve.batch_input import MOST_BODY_BYTES, MOST_LINES, Validation, read_bodies, read_together
 from bankfull.serve.batch_usage import spent_in
 from bankfull.serve.errors import openai_error, problem_of
 from bankfull.serve.ledger import Batch, Ledger, Line, LineProblem, Result, succeeded
@@ -50,11 +50,12 @@ class BatchRunner:
     def __init__(
         self, ledger: Ledger, handle: Handle, *, rows: Callable[[], int], most_lines: int = MOST_LINES,
         priority: int = BATCH_PRIORITY, count: Callable[[str], None] = lambda outcome: None,
-        wait: Callable[[str], float] = lambda owner: 0.0, supervisor: Supervisor | None = None,
+        wait: Callable[[str], float] = lambda owner: 0.0, most_body_bytes: int = MOST_BODY_BYTES,
+        supervisor: Supervisor | None = None,
     ) -> None:  # fmt: skip
         """`rows`: how many requests the engine runs at once, as far as it is known now. `count` is told of every result
         whether its line has "completed" or "failed". `wait`: seconds until lines of this owner may begin."""
-        self._count, self._wait = count, wait
+        self._count, self._wait, self._most_body_bytes = count, wait, most_body_bytes
         self._ledger, self._store, self._handle = ledger, ledger.store, handle
         self._most_lines, self._priority = most_lines, priority
         self._slots = Slots(lambda: rows() + BACKLOG)
@@ -154,7 +155,7 @@ class BatchRunner:
             gone = LineProblem("file_not_found", "The input file does not exist any more.", param="input_file_id")
             self._ledger.fail(batch, [gone])
             return
-        validation = Validation(path, batch.endpoint, self._most_lines)
+        validation = Validation(path, batch.endpoint, self._most_lines, self._most_body_bytes)
         try:
             for group in validation.groups():
                 self._ledger.add(batch, group)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from bankfull.serve.app import call_api, caller_of
-from bankfull.serve.batch_input import MOST_LINES
+from bankfull.serve.batch_input import MOST_BODY_BYTES, MOST_LINES
 from bankfull.serve.batch_runner import BatchRunner, Handle
 from bankfull.serve.batches import batch_routes
 from bankfull.serve.calls import Api, Caller
@@ -32,7 +32,7 @@ def handle_within(
 
     async def handle(url: str, body: bytes, *, priority: int, key: str) -> tuple[int, bytes]:
         charged = None if keyring is None else keyring.named(key)
-        with during(Trace("", "POST", url, time.monotonic(), key=charged)):
+        with during(Trace("", "POST", url, time.monotonic(), key=charged, batch=True)):
             return await call_api(apis, url, body, replace(caller(key), priority=priority))
 
     return handle
@@ -50,13 +50,14 @@ class BatchService:
         self, folder: Path, handle: Handle, *, rows: Callable[[], int], owner_of: Owner = key_of,
         limits: StoreLimits | None = None, most_lines: int = MOST_LINES,
         count: Callable[[str], None] = lambda outcome: None, wait: Callable[[str], float] = lambda owner: 0.0,
-        supervisor: Supervisor | None = None,
+        most_body_bytes: int = MOST_BODY_BYTES, supervisor: Supervisor | None = None,
     ) -> None:  # fmt: skip
         self.store = Store(folder, limits)
         self.ledger = Ledger(self.store)
         self._runner = BatchRunner(
-            self.ledger, handle, rows=rows, most_lines=most_lines, count=count, wait=wait, supervisor=supervisor
-        )
+            self.ledger, handle, rows=rows, most_lines=most_lines, count=count, wait=wait,
+            most_body_bytes=most_body_bytes, supervisor=supervisor,
+        )  # fmt: skip
         self.routes: list[Route] = [
             *file_routes(self.store, owner_of), *batch_routes(self.ledger, self._runner, owner_of),
         ]  # fmt: skip

@@ -21,7 +21,8 @@ from bankfull.serve.backend import Backend, Unavailable
 from bankfull.serve.errors import GenerationFailed, Refusal
 from bankfull.serve.events import Finish, OutputParser, Reasoning, Text, ToolArguments, ToolStart, Turn, Usage
 from bankfull.serve.parsers import grammar_for, parser_for
-from bankfull.serve.texts import Texts, fit, is_short
+from bankfull.serve.schema import asked_bytes
+from bankfull.serve.texts import Texts, fit, is_short, kept_tokens
 from bankfull.serve.wire import Done, Facts, Piece
 
 ENDING_TOKENS = 64
@@ -72,9 +73,23 @@ class Chat:
         context = facts_of(self.backend).max_len
         tools = callable_tools(ask)
         self.backend.expect(ask.params.n, ask.priority)
-        prompt = await self.prompt(ask, context)
+        prompt = await self.prompt(ask)
         prompt = fit(prompt, context, ask.params, ask.truncate, "messages")
         ending = self.texts.tokenizer.decode(prompt[-ENDING_TOKENS:], skip_special=False)
+        # Tools may be as large as a body, and each sample has a parser that knows them.
+        params, parsers = await self.texts.run_if(
+            asked_bytes() if tools else 0, lambda: self._readers(ask, tools, ending)
+        )  # fmt: skip
+        left = None if ask.deadline is None else max(0.0, ask.deadline - (time.monotonic() - started))
+        steps = self.backend.generate(
+            prompt, params, priority=ask.priority, salt=ask.salt, deadline=left, explain=ask.explain
+        )  # fmt: skip
+        return Answer(prompt, steps, parsers)
+
+    def _readers(
+        self, ask: Ask, tools: list[dict[str, Any]] | None, ending: str
+    ) -> tuple[SamplingParams, list[OutputParser]]:
+        """The params with what forces a call, and a parser for each sample."""
         source, choice = self._source(tools), _as_template_choice(ask.tool_choice)
         takes_tools = self.texts.takes_tools
         params = ask.params
@@ -98,21 +113,22 @@ class Chat:
         ]  # fmt: skip
         if any(parser.wants_special_tokens for parser in parsers):
             params = replace(params, skip_special_tokens=False)
-        left = None if ask.deadline is None else max(0.0, ask.deadline - (time.monotonic() - started))
-        steps = self.backend.generate(
-            prompt, params, priority=ask.priority, salt=ask.salt, deadline=left, explain=ask.explain
-        )  # fmt: skip
-        return Answer(prompt, steps, parsers)
+        return params, parsers
 
-    async def prompt(self, ask: Ask, context: int | None = None) -> list[int]:
-        """The conversation as token ids, of any length unless `context` is given and cannot hold it."""
+    async def prompt(self, ask: Ask, *, fits: bool = True) -> list[int]:
+        """The conversation as token ids: no more than the context holds unless `fits` is False or the call lets it be
+        cut. What could never fit is refused by its length."""
         tools = callable_tools(ask)
+        context = facts_of(self.backend).max_len
+        keep = kept_tokens(ask.truncate, context)
         # What a template makes of a caller's options nobody knows; switches are in common use, and harmless.
         plain = tools is None and all(isinstance(value, bool) for value in ask.template_options.values())
         plain = plain and (self.texts.template is None or self.texts.template.at_once)
         return await self.texts.run_short(
-            plain and is_short(ask.messages), self.texts.encode_chat, ask.messages,
-            context if ask.truncate is None else None, tools=tools, options=ask.template_options,
+            plain and is_short(ask.messages), asked_bytes(),
+            lambda: self.texts.encode_chat(
+                ask.messages, context, fits=fits, keep=keep, tools=tools, options=ask.template_options
+            ),
         )  # fmt: skip
 
     def _source(self, tools: list[dict[str, Any]] | None) -> str:

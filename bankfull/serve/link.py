@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import suppress
 from itertools import count
@@ -44,6 +45,8 @@ from bankfull.serve.wire import (
     body_length,
     decoder,
     pack,
+    postponed,
+    preparation,
 )
 
 log = logging.getLogger("bankfull.serve")
@@ -54,6 +57,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 """Seconds before the engine is started again: doubled with each death until it has stayed for CALM seconds."""
 CALM = 60.0
 STALL_SECONDS = 60.0
+MOST_UNREAD = 64 << 10
+"""Bytes on their way to the engine that nothing can be withdrawn from any more."""
 LEAVING = 5.0
 """Seconds that an engine which was told to leave gets for it."""
 
@@ -171,6 +176,9 @@ class EngineProcess(asyncio.Protocol):
         self._progress: Watched | None = None
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._transport: asyncio.WriteTransport | None = None
+        self._unsent: deque[tuple[int | None, bytes]] = deque()
+        """While the engine is slow to read."""
+        self._paused = False
 
     async def start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -197,9 +205,21 @@ class EngineProcess(asyncio.Protocol):
     def pid(self) -> int:
         return self._process.pid if self._process is not None else 0
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes, request: int | None = None) -> None:
+        """In the order of the calls. `request`: the one that it submits, which may be withdrawn until it is written."""
         assert self._transport is not None
-        self._transport.write(message)
+        if self._paused:
+            self._unsent.append((request, message))
+        else:
+            self._transport.write(message)
+
+    def withdraw(self, request: int) -> bool:
+        """Whether the engine will never hear of a request that was submitted."""
+        for index, (submitted, _) in enumerate(self._unsent):
+            if submitted == request:
+                del self._unsent[index]
+                return True
+        return False
 
     def kill(self) -> None:
         if self._process is not None:
@@ -222,6 +242,16 @@ class EngineProcess(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)
+        self._transport.set_write_buffer_limits(high=MOST_UNREAD)
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        while self._unsent and not self._paused:  # writing may pause it again
+            assert self._transport is not None
+            self._transport.write(self._unsent.popleft()[1])
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.ended.done():
@@ -327,9 +357,11 @@ class Link:
             raise DeadlineExceeded("The request's deadline has passed before it was begun.")
         most = 0 if pool is not None else params.max_tokens
         ticket = self.admission.enter(len(prompt), params.n, most, priority, tenant)
-        stream = Stream(self, next(self._numbers), ticket, prepared=params.structured is None and not explain)
+        submit = Submit(next(self._numbers), prompt, params, priority, salt, pool, explain, tenant)
+        size = preparation(submit)
+        stream = Stream(self, submit.id, ticket, prepared=not size)
         try:
-            self._send(Submit(stream.id, prompt, params, priority, salt, pool, explain, tenant))
+            self._send(postponed(submit, size, stream.batch) if size else submit, stream.id)
         except BaseException as error:
             stream.end()
             if isinstance(error, BankfullError):
@@ -511,13 +543,13 @@ class Link:
 
     # -- to the engine
 
-    def _send(self, message: ToEngine) -> None:
+    def _send(self, message: ToEngine, request: int | None = None) -> None:
         if self._engine is None:
             raise Unavailable("There is no engine right now; ask again in a moment.")
-        self._engine.send(pack(message))
+        self._engine.send(pack(message), request)
 
     def abort(self, request: int) -> None:
-        if self._engine is not None:
+        if self._engine is not None and not self._engine.withdraw(request):
             self._engine.send(pack(Abort([request])))
 
     def drop(self, stream: Stream, error: BankfullError) -> None:

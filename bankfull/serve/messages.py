@@ -151,7 +151,7 @@ class CountTokens:
         with own_names(NAMES):
             call = decode(body, _count_decoder)
             check_model(self._settings, call.model)
-            prompt = await self._chat.prompt(prompt_of(call, SamplingParams(), self._switches))
+            prompt = await self._chat.prompt(prompt_of(call, SamplingParams(), self._switches), fits=False)
         return _encode(TokenCount(len(prompt)))
 
     def spell(self, problem: Problem) -> bytes:

@@ -17,6 +17,7 @@ from bankfull.serve.schema import (
     ResponseFormat,
     deadline_of,
     priority_of,
+    refuse_parts,
     salt_of,
     structured_output,
 )
@@ -253,6 +254,8 @@ def conversation_of(call: CountTokensCall) -> list[dict[str, Any]]:
         raise Refusal("messages is empty: give at least one.", param="messages")
     if len(call.messages) > MAX_MESSAGES:
         raise Refusal(f"There are {len(call.messages)} messages: give at most {MAX_MESSAGES}.", param="messages")
+    contents = [call.system, *(message.content for message in call.messages)]
+    refuse_parts(sum(len(content) for content in contents if isinstance(content, list)), "messages")
     if call.messages[-1].role == "assistant":
         raise Refusal(
             "messages ends with the assistant's own words, which this server cannot continue: end with a user's "

@@ -11,7 +11,7 @@ import msgspec
 from bankfull.serve.calls import Caller
 from bankfull.serve.chat import Answer, Ask, Chat, NamedTool, Sample, ToolChoice, collect
 from bankfull.serve.errors import Problem, Refusal, openai_error
-from bankfull.serve.events import Event, Finish, Reasoning, Text, ToolStart, Turn
+from bankfull.serve.events import Event, Finish, Reasoning, Text, ToolStart, Turn, Usage
 from bankfull.serve.openai_common import (
     FINGERPRINT,
     PromptLogprob,
@@ -28,6 +28,7 @@ from bankfull.serve.schema import (
     deadline_of,
     decode,
     priority_of,
+    refuse_parts,
     salt_of,
     sampling_params,
     truncation_of,
@@ -218,16 +219,18 @@ class ChatCompletions:
             options = call.stream_options or StreamOptions()
             return ChatStream(answer, tokenizer, model, options, top, explain=bool(call.explain))
         samples = await collect(answer)
-        choices = await self._chat.texts.run_if(
-            top is not None, lambda: [choice_of(sample, tokenizer, top) for sample in samples]
-        )
-        prompt_logprobs = prompt_logprobs_reply(answer.done.prompt_logprobs if answer.done else None)
-        return _encode(
-            ChatReply(
-                new_id("chatcmpl-"), int(time.time()), model, choices, usage_reply(answer.usage),
-                prompt_logprobs=prompt_logprobs, explain=account_of(answer) if call.explain else msgspec.UNSET,
-            )
-        )  # fmt: skip
+
+        def spelled() -> bytes:
+            return _encode(
+                ChatReply(
+                    new_id("chatcmpl-"), int(time.time()), model,
+                    [choice_of(sample, tokenizer, top) for sample in samples], usage_reply(answer.usage),
+                    prompt_logprobs=prompt_logprobs_reply(answer.done.prompt_logprobs if answer.done else None),
+                    explain=account_of(answer) if call.explain else msgspec.UNSET,
+                )
+            )  # fmt: skip
+
+        return await self._chat.texts.run_if(entries_of(answer.usage, call.prompt_logprobs, top), spelled)
 
     def spell(self, problem: Problem) -> bytes:
         return openai_error(problem)
@@ -257,6 +260,12 @@ class ChatCompletions:
         )
 
 
+def entries_of(usage: Usage, prompt: int | None, top: int | None) -> int:
+    """Log-probabilities that an answer holds, about."""
+    entries = 0 if prompt is None else usage.prompt_tokens * (prompt + 1)
+    return entries + (0 if top is None else usage.completion_tokens * (top + 1))
+
+
 def _top_logprobs(call: ChatCall) -> int | None:
     return (call.top_logprobs or 0) if call.logprobs else None
 
@@ -280,6 +289,8 @@ def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
         raise Refusal("messages is empty: give at least one.", param="messages")
     if len(messages) > MAX_MESSAGES:
         raise Refusal(f"There are {len(messages)} messages: give at most {MAX_MESSAGES}.", param="messages")
+    parts = sum(len(m.content) if isinstance(m.content, list) else 0 for m in messages)
+    refuse_parts(parts + sum(len(m.tool_calls or ()) for m in messages), "messages")
     return [_template_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 

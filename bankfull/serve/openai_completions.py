@@ -16,6 +16,7 @@ from bankfull.serve.calls import Caller
 from bankfull.serve.chat import facts_of
 from bankfull.serve.errors import GenerationFailed, Problem, Refusal, openai_error
 from bankfull.serve.events import Usage
+from bankfull.serve.openai_chat import entries_of
 from bankfull.serve.openai_common import (
     FINGERPRINT,
     PromptLogprob,
@@ -40,7 +41,7 @@ from bankfull.serve.schema import (
 )
 from bankfull.serve.settings import Settings
 from bankfull.serve.sse import DONE, EventStream, event
-from bankfull.serve.texts import Texts, fit
+from bankfull.serve.texts import SHORT_TEXT, Texts, fit, logprob_entries, refuse_bulk
 from bankfull.serve.turns import Turns
 from bankfull.serve.wire import Done, Piece
 from bankfull.text.tokenizer import Tokenizer
@@ -153,11 +154,12 @@ class Completions:
             [self._whole(job, turns, prompt, number, usage, accounts) for number, prompt in enumerate(prompts)]
         )
         flat = [choice for several in choices for choice in several]
-        return _encode(
-            CompletionReply(
-                new_id("cmpl-"), int(time.time()), model, flat, usage_reply(usage),
-                explain=accounts.told if call.explain else msgspec.UNSET,
-            )
+        reply = CompletionReply(
+            new_id("cmpl-"), int(time.time()), model, flat, usage_reply(usage),
+            explain=accounts.told if call.explain else msgspec.UNSET,
+        )  # fmt: skip
+        return await self._texts.run_if(
+            entries_of(usage, call.prompt_logprobs, call.logprobs), lambda: _encode(reply)
         )  # fmt: skip
 
     def spell(self, problem: Problem) -> bytes:
@@ -205,13 +207,13 @@ class Completions:
         call, facts = job.call, facts_of(self._backend)
         self._backend.expect(job.params.n, job.priority)
         truncate = truncation_of(call.truncate_prompt_tokens)
-        context = facts.max_len if truncate is None else None
-        prompts = []
+        prompts: list[list[int]] = []
+        entries = 0
         for given in split_prompts(call.prompt, self._settings.max_prompts, "prompt"):
-            ids = await encode_prompt(
-                self._texts, given, facts.vocab, context, add_special=call.add_special_tokens
-            )  # fmt: skip
+            ids = await encode_prompt(self._texts, given, facts, truncate, add_special=call.add_special_tokens)
             prompts.append(fit(ids, facts.max_len, job.params, truncate, "prompt"))
+            entries += logprob_entries(len(prompts[-1]), job.params, facts.max_len)
+            refuse_bulk(entries)
         return prompts
 
     async def _whole(
@@ -241,7 +243,7 @@ class Completions:
             samples = samples[:1] * job.kept  # nothing was generated, so all samples are the same
         best = sorted(samples, key=lambda sample: -sample.mean_logprob) if len(samples) > job.kept else samples
         return await self._texts.run_if(
-            job.params.logprobs is not None or lines is not None,
+            0 if job.params.logprobs is None and lines is None else SHORT_TEXT + 1,
             lambda: [self._choice(job, prompt, lines, first + i, sample) for i, sample in enumerate(best[: job.kept])],
         )
 

@@ -75,10 +75,9 @@ class Embeddings:
         model = check_model(self._settings, call.model)
         facts = facts_of(self._backend)
         truncate = truncation_of(call.truncate_prompt_tokens)
-        context = facts.max_len if truncate is None else None
         prompts = []
         for given in split_prompts(call.input, self._settings.max_prompts, "input"):
-            ids = await encode_prompt(self._texts, given, facts.vocab, context, param="input")
+            ids = await encode_prompt(self._texts, given, facts, truncate, param="input")
             prompts.append(fit(ids, facts.max_len, PARAMS, truncate, "input"))
         ends = None if seconds is None else started + seconds
         turns = Turns(self._settings.prompts_at_once, ends)

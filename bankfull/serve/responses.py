@@ -12,7 +12,7 @@ from bankfull.serve.calls import Caller
 from bankfull.serve.chat import Answer, Chat
 from bankfull.serve.errors import Problem, openai_error
 from bankfull.serve.events import Usage
-from bankfull.serve.openai_chat import TokenLogprob, account_of, logprobs_of
+from bankfull.serve.openai_chat import TokenLogprob, account_of, entries_of, logprobs_of
 from bankfull.serve.openai_common import check_model, new_id
 from bankfull.serve.own_names import own_names
 from bankfull.serve.responses_call import (
@@ -159,7 +159,10 @@ class Responses:
                     output.blocks.add(turn)
         finally:
             await answer.aclose()
-        return _encode(_closed(reply, output, answer, explain=ask.explain))
+        lines = entries_of(answer.usage, None, ask.params.logprobs)
+        return await self._chat.texts.run_if(
+            lines, lambda: _encode(_closed(reply, output, answer, explain=ask.explain))
+        )  # fmt: skip
 
     def spell(self, problem: Problem) -> bytes:
         return openai_error(problem)

@@ -18,6 +18,7 @@ from bankfull.serve.schema import (
     deadline_of,
     explained,
     priority_of,
+    refuse_parts,
     salt_of,
     structured_output,
 )
@@ -284,6 +285,8 @@ def conversation_of(call: ResponsesCall) -> list[dict[str, Any]]:
         raise Refusal("input is empty: give a text or at least one item.", param="input")
     if len(call.input) > MAX_MESSAGES:
         raise Refusal(f"There are {len(call.input)} items: give at most {MAX_MESSAGES}.", param="input")
+    contents = [item.get("content", item.get("output")) for item in call.input]
+    refuse_parts(sum(len(content) for content in contents if isinstance(content, list)), "input")
     folder = _Folder(messages)
     for index, item in enumerate(_items(call.input)):
         folder.add(item, f"input[{index}]")

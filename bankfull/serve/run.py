@@ -95,7 +95,7 @@ def _run(
         data, handle_within(app.state.apis, lambda key: caller_named(protection.doors, key), keyring),
         rows=lambda: link.facts.rows if link.facts is not None else 1,
         count=lambda outcome: metrics.batch_requests.add(1, outcome), wait=keyring.batch_wait,
-        supervisor=supervisor,
+        most_body_bytes=settings.max_body_bytes, supervisor=supervisor,
     )  # fmt: skip
     app.router.routes.extend([*batches.routes, *console_routes(backend, metrics, backend.lines, settings)])
     limits = GuardLimits(body_bytes=settings.max_body_bytes)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import fields
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -21,6 +22,11 @@ Body = TypeVar("Body")
 MAX_PRIORITY = 1000
 MAX_SALT = 256
 LONGEST_DEADLINE = 24 * 3600.0
+MAX_VALUES, MAX_TEXTS, MAX_NESTS = 300_000, 131_072, 65_536
+"""In one body: values, texts among them (names of fields included), lists and objects. Each costs time on the event
+loop, and a body of 4 MiB could hold two million."""
+MAX_PARTS = 16_384
+"""Parts of messages in one call: pieces of content, calls of tools."""
 
 #: Parameters of other servers and of older clients, and what to use here.
 POINTERS = {
@@ -124,8 +130,18 @@ _OWN_NAMES = (
 )  # fmt: skip
 
 
+_asked_bytes: ContextVar[int] = ContextVar("bankfull_asked_bytes", default=0)
+
+
+def asked_bytes() -> int:
+    """The size of the body that this call is about: what is made of it can take as long."""
+    return _asked_bytes.get()
+
+
 def decode(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
     """A call's body; what is wrong with it in one sentence."""
+    _asked_bytes.set(len(body))
+    refuse_crowd(body)
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -134,6 +150,31 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
         raise Refusal(f"The body is not valid JSON: {error}.", code="invalid_json") from None
     except RecursionError:
         raise Refusal("The body is nested too deeply.", code="invalid_json") from None
+
+
+def refuse_crowd(body: bytes) -> None:
+    """Counts what stands in a body before it is decoded. Commas and brackets inside of texts do not count, but looking
+    where texts begin takes longer, so that is done only where all of them together are too many."""
+    if len(body) <= 2 * MAX_NESTS or not _crowded(body, body.count(b'"')):
+        return
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    texts = plain.count(b'"')
+    outside = b"".join(plain.split(b'"')[::2]) if texts <= 2 * MAX_TEXTS else b""
+    if _crowded(outside, texts):
+        raise Refusal(
+            f"The body holds too many values: give at most {MAX_VALUES} values, {MAX_TEXTS} texts and {MAX_NESTS} "
+            "lists and objects.", code="too_many_values",
+        )  # fmt: skip
+
+
+def _crowded(text: bytes, quotes: int) -> bool:
+    nests = text.count(b"[") + text.count(b"{")
+    return quotes > 2 * MAX_TEXTS or nests > MAX_NESTS or nests + text.count(b",") > MAX_VALUES
+
+
+def refuse_parts(count: int, param: str) -> None:
+    if count > MAX_PARTS:
+        raise Refusal(f"{param} has {count} parts in all: give at most {MAX_PARTS}.", param=param)
 
 
 def explained(message: str, at: str = "") -> Refusal:
@@ -187,7 +228,18 @@ def structured_output(form: ResponseFormat | None, structured: Structured | None
     return _checked("response_format", {"json": {"type": "object"} if schema is None else schema})
 
 
+def schema_text(param: str, schema: Mapping[str, Any]) -> str:
+    """A JSON schema as the text that it came as: that is quicker than writing it again, and what is too long costs
+    little."""
+    try:
+        return msgspec.json.encode(schema).decode()
+    except (RecursionError, msgspec.MsgspecError, TypeError) as error:
+        raise Refusal(f"{param} is not a JSON schema: {error}.", param=param, code="invalid_value") from None
+
+
 def _checked(param: str, given: Mapping[str, Any]) -> StructuredOutput:
+    if isinstance(schema := given.get("json"), Mapping):
+        given = {**given, "json": schema_text(param, schema)}
     try:
         return StructuredOutput(**given)
     except RequestError as error:

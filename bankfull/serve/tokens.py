@@ -15,6 +15,12 @@ from bankfull.serve.openai_common import check_model
 from bankfull.serve.prompts import checked_ids
 from bankfull.serve.schema import decode
 from bankfull.serve.settings import Settings
+from bankfull.serve.texts import Slices
+from bankfull.text.tokenizer import Tokenizer
+
+MAX_DETOKENIZED = 1 << 18
+PIECE = 1 << 14
+"""Tokens that are spelled in one go."""
 
 
 class TokenizeCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -58,20 +64,36 @@ class Tokenize:
         check_model(self._settings, call.model)
         if (call.prompt is None) == (call.messages is None):
             raise Refusal("Give exactly one of prompt and messages.", param="prompt")
-        texts = self._chat.texts
+        texts, context = self._chat.texts, facts_of(self._chat.backend).max_len
         if call.messages is not None:
             ask = Ask(
                 messages=template_messages(call.messages), params=SamplingParams(), tools=template_tools(call.tools),
                 template_options=call.chat_template_kwargs or {},
             )  # fmt: skip
-            ids = await self._chat.prompt(ask)
+            ids = await self._chat.prompt(ask, fits=False)
         else:
-            ids = await texts.run(texts.encode, call.prompt or "", None, add_special=call.add_special_tokens)
-        strings = [texts.tokenizer.token_text(token) for token in ids] if call.return_token_strs else None
-        return msgspec.json.encode(TokenizeReply(len(ids), facts_of(self._chat.backend).max_len, ids, strings))
+            text, add_special = call.prompt or "", call.add_special_tokens
+            ids = await texts.run(
+                len(text), lambda: texts.encode(text, context, add_special=add_special, fits=False)
+            )  # fmt: skip
+        return await texts.run(len(ids), lambda: _spelled(ids, context, texts.tokenizer, call.return_token_strs))
 
     def spell(self, problem: Problem) -> bytes:
         return openai_error(problem)
+
+
+def _spelled(ids: list[int], context: int, tokenizer: Tokenizer, strings: bool) -> Slices[bytes]:
+    """The reply; its lists are written piece by piece."""
+    empty = msgspec.json.encode(TokenizeReply(len(ids), context, [], [] if strings else None))
+    tokens, texts = [], []
+    for start in range(0, len(ids), PIECE):
+        piece = ids[start : start + PIECE]
+        tokens.append(msgspec.json.encode(piece)[1:-1])
+        if strings:
+            texts.append(msgspec.json.encode([tokenizer.token_text(token) for token in piece])[1:-1])
+        yield len(piece)
+    filled = empty.replace(b'"tokens":[', b'"tokens":[' + b",".join(tokens), 1)
+    return filled.replace(b'"token_strs":[', b'"token_strs":[' + b",".join(texts), 1)
 
 
 class Detokenize:
@@ -84,8 +106,10 @@ class Detokenize:
         call = decode(body, _detokenize)
         check_model(self._settings, call.model)
         texts = self._chat.texts
+        if len(call.tokens) > MAX_DETOKENIZED:
+            raise Refusal(f"tokens has {len(call.tokens)} entries: give at most {MAX_DETOKENIZED}.", param="tokens")
         ids = await checked_ids(texts, call.tokens, facts_of(self._chat.backend).vocab, "tokens")
-        text = await texts.run(texts.tokenizer.decode, ids, skip_special=False)
+        text = await texts.run(len(ids), lambda: texts.tokenizer.decode(ids, skip_special=False))
         return msgspec.json.encode(DetokenizeReply(text))
 
     def spell(self, problem: Problem) -> bytes:

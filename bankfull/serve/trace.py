@@ -30,6 +30,8 @@ class Trace:
     completion_tokens: int = 0
     cached_tokens: int = 0
     ttft: float | None = None
+    batch: bool = False
+    """A line of a batch: nobody waits for it."""
     body: bytes | None = None
     """What was asked; kept only where logs may hold it."""
 
@@ -39,6 +41,12 @@ _current: ContextVar[Trace | None] = ContextVar("bankfull_call", default=None)
 
 def current_trace() -> Trace | None:
     return _current.get()
+
+
+def owner_of_call() -> str:
+    """The name of the key that this call is charged to; none where there are no keys."""
+    trace = _current.get()
+    return "" if trace is None or trace.key is None else trace.key.name
 
 
 @contextmanager

@@ -42,6 +42,18 @@ class Submit(msgspec.Struct, tag="submit", omit_defaults=True):
     """On whose behalf: tenants share the engine evenly."""
 
 
+class Later(msgspec.Struct, tag="later"):
+    """A `Submit` that takes long to prepare. It is packed once more, so that the engine's loop need not even unpack it,
+    and says what decides when its turn is."""
+
+    id: int
+    tenant: str
+    batch: bool
+    size: int
+    """How long it may take to prepare, in characters or tokens."""
+    submit: bytes
+
+
 class Abort(msgspec.Struct, tag="abort"):
     ids: list[int]
 
@@ -56,7 +68,21 @@ class Stop(msgspec.Struct, tag="stop"):
     """Finish nothing, leave at once: draining is the API's work."""
 
 
-ToEngine = Configure | Submit | Abort | ResetCache | Stop
+ToEngine = Configure | Submit | Later | Abort | ResetCache | Stop
+
+LIGHT_PROMPT, LIGHT_TEXT, LIGHT_IDS = 4096, 256, 4096
+"""Tokens, characters of stop strings and bad words, and allowed ids that are checked and made into tables between two
+steps; whatever is larger, and every grammar, is prepared by a thread."""
+
+
+def preparation(submit: Submit) -> int:
+    """What preparing this request may take, in characters and tokens; 0: so little that it is done at once."""
+    params = submit.params
+    texts = sum(map(len, params.stop)) + sum(map(len, params.bad_words))
+    ids = len(params.allowed_token_ids or ()) + len(params.banned_token_ids)
+    structured = 0 if params.structured is None else 1 + len(params.structured.source)
+    light = len(submit.prompt) <= LIGHT_PROMPT and texts <= LIGHT_TEXT and ids <= LIGHT_IDS
+    return 0 if light and not structured and not submit.explain else len(submit.prompt) + texts + ids + structured
 
 
 # -- from the engine
@@ -174,6 +200,16 @@ class Forgotten(msgspec.Struct, tag="forgotten"):
 FromEngine = Phase | Ready | Failed | Step | Refused | Forgotten
 
 _encoder = msgspec.msgpack.Encoder()
+_submits = msgspec.msgpack.Decoder(Submit)
+
+
+def postponed(submit: Submit, size: int, batch: bool) -> Later:
+    """The request as it is sent to the engine where preparing it takes long."""
+    return Later(submit.id, submit.tenant, batch, size, _encoder.encode(submit))
+
+
+def unpacked(later: Later) -> Submit:
+    return _submits.decode(later.submit)
 
 
 def pack(message: ToEngine | FromEngine) -> bytes:

@@ -2,8 +2,9 @@
 FILE one that it shares its progress by.
 
 The main thread runs the engine's loop and reads, between steps, what the API says: no other thread has to be woken
-before an idle engine begins. Grammars, which may take long to compile, and long prompts have threads of their own. Each
-step is answered by one message. The process keeps nothing that must survive it: when the socket ends, it ends.
+before an idle engine begins. What takes long to prepare (grammars, long prompts, tables of many stop strings) has
+threads of its own (`desk`), and is dropped there when it is aborted. Each step is answered by one message. The process
+keeps nothing that must survive it: when the socket ends, it ends.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,6 +25,9 @@ import msgspec
 
 from bankfull.errors import BankfullError, RequestError
 from bankfull.progress import PROGRESS
+from bankfull.sched.policy import BATCH_PRIORITY
+from bankfull.serve.backend import Busy
+from bankfull.serve.desk import Desk, Job
 from bankfull.serve.outbox import ApiGone, Outbox
 from bankfull.serve.wire import (
     HEADER,
@@ -35,6 +38,7 @@ from bankfull.serve.wire import (
     Failed,
     Forgotten,
     FromEngine,
+    Later,
     Phase,
     Piece,
     Ready,
@@ -47,6 +51,8 @@ from bankfull.serve.wire import (
     body_length,
     decoder,
     pack,
+    preparation,
+    unpacked,
 )
 
 if TYPE_CHECKING:
@@ -56,9 +62,9 @@ if TYPE_CHECKING:
 
 NICENESS = 5
 """Beside the API's: the engine would take every core that there is."""
-GRAMMAR_THREADS = 2
-LONG_PROMPT = 4096
-"""Tokens whose check would keep the engine waiting."""
+MAX_PREPARING, MAX_PREPARING_PER_KEY = 32 << 20, 8 << 20
+"""Characters and tokens of requests that wait to be prepared; more are refused with 429."""
+MAX_JOBS_PER_KEY = 32
 READ_BYTES = 64 << 10
 READING_SECONDS = 0.002
 """Of a turn of the engine's loop, for messages: those who are being answered wait for the next step."""
@@ -175,11 +181,12 @@ class Worker:
         self._inbox = Inbox(connection, self._take)
         self._outbox = Outbox(connection, _give_up)
         self._configured: Configure | None = None
-        self._grammars = ThreadPoolExecutor(GRAMMAR_THREADS, "bankfull-grammar")
-        self._prompts = ThreadPoolExecutor(1, "bankfull-prompt")
-        self._preparing: set[int] = set()
-        self._unwanted: set[int] = set()
-        """Aborted while they were prepared on a thread."""
+        self._desk = Desk(
+            "bankfull-prepare", most_size=MAX_PREPARING, most_size_per_key=MAX_PREPARING_PER_KEY,
+            most_jobs_per_key=MAX_JOBS_PER_KEY, what="requests with grammars or long prompts",
+        )  # fmt: skip
+        self._coming: dict[int, Job | None] = {}
+        """Requests on their way into the engine, until they are queued; what was aborted is here no more."""
         self._pools: dict[int, str] = {}
         self._told: tuple[int, ...] = ()
 
@@ -254,8 +261,22 @@ class Worker:
     def _take(self, message: ToEngine | Head) -> None:
         match message:
             case Submit():
-                self._prepare(message)
+                size = preparation(message)
+                if size:
+                    batch = message.priority >= BATCH_PRIORITY
+                    work = Job(message.tenant, size, batch, lambda: self._prepared(message), _nobody)
+                    self._prepare(message.id, work)
+                else:
+                    self._check(message)
+            case Later():
+                job = Job(
+                    message.tenant, message.size, message.batch, lambda: self._prepared(unpacked(message)), _nobody
+                )  # fmt: skip
+                self._prepare(message.id, job)
             case Abort():
+                for request in message.ids:  # at once: it may be prepared right now, or wait for that
+                    if (left := self._coming.pop(request, None)) is not None:
+                        self._desk.drop(left)
                 self._loop.post(lambda: self._abort(message.ids))
             case ResetCache():
                 self._loop.post(lambda: self._reset(message.id))
@@ -266,41 +287,51 @@ class Worker:
             case Head(id=int(request)):
                 self._say(Refused(request, "internal", "The engine does not understand this request."))
 
-    def _prepare(self, wanted: Submit) -> None:
-        """A grammar, or the meter, may take seconds: it has a thread, so that nobody else's request waits behind it."""
-        if wanted.params.structured is not None or wanted.explain:
-            threads = self._grammars
-        elif len(wanted.prompt) > LONG_PROMPT:
-            threads = self._prompts
-        else:
-            return self._check(wanted)
-        self._preparing.add(wanted.id)
-        threads.submit(self._check, wanted)
-
     def _check(self, wanted: Submit) -> None:
-        """On any thread."""
+        """Prepare it here and now."""
+        self._coming[wanted.id] = None
         try:
-            if wanted.explain:
-                self._accounts.prepare()
-            prepared = self._front.prepare(
-                wanted.prompt, wanted.params, priority=wanted.priority, salt=wanted.salt, pool=wanted.pool,
-                tenant=wanted.tenant,
-            )  # fmt: skip
+            made = self._prepared(wanted)
         except Exception as error:
             refusal = _refusal(wanted.id, error)
             self._loop.post(lambda: self._refuse(refusal))
         else:
-            self._loop.post(lambda: self._queue(wanted, prepared))
+            self._loop.post(lambda: self._queue(*made))
+
+    def _prepare(self, request: int, job: Job) -> None:
+        """By a thread, when its turn comes."""
+
+        def tell(made: tuple[Submit, Prepared], error: BaseException | None) -> None:
+            if error is None:
+                self._loop.post(lambda: self._queue(*made))
+            else:
+                refusal = _refusal(request, error)
+                self._loop.post(lambda: self._refuse(refusal))
+
+        job.tell = tell
+        self._coming[request] = job
+        try:
+            self._desk.put(job)
+        except Busy as error:
+            self._refuse(Refused(request, "busy", str(error)))
+
+    def _prepared(self, wanted: Submit) -> tuple[Submit, Prepared]:
+        """On any thread."""
+        if wanted.explain:
+            self._accounts.prepare()
+        return wanted, self._front.prepare(
+            wanted.prompt, wanted.params, priority=wanted.priority, salt=wanted.salt, pool=wanted.pool,
+            tenant=wanted.tenant,
+        )  # fmt: skip
 
     def _queue(self, wanted: Submit, prepared: Prepared) -> None:
-        self._preparing.discard(wanted.id)
-        if wanted.id in self._unwanted:
-            self._unwanted.discard(wanted.id)
-            return
+        if wanted.id not in self._coming:
+            return  # its client has left
+        del self._coming[wanted.id]
         try:
             self._front.queue(prepared, wanted.id)
         except Exception as error:
-            self._refuse(_refusal(wanted.id, error))
+            self._say(_refusal(wanted.id, error))
             return
         self._gauge.queued(wanted.id, len(prepared.ids))
         if wanted.explain:
@@ -309,9 +340,9 @@ class Worker:
             self._pools[wanted.id] = wanted.pool
 
     def _refuse(self, refusal: Refused) -> None:
-        self._preparing.discard(refusal.id)
-        self._unwanted.discard(refusal.id)
-        self._say(refusal)
+        if refusal.id in self._coming:  # else its client has left
+            del self._coming[refusal.id]
+            self._say(refusal)
 
     def _abort(self, requests: list[int]) -> None:
         for request in requests:
@@ -319,8 +350,6 @@ class Worker:
                 self._front.abort(request)
                 self._front.pending.pop(request, None)
                 self._forget(request)
-            elif request in self._preparing:
-                self._unwanted.add(request)
 
     def _forget(self, request: int) -> None:
         self._gauge.gone(request)
@@ -413,7 +442,11 @@ def give_way() -> None:
             os.setpriority(os.PRIO_PROCESS, thread, wanted)
 
 
-def _refusal(request: int, error: Exception) -> Refused:
+def _nobody(made: Any, error: BaseException | None) -> None:
+    """Listens to a job until it is put on the desk."""
+
+
+def _refusal(request: int, error: BaseException) -> Refused:
     """Whatever happens while one request is prepared is that request's own trouble."""
     if isinstance(error, RequestError):
         return Refused(request, "request", str(error))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import tokenizers
 from tokenizers import normalizers
@@ -22,6 +22,8 @@ from bankfull.text.noncharacters import NONCHARACTERS
 
 LONG_TEXT = 2000
 """Characters from which on encoding could hold up other threads."""
+SEARCHED = 1 << 16
+"""Characters that are searched in one go."""
 
 
 class SpecialGuard:
@@ -43,11 +45,30 @@ class SpecialGuard:
 
     def split(self, text: str) -> list[str]:
         """Text and spellings in turn, beginning and ending with (maybe empty) text."""
-        return self._pattern.split(text) if self._pattern else [text]
+        parts, behind = [], 0
+        for found in self._found(text):
+            parts += [text[behind : found.start()], found[0]]
+            behind = found.end()
+        return [*parts, text[behind:]]
 
     def spells(self, text: str) -> bool:
         """Whether a special token would be cut out of `text`."""
-        return self._pattern is not None and self._pattern.search(text) is not None
+        return next(self._found(text), None) is not None
+
+    def _found(self, text: str) -> Iterator[re.Match[str]]:
+        """All spellings in `text`. It is searched in pieces: many a `<` costs time, in which no other thread runs."""
+        if self._pattern is None:
+            return
+        start, longest = 0, len(self._spellings[0])
+        while start < len(text):
+            # Whatever begins before `end` is seen whole.
+            end = start + SEARCHED
+            found = self._pattern.search(text, start, end + longest)
+            if found is None or found.start() >= end:
+                start = end
+            else:
+                yield found
+                start = found.end()
 
     def touches(self, text: str) -> bool:
         """Whether `text` spells a special token, or begins or ends with a part of one."""
@@ -69,8 +90,9 @@ class SpecialGuard:
 
     def mark(self, text: str, marker: str, *, edges: bool = False) -> str:
         """`text` with `marker` inside every spelling, and with `edges` beside parts of spellings at its two ends."""
-        if self._pattern is not None:
-            text = self._pattern.sub(lambda found: _broken(found[0], marker), text)
+        parts = self.split(text)
+        if len(parts) > 1:
+            text = "".join(_broken(part, marker) if index % 2 else part for index, part in enumerate(parts))
         if edges:
             core = text.strip()
             start = len(text) - len(text.lstrip())

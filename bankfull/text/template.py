@@ -103,6 +103,13 @@ class ChatTemplate:
 
 
 def encode_chat(
+    tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping[str, object]], **how: Any
+) -> list[int]:
+    """The prompt of a conversation as ids: what `tokenizer.encode` makes of the rendered text."""
+    return tokenizer.opened(tokenizer.encode_marked(*render_chat(tokenizer, template, messages, **how)))
+
+
+def render_chat(
     tokenizer: Tokenizer,
     template: ChatTemplate,
     messages: Sequence[Mapping[str, object]],
@@ -110,8 +117,8 @@ def encode_chat(
     tools: Sequence[Mapping[str, object]] | None = None,
     add_generation_prompt: bool = True,
     **kwargs: object,
-) -> list[int]:
-    """The prompt of a conversation as ids: what `tokenizer.encode` makes of the rendered text.
+) -> tuple[str, str | None]:
+    """The prompt of a conversation as text, with the marker in it that keeps spellings text (`guard`), if there is one.
 
     Where the template has no place for tools, they become part of the messages first (`generic_tools`).
 
@@ -126,11 +133,11 @@ def encode_chat(
     guard = tokenizer.guard
     texts = _texts(given)
     if not any(map(guard.touches, texts)):
-        return tokenizer.opened(tokenizer.encode_marked(template._render(given, add_generation_prompt), None))
+        return template._render(given, add_generation_prompt), None
     marker = guard.marker_for(texts)
     marked = changed(given, lambda text, key: guard.mark(text, marker, edges=not key))
     assert isinstance(marked, dict)
-    return tokenizer.opened(tokenizer.encode_marked(template._render(marked, add_generation_prompt), marker))
+    return template._render(marked, add_generation_prompt), marker
 
 
 def plain(value: object, name: str, depth: int = 0) -> object:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import tokenizers
 
 from bankfull.errors import ModelError, RequestError
 from bankfull.text.guard import SpecialGuard, encode_with
 from bankfull.text.pieces import pieces_of
+from bankfull.text.spans import Spans, spans_of
 
 
 class Tokenizer:
@@ -54,6 +56,11 @@ class Tokenizer:
         self._backend = backend
         self._bytes: list[bytes | None] = [None] * self.vocab_size
 
+    @cached_property
+    def spans(self) -> Spans:
+        """How much a token can cover, and where texts may be cut."""
+        return spans_of(self._backend)
+
     @property
     def backend(self) -> tokenizers.Tokenizer:
         return self._backend
@@ -73,6 +80,11 @@ class Tokenizer:
 
     def encode_marked(self, text: str, marker: str | None) -> list[int]:
         """The ids of a text in which the guard broke some spellings with `marker` (None: no spelling is broken)."""
+        return self.encode_spelled(self.spelled(text), marker)
+
+    def spelled(self, text: str) -> str:
+        """`text` as the backend gets it, checked: parts of this one, cut where `spans` allow it, have the ids of the
+        whole."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -83,6 +95,10 @@ class Tokenizer:
         if self.space_prefix:
             parts = self.guard.split(text)
             text = "".join(part if index % 2 or not part else " " + part for index, part in enumerate(parts))
+        return text
+
+    def encode_spelled(self, text: str, marker: str | None) -> list[int]:
+        """The ids of what `spelled` gave, or of a part of it."""
         if marker is not None:
             return self.guard.encode(text, marker)
         return encode_with(self._backend, text)

@@ -209,9 +209,9 @@ def test_the_api_process_never_imports_torch() -> None:
     from tests.tiny import speaking_folder
 
     program = (
-        "import sys; from bankfull.serve.texts import Texts; import bankfull.serve.app; "
+        "import sys; from bankfull.serve.texts import Texts, finished; import bankfull.serve.app; "
         f"texts = Texts.open({str(speaking_folder())!r}); "
-        "ids = texts.encode_chat([{'role': 'user', 'content': 'The river'}], 100); "
+        "ids = finished(texts.encode_chat([{'role': 'user', 'content': 'The river'}], 100)); "
         "assert texts.tokenizer.decode(ids).endswith('assistant\\n'); "
         "print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
@@ -220,7 +220,7 @@ def test_the_api_process_never_imports_torch() -> None:
 
 
 def test_the_texts_of_a_gguf_file_are_those_that_the_engine_reads(tmp_path: Any) -> None:
-    from bankfull.serve.texts import Texts, open_text_files
+    from bankfull.serve.texts import Texts, finished, open_text_files
     from bankfull.weights.fetch import SHORT_NAMES, cached, installed
 
     path = installed(SHORT_NAMES["smollm2"]) or cached("smollm2", SHORT_NAMES["smollm2"])
@@ -229,7 +229,7 @@ def test_the_texts_of_a_gguf_file_are_those_that_the_engine_reads(tmp_path: Any)
     files = open_text_files(path)
     assert files.kind == "gguf" and files.metadata["general.architecture"] == "llama"
     texts = Texts.open("smollm2")
-    assert texts.template is not None and texts.tokenizer.decode(texts.encode("The river", None)) == "The river"
+    assert texts.template is not None and texts.tokenizer.decode(finished(texts.encode("The river", 9))) == "The river"
 
 
 def test_a_client_without_the_models_name_is_served_and_a_wrong_one_told() -> None:

@@ -14,7 +14,8 @@ from bankfull.serve import texts as module
 from bankfull.serve.backend import Busy
 from bankfull.serve.chat import Ask, Chat
 from bankfull.serve.errors import ContextOverflow, Refusal
-from bankfull.serve.texts import fit
+from bankfull.serve.texts import Slices, finished, fit
+from bankfull.text import windows as windows_module
 from bankfull.text.guard import LONG_TEXT
 from tests.serve.scripted import Scripted, scripted_texts, scripted_tokenizer
 
@@ -57,7 +58,7 @@ def test_the_event_loop_goes_on_while_a_long_text_is_tokenized() -> None:
 
     async def run() -> int:
         beats = 0
-        work = asyncio.ensure_future(texts.run(texts.encode, "the river " * 200_000, None))
+        work = asyncio.ensure_future(texts.run(10**6, lambda: texts.encode("the river " * 200_000, 10**6, fits=False)))
         while not work.done():
             await asyncio.sleep(0.001)
             beats += 1
@@ -80,17 +81,17 @@ def test_a_short_conversation_reaches_no_thread(
     chat = Chat(Scripted([]), scripted_texts())
     threads = 0
 
-    async def run(work: Any, *given: Any, **named: Any) -> Any:
+    async def run(size: int, work: Any) -> Any:
         nonlocal threads
         threads += 1
-        return work(*given, **named)
+        return finished(work())
 
     monkeypatch.setattr(chat.texts, "run", run)
     asked = [{"role": "user", "content": text} for text in messages]
-    assert asyncio.run(chat.prompt(Ask(messages=asked, params=SamplingParams(), template_options=options)))
+    assert asyncio.run(chat.prompt(Ask(messages=asked, params=SamplingParams(), template_options=options), fits=False))
     assert threads == (not short)
     tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
-    asyncio.run(chat.prompt(Ask(messages=asked, params=SamplingParams(), tools=tools)))
+    asyncio.run(chat.prompt(Ask(messages=asked, params=SamplingParams(), tools=tools), fits=False))
     assert threads == 1 + (not short), "tools may be of any size"
 
 
@@ -100,35 +101,111 @@ def test_what_takes_long_for_few_words_goes_to_a_thread_for_a_while(monkeypatch:
     clock = 0.0
     here = threading.get_ident()
 
-    def work(seconds: float) -> bool:
+    def work(seconds: float) -> Slices[bool]:
         nonlocal clock
         clock += seconds
+        yield 1
         return threading.get_ident() == here
 
     monkeypatch.setattr(module.time, "perf_counter", lambda: clock)
     seconds = [0.001, 0.001, 1.0, 0.001, 0.001, 0.001]
-    at_once = [asyncio.run(texts.run_short(True, work, each)) for each in seconds]
+    at_once = [asyncio.run(texts.run_short(True, 1, lambda each=each: work(each))) for each in seconds]  # type: ignore[misc]
     assert at_once == [True, True, True, False, False, True]
 
 
 def test_what_waits_for_a_thread_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_PREPARING", 2)
+    monkeypatch.setattr(module, "MAX_WAITING_PER_KEY", 250_000)
     texts = scripted_texts()
+    long = "x" * 100_000
 
     async def run() -> list[Any]:
-        works = [texts.run(texts.encode, "x" * 100_000, None) for _ in range(3)]
+        works = [texts.run(len(long), lambda: texts.encode(long, 10**6)) for _ in range(3)]
         return await asyncio.gather(*works, return_exceptions=True)
 
     results = asyncio.run(run())
     assert [isinstance(result, Busy) for result in results] == [False, False, True]
-    assert asyncio.run(texts.run(texts.encode, "x", None)), "there is room again"
+    assert asyncio.run(texts.run(1, lambda: texts.encode("x", 10))), "there is room again"
 
 
-def test_a_text_that_cannot_fit_is_refused_before_it_is_read() -> None:
+def test_a_text_that_cannot_fit_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = scripted_texts()
     longest = len("<|endoftext|>")
+    read: list[str] = []
+    encode = texts.tokenizer.encode_spelled
+    monkeypatch.setattr(
+        texts.tokenizer, "encode_spelled", lambda text, marker: (read.append(text), encode(text, marker))[1]
+    )
+    for fits in (True, False):
+        with pytest.raises(ContextOverflow):
+            finished(texts.encode("x" * (10 * longest + 1), 10, fits=fits))
     with pytest.raises(ContextOverflow):
-        texts.encode("x" * (10 * longest + 1), 10)
-    assert len(texts.encode("x" * 10 * longest, 10)) == 10 * longest
+        finished(texts.encode_chat([{"role": "user", "content": "x" * (10 * longest + 1)}], 10))
+    assert not read
+    assert len(finished(texts.encode("x" * 10 * longest, 10, fits=False))) == 10 * longest
     with pytest.raises(Refusal, match="at most"):
-        texts.encode("x" * 8_000_001, None)
+        finished(texts.encode("x" * 8_000_001, 10**6))
+
+
+def test_a_text_that_has_too_many_tokens_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows_module, "WINDOW", 100)
+    texts = scripted_texts()
+    slices = texts.encode("the river " * 130, 110)
+    assert next(slices) <= 110
+    with pytest.raises(ContextOverflow, match="and more"):
+        next(slices)
+
+
+@pytest.mark.parametrize("keep", [1, 7, 60, 5000])
+def test_a_text_that_is_cut_is_read_from_its_end_and_no_further_than_needed(
+    keep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in (windows_module, module):
+        monkeypatch.setattr(place, "WINDOW", 40)
+    texts = scripted_texts()
+    text = "a river of words " * 200
+    whole = texts.tokenizer.encode(text)
+    slices, read = texts.encode(text, 512, keep=keep), 0
+    try:
+        while True:
+            read += next(slices)
+    except StopIteration as end:
+        ids = end.value
+    assert ids[-keep:] == whole[-keep:]
+    assert read <= min(len(text), keep + 2 * 40 + 20)
+
+
+def test_a_text_that_cannot_be_cut_is_refused_where_it_could_not_fit_either() -> None:
+    texts = scripted_texts()
+    with pytest.raises(ContextOverflow, match="no space between two words"):
+        finished(texts.encode("<" * 4_000_000, 512, keep=512))
+    assert len(finished(texts.encode("<" * 4_000_000, 1 << 20, keep=512))) >= 512
+
+
+def test_work_of_a_client_that_left_is_dropped_wherever_it_is() -> None:
+    texts = scripted_texts()
+    begun: list[str] = []
+    hold = threading.Event()
+
+    def slow(name: str) -> Slices[None]:
+        begun.append(name)
+        for _ in range(1000):
+            yield 1
+            hold.wait(10)
+            begun.append(name)
+
+    async def run() -> None:
+        first = asyncio.ensure_future(texts.run(1 << 20, lambda: slow("first")))
+        second = asyncio.ensure_future(texts.run(1 << 20, lambda: slow("second")))
+        while not begun:
+            await asyncio.sleep(0.001)
+        for task in (first, second):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        hold.set()
+        await texts.run(1 << 20, lambda: None)
+        assert texts.desk.waiting <= 1
+
+    asyncio.run(run())
+    assert "second" not in begun, "it waited, and nobody wanted it any more"
+    assert len(begun) <= 3, "it was under way, and nobody wanted the rest"

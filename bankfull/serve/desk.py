@@ -1,0 +1,196 @@
+"""Threads for work that would hold up a loop: tokenizing, rendering, compiling. What comes next is decided again after
+every slice of work:
+
+- batch work waits until no online work does;
+- among keys, whoever has had the least comes first;
+- of one key the shortest comes first, and one thread takes nothing but short work;
+- what nobody waits for any more is not begun, and not gone on with.
+
+What one key may have here at once is bounded, and so is what all of them may.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from bankfull.serve.backend import Busy
+
+SHORT = 1 << 14
+"""Of this size at most is what one of the threads keeps itself free for."""
+MOST_JOBS, MOST_JOBS_PER_KEY = 512, 256
+"""That one desk holds, unless it is made for fewer."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Something to do for a key. `size` says how long it may take: in characters, or the like."""
+
+    owner: str
+    size: int
+    batch: bool
+    work: Callable[[], Any]
+    """Where it returns a generator, that is run slice by slice: it yields the size of each, and returns the result."""
+    tell: Callable[[Any, BaseException | None], None]
+    """Gets the result or the error, on a thread; not called for what was dropped."""
+    left: int = 0
+    slices: Generator[int, None, Any] | None = None
+    dropped: bool = False
+
+    def __post_init__(self) -> None:
+        self.left = self.size
+
+    def go_on(self) -> tuple[bool, int, Any]:
+        """One slice: whether that was the last, its size, and the result."""
+        if self.slices is None:
+            made = self.work()
+            if not isinstance(made, Generator):
+                return True, self.left, made
+            self.slices = made
+        try:
+            return False, next(self.slices), None
+        except StopIteration as end:
+            return True, self.left, end.value
+
+
+@dataclass(slots=True)
+class Line:
+    """What waits for one key, the shortest first."""
+
+    served: float
+    """How much it has had, by the desk's own clock."""
+    jobs: list[tuple[int, int, Job]] = field(default_factory=list)
+
+
+class Desk:
+    def __init__(
+        self, name: str, *, what: str, most_size: int, most_size_per_key: int,
+        most_jobs_per_key: int = MOST_JOBS_PER_KEY, threads: int = 2,
+    ) -> None:  # fmt: skip
+        """`what` waits here, for people."""
+        self._most_jobs_per_key = most_jobs_per_key
+        self._name, self._count, self._what = name, threads, what
+        self._most, self._most_per_key = most_size, most_size_per_key
+        self._lines: dict[tuple[bool, str], Line] = {}
+        self._held: dict[str, tuple[int, int]] = {}
+        """Jobs and sizes of each key that are here, begun or not."""
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._numbers = count()
+        self._clock = 0.0
+        self._closed = False
+        self.begun = 0
+        """Slices so far."""
+
+    def put(self, job: Job) -> None:
+        """From any thread. Busy where there is no room."""
+        with self._changed:
+            self._refuse(job)
+            jobs, size = self._held.get(job.owner, (0, 0))
+            self._held[job.owner] = jobs + 1, size + job.size
+            self._queue(job)
+            self._start()
+            self._changed.notify_all()
+
+    def drop(self, job: Job) -> None:
+        """Nobody waits for it. From any thread, also when it has ended."""
+        with self._changed:
+            if not job.dropped:
+                job.dropped = True
+                line = self._lines.get((job.batch, job.owner))
+                if line is not None and any(other is job for _, _, other in line.jobs):
+                    line.jobs = [entry for entry in line.jobs if entry[2] is not job]
+                    heapq.heapify(line.jobs)
+                    self._leave(job)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that are here, begun or not."""
+        with self._changed:
+            return sum(jobs for jobs, _ in self._held.values())
+
+    def _refuse(self, job: Job) -> None:
+        """Whoever has nothing here is let in, however large his work is: its own limits have let it pass."""
+        jobs, size = self._held.get(job.owner, (0, 0))
+        if jobs >= self._most_jobs_per_key or (jobs and size + job.size > self._most_per_key):
+            raise Busy(f"{jobs} {self._what} of this key wait already; try again later.", 1.0)
+        all_jobs, all_sizes = (sum(column) for column in zip((0, 0), *self._held.values(), strict=True))
+        if all_jobs >= MOST_JOBS or (all_jobs and all_sizes + job.size > self._most):
+            raise Busy(f"{all_jobs} {self._what} wait already; try again later.", 1.0)
+
+    def _start(self) -> None:
+        """The threads begin with the first work."""
+        while len(self._threads) < self._count:
+            short = len(self._threads) > 0
+            thread = threading.Thread(target=self._serve, args=(short,), name=f"{self._name}-{len(self._threads)}")
+            thread.daemon = True
+            self._threads.append(thread)
+            thread.start()
+
+    def _queue(self, job: Job) -> None:
+        line = self._lines.setdefault((job.batch, job.owner), Line(self._clock))
+        if not line.jobs:
+            line.served = max(line.served, self._clock)  # who was away has saved nothing up
+        heapq.heappush(line.jobs, (job.left, next(self._numbers), job))
+
+    def _leave(self, job: Job) -> None:
+        jobs, size = self._held[job.owner]
+        if jobs == 1:
+            del self._held[job.owner]
+            for batch in (False, True):
+                self._lines.pop((batch, job.owner), None)
+        else:
+            self._held[job.owner] = jobs - 1, size - job.size
+
+    # -- on a thread
+
+    def _serve(self, short: bool) -> None:
+        while (job := self._next(short)) is not None:
+            error: BaseException | None = None
+            done, size, made = True, job.left, None
+            try:
+                done, size, made = job.go_on()
+            except BaseException as problem:
+                error = problem
+            with self._changed:
+                self.begun += 1
+                line = self._lines.get((job.batch, job.owner))
+                if line is not None:
+                    line.served += max(1, size)
+                if not done and not job.dropped:
+                    job.left = max(1, job.left - size)
+                    self._queue(job)
+                    self._changed.notify_all()
+                    continue
+                self._leave(job)
+            if not job.dropped:
+                job.tell(made, error)
+            del job, made, error  # while it waits for more, a thread keeps nothing alive
+
+    def _next(self, short: bool) -> Job | None:
+        """Waits; None when the desk is closed. `short`: takes nothing else."""
+        with self._changed:
+            while not self._closed:
+                chosen = min(
+                    (
+                        (batch, line.served, owner)
+                        for (batch, owner), line in self._lines.items()
+                        if line.jobs and (not short or line.jobs[0][0] <= SHORT)
+                    ),
+                    default=None,
+                )
+                if chosen is not None:
+                    batch, served, owner = chosen
+                    self._clock = max(self._clock, served)
+                    return heapq.heappop(self._lines[batch, owner].jobs)[2]
+                self._changed.wait()
+            return None
