@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from bankfull import LLM, SamplingParams
+from bankfull import loop as loop_module
 from bankfull.loop import EngineLoop
 from bankfull.outputs import Delta
 from tests.tiny import speaking_folder
@@ -104,3 +105,20 @@ def test_an_idle_loop_waits_and_a_busy_one_only_looks(llm: LLM) -> None:
     # Idle; the submit itself; a look before each of the other steps; idle again.
     assert bell.times[0] is None and bell.times[-1] is None
     assert bell.times[1:-1] and set(bell.times[1:-1]) == {0.0}
+
+
+def test_a_flood_of_actions_leaves_time_for_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "ACTING_SECONDS", 0.0)
+    front = llm.loaded.frontend
+    events: list[str] = []
+
+    def tell(deltas: list[Delta]) -> None:
+        events.append("step")
+        if events.count("action") == 5:
+            loop.stop()
+
+    loop = EngineLoop(front, tell)
+    for _ in range(5):
+        loop.post(lambda: events.append("action"))
+    loop.run()
+    assert events == ["action", "step"] * 5
