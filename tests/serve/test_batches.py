@@ -21,6 +21,7 @@ import pytest
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.app import create_app
 from bankfull.serve.backend import Backend
+from bankfull.serve.batch_input import Validation
 from bankfull.serve.batch_service import BatchService, handle_within
 from bankfull.serve.calls import CALLER, Caller
 from bankfull.serve.exposition import Histogram
@@ -142,6 +143,20 @@ def test_what_is_wrong_with_the_input_is_told_by_line(tmp_path: Path) -> None:
             (7, "invalid_request"), (8, "invalid_body"), (9, "invalid_body"), (10, "invalid_request"),
             (11, "invalid_json_line"),
         }  # fmt: skip
+
+
+def test_a_line_has_the_limits_of_a_body(tmp_path: Path) -> None:
+    def problems(*bodies: Any) -> list[tuple[int | None, str]]:
+        path = tmp_path / "input.jsonl"
+        path.write_text("".join(line(f"{number}", body=body) + "\n" for number, body in enumerate(bodies)))
+        validation = Validation(path, "/v1/completions", most_body_bytes=1 << 20)
+        good = [each.line for group in validation.groups() for each in group]
+        assert len(good) + len(validation.problems) == len(bodies)
+        return [(problem.line, problem.code) for problem in validation.problems]
+
+    assert problems({"a": "x" * (1 << 20)}, {"a": "x" * 1000}) == [(1, "body_too_large")]
+    assert problems({"a": 1}, {"a": "x" * (2 << 20)}, {"a": 2}) == [(2, "line_too_long")]
+    assert problems({"a": [[]] * 70_000}, {"a": "[" * 70_000}) == [(1, "too_many_values")]
 
 
 def test_too_many_lines_and_none_at_all_fail(tmp_path: Path) -> None:

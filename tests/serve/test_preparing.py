@@ -75,10 +75,11 @@ def submitted(request: int, **how: Any) -> Submit:
     return Submit(request, PROMPT, SamplingParams(**{"temperature": 1.0, "max_tokens": 8, **how}))
 
 
-def later(submit: Submit, owner: str = "", batch: bool = False) -> Any:
+def later(submit: Submit, tenant: str = "") -> Any:
     size = preparation(submit)
     assert size
-    return postponed(submit, size, owner, batch)
+    submit.tenant = tenant
+    return postponed(submit, size, batch=False)
 
 
 def test_stop_tables_are_built_once_per_request_and_never_on_the_loop(
@@ -175,7 +176,7 @@ def test_one_key_may_have_so_much_prepared_and_is_told_so(engine: Engine, monkey
     monkeypatch.setattr(engine.worker._desk, "_most_jobs_per_key", 2)
     hold = threading.Event()
     monkeypatch.setattr(engine.front, "prepare", lambda *given, **how: hold.wait(60) and None)
-    sent = [later(submitted(40 + i, stop=["x" * 300]), owner=owner) for i, owner in enumerate(["a", "a", "a", "b"])]
+    sent = [later(submitted(40 + i, stop=["x" * 300]), tenant) for i, tenant in enumerate(["a", "a", "a", "b"])]
     try:
         engine.take(*sent)
         refused = [said for said in engine.said if isinstance(said, Refused)]
