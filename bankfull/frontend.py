@@ -69,7 +69,7 @@ class Pending:
     stop_ids: frozenset[int]
     samples: list[Sample]
     arrived: float
-    prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     pooled: dict[int, Any] = field(default_factory=dict)
     """Position -> hidden state, or sum of hidden states from there on."""
 
@@ -82,6 +82,8 @@ class Frontend:
         self.engine, self.tokenizer, self.template = engine, tokenizer, template
         self.vocab, self.max_len = vocab, max_len
         self.pending: dict[Hashable, Pending] = {}
+        self.names_prompts = True
+        """Whether log-probabilities of prompts get the texts of their tokens; else they stay in `Pending`."""
         self._clock = clock
         self._numbers = count()
         self._seeds = random.Random(seed)
@@ -283,8 +285,7 @@ class Frontend:
     ) -> list[dict[int, Logprob]] | None:
         if extra is None:
             return None
-        ids = pending.result.prompt_token_ids
-        pending.prompt_logprobs.update((at, self._named(ids[at], line)) for at, line in extra.prompt.items())
+        pending.prompt_logprobs.update(extra.prompt)
         if extra.pooled is not None:
             pending.pooled[extra.pooled[0]] = extra.pooled[1]
         if done.logprobs is None or done.cumulative_logprob is None:
@@ -310,6 +311,9 @@ class Frontend:
         if all(s.output.finish_reason is not None for s in pending.samples):
             result.finished = True
             self.engine.started.pop(output.request, None)
-            if pending.params.prompt_logprobs is not None:
-                places = range(len(result.prompt_token_ids))
-                result.prompt_logprobs = [pending.prompt_logprobs.get(place) for place in places]
+            if pending.params.prompt_logprobs is not None and self.names_prompts:
+                ids = result.prompt_token_ids
+                known = pending.prompt_logprobs
+                result.prompt_logprobs = [
+                    self._named(token, known[i]) if i in known else None for i, token in enumerate(ids)
+                ]

@@ -22,6 +22,7 @@ from bankfull.serve.openai_common import (
     prompt_logprobs_reply,
     usage_reply,
 )
+from bankfull.serve.prompt_lines import unpack_lines
 from bankfull.serve.schema import (
     Sampling,
     StreamOptions,
@@ -221,11 +222,12 @@ class ChatCompletions:
         samples = await collect(answer)
 
         def spelled() -> bytes:
+            lines = unpack_lines(answer.done.prompt_logprobs if answer.done else None, answer.prompt, tokenizer)
             return _encode(
                 ChatReply(
                     new_id("chatcmpl-"), int(time.time()), model,
                     [choice_of(sample, tokenizer, top) for sample in samples], usage_reply(answer.usage),
-                    prompt_logprobs=prompt_logprobs_reply(answer.done.prompt_logprobs if answer.done else None),
+                    prompt_logprobs=prompt_logprobs_reply(lines),
                     explain=account_of(answer) if call.explain else msgspec.UNSET,
                 )
             )  # fmt: skip

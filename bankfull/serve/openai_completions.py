@@ -28,6 +28,7 @@ from bankfull.serve.openai_common import (
     spelled,
     usage_reply,
 )
+from bankfull.serve.prompt_lines import unpack_lines
 from bankfull.serve.prompts import Prompts, encode_prompt, split_prompts
 from bankfull.serve.schema import (
     Sampling,
@@ -238,14 +239,18 @@ class Completions:
                         sample.finish, sample.stop = item.finish, item.stop
         usage.completion_tokens += sum(len(sample.tokens) for sample in samples)
         usage.cached_tokens += done.cached_tokens if done else 0
-        lines = done.prompt_logprobs if done else None
+        packed = done.prompt_logprobs if done else None
         if job.params.max_tokens == 0:
             samples = samples[:1] * job.kept  # nothing was generated, so all samples are the same
         best = sorted(samples, key=lambda sample: -sample.mean_logprob) if len(samples) > job.kept else samples
+
+        def spelled() -> list[CompletionChoice]:
+            lines = unpack_lines(packed, prompt, self.tokenizer)
+            return [self._choice(job, prompt, lines, first + i, sample) for i, sample in enumerate(best[: job.kept])]
+
         return await self._texts.run_if(
-            0 if job.params.logprobs is None and lines is None else SHORT_TEXT + 1,
-            lambda: [self._choice(job, prompt, lines, first + i, sample) for i, sample in enumerate(best[: job.kept])],
-        )
+            0 if job.params.logprobs is None and packed is None else SHORT_TEXT + 1, spelled
+        )  # fmt: skip
 
     def _choice(
         self, job: Job, prompt: list[int], prompt_lines: list[TokenLine | None] | None, index: int, sample: Sample

@@ -147,7 +147,8 @@ class Done(msgspec.Struct, array_like=True):
     seconds: float
     cached_tokens: int
     output_tokens: int
-    prompt_logprobs: list[dict[int, tuple[float, str]] | None] | None = None
+    prompt_logprobs: bytes | list[dict[int, tuple[float, str]] | None] | None = None
+    """Packed as in `prompt_lines`, or for each token: token id -> (log-probability, text); the prompt's own first."""
     embedding: list[float] | None = None
     account: dict[str, Any] | None = None
     """Where the time went, if that was asked for."""

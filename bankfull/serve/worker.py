@@ -234,6 +234,7 @@ class Worker:
             options["policy"] = "priority"  # batch work gives way
         llm = LLM(wanted.model, **options)
         self._front = llm.loaded.frontend
+        self._front.names_prompts = False  # the API does
         self._loop = EngineLoop(self._front, self._tell, self._inbox)
         start = llm.loaded.start
         self._say(Phase("warming up" if start is None else f"warming up, loaded in {start}"))
@@ -390,6 +391,7 @@ class Worker:
 
     def _done(self, request: int) -> Done:
         from bankfull.llm import embedding_of
+        from bankfull.serve.prompt_lines import pack_lines
 
         pending: Pending = self._front.pending[request]
         pool = self._pools.get(request)
@@ -401,11 +403,8 @@ class Worker:
         result = self._front.take(request)
         metrics = result.metrics
         lines = None
-        if result.prompt_logprobs is not None:
-            lines = [
-                None if line is None else _chosen_first(token, line)
-                for token, line in zip(result.prompt_token_ids, result.prompt_logprobs, strict=True)
-            ]
+        if pending.params.prompt_logprobs is not None:
+            lines = pack_lines(result.prompt_token_ids, pending.prompt_logprobs)
         return Done(
             request, metrics.queue, metrics.ttft, metrics.finished or 0.0, metrics.cached_tokens, metrics.output_tokens,
             lines, embedding, account,

@@ -16,6 +16,7 @@ from bankfull.sample.params import StructuredOutput
 from bankfull.serve.admission import BATCH_PRIORITY
 from bankfull.serve.backend import DeadlineExceeded, Unavailable
 from bankfull.serve.link import Link
+from bankfull.serve.prompt_lines import unpack_lines
 from bankfull.serve.wire import Done, Piece
 from tests.serve.engine_kit import ENDLESS, OPTIONS, PROMPT, Service, collect, idle, service, text_of, until
 from tests.tiny import speaking_folder
@@ -59,8 +60,13 @@ def test_samples_prompt_logprobs_and_embeddings_come_through(serving: Service, o
     items = serving.run(lambda link: collect(link, PROMPT, params))
     expected = offline.generate(PROMPT, params)[0]
     assert [text_of(items, i) for i in range(3)] == [output.text for output in expected.outputs]
-    assert isinstance(items[-1], Done) and items[-1].prompt_logprobs is not None
-    assert items[-1].prompt_logprobs[0] is None and len(items[-1].prompt_logprobs) == len(PROMPT)
+    assert isinstance(items[-1], Done)
+    named = expected.prompt_logprobs
+    lines = unpack_lines(items[-1].prompt_logprobs, PROMPT, offline.loaded.frontend.tokenizer)
+    assert named is not None and lines is not None and lines[0] is None and named[0] is None
+    for token, line, whole in zip(PROMPT[1:], lines[1:], named[1:], strict=True):
+        assert line is not None and whole is not None and next(iter(line)) == token
+        assert line == {other: (pytest.approx(one.logprob), one.token) for other, one in whole.items()}
     for pool in ("last", "mean"):
         done = serving.run(lambda link, pool=pool: collect(link, PROMPT, SamplingParams(), pool=pool))[-1]
         assert isinstance(done, Done)
