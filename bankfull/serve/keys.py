@@ -39,8 +39,9 @@ _PRINTABLE = re.compile(rb"[!-~]+")
 
 
 class Bucket:
-    """A minute's worth of something that refills steadily. It may be overdrawn: what a request will cost is known only
-    at its end, and who has overdrawn waits until the debt is paid."""
+    """A minute's worth of something that refills steadily. Who wants some takes all that it may need before it begins,
+    and gives back at its end what it did not use: so no number of calls at once can use more than there is. Batch work
+    may overdraw it, and waits until the debt is paid."""
 
     __slots__ = ("_at", "_clock", "_level", "per_minute")
 
@@ -58,6 +59,14 @@ class Bucket:
     def take(self, amount: float) -> None:
         self._refill()
         self._level -= amount
+
+    def give_back(self, amount: float) -> None:
+        self.take(-amount)
+
+    @property
+    def left(self) -> int:
+        self._refill()
+        return max(0, int(self._level))
 
     def _refill(self) -> None:
         now = self._clock()

@@ -16,6 +16,7 @@ from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.backend import Backend, Busy
 from bankfull.serve.console.pages import PAGES, STATE_PATH
 from bankfull.serve.console.timelines import OpenLine, TimeLines
+from bankfull.serve.errors import Refusal
 from bankfull.serve.guard import App, Message, Receive, Scope, Send
 from bankfull.serve.keys import Bucket, Keyring
 from bankfull.serve.log import log_trace
@@ -130,17 +131,21 @@ class WatchedBackend:
     ) -> AsyncIterator[list[Piece | Done]]:  # fmt: skip
         trace = current_trace()
         batch = priority >= BATCH_PRIORITY
-        tokens = None if trace is None else self._tokens_of(trace, refuse=not batch)
         asked = time.monotonic()  # before the engine hears of it, which may be on this very core, and at once
         with self._counting_refusals():
-            steps = self._inner.generate(
-                prompt, params, priority=priority, salt=salt, pool=pool, deadline=deadline, explain=explain,
-                tenant=tenant or self._tenant_of(trace),
-            )  # fmt: skip
-        if tokens is not None:
-            tokens.take(len(prompt))
+            most = len(prompt) if pool is not None else self._most_tokens(len(prompt), params)
+            reserved = None if trace is None else self._reserve(trace, most, may_overdraw=batch)
+            try:
+                steps = self._inner.generate(
+                    prompt, params, priority=priority, salt=salt, pool=pool, deadline=deadline, explain=explain,
+                    tenant=tenant or self._tenant_of(trace),
+                )  # fmt: skip
+            except BaseException:
+                if reserved is not None:
+                    reserved.settle(0)
+                raise
         line = None if trace is None else self.lines.open(trace, len(prompt), batch=batch)
-        return CountedSteps(steps, self._metrics, trace, tokens, len(prompt), params.n, asked, batch=batch, line=line)
+        return CountedSteps(steps, self._metrics, trace, reserved, len(prompt), params.n, asked, batch=batch, line=line)
 
     def _tenant_of(self, trace: Trace | None) -> str:
         """The owner of the call's key; nobody where there is one key at most, and nothing to be divided."""
@@ -154,31 +159,62 @@ class WatchedBackend:
             self._metrics.failures.add(1, type(error).__name__)
             raise
 
-    def _tokens_of(self, trace: Trace, *, refuse: bool) -> Bucket | None:
-        """`refuse`: where nothing is left. Lines of batches have waited before they began."""
+    def _most_tokens(self, prompt: int, params: SamplingParams) -> int:
+        """That a request can cost: its prompt, and for each sample as much as may follow."""
+        facts = self._inner.facts
+        room = 0 if facts is None else max(0, facts.max_len - prompt)
+        return prompt + params.n * (room if params.max_tokens is None else min(params.max_tokens, room))
+
+    def _reserve(self, trace: Trace, most: int, *, may_overdraw: bool) -> Reserved | None:
+        """None where nobody counts. Lines of batches have waited before they began, and may overdraw."""
         if trace.key is None or (tokens := self._keyring.allowance(trace.key).tokens) is None:
             return None
-        if refuse and (seconds := tokens.wait()) > 0:
-            raise Busy(
-                f"The key {trace.key.name} has used its {tokens.per_minute} tokens per minute; try again in "
-                f"{seconds:.1f} s.", seconds,
-            )  # fmt: skip
-        return tokens
+        if not may_overdraw:
+            if most > tokens.per_minute:
+                raise Refusal(
+                    f"This call may need {most} tokens, its prompt and all that may follow, and the key "
+                    f"{trace.key.name} has {tokens.per_minute} per minute: set a smaller max_tokens, or send less.",
+                    param="max_tokens", code="token_budget_exceeded",
+                )  # fmt: skip
+            if (seconds := tokens.wait(most)) > 0:
+                raise Busy(
+                    f"This call may need {most} tokens, and the key {trace.key.name} has {tokens.left} left of its "
+                    f"{tokens.per_minute} per minute; try again in {seconds:.1f} s, or with a smaller max_tokens.",
+                    seconds,
+                )
+        return Reserved(tokens, most)
+
+
+class Reserved:
+    """Tokens that were set aside for one request: all that it may need."""
+
+    __slots__ = ("_bucket", "_most")
+
+    def __init__(self, bucket: Bucket, most: int) -> None:
+        self._bucket, self._most = bucket, most
+        bucket.take(most)
+
+    def settle(self, used: int) -> None:
+        """Once, however the request ended: what it did not use is given back."""
+        most, self._most = self._most, used
+        self._bucket.give_back(most - used)
 
 
 class CountedSteps:
     """A request's steps, counted as they pass. This runs for every token of every stream."""
 
     __slots__ = (
-        "_asked", "_batch", "_ended", "_last", "_line", "_metrics", "_prompt", "_samples", "_steps", "_tokens",
-        "_trace",
+        "_asked", "_batch", "_ended", "_last", "_line", "_metrics", "_prompt", "_reserved", "_samples", "_steps",
+        "_trace", "_used",
     )  # fmt: skip
 
     def __init__(
-        self, steps: AsyncIterator[list[Piece | Done]], metrics: Metrics, trace: Trace | None, tokens: Bucket | None,
-        prompt: int, samples: int, asked: float, *, batch: bool = False, line: OpenLine | None = None,
+        self, steps: AsyncIterator[list[Piece | Done]], metrics: Metrics, trace: Trace | None,
+        reserved: Reserved | None, prompt: int, samples: int, asked: float, *, batch: bool = False,
+        line: OpenLine | None = None,
     ) -> None:  # fmt: skip
-        self._steps, self._metrics, self._trace, self._tokens = steps, metrics, trace, tokens
+        self._steps, self._metrics, self._trace = steps, metrics, trace
+        self._reserved, self._used = reserved, prompt
         self._prompt, self._samples, self._batch, self._line = prompt, samples, batch, line
         self._asked = asked
         self._last: float | None = None
@@ -197,6 +233,7 @@ class CountedSteps:
             items = await self._steps.__anext__()
         except StopAsyncIteration:
             self._ended = True
+            self._settle()
             raise
         except BaseException as error:
             self._fail(type(error).__name__ if isinstance(error, Exception) else "left")
@@ -236,8 +273,7 @@ class CountedSteps:
         self._last = now
         if line is not None:
             line.tokens += fresh  # the trace gets the sum at the end
-        if self._tokens is not None:
-            self._tokens.take(fresh)
+        self._used += fresh
 
     def _begin(self, fresh: int, now: float) -> None:
         """The first tokens have come."""
@@ -248,8 +284,17 @@ class CountedSteps:
         if self._line is not None:
             self._line.begin(fresh, now)
 
+    def __del__(self) -> None:
+        self._settle()  # of whoever let go of it without a word
+
+    def _settle(self) -> None:
+        reserved, self._reserved = self._reserved, None
+        if reserved is not None:
+            reserved.settle(self._used)
+
     def _end(self, done: Done) -> None:
         self._ended = True
+        self._settle()
         self._metrics.sized(self._prompt, done.output_tokens, self._samples)
         if not self._batch:
             self._metrics.waited(done, time.monotonic() - self._asked)
@@ -261,6 +306,7 @@ class CountedSteps:
     def _fail(self, reason: str) -> None:
         if not self._ended:
             self._ended = True
+            self._settle()
             self._metrics.failures.add(1, reason)
             if self._trace is not None:
                 self._trace.problem = reason
