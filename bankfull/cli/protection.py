@@ -35,7 +35,16 @@ class ProtectionOptions:
     share_prefix_cache: Annotated[
         bool, typer.Option("--share-prefix-cache", help="Between keys: quicker, but they can tell what others asked.")
     ] = False
-    tls_certificate: Annotated[Path | None, typer.Option(help="Serve over TLS.", show_default=False)] = None
+    max_connections: Annotated[
+        int, typer.Option(help="Beyond them, one that waits is closed for one that comes.")
+    ] = 8192
+    connections_per_address: Annotated[
+        int | None,
+        typer.Option(help="The same for one address; 0: no limit, behind a proxy.", show_default="a quarter of all"),
+    ] = None
+    tls_certificate: Annotated[
+        Path | None, typer.Option(help="Serve over TLS. Replaced files are read again.", show_default=False)
+    ] = None
     tls_key: Annotated[Path | None, typer.Option(help="The certificate's key.", show_default=False)] = None
     tls_client_ca: Annotated[
         Path | None, typer.Option(help="Only clients with a certificate signed by these.", show_default=False)
@@ -50,7 +59,8 @@ class ProtectionOptions:
         from bankfull.serve.fortify import Protection
         from bankfull.serve.guard import open_doors
         from bankfull.serve.keys import Keyring, keys_of_environment
-        from bankfull.serve.listen import Tls
+        from bankfull.serve.lobby import LobbyLimits
+        from bankfull.serve.tls import Tls
 
         # Taken out of the environment: the engine's process needs no keys.
         keyring = Keyring(keys_of_environment(os.environ), self.api_key_file)
@@ -61,5 +71,6 @@ class ProtectionOptions:
         )  # fmt: skip
         return Protection(
             doors=doors, tls=Tls(self.tls_certificate, self.tls_key, client_authorities=self.tls_client_ca),
+            connections=LobbyLimits(connections=self.max_connections, per_address=self.connections_per_address),
             log_json=self.log_json, log_prompts=self.log_prompts, vllm_metrics=self.vllm_metrics,
         )  # fmt: skip

@@ -63,7 +63,8 @@ def serve(
     """Serve a model over HTTP, as OpenAI's clients expect it.
 
     The engine runs in a process of its own and is started again if it dies. /ready tells when the model is loaded,
-    /openapi.json what there is. Ctrl-C or SIGTERM lets running answers finish.
+    /openapi.json what there is. Ctrl-C or SIGTERM lets running answers finish. SIGHUP reads keys and certificates
+    again, without an end.
     """
     from bankfull import paths
     from bankfull.errors import ConfigError

@@ -6,6 +6,7 @@ Authentication, limits and logs are middleware around it (`scope["bankfull.calle
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -34,6 +35,8 @@ from bankfull.serve.sse import SEND_BODY, Message, Pulse, Receive, Send, send_ev
 from bankfull.serve.supervise import Supervisor
 from bankfull.serve.texts import Texts
 from bankfull.serve.tokens import Detokenize, Tokenize
+
+log = logging.getLogger("bankfull.serve")
 
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
@@ -132,7 +135,8 @@ class Endpoint:
 
 
 class Client:
-    """While it is entered, the client's leaving cancels the task that answers it, and so aborts its request."""
+    """While it is entered, the client's leaving cancels the task that answers it, and so aborts its request. Nobody can
+    be told of what goes wrong then."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -145,10 +149,12 @@ class Client:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: object) -> bool:
         self._watch.cancel()
-        if not self._left or kind is None or not issubclass(kind, asyncio.CancelledError):
+        if not self._left or kind is None or not issubclass(kind, Exception | asyncio.CancelledError):
             return False
         if self._task is not None:
             self._task.uncancel()
+        if issubclass(kind, Exception):
+            log.info("a call whose client has left ended with: %s", error)
         return True
 
     async def _until_gone(self) -> None:

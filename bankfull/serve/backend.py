@@ -9,6 +9,8 @@ from bankfull.errors import BankfullError
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.wire import Done, Facts, Load, Piece
 
+STOPPED = "The server has shut down before the answer was complete."
+
 
 class Busy(BankfullError):
     """The queue is full: the client may come back."""

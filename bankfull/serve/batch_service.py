@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +18,15 @@ from bankfull.serve.batch_input import MOST_BODY_BYTES, MOST_LINES
 from bankfull.serve.batch_runner import BatchRunner, Handle
 from bankfull.serve.batches import batch_routes
 from bankfull.serve.calls import Api, Caller
+from bankfull.serve.errors import Refusal
 from bankfull.serve.files import Owner, file_routes
 from bankfull.serve.keys import Keyring
 from bankfull.serve.ledger import Ledger
 from bankfull.serve.store import Store, StoreLimits
 from bankfull.serve.supervise import Supervisor
 from bankfull.serve.trace import Trace, during
+
+log = logging.getLogger("bankfull.serve")
 
 
 def handle_within(
@@ -61,6 +66,15 @@ class BatchService:
         self.routes: list[Route] = [
             *file_routes(self.store, owner_of), *batch_routes(self.ledger, self._runner, owner_of),
         ]  # fmt: skip
+
+    async def cancel_all_of(self, owners: Collection[str]) -> None:
+        """Their keys were taken out: their batches end, with the results that they have."""
+        for batch in await self.store.run(self.ledger.open_batches):
+            if batch.status in ("validating", "in_progress") and batch.owner in owners:
+                with suppress(Refusal):  # it has ended meanwhile
+                    await self.store.run(self.ledger.cancel, batch.owner, batch.id)
+                    log.info("batch %s ends: its key %s was taken out", batch.id, batch.owner)
+                self._runner.wake(batch.id)
 
     async def __aenter__(self) -> BatchService:
         self._runner.start()

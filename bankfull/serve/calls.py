@@ -12,6 +12,9 @@ from bankfull.serve.sse import EventStream
 CALLER = "bankfull.caller"
 """The key of an ASGI scope under which authentication leaves the `Caller`."""
 
+ON_RESERVE = "bankfull.on_reserve"
+"""The same for whether there was room for its connection only on the reserve, which is for probes and admins."""
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:

@@ -11,8 +11,10 @@ from starlette.responses import Response
 from bankfull.serve.backend import Backend
 from bankfull.serve.exposition import CONTENT_TYPE
 from bankfull.serve.guard import App, Doors, Guard, GuardLimits
-from bankfull.serve.listen import Tls
+from bankfull.serve.lobby import LobbyLimits
 from bankfull.serve.metrics import Metrics
+from bankfull.serve.running import Running
+from bankfull.serve.tls import Tls
 from bankfull.serve.watch import Watch
 
 
@@ -22,6 +24,7 @@ class Protection:
 
     doors: Doors
     tls: Tls = field(default_factory=Tls)
+    connections: LobbyLimits = field(default_factory=LobbyLimits)
     log_json: bool = False
     log_prompts: bool = False
     vllm_metrics: bool = False
@@ -29,7 +32,7 @@ class Protection:
 
 def fortify(
     app: Starlette, backend: Backend, doors: Doors, metrics: Metrics, *,
-    limits: GuardLimits | None = None, log_prompts: bool = False,
+    limits: GuardLimits | None = None, log_prompts: bool = False, running: Running | None = None,
 ) -> App:  # fmt: skip
     """`app` behind keys and limits, with /metrics. Its endpoints must have been given a `WatchedBackend`."""
 
@@ -37,4 +40,5 @@ def fortify(
         return Response(metrics.write(backend), media_type=CONTENT_TYPE)
 
     app.add_route("/metrics", show_metrics, methods=["GET"])
-    return Watch(Guard(app, doors, limits, apis=app.state.apis, keep_bodies=log_prompts), metrics)
+    guard = Guard(app, doors, limits, apis=app.state.apis, keep_bodies=log_prompts, running=running)
+    return Watch(guard, metrics)

@@ -14,12 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from bankfull.errors import ConfigError
-from bankfull.serve.calls import CALLER, Api, Caller, spelled_at
+from bankfull.errors import BankfullError, ConfigError
+from bankfull.serve.calls import CALLER, ON_RESERVE, Api, Caller, spelled_at
 from bankfull.serve.console.pages import PAGES, STATE_PATH
-from bankfull.serve.errors import Problem, Refusal
+from bankfull.serve.errors import Problem, Refusal, problem_of
 from bankfull.serve.keys import Key, Keyring
-from bankfull.serve.trace import current_trace
+from bankfull.serve.running import Running
+from bankfull.serve.trace import current_trace, why_ended
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -32,6 +33,8 @@ OPEN_PATHS = frozenset({"/live", "/ready", *PAGES})
 UNCHARGED_PATHS = frozenset({STATE_PATH})
 """Cheap, and asked every second by whoever has the console open: that must not use up what a key may ask."""
 ADMIN_PATHS = frozenset({"/reset_prefix_cache"})
+PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})
+"""Answered on a connection of the reserve, too."""
 UPLOAD_PATH = "/v1/files"
 LINGER_SECONDS = 2.0
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -119,9 +122,10 @@ def caller_named(doors: Doors, key: str) -> Caller:
 class Guard:
     def __init__(
         self, app: App, doors: Doors, limits: GuardLimits | None = None, *,
-        apis: Mapping[str, Api] | None = None, keep_bodies: bool = False,
+        apis: Mapping[str, Api] | None = None, keep_bodies: bool = False, running: Running | None = None,
     ) -> None:  # fmt: skip
-        """`apis`, by path, spell errors in their own way."""
+        """`apis`, by path, spell errors in their own way. Calls are `running` while they are answered."""
+        self._running = Running() if running is None else running
         self._app, self._doors, self._limits = app, doors, limits or GuardLimits()
         self._apis, self._keep_bodies = apis or {}, keep_bodies
         self._waiting = 0
@@ -138,14 +142,24 @@ class Guard:
             if scope["method"] == "OPTIONS" and allowed is not None:
                 return await _answer_preflight(scope, send)
             self._check_key(scope)
-            if _uploads(scope):
-                receive = self._watched(receive)
-            else:
-                receive = await self._whole_body(scope, receive)
+            await self._served(scope, receive, send)
         except Refused as refused:
             body = spelled_at(self._apis, scope["path"], refused.problem)
-            return await _refuse(refused, body, receive, send)
-        await self._app(scope, receive, send)
+            await _refuse(refused, body, receive, send)
+
+    async def _served(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """By the application, unless the server ends it before."""
+        trace, task = current_trace(), asyncio.current_task()
+        with self._running.during(task, trace):
+            try:
+                receive = self._watched(receive) if _uploads(scope) else await self._whole_body(scope, receive)
+                await self._app(scope, receive, send)
+            except asyncio.CancelledError:
+                if task is not None:
+                    task.uncancel()
+                if trace is None or not trace.status:
+                    raise Refused.told(why_ended()) from None
+                # A stream has had its last event; of any other answer the rest is missing, so the server closes it.
 
     # -- the head
 
@@ -191,7 +205,7 @@ class Guard:
     def _check_key(self, scope: Scope) -> None:
         keyring, path = self._doors.keyring, scope["path"]
         if not keyring.required or path in OPEN_PATHS:
-            return
+            return _check_reserve(scope, admin=False)
         presented = _presented(scope["headers"])
         if presented is None:
             raise Refused(
@@ -205,6 +219,7 @@ class Guard:
         if trace is not None:
             trace.key = key
         scope[CALLER] = caller_named(self._doors, key.name)
+        _check_reserve(scope, admin=key.admin)
         if path in ADMIN_PATHS and not key.admin:
             raise Refused(403, f"The key {key.name} may not do this: its line in the key file lacks `admin`.")
         if path not in UNCHARGED_PATHS:
@@ -307,8 +322,15 @@ class Refused(Exception):
         self.problem = Problem(status, message, _TYPES.get(status, "invalid_request_error"), None, code, retry_after)
         self.unread = unread
 
+    @classmethod
+    def told(cls, error: BankfullError) -> Refused:
+        """What another layer would have said."""
+        refused = cls(500, str(error), unread=False)
+        refused.problem = problem_of(error)
+        return refused
 
-_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 503: "server_error"}
 
 
 def _too_large(most: int, unread: bool = True) -> Refused:
@@ -371,6 +393,14 @@ def _saying(first: Message, then: Receive) -> Receive:
         return first
 
     return receive
+
+
+def _check_reserve(scope: Scope, *, admin: bool) -> None:
+    if scope.get(ON_RESERVE) and not admin and scope["path"] not in PROBES:
+        raise Refused(
+            503, "The server, or your address, has as many connections as it may; try again later, or use one of them.",
+            code="too_many_connections", retry_after=1.0,
+        )  # fmt: skip
 
 
 def _uploads(scope: Scope) -> bool:

@@ -102,15 +102,22 @@ class Allowance:
 
 @dataclass(slots=True)
 class Keyring:
-    """All keys of a server. A file that changes is read again; a changed file that cannot be read changes nothing."""
+    """All keys of a server. A file that changes is read again; a changed file that cannot be read changes nothing.
+
+    A key that was taken out opens nothing from then on. What it has begun ends later, when the file has stayed as it is
+    until the next look: a file that is just being written may lack keys for a moment."""
 
     fixed: tuple[Key, ...] = ()
     file: Path | None = None
     clock: Callable[[], float] = time.monotonic
+    removed: list[Callable[[frozenset[Key]], None]] = field(default_factory=list)
+    """Told of keys that were taken out for good."""
     _keys: tuple[Key, ...] = ()
     _allowances: dict[str, Allowance] = field(default_factory=dict)
     _seen: tuple[int, int] | None = None
     _looked: float = -math.inf
+    _changed: float = -math.inf
+    _leaving: frozenset[Key] = frozenset()
 
     def __post_init__(self) -> None:
         self._keys = self.fixed
@@ -145,8 +152,11 @@ class Keyring:
         return next((key for key in self._keys if key.name == name), None)
 
     def batch_wait(self, name: str) -> float:
-        """Seconds until a batch of this key may go on: half of its tokens of a minute are for its online calls."""
+        """Seconds until a batch of this key may go on: half of its tokens of a minute are for its online calls. One
+        whose key was taken out while no server ran waits for it; "" is nobody's."""
         key = self.named(name)
+        if key is None and name and self.required:
+            return RELOAD_SECONDS
         tokens = None if key is None else self.allowance(key).tokens
         return 0.0 if tokens is None else tokens.wait(tokens.per_minute / 2)
 
@@ -159,20 +169,32 @@ class Keyring:
             )
         return allowance
 
-    def _reload(self) -> None:
+    def look(self, *, final: bool = False) -> None:
+        """Whether the file has changed, and what was taken out of it. `final`: it is not being written, says whoever
+        asks, so that nobody has to wait for the next look."""
+        self._reload(again=final)
+        if self._leaving and (final or self.clock() - self._changed >= RELOAD_SECONDS):
+            gone, self._leaving = self._leaving, frozenset()
+            log.info("keys were taken out: %d", len(gone))
+            for tell in self.removed:
+                tell(gone)
+
+    def _reload(self, *, again: bool = False) -> None:
         now = self.clock()
-        if self.file is None or now - self._looked < RELOAD_SECONDS:
+        if self.file is None or (now - self._looked < RELOAD_SECONDS and not again):
             return
         self._looked = now
         stamp = _stamp(self.file)
-        if stamp == self._seen:
+        if stamp == self._seen and not again:
             return
-        self._seen = stamp
+        self._seen, self._changed = stamp, now
         try:
             keys = _distinct((*self.fixed, *read_keys(self.file)))
         except ConfigError as problem:
             log.error("the keys stay as they were: %s", problem)
             return
+        known = {key.digest for key in keys}
+        self._leaving = frozenset(key for key in (*self._leaving, *self._keys) if key.digest not in known)
         changed = {key.name for key in set(self._keys) ^ set(keys)}
         self._allowances = {name: left for name, left in self._allowances.items() if name not in changed}
         self._keys = keys

@@ -22,7 +22,7 @@ from bankfull.errors import BankfullError, ConfigError, ModelError, RequestError
 from bankfull.progress import Watched, watched_file
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.admission import Admission, QueueLimits, Ticket
-from bankfull.serve.backend import Busy, DeadlineExceeded, EngineDied, Unavailable
+from bankfull.serve.backend import STOPPED, Busy, DeadlineExceeded, EngineDied, Unavailable
 from bankfull.serve.stall import stalled
 from bankfull.serve.wire import (
     HEADER,
@@ -65,7 +65,6 @@ LEAVING = 5.0
 NEVER_LOADED = "The model could not be loaded; the server ends, and its log says why."
 STARTED_AGAIN = "The engine has ended and is started again; ask again in a moment."
 SHUTTING_DOWN = "The server is shutting down; ask again when it is back."
-STOPPED = "The server has shut down before the answer was complete."
 
 Options = Mapping[str, str | int | float | bool | None]
 

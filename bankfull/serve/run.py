@@ -8,6 +8,7 @@ import shlex
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,18 +19,26 @@ from starlette.applications import Starlette
 from bankfull.errors import ConfigError
 from bankfull.serve.admission import QueueLimits
 from bankfull.serve.app import create_app
+from bankfull.serve.backend import STOPPED, Unavailable
 from bankfull.serve.batch_service import BatchService, handle_within
 from bankfull.serve.console.state import console_routes
 from bankfull.serve.fortify import Protection, fortify
 from bankfull.serve.guard import GuardLimits, caller_named
 from bankfull.serve.link import STALL_SECONDS, Link
 from bankfull.serve.listen import raise_file_limit, uvicorn_config
+from bankfull.serve.lobby import Lobby
 from bankfull.serve.log import Logs
 from bankfull.serve.metrics import Metrics
+from bankfull.serve.reloads import Reloads
+from bankfull.serve.running import Running
 from bankfull.serve.settings import Settings
 from bankfull.serve.supervise import Supervisor
 from bankfull.serve.texts import Texts
+from bankfull.serve.tls import certificates_of
 from bankfull.serve.watch import WatchedBackend
+
+FAREWELL_SECONDS = 5
+"""For last words: how long those who were told that the server ends may take to read it."""
 
 
 def run_server(
@@ -53,7 +62,13 @@ def _run(
     model: str, options: Mapping[str, str | int | float | bool | None], settings: Settings, protection: Protection,
     data: Path, queue_requests: int | None, grace: float, stall_seconds: float, give_up_after: float,
 ) -> None:  # fmt: skip
-    raise_file_limit()
+    running = Running()
+    keyring = protection.doors.keyring
+    certificates = certificates_of(protection.tls)
+    reloads = Reloads(keyring, certificates, running, lambda owners: batches.cancel_all_of(owners))
+    reloads.listen()
+    possible = raise_file_limit(protection.connections.connections)
+    lobby = Lobby(replace(protection.connections, connections=possible))
     listening = listen(settings.host, settings.port)
     texts = Texts.open(model)
     queue = QueueLimits(requests=queue_requests)
@@ -76,6 +91,7 @@ def _run(
     async def life(app: Starlette) -> AsyncIterator[None]:
         await link.start()
         announcing = asyncio.ensure_future(announce(server))
+        supervisor.keep("reloading of keys and certificates", reloads.run)
         try:
             async with batches:
                 yield
@@ -88,7 +104,6 @@ def _run(
 
     supervisor = Supervisor()
     metrics = Metrics(settings.names[0], vllm_names=protection.vllm_metrics, supervisor=supervisor)
-    keyring = protection.doors.keyring
     backend = WatchedBackend(link, metrics, keyring)
     app = create_app(backend, texts, settings, lifespan=life, supervisor=supervisor)
     batches = BatchService(
@@ -99,15 +114,32 @@ def _run(
     )  # fmt: skip
     app.router.routes.extend([*batches.routes, *console_routes(backend, metrics, backend.lines, settings)])
     limits = GuardLimits(body_bytes=settings.max_body_bytes)
-    layers = fortify(app, backend, protection.doors, metrics, limits=limits, log_prompts=protection.log_prompts)
-    config = uvicorn_config(
-        layers, settings.host, settings.port, tls=protection.tls, log_level="warning",
-        timeout_graceful_shutdown=max(1, round(grace)),
+    layers = fortify(
+        app, backend, protection.doors, metrics, limits=limits, log_prompts=protection.log_prompts, running=running
     )  # fmt: skip
-    server = uvicorn.Server(config)
+    config = uvicorn_config(
+        layers, settings.host, settings.port, lobby=lobby, certificates=certificates, log_level="warning",
+        timeout_graceful_shutdown=round(grace) + FAREWELL_SECONDS,
+    )  # fmt: skip
+    server = Server(config, running, grace)
     server.run([listening])
     if failure:
         raise failure[0]
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which tells those who are still being answered at the end of the grace."""
+
+    def __init__(self, config: uvicorn.Config, running: Running, grace: float) -> None:
+        super().__init__(config)
+        self._running, self._grace = running, grace
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.get_running_loop().call_later(self._grace, self._running.end, Unavailable(STOPPED))
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
 
 
 def settle_heap() -> None:

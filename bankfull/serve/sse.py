@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from bankfull.serve.errors import Problem, problem_of
+from bankfull.serve.trace import why_ended
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -20,6 +21,8 @@ Send = Callable[[Message], Awaitable[None]]
 SEND_BODY = "bankfull.send_body"
 """In a call's scope: how the server itself sends. Layers that only add to an answer's head put nothing before it."""
 
+LAST_WORDS_SECONDS = 1.0
+"""For the last events of a stream that the server itself ends."""
 COMMENT = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 HEADERS = [
@@ -125,7 +128,8 @@ class Writer:
 
 
 async def send_events(stream: EventStream, send: Send, pulse: Pulse, send_body: Send | None = None) -> None:
-    """Raises what goes wrong before the stream has begun; afterwards it becomes the stream's last event."""
+    """Raises what goes wrong before the stream has begun; afterwards it becomes the stream's last event. So does the
+    server's own reason for cancelling it."""
     writer = Writer(send, send_body or send)
     pulse.add(writer)  # begins the stream if its first events take long
     try:
@@ -139,6 +143,13 @@ async def send_events(stream: EventStream, send: Send, pulse: Pulse, send_body: 
             if not writer.begun:
                 raise
             await writer.write(stream.failure(problem_of(error)))
+        except asyncio.CancelledError:
+            if writer.begun:  # nothing is sent to a client that has left
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LAST_WORDS_SECONDS):
+                        await writer.write(stream.failure(problem_of(why_ended())))
+                        await writer.end()
+            raise
         finally:
             pulse.remove(writer)
         await writer.begin()

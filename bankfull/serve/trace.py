@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from bankfull.errors import BankfullError
+from bankfull.serve.backend import STOPPED, Unavailable
 from bankfull.serve.keys import Key
 
 
@@ -34,6 +36,8 @@ class Trace:
     """A line of a batch: nobody waits for it."""
     body: bytes | None = None
     """What was asked; kept only where logs may hold it."""
+    ended: BankfullError | None = None
+    """Why the server itself has cancelled the task that answers it."""
 
 
 _current: ContextVar[Trace | None] = ContextVar("bankfull_call", default=None)
@@ -47,6 +51,12 @@ def owner_of_call() -> str:
     """The name of the key that this call is charged to; none where there are no keys."""
     trace = _current.get()
     return "" if trace is None or trace.key is None else trace.key.name
+
+
+def why_ended() -> BankfullError:
+    """What a client is told whose call the server has cancelled. Nobody gives a reason at the end of the server."""
+    trace = current_trace()
+    return Unavailable(STOPPED) if trace is None or trace.ended is None else trace.ended
 
 
 @contextmanager

@@ -236,7 +236,7 @@ class CountedSteps:
             self._settle()
             raise
         except BaseException as error:
-            self._fail(type(error).__name__ if isinstance(error, Exception) else "left")
+            self._fail(self._reason(error))
             raise
         fresh = 0
         for item in items:
@@ -302,6 +302,12 @@ class CountedSteps:
             self._trace.cached_tokens += done.cached_tokens
         if self._line is not None:
             self._line.end(done)
+
+    def _reason(self, error: BaseException) -> str:
+        if isinstance(error, Exception):
+            return type(error).__name__
+        ended = None if self._trace is None else self._trace.ended
+        return "left" if ended is None else type(ended).__name__
 
     def _fail(self, reason: str) -> None:
         if not self._ended:

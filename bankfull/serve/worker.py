@@ -485,6 +485,7 @@ def main() -> None:
     # Whoever stops the service stops the API, which lets running requests finish and then closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sent to the whole group, it is for the API to read its files again
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         if len(sys.argv) > 2:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import threading
 import time
@@ -45,11 +44,7 @@ def listening(app: Any, **options: Any) -> Iterator[Listening]:
     server_socket.bind(("127.0.0.1", 0))
     served = Listening(server_socket.getsockname()[1])
     server = uvicorn.Server(uvicorn_config(app, "127.0.0.1", served.port, **({"lifespan": "auto"} | options)))
-
-    async def serve() -> None:
-        await server.serve([server_socket])
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread = threading.Thread(target=server.run, args=([server_socket],), daemon=True)
     thread.start()
     deadline = time.monotonic() + 30
     while not server.started:

@@ -18,8 +18,8 @@ from bankfull.serve.console.pages import PAGES
 from bankfull.serve.errors import Refusal, openai_error, problem_of
 from bankfull.serve.guard import Doors, Guard, GuardLimits, open_doors
 from bankfull.serve.keys import Keyring, new_key
-from bankfull.serve.listen import Tls, uvicorn_config
 from bankfull.serve.metrics import Metrics
+from bankfull.serve.tls import Tls, certificates_of
 from bankfull.serve.trace import current_trace
 from bankfull.serve.watch import Watch
 from tests.serve.listening import Listening, listening
@@ -267,11 +267,12 @@ def test_tls(tmp_path: Path) -> None:
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate]
     subprocess.run([*command, *subject], check=True, capture_output=True)
-    with listening(guarded(open_doors(Keyring(), host="127.0.0.1")), tls=Tls(certificate, key)) as server:
+    certificates = certificates_of(Tls(certificate, key))
+    with listening(guarded(open_doors(Keyring(), host="127.0.0.1")), certificates=certificates) as server:
         with httpx.Client(verify=ssl.create_default_context(cafile=certificate)) as trusting:
             assert trusting.get(f"https://localhost:{server.port}/x").status_code == 200
         with pytest.raises(httpx.HTTPError):
             web.get(f"http://localhost:{server.port}/x")
     for broken in (Tls(key, certificate), Tls(tmp_path / "none.pem"), Tls(key=key), Tls(certificate)):
         with pytest.raises(ConfigError, match=r"(?i)tls"):
-            uvicorn_config(telling, "127.0.0.1", 0, tls=broken)
+            certificates_of(broken)

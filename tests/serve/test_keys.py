@@ -141,7 +141,8 @@ def test_half_of_a_keys_tokens_are_not_for_its_batches() -> None:
     assert keyring.batch_wait("alice") == pytest.approx(10.0) and tokens.wait() == 0, "online calls go on"
     clock.now += 11
     assert keyring.batch_wait("alice") == 0
-    assert keyring.batch_wait("bob") == keyring.batch_wait("nobody") == keyring.batch_wait("") == 0
+    assert keyring.batch_wait("bob") == keyring.batch_wait("") == Keyring().batch_wait("nobody") == 0
+    assert keyring.batch_wait("nobody") > 0, "its key was taken out, and nobody can be charged"
 
 
 def test_the_command_prints_the_line_and_shows_the_key_once(capsys: pytest.CaptureFixture[str]) -> None:
