@@ -153,15 +153,18 @@ class Form:
         self._in_file = self._ended = False
         self._text, self._data = bytearray(), bytearray()
         self._headers: dict[bytes, bytes] = {}
-        self._parser = MultipartParser(
-            options[b"boundary"],
-            {
-                "on_part_begin": self._part_begins, "on_header_field": self._header_name,
-                "on_header_value": self._header_value, "on_header_end": self._header_ends,
-                "on_headers_finished": self._headers_end, "on_part_data": self._part_data,
-                "on_part_end": self._part_ends, "on_end": self._form_ends,
-            },
-        )  # fmt: skip
+        try:
+            self._parser = MultipartParser(
+                options[b"boundary"],
+                {
+                    "on_part_begin": self._part_begins, "on_header_field": self._header_name,
+                    "on_header_value": self._header_value, "on_header_end": self._header_ends,
+                    "on_headers_finished": self._headers_end, "on_part_data": self._part_data,
+                    "on_part_end": self._part_ends, "on_end": self._form_ends,
+                },
+            )  # fmt: skip
+        except FormParserError:  # it is too long
+            raise Refusal("The form's boundary cannot be used; send a shorter one, as clients do.") from None
 
     async def contents(self) -> Any:
         try:

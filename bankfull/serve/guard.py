@@ -152,7 +152,11 @@ class Guard:
         trace, task = current_trace(), asyncio.current_task()
         with self._running.during(task, trace):
             try:
-                receive = self._watched(receive) if _uploads(scope) else await self._whole_body(scope, receive)
+                if _uploads(scope):
+                    upload = Upload(self._limits, receive, send)
+                    receive, send = upload.receive, upload.send
+                else:
+                    receive = await self._whole_body(scope, receive)
                 await self._app(scope, receive, send)
             except asyncio.CancelledError:
                 if task is not None:
@@ -273,34 +277,6 @@ class Guard:
             trace.body = body
         return _saying({"type": "http.request", "body": body, "more_body": False}, receive)
 
-    def _watched(self, receive: Receive) -> Receive:
-        """An upload as it comes; its endpoint tells the client what is raised here."""
-        limits = self._limits
-        size = 0
-        ends = asyncio.get_running_loop().time() + limits.upload_seconds
-        complete = False
-
-        async def next_piece() -> Message:
-            nonlocal size, complete
-            if complete:
-                return await receive()
-            left = min(limits.upload_pause_seconds, ends - asyncio.get_running_loop().time())
-            try:
-                async with asyncio.timeout(max(0.0, left)):
-                    message = await receive()
-            except TimeoutError:
-                raise Refusal("The upload came too slowly.", code="request_timeout", status=408) from None
-            size += len(message.get("body", b""))
-            complete = not message.get("more_body", False)
-            if size > limits.upload_bytes:
-                raise Refusal(
-                    f"The upload has more than {limits.upload_bytes} bytes; send a smaller one.",
-                    code="request_too_large", status=413,
-                )  # fmt: skip
-            return message
-
-        return next_piece
-
     def _check_length(self, headers: Headers, most: int) -> None:
         length = _only(headers, b"content-length")
         if length is None:
@@ -309,6 +285,51 @@ class Guard:
             raise Refused(400, "The Content-Length header is not a number of bytes.")
         if int(length) > most:
             raise _too_large(most)
+
+
+class Upload:
+    """An upload as it comes; its endpoint tells the client what is raised here. An answer may be there before all of it
+    has come: the rest is thrown away, because most clients read only when they have sent everything."""
+
+    def __init__(self, limits: GuardLimits, receive: Receive, send: Send) -> None:
+        self._limits, self._receive, self._send = limits, receive, send
+        self._size = 0
+        self._ends = asyncio.get_running_loop().time() + limits.upload_seconds
+        self._complete = False
+
+    async def receive(self) -> Message:
+        if self._complete:
+            return await self._receive()
+        limits = self._limits
+        left = min(limits.upload_pause_seconds, self._ends - asyncio.get_running_loop().time())
+        try:
+            async with asyncio.timeout(max(0.0, left)):
+                message = await self._receive()
+        except TimeoutError:
+            raise Refusal("The upload came too slowly.", code="request_timeout", status=408) from None
+        self._size += len(message.get("body", b""))
+        self._complete = not message.get("more_body", False)
+        if self._size > limits.upload_bytes:
+            raise Refusal(
+                f"The upload has more than {limits.upload_bytes} bytes; send a smaller one.",
+                code="request_too_large", status=413,
+            )  # fmt: skip
+        return message
+
+    async def send(self, message: Message) -> None:
+        if self._complete:
+            await self._send(message)
+        elif message["type"] == "http.response.start":
+            await self._send({**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]})
+        elif message.get("more_body", False):
+            await self._send(message)
+        else:
+            await self._send({**message, "more_body": True})
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._limits.upload_pause_seconds):
+                    while (await self._receive()).get("more_body", False):
+                        pass
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class Refused(Exception):
