@@ -48,20 +48,20 @@ class Reloads:
         """Until cancelled."""
         self._loop = asyncio.get_running_loop()
         while True:
-            try:
-                if self._gone:
-                    # A new key with the name of an old one has its work, too.
-                    await self._end_work([name for name in self._gone if self._keyring.named(name) is None])
-                    self._gone.clear()
-            except Exception as error:  # tried again at the next look
-                log.error("what was begun with keys that were taken out cannot be ended: %s", error)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._asked.wait(), RELOAD_SECONDS)
             asked = self._asked.is_set()
             self._asked.clear()
             if asked:
                 log.info("SIGHUP: keys and certificates are read again")
-            self.look(final=asked)
+            try:
+                self.look(final=asked)
+                if self._gone:
+                    # A new key with the name of an old one has its work, too.
+                    await self._end_work([name for name in self._gone if self._keyring.named(name) is None])
+                    self._gone.clear()
+            except Exception as error:  # a full disk, most likely: the next look tries again
+                log.error("keys and certificates cannot be followed: %s", error)
 
     def look(self, *, final: bool = False) -> None:
         self._keyring.look(final=final)

@@ -105,7 +105,7 @@ def limit_memory() -> bool:
 
 def main() -> None:
     # A terminal sends its interrupts to all processes; this one ends with its owner.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
