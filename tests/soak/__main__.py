@@ -16,6 +16,7 @@ from tests.soak.faults import disconnects, kills, overload
 from tests.soak.figures import Figure, table
 from tests.soak.schemas import schema_cases
 from tests.soak.sharing import sharing
+from tests.soak.tenants import tenants
 
 Trial = Callable[[], Iterator[Figure]]
 
@@ -54,6 +55,7 @@ def _trials(asked: argparse.Namespace) -> dict[str, Trial]:
         "crowd": lambda: crowd(tiny, asked.streams, asked.idle),
         "idle": lambda: idle_cpu(tiny, 2 * asked.seconds),
         "overhead": lambda: overhead(asked.model, 64, asked.rounds),
+        "tenants": lambda: tenants(asked.model, 3 * asked.seconds, asked.rounds),
         "sharing": lambda: sharing(asked.model, asked.seconds, min(asked.rounds, 3)),
     }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 HEAD = (
     "POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    "content-length: {size}\r\n\r\n"
+    "content-length: {size}\r\n{more}\r\n"
 )
 LONGEST_ANSWER = 600.0
 
@@ -43,13 +43,14 @@ async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter
     return await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
 
 
-def request_of(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
+def request_of(body: Any, path: str = "/v1/completions", key: str = "") -> bytes:
     data = json.dumps(body).encode()
-    return HEAD.format(path=path, size=len(data)).encode() + data
+    more = f"authorization: Bearer {key}\r\n" if key else ""
+    return HEAD.format(path=path, size=len(data), more=more).encode() + data
 
 
-def send(writer: asyncio.StreamWriter, body: dict[str, Any], path: str = "/v1/completions") -> None:
-    writer.write(request_of(body, path))
+def send(writer: asyncio.StreamWriter, body: Any, path: str = "/v1/completions", key: str = "") -> None:
+    writer.write(request_of(body, path, key))
 
 
 class _Answering(asyncio.Protocol):

@@ -10,12 +10,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
+PAGE = os.sysconf("SC_PAGE_SIZE")
 TICKS = os.sysconf("SC_CLK_TCK")
 IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
@@ -52,6 +53,18 @@ class Served:
         """The process of the engine."""
         listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return int(listed[0]) if listed else None
+
+    def resident_bytes(self) -> list[tuple[str, int]]:
+        """The command and the memory of the API's process and of all that it has started."""
+        found, processes = [], [str(self.process.pid)]
+        while processes:
+            folder = Path("/proc") / processes.pop()
+            with suppress(OSError):  # it has ended since
+                for children in folder.glob("task/*/children"):
+                    processes += children.read_text().split()
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found.append((command, int((folder / "statm").read_text().split()[1]) * PAGE))
+        return found
 
     def cpu_seconds(self, process: int | None = None) -> float:
         """Of the API's process, or of another."""

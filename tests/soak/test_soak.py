@@ -8,6 +8,8 @@ import pytest
 
 from tests.soak.__main__ import main
 from tests.soak.figures import Figure, percentile, table
+from tests.soak.tenants import tenants
+from tests.tiny import speaking_folder
 
 
 def test_a_broken_promise_shows_and_no_number_keeps_none() -> None:
@@ -32,3 +34,16 @@ def test_a_short_soak_of_disconnects(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["--short", "--only", "disconnects", "--json"]) == 0
     figures = {one["name"]: one["value"] for one in json.loads(capsys.readouterr().out.strip())}
     assert figures["disconnects"] == 60 and figures["disconnects: requests and pages still held"] == 0
+
+
+def test_whatever_one_key_sends_another_is_served() -> None:
+    """Promises about streams and memory hold every time. What else the machine does while this runs can only add to
+    latencies: one quiet attempt of three is enough for them."""
+    for attempt in range(3):
+        figures = list(tenants(str(speaking_folder()), 4.0, 1, attempt))
+        late = [one for one in figures if one.unit == "ms" and not one.holds]
+        broken = [one for one in figures if one.unit != "ms" and not one.holds]
+        assert not broken, table(broken)
+        if not late:
+            return
+    raise AssertionError(table(late))

@@ -1,0 +1,135 @@
+"""One honest client beside one who sends all that is allowed: how much of the one the other can take."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bankfull.serve.keys import new_key
+from tests.soak.asking import completion, connect, send
+from tests.soak.figures import Figure, percentile
+from tests.soak.served import Served, serving
+
+PAUSE = 0.5
+"""Between the beginnings of two honest calls."""
+TOKENS = 16
+STEP = 0.25
+"""Seconds that others may wait for one step: the default bound on a step's predicted time."""
+FACTOR = 3.0
+API_BYTES, ENGINE_BYTES = 768 << 20, 1 << 30
+"""The most that the API's process may hold, and that the engine's may grow by, whatever is sent."""
+
+
+@dataclass
+class Felt:
+    """By the honest client, in seconds."""
+
+    firsts: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    broken: int = 0
+
+    def add(self, other: Felt) -> None:
+        self.firsts += other.firsts
+        self.gaps += other.gaps
+        self.broken += other.broken
+
+
+def tenants(model: str, seconds: float, rounds: int, number: int = 1) -> Iterator[Figure]:
+    """Turns of quiet and of attack, each of so many seconds."""
+    honest, honest_key = new_key("honest")
+    greedy, greedy_key = new_key("greedy")
+    quiet, attacked, sent = Felt(), Felt(), Counter[str]()
+    with tempfile.TemporaryDirectory() as folder:
+        keys = Path(folder) / "keys.txt"
+        keys.write_text(f"{honest_key.line}\n{greedy_key.line}\n")
+        with serving(model, "--api-key-file", str(keys)) as served:
+            asyncio.run(_calls(served.port, honest, 2.0))
+            memory = Memory(served)
+            for turn in range(rounds):
+                quiet.add(asyncio.run(_calls(served.port, honest, seconds)))
+                command = [
+                    sys.executable, "-m", "tests.soak.attacks", str(served.port), greedy, str(seconds + 1.0),
+                    str(number + turn),
+                ]  # fmt: skip
+                with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as attacker:
+                    assert attacker.stdout is not None
+                    attacker.stdout.readline()  # all that it will send has been made
+                    attacked.add(asyncio.run(_calls(served.port, honest, seconds, memory)))
+                    told, _ = attacker.communicate()
+                assert attacker.returncode == 0, "the attacker itself failed"
+                sent.update(json.loads(told))
+                assert served.process.poll() is None, "the server ended"
+    yield Figure("tenants: hostile calls", sum(sent.values()), least=len(sent))
+    yield Figure("tenants: kinds of them", len(sent), least=20)
+    yield Figure("tenants: honest calls beside them", len(attacked.firsts), least=1)
+    yield Figure("tenants: honest streams that broke", quiet.broken + attacked.broken, most=0)
+    for what, before, during in (
+        ("first token", quiet.firsts, attacked.firsts),
+        ("gap between tokens", quiet.gaps, attacked.gaps),
+    ):
+        calm, felt = percentile(before, 0.99), percentile(during, 0.99)
+        yield Figure(f"tenants: {what}, p99, in quiet", 1e3 * calm, "ms")
+        yield Figure(f"tenants: {what}, p99, under attack", 1e3 * felt, "ms", most=1e3 * (FACTOR * calm + STEP))
+    yield Figure("tenants: memory of the API's processes", memory.api / 2**20, "MiB", most=API_BYTES / 2**20)
+    yield Figure("tenants: growth of the engine", memory.growth / 2**20, "MiB", most=ENGINE_BYTES / 2**20)
+
+
+class Memory:
+    """Resident bytes of the server's processes, looked at from outside."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self._begin = self._look()[1]
+        self.api = self.growth = 0
+        self.look()
+
+    def look(self) -> None:
+        api, engine = self._look()
+        self.api, self.growth = max(self.api, api), max(self.growth, engine - self._begin)
+
+    def _look(self) -> tuple[int, int]:
+        sizes = self._served.resident_bytes()
+        engine = sum(size for command, size in sizes if "bankfull.serve.worker" in command)
+        return sum(size for _, size in sizes) - engine, engine
+
+
+async def _calls(port: int, key: str, seconds: float, memory: Memory | None = None) -> Felt:
+    """Calls that begin at fixed times, whether or not those before have ended."""
+    felt, calls = Felt(), []
+    begun = time.monotonic()
+    while time.monotonic() - begun < seconds:
+        calls.append(asyncio.create_task(_call(port, key, felt)))
+        if memory is not None:
+            memory.look()
+        await asyncio.sleep(max(0.0, begun + PAUSE * len(calls) - time.monotonic()))
+    await asyncio.gather(*calls)
+    return felt
+
+
+async def _call(port: int, key: str, felt: Felt) -> None:
+    try:
+        reader, writer = await connect(port)
+        try:
+            last = time.monotonic()
+            send(writer, completion(TOKENS, prompt="The river runs " * 10), key=key)
+            for token in range(TOKENS):
+                async with asyncio.timeout(120):
+                    await reader.readuntil(b'"text":')
+                now = time.monotonic()
+                (felt.gaps if token else felt.firsts).append(now - last)
+                last = now
+            async with asyncio.timeout(120):
+                felt.broken += b"data: [DONE]" not in await reader.read(-1)
+        finally:
+            writer.close()
+    except (OSError, EOFError, TimeoutError) as error:
+        print(f"soak: tenants: an honest stream broke: {error!r}", file=sys.stderr)
+        felt.broken += 1
