@@ -1,6 +1,6 @@
 """Log-probabilities of a prompt on their way from the engine to the API: numbers in rows, because there may be a
-quarter of a million of them. The engine's loop packs them by position, the API's loop passes them on as they are, and a thread
-gives the tokens their texts.
+quarter of a million of them. The engine's loop packs them by position, the API's loop passes them on as they are, and a
+thread gives the tokens their texts.
 """
 
 from __future__ import annotations
