@@ -92,6 +92,22 @@ def test_programs_take_several_turns(cut: Turns, monkeypatch: pytest.MonkeyPatch
         assert error_of(one_row(x, repacked(weight), None, cut=cut), exact(x, weight)) < 2e-3
 
 
+@pytest.mark.parametrize("gate", ["", "silu"])
+@pytest.mark.parametrize("outputs", [2, 4, 8, 16])
+@pytest.mark.parametrize("name", ["q2_k", "q4_k"])
+def test_small_steps_of_rows_that_lie_together_are_those_of_each_row(
+    name: str, outputs: int, gate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit: whole tiles take the steps of several rows by one load, others row by row."""
+    monkeypatch.setattr(quantized_turns, "processors", lambda device: 1)
+    weight, x = weight_of(name, 64, 512), normal(1, 512, dtype=HALF)
+    together = one_row(x, repacked(weight), None, gate, Turns(outputs, 2))
+    monkeypatch.setattr(quantized_turns, "_even", lambda *facts: False)
+    assert torch.equal(one_row(x, repacked(weight), None, gate, Turns(outputs, 2)), together)
+    if not gate:
+        assert error_of(together, exact(x, weight)) < 2e-3
+
+
 @pytest.mark.parametrize("cut", [Turns(4, 1), Turns(16, 1), Turns(8, 1, groups=2)], ids=str)
 def test_the_best_output_is_that_of_the_row(cut: Turns, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit: the same scores, rounded alike, of which many are equal; several turns, the last one not full."""

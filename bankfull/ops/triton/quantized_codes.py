@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from bankfull.ops.triton.quantized_layout import TOGETHER
+
 
 @triton.jit
 def tiny(words, high, J: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr):
@@ -53,10 +55,36 @@ def power(n):
     return 2.0**n
 
 
+ROWS_TOGETHER = tl.constexpr(TOGETHER)
+
+
 @triton.jit
-def group_step(steps, outer_steps, at, outer_at, inside, NESTED: tl.constexpr):
-    """`inside` may be None, where everything is."""
-    step = tl.load(steps + at, inside).to(tl.float32)
-    if NESTED:
-        step = step * tl.load(outer_steps + outer_at, inside).to(tl.float32)
-    return step
+def small_and_outer(bits, outer):
+    """A small integer times the float16 in the lower half of a word."""
+    return bits.to(tl.float32) * outer.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def steps_and_lows(
+    steps, lows, outer_steps, output, group, groups, inside, NESTED: tl.constexpr, LOWS: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """Of groups (a row) of outputs (a column, int64), as float32, lows with their sign; without lows the second is
+    nothing to use. `inside` may be None, where everything is."""
+    # Outer steps cover 256 columns.
+    outers = groups // (256 // GROUP)
+    outer = group // (256 // GROUP)
+    if NESTED and LOWS != 0:
+        rows, own = output // ROWS_TOGETHER, output % ROWS_TOGETHER
+        pair = tl.load(steps + (rows * groups + group) * ROWS_TOGETHER + own, inside).to(tl.uint16, bitcast=True)
+        over = tl.load(outer_steps + (rows * outers + outer) * ROWS_TOGETHER + own, inside).to(tl.uint32, bitcast=True)
+        step = small_and_outer(pair & 255, over & 0xFFFF)
+        low = LOWS * small_and_outer(pair >> 8, over >> 16)
+    else:
+        step = tl.load(steps + output * groups + group, inside).to(tl.float32)
+        if NESTED:
+            step = step * tl.load(outer_steps + output * outers + outer, inside).to(tl.float32)
+        low = step
+        if LOWS != 0:
+            low = LOWS * tl.load(lows + output * groups + group, inside).to(tl.float32)
+    return step, low

@@ -4,7 +4,8 @@ Columns lie in groups. A word holds eight codes of 4 bits (the lower 4 of a code
 its lowest bits. Of a group's L words, code i of the lower half of word l and code i of its upper half belong to column
 2 (i L + l) and the one behind it: a thread that loads four neighbouring words needs, for each i, four neighbouring
 pairs of activations, no code ever moves to another thread, and one mask takes both codes of a pair. Steps, and what is
-added to a group's numbers, lie in arrays of their own. The numbers are those of `dequantize`, bit for bit.
+added to a group's numbers, lie in arrays of their own; where both are small integers, in one, for TOGETHER rows side by
+side: a thread that works on those rows gets all of it by two loads. The numbers are those of `dequantize`, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ ELEMENTS_AT_ONCE = 1 << 26
 """Bounds the memory that repacking takes beside the weights: a few bytes for each of these."""
 NARROWEST = 16
 """Columns that lie together where a whole row shares its step; rows are padded to a multiple of them."""
+TOGETHER = 4
+"""Rows whose small steps and lows lie side by side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,11 @@ class Form:
     @property
     def per_word(self) -> int:
         return 4 if self.bits == 8 else 8
+
+    @property
+    def paired(self) -> bool:
+        """A group's step and low are small integers, and share a word."""
+        return self.nested and self.lows != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +78,17 @@ class WordWeight:
     high: Tensor | None
     """int16 (out, groups * L): the upper 2 bits of the codes in a word."""
     steps: Tensor
-    """float16 or small integers (out, groups); float32 (out, 1) where a row shares one."""
+    """float16 or small integers (out, groups); float32 (out, 1) where a row shares one. Paired with lows: int16
+    (out / TOGETHER, groups, TOGETHER), the step in the lower byte."""
     lows: Tensor | None
     outer_steps: Tensor | None
-    outer_lows: Tensor | None
+    """float16 (out, groups of 256). Paired: int32 (out / TOGETHER, groups of 256, TOGETHER), two float16, the step's
+    first."""
     shape: tuple[int, int]
 
     @property
     def nbytes(self) -> int:
-        tensors = (self.words, self.high, self.steps, self.lows, self.outer_steps, self.outer_lows)
+        tensors = (self.words, self.high, self.steps, self.lows, self.outer_steps)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
     @property
@@ -87,7 +97,7 @@ class WordWeight:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """As kernels take them, in order; what is not there is never read."""
-        found = (self.words, self.high, self.steps, self.lows, self.outer_steps, self.outer_lows)
+        found = (self.words, self.high, self.steps, self.lows, self.outer_steps)
         return tuple(self.words if tensor is None else tensor for tensor in found)
 
     def constants(self) -> dict[str, Any]:
@@ -103,7 +113,7 @@ def repacked(weight: QTensor) -> WordWeight:
     outputs, columns = weight.shape
     if form.by_row:
         group = _widest(columns)
-    rows = max(1, ELEMENTS_AT_ONCE // columns)
+    rows = max(TOGETHER, ELEMENTS_AT_ONCE // columns // TOGETHER * TOGETHER)
     made: WordWeight | None = None
     for first in range(0, outputs, rows):
         piece = _words(form, group, unpack(weight.rows(slice(first, first + rows))))
@@ -143,10 +153,24 @@ def _words(form: Form, group: int, found: Codes) -> WordWeight:
     def own(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.contiguous()
 
-    return WordWeight(
-        form, group, words, high, found.steps.contiguous(), own(found.lows), own(found.outer_steps),
-        own(found.outer_lows), shape,
-    )  # fmt: skip
+    if form.paired:
+        return WordWeight(form, group, words, high, *_paired(found), shape)
+    steps, lows, outer = found.steps.contiguous(), own(found.lows), own(found.outer_steps)
+    return WordWeight(form, group, words, high, steps, lows, outer, shape)
+
+
+def _paired(found: Codes) -> tuple[Tensor, None, Tensor]:
+    """Steps and lows, and what both are multiplied with, as a `WordWeight` has them."""
+    assert found.lows is not None and found.outer_steps is not None and found.outer_lows is not None
+    small = torch.stack((found.steps, found.lows), -1).view(torch.int16).squeeze(-1)
+    outer = torch.stack((found.outer_steps, found.outer_lows), -1).view(torch.int32).squeeze(-1)
+    return _rows_together(small), None, _rows_together(outer)
+
+
+def _rows_together(of_rows: Tensor) -> Tensor:
+    """(rows, n) as (rows / TOGETHER, n, TOGETHER); rows that fill up the last of them are zero."""
+    full = torch.nn.functional.pad(of_rows, (0, 0, 0, -len(of_rows) % TOGETHER))
+    return full.unflatten(0, (-1, TOGETHER)).transpose(1, 2).contiguous()
 
 
 def _side_by_side(bytes_: Tensor) -> Tensor:
@@ -156,22 +180,26 @@ def _side_by_side(bytes_: Tensor) -> Tensor:
 
 def _blank_like(piece: WordWeight, shape: tuple[int, ...]) -> WordWeight:
     def blank(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.new_empty(shape[0], *tensor.shape[1:])
+        if tensor is None:
+            return None
+        rows = -(-shape[0] // TOGETHER) if tensor.dim() == 3 else shape[0]
+        return tensor.new_empty(rows, *tensor.shape[1:])
 
     words, steps = blank(piece.words), blank(piece.steps)
     assert words is not None and steps is not None
     return WordWeight(
         piece.form, piece.group, words, blank(piece.high), steps, blank(piece.lows), blank(piece.outer_steps),
-        blank(piece.outer_lows), (shape[0], shape[1]),
+        (shape[0], shape[1]),
     )  # fmt: skip
 
 
 def _copy(piece: WordWeight, made: WordWeight, first: int) -> None:
-    names = ("words", "high", "steps", "lows", "outer_steps", "outer_lows")
+    names = ("words", "high", "steps", "lows", "outer_steps")
     for name in names:
         part = getattr(piece, name)
         if part is not None:
-            getattr(made, name)[first : first + len(part)] = part
+            at = first // TOGETHER if part.dim() == 3 else first
+            getattr(made, name)[at : at + len(part)] = part
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
 from bankfull.ops.triton.pointwise import activation
-from bankfull.ops.triton.quantized_codes import exponent, group_step, power, tiny
+from bankfull.ops.triton.quantized_codes import exponent, power, steps_and_lows, tiny
 from bankfull.ops.triton.quantized_layout import WordWeight
 
 OUTPUTS, FEW_OUTPUTS = 8, 4
@@ -39,7 +39,7 @@ def neighbours(L):
 
 @triton.jit
 def loaded(
-    words, high, steps, lows, outer_steps, outer_lows, outputs, valid, first, groups,
+    words, high, steps, lows, outer_steps, outputs, valid, first, groups,
     BITS: tl.constexpr, NESTED: tl.constexpr, LOWS: tl.constexpr, BY_ROW: tl.constexpr, GROUP: tl.constexpr,
     W: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
@@ -58,12 +58,9 @@ def loaded(
     if not BY_ROW:
         group = first // L + tl.arange(0, W // L)
         known = valid[:, None] & (group < groups)[None, :]
-        of_group = outputs.to(tl.int64)[:, None] * groups + group[None, :]
-        # Outer steps cover 256 columns.
-        outer = outputs.to(tl.int64)[:, None] * (groups // (256 // GROUP)) + (group // (256 // GROUP))[None, :]
-        step = group_step(steps, outer_steps, of_group, outer, known, NESTED)
-        if LOWS != 0:
-            low = LOWS * group_step(lows, outer_lows, of_group, outer, known, NESTED)
+        step, low = steps_and_lows(
+            steps, lows, outer_steps, outputs.to(tl.int64)[:, None], group[None, :], groups, known, NESTED, LOWS, GROUP
+        )
     return codes, upper, step, low
 
 
@@ -126,7 +123,7 @@ def products(
 
 @triton.jit
 def few_rows_kernel(
-    x, bias, y, words, high, steps, lows, outer_steps, outer_lows, rows, outputs, columns, groups, x_stride,
+    x, bias, y, words, high, steps, lows, outer_steps, rows, outputs, columns, groups, x_stride,
     BITS: tl.constexpr, ZERO: tl.constexpr, FLOATS: tl.constexpr, NESTED: tl.constexpr, LOWS: tl.constexpr,
     BY_ROW: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr,
     R: tl.constexpr, W: tl.constexpr, L: tl.constexpr, ONCE: tl.constexpr, OVERLAP: tl.constexpr,
@@ -147,7 +144,7 @@ def few_rows_kernel(
 
     # What never changes is under way before the activations are there.
     codes, upper, step, low = loaded(
-        words, high, steps, lows, outer_steps, outer_lows, output, valid, 0, groups, BITS, NESTED, LOWS, BY_ROW, GROUP,
+        words, high, steps, lows, outer_steps, output, valid, 0, groups, BITS, NESTED, LOWS, BY_ROW, GROUP,
         W, L,
     )
     if BY_ROW:
@@ -162,7 +159,7 @@ def few_rows_kernel(
         for first in range(0, groups * L, W):
             now_codes, now_upper, now_step, now_low = codes, upper, step, low
             codes, upper, step, low = loaded(
-                words, high, steps, lows, outer_steps, outer_lows, output, valid, first + W, groups, BITS, NESTED, LOWS,
+                words, high, steps, lows, outer_steps, output, valid, first + W, groups, BITS, NESTED, LOWS,
                 BY_ROW, GROUP, W, L,
             )
             summed += products(

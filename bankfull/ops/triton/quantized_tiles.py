@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bankfull.ops.triton.launch import overlapped, power_of_two, processors, start_next, wait_for_inputs
-from bankfull.ops.triton.quantized_codes import exponent, group_step, power, tiny
+from bankfull.ops.triton.quantized_codes import exponent, power, steps_and_lows, tiny
 from bankfull.ops.triton.quantized_layout import WordWeight
 
 COLUMNS = 128
@@ -47,18 +47,16 @@ def numbers_of(
 
 @triton.jit
 def steps_of(
-    steps, lows, outer_steps, outer_lows, output, group, groups,
+    steps, lows, outer_steps, output, group, groups,
     ZERO: tl.constexpr, NESTED: tl.constexpr, LOWS: tl.constexpr, GROUP: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """Of groups [T] of outputs [BN, 1]: what codes are multiplied with, and what is added then, times 2 ** -HELD; both
     [BN, T]. Past the end there is nothing to multiply: any number will do."""
     known = tl.minimum(group, groups - 1)[None, :]
-    at = output * groups + known
-    outer = output * (groups // (256 // GROUP)) + known // (256 // GROUP)
-    factor = group_step(steps, outer_steps, at, outer, None, NESTED)
+    factor, low = steps_and_lows(steps, lows, outer_steps, output, known, groups, None, NESTED, LOWS, GROUP)
     shift = factor * (-ZERO * power(-HELD))
     if LOWS != 0:
-        shift = group_step(lows, outer_lows, at, outer, None, NESTED) * (LOWS * power(-HELD))
+        shift = low * power(-HELD)
     return factor, shift
 
 
@@ -73,7 +71,7 @@ def for_each_word(of_groups, BN: tl.constexpr, T: tl.constexpr, L: tl.constexpr)
 
 @triton.jit(do_not_specialize=["rows"])
 def tiles_kernel(
-    x, bias, y, words, high, steps, lows, outer_steps, outer_lows, rows, outputs, columns, groups, x_stride, share,
+    x, bias, y, words, high, steps, lows, outer_steps, rows, outputs, columns, groups, x_stride, share,
     BITS: tl.constexpr, ZERO: tl.constexpr, FLOATS: tl.constexpr, NESTED: tl.constexpr, LOWS: tl.constexpr,
     BY_ROW: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HAS_BIAS: tl.constexpr, HELD: tl.constexpr,
     PARTIAL: tl.constexpr, EVEN: tl.constexpr, LATE: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, T: tl.constexpr,
@@ -108,7 +106,7 @@ def tiles_kernel(
     summed = tl.zeros([BN, BM], dtype=tl.float32)
     if not BY_ROW:
         factor, shift = steps_of(
-            steps, lows, outer_steps, outer_lows, some_output[:, None], group, groups, ZERO, NESTED, LOWS, GROUP, HELD
+            steps, lows, outer_steps, some_output[:, None], group, groups, ZERO, NESTED, LOWS, GROUP, HELD
         )
     wait_for_inputs(OVERLAP)
     for first in range(start, last, T):
@@ -136,7 +134,7 @@ def tiles_kernel(
             # A step ahead: these loads are too small for the pipeline that the others go through.
             group += T
             factor, shift = steps_of(
-                steps, lows, outer_steps, outer_lows, some_output[:, None], group, groups, ZERO, NESTED, LOWS, GROUP,
+                steps, lows, outer_steps, some_output[:, None], group, groups, ZERO, NESTED, LOWS, GROUP,
                 HELD,
             )
         for i in tl.static_range(pairs):

@@ -2,7 +2,8 @@
 
 The threads of a program share a whole row of words. Each keeps the activations of its words in registers, read (and,
 where asked for, joined with a branch and normed) once. The words of the next outputs are on their way while these are
-summed; the first ones are asked for before the input is there.
+summed; the first ones are asked for before the input is there. What was asked for is not touched before its turn, not
+even to convert a step: that would wait for it.
 
 Activations are whole numbers of 16 bits, with a power of two for each group (`fixed_point`), in two planes of bytes:
 one instruction multiplies four of them with four codes and adds up, exactly, so that a code takes about one.
@@ -20,8 +21,9 @@ from torch import Tensor
 from bankfull.ops.reference.linear import Unnormed
 from bankfull.ops.triton.launch import INTERPRETED, overlapped, power_of_two, processors, start_next, wait_for_inputs
 from bankfull.ops.triton.pointwise import activation
+from bankfull.ops.triton.quantized_layout import TOGETHER as LAID_TOGETHER
 from bankfull.ops.triton.quantized_layout import Form, WordWeight
-from bankfull.ops.triton.quantized_rows import loaded, neighbours, pair_of
+from bankfull.ops.triton.quantized_rows import neighbours, pair_of
 from bankfull.ops.triton.quantized_wide_rows import more_of, spacious
 from bankfull.ops.triton.sampling import best_of_parts
 
@@ -35,20 +37,154 @@ MANY_OUTPUTS = 65536
 PLAIN = tl.constexpr(INTERPRETED)
 """Machine instructions are spelled out only where there is a machine for them."""
 ROUND = tl.constexpr(1.5 * 2.0**23)
+TOGETHER = tl.constexpr(LAID_TOGETHER)
 
 
 @triton.jit
 def owned(tile, outputs, R: tl.constexpr, GATE: tl.constexpr):
-    """The outputs of a tile, and which of them exist; gated, pairs of a gate and what passes it."""
+    """The outputs of a tile, and which of them exist; gated, half of them gates, half what passes these."""
     lanes = tl.arange(0, R)
     if GATE != "":
-        pair = tile * (R // 2) + lanes // 2
+        pair = tile * (R // 2) + lanes % (R // 2)
         valid = pair < outputs // 2
-        output = pair + (lanes % 2) * (outputs // 2)
+        output = pair + lanes // (R // 2) * (outputs // 2)
     else:
         output = tile * R + lanes
         valid = output < outputs
     return output, valid
+
+
+@triton.constexpr_function
+def of_side(R, GATE):
+    """Outputs of a tile that lie side by side."""
+    return R // 2 if GATE != "" else R
+
+
+@triton.jit
+def asked_for(
+    words, steps, lows, outer_steps, tile, outputs, NESTED: tl.constexpr, LOWS: tl.constexpr, BY_ROW: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, GATE: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    L: tl.constexpr,
+):  # fmt: skip
+    """The words [R, W] of a tile, and what `steps_of` makes the steps and lows of their groups from."""
+    word = tl.arange(0, W)
+    group = tl.arange(0, W // L)
+    output, valid = owned(tile, outputs, R, GATE)
+    side: tl.constexpr = of_side(R, GATE)
+    # EVEN: there are whole tiles only, and where rows lie together a tile has all of them.
+    if EVEN:
+        there = tile * side < outputs // (R // side)
+        lanes = tl.arange(0, R)
+        across = outputs.to(tl.int64) // (R // side)
+        at = (lanes % side)[:, None] * (GROUPS * L) + word[None, :]
+        if GATE != "":
+            at = at + (lanes // side).to(tl.int64)[:, None] * (across * (GROUPS * L))
+        words += (tile * side).to(tl.int64) * (GROUPS * L)
+        inside = tl.broadcast_to(there, [1, W])
+        known = tl.broadcast_to(there, [1, W // L])
+        if W != GROUPS * L:
+            inside = inside & (word < GROUPS * L)[None, :]
+            known = known & (group < GROUPS)[None, :]
+    else:
+        at = output.to(tl.int64)[:, None] * (GROUPS * L) + word[None, :]
+        inside = valid[:, None] & (word < GROUPS * L)[None, :]
+        known = valid[:, None] & (group < GROUPS)[None, :]
+    # Read once for each row: nothing of it is worth keeping in the cache.
+    codes = tl.load(words + at, inside, 0, eviction_policy="evict_first").to(tl.uint32, bitcast=True)
+    step = tl.zeros([1, 1], tl.int32)
+    low = step
+    outer = step
+    outers: tl.constexpr = GROUPS // (256 // GROUP) if NESTED else 1
+    if NESTED and LOWS != 0:
+        if EVEN:
+            # Of T rows, step and low of two are a word, and the outer ones of each. Groups come first, so that threads
+            # are laid along them, and each has what belongs to its words.
+            T: tl.constexpr = min(side, TOGETHER)
+            blocks = tl.arange(0, R // T)
+            first = tile * side + blocks % (side // T) * T
+            first = first.to(tl.int64) + (blocks // (side // T)).to(tl.int64) * across
+            rows = (first // TOGETHER)[None, :, None]
+            own = first % TOGETHER if T < TOGETHER else first * 0
+            own = own[None, :, None]
+            here = tl.broadcast_to(tl.reshape(known, [W // L, 1, 1]), [W // L, R // T, 1])
+            pairs = tl.arange(0, T // 2)[None, None, :]
+            at = (rows * GROUPS + group[:, None, None]) * (TOGETHER // 2) + own // 2 + pairs
+            step = tl.load(steps.to(tl.pointer_type(tl.int32)) + at, here, 0)
+            each = tl.arange(0, T)[None, None, :]
+            at = (rows * outers + (group // (256 // GROUP))[:, None, None]) * TOGETHER + own + each
+            outer = tl.load(outer_steps + at, here, 0)
+        else:
+            rows = output.to(tl.int64)[:, None] // TOGETHER
+            own = output[:, None] % TOGETHER
+            step = tl.load(steps + (rows * GROUPS + group[None, :]) * TOGETHER + own, known, 0).to(tl.int32)
+            at = (rows * outers + (group // (256 // GROUP))[None, :]) * TOGETHER + own
+            outer = tl.load(outer_steps + at, known, 0)
+    elif not BY_ROW:
+        at = output.to(tl.int64)[:, None] * GROUPS + group[None, :]
+        step = tl.load(steps + at, known, 0)
+        if NESTED:
+            at = output.to(tl.int64)[:, None] * outers + (group // (256 // GROUP))[None, :]
+            outer = tl.load(outer_steps + at, known, 0)
+        if LOWS != 0:
+            low = tl.load(lows + at, known, 0)
+    return codes, step, low, outer
+
+
+@triton.jit
+def bytes_as_floats(words):
+    """Each byte of a word (int32), the lowest first, as a float32. None is converted, which would be slow: it becomes
+    the end of a float32 that is 2 ** 23 larger."""
+    if PLAIN:
+        a, b, c, d = words & 255, (words >> 8) & 255, (words >> 16) & 255, (words >> 24) & 255
+        a, b, c, d = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $4, 0x4B000000, 0x7540; prmt.b32 $1, $4, 0x4B000000, 0x7541;"
+            " prmt.b32 $2, $4, 0x4B000000, 0x7542; prmt.b32 $3, $4, 0x4B000000, 0x7543;",
+            "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+        a, b, c, d = a - 8388608.0, b - 8388608.0, c - 8388608.0, d - 8388608.0
+    return a, b, c, d
+
+
+@triton.jit
+def halves_as_floats(words):
+    """The two float16 of a word (int32)."""
+    if PLAIN:
+        low = (words & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        return low, ((words >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }",
+            "=&r,=&r,r", [words], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def by_rows(x, R: tl.constexpr, T: tl.constexpr, G: tl.constexpr):
+    """[G, R / T, T] as [R, G]."""
+    return tl.reshape(tl.permute(tl.reshape(x, [G, R // T, T]), (1, 2, 0)), [R, G])
+
+
+@triton.jit
+def steps_of(
+    step, low, outer, NESTED: tl.constexpr, LOWS: tl.constexpr, EVEN: tl.constexpr, GATE: tl.constexpr,
+    R: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """Steps and lows, [R, G] float32; lows with their sign. Without lows the second is nothing to use."""
+    if NESTED and LOWS != 0:
+        T: tl.constexpr = min(of_side(R, GATE), TOGETHER)
+        outer_step, outer_low = halves_as_floats(outer)
+        small, small_low, other, other_low = bytes_as_floats(step)
+        if EVEN:
+            small, small_low = by_rows(tl.join(small, other), R, T, G), by_rows(tl.join(small_low, other_low), R, T, G)
+            outer_step, outer_low = by_rows(outer_step, R, T, G), by_rows(outer_low, R, T, G)
+        return small * outer_step, LOWS * (small_low * outer_low)
+    else:
+        steps = step.to(tl.float32)
+        if NESTED:
+            steps = steps * outer.to(tl.float32)
+        return steps, LOWS * low.to(tl.float32)
 
 
 @triton.jit
@@ -227,19 +363,49 @@ def multiplied(codes, numbers, sums, SIGNED: tl.constexpr):
 
 
 @triton.jit
+def neighbours_apart(x, R: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr):
+    """[R, W] as RUN tensors [R, W / RUN]: the first of each run of neighbours, the second, ..."""
+    if RUN == 4:
+        even, odd = tl.split(tl.reshape(x, [R, W // 4, 2, 2]))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        return first, second, third, fourth
+    else:
+        tl.static_assert(RUN == 2)
+        return tl.split(tl.reshape(x, [R, W // 2, 2]))
+
+
+@triton.jit
+def planes_apart(planes, W: tl.constexpr, RUN: tl.constexpr):
+    """For each neighbour of a run its planes, one behind the other, [1, W / RUN] each."""
+    first = neighbours_apart(planes[0][None, :], 1, W, RUN)
+    found = ()
+    if len(planes) == 2:
+        second = neighbours_apart(planes[1][None, :], 1, W, RUN)
+        for i in tl.static_range(RUN):
+            found = more_of(more_of(found, first[i]), second[i])
+    else:
+        for i in tl.static_range(RUN):
+            found = more_of(found, first[i])
+    return found
+
+
+@triton.jit
 def products(
     upper, lower, factors, whole, codes, step, low, BITS: tl.constexpr, ZERO: tl.constexpr, LOWS: tl.constexpr,
     BY_ROW: tl.constexpr, R: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """The sum of each output, [R]. Sums are exact as long as they are whole numbers: of a thread's words of a group."""
     run: tl.constexpr = neighbours(L)
-    apart = bytes_of(codes, BITS)
-    high = tl.zeros([R, W], tl.int32)
-    rest = tl.zeros([R, W], tl.int32)
-    for i in tl.static_range(len(apart)):
-        high = multiplied(apart[i], upper[i][None, :], high, True)
-        rest = multiplied(apart[i], lower[i][None, :], rest, False)
-    exact = tl.sum(tl.reshape(high * 256 + rest, [R, W // run, run]), 2)
+    words = neighbours_apart(codes, R, W, run)
+    high = tl.zeros([R, W // run], tl.int32)
+    rest = tl.zeros([R, W // run], tl.int32)
+    for i in tl.static_range(run):
+        apart = bytes_of(words[i], BITS)
+        for j in tl.static_range(len(apart)):
+            high = multiplied(apart[j], upper[i * len(apart) + j], high, True)
+            rest = multiplied(apart[j], lower[i * len(apart) + j], rest, False)
+    exact = high * 256 + rest
     found = tl.reshape(exact.to(tl.float32), [R, W // L, L // run]) * tl.reshape(factors, [1, W // L, 1])
     # A group's zero is taken from one of its threads' sums, and its low given to one.
     first = (tl.arange(0, L // run) == 0)[None, None, :]
@@ -254,33 +420,33 @@ def products(
 
 @triton.jit
 def turns_kernel(
-    x, delta, joined, norm, eps, offset, bias, y, places, words, high, steps, lows, outer_steps, outer_lows, outputs,
-    columns, groups, BITS: tl.constexpr, ZERO: tl.constexpr, FLOATS: tl.constexpr, NESTED: tl.constexpr,
-    LOWS: tl.constexpr, BY_ROW: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    GATE: tl.constexpr, BEST: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr, R: tl.constexpr,
-    W: tl.constexpr, L: tl.constexpr, OVERLAP: tl.constexpr,
+    x, delta, joined, norm, eps, offset, bias, y, places, words, high, steps, lows, outer_steps, outputs, columns,
+    BITS: tl.constexpr, ZERO: tl.constexpr, FLOATS: tl.constexpr, NESTED: tl.constexpr, LOWS: tl.constexpr,
+    BY_ROW: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr,
+    BEST: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, L: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BEST: of its outputs a program stores the highest, in `y`, and in `places` the first one that is so high; a NaN
     counts as infinity."""
     start_next(OVERLAP)
     tile = tl.program_id(0)
-    output, valid = owned(tile, outputs, R, GATE)
     # What never changes is under way before the activations are there.
-    codes, _unused, step, low = loaded(
-        words, high, steps, lows, outer_steps, outer_lows, output, valid, 0, groups, BITS, NESTED, LOWS, BY_ROW, GROUP,
-        W, L,
+    codes, raw_step, raw_low, raw_outer = asked_for(
+        words, steps, lows, outer_steps, tile, outputs, NESTED, LOWS, BY_ROW, GROUP, GROUPS, GATE, EVEN, R, W, L
     )
     of_row = tl.zeros([R], tl.float32)
     if BY_ROW:
+        output, valid = owned(tile, outputs, R, GATE)
         of_row = tl.load(steps + output, valid, 0.0)
     gains = ()
     if NORM:
-        gains = gains_of(norm, groups, columns, GROUP, W, L, PADDED)
+        gains = gains_of(norm, GROUPS, columns, GROUP, W, L, PADDED)
     wait_for_inputs(OVERLAP)
-    line = line_of(x, delta, joined, gains, eps, offset, groups, columns, GROUP, W, L, PADDED, NORM, SHIFTED)
+    line = line_of(x, delta, joined, gains, eps, offset, GROUPS, columns, GROUP, W, L, PADDED, NORM, SHIFTED)
     whole = sum_of(line, W, L)
     numbers, factors = fixed_point(line, W, L)
-    upper, lower = planes(numbers, 1), planes(numbers, 0)
+    upper = planes_apart(planes(numbers, 1), W, neighbours(L))
+    lower = planes_apart(planes(numbers, 0), W, neighbours(L))
     kind = x.dtype.element_ty
     top = tl.full([R], -float("inf"), tl.float32)
     place = tl.zeros([R], tl.int32)
@@ -289,19 +455,21 @@ def turns_kernel(
         own, exist = owned(tile, outputs, R, GATE)
         tile_now = tile
         tile += tl.num_programs(0)
-        ahead, valid = owned(tile, outputs, R, GATE)
-        next_codes, _unused, next_step, next_low = loaded(
-            words, high, steps, lows, outer_steps, outer_lows, ahead, valid, 0, groups, BITS, NESTED, LOWS, BY_ROW,
-            GROUP, W, L,
+        next_codes, next_step, next_low, next_outer = asked_for(
+            words, steps, lows, outer_steps, tile, outputs, NESTED, LOWS, BY_ROW, GROUP, GROUPS, GATE, EVEN, R, W, L
         )
+        step, low = raw_step, raw_low
+        if not BY_ROW:
+            step, low = steps_of(raw_step, raw_low, raw_outer, NESTED, LOWS, EVEN, GATE, R, W // L)
         result = products(upper, lower, factors, whole, codes, step, low, BITS, ZERO, LOWS, BY_ROW, R, W, L)
         if BY_ROW:
             result = result * of_row
+            ahead, valid = owned(tile, outputs, R, GATE)
             of_row = tl.load(steps + ahead, valid, 0.0)
         if HAS_BIAS:
             result += tl.load(bias + own, exist, 0.0).to(tl.float32)
         if GATE != "":
-            gate, passing = tl.split(tl.reshape(result.to(kind).to(tl.float32), [R // 2, 2]))
+            gate, passing = tl.split(tl.trans(tl.reshape(result.to(kind).to(tl.float32), [2, R // 2])))
             opened = activation(gate, GATE).to(kind).to(tl.float32)
             at = tile_now * (R // 2) + tl.arange(0, R // 2)
             tl.store(y + at, (opened * passing).to(kind), at < outputs // 2)
@@ -313,7 +481,7 @@ def turns_kernel(
             place = tl.where(better, own, place)
         else:
             tl.store(y + own, result.to(kind), exist)
-        codes, step, low = next_codes, next_step, next_low
+        codes, raw_step, raw_low, raw_outer = next_codes, next_step, next_low, next_outer
     if BEST:
         highest = tl.max(top, 0)
         tl.store(y + tl.program_id(0), highest)
@@ -352,7 +520,9 @@ def turns_for(weight: WordWeight, normed: bool = False) -> Turns:
     """The fastest in such a chain. Warps count most: as many as the registers hold, if the compiler is told so. Next to
     that few programs, since each reads and norms all activations, and tiles that come out even."""
     outputs, columns = weight.shape
-    if weight.form.bits == 4 and weight.form.nested:  # four narrow loads for each group: two programs hide them best
+    if weight.form.bits == 4 and weight.form.paired:
+        return Turns(8, 1) if columns > 8192 else Turns(4, 4) if outputs <= 4096 else Turns(8, 4)
+    if weight.form.bits == 4 and weight.form.nested:  # two narrow loads for each group: two programs hide them best
         return Turns(2, 2, words=16) if columns > 8192 else Turns(16, 2)
     if weight.form.bits == 4 and weight.group < 128:  # steps of many groups take registers, too
         if columns > 8192:
@@ -381,6 +551,14 @@ def best_of_row(x: Tensor | Unnormed, weight: WordWeight, bias: Tensor | None, c
     return best_of_parts(*_launched(x, weight, bias, "", True, cut), weight.shape[0])
 
 
+def _even(form: Form, outputs: int, tile: int, gated: bool) -> bool:
+    """Are there whole tiles only, and begins each side of a gated one where rows that lie together do?"""
+    sides = 2 if gated else 1
+    if outputs % tile or (form.paired and tile // sides < 2):
+        return False
+    return not form.paired or (outputs // sides) % LAID_TOGETHER == 0
+
+
 def _launched(
     x: Tensor | Unnormed, weight: WordWeight, bias: Tensor | None, gate: str, best: bool, cut: Turns | None
 ) -> tuple[Tensor, Tensor]:
@@ -406,8 +584,8 @@ def _launched(
     bounded = {} if cut.registers is None or INTERPRETED else {"maxnreg": cut.registers}
     turns_kernel[(programs,)](
         row, delta, joined, norm, eps, offset, row if bias is None else bias, y, places, *weight.tensors(), outputs,
-        columns, weight.groups, **weight.constants(), HAS_BIAS=bias is not None, GATE=gate, BEST=best,
-        NORM=before is not None, SHIFTED=offset != 0.0, R=cut.outputs, W=width, L=length, num_warps=warps, **bounded,
-        **overlapped(row),
+        columns, **weight.constants(), HAS_BIAS=bias is not None, GATE=gate, BEST=best, NORM=before is not None,
+        SHIFTED=offset != 0.0, GROUPS=weight.groups, EVEN=_even(weight.form, outputs, cut.outputs, bool(gate)),
+        R=cut.outputs, W=width, L=length, num_warps=warps, **bounded, **overlapped(row),
     )  # fmt: skip
     return y, places
