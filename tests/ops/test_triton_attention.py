@@ -23,14 +23,14 @@ SIZE = 16
 
 
 def change_cuts(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
-    for name in ("FEW", "MANY", "LATE"):
+    for name in ("FEW", "FEW_QUERIES", "MANY", "SOME", "LATE"):
         monkeypatch.setattr(attention_decode, name, replace(getattr(attention_decode, name), **changes))
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 16 keys, so that short sequences have several, and scratch that no other test has used."""
-    change_cuts(monkeypatch, tile_bytes=16 * SIZE, most_splits=3)
+    change_cuts(monkeypatch, tile_bytes=16 * SIZE, most_splits=3, least=1)
     monkeypatch.setattr(attention_decode, "_scratches", {})
 
 
@@ -288,6 +288,27 @@ def test_tiles_cover_every_token_once_and_those_with_many_keys_come_first() -> N
         assert first + left == q_start[sequence + 1] and count <= 32
     keys = [kv_len[sequence] - left for sequence, _, _, left in tiles]
     assert keys == sorted(keys, reverse=True)
+
+
+@pytest.mark.parametrize(("longest", "merged"), [(2 * 16, False), (3 * 16, True)])
+def test_a_sequence_is_split_only_where_it_has_tiles_enough(longest, merged, monkeypatch, watched) -> None:
+    """Six pairs where there are four multiprocessors, two tiles for a split at the least."""
+    monkeypatch.setattr(attention_decode, "processors", lambda device: 4)
+    change_cuts(monkeypatch, least=2, programs=4)
+    Inputs([1, 1, 1], [longest + 1, 5, 33], monkeypatch).check()
+    assert was_merged() == merged
+
+
+def test_the_cut_follows_from_how_many_pairs_and_queries_there_are() -> None:
+    found = {
+        (pairs, live): attention_decode.cut_for(pairs, live, 132, True)
+        for pairs, live in ((8, 4), (8, 2), (64, 4), (132, 2), (133, 4), (264, 1), (265, 4))
+    }
+    few, queries, many, some, late = (
+        getattr(attention_decode, name) for name in ("FEW", "FEW_QUERIES", "MANY", "SOME", "LATE")
+    )
+    assert list(found.values()) == [few, queries, many, many, some, some, late]
+    assert attention_decode.cut_for(8, 4, 132, False) == late
 
 
 def test_the_number_of_splits_follows_from_what_a_captured_step_keeps() -> None:

@@ -48,15 +48,24 @@ class Cut:
     """For each multiprocessor, at least, while there is enough to split."""
     most_splits: int = 1 << 30
     """Of a sequence: what they found must be merged, which takes the longer the more there are."""
+    least: int = 1
+    """Tiles of a split that is not the last one: a sequence that has no more is not split."""
+    at_once: int = 8
+    """Of the splits that are merged: loaded together."""
 
 
 FEW = Cut(32768, 1, 8, 4, 16)
 """Of pairs: what counts is how soon each program has its first tile, which is all that it has unless the sequence is
 long, and that the kernels around it keep their place on the multiprocessor: no stages in shared memory. Programs that
 have no part of the sequence hold back the kernel behind for a moment, which would take the memory from the others."""
+FEW_QUERIES = Cut(16384, 1, 8, 2, 32, at_once=16)
+"""The same where no more than two queries share keys, as in 0.6B: up to 2,048 tokens each program has one tile."""
 MANY = Cut(8192, 3, 4, 4)
 """Small enough that four programs with three stages fit a multiprocessor beside each other; what they have in flight is
 more than the memory's latency times its speed."""
+SOME = Cut(16384, 3, 8, 2, least=16)
+"""Up to two pairs for each multiprocessor, which cannot begin early any more: each has a program, until its sequence is
+so long that what is gained by two is more than it takes to merge what they find."""
 LATE = Cut(8192, 3, 4, 2)
 """The same, where programs cannot begin before their input is there."""
 MERGED = 4096
@@ -133,14 +142,14 @@ def attention_decode(
     GROUPS: tl.constexpr, SIZE: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr,
     HALF: tl.constexpr, SHIFTED: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, FUSED: tl.constexpr,
     ALIKE: tl.constexpr, ROWS: tl.constexpr, LIVE: tl.constexpr, ROW_TILES: tl.constexpr, NEW: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, AT_ONCE: tl.constexpr, PRODUCT: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, LEAST: tl.constexpr, EARLY: tl.constexpr, AT_ONCE: tl.constexpr,
+    PRODUCT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """EARLY: all that is in the pages was written by earlier steps, so that the first tile is asked for before the
     kernel before has ended. (Lengths and page tables were written before the step's first kernel, which lets nobody
-    begin before they are there.)"""
+    begin before they are there.) Where programs are too many for that, they look up at least where it lies."""
     start_next(OVERLAP)
-    if not EARLY:
+    if not FUSED:
         wait_for_inputs(OVERLAP)
     key_head = tl.program_id(0) // ROW_TILES
     row_tile = tl.program_id(0) % ROW_TILES
@@ -160,7 +169,7 @@ def attention_decode(
         begin = tl.maximum(length - known + 1 - window, 0)
     base = begin // BLOCK * BLOCK
     tiles = tl.cdiv(tl.maximum(end - base, 0), BLOCK)
-    share = tl.maximum(tl.cdiv(tiles, splits), 1)
+    share = tl.maximum(tl.cdiv(tiles, splits), LEAST)
     active = tl.maximum(tl.cdiv(tiles, share), 1)
     if split < active:
         # The heads that share keys lie side by side in the tile: row = token * GROUPS + head within the group. LIVE of
@@ -194,6 +203,8 @@ def attention_decode(
             v_met = there & (numbers < VALUES)[None, :]
             early_values = tl.load(v_base + v_places[:, None] + numbers[None, :], mask=v_met, other=0.0)
             frames = look_up(table_base, low + BLOCK, begin, high, PAGE, BLOCK)
+            wait_for_inputs(OVERLAP)
+        elif FUSED:
             wait_for_inputs(OVERLAP)
         own = turned(
             q + token.to(tl.int64) * q_token + head * q_head, real, token.to(tl.int64), q_weight, cos, sin, cos_token,
@@ -307,7 +318,7 @@ class Scratch:
     """
 
     def __init__(self, device: torch.device, lines: int, values: int) -> None:
-        programs = 2 * max(cut.programs for cut in (FEW, MANY, LATE)) * processors(device)
+        programs = 2 * max(cut.programs for cut in (FEW, FEW_QUERIES, MANY, SOME, LATE)) * processors(device)
         self.mixed = torch.empty(programs * lines * values, dtype=torch.float32, device=device)
         self.peak = torch.empty(programs * lines, dtype=torch.float32, device=device)
         self.total = torch.empty_like(self.peak)
@@ -342,6 +353,15 @@ def tile_keys(padded: int, product_bytes: int, page_bytes: int, tile_bytes: int)
     return 16 if product_bytes == 4 else min(128, max(16, tile_bytes // (padded * page_bytes)))
 
 
+def cut_for(pairs: int, live: int, multiprocessors: int, fused: bool) -> Cut:
+    """`live`: queries that share keys."""
+    if not fused or pairs > 2 * multiprocessors:
+        return LATE
+    if pairs > multiprocessors:
+        return SOME
+    return MANY if pairs > FEW_PAIRS else FEW_QUERIES if live <= 2 else FEW
+
+
 def launch_decode(
     q: Tensor, new: tuple[Tensor, Tensor] | None, k_pages: Tensor, v_pages: Tensor,
     scales: tuple[Tensor, Tensor] | None, table: Tensor, slots: Tensor, starts: Tensor, lengths: Tensor,
@@ -363,7 +383,7 @@ def launch_decode(
     sequences = len(table) if chosen is None else len(chosen)
     pairs = sequences * key_heads * row_tiles
     early = new is not None and pairs <= processors(q.device)
-    cut = LATE if not early else FEW if pairs <= FEW_PAIRS else MANY
+    cut = cut_for(pairs, live, processors(q.device), new is not None)
     block = tile_keys(largest, q.element_size(), k_pages.element_size(), cut.tile_bytes)
     most = split_count(pairs, table.shape[1] * page, block, cut.programs * processors(q.device))
     splits = min(most, cut.most_splits)
@@ -383,6 +403,7 @@ def launch_decode(
         inner, outer, norms.eps if norms else 0.0, norms.offset if norms else 0.0, window, splits,
         groups, size, values, padded, padded_values, 1 if cos is None else cos.shape[1], bool(norms and norms.offset),
         page, cap is not None, new is not None, k_pages.stride()[:2] == v_pages.stride()[:2], rows, live, row_tiles,
-        1 if width == 1 else 16, block, cut.stages, early, min(8, max(1, MERGED // (live * padded_values))),
+        1 if width == 1 else 16, block, cut.stages, cut.least, early,
+        min(cut.at_once, max(1, MERGED // (live * padded_values))),
         multiplied_as(q), num_warps=cut.warps, **overlapped(q),
     )  # fmt: skip
