@@ -36,7 +36,7 @@ class Linears(Protocol):
 
     CANDIDATES: Sequence[Any]
 
-    def heuristic(self, rows: int, outer: int, inner: int, dtype: torch.dtype) -> Any: ...
+    def heuristic(self, rows: int, outer: int, inner: int, dtype: torch.dtype, device: torch.device) -> Any: ...
 
     def run_plan(self, plan: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
 
@@ -131,7 +131,7 @@ def timings_of(
 def _fastest(linears: Linears, x: Tensor, weights: Sequence[Tensor], timer: Timer) -> Timing | None:
     (rows, inner), outer = x.shape, weights[0].shape[0]
     wanted = torch.nn.functional.linear(x, weights[0]).double()
-    usual: str = linears.heuristic(rows, outer, inner, x.dtype).name
+    usual: str = linears.heuristic(rows, outer, inner, x.dtype, x.device).name
     taken: dict[str, float] = {}
     for plan in linears.CANDIDATES:
         seconds = _seconds(linears, plan, x, weights, wanted, timer)

@@ -36,7 +36,7 @@ class Fakes:
     def __init__(self) -> None:
         self.used: set[int] = set()
 
-    def heuristic(self, rows: int, outer: int, inner: int, dtype: torch.dtype) -> Named:
+    def heuristic(self, rows: int, outer: int, inner: int, dtype: torch.dtype, device: torch.device) -> Named:
         return self.CANDIDATES[0]
 
     def run_plan(self, plan: Named, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

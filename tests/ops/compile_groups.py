@@ -167,6 +167,9 @@ def plans() -> Two:
         for plan in dense.TILES:
             x, weight = (torch.empty(n, 512, dtype=dtype, device=META) for n in (64, 128))
             made.append((f"{plan.name} {dtype}", partial(dense.run_plan, plan, x, weight, None)))
+    for plan in dense.SPLIT:
+        x, weight = (torch.empty(n, 512, dtype=DTYPE, device=META) for n in (32, 128))
+        made.append((plan.name, partial(dense.run_plan, plan, x, weight, None)))
     return made, made
 
 

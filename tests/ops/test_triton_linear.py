@@ -12,7 +12,7 @@ from tests.ops.compare import assert_close
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize("plan", linear.CANDIDATES, ids=lambda plan: plan.name)
+@pytest.mark.parametrize("plan", [linear.ROWS, linear.LIBRARY, *linear.TILES], ids=lambda plan: plan.name)
 @pytest.mark.parametrize(("rows", "outputs", "columns"), [(1, 5, 48), (4, 130, 300), (3, 64, 256), (37, 70, 129)])
 def test_each_plan_computes_the_product(plan: linear.Plan, rows: int, outputs: int, columns: int) -> None:
     numbers = torch.Generator().manual_seed(rows)
@@ -26,6 +26,68 @@ def test_each_plan_computes_the_product(plan: linear.Plan, rows: int, outputs: i
     assert_close(linear.run_plan(plan, *given), torch.nn.functional.linear(x, weight, bias), torch.float32)
     without = linear.run_plan(plan, *given[:2], None)
     assert_close(without, torch.nn.functional.linear(x, weight), torch.float32)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 32])
+@pytest.mark.parametrize("plan", linear.SPLIT, ids=lambda plan: plan.name)
+def test_programs_that_share_the_columns_of_a_tile_leave_their_counters_as_they_found_them(
+    plan: linear.Plan, rows: int
+) -> None:
+    numbers = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 514, generator=numbers).half()[:, 1:-1].to(DEVICE)
+    weight, bias = (torch.randn(shape, generator=numbers).half().to(DEVICE) for shape in ((128, 512), (128,)))
+    for shift in (bias, None):
+        expected = torch.nn.functional.linear(x.double(), weight.double(), None if shift is None else shift.double())
+        found = linear.run_plan(plan, x, weight, shift)
+        assert found.shape == expected.shape and (found.double() - expected).norm() < 1e-3 * expected.norm()
+        assert torch.equal(linear.run_plan(plan, x, weight, shift), found)
+    assert plan.splits == 1 or any(sums.partial.any() for sums in linear._sums.values())
+    assert not any(sums.arrivals.any() for sums in linear._sums.values())
+
+
+@pytest.mark.parametrize("plan", linear.SPLIT, ids=lambda plan: plan.name)
+def test_tiles_that_would_not_end_where_the_matrix_does_are_refused(plan: linear.Plan) -> None:
+    def runs(rows: int = 32, outer: int = 128, inner: int = 512, dtype: torch.dtype = torch.float16) -> bool:
+        return linear.can_run(plan, rows, outer, inner, dtype, torch.device("meta"))
+
+    assert runs()
+    assert not any((runs(rows=33), runs(outer=96), runs(inner=512 + 64), runs(dtype=torch.float32)))
+    with pytest.raises(ValueError, match="split"):
+        linear.run_plan(plan, torch.zeros(33, 512).half(), torch.zeros(128, 512).half(), None)
+
+
+def test_large_layers_of_some_rows_run_in_tiles_of_ours_where_that_was_measured_to_be_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def plan(rows: int, outer: int, inner: int, dtype: torch.dtype = torch.bfloat16) -> linear.Plan:
+        return linear.heuristic(rows, outer, inner, dtype, torch.device("meta"))
+
+    shapes = ((6144, 4096, linear.WHOLE), (4096, 14336, linear.HALVED), (128256, 4096, linear.MANY_TILES))
+    for outer, inner, tiles in shapes:
+        assert plan(17, outer, inner) is plan(32, outer, inner) is tiles
+        assert plan(4, outer, inner) is linear.ROWS
+        assert {plan(5, outer, inner), plan(16, outer, inner), plan(33, outer, inner)} == {linear.LIBRARY}
+        assert plan(32, outer, inner, torch.float32) is linear.LIBRARY
+    assert plan(32, 4096, 2048) is plan(32, 3072, 8192) is linear.LIBRARY, "too small"
+    assert plan(32, 10240, 8192) is plan(32, 8192, 28672) is linear.LIBRARY, "more tiles than multiprocessors"
+    assert plan(32, 6144 + 32, 4096) is plan(32, 6144, 4096 + 64) is linear.LIBRARY, "tiles end elsewhere"
+    monkeypatch.setattr(linear, "shared_memory", lambda device: 99 << 10)
+    assert plan(32, 6144, 4096) is linear.LIBRARY, "no room"
+
+
+def test_short_rows_have_small_programs_where_that_was_measured_to_be_faster() -> None:
+    """0.6B and 135M; the layers of larger models, and float32, stay as they are."""
+    Shape = linear.Shape
+
+    def shape(outputs: int, columns: int, gated: bool = False, wide: bool = False, rows: int = 1) -> linear.Shape:
+        return linear.shape_of(rows, outputs, columns, gated, wide)
+
+    assert shape(3072, 1024, True) == shape(1536, 576, True) == shape(1536, 576, True, rows=4) == Shape(4, 2)
+    assert shape(4096, 1024) == Shape(8, 1) and shape(4096, 1024, rows=2) == Shape(8, 4)
+    assert shape(960, 576) == shape(49152, 576) == Shape(8, 4)
+    assert shape(1024, 3072) == shape(1024, 3072, rows=4) == Shape(8, 8)
+    assert shape(4096, 4096) == shape(3072, 3072) == Shape(2, 4)
+    assert shape(4096, 1024, wide=True) == Shape(4, 4)
 
 
 @pytest.mark.parametrize("dtype", linear.DTYPES, ids=str)

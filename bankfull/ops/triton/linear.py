@@ -26,13 +26,15 @@ from bankfull.ops.reference.linear import (
 from bankfull.ops.reference.norm import add_rms_norm
 from bankfull.ops.triton.launch import overlapped, power_of_two, processors
 from bankfull.ops.triton.linear_rows import long_gated_kernel, rows_kernel
-from bankfull.ops.triton.linear_tiles import gated_tiles_kernel, tiles_kernel
+from bankfull.ops.triton.linear_tiles import gated_tiles_kernel, split_tiles_kernel, tiles_kernel
 from bankfull.ops.triton.table import lookup
 from bankfull.weights.qtensor import QTensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 16384
 """Columns that a program holds at once."""
+LARGE_WEIGHT, MANY_OUTPUTS = 1 << 24, 65536
+"""Numbers of a weight that our tiles may be faster for, and outputs of a head; smaller ones were not measured."""
 
 
 def _accepts(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
@@ -60,10 +62,17 @@ class Shape:
 
 
 @cache
-def shape_of(columns: int, gated: bool, wide: bool) -> Shape:
+def shape_of(rows: int, outputs: int, columns: int, gated: bool, wide: bool) -> Shape:
     """About 16 KiB of weights per program: enough requests in flight, and enough programs that they end together.
-    Measured on an H200 over the linears of an 8B model: 94 to 96% of the read bandwidth."""
+    Measured on an H200 over the linears of an 8B model: 94 to 96% of the read bandwidth. Short rows end the sooner the
+    fewer warps wait for each other, as long as there are programs enough: measured over 0.6B and 135M, for one row."""
     width = power_of_two(columns)
+    if not wide and gated and width <= 1024:
+        return Shape(4, 2)
+    if not wide and not gated and columns == 1024 and outputs >= 4096 and rows == 1:
+        return Shape(8, 1)
+    if not wide and not gated and width == 4096 and outputs <= 1024:
+        return Shape(8, 8)
     held = 8192 // (2 if wide else 1) // (2 if gated else 1)
     return Shape(max(1, min(held // width, 16)), 16 if width > 8192 else 8 if width > 4096 else 4)
 
@@ -100,7 +109,7 @@ def few_rows(x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None, kind: st
             columns, width, LONG_OUT, before is not None, offset != 0.0, kind, num_warps=8, **overlapped(rows),
         )  # fmt: skip
         return y
-    shape = shape_of(columns, kind is not None, weight.element_size() > 2)
+    shape = shape_of(count, outputs, columns, kind is not None, weight.element_size() > 2)
     rows_kernel[(-(-outputs // shape.out),)](
         rows, rows.stride(0), delta, delta.stride(0), joined, norm, eps, offset,
         weight, weight.stride(0), weight if bias is None else bias, y, outputs,
@@ -121,15 +130,30 @@ class Plan:
     depth: int = 0
     stages: int = 0
     warps: int = 0
+    splits: int = 0
+    """Programs that share a tile's columns, where the weight is the first operand (`split_tiles_kernel`)."""
+    early: int = 0
+    """Lines of 128 bytes of each output that such a program asks for before its input is there."""
+
+
+MOST_TILE_ROWS = 32
+"""Of the tiles whose first operand is the weight."""
+
+
+def _split(out: int, splits: int, stages: int, early: int) -> Plan:
+    name = f"split-{out}x{splits}, {stages} stages, {early} early"
+    return Plan(name, MOST_TILE_ROWS, out, 128, stages, 4, splits, early)
 
 
 ROWS, LIBRARY = Plan("rows", FEW_ROWS), Plan("library", 1 << 31)
+WHOLE, HALVED, MANY_TILES = _split(64, 1, 6, 8), _split(64, 2, 6, 0), _split(64, 1, 4, 0)
+SPLIT = (WHOLE, HALVED, MANY_TILES)
 TILES = tuple(
     Plan(f"tiles-{rows}x{out}x{depth}", rows, out, depth, stages, warps)
     for rows in (16, 32, 64)
     for out, depth, stages, warps in ((32, 256, 4, 4), (64, 128, 5, 4), (128, 64, 5, 4))
 )
-CANDIDATES = (ROWS, LIBRARY, *TILES)
+CANDIDATES = (ROWS, LIBRARY, *TILES, *SPLIT)
 _BY_NAME = {plan.name: plan for plan in CANDIDATES}
 
 
@@ -151,30 +175,72 @@ def stages_of(plan: Plan, dtype: torch.dtype, device: torch.device) -> int:
     return min(plan.stages, shared_memory(device) // stage)
 
 
-def can_run(plan: Plan, rows: int, inner: int, dtype: torch.dtype, device: torch.device) -> bool:
+def can_run(plan: Plan, rows: int, outer: int, inner: int, dtype: torch.dtype, device: torch.device) -> bool:
     if plan is ROWS:
         return takes_few(rows, inner)
+    if plan.splits:
+        fits = 0 < rows <= plan.rows and outer % plan.out == 0 and inner % (plan.splits * plan.depth) == 0
+        return fits and dtype.itemsize == 2 and stages_of(plan, dtype, device) == plan.stages
     return plan is LIBRARY or stages_of(plan, dtype, device) > 0
 
 
-def heuristic(rows: int, outer: int, inner: int, dtype: torch.dtype) -> Plan:
-    """Without a table. On an H200 the library was as fast as the best of our tiles, or faster, for nearly all shapes
-    beyond a few rows."""
-    return ROWS if takes_few(rows, inner) else LIBRARY
+def heuristic(rows: int, outer: int, inner: int, dtype: torch.dtype, device: torch.device) -> Plan:
+    """Without a table. For 32 rows our tiles are faster on an H200 for heads and for the layers of 8B, all of them
+    together, as long as there are no more tiles than multiprocessors: a step takes 4.74 ms where it took 5.04 with the
+    library. Beyond that the library was as fast as the best of our tiles, or faster, for nearly all shapes; 5 to 16
+    rows were not measured."""
+    if takes_few(rows, inner):
+        return ROWS
+    if not 16 < rows <= MOST_TILE_ROWS or outer * inner < LARGE_WEIGHT:
+        return LIBRARY
+    plan = LIBRARY
+    if outer >= MANY_OUTPUTS:
+        plan = MANY_TILES
+    elif 4096 <= outer <= 8192 and inner <= 8192:
+        plan = WHOLE
+    elif outer == 4096:
+        plan = HALVED
+    return plan if can_run(plan, rows, outer, inner, dtype, device) else LIBRARY
 
 
 @cache
 def plan_for(rows: int, outer: int, inner: int, dtype: torch.dtype, device: torch.device) -> Plan:
     found = _BY_NAME.get(lookup(rows, outer, inner, dtype, device) or "")
-    if found is None or not can_run(found, rows, inner, dtype, device):
-        return heuristic(rows, outer, inner, dtype)
+    if found is None or not can_run(found, rows, outer, inner, dtype, device):
+        return heuristic(rows, outer, inner, dtype, device)
     return found
+
+
+def tile_rows(rows: int) -> int:
+    return 16 if rows <= 16 else MOST_TILE_ROWS
+
+
+class Sums:
+    """Sums of the programs that share a tile, and how many have left theirs. One stream at a time may use it."""
+
+    def __init__(self, device: torch.device, tiles: int, numbers: int) -> None:
+        self.partial = torch.empty(tiles * numbers, dtype=torch.float32, device=device)
+        self.arrivals = torch.zeros(tiles, dtype=torch.int32, device=device)
+
+
+_sums: dict[tuple[torch.device, int, int], Sums] = {}
+
+
+def sums_of(device: torch.device, tiles: int, numbers: int) -> Sums:
+    key = device, tiles, numbers
+    if key in _sums:
+        return _sums[key]
+    made = Sums(device, tiles, numbers)
+    # While a step is captured nothing runs: zeros appear when it is replayed, so only that step may rely on them.
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        _sums[key] = made
+    return made
 
 
 def run_plan(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if plan is LIBRARY:
         return torch.nn.functional.linear(x, weight, bias)
-    if not can_run(plan, len(x), x.shape[1], x.dtype, x.device):
+    if not can_run(plan, len(x), weight.shape[0], weight.shape[1], x.dtype, x.device):
         raise ValueError(f"{plan.name} cannot multiply {len(x)} rows of {x.shape[1]} {x.dtype} numbers on {x.device}")
     if plan is ROWS:
         return few_rows(x, weight, bias, None)
@@ -182,6 +248,15 @@ def run_plan(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
         x = x.contiguous()
     (rows, columns), outputs = x.shape, weight.shape[0]
     y = x.new_empty(rows, outputs)
+    if plan.splits:
+        tiles, height = outputs // plan.out, tile_rows(rows)
+        own = sums_of(x.device, tiles, plan.splits * plan.out * height)
+        split_tiles_kernel[(tiles, plan.splits)](
+            x, x.stride(0), weight, weight.stride(0), weight if bias is None else bias, y, own.partial, own.arrivals,
+            rows, outputs, columns // plan.splits, height, plan.out, plan.depth, plan.stages, plan.splits, plan.early,
+            bias is not None, num_warps=plan.warps, **overlapped(x),
+        )  # fmt: skip
+        return y
     even = columns % plan.depth == 0 and outputs % plan.out == 0
     tiles_kernel[(-(-outputs // plan.out), -(-rows // plan.rows))](
         x, x.stride(0), weight, weight.stride(0), weight if bias is None else bias, y, rows, outputs, columns,
@@ -191,7 +266,7 @@ def run_plan(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     return y
 
 
-GATED_OUT, GATED_DEPTH, GATED_STAGES, MOST_GATED_ROWS = 64, 128, 5, 32
+GATED_OUT, GATED_DEPTH, GATED_STAGES = 64, 128, 4
 
 
 @cache
@@ -200,9 +275,9 @@ def gates_in_tiles(
 ) -> bool:
     """Does one kernel multiply and gate these rows? On an H200 a step of 8B takes 2.6 to 4.3% less than with a library
     call and an activation behind it, for 8 to 32 rows, one of 3B 4%. Smaller layers and more rows were not measured."""
-    stage = (2 * GATED_OUT + MOST_GATED_ROWS) * GATED_DEPTH * dtype.itemsize
+    stage = (2 * GATED_OUT + MOST_TILE_ROWS) * GATED_DEPTH * dtype.itemsize
     return (
-        FEW_ROWS < rows <= MOST_GATED_ROWS and outputs >= 8192 and 2048 <= columns <= WIDEST and not bias
+        FEW_ROWS < rows <= MOST_TILE_ROWS and outputs >= 8192 and 2048 <= columns <= WIDEST and not bias
         and outputs % GATED_OUT == 0 and columns % GATED_DEPTH == 0 and dtype.itemsize == 2
         and stage * GATED_STAGES <= shared_memory(device)
     )  # fmt: skip
@@ -215,8 +290,7 @@ def gated_tiles(x: Tensor, weight: Tensor, kind: str) -> Tensor:
     y = x.new_empty(rows, outputs)
     gated_tiles_kernel[(outputs // GATED_OUT,)](
         x, x.stride(0), weight, weight.stride(0), y, rows, outputs, columns,
-        16 if rows <= 16 else MOST_GATED_ROWS, GATED_OUT, GATED_DEPTH, GATED_STAGES, kind,
-        num_warps=4, **overlapped(x),
+        tile_rows(rows), GATED_OUT, GATED_DEPTH, GATED_STAGES, kind, num_warps=4, **overlapped(x),
     )  # fmt: skip
     return y
 

@@ -3,7 +3,8 @@
 A program owns a few outputs and asks for all of their weights at once, before it waits for the input: while the kernel
 before still runs, the memory is busy with what this one needs. Products and sums are float32 on the plain units, which
 keep up with memory for a few rows; no output needs more than one program, so nothing is merged. A row's result does not
-depend on how many rows there are, but for one: a wide gated layer of a single row is summed by twice as many threads.
+depend on how many rows there are, unless it is alone: then twice as many threads sum a wide gated layer, and fewer a
+layer of 1,024 columns and many outputs.
 """
 
 from __future__ import annotations

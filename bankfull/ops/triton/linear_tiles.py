@@ -10,8 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from bankfull.ops.triton.launch import start_next, wait_for_inputs
+from bankfull.ops.triton.launch import INTERPRETED, start_next, wait_for_inputs
 from bankfull.ops.triton.linear_rows import gated
+
+PLAIN = tl.constexpr(INTERPRETED)
+"""Machine instructions are spelled out only where there is a machine for them."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -43,6 +46,64 @@ def tiles_kernel(
         total += tl.load(bias + own, mask=exist, other=0.0).to(tl.float32)[None, :]
     places = y + row[:, None].to(tl.int64) * outputs + own[None, :]
     tl.store(places, total.to(y.dtype.element_ty), mask=used[:, None] & exist[None, :])
+
+
+@triton.jit
+def fetch_early(places, LINES: tl.constexpr):
+    """Ask for the first LINES lines of 128 bytes behind each of these places, into the cache that all share."""
+    if not PLAIN and LINES > 0:
+        lines = places + tl.arange(0, LINES)[None, :] * (128 // (places.dtype.element_ty.primitive_bitwidth // 8))
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def split_tiles_kernel(
+    x, x_stride, weight, weight_stride, bias, y, partial, arrivals, rows, outputs, share,
+    ROWS: tl.constexpr, OUT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
+    EARLY: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The weight is the first operand, as in `gated_tiles_kernel`. SPLITS programs share the columns of a tile, `share`
+    each; the one that comes last adds their sums up, always in the same order. Tiles end where the matrix does."""
+    start_next(OVERLAP)
+    tile, split = tl.program_id(0), tl.program_id(1)
+    within = tl.arange(0, OUT)
+    own = tile * OUT + within
+    row = tl.arange(0, ROWS)
+    column = split * share + tl.arange(0, DEPTH)
+    used = row < rows
+    starts = weight + own[:, None].to(tl.int64) * weight_stride
+    fetch_early(starts + split * share, EARLY)
+    weights = starts + column[None, :]
+    inputs = x + row[:, None].to(tl.int64) * x_stride + column[None, :]
+    wait_for_inputs(OVERLAP)
+    total = tl.zeros((OUT, ROWS), tl.float32)
+    for at in tl.range(0, share, DEPTH, num_stages=STAGES):
+        lines = tl.trans(tl.load(inputs + at, mask=used[:, None], other=0.0))
+        total = tl.dot(tl.load(weights + at, eviction_policy="evict_first"), lines, total, input_precision="ieee")
+    places = y + row[None, :].to(tl.int64) * outputs + own[:, None]
+    kind: tl.constexpr = y.dtype.element_ty
+    if SPLITS == 1:
+        if BIAS:
+            total += tl.load(bias + own).to(tl.float32)[:, None]
+        tl.store(places, total.to(kind), mask=used[None, :])
+    else:
+        sums = partial + tile * (SPLITS * OUT * ROWS) + within[:, None] * ROWS + row[None, :]
+        tl.store(sums + split * (OUT * ROWS), total)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
+        if arrived == SPLITS - 1:
+            # Past the first-level cache: others have written these.
+            whole = tl.load(sums, cache_modifier=".cg")
+            for i in tl.static_range(1, SPLITS):
+                whole += tl.load(sums + i * (OUT * ROWS), cache_modifier=".cg")
+            if BIAS:
+                whole += tl.load(bias + own).to(tl.float32)[:, None]
+            tl.store(places, whole.to(kind), mask=used[None, :])
+            # The next launch, which may be a replay of this one, counts from zero.
+            tl.store(arrivals + tile, 0)
 
 
 @triton.jit(do_not_specialize=["rows"])
