@@ -13,8 +13,11 @@ from bankfull.sample.params import SamplingParams
 from bankfull.serve import texts as module
 from bankfull.serve.backend import Busy
 from bankfull.serve.chat import Ask, Chat
+from bankfull.serve.desk import Job
 from bankfull.serve.errors import ContextOverflow, Refusal
+from bankfull.serve.keys import Key
 from bankfull.serve.texts import Slices, finished, fit
+from bankfull.serve.trace import Trace, during
 from bankfull.text import windows as windows_module
 from bankfull.text.guard import LONG_TEXT
 from tests.serve.scripted import Scripted, scripted_texts, scripted_tokenizer
@@ -209,3 +212,29 @@ def test_work_of_a_client_that_left_is_dropped_wherever_it_is() -> None:
     asyncio.run(run())
     assert "second" not in begun, "it waited, and nobody wanted it any more"
     assert len(begun) <= 3, "it was under way, and nobody wanted the rest"
+
+
+def test_lines_of_batches_wait_their_turn_and_are_charged_to_their_key() -> None:
+    texts = scripted_texts()
+    jobs: list[tuple[str, bool, int]] = []
+    put = texts.desk.put
+
+    def noted(job: Job) -> None:
+        jobs.append((job.owner, job.batch, texts.desk.waiting))
+        put(job)
+
+    texts.desk.put = noted  # type: ignore[method-assign]
+    key = Key("alice", "")
+
+    async def line(number: int) -> None:
+        with during(Trace("", "POST", "/v1/completions", 0.0, key=key, batch=True)):
+            await texts.run(1000, lambda: texts.encode(f"line {number}", 100))
+
+    async def run() -> None:
+        await asyncio.gather(*map(line, range(12)))
+        with during(Trace("", "POST", "/v1/completions", 0.0, key=key)):
+            await texts.run(1000, lambda: texts.encode("online", 100))
+
+    asyncio.run(run())
+    assert [job[:2] for job in jobs] == [("alice", True)] * 12 + [("alice", False)]
+    assert max(waiting for _, _, waiting in jobs) < module.BATCH_AT_ONCE
