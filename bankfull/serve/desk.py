@@ -79,7 +79,7 @@ class Desk:
         self._held: dict[str, tuple[int, int]] = {}
         """Jobs and sizes of each key that are here, begun or not."""
         self._changed = threading.Condition()
-        self._threads: list[threading.Thread] = []
+        self._threads: dict[int, threading.Thread] = {}
         self._numbers = count()
         self._clock = 0.0
         self._closed = False
@@ -128,13 +128,14 @@ class Desk:
             raise Busy(f"{all_jobs} {self._what} wait already; try again later.", 1.0)
 
     def _start(self) -> None:
-        """The threads begin with the first work."""
-        while len(self._threads) < self._count:
-            short = len(self._threads) > 0
-            thread = threading.Thread(target=self._serve, args=(short,), name=f"{self._name}-{len(self._threads)}")
-            thread.daemon = True
-            self._threads.append(thread)
-            thread.start()
+        """The threads begin with the first work; one that has failed is replaced with the next."""
+        for number in range(self._count):
+            if number not in self._threads or not self._threads[number].is_alive():
+                made = threading.Thread(
+                    target=self._serve, args=(number > 0,), name=f"{self._name}-{number}", daemon=True
+                )  # fmt: skip
+                self._threads[number] = made
+                made.start()
 
     def _queue(self, job: Job) -> None:
         line = self._lines.setdefault((job.batch, job.owner), Line(self._clock))

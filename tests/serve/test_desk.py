@@ -141,3 +141,22 @@ def test_errors_are_told_and_the_thread_goes_on() -> None:
     assert ended.wait(30)
     assert isinstance(told[0], ValueError) and told[1] == 7
     desk.close()
+
+
+def test_a_thread_that_ends_is_replaced_with_the_next_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda problem: None)
+    desk = Desk("test", what="works", most_size=100, most_size_per_key=100, threads=1)
+    choose = desk._next
+
+    def fail(short: bool) -> Job | None:
+        monkeypatch.setattr(desk, "_next", choose)
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(desk, "_next", fail)
+    desk._start()
+    desk._threads[0].join(30)
+    assert not desk._threads[0].is_alive()
+    ended = threading.Event()
+    desk.put(Job("", 1, False, lambda: None, lambda made, error: ended.set()))
+    assert ended.wait(30)
+    desk.close()
