@@ -211,7 +211,8 @@ class Connection(HttpToolsProtocol, Guest):
     def data_received(self, data: bytes) -> None:
         if self._in_head:
             self._head_bytes += len(data)
-            self._start_timer()
+            if self.cycle is None or self.cycle.response_complete:  # else it has time until it was answered
+                self._start_timer()
         super().data_received(data)
         if self._in_head and self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
             self._refuse(431, f"The head of the request has more than {HEAD_BYTES} bytes; send fewer headers.")
@@ -234,6 +235,8 @@ class Connection(HttpToolsProtocol, Guest):
         super().on_response_complete()
         if self.cycle.response_complete:  # else the next request has been here before
             self._lobby.wait(self)
+            if self._in_head and self._head_bytes:
+                self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -247,8 +250,8 @@ class Connection(HttpToolsProtocol, Guest):
         self._head_timer = None
         if self.transport.is_closing():
             return
-        if not self._head_bytes or not (self.cycle is None or self.cycle.response_complete):
-            self.transport.close()  # it has asked nothing, or is still being answered
+        if not self._head_bytes:
+            self.transport.close()  # it has asked nothing
         else:
             self._refuse(408, f"The head of the request did not arrive within {HEAD_SECONDS:g} seconds.")
 

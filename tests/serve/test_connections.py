@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import shutil
 import socket
@@ -146,6 +147,27 @@ def test_a_head_that_trickles_has_no_more_time_than_one_that_stops(monkeypatch: 
                 client.socket.sendall(b"G")
                 sent += 1
                 time.sleep(0.05)
+
+
+def test_what_comes_early_does_not_end_an_answer_and_has_its_time_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The beginning of a next request, or the line break that old clients send behind a body."""
+
+    async def slowly(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        for _ in range(4):
+            await asyncio.sleep(0.2)
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    monkeypatch.setattr("bankfull.serve.listen.HEAD_SECONDS", 0.3)
+    for early in (b"\r\n", b"GET /next"):
+        with listening(slowly) as server, closing(Client(server.port)) as client:
+            client.ask("/")
+            said = client.socket.recv(4096)
+            client.socket.sendall(early)
+            said += b"".join(iter(lambda: client.socket.recv(4096), b""))
+        answer, _, rest = said.partition(b"\r\n\r\nxxxx")
+        assert answer.startswith(b"HTTP/1.1 200") and rest.startswith(b"HTTP/1.1 408")
 
 
 @pytest.mark.parametrize("first", ["nothing", "a part", "a call"])
