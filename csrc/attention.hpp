@@ -194,9 +194,10 @@ static void score_rows(const Rows& rows, int64_t row, const float* keys, const f
         }
 }
 
-// Scores of KEYS keys, which lie at `at`, for all rows.
+// Scores of KEYS keys, which lie at `at`, for all rows. How many of them are looked at does not matter here: lanes are keys.
 template <class E>
-static void score_block(const Rows& rows, const Work& work, const uint8_t* const* at, const float* key_scales, float* scores) {
+static void score_block(const Rows& rows, const Work& work, const uint8_t* const* at, int64_t, const float* key_scales,
+                        float* scores) {
     transpose_keys<E>(at, rows.job.size, work.keys);
     transpose_keys<E>(at + 16, rows.job.size, work.keys + 16);
     int64_t row = 0;
@@ -206,12 +207,6 @@ static void score_block(const Rows& rows, const Work& work, const uint8_t* const
     if (row + 2 == rows.count) score_rows<2>(rows, row, work.keys, key_scales, scores);
     if (row + 1 == rows.count) score_rows<1>(rows, row, work.keys, key_scales, scores);
 }
-
-#endif
-
-#if !defined(BANKFULL_NEON)
-static inline Lanes softmax_power(Lanes x) { return exponential(x); }
-#endif
 
 // Scores of [from, to) become exponentials over their maximum; lanes of the outer blocks that lie outside become 0.
 static void soften(float* scores, int64_t from, int64_t to, float& maximum, float& total) {
@@ -227,12 +222,20 @@ static void soften(float* scores, int64_t from, int64_t to, float& maximum, floa
     const Lanes top = Lanes::splat(maximum);
     Lanes sums = Lanes::splat(0.0f);
     for (int64_t i = begin; i < end; i += 16) {
-        const Lanes weights = softmax_power(Lanes::load(scores + i) - top);
+        const Lanes weights = exponential(Lanes::load(scores + i) - top);
         weights.store(scores + i);
         sums = sums + weights;
     }
     total = sums.sum();
 }
+
+// exp(a) and exp(b).
+static inline void softmax_powers(float& a, float& b) {
+    a = first_lane(exponential(Lanes::splat(a)));
+    b = first_lane(exponential(Lanes::splat(b)));
+}
+
+#endif
 
 // mixed[r] += weights[r][j] * values[j] for j in [from, to), C lanes of columns.
 template <class E, int R, int C>
@@ -355,7 +358,7 @@ static void attend_chunk(const Rows& rows, const AttentionItem& item, int64_t ch
         for (int64_t i = b - block; i < KEYS; ++i) at[i] = work.nothing;
         float key_scales[KEYS] = {};
         if constexpr (E::scaled) gather_scales(job, job.k, item, a, b, key_scales + (a - block));
-        score_block<E>(rows, work, at, E::scaled ? key_scales : nullptr, work.scores + block - start);
+        score_block<E>(rows, work, at, b - block, E::scaled ? key_scales : nullptr, work.scores + block - start);
     }
 
     Values values;
@@ -405,16 +408,15 @@ static void join_chunk(const Rows& rows, int64_t chunk, const float* partial, fl
             continue;
         }
         const float top = next[mixed] > sum[mixed] ? next[mixed] : sum[mixed];
-        const Lanes old = exponential(Lanes::splat(sum[mixed] - top));
-        const Lanes fresh = exponential(Lanes::splat(next[mixed] - top));
+        float old = sum[mixed] - top, fresh = next[mixed] - top;
+        softmax_powers(old, fresh);
         for (int64_t c = 0; c < mixed; c += 16) {
-            Lanes both = Lanes::load(sum + c) * old;
-            both.add_product(Lanes::load(next + c), fresh);
+            Lanes both = Lanes::load(sum + c) * Lanes::splat(old);
+            both.add_product(Lanes::load(next + c), Lanes::splat(fresh));
             both.store(sum + c);
         }
         sum[mixed] = top;
-        sum[mixed + 1] = sum[mixed + 1] * first_lane(old) +
-                         next[mixed + 1] * first_lane(fresh);
+        sum[mixed + 1] = sum[mixed + 1] * old + next[mixed + 1] * fresh;
     }
 }
 
@@ -480,7 +482,12 @@ static void merge_split(const AttentionJob& job, int64_t begin, int64_t end) {
     }
 }
 
-// Rows that share a piece of work, at most: their scores and sums stay in the nearest cache.
+// Rows that share a piece of work, at most: their scores and sums stay in the nearest cache. Where keys and values are
+// widened for a piece, more rows share that; 48 are whole tiles with three or four query heads for each key head.
+#if defined(BANKFULL_NEON)
+static int64_t attention_rows(const AttentionJob&) { return 48; }
+#else
 static int64_t attention_rows(const AttentionJob&) { return 32; }
+#endif
 
 #undef SHUFFLE

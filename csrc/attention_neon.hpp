@@ -37,11 +37,12 @@ static inline void score_four(const float* const* q, const uint8_t* const* at, i
 }
 
 template <class E, int R>
-static void score_rows(const Rows& rows, int64_t row, const uint8_t* const* at, const float* key_scales, float* scores) {
+static void score_rows(const Rows& rows, int64_t row, const uint8_t* const* at, int64_t count, const float* key_scales,
+                       float* scores) {
     const AttentionJob& job = rows.job;
     const float* q[R];
     for (int r = 0; r < R; ++r) q[r] = rows.query(row + r);
-    for (int64_t key = 0; key < KEYS; key += 4) {
+    for (int64_t key = 0; key < count; key += 4) {
         float32x4_t found[R];
         score_four<E, R>(q, at + key, job.size, found);
 #pragma GCC unroll 4
@@ -52,55 +53,115 @@ static void score_rows(const Rows& rows, int64_t row, const uint8_t* const* at, 
     }
     if (!job.cap) return;
     for (int r = 0; r < R; ++r)
-        for (int64_t key = 0; key < KEYS; key += 16) {
+        for (int64_t key = 0; key < count; key += 16) {
             float* some = scores + (row + r) * CHUNK + key;
             SoftCap::of(Lanes::load(some), job.cap).store(some);
         }
 }
 
 template <class E>
-static void score_all(const Rows& rows, const uint8_t* const* at, const float* key_scales, float* scores) {
+static void score_all(const Rows& rows, const uint8_t* const* at, int64_t count, const float* key_scales, float* scores) {
     int64_t row = 0;
     for (; row + SCORE_ROWS <= rows.count; row += SCORE_ROWS)
-        score_rows<E, SCORE_ROWS>(rows, row, at, key_scales, scores);
-    if (row + 3 == rows.count) score_rows<E, 3>(rows, row, at, key_scales, scores);
-    if (row + 2 == rows.count) score_rows<E, 2>(rows, row, at, key_scales, scores);
-    if (row + 1 == rows.count) score_rows<E, 1>(rows, row, at, key_scales, scores);
+        score_rows<E, SCORE_ROWS>(rows, row, at, count, key_scales, scores);
+    if (row + 3 == rows.count) score_rows<E, 3>(rows, row, at, count, key_scales, scores);
+    if (row + 2 == rows.count) score_rows<E, 2>(rows, row, at, count, key_scales, scores);
+    if (row + 1 == rows.count) score_rows<E, 1>(rows, row, at, count, key_scales, scores);
 }
 
-// Scores of KEYS keys, which lie at `at`, for all rows.
+// Scores of the first `count` of KEYS keys, which lie at `at`, for all rows.
 template <class E>
-static void score_block(const Rows& rows, const Work& work, const uint8_t* const* at, const float* key_scales, float* scores) {
-    if (E::bytes == 4 || !widens(rows.count)) return score_all<E>(rows, at, key_scales, scores);
+static void score_block(const Rows& rows, const Work& work, const uint8_t* const* at, int64_t count, const float* key_scales,
+                        float* scores) {
+    if (E::bytes == 4 || !widens(rows.count)) return score_all<E>(rows, at, count, key_scales, scores);
     const int64_t size = rows.job.size;
     const uint8_t* wide[KEYS];
-    for (int64_t i = 0; i < KEYS; ++i) {
+    for (int64_t i = 0; i < (count + 3) / 4 * 4; ++i) {
         float* key = work.keys + i * size;
         int64_t d = 0;
         for (; d + 16 <= size; d += 16) E::load(at[i] + d * E::bytes).store(key + d);
         for (; d < size; ++d) key[d] = E::one(at[i] + d * E::bytes);
         wide[i] = reinterpret_cast<const uint8_t*>(key);
     }
-    score_all<Float32>(rows, wide, key_scales, scores);
+    score_all<Float32>(rows, wide, count, key_scales, scores);
 }
 
 // exp(x) for x up to 0, in half the instructions of `exponential`: what would be below 2^-124 stays there, which a softmax
-// cannot tell from 0. NaN stays NaN.
-static inline float32x4_t softmax_power(float32x4_t x) {
-    x = vmaxq_f32(x, vdupq_n_f32(-86.0f));
-    const float32x4_t shift = vdupq_n_f32(0x1.8p23f);
-    const float32x4_t shifted = vfmaq_f32(shift, x, vdupq_n_f32(0x1.715476p0f)), n = vsubq_f32(shifted, shift);
-    float32x4_t r = vfmaq_f32(x, n, vdupq_n_f32(-0.693359375f));
-    r = vfmaq_f32(r, n, vdupq_n_f32(0x1.bd0106p-13f));
-    float32x4_t tail = vfmaq_f32(vdupq_n_f32(0x1.1239e4p-7f), r, vdupq_n_f32(0x1.6a2430p-10f));
-    tail = vfmaq_f32(vdupq_n_f32(0x1.5558f2p-5f), tail, r);
-    tail = vfmaq_f32(vdupq_n_f32(0x1.555492p-3f), tail, r);
-    tail = vfmaq_f32(vdupq_n_f32(0x1.fffffcp-2f), tail, r);
-    const float32x4_t p = vaddq_f32(vfmaq_f32(r, vmulq_f32(r, r), tail), vdupq_n_f32(1.0f));  // as in `exponential`
-    const int32x4_t exponent = vshlq_n_s32(vreinterpretq_s32_f32(shifted), 23);  // only n's lowest bits are left
-    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(p), exponent));
+// cannot tell from 0. NaN stays NaN. N registers go step by step together: each step waits for the one before, and a
+// core looks ahead too little to find the next register's steps. A polynomial's terms are loaded each time, since a sum
+// overwrites what it begins with: loads have units of their own, while copying a register takes a product's place.
+static inline float32x4_t fresh(const float* four) {
+    float32x4_t value;
+    asm volatile("ldr %q0, %1" : "=w"(value) : "m"(*reinterpret_cast<const float32x4_t*>(four)));
+    return value;
 }
 
-static inline Lanes softmax_power(const Lanes& x) {
-    return {softmax_power(x.v[0]), softmax_power(x.v[1]), softmax_power(x.v[2]), softmax_power(x.v[3])};
+#define FOUR_TIMES(x) {x, x, x, x}
+alignas(16) static constexpr float SOFTMAX_TERMS[5][4] = {  // as in `exponential`
+    FOUR_TIMES(0x1.8p23f),      FOUR_TIMES(0x1.1239e4p-7f), FOUR_TIMES(0x1.5558f2p-5f),
+    FOUR_TIMES(0x1.555492p-3f), FOUR_TIMES(0x1.fffffcp-2f),
+};
+#undef FOUR_TIMES
+
+template <int N>
+static inline void softmax_powers(float32x4_t* x) {
+    const float32x4_t shift = vdupq_n_f32(0x1.8p23f), least = vdupq_n_f32(-86.0f), top = vdupq_n_f32(0x1.6a2430p-10f);
+    const float32x4_t factors = {0x1.715476p0f, -0.693359375f, 0x1.bd0106p-13f, 1.0f}, one = vdupq_n_f32(1.0f);
+    float32x4_t shifted[N], tail[N], n[N];
+#define EACH _Pragma("GCC unroll 8") for (int i = 0; i < N; ++i)
+    EACH x[i] = vmaxq_f32(x[i], least);
+    EACH shifted[i] = vfmaq_laneq_f32(fresh(SOFTMAX_TERMS[0]), x[i], factors, 0);
+    EACH n[i] = vsubq_f32(shifted[i], shift);
+    EACH x[i] = vfmaq_laneq_f32(x[i], n[i], factors, 1);
+    EACH x[i] = vfmaq_laneq_f32(x[i], n[i], factors, 2);
+    EACH tail[i] = vfmaq_f32(fresh(SOFTMAX_TERMS[1]), x[i], top);
+    EACH tail[i] = vfmaq_f32(fresh(SOFTMAX_TERMS[2]), tail[i], x[i]);
+    EACH n[i] = vmulq_f32(x[i], x[i]);
+    EACH tail[i] = vfmaq_f32(fresh(SOFTMAX_TERMS[3]), tail[i], x[i]);
+    EACH tail[i] = vfmaq_f32(fresh(SOFTMAX_TERMS[4]), tail[i], x[i]);
+    EACH x[i] = vfmaq_f32(x[i], n[i], tail[i]);
+    // Only the lowest bits of the whole number are left of `shifted`.
+    EACH shifted[i] = vreinterpretq_f32_s32(vshlq_n_s32(vreinterpretq_s32_f32(shifted[i]), 23));
+    EACH x[i] = vaddq_f32(x[i], one);
+    EACH x[i] = vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(x[i]), vreinterpretq_s32_f32(shifted[i])));
+#undef EACH
+}
+
+// The next `Blocks` blocks of scores become exponentials over `top`, and join the sums in their order.
+template <int Blocks>
+static inline void soften_blocks(float* scores, float32x4_t top, Lanes& sums) {
+    float32x4_t weights[4 * Blocks];
+#pragma GCC unroll 8
+    for (int i = 0; i < 4 * Blocks; ++i) weights[i] = vsubq_f32(vld1q_f32(scores + 4 * i), top);
+    softmax_powers<4 * Blocks>(weights);
+#pragma GCC unroll 8
+    for (int i = 0; i < 4 * Blocks; ++i) {
+        vst1q_f32(scores + 4 * i, weights[i]);
+        sums.v[i % 4] = vaddq_f32(sums.v[i % 4], weights[i]);
+    }
+}
+
+static void soften(float* scores, int64_t from, int64_t to, float& maximum, float& total) {
+    const int64_t begin = from / 16 * 16, end = (to + 15) / 16 * 16;
+    for (int64_t i = begin; i < from; ++i) scores[i] = -__builtin_inff();
+    for (int64_t i = to; i < end; ++i) scores[i] = -__builtin_inff();
+    Lanes most = Lanes::load(scores + begin);
+    for (int64_t i = begin + 16; i < end; i += 16)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) most.v[j] = vmaxnmq_f32(most.v[j], vld1q_f32(scores + i + 4 * j));
+    maximum = most.most();
+    const float32x4_t top = vdupq_n_f32(maximum);
+    Lanes sums = Lanes::splat(0.0f);
+    int64_t i = begin;
+    for (; i + 32 <= end; i += 32) soften_blocks<2>(scores + i, top, sums);
+    if (i < end) soften_blocks<1>(scores + i, top, sums);
+    total = sums.sum();
+}
+
+// exp(a) and exp(b), both up to 0.
+static inline void softmax_powers(float& a, float& b) {
+    float32x4_t both = {a, b, a, b};
+    softmax_powers<1>(&both);
+    a = both[0];
+    b = both[1];
 }

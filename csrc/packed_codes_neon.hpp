@@ -1,7 +1,7 @@
 // Packed weights times rows of int8 codes with NEON, see packed_codes.hpp.
 //
-// Few rows: codes of weights are unpacked on their way into the products. Many rows: a pack is unpacked once into a panel
-// of signed bytes and float scales, which stays near while rows pass by, four at a time. Both do the same arithmetic in
+// Few rows: codes of weights are unpacked on their way into the products. Many rows: a pack is unpacked once into panels
+// of signed bytes and float scales, which stay near while rows pass by, four at a time. Both do the same arithmetic in
 // the same order, so a row has the same bits in either.
 //
 // Sums of integers begin with the bits of a float whose last digit stands for one: such a sum, read as a float, is that
@@ -22,7 +22,8 @@ static inline void fetch(const uint8_t* line) {
     __builtin_prefetch(line + SOON);
 }
 
-// What four rows bring along for each group of columns, the rows' numbers side by side. A row that is not there has zeros.
+// What four rows bring along for each group of columns, the rows' numbers side by side. Those of a row that is not there are
+// not read.
 struct GroupNumbers {
     float scales[4];
     // What a minimum is multiplied with (a float), or what a sum begins with (an int32).
@@ -37,29 +38,56 @@ struct CodeRows {
     const int8_t* row(int r) const { return reinterpret_cast<const int8_t*>(data + r * stride); }
 };
 
-// For all rows of a job: so many groups of the first four rows, then of the next four.
+// Row r of four. Four groups at a time: one by one they took a tenth of the products' time.
 template <Pack P>
-static void number_groups(const PackedJob& job, GroupNumbers* numbers) {
+static void number_row(const Codes& row, int64_t groups, int64_t r, GroupNumbers* numbers) {
     constexpr PackLayout layout = LAYOUTS[P];
     // Codes of 8 bits are signed already.
     constexpr int32_t offset = layout.bits == 8 ? 0 : layout.offset;
-    const int64_t groups = job.inner / layout.group;
-    for (int64_t first = 0; first < job.rows; first += CODE_ROWS, numbers += groups)
-        for (int64_t r = 0; r < CODE_ROWS; ++r) {
-            if (first + r >= job.rows) {
-                for (int64_t i = 0; i < groups; ++i) numbers[i].scales[r] = numbers[i].corrections[r] = 0.0f;
-                continue;
-            }
-            const Codes row(job.x.data + (first + r) * job.x.stride, job.inner);
-            for (int64_t i = 0; i < groups; ++i) {
-                const int32_t sum = layout.group == GROUP ? row.sums[2 * i] + row.sums[2 * i + 1] : row.sums[i];
-                const float scale = row.scales[i * layout.group / GROUP];
-                const float minimum = float(layout.minimum) * scale * float(sum);
-                const int32_t start = SHIFT_BITS - offset * sum;
-                numbers[i].scales[r] = scale;
-                __builtin_memcpy(numbers[i].corrections + r, layout.minimum ? static_cast<const void*>(&minimum) : &start, 4);
-            }
+    constexpr bool wide = layout.group == GROUP;  // else two groups share a scale
+    int64_t i = 0;
+    for (; i + 4 <= groups; i += 4) {
+        float32x4_t scale;
+        int32x4_t sum;
+        if constexpr (wide) {
+            scale = vld1q_f32(row.scales + i);
+            sum = vpaddq_s32(vld1q_s32(row.sums + 2 * i), vld1q_s32(row.sums + 2 * i + 4));
+        } else {
+            const float32x2_t two = vld1_f32(row.scales + i / 2);
+            scale = vcombine_f32(vdup_lane_f32(two, 0), vdup_lane_f32(two, 1));
+            sum = vld1q_s32(row.sums + i);
         }
+        float32x4_t correction;
+        if constexpr (layout.minimum != 0)
+            correction = vmulq_f32(vmulq_n_f32(scale, float(layout.minimum)), vcvtq_f32_s32(sum));
+        else
+            correction = vreinterpretq_f32_s32(vmlsq_n_s32(vdupq_n_s32(SHIFT_BITS), sum, offset));
+        vst1q_lane_f32(numbers[i].scales + r, scale, 0);
+        vst1q_lane_f32(numbers[i + 1].scales + r, scale, 1);
+        vst1q_lane_f32(numbers[i + 2].scales + r, scale, 2);
+        vst1q_lane_f32(numbers[i + 3].scales + r, scale, 3);
+        vst1q_lane_f32(numbers[i].corrections + r, correction, 0);
+        vst1q_lane_f32(numbers[i + 1].corrections + r, correction, 1);
+        vst1q_lane_f32(numbers[i + 2].corrections + r, correction, 2);
+        vst1q_lane_f32(numbers[i + 3].corrections + r, correction, 3);
+    }
+    for (; i < groups; ++i) {
+        const int32_t sum = wide ? row.sums[2 * i] + row.sums[2 * i + 1] : row.sums[i];
+        const float scale = row.scales[i * layout.group / GROUP];
+        const float minimum = float(layout.minimum) * scale * float(sum);
+        const int32_t start = SHIFT_BITS - offset * sum;
+        numbers[i].scales[r] = scale;
+        __builtin_memcpy(numbers[i].corrections + r, layout.minimum ? static_cast<const void*>(&minimum) : &start, 4);
+    }
+}
+
+// For all rows of a job: so many groups of the first four rows, then of the next four.
+template <Pack P>
+static void number_groups(const PackedJob& job, GroupNumbers* numbers) {
+    const int64_t groups = job.inner / LAYOUTS[P].group;
+    for (int64_t row = 0; row < job.rows; ++row)
+        number_row<P>(Codes(job.x.data + row * job.x.stride, job.inner), groups, row % CODE_ROWS,
+                      numbers + row / CODE_ROWS * groups);
 }
 
 // The sums of a group join a row's total: scales and minimums are those of one register's outputs.
@@ -129,36 +157,45 @@ static void multiply_few(const uint8_t* pack, const CodeRows& x, float* sums) {
     for (int r = 0; r < R; ++r) totals[r].store(sums + r * UNIT_OUTPUTS);
 }
 
-// A pack, unpacked, as products read it from front to back: for each group, and in it for each half of the sixteen outputs,
-// eight float minimums where there are some; the codes of its quads, 32 bytes each; eight float scales.
+// Eight outputs of a pack, unpacked, as products read them from front to back: for each group the codes of its quads, 32
+// bytes each, with the offset taken off; eight float scales; each scale times -SHIFT; eight float minimums where there are
+// some. The product with -SHIFT is exact (a scale has at most 19 bits), so adding it to a scale times a sum that began
+// with SHIFT gives, rounded once, the scale times the sum: one instruction instead of two.
+static constexpr int64_t PANEL_OUTPUTS = 8, UNIT_PANELS = UNIT_OUTPUTS / PANEL_OUTPUTS;
 template <int Group, bool Minimum>
-static constexpr int64_t GROUP_BYTES = 2 * (Group * 8 + (Minimum ? 64 : 32));
+static constexpr int64_t GROUP_BYTES = Group * PANEL_OUTPUTS + (Minimum ? 96 : 64);
+static constexpr int64_t READ_AHEAD = 32;  // bytes that may be read behind a panel, and are not used
 
+// Both panels of a pack; the second one begins `apart` bytes behind the first.
 template <Pack P>
-static void unpack_panel(const uint8_t* pack, int64_t inner, uint8_t* panel) {
+static void unpack_panels(const uint8_t* pack, int64_t inner, uint8_t* panel, int64_t apart) {
     constexpr PackLayout layout = LAYOUTS[P];
     using Code = Coded<layout.bits>;
     constexpr int step = Code::step < layout.group ? Code::step : layout.group;
-    constexpr int64_t half = GROUP_BYTES<layout.group, layout.minimum != 0> / 2, codes_at = layout.minimum ? 32 : 0;
+    constexpr int64_t scales_at = layout.group * PANEL_OUTPUTS;
+    const int8x16_t offset = vdupq_n_s8(layout.bits == 8 ? 0 : layout.offset);  // codes of 8 bits are signed already
     const uint8_t *scales = pack, *codes = pack + layout.codes_at(inner);
     for (int64_t k = 0; k < inner; scales += layout.scale_bytes())
-        for (int group = 0; group < layout.groups(); ++group, k += layout.group, panel += 2 * half) {
+        for (int group = 0; group < layout.groups(); ++group, k += layout.group) {
             for (int i = 0; i < layout.group; i += step, codes += Code::bytes) {
                 for (int line = 0; line < Code::bytes; line += 64) fetch(codes + line);
                 for (int column = 0; column < 4; ++column) {
                     Quads quads[step / 4];
                     Code::unpack(codes + 16 * column, quads);
-                    uint8_t* out = panel + column / 2 * half + codes_at + column % 2 * 16 + i * 8;
+                    uint8_t* out = panel + column / 2 * apart + column % 2 * 16 + i * PANEL_OUTPUTS;
                     for (int q = 0; q < step / 4; ++q)
-                        vst1q_s8(reinterpret_cast<int8_t*>(out + 32 * q), quads[q].template signed_codes<layout.bits>());
+                        vst1q_s8(reinterpret_cast<int8_t*>(out + 32 * q),
+                                 vsubq_s8(quads[q].template signed_codes<layout.bits>(), offset));
                 }
             }
             const Lanes scale = PackScales<P>::scale(scales, group);
             for (int column = 0; column < 4; ++column) {
-                float* out = reinterpret_cast<float*>(panel + column / 2 * half) + column % 2 * 4;
-                if constexpr (layout.minimum != 0) vst1q_f32(out, PackScales<P>::minimum(scales, group).v[column]);
-                vst1q_f32(out + (codes_at + layout.group * 8) / 4, scale.v[column]);
+                float* out = reinterpret_cast<float*>(panel + column / 2 * apart + scales_at) + column % 2 * 4;
+                vst1q_f32(out, scale.v[column]);
+                vst1q_f32(out + 8, vmulq_n_f32(scale.v[column], -SHIFT));
+                if constexpr (layout.minimum != 0) vst1q_f32(out + 16, PackScales<P>::minimum(scales, group).v[column]);
             }
+            panel += GROUP_BYTES<layout.group, layout.minimum != 0>;
         }
 }
 
@@ -166,62 +203,58 @@ static void unpack_panel(const uint8_t* pack, int64_t inner, uint8_t* panel) {
 
 // Two outputs' eight columns times those of two rows, four sums at once: row 0 with both outputs, row 1 with both. Quads of
 // four outputs become such pairs by taking words of two neighbouring quads in turn.
-// Four rows. sums: rows of 32 floats, of which sixteen are written.
+// Four rows. sums: rows of 32 floats, of which eight are written.
 template <int Group, bool Minimum>
 static void multiply_panel(const uint8_t* panel, const CodeRows& x, float* sums) {
-    float32x4_t totals[2][8];  // of two rows and two outputs each
+    float32x4_t totals[2][4];  // of two rows and two outputs each
     for (int pair = 0; pair < 2; ++pair)
-        for (int i = 0; i < 8; ++i) totals[pair][i] = vdupq_n_f32(0.0f);
+        for (int i = 0; i < 4; ++i) totals[pair][i] = vdupq_n_f32(0.0f);
     const GroupNumbers* numbers = x.numbers;
     const auto both = [](float32x4_t four, int first) {  // numbers of two rows, each twice
         const float32x2_t two = first ? vget_high_f32(four) : vget_low_f32(four);
         return vcombine_f32(vdup_lane_f32(two, 0), vdup_lane_f32(two, 1));
     };
-    for (int64_t k = 0; k < x.inner; k += Group, ++numbers) {
+    for (int64_t k = 0; k < x.inner; k += Group, ++numbers, panel += GROUP_BYTES<Group, Minimum>) {
         const float32x4_t scales = vld1q_f32(numbers->scales), corrections = vld1q_f32(numbers->corrections);
         const float32x4_t row_scales[2] = {both(scales, 0), both(scales, 1)};
         const float32x4_t row_corrections[2] = {both(corrections, 0), both(corrections, 1)};
+        const int8_t* codes = reinterpret_cast<const int8_t*>(panel);
+        const float* own = reinterpret_cast<const float*>(codes + Group * PANEL_OUTPUTS);
+        int32x4_t found[2][4];
 #pragma GCC unroll 2
-        for (int half = 0; half < 2; ++half, panel += GROUP_BYTES<Group, Minimum> / 2) {
-            const int8_t* codes = reinterpret_cast<const int8_t*>(panel) + (Minimum ? 32 : 0);
-            int32x4_t found[2][4];
+        for (int pair = 0; pair < 2; ++pair)
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) found[pair][i] = vdupq_n_s32(SHIFT_BITS);
+#pragma GCC unroll 4
+        for (int octet = 0; octet < Group / 8; ++octet) {
+            const int8_t* at = codes + 64 * octet;
+            const int32x4_t a = vreinterpretq_s32_s8(vld1q_s8(at)), b = vreinterpretq_s32_s8(vld1q_s8(at + 16));
+            const int32x4_t c = vreinterpretq_s32_s8(vld1q_s8(at + 32)), d = vreinterpretq_s32_s8(vld1q_s8(at + 48));
+            const int32x4_t outputs[4] = {vzip1q_s32(a, c), vzip2q_s32(a, c), vzip1q_s32(b, d), vzip2q_s32(b, d)};
 #pragma GCC unroll 2
-            for (int pair = 0; pair < 2; ++pair)
+            for (int pair = 0; pair < 2; ++pair) {
+                const int8x16_t two = vcombine_s8(vld1_s8(x.row(2 * pair) + k + 8 * octet),
+                                                  vld1_s8(x.row(2 * pair + 1) + k + 8 * octet));
 #pragma GCC unroll 4
                 for (int i = 0; i < 4; ++i)
-                    found[pair][i] = Minimum ? vdupq_n_s32(SHIFT_BITS) : vreinterpretq_s32_f32(row_corrections[pair]);
-#pragma GCC unroll 4
-            for (int octet = 0; octet < Group / 8; ++octet) {
-                const int8_t* at = codes + 64 * octet;
-                const int32x4_t a = vreinterpretq_s32_s8(vld1q_s8(at)), b = vreinterpretq_s32_s8(vld1q_s8(at + 16));
-                const int32x4_t c = vreinterpretq_s32_s8(vld1q_s8(at + 32)), d = vreinterpretq_s32_s8(vld1q_s8(at + 48));
-                const int32x4_t outputs[4] = {vzip1q_s32(a, c), vzip2q_s32(a, c), vzip1q_s32(b, d), vzip2q_s32(b, d)};
-#pragma GCC unroll 2
-                for (int pair = 0; pair < 2; ++pair) {
-                    const int8x16_t two = vcombine_s8(vld1_s8(x.row(2 * pair) + k + 8 * octet),
-                                                      vld1_s8(x.row(2 * pair + 1) + k + 8 * octet));
-#pragma GCC unroll 4
-                    for (int i = 0; i < 4; ++i)
-                        found[pair][i] = vmmlaq_s32(found[pair][i], two, vreinterpretq_s8_s32(outputs[i]));
-                }
+                    found[pair][i] = vmmlaq_s32(found[pair][i], two, vreinterpretq_s8_s32(outputs[i]));
             }
+        }
+        const auto twice = [own](int i) { return vcombine_f32(vld1_f32(own + i), vld1_f32(own + i)); };
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i) {
-                const float32x2_t two = vld1_f32(reinterpret_cast<const float*>(codes + Group * 8) + 2 * i);
-                const float32x2_t least = vld1_f32(reinterpret_cast<const float*>(panel) + 2 * i);
-                const float32x4_t scale = vcombine_f32(two, two), minimum = vcombine_f32(least, least);
+        for (int i = 0; i < 4; ++i) {
+            const float32x4_t scale = twice(2 * i), shift = twice(2 * i + 8);
 #pragma GCC unroll 2
-                for (int pair = 0; pair < 2; ++pair) {
-                    float32x4_t& total = totals[pair][4 * half + i];
-                    if constexpr (Minimum) total = vfmaq_f32(total, minimum, row_corrections[pair]);
-                    const float32x4_t whole = vsubq_f32(vreinterpretq_f32_s32(found[pair][i]), vdupq_n_f32(SHIFT));
-                    total = vfmaq_f32(total, vmulq_f32(whole, scale), row_scales[pair]);
-                }
+            for (int pair = 0; pair < 2; ++pair) {
+                float32x4_t& total = totals[pair][i];
+                if constexpr (Minimum) total = vfmaq_f32(total, twice(2 * i + 16), row_corrections[pair]);
+                const float32x4_t scaled = vfmaq_f32(shift, vreinterpretq_f32_s32(found[pair][i]), scale);
+                total = vfmaq_f32(total, scaled, row_scales[pair]);
             }
         }
     }
     for (int pair = 0; pair < 2; ++pair)
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 0; i < 4; ++i) {
             vst1_f32(sums + (2 * pair) * UNIT_OUTPUTS + 2 * i, vget_low_f32(totals[pair][i]));
             vst1_f32(sums + (2 * pair + 1) * UNIT_OUTPUTS + 2 * i, vget_high_f32(totals[pair][i]));
         }
@@ -229,117 +262,145 @@ static void multiply_panel(const uint8_t* panel, const CodeRows& x, float* sums)
 
 #elif defined(__ARM_FEATURE_DOTPROD)
 
-// Written out, because compilers move loads ahead until sums have no registers left, which costs half of the speed.
-// Registers 0 to 7 are the sums of a group for eight outputs (four rows of the first four, then of the others), 8 to 11
-// the rows, 12 and 13 weights, 14 SHIFT, 15 the rows' scales, 16 to 31 the totals.
+// Written out, because compilers move loads ahead until sums have no registers left, which costs half of the speed. Loads
+// stand well before their use all the same: while products wait in a full queue, nothing behind them is begun. What sums
+// begin with is loaded, however often: loads have units of their own, while copying a register takes a product's place.
+//
+// Registers 0 to 7 are the sums of a group (four rows of the first four outputs, then of the others), 8 to 11 sixteen
+// columns of the rows, 12 to 15 weights, 16 to 23 the totals, 24 to 27 the next sixteen columns, 28 and 29 scales, 30 the
+// rows' scales. Sums times scales take the place of columns that are done with.
 #define DOT(sum, weights, row, lane) "sdot v" #sum ".4s, v" #weights ".16b, v" #row ".4b[" #lane "]\n"
-#define QUAD(lane)                                                                                               \
-    "ldp q12, q13, [%[panel]], #32\n" DOT(0, 12, 8, lane) DOT(1, 12, 9, lane) DOT(2, 12, 10, lane)               \
-        DOT(3, 12, 11, lane) DOT(4, 13, 8, lane) DOT(5, 13, 9, lane) DOT(6, 13, 10, lane) DOT(7, 13, 11, lane)
-#define SIXTEEN(at)                                                                                              \
-    "ldr q8, [%[a], #" #at "]\nldr q9, [%[b], #" #at "]\nldr q10, [%[c], #" #at "]\nldr q11, [%[d], #" #at "]\n" \
-        QUAD(0) QUAD(1) QUAD(2) QUAD(3)
-#define BEGIN_SHIFTED                                                                                            \
-    "mov v0.16b, v14.16b\nmov v1.16b, v14.16b\nmov v2.16b, v14.16b\nmov v3.16b, v14.16b\n"                       \
-    "mov v4.16b, v14.16b\nmov v5.16b, v14.16b\nmov v6.16b, v14.16b\nmov v7.16b, v14.16b\n"
-#define BEGIN_CORRECTED                                                                                          \
-    "ldr q15, [%[numbers], #16]\n"                                                                               \
-    "dup v0.4s, v15.s[0]\ndup v1.4s, v15.s[1]\ndup v2.4s, v15.s[2]\ndup v3.4s, v15.s[3]\n"                       \
-    "dup v4.4s, v15.s[0]\ndup v5.4s, v15.s[1]\ndup v6.4s, v15.s[2]\ndup v7.4s, v15.s[3]\n"
-#define WHOLE(sum) "fsub v" #sum ".4s, v" #sum ".4s, v14.4s\n"
-#define SCALE(sum, scales) "fmul v" #sum ".4s, v" #sum ".4s, v" #scales ".4s\n"
-#define TOTAL(total, sum, lane) "fmla v" #total ".4s, v" #sum ".4s, v15.s[" #lane "]\n"
-#define TOTALS(a, b, c, d, e, f, g, h)                                                                           \
-    "ldp q12, q13, [%[panel]], #32\nldr q15, [%[numbers]]\n"                                                     \
-    WHOLE(0) WHOLE(1) WHOLE(2) WHOLE(3) WHOLE(4) WHOLE(5) WHOLE(6) WHOLE(7)                                      \
-    SCALE(0, 12) SCALE(1, 12) SCALE(2, 12) SCALE(3, 12) SCALE(4, 13) SCALE(5, 13) SCALE(6, 13) SCALE(7, 13)      \
-    TOTAL(a, 0, 0) TOTAL(b, 1, 1) TOTAL(c, 2, 2) TOTAL(d, 3, 3) TOTAL(e, 4, 0) TOTAL(f, 5, 1) TOTAL(g, 6, 2) TOTAL(h, 7, 3)
-// Minimums come first: they keep the units busy until the sums of the half before are there.
-#define MINIMUMS(a, b, c, d, e, f, g, h)                                                                         \
-    "ldp q12, q13, [%[panel]], #32\nldr q15, [%[numbers], #16]\n"                                                \
-    TOTAL(a, 12, 0) TOTAL(b, 12, 1) TOTAL(c, 12, 2) TOTAL(d, 12, 3) TOTAL(e, 13, 0) TOTAL(f, 13, 1)              \
-    TOTAL(g, 13, 2) TOTAL(h, 13, 3)
-#define NO_MINIMUMS(a, b, c, d, e, f, g, h)
-#define HALF(BEGIN, COLUMNS, FIRST, a, b, c, d, e, f, g, h) \
-    FIRST(a, b, c, d, e, f, g, h) BEGIN COLUMNS TOTALS(a, b, c, d, e, f, g, h)
+#define QUAD(w, v, a, b, c, d, lane, FIRST, SECOND, THIRD, FOURTH)                                               \
+    DOT(0, w, a, lane) DOT(1, w, b, lane) FIRST DOT(2, w, c, lane) DOT(3, w, d, lane) SECOND                     \
+    DOT(4, v, a, lane) DOT(5, v, b, lane) THIRD DOT(6, v, c, lane) DOT(7, v, d, lane) FOURTH
+#define NOTHING ""
+#define LOAD(to, from, at) "ldr q" #to ", [%[" #from "], #" #at "]\n"
+#define LOAD_TWO(to, next, from, at) "ldp q" #to ", q" #next ", [%[" #from "], #" #at "]\n"
+#define EVEN(at, a, b, c, d, lane, ...) QUAD(12, 13, a, b, c, d, lane, LOAD_TWO(14, 15, panel, at), __VA_ARGS__)
+#define ODD(at, a, b, c, d, lane, ...) QUAD(14, 15, a, b, c, d, lane, LOAD_TWO(12, 13, panel, at), __VA_ARGS__)
+#define SCALED(found, sum, scales) "fmla v" #found ".4s, v" #sum ".4s, v" #scales ".4s\n"
+#define TOTAL(total, sum, numbers, lane) "fmla v" #total ".4s, v" #sum ".4s, v" #numbers ".s[" #lane "]\n"
+#define FOUR_SCALED(a, b, c, d, e, f, g, h, scales) \
+    SCALED(a, e, scales) SCALED(b, f, scales) SCALED(c, g, scales) SCALED(d, h, scales)
+#define FOUR_TOTALS(a, b, c, d, e, f, g, h, numbers) \
+    TOTAL(a, e, numbers, 0) TOTAL(b, f, numbers, 1) TOTAL(c, g, numbers, 2) TOTAL(d, h, numbers, 3)
+// Minimums come first: they keep the units busy until the sums of the group before are there.
+#define MINIMUMS(at)                                                                                             \
+    LOAD_TWO(24, 25, panel, at) LOAD(26, numbers, 16)                                                            \
+    FOUR_TOTALS(16, 17, 18, 19, 24, 24, 24, 24, 26) FOUR_TOTALS(20, 21, 22, 23, 25, 25, 25, 25, 26)
+#define NO_MINIMUMS(at) ""
+// Groups of 32 columns: shifts are at 288 of a panel's group, minimums at 320; BYTES to the next.
+#define GROUP_OF_32(FIRST, BYTES)                                                                                \
+    FIRST(320)                                                                                                   \
+    EVEN(32, 8, 9, 10, 11, 0, NOTHING, NOTHING, NOTHING)                                                         \
+    ODD(64, 8, 9, 10, 11, 1, LOAD(24, a, 16), LOAD(25, b, 16), NOTHING)                                          \
+    EVEN(96, 8, 9, 10, 11, 2, LOAD(26, c, 16), LOAD(27, d, 16), NOTHING)                                         \
+    ODD(128, 8, 9, 10, 11, 3, NOTHING, NOTHING, NOTHING)                                                         \
+    EVEN(160, 24, 25, 26, 27, 0, NOTHING, NOTHING, NOTHING)                                                      \
+    ODD(192, 24, 25, 26, 27, 1, LOAD_TWO(28, 29, panel, 256), NOTHING, NOTHING)                                  \
+    EVEN(224, 24, 25, 26, 27, 2, LOAD(8, panel, 288), LOAD(9, panel, 288), LOAD(30, numbers, 0))                 \
+    ODD(BYTES, 24, 25, 26, 27, 3, LOAD(10, panel, 288), LOAD(11, panel, 288), NOTHING)                           \
+    GROUP_END(304, 32)
+#define GROUP_OF_16(FIRST, BYTES)                                                                                \
+    FIRST(192)                                                                                                   \
+    EVEN(32, 8, 9, 10, 11, 0, NOTHING, NOTHING, NOTHING)                                                         \
+    ODD(64, 8, 9, 10, 11, 1, LOAD_TWO(28, 29, panel, 128), NOTHING, NOTHING)                                     \
+    EVEN(96, 8, 9, 10, 11, 2, LOAD(30, numbers, 0), NOTHING, NOTHING)                                            \
+    ODD(BYTES, 8, 9, 10, 11, 3, NOTHING, NOTHING, NOTHING)                                                       \
+    LOAD(8, panel, 160) LOAD(9, panel, 160) LOAD(10, panel, 160) LOAD(11, panel, 160)                            \
+    GROUP_END(176, 16)
+#define BEGIN(a, b, c, d) LOAD_TWO(a, b, shift, 0) LOAD_TWO(c, d, shift, 0)
+#define ROWS(at) LOAD(8, a, at) LOAD(9, b, at) LOAD(10, c, at) LOAD(11, d, at)
+#define GROUP_END(SECOND_SHIFT, COLUMNS)                                                                         \
+    LOAD(24, panel, SECOND_SHIFT) LOAD(25, panel, SECOND_SHIFT)                                                  \
+    LOAD(26, panel, SECOND_SHIFT) LOAD(27, panel, SECOND_SHIFT)                                                  \
+    FOUR_SCALED(8, 9, 10, 11, 0, 1, 2, 3, 28) BEGIN(0, 1, 2, 3)                                                  \
+    FOUR_SCALED(24, 25, 26, 27, 4, 5, 6, 7, 29) BEGIN(4, 5, 6, 7)                                                \
+    FOUR_TOTALS(16, 17, 18, 19, 8, 9, 10, 11, 30) ROWS(COLUMNS)                                                  \
+    FOUR_TOTALS(20, 21, 22, 23, 24, 25, 26, 27, 30)
 #define ZERO(total) "movi v" #total ".4s, #0\n"
-#define STORE(row, a, b, c, d)                                                                 \
-    "stp q" #a ", q" #b ", [%[sums], #(" #row " * 128)]\nstp q" #c ", q" #d ", [%[sums], #(" #row " * 128 + 32)]\n"
-#define MULTIPLY(BEGIN, COLUMNS, FIRST, STEP)                                                                    \
+#define STORE(row, a, b) "stp q" #a ", q" #b ", [%[sums], #(" #row " * 128)]\n"
+#define MULTIPLY(GROUP, FIRST, COLUMNS, BYTES)                                                                   \
     asm volatile(                                                                                                \
-        "dup v14.4s, %w[shift]\n"                                                                                \
         ZERO(16) ZERO(17) ZERO(18) ZERO(19) ZERO(20) ZERO(21) ZERO(22) ZERO(23)                                  \
-        ZERO(24) ZERO(25) ZERO(26) ZERO(27) ZERO(28) ZERO(29) ZERO(30) ZERO(31)                                  \
+        BEGIN(0, 1, 2, 3) BEGIN(4, 5, 6, 7) ROWS(0) LOAD_TWO(12, 13, panel, 0)                                   \
         "1:\n"                                                                                                   \
-        HALF(BEGIN, COLUMNS, FIRST, 16, 17, 18, 19, 20, 21, 22, 23)                                              \
-        HALF(BEGIN, COLUMNS, FIRST, 24, 25, 26, 27, 28, 29, 30, 31)                                              \
-        "add %[a], %[a], #" #STEP "\nadd %[b], %[b], #" #STEP "\nadd %[c], %[c], #" #STEP "\n"                    \
-        "add %[d], %[d], #" #STEP "\nadd %[numbers], %[numbers], #32\nsubs %[groups], %[groups], #1\nb.ne 1b\n"  \
-        STORE(0, 16, 20, 24, 28) STORE(1, 17, 21, 25, 29) STORE(2, 18, 22, 26, 30) STORE(3, 19, 23, 27, 31)      \
+        GROUP(FIRST, BYTES)                                                                                      \
+        "add %[a], %[a], #" #COLUMNS "\nadd %[b], %[b], #" #COLUMNS "\nadd %[c], %[c], #" #COLUMNS "\n"          \
+        "add %[d], %[d], #" #COLUMNS "\nadd %[numbers], %[numbers], #32\nadd %[panel], %[panel], #" #BYTES "\n"  \
+        "subs %[groups], %[groups], #1\nb.ne 1b\n"                                                               \
+        STORE(0, 16, 20) STORE(1, 17, 21) STORE(2, 18, 22) STORE(3, 19, 23)                                      \
         : [panel] "+r"(panel), [numbers] "+r"(numbers), [a] "+r"(a), [b] "+r"(b), [c] "+r"(c), [d] "+r"(d),      \
           [groups] "+r"(groups)                                                                                  \
-        : [sums] "r"(sums), [shift] "r"(SHIFT_BITS)                                                              \
+        : [sums] "r"(sums), [shift] "r"(shift)                                                                   \
         : "memory", "cc", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12",       \
           "v13", "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26",      \
-          "v27", "v28", "v29", "v30", "v31")
+          "v27", "v28", "v29", "v30")
 
-// Four rows. sums: rows of 32 floats, of which sixteen are written.
+// Four rows. sums: rows of 32 floats, of which eight are written. Behind the last group the next columns of rows are read,
+// which are the rows' scales, and the next weights: see READ_AHEAD.
 template <int Group, bool Minimum>
 static void multiply_panel(const uint8_t* panel, const CodeRows& x, float* sums) {
     const int8_t *a = x.row(0), *b = x.row(1), *c = x.row(2), *d = x.row(3);
     const GroupNumbers* numbers = x.numbers;
     int64_t groups = x.inner / Group;
-    static_assert(UNIT_OUTPUTS * sizeof(float) == 128 && sizeof(GroupNumbers) == 32, "as the instructions below know it");
-    if constexpr (Group == 32 && Minimum) MULTIPLY(BEGIN_SHIFTED, SIXTEEN(0) SIXTEEN(16), MINIMUMS, 32);
-    if constexpr (Group == 32 && !Minimum) MULTIPLY(BEGIN_CORRECTED, SIXTEEN(0) SIXTEEN(16), NO_MINIMUMS, 32);
-    if constexpr (Group == 16 && Minimum) MULTIPLY(BEGIN_SHIFTED, SIXTEEN(0), MINIMUMS, 16);
-    if constexpr (Group == 16 && !Minimum) MULTIPLY(BEGIN_CORRECTED, SIXTEEN(0), NO_MINIMUMS, 16);
+    static_assert(UNIT_OUTPUTS * sizeof(float) == 128 && sizeof(GroupNumbers) == 32 && GROUP_BYTES<32, true> == 352 &&
+                      GROUP_BYTES<32, false> == 320 && GROUP_BYTES<16, true> == 224 && GROUP_BYTES<16, false> == 192,
+                  "as the instructions below know it");
+    alignas(32) static constexpr float shift[8] = {SHIFT, SHIFT, SHIFT, SHIFT, SHIFT, SHIFT, SHIFT, SHIFT};
+    if constexpr (Group == 32 && Minimum) MULTIPLY(GROUP_OF_32, MINIMUMS, 32, 352);
+    if constexpr (Group == 32 && !Minimum) MULTIPLY(GROUP_OF_32, NO_MINIMUMS, 32, 320);
+    if constexpr (Group == 16 && Minimum) MULTIPLY(GROUP_OF_16, MINIMUMS, 16, 224);
+    if constexpr (Group == 16 && !Minimum) MULTIPLY(GROUP_OF_16, NO_MINIMUMS, 16, 192);
 }
 
 #undef DOT
 #undef QUAD
-#undef SIXTEEN
-#undef BEGIN_SHIFTED
-#undef BEGIN_CORRECTED
-#undef WHOLE
-#undef SCALE
+#undef NOTHING
+#undef LOAD
+#undef LOAD_TWO
+#undef EVEN
+#undef ODD
+#undef SCALED
 #undef TOTAL
-#undef TOTALS
+#undef FOUR_SCALED
+#undef FOUR_TOTALS
 #undef MINIMUMS
 #undef NO_MINIMUMS
-#undef HALF
+#undef GROUP_OF_32
+#undef GROUP_OF_16
+#undef BEGIN
+#undef ROWS
+#undef GROUP_END
 #undef ZERO
 #undef STORE
 #undef MULTIPLY
 
 #else
 
-// Four rows. sums: rows of 32 floats, of which sixteen are written.
+// Four rows. sums: rows of 32 floats, of which eight are written.
 template <int Group, bool Minimum>
 static void multiply_panel(const uint8_t* panel, const CodeRows& x, float* sums) {
-    float32x4_t totals[CODE_ROWS][4];
-    for (int r = 0; r < CODE_ROWS; ++r)
-        for (int i = 0; i < 4; ++i) totals[r][i] = vdupq_n_f32(0.0f);
+    float32x4_t totals[CODE_ROWS][2];
+    for (int r = 0; r < CODE_ROWS; ++r) totals[r][0] = totals[r][1] = vdupq_n_f32(0.0f);
     const GroupNumbers* numbers = x.numbers;
-    for (int64_t k = 0; k < x.inner; k += Group, ++numbers)
-        for (int half = 0; half < 4; half += 2, panel += GROUP_BYTES<Group, Minimum> / 2)
-            for (int column = 0; column < 2; ++column) {
-                const uint8_t* codes = panel + (Minimum ? 32 : 0);
-                const float32x4_t scale = vld1q_f32(reinterpret_cast<const float*>(codes + Group * 8) + 4 * column);
-                const float32x4_t minimum = vld1q_f32(reinterpret_cast<const float*>(panel) + 4 * column);
+    for (int64_t k = 0; k < x.inner; k += Group, ++numbers, panel += GROUP_BYTES<Group, Minimum>)
+        for (int column = 0; column < 2; ++column) {
+            const float* own = reinterpret_cast<const float*>(panel + Group * PANEL_OUTPUTS) + 4 * column;
+            const float32x4_t scale = vld1q_f32(own), minimum = Minimum ? vld1q_f32(own + 16) : scale;
 #pragma GCC unroll 4
-                for (int r = 0; r < CODE_ROWS; ++r) {
-                    int32x4_t found = start_of<Minimum>(numbers->corrections[r]);
+            for (int r = 0; r < CODE_ROWS; ++r) {
+                int32x4_t found = vdupq_n_s32(SHIFT_BITS);
 #pragma GCC unroll 8
-                    for (int q = 0; q < Group / 4; ++q)
-                        found = plus_dot(found, vreinterpretq_s8_u8(vld1q_u8(codes + 32 * q + 16 * column)),
-                                         vld1q_s8(x.row(r) + k + q / 4 * 16), q % 4);
-                    totals[r][half + column] = plus_group<Minimum>(totals[r][half + column], found, scale, minimum,
-                                                                   numbers->scales[r], numbers->corrections[r]);
-                }
+                for (int q = 0; q < Group / 4; ++q)
+                    found = plus_dot(found, vreinterpretq_s8_u8(vld1q_u8(panel + 32 * q + 16 * column)),
+                                     vld1q_s8(x.row(r) + k + q / 4 * 16), q % 4);
+                totals[r][column] = plus_group<Minimum>(totals[r][column], found, scale, minimum, numbers->scales[r],
+                                                        numbers->corrections[r]);
             }
+        }
     for (int r = 0; r < CODE_ROWS; ++r)
-        for (int i = 0; i < 4; ++i) vst1q_f32(sums + r * UNIT_OUTPUTS + 4 * i, totals[r][i]);
+        for (int i = 0; i < 2; ++i) vst1q_f32(sums + r * UNIT_OUTPUTS + 4 * i, totals[r][i]);
 }
 
 #endif
@@ -347,10 +408,9 @@ static void multiply_panel(const uint8_t* panel, const CodeRows& x, float* sums)
 // What one form of packed weights offers.
 struct CodeKernels {
     int group;
-    int64_t group_bytes;  // of a panel
     void (*number_groups)(const PackedJob& job, GroupNumbers* numbers);
     void (*few[CODE_ROWS])(const uint8_t* pack, const CodeRows& x, float* sums);  // a template for each number of rows
-    void (*unpack)(const uint8_t* pack, int64_t inner, uint8_t* panel);
+    void (*unpack)(const uint8_t* pack, int64_t inner, uint8_t* panel, int64_t apart);
     void (*multiply)(const uint8_t* panel, const CodeRows& x, float* sums);
 };
 
@@ -359,10 +419,9 @@ static constexpr CodeKernels code_kernels() {
     constexpr int group = LAYOUTS[P].group;
     constexpr bool minimum = LAYOUTS[P].minimum != 0;
     return {group,
-            GROUP_BYTES<group, minimum>,
             number_groups<P>,
             {multiply_few<P, 1>, multiply_few<P, 2>, multiply_few<P, 3>, multiply_few<P, 4>},
-            unpack_panel<P>,
+            unpack_panels<P>,
             multiply_panel<group, minimum>};
 }
 
@@ -391,33 +450,43 @@ class NumberedRows {
     int pack_ = -1;
 };
 
+// Rows that pass by a panel before the next one's turn: these rows and a panel should fit the first-level cache.
+static constexpr int64_t PANEL_ROWS = 16;
+
 static void packed_codes(const PackedJob& job, int64_t begin, int64_t end) {
     const bool panels = job.rows >= 2 * CODE_ROWS;  // else unpacking a pack takes longer than it saves
-    const int64_t count = NumberedRows::count(job), room = panels ? job.inner / 16 * GROUP_BYTES<16, true> : 0;
+    const int64_t count = NumberedRows::count(job);
+    const int64_t room = panels ? job.inner / 16 * GROUP_BYTES<16, true> + READ_AHEAD : 0;
     // For each part of a gate: the numbers of its rows, and panels of both packs of a unit.
-    uint8_t* memory = reinterpret_cast<uint8_t*>(scratch((count * int64_t(sizeof(GroupNumbers)) + 2 * room) / 2));
+    uint8_t* memory =
+        reinterpret_cast<uint8_t*>(scratch((count * int64_t(sizeof(GroupNumbers)) + UNIT_PANELS * room) / 2));
     GroupNumbers* numbers = reinterpret_cast<GroupNumbers*>(memory);
     NumberedRows numbered[2] = {{job, numbers}, {job, numbers + count}};
     uint8_t* panel = memory + 2 * count * int64_t(sizeof(GroupNumbers));
-    alignas(64) float sums[2][CODE_ROWS * UNIT_OUTPUTS];
+    alignas(64) float sums[2][PANEL_ROWS * UNIT_OUTPUTS];
     for (int64_t number = begin; number < end; ++number) {
         const Unit unit = unit_at(job, number);
         if (panels)
             for (int64_t i = 0; i < 2 * unit.count; ++i)
-                CODE_KERNELS[unit.parts[i / 2].pack].unpack(unit.pack(job, i / 2, i % 2), job.inner, panel + i * room);
-        for (int64_t row = 0; row < job.rows; row += CODE_ROWS) {
-            const int64_t rows = job.rows - row < CODE_ROWS ? job.rows - row : CODE_ROWS;
-            for (int64_t i = 0; i < 2 * unit.count; ++i) {
-                const int64_t part = i / 2, half = i % 2;
-                const CodeKernels& kernels = CODE_KERNELS[unit.parts[part].pack];
-                const CodeRows x = numbered[part].from(row, unit.parts[part].pack);
-                float* found = sums[part] + half * PACK_OUTPUTS;
-                if (panels && rows == CODE_ROWS)
-                    kernels.multiply(panel + i * room, x, found);
-                else
-                    kernels.few[rows - 1](unit.pack(job, part, half), x, found);
+                CODE_KERNELS[unit.parts[i / 2].pack].unpack(unit.pack(job, i / 2, i % 2), job.inner, panel + 2 * i * room, room);
+        for (int64_t first = 0; first < job.rows; first += PANEL_ROWS) {
+            const int64_t rows = job.rows - first < PANEL_ROWS ? job.rows - first : PANEL_ROWS;
+            const int64_t whole = panels ? rows / CODE_ROWS * CODE_ROWS : 0;
+            for (int64_t part = 0; part < unit.count; ++part) {
+                const int pack = unit.parts[part].pack;
+                const CodeKernels& kernels = CODE_KERNELS[pack];
+                for (int64_t i = 0; i < UNIT_PANELS; ++i)
+                    for (int64_t row = 0; row < whole; row += CODE_ROWS)
+                        kernels.multiply(panel + (part * UNIT_PANELS + i) * room, numbered[part].from(first + row, pack),
+                                         sums[part] + row * UNIT_OUTPUTS + i * PANEL_OUTPUTS);
+                for (int64_t row = whole; row < rows; row += CODE_ROWS) {
+                    const int64_t few = rows - row < CODE_ROWS ? rows - row : CODE_ROWS;
+                    for (int64_t half = 0; half < 2; ++half)
+                        kernels.few[few - 1](unit.pack(job, part, half), numbered[part].from(first + row, pack),
+                                             sums[part] + row * UNIT_OUTPUTS + half * PACK_OUTPUTS);
+                }
             }
-            finish(job, unit, row, rows, FloatSums{sums[0], CODE_ROWS * UNIT_OUTPUTS});
+            finish(job, unit, first, rows, FloatSums{sums[0], PANEL_ROWS * UNIT_OUTPUTS});
         }
     }
 }

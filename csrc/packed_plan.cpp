@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t PIECE_WEIGHTS = 16384, PIECE_VALUES = 8192;  // worth a hand-over between threads
 constexpr int64_t MIXED_VALUES = 2048;  // the same for numbers that are mixed
 constexpr int64_t PIECE_UNITS = 8;
-constexpr int64_t FEW_TILE_ROWS = 64, TILE_UNITS = 4;  // see packed_tiles: more rows than these are read for so many units
+constexpr int64_t FEW_ROWS = 64, SHARING_UNITS = 4;  // more rows than these are read for so many units
 // Rows that all dense weights of a job share should fit the second-level cache: so many bytes of them. But with fewer than
 // so many rows at a time, weights would be read too often.
 constexpr int64_t CACHED_ROW_BYTES = 1 << 20, LEAST_ROWS = 128;
@@ -112,13 +112,13 @@ struct UnitsJob {
     const Arrivals* arrivals;  // may be null
 };
 
-// Units that a thread takes at a time. A handful of pieces for each thread evens out what the machine does meanwhile; tiles
-// of many rows share what is read of the rows among the units of a piece.
+// Units that a thread takes at a time. A handful of pieces for each thread evens out what the machine does meanwhile; with
+// many rows the units of a piece share what is read of these, or made of them once for a piece.
 int64_t piece_of(const PackedJob& job, int64_t units) {
     const int64_t weights = UNIT_OUTPUTS * job.inner * (job.gate >= 0 ? 2 : 1), count = threads();
     const int64_t least = (PIECE_WEIGHTS + weights - 1) / weights;
-    const bool tiles = job.x.kind == Activations::Tiles && job.rows > FEW_TILE_ROWS;
-    const int64_t even = units / ((tiles ? 2 : 8) * count), most = tiles ? TILE_UNITS : PIECE_UNITS;
+    const bool many = job.rows > FEW_ROWS;
+    const int64_t even = units / ((many ? 2 : 8) * count), most = many ? SHARING_UNITS : PIECE_UNITS;
     const int64_t capped = even < most ? even : most;
     return capped > least ? capped : least;
 }
@@ -227,7 +227,7 @@ Encoded mixed_rows(const PackedJob& job) {
 int64_t group_of(const PackedJob& job, int64_t parts) {
     const int64_t count = threads(), even = count_units(job) * parts / (2 * count);
     const int64_t bytes = 2 * mixed_pack_bytes(job.inner) * (job.gate >= 0 ? 2 : 1);
-    int64_t group = job.mixed.data ? MIXED_GROUP_BYTES / bytes : TILE_UNITS;
+    int64_t group = job.mixed.data ? MIXED_GROUP_BYTES / bytes : SHARING_UNITS;
     if (parts < count && group > even) group = even;
     return group > 1 ? group : 1;
 }
