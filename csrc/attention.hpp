@@ -483,9 +483,9 @@ static void merge_split(const AttentionJob& job, int64_t begin, int64_t end) {
 }
 
 // Rows that share a piece of work, at most: their scores and sums stay in the nearest cache. Where keys and values are
-// widened for a piece, more rows share that; 48 are whole tiles with three or four query heads for each key head.
+// widened for a piece, more rows share that; 36 are whole tiles with one to four query heads for each key head.
 #if defined(BANKFULL_NEON)
-static int64_t attention_rows(const AttentionJob&) { return 48; }
+static int64_t attention_rows(const AttentionJob&) { return 36; }
 #else
 static int64_t attention_rows(const AttentionJob&) { return 32; }
 #endif

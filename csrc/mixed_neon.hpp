@@ -153,16 +153,7 @@ static void mix_pack(const uint8_t* pack, int64_t inner, uint8_t* mixed) {
     }
 }
 
-static constexpr void (*MIX_PACK[PACKS])(const uint8_t*, int64_t, uint8_t*) = {
-    mix_pack<PACK4>,   mix_pack<PACK4M>, mix_pack<PACK4K>, mix_pack<PACK4S>, mix_pack<PACK4SM>,
-    mix_pack<PACK5>,   mix_pack<PACK5M>, mix_pack<PACK5K>, mix_pack<PACK6S>, mix_pack<PACK8>,
-};
-
-static void mix_weights(const MixWeightsJob& job, int64_t begin, int64_t end) {
-    for (int64_t pack = begin; pack < end; ++pack)
-        MIX_PACK[job.pack](job.weight + pack * LAYOUTS[job.pack].bytes(job.inner), job.inner,
-                           job.mixed + pack * mixed_pack_bytes(job.inner));
-}
+#include "mixed_weights.hpp"
 
 // Sums of four rows and both packs of a unit, as integers.
 struct MixedSums {
@@ -179,37 +170,49 @@ struct MixedSums {
 };
 
 // Four rows, which lie 64 bytes from each other, times one pack. sums: rows of 32, of which sixteen are written.
-// Registers 0 to 3 are rows, 4 to 7 weights, 16 to 31 sums.
+// Registers 0 to 3 are rows, 4 to 7 weights, 16 to 31 sums. `Fetch`: weights come from memory, and those further on are
+// asked for; else they are near.
 #define DOT(sum, weights, row, lane) "sdot v" #sum ".4s, v" #weights ".16b, v" #row ".4b[" #lane "]\n"
 #define DOTS(a, b, c, d, weights, lane) DOT(a, weights, 0, lane) DOT(b, weights, 1, lane) DOT(c, weights, 2, lane) DOT(d, weights, 3, lane)
-#define QUAD(lane)                                                                                     \
-    "ldp q4, q5, [%[w]], #32\nldp q6, q7, [%[w]], #32\n" DOTS(16, 17, 18, 19, 4, lane)                  \
+#define FETCHED "prfm pldl2keep, [%[w], %[ahead]]\nprfm pldl1keep, [%[w], %[soon]]\n"
+#define NEAR ""
+#define QUAD(FROM, lane)                                                                               \
+    FROM "ldp q4, q5, [%[w]], #32\nldp q6, q7, [%[w]], #32\n" DOTS(16, 17, 18, 19, 4, lane)             \
         DOTS(20, 21, 22, 23, 5, lane) DOTS(24, 25, 26, 27, 6, lane) DOTS(28, 29, 30, 31, 7, lane)
-#define SIXTEEN(a, b, c, d)                                                                            \
+#define SIXTEEN(FROM, a, b, c, d)                                                                      \
     "ldr q0, [%[x], #" #a "]\nldr q1, [%[x], #" #b "]\nldr q2, [%[x], #" #c "]\nldr q3, [%[x], #" #d "]\n" \
-        QUAD(0) QUAD(1) QUAD(2) QUAD(3)
+        QUAD(FROM, 0) QUAD(FROM, 1) QUAD(FROM, 2) QUAD(FROM, 3)
 #define ZERO(a, b, c, d) "movi v" #a ".4s, #0\nmovi v" #b ".4s, #0\nmovi v" #c ".4s, #0\nmovi v" #d ".4s, #0\n"
 #define STORE(at, a, b, c, d) "stp q" #a ", q" #b ", [%[sums], #" #at "]\nstp q" #c ", q" #d ", [%[sums], #" #at " + 32]\n"
+#define MULTIPLY(FROM)                                                                                 \
+    asm volatile(                                                                                      \
+        ZERO(16, 17, 18, 19) ZERO(20, 21, 22, 23) ZERO(24, 25, 26, 27) ZERO(28, 29, 30, 31)            \
+        "1:\n"                                                                                         \
+        SIXTEEN(FROM, 0, 64, 128, 192) SIXTEEN(FROM, 16, 80, 144, 208) SIXTEEN(FROM, 32, 96, 160, 224) \
+        SIXTEEN(FROM, 48, 112, 176, 240)                                                               \
+        "add %[x], %[x], #1024\nsubs %[blocks], %[blocks], #1\nb.ne 1b\n"                              \
+        STORE(0, 16, 20, 24, 28) STORE(128, 17, 21, 25, 29) STORE(256, 18, 22, 26, 30)                 \
+        STORE(384, 19, 23, 27, 31)                                                                     \
+        : [x] "+r"(x), [w] "+r"(w), [blocks] "+r"(blocks)                                              \
+        : [sums] "r"(sums), [ahead] "r"(AHEAD), [soon] "r"(SOON)                                       \
+        : "memory", "cc", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v16", "v17", "v18", "v19",  \
+          "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31")
+template <bool Fetch>
 static void multiply_mixed(const uint8_t* x, const uint8_t* w, int64_t inner, int32_t* sums) {
     static_assert(MIXED_COLUMNS == 64 && MIXED_BLOCK == 16 && UNIT_OUTPUTS == 32, "as the instructions know it");
     int64_t blocks = inner / MIXED_COLUMNS;
-    asm volatile(
-        ZERO(16, 17, 18, 19) ZERO(20, 21, 22, 23) ZERO(24, 25, 26, 27) ZERO(28, 29, 30, 31)
-        "1:\n"
-        SIXTEEN(0, 64, 128, 192) SIXTEEN(16, 80, 144, 208) SIXTEEN(32, 96, 160, 224) SIXTEEN(48, 112, 176, 240)
-        "add %[x], %[x], #1024\nsubs %[blocks], %[blocks], #1\nb.ne 1b\n"
-        STORE(0, 16, 20, 24, 28) STORE(128, 17, 21, 25, 29) STORE(256, 18, 22, 26, 30) STORE(384, 19, 23, 27, 31)
-        : [x] "+r"(x), [w] "+r"(w), [blocks] "+r"(blocks)
-        : [sums] "r"(sums)
-        : "memory", "cc", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v16", "v17", "v18", "v19", "v20", "v21", "v22",
-          "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31");
+    if constexpr (Fetch) MULTIPLY(FETCHED);
+    if constexpr (!Fetch) MULTIPLY(NEAR);
 }
 #undef DOT
 #undef DOTS
+#undef FETCHED
+#undef NEAR
 #undef QUAD
 #undef SIXTEEN
 #undef ZERO
 #undef STORE
+#undef MULTIPLY
 
 // All rows for a unit, then for the next: a unit's weights stay in the first-level cache.
 static void packed_mixed(const PackedJob& job, int64_t begin, int64_t end) {
@@ -228,10 +231,11 @@ static void packed_mixed(const PackedJob& job, int64_t begin, int64_t end) {
         for (int64_t row = 0; row < job.rows; row += 4) {
             const int64_t rows = job.rows - row < 4 ? job.rows - row : 4;
             const uint8_t* rows_at = job.mixed.data + row / MIXED_BLOCK * block;
+            const auto multiply = row == 0 ? multiply_mixed<true> : multiply_mixed<false>;
             for (int64_t part = 0; part < unit.count; ++part)
                 for (int64_t half = 0; half < 2; ++half)
-                    multiply_mixed(rows_at + row % MIXED_BLOCK * MIXED_COLUMNS, packs[part][half], job.inner,
-                                   sums[part] + half * PACK_OUTPUTS);
+                    multiply(rows_at + row % MIXED_BLOCK * MIXED_COLUMNS, packs[part][half], job.inner,
+                             sums[part] + half * PACK_OUTPUTS);
             own.row_scales = reinterpret_cast<const float*>(rows_at + MIXED_BLOCK * job.inner) + row % MIXED_BLOCK;
             finish(job, unit, row, rows, own);
         }

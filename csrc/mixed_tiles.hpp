@@ -125,16 +125,7 @@ static void mix_pack(const uint8_t* pack, int64_t inner, uint8_t* mixed) {
     }
 }
 
-static constexpr void (*MIX_PACK[PACKS])(const uint8_t*, int64_t, uint8_t*) = {
-    mix_pack<PACK4>,   mix_pack<PACK4M>, mix_pack<PACK4K>, mix_pack<PACK4S>, mix_pack<PACK4SM>,
-    mix_pack<PACK5>,   mix_pack<PACK5M>, mix_pack<PACK5K>, mix_pack<PACK6S>, mix_pack<PACK8>,
-};
-
-static void mix_weights(const MixWeightsJob& job, int64_t begin, int64_t end) {
-    for (int64_t pack = begin; pack < end; ++pack)
-        MIX_PACK[job.pack](job.weight + pack * LAYOUTS[job.pack].bytes(job.inner), job.inner,
-                           job.mixed + pack * mixed_pack_bytes(job.inner));
-}
+#include "mixed_weights.hpp"
 
 // Sums of up to 32 rows and both packs of a unit, as integers.
 struct MixedSums {
