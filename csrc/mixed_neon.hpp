@@ -187,7 +187,7 @@ struct MixedSums {
 #define MULTIPLY(FROM)                                                                                 \
     asm volatile(                                                                                      \
         ZERO(16, 17, 18, 19) ZERO(20, 21, 22, 23) ZERO(24, 25, 26, 27) ZERO(28, 29, 30, 31)            \
-        "1:\n"                                                                                         \
+        ".p2align 5\n1:\n"                                                                              \
         SIXTEEN(FROM, 0, 64, 128, 192) SIXTEEN(FROM, 16, 80, 144, 208) SIXTEEN(FROM, 32, 96, 160, 224) \
         SIXTEEN(FROM, 48, 112, 176, 240)                                                               \
         "add %[x], %[x], #1024\nsubs %[blocks], %[blocks], #1\nb.ne 1b\n"                              \
@@ -231,11 +231,12 @@ static void packed_mixed(const PackedJob& job, int64_t begin, int64_t end) {
         for (int64_t row = 0; row < job.rows; row += 4) {
             const int64_t rows = job.rows - row < 4 ? job.rows - row : 4;
             const uint8_t* rows_at = job.mixed.data + row / MIXED_BLOCK * block;
-            const auto multiply = row == 0 ? multiply_mixed<true> : multiply_mixed<false>;
             for (int64_t part = 0; part < unit.count; ++part)
                 for (int64_t half = 0; half < 2; ++half)
-                    multiply(rows_at + row % MIXED_BLOCK * MIXED_COLUMNS, packs[part][half], job.inner,
-                             sums[part] + half * PACK_OUTPUTS);
+                    if (const uint8_t* x = rows_at + row % MIXED_BLOCK * MIXED_COLUMNS; row == 0)
+                        multiply_mixed<true>(x, packs[part][half], job.inner, sums[part] + half * PACK_OUTPUTS);
+                    else
+                        multiply_mixed<false>(x, packs[part][half], job.inner, sums[part] + half * PACK_OUTPUTS);
             own.row_scales = reinterpret_cast<const float*>(rows_at + MIXED_BLOCK * job.inner) + row % MIXED_BLOCK;
             finish(job, unit, row, rows, own);
         }
