@@ -15,6 +15,12 @@ def _positive(owner: object, *names: str) -> None:
             raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
 
 
+def cpu_step_tokens(threads: int) -> int:
+    """Tokens of a step that suit so many threads of a CPU. Each needs rows enough to be worth reading the weights for;
+    what more would gain is lost by those who decode beside a prompt, and wait for its step."""
+    return min(max(512, 128 * threads), 2048)
+
+
 @dataclass(frozen=True, slots=True)
 class SchedConfig:
     """What may share a step, and in which order requests are served."""

@@ -15,6 +15,9 @@ constexpr int64_t LEAST_ROWS = 16;   // of an item, unless there are fewer: keys
 constexpr int64_t ALONE = 1 << 11;   // multiplications for each row of an item that are done before another thread has
                                      // woken up: kernels that take more rows at once are faster in proportion
 constexpr int64_t MERGED_ALONE = 1 << 21;  // ... whose partial results are merged before
+// So many sequences that decode hold more than is still near when their next step comes. A thread that has a few of them
+// asks for the next one's pages while it works on one.
+constexpr int64_t MANY_SEQUENCES = 32, MANY_EACH = 16, FEW_EACH = 4;
 
 void require(bool fine, const char* message) {
     if (!fine) throw std::invalid_argument(message);
@@ -112,6 +115,11 @@ void spread(const Task& task, int64_t count, int64_t piece) {
     }, &task);
 }
 
+bool holds_much(int64_t sequences, int64_t tokens) {
+    return tokens == sequences &&
+           sequences >= std::min(MANY_EACH * threads(), std::max(MANY_SEQUENCES, FEW_EACH * threads()));
+}
+
 }  // namespace
 
 void paged_attention(AttentionJob job, PageType type, int64_t sequences, int64_t tokens, int64_t width,
@@ -127,7 +135,9 @@ void paged_attention(AttentionJob job, PageType type, int64_t sequences, int64_t
     job.partials = plan.partials.data();
     const int64_t items = int64_t(plan.items.size()), split = int64_t(plan.split.size());
     int64_t piece = items / (4 * pieces) + 1;
+    job.ahead = holds_much(sequences, tokens) && split == 0;
     // The heads of a sequence lie side by side in its pages: whoever has read one of them has the others nearby.
+    if (job.ahead) piece = std::max(piece, job.kv_heads);
     if (piece > job.kv_heads) piece -= piece % job.kv_heads;
     spread({kernel.attention[type], job}, items, plan.alone ? items : piece);
     spread({kernel.merge, job}, split, plan.products <= MERGED_ALONE ? split : 1);

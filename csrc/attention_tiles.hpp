@@ -99,14 +99,11 @@ template <class E>
 static void attend(const AttentionJob& job, int64_t begin, int64_t end) {
     if (!fits(job)) return BANKFULL_ISA_NAME::attend<E>(job, begin, end);
     _tile_loadconfig(&SHAPES);
-    // Where a thread gets several sequences at a time, there are many: what they hold was last read a step ago. Asking
-    // for what is nearer costs more than it gains.
-    const bool cold = end - begin > job.kv_heads;
     Ahead ahead;
     for (int64_t i = begin; i < end; ++i) {
         const AttentionItem& item = job.items[i];
         const int64_t step = item.queries * (job.heads / job.kv_heads) * partial_floats(job);
-        if (cold) ahead.follow(job, item);
+        if (job.ahead) ahead.follow(job, item);
         attend_item(job, item, item.partial < 0 ? nullptr : job.partials + item.partial, step, ahead);
     }
     _tile_release();

@@ -208,6 +208,7 @@ struct AttentionJob {
     const AttentionItem *items, *items_end;
     const AttentionItem* split;  // the whole of what was cut into several items
     float* partials;
+    bool ahead;  // kernels may ask for the next sequence's keys and values while they work on one
 };
 
 // Where sequences' recurrent states lie; as RecurrentMeta.

@@ -5,6 +5,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
 #include <cerrno>
 #include <stdexcept>
 #include <tuple>
@@ -270,6 +271,32 @@ void advise_large_pages(uintptr_t address, int64_t bytes) {
 #endif
 }
 
+// Memory that was not touched yet is committed, zeroed, by all threads; what was keeps its content. False where the system
+// cannot: then it commits a page when that is first written.
+bool commit_memory(uintptr_t address, int64_t bytes) {
+#if defined(__linux__)
+    constexpr int POPULATE_WRITE = 23;  // MADV_POPULATE_WRITE, which older headers lack
+    constexpr int64_t PIECE = 128 << 10;
+    struct Job {
+        uintptr_t begin, end;
+        std::atomic<bool> failed;
+    };
+    const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
+    Job job{(address + page - 1) / page * page, (address + uintptr_t(bytes)) / page * page, {false}};
+    if (bytes <= 0 || job.end <= job.begin) return true;
+    parallel((int64_t(job.end - job.begin) + PIECE - 1) / PIECE, 1, [](const void* p, int64_t begin, int64_t end) {
+        Job& all = *static_cast<Job*>(const_cast<void*>(p));
+        const uintptr_t from = all.begin + uintptr_t(begin * PIECE), to = all.begin + uintptr_t(end * PIECE);
+        const size_t size = (to < all.end ? to : all.end) - from;
+        if (madvise(pointer<void>(from), size, POPULATE_WRITE) != 0) all.failed.store(true, std::memory_order_relaxed);
+    }, &job);
+    return !job.failed.load();
+#else
+    (void)address, (void)bytes;
+    return false;
+#endif
+}
+
 // Memory that was not touched yet comes from these nodes in turn, page by page. 0, or the system's error number; ENOSYS
 // where it knows no nodes.
 int interleave(uintptr_t address, int64_t bytes, const std::vector<int>& nodes) {
@@ -375,6 +402,7 @@ NB_MODULE(_native, m) {
     m.def("set_isa", &set_isa);
     bind_tape(m);
     m.def("advise_large_pages", &advise_large_pages, "address, bytes: memory that will be read again and again");
+    m.def("commit_memory", &commit_memory, Free(), "address, bytes: memory that is about to be written; did the system?");
     m.def("interleave", &interleave, "address, bytes, nodes: untouched memory comes from these nodes in turn; 0 or errno");
     m.def("placement", &placement, "address: the number of its memory policy (3: in turn), or minus errno");
     m.def("threads", &threads, Free());

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "isa.hpp"
+#include "mixing.hpp"
 #include "running_top.hpp"
 #include "threads.hpp"
 
@@ -57,8 +58,26 @@ void run_linear(const LinearJob& job, Format format) {
     spread(kernels().linear[format], job, job.outputs, (PIECE_WORK / (job.inner * job.rows) + 4) / 4 * 4);
 }
 
-void run_rms_norm(const NormJob& job, int64_t rows) {
-    spread(kernels().rms_norm, job, rows, piece_for(rows, PIECE_ROW_WORK / job.columns + 1));
+namespace {
+
+struct NormedAndMixed {
+    const NormJob& norm;
+    const MixRowsJob& mixing;
+};
+
+void norm_and_mix(const NormedAndMixed& both, int64_t begin, int64_t end) {
+    kernels().rms_norm(both.norm, begin, end);
+    kernels().mix_rows(both.mixing, begin, end);
+}
+
+}  // namespace
+
+void run_rms_norm(const NormJob& job, int64_t rows, const MixRowsJob* mixing) {
+    const int64_t piece = piece_for(rows, PIECE_ROW_WORK / job.columns + 1);
+    if (!mixing) return spread(kernels().rms_norm, job, rows, piece);
+    // Rows of a block share the line of their scales.
+    const bool blocks = rows >= 4 * MIXED_BLOCK * threads();
+    spread(norm_and_mix, NormedAndMixed{job, *mixing}, rows, blocks ? MIXED_BLOCK : piece);
 }
 
 void run_layer_norm(const LayerNormJob& job, int64_t rows) {

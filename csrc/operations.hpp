@@ -8,7 +8,8 @@
 namespace bankfull {
 
 void run_linear(const LinearJob& job, Format format);
-void run_rms_norm(const NormJob& job, int64_t rows);
+// `mixing`: what is to be done with the encoded rows as well, by whoever has just made them; may be null.
+void run_rms_norm(const NormJob& job, int64_t rows, const MixRowsJob* mixing = nullptr);
 void run_layer_norm(const LayerNormJob& job, int64_t rows);
 void run_pointwise(const PointwiseJob& job, Pointwise kind, int64_t count);
 void run_sample(const SampleJob& job, int64_t rows);

@@ -112,13 +112,19 @@ struct UnitsJob {
     const Arrivals* arrivals;  // may be null
 };
 
+// Units that share what is read of many rows. Mixed ones should stay in the second-level cache beside them.
+int64_t sharing_units(const PackedJob& job) {
+    const int64_t fitting = MIXED_GROUP_BYTES / (2 * mixed_pack_bytes(job.inner) * (job.gate >= 0 ? 2 : 1));
+    return !job.mixed.data || fitting > SHARING_UNITS ? SHARING_UNITS : fitting > 1 ? fitting : 1;
+}
+
 // Units that a thread takes at a time. A handful of pieces for each thread evens out what the machine does meanwhile; with
 // many rows the units of a piece share what is read of these, or made of them once for a piece.
 int64_t piece_of(const PackedJob& job, int64_t units) {
     const int64_t weights = UNIT_OUTPUTS * job.inner * (job.gate >= 0 ? 2 : 1), count = threads();
     const int64_t least = (PIECE_WEIGHTS + weights - 1) / weights;
     const bool many = job.rows > FEW_ROWS;
-    const int64_t even = units / ((many ? 2 : 8) * count), most = many ? SHARING_UNITS : PIECE_UNITS;
+    const int64_t even = units / ((many ? 2 : 8) * count), most = many ? sharing_units(job) : PIECE_UNITS;
     const int64_t capped = even < most ? even : most;
     return capped > least ? capped : least;
 }
@@ -186,7 +192,7 @@ int64_t parts_of_rows(const PackedJob& job) {
     const int64_t count = threads();
     if (job.rows >= SHARED_ROWS * count) return count;
     constexpr double MIXED_PRODUCTS = 700, PRODUCTS = 350, BYTES = 10;  // in a nanosecond: multiplications, bytes
-    constexpr double WIDENING = 64;                                     // rows
+    constexpr double WIDENING = 64, WORTH = 0.92;                       // rows; the share of the time that a cut must reach
     const int64_t units = count_units(job);
     const double unit = double(UNIT_OUTPUTS * job.inner * (job.gate >= 0 ? 2 : 1)), inner = double(job.inner);
     const bool mixed = job.mixed.data != nullptr;
@@ -197,7 +203,7 @@ int64_t parts_of_rows(const PackedJob& job) {
         const double products = own * unit * (mixed ? rows / MIXED_PRODUCTS : (rows + WIDENING) / PRODUCTS);
         const double weights = own * unit * (mixed ? 1.0 : 0.5) / BYTES, read = rows * inner * (mixed ? 1.0 : 2.0) / BYTES;
         const double time = (products > weights ? products : weights) + read;
-        if (parts == 1 || time < 0.9 * least) best = parts, least = time;
+        if (parts == 1 || time < WORTH * least) best = parts, least = time;
     }
     return best;
 }
@@ -209,14 +215,18 @@ bool wants_mixed_rows(const PackedJob& job) {
     return job.gate >= 0 ? mixed == job.count : mixed > 0;
 }
 
-// All rows, before the first product: a row's scale is known only when the row is.
-Encoded mixed_rows(const PackedJob& job) {
+// Where a job's mixed rows go.
+Encoded room_for_mixed(const PackedJob& job) {
     const int64_t stride = mixed_stride(job.inner), blocks = (job.rows + MIXED_BLOCK - 1) / MIXED_BLOCK;
     thread_local std::vector<uint8_t> memory;  // kept; blocks begin on multiples of 64 bytes
     const size_t room = size_t(blocks * MIXED_BLOCK * stride + 64);
     if (memory.size() < room) memory.resize(room);
-    uint8_t* data = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
-    const MixRowsJob rows{job.x, {data, stride, Activations::Mixed}, job.inner};
+    return {memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64, stride, Activations::Mixed};
+}
+
+// All rows, before the first product: a row's scale is known only when the row is.
+Encoded mixed_rows(const PackedJob& job) {
+    const MixRowsJob rows{job.x, room_for_mixed(job), job.inner};
     parallel(job.rows, piece_of_rows(job.rows, MIXED_VALUES / job.inner + 1), [](const void* p, int64_t begin, int64_t end) {
         kernels().mix_rows(*static_cast<const MixRowsJob*>(p), begin, end);
     }, &rows);
@@ -225,7 +235,7 @@ Encoded mixed_rows(const PackedJob& job) {
 
 // Units that a thread takes at a time, for all rows of one of so many parts.
 int64_t group_of(const PackedJob& job, int64_t parts) {
-    const int64_t count = threads(), even = count_units(job) * parts / (2 * count);
+    const int64_t count = threads(), even = count_units(job) * parts / ((job.mixed.data ? 2 : 4) * count);
     const int64_t bytes = 2 * mixed_pack_bytes(job.inner) * (job.gate >= 0 ? 2 : 1);
     int64_t group = job.mixed.data ? MIXED_GROUP_BYTES / bytes : SHARING_UNITS;
     if (parts < count && group > even) group = even;
@@ -243,11 +253,32 @@ void run_packed(const PackedJob& given, Arrivals* arrivals) {
     run_units(job, arrivals);
 }
 
+// Rows that were mixed when they were encoded, for the job that comes next.
+struct MixedBefore {
+    MixRowsJob mixing;
+    int64_t rows = 0;  // 0: there are none
+
+    bool are_of(const PackedJob& job) const {
+        return rows == job.rows && mixing.x.data == job.x.data && mixing.columns == job.inner;
+    }
+};
+thread_local MixedBefore mixed_before;
+
 }  // namespace
+
+bool mix_before(const PackedJob& next, MixRowsJob& mixing) {
+    if (!wants_mixed_rows(next)) return false;
+    mixing = {next.x, room_for_mixed(next), next.inner};
+    mixed_before = {mixing, next.rows};
+    return true;
+}
+
+void forget_mixed_rows() { mixed_before.rows = 0; }
 
 PackedJob with_mixed_rows(const PackedJob& given) {
     PackedJob job = given;
-    if (wants_mixed_rows(job)) job.mixed = mixed_rows(job);
+    if (wants_mixed_rows(job)) job.mixed = mixed_before.are_of(job) ? mixed_before.mixing.out : mixed_rows(job);
+    forget_mixed_rows();
     return job;
 }
 

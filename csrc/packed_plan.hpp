@@ -12,6 +12,10 @@ void run_packed(const PackedJob& job);
 void run_packed(const PackedJob& job, const IntakeJob& intake);
 // The job with its rows mixed, if there are many and weights that were mixed for them. Good until the next call.
 PackedJob with_mixed_rows(const PackedJob& job);
+// For whoever encodes the rows of a job that comes next: does it want them mixed? Then `mixing` must be done before it runs,
+// which with_mixed_rows relies on, once.
+bool mix_before(const PackedJob& next, MixRowsJob& mixing);
+void forget_mixed_rows();
 // Threads that wait for this job fetch their first weights meanwhile, see threads.hpp.
 // `piece`: units, where the job is not cut by run_packed.
 void announce_packed(const PackedJob& job, int64_t piece = 0);

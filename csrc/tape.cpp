@@ -38,6 +38,9 @@ void Tape::round(Rounding rounding) {
 void Tape::replay(const Step& given, int64_t begin, int64_t end, bool timed) const {
     if (begin < 0 || begin > end || end > int64_t(instructions_.size()))
         throw std::invalid_argument("tape: there are not so many instructions");
+    const struct Forgetting {
+        ~Forgetting() { forget_mixed_rows(); }
+    } forgetting;  // what was mixed for an instruction that did not come to run
     Step step = given;
     step.rounding = rounding_.value_or(Rounding::Int8);
     // While an instruction runs, threads that are done with it look forward to the next one that reads weights; behind the
@@ -50,6 +53,7 @@ void Tape::replay(const Step& given, int64_t begin, int64_t end, bool timed) con
             while (announced < i + count && !instructions_[size_t(announced % count)]->announce(step)) ++announced;
         }
         const Instruction& instruction = *instructions_[size_t(i)];
+        step.next = i + 1 < end ? instructions_[size_t(i + 1)].get() : nullptr;
         if (!timed) {
             instruction.run(step);
             continue;
@@ -73,9 +77,12 @@ void AnglesStep::run(const Step& step) const {
 }
 
 void NormStep::run(const Step& step) const {
+    MixRowsJob mixing;
+    const bool mixes = per_token == 1 && encoded.kind != Place::NONE && step.next &&
+                       step.next->wants_mixed(step, encoded, mixing);
     run_rms_norm({x.in<float>(step), delta.in<float>(step), joined.in<float>(step), weight.in<float>(step),
                   y.in<float>(step), columns, eps, offset, encoded_at(encoded, step, columns)},
-                 step.tokens * per_token);
+                 step.tokens * per_token, mixes ? &mixing : nullptr);
 }
 
 void LayerNormStep::run(const Step& step) const {
@@ -115,21 +122,36 @@ bool PackedStep::announce(const Step& step) const {
     return true;
 }
 
+bool PackedStep::wants_mixed(const Step& step, const Place& rows, MixRowsJob& mixing) const {
+    PackedPart found[MOST];
+    return x == rows && mix_before(job(step, found), mixing);
+}
+
+PackedPart PackedHeadStep::part(const Step& step) const {
+    return {weight.in<uint8_t>(step), bias.in<float>(step), nullptr, 0, outputs, pack, mixed.in<uint8_t>(step)};
+}
+
+PackedJob PackedHeadStep::job(const Step& step, const PackedPart& part) const {
+    return {encoded_at(x, step, inner), step.tokens, inner, &part, 1, -1, {}, {}};
+}
+
 void PackedHeadStep::run(const Step& step) const {
-    const PackedPart part{weight.in<uint8_t>(step), bias.in<float>(step), nullptr, 0, outputs, pack,
-                          mixed.in<uint8_t>(step)};
-    const PackedJob job{encoded_at(x, step, inner), step.tokens, inner, &part, 1, -1, {}, {}};
+    const PackedPart own = part(step);
     if (step.choice)
-        run_packed_choice(job, *step.choice, chosen.in<int64_t>(step));
+        run_packed_choice(job(step, own), *step.choice, chosen.in<int64_t>(step));
     else
-        run_packed_best(job, chosen.in<int64_t>(step));
+        run_packed_best(job(step, own), chosen.in<int64_t>(step));
 }
 
 bool PackedHeadStep::announce(const Step& step) const {
-    const PackedPart part{weight.in<uint8_t>(step), bias.in<float>(step), nullptr, 0, outputs, pack,
-                          mixed.in<uint8_t>(step)};
-    announce_packed_head({encoded_at(x, step, inner), step.tokens, inner, &part, 1, -1, {}, {}});
+    const PackedPart own = part(step);
+    announce_packed_head(job(step, own));
     return true;
+}
+
+bool PackedHeadStep::wants_mixed(const Step& step, const Place& rows, MixRowsJob& mixing) const {
+    const PackedPart own = part(step);
+    return x == rows && mix_before(job(step, own), mixing);
 }
 
 void HeadStep::run(const Step& step) const {

@@ -19,12 +19,15 @@ struct Input {
     int64_t width;  // columns, where it has two dimensions
 };
 
+class Instruction;
+
 struct Step {
     int64_t tokens, sequences;
     uint8_t* arena;
     const Input* inputs;
     Rounding rounding = Rounding::Int8;  // the tape's own, whatever the caller says
     const Choice* choice = nullptr;  // how each token's next one is chosen; null: it is the likeliest
+    const Instruction* next = nullptr;  // what runs behind the instruction that runs; the tape says
 };
 
 struct Place {
@@ -42,6 +45,9 @@ struct Place {
         }
     }
     int64_t width(const Step& step) const { return step.inputs[value].width; }
+    bool operator==(const Place& other) const {
+        return kind == other.kind && value == other.value && offset == other.offset;
+    }
 };
 
 class Instruction {
@@ -50,6 +56,11 @@ class Instruction {
     virtual void run(const Step& step) const = 0;
     // Does it tell waiting threads what it will read? See threads.hpp.
     virtual bool announce(const Step&) const { return false; }
+    // Does it read these encoded rows, and want them mixed? Then whoever encodes them does that as well, as `mixing` says.
+    virtual bool wants_mixed(const Step&, const Place& rows, MixRowsJob& mixing) const {
+        (void)rows, (void)mixing;
+        return false;
+    }
     std::string name;
     mutable int64_t nanoseconds = 0, runs = 0;  // while the tape is timed
 };
@@ -122,6 +133,11 @@ struct PackedHeadStep : Instruction {
     int pack;
     void run(const Step& step) const override;
     bool announce(const Step& step) const override;
+    bool wants_mixed(const Step& step, const Place& rows, MixRowsJob& mixing) const override;
+
+  private:
+    PackedPart part(const Step& step) const;
+    PackedJob job(const Step& step, const PackedPart& part) const;
 };
 
 struct HeadStep : Instruction {
@@ -186,6 +202,7 @@ struct PackedStep : Instruction {
     std::unique_ptr<IntakeStep> intake;  // what attention takes in of the three parts, if it does
     void run(const Step& step) const override;
     bool announce(const Step& step) const override;
+    bool wants_mixed(const Step& step, const Place& rows, MixRowsJob& mixing) const override;
 
   private:
     static constexpr size_t MOST = 8;

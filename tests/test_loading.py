@@ -276,3 +276,11 @@ def test_the_start_is_told_by_its_parts_where_it_takes_long() -> None:
     loaded.device = SimpleNamespace(kind="cuda")  # type: ignore[assignment]
     loaded.phases = {"weights": 1.25, "kernels compiled": 4.5}
     assert loaded.start == "5.8 s (weights 1.2 s, kernels compiled 4.5 s)"
+
+
+@pytest.mark.parametrize(("threads", "tokens"), [(1, 512), (4, 512), (8, 1024), (16, 2048), (64, 2048)])
+def test_a_step_of_a_cpu_has_tokens_for_each_of_its_threads(
+    monkeypatch: pytest.MonkeyPatch, threads: int, tokens: int
+) -> None:
+    monkeypatch.setattr(native, "threads", lambda: threads)
+    assert Cpu().suits == {"rows": 64, "step_tokens": tokens}

@@ -66,7 +66,10 @@ class EngineOptions:
         int | None, typer.Option(help="Sequences that run at once.", show_default="64 on a CPU, 256 on a GPU")
     ] = None
     step_tokens: Annotated[
-        int | None, typer.Option(help="Tokens computed in one step.", show_default="512 on a CPU, 8192 on a GPU")
+        int | None,
+        typer.Option(
+            help="Tokens computed in one step.", show_default="128 for each CPU thread, 512 to 2048; 8192 on a GPU"
+        ),
     ] = None
     page_tokens: Annotated[int, typer.Option(help="Tokens per page of state.")] = 16
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Never reuse a prefix's state.")] = False

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bankfull.config import cpu_step_tokens
 from bankfull.errors import ConfigError
 from bankfull.ops import native
 from bankfull.ops.registry import Kit
@@ -37,10 +38,13 @@ class Device(Protocol):
     torch: torch.device
     depth: int
     """The loop depth that suits this device."""
-    suits: dict[str, int]
-    """Rows and tokens of a step that suit it, under the names of SchedConfig."""
     share: float
     """Of the free memory: what the pools take unless told otherwise."""
+
+    @property
+    def suits(self) -> dict[str, int]:
+        """Rows and tokens of a step that suit it, under the names of SchedConfig."""
+        ...
 
     def launch(self, work: Callable[[], T]) -> Future[T]:
         """Run `work` after everything that was launched before; the host does not wait for it."""
@@ -95,11 +99,14 @@ class Cpu:
 
     kind = "cpu"
     depth = 0
-    suits: dict[str, int] = {"rows": 64, "step_tokens": 512}  # noqa: RUF012
     share = 0.4
 
     def __init__(self) -> None:
         self.torch = torch.device("cpu")
+
+    @property
+    def suits(self) -> dict[str, int]:
+        return {"rows": 64, "step_tokens": cpu_step_tokens(native.threads())}
 
     def launch(self, work: Callable[[], T]) -> Future[T]:
         with torch.inference_mode():
@@ -270,6 +277,15 @@ def spread(pages: Tensor) -> None:
         from bankfull.ops.native.memory import over_nodes
 
         over_nodes(pages)
+
+
+def commits(pages: Tensor) -> Callable[[int], None] | None:
+    """To be told the highest page that a step will write, before it does; None where that is nobody's concern."""
+    if native.status() is None and pages.device.type == "cpu":
+        from bankfull.ops.native.memory import Commits
+
+        return Commits(pages).up_to
+    return None
 
 
 def usable_cores() -> int:

@@ -26,7 +26,7 @@ T = TypeVar("T")
 class Late:
     kind = "cpu"
     depth = 1
-    suits, share = Cpu.suits, Cpu.share
+    suits, share = {"rows": 64, "step_tokens": 512}, Cpu.share
 
     def __init__(self, seed: int = 0, apart: bool = False) -> None:
         """`apart`: as if its memory were not the host's. Arrays are shipped, and only the device knows how far its rows

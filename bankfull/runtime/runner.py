@@ -19,7 +19,7 @@ from bankfull.layers.batch import Batch
 from bankfull.ops.registry import BODY, Kit
 from bankfull.progress import PROGRESS
 from bankfull.runtime.batch import build_batch
-from bankfull.runtime.device import Device, Future, spread
+from bankfull.runtime.device import Device, Future, commits, spread
 from bankfull.runtime.forward import Eager, Forward, Model, Replaying
 from bankfull.runtime.rows import Rows
 from bankfull.sample.logits import NO_TOKEN, Sampled
@@ -89,6 +89,7 @@ class Runner:
         self.model, self.layout, self.device, self.strategy = model, layout, device, strategy
         self.storage = Storage(layout, frames, slots, device.torch)
         spread(self.storage.frames)
+        self._commit_frames = commits(self.storage.frames)
         eager = Eager(model, layout, self.storage.layers)
         self.run_model: Forward = eager if kit is None else device.capture(eager, kit)
         self.rows = Rows(rows, max_len, layout, model.vocab, device.torch, device.ship)
@@ -117,6 +118,8 @@ class Runner:
             landed = Landed()
             if plan.transfers:
                 self.storage.transfer(plan.transfers)
+            if plan.pages and self._commit_frames is not None:
+                self._commit_frames(max(max(edit.pages) for edit in plan.pages))
             self.rows.apply(plan)
             if plan.enter:
                 self.strategy.begin([enter.row for enter in plan.enter])

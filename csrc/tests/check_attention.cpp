@@ -72,15 +72,17 @@ struct Store {
 void check_attention(Random& random, PageType type) {
     static constexpr int64_t sizes[] = {8, 20, 32, 64, 64, 96};
     static constexpr int64_t lengths_of_pages[] = {1, 4, 5, 16, 32, 48};
-    const int64_t sequences = random.between(1, 3), kv_heads = random.between(1, 2), groups = random.between(1, 5);
+    const bool many = random.one_in(8);  // sequences that decode: the next one's pages are asked for
+    const int64_t sequences = many ? random.between(40, 48) : random.between(1, 3), kv_heads = random.between(1, 2);
+    const int64_t groups = random.between(1, many ? 2 : 5);
     const int64_t heads = kv_heads * groups, size = random.any_of(sizes), values = random.one_in(2) ? size : random.any_of(sizes);
     const int64_t page_tokens = random.any_of(lengths_of_pages), window = random.one_in(3) ? random.between(1, 150) : 0;
     const float cap = random.one_in(4) ? 5.0f : 0.0f, scale = float(1 / std::sqrt(double(size)));
     std::vector<int64_t> q_start{0}, kv_len;
     for (int64_t i = 0; i < sequences; ++i) {
-        const int64_t queries = random.one_in(2) ? 1 : random.between(1, random.one_in(4) ? 90 : 20);
+        const int64_t queries = many || random.one_in(2) ? 1 : random.between(1, random.one_in(4) ? 90 : 20);
         q_start.push_back(q_start.back() + queries);
-        kv_len.push_back(queries + random.between(0, random.one_in(3) ? 500 : 60));
+        kv_len.push_back(queries + random.between(0, !many && random.one_in(3) ? 500 : 60));
     }
     const int64_t longest = *std::max_element(kv_len.begin(), kv_len.end());
     const int64_t width = (longest + page_tokens - 1) / page_tokens + random.between(0, 1), frames = sequences * width;

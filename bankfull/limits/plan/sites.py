@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bankfull.config import cpu_step_tokens
 from bankfull.errors import ConfigError
 from bankfull.limits import catalogue
 from bankfull.limits.ceilings import NARROW, Ceilings
@@ -43,7 +44,7 @@ class Site:
     @property
     def suits(self) -> tuple[int, int]:
         """Rows and tokens of a step that the engine chooses by itself."""
-        return (256, 8192) if self.kind == "cuda" else (64, 512)
+        return (256, 8192) if self.kind == "cuda" else (64, cpu_step_tokens(self.ceilings.threads))
 
 
 def sites_of(names: str, extra: str | None = None, price: float | None = None) -> list[Site]:

@@ -1,6 +1,7 @@
 """Memory that is read again and again, in large pages: a step walks through all weights, and looking up the address of
 every four KiB of them costs as much as a good part of reading them. Not for pages of keys and values: those are first
-touched while somebody waits, and a system that is short of large pages takes milliseconds to make one.
+touched while somebody waits, and a system that is short of large pages takes milliseconds to make one. They are
+committed in small pages, all of a frame by all threads, before a step writes to it.
 
 Where the process's processors belong to several memory nodes (sockets), weights and the pages of keys and values come
 from these in turn: whichever thread reads them, every node's memory works. Untested on a machine with several."""
@@ -40,6 +41,24 @@ def over_nodes(tensor: Tensor, among: Sequence[int] | None = None) -> Tensor:
     if failure:
         _warn(failure)
     return tensor
+
+
+class Commits:
+    """Frames of keys and values, committed by all threads before a step writes to them. Left to the step, the system
+    stops single threads at every four KiB that they are first to write, and all others wait for these."""
+
+    def __init__(self, frames: Tensor) -> None:
+        self._frames = frames
+        self._known = 0
+        """Frames below this one are committed: a pool hands them out in order, until it gives some out again."""
+
+    def up_to(self, frame: int) -> None:
+        if frame < self._known:
+            return
+        fresh = self._frames[self._known : frame + 1]
+        self._known = frame + 1
+        if not _native.commit_memory(fresh.data_ptr(), fresh.numel() * fresh.element_size()):
+            self._known = len(self._frames)  # this system does not, now or later
 
 
 @cache
