@@ -10,6 +10,7 @@ import torch
 import bankfull
 from bankfull import SamplingParams
 from bankfull.ops import native
+from bankfull.ops.native import extension
 from tests.tiny import speaking_folder
 
 pytestmark = pytest.mark.skipif(native.status() is not None, reason="the native kernels were not built")
@@ -75,7 +76,7 @@ def test_committed_memory_is_there_and_keeps_what_was_written(memory: Any) -> No
     buffer = torch.empty(size, dtype=torch.uint8)
     buffer[1 << 20 : (1 << 20) + 10000] = 7
     before = resident()
-    if not native.extension.required().commit_memory(buffer.data_ptr(), size):
+    if not extension.required().commit_memory(buffer.data_ptr(), size):
         pytest.skip("this system commits memory only where it is written")
     assert resident() - before > size * 0.9
     assert buffer[1 << 20 : (1 << 20) + 10000].eq(7).all()
