@@ -282,12 +282,12 @@ def test_sighup_reads_keys_again_and_ends_neither_the_server_nor_its_engine(tmp_
     ):
         body = {"prompt": "The river", "max_tokens": 4, "temperature": 0}
         before = client.post("/v1/completions", json=body, headers={"x-api-key": bob})
-        engines = children_of(process.pid)
+        engines = engines_of(process.pid)
         file.write_text(f"{bob_key.line}\n")
         os.killpg(process.pid, signal.SIGHUP)  # to the whole group, as a terminal sends it
         eventually(lambda: client.get("/version", headers={"x-api-key": alice}).status_code == 401, "it is not read")
         after = client.post("/v1/completions", json=body, headers={"x-api-key": bob})
-        assert process.poll() is None and children_of(process.pid) == engines
+        assert process.poll() is None and engines_of(process.pid) == engines
         assert before.json()["choices"] == after.json()["choices"]
 
 
@@ -302,7 +302,7 @@ def test_at_the_end_of_the_grace_everybody_is_told(tmp_path: Path) -> None:
         with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
             pieces = response.iter_bytes()
             next(pieces)
-            for engine in children_of(process.pid):
+            for engine in engines_of(process.pid):
                 os.kill(engine, signal.SIGSTOP)  # it never ends by itself
             first = prompt_tokens(client)
             whole = pool.submit(client.post, "/v1/completions", json=body)
@@ -319,9 +319,10 @@ def test_at_the_end_of_the_grace_everybody_is_told(tmp_path: Path) -> None:
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-def children_of(process: int) -> list[int]:
+def engines_of(process: int) -> list[int]:
     psutil = pytest.importorskip("psutil")
-    return [child.pid for child in psutil.Process(process).children(recursive=True)]
+    children = psutil.Process(process).children(recursive=True)
+    return [child.pid for child in children if "bankfull.serve.worker" in child.cmdline()]
 
 
 def prompt_tokens(client: httpx.Client) -> float:
