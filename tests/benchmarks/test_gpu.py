@@ -45,7 +45,7 @@ def test_every_tiny_work_gives_a_figure_and_the_limit_of_its_own_steps(
     assert len(table) == 2 + len(TINY_WORKS) and table == shown[-len(table) :]
     # Weights of four bits are read in a fraction of the time: the limit knows how this engine stores them.
     works = report["works"]
-    assert works["tiny-int4"]["limit"] > 2 * works["tiny-decode"]["limit"]
+    assert works["tiny-int4"]["limit"] > 1.5 * works["tiny-decode"]["limit"]
 
 
 def test_what_is_wrong_is_said_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,6 +153,8 @@ def pool() -> list[str]:
 
 
 _pool: list[str] = []
+FEWEST_WORDS = 32
+"""That prompts may be made of."""
 
 
 def words_of(server: Tokenizes, how: str = "auto") -> Words:
@@ -161,7 +163,9 @@ def words_of(server: Tokenizes, how: str = "auto") -> Words:
         raise ConfigError(f"There are no prompts {how!r}; use auto, ids or text.")
     if how == "text":
         return TextWords(server)
-    known = server.tokenize(" ".join(pool()))
+    words = pool()
+    while (known := server.tokenize(" ".join(words))) is None and len(words) > FEWEST_WORDS:
+        words = words[::2]  # a server may refuse a text that is longer than its context could hold
     if known is not None:
         return TokenWords(server, known)
     if how == "ids":
