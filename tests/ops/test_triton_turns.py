@@ -213,4 +213,5 @@ def test_cuts_fit_what_they_are_for() -> None:
     small = repacked(weight_of("int4_g128", 4, 256))
     assert turns_for(small) == Turns(4, 6, words=8) and turns_for(small, normed=True) == Turns(8, 2, groups=2)
     assert turns_for(repacked(weight_of("q4_0", 4, 256))) == Turns(4, 3)
-    assert turns_for(repacked(weight_of("q4_k", 4, 256))) == Turns(16, 2), "steps of steps are loads of their own"
+    assert turns_for(repacked(weight_of("q4_k", 4, 256))) == Turns(4, 4), "its scales and minima are one load"
+    assert turns_for(repacked(weight_of("q3_k", 4, 256))) == Turns(16, 2), "its scales of scales are loads of their own"

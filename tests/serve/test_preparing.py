@@ -17,7 +17,7 @@ from bankfull.sample import grammar, params
 from bankfull.sample.params import SamplingParams, StructuredOutput
 from bankfull.sched.scheduler import FORKS_PER_STEP
 from bankfull.serve import worker as worker_module
-from bankfull.serve.link import EngineProcess
+from bankfull.serve.engine_process import EngineProcess
 from bankfull.serve.wire import Abort, Configure, Refused, Submit, postponed, preparation
 from bankfull.serve.worker import Worker
 from bankfull.text.stop import StopTable

@@ -104,7 +104,7 @@ def test_pickle_and_unauthenticated_sockets_between_processes() -> None:
         found = forbidden.search(file.read_text())
         assert found is None, f"{file.name}: {found}"
     # The engine is reached through one end of a socket pair that is inherited: no path, no port, nobody else.
-    link = (SOURCES / "serve" / "link.py").read_text()
+    link = (SOURCES / "serve" / "engine_process.py").read_text()
     worker = (SOURCES / "serve" / "worker.py").read_text()
     assert "socket.socketpair()" in link
     for text in (link, worker):

@@ -49,8 +49,8 @@ OWNERS = {
     "serve/link.py": {
         "create_task": (1, "Link._orphan: the server ends with the reason"),
         "ensure_future": (1, "Link._until_ended, which raises its failure"),
-        "Popen": (1, "Link._supervise: started again"),
     },
+    "serve/engine_process.py": {"Popen": (1, "Link._supervise: started again")},
     "serve/listen.py": {"create_task": (1, "the connection, whose handshake it is: it ends with it")},
     "serve/openai_completions.py": {"ensure_future": (2, "the request whose prompts they run")},
     "serve/desk.py": {"Thread": (1, "Desk: whoever waits is told of a failure; a thread that ends is replaced")},
