@@ -16,7 +16,7 @@ __all__ = ["LLM", "AsyncEngine", "SamplingParams", "__version__"]
 
 # torch's own threads would spin for milliseconds after each of its operations, on the cores that the kernels need. Read
 # when torch is loaded; whoever has loaded it before, or has set it, keeps what they have. It is for this program alone:
-# llama.cpp loses a quarter to a third of its speed by it, so `limits/load/processes.py` takes it back for peers.
+# llama.cpp loses a quarter to a third of its speed by it, so `bench/compare/processes.py` takes it back for peers.
 SET_HERE = {} if "OMP_WAIT_POLICY" in os.environ else {"OMP_WAIT_POLICY": "passive"}
 os.environ |= SET_HERE
 

@@ -12,14 +12,14 @@ import sys
 from dataclasses import asdict, dataclass
 from time import monotonic, process_time
 
+from bankfull.bench.load import machine
 from bankfull.config import RunConfig
 from bankfull.errors import BankfullError
-from bankfull.limits import ceilings
-from bankfull.limits.bench_stats import quantile
-from bankfull.limits.ceilings import better
-from bankfull.limits.load import machine
-from bankfull.limits.plan.calibrate import calibration, engine_for, shown, step_times, timed_steps
-from bankfull.limits.recipe import open_subject, recipe_of
+from bankfull.limits.machine import ceilings
+from bankfull.limits.machine.ceilings import better
+from bankfull.limits.model.recipe import open_subject, recipe_of
+from bankfull.limits.statistics import quantile
+from bankfull.plan.calibrate import calibration, engine_for, shown, step_times, timed_steps
 from bankfull.runtime.device import open_device
 from bankfull.weights.source import ModelFiles
 

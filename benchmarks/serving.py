@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bankfull.errors import BankfullError
-from bankfull.limits.bench_stats import Spread, spread
+from bankfull.limits.statistics import Spread, spread
 from bankfull.llm import LLM
 from bankfull.sample.params import SamplingParams
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from bankfull import LLM, SamplingParams
-from bankfull.serve.texts import Texts
+from bankfull.serve.api.texts import Texts
 from bankfull.weights.locate import locate
 
 PROMPTS = (

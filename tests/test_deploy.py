@@ -17,10 +17,10 @@ from starlette.routing import Route
 from bankfull.cli.app import run_command
 from bankfull.errors import ConfigError
 from bankfull.serve.app import create_app
-from bankfull.serve.fortify import fortify
-from bankfull.serve.guard import OPEN_PATHS, open_doors
-from bankfull.serve.keys import Keyring, keys_of_environment
-from bankfull.serve.metrics import Metrics
+from bankfull.serve.guard.checks import OPEN_PATHS, open_doors
+from bankfull.serve.guard.keys import Keyring, keys_of_environment
+from bankfull.serve.guard.layers import fortify
+from bankfull.serve.telemetry.metrics import Metrics
 from tests.serve.scripted import Scripted, scripted_texts, settings
 
 ROOT = Path(__file__).parent.parent

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from bankfull.frontend import Frontend, Prompt
-from bankfull.limits.step import StepShape
+from bankfull.limits.meter.step import StepShape
 from bankfull.llm import LLM
 from bankfull.outputs import Delta, RequestOutput
 from bankfull.sample.params import SamplingParams

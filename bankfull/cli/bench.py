@@ -29,8 +29,8 @@ from bankfull.cli.options import EngineOptions, Json, flat
 from bankfull.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
-    from bankfull.limits.bench import Load
-    from bankfull.limits.load.report import Report
+    from bankfull.bench.offline import Load
+    from bankfull.bench.report.report import Report
 
 REQUESTS = 8
 """At once, where throughput is asked for and nothing is said."""
@@ -74,7 +74,7 @@ def latency(
     before and once after, and the better ones are used. The host's share is the time outside of the tape's kernels and
     the head's: planning, choosing tokens, text, and operations that break off the tape.
     """
-    from bankfull.limits.bench import Load
+    from bankfull.bench.offline import Load
 
     _offline("latency", engine, Load(prompt_len, output_len, 1, reps, seed, temperature, top_k, top_p), profile, json)
 
@@ -86,14 +86,14 @@ def throughput(
     profile: Profile = False, json: Json = False,
 ) -> None:  # fmt: skip
     """Measure many requests at once, beside this machine's limit. All else is as for latency."""
-    from bankfull.limits.bench import Load
+    from bankfull.bench.offline import Load
 
     load = Load(prompt_len, output_len, concurrency, reps, seed, temperature, top_k, top_p)
     _offline("throughput", engine, load, profile, json)
 
 
 def _offline(kind: str, engine: EngineOptions, load: Load, profile: bool, json: bool) -> None:
-    from bankfull.limits.bench import Bench
+    from bankfull.bench.offline import Bench
 
     llm = engine.load()
 
@@ -106,7 +106,7 @@ def _offline(kind: str, engine: EngineOptions, load: Load, profile: bool, json: 
     if json:
         print(json_text.dumps({"model": engine.model, **report.as_json()}))
         return
-    from bankfull.limits.bench_show import bench_table, notes, profile_tables
+    from bankfull.bench.show import bench_table, notes, profile_tables
 
     asked = f"{load.requests} x {load.prompt_len} in, {load.output_len} out, {dtype}{load.sampling}"
     print_table(bench_table(report, f"{kind} of {engine.model}: {asked}"))
@@ -126,10 +126,10 @@ def serve(
     The client is open-loop: requests come when they are due, and a request's time counts from then. A server of ours
     tells how much of its machine it used; energy is measured where this machine tells it and the server runs on it.
     """
+    from bankfull.bench.load.run import Runner
+    from bankfull.bench.report.json_fields import as_vllm
+    from bankfull.bench.report.text import tables
     from bankfull.cli.terminal import print_table, progress
-    from bankfull.limits.load.report_json import as_vllm
-    from bankfull.limits.load.report_text import tables
-    from bankfull.limits.load.run import Runner
 
     load = load_of(work, arrivals, slo)
     costs = price_of(price, price_of_device)
@@ -169,12 +169,12 @@ def sweep(
     """
     from dataclasses import replace
 
+    from bankfull.bench.load.arrivals import Arrivals
+    from bankfull.bench.load.run import Runner
+    from bankfull.bench.load.sweep import Search
+    from bankfull.bench.report.json_fields import as_vllm
+    from bankfull.bench.report.sweep import answer, hopeless, sweep_html, sweep_table
     from bankfull.cli.terminal import print_table, progress
-    from bankfull.limits.load.arrivals import Arrivals
-    from bankfull.limits.load.report_json import as_vllm
-    from bankfull.limits.load.report_sweep import answer, hopeless, sweep_html, sweep_table
-    from bankfull.limits.load.run import Runner
-    from bankfull.limits.load.sweep import Search
 
     if work.trace is not None or work.requests is not None:
         raise ConfigError("A sweep chooses times and numbers of requests itself: leave out --trace and --requests.")
@@ -232,9 +232,9 @@ def compare(
     Each pair has other prompts, both sides the same; who is first alternates; who has no turn is stopped. The ratio is
     the median over the pairs.
     """
+    from bankfull.bench.compare import servers as side_by_side
+    from bankfull.bench.compare.rows_table import notes, problems, ratio_table
     from bankfull.cli.terminal import print_table, say
-    from bankfull.limits.load import compare as side_by_side
-    from bankfull.limits.load.rows_table import notes, problems, ratio_table
     from bankfull.weights.locate import locate
 
     def tell(line: str) -> None:

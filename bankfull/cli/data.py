@@ -29,7 +29,7 @@ def check(*, data_dir: Folder = None, port: Port = 8000, json: Json = False) -> 
 
     Beside a running server the database is checked, and not whether files have no entry.
     """
-    from bankfull.serve import upkeep
+    from bankfull.serve.data import upkeep
 
     folder = _folder(data_dir, port)
     report = upkeep.check(folder)
@@ -55,7 +55,7 @@ def check(*, data_dir: Folder = None, port: Port = 8000, json: Json = False) -> 
 @data.command()
 def repair(*, data_dir: Folder = None, port: Port = 8000, json: Json = False) -> None:
     """Save what can be read into a new database. The old one, and files without an entry, are set aside."""
-    from bankfull.serve import upkeep
+    from bankfull.serve.data import upkeep
 
     folder = _folder(data_dir, port)
     repaired = upkeep.repair(folder)
@@ -78,7 +78,7 @@ def adopt(
     json: Json = False,
 ) -> None:
     """Give what nobody can read to a key: `bankfull data adopt environment-1 --owner alice`."""
-    from bankfull.serve import upkeep
+    from bankfull.serve.data import upkeep
 
     name = _own_name() if owner is None else owner
     told = upkeep.adopt(_folder(data_dir, port), what, name)
@@ -92,7 +92,7 @@ def _folder(given: Path | None, port: int) -> Path:
 
 
 def _own_name() -> str:
-    from bankfull.serve.keys import ENVIRONMENT, keys_of_environment
+    from bankfull.serve.guard.keys import ENVIRONMENT, keys_of_environment
 
     keys = keys_of_environment(os.environ)
     if len(keys) != 1:

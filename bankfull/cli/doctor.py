@@ -54,7 +54,7 @@ def _packages() -> dict[str, str | None]:
 
 
 def _machine() -> dict[str, Any]:
-    from bankfull.limits.ceilings import machine
+    from bankfull.limits.machine.ceilings import machine
     from bankfull.ops.native import memory_nodes, thread_choice
     from bankfull.runtime.device import available_memory
 
@@ -125,7 +125,7 @@ def _without_home(path: Path) -> str:
 def _limits() -> dict[str, Any]:
     """What was measured earlier: a report does not wait for a measurement."""
     from bankfull.errors import ConfigError
-    from bankfull.limits.ceilings import known
+    from bankfull.limits.machine.ceilings import known
 
     try:
         found = known()

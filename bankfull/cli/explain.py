@@ -10,7 +10,7 @@ import typer
 from bankfull.cli.options import EngineOptions, Json
 
 if TYPE_CHECKING:
-    from bankfull.limits.explain import Explanation
+    from bankfull.limits.explain.explain import Explanation
     from bankfull.llm import LLM
 
 SHORTEST_PROMPT = 128
@@ -58,7 +58,7 @@ def explain(
         print(json_text.dumps({name.removeprefix("the "): one.as_json() for name, one in found.items()}))
         return
     from bankfull.cli.terminal import print_table
-    from bankfull.limits.explain_show import explanation_table, facts
+    from bankfull.limits.explain.show import explanation_table, facts
 
     for name, one in found.items():
         print_table(explanation_table(one, name))
@@ -71,11 +71,11 @@ def _ran(
     engine: EngineOptions, prompt: str | None, prompt_len: int, max_tokens: int, streams: int
 ) -> dict[str, Explanation]:  # fmt: skip
     llm = engine.load()
-    from bankfull.limits.advice import adviser_of
-    from bankfull.limits.explain import explain as explained
-    from bankfull.limits.recorder import Recorder
-    from bankfull.limits.run_story import run_followed
-    from bankfull.limits.yardstick import yardstick_of
+    from bankfull.limits.explain.advice import adviser_of
+    from bankfull.limits.explain.explain import explain as explained
+    from bankfull.limits.explain.recorder import Recorder
+    from bankfull.limits.explain.run_story import run_followed
+    from bankfull.limits.meter.yardstick import yardstick_of
 
     yardstick = yardstick_of(llm, measure=True)
     adviser = None if yardstick is None else adviser_of(llm, yardstick)
@@ -118,7 +118,7 @@ def _in_answer(text: str, where: str) -> Explanation:
     import msgspec
 
     from bankfull.errors import ConfigError
-    from bankfull.limits.explain import Explanation
+    from bankfull.limits.explain.explain import Explanation
 
     try:
         body = json_text.loads(text)

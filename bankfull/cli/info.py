@@ -10,7 +10,7 @@ import typer
 from bankfull.cli.options import Json
 
 if TYPE_CHECKING:
-    from bankfull.limits.roofline import Roofline
+    from bankfull.limits.meter.roofline import Roofline
     from bankfull.weights.source import ModelFiles
 
 Title = str
@@ -29,7 +29,7 @@ def info(
 ) -> None:
     """Describe a model: its shape, its bytes, its state per token, and what a token costs."""
     from bankfull.cli.terminal import print_table
-    from bankfull.limits.info import describe
+    from bankfull.limits.model.info import describe
     from bankfull.weights.locate import locate
     from bankfull.weights.source import open_model
 
@@ -54,11 +54,11 @@ def info(
 
 def _rooflines(files: ModelFiles, dtype: str, longest: int) -> dict[Title, Roofline]:
     from bankfull.cli.terminal import say
-    from bankfull.limits.ceilings import measure
-    from bankfull.limits.info import DECODE_CONTEXTS, PREFILL_TOKENS
-    from bankfull.limits.metered import MeteredModel
-    from bankfull.limits.roofline import roofline
-    from bankfull.limits.step import StepShape
+    from bankfull.limits.machine.ceilings import measure
+    from bankfull.limits.meter.metered import MeteredModel
+    from bankfull.limits.meter.roofline import roofline
+    from bankfull.limits.meter.step import StepShape
+    from bankfull.limits.model.info import DECODE_CONTEXTS, PREFILL_TOKENS
 
     metered, ceilings = MeteredModel(files, dtype=dtype), measure()
     doubt = ceilings.doubt(dtype)

@@ -21,7 +21,7 @@ def key(
 
     The line for the key file goes to stdout; it holds only a hash. The key itself is shown on stderr, this one time.
     """
-    from bankfull.serve.keys import new_key
+    from bankfull.serve.guard.keys import new_key
 
     secret, made = new_key(name, requests=requests, tokens=tokens, admin=admin)
     print(made.line)

@@ -11,9 +11,9 @@ import typer
 from bankfull.cli.options import Json, Threads
 
 if TYPE_CHECKING:
-    from bankfull.limits.ceilings import Ceilings
     from bankfull.limits.charts import Chart
-    from bankfull.limits.levels import Levels
+    from bankfull.limits.machine.ceilings import Ceilings
+    from bankfull.limits.machine.levels import Levels
 
 CatalogueFile = Annotated[
     Path | None,
@@ -51,8 +51,8 @@ def limits(
         list_devices(catalogue, json)
         return
     from bankfull.cli.terminal import print_table, say
-    from bankfull.limits.catalogue import load
-    from bankfull.limits.roofline_chart import chart_of, curve_chart
+    from bankfull.limits.machine.catalogue import load
+    from bankfull.limits.machine.roofline_chart import chart_of, curve_chart
     from bankfull.limits.show import ceilings_table, device_table
 
     if is_here(device):
@@ -82,8 +82,8 @@ def is_here(device: str) -> bool:
 def measure(device: str, refresh: bool) -> tuple[Ceilings, Levels]:
     from bankfull.cli.terminal import progress
     from bankfull.errors import ConfigError
-    from bankfull.limits import levels
-    from bankfull.limits.ceilings import forget, keep_for, of_device
+    from bankfull.limits.machine import levels
+    from bankfull.limits.machine.ceilings import forget, keep_for, of_device
     from bankfull.runtime.device import open_device
 
     opened = open_device(device)
@@ -103,7 +103,7 @@ def measure(device: str, refresh: bool) -> tuple[Ceilings, Levels]:
 
 def list_devices(catalogue: Path | None, json: bool) -> None:
     from bankfull.cli.terminal import print_table
-    from bankfull.limits.catalogue import load
+    from bankfull.limits.machine.catalogue import load
     from bankfull.limits.show import catalogue_table
 
     known = load(catalogue)

@@ -14,9 +14,9 @@ from bankfull.cli.service import KEY_VARIABLE
 from bankfull.errors import ConfigError
 
 if TYPE_CHECKING:
-    from bankfull.limits.load.report import Price, Report
-    from bankfull.limits.load.run import Load
-    from bankfull.limits.load.server import Server
+    from bankfull.bench.load.run import Load
+    from bankfull.bench.load.server import Server
+    from bankfull.bench.report.report import Price, Report
 
 LOCAL = "http://127.0.0.1:8000"
 REQUESTS = 100
@@ -86,11 +86,11 @@ class ArrivalOptions:
 
 
 def load_of(work: WorkOptions, arrivals: ArrivalOptions, slo: str | None) -> Load:
-    from bankfull.limits.load.arrivals import MOST_ARRIVALS, Arrivals
-    from bankfull.limits.load.client import Asking
-    from bankfull.limits.load.run import Load
-    from bankfull.limits.load.slo import Slo, parse_slo
-    from bankfull.limits.load.workloads import ShareGpt, Synthetic, Trace, Workload, parse_lengths
+    from bankfull.bench.load.arrivals import MOST_ARRIVALS, Arrivals
+    from bankfull.bench.load.client import Asking
+    from bankfull.bench.load.run import Load
+    from bankfull.bench.load.slo import Slo, parse_slo
+    from bankfull.bench.load.workloads import ShareGpt, Synthetic, Trace, Workload, parse_lengths
 
     if work.sharegpt is not None and work.trace is not None:
         raise ConfigError("Give one of --sharegpt and --trace: a run has one workload.")
@@ -117,7 +117,7 @@ def load_of(work: WorkOptions, arrivals: ArrivalOptions, slo: str | None) -> Loa
 
 
 def server_at(url: str, model: str | None) -> Server:
-    from bankfull.limits.load.server import Server, parse_address
+    from bankfull.bench.load.server import Server, parse_address
 
     return Server(parse_address(url), server_key(), model)
 
@@ -127,7 +127,7 @@ def server_key() -> str | None:
 
 
 def price_of(per_hour: float | None, device: str | None) -> Price | None:
-    from bankfull.limits.load.report import Price
+    from bankfull.bench.report.report import Price
 
     if per_hour is not None and device is not None:
         raise ConfigError("Give one of --price and --price-of: a machine has one price.")
@@ -139,8 +139,8 @@ def price_of(per_hour: float | None, device: str | None) -> Price | None:
 
 
 def _from_catalogue(device: str) -> Price:
-    from bankfull.limits.catalogue import load
-    from bankfull.limits.load.report import Price
+    from bankfull.bench.report.report import Price
+    from bankfull.limits.machine.catalogue import load
 
     found = load().find(device)
     if found.dollars_per_hour is None:
@@ -151,15 +151,15 @@ def _from_catalogue(device: str) -> Price:
 
 def write_files(report: Report, markdown: Path | None, html: Path | None, result: Path | None, details: bool) -> None:
     if markdown is not None:
-        from bankfull.limits.load.report_text import as_markdown
+        from bankfull.bench.report.text import as_markdown
 
         save_text(markdown, as_markdown(report))
     if html is not None:
-        from bankfull.limits.load.report_html import as_html
+        from bankfull.bench.report.html import as_html
 
         save_text(html, as_html(report))
     if result is not None:
-        from bankfull.limits.load.report_json import as_vllm
+        from bankfull.bench.report.json_fields import as_vllm
 
         save_text(result, json_text.dumps(as_vllm(report, details)) + "\n")
 

@@ -9,7 +9,7 @@ from typing import Any
 from bankfull.cli.answer import Answer, interrupts
 from bankfull.errors import ConfigError
 from bankfull.frontend import Prompt
-from bankfull.limits.step import StepShape
+from bankfull.limits.meter.step import StepShape
 from bankfull.llm import LLM
 from bankfull.outputs import CompletionOutput, Delta, Metrics, RequestOutput
 from bankfull.text.detokenize import Detokenizer

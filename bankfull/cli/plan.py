@@ -73,15 +73,15 @@ def plan(
     The times of steps come from the model's roofline; on this machine an efficiency factor for each kind of operation
     is calibrated by short runs, once. Queueing is simulated with the engine's own scheduler.
     """
+    from bankfull.bench.load.slo import Slo, parse_slo
     from bankfull.cli.terminal import print_table, progress
     from bankfull.errors import ConfigError
-    from bankfull.limits.load.slo import Slo, parse_slo
-    from bankfull.limits.plan.outcome import Objectives
-    from bankfull.limits.plan.pareto import usual_goal
-    from bankfull.limits.plan.planner import Planner, Question
-    from bankfull.limits.plan.sites import sites_of
-    from bankfull.limits.plan.traffic import parse_traffic
-    from bankfull.limits.recipe import open_subject
+    from bankfull.limits.model.recipe import open_subject
+    from bankfull.plan.outcome import Objectives
+    from bankfull.plan.pareto import usual_goal
+    from bankfull.plan.planner import Planner, Question
+    from bankfull.plan.sites import sites_of
+    from bankfull.plan.traffic import parse_traffic
 
     if price is not None and not 0 < price < float("inf"):
         raise ConfigError(f"--price {price} must be dollars per hour, above 0.")
@@ -97,12 +97,12 @@ def plan(
         found = Planner(subject, sites, question, advance).plan()
     if chart is not None and found.pareto:
         from bankfull.limits.charts import save
-        from bankfull.limits.plan.show import plan_chart
+        from bankfull.plan.show import plan_chart
 
         save(plan_chart(found), chart)
     compared = []
     if verify:
-        from bankfull.limits.plan.verify import verify as run_here
+        from bankfull.plan.verify import verify as run_here
 
         if found.recommended is None:
             raise ConfigError("There is nothing to verify: no configuration fits.")
@@ -112,7 +112,7 @@ def plan(
         extra = {"verified": [one.as_json() for one in compared]} if verify else {}
         print(json_text.dumps(_finite(found.as_json() | extra)))
         return
-    from bankfull.limits.plan.show import later_table, pareto_table, sentences, verified_table
+    from bankfull.plan.show import later_table, pareto_table, sentences, verified_table
 
     if found.pareto:
         print_table(pareto_table(found))

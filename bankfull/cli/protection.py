@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from bankfull.serve.fortify import Protection
+    from bankfull.serve.guard.layers import Protection
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,11 @@ class ProtectionOptions:
     ] = False  # fmt: skip
 
     def protection(self, host: str) -> Protection:
-        from bankfull.serve.fortify import Protection
-        from bankfull.serve.guard import open_doors
-        from bankfull.serve.keys import Keyring, keys_of_environment
-        from bankfull.serve.lobby import LobbyLimits
-        from bankfull.serve.tls import Tls
+        from bankfull.serve.guard.checks import open_doors
+        from bankfull.serve.guard.keys import Keyring, keys_of_environment
+        from bankfull.serve.guard.layers import Protection
+        from bankfull.serve.guard.lobby import LobbyLimits
+        from bankfull.serve.guard.tls import Tls
 
         # Taken out of the environment: the engine's process needs no keys.
         keyring = Keyring(keys_of_environment(os.environ), self.api_key_file)

@@ -10,7 +10,7 @@ import typer
 from bankfull.cli.options import Activations, Dtype, Json, KvDtype
 
 if TYPE_CHECKING:
-    from bankfull.limits.model_roofline import ModelRoofline
+    from bankfull.limits.model.bounds import ModelRoofline
 
 PICTURES = ("svg", "png")
 
@@ -56,9 +56,9 @@ def roofline(
     """
     from bankfull.config import RunConfig
     from bankfull.errors import ConfigError
-    from bankfull.limits.machines import machine_of
-    from bankfull.limits.model_roofline import ModelRoofline, Question, numbers
-    from bankfull.limits.recipe import open_subject, recipe_of
+    from bankfull.limits.machine.targets import machine_of
+    from bankfull.limits.model.bounds import ModelRoofline, Question, numbers
+    from bankfull.limits.model.recipe import open_subject, recipe_of
 
     if picture not in PICTURES:
         raise ConfigError(f"picture is {picture[:40]!r}; use svg or png.")
@@ -78,7 +78,7 @@ def roofline(
         _show(found)
     if draw and not json:
         from bankfull.limits.charts import print_chart
-        from bankfull.limits.model_charts import charts_of
+        from bankfull.limits.model.charts import charts_of
 
         for chart in charts_of(found).values():
             print_chart(chart)
@@ -88,7 +88,7 @@ def roofline(
 
 def _show(found: ModelRoofline) -> None:
     from bankfull.cli.terminal import print_table, say
-    from bankfull.limits.model_show import changes_table, curve_table, phase_tables, summary_table
+    from bankfull.limits.model.show import changes_table, curve_table, phase_tables, summary_table
 
     for table in (summary_table(found), *phase_tables(found), curve_table(found), changes_table(found)):
         print_table(table)
@@ -102,7 +102,7 @@ def _keep(found: ModelRoofline, folder: str, picture: str) -> None:
     from bankfull.cli.terminal import say
     from bankfull.errors import ConfigError
     from bankfull.limits.charts import save
-    from bankfull.limits.model_charts import charts_of
+    from bankfull.limits.model.charts import charts_of
 
     place = Path(folder)
     try:

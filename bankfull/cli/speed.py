@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from bankfull.cli.answer import Answer
 from bankfull.cli.terminal import say
-from bankfull.limits.step import StepShape
+from bankfull.limits.meter.step import StepShape
 from bankfull.llm import LLM
 
 if TYPE_CHECKING:
-    from bankfull.limits.ceilings import Ceilings
-    from bankfull.limits.closed_form import ClosedForm
+    from bankfull.limits.machine.ceilings import Ceilings
+    from bankfull.limits.meter.closed_form import ClosedForm
 
 
 class Limit:
@@ -37,9 +37,9 @@ class Limit:
 
     @cached_property
     def _known(self) -> tuple[ClosedForm, Ceilings, float] | None:
-        from bankfull.limits.ceilings import of_device
-        from bankfull.limits.closed_form import closed_form
-        from bankfull.limits.metered import MeteredModel
+        from bankfull.limits.machine.ceilings import of_device
+        from bankfull.limits.meter.closed_form import closed_form
+        from bankfull.limits.meter.metered import MeteredModel
 
         loaded = self._llm.loaded
         dtype = str(loaded.build.dtype).removeprefix("torch.")

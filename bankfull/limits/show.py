@@ -9,11 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from bankfull.limits.catalogue import Catalogue, Device
-    from bankfull.limits.ceilings import Ceilings
-    from bankfull.limits.info import ModelInfo
-    from bankfull.limits.levels import Levels
-    from bankfull.limits.roofline import Roofline
+    from bankfull.limits.machine.catalogue import Catalogue, Device
+    from bankfull.limits.machine.ceilings import Ceilings
+    from bankfull.limits.machine.levels import Levels
+    from bankfull.limits.meter.roofline import Roofline
+    from bankfull.limits.model.info import ModelInfo
 
 
 def scaled(value: float, unit: str = "") -> str:

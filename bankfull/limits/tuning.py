@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from bankfull.limits.metered import MeteredModel
-from bankfull.limits.step import StepShape
+from bankfull.limits.meter.metered import MeteredModel
+from bankfull.limits.meter.step import StepShape
 from bankfull.ops.meter import Meter
 from bankfull.ops.registry import Function, Operation
 from bankfull.ops.triton.table import Entry

@@ -19,22 +19,22 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from bankfull import __version__
-from bankfull.serve.backend import Backend, Busy, EngineDied, Unavailable
-from bankfull.serve.calls import CALLER, Api, Caller, spelled_at
-from bankfull.serve.chat import Chat
-from bankfull.serve.errors import Problem, Refusal, openai_error, problem_of
-from bankfull.serve.messages import CountTokens, Messages
-from bankfull.serve.models import Models
-from bankfull.serve.openai_chat import ChatCompletions
-from bankfull.serve.openai_completions import Completions
-from bankfull.serve.openai_embeddings import Embeddings
-from bankfull.serve.openapi import document
-from bankfull.serve.responses import Responses
+from bankfull.serve.api.anthropic.messages import CountTokens, Messages
+from bankfull.serve.api.calls import CALLER, Api, Caller, spelled_at
+from bankfull.serve.api.chat import Chat
+from bankfull.serve.api.errors import Problem, Refusal, openai_error, problem_of
+from bankfull.serve.api.openai.chat_completions import ChatCompletions
+from bankfull.serve.api.openai.completions import Completions
+from bankfull.serve.api.openai.embeddings import Embeddings
+from bankfull.serve.api.openai.models import Models
+from bankfull.serve.api.openai.responses import Responses
+from bankfull.serve.api.openapi import document
+from bankfull.serve.api.sse import SEND_BODY, Message, Pulse, Receive, Send, send_events
+from bankfull.serve.api.texts import Texts
+from bankfull.serve.api.tokens import Detokenize, Tokenize
+from bankfull.serve.engine.backend import Backend, Busy, EngineDied, Unavailable
 from bankfull.serve.settings import Settings
-from bankfull.serve.sse import SEND_BODY, Message, Pulse, Receive, Send, send_events
 from bankfull.serve.supervise import Supervisor
-from bankfull.serve.texts import Texts
-from bankfull.serve.tokens import Detokenize, Tokenize
 
 log = logging.getLogger("bankfull.serve")
 

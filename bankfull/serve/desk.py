@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from bankfull.serve.backend import Busy
+from bankfull.serve.engine.backend import Busy
 
 SHORT = 1 << 14
 """Of this size at most is what one of the threads keeps itself free for."""

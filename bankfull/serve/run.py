@@ -17,25 +17,25 @@ import uvicorn
 from starlette.applications import Starlette
 
 from bankfull.errors import ConfigError
-from bankfull.serve.admission import QueueLimits
+from bankfull.serve.api.texts import Texts
 from bankfull.serve.app import create_app
-from bankfull.serve.backend import STOPPED, Unavailable
-from bankfull.serve.batch_service import BatchService, handle_within
+from bankfull.serve.batch.service import BatchService, handle_within
 from bankfull.serve.console.state import console_routes
-from bankfull.serve.fortify import Protection, fortify
-from bankfull.serve.guard import GuardLimits, caller_named
-from bankfull.serve.link import STALL_SECONDS, Link
-from bankfull.serve.listen import raise_file_limit, uvicorn_config
-from bankfull.serve.lobby import Lobby
-from bankfull.serve.log import Logs
-from bankfull.serve.metrics import Metrics
-from bankfull.serve.reloads import Reloads
-from bankfull.serve.running import Running
+from bankfull.serve.engine.admission import QueueLimits
+from bankfull.serve.engine.backend import STOPPED, Unavailable
+from bankfull.serve.engine.link import STALL_SECONDS, Link
+from bankfull.serve.guard.checks import GuardLimits, caller_named
+from bankfull.serve.guard.layers import Protection, fortify
+from bankfull.serve.guard.listen import raise_file_limit, uvicorn_config
+from bankfull.serve.guard.lobby import Lobby
+from bankfull.serve.guard.reloads import Reloads
+from bankfull.serve.guard.running import Running
+from bankfull.serve.guard.tls import certificates_of
 from bankfull.serve.settings import Settings
 from bankfull.serve.supervise import Supervisor
-from bankfull.serve.texts import Texts
-from bankfull.serve.tls import certificates_of
-from bankfull.serve.watch import WatchedBackend
+from bankfull.serve.telemetry.log import Logs
+from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.watch import WatchedBackend
 
 FAREWELL_SECONDS = 5
 """For last words: how long those who were told that the server ends may take to read it."""

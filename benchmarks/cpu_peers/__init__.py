@@ -5,7 +5,7 @@ process per turn. An engine that takes long to load gets an environment of its o
 process that speaks a line-based protocol (`process`, `protocol`, `engine_*`); so does this engine. The parent makes the
 files that the two sides run (`models`, `shapes`), gives them turns (`contenders`, `turns`, `compare`), and prints
 ratios; `fairness` holds a peer's turns beside its own tool (`tool`, `vllm_bench`). What `bankfull bench compare` does
-too lies in `bankfull.limits.load`: rows and their table, turns, groups of processes.
+too lies in `bankfull.bench.load`: rows and their table, turns, groups of processes.
 Modules named `engine_*` and `protocol` run in the peers' environments: they import nothing of this project but
 one another, and the engine that they are for.
 """

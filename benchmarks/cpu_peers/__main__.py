@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bankfull.bench.compare.rows_table import notes, problems, ratio_table
 from bankfull.cli.terminal import print_table
-from bankfull.limits.ceilings import better, measure
-from bankfull.limits.load.rows_table import notes, problems, ratio_table
+from bankfull.limits.machine.ceilings import better, measure
 from bankfull.ops import native
 from bankfull.paths import cache_dir
 from bankfull.weights.locate import DEFAULT_MODEL, locate

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bankfull.bench.compare.rows import Bandwidth, Comparison, Reach, Row, Side
 from bankfull.errors import BankfullError
-from bankfull.limits.load.rows import Bandwidth, Comparison, Reach, Row, Side
 from benchmarks.cpu_peers import models
 from benchmarks.cpu_peers.contenders import Contender, LoadedEngine
 from benchmarks.cpu_peers.install import CannotInstall

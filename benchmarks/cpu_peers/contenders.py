@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Protocol
 
-from bankfull.limits.load.turns import Rests
+from bankfull.bench.compare.turns import Rests
 from benchmarks.cpu_peers.process import EngineProcess
 from benchmarks.cpu_peers.works import FreshPrompts, Turn, Work
 

@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from bankfull.errors import BankfullError
-from bankfull.limits.bench_stats import spread
+from bankfull.limits.statistics import spread
 from benchmarks.cpu_peers import models
 from benchmarks.cpu_peers.compare import Engines, Measuring
 from benchmarks.cpu_peers.install import CannotInstall

@@ -13,8 +13,8 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
-from bankfull.limits.load import machine
-from bankfull.limits.load.processes import GRACE, ProcessGroup
+from bankfull.bench.compare.processes import GRACE, ProcessGroup
+from bankfull.bench.load import machine
 from benchmarks.cpu_peers.protocol import Prompts
 
 LONGEST_REPLY = 1 << 20

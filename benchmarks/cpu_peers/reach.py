@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from bankfull.limits.ceilings import LARGEST_SET, filled, read_rates
-from bankfull.limits.load.rows import Bandwidth
+from bankfull.bench.compare.rows import Bandwidth
+from bankfull.limits.machine.ceilings import LARGEST_SET, filled, read_rates
 from bankfull.runtime.device import available_memory
 from benchmarks.cpu_peers.works import Work
 
@@ -21,8 +21,8 @@ SECONDS = 1.0
 
 def bytes_per_token(model: Path, work: Work) -> float:
     """What a token in the middle of the work must read, each operand once, in the dtype that we run by default."""
-    from bankfull.limits.metered import MeteredModel
-    from bankfull.limits.step import StepShape
+    from bankfull.limits.meter.metered import MeteredModel
+    from bankfull.limits.meter.step import StepShape
     from bankfull.weights.source import open_model
 
     step = StepShape.decode(work.requests, work.prompt_len + work.new // 2)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from bankfull.limits.load.processes import environment
+from bankfull.bench.compare.processes import environment
 from benchmarks.cpu_peers.process import EngineFailed
 
 PROMPT = "The river"

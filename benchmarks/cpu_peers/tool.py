@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bankfull.limits.load.processes import environment
+from bankfull.bench.compare.processes import environment
 from benchmarks.cpu_peers.process import EngineFailed
 
 LONGEST_REASON = 200

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from bankfull.limits.load.rows import Bandwidth, Row
-from bankfull.limits.load.turns import Noise, in_pairs, turn
+from bankfull.bench.compare.rows import Bandwidth, Row
+from bankfull.bench.compare.turns import Noise, in_pairs, turn
 from benchmarks.cpu_peers.contenders import Contender
 from benchmarks.cpu_peers.process import EngineFailed
 from benchmarks.cpu_peers.works import FreshPrompts, Turn, Work

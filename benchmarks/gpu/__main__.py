@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bankfull.errors import BankfullError, ConfigError
-from bankfull.limits.ceilings import of_device
+from bankfull.limits.machine.ceilings import of_device
 from bankfull.runtime.device import open_device
 from benchmarks.gpu.engine import Session
 from benchmarks.gpu.works import TINY_WORKS, WORKS, Figure, Work, chosen

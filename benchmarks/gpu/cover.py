@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from bankfull.engine import Engine
-from bankfull.limits.bench_watch import clock_of
+from bankfull.limits.explain.instruments import clock_of
 from bankfull.runtime.device import Device, Future
 
 T = TypeVar("T")

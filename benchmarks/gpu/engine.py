@@ -12,11 +12,11 @@ import torch
 
 from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.errors import RequestError
-from bankfull.limits.bench_stats import least_seconds
-from bankfull.limits.ceilings import Ceilings
-from bankfull.limits.closed_form import ClosedForm, closed_form
-from bankfull.limits.metered import MeteredModel
-from bankfull.limits.step import StepShape
+from bankfull.limits.machine.ceilings import Ceilings
+from bankfull.limits.meter.closed_form import ClosedForm, closed_form
+from bankfull.limits.meter.metered import MeteredModel
+from bankfull.limits.meter.step import StepShape
+from bankfull.limits.statistics import least_seconds
 from bankfull.loading import Assembled, assemble
 from bankfull.ops.cost import Cost
 from bankfull.runtime.device import open_device

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bankfull.errors import ModelError
-from bankfull.limits.metered import MeteredModel
+from bankfull.limits.meter.metered import MeteredModel
 from bankfull.weights.formats.dense import BY_DTYPE
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.scheme import Scheme

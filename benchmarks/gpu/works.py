@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from bankfull.errors import ConfigError
-from bankfull.limits.bench_stats import Spread, spread
-from bankfull.limits.ceilings import Ceilings
+from bankfull.limits.machine.ceilings import Ceilings
+from bankfull.limits.statistics import Spread, spread
 from benchmarks.gpu.cover import covered
 from benchmarks.gpu.engine import Session, Setup
 from benchmarks.gpu.timeline import Timeline, trace_all, trace_decode

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from bankfull.limits.ceilings import Ceilings
-from bankfull.limits.load.rows import Bandwidth, Comparison, Reach, Row, Side
-from bankfull.limits.load.rows_table import notes, problems, ratio_table
+from bankfull.bench.compare.rows import Bandwidth, Comparison, Reach, Row, Side
+from bankfull.bench.compare.rows_table import notes, problems, ratio_table
+from bankfull.limits.machine.ceilings import Ceilings
 from benchmarks.cpu_peers import models, peers
 from benchmarks.cpu_peers.__main__ import main
 from benchmarks.cpu_peers.contenders import LoadedEngine

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bankfull.limits.ceilings import Ceilings, of_device
-from bankfull.limits.metered import MeteredModel
-from bankfull.limits.step import StepShape
+from bankfull.limits.machine.ceilings import Ceilings, of_device
+from bankfull.limits.meter.metered import MeteredModel
+from bankfull.limits.meter.step import StepShape
 from bankfull.runtime.device import Device
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.cover import Covered

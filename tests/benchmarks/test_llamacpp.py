@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bankfull.limits.load.processes import ProcessGroup
+from bankfull.bench.compare.processes import ProcessGroup
 from benchmarks.cpu_peers import fairness, llamacpp_build, models, tool
 from benchmarks.cpu_peers.__main__ import main
 from benchmarks.cpu_peers.compare import Measuring
@@ -116,13 +116,13 @@ def test_what_this_engine_sets_for_itself_does_not_reach_the_peers(
     def seen() -> str:
         return tool.run_to_end(show, tmp_path / "log", 60.0, {"MARK": "1"}).said.strip()
 
-    monkeypatch.setattr("bankfull.limits.load.processes.SET_HERE", {"OMP_WAIT_POLICY": "passive"})
+    monkeypatch.setattr("bankfull.bench.compare.processes.SET_HERE", {"OMP_WAIT_POLICY": "passive"})
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     assert seen() == "None 1"
     with subprocess.Popen([sys.executable, "-c", "import bankfull, os; print(bankfull.SET_HERE)"],
                           stdout=subprocess.PIPE, text=True) as given:  # fmt: skip
         assert given.communicate()[0].strip() == "{}"  # what a user sets is the user's
-    monkeypatch.setattr("bankfull.limits.load.processes.SET_HERE", {})
+    monkeypatch.setattr("bankfull.bench.compare.processes.SET_HERE", {})
     assert seen() == "passive 1"
     group = ProcessGroup(show, variables={"MARK": "2"}, stdout=subprocess.PIPE, text=True)
     assert group.process.communicate()[0].strip() == "passive 2"

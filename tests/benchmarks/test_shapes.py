@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bankfull import LLM, SamplingParams
-from bankfull.limits.metered import MeteredModel
+from bankfull.limits.meter.metered import MeteredModel
 from bankfull.weights.source import open_model
 from benchmarks.cpu_peers import models, shapes
 from benchmarks.cpu_peers.install import CannotInstall

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bankfull.cli.app import run_command
-from bankfull.limits.ceilings import Ceilings
+from bankfull.limits.machine.ceilings import Ceilings
 from tests.tiny import speaking_folder
 
 
@@ -53,7 +53,7 @@ def ceilings(monkeypatch: pytest.MonkeyPatch) -> Ceilings:
     """A machine whose limits are known, so that no test waits for a measurement."""
     flops = dict.fromkeys(("float32", "bfloat16", "float16", "float64"), 1e11)
     known = Ceilings(1e10, 1e10, flops, 1, "a cpu", "today", 10**9, 10**8, 10**7)
-    monkeypatch.setattr("bankfull.limits.ceilings.measure", lambda refresh=False, budget=2.0: known)
+    monkeypatch.setattr("bankfull.limits.machine.ceilings.measure", lambda refresh=False, budget=2.0: known)
     return known
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.serve.batch.test_batches import line
 from tests.serve.batch_app import RandomHandler, batch_app
 from tests.serve.server import served
-from tests.serve.test_batches import line
 
 from .conftest import Cli
 

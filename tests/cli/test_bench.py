@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bankfull.limits.ceilings import Ceilings
+from bankfull.limits.machine.ceilings import Ceilings
 from bankfull.ops import native
 
 from .conftest import Cli

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.limits.load.kit import SERVER, stamped
+from tests.bench.load.kit import SERVER, stamped
 
 from .conftest import Cli
 
@@ -116,14 +116,14 @@ def test_bad_input_is_refused_in_one_sentence(cli: Cli, bad: tuple[object, ...],
 
 
 def test_without_peers_the_installed_ones_are_looked_for(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bankfull.limits.load.compare.installed_peers", list)
+    monkeypatch.setattr("bankfull.bench.compare.servers.installed_peers", list)
     assert "No peer is installed (llama-server, vllm, sglang)" in cli("bench", "compare").sentence
 
 
 def test_the_client_starts_without_torch() -> None:
     import subprocess
 
-    parts = ", ".join(f"bankfull.limits.load.{name}" for name in ("run", "sweep", "report_html", "report_text"))
+    parts = ", ".join(f"bankfull.bench.load.{name}" for name in ("run", "sweep", "report_html", "report_text"))
     code = f"import sys, bankfull.cli.app, {parts}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

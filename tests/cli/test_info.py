@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import bankfull
-from bankfull.limits.ceilings import Ceilings
-from bankfull.limits.disk import Disk
-from bankfull.limits.levels import Level, Levels
+from bankfull.limits.machine.ceilings import Ceilings
+from bankfull.limits.machine.disk import Disk
+from bankfull.limits.machine.levels import Level, Levels
 
 from .conftest import Cli
 
@@ -40,7 +40,7 @@ def levels(monkeypatch: pytest.MonkeyPatch) -> Levels:
         (Level("L1", 1000, 500, 5e10), Level("memory", 0, 10**9, 1e10)), ((500, 5e10), (10**9, 1e10)),
         Disk(2e9, 1000, "direct reads"), None, None, "today",
     )  # fmt: skip
-    monkeypatch.setattr("bankfull.limits.levels.measure", lambda *arguments: known)
+    monkeypatch.setattr("bankfull.limits.machine.levels.measure", lambda *arguments: known)
     return known
 
 
@@ -70,7 +70,7 @@ def test_a_picture_that_cannot_be_made_is_refused_before_anything_is_measured(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "resvg_py", None)
-    monkeypatch.setattr("bankfull.limits.ceilings.measure", lambda *arguments: pytest.fail("measured"))
+    monkeypatch.setattr("bankfull.limits.machine.ceilings.measure", lambda *arguments: pytest.fail("measured"))
     assert "bankfull[charts]" in cli("limits", "--png", tmp_path / "roofline.png").sentence
 
 
@@ -115,7 +115,7 @@ def test_doctor_tells_what_a_bug_report_needs_and_no_secrets(
 def test_doctor_shows_limits_that_were_measured(
     cli: Cli, cache: Path, ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bankfull.limits import ceilings as module
+    from bankfull.limits.machine import ceilings as module
 
     monkeypatch.undo()
     monkeypatch.setenv("BANKFULL_CACHE", str(cache))
@@ -127,7 +127,7 @@ def test_doctor_shows_limits_that_were_measured(
 def test_doctor_shows_ceilings_that_were_not_measured_or_are_converted(
     cli: Cli, ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bankfull.limits import ceilings as module
+    from bankfull.limits.machine import ceilings as module
 
     partly = replace(ceilings, converted={"bfloat16": "float32"}, unmeasured={"float16": "torch does not use it"})
     monkeypatch.setattr(module, "known", lambda: partly)

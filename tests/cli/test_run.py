@@ -122,8 +122,8 @@ def test_json_is_one_object_that_tells_all(cli: Cli, model: Path) -> None:
 
 
 def test_the_limit_is_the_cost_of_the_decode_steps_on_the_ceilings(cli: Cli, model: Path) -> None:
-    from bankfull.limits.metered import MeteredModel
-    from bankfull.limits.step import StepShape
+    from bankfull.limits.meter.metered import MeteredModel
+    from bankfull.limits.meter.step import StepShape
     from bankfull.weights.source import open_model
 
     found = cli("run", "The river", "-m", model, *SHORT, "--json").json

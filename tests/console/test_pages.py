@@ -10,16 +10,16 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bankfull.serve.api.openai.chat_completions import ChatCall
 from bankfull.serve.app import create_app
-from bankfull.serve.batch_input import ENDPOINTS
+from bankfull.serve.batch.input import ENDPOINTS
 from bankfull.serve.console.pages import FOLDER, HEADERS, INDEX, PAGES, PREFIX
 from bankfull.serve.console.state import console_routes
-from bankfull.serve.fortify import fortify
-from bankfull.serve.guard import open_doors
-from bankfull.serve.keys import Keyring, new_key
-from bankfull.serve.metrics import Metrics
-from bankfull.serve.openai_chat import ChatCall
-from bankfull.serve.watch import WatchedBackend
+from bankfull.serve.guard.checks import open_doors
+from bankfull.serve.guard.keys import Keyring, new_key
+from bankfull.serve.guard.layers import fortify
+from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.watch import WatchedBackend
 from tests.serve.scripted import Scripted, scripted_texts, settings
 from tests.serve.server import served
 

@@ -14,16 +14,16 @@ import pytest
 from bankfull.sample.params import SamplingParams
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.app import create_app
-from bankfull.serve.backend import EngineDied
 from bankfull.serve.console.state import SHOWN_RUNNING, ConsoleState, console_routes
 from bankfull.serve.console.timelines import REMEMBERED, REMEMBERED_LINES, Line, OpenLine, TimeLines, least_seconds
-from bankfull.serve.fortify import fortify
-from bankfull.serve.guard import open_doors
-from bankfull.serve.keys import Keyring, new_key
-from bankfull.serve.metrics import Metrics
-from bankfull.serve.trace import Trace, during
-from bankfull.serve.watch import WatchedBackend
-from bankfull.serve.wire import Done, Facts, Load, Piece
+from bankfull.serve.engine.backend import EngineDied
+from bankfull.serve.engine.wire import Done, Facts, Load, Piece
+from bankfull.serve.guard.checks import open_doors
+from bankfull.serve.guard.keys import Keyring, new_key
+from bankfull.serve.guard.layers import fortify
+from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.trace import Trace, during
+from bankfull.serve.telemetry.watch import WatchedBackend
 from tests.serve.scripted import Scripted, scripted_texts, settings
 from tests.serve.server import served
 from tests.work import work_of
@@ -92,7 +92,7 @@ def only(backend: WatchedBackend) -> Line:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     made = Steps()
-    monkeypatch.setattr("bankfull.serve.watch.time.monotonic", lambda: made.now)
+    monkeypatch.setattr("bankfull.serve.telemetry.watch.time.monotonic", lambda: made.now)
     return made
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from bankfull import LLM
-from bankfull.limits import levels
-from bankfull.limits.bench import Bench, Load
-from bankfull.limits.bench_show import notes
-from bankfull.limits.ceilings import of_device
+from bankfull.bench.offline import Bench, Load
+from bankfull.bench.show import notes
+from bankfull.limits.machine import levels
+from bankfull.limits.machine.ceilings import of_device
 from tests.gpu.place import CUDA, DEVICE, only_cuda, require_device, the_device
 from tests.tiny import speaking_folder
 

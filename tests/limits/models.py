@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from bankfull.limits.metered import MeteredModel
+from bankfull.limits.meter.metered import MeteredModel
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,

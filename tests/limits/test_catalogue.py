@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bankfull.errors import ConfigError
-from bankfull.limits.catalogue import KINDS, TYPES, Catalogue, load
-from bankfull.limits.roofline_chart import chart_of
+from bankfull.limits.machine.catalogue import KINDS, TYPES, Catalogue, load
+from bankfull.limits.machine.roofline_chart import chart_of
 
 ASKED_FOR = (
     "a10", "l4", "l40s", "a100-40gb", "a100-80gb", "h100", "h200", "b200", "mi300x", "tpu-v5e", "tpu-v5p", "tpu-v6e",

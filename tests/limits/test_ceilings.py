@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bankfull.errors import ConfigError
-from bankfull.limits import ceilings
-from bankfull.limits.ceilings import Ceilings, measure
+from bankfull.limits.machine import ceilings
+from bankfull.limits.machine.ceilings import Ceilings, measure
 from bankfull.ops.native import extension
 from bankfull.paths import cache_dir
 from bankfull.runtime.device import open_device

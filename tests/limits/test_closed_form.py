@@ -5,9 +5,9 @@ from random import Random
 import pytest
 
 from bankfull.errors import ModelError
-from bankfull.limits.closed_form import closed_form, features, forms_by_operation
-from bankfull.limits.metered import MeteredModel
-from bankfull.limits.step import StepShape
+from bankfull.limits.meter.closed_form import closed_form, features, forms_by_operation
+from bankfull.limits.meter.metered import MeteredModel
+from bankfull.limits.meter.step import StepShape
 from bankfull.ops.cost import Cost
 from bankfull.ops.meter import Ledger
 from tests.limits.models import CONFIGS, LLAMA

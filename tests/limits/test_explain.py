@@ -16,14 +16,14 @@ import transformers
 
 from bankfull import LLM, SamplingParams
 from bankfull.cli.app import run_command
-from bankfull.limits.advice import MORE_STREAMS, Adviser, adviser_of
-from bankfull.limits.ceilings import Ceilings
-from bankfull.limits.explain import Explanation, explain
-from bankfull.limits.explain_show import facts
-from bankfull.limits.recorder import DECODE, PREEMPTED, PREFILL, RECOMPUTE, Recorder, Story
-from bankfull.limits.run_story import run_followed
-from bankfull.limits.slow_part import SlowPart
-from bankfull.limits.yardstick import Yardstick, yardstick_on
+from bankfull.limits.explain.advice import MORE_STREAMS, Adviser, adviser_of
+from bankfull.limits.explain.explain import Explanation, explain
+from bankfull.limits.explain.recorder import DECODE, PREEMPTED, PREFILL, RECOMPUTE, Recorder, Story
+from bankfull.limits.explain.run_story import run_followed
+from bankfull.limits.explain.show import facts
+from bankfull.limits.explain.slow_part import SlowPart
+from bankfull.limits.machine.ceilings import Ceilings
+from bankfull.limits.meter.yardstick import Yardstick, yardstick_on
 from tests.kit import late_devices
 from tests.tiny import speaking_folder
 

@@ -12,12 +12,12 @@ import msgspec
 import pytest
 import torch
 
-from bankfull.limits import ceilings, disk, levels
-from bankfull.limits.ceilings import Ceilings
 from bankfull.limits.charts import Mark
-from bankfull.limits.disk import Disk, read_rate
-from bankfull.limits.levels import Level, Levels
-from bankfull.limits.roofline_chart import chart_of, curve_chart, roofline_chart
+from bankfull.limits.machine import ceilings, disk, levels
+from bankfull.limits.machine.ceilings import Ceilings
+from bankfull.limits.machine.disk import Disk, read_rate
+from bankfull.limits.machine.levels import Level, Levels
+from bankfull.limits.machine.roofline_chart import chart_of, curve_chart, roofline_chart
 from bankfull.ops.native import extension
 from bankfull.runtime.device import Device, open_device
 

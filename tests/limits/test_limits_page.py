@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from bankfull.config import RunConfig
-from bankfull.limits.machines import machine_of
-from bankfull.limits.model_roofline import ModelRoofline, Question
-from bankfull.limits.recipe import recipe_of
-from bankfull.limits.step import StepShape
+from bankfull.limits.machine.targets import machine_of
+from bankfull.limits.meter.step import StepShape
+from bankfull.limits.model.bounds import ModelRoofline, Question
+from bankfull.limits.model.recipe import recipe_of
 from tests.limits.llama3 import LLAMA3
 
 PAGE = Path(__file__).parents[2] / "docs" / "limits.md"

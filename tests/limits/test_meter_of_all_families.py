@@ -10,8 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bankfull.layers.build import Build
-from bankfull.limits.metered import MeteredModel
-from bankfull.limits.step import StepShape
+from bankfull.limits.meter.metered import MeteredModel
+from bankfull.limits.meter.step import StepShape
 from bankfull.models.registry import FAMILIES, build_model
 from bankfull.ops import kit_for
 from bankfull.runtime.forward import plan_mixers

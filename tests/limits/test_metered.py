@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bankfull.errors import ConfigError
 from bankfull.layers.build import Build
-from bankfull.limits.metered import MeteredModel
-from bankfull.limits.roofline import model_cost
-from bankfull.limits.step import StepShape
+from bankfull.limits.meter.metered import MeteredModel
+from bankfull.limits.meter.roofline import model_cost
+from bankfull.limits.meter.step import StepShape
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
 from bankfull.ops.cost import Cost

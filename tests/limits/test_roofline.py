@@ -6,10 +6,10 @@ import json
 import pytest
 from rich.console import Console
 
-from bankfull.limits.ceilings import Ceilings
-from bankfull.limits.roofline import model_cost, roofline
+from bankfull.limits.machine.ceilings import Ceilings
+from bankfull.limits.meter.roofline import model_cost, roofline
+from bankfull.limits.meter.step import StepShape
 from bankfull.limits.show import ceilings_table, duration, roofline_table, scaled
-from bankfull.limits.step import StepShape
 from bankfull.ops.cost import Cost
 from bankfull.ops.meter import Ledger
 from tests.limits.models import LLAMA

@@ -15,29 +15,29 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from bankfull.bench.load.limit import Ceiling, Reached, Work, counted
+from bankfull.bench.show import notes
 from bankfull.cli.app import run_command
 from bankfull.config import RunConfig
 from bankfull.errors import ConfigError
-from bankfull.limits import ceilings
-from bankfull.limits.bench_show import notes
-from bankfull.limits.ceilings import Ceilings, better, judged, measure
 from bankfull.limits.charts import print_chart
-from bankfull.limits.explain import explain
-from bankfull.limits.load.limit import Ceiling, Reached, Work, counted
-from bankfull.limits.machines import Machine
-from bankfull.limits.model_charts import charts_of
-from bankfull.limits.model_roofline import ModelRoofline, Question
-from bankfull.limits.model_show import summary_table
-from bankfull.limits.plan.assumed import usual
-from bankfull.limits.plan.calibrate import step_times
-from bankfull.limits.plan.sites import sites_of
-from bankfull.limits.recipe import recipe_of
-from bankfull.limits.recorder import DECODE, Part, Story
-from bankfull.limits.roofline_chart import chart_of
+from bankfull.limits.explain.explain import explain
+from bankfull.limits.explain.recorder import DECODE, Part, Story
+from bankfull.limits.machine import ceilings
+from bankfull.limits.machine.ceilings import Ceilings, better, judged, measure
+from bankfull.limits.machine.roofline_chart import chart_of
+from bankfull.limits.machine.targets import Machine
+from bankfull.limits.meter.step import StepShape
+from bankfull.limits.meter.yardstick import Yardstick
+from bankfull.limits.model.bounds import ModelRoofline, Question
+from bankfull.limits.model.charts import charts_of
+from bankfull.limits.model.recipe import recipe_of
+from bankfull.limits.model.show import summary_table
 from bankfull.limits.show import ceilings_table
-from bankfull.limits.step import StepShape
-from bankfull.limits.yardstick import Yardstick
 from bankfull.ops.cost import Cost
+from bankfull.plan.assumed import usual
+from bankfull.plan.calibrate import step_times
+from bankfull.plan.sites import sites_of
 from tests.limits.models import LLAMA, save_directory
 
 ARM = frozenset({"asimd", "asimdhp", "asimddp"})
@@ -231,7 +231,7 @@ def test_a_plan_counts_with_the_fastest_rate_that_was_measured(monkeypatch: pyte
     assert unknown.likely(step) == known.likely(step)
     assert unknown.least(step) < known.least(step), "what bounds it is memory alone"
     here = Machine("a machine", "cpu", UNMEASURED, 10**9, True)
-    monkeypatch.setattr("bankfull.limits.plan.sites.machine_of", lambda name: here)
+    monkeypatch.setattr("bankfull.plan.sites.machine_of", lambda name: here)
     (doubt,) = sites_of("cpu")[0].doubts
     assert "int8" in doubt and WHY in doubt
 

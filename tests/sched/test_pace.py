@@ -12,7 +12,7 @@ from bankfull.config import SchedConfig, StateConfig
 from bankfull.decode.plain import Plain
 from bankfull.engine import Engine
 from bankfull.errors import ConfigError
-from bankfull.limits.plan.simulate import Clock, FakeRunner, Ticket
+from bankfull.plan.simulate import Clock, FakeRunner, Ticket
 from bankfull.runtime.runner import Runner
 from bankfull.sched.pace import ALONE, FIRST_TOKENS, LEAST_TOKENS, Pace
 from bankfull.sched.policy import BATCH_PRIORITY

@@ -19,10 +19,10 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from bankfull.serve.backend import Busy, EngineDied, Unavailable
-from bankfull.serve.batch_runner import Handle
-from bankfull.serve.batch_service import BatchService
-from bankfull.serve.errors import Refusal, openai_error, problem_of
+from bankfull.serve.api.errors import Refusal, openai_error, problem_of
+from bankfull.serve.batch.runner import Handle
+from bankfull.serve.batch.service import BatchService
+from bankfull.serve.engine.backend import Busy, EngineDied, Unavailable
 
 
 async def told(request: Request, error: Exception) -> Response:

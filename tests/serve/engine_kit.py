@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from bankfull.sample.params import SamplingParams
-from bankfull.serve.admission import QueueLimits
-from bankfull.serve.link import Link
-from bankfull.serve.wire import Done, Piece
+from bankfull.serve.engine.admission import QueueLimits
+from bankfull.serve.engine.link import Link
+from bankfull.serve.engine.wire import Done, Piece
 from tests.tiny import speaking_folder
 
 T = TypeVar("T")

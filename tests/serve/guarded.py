@@ -50,16 +50,16 @@ def main(model: str, key_file: str) -> None:
     from starlette.requests import Request
     from starlette.responses import JSONResponse
 
+    from bankfull.serve.api.texts import Texts
     from bankfull.serve.app import create_app
-    from bankfull.serve.fortify import fortify
-    from bankfull.serve.guard import GuardLimits, open_doors
-    from bankfull.serve.keys import Keyring
-    from bankfull.serve.link import Link
-    from bankfull.serve.listen import uvicorn_config
-    from bankfull.serve.metrics import Metrics
+    from bankfull.serve.engine.link import Link
+    from bankfull.serve.guard.checks import GuardLimits, open_doors
+    from bankfull.serve.guard.keys import Keyring
+    from bankfull.serve.guard.layers import fortify
+    from bankfull.serve.guard.listen import uvicorn_config
     from bankfull.serve.settings import Settings
-    from bankfull.serve.texts import Texts
-    from bankfull.serve.watch import WatchedBackend
+    from bankfull.serve.telemetry.metrics import Metrics
+    from bankfull.serve.telemetry.watch import WatchedBackend
 
     link = Link(model, {"dtype": "float32", "rows": 8, "memory": "8MiB"})
     keyring, metrics, watchdog = Keyring(file=Path(key_file)), Metrics(), Watchdog()

@@ -12,7 +12,7 @@ from typing import Any
 
 import uvicorn
 
-from bankfull.serve.listen import uvicorn_config
+from bankfull.serve.guard.listen import uvicorn_config
 
 
 @dataclass

@@ -10,9 +10,9 @@ from functools import lru_cache
 import tokenizers
 
 from bankfull.sample.params import SamplingParams
+from bankfull.serve.api.texts import Texts
+from bankfull.serve.engine.wire import Done, Facts, Load, Piece
 from bankfull.serve.settings import Settings
-from bankfull.serve.texts import Texts
-from bankfull.serve.wire import Done, Facts, Load, Piece
 from bankfull.text.template import ChatTemplate
 from bankfull.text.tokenizer import Tokenizer
 

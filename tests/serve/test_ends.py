@@ -22,20 +22,20 @@ import httpx
 import pytest
 
 from bankfull.serve.app import create_app
-from bankfull.serve.backend import STOPPED, Unavailable
-from bankfull.serve.fortify import fortify
-from bankfull.serve.guard import open_doors
-from bankfull.serve.keys import Keyring, new_key
-from bankfull.serve.metrics import Metrics
-from bankfull.serve.reloads import Reloads
-from bankfull.serve.running import Running
-from bankfull.serve.watch import WatchedBackend
+from bankfull.serve.engine.backend import STOPPED, Unavailable
+from bankfull.serve.guard.checks import open_doors
+from bankfull.serve.guard.keys import Keyring, new_key
+from bankfull.serve.guard.layers import fortify
+from bankfull.serve.guard.reloads import Reloads
+from bankfull.serve.guard.running import Running
+from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.watch import WatchedBackend
+from tests.serve.batch.test_batches import client_at, line, submit
 from tests.serve.batch_app import RandomHandler, batch_app
+from tests.serve.guard.test_keys import Clock
 from tests.serve.listening import listening
 from tests.serve.scripted import Scripted, scripted_texts, settings
 from tests.serve.server import served
-from tests.serve.test_batches import client_at, line, submit
-from tests.serve.test_keys import Clock
 from tests.tiny import speaking_folder
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -322,7 +322,7 @@ def test_at_the_end_of_the_grace_everybody_is_told(tmp_path: Path) -> None:
 def engines_of(process: int) -> list[int]:
     psutil = pytest.importorskip("psutil")
     children = psutil.Process(process).children(recursive=True)
-    return [child.pid for child in children if "bankfull.serve.worker" in child.cmdline()]
+    return [child.pid for child in children if "bankfull.serve.engine.worker" in child.cmdline()]
 
 
 def prompt_tokens(client: httpx.Client) -> float:

@@ -18,11 +18,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from bankfull.serve.api.calls import Caller
+from bankfull.serve.api.errors import Refusal, problem_of
+from bankfull.serve.api.openapi import POSTED, document
+from bankfull.serve.api.schema import MAX_NESTS, MAX_TEXTS, MAX_VALUES, refuse_crowd
 from bankfull.serve.app import create_app
-from bankfull.serve.calls import Caller
-from bankfull.serve.errors import Refusal, problem_of
-from bankfull.serve.openapi import POSTED, document
-from bankfull.serve.schema import MAX_NESTS, MAX_TEXTS, MAX_VALUES, refuse_crowd
 from tests.serve.scripted import FACTS, Scripted, scripted_texts, settings
 
 BODY = 4 << 20

@@ -11,8 +11,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from bankfull.serve.app import create_app
-from bankfull.serve.metrics import Metrics
 from bankfull.serve.supervise import CALM_SECONDS, FIRST_PAUSE, LONGEST_PAUSE, Supervisor
+from bankfull.serve.telemetry.metrics import Metrics
 from tests.serve.scripted import Scripted, scripted_texts, settings
 
 

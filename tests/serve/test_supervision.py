@@ -27,9 +27,9 @@ import pytest
 
 import bankfull
 from bankfull import LLM, AsyncEngine, SamplingParams
-from bankfull.serve import worker as worker_module
-from bankfull.serve.log import Logs
-from bankfull.serve.outbox import Outbox
+from bankfull.serve.engine import worker as worker_module
+from bankfull.serve.engine.outbox import Outbox
+from bankfull.serve.telemetry.log import Logs
 from tests.tiny import speaking_folder
 
 OWNERS = {
@@ -42,24 +42,24 @@ OWNERS = {
         "Thread": (1, "compile, which waits for it"),
     },
     "serve/app.py": {"ensure_future": (1, "the request that it watches for")},
-    "serve/batch_runner.py": {
+    "serve/batch/runner.py": {
         "create_task": (3, "the batch's task, which the supervisor keeps"),
         "ensure_future": (1, "the batch's task, which waits for it"),
     },
-    "serve/link.py": {
+    "serve/engine/link.py": {
         "create_task": (1, "Link._orphan: the server ends with the reason"),
         "ensure_future": (1, "Link._until_ended, which raises its failure"),
     },
-    "serve/engine_process.py": {"Popen": (1, "Link._supervise: started again")},
-    "serve/listen.py": {"create_task": (1, "the connection, whose handshake it is: it ends with it")},
-    "serve/openai_completions.py": {"ensure_future": (2, "the request whose prompts they run")},
+    "serve/engine/process.py": {"Popen": (1, "Link._supervise: started again")},
+    "serve/guard/listen.py": {"create_task": (1, "the connection, whose handshake it is: it ends with it")},
+    "serve/api/openai/completions.py": {"ensure_future": (2, "the request whose prompts they run")},
     "serve/desk.py": {"Thread": (1, "Desk: whoever waits is told of a failure; a thread that ends is replaced")},
-    "serve/outbox.py": {"Thread": (1, "the engine process, which ends with the reason and is started again")},
+    "serve/engine/outbox.py": {"Thread": (1, "the engine process, which ends with the reason and is started again")},
     "serve/run.py": {"ensure_future": (1, "run_server: whatever ends it ends the server")},
-    "serve/sse.py": {"create_task": (1, "the stream")},
-    "serve/store.py": {"ThreadPoolExecutor": (1, "Store: a failure is raised where the work is awaited")},
+    "serve/api/sse.py": {"create_task": (1, "the stream")},
+    "serve/data/store.py": {"ThreadPoolExecutor": (1, "Store: a failure is raised where the work is awaited")},
     "serve/supervise.py": {"create_task": (2, "Supervisor: begun again, and told of; test_supervise.py ends them")},
-    "serve/worker.py": {
+    "serve/engine/worker.py": {
         "Thread": (1, "the engine process, which ends with the reason and is started again"),
     },
     "text/render_process.py": {"Popen": (1, "RenderProcess: another is started with the next call")},
@@ -163,7 +163,7 @@ def test_each_process_of_a_server_is_started_again_and_none_outlives_it(tmp_path
         assert server.chat() == 200 and server.chat(20_000) in (200, 400)
         before = server.children()
         kinds = sorted(before.values())
-        assert kinds == ["bankfull.serve.worker", "bankfull.text.render_worker", "bankfull.text.render_worker"]
+        assert kinds == ["bankfull.serve.engine.worker", "bankfull.text.render_worker", "bankfull.text.render_worker"]
         for pid in before:
             os.kill(pid, signal.SIGKILL)
             until(lambda: server.chat() == 200)
@@ -178,7 +178,7 @@ def test_each_process_of_a_server_is_started_again_and_none_outlives_it(tmp_path
 
 def test_a_server_whose_model_stays_away_ends_with_the_reason_where_that_is_asked_for(tmp_path: Path) -> None:
     with served(tmp_path, "--give-up-after", "8") as server:
-        [engine] = [pid for pid, module in server.children().items() if module == "bankfull.serve.worker"]
+        [engine] = [pid for pid, module in server.children().items() if module == "bankfull.serve.engine.worker"]
         server.model.rename(tmp_path / "away")
         os.kill(engine, signal.SIGKILL)
         said: set[str] = set()

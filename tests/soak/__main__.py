@@ -63,14 +63,15 @@ def _trials(asked: argparse.Namespace) -> dict[str, Trial]:
 def batch_crashes(*, short: bool) -> Iterator[Figure]:
     """The crash loop of the tests: a hundred kills in ten thousand lines; few of them in the short one."""
     name = "killed_again_and_again" if short else "a_hundred_kills"
-    passed, _ = _test_passes("tests/serve/test_batches.py", name)
+    passed, _ = _test_passes("tests/serve/batch/test_batches.py", name)
     yield Figure("batch: kills with one result per line", 8 if short else 100)
     yield Figure("batch: the crash loop passed", float(passed), least=1)
 
 
 def power_cuts(*, short: bool) -> Iterator[Figure]:
     """Power cuts in uploads, batches, results and cancels: at every change of the disk, or at every twelfth."""
-    passed, printed = _test_passes("tests/serve/test_power_cut.py", "every_twelfth_change" if short else "every_change")
+    which = "every_twelfth_change" if short else "every_change"
+    passed, printed = _test_passes("tests/serve/data/test_power_cut.py", which)
     tried = re.search(r"(\d+) power cuts", printed)
     yield Figure("power: cuts in the batch service's writing", float(tried[1]) if tried else 0.0, least=1)
     yield Figure("power: all that was acknowledged was there after each", float(passed), least=1)

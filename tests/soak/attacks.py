@@ -146,8 +146,8 @@ def _batch(key: str, words: Callable[[int], str]) -> Attack:
 
 def _at_random(key: str, number: int) -> Iterator[Attack]:
     """Bodies that hypothesis makes from our own OpenAPI document, whole or with one part spoiled."""
-    from bankfull.serve.openapi import POSTED
-    from tests.serve.test_openapi_cases import DOCUMENT, spoiled, values_of
+    from bankfull.serve.api.openapi import POSTED
+    from tests.serve.api.test_openapi_cases import DOCUMENT, spoiled, values_of
 
     def bodies(schema: dict[str, Any]) -> list[Any]:
         made: list[Any] = []

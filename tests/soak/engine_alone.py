@@ -7,7 +7,7 @@ import sys
 import time
 
 from bankfull import LLM, SamplingParams
-from bankfull.serve.worker import NICENESS
+from bankfull.serve.engine.worker import NICENESS
 
 
 def main(model: str, streams: int, tokens: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bankfull.serve.keys import new_key
+from bankfull.serve.guard.keys import new_key
 from tests.soak.asking import completion, connect, send
 from tests.soak.figures import Figure, percentile
 from tests.soak.served import Served, serving
@@ -97,7 +97,7 @@ class Memory:
 
     def _look(self) -> tuple[int, int]:
         sizes = self._served.resident_bytes()
-        engine = sum(size for command, size in sizes if "bankfull.serve.worker" in command)
+        engine = sum(size for command, size in sizes if "bankfull.serve.engine.worker" in command)
         return sum(size for _, size in sizes) - engine, engine
 
 

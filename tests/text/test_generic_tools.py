@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bankfull.serve.events import ToolArguments, ToolStart
+from bankfull.serve.api.events import ToolArguments, ToolStart
 from bankfull.serve.parsers import parser_for
 from bankfull.text.generic_tools import with_tools_as_text
 from bankfull.text.template import ChatTemplate, encode_chat

@@ -14,14 +14,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from bankfull import __version__
-from bankfull.serve.backend import Backend
+from bankfull.serve.api.errors import Refusal
 from bankfull.serve.console.pages import STATE_PATH, page_routes
 from bankfull.serve.console.timelines import Line, TimeLines
-from bankfull.serve.errors import Refusal
-from bankfull.serve.metrics import Metrics
+from bankfull.serve.engine.backend import Backend
+from bankfull.serve.engine.wire import Facts
 from bankfull.serve.settings import Settings
-from bankfull.serve.trace import current_trace
-from bankfull.serve.wire import Facts
+from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.trace import current_trace
 
 SHOWN_RUNNING = 100
 FRESH = {"cache-control": "no-store"}

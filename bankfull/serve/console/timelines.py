@@ -16,9 +16,9 @@ from weakref import WeakSet
 
 import msgspec
 
-from bankfull.serve.backend import Backend
-from bankfull.serve.trace import Trace
-from bankfull.serve.wire import Done, Load
+from bankfull.serve.engine.backend import Backend
+from bankfull.serve.engine.wire import Done, Load
+from bankfull.serve.telemetry.trace import Trace
 
 REMEMBERED = 200
 """Online requests that have ended; of a batch's lines only a few, or they would push out all others."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bankfull.sample.params import StructuredOutput
-from bankfull.serve.events import Event, OutputParser, Text
+from bankfull.serve.api.events import Event, OutputParser, Text
 from bankfull.serve.parsers.deepseek import CALLS_BEGIN, DEEPSEEK_BLOCKS
 from bankfull.serve.parsers.forced import LIST, OBJECTS, TAGGED, ForcedForm, forcing_grammar
 from bankfull.serve.parsers.gemma import FUNCTION_GEMMA_BLOCKS, GEMMA4_BLOCKS, GEMMA_BARE, GEMMA_BLOCKS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from bankfull.serve.events import Event
+from bankfull.serve.api.events import Event
 from bankfull.serve.parsers.reader import Markers, Reader, Steps
 from bankfull.serve.parsers.tools import MakeId, Tool
 from bankfull.serve.parsers.writer import Writer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from bankfull.serve.events import Event, Reasoning, Text, ToolArguments, ToolStart
+from bankfull.serve.api.events import Event, Reasoning, Text, ToolArguments, ToolStart
 
 _Kind = Literal["text", "reasoning", "arguments"]
 

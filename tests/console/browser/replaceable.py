@@ -8,11 +8,11 @@ from itertools import count
 
 from bankfull.serve.app import create_app
 from bankfull.serve.console.state import console_routes
-from bankfull.serve.fortify import fortify
-from bankfull.serve.guard import App, Receive, Scope, Send, open_doors
-from bankfull.serve.keys import Keyring
-from bankfull.serve.metrics import Metrics
-from bankfull.serve.watch import WatchedBackend
+from bankfull.serve.guard.checks import App, Receive, Scope, Send, open_doors
+from bankfull.serve.guard.keys import Keyring
+from bankfull.serve.guard.layers import fortify
+from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.watch import WatchedBackend
 from tests.serve.scripted import Scripted, scripted_texts, settings
 from tests.serve.server import served
 

@@ -6,7 +6,7 @@ import json
 import sys
 
 from bankfull.cli import main
-from bankfull.limits import ceilings
+from bankfull.limits.machine import ceilings
 from tests.tiny import speaking_folder
 
 CONTEXT = 100_000

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bankfull.serve.ledger import Batch, Ledger, Line, Result
-from bankfull.serve.store import Store
+from bankfull.serve.data.ledger import Batch, Ledger, Line, Result
+from bankfull.serve.data.store import Store
 from tests.serve.power.disk import acknowledge
 
 NOW = 1_800_000_000

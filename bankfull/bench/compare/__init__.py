@@ -1,0 +1,1 @@
+"""Two engines or servers on the same work, in alternating pairs."""

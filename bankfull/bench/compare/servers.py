@@ -1,0 +1,270 @@
+"""Servers side by side: this one and its peers on the same work, in turn, and the ratios of what they gave.
+
+A side is an address, or a command that starts a server; one that was started here is stopped while the other has its
+turn, so that a peer that spins while it waits takes nothing away.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from bankfull.bench.compare.processes import ProcessGroup
+from bankfull.bench.compare.rows import Comparison, Row, Side
+from bankfull.bench.compare.turns import Noise, in_pairs, turn
+from bankfull.bench.load.run import Load, Runner
+from bankfull.bench.load.server import Server, parse_address
+from bankfull.bench.load.workloads import Conversation
+from bankfull.bench.report.report import Report
+from bankfull.errors import ConfigError
+
+OURS = "bankfull"
+START_SECONDS, ADDRESS_SECONDS = 600.0, 10.0
+"""Until a server that is started here, or one that runs already, must answer."""
+LAST_LINES = 300
+"""Characters of what a server said, when it ends at its start."""
+PORT, MODEL = "{port}", "{model}"
+KNOWN_PEERS = {
+    "llama.cpp": "llama-server -m {model} --host 127.0.0.1 --port {port}",
+    "vllm": "vllm serve {model} --host 127.0.0.1 --port {port}",
+    "sglang": "sglang serve --model-path {model} --host 127.0.0.1 --port {port}",
+}
+"""Peers that are compared with where they are installed, and nothing else was asked for."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A name, and how its server is reached: an address, or a command with {port} and perhaps {model} in it."""
+
+    name: str
+    how: str
+
+    @property
+    def is_address(self) -> bool:
+        return self.how.startswith(("http://", "https://"))
+
+
+def parse_contender(text: str) -> Contender:
+    """From "name=http://..." or "name=command ... {port}"."""
+    name, equals, how = text.partition("=")
+    made = Contender(name.strip(), how.strip())
+    if not equals or not made.name or not made.how:
+        raise ConfigError(f"{text!r} names no peer; write name=http://host:port, or name='command --port {PORT}'.")
+    if not made.is_address and PORT not in made.how:
+        raise ConfigError(f"The command of {made.name} does not say {PORT}, where the server is to listen.")
+    return made
+
+
+def ours() -> Contender:
+    return Contender(OURS, f"{shlex.quote(sys.executable)} -m bankfull serve {MODEL} --port {PORT}")
+
+
+def installed_peers() -> list[Contender]:
+    return [Contender(name, how) for name, how in KNOWN_PEERS.items() if shutil.which(how.split()[0])]
+
+
+class Running:
+    """A server that can be asked; one that was started here ends with the block."""
+
+    def __init__(self, contender: Contender, model: str, key: str | None, say: Say) -> None:
+        self.contender, self.model, self.key, self.say = contender, model, key, say
+        self.group: ProcessGroup | None = None
+        self._log: IO[bytes] | None = None
+
+    def __enter__(self) -> Running:
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.group is not None:
+            self.group.end()
+        if self._log is not None:
+            self._log.close()
+
+    def _start(self) -> None:
+        how = self.contender.how
+        if self.contender.is_address:
+            self.server = Server(parse_address(how), self.key)
+            self.server.wait_ready(ADDRESS_SECONDS)
+        else:
+            port = free_port()
+            command = shlex.split(how.replace(PORT, str(port)).replace(MODEL, shlex.quote(self.model)))
+            self.say(f"{self.contender.name}: starting {' '.join(command)}")
+            self._log = tempfile.TemporaryFile()  # noqa: SIM115 closed with the block
+            try:
+                self.group = ProcessGroup(
+                    command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT
+                )
+            except OSError as error:
+                raise ConfigError(
+                    f"{self.contender.name} cannot be started: {command[0]}: {error.strerror or error}."
+                ) from None
+            self.server = Server(parse_address(f"http://127.0.0.1:{port}"), self.key)
+            self._wait(self.group)
+        self.server.model  # noqa: B018 asked while it is awake
+        self.runner = Runner(self.server)
+
+    def _wait(self, group: ProcessGroup) -> None:
+        for _ in range(round(START_SECONDS)):
+            if (code := group.process.poll()) is not None:
+                raise ConfigError(f"{self.contender.name} ended with code {code}: {self._said()}")
+            try:
+                return self.server.wait_ready(1.0)
+            except ConfigError:
+                continue
+        raise ConfigError(f"{self.contender.name} was not ready after {START_SECONDS:g} s: {self._said()}")
+
+    def _said(self) -> str:
+        assert self._log is not None
+        self._log.seek(0)
+        return " ".join(self._log.read()[-LAST_LINES:].decode(errors="replace").split()) or "it said nothing"
+
+    # -- turns
+
+    def wake(self) -> None:
+        if self.group is not None:
+            self.group.wake()
+
+    def sleep(self) -> None:
+        if self.group is not None:
+            self.group.sleep()
+
+    def cpu_seconds(self) -> float:
+        """The client's own time is part of the work, not noise."""
+        return time.process_time() + (0.0 if self.group is None else self.group.cpu_seconds())
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A figure of a run: how it is told, and whether more of it is better."""
+
+    name: str
+    unit: str
+    of: Callable[[Report], float | None]
+    more_is_better: bool
+
+
+def _latency(name: str, statistic: str) -> Callable[[Report], float | None]:
+    def of(report: Report) -> float | None:
+        found = report.measured.latencies[name]
+        return None if found is None else 1e3 * getattr(found, statistic)
+
+    return of
+
+
+FIGURES = (
+    Compared("output tokens/s", "tokens/s", lambda r: r.measured.output_tokens / r.measured.duration, True),
+    Compared("requests/s", "requests/s", lambda r: r.measured.request_rate, True),
+    Compared("goodput", "requests/s", lambda r: r.measured.goodput, True),
+    *(
+        Compared(f"{name.upper()} {statistic}", "ms", _latency(name, statistic), False)
+        for name in ("ttft", "tpot", "e2e")
+        for statistic in ("mean", "p99")
+    ),
+)
+
+
+def compare_with(one: Running, contender: Contender, load: Load, pairs: int) -> Comparison:
+    """One that runs, and a peer that is started for it; a peer that cannot be had is rows that say why."""
+    one.sleep()
+    try:
+        with Running(contender, one.model, one.key, one.say) as other:
+            return compare(one, other, load, pairs, one.say)
+    except ConfigError as error:
+        return Comparison(contender.name, _side(one), Side(contender.name, one.model), _why(error))
+    finally:
+        one.wake()
+
+
+def compare(one: Running, other: Running, load: Load, pairs: int, say: Say) -> Comparison:
+    """Both sides get the same requests at the same times; each pair has others. What fails is a row that says why."""
+    noise = Noise()
+    seeds = iter(range(load.seed + 1, load.seed + 1 + pairs))
+
+    def prepare() -> tuple[Load, list[Conversation]]:
+        """Made once for both: their servers might count otherwise."""
+        one.wake()
+        asked = replace(load, seed=next(seeds))
+        made = one.runner.conversations(asked)
+        one.sleep()
+        return asked, made
+
+    def run(side: Running, work: tuple[Load, list[Conversation]]) -> Report:
+        with turn(side, noise):
+            return side.runner.run(*work)
+
+    found, sides = list[tuple[Report, Report]](), (_side(one), _side(other))
+    for side in (one, other):
+        side.sleep()
+    try:
+        for ours_, theirs in in_pairs(pairs, prepare, lambda work: run(one, work), lambda work: run(other, work)):
+            found.append((ours_, theirs))
+            rates = [report.measured.output_tokens / report.measured.duration for report in found[-1]]
+            say(
+                f"{other.contender.name}, pair {len(found)} of {pairs}: {rates[0]:.1f} against {rates[1]:.1f} tokens/s"
+            )
+    except ConfigError as error:
+        return Comparison(other.contender.name, *sides, _why(error))
+    finally:
+        for side in (one, other):
+            side.wake()
+    # A server that was not started here has its own clock of work: what it used cannot be told from noise.
+    told = noise.cores if one.group is not None and other.group is not None else None
+    rows = [_row(figure, found, told) for figure in FIGURES]
+    memory = [side.group.resident_bytes() / 2**20 if side.group is not None else None for side in (one, other)]
+    if None not in memory:
+        rows.append(Row("resident memory", "MiB", (memory[0] or 0.0,), (memory[1] or 0.0,), more_is_better=False))
+    return Comparison(other.contender.name, *sides, [row for row in rows if row is not None])
+
+
+def _side(side: Running) -> Side:
+    """Servers name one file differently; what both were started with is the same."""
+    given = side.group is not None and MODEL in side.contender.how
+    return Side(side.contender.name, Path(side.model).name if given else side.server.model)
+
+
+def _why(error: ConfigError) -> list[Row]:
+    return [Row("everything", "", problem=str(error))]
+
+
+def _row(figure: Compared, found: Sequence[tuple[Report, Report]], noise: float | None) -> Row | None:
+    """None where neither side has it."""
+    failures = [report.failures() for pair in found for report in pair if report.measured.failed]
+    values = [(figure.of(ours_), figure.of(theirs)) for ours_, theirs in found]
+    known = [(a, b) for a, b in values if a is not None and b is not None]
+    if failures:
+        return Row(figure.name, figure.unit, problem=f"requests failed: {failures[0]}")
+    if not known:
+        return None
+    return Row(
+        figure.name, figure.unit, tuple(a for a, _ in known), tuple(b for _, b in known), figure.more_is_better, noise
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def plain_text(load: Load) -> Load:
+    """Servers may have other tokenizers: the same text is the same work."""
+    return replace(load, prompts="text") if load.prompts == "auto" else load

@@ -1,0 +1,153 @@
+"""From times to figures: latencies with their tails, rates, goodput, and how attainment falls with tighter objectives.
+
+A request that failed has no latency, but it counts against goodput and attainment: it met no objective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+import numpy as np
+
+from bankfull.bench.load.client import Outcome
+from bankfull.bench.load.slo import Slo
+from bankfull.errors import ConfigError
+
+LATENCIES = ("ttft", "tpot", "itl", "e2e")
+SCALES = tuple(round(10 ** (step / 20), 4) for step in range(-20, 21))
+"""At which attainment is told: objectives from a tenth to ten times as wide."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Seconds."""
+
+    mean: float
+    median: float
+    std: float
+    p90: float
+    p95: float
+    p99: float
+    count: int
+
+    def as_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def distribution(values: Iterable[float]) -> Distribution | None:
+    """None of nothing. Percentiles lie linearly between their neighbours."""
+    found = np.fromiter(values, np.float64)
+    if not found.size:
+        return None
+    median, p90, p95, p99 = np.percentile(found, (50, 90, 95, 99)).tolist()
+    return Distribution(float(found.mean()), median, float(found.std()), p90, p95, p99, found.size)
+
+
+@dataclass(frozen=True)
+class Measured:
+    outcomes: Sequence[Outcome]
+    slo: Slo
+
+    def __post_init__(self) -> None:
+        if not self.outcomes:
+            raise ConfigError("Nothing was asked, so nothing was measured.")
+
+    @cached_property
+    def good(self) -> list[Outcome]:
+        """Those that came to their end."""
+        return [outcome for outcome in self.outcomes if outcome.error is None]
+
+    @cached_property
+    def failed(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.error is not None]
+
+    @cached_property
+    def duration(self) -> float:
+        """Seconds until all had ended: the job's completion time."""
+        return max(outcome.ended for outcome in self.outcomes)
+
+    @cached_property
+    def latencies(self) -> dict[str, Distribution | None]:
+        """By name; ITL is over all gaps of all requests."""
+        gaps = (gap for outcome in self.good for gap in outcome.gaps)
+        found: dict[str, Distribution | None] = {}
+        for name in LATENCIES:
+            values = gaps if name == "itl" else (getattr(outcome, name) for outcome in self.good)
+            found[name] = distribution(value for value in values if value is not None)
+        return found
+
+    @cached_property
+    def late(self) -> Distribution | None:
+        """How late requests were sent: what the client itself, or the wait for a connection, adds."""
+        return distribution(late for outcome in self.outcomes if (late := outcome.late) is not None)
+
+    @property
+    def input_tokens(self) -> int:
+        return sum(outcome.input_tokens for outcome in self.good)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(outcome.output_tokens for outcome in self.good)
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """None where the server does not tell."""
+        known = [outcome.cached_tokens for outcome in self.good if outcome.cached_tokens is not None]
+        return sum(known) if known else None
+
+    @property
+    def request_rate(self) -> float:
+        """Completed per second."""
+        return len(self.good) / self.duration
+
+    @property
+    def goodput(self) -> float | None:
+        """Requests per second that met every objective; None where none is stated."""
+        return None if not self.slo.stated else self.attained() * len(self.outcomes) / self.duration
+
+    @cached_property
+    def strains(self) -> np.ndarray:
+        """Sorted: how many times its objective the worst figure of each request took; infinite for a failure."""
+        found = [self.slo.strain(outcome.figures()) if outcome.error is None else np.inf for outcome in self.outcomes]
+        return np.sort(np.array(found))
+
+    def attained(self, scale: float = 1.0) -> float:
+        """The part of all requests that meets every objective, widened by `scale`."""
+        return float(np.searchsorted(self.strains, scale, side="right")) / len(self.outcomes)
+
+    def attainment_curve(self) -> list[tuple[float, float]]:
+        """(scale, part of the requests)."""
+        return [(scale, self.attained(scale)) for scale in SCALES] if self.slo.stated else []
+
+    @property
+    def growth(self) -> float | None:
+        """The mean time of the last quarter of the requests over that of the first; None of a few."""
+        ranked = sorted(self.good, key=lambda outcome: outcome.due)
+        part = len(ranked) // 4
+        if part < 5:
+            return None
+        first, last = (sum(outcome.e2e for outcome in some) for some in (ranked[:part], ranked[-part:]))
+        return last / first if first > 0 else None
+
+    def per_second(self) -> list[tuple[int, int, int]]:
+        """(second, token events, requests on their way at some moment of it)."""
+        seconds = int(self.duration) + 1
+        events, open_ = np.zeros(seconds, int), np.zeros(seconds + 1, int)
+        for outcome in self.outcomes:
+            for time in outcome.times:
+                events[int(time)] += 1
+            open_[int(outcome.due)] += 1
+            open_[int(outcome.ended) + 1] -= 1
+        return list(zip(range(seconds), events.tolist(), np.cumsum(open_)[:-1].tolist(), strict=True))
+
+    def most_at_once(self) -> int:
+        """Requests on their way at one moment, from being sent to their end."""
+        marks = [(outcome.sent, 1) for outcome in self.outcomes if outcome.sent is not None]
+        marks += [(outcome.ended, -1) for outcome in self.outcomes if outcome.sent is not None]
+        most = now = 0
+        for _, change in sorted(marks):  # an end at the very moment of a beginning comes first
+            now += change
+            most = max(most, now)
+        return most

@@ -1,0 +1,145 @@
+"""One run from beginning to end: what is asked, when, of whom, and what it came to."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+
+from bankfull.bench.load.arrivals import Arrivals
+from bankfull.bench.load.client import Advance, Asking, Client, ask_once
+from bankfull.bench.load.energy import EnergyMeter
+from bankfull.bench.load.limit import RequestLimits, counted, reached, request_limits
+from bankfull.bench.load.measures import Measured
+from bankfull.bench.load.server import Server
+from bankfull.bench.load.slo import Slo
+from bankfull.bench.load.workloads import Conversation, ShareGpt, Synthetic, Trace, Turn, Words, Workload, words_of
+from bankfull.bench.report.report import Price, Report, Setting
+
+WARM_UP_TOKENS, ALONE = 8, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What each run asks; the same for every server that is compared."""
+
+    workload: Workload
+    arrivals: Arrivals
+    requests: int
+    seed: int = 0
+    slo: Slo = field(default_factory=Slo)
+    asking: Asking = field(default_factory=Asking)
+    prompts: str = "auto"
+    warm_ups: int = 1
+
+    def describe(self) -> str:
+        w = self.workload
+        if isinstance(w, Synthetic):
+            shared = f", {w.prefixes} shared prefixes of {w.prefix_tokens}" if w.prefixes else ""
+            turns = f", {w.turns} turns" if w.turns > 1 else ""
+            return f"{self.requests} x {_lengths(w.input)} in{shared}, {_lengths(w.output)} out{turns}"
+        if isinstance(w, ShareGpt):
+            return f"{self.requests} conversations of {w.path.name}" + (f", {w.turns} turns" if w.turns > 1 else "")
+        return f"the trace {w.path.name}" + (f", {w.speed:g} times as fast" if w.speed != 1 else "")
+
+    @property
+    def turns(self) -> int | None:
+        """Requests in all, where that is known before the workload is made."""
+        w = self.workload
+        return self.requests * w.turns if isinstance(w, Synthetic) else None
+
+    @property
+    def timing(self) -> str:
+        if isinstance(self.workload, Trace):
+            return "arrivals as recorded"
+        if self.arrivals.rate == float("inf"):
+            return "all at once"
+        burst = f", burstiness {self.arrivals.burstiness:g}" if self.arrivals.kind == "gamma" else ""
+        return f"{self.arrivals.kind} arrivals, {self.arrivals.rate:.4g}/s{burst}"
+
+
+def _lengths(found: object) -> str:
+    spread, low, high = (getattr(found, name) for name in ("spread", "low", "high"))
+    if spread:
+        return f"{found.mean:g}~{spread:g}"  # type: ignore[attr-defined]
+    return f"{low}" if low == high else f"{low}-{high}"
+
+
+class Runner:
+    """Runs of one server. What does not depend on a run is asked once."""
+
+    def __init__(self, server: Server, *, price: Price | None = None, files: Path | None = None) -> None:
+        self.server, self._price, self._files = server, price, files
+        self._words: dict[str, Words] = {}
+        self._limits: RequestLimits | None = None
+        self._knows_limits = self._warm = False
+
+    def run(
+        self, load: Load, conversations: Sequence[Conversation] | None = None, advance: Advance | None = None
+    ) -> Report:
+        """`conversations`: those that another runner made of the same load."""
+        conversations = self.conversations(load) if conversations is None else conversations
+        offsets = self._offsets(load, conversations)
+        if not self._warm:
+            self.warm_up(load, conversations[0])
+        local = self.server.address.local
+        before = counted(self.server.metrics()) if self.server.ours else None
+        client = Client(self.server, load.asking)
+        with EnergyMeter(None if local else ()) as meter:
+            outcomes = client.run(conversations, offsets, advance)
+        after = counted(self.server.metrics()) if before is not None else None
+        measured = Measured(outcomes, load.slo)
+        if not self._knows_limits:
+            ceiling = None if after is None else after.ceiling
+            self._limits, self._knows_limits = request_limits(self.server, ceiling, self._files), True
+        least = {} if self._limits is None else self._limits.mean(measured.good)
+        return Report(
+            self._setting(load, len(conversations)), measured, reached(before, after, measured.duration), least,
+            meter.energy, self._price, client.stalls,
+        )  # fmt: skip
+
+    def warm_up(self, load: Load, like: Conversation) -> None:
+        """A short answer to a prompt that no run asks for: it must not be found in the cache afterwards."""
+        words, first = self._words_for(load), like.turns[0]
+        prompt = words.take(random.Random("warm up"), 16 if first.tokens is None else min(first.tokens, 256))
+        turn = Turn(prompt, min(first.max_tokens, WARM_UP_TOKENS))
+        for _ in range(max(1, load.warm_ups)):
+            ask_once(self.server, load.asking, Conversation((turn,)))
+        self._warm = True
+
+    def alone(self, load: Load) -> Measured:
+        """A few requests, one after another: what no rate can be better than."""
+        few = self.conversations(replace(load, requests=ALONE, seed=load.seed - 1))
+        if not self._warm:
+            self.warm_up(load, few[0])
+        return Measured([ask_once(self.server, load.asking, one) for one in few], load.slo)
+
+    def conversations(self, load: Load) -> list[Conversation]:
+        return load.workload.make(load.requests, load.seed, self._words_for(load))
+
+    def _words_for(self, load: Load) -> Words:
+        """Chats and further turns are text; so are recorded conversations, which only need to be counted."""
+        turns = getattr(load.workload, "turns", 1)
+        as_text = load.asking.api == "chat" or turns > 1 or isinstance(load.workload, ShareGpt)
+        how = "text" if as_text and load.prompts == "auto" else load.prompts
+        if how not in self._words:
+            self._words[how] = words_of(self.server, how)
+        return self._words[how]
+
+    def _offsets(self, load: Load, conversations: Sequence[Conversation]) -> list[float]:
+        recorded = [conversation.at for conversation in conversations if conversation.at is not None]
+        if len(recorded) == len(conversations):
+            return recorded
+        return load.arrivals.offsets(len(conversations), load.seed)
+
+    def _setting(self, load: Load, requests: int) -> Setting:
+        server = self.server
+        recorded = isinstance(load.workload, Trace)
+        return Setting(
+            server.address.url, server.model, load.asking.api, load.describe(), load.timing,
+            float("inf") if recorded else load.arrivals.rate, load.arrivals.burstiness, requests, load.seed,
+            load.asking.most, datetime.now().strftime("%Y%m%d-%H%M%S"),
+            "openai-chat" if load.asking.api == "chat" else "openai",
+        )  # fmt: skip

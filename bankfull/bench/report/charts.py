@@ -1,0 +1,81 @@
+"""The pictures of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bankfull.bench.load.measures import Measured
+from bankfull.bench.report.report import Report
+from bankfull.limits.charts import Axis, Chart, Mark, Series
+
+MOST_POINTS = 400
+"""Of a line or a cloud: more cannot be told apart, and would only make the file larger."""
+
+
+def charts_of(report: Report) -> list[Chart]:
+    """As many as there is something to show for."""
+    m = report.measured
+    found = [latency_chart(report)] if m.good else []
+    if m.slo.stated:
+        found.append(attainment_chart(m))
+    if m.duration >= 2:
+        found.append(timeline_chart(m))
+    if m.good:
+        found.append(arrival_chart(m))
+    return found
+
+
+def latency_chart(report: Report) -> Chart:
+    """How many requests were as fast as that, or faster."""
+    m = report.measured
+    series = []
+    for name, title in (("ttft", "TTFT"), ("tpot", "TPOT"), ("e2e", "E2E")):
+        values = sorted(v for outcome in m.good if (v := outcome.figures()[name]) is not None and v > 0)
+        if values:
+            shares = [(value, 100 * (rank + 1) / len(values)) for rank, value in enumerate(values)]
+            series.append(Series(title, thinned(shares)))
+            if (least := report.least.get(name)) is not None:
+                series.append(Series(f"least {title}", [(least, 0.0), (least, 100.0)], dashed=True))
+    return Chart(
+        "Latencies: the part of the requests that took no longer", Axis("time", log=True, unit="s"),
+        Axis("requests", low=0, high=100, unit="%"), series,
+    )  # fmt: skip
+
+
+def attainment_chart(m: Measured) -> Chart:
+    """What wider or tighter objectives would have meant."""
+    curve = [(scale, 100 * part) for scale, part in m.attainment_curve()]
+    return Chart(
+        f"Attainment of {m.slo}, were the objectives so many times as wide", Axis("times as wide", log=True),
+        Axis("requests that meet all", low=0, high=100, unit="%"), [Series("attainment", curve)],
+        [Mark(1.0, 100 * m.attained(), f"{100 * m.attained():.3g}%")],
+    )  # fmt: skip
+
+
+def timeline_chart(m: Measured) -> Chart:
+    rows = m.per_second()
+    return Chart(
+        "The run, second by second", Axis("time", unit="s"), Axis("in each second", low=0),
+        [
+            Series("events with tokens", thinned([(second, events) for second, events, _ in rows]), kind="area"),
+            Series("requests on their way", thinned([(second, open_) for second, _, open_ in rows])),
+        ],
+    )  # fmt: skip
+
+
+def arrival_chart(m: Measured) -> Chart:
+    """Whether those who came later waited longer."""
+    clouds = {
+        "TTFT": [(o.due, o.ttft) for o in m.good if o.ttft is not None and o.ttft > 0],
+        "E2E": [(o.due, o.e2e) for o in m.good if o.e2e > 0],
+    }
+    series = [Series(name, thinned(points), kind="points") for name, points in clouds.items() if points]
+    return Chart("Each request, by when it was due", Axis("due", unit="s"), Axis("took", log=True, unit="s"), series)
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most so many, evenly chosen; the last one always."""
+    if len(points) <= MOST_POINTS:
+        return [(float(x), float(y)) for x, y in points]
+    step = (len(points) - 1) / (MOST_POINTS - 1)
+    return [(float(points[round(n * step)][0]), float(points[round(n * step)][1])) for n in range(MOST_POINTS)]

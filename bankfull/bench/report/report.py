@@ -1,0 +1,220 @@
+"""A run with all that is known about it, and the figures that a reader gets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from bankfull.bench.load.client import Outcome
+from bankfull.bench.load.energy import Energy
+from bankfull.bench.load.limit import Reached
+from bankfull.bench.load.measures import Measured
+from bankfull.bench.load.stalls import Stall, sums, worst_at
+
+MILLION = 1e6
+LATE_SECONDS = 1e-3
+"""Sent later than this, a request tells as much about the client as about the server."""
+DISTURBED = 0.01
+"""The part of the requests above which the client's own standstills are worth a warning."""
+
+GROWTH = 2.0
+"""Of latencies from the first quarter of a run to the last: above it the queue probably grows without end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What was asked, of whom, and when."""
+
+    url: str
+    model: str
+    api: str
+    workload: str
+    arrivals: str
+    rate: float
+    """Per second; infinite: all at once."""
+    burstiness: float
+    requests: int
+    seed: int
+    most: int | None
+    date: str
+    """As 20260131-142355."""
+    backend: str = "openai"
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Of the machine that serves, by the hour."""
+
+    per_hour: float
+    source: str
+
+    def per_million(self, tokens: int, seconds: float) -> float | None:
+        return self.per_hour / 3600 * seconds / tokens * MILLION if tokens else None
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One line: a value with its unit, and where it is known the limit and how near the value is."""
+
+    name: str
+    value: float | None
+    unit: str = ""
+    percent: float | None = None
+    """Of the limit."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    setting: Setting
+    measured: Measured
+    reached: Reached | None = None
+    """Where the server is ours and tells."""
+    least: Mapping[str, float] = field(default_factory=dict)
+    """Latency -> the mean of the shortest times for each request alone."""
+    energy: Energy | None = None
+    price: Price | None = None
+    stalls: Sequence[Stall] = ()
+    """When the client itself did not run although it had to."""
+
+    def percent(self, latency: str) -> float | None:
+        """How near the mean is to the least."""
+        found, least = self.measured.latencies[latency], self.least.get(latency)
+        return None if found is None or least is None or not found.mean else 100 * least / found.mean
+
+    def rates(self) -> Iterator[Figure]:
+        m, reached = self.measured, self.reached
+        near = None if reached is None else reached.percent_of_rate
+        yield Figure("completed", len(m.good), "requests")
+        yield Figure("failed", len(m.failed), "requests", note=self.failures())
+        yield Figure("job completion time", m.duration, "s")
+        yield Figure("requests/s", m.request_rate, note=f"{m.request_rate * 60:.4g} per minute")
+        if m.slo.stated:
+            yield Figure("goodput", m.goodput, "requests/s", note=f"objectives: {m.slo}")
+            yield Figure("attainment", 100 * m.attained(), "%", note="of all requests meet every objective")
+        yield Figure("input tokens/s", m.input_tokens / m.duration, note=self._cached())
+        yield Figure("output tokens/s", m.output_tokens / m.duration, percent=near)
+        yield Figure("all tokens/s", (m.input_tokens + m.output_tokens) / m.duration, percent=near)
+        yield Figure("most requests at once", m.most_at_once())
+
+    def machine(self) -> Iterator[Figure]:
+        """What the machine gave for it, as far as it tells."""
+        m, reached = self.measured, self.reached
+        if reached is not None:
+            yield Figure("engine busy", 100 * reached.busy, "%", note="of the time, inside steps")
+            yield Figure("steps, % of limit", reached.percent_of_limit, "%", note="the least time for them over theirs")
+            for kind, named in (("decode", "decoding"), ("prompt", "with prompts")):
+                mbu, mfu = reached.mbu(kind), reached.mfu(kind)
+                if mbu is not None:
+                    yield Figure(f"MBU, steps {named}", 100 * mbu, "%", note="of the memory's bandwidth")
+                if mfu is not None:
+                    yield Figure(f"MFU, steps {named}", 100 * mfu, "%", note="of the peak of arithmetic")
+        if self.stalls:
+            by_machine, by_itself = sums(self.stalls)
+            for stalled, why in ((by_machine, "this machine ran others"), (by_itself, "it had work to do")):
+                yield Figure("client stood still", 1e3 * stalled.seconds, "ms", note=f"{why}: {stalled.times} times, "
+                             f"{1e3 * stalled.longest:.3g} ms at most")  # fmt: skip
+        if self.energy is not None:
+            yield Figure("energy", self.energy.total, "J", note=", ".join(self.energy.joules))
+            yield Figure("power", self.energy.watts, "W")
+            yield Figure("energy per output token", self.energy.per_token(m.output_tokens), "J")
+        if self.price is not None:
+            source = f"at {self.price.per_hour:g} per hour, {self.price.source}"
+            whole = m.input_tokens + m.output_tokens
+            yield Figure("cost per million output tokens", self.price.per_million(m.output_tokens, m.duration), "$",
+                         note=source)  # fmt: skip
+            yield Figure("cost per million tokens", self.price.per_million(whole, m.duration), "$", note=source)
+
+    def failures(self, most: int = 3) -> str:
+        """Why, the commonest reasons first."""
+        found = Counter(outcome.error for outcome in self.measured.failed).most_common(most)
+        return "; ".join(f"{count}x {reason}" for reason, count in found)
+
+    def warnings(self) -> list[str]:
+        """What a reader must know before believing the figures."""
+        late, found = self.measured.late, []
+        if late is not None and late.p99 > LATE_SECONDS:
+            found.append(
+                f"1% of the requests were sent {late.p99 * 1e3:.3g} ms late or later: {self._why_late()}, and it counts"
+            )
+        if self.disturbed > DISTURBED * len(self.measured.outcomes):
+            longest = max(stall.seconds for stall in self.stalls)
+            found.append(
+                f"{self.disturbed} requests were sent, or their first or last token was read, while or just after "
+                f"the client stood still for more than 1 ms ({longest * 1e3:.3g} ms at most): it is in their figures"
+            )
+        if (growth := self.measured.growth) is not None and growth > GROWTH and self.setting.rate != float("inf"):
+            found.append(
+                f"the last quarter of the requests took {growth:.3g} times as long as the first: the server does not "
+                "keep up, and latencies grow with the length of the run"
+            )
+        if self.measured.failed:
+            found.append(f"{len(self.measured.failed)} requests failed: {self.failures()}")
+        return found
+
+    @cached_property
+    def disturbed(self) -> int:
+        """Requests whose figures hold a millisecond or more of the client's own standstill."""
+        long = [stall for stall in self.stalls if stall.seconds > LATE_SECONDS]
+        moments = map(_by_the_clients_clock, self.measured.outcomes)
+        return sum(any(worst_at(long, moment) is not None for moment in some) for some in moments)
+
+    def _why_late(self) -> str:
+        if self.setting.most is not None:
+            return "the limit on requests at once held them back"
+        by_machine, by_itself = sums(self.stalls)
+        if by_itself.seconds > by_machine.seconds:
+            return "the client had more to do than one core does in time"
+        return "this machine was too busy to send them in time"
+
+    @property
+    def offered(self) -> float:
+        """Requests per second that came, up to the last one."""
+        last = max(outcome.due for outcome in self.measured.outcomes)
+        return len(self.measured.outcomes) / last if last > 0 else float("inf")
+
+    def _cached(self) -> str:
+        cached = self.measured.cached_tokens
+        if cached is None or not self.measured.input_tokens:
+            return ""
+        return f"{100 * cached / self.measured.input_tokens:.3g}% of them found in the server's cache"
+
+    def as_json(self) -> dict[str, Any]:
+        """What other benchmarks have no names for."""
+        m = self.measured
+        return {
+            "workload": self.setting.workload, "arrivals": self.setting.arrivals, "seed": self.setting.seed,
+            "url": self.setting.url, "slo": {name: 1e3 * value for name, value in m.slo.stated.items()},
+            "attainment": m.attained() if m.slo.stated else None, "attainment_curve": m.attainment_curve(),
+            "requests_per_minute": m.request_rate * 60, "input_throughput": m.input_tokens / m.duration,
+            "cached_input_tokens": m.cached_tokens,
+            "offered_rate": None if self.offered == float("inf") else self.offered,
+            "sent_late_s": None if m.late is None else asdict(m.late),
+            "kernel_stamped_requests": sum(outcome.stamped for outcome in m.outcomes),
+            "client_stalls": dict(zip(("by_machine", "by_itself"), map(asdict, sums(self.stalls)), strict=True))
+            | {"disturbed_requests": self.disturbed},
+            "least_ms": {name: 1e3 * value for name, value in self.least.items()},
+            "percent_of_limit": {name: self.percent(name) for name in self.least},
+            "reached": None if self.reached is None else self.reached.as_json(),
+            "energy": None if self.energy is None
+            else {"joules": self.energy.joules, "watts": self.energy.watts,
+                  "joules_per_output_token": self.energy.per_token(m.output_tokens)},
+            "cost": None if self.price is None
+            else {"price_per_hour": self.price.per_hour, "source": self.price.source,
+                  "per_million_output_tokens": self.price.per_million(m.output_tokens, m.duration),
+                  "per_million_tokens": self.price.per_million(m.input_tokens + m.output_tokens, m.duration)},
+            "warnings": self.warnings(),
+        }  # fmt: skip
+
+
+def _by_the_clients_clock(one: Outcome) -> Iterator[float]:
+    """The moments that its figures hang on and that nobody but the client saw."""
+    yield one.due if one.sent is None else one.sent
+    if one.times and (not one.stamped or one.times[:1] == one.times[1:2]):
+        yield one.times[0]  # it may have lain there until the second joined it, whose stamp it has then
+    if not one.stamped:
+        yield one.ended

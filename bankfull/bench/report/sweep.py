@@ -1,0 +1,85 @@
+"""A search for the highest rate, for a reader: a table of its trials and a chart of attainment against rate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bankfull.bench.load.measures import Measured
+from bankfull.bench.load.sweep import Found, Search
+from bankfull.bench.report.html import Section, page, sections, table
+from bankfull.bench.report.report import Report
+from bankfull.bench.report.text import TITLES, heading
+from bankfull.limits.charts import Axis, Chart, Mark, Series
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+HEADINGS = ("requests/s", "attainment", "", "TTFT p99, ms", "TPOT p99, ms", "goodput", "output tokens/s")
+
+
+def answer(found: Found, search: Search, slo: str) -> str:
+    """The result as a sentence."""
+    asked = f"{100 * search.target:g}% of the requests meet {slo}"
+    if found.rate is None:
+        return f"No rate was found at which {asked}: {found.failed:.4g} requests/s failed, too."
+    beyond = (
+        "; nothing higher was tried" if found.failed is None else f"; {found.failed:.4g} requests/s were too many"
+    )
+    passes = sum(trial.rate == found.rate and trial.passed for trial in found.tried)
+    return f"{found.rate:.4g} requests/s is the highest rate at which {asked}, {passes} times out of {passes}{beyond}."
+
+
+def hopeless(alone: Measured) -> str:
+    took = {name: found for name in alone.slo.stated if (found := alone.latencies[name]) is not None}
+    figures = ", ".join(f"{TITLES[name]} {1e3 * found.mean:.4g} ms" for name, found in took.items())
+    return f"No rate can meet {alone.slo}: even a request that has the server for itself does not ({figures})."
+
+
+def trial_cells(found: Found, reports: list[Report]) -> list[tuple[str, ...]]:
+    rows = []
+    for trial, report in zip(found.tried, reports, strict=True):
+        m = report.measured
+        ends = [m.latencies[name] for name in ("ttft", "tpot")]
+        verdict = ("confirmed" if trial.confirming else "passed") if trial.passed else "failed"
+        rows.append((
+            f"{trial.rate:.4g}", f"{100 * trial.attained:.3g}%", verdict,
+            *("-" if end is None else f"{1e3 * end.p99:.4g}" for end in ends),
+            "-" if m.goodput is None else f"{m.goodput:.4g}", f"{m.output_tokens / m.duration:.4g}",
+        ))  # fmt: skip
+    return rows
+
+
+def sweep_table(found: Found, reports: list[Report]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(title=Text(heading(reports[-1]).rpartition(";")[0]))
+    for column in HEADINGS:
+        made.add_column(column, justify="right", no_wrap=True)
+    for row in trial_cells(found, reports):
+        made.add_row(*row)
+    return made
+
+
+def sweep_chart(found: Found, search: Search) -> Chart:
+    curve = [(rate, 100 * part) for rate, part in found.curve()]
+    marks = [] if found.rate is None else [Mark(found.rate, dict(curve)[found.rate], f"{found.rate:.4g}/s")]
+    reach = [(curve[0][0], 100 * search.target), (curve[-1][0], 100 * search.target)]
+    return Chart(
+        "Attainment against rate", Axis("requests/s", log=True),
+        Axis("requests that meet all", low=0, high=100, unit="%"),
+        [Series("attainment", curve), Series("asked for", reach, dashed=True)], marks,
+    )  # fmt: skip
+
+
+def sweep_html(found: Found, search: Search, reports: list[Report]) -> str:
+    """The trials, and the last run at the highest rate in full."""
+    slo = str(reports[0].measured.slo)
+    parts = [Section("Trials", table(HEADINGS, trial_cells(found, reports)), [sweep_chart(found, search)])]
+    at_best = [report for trial, report in zip(found.tried, reports, strict=True) if trial.rate == found.rate]
+    for report in at_best[-1:]:
+        parts += [
+            Section(f"At {found.rate:.4g} requests/s: {part.title.lower()}", part.body, part.charts)
+            for part in sections(report)
+        ]
+    return page(answer(found, search, slo), heading(reports[0]).rpartition(";")[0], parts)

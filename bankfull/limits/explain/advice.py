@@ -1,0 +1,208 @@
+"""What would have made a request faster: one or two sentences that follow from numbers.
+
+Every saving is the difference of two meter runs: the request's average step as it was, and the same step with other
+storage, fewer tokens or more sequences. Time inside kernels is taken to shrink as the limit does; the host's is not.
+Where kernels are far from the limit that would be wrong: then the slow ones are named instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bankfull.errors import BankfullError
+from bankfull.limits.explain.instruments import taped_of
+from bankfull.limits.explain.kernel_profile import KernelCosts
+from bankfull.limits.explain.recorder import DECODE, PREEMPTED, PREFILL, RECOMPUTE, Part, Story
+from bankfull.limits.explain.slow_part import KernelLimits
+from bankfull.limits.meter.closed_form import closed_form
+from bankfull.limits.meter.yardstick import Yardstick
+from bankfull.limits.model.recipe import Recipe
+from bankfull.limits.model.variants import stored_otherwise, with_int8_pages
+from bankfull.llm import LLM
+from bankfull.ops import native
+
+WORTH_SAYING = 0.05
+"""Share of the whole time that a change must save."""
+MORE_STREAMS = 8
+WORTH_ADDING = 0.2
+"""More throughput, from which on more streams are worth a sentence."""
+STEP, SCORED = 0, 1
+"""The features that are the step's own, not its sequences'."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    sentence: str
+    change: str
+    options: dict[str, str] = field(default_factory=dict)
+    """Of the engine; none where a client, or a file, has to change."""
+    limit_before: float = 0.0
+    """Seconds of the average step at the machine's limit, by the meter."""
+    limit_after: float = 0.0
+    seconds_saved: float = 0.0
+    """Of the request."""
+    throughput_gain: float = 0.0
+    """For what costs a request time, but serves more of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    name: str
+    options: Mapping[str, str]
+    yardstick: Yardstick
+
+
+@dataclass(frozen=True, slots=True)
+class Adviser:
+    """What one loaded model could be run as instead."""
+
+    yardstick: Yardstick
+    alternatives: Sequence[Alternative]
+    rows: int
+    step_tokens: int
+    more_tokens: float | None = None
+    """How many times as many tokens the same memory would hold in int8 pages; None where pages are so already."""
+    kernels: KernelLimits | None = None
+    """None where the kernels of a step cannot be told apart."""
+
+    def advise(self, story: Story) -> list[Advice]:
+        """The kernels that are far below the limit, or the best saving; then what more streams would give, where there
+        is any to be had."""
+        whole = max(story.seconds, 1e-9)
+        slow = self._slow_kernels(story)
+        savings = [] if slow else [*self._storage(story), *self._chunks(story)]
+        found = [one for one in [*savings, *self._room(story)] if one.seconds_saved >= WORTH_SAYING * whole]
+        found.sort(key=lambda advice: -advice.seconds_saved)
+        if slow is not None:
+            return [slow, *found[:1]]
+        streams = self._streams(story)
+        return found[:1] + ([] if streams is None else [streams])
+
+    def _slow_kernels(self, story: Story) -> Advice | None:
+        part = heaviest(story)
+        if part is None or self.kernels is None:
+            return None
+        slow = self.kernels.slowest(part, self.yardstick)
+        if slow is None:
+            return None
+        return Advice(
+            slow.sentence(part.name, self.kernels.kernels), "slow kernels", {}, slow.seconds / part.steps,
+            slow.least / part.steps, slow.seconds - slow.least,
+        )  # fmt: skip
+
+    def _storage(self, story: Story) -> Iterator[Advice]:
+        """Fewer bytes for weights or state, over all that was computed for the request."""
+        parts = [part for part in story.parts.values() if part.features is not None]
+        for other in self.alternatives:
+            saved = before = after = 0.0
+            for part in parts:
+                old, new = self._limits(part, other.yardstick)
+                saved += part.inside * (1 - new / old)
+                before, after = before + old * part.steps, after + new * part.steps
+            if not before or saved <= 0:
+                continue
+            busy = sum(part.seconds for part in parts)
+            steps = sum(part.steps for part in parts)
+            how = _options(other.options) or "a file of that kind"
+            sentence = f"{other.name} ({how}) would save about {busy / (busy - saved):.2g}x"
+            yield Advice(
+                sentence, other.name, dict(other.options), before / steps, after / steps, seconds_saved=saved
+            )  # fmt: skip
+
+    def _limits(self, part: Part, other: Yardstick) -> tuple[float, float]:
+        mean = _mean(part)
+        return self.yardstick.seconds(mean), other.seconds(mean)
+
+    def _chunks(self, story: Story) -> Iterator[Advice]:
+        """Decoding waits for the prompts that others bring into the same step; smaller chunks make it wait less."""
+        part = story.parts.get(DECODE)
+        if part is None or part.features is None or part.prompt_features is None or self.step_tokens < 2:
+            return
+        mean, prompts = _mean(part), part.prompt_features / part.steps
+        before, after = self.yardstick.seconds(mean), self.yardstick.seconds(mean - prompts / 2)
+        saved = part.inside * (1 - after / before)
+        half = max(1, self.step_tokens // 2)
+        yield Advice(
+            f"others' prompts came into its steps: half as many tokens per step (--step-tokens {half}) would save "
+            f"{saved:.2g} s of its decoding", "smaller chunks", {"step_tokens": str(half)}, before, after, saved,
+        )  # fmt: skip
+
+    def _room(self, story: Story) -> Iterator[Advice]:
+        """Whoever was preempted for lack of memory waited, and was computed again."""
+        again = story.parts.get(RECOMPUTE)
+        if not story.preemptions or self.more_tokens is None:
+            return
+        lost = sum(part.seconds for name, part in story.parts.items() if name in (RECOMPUTE, PREEMPTED))
+        limit = 0.0 if again is None or again.limit is None else again.limit / again.steps
+        yield Advice(
+            f"int8 keys and values (--kv-dtype int8) would hold {self.more_tokens:.2g} times as many tokens in the "
+            f"same memory; being preempted took {lost:.2g} s", "room for state", {"kv_dtype": "int8"}, limit, 0.0, lost,
+        )  # fmt: skip
+
+    def _streams(self, story: Story) -> Advice | None:
+        """One token of each sequence, with some more of them like the average one."""
+        part = story.parts.get(DECODE)
+        if part is None or part.features is None or not part.sequences or part.seconds <= 0:
+            return None
+        mean, batch = _mean(part), part.mean_sequences
+        one = mean / batch
+        one[[STEP, SCORED]] = 0.0
+        before, after = self.yardstick.seconds(mean), self.yardstick.seconds(mean + MORE_STREAMS * one)
+        step = part.seconds / part.steps
+        longer = part.inside / part.steps * (after / before - 1)
+        gain = (batch + MORE_STREAMS) / batch * step / (step + longer) - 1
+        if gain < WORTH_ADDING:
+            return None
+        rows = round(batch) + MORE_STREAMS
+        options = {"rows": str(rows)} if rows > self.rows else {}
+        how = f" (--rows {rows})" if options else ""
+        return Advice(
+            f"{MORE_STREAMS} more streams{how} would cost {longer / step:.0%} per token and add {gain:.0%} throughput",
+            "more streams", options, before, after, -longer * part.steps, gain,
+        )  # fmt: skip
+
+
+def _mean(part: Part) -> np.ndarray:
+    assert part.features is not None
+    mean: np.ndarray = part.features / part.steps
+    return mean
+
+
+def _options(options: Mapping[str, str]) -> str:
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
+
+
+def adviser_of(llm: LLM, yardstick: Yardstick) -> Adviser:
+    """Takes a moment: each alternative is run on the meter."""
+    loaded = llm.loaded
+    recipe = Recipe.of_build(loaded.files, loaded.build)
+    metered = recipe.metered()
+    pages = with_int8_pages(recipe, metered)
+    more = None if pages is None else metered.layout.token_bytes / pages.recipe.metered().layout.token_bytes
+    alternatives = []
+    for variant in stored_otherwise(recipe, metered, loaded.device.kind):
+        if variant.name == "not quantized":
+            continue
+        other = variant.recipe
+        try:
+            form = closed_form(other.metered())
+            peak = yardstick.ceilings.peak_of(other.dtype_name, other.activations)
+        except BankfullError:  # an alternative that cannot be costed is none
+            continue
+        alternatives.append(Alternative(variant.name, variant.options, Yardstick(form, yardstick.ceilings, peak)))
+    config = loaded.frontend.engine.scheduler.config
+    taped = taped_of(loaded.frontend.engine)
+    kernels = None
+    if taped is not None:
+        which = f"{native.select_isa()} instructions, {native.threads()} threads"
+        kernels = KernelLimits(KernelCosts(metered, taped.tape.traffic), loaded.files.config, which)
+    return Adviser(yardstick, tuple(alternatives), config.rows, config.step_tokens, more, kernels)
+
+
+def heaviest(story: Story) -> Part | None:
+    """The part that was computed longest."""
+    computed = [story.parts[name] for name in (PREFILL, DECODE, RECOMPUTE) if name in story.parts]
+    return max(computed, key=lambda part: part.seconds, default=None)

@@ -1,0 +1,148 @@
+"""Why was it slow? Where the time of a request, or of a run, went; each part beside the limit of the machine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from bankfull.limits.explain.advice import Advice, Adviser, heaviest
+from bankfull.limits.explain.recorder import DECODE, HELD_BACK, PREEMPTED, PREFILL, RECOMPUTE, Part, Story
+from bankfull.limits.meter.yardstick import Yardstick
+
+QUEUE = "queue"
+ORDER = (QUEUE, PREFILL, DECODE, RECOMPUTE, PREEMPTED, HELD_BACK)
+MUCH_WAITING, MUCH_HOST = 0.3, 0.2
+"""Share of the time from which on they are named."""
+BEYOND = 105.0
+"""Percent of a limit above which the limit is doubted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Detail:
+    """A part's seconds, taken apart; they add up. None where the machine's limit is not known."""
+
+    own_limit: float | None
+    """The shortest time that the machine could take for the request alone."""
+    batch_mates: float | None
+    """What the tokens of others add to that limit."""
+    other_prompts: float | None
+    """What the prompts of others add to it."""
+    kernels: float | None
+    """Kernels beyond the limit of all that; negative where the limit was measured on a busier machine."""
+    host: float
+    """Outside of kernels: planning, settling, text, sending."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedPart:
+    part: str
+    seconds: float
+    share: float
+    """Of the whole."""
+    steps: int = 0
+    tokens: int = 0
+    mean_batch: float | None = None
+    limit_seconds: float | None = None
+    percent_of_limit: float | None = None
+    bound: str | None = None
+    """memory or arithmetic: of the average step."""
+    detail: Detail | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    seconds: float
+    prompt_tokens: int
+    cached_tokens: int
+    preemptions: int
+    recomputed_tokens: int
+    parts: tuple[ExplainedPart, ...]
+    summary: str
+    advice: tuple[Advice, ...] = field(default=())
+    ahead: int = 0
+    """Sequences that waited when it came."""
+    cached_saved_seconds: float | None = None
+    """What the cached part of the prompt would have cost at the limit."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def explain(story: Story, yardstick: Yardstick | None = None, adviser: Adviser | None = None) -> Explanation:
+    whole = max(story.seconds, 1e-9)
+    parts = [ExplainedPart(QUEUE, story.queue, story.queue / whole)] if story.queue > 0 else []
+    parts += [_part(part, whole, yardstick) for part in story.parts.values() if part.seconds > 0 or part.steps]
+    parts.sort(key=lambda part: ORDER.index(part.part))
+    advice = [] if adviser is None else adviser.advise(story)
+    saved = None
+    if yardstick is not None and story.cached:
+        saved = _prefill_seconds(story.cached, yardstick)
+    return Explanation(
+        story.seconds, story.prompt, story.cached, story.preemptions, story.recomputed, tuple(parts),
+        _summary(story, parts, yardstick, advice), tuple(advice), story.waiting, saved,
+    )  # fmt: skip
+
+
+def _prefill_seconds(tokens: int, yardstick: Yardstick) -> float:
+    """Of a prompt's first tokens in one step, whose scores nobody wants."""
+    from bankfull.limits.meter.step import StepShape
+
+    return yardstick.least(yardstick.form.cost(StepShape((tokens,), (tokens,), 0)))
+
+
+def _part(part: Part, whole: float, yardstick: Yardstick | None) -> ExplainedPart:
+    if not part.steps:
+        return ExplainedPart(part.name, part.seconds, part.seconds / whole)
+    host = part.seconds - part.inside
+    bound = percent = None
+    detail = Detail(None, None, None, None, host)
+    if part.limit is not None and part.decodes is not None and part.alone is not None:
+        detail = Detail(
+            part.alone, part.decodes - part.alone, part.limit - part.decodes, part.inside - part.limit, host
+        )
+        percent = 100 * part.limit / part.seconds if part.seconds else None
+        if yardstick is not None and part.features is not None:
+            bound = yardstick.bound(part.features / part.steps)
+    return ExplainedPart(
+        part.name, part.seconds, part.seconds / whole, part.steps, part.tokens, part.mean_sequences, part.limit,
+        percent, bound, detail,
+    )  # fmt: skip
+
+
+def _summary(
+    story: Story, parts: list[ExplainedPart], yardstick: Yardstick | None, advice: list[Advice]
+) -> str:  # fmt: skip
+    """One or two sentences: what took longest, how near the limit that is, and what would change it."""
+    whole = max(story.seconds, 1e-9)
+    sentences = []
+    waited = story.seconds - sum(part.seconds for part in story.parts.values() if part.steps)
+    if waited > MUCH_WAITING * whole:
+        sentences.append(_waiting(story, waited / whole))
+    part = heaviest(story)
+    said = [a.sentence for a in advice]
+    if part is not None:
+        shown = next(found for found in parts if found.part == part.name)
+        lead = f"{part.name} took {shown.share:.0%} of the time"
+        if shown.percent_of_limit is not None:
+            lead += f" and is bound by {shown.bound} at {shown.percent_of_limit:.0f}% of the limit"
+            if yardstick is not None and math.isinf(yardstick.peak):
+                lead += " (of memory alone: its arithmetic was not measured)"
+            if shown.percent_of_limit > BEYOND:
+                lead += ", which was measured on a busier machine (`bankfull limits --refresh` measures it again)"
+        host = part.seconds - part.inside
+        if host > MUCH_HOST * part.seconds:
+            lead += f", {host / part.seconds:.0%} of it outside of kernels"
+        sentences.append("; ".join([f"{lead}: {said[0]}", *said[1:]]) if said else lead)
+    return " ".join(sentence[:1].upper() + sentence[1:] + "." for sentence in sentences)
+
+
+def _waiting(story: Story, share: float) -> str:
+    if story.preemptions:
+        times = "once" if story.preemptions == 1 else f"{story.preemptions} times"
+        return (
+            f"it waited for {share:.0%} of the time, was preempted {times} for lack of memory, and computed "
+            f"{story.recomputed} tokens again"
+        )
+    others = f"{story.waiting} others in the queue and {story.running} running"
+    return f"it waited for {share:.0%} of the time, behind {others}"

@@ -1,0 +1,111 @@
+"""Where the time of a captured step goes, kernel by kernel, beside the least time that each could take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bankfull.limits.meter.closed_form import STEPS, TOKENS, features, forms_by_operation
+from bankfull.limits.meter.metered import HEAD
+from bankfull.limits.meter.step import StepShape
+from bankfull.limits.statistics import per_second
+from bankfull.ops.cost import Cost
+
+if TYPE_CHECKING:
+    from bankfull.limits.machine.ceilings import Ceilings
+    from bankfull.limits.meter.metered import MeteredModel
+    from bankfull.ops.native.tape.traffic import Traffic
+
+Spent = Mapping[str, tuple[float, int]]
+"""Label -> seconds and runs."""
+Row = dict[str, str | float | None]
+HOST, STEP = "host", "step"
+"""Everything outside of the kernels; and all rows together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    label: str
+    seconds: float
+    runs: int
+    costs: tuple[Cost, ...]
+    """For each step, all its runs together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One phase of a repetition."""
+
+    name: str
+    seconds: float
+    kernels: tuple[Kernel, ...]
+    """Those that took longest first."""
+    costs: tuple[Cost, ...]
+    """What each step needs as a whole, by the meter: operation by operation, so without what fusing them saves."""
+
+    @property
+    def steps(self) -> int:
+        return len(self.costs)
+
+    def rows(self, ceilings: Ceilings | None, peak: float) -> list[Row]:
+        """One for each kernel, then the host's, then the step's; times are those of a step, on average."""
+        rows = [self._row(k.label, k.seconds, k.runs, k.costs, ceilings, peak) for k in self.kernels]
+        host = max(0.0, self.seconds - sum(kernel.seconds for kernel in self.kernels))
+        rows.append(self._row(HOST, host, None, (), ceilings, peak))
+        rows.append(self._row(STEP, self.seconds, None, self.costs, ceilings, peak))
+        return rows
+
+    def _row(
+        self, label: str, seconds: float, runs: int | None, costs: Sequence[Cost], ceilings: Ceilings | None,
+        peak: float,
+    ) -> Row:  # fmt: skip
+        total = sum(costs, Cost())
+        least = None
+        if ceilings is not None and total != Cost():
+            # A kernel finds its weights where the step before left them: the step's reads are the working set.
+            reach = (ceilings.read_at(step.read) for step in self.costs)
+            least = sum(cost.seconds(peak, bandwidth) for cost, bandwidth in zip(costs, reach, strict=True))
+        return {
+            "kernel": label, "runs_per_step": None if runs is None else runs / self.steps,
+            "seconds_per_step": seconds / self.steps, "share": seconds / self.seconds if self.seconds else None,
+            "bytes_per_s": per_second(total.bytes, seconds), "flop_per_s": per_second(total.flops, seconds),
+            "least_seconds_per_step": None if least is None else least / self.steps,
+            "percent_of_limit": None if least is None or not seconds else 100 * least / seconds,
+        }  # fmt: skip
+
+
+class KernelCosts:
+    """What the kernels of one tape need in a step: from the tape, where that follows from the step's tokens; else from
+    the meter."""
+
+    def __init__(self, model: MeteredModel, traffic: Mapping[str, Traffic]) -> None:
+        self._traffic = traffic
+        self._calls = model.cost(StepShape.decode()).calls
+        self._forms = forms_by_operation(model)
+        self._windows = next(iter(self._forms.values())).windows
+
+    def of(self, label: str, step: StepShape) -> Cost:
+        return self.summed(label, features(step, self._windows))
+
+    def summed(self, label: str, found: np.ndarray) -> Cost:
+        """Of features that may have been summed over steps."""
+        if label == HEAD:
+            own = (form for name, form in self._forms.items() if name.startswith(f"{HEAD}/"))
+            return sum((form.cost_of(found) for form in own), Cost())
+        traffic, steps, tokens = self._traffic[label], float(found[STEPS]), float(found[TOKENS])
+        if not traffic.operation:
+            return Cost(traffic.flops * tokens, traffic.fixed * steps + traffic.per_token * tokens)
+        # Some of an operation's calls may be on the tape, others breaks in it; they share its cost evenly.
+        share = traffic.count / self._calls[traffic.operation]
+        return self._forms[traffic.operation].cost_of(found) * share
+
+    def part(self, name: str, seconds: float, spent: Spent, steps: Sequence[StepShape], costs: Sequence[Cost]) -> Part:
+        kernels = [
+            Kernel(label, taken, runs, tuple(self.of(label, step) for step in steps))
+            for label, (taken, runs) in spent.items()
+        ]
+        kernels.sort(key=lambda kernel: -kernel.seconds)
+        return Part(name, seconds, tuple(kernels), tuple(costs))

@@ -1,0 +1,294 @@
+"""Where the time of a request goes, noted step by step while somebody wants to know; otherwise nothing is noted.
+
+Steps are told apart by the moments at which their results arrived: from one to the next is the span of a step, whatever
+the depth of the loop is, and the spans of a request's steps add up to its time. What is kept are sums, so that a long
+request takes no more memory than a short one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bankfull.engine import Engine
+from bankfull.limits.explain.instruments import TimedDevice, TimedHead, taped_of
+from bankfull.limits.meter.metered import HEAD
+from bankfull.limits.meter.yardstick import Yardstick
+from bankfull.types import Enter, StepPlan, Work
+
+PREFILL, DECODE, RECOMPUTE = "prefill", "decode", "recompute"
+PREEMPTED, HELD_BACK = "preempted", "held back"
+
+
+@dataclass(slots=True)
+class Part:
+    """Spans of one kind, summed up. Limits are None where this machine was never measured."""
+
+    name: str
+    seconds: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+    """Of the request itself."""
+    sequences: int = 0
+    """Over all steps, the request's own included."""
+    prompt_tokens: int = 0
+    """Of others, computed in the same steps."""
+    inside: float = 0.0
+    """Seconds inside kernels."""
+    kernels: dict[str, float] = field(default_factory=dict)
+    """The same, by the labels of the tape; empty where there is none."""
+    limit: float | None = None
+    """The shortest time that the machine could take for the steps as they were."""
+    decodes: float | None = None
+    """... had no other prompts been in them."""
+    alone: float | None = None
+    """... had nobody else been in them."""
+    features: np.ndarray | None = None
+    """Summed over the steps: of the closed form of costs."""
+    prompt_features: np.ndarray | None = None
+    """What others' prompts add to them."""
+
+    def add(self, step: StepNote, seconds: float, own: Sequence[Work], yardstick: Yardstick | None) -> None:
+        self.seconds += seconds
+        self.steps += 1
+        self.sequences += len(step.work)
+        self.inside += min(step.inside, seconds)
+        for label, taken in step.kernels.items():
+            self.kernels[label] = self.kernels.get(label, 0.0) + taken
+        self.tokens += sum(w.count for w in own)
+        mine = {id(w) for w in own}
+        strangers = [w for w in step.work if w.count > 1 and id(w) not in mine]
+        self.prompt_tokens += sum(w.count for w in strangers)
+        if yardstick is None or step.features is None:
+            return
+        self.features = step.features.copy() if self.features is None else self.features + step.features
+        limit = yardstick.seconds(step.features)
+        decodes = limit
+        if strangers:
+            rest = yardstick.features([w for w in step.work if w.count == 1 or id(w) in mine])
+            decodes, theirs = yardstick.seconds(rest), step.features - rest
+            self.prompt_features = theirs if self.prompt_features is None else self.prompt_features + theirs
+        self.limit = (self.limit or 0.0) + limit
+        self.decodes = (self.decodes or 0.0) + decodes
+        self.alone = (self.alone or 0.0) + (limit if len(own) == len(step.work) else yardstick.of_work(own))
+
+    def wait(self, seconds: float) -> None:
+        """Time in which nothing was computed for it."""
+        self.seconds += seconds
+
+    @property
+    def mean_sequences(self) -> float:
+        return self.sequences / self.steps if self.steps else 0.0
+
+
+@dataclass(slots=True)
+class StepNote:
+    """One settled step."""
+
+    work: Sequence[Work]
+    begun: float
+    ended: float
+    inside: float
+    features: np.ndarray | None
+    kernels: Mapping[str, float]
+
+
+@dataclass(slots=True)
+class Story:
+    """What happened to a request, or to a whole run."""
+
+    arrived: float
+    started: float | None = None
+    ended: float = 0.0
+    queue: float = 0.0
+    parts: dict[str, Part] = field(default_factory=dict)
+    preemptions: int = 0
+    recomputed: int = 0
+    """Tokens that were computed a second time."""
+    cached: int = 0
+    """Prompt tokens that were found in the prefix cache."""
+    prompt: int = 0
+    waiting: int = 0
+    running: int = 0
+    """Sequences that waited or ran when it came."""
+    rows: set[int] = field(default_factory=set)
+    entered: int = 0
+    children: int = 1
+    """Sequences that it has."""
+    first: float | None = None
+    """When its first token was there."""
+
+    def part(self, name: str) -> Part:
+        return self.parts.setdefault(name, Part(name))
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.arrived
+
+
+class Inside:
+    """Seconds inside kernels so far; the engine is under instruments from `open` to `close`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._taped = engine, taped_of(engine)
+        self._device, self._head = engine.runner.device, engine.runner.model.head
+        self._timed, self._timed_head = TimedDevice(self._device), TimedHead(self._head)
+        self._head_before = 0.0
+
+    def open(self, *, kernels: bool) -> None:
+        """`kernels`: each kernel of the tape is timed, too."""
+        self._engine.runner.device, self._engine.runner.model.head = self._timed, self._timed_head
+        if self._taped is not None and kernels:
+            self._taped.timed = True
+            self._taped.tape.times()
+
+    def close(self) -> None:
+        self._engine.runner.device, self._engine.runner.model.head = self._device, self._head
+        if self._taped is not None:
+            self._taped.timed = False
+
+    def take_kernels(self) -> dict[str, float]:
+        """Label -> seconds since the last call, where kernels are timed."""
+        if self._taped is None or not self._taped.timed:
+            return {}
+        found = {label: seconds for label, (seconds, _) in self._taped.tape.times().items()}
+        if (head := self._timed_head.inside - self._head_before) > 0:
+            found[HEAD] = found.get(HEAD, 0.0) + head
+        self._head_before = self._timed_head.inside
+        return found
+
+    @property
+    def seconds(self) -> float:
+        return self._timed.inside if self._taped is None else self._taped.tape.seconds + self._timed_head.inside
+
+
+class Recorder:
+    """Follows requests through an engine. It costs nothing while it follows none."""
+
+    def __init__(
+        self, engine: Engine, yardstick: Yardstick | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.yardstick = yardstick
+        self._engine, self._clock = engine, clock
+        self._stories: dict[Hashable, Story] = {}
+        self._inside: Inside | None = None
+        self._before = self._spent = 0.0
+        self._seen: set[tuple[Hashable, int]] = set()
+        self.run: Story | None = None
+        """All steps while requests are followed, as one."""
+
+    def follow(self, request: Hashable, arrived: float, samples: int = 1) -> None:
+        """From now on; to be called when the request has just been queued."""
+        if not self._stories:
+            self._attach(arrived)
+        scheduler = self._engine.scheduler
+        self._stories[request] = Story(
+            arrived, waiting=max(0, scheduler.waiting - samples), running=scheduler.running, children=samples
+        )
+
+    def follows(self, request: Hashable) -> bool:
+        return request in self._stories
+
+    def finish(self, request: Hashable, ended: float) -> Story:
+        """The whole story; `ended` by the engine's clock."""
+        story = self._stories[request]
+        story.ended = ended
+        if story.started is None:
+            story.queue = ended - story.arrived
+        elif story.parts and (rest := ended - self._last_of(story)) > 0:
+            name = DECODE if DECODE in story.parts else next(iter(story.parts))
+            story.part(name).wait(rest)  # its text was made of tokens, and sent
+        self.forget(request)
+        return story
+
+    def _last_of(self, story: Story) -> float:
+        return story.arrived + story.queue + sum(part.seconds for part in story.parts.values())
+
+    def forget(self, request: Hashable) -> None:
+        if self._stories.pop(request, None) is not None and not self._stories:
+            self._detach()
+
+    # -- while steps run
+
+    def _attach(self, now: float) -> None:
+        self._inside = Inside(self._engine)
+        self._inside.open(kernels=self.yardstick is not None)
+        self._before, self._spent = now, self._inside.seconds
+        self.run = Story(now, now)
+        self._seen.clear()
+        self._engine.settled.append(self._note)
+
+    def _detach(self) -> None:
+        assert self._inside is not None
+        self._engine.settled.remove(self._note)
+        self._inside.close()
+        self._inside = None
+
+    def _note(self, plan: StepPlan) -> None:
+        assert self._inside is not None and self.run is not None
+        now, spent = self._clock(), self._inside.seconds
+        known = self.yardstick
+        found = known.features(plan.work) if known is not None and plan.work else None
+        step = StepNote(plan.work, self._before, now, spent - self._spent, found, self._inside.take_kernels())
+        self._before, self._spent = now, spent
+        for request, story in self._stories.items():
+            self._note_one(request, story, plan, step)
+        self._note_entering(plan)
+        prompts = any(w.count > 1 for w in plan.work)
+        self.run.part(PREFILL if prompts else DECODE).add(step, now - step.begun, plan.work, known)
+        self.run.ended = now
+
+    def _note_entering(self, plan: StepPlan) -> None:
+        """Of the run: what was found in the cache, and who comes back."""
+        assert self.run is not None
+        for enter in plan.enter:
+            key = (enter.payload.request, enter.child)
+            if key in self._seen:
+                self.run.preemptions += 1
+                self.run.recomputed += len(enter.tokens) - 1 - enter.computed
+            elif not enter.child:
+                self.run.prompt += enter.prompt_len
+                self.run.cached += enter.computed
+            self._seen.add(key)
+
+    def _note_one(self, request: Hashable, story: Story, plan: StepPlan, step: StepNote) -> None:
+        gone = story.rows.intersection(plan.leave)
+        story.rows -= gone
+        for enter in plan.enter:
+            if enter.payload.request == request:
+                self._enter(story, enter)
+            else:
+                story.rows.discard(enter.row)
+        if story.started is None:
+            if not story.rows:
+                return
+            story.started = self._engine.started.get(request, step.begun)
+            story.queue = story.started - story.arrived
+            step_begun = story.started
+        else:
+            step_begun = step.begun
+        seconds = max(0.0, step.ended - step_begun)
+        own = [w for w in step.work if w.row in story.rows]
+        if not own:
+            story.part(HELD_BACK if story.rows else PREEMPTED).wait(seconds)
+            return
+        name = PREFILL if story.first is None else DECODE
+        if name == DECODE and any(w.count > 1 for w in own):
+            name = RECOMPUTE
+        story.part(name).add(step, seconds, own, self.yardstick)
+        if story.first is None and any(w.sample for w in own):
+            story.first = step.ended
+
+    def _enter(self, story: Story, enter: Enter) -> None:
+        story.rows.add(enter.row)
+        story.entered += 1
+        story.prompt = enter.prompt_len
+        if story.entered == 1:
+            story.cached = enter.computed
+        elif story.entered > story.children:
+            story.preemptions += 1
+            story.recomputed += len(enter.tokens) - 1 - enter.computed  # the last one was never computed
+

@@ -1,0 +1,38 @@
+"""Requests that run to their end while a recorder follows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bankfull.errors import RequestError
+from bankfull.limits.explain.recorder import Recorder, Story
+from bankfull.llm import LLM
+from bankfull.sample.params import SamplingParams
+
+
+def run_followed(llm: LLM, recorder: Recorder, prompts: Sequence[list[int]], max_tokens: int) -> tuple[Story, Story]:
+    """All at once, greedily and to their full length; the stories of the first one and of the whole run."""
+    front = llm.loaded.frontend
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    ids = []
+    stories: dict[object, Story] = {}
+    try:
+        for prompt in prompts:
+            request = front.submit(prompt, params)
+            ids.append(request)
+            recorder.follow(request, front.pending[request].arrived)
+        while len(stories) < len(ids):
+            for delta in front.step():
+                if delta.error is not None:
+                    raise RequestError(delta.error)
+                if delta.finish_reason is not None:
+                    pending = front.pending[delta.request_id]
+                    ended = pending.arrived + (pending.result.metrics.finished or 0.0)
+                    stories[delta.request_id] = recorder.finish(delta.request_id, ended)
+    finally:
+        for request in ids:
+            recorder.forget(request)
+            front.abort(request)
+            front.pending.pop(request, None)
+    assert recorder.run is not None
+    return stories[ids[0]], recorder.run

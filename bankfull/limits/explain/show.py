@@ -1,0 +1,50 @@
+"""An explanation for a reader: a rich table. No arithmetic but units."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from bankfull.limits.explain.explain import Explanation
+from bankfull.limits.show import duration
+
+
+def explanation_table(found: Explanation, title: str) -> Table:
+    table = Table(title=f"{title}: {duration(found.seconds)}")
+    table.add_column("part")
+    for heading in (
+        "time", "share", "steps", "tokens", "batch", "at best", "% of limit", "bound", "alone", "batch-mates",
+        "others' prompts", "kernels beyond", "host",
+    ):  # fmt: skip
+        table.add_column(heading, justify="right")
+    for part in found.parts:
+        detail = part.detail
+        apart = (
+            ("-",) * 5 if detail is None
+            else tuple(map(_seconds, (detail.own_limit, detail.batch_mates, detail.other_prompts, detail.kernels,
+                                      detail.host)))
+        )  # fmt: skip
+        computed = part.steps > 0
+        table.add_row(
+            part.part, duration(part.seconds), f"{part.share:.1%}", str(part.steps) if computed else "-",
+            str(part.tokens) if computed else "-", "-" if part.mean_batch is None else f"{part.mean_batch:.3g}",
+            _seconds(part.limit_seconds), "-" if part.percent_of_limit is None else f"{part.percent_of_limit:.0f}%",
+            part.bound or "-", *apart,
+        )  # fmt: skip
+    return table
+
+
+def facts(found: Explanation) -> str:
+    """What happened beside the time, in one line; empty where nothing did."""
+    said = []
+    if found.cached_tokens:
+        worth = "" if found.cached_saved_seconds is None else f", which spared {duration(found.cached_saved_seconds)}"
+        said.append(f"{found.cached_tokens} of {found.prompt_tokens} prompt tokens were cached{worth} at the limit")
+    if found.preemptions:
+        said.append(f"preempted {found.preemptions} times, {found.recomputed_tokens} tokens computed again")
+    return "; ".join(said)
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"-{duration(-value)}" if value < 0 else duration(value)

@@ -1,0 +1,1 @@
+"""Ceilings of machines: measured on this one, or read from the catalogue."""

@@ -1,0 +1,105 @@
+"""What a step costs, as a formula: derived from the meter once per model, then evaluated in microseconds per step.
+
+Every operation's cost is linear in a few sums over the step's sequences. The features, in order: a step; a step that
+computes scores; tokens; rows of scores; sequences; recurrent states kept; and for each window class (layers that see
+equally far back, None = all the way) the query-key pairs and the cached tokens that it must read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bankfull.errors import ModelError
+from bankfull.limits.meter.step import StepShape
+from bankfull.ops.cost import Cost
+from bankfull.ops.meter import Ledger
+from bankfull.ops.reference.attention import live_from, visible_pairs
+
+if TYPE_CHECKING:
+    from bankfull.limits.meter.metered import MeteredModel
+
+Windows = tuple[int | None, ...]
+STEPS, TOKENS = 0, 2
+"""Places among the features."""
+TOLERANCE = 1e-6
+"""Relative error at which a model's cost no longer counts as linear in the features."""
+
+
+def features(step: StepShape, windows: Windows) -> np.ndarray:
+    """Features of several steps may be added: the cost of the sum is the sum of the costs."""
+    row = [1, int(step.logits > 0), step.tokens, step.logits, len(step.counts), sum(step.kept)]
+    pairs = list(zip(step.counts, step.lengths, strict=True))
+    for window in windows:
+        row.append(sum(visible_pairs(count, length, window) for count, length in pairs))
+        row.append(sum(length - live_from(count, length, window) for count, length in pairs))
+    return np.array(row, np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedForm:
+    windows: Windows
+    coefficients: np.ndarray
+    """(features, 3): flops, bytes read, bytes written."""
+
+    def cost(self, step: StepShape) -> Cost:
+        return self.cost_of(features(step, self.windows))
+
+    def cost_of(self, summed: np.ndarray) -> Cost:
+        """Of features that may have been summed over steps."""
+        flops, read, write = (summed @ self.coefficients).tolist()
+        return Cost(flops, read, write)
+
+
+def closed_form(model: MeteredModel) -> ClosedForm:
+    return _fit(model, lambda ledger: {"": ledger.sum()})[""]
+
+
+def forms_by_operation(model: MeteredModel) -> dict[str, ClosedForm]:
+    """By the names of the model's ledger."""
+    return _fit(model, lambda ledger: ledger.total)
+
+
+def _fit(model: MeteredModel, costs_of: Callable[[Ledger], Mapping[str, Cost]]) -> dict[str, ClosedForm]:
+    """One form for each name of a cost; a step that does not have the name costs nothing there."""
+    windows: Windows = tuple(sorted({g.window for g in model.layout.paged}, key=lambda w: (w is None, w or 0)))
+    steps = list(_probes(windows))
+    known = np.stack([features(step, windows) for step in steps])
+    found = [costs_of(model.cost(step)) for step in steps]
+    names = list(dict.fromkeys(name for costs in found for name in costs))
+    triples = [[costs.get(name, Cost()) for name in names] for costs in found]
+    measured = np.array([[x for cost in row for x in (cost.flops, cost.read, cost.write)] for row in triples])
+    # Columns span twelve orders of magnitude; scaled to one, the fit is exact to rounding.
+    scale = np.maximum(np.abs(known).max(0), 1.0)
+    solved = np.linalg.lstsq(known / scale, measured, rcond=None)[0] / scale[:, None]
+    # A cost that is nothing beside the largest of its kind carries that one's rounding.
+    error = np.abs(known @ solved - measured) / np.maximum(measured, np.maximum(measured.max(0) * 1e-6, 1.0))
+    if error.max() > TOLERANCE:
+        raise ModelError(
+            f"The cost of architecture {model.config.get('model_type')!r} does not follow from tokens, rows and "
+            f"context lengths (off by {error.max():.2%}); ask the meter step by step instead."
+        )
+    return {name: ClosedForm(windows, solved[:, 3 * i : 3 * i + 3]) for i, name in enumerate(names)}
+
+
+def _probes(windows: Windows) -> Iterator[StepShape]:
+    """Steps that tell all features apart, and some more that check the fit."""
+    yield StepShape.decode(1, 1)
+    yield StepShape.decode(1, 1000)
+    yield StepShape.decode(5, 64)
+    yield StepShape((4, 3), (90, 3), 0)
+    yield StepShape((4, 3), (90, 3), 0, (3, 2))
+    yield StepShape((6, 2, 1), (6, 40, 7), 5)
+    yield StepShape.prefill(64)
+    yield StepShape.prefill(33, 2, past=70)
+    for window in windows:
+        reach = 512 if window is None else window
+        yield StepShape.decode(2, reach)
+        yield StepShape.decode(3, 2 * reach + 5)
+        yield StepShape.prefill(7, past=reach + 1)
+        yield StepShape.prefill(reach + 9)
+        yield StepShape.prefill(3, past=max(reach - 2, 0))
+    yield StepShape((1, 1, 12, 9), (300, 5, 12, 411), 3, (1, 1, 4, 9))

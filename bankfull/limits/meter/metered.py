@@ -1,0 +1,230 @@
+"""A model on the meter: the family's own code over tensors that have a shape and a storage scheme, but no data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from bankfull.errors import ConfigError, ModelError
+from bankfull.layers.batch import Batch
+from bankfull.layers.build import Build
+from bankfull.limits.meter.step import StepShape
+from bankfull.models.registry import Config, build_model
+from bankfull.ops.meter import Ledger, Meter
+from bankfull.ops.registry import FLOAT
+from bankfull.runtime.forward import plan_mixers
+from bankfull.state.spec import layout_of
+from bankfull.state.storage import Storage
+from bankfull.weights.formats import SCHEMES
+from bankfull.weights.formats.dense import DTYPES
+from bankfull.weights.qtensor import QTensor
+from bankfull.weights.scheme import Scheme
+from bankfull.weights.source import ModelFiles, TensorSource
+
+META = torch.device("meta")
+HEAD = "head"
+"""Where the ledger keeps the operations that turn hidden states into scores: "head/linear", ..."""
+
+
+def blank(scheme: Scheme, shape: tuple[int, ...]) -> QTensor:
+    """A tensor of a scheme, without data."""
+    return QTensor(scheme, scheme.empty(shape, META), shape)
+
+
+class FileShapes:
+    """The tensors of a source, without their data; nothing counts as read there."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+        self.read: dict[str, QTensor] = {}
+
+    def names(self) -> list[str]:
+        return self._source.names()
+
+    def has(self, name: str) -> bool:
+        return self._source.has(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
+
+    def scheme(self, name: str) -> Scheme:
+        return self._source.scheme(name)
+
+    def get(self, name: str) -> QTensor:
+        if name not in self.read:
+            self.read[name] = blank(self._source.scheme(name), self._source.shape(name))
+        return self.read[name]
+
+    def unread(self) -> list[str]:
+        return [name for name in self._source.names() if name not in self.read]
+
+    def release(self) -> None:
+        """Nothing was read."""
+
+
+class AskedShapes:
+    """Stands for the file of a model that has none: it holds what the layers ask for, in the schemes that `choose` says
+    for a name and a shape."""
+
+    def __init__(self, choose: Callable[[str, tuple[int, ...]], Scheme], optional: Collection[str] = ()) -> None:
+        """`optional`: tensors that are there although a layer need not have them."""
+        self._choose, self._optional = choose, optional
+        self.read: dict[str, QTensor] = {}
+
+    def names(self) -> list[str]:
+        return list(dict.fromkeys((*self._optional, *self.read)))
+
+    def has(self, name: str) -> bool:
+        """Optional tensors are taken to be absent unless they were named; a layer that needs one asks for it."""
+        return name in self.read or name in self._optional
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.get(name).shape
+
+    def scheme(self, name: str) -> Scheme:
+        return self.get(name).scheme
+
+    def get(self, name: str) -> QTensor:
+        if name not in self.read:
+            raise ModelError(f"Tensor {name} has no known shape without files; give a model directory or a .gguf file.")
+        return self.read[name]
+
+    def ask(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self.read:
+            self.read[name] = blank(self._choose(name, shape), shape)
+
+    def unread(self) -> list[str]:
+        return []
+
+    def release(self) -> None:
+        """Nothing was read."""
+
+
+@dataclass(frozen=True, slots=True)
+class _AskingBuild(Build):
+    """Tells the source which shape a layer asks for, before it asks."""
+
+    # The class is named in full: a dataclass with slots is a new class, which a bare super() does not know.
+
+    def weight(self, name: str, shape: tuple[int, ...]) -> QTensor:
+        self._ask(name, shape)
+        return Build.weight(self, name, shape)
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        self._ask(name, shape)
+        return Build.tensor(self, name, shape, dtype)
+
+    def _ask(self, name: str, shape: tuple[int, ...]) -> None:
+        assert isinstance(self.source, AskedShapes)
+        self.source.ask(self._full(name), shape)
+
+
+def torch_dtype(name: str | None, model: ModelFiles | Config) -> torch.dtype:
+    """The dtype of the computation: as asked; else, as on a CPU, float32 for a GGUF file and the checkpoint's own for
+    the others."""
+    saved = None
+    if not isinstance(model, ModelFiles) or model.kind != "gguf":
+        config = model.config if isinstance(model, ModelFiles) else model
+        saved = config.get("dtype") or (config.get("text_config") or {}).get("dtype")
+    wanted = saved or "float32" if name in (None, "auto") else name
+    for known in DTYPES.values():
+        if str(known).removeprefix("torch.") == str(wanted).removeprefix("torch."):
+            return known
+    raise ConfigError(f"dtype={wanted!r} is unknown; use float32, bfloat16, float16 or float64.")
+
+
+class MeteredModel:
+    """Built once, then asked for the cost of any step. No weight is read, no state is allocated."""
+
+    def __init__(
+        self, model: ModelFiles | Mapping[str, Any], *,
+        dtype: str | None = None, scheme: str | None = None, expand: bool = False, page_tokens: int = 16,
+        kv_dtype: torch.dtype | None = None, activations: str = FLOAT, meter: Meter | None = None,
+        shapes: AskedShapes | None = None,
+    ) -> None:  # fmt: skip
+        """`scheme` stores the matrices of a bare configuration; a file has its own. `kv_dtype` stores keys and values:
+        None = as the computation. `activations` chooses between operations, as for a kit. `meter`: one that notes
+        more than costs. `shapes` stores each tensor of a bare configuration in a scheme of its own."""
+        self.shapes: FileShapes | AskedShapes
+        if isinstance(model, ModelFiles):
+            if scheme is not None:
+                raise ConfigError(f"scheme={scheme!r} cannot be chosen: {model.path.name} has the storage that it has.")
+            self.config: Config = model.config
+            self.shapes = FileShapes(model.source)
+        else:
+            self.config = model
+            self.shapes = _asked(scheme, torch_dtype(dtype, model)) if shapes is None else shapes
+        self.dtype = torch_dtype(dtype, model)
+        self.meter = meter or Meter()
+        self.meter.activations = activations
+        kind = Build if isinstance(self.shapes, FileShapes) else _AskingBuild
+        build = kind(self.shapes, self.meter, self.dtype, META, expand, kv_dtype=kv_dtype)
+        self.model = build_model(self.config, build)
+        self.layout = layout_of(self.model.states(), page_tokens)
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in the tensors that the model uses; a tied head counts once."""
+        return sum(prod(tensor.shape) for tensor in self.shapes.read.values())
+
+    @property
+    def bytes_by_scheme(self) -> dict[str, int]:
+        """As stored, by storage scheme, most bytes first."""
+        found: dict[str, int] = {}
+        for tensor in self.shapes.read.values():
+            found[tensor.scheme.name] = found.get(tensor.scheme.name, 0) + tensor.nbytes
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def cost(self, step: StepShape) -> Ledger:
+        """What a step needs at the least, by operation; the head's under "head/"."""
+        batch = self._batch(step)
+        # One frame and one slot: costs follow from the batch, never from the size of the pools.
+        states = Storage(self.layout, 1, 1, META).layers
+        self.meter.take()
+        with torch.inference_mode():
+            hidden = self.model.forward(batch, states, plan_mixers(self.model, self.layout, batch))
+            ledger = self.meter.take()
+            if step.logits:
+                self.model.head(hidden[: step.logits])
+                ledger.merge(self.meter.take(), HEAD)
+        return ledger
+
+    def _batch(self, step: StepShape) -> Batch:
+        tokens, rows = step.tokens, len(step.counts)
+
+        def integers(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.long, device=META)
+
+        widest = max(step.lengths)
+        batch = Batch(
+            np.concatenate(([0], np.cumsum(step.counts))), np.array(step.lengths), np.arange(step.logits),
+            integers(tokens), integers(tokens),
+            tuple(integers(rows, -(-widest // group.page_tokens)) for group in self.layout.paged),
+            tuple(integers(tokens) for _ in self.layout.paged),
+            tuple(group.page_tokens for group in self.layout.paged),
+        )  # fmt: skip
+        if self.layout.recurrent is not None:
+            batch.kept = np.array(step.kept)
+            batch.read, batch.write = integers(rows), integers(rows, max(step.kept))
+        return batch
+
+
+def dense_scheme(dtype: torch.dtype) -> Scheme:
+    return next(SCHEMES[name] for name, stored in DTYPES.items() if stored == dtype)
+
+
+def _asked(scheme: str | None, dtype: torch.dtype) -> AskedShapes:
+    vectors = dense_scheme(dtype)
+    if scheme is not None and scheme not in SCHEMES:
+        raise ConfigError(f"scheme={scheme!r} is unknown; use one of {', '.join(SCHEMES)}.")
+    matrices = vectors if scheme is None else SCHEMES[scheme]
+
+    def choose(name: str, shape: tuple[int, ...]) -> Scheme:
+        return matrices if len(shape) == 2 and shape[-1] % matrices.block == 0 else vectors
+
+    return AskedShapes(choose)

@@ -1,0 +1,60 @@
+"""The shortest time that steps of a loaded model can take on the machine that it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bankfull.limits.machine import ceilings as machine
+from bankfull.limits.machine.ceilings import Ceilings
+from bankfull.limits.meter.closed_form import ClosedForm, closed_form, features
+from bankfull.limits.meter.metered import MeteredModel
+from bankfull.limits.meter.roofline import Bound
+from bankfull.limits.meter.step import StepShape
+from bankfull.llm import LLM
+from bankfull.ops.cost import Cost
+from bankfull.types import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Yardstick:
+    form: ClosedForm
+    ceilings: Ceilings
+    peak: float
+    """FLOP/s of the model's arithmetic."""
+
+    def seconds(self, found: np.ndarray) -> float:
+        """Of a step with these features."""
+        return self.least(self.form.cost_of(found))
+
+    def least(self, cost: Cost) -> float:
+        return cost.seconds(self.peak, self.ceilings.read_at(cost.read))
+
+    def bound(self, found: np.ndarray) -> Bound:
+        cost = self.form.cost_of(found)
+        return "arithmetic" if cost.flops / self.peak > cost.bytes / self.ceilings.read_at(cost.read) else "memory"
+
+    def features(self, work: Sequence[Work]) -> np.ndarray:
+        return features(StepShape.of(work), self.form.windows)
+
+    def of_work(self, work: Sequence[Work]) -> float:
+        return self.seconds(self.features(work)) if work else 0.0
+
+
+def yardstick_of(llm: LLM, *, measure: bool) -> Yardstick | None:
+    """None where the machine was never measured, and is not to be measured now, or has no room for it."""
+    device = llm.loaded.device
+    ceilings = machine.of_device(device) if measure else machine.known_of(device)
+    return None if ceilings is None else yardstick_on(llm, ceilings)
+
+
+def yardstick_on(llm: LLM, ceilings: Ceilings) -> Yardstick:
+    """On a machine with these ceilings."""
+    loaded = llm.loaded
+    dtype, activations = str(loaded.build.dtype).removeprefix("torch."), loaded.kit.activations
+    metered = MeteredModel(
+        loaded.files, dtype=dtype, expand=loaded.build.expand, kv_dtype=loaded.build.kv_dtype, activations=activations
+    )
+    return Yardstick(closed_form(metered), ceilings, ceilings.peak_of(dtype, activations))

@@ -1,0 +1,1 @@
+"""What a model needs on any machine: memory, times, batch sizes, variants."""

@@ -1,0 +1,81 @@
+"""A model's limits as pictures: its operations under the roof, and what batching costs and gives."""
+
+from __future__ import annotations
+
+from bankfull.limits.charts import Axis, Chart, Mark, Series
+from bankfull.limits.machine.roofline_chart import roofline_chart
+from bankfull.limits.meter.roofline import Entry
+from bankfull.limits.model.bounds import ModelRoofline
+
+NAMED = 0.02
+"""Share of a step from which on an operation is named in the picture."""
+
+
+def charts_of(found: ModelRoofline) -> dict[str, Chart]:
+    """By the name of the file that each would be kept in."""
+    return {
+        "roofline": roof(found), "latency": latency(found), "throughput": throughput(found), "trade-off": trade(found)
+    }  # fmt: skip
+
+
+def roof(found: ModelRoofline) -> Chart:
+    """Every operation at its intensity, as high as the machine lets it."""
+    peak = found.arithmetic.peak
+    bandwidth = found.phases[-1].roofline.bytes_per_second
+    series, marks, roofs = [], [], {}
+    if found.arithmetic.measured:
+        ridge = peak / bandwidth
+        marks.append(Mark(ridge, peak, f"ridge: {ridge:.3g} FLOP/byte"))
+        roofs[f"the machine's limit in {found.arithmetic.dtype}"] = peak
+    for phase in found.phases:
+        entries = [entry for entry in phase.roofline.entries if _has_place(entry)]
+        points = [(e.cost.intensity, e.cost.flops / e.seconds) for e in entries]
+        series.append(Series(phase.title, points, kind="points"))
+        short = phase.phase if phase.phase == "prefill" else f"decode {phase.sequences}"
+        named = [(place, e) for place, e in zip(points, entries, strict=True) if e.share >= NAMED]
+        marks += [Mark(*place, f"{e.operation} ({short})") for place, e in named]
+    return roofline_chart(f"Roofline on {found.machine.name}", roofs, bandwidth, marks=marks, points=series)
+
+
+def _has_place(entry: Entry) -> bool:
+    """Work without arithmetic, or without memory, has no intensity to be placed at."""
+    return entry.cost.flops > 0 and entry.cost.bytes > 0 and entry.seconds > 0
+
+
+def latency(found: ModelRoofline) -> Chart:
+    points = [(point.batch, point.seconds) for point in found.curve]
+    return Chart(
+        f"Time per token at context {found.question.context}, at best", Axis("sequences at once", log=True),
+        Axis("time per token", log=True, unit="s"), [Series("decode", points)], _turns(found, dict(points)),
+    )  # fmt: skip
+
+
+def throughput(found: ModelRoofline) -> Chart:
+    points = [(point.batch, point.tokens_per_s) for point in found.curve]
+    return Chart(
+        f"Tokens per second at context {found.question.context}, at best", Axis("sequences at once", log=True),
+        Axis("all sequences together", log=True, unit="tokens/s"), [Series("decode", points)],
+        _turns(found, dict(points)),
+    )  # fmt: skip
+
+
+def trade(found: ModelRoofline) -> Chart:
+    """What each user waits against what all get."""
+    points = [(point.seconds, point.tokens_per_s) for point in found.curve]
+    marks = [Mark(p.seconds, p.tokens_per_s, str(p.batch)) for p in found.curve]
+    return Chart(
+        f"Throughput against latency at context {found.question.context}, by sequences at once",
+        Axis("time per token", log=True, unit="s"), Axis("all sequences together", log=True, unit="tokens/s"),
+        [Series("decode", points)], marks,
+    )  # fmt: skip
+
+
+def _turns(found: ModelRoofline, drawn: dict[int, float]) -> list[Mark]:
+    marks = []
+    whole = next((p for p in reversed(found.curve) if p.fits), None)
+    if whole is not None and any(p.fits is False for p in found.curve):
+        marks.append(Mark(whole.batch, drawn[whole.batch], "memory is full"))
+    first = next((p for p in found.curve if p.bound == "arithmetic"), None)
+    if first is not None:
+        marks.append(Mark(first.batch, drawn[first.batch], "bound by arithmetic"))
+    return marks

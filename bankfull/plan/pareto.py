@@ -1,0 +1,112 @@
+"""Which outcomes are worth a look, and which one to take. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from bankfull.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bankfull.plan.outcome import Outcome
+
+GOALS = ("goodput", "cost", "efficiency", "latency")
+CLOSE = 0.02
+"""Relative difference that two simulations of the same thing may have."""
+NEARLY = 0.05
+"""Of what is to be least or most: not worth rounding numbers for."""
+Axes = tuple[float | None, ...]
+"""Smaller is better; None = unknown."""
+
+
+def dominates(one: Axes, other: Axes) -> bool:
+    """At least as good in all, and better in one. What is unknown of either cannot be compared."""
+    if any((a is None) != (b is None) for a, b in zip(one, other, strict=True)):
+        return False
+    pairs = [(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None]
+    return all(_ratio(a, b) <= 1 + CLOSE for a, b in pairs) and any(_ratio(a, b) < 1 - CLOSE for a, b in pairs)
+
+
+def _ratio(one: float, other: float) -> float:
+    """Below 1 where `one` is the better. Axes on which more is better are negative."""
+    if one == other:
+        return 1.0
+    if one < 0 or other < 0:
+        return other / one if one else float("inf")
+    return one / other if other else float("inf")
+
+
+def front(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Those that no other dominates; of equal ones the first."""
+    kept: list[Outcome] = []
+    for outcome in outcomes:
+        if not any(dominates(other.axes, outcome.axes) for other in outcomes) and not any(
+            _same(other.axes, outcome.axes) for other in kept
+        ):
+            kept.append(outcome)
+    return kept
+
+
+def _same(one: Axes, other: Axes) -> bool:
+    return all(
+        a == b if a is None or b is None else abs(_ratio(a, b) - 1) <= CLOSE for a, b in zip(one, other, strict=True)
+    )
+
+
+def recommend(outcomes: Sequence[Outcome], goal: str) -> Outcome | None:
+    """The best that this version can run; one that meets the objectives comes before all that do not."""
+    if goal not in GOALS:
+        raise ConfigError(f"There is no goal {goal[:40]!r}; use {', '.join(GOALS)}.")
+    possible = [outcome for outcome in outcomes if outcome.configuration.not_yet is None]
+    if goal == "cost" and possible and all(outcome.dollars_per_million is None for outcome in possible):
+        raise ConfigError("--goal cost needs a price: give --price, in dollars per hour, or devices of the catalogue.")
+    best = min(possible, key=ORDER[goal], default=None)
+    if best is None:
+        return None
+    # Simulations are not exact: what is nearly as good, but simpler or rounds less, is better.
+    leading = MEASURE[goal](best)
+    near = [o for o in possible if o.met == best.met and _ratio(MEASURE[goal](o), leading) <= 1 + NEARLY]
+    return min(near, key=lambda outcome: (outcome.lossy, not outcome.configuration.usual, *ORDER[goal](outcome)))
+
+
+
+def _unmet(outcome: Outcome) -> tuple[bool, float]:
+    """Those that meet the objectives are alike; of the others, the fewer requests fail the better."""
+    return not outcome.met, 0.0 if outcome.met else -round(outcome.attainment, 2)
+
+
+def _cost(outcome: Outcome) -> float:
+    return float("inf") if outcome.dollars_per_million is None else outcome.dollars_per_million
+
+
+def _by_goodput(outcome: Outcome) -> tuple[object, ...]:
+    goodput = -round(outcome.goodput, 3)
+    return (*_unmet(outcome), goodput, _cost(outcome), outcome.lossy, outcome.memory, outcome.e2e_p99)
+
+
+def _by_cost(outcome: Outcome) -> tuple[object, ...]:
+    return (*_unmet(outcome), _cost(outcome), outcome.lossy, -outcome.goodput, outcome.memory)
+
+
+def _by_efficiency(outcome: Outcome) -> tuple[object, ...]:
+    return (*_unmet(outcome), outcome.device_seconds, outcome.lossy, outcome.e2e_p99, outcome.memory)
+
+
+def _by_latency(outcome: Outcome) -> tuple[object, ...]:
+    return (*_unmet(outcome), outcome.e2e_p99, outcome.lossy, _cost(outcome), outcome.memory)
+
+
+ORDER: dict[str, Callable[[Outcome], tuple[object, ...]]] = {
+    "goodput": _by_goodput, "cost": _by_cost, "efficiency": _by_efficiency, "latency": _by_latency,
+}  # fmt: skip
+MEASURE: dict[str, Callable[[Outcome], float]] = {
+    "goodput": lambda outcome: -max(outcome.goodput, 1e-9), "cost": _cost,
+    "efficiency": lambda outcome: outcome.device_seconds, "latency": lambda outcome: outcome.e2e_p99,
+}  # fmt: skip
+"""What each goal makes least."""
+
+
+def usual_goal(objectives: bool, priced: bool) -> str:
+    """Without objectives nothing tells good requests from others: what a token takes decides then, in dollars where all
+    prices are known, else in time of a device."""
+    return "goodput" if objectives else "cost" if priced else "efficiency"

@@ -1,0 +1,344 @@
+"""From a model, a traffic and objectives to the configurations worth a look, and the one to take.
+
+Every way to store the model on every device is first simulated as the engine would configure itself, with as many
+replicas as the roofline says are needed, and with a few more. Those that nothing dominates are tried with other rows,
+step budgets and routes; what is then left is simulated again, over a longer trace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any
+
+from bankfull.bench.load.sweep import Search
+from bankfull.errors import ConfigError
+from bankfull.limits.machine.ceilings import better
+from bankfull.limits.meter.step import StepShape
+from bankfull.limits.model.recipe import Recipe, recipe_of
+from bankfull.models.registry import Config
+from bankfull.plan.assumed import usual
+from bankfull.plan.calibrate import Calibration, calibration, step_times
+from bankfull.plan.configurations import (
+    LATER,
+    Configuration,
+    Prepared,
+    Stored,
+    grid,
+    prepare,
+    recipe_for,
+    tensor_parallel,
+    ways_to_store,
+)
+from bankfull.plan.outcome import PILING, Objectives, Outcome, outcome_of, what_limits
+from bankfull.plan.pareto import ORDER, front, recommend
+from bankfull.plan.simulate import ROUTES, simulate
+from bankfull.plan.sites import Site, doubts
+from bankfull.plan.traffic import Traffic
+from bankfull.weights.source import ModelFiles
+
+SCREENED = 60
+"""Requests of a first look at least, and for each replica a third of that."""
+TIMES_AN_ANSWER = 5
+"""So many times as long as an answer a trace must be: a queue that grows has to show."""
+MOST_TOKENS = (50_000, 200_000)
+"""Of the answers of one trace, at a first look and at the last: what a simulation may take."""
+TRIED, FINAL = 4, 10
+"""Outcomes that are tried with other settings, and those that are simulated again at last."""
+WAYS = (2, 4, 8)
+HIGHEST, PRECISION = 64, 0.1
+"""Times the rate that is asked for, up to which the highest is looked for; and how exactly."""
+WORTH = 0.5
+"""Of the best attainment: what has less is not shown."""
+Advance = Callable[[int, str], None]
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the user wants to know."""
+
+    model: str
+    traffic: Traffic
+    objectives: Objectives
+    goal: str = "goodput"
+    most: int = 8
+    """Replicas."""
+    requests: int = 200
+    """Of the last, longest simulations."""
+    seed: int = 0
+    lossless: bool = False
+    calibrate: bool = True
+    refresh: bool = False
+
+    def __post_init__(self) -> None:
+        if self.goal not in ORDER:
+            raise ConfigError(f"There is no goal {self.goal[:40]!r}; use {', '.join(ORDER)}.")
+        if not 1 <= self.most <= 1024:
+            raise ConfigError(f"--most {self.most} replicas cannot be planned; give 1 to 1024.")
+        if not 10 <= self.requests <= 100_000:
+            raise ConfigError(f"--requests {self.requests} cannot be simulated; give 10 to 100000.")
+
+
+@dataclass(slots=True)
+class Plan:
+    question: Question
+    pareto: list[Outcome]
+    recommended: Outcome | None
+    lossless: Outcome | None
+    """The best that rounds nothing, where the recommendation does."""
+    later: list[Outcome]
+    """What this version cannot run."""
+    skipped: list[str]
+    """What does not fit, and why."""
+    notes: list[str]
+    """Assumptions and doubts behind the figures."""
+    simulated: int
+    highest_rate: float | None = None
+    """Requests per second that the recommendation still serves within the objectives; None where it serves none."""
+
+    @property
+    def limits(self) -> list[str]:
+        return [] if self.recommended is None else what_limits(self.recommended, self.question.objectives)
+
+    def as_json(self) -> dict[str, Any]:
+        model, asked = self.question.model, self.question
+        return {
+            "model": model, "traffic": str(asked.traffic), "objectives": str(asked.objectives), "goal": asked.goal,
+            "recommended": None if self.recommended is None else self.recommended.as_json(model),
+            "limits": self.limits, "best_lossless": None if self.lossless is None else self.lossless.as_json(model),
+            "pareto": [outcome.as_json(model) for outcome in self.pareto],
+            "not_yet": [outcome.as_json(model) for outcome in self.later], "later": LATER,
+            "highest_rate": self.highest_rate, "skipped": self.skipped, "notes": self.notes,
+            "simulated": self.simulated,
+        }  # fmt: skip
+
+
+@dataclass(slots=True)
+class Planner:
+    subject: ModelFiles | Config
+    sites: Sequence[Site]
+    question: Question
+    advance: Advance = lambda done, note: None
+    _skipped: list[str] = field(default_factory=list)
+    _notes: list[str] = field(default_factory=list)
+    _seen: dict[Key, Outcome] = field(default_factory=dict)
+    _done: int = 0
+
+    def plan(self) -> Plan:
+        asked = self.question
+        made_for = recipe_of(self.subject, "cpu").metered().model.max_positions
+        if asked.traffic.longest > made_for:
+            raise ConfigError(
+                f"Requests of up to {asked.traffic.prompt.high} + {asked.traffic.output.high} tokens exceed the "
+                f"model's context of {made_for}; shorten in= or out=."
+            )
+        if not isinstance(self.subject, ModelFiles):
+            self._note(f"{asked.model} has no weights: name the model itself in the place of it to serve.")
+        first = [outcome for prepared in self._prepared() for outcome in self._first_look(prepared)]
+        tried = [*first, *self._others(first)]
+        possible = [outcome for outcome in tried if outcome.configuration.not_yet is None]
+        finals = self._again(possible)
+        # Where something serves the traffic, nobody wants what fails most of it, however cheap.
+        most = max((outcome.attainment for outcome in finals), default=0.0)
+        kept = front([outcome for outcome in finals if outcome.attainment >= WORTH * most])
+        best = recommend(finals, asked.goal)
+        if best is not None and not any(outcome is best for outcome in kept):
+            kept.append(best)  # as good as one of these, but simpler
+        exact = recommend([outcome for outcome in finals if not outcome.lossy], asked.goal) if best else None
+        later = [outcome for outcome in tried if outcome.configuration.not_yet is not None]
+        highest = None if best is None else self._highest_rate(best.configuration)
+        return Plan(
+            asked, sorted(kept, key=ORDER[asked.goal]), best, exact if best is not None and best.lossy else None,
+            later, self._skipped, self._notes + doubts(self.sites), self._done, highest,
+        )  # fmt: skip
+
+    # -- the model on the devices
+
+    def _prepared(self) -> Iterator[Prepared]:
+        for site in self.sites:
+            found = [(stored, recipe, self._calibration(site, recipe)) for stored, recipe in self._recipes(site)]
+            # A busy hour makes ceilings look low, nothing makes them look high: all variants share the best looks.
+            limits = reduce(better, (one.ceilings for _, _, one in found if one is not None), site.ceilings)
+            for stored, recipe, one in found:
+                efficiency = usual(site.kind) if one is None else one.fitted(recipe, site.kind, limits)
+                try:
+                    yield prepare(site, stored, recipe, step_times(recipe, site.kind, efficiency, limits))
+                except ConfigError as error:
+                    self._skip(site, stored, error)
+
+    def _recipes(self, site: Site) -> Iterator[tuple[Stored, Recipe]]:
+        exact = self.question.lossless or not site.supported
+        for stored in ways_to_store(self.subject, site.kind, exact):
+            try:
+                yield stored, recipe_for(self.subject, site.kind, stored)
+            except ConfigError as error:
+                self._skip(site, stored, error)
+
+    def _calibration(self, site: Site, recipe: Recipe) -> Calibration | None:
+        if site.here and self.question.calibrate and isinstance(self.subject, ModelFiles):
+            return calibration(
+                recipe, site.name, refresh=self.question.refresh,
+                advance=lambda done, note: self.advance(self._done, f"calibrating {site.name}: {note}"),
+            )  # fmt: skip
+        self._note(f"{site.name}: the efficiency factors are assumed, not calibrated: limits hold, times are guesses.")
+        return None
+
+    def _skip(self, site: Site, stored: Stored, error: object) -> None:
+        self._skipped.append(f"{site.name}, {' '.join(stored.options) or 'as saved'}: {str(error).rstrip('.')}")
+
+    def _note(self, text: str) -> None:
+        if text not in self._notes:
+            self._notes.append(text)
+
+    # -- simulations
+
+    def _first_look(self, prepared: Prepared) -> Iterator[Outcome]:
+        """As the engine would configure itself, with each likely number of replicas."""
+        base = next(grid(prepared))
+        problem = self._problem(base)
+        if problem is not None:
+            # A model that fills the memory may still fit with smaller steps.
+            base = min(grid(prepared), key=lambda c: (c.step_tokens, c.rows))
+            problem = self._problem(base)
+        if problem is not None:
+            self._skipped.append(f"{prepared.site.name}, {prepared.name}: {problem}")
+        else:
+            for replicas in self._replicas(base):
+                outcome = self._run(replace(base, replicas=replicas))
+                yield outcome
+                if outcome.attainment == 1.0 and self.question.goal != "latency":
+                    break  # more of them would only cost more
+        if prepared.stored == Stored() and base.not_yet is None:
+            yield from self._parallel(base)
+
+    def _parallel(self, base: Configuration) -> Iterator[Outcome]:
+        """What the fewest devices that hold the model together would give, once they can work together."""
+        for ways in WAYS:
+            joined = tensor_parallel(base, ways) if not base.site.here else None
+            if joined is not None and self._problem(joined) is None:
+                yield self._run(joined)
+                return
+
+    def _problem(self, configuration: Configuration) -> str | None:
+        try:
+            configuration.sizes(self.question.traffic.longest)
+            return None
+        except ConfigError as error:
+            return str(error).rstrip(".")
+
+    def _replicas(self, base: Configuration) -> list[int]:
+        if base.site.here:
+            return [1]
+        needed = math.ceil(self.question.traffic.rate / max(self._capacity(base), 1e-9))
+        wanted = {needed} if base.not_yet else {needed - 1, needed, needed + 1, 2 * needed}
+        return sorted({min(max(count, 1), self.question.most) for count in wanted})
+
+    def _capacity(self, base: Configuration) -> float:
+        """Requests per second of one replica that never waits, by the likely times of its steps."""
+        traffic, times = self.question.traffic, base.prepared.times
+        prompt, output = round(traffic.prompt.mean), round(traffic.output.mean)
+        fresh = max(prompt - traffic.shared, 1)
+        fill = times.likely(StepShape.prefill(fresh, past=prompt - fresh))
+        most = self._most_at_once(base)
+        pace = self.question.objectives.slo.tpot
+        best = 0.0
+        for batch in {1, *(1 << power for power in range(most.bit_length())), most}:
+            step = times.likely(StepShape.decode(batch, prompt + (output + 1) // 2))
+            if batch == 1 or pace is None or step <= pace:
+                best = max(best, 1 / (fill + output * step / batch))
+        return best
+
+    def _most_at_once(self, configuration: Configuration) -> int:
+        """Sequences of the average length that run together in one replica."""
+        traffic, layout = self.question.traffic, configuration.prepared.metered.layout
+        sizes = configuration.sizes(traffic.longest)
+        if not layout.paged:
+            return sizes.rows
+        length = round(traffic.prompt.mean + traffic.output.mean)
+        return max(1, min(sizes.rows, sizes.frames // layout.frames_for(length, configuration.step_tokens)))
+
+    def _others(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """The best ones with other rows, budgets and routes."""
+        possible = [outcome for outcome in outcomes if outcome.configuration.not_yet is None]
+        chosen = sorted(front(possible), key=ORDER[self.question.goal])[:TRIED]
+        found = []
+        for outcome in chosen:
+            base = outcome.configuration
+            for other in grid(base.prepared):
+                for route in ROUTES if base.replicas > 1 else ROUTES[:1]:
+                    wanted = replace(other, replicas=base.replicas, route=route)
+                    known = route == base.route and outcome.same_with(other.rows, other.step_tokens)
+                    if not known and self._problem(wanted) is None:
+                        found.append(self._run(wanted))
+        return found
+
+    def _again(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """What is left, over a longer trace."""
+        order = ORDER[self.question.goal]
+        kept = sorted(front(outcomes), key=order)[:FINAL]
+        for extra in (recommend(outcomes, self.question.goal), *_exact(outcomes, order)):
+            if extra is not None and not any(extra is one for one in kept):
+                kept.append(extra)
+        return [self._run(outcome.configuration, last=True) for outcome in kept]
+
+    def _highest_rate(self, configuration: Configuration) -> float | None:
+        """Up to which the configuration keeps up, and keeps the objectives."""
+        rate = self.question.traffic.rate
+
+        def trial(rate: float, number: int) -> float:
+            outcome = self._run(configuration, traffic=self.question.traffic.at(rate))
+            return outcome.attainment if outcome.piling_up <= PILING else 0.0
+
+        search = Search(rate, HIGHEST * rate, self.question.objectives.attainment, PRECISION, confirmations=0)
+        return search.run(trial).rate
+
+    def _requests(self, configuration: Configuration, traffic: Traffic, last: bool) -> int:
+        """So many that the trace shows whether the configuration keeps up."""
+        least = self.question.requests if last else min(self.question.requests, SCREENED)
+        least = least * (2 + configuration.replicas) // 3
+        enough = math.ceil(TIMES_AN_ANSWER * traffic.rate * self._answer_seconds(configuration))
+        return max(least, min(enough, math.ceil(MOST_TOKENS[last] / traffic.output.mean)))
+
+    def _answer_seconds(self, configuration: Configuration) -> float:
+        """Of a request in full company."""
+        traffic, times = self.question.traffic, configuration.times
+        prompt, output = round(traffic.prompt.mean), round(traffic.output.mean)
+        batch = self._most_at_once(configuration)
+        step = times.likely(StepShape.decode(batch, prompt + (output + 1) // 2))
+        return times.likely(StepShape.prefill(prompt)) + output * step
+
+    def _run(self, configuration: Configuration, last: bool = False, traffic: Traffic | None = None) -> Outcome:
+        asked, traffic = self.question, traffic or self.question.traffic
+        count = self._requests(configuration, traffic, last)
+        key = (*_key(configuration), traffic, count)
+        if key not in self._seen:
+            self.advance(self._done, _shown(configuration))
+            vocab = configuration.prepared.metered.model.vocab
+            trace = traffic.trace(count, vocab, asked.seed)
+            spec = configuration.replica(traffic.longest)
+            run = simulate(spec, trace, configuration.replicas, configuration.route)
+            self._seen[key] = outcome_of(configuration, run, traffic, asked.objectives)
+            self._done += 1
+        return self._seen[key]
+
+
+def _exact(outcomes: Sequence[Outcome], order: Callable[[Outcome], tuple[object, ...]]) -> list[Outcome]:
+    return sorted((outcome for outcome in outcomes if not outcome.lossy), key=order)[:1]
+
+
+def _key(configuration: Configuration) -> Key:
+    return (
+        id(configuration.prepared), configuration.rows, configuration.step_tokens, configuration.replicas,
+        configuration.route, configuration.layout.ways,
+    )  # fmt: skip
+
+
+def _shown(configuration: Configuration) -> str:
+    times = f"{configuration.devices} x " if configuration.devices > 1 else ""
+    return (
+        f"{times}{configuration.site.name}, {configuration.prepared.name}, {configuration.rows} rows, "
+        f"{configuration.step_tokens} tokens"
+    )

@@ -1,0 +1,178 @@
+"""A plan for a reader: rich tables and sentences. No arithmetic but units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from bankfull.limits.charts import Axis, Chart, Mark, Point, Series
+from bankfull.limits.show import duration, scaled
+from bankfull.plan.configurations import LATER
+
+if TYPE_CHECKING:
+    from bankfull.plan.outcome import Outcome
+    from bankfull.plan.planner import Plan
+    from bankfull.plan.verify import Compared
+
+HEADINGS = (
+    "rows", "step tokens", "goodput/s", "of requests", "p99 TTFT", "limit", "p99 TPOT", "limit", "$/M out", "memory",
+    "busy", "of limit",
+)  # fmt: skip
+
+
+def pareto_table(plan: Plan) -> Table:
+    title = f"{plan.question.model}: {plan.question.traffic}; {plan.question.objectives}"
+    return _table(plan.pareto, title, plan.recommended)
+
+
+def later_table(plan: Plan) -> Table | None:
+    """What cannot be run yet, if anything was looked at."""
+    if not plan.later:
+        return None
+    return _table(plan.later, "not yet: predicted, but this version cannot run it", None, "why")
+
+
+def _table(outcomes: Sequence[Outcome], title: str, recommended: Outcome | None, *more: str) -> Table:
+    table = Table(title=Text(title))
+    table.add_column("", no_wrap=True)
+    table.add_column("devices", no_wrap=True)
+    table.add_column("weights and keys", no_wrap=True)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in more:
+        table.add_column(heading)
+    for outcome in outcomes:
+        why = [Text(outcome.configuration.not_yet or "")] if more else []
+        table.add_row("*" if outcome is recommended else "", *_cells(outcome), *why)
+    return table
+
+
+def _cells(outcome: Outcome) -> Iterator[Text]:
+    own = outcome.configuration
+    cost = outcome.dollars_per_million
+    route = f", {own.route}" if own.replicas > 1 else ""
+    ways = f" in {own.replicas} of {own.layout.ways}" if own.layout.ways > 1 else ""
+    for text in (
+        f"{own.devices} x {own.site.name}{ways}{route}", own.prepared.name + (" (lossy)" if own.lossy else ""),
+        str(own.rows), str(own.step_tokens), f"{outcome.goodput:.3g}", f"{outcome.attainment:.0%}",
+        _time(outcome.ttft_p99), _time(outcome.ttft_least), _time(outcome.tpot_p99), _time(outcome.tpot_least),
+        "-" if cost is None else f"{cost:.3g}", scaled(outcome.memory, "B"), f"{outcome.busy:.0%}",
+        f"{outcome.percent_of_limit:.0f}%",
+    ):  # fmt: skip
+        yield Text(text)
+
+
+def _time(seconds: float) -> str:
+    return "-" if seconds == float("inf") else duration(seconds)
+
+
+def plan_chart(plan: Plan) -> Chart:
+    """The Pareto set: what a million tokens cost, or where no price is known what memory is needed, against latency."""
+    priced = all(outcome.dollars_per_million is not None for outcome in plan.pareto)
+    y = Axis("cost of a million output tokens, $", log=True) if priced else Axis("memory", log=True, unit="B")
+    by_device: dict[str, list[Point]] = {}
+    marks = []
+    for outcome in plan.pareto:
+        own = outcome.configuration
+        point = outcome.tpot_p99, outcome.dollars_per_million or 0.0 if priced else outcome.memory
+        by_device.setdefault(f"{own.devices} x {own.site.name}", []).append(point)
+        if outcome is plan.recommended:
+            marks.append(Mark(*point, "recommended"))
+    series = [Series(name, points, kind="points") for name, points in by_device.items()]
+    title = f"{plan.question.model}: {plan.question.traffic}"
+    return Chart(title, Axis("p99 time per output token", log=True, unit="s"), y, series, marks)
+
+
+def sentences(plan: Plan) -> Iterator[str]:
+    """What stands below the table."""
+    asked, best = plan.question, plan.recommended
+    if best is None:
+        yield "Nothing fits: no configuration that this version can run holds the model and its requests."
+    else:
+        yield _lead(plan, best)
+        for command in best.configuration.commands(asked.model):
+            yield f"  {command}"
+        if best.configuration.replicas > 1:
+            yield f"  behind a load balancer that goes {best.configuration.route} over them"
+        if best.lossy:
+            yield "  It rounds numbers (lossy): look at `bankfull quality` first." + _exact(plan)
+        yield _latencies(best)
+        yield _highest(plan)
+        yield "What limits it:"
+        yield from (f"  {line}" for line in plan.limits)
+    if plan.skipped:
+        yield "Left out:"
+        yield from (f"  {line}" for line in plan.skipped)
+    yield "Not yet in this version, and never recommended: " + "; ".join(f"{n} ({w})" for n, w in LATER.items()) + "."
+    if plan.notes:
+        yield "Assumptions and doubts:"
+        yield from (f"  {line}" for line in plan.notes)
+    yield f"{plan.simulated} simulations with the engine's own scheduler; times by roofline."
+
+
+AIMS = {
+    "goodput": "serves the most", "cost": "costs the least per output token", "latency": "answers soonest",
+    "efficiency": "takes the least device time per output token",
+}  # fmt: skip
+
+
+def _lead(plan: Plan, best: Outcome) -> str:
+    asked = plan.question
+    if asked.objectives.stated:
+        met = "" if best.met else (
+            f" No configuration meets the objectives for {asked.objectives.attainment:.0%} of the requests; this one "
+            f"comes nearest, with {best.attainment:.0%}."
+        )  # fmt: skip
+        return f"Recommended for {asked.goal} (* above):{met}"
+    if best.met:
+        which = f"of all that keep up with this traffic it {AIMS[asked.goal]}"
+    else:
+        which = (
+            f"nothing keeps up with {asked.traffic.rate:.3g} requests/s; it serves {best.requests_per_s:.3g} of them "
+            f"and {AIMS[asked.goal]}"
+        )
+    return f"Recommended without a bound on latency (* above; --slo sets one): {which}."
+
+
+def _latencies(best: Outcome) -> str:
+    cost = "" if best.dollars_per_million is None else f", ${best.dollars_per_million:.3g} per million of them"
+    return (
+        f"Its requests see the first token after {_time(best.ttft_p50)} (p99 {_time(best.ttft_p99)}), one more every "
+        f"{_time(best.tpot_p50)} (p99 {_time(best.tpot_p99)}), the whole answer within {_time(best.e2e_p99)} (p99); "
+        f"{best.output_per_s:.3g} output tokens/s{cost}."
+    )
+
+
+def _highest(plan: Plan) -> str:
+    stated, rate = plan.question.objectives.stated, plan.highest_rate
+    if rate is None:
+        return "At no rate does it keep the objectives." if stated else "At no rate that was tried does it keep up."
+    return f"It keeps {'the objectives' if stated else 'up with'} up to about {rate:.3g} requests/s."
+
+
+def _exact(plan: Plan) -> str:
+    exact = plan.lossless
+    if exact is None:
+        return ""
+    own, cost = exact.configuration, exact.dollars_per_million
+    price = "" if cost is None else f" at ${cost:.3g} per million tokens"
+    return (
+        f" The best that rounds nothing, {own.devices} x {own.site.name}, gives {exact.goodput:.3g} requests/s{price}: "
+        f"{own.commands(plan.question.model)[0]}"
+    )
+
+
+def verified_table(compared: Sequence[Compared]) -> Table:
+    table = Table(title="predicted and measured, on this machine")
+    table.add_column("figure", no_wrap=True)
+    for heading in ("predicted", "measured", "error", "limit"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in compared:
+        table.add_row(
+            one.figure, f"{one.predicted:.4g}", f"{one.measured:.4g}",
+            "-" if one.error is None else f"{one.error:+.0%}", "-" if one.limit is None else f"{one.limit:.3g}",
+        )  # fmt: skip
+    return table

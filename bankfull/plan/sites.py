@@ -1,0 +1,89 @@
+"""Where replicas could run: this machine, measured, or devices of the catalogue, with what has to be said of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bankfull.config import cpu_step_tokens
+from bankfull.errors import ConfigError
+from bankfull.limits.machine import catalogue
+from bankfull.limits.machine.ceilings import NARROW, Ceilings
+from bankfull.limits.machine.targets import HERE, machine_of
+from bankfull.ops.registry import INT8
+
+RESERVED = 0.05
+"""Of a catalogue device's memory: what drivers, libraries and fragments take. An assumption."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    name: str
+    title: str
+    kind: str
+    """cpu or cuda: what the engine chooses dtypes and kernels by."""
+    ceilings: Ceilings
+    memory: int
+    """Bytes for weights and state."""
+    here: bool
+    dollars_per_hour: float | None = None
+    link_bytes_per_s: float | None = None
+    supported: bool = True
+    """Does this version run models there?"""
+    doubts: tuple[str, ...] = ()
+
+    @property
+    def depth(self) -> int:
+        return 1 if self.kind == "cuda" else 0
+
+    @property
+    def share(self) -> float:
+        """Of the free memory: what the pools take, as the devices of the runtime have it."""
+        return 0.95 if self.kind == "cuda" else 0.4
+
+    @property
+    def suits(self) -> tuple[int, int]:
+        """Rows and tokens of a step that the engine chooses by itself."""
+        return (256, 8192) if self.kind == "cuda" else (64, cpu_step_tokens(self.ceilings.threads))
+
+
+def sites_of(names: str, extra: str | None = None, price: float | None = None) -> list[Site]:
+    """`names` with commas between them; `price`, in dollars per hour, of this machine."""
+    wanted = [name.strip().lower() for name in names.split(",") if name.strip()]
+    if not wanted:
+        raise ConfigError("--devices names none; write for example --devices cpu,l4,h100.")
+    repeated = [name for i, name in enumerate(wanted) if name in wanted[:i]]
+    if repeated:
+        raise ConfigError(f"--devices names {repeated[0]} twice; name each once.")
+    known = catalogue.load(extra)
+    return [_here(name, price) if _is_here(name) else _there(known.find(name)) for name in wanted]
+
+
+def _is_here(name: str) -> bool:
+    return name in HERE or name.startswith("cuda:")
+
+
+def _here(name: str, price: float | None) -> Site:
+    machine = machine_of(name)
+    shown = machine.kind if name in ("auto", "here") else name
+    assert machine.memory is not None
+    unmeasured = machine.ceilings.unmeasured
+    doubts = tuple(
+        f"{shown}: arithmetic in {dtype} was not measured ({unmeasured[dtype]}); limits with it count memory alone."
+        for dtype in NARROW[INT8] if dtype in unmeasured
+    )  # fmt: skip
+    return Site(
+        shown, machine.name, machine.kind, machine.ceilings, machine.memory, True, price, doubts=doubts
+    )
+
+
+def _there(device: catalogue.Device) -> Site:
+    kind = "cpu" if device.kind == "cpu" else "cuda"
+    return Site(
+        device.name, device.title, kind, device.ceilings(), int(device.memory_bytes * (1 - RESERVED)), False,
+        device.dollars_per_hour, device.link_bytes_per_s, device.supported, tuple(device.doubts),
+    )  # fmt: skip
+
+
+def doubts(sites: Sequence[Site]) -> list[str]:
+    return [doubt for site in sites for doubt in site.doubts]

@@ -1,0 +1,250 @@
+"""How long a step takes: by roofline, one efficiency factor for each kind of operation and what bounds it.
+
+Costs come from the model's closed form, so that a step is judged in microseconds. Two times are given. The least one is
+physics: weights and state are read once at the bandwidth of a working set of that size, or the arithmetic runs at its
+peak; activations may stay in a cache and count nothing. The likely one adds up the kinds of operations, each at the
+share of its ceiling that it was seen to reach, and what a step and each of its sequences cost beside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bankfull.limits.machine.ceilings import Ceilings
+from bankfull.limits.meter.closed_form import ClosedForm, Windows, features
+from bankfull.limits.meter.metered import HEAD
+from bankfull.limits.meter.step import StepShape
+from bankfull.types import Work
+
+PRODUCTS, SCORES, ATTENTION, SCAN, REST = "products", "head", "attention", "scan", "rest"
+KINDS = (PRODUCTS, SCORES, ATTENTION, SCAN, REST)
+BY_ROW = (ATTENTION, SCAN)
+"""Kinds that treat each sequence for itself: one that decodes is bound by other things than one that fills."""
+DECODING, FILLING = "decoding", "filling"
+MEMORY, ARITHMETIC = "memory", "arithmetic"
+STEP, SEQUENCE, EXCHANGE = "each step", "each sequence", "exchange between devices"
+NOTHING = [[0.0] * len(KINDS)] * 3
+SEEN_ONCE = 6
+"""Features before those of the windows: see closed_form."""
+
+
+def kind_of(operation: str) -> str:
+    """Of an operation by its name in a ledger."""
+    if operation.startswith(f"{HEAD}/"):
+        return SCORES
+    if "linear" in operation or "expert" in operation:
+        return PRODUCTS
+    if operation in ("paged_attention", "attend"):
+        return ATTENTION
+    return SCAN if operation in ("causal_conv", "selective_scan") else REST
+
+
+def _terms() -> tuple[str, ...]:
+    names = []
+    for kind in KINDS:
+        for part in (f"{kind}, {DECODING}", f"{kind}, {FILLING}") if kind in BY_ROW else (kind,):
+            names += [f"{part}: {MEMORY}", f"{part}: {ARITHMETIC}"]
+    return tuple(names)
+
+
+TERMS = _terms()
+"""Kinds of operations, and what bounds them: each has one efficiency factor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Shares of the ceilings that are reached, and what comes on top."""
+
+    factors: Mapping[str, float]
+    """Term -> above 0, at most 1."""
+    step_seconds: float
+    sequence_seconds: float
+    source: str
+    assumed: bool
+
+    @property
+    def slowdowns(self) -> np.ndarray:
+        return np.array([1 / self.factors[term] for term in TERMS])
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one copy of the model lies on devices. More than one way is a plan for a later version."""
+
+    ways: int = 1
+    link_bytes_per_s: float = 0.0
+    exchanges: int = 0
+    """All-reduces in a step."""
+    token_bytes: int = 0
+    """Of one token's activations, that each exchange sums up."""
+    latency: float = 1e-5
+
+    def seconds(self, tokens: int) -> float:
+        if self.ways == 1:
+            return 0.0
+        moved = 2 * (self.ways - 1) / self.ways * tokens * self.token_bytes
+        return self.exchanges * (self.latency + moved / self.link_bytes_per_s)
+
+
+ALONE = Layout()
+
+
+@dataclass(slots=True)
+class Spent:
+    """Seconds by term, summed over steps."""
+
+    terms: np.ndarray = field(default_factory=lambda: np.zeros(len(TERMS)))
+    beside: float = 0.0
+    """For steps and sequences as such."""
+    exchange: float = 0.0
+    least: float = 0.0
+    steps: int = 0
+    filling: float = 0.0
+    """Seconds of the steps that computed more than one token of a sequence."""
+
+    @property
+    def seconds(self) -> float:
+        return float(self.terms.sum()) + self.beside + self.exchange
+
+    def shares(self) -> dict[str, float]:
+        """Of all seconds, largest first."""
+        whole = self.seconds or 1.0
+        named = dict(zip(TERMS, (self.terms / whole).tolist(), strict=True))
+        named |= {f"{STEP} and {SEQUENCE}": self.beside / whole, EXCHANGE: self.exchange / whole}
+        return {name: share for name, share in sorted(named.items(), key=lambda item: -item[1]) if share > 0}
+
+
+class StepTimes:
+    """Of one model, as it is stored, on one device."""
+
+    def __init__(
+        self, forms: Mapping[str, ClosedForm], ceilings: Ceilings, peak: float, efficiency: Efficiency,
+        overlaps: bool = False, layout: Layout = ALONE,
+    ) -> None:  # fmt: skip
+        """`forms`: by operation, as `forms_by_operation` gives them. `overlaps`: does the device read while it
+        multiplies, as a GPU does, or one after the other, as the threads of a CPU?"""
+        self.windows: Windows = next(iter(forms.values())).windows
+        self.ceilings, self.peak, self.efficiency = ceilings, peak, efficiency
+        self.overlaps, self.layout = overlaps, layout
+        width = SEEN_ONCE + 2 * len(self.windows)
+        flops, kept, passing = (np.zeros((width, len(KINDS))) for _ in range(3))
+        for operation, form in forms.items():
+            column = KINDS.index(kind_of(operation))
+            flops[:, column] += form.coefficients[:, 0]
+            moved = form.coefficients[:, 1] + form.coefficients[:, 2]
+            lasting = _lasting(width)
+            kept[lasting, column] += moved[lasting]
+            passing[~lasting, column] += moved[~lasting]
+        self._coefficients = np.concatenate((flops, kept, passing), axis=1) / layout.ways
+        # A likely time needs a rate even where none bounds it: the fastest that was measured, which factors scale.
+        self._rate = peak if peak < math.inf else max(ceilings.flops.values())
+        self._slowdowns = efficiency.slowdowns
+        self._passing_rate = max(ceilings.cached_read_bytes_per_s, ceilings.read_bytes_per_s)
+
+    def least(self, step: StepShape) -> float:
+        """No machine with these ceilings is faster."""
+        return self._ideal(*features_of(step, self.windows))[1]
+
+    def likely(self, step: StepShape) -> float:
+        spent = Spent()
+        self.charge(*features_of(step, self.windows), len(step.counts), step.tokens, spent)
+        return spent.seconds
+
+    def terms(self, step: StepShape) -> np.ndarray:
+        """Seconds at the ceilings, by term."""
+        return self._ideal(*features_of(step, self.windows))[0]
+
+    def work(self, work: Sequence[Work], spent: Spent) -> float:
+        """The likely seconds of a planned step, which are added to `spent`."""
+        decoding, filling = features_of_work(work, self.windows)
+        return self.charge(decoding, filling, len(work), sum(w.count + w.drafts for w in work), spent)
+
+    def charge(
+        self, decoding: np.ndarray, filling: np.ndarray, sequences: int, tokens: int, spent: Spent
+    ) -> float:
+        ideal, least = self._ideal(decoding, filling)
+        terms = ideal * self._slowdowns
+        beside = self.efficiency.step_seconds + sequences * self.efficiency.sequence_seconds
+        exchange = self.layout.seconds(tokens)
+        seconds = float(terms.sum()) + beside + exchange
+        spent.terms += terms
+        spent.beside += beside
+        spent.exchange += exchange
+        spent.least += least
+        spent.steps += 1
+        if filling[2] > 0:
+            spent.filling += seconds
+        return seconds
+
+    def _ideal(self, decoding: np.ndarray, filling: np.ndarray) -> tuple[np.ndarray, float]:
+        """Seconds at the ceilings by term, and the least seconds of the whole."""
+        mixed = filling[2] > 0
+        whole = self._costs(decoding + filling if mixed else decoding)
+        apart = [self._costs(decoding), self._costs(filling)] if mixed else [whole, NOTHING]
+        flops, kept, _ = whole
+        lasting = sum(kept)
+        rate = self.ceilings.read_at(lasting)
+        found: list[float] = []
+        for i, kind in enumerate(KINDS):
+            for costs in apart if kind in BY_ROW else (whole,):
+                # The activations of other kinds grow with their arithmetic: a factor on that covers both.
+                memory = costs[1][i] / rate + (costs[2][i] / self._passing_rate if kind == REST else 0.0)
+                arithmetic = 0.0 if kind == REST else costs[0][i] / self._rate
+                if self.overlaps or (kind in BY_ROW and costs is apart[0]):
+                    memory, arithmetic = (memory, 0.0) if memory >= arithmetic else (0.0, arithmetic)
+                found += (memory, arithmetic)
+        return np.maximum(found, 0.0), max(lasting / rate, sum(flops) / self.peak)
+
+    def _costs(self, summed: np.ndarray) -> list[list[float]]:
+        """Operations, lasting bytes and passing bytes, each by kind."""
+        flat = (summed @ self._coefficients).tolist()
+        size = len(KINDS)
+        return [flat[:size], flat[size : 2 * size], flat[2 * size :]]
+
+
+def _lasting(width: int) -> np.ndarray:
+    """Features whose bytes are weights or state, which come from where they lie: a step's own (its weights), those of
+    scores (the head), sequences and kept states (recurrent state), cached tokens. Others are activations, or pairs."""
+    mask = np.zeros(width, bool)
+    mask[[0, 1, 4, 5]] = True
+    mask[SEEN_ONCE + 1 :: 2] = True
+    return mask
+
+
+def features_of(step: StepShape, windows: Windows) -> tuple[np.ndarray, np.ndarray]:
+    """Features of the sequences that decode, with all that the step has once, and of those that fill their caches."""
+    filling = [i for i, count in enumerate(step.counts) if count > 1]
+    whole = features(step, windows)
+    if not filling:
+        return whole, np.zeros(len(whole))
+    part = StepShape(
+        tuple(step.counts[i] for i in filling), tuple(step.lengths[i] for i in filling), 0,
+        tuple(step.kept[i] for i in filling),
+    )  # fmt: skip
+    own = features(part, windows)
+    own[0] = 0
+    return whole - own, own
+
+
+def features_of_work(work: Sequence[Work], windows: Windows) -> tuple[np.ndarray, np.ndarray]:
+    """As `features_of`, for a planned step: the many sequences that decode are summed up at once."""
+    ones = [w for w in work if w.count + w.drafts == 1]
+    many = [w for w in work if w.count + w.drafts != 1]
+    logits = sum(w.drafts + 1 for w in work if w.sample)
+    decoding = np.zeros(SEEN_ONCE + 2 * len(windows))
+    decoding[0], decoding[1] = 1, int(logits > 0)
+    decoding[2], decoding[3], decoding[4], decoding[5] = len(ones), logits, len(ones), len(ones)
+    if ones and windows:
+        lengths = np.array([w.start for w in ones], np.float64) + 1
+        for i, window in enumerate(windows):
+            seen = float((lengths if window is None else np.minimum(lengths, window)).sum())
+            decoding[SEEN_ONCE + 2 * i : SEEN_ONCE + 2 * i + 2] = seen
+    if not many:
+        return decoding, np.zeros(len(decoding))
+    filling = features(StepShape.of(many), windows)
+    filling[0] = filling[1] = filling[3] = 0
+    return decoding, filling

@@ -1,0 +1,138 @@
+"""The recommendation on this machine, in real time, beside what was predicted for the very same requests."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+from bankfull.config import SchedConfig, StateConfig
+from bankfull.engine import Engine
+from bankfull.errors import ConfigError
+from bankfull.limits.statistics import quantile
+from bankfull.loading import assemble
+from bankfull.plan.configurations import Configuration
+from bankfull.plan.outcome import Objectives, Outcome, outcome_of
+from bankfull.plan.simulate import Served, simulate
+from bankfull.plan.timing import GREEDY
+from bankfull.plan.traffic import Arrival, Traffic
+from bankfull.runtime.device import open_device
+from bankfull.runtime.rows import Job
+from bankfull.types import Request
+
+LONGEST_SLEEP = 0.01
+WARM_TOKENS, WARM_STEPS = 32, 4
+Advance = Callable[[int, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    figure: str
+    predicted: float
+    measured: float
+    limit: float | None = None
+    """What the machine's ceilings allow at best, where a figure has such a bound."""
+
+    @property
+    def error(self) -> float | None:
+        """Of the prediction, relative to what was measured."""
+        return self.predicted / self.measured - 1 if self.measured else None
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "error": self.error}
+
+
+def verify(
+    outcome: Outcome, traffic: Traffic, objectives: Objectives, requests: int, seed: int,
+    advance: Advance = lambda done, note: None,
+) -> list[Compared]:  # fmt: skip
+    configuration = outcome.configuration
+    if not configuration.site.here:
+        raise ConfigError(
+            f"--verify runs the recommendation on this machine, but it is for {configuration.site.name}; leave "
+            "--devices out, or name only cpu or cuda."
+        )
+    vocab = configuration.prepared.metered.model.vocab
+    trace = traffic.trace(requests, vocab, seed)
+    run = simulate(configuration.replica(traffic.longest), trace, configuration.replicas, configuration.route)
+    predicted = outcome_of(configuration, run, traffic, objectives)
+    measured = replay(_engine(configuration), trace, configuration.rows, advance)
+    return compared(predicted, run.requests, measured, traffic, objectives)
+
+
+def _engine(configuration: Configuration) -> Engine:
+    recipe = configuration.prepared.recipe
+    sched = SchedConfig(rows=configuration.rows, step_tokens=configuration.step_tokens, policy="priority")
+    device = open_device(configuration.site.name)
+    return assemble(recipe.files, recipe.run, sched, StateConfig(), device=device).engine
+
+
+def replay(
+    engine: Engine, trace: Sequence[Arrival], rows: int, advance: Advance = lambda done, note: None,
+    clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep,
+) -> list[Served]:  # fmt: skip
+    """Requests at their times, whether the engine keeps up or not; times are counted from when they were to come."""
+    _warm(engine, trace[0])
+    found = [Served(arrival.time, len(arrival.prompt), arrival.output) for arrival in trace]
+    coming = deque(range(len(trace)))
+    begun, ended = clock(), 0
+    while coming or engine.busy:
+        now = clock() - begun
+        while coming and trace[coming[0]].time <= now:
+            number = coming.popleft()
+            if engine.scheduler.unfinished >= 2 * rows:
+                found[number].refused = True
+                continue
+            arrival = trace[number]
+            limit = len(arrival.prompt) + arrival.output
+            engine.add(Request(number, arrival.prompt, limit, payload=Job(number, GREEDY, 0)))
+        if not engine.busy:
+            if coming:
+                sleep(max(0.0, min(trace[coming[0]].time - now, LONGEST_SLEEP)))
+            continue
+        outputs = engine.step()
+        now = clock() - begun
+        for output in outputs:
+            served = found[cast(int, output.request)]
+            served.receive(now, len(output.tokens), output.finish is not None)
+            ended += output.finish is not None
+        advance(ended, "in real time")
+    return found
+
+
+def _warm(engine: Engine, arrival: Arrival) -> None:
+    """The first steps lay out what is laid out once."""
+    prompt = arrival.prompt[:WARM_TOKENS]
+    engine.add(Request("warm", prompt, len(prompt) + WARM_STEPS, salt=b"warm", payload=Job("warm", GREEDY, 0)))
+    while engine.busy:
+        engine.step()
+
+
+def compared(
+    predicted: Outcome, simulated: Sequence[Served], measured: Sequence[Served], traffic: Traffic,
+    objectives: Objectives,
+) -> list[Compared]:  # fmt: skip
+    found = []
+    both = (simulated, measured)
+    limits = {"ttft": 1e3 * predicted.ttft_least, "tpot": 1e3 * predicted.tpot_least}
+    for name in ("ttft", "tpot", "e2e"):
+        for label, share in (("median", 0.5), ("p99", 0.99)):
+            one, other = (_figure(requests, name, share) for requests in both)
+            found.append(Compared(f"{name} {label}, ms", one, other, limits.get(name)))
+    one, other = map(_tokens_per_s, both)
+    found.append(Compared("output tokens/s", one, other))
+    one, other = (traffic.rate * sum(map(objectives.met, requests)) / len(requests) for requests in both)
+    found.append(Compared("goodput, requests/s", one, other, traffic.rate))
+    return found
+
+
+def _figure(requests: Sequence[Served], name: str, share: float) -> float:
+    values = sorted(1e3 * getattr(served, name) for served in requests if served.done)
+    return quantile(values, share) if values else float("inf")
+
+
+def _tokens_per_s(requests: Sequence[Served]) -> float:
+    ends = [served.last for served in requests if served.last is not None]
+    return sum(served.tokens for served in requests if served.done) / max(max(ends, default=0.0), 1e-9)

@@ -1,0 +1,299 @@
+"""The served model's tokenizer, chat template and sampling defaults, in a process that never loads torch.
+
+Rendering and tokenizing may take long: they run on threads (`desk`), long texts in windows of bounded size, and what no
+prompt could hold is refused by its length. A short text is done before a thread would be reached, so it is done at
+once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from bankfull.errors import BankfullError, ModelError
+from bankfull.sample.params import SamplingParams
+from bankfull.sample.recommended import recommended
+from bankfull.serve.api.errors import ContextOverflow, Refusal
+from bankfull.serve.desk import Desk, Job
+from bankfull.serve.telemetry.trace import current_trace, owner_of_call
+from bankfull.text.load import load_tokenizer
+from bankfull.text.template import ChatTemplate, encode_chat, render_chat
+from bankfull.text.tokenizer import Tokenizer
+from bankfull.text.windows import WINDOW, last_windows, windows
+from bankfull.weights.gguf_header import open_header
+from bankfull.weights.hf_config import normalize_config, read_json
+from bankfull.weights.locate import locate
+
+Arguments = ParamSpec("Arguments")
+Made = TypeVar("Made")
+Slices = Generator[int, None, Made]
+"""Work in slices: yields the size of each, and returns the result."""
+
+SHORT_TEXT, SHORT_CONVERSATION = 1024, 16
+"""Characters, and messages, that are rendered and tokenized on the event loop."""
+SHORT_SECONDS = 0.005
+"""What they may take of it. A template is a program: where it takes longer, the next DETOURS texts go to a thread."""
+DETOURS = 1000
+MAX_LOGPROB_ENTRIES = 1 << 18
+USUAL_ANSWER = 4096
+"""What an answer without max_tokens is taken for when its log-probabilities are counted."""
+MAX_CHARACTERS = 8_000_000
+"""Of all texts of one call."""
+MAX_WAITING, MAX_WAITING_PER_KEY = 64_000_000, 16_000_000
+"""Characters that wait to be rendered and tokenized; more are refused with 429."""
+BATCH_AT_ONCE = 2
+"""Lines of batches among them: the others wait in their file."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextFiles:
+    """What `load_tokenizer` reads of a model's files."""
+
+    path: Path
+    kind: str
+    config: Mapping[str, Any]
+    generation: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+
+
+def open_text_files(path: Path) -> TextFiles:
+    """Everything about a model's text, nothing about its tensors."""
+    if path.is_dir():
+        generation = path / "generation_config.json"
+        config = normalize_config(read_json(path / "config.json"))
+        return TextFiles(path, "hf", config, read_json(generation) if generation.exists() else {}, {})
+    if path.suffix == ".gguf":
+        return TextFiles(path, "gguf", {}, {}, open_header(path).metadata)
+    raise ModelError(f"{path} is neither a .gguf file nor a model directory with a config.json")
+
+
+class Texts:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, defaults: Mapping[str, Any]) -> None:
+        """`defaults`: the sampling that applies where a call says nothing, under the names of SamplingParams."""
+        self.tokenizer, self.template, self.defaults = tokenizer, template, dict(defaults)
+        self.spans = tokenizer.spans
+        self.desk = Desk(
+            "bankfull-texts", most_size=MAX_WAITING, most_size_per_key=MAX_WAITING_PER_KEY, what="texts"
+        )  # fmt: skip
+        self._batch_turns = asyncio.Semaphore(BATCH_AT_ONCE)
+        self._detours = 0
+        if template is not None:
+            _ = template.variables  # one that is broken ends the start, not a call
+            # What is made once, such as what the template can do, is not for the first call to wait for.
+            with suppress(BankfullError):
+                encode_chat(tokenizer, template, [{"role": "user", "content": "?"}])
+
+    @classmethod
+    def open(cls, model: str) -> Texts:
+        """By path, hub id or short name; downloads what is not here."""
+        files = open_text_files(locate(model))
+        tokenizer, template = load_tokenizer(files)
+        return cls(tokenizer, template, recommended(files, chats=template is not None))
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template itself has a place for tools."""
+        return self.template is not None and self.template.takes_tools
+
+    def close(self) -> None:
+        self.desk.close()
+
+    async def run(self, size: int, work: Callable[[], Made] | Callable[[], Slices[Made]]) -> Made:
+        """`work` on a thread, slice by slice where it is a generator. `size`: the characters that it reads or writes,
+        about. Busy when too much waits; cancelling the wait drops the work wherever it is."""
+        trace, owner = current_trace(), owner_of_call()
+        if trace is None or not trace.batch:
+            return await self._run(Job(owner, size, False, work, _nobody))
+        async with self._batch_turns:
+            return await self._run(Job(owner, size, True, work, _nobody))
+
+    async def _run(self, job: Job) -> Any:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[Any] = loop.create_future()
+
+        def end(made: Any, error: BaseException | None) -> None:
+            if not ended.done():  # else whoever waited has left
+                ended.set_result(made) if error is None else ended.set_exception(error)
+
+        def tell(made: Any, error: BaseException | None) -> None:
+            with suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(end, made, error)
+
+        job.tell = tell
+        self.desk.put(job)
+        try:
+            return await ended
+        except asyncio.CancelledError:
+            self.desk.drop(job)
+            raise
+
+    async def run_if(self, size: int, work: Callable[[], Made]) -> Made:
+        """`work` on a thread if that is not small, else at once."""
+        return await self.run(size, work) if size > SHORT_TEXT else work()
+
+    async def run_short(self, short: bool, size: int, work: Callable[[], Slices[Made]]) -> Made:
+        """`work` on a text: at once if that is short, else on a thread, which takes two more wake-ups."""
+        if not short or self._detours:
+            self._detours = max(0, self._detours - 1)
+            return await self.run(size, work)
+        begun = time.perf_counter()  # the event loop waits for the template's process, too
+        try:
+            return finished(work())
+        finally:
+            if time.perf_counter() - begun > SHORT_SECONDS:
+                self._detours = DETOURS
+
+    # -- on a thread, or at once where the text is short
+
+    def encode(
+        self, text: str, context: int, *, add_special: bool = True, param: str = "prompt", fits: bool = True,
+        keep: int | None = None,
+    ) -> Slices[list[int]]:  # fmt: skip
+        """The ids of a text. What cannot be a prompt of `context` tokens is refused by its length; with `fits` also
+        what turns out to have more. `keep`: the last so many ids are enough, and others may be missing."""
+        opening = None if add_special else False
+        return (yield from self._encode(self.tokenizer.spelled(text), None, context, param, fits, keep, opening))
+
+    def _encode(
+        self, text: str, marker: str | None, context: int, param: str, fits: bool, keep: int | None,
+        opening: bool | None,
+    ) -> Slices[list[int]]:  # fmt: skip
+        if keep is not None and len(text) > WINDOW:
+            ids, whole = yield from self._last_ids(text, marker, context, param, keep)
+            return self.tokenizer.opened(ids, opening) if whole else ids
+        self._refuse_long(text, context, param)
+        ids = []
+        for part in windows(text, self.spans):
+            ids += self.tokenizer.encode_spelled(part, marker)
+            if fits and keep is None and len(ids) > context:
+                raise ContextOverflow(
+                    f"{param} has {len(ids)} tokens and more, but the context holds {context}; shorten it, or set "
+                    "truncate_prompt_tokens.", param,
+                )  # fmt: skip
+            yield len(part)
+        return self.tokenizer.opened(ids, opening)
+
+    def _last_ids(
+        self, text: str, marker: str | None, context: int, param: str, keep: int
+    ) -> Slices[tuple[list[int], bool]]:
+        """At least `keep` ids of the text's end, and whether they are all. Each part is read only if those behind it
+        have too few: together they are at most what `keep` tokens can cover, and one part more."""
+        parts: list[list[int]] = []
+        found = left = 0
+        for part in last_windows(text, self.spans):
+            left += len(part)
+            if len(part) > 2 * WINDOW and self.spans.exceeds(part, context):
+                raise ContextOverflow(
+                    f"{param} has {len(part)} characters in a row with no space between two words, which is more than "
+                    f"the context of {context} tokens can hold and cannot be cut to fit; shorten it.", param,
+                )  # fmt: skip
+            parts.append(self.tokenizer.encode_spelled(part, marker))
+            found += len(parts[-1])
+            yield len(part)
+            if found >= keep:
+                break
+        return [token for part in reversed(parts) for token in part], left == len(text)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], context: int, *, fits: bool = True, keep: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None, options: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> Slices[list[int]]:  # fmt: skip
+        """The ids of a conversation; `context`, `fits` and `keep` as in `encode`."""
+        if self.template is None:
+            raise Refusal("This model has no chat template: use /v1/completions with a plain prompt.", param="messages")
+        given = dict(options or {})
+        for name in ("messages", "tools", "add_generation_prompt", "tokenizer", "template"):
+            if name in given:
+                raise Refusal(f"chat_template_kwargs must not hold {name!r}.", param="chat_template_kwargs")
+        text, marker = render_chat(
+            self.tokenizer, self.template, messages, tools=tools, add_generation_prompt=add_generation_prompt, **given
+        )
+        yield 1
+        return (yield from self._encode(self.tokenizer.spelled(text), marker, context, "messages", fits, keep, None))
+
+    def check_ids(self, ids: Sequence[int], vocab: int, param: str = "prompt") -> list[int]:
+        for token in ids:
+            if not 0 <= token < vocab:
+                raise Refusal(f"{param} holds the token {token}: ids go from 0 to {vocab - 1}.", param=param)
+        return list(ids)
+
+    def _refuse_long(self, text: str, context: int, param: str) -> None:
+        """No token covers more than the longest one does: this many characters cannot fit, whatever they are."""
+        if len(text) > MAX_CHARACTERS:
+            raise Refusal(f"{param} has {len(text)} characters; give at most {MAX_CHARACTERS}.", param=param)
+        if self.spans.exceeds(text, context):
+            raise ContextOverflow(
+                f"{param} has {len(text)} characters, which cannot fit into the context of {context} tokens; "
+                "shorten it.", param,
+            )  # fmt: skip
+
+
+def fit(ids: list[int], context: int, params: SamplingParams, truncate: int | None, param: str) -> list[int]:
+    """The prompt as it will run: too long, it is cut at its beginning where the call asks for that, else refused."""
+    if not ids:
+        raise Refusal(f"{param} is empty: give at least one token.", param=param, code="empty_prompt")
+    wanted = 1 if params.max_tokens is None else params.max_tokens
+    if wanted >= context:
+        raise ContextOverflow(
+            f"max_tokens={wanted} leaves no room for a prompt in the context of {context} tokens; lower it.",
+            "max_tokens",
+        )
+    if truncate is not None:
+        ids = ids[-min(truncate if truncate > 0 else context, context - wanted) :]
+    if len(ids) + wanted > context:
+        asked = "" if params.max_tokens is None else f", with max_tokens={wanted} {len(ids) + wanted}"
+        raise ContextOverflow(
+            f"{param} has {len(ids)} tokens{asked}, but the context holds {context}; shorten it, lower max_tokens, or "
+            "set truncate_prompt_tokens.", param,
+        )  # fmt: skip
+    refuse_bulk(logprob_entries(len(ids), params, context))
+    return ids
+
+
+def logprob_entries(prompt: int, params: SamplingParams, context: int) -> int:
+    """That one prompt's answer may hold."""
+    following = params.max_tokens if params.max_tokens is not None else min(context - prompt, USUAL_ANSWER)
+    entries = 0 if params.logprobs is None else params.n * following * (params.logprobs + 1)
+    return entries + (0 if params.prompt_logprobs is None else prompt * (params.prompt_logprobs + 1))
+
+
+def refuse_bulk(entries: int) -> None:
+    """Log-probabilities are many times as large as the text that they belong to. `entries`: of the whole call."""
+    if entries > MAX_LOGPROB_ENTRIES:
+        raise Refusal(
+            f"The answer would hold {entries} log-probabilities, more than {MAX_LOGPROB_ENTRIES}: lower logprobs, "
+            "prompt_logprobs, n or max_tokens.", param="logprobs", code="invalid_value",
+        )  # fmt: skip
+
+
+def finished(slices: Slices[Made]) -> Made:
+    """The result, here and now."""
+    try:
+        while True:
+            next(slices)
+    except StopIteration as end:
+        made: Made = end.value
+        return made
+
+
+def kept_tokens(truncate: int | None, context: int) -> int | None:
+    """How many of a prompt's last tokens matter at most; None: all."""
+    return None if truncate is None else min(truncate if truncate > 0 else context, context)
+
+
+def _nobody(made: Any, error: BaseException | None) -> None:
+    """Listens to work that is only being made."""
+
+
+def is_short(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a conversation is a few plain messages with little text."""
+    values = [value for message in messages[:SHORT_CONVERSATION] for value in message.values()]
+    if len(messages) > SHORT_CONVERSATION or not all(isinstance(value, str) for value in values):
+        return False
+    return sum(map(len, values)) <= SHORT_TEXT

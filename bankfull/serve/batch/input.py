@@ -1,0 +1,152 @@
+"""The input file of a batch: a request per line, checked line by line while it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from bankfull.serve.api.errors import Refusal
+from bankfull.serve.api.schema import refuse_crowd
+from bankfull.serve.data.ledger import Line, LineProblem
+
+MOST_LINES = 50_000
+MOST_BODY_BYTES = 4 << 20
+"""Of one request, unless the server takes more or fewer: as of a call."""
+AROUND_BODY = 8192
+"""Bytes of a line beside its body: `custom_id`, `url`, and the names of all."""
+MOST_PROBLEMS = 100
+GROUP = 1000
+MOST_TOGETHER, BYTES_TOGETHER = 32, 1 << 20
+ENDPOINTS = ("/v1/chat/completions", "/v1/responses", "/v1/completions", "/v1/embeddings")
+
+
+class _Request(msgspec.Struct, forbid_unknown_fields=True):
+    custom_id: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+    method: Literal["POST"]
+    url: str
+    body: msgspec.Raw
+
+
+class _Invalid(Exception):
+    def __init__(self, message: str, code: str, line: int, param: str | None = None) -> None:
+        self.problem = LineProblem(code, message, line, param)
+
+
+class _Body(msgspec.Struct):
+    """What a batch itself must know of a body; the endpoint checks the rest when the line runs."""
+
+    stream: bool | None = None
+
+
+_requests = msgspec.json.Decoder(_Request)
+_bodies = msgspec.json.Decoder(_Body)
+
+
+def read_together(lines: list[Line]) -> Iterator[list[Line]]:
+    """Lines in a row whose bodies are not too many to be in memory at once."""
+    group: list[Line] = []
+    size = 0
+    for line in lines:
+        if group and (len(group) == MOST_TOGETHER or size + line.length > BYTES_TOGETHER):
+            yield group
+            group, size = [], 0
+        group.append(line)
+        size += line.length
+    if group:
+        yield group
+
+
+def read_bodies(path: Path, lines: list[Line]) -> list[bytes]:
+    """The bodies of lines that were found valid."""
+    bodies = []
+    with path.open("rb") as file:
+        for line in lines:
+            file.seek(line.start)
+            bodies.append(bytes(_requests.decode(file.read(line.length)).body))
+    return bodies
+
+
+class Validation:
+    """`groups()` yields the valid lines, a thousand at a time; then `problems` tells what is wrong with the others."""
+
+    def __init__(
+        self, path: Path, endpoint: str, most_lines: int = MOST_LINES, most_body_bytes: int = MOST_BODY_BYTES
+    ) -> None:
+        self._path, self._endpoint, self._most_lines = path, endpoint, most_lines
+        self._most_body_bytes, self._longest_line = most_body_bytes, most_body_bytes + AROUND_BODY
+        self._places: dict[str, int] = {}
+        self.problems: list[LineProblem] = []
+
+    def groups(self) -> Iterator[list[Line]]:
+        group: list[Line] = []
+        count = 0
+        for number, start, text in self._texts():
+            count += 1
+            if count > self._most_lines:
+                many = f"The file has more than {self._most_lines} requests; split it."
+                self.problems.append(LineProblem("too_many_requests", many))
+                return
+            try:
+                group.append(self._checked(number, start, text))
+            except _Invalid as error:
+                self.problems.append(error.problem)
+            if len(self.problems) >= MOST_PROBLEMS:
+                return
+            if len(group) == GROUP:
+                yield group
+                group = []
+        if not count:
+            self.problems.append(LineProblem("empty_file", "The file holds no request."))
+        if group:
+            yield group
+
+    def _texts(self) -> Iterator[tuple[int, int, bytes]]:
+        """Number (from one), place and text of every line that is not blank."""
+        with self._path.open("rb") as file:
+            number = start = 0
+            while text := file.readline(self._longest_line + 1):
+                number += 1
+                if text.strip():
+                    yield number, start, text
+                start += len(text)
+                while len(text) > self._longest_line and not text.endswith(b"\n"):  # the rest of one that is too long
+                    text = file.readline(self._longest_line + 1)
+                    start += len(text)
+
+    def _checked(self, number: int, start: int, text: bytes) -> Line:
+        if len(text) > self._longest_line:
+            raise _Invalid(f"The line is longer than {self._longest_line} bytes.", "line_too_long", number)
+        try:
+            request = _requests.decode(text)
+        except msgspec.ValidationError as error:
+            raise _Invalid(_sentence(error), "invalid_request", number) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise _Invalid("The line is not valid JSON.", "invalid_json_line", number) from None
+        if request.url != self._endpoint:
+            message = f"The url must be the batch's endpoint, {self._endpoint}."
+            raise _Invalid(message, "mismatched_url", number, "url")
+        if (first := self._places.setdefault(request.custom_id, number)) != number:
+            message = f"The custom_id was used in line {first} already."
+            raise _Invalid(message, "duplicate_custom_id", number, "custom_id")
+        try:
+            if len(request.body) > self._most_body_bytes:
+                message = f"The body is larger than {self._most_body_bytes} bytes."
+                raise _Invalid(message, "body_too_large", number, "body")
+            refuse_crowd(bytes(request.body))
+            body = _bodies.decode(request.body)
+        except Refusal as error:
+            raise _Invalid(str(error), error.code or "invalid_body", number, "body") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            message = f"The body is no valid request: {_sentence(error)}"
+            raise _Invalid(message, "invalid_body", number, "body") from None
+        if body.stream:
+            raise _Invalid("A request in a batch cannot stream.", "invalid_body", number, "body.stream")
+        return Line(number, request.custom_id, start, len(text))
+
+
+def _sentence(error: Exception) -> str:
+    text = " ".join(str(error).split())[:300]
+    return text if text.endswith(".") else f"{text}."

@@ -1,0 +1,85 @@
+"""Files and batches as one part of the application: what it is made of, and how long it lives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.routing import Route
+
+from bankfull.serve.api.calls import Api, Caller
+from bankfull.serve.api.errors import Refusal
+from bankfull.serve.app import call_api, caller_of
+from bankfull.serve.batch.batches import batch_routes
+from bankfull.serve.batch.files import Owner, file_routes
+from bankfull.serve.batch.input import MOST_BODY_BYTES, MOST_LINES
+from bankfull.serve.batch.runner import BatchRunner, Handle
+from bankfull.serve.data.ledger import Ledger
+from bankfull.serve.data.store import Store, StoreLimits
+from bankfull.serve.guard.keys import Keyring
+from bankfull.serve.supervise import Supervisor
+from bankfull.serve.telemetry.trace import Trace, during
+
+log = logging.getLogger("bankfull.serve")
+
+
+def handle_within(
+    apis: Mapping[str, Api], caller: Callable[[str], Caller], keyring: Keyring | None = None
+) -> Handle:  # fmt: skip
+    """Lines call the APIs as their owner would. `caller`: of the key with this name ("" where there are no keys). What
+    they cost is charged to their key in the `keyring`."""
+
+    async def handle(url: str, body: bytes, *, priority: int, key: str) -> tuple[int, bytes]:
+        charged = None if keyring is None else keyring.named(key)
+        with during(Trace("", "POST", url, time.monotonic(), key=charged, batch=True)):
+            return await call_api(apis, url, body, replace(caller(key), priority=priority))
+
+    return handle
+
+
+def key_of(request: Request) -> str:
+    """The name of the key that owns what a call makes."""
+    return caller_of(request.scope).key or ""
+
+
+class BatchService:
+    """`async with service:` around the application's life. While it is not entered nothing runs; nothing is lost."""
+
+    def __init__(
+        self, folder: Path, handle: Handle, *, rows: Callable[[], int], owner_of: Owner = key_of,
+        limits: StoreLimits | None = None, most_lines: int = MOST_LINES,
+        count: Callable[[str], None] = lambda outcome: None, wait: Callable[[str], float] = lambda owner: 0.0,
+        most_body_bytes: int = MOST_BODY_BYTES, supervisor: Supervisor | None = None,
+    ) -> None:  # fmt: skip
+        self.store = Store(folder, limits)
+        self.ledger = Ledger(self.store)
+        self._runner = BatchRunner(
+            self.ledger, handle, rows=rows, most_lines=most_lines, count=count, wait=wait,
+            most_body_bytes=most_body_bytes, supervisor=supervisor,
+        )  # fmt: skip
+        self.routes: list[Route] = [
+            *file_routes(self.store, owner_of), *batch_routes(self.ledger, self._runner, owner_of),
+        ]  # fmt: skip
+
+    async def cancel_all_of(self, owners: Collection[str]) -> None:
+        """Their keys were taken out: their batches end, with the results that they have."""
+        for batch in await self.store.run(self.ledger.open_batches):
+            if batch.status in ("validating", "in_progress") and batch.owner in owners:
+                with suppress(Refusal):  # it has ended meanwhile
+                    await self.store.run(self.ledger.cancel, batch.owner, batch.id)
+                    log.info("batch %s ends: its key %s was taken out", batch.id, batch.owner)
+                self._runner.wake(batch.id)
+
+    async def __aenter__(self) -> BatchService:
+        self._runner.start()
+        return self
+
+    async def __aexit__(self, *how: object) -> None:
+        await self._runner.stop()
+        await asyncio.to_thread(self.store.close)

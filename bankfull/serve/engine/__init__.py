@@ -1,0 +1,1 @@
+"""The engine's process: started, supervised, fed and read by the API process."""

@@ -1,0 +1,487 @@
+"""Requests on their way to the engine and back: deals out what the engine process says, and starts it again when it
+dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import suppress
+from itertools import count
+from typing import Any, NoReturn
+
+from bankfull.errors import BankfullError, ConfigError, ModelError, RequestError
+from bankfull.sample.params import SamplingParams
+from bankfull.serve.engine.admission import Admission, QueueLimits, Ticket
+from bankfull.serve.engine.backend import STOPPED, Busy, DeadlineExceeded, EngineDied, Unavailable
+from bankfull.serve.engine.process import EngineProcess
+from bankfull.serve.engine.stall import stalled
+from bankfull.serve.engine.wire import (
+    Abort,
+    Configure,
+    Done,
+    Facts,
+    Failed,
+    Forgotten,
+    FromEngine,
+    Load,
+    Phase,
+    Piece,
+    Ready,
+    Refused,
+    ResetCache,
+    Step,
+    Submit,
+    ToEngine,
+    pack,
+    postponed,
+    preparation,
+)
+
+log = logging.getLogger("bankfull.serve")
+
+MOST_FAILED_LOADS = 3
+"""Of a model that was never loaded. One that was is tried for ever, or until `give_up_after`."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
+"""Seconds before the engine is started again: doubled with each death until it has stayed for CALM seconds."""
+CALM = 60.0
+STALL_SECONDS = 60.0
+LEAVING = 5.0
+"""Seconds that an engine which was told to leave gets for it."""
+
+NEVER_LOADED = "The model could not be loaded; the server ends, and its log says why."
+STARTED_AGAIN = "The engine has ended and is started again; ask again in a moment."
+SHUTTING_DOWN = "The server is shutting down; ask again when it is back."
+
+Options = Mapping[str, str | int | float | bool | None]
+
+
+class Stream:
+    """What comes back for one request, until somebody takes it."""
+
+    __slots__ = ("_error", "_link", "_ticket", "_timer", "_waiter", "batch", "ended", "id", "items", "prepared")
+
+    def __init__(self, link: Link, request: int, ticket: Ticket, prepared: bool) -> None:
+        self.id = request
+        self.batch = not ticket.counted
+        self.prepared = prepared
+        """The engine can run it at once: there is no grammar that it must compile first."""
+        self.items: list[Piece | Done] = []
+        self.ended = False
+        self._link = link
+        self._ticket = ticket
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._error: BankfullError | None = None
+
+    async def next(self) -> list[Piece | Done]:
+        while not self.items:
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            if self.ended:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                self.leave()
+                raise
+            finally:
+                self._waiter = None
+        items, self.items = self.items, []
+        return items
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def end(self) -> None:
+        """Nothing more will come."""
+        self.ended = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._link.forget(self.id, self._ticket)
+
+    def leave(self) -> None:
+        """Nobody wants the rest."""
+        if not self.ended:
+            self._link.abort(self.id)
+            self.end()
+
+    def fail(self, error: BankfullError) -> None:
+        """What has come already is still handed out, then the error is raised."""
+        if not self.ended:
+            self._error = error
+            self.end()
+            self.wake()
+
+    def set_deadline(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        self._link.drop(self, DeadlineExceeded("The request's deadline has passed before its answer was complete."))
+
+
+class Answer:
+    """The client's end of a stream. Leaving it, by `aclose`, by cancelling the wait or by letting go of it, aborts the
+    request."""
+
+    __slots__ = ("_loop", "_stream")
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._loop = asyncio.get_running_loop()
+
+    def __aiter__(self) -> Answer:
+        return self
+
+    def __anext__(self) -> Coroutine[Any, Any, list[Piece | Done]]:
+        return self._stream.next()
+
+    async def aclose(self) -> None:
+        self._stream.leave()
+
+    def __del__(self) -> None:
+        if not self._stream.ended:
+            # Garbage is collected on any thread, and after the end of the event loop too.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._stream.leave)
+
+
+class Link:
+    """A `Backend`. All of it runs on one event loop."""
+
+    def __init__(
+        self, model: str, options: Options | None = None, limits: QueueLimits | None = None,
+        threads: int | None = None, *, stall_seconds: float = STALL_SECONDS, give_up_after: float = 0.0,
+    ) -> None:  # fmt: skip
+        """`stall_seconds`: an engine that has work and makes no progress for so long is started again; 0: it never is.
+        `give_up_after`: a model that was loaded once and is not again for so long is a `failure`; 0: it never is."""
+        for name, seconds in (("stall_seconds", stall_seconds), ("give_up_after", give_up_after)):
+            if not 0 <= seconds < math.inf:
+                raise ConfigError(f"{name}={seconds} is no time; give seconds, or 0 to wait for ever.")
+        self._stall_seconds, self._give_up_after = stall_seconds, give_up_after
+        self._giving_up: asyncio.TimerHandle | None = None
+        self._steps = 0
+        """That the engine has told of, in all its lives."""
+        self._configure = Configure(model, dict(options or {}), threads)
+        self.admission = Admission(limits or QueueLimits())
+        self.phase = "starting"
+        """How far loading is, for people."""
+        self.failure: str | None = None
+        """Why there will be no engine any more, for whoever runs the server: clients are never told."""
+        self.restarts = self.failed_loads = 0
+        self._facts: Facts | None = None
+        self._load: Load | None = None
+        self._ready = False
+        self._draining = False
+        self._streams: dict[int, Stream] = {}
+        self._questions: dict[int, asyncio.Future[int]] = {}
+        self._numbers = count(1)
+        self._engine: EngineProcess | None = None
+        self._refusal: str | None = None
+        """Why the model cannot be loaded, in the engine's own words."""
+        self._last_words = ""
+        """The same of the last load that failed, or how it ended."""
+        self._supervisor: asyncio.Task[None] | None = None
+        self._changed, self._failed = asyncio.Event(), asyncio.Event()
+
+    # -- what an endpoint knows
+
+    @property
+    def ready(self) -> bool:
+        return self._ready and not self._draining
+
+    @property
+    def facts(self) -> Facts | None:
+        return self._facts
+
+    @property
+    def load(self) -> Load | None:
+        return self._load
+
+    @property
+    def says(self) -> str:
+        return self.admission.says
+
+    @property
+    def engine_pid(self) -> int | None:
+        return None if self._engine is None else self._engine.pid
+
+    def expect(self, samples: int, priority: int = 0, tenant: str = "") -> None:
+        self.admission.expect(samples, 0, priority, tenant)
+
+    def generate(
+        self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
+        deadline: float | None = None, explain: bool = False, tenant: str = "",
+    ) -> AsyncIterator[list[Piece | Done]]:  # fmt: skip
+        if deadline is not None and deadline <= 0:
+            raise DeadlineExceeded("The request's deadline has passed before it was begun.")
+        most = 0 if pool is not None else params.max_tokens
+        ticket = self.admission.enter(len(prompt), params.n, most, priority, tenant)
+        submit = Submit(next(self._numbers), prompt, params, priority, salt, pool, explain, tenant)
+        size = preparation(submit)
+        stream = Stream(self, submit.id, ticket, prepared=not size)
+        try:
+            self._send(postponed(submit, size, stream.batch) if size else submit, stream.id)
+        except BaseException as error:
+            stream.end()
+            if isinstance(error, BankfullError):
+                raise
+            if isinstance(error, (TypeError, ValueError, OverflowError)):
+                raise RequestError(f"The request cannot be passed on to the engine: {error}.") from None
+            raise
+        self._streams[stream.id] = stream
+        if deadline is not None:
+            stream.set_deadline(deadline)
+        return Answer(stream)
+
+    async def reset_cache(self) -> int:
+        question = next(self._numbers)
+        self._send(ResetCache(question))
+        reply = self._questions[question] = asyncio.get_running_loop().create_future()
+        try:
+            return await reply
+        finally:
+            self._questions.pop(question, None)
+
+    # -- life
+
+    async def start(self) -> None:
+        """Returns at once; `wait_ready` tells when the model is loaded."""
+        self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
+        self._supervisor.add_done_callback(self._orphan)
+
+    async def wait_ready(self) -> None:
+        """Raises ModelError when it was given up."""
+        while not self._ready:
+            if self.failure is not None:
+                raise ModelError(self.failure)
+            await self._changed.wait()
+
+    async def wait_failed(self) -> NoReturn:
+        """Raises ModelError once it was given up; waits for ever if it never is."""
+        await self._failed.wait()
+        raise ModelError(self.failure)
+
+    async def drain(self, grace: float) -> None:
+        """No new requests; those who run may finish within `grace` seconds. Batch work is dropped: it is written down
+        elsewhere and continues after a restart."""
+        self._draining = True
+        self.admission.close(SHUTTING_DOWN)
+        for stream in list(self._streams.values()):
+            if stream.batch:
+                self.drop(stream, Unavailable(STOPPED))
+        end = time.monotonic() + grace
+        while self._streams and (left := end - time.monotonic()) > 0:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left)
+        for stream in list(self._streams.values()):
+            self.drop(stream, Unavailable(STOPPED))
+
+    async def close(self) -> None:
+        """End the engine process; whoever still waits gets an error."""
+        self._draining = True
+        self.admission.close(SHUTTING_DOWN)
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait({self._supervisor})  # one that has failed has said so
+
+    def _orphan(self, supervisor: asyncio.Task[None]) -> None:
+        """Whatever ends the supervisor, nobody is left without being told."""
+        if not supervisor.cancelled() and (error := supervisor.exception()) is not None:
+            log.error("The engine's supervisor has failed.", exc_info=error)
+            if self._engine is not None:
+                self._engine.kill()
+            self._lose_everybody(Unavailable(STOPPED))
+            self._give_up(f"The engine's supervisor has failed: {error!r}.")
+
+    async def _supervise(self) -> None:
+        failed_loads, pause = 0, FIRST_PAUSE
+        while True:
+            self._engine = engine = EngineProcess(self._receive)
+            self._refusal = None
+            begun = time.monotonic()
+            try:
+                await engine.start()
+                self._send(self._configure)
+                await self._until_ended(engine)
+            except asyncio.CancelledError:
+                self._lose_everybody(Unavailable(STOPPED))
+                await engine.finish(LEAVING)
+                raise
+            except OSError as error:
+                log.error("The engine process cannot be started: %s.", error)
+            was_ready = self._ready
+            self._lose_everybody(EngineDied("The engine process has died while the request was running."))
+            how = await engine.finish(patience=1.0)
+            if was_ready:
+                failed_loads = 0
+                if time.monotonic() - begun > CALM:
+                    pause = FIRST_PAUSE
+                log.error("The engine process %d ended %s; it is started again.", engine.pid, how)
+            else:
+                failed_loads += 1
+                self.failed_loads += 1
+                self._last_words = self._refusal or f"The engine process ended {how} while it loaded the model."
+                if self._facts is None and (self._refusal is not None or failed_loads >= MOST_FAILED_LOADS):
+                    self._give_up(self._last_words)
+                    return
+                log.error("%s It is tried again in %g seconds.", self._last_words, pause)
+                if not self._draining:
+                    self.admission.close(
+                        f"The engine has ended, and {failed_loads} attempts to load the model again have failed; the "
+                        f"next one begins in {pause:.0f} seconds, and the server's log says why."
+                    )
+            await asyncio.sleep(pause)
+            if self.failure is not None:
+                return
+            pause = min(2 * pause, LONGEST_PAUSE)
+            self.restarts += 1
+
+    async def _until_ended(self, engine: EngineProcess) -> None:
+        if not self._stall_seconds:
+            await engine.ended
+            return
+        watching = asyncio.ensure_future(
+            stalled(self._stall_seconds, self._has_work, lambda: self._steps + engine.progress)
+        )
+        try:
+            await asyncio.wait({engine.ended, watching}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watching.cancel()
+        if not engine.ended.done():
+            watching.result()  # one that has failed tells nothing about the engine
+            log.error("The engine process %d has work, but made no progress for %g seconds; it is ended.", engine.pid,
+                      self._stall_seconds)  # fmt: skip
+            engine.kill()
+            await engine.ended
+
+    def _has_work(self) -> bool:
+        """Whether steps must come."""
+        if not self._ready:
+            return False
+        if self._load is not None and (self._load.running or self._load.waiting):
+            return True
+        return any(stream.prepared for stream in self._streams.values())
+
+    def _set_timer(self) -> None:
+        """There is no engine from now on."""
+        if self._give_up_after and self._giving_up is None:
+            self._giving_up = asyncio.get_running_loop().call_later(self._give_up_after, self._time_is_up)
+
+    def _time_is_up(self) -> None:
+        self._give_up(f"There was no engine for {self._give_up_after:g} seconds. {self._last_words}".strip())
+
+    def _give_up(self, why: str) -> None:
+        log.error("%s It is not started again.", why)
+        self.failure = why
+        self.admission.close(NEVER_LOADED)
+        self._failed.set()
+        self._notify()
+
+    def _notify(self) -> None:
+        """Whoever waits for a change looks again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _lose_everybody(self, error: BankfullError) -> None:
+        """There is no engine any more."""
+        if self._ready:
+            self._set_timer()
+            if not self._draining:
+                self.admission.close(STARTED_AGAIN)
+        self._ready = False
+        self._engine = None
+        self._load = None
+        for stream in list(self._streams.values()):
+            stream.fail(error)
+        for question in self._questions.values():
+            if not question.done():
+                question.set_exception(error)
+        self._notify()
+
+    # -- to the engine
+
+    def _send(self, message: ToEngine, request: int | None = None) -> None:
+        if self._engine is None:
+            raise Unavailable("There is no engine right now; ask again in a moment.")
+        self._engine.send(pack(message), request)
+
+    def abort(self, request: int) -> None:
+        if self._engine is not None and not self._engine.withdraw(request):
+            self._engine.send(pack(Abort([request])))
+
+    def drop(self, stream: Stream, error: BankfullError) -> None:
+        """End a request before its time."""
+        if not stream.ended:
+            self.abort(stream.id)
+            stream.fail(error)
+
+    def forget(self, request: int, ticket: Ticket) -> None:
+        self._streams.pop(request, None)
+        self.admission.leave(ticket)
+        self._notify()
+
+    # -- from the engine
+
+    def _receive(self, message: FromEngine) -> None:
+        match message:
+            case Step():
+                self._steps += 1
+                self._load = message.load
+                self._deal(message)
+            case Refused():
+                if (stream := self._streams.get(message.id)) is not None:
+                    stream.fail(_error_of(message))
+            case Forgotten():
+                if (question := self._questions.get(message.id)) is not None and not question.done():
+                    question.set_result(message.pages)
+            case Phase():
+                self.phase = message.text
+                log.info("The engine is %s.", message.text)
+            case Failed():
+                self._refusal = message.message
+            case Ready():
+                self._facts = message.facts
+                self.phase = "ready"
+                self._ready = True
+                if self._giving_up is not None:
+                    self._giving_up.cancel()
+                    self._giving_up = None
+                if not self._draining:
+                    self.admission.open(message.facts)
+                self._notify()
+
+    def _deal(self, step: Step) -> None:
+        """All of a step at once: this runs for every token of every stream."""
+        streams = self._streams
+        woken = []
+        for piece in step.pieces:
+            stream = streams.get(piece.id)
+            if stream is not None:
+                if not stream.items:
+                    woken.append(stream)
+                stream.items.append(piece)
+        for done in step.done:
+            stream = streams.get(done.id)
+            if stream is not None:
+                if not stream.items:
+                    woken.append(stream)
+                stream.items.append(done)
+                stream.end()
+        for stream in woken:
+            stream.wake()
+
+
+def _error_of(refused: Refused) -> BankfullError:
+    if refused.kind == "request":
+        return RequestError(refused.message)
+    if refused.kind == "busy":
+        return Busy(refused.message, 1.0)
+    return EngineDied(refused.message)

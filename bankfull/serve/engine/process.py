@@ -1,0 +1,146 @@
+"""One life of the engine: a process, and the socket that it shares with nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import cast
+
+import msgspec
+
+from bankfull.progress import Watched, watched_file
+from bankfull.serve.engine.wire import HEADER, FromEngine, body_length, decoder
+
+log = logging.getLogger("bankfull.serve")
+
+MOST_UNREAD = 64 << 10
+"""Bytes on their way to the engine that nothing can be withdrawn from any more."""
+
+
+class EngineProcess(asyncio.Protocol):
+    """All that goes in and out, whole messages in the order in which they were sent."""
+
+    def __init__(self, receive: Callable[[FromEngine], None]) -> None:
+        self._receive = receive
+        self._decode = decoder(FromEngine).decode
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._needed = HEADER
+        self._process: subprocess.Popen[bytes] | None = None
+        self._progress: Watched | None = None
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._transport: asyncio.WriteTransport | None = None
+        self._unsent: deque[tuple[int | None, bytes]] = deque()
+        """While the engine is slow to read."""
+        self._paused = False
+
+    async def start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # -P: a file in the current folder must not pass for a module of ours.
+            file = watched_file()
+            try:
+                self._progress = Watched(file)
+                shared = [theirs.fileno(), file]
+                command = [sys.executable, "-P", "-m", "bankfull.serve.engine.worker", *map(str, shared)]
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=2, close_fds=True, pass_fds=shared
+                )
+            finally:
+                os.close(file)
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
+
+    @property
+    def progress(self) -> int:
+        """Counts on while a step is under way."""
+        return self._progress.count if self._progress is not None else 0
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    def send(self, message: bytes, request: int | None = None) -> None:
+        """In the order of the calls. `request`: the one that it submits, which may be withdrawn until it is written."""
+        assert self._transport is not None
+        if self._paused:
+            self._unsent.append((request, message))
+        else:
+            self._transport.write(message)
+
+    def withdraw(self, request: int) -> bool:
+        """Whether the engine will never hear of a request that was submitted."""
+        for index, (submitted, _) in enumerate(self._unsent):
+            if submitted == request:
+                del self._unsent[index]
+                return True
+        return False
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    async def finish(self, patience: float) -> str:
+        """Wait for the process, end it if need be; how it ended."""
+        if self._transport is not None:
+            self._transport.close()
+        if self._process is None:
+            return "before it began"
+        try:
+            status = await asyncio.to_thread(self._process.wait, patience)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = await asyncio.to_thread(self._process.wait)
+        return f"by signal {-status}" if status < 0 else f"with status {status}"
+
+    # -- asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+        self._transport.set_write_buffer_limits(high=MOST_UNREAD)
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        while self._unsent and not self._paused:  # writing may pause it again
+            assert self._transport is not None
+            self._transport.write(self._unsent.popleft()[1])
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size < self._needed:
+            return
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        try:
+            rest = self._deal_out(memoryview(data))
+        except (ValueError, msgspec.MsgspecError):
+            log.exception("The engine process says what nobody understands; it is ended.")
+            self.kill()
+            return
+        self._parts, self._size = [rest] if rest else [], len(rest)
+
+    def _deal_out(self, data: memoryview) -> bytes:
+        """All whole messages; what is left of the data."""
+        start, end = 0, len(data)
+        while end - start >= HEADER:
+            stop = start + HEADER + body_length(data[start : start + HEADER])
+            if stop > end:
+                self._needed = stop - start
+                break
+            self._receive(self._decode(data[start + HEADER : stop]))
+            start = stop
+        else:
+            self._needed = HEADER
+        return bytes(data[start:])

@@ -1,0 +1,44 @@
+"""All layers of the service in their order: a request is noted, checked, and then served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+
+from bankfull.serve.engine.backend import Backend
+from bankfull.serve.guard.checks import App, Doors, Guard, GuardLimits
+from bankfull.serve.guard.lobby import LobbyLimits
+from bankfull.serve.guard.running import Running
+from bankfull.serve.guard.tls import Tls
+from bankfull.serve.telemetry.exposition import CONTENT_TYPE
+from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.watch import Watch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Protection:
+    """All that the operator decides about it."""
+
+    doors: Doors
+    tls: Tls = field(default_factory=Tls)
+    connections: LobbyLimits = field(default_factory=LobbyLimits)
+    log_json: bool = False
+    log_prompts: bool = False
+    vllm_metrics: bool = False
+
+
+def fortify(
+    app: Starlette, backend: Backend, doors: Doors, metrics: Metrics, *,
+    limits: GuardLimits | None = None, log_prompts: bool = False, running: Running | None = None,
+) -> App:  # fmt: skip
+    """`app` behind keys and limits, with /metrics. Its endpoints must have been given a `WatchedBackend`."""
+
+    async def show_metrics(request: Request) -> Response:
+        return Response(metrics.write(backend), media_type=CONTENT_TYPE)
+
+    app.add_route("/metrics", show_metrics, methods=["GET"])
+    guard = Guard(app, doors, limits, apis=app.state.apis, keep_bodies=log_prompts, running=running)
+    return Watch(guard, metrics)

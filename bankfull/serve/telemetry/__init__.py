@@ -1,0 +1,1 @@
+"""Logs, metrics, and the trace that each HTTP request carries."""

@@ -1,0 +1,320 @@
+"""The outermost layer and the innermost one: a request gets its id and its `Trace` where it comes in, and what it makes
+the engine do is counted where it leaves the API.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+from bankfull.errors import BankfullError
+from bankfull.sample.params import SamplingParams
+from bankfull.sched.policy import BATCH_PRIORITY
+from bankfull.serve.api.errors import Refusal
+from bankfull.serve.api.sse import SEND_BODY
+from bankfull.serve.console.pages import PAGES, STATE_PATH
+from bankfull.serve.console.timelines import OpenLine, TimeLines
+from bankfull.serve.engine.backend import Backend, Busy
+from bankfull.serve.engine.wire import Done, Facts, Load, Piece
+from bankfull.serve.guard.checks import App, Message, Receive, Scope, Send
+from bankfull.serve.guard.keys import Bucket, Keyring
+from bankfull.serve.telemetry.log import log_trace
+from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.trace import Trace, current_trace, during
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+QUIET_PATHS = frozenset({"/live", "/ready", "/health", "/metrics", STATE_PATH, *PAGES})
+"""Asked every few seconds by machines, or a dozen at once by a browser: counted, but logged only when something is
+wrong."""
+
+
+class Watch:
+    """The outermost layer of plain ASGI."""
+
+    def __init__(self, app: App, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        identity = request_id(scope["headers"])
+        trace = Trace(identity.decode(), scope["method"], scope["path"], time.monotonic())
+
+        # No layer adds anything to a body, and a stream sends one for every token.
+        scope[SEND_BODY] = send
+
+        async def echoing(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                trace.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", identity)]
+            await send(message)
+
+        try:
+            with during(trace):
+                await self._app(scope, receive, echoing)
+        finally:
+            self._tell(trace, scope)
+
+    def _tell(self, trace: Trace, scope: Scope) -> None:
+        trace.route = route_of(scope)
+        # A client that leaves before it was answered is 499 in the logs of many servers.
+        trace.status = trace.status or 499
+        self._metrics.http_requests.add(
+            1, trace.method if trace.route else "", trace.route or "none", str(trace.status)
+        )
+        if trace.status >= 400 or trace.problem is not None or trace.route not in QUIET_PATHS:
+            log_trace(trace, time.monotonic() - trace.arrived)
+
+
+def request_id(headers: list[tuple[bytes, bytes]]) -> bytes:
+    """The client's own, where it is one that may stand in logs and headers."""
+    for name, value in headers:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return value
+    return b"req-" + secrets.token_hex(12).encode()
+
+
+def route_of(scope: Scope) -> str:
+    """The path with every id replaced by its name, or nothing where no route was found."""
+    if "endpoint" not in scope:
+        return ""
+    path: str = scope["path"]
+    for name, value in scope.get("path_params", {}).items():
+        path = path.replace(str(value), f"{{{name}}}", 1)
+    return path
+
+
+class WatchedBackend:
+    """The engine as endpoints see it: what it does for a request is counted, and charged to the key that asks."""
+
+    def __init__(self, inner: Backend, metrics: Metrics, keyring: Keyring) -> None:
+        self._inner, self._metrics, self._keyring = inner, metrics, keyring
+        self.lines = TimeLines(inner)
+
+    @property
+    def ready(self) -> bool:
+        return self._inner.ready
+
+    @property
+    def facts(self) -> Facts | None:
+        return self._inner.facts
+
+    @property
+    def load(self) -> Load | None:
+        return self._inner.load
+
+    @property
+    def says(self) -> str:
+        return self._inner.says
+
+    @property
+    def restarts(self) -> int:
+        return self._inner.restarts
+
+    @property
+    def failed_loads(self) -> int:
+        return self._inner.failed_loads
+
+    async def reset_cache(self) -> int:
+        return await self._inner.reset_cache()
+
+    def expect(self, samples: int, priority: int = 0, tenant: str = "") -> None:
+        with self._counting_refusals():
+            self._inner.expect(samples, priority, tenant or self._tenant_of(current_trace()))
+
+    def generate(
+        self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
+        deadline: float | None = None, explain: bool = False, tenant: str = "",
+    ) -> AsyncIterator[list[Piece | Done]]:  # fmt: skip
+        trace = current_trace()
+        batch = priority >= BATCH_PRIORITY
+        asked = time.monotonic()  # before the engine hears of it, which may be on this very core, and at once
+        with self._counting_refusals():
+            most = len(prompt) if pool is not None else self._most_tokens(len(prompt), params)
+            reserved = None if trace is None else self._reserve(trace, most, may_overdraw=batch)
+            try:
+                steps = self._inner.generate(
+                    prompt, params, priority=priority, salt=salt, pool=pool, deadline=deadline, explain=explain,
+                    tenant=tenant or self._tenant_of(trace),
+                )  # fmt: skip
+            except BaseException:
+                if reserved is not None:
+                    reserved.settle(0)
+                raise
+        line = None if trace is None else self.lines.open(trace, len(prompt), batch=batch)
+        return CountedSteps(steps, self._metrics, trace, reserved, len(prompt), params.n, asked, batch=batch, line=line)
+
+    def _tenant_of(self, trace: Trace | None) -> str:
+        """The owner of the call's key; nobody where there is one key at most, and nothing to be divided."""
+        return "" if trace is None or trace.key is None or len(self._keyring) < 2 else trace.key.name
+
+    @contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except BankfullError as error:
+            self._metrics.failures.add(1, type(error).__name__)
+            raise
+
+    def _most_tokens(self, prompt: int, params: SamplingParams) -> int:
+        """That a request can cost: its prompt, and for each sample as much as may follow."""
+        facts = self._inner.facts
+        room = 0 if facts is None else max(0, facts.max_len - prompt)
+        return prompt + params.n * (room if params.max_tokens is None else min(params.max_tokens, room))
+
+    def _reserve(self, trace: Trace, most: int, *, may_overdraw: bool) -> Reserved | None:
+        """None where nobody counts. Lines of batches have waited before they began, and may overdraw."""
+        if trace.key is None or (tokens := self._keyring.allowance(trace.key).tokens) is None:
+            return None
+        if not may_overdraw:
+            if most > tokens.per_minute:
+                raise Refusal(
+                    f"This call may need {most} tokens, its prompt and all that may follow, and the key "
+                    f"{trace.key.name} has {tokens.per_minute} per minute: set a smaller max_tokens, or send less.",
+                    param="max_tokens", code="token_budget_exceeded",
+                )  # fmt: skip
+            if (seconds := tokens.wait(most)) > 0:
+                raise Busy(
+                    f"This call may need {most} tokens, and the key {trace.key.name} has {tokens.left} left of its "
+                    f"{tokens.per_minute} per minute; try again in {seconds:.1f} s, or with a smaller max_tokens.",
+                    seconds,
+                )
+        return Reserved(tokens, most)
+
+
+class Reserved:
+    """Tokens that were set aside for one request: all that it may need."""
+
+    __slots__ = ("_bucket", "_most")
+
+    def __init__(self, bucket: Bucket, most: int) -> None:
+        self._bucket, self._most = bucket, most
+        bucket.take(most)
+
+    def settle(self, used: int) -> None:
+        """Once, however the request ended: what it did not use is given back."""
+        most, self._most = self._most, used
+        self._bucket.give_back(most - used)
+
+
+class CountedSteps:
+    """A request's steps, counted as they pass. This runs for every token of every stream."""
+
+    __slots__ = (
+        "_asked", "_batch", "_ended", "_last", "_line", "_metrics", "_prompt", "_reserved", "_samples", "_steps",
+        "_trace", "_used",
+    )  # fmt: skip
+
+    def __init__(
+        self, steps: AsyncIterator[list[Piece | Done]], metrics: Metrics, trace: Trace | None,
+        reserved: Reserved | None, prompt: int, samples: int, asked: float, *, batch: bool = False,
+        line: OpenLine | None = None,
+    ) -> None:  # fmt: skip
+        self._steps, self._metrics, self._trace = steps, metrics, trace
+        self._reserved, self._used = reserved, prompt
+        self._prompt, self._samples, self._batch, self._line = prompt, samples, batch, line
+        self._asked = asked
+        self._last: float | None = None
+        self._ended = False
+        metrics.prompt_tokens.add(prompt)
+        if batch:
+            metrics.batch_prompt_tokens.add(prompt)
+        if trace is not None:
+            trace.prompt_tokens += prompt
+
+    def __aiter__(self) -> CountedSteps:
+        return self
+
+    async def __anext__(self) -> list[Piece | Done]:
+        try:
+            items = await self._steps.__anext__()
+        except StopAsyncIteration:
+            self._ended = True
+            self._settle()
+            raise
+        except BaseException as error:
+            self._fail(self._reason(error))
+            raise
+        fresh = 0
+        for item in items:
+            if isinstance(item, Piece):
+                fresh += len(item.tokens)
+                if item.finish is not None:
+                    self._metrics.success.add(1, item.finish)
+                    if self._line is not None:
+                        self._line.finish = item.finish
+            else:  # the last of all: whoever ends the request wants its tokens counted
+                if fresh:
+                    self._count(fresh)
+                    fresh = 0
+                self._end(item)
+        if fresh:
+            self._count(fresh)
+        return items
+
+    async def aclose(self) -> None:
+        self._fail("left")
+        close = getattr(self._steps, "aclose", None)
+        if close is not None:
+            await close()
+
+    def _count(self, fresh: int) -> None:
+        now, metrics, line = time.monotonic(), self._metrics, self._line
+        metrics.generation_tokens.add(fresh)
+        if self._batch:
+            metrics.batch_generation_tokens.add(fresh)
+        if self._last is None:
+            self._begin(fresh, now)
+        elif not self._batch:
+            metrics.between_tokens.observe(now - self._last)
+        self._last = now
+        if line is not None:
+            line.tokens += fresh  # the trace gets the sum at the end
+        self._used += fresh
+
+    def _begin(self, fresh: int, now: float) -> None:
+        """The first tokens have come."""
+        if not self._batch:  # nobody waits for those of a batch
+            self._metrics.first_token.observe(now - self._asked)
+            if self._trace is not None and self._trace.ttft is None:
+                self._trace.ttft = now - self._trace.arrived
+        if self._line is not None:
+            self._line.begin(fresh, now)
+
+    def __del__(self) -> None:
+        self._settle()  # of whoever let go of it without a word
+
+    def _settle(self) -> None:
+        reserved, self._reserved = self._reserved, None
+        if reserved is not None:
+            reserved.settle(self._used)
+
+    def _end(self, done: Done) -> None:
+        self._ended = True
+        self._settle()
+        self._metrics.sized(self._prompt, done.output_tokens, self._samples)
+        if not self._batch:
+            self._metrics.waited(done, time.monotonic() - self._asked)
+        if self._trace is not None:
+            self._trace.cached_tokens += done.cached_tokens
+        if self._line is not None:
+            self._line.end(done)
+
+    def _reason(self, error: BaseException) -> str:
+        if isinstance(error, Exception):
+            return type(error).__name__
+        ended = None if self._trace is None else self._trace.ended
+        return "left" if ended is None else type(ended).__name__
+
+    def _fail(self, reason: str) -> None:
+        if not self._ended:
+            self._ended = True
+            self._settle()
+            self._metrics.failures.add(1, reason)
+            if self._trace is not None:
+                self._trace.problem = reason
+            if self._line is not None:
+                self._line.fail(reason)

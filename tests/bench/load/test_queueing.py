@@ -1,0 +1,77 @@
+"""Waiting follows the theory of queues: Poisson arrivals at one server with a fixed time of service are M/D/1.
+
+First without a clock: arrivals through Lindley's recursion give the wait of Pollaczek and Khinchine. Then with one:
+what the client measures of a queue is that recursion, request by request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, quantiles
+
+import pytest
+
+from bankfull.bench.load.arrivals import Arrivals
+from bankfull.bench.load.client import Asking, Client
+from tests.bench.load.kit import asking, simulated, stamped
+from tests.bench.load.stamped_server import Line
+
+SERVICE = 0.005
+
+
+def lindley(offsets: Sequence[float], service: float) -> list[float]:
+    """The time that each spends waiting and being served."""
+    free, found = 0.0, []
+    for offset in offsets:
+        free = max(free, offset) + service
+        found.append(free - offset)
+    return found
+
+
+def pollaczek_khinchine(load: float, service: float) -> float:
+    """The mean time in an M/D/1 queue, service included."""
+    return service + load * service / (2 * (1 - load))
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+def test_poisson_arrivals_wait_as_long_as_the_formula_says(load: float) -> None:
+    offsets = Arrivals(load / SERVICE).offsets(400_000, 7)
+    assert fmean(lindley(offsets, SERVICE)) == pytest.approx(pollaczek_khinchine(load, SERVICE), rel=0.03)
+
+
+def test_bursts_wait_longer_and_a_metronome_not_at_all() -> None:
+    rate, count = 0.6 / SERVICE, 100_000
+    bursty = fmean(lindley(Arrivals(rate, "gamma", 0.25).offsets(count, 1), SERVICE))
+    poisson = fmean(lindley(Arrivals(rate).offsets(count, 1), SERVICE))
+    even = fmean(lindley(Arrivals(rate, "constant").offsets(count, 1), SERVICE))
+    assert bursty > 1.5 * poisson > 1.5 * even
+    assert even == pytest.approx(SERVICE)
+
+
+def test_what_the_client_measures_is_the_queue_itself() -> None:
+    """At 60% load, by a clock that nobody disturbs: each request's time is that of the recursion over the very same
+    arrivals, so that their mean is that of the formula but for what so few arrivals leave to chance."""
+    load, count = 0.6, 4000
+    offsets = Arrivals(load / SERVICE).offsets(count, 3)
+    outcomes = simulated(Line(SERVICE, 0.0, 0.0), asking(1, count), offsets)
+    apart = sorted(abs(one.e2e - wait) for one, wait in zip(outcomes, lindley(offsets, SERVICE), strict=True))
+    assert apart[-1] < 1e-6
+    assert fmean(one.e2e for one in outcomes) == pytest.approx(pollaczek_khinchine(load, SERVICE), rel=0.1)
+
+
+def test_so_it_is_by_the_clock_on_the_wall() -> None:
+    """A real second and a half: the typical request is within a millisecond of the recursion, in a run that others left
+    alone for the most part; noise only ever adds."""
+    load, count = 0.5, 150
+    found: list[float] = []
+    with stamped(service=SERVICE) as server:
+        for attempt in range(10):
+            offsets = Arrivals(load / SERVICE).offsets(count, attempt)
+            outcomes = sorted(Client(server, Asking()).run(asking(1, count), offsets), key=lambda one: one.due)
+            apart = [one.e2e - wait for one, wait in zip(outcomes, lindley(offsets, SERVICE), strict=True)]
+            # Two that wait may change places, but all together cannot be served before the queue allows it.
+            assert fmean(apart) > -1e-3
+            found.append(quantiles(apart, n=4)[0])
+            if found[-1] < 1e-3:
+                return
+    pytest.fail(f"three quarters of the requests were off by more than so many seconds: {found}")

@@ -1,0 +1,83 @@
+"""Whatever an upload holds, and however much of it: the answer is success or a refusal, and it arrives."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bankfull.serve.guard.checks import Guard, open_doors
+from bankfull.serve.guard.keys import Keyring
+from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.watch import Watch
+from tests.serve.batch_app import RandomHandler, batch_app
+from tests.serve.listening import Listening, listening
+
+GOOD = (
+    b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n{}\r\n--b--\r\n'
+)
+LARGE = 24 << 20
+"""More than the system takes from a client before the server has read any of it."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Listening]:
+    folder: Path = tmp_path_factory.mktemp("store")
+    app = batch_app(folder, RandomHandler(0))
+    with listening(Watch(Guard(app, open_doors(Keyring(), host="127.0.0.1")), Metrics())) as made:
+        yield made
+
+
+def upload(server: Listening, form: bytes, kind: bytes = b"multipart/form-data; boundary=b") -> tuple[int, str]:
+    """The status, and what is said."""
+    head = b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: %b\r\n" % kind
+    said = server.say(head + b"content-length: %d\r\n\r\n" % len(form) + form)
+    assert said, "the connection was reset"
+    document = json.loads(said.partition(b"\r\n\r\n")[2])
+    return int(said.split()[1]), document.get("error", {}).get("message", "")
+
+
+@pytest.mark.parametrize("length", [1, 200, 257, 4000, 30_000])
+def test_a_boundary_of_any_length(server: Listening, length: int) -> None:
+    boundary = b"b" * length
+    status, said = upload(server, GOOD.replace(b"--b", b"--" + boundary), b"multipart/form-data; boundary=" + boundary)
+    assert status == 200 if length < 257 else (status == 400 and "boundary" in said)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [b"no form", b"--b\r\n\0\r\n\r\n", b'--b\r\ncontent-disposition: form-data; name="x"\r\n\r\n', b"--b\r\nx"],
+    ids=["no form", "bad header", "unknown field", "no colon"],
+)  # fmt: skip
+@pytest.mark.parametrize("size", [0, LARGE])
+def test_a_form_that_is_wrong_from_its_start_is_told_however_much_follows(
+    server: Listening, start: bytes, size: int
+) -> None:  # fmt: skip
+    status, said = upload(server, start + b"x" * size)
+    assert status == 400 and "form" in said
+
+
+def test_a_form_that_is_changed_at_random_is_stored_or_refused(server: Listening) -> None:
+    chance = random.Random(7)
+    statuses = set()
+    for _ in range(200):
+        form = bytearray(GOOD)
+        for _ in range(chance.randint(1, 4)):
+            at = chance.randrange(len(form))
+            match chance.randrange(4):
+                case 0:
+                    form[at] = chance.randrange(256)
+                case 1:
+                    del form[at : at + chance.randint(1, 20)]
+                case 2:
+                    form[at:at] = bytes([chance.choice(b"\r\n-:;=\"*' b\0")]) * chance.randint(1, 5)
+                case _:
+                    form[at:at] = form[chance.randrange(len(form)) :][: chance.randint(1, 30)]
+        status, said = upload(server, bytes(form))
+        statuses.add(status)
+        assert status in (200, 400), said
+    assert statuses == {200, 400}

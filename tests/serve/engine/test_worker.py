@@ -1,0 +1,250 @@
+"""The engine process by itself: a socket, messages, and an end when the socket ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from bankfull.sample.params import SamplingParams, StructuredOutput
+from bankfull.serve.engine import outbox
+from bankfull.serve.engine import worker as worker_module
+from bankfull.serve.engine.outbox import ApiGone, Outbox
+from bankfull.serve.engine.wire import (
+    HEADER,
+    MAX_MESSAGE,
+    Abort,
+    Configure,
+    FromEngine,
+    Ready,
+    Refused,
+    Step,
+    Submit,
+    ToEngine,
+    body_length,
+    decoder,
+    pack,
+)
+from bankfull.serve.engine.worker import Inbox
+from tests.serve.engine_kit import ENDLESS, OPTIONS, PROMPT
+from tests.tiny import speaking_folder
+
+
+def failing(thread: str, error: BaseException) -> None:
+    raise AssertionError(f"{thread} has failed") from error
+
+
+class Process:
+    """A worker, and the API's end of its socket, read by hand."""
+
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "bankfull.serve.engine.worker", str(theirs.fileno())]
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
+        self.socket.settimeout(60.0)
+        self._decode = decoder(FromEngine).decode
+
+    def send(self, message: Any) -> None:
+        self.socket.sendall(pack(message))
+
+    def next(self) -> Any:
+        return self._decode(self._exactly(body_length(self._exactly(HEADER))))
+
+    def until(self, kind: type) -> Any:
+        while not isinstance(message := self.next(), kind):
+            pass
+        return message
+
+    def _exactly(self, count: int) -> bytes:
+        read = b""
+        while len(read) < count:
+            got = self.socket.recv(count - len(read))
+            assert got, "the engine has left"
+            read += got
+        return read
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Process]:
+    made = Process()
+    try:
+        made.send(Configure(str(speaking_folder()), OPTIONS, threads=2))
+        made.until(Ready)
+        yield made
+    finally:
+        made.process.kill()
+        made.process.wait()
+        made.socket.close()
+
+
+def test_it_gives_way_to_others(worker: Process) -> None:
+    threads = [int(name) for name in os.listdir(f"/proc/{worker.process.pid}/task")]
+    assert len(threads) > 2
+    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {os.getpriority(os.PRIO_PROCESS, 0) + 5}
+
+
+def test_an_idle_engine_costs_nothing(worker: Process) -> None:
+    def spent() -> float:
+        with open(f"/proc/{worker.process.pid}/stat") as file:
+            fields = file.read().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    time.sleep(0.3)
+    before = spent()
+    time.sleep(1.5)
+    assert spent() - before <= 0.02
+
+
+def test_a_message_that_nobody_understands_is_refused_and_the_engine_goes_on(worker: Process) -> None:
+    body = msgspec.msgpack.encode({"type": "submit", "id": 77, "prompt": "text", "params": {}})
+    worker.socket.sendall(len(body).to_bytes(HEADER, "little") + body)
+    refused = worker.until(Refused)
+    assert (refused.id, refused.kind) == (77, "internal")
+
+
+def test_a_long_prompt_is_prepared_beside_the_engine_and_can_be_aborted(worker: Process) -> None:
+    worker.send(Submit(901, [1] * 5000, ENDLESS))  # longer than the context: whoever checks it refuses it
+    worker.send(Submit(902, [1] * 5000, ENDLESS))
+    worker.send(Abort([902]))
+    worker.send(Submit(903, PROMPT, SamplingParams(max_tokens=1)))
+    refused, done = set(), set()
+    while not (903 in done and 901 in refused):
+        message = worker.next()
+        if isinstance(message, Refused):
+            refused.add(message.id)
+            assert "5000 tokens" in message.message
+        elif isinstance(message, Step):
+            done |= {end.id for end in message.done}
+    assert done == {903}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts wake-ups as Linux does")
+def test_an_idle_worker_sleeps_and_one_thread_answers(worker: Process) -> None:
+    def wakeups() -> dict[str, int]:
+        counted = {}
+        for task in Path(f"/proc/{worker.process.pid}/task").iterdir():
+            found = re.search(r"^voluntary_ctxt_switches:\s+(\d+)", (task / "status").read_text(), re.MULTILINE)
+            assert found is not None
+            counted[task.name] = int(found[1])
+        return counted
+
+    def settled() -> dict[str, int]:
+        before = wakeups()
+        for _ in range(100):
+            time.sleep(0.2)
+            if (now := wakeups()) == before:
+                return now
+            before = now
+        raise AssertionError("it polls")
+
+    before = settled()
+    worker.send(Submit(911, PROMPT, SamplingParams(max_tokens=1)))
+    while not (isinstance(message := worker.next(), Step) and message.done):
+        pass
+    after = settled()
+    woken = {name for name in after if after[name] != before.get(name)}
+    # The kernels have one more thread (see the fixture); no other one stands between the API and the engine.
+    assert str(worker.process.pid) in woken and len(woken) <= 2
+
+
+def test_interrupts_are_left_to_the_api_and_the_end_of_the_socket_ends_it(worker: Process) -> None:
+    worker.process.send_signal(signal.SIGINT)
+    worker.process.send_signal(signal.SIGTERM)
+    worker.send(Submit(1, PROMPT, ENDLESS))
+    assert worker.until(Step).pieces[0].id == 1
+    worker.send(Abort([1]))
+    while (load := worker.until(Step).load).running:
+        pass
+    assert load.pages_used == 0
+    worker.send(Submit(2, PROMPT, ENDLESS))
+    worker.until(Step)
+    worker.socket.close()
+    assert worker.process.wait(5.0) == 0
+
+
+def test_nonsense_and_giants_end_the_process() -> None:
+    made = Process()
+    with made.socket:
+        made.socket.sendall((MAX_MESSAGE + 1).to_bytes(HEADER, "little"))
+        assert made.process.wait(60.0) == 1
+    assert b"longer than" in made.process.communicate()[1]
+
+
+def test_params_survive_the_wire() -> None:
+    params = SamplingParams(
+        n=2, temperature=0.5, top_k=3, logit_bias={3: -1.5}, stop=["a", "b"], stop_token_ids=[4], bad_words=["x"],
+        allowed_token_ids=[1, 2], min_tokens=1, max_tokens=9, seed=-5, logprobs=2, prompt_logprobs=1,
+        structured=StructuredOutput(json={"type": "object"}),
+    )  # fmt: skip
+    submit = Submit(5, [1, 2], params, priority=3, salt="key", pool=None)
+    assert decoder(ToEngine).decode(pack(submit)[HEADER:]) == submit
+
+
+def test_a_slow_reader_neither_stops_the_writer_nor_loses_a_byte() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        box = Outbox(theirs, failing)
+        messages = [bytes([i % 251]) * 50_000 for i in range(100)]
+        for message in messages:  # nobody reads yet: a writer that waited would wait for ever
+            box.send(message)
+        read = bytearray()
+        while len(read) < 5_000_000:
+            read += ours.recv(1 << 20)
+        assert bytes(read) == b"".join(messages)
+
+
+def test_a_reader_that_never_reads_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "MOST_WAITING", 1 << 20)
+    monkeypatch.setattr(outbox, "PATIENCE", 0.2)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        box = Outbox(theirs, failing)
+        with pytest.raises(ApiGone):
+            for _ in range(100):
+                box.send(bytes(100_000))
+
+
+@pytest.mark.parametrize("cuts", [[1], [3, 5], [HEADER], []])
+def test_messages_are_put_together_from_whatever_comes(cuts: list[int]) -> None:
+    ours, theirs = socket.socketpair()
+    taken: list[Any] = []
+    inbox = Inbox(theirs, taken.append)
+    data = pack(Abort([1])) + pack(Abort([2])) + pack(Abort([3]))
+    with ours, theirs:
+        for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
+            ours.sendall(data[start:end])
+            inbox.wait(0.0)
+        assert [message.ids for message in taken] == [[1], [2], [3]]
+        thread = threading.Thread(target=inbox.ring)
+        thread.start()
+        inbox.wait(None)  # returns, because another thread rings
+        thread.join()
+        inbox.ring()  # its own thread need not wake itself
+        inbox.wait(0.0)
+        ours.close()
+        with pytest.raises(ApiGone):
+            inbox.wait(None)
+
+
+def test_a_flood_of_messages_leaves_time_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "READING_SECONDS", 0.0)
+    ours, theirs = socket.socketpair()
+    taken: list[Any] = []
+    inbox = Inbox(theirs, taken.append)
+    with ours, theirs:
+        ours.sendall(b"".join(pack(Abort([number])) for number in range(3)))
+        for turn in range(3):
+            inbox.wait(None)  # never waits while a message is here
+            assert len(taken) == turn + 1

@@ -1,0 +1,261 @@
+"""Metrics: the text format, what is counted, and a dashboard that shows only what exists."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from bankfull.sample.params import SamplingParams
+from bankfull.sched.policy import BATCH_PRIORITY
+from bankfull.serve.engine.backend import Busy, EngineDied
+from bankfull.serve.engine.wire import Done, Facts, Load, Piece
+from bankfull.serve.guard.keys import Keyring, new_key
+from bankfull.serve.telemetry.exposition import Histogram, Value, write_families
+from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.trace import Trace, during
+from bankfull.serve.telemetry.watch import WatchedBackend
+from tests.serve.scripted import Scripted
+
+DOCS = Path(__file__).parents[3] / "docs"
+DASHBOARD = DOCS / "grafana" / "bankfull.json"
+CEILINGS = {"read_bytes_per_s": 100.0, "flops": 1000.0}
+KNOWN_TO_VLLM = [
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total",
+    "prefix_cache_hits_total", "prompt_tokens_total", "generation_tokens_total", "time_to_first_token_seconds",
+    "inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+    "request_prefill_time_seconds", "request_decode_time_seconds", "num_preemptions_total", "request_success_total",
+]  # fmt: skip
+
+NOT_ON_THE_DASHBOARD = {
+    "request_inference_time_seconds",  # prefill and decode, which are
+    "request_prompt_tokens", "request_generation_tokens", "request_params_n",  # what was asked, not how it went
+    "num_tokens_waiting",  # the requests that wait are
+    "engine_steps_total", "engine_bytes_moved_total", "engine_flops_total",  # what the ratios are made of
+    "achieved_flops_per_second", "ceiling_flops_per_second",  # MFU is
+    "engine_restarts_total", "engine_failed_loads_total",  # for alerts: `ready` is
+    "background_task_up", "background_task_restarts_total",  # for alerts: all is well, nearly always
+}  # fmt: skip
+
+
+class FakeBackend:
+    """Two tokens in two steps, or an error after the first."""
+
+    ready = True
+    says = ""
+    restarts, failed_loads = 2, 3
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.facts: Facts | None = Facts("tiny", 64, 97, 4, 10, 16, 64, "float32", "cpu", CEILINGS)
+        self.load: Load | None = Load(2, 3, 40, 5, 10, 100, 25, 1, 7, 4.0, 200.0, 1000.0, 1.0, 80.0, 100.0)
+        self._error = error
+
+    def expect(self, samples: int, priority: int = 0) -> None:
+        pass
+
+    async def reset_cache(self) -> int:
+        return 3
+
+    async def generate(
+        self, prompt: list[int], params: SamplingParams, **how: Any
+    ) -> AsyncIterator[list[Piece | Done]]:
+        yield [Piece(1, 0, "a", [5])]
+        if self._error is not None:
+            raise self._error
+        yield [Piece(1, 0, "b", [6], finish="stop"), Done(1, 0.1, 0.3, 0.9, 2, 2)]
+
+
+def numbers(text: str) -> dict[str, float]:
+    """Every sample; a line that Prometheus could not read fails."""
+    found = {}
+    for line in text.splitlines():
+        if line.startswith("#"):
+            assert re.fullmatch(r"# (HELP [a-z_:0-9]+ .+|TYPE [a-z_:0-9]+ (counter|gauge|histogram))", line), line
+            continue
+        sample = re.fullmatch(r"([a-z_:0-9]+(?:\{(?:[a-z_]+=\"(?:[^\"\\\n]|\\.)*\",?)*\})?) (\S+)", line)
+        assert sample is not None, line
+        assert sample[1] not in found, f"{sample[1]} is there twice"
+        found[sample[1]] = float(sample[2])
+    return found
+
+
+def run(backend: WatchedBackend, trace: Trace | None = None, steps: int = 9) -> None:
+    async def use() -> None:
+        answer = backend.generate([1, 2, 3], SamplingParams())
+        for _ in range(steps):
+            try:
+                await anext(answer)
+            except StopAsyncIteration:
+                break
+        await answer.aclose()  # type: ignore[attr-defined]
+
+    if trace is None:
+        asyncio.run(use())
+    else:
+        with during(trace):
+            asyncio.run(use())
+
+
+def test_a_ceiling_that_was_not_measured_is_left_out_with_its_ratio() -> None:
+    backend = FakeBackend()
+    assert backend.facts is not None
+    backend.facts = msgspec.structs.replace(backend.facts, ceilings={"read_bytes_per_s": CEILINGS["read_bytes_per_s"]})
+    text = Metrics().write(backend)
+    assert "ceiling_bytes_per_second" in text and "mbu_ratio" in text and "achieved_flops_per_second" in text
+    assert "ceiling_flops_per_second" not in text and "mfu_ratio" not in text
+
+
+def test_the_names_that_users_of_vllm_know_are_there() -> None:
+    text = Metrics(vllm_names=True).write(FakeBackend())
+    for name in KNOWN_TO_VLLM:
+        for prefix in ("bankfull:", "vllm:"):
+            assert f"# TYPE {prefix}{name} " in text
+    numbers(text)
+    assert "vllm:mbu" not in text, "what vLLM does not have does not bear its name"
+    assert 'model_name="served"' in Metrics("served").write(FakeBackend())
+    assert not any(name.startswith("vllm:") for name in numbers(Metrics().write(FakeBackend())))
+
+
+def test_a_request_is_counted() -> None:
+    metrics, backend = Metrics(), FakeBackend()
+    trace = Trace("id", "POST", "/x", 0.0)
+    run(WatchedBackend(backend, metrics, Keyring()), trace)
+    found = numbers(metrics.write(backend))
+    model = 'model_name="tiny"'
+    assert found[f"bankfull:prompt_tokens_total{{{model}}}"] == 3
+    assert found[f"bankfull:generation_tokens_total{{{model}}}"] == 2
+    assert found[f'bankfull:request_success_total{{{model},finished_reason="stop"}}'] == 1
+    for name, seconds in (("queue", 0.1), ("prefill", 0.2), ("decode", 0.6), ("inference", 0.8)):
+        assert found[f"bankfull:request_{name}_time_seconds_sum{{{model}}}"] == pytest.approx(seconds)
+    for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency"):
+        assert found[f"bankfull:{name}_seconds_count{{{model}}}"] == 1
+    assert found[f"bankfull:num_requests_running{{{model}}}"] == 2
+    assert found[f"bankfull:kv_cache_usage_perc{{{model}}}"] == 0.5
+    assert (trace.prompt_tokens, trace.completion_tokens, trace.cached_tokens) == (3, 2, 2)
+    assert trace.ttft is not None and trace.problem is None
+
+
+def test_the_engine_hears_on_whose_behalf_it_works_where_there_are_several_keys() -> None:
+    (_, alice), (_, bob) = new_key("alice"), new_key("bob")
+    for keys, expected in (((alice, bob), "alice"), ((alice,), "")):
+        backend = Scripted()
+        run(WatchedBackend(backend, Metrics(), Keyring(keys)), Trace("id", "POST", "/x", 0.0, key=alice))
+        assert backend.asked[0].tenant == expected
+    backend = Scripted()
+    run(WatchedBackend(backend, Metrics(), Keyring((alice, bob))))
+    assert backend.asked[0].tenant == ""
+
+
+def test_requests_without_an_end_are_counted_by_the_reason() -> None:
+    metrics = Metrics()
+    with pytest.raises(EngineDied):
+        run(WatchedBackend(FakeBackend(EngineDied("dead")), metrics, Keyring()))
+    trace = Trace("id", "POST", "/x", 0.0)
+    run(WatchedBackend(FakeBackend(), metrics, Keyring()), trace, steps=1)
+    assert metrics.failures.values == {("EngineDied",): 1, ("left",): 1}
+    assert trace.problem == "left"
+    run(WatchedBackend(FakeBackend(), metrics, Keyring()), steps=2)
+    assert metrics.failures.values[("left",)] == 1, "closing a request that has ended is no failure"
+
+
+def test_tokens_are_charged_to_the_key() -> None:
+    _, key = new_key("alice", tokens=70)  # a call may need the whole context of 64, and uses 5
+    keyring = Keyring((key,))
+    backend = WatchedBackend(FakeBackend(), Metrics(), keyring)
+    trace = Trace("id", "POST", "/x", 0.0, key=key)
+    run(backend, trace)
+    run(backend, trace)
+    with pytest.raises(Busy, match="70 per minute") as busy:
+        run(backend, trace)
+    assert 0 < busy.value.retry_after <= 60
+    run(backend)
+
+
+def test_how_full_the_machine_is_by_the_kind_of_step() -> None:
+    clock = [0.0]
+    metrics, backend = Metrics(clock=lambda: clock[0]), FakeBackend()
+    found = numbers(metrics.write(backend))
+    mbu = 'bankfull:mbu_ratio{model_name="tiny",step_kind="%s"}'
+    mfu = 'bankfull:mfu_ratio{model_name="tiny",step_kind="%s"}'
+    assert found[mbu % "decode"] == pytest.approx(0.8) and found[mfu % "decode"] == pytest.approx(0.1)
+    assert found[mbu % "prompt"] == pytest.approx(0.4) and found[mfu % "prompt"] == pytest.approx(0.3)
+    clock[0] = 10.0
+    backend.load = Load(0, 0, 0, 0, 10, 100, 25, 1, 9, 6.0, 220.0, 1100.0, 3.0, 100.0, 200.0)
+    found = numbers(metrics.write(backend))
+    assert found[mbu % "decode"] == pytest.approx(0.1), "of what was done since, not since the beginning"
+    backend.load = Load(0, 0, 0, 0, 10, 0, 0, 0, 1, 1.0, 90.0, 0.0, 1.0, 90.0, 0.0)
+    assert numbers(metrics.write(backend))[mbu % "decode"] == pytest.approx(0.9), "a restarted engine begins anew"
+
+
+def test_without_ceilings_nothing_is_compared_with_them() -> None:
+    backend = FakeBackend()
+    assert backend.facts is not None
+    backend.facts.ceilings = None
+    text = Metrics().write(backend)
+    assert "mbu" not in text and "ceiling" not in text and "engine_steps_total" in text
+    backend.facts = backend.load = None
+    written = numbers(Metrics().write(backend))
+    assert written["bankfull:ready"] == 1
+    assert written["bankfull:engine_restarts_total"] == 2 and written["bankfull:engine_failed_loads_total"] == 3
+
+
+def test_labels_are_escaped_and_histograms_add_up() -> None:
+    value = Value("counter", "odd_total", "Odd.", ["what"])
+    value.add(2, 'a "b"\\\n')
+    histogram = Histogram("seconds", "Seconds.", [1.0, 2.0])
+    for seconds in (0.5, 1.0, 1.5, 9.0):
+        histogram.observe(seconds)
+    text = write_families([value, histogram], "x:", {})
+    assert 'x:odd_total{what="a \\"b\\"\\\\\\n"} 2\n' in text
+    assert [line for line in text.splitlines() if "seconds" in line and "#" not in line] == [
+        'x:seconds_bucket{le="1"} 2', 'x:seconds_bucket{le="2"} 3', 'x:seconds_bucket{le="+Inf"} 4', "x:seconds_sum 12",
+        "x:seconds_count 4",
+    ]  # fmt: skip
+
+
+def test_the_dashboard_shows_every_metric_but_a_few_and_none_that_does_not_exist() -> None:
+    families = {family.name: family for family in Metrics().families}
+    dashboard = json.loads(DASHBOARD.read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [entry["query"] for entry in dashboard["templating"]["list"]]
+    shown = set()
+    for name in re.findall(r"bankfull:([a-z_0-9]+)", "\n".join(queries)):
+        plain = name if name in families else re.sub("_(bucket|sum|count)$", "", name)
+        assert plain in families, name
+        assert (plain != name) == isinstance(families[plain], Histogram), name
+        shown.add(plain)
+    assert families.keys() - shown == NOT_ON_THE_DASHBOARD
+    labels = {label for family in families.values() for label in family.labels} | {"le", "model_name"}
+    for query in queries:
+        assert set(re.findall(r"by \(([a-z_]+)\)", query)) <= labels
+
+
+def test_the_docs_name_every_metric_with_its_labels_and_no_other() -> None:
+    text = (DOCS / "service.md").read_text().split("### Metrics")[1]
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    named = set(re.findall(r"`([^`]+)`", "".join(rows)))
+    assert named == {
+        family.name + ("{" + ",".join(family.labels) + "}" if family.labels else "") for family in Metrics().families
+    }
+
+
+def test_tokens_of_batches_are_counted_among_all_and_by_themselves() -> None:
+    metrics = Metrics()
+    backend = WatchedBackend(FakeBackend(), metrics, Keyring())
+
+    async def ask(priority: int) -> None:
+        async for _ in backend.generate([1, 2, 3], SamplingParams(), priority=priority):
+            pass
+
+    for priority in (0, BATCH_PRIORITY, BATCH_PRIORITY - 1):
+        asyncio.run(ask(priority))
+    found = numbers(metrics.write(backend))
+    told = {name: value for name, value in found.items() if "tokens_total" in name}
+    assert sorted(told.values()) == [2, 3, 6, 9]
+    assert (metrics.batch_prompt_tokens.values[()], metrics.batch_generation_tokens.values[()]) == (3, 2)
