@@ -97,6 +97,7 @@ figures: install ## Write the figures of docs/figures.toml into README.md and do
 
 lint: tools ## Style, types and the rules on who may import whom
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

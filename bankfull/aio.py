@@ -36,9 +36,13 @@ class AsyncEngine:
         self._thread.start()
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
-        request_id: Hashable | None = None, **how: Any,
-    ) -> AsyncIterator[Delta]:  # fmt: skip
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: Hashable | None = None,
+        **how: Any,
+    ) -> AsyncIterator[Delta]:
         """Pieces of the answer as they come; leaving the iterator aborts the request."""
         params = sampling_params or self.llm.default_params()
         request = ("async", next(self._numbers)) if request_id is None else request_id

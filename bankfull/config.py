@@ -54,7 +54,6 @@ class SchedConfig:
         if not 0 <= self.batch_delay < float("inf"):
             raise ConfigError(f"batch_delay={self.batch_delay!r} must be a finite number of seconds, 0 or more.")
 
-
     def suited(self, rows: int = 64, step_tokens: int = 512) -> SchedConfig:
         """With these in the place of what was left open."""
         return replace(self, rows=self.rows or rows, step_tokens=self.step_tokens or step_tokens)

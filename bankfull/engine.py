@@ -41,9 +41,13 @@ class Totals:
 
 class Engine:
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, strategy: Strategy, depth: int,
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        strategy: Strategy,
+        depth: int,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.scheduler, self.runner, self.strategy, self.depth = scheduler, runner, strategy, depth
         self.started: dict[Hashable, float] = {}
         """When a request first got a row, until the caller takes it."""

@@ -76,9 +76,16 @@ class Pending:
 
 class Frontend:
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate | None, *,
-        vocab: int, max_len: int, seed: int | None = None, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        vocab: int,
+        max_len: int,
+        seed: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.engine, self.tokenizer, self.template = engine, tokenizer, template
         self.vocab, self.max_len = vocab, max_len
         self.pending: dict[Hashable, Pending] = {}
@@ -132,9 +139,15 @@ class Frontend:
         return self.queue(self.prepare(prompt, params, **how), request_id)
 
     def prepare(
-        self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        salt: str = "",
+        pool: str | None = None,
         tenant: str = "",
-    ) -> Prepared:  # fmt: skip
+    ) -> Prepared:
         """All that is slow about a request (tokens, a grammar, tables) and all checks; may run on any thread."""
         text, ids = self.encode(prompt)
         generates = pool is None and params.max_tokens != 0
@@ -152,21 +165,27 @@ class Frontend:
         fence = sampling.fence(params)
         return Prepared(
             text, ids, params, stop_ids, limit, generates, matchers, stops, fence, priority, salt, pool, tenant
-        )  # fmt: skip
+        )
 
     def queue(self, prepared: Prepared, request_id: Hashable | None = None) -> Hashable:
         params, pool = prepared.params, prepared.pool
         request_id = next(self._numbers) if request_id is None else request_id
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         request = Request(
-            request_id, tuple(prepared.ids), prepared.limit, prepared.stop_ids,
-            samples=params.n if prepared.generates else 1, priority=prepared.priority, salt=prepared.salt.encode(),
+            request_id,
+            tuple(prepared.ids),
+            prepared.limit,
+            prepared.stop_ids,
+            samples=params.n if prepared.generates else 1,
+            priority=prepared.priority,
+            salt=prepared.salt.encode(),
             tenant=prepared.tenant,
             # Every prompt position has to run when each one's scores or hidden state are part of the answer.
             reuse=params.prompt_logprobs is None and pool != "mean",
-            generates=prepared.generates, scored=params.prompt_logprobs is not None,
+            generates=prepared.generates,
+            scored=params.prompt_logprobs is not None,
             payload=Job(request_id, params, seed, prepared.stop_ids, pool, prepared.fence),
-        )  # fmt: skip
+        )
         self.engine.add(request, prepared.matchers)
         samples = [self._sample(i, params, prepared.stops) for i in range(request.samples)]
         metrics = Metrics(time.time())
@@ -254,9 +273,15 @@ class Frontend:
             self._end(pending, done, output)
             metrics.finished = now
         return Delta(
-            output.request, output.child, text, list(output.tokens), logprobs, done.finish_reason, done.stop_reason,
+            output.request,
+            output.child,
+            text,
+            list(output.tokens),
+            logprobs,
+            done.finish_reason,
+            done.stop_reason,
             done.error,
-        )  # fmt: skip
+        )
 
     def _text(self, sample: Sample, pending: Pending, output: Output) -> str:
         """The text that this output adds and that no later one can take back."""

@@ -49,9 +49,15 @@ class LLM:
     libraries for the same options are understood, too (`bankfull.familiar`)."""
 
     def __init__(
-        self, model: str = "smollm2", *, device: Any = "auto", dtype: Any = "auto", max_model_len: int | None = None,
-        loaded: Loaded | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        model: str = "smollm2",
+        *,
+        device: Any = "auto",
+        dtype: Any = "auto",
+        max_model_len: int | None = None,
+        loaded: Loaded | None = None,
+        **options: Any,
+    ) -> None:
         if loaded is None:
             own = {"device": device, "dtype": dtype, "max_model_len": max_model_len}
             said = {name: value for name, value in own.items() if value not in ("auto", None)}
@@ -78,10 +84,14 @@ class LLM:
     # -- what to ask
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt],
+        self,
+        prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *, priority: Sequence[int] | None = None, use_tqdm: bool = False, progress: Progress | None = None,
-    ) -> list[RequestOutput]:  # fmt: skip
+        *,
+        priority: Sequence[int] | None = None,
+        use_tqdm: bool = False,
+        progress: Progress | None = None,
+    ) -> list[RequestOutput]:
         """One output per prompt, in order. A prompt that cannot be served raises before anything has run."""
         many = as_prompts(prompts)
         params = self._params_for(len(many), sampling_params)
@@ -94,11 +104,15 @@ class LLM:
             return self._finish(ids, bar)
 
     def chat(
-        self, messages: Messages | Sequence[Messages],
+        self,
+        messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *, add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None, progress: Progress | None = None,
-    ) -> list[RequestOutput]:  # fmt: skip
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
+    ) -> list[RequestOutput]:
         """As generate(), for one conversation or several, written with the model's chat template."""
         several = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
         how = {"tools": tools, "add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}

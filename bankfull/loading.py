@@ -100,9 +100,15 @@ class Loaded:
 
 
 def load(
-    name: str, run: RunConfig, sched: SchedConfig, state: StateConfig, *,
-    max_len: int | None = None, device: Device | None = None, strategy: Strategy | None = None,
-) -> Loaded:  # fmt: skip
+    name: str,
+    run: RunConfig,
+    sched: SchedConfig,
+    state: StateConfig,
+    *,
+    max_len: int | None = None,
+    device: Device | None = None,
+    strategy: Strategy | None = None,
+) -> Loaded:
     """`device` and `strategy` stand in for those that the configuration would choose (tests, experiments)."""
     files = open_model(locate(name))
     family_of(files.config)  # an unsupported architecture is refused before anything else is read
@@ -114,15 +120,29 @@ def load(
         made.engine, tokenizer, template, vocab=made.model.vocab, max_len=made.sizes.max_len, seed=run.seed
     )
     return Loaded(
-        made.files, made.build, made.model, tokenizer, template, made.device, made.layout, made.sizes, frontend,
+        made.files,
+        made.build,
+        made.model,
+        tokenizer,
+        template,
+        made.device,
+        made.layout,
+        made.sizes,
+        frontend,
         made.phases,
-    )  # fmt: skip
+    )
 
 
 def assemble(
-    files: ModelFiles, run: RunConfig, sched: SchedConfig, state: StateConfig, *,
-    max_len: int | None = None, device: Device | None = None, strategy: Strategy | None = None,
-) -> Assembled:  # fmt: skip
+    files: ModelFiles,
+    run: RunConfig,
+    sched: SchedConfig,
+    state: StateConfig,
+    *,
+    max_len: int | None = None,
+    device: Device | None = None,
+    strategy: Strategy | None = None,
+) -> Assembled:
     """An engine over a configuration and a source of tensors, wherever they come from."""
     device = device or open_device(run.device)
     if run.quantize is not None:
@@ -167,20 +187,33 @@ def assemble(
         aside = step_memory(model, layout, device, sched)
     phases.end("the largest step")
     sizes = plan_memory(
-        layout, sched, state,
-        free=device.free_memory() - aside, depth=depth, made_for=model.max_positions, max_len=max_len,
-        drafts=strategy.width(0), share=device.share,
-    )  # fmt: skip
+        layout,
+        sched,
+        state,
+        free=device.free_memory() - aside,
+        depth=depth,
+        made_for=model.max_positions,
+        max_len=max_len,
+        drafts=strategy.width(0),
+        share=device.share,
+    )
     for notice in sizes.notices:
         log.warning(notice)
     sched = replace(sched, rows=sizes.rows)
     manager = StateManager(layout, sizes.frames, sizes.slots, state)
     try:
         runner = Runner(
-            model, layout, device, strategy,
-            rows=sizes.rows, max_len=sizes.max_len, frames=sizes.frames, slots=sizes.slots, kit=build.kit,
+            model,
+            layout,
+            device,
+            strategy,
+            rows=sizes.rows,
+            max_len=sizes.max_len,
+            frames=sizes.frames,
+            slots=sizes.slots,
+            kit=build.kit,
             step_tokens=sched.step_tokens,
-        )  # fmt: skip
+        )
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(
             f"The {shown(sizes.nbytes(layout))} of state for {sizes.frames} pages could not be allocated; lower memory."

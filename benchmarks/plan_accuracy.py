@@ -76,11 +76,16 @@ def cells(model: str, device_name: str, run: RunConfig, refresh: bool, most_batc
     others = (machine.busy_seconds() - busy - (process_time() - own)) / (monotonic() - begun)
     timed_cells = [
         Cell(
-            "decode" if len(shape) == 2 else "prefill", shape[0], max(timed.step.lengths), max(timed.step.counts),
-            timed.seconds, times.likely(timed.step), times.least(timed.step),
+            "decode" if len(shape) == 2 else "prefill",
+            shape[0],
+            max(timed.step.lengths),
+            max(timed.step.counts),
+            timed.seconds,
+            times.likely(timed.step),
+            times.least(timed.step),
         )
         for shape, timed in measured.timed.items()
-    ]  # fmt: skip
+    ]
     missing = {shown(shape): reason for shape, reason in measured.missing.items()}
     return Grid(timed_cells, missing, max(0.0, others))
 
@@ -123,12 +128,16 @@ def main() -> None:
     if asked.json:
         print(json.dumps(asdict(grid) | figures))
     else:
-        print(f"{'phase':8s}{'batch':>6s}{'context':>9s}{'tokens':>8s}{'measured':>12s}{'predicted':>12s}{'error':>8s}"
-              f"{'least':>12s}")  # fmt: skip
+        print(
+            f"{'phase':8s}{'batch':>6s}{'context':>9s}{'tokens':>8s}{'measured':>12s}{'predicted':>12s}{'error':>8s}"
+            f"{'least':>12s}"
+        )
         for c in found:
             error = c.predicted / c.measured - 1
-            print(f"{c.phase:8s}{c.batch:6d}{c.context:9d}{c.tokens:8d}{c.measured * 1e3:9.2f} ms"
-                  f"{c.predicted * 1e3:9.2f} ms{error:+8.0%}{c.least * 1e3:9.2f} ms")  # fmt: skip
+            print(
+                f"{c.phase:8s}{c.batch:6d}{c.context:9d}{c.tokens:8d}{c.measured * 1e3:9.2f} ms"
+                f"{c.predicted * 1e3:9.2f} ms{error:+8.0%}{c.least * 1e3:9.2f} ms"
+            )
         for shape, reason in missing.items():
             print(f"not timed: {shape}. {reason}")
         if grid.others > QUIET:

@@ -92,11 +92,16 @@ class Server:
 
     def first_token(self, messages: list[dict[str, str]], kind: str) -> float:
         """Seconds until the client has the first token; returns when it has the whole answer."""
-        call = {"model": self._model, "messages": messages, "max_tokens": TOKENS[kind], "temperature": 0,
-                "ignore_eos": True, "stream": kind == "stream"}  # fmt: skip
+        call = {
+            "model": self._model,
+            "messages": messages,
+            "max_tokens": TOKENS[kind],
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": kind == "stream",
+        }
         begun = time.perf_counter()
-        self._connection.request("POST", "/v1/chat/completions", json.dumps(call),
-                                 {"content-type": "application/json"})  # fmt: skip
+        self._connection.request("POST", "/v1/chat/completions", json.dumps(call), {"content-type": "application/json"})
         response = self._connection.getresponse()
         if response.status != 200:
             raise BankfullError(f"The server refused a call: {response.read().decode(errors='replace')}")
@@ -153,7 +158,7 @@ def conversation(number: int, words: int) -> list[dict[str, str]]:
 
 def measure(
     llm: LLM, server: Server, requests: int, words: int, pause: float
-) -> tuple[dict[str, Timed], dict[str, float]]:  # fmt: skip
+) -> tuple[dict[str, Timed], dict[str, float]]:
     timed = {kind: Timed() for kind in KINDS}
     before: dict[str, float] = {}
     logged = 0
@@ -177,7 +182,7 @@ def measure(
 
 def stages(
     timed: dict[str, Timed], before: dict[str, float], after: dict[str, float], logged: list[float]
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """Mean seconds until the first token, in the order in which they pass."""
     calls = after["time_to_first_token_seconds_count"] - before["time_to_first_token_seconds_count"]
 
@@ -206,8 +211,12 @@ def report(timed: dict[str, Timed], parts: dict[str, float]) -> dict[str, Any]:
         for kind in KINDS[1:]
     }
     more = {kind: first[kind].median - first["in-process"].median for kind in KINDS[1:]}
-    return {"first": {kind: asdict(found) for kind, found in first.items()}, "more": more, "usage": usage,
-            "stages": parts}  # fmt: skip
+    return {
+        "first": {kind: asdict(found) for kind, found in first.items()},
+        "more": more,
+        "usage": usage,
+        "stages": parts,
+    }
 
 
 def lines(made: dict[str, Any]) -> Iterator[str]:
@@ -236,8 +245,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=100, help="that count, of each kind")
     parser.add_argument("--words", type=int, default=20, help="of a prompt")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds before and after each request")
-    parser.add_argument("--bankfull", default=str(Path(sys.executable).parent / "bankfull"),
-                        help="the command to start: that of another build, to compare with")  # fmt: skip
+    parser.add_argument(
+        "--bankfull",
+        default=str(Path(sys.executable).parent / "bankfull"),
+        help="the command to start: that of another build, to compare with",
+    )
     parser.add_argument("--json", type=Path, help="where to write the figures")
     asked = parser.parse_args(arguments)
     options = ["--device", asked.device, "--memory", asked.memory]

@@ -1,7 +1,7 @@
 """Takes docs/console-*.png of a server that really serves the default model, under load:
 
-    make install
-    .venv/bin/python docs/console_pictures.py
+make install
+.venv/bin/python docs/console_pictures.py
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def main() -> None:
         environment = {**os.environ, "BANKFULL_CACHE": str(measured(Path(folder) / "cache"))}
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-        )  # fmt: skip
+        )
         try:
             assert process.stdout is not None
             url = None
@@ -99,8 +99,9 @@ def main() -> None:
                 url = re.search(r"in a browser +(\S+)/", line)
             assert url is not None, "the server did not start"
             browser = playwright.chromium.launch(
-                executable_path=browser_path, args=["--disable-lcd-text"]  # coloured edges make large files
-            )  # fmt: skip
+                executable_path=browser_path,
+                args=["--disable-lcd-text"],  # coloured edges make large files
+            )
             pictures(browser.new_page(viewport={"width": 1100, "height": 800}), url[1], Path(folder))
             browser.close()
         finally:

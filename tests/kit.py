@@ -54,10 +54,17 @@ class Bench:
         slots = (2 + self.depth) * (1 + width) * self.sched.rows + self.state.snapshot_slots
         self.manager = StateManager(layout, self.frames if layout.paged else 0, slots, self.state)
         self.runner = Runner(
-            self.model, layout, self.device, self.strategy,
-            rows=self.sched.rows, max_len=self.max_len, frames=self.frames if layout.paged else 0, slots=slots,
-            kit=self.kit, step_tokens=self.sched.step_tokens or 0,
-        )  # fmt: skip
+            self.model,
+            layout,
+            self.device,
+            self.strategy,
+            rows=self.sched.rows,
+            max_len=self.max_len,
+            frames=self.frames if layout.paged else 0,
+            slots=slots,
+            kit=self.kit,
+            step_tokens=self.sched.step_tokens or 0,
+        )
         self.engine = Engine(Scheduler(self.sched, self.manager), self.runner, self.strategy, self.depth)
         self.tokens: dict[tuple[object, int], list[int]] = {}
         self.finish: dict[tuple[object, int], str] = {}
@@ -65,8 +72,18 @@ class Bench:
         self.extras: dict[tuple[object, int], list[Any]] = {}
         self.poison()
 
-    def add(self, name: object, prompt: Sequence[int], count: int, *, n: int = 1, params: SamplingParams = GREEDY,
-            seed: int = 0, stop: Sequence[int] = (), **more: object) -> None:  # fmt: skip
+    def add(
+        self,
+        name: object,
+        prompt: Sequence[int],
+        count: int,
+        *,
+        n: int = 1,
+        params: SamplingParams = GREEDY,
+        seed: int = 0,
+        stop: Sequence[int] = (),
+        **more: object,
+    ) -> None:
         job = Job(name, params, seed, frozenset(stop))
         request = Request(name, tuple(prompt), len(prompt) + count, frozenset(stop), samples=n, payload=job, **more)  # type: ignore[arg-type]
         self.engine.add(request)

@@ -70,9 +70,12 @@ class Pages:
         return torch.cat([self.q[i][length - count : length] for i, (count, length) in zip(which, works, strict=True)])
 
     def attend(
-        self, works: Sequence[tuple[int, int]], window: int | None = None, cap: float | None = None,
+        self,
+        works: Sequence[tuple[int, int]],
+        window: int | None = None,
+        cap: float | None = None,
         which: Sequence[int] | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """For each sequence the last `count` queries of its first `length` tokens."""
         which = range(len(works)) if which is None else which
         q, meta = self.queries(which, works), self.meta(which, works)
@@ -105,9 +108,15 @@ class Pages:
 
 
 def pages_of(
-    lengths: Sequence[int], heads: int = 9, kv: int = 3, size: int = 64, values: int = 64, page: int = 16,
-    behind: Sequence[int] | None = None, seed: int = 0,
-) -> Pages:  # fmt: skip
+    lengths: Sequence[int],
+    heads: int = 9,
+    kv: int = 3,
+    size: int = 64,
+    values: int = 64,
+    page: int = 16,
+    behind: Sequence[int] | None = None,
+    seed: int = 0,
+) -> Pages:
     """`behind`: positions before it are poisoned too, as those that a window has left behind."""
     random = torch.Generator().manual_seed(seed)
     used = [-(-length // page) for length in lengths]
@@ -148,9 +157,14 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     ],
 )
 def test_a_mixed_batch_is_the_body_among_poisoned_pages(
-    heads: tuple[int, int], sizes: tuple[int, int], page: int, window: int | None, cap: float | None, kind: str,
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    page: int,
+    window: int | None,
+    cap: float | None,
+    kind: str,
     isa: str,
-) -> None:  # fmt: skip
+) -> None:
     """The spread of the values is 1. Weights and queries, and codes times scales, may be rounded to bfloat16: single
     results are then off by some thousandths, and the mean error says that nothing worse happens."""
     behind = [max(0, length - count + 1 - window) if window else 0 for count, length in MIXED]
@@ -173,9 +187,14 @@ def test_a_mixed_batch_is_the_body_among_poisoned_pages(
     ],
 )
 def test_a_query_is_the_same_bits_alone_in_any_chunk_and_in_one_pass(
-    heads: tuple[int, int], sizes: tuple[int, int], page: int, window: int | None, cap: float | None, kind: str,
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    page: int,
+    window: int | None,
+    cap: float | None,
+    kind: str,
     isa: str,
-) -> None:  # fmt: skip
+) -> None:
     length = 290
     pages = pages_of([length], *heads, *sizes, page).of(kind)
     whole = pages.attend([(length, length)], window, cap)
@@ -253,7 +272,10 @@ def test_where_pages_lie_does_not_show(kind: str, isa: str) -> None:
     back = torch.empty_like(turned)
     back[turned] = torch.arange(len(turned))
     moved = replace(
-        pages, k=pages.k[turned].contiguous(), v=pages.v[turned].contiguous(), table=back[pages.table],
+        pages,
+        k=pages.k[turned].contiguous(),
+        v=pages.v[turned].contiguous(),
+        table=back[pages.table],
         scales=tuple(scales[turned].transpose(1, 2).contiguous().transpose(1, 2) for scales in pages.scales),
-    )  # fmt: skip
+    )
     assert same_bits(moved.attend([(300, 300)], 77), whole)

@@ -38,10 +38,13 @@ WISHES = [
     [SamplingParams(temperature=0)] * ROWS,
     [SamplingParams(top_k=k) for k in (1, 2, 5, 20, 60)],
     [
-        SamplingParams(temperature=0), SamplingParams(), SamplingParams(temperature=1.5, top_p=0.9),
-        SamplingParams(temperature=0.7, top_k=20, top_p=0.8), SamplingParams(min_p=0.1),
+        SamplingParams(temperature=0),
+        SamplingParams(),
+        SamplingParams(temperature=1.5, top_p=0.9),
+        SamplingParams(temperature=0.7, top_k=20, top_p=0.8),
+        SamplingParams(min_p=0.1),
     ],
-]  # fmt: skip
+]
 """Of each row: greedy, each with a top_k, mixed."""
 
 
@@ -78,9 +81,13 @@ class Side:
         index = torch.from_numpy(batch.logit_index)
         lines = [w.row for w in work]
         chosen = sample(
-            self.model.head(self.taped(batch)[index]), torch.tensor(lines), self.rows.sampling, self.rows.tokens,
-            batch.positions[index] + 1, host_rows=lines,
-        ).tokens  # fmt: skip
+            self.model.head(self.taped(batch)[index]),
+            torch.tensor(lines),
+            self.rows.sampling,
+            self.rows.tokens,
+            batch.positions[index] + 1,
+            host_rows=lines,
+        ).tokens
         for w in work:
             self.rows.computed[w.row] += w.count
         self.rows.commit(lines, chosen[:, None], None)
@@ -132,10 +139,17 @@ def test_only_on_a_whole_tape() -> None:
 def test_requests_that_ask_for_more_get_it(depth: int) -> None:
     """Simple requests beside others, on a device that is late too: the same answers, quick where possible."""
     wishes: list[dict[str, object]] = [
-        {}, {"temperature": 1.0, "seed": 4}, {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "seed": 5},
-        {"logprobs": 1}, {"structured": StructuredOutput(choice=["yes", "no"])}, {"min_tokens": 9}, {},
-        {"prompt_logprobs": 0}, {"temperature": 1.0, "typical_p": 0.5, "seed": 6}, {"frequency_penalty": 0.5},
-    ]  # fmt: skip
+        {},
+        {"temperature": 1.0, "seed": 4},
+        {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "seed": 5},
+        {"logprobs": 1},
+        {"structured": StructuredOutput(choice=["yes", "no"])},
+        {"min_tokens": 9},
+        {},
+        {"prompt_logprobs": 0},
+        {"temperature": 1.0, "typical_p": 0.5, "seed": 6},
+        {"frequency_penalty": 0.5},
+    ]
     common: dict[str, Any] = {"temperature": 0.0}
     params = [
         SamplingParams(**{**common, "max_tokens": 10 + i, "ignore_eos": "structured" not in wish, **wish})

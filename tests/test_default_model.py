@@ -11,11 +11,17 @@ from bankfull.serve.api.texts import Texts
 from bankfull.weights.locate import locate
 
 PROMPTS = (
-    "The capital of France is", "Once upon a time, in a small village by a river,", "def fibonacci(n):\n",
+    "The capital of France is",
+    "Once upon a time, in a small village by a river,",
+    "def fibonacci(n):\n",
     "1, 2, 3, 5, 8,",
-    "Water boils at", "Dear Sir or Madam,\n\nI am writing to", "The three laws of motion are", "To be, or not to be,",
-    "Q: What is photosynthesis?\nA:", "Ein kurzer Satz auf Deutsch:",
-)  # fmt: skip
+    "Water boils at",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "The three laws of motion are",
+    "To be, or not to be,",
+    "Q: What is photosynthesis?\nA:",
+    "Ein kurzer Satz auf Deutsch:",
+)
 NEW = 64
 
 
@@ -50,8 +56,9 @@ def test_ten_prompts_give_the_oracles_64_tokens(llm: LLM, oracle: transformers.P
 
 
 def test_it_answers_a_simple_question(llm: LLM) -> None:
-    out = llm.chat([{"role": "user", "content": "What is the capital of France?"}],
-                   SamplingParams(temperature=0.0, max_tokens=30))[0].outputs[0]  # fmt: skip
+    out = llm.chat(
+        [{"role": "user", "content": "What is the capital of France?"}], SamplingParams(temperature=0.0, max_tokens=30)
+    )[0].outputs[0]
     assert "Paris" in out.text and out.finish_reason == "stop"
 
 

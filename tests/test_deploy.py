@@ -194,8 +194,14 @@ def unit() -> str:
 
 def test_the_unit_gives_the_server_no_more_than_it_needs() -> None:
     lines = unit().splitlines()
-    for wanted in ("DynamicUser=yes", "NoNewPrivileges=yes", "ProtectSystem=strict", "CapabilityBoundingSet=",
-                   "StateDirectory=bankfull", "CacheDirectory=bankfull"):  # fmt: skip
+    for wanted in (
+        "DynamicUser=yes",
+        "NoNewPrivileges=yes",
+        "ProtectSystem=strict",
+        "CapabilityBoundingSet=",
+        "StateDirectory=bankfull",
+        "CacheDirectory=bankfull",
+    ):
         assert wanted in lines
     (start,) = (line.partition("=")[2].split() for line in lines if line.startswith("ExecStart="))
     assert start[1] == "serve"

@@ -80,9 +80,21 @@ def truth(shape: str, prompt: tuple[int, ...], *how: object) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def check(shape: str, cache: str, chunk: int, depth: int, preempt: bool, mates: int, n: int, page: int,
-          strategy: str, dtype: torch.dtype = torch.float64, providers: str = "torch",
-          kv_dtype: torch.dtype | None = None, moody: bool = False) -> None:  # fmt: skip
+def check(
+    shape: str,
+    cache: str,
+    chunk: int,
+    depth: int,
+    preempt: bool,
+    mates: int,
+    n: int,
+    page: int,
+    strategy: str,
+    dtype: torch.dtype = torch.float64,
+    providers: str = "torch",
+    kv_dtype: torch.dtype | None = None,
+    moody: bool = False,
+) -> None:
     """Rounded keys and values are compared with a plain loop that rounds them alike."""
     how = () if kv_dtype is None else (dtype, providers, kv_dtype)
     model = model_of(shape, *(how or (dtype, providers)))
@@ -91,12 +103,14 @@ def check(shape: str, cache: str, chunk: int, depth: int, preempt: bool, mates: 
     truths = [list(p) + tokens for p, tokens in zip(asked, expected, strict=True)]
     guess = Guess(truths, seed=chunk)
     bench = Bench(
-        model, device_of(depth, seed=chunk + page), depth,
+        model,
+        device_of(depth, seed=chunk + page),
+        depth,
         SchedConfig(rows=4, step_tokens=chunk),
         StateConfig(page_tokens=page, prefix_cache=cache != "off", snapshot_every=2),
         Plain() if strategy == "plain" else guess,
         kit=kit_of(shape, *(how or (dtype, providers))),
-    )  # fmt: skip
+    )
     if moody:
         bench.engine.scheduler.pace = Moody(chunk)
     if cache == "warm":

@@ -44,7 +44,7 @@ from tests.tiny import speaking_folder
         ({"use_safetensors": True, "low_cpu_mem_usage": True, "attn_implementation": None}, {}),
         ({"rows": 2, "anything": 1}, {"rows": 2, "anything": 1}),
     ],
-)  # fmt: skip
+)
 def test_an_engines_option_is_what_it_means_here(given: dict[str, Any], meant: dict[str, Any]) -> None:
     assert engine_options(given) == meant
 
@@ -84,9 +84,14 @@ def test_an_unknown_option_is_refused_by_name() -> None:
 def test_a_model_loaded_by_other_names_is_the_same_model() -> None:
     small = {"memory": "1MiB", "page_tokens": 4}
     llm = LLM(
-        str(speaking_folder()), load_in_8bit=True, device_map="cpu", torch_dtype=torch.float32, max_seq_len=96,
-        max_num_seqs=2, **small,
-    )  # fmt: skip
+        str(speaking_folder()),
+        load_in_8bit=True,
+        device_map="cpu",
+        torch_dtype=torch.float32,
+        max_seq_len=96,
+        max_num_seqs=2,
+        **small,
+    )
     own = LLM(str(speaking_folder()), quantize="int8", device="cpu", dtype="float32", max_model_len=96, rows=2, **small)
     assert llm.max_model_len == 96 and llm.loaded.sizes.rows == 2
     said = [
@@ -109,10 +114,12 @@ def test_a_model_loaded_by_other_names_is_the_same_model() -> None:
         ({"do_sample": True, "temperature": 0.7}, {"temperature": 0.7}),
         ({"num_return_sequences": 2, "min_new_tokens": 1}, {"n": 2, "min_tokens": 1}),
         ({"stop_strings": ["x"], "suppress_tokens": [3]}, {"stop": ["x"], "banned_token_ids": [3]}),
-        ({"num_beams": 1, "length_penalty": 1.0, "no_repeat_ngram_size": 0, "repetition_penalty": 1.1},
-         {"repetition_penalty": 1.1}),
+        (
+            {"num_beams": 1, "length_penalty": 1.0, "no_repeat_ngram_size": 0, "repetition_penalty": 1.1},
+            {"repetition_penalty": 1.1},
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_samplers_option_is_what_it_means_here(given: dict[str, Any], meant: dict[str, Any]) -> None:
     assert sampling_options(given) == meant
     assert SamplingParams(**given) == SamplingParams(**meant)

@@ -17,16 +17,27 @@ from tests.tiny import DEVICE, model_of
 
 LOSSY = {"int8": torch.int8, "bfloat16": torch.bfloat16}
 HOW = {
-    "shape": ("llama", "gemma"), **{name: SETTINGS[name] for name in SETTINGS if name != "shape"}, "kv": tuple(LOSSY),
+    "shape": ("llama", "gemma"),
+    **{name: SETTINGS[name] for name in SETTINGS if name != "shape"},
+    "kv": tuple(LOSSY),
     "kit": ("bodies", "kernels"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(",".join(HOW), pairwise(HOW, seed=1))
 def test_lossy_pages_lose_the_same_with_every_feature(
-    shape: str, cache: str, chunk: int, depth: int, preempt: bool, mates: int, n: int, page: int, strategy: str,
-    kv: str, kit: str,
-) -> None:  # fmt: skip
+    shape: str,
+    cache: str,
+    chunk: int,
+    depth: int,
+    preempt: bool,
+    mates: int,
+    n: int,
+    page: int,
+    strategy: str,
+    kv: str,
+    kit: str,
+) -> None:
     made = (torch.float64, "torch") if kit == "bodies" else (torch.float32, "auto")
     check(shape, cache, chunk, depth, preempt, mates, n, page, strategy, *made, LOSSY[kv])
 

@@ -42,10 +42,16 @@ class Visitors:
         if draw.random() < 0.3:
             prompt = [draw.randrange(3, 250) for _ in range(draw.randint(1, 40))]
         samples = draw.choice((1,) * 9 + (2,))
-        self.front.submit(prompt, SamplingParams(
-            n=samples, temperature=0.8 if samples > 1 else 0.0, max_tokens=draw.randint(1, 12),
-            stop=["e"] if draw.random() < 0.1 else [], logprobs=2 if draw.random() < 0.05 else None,
-        ))  # fmt: skip
+        self.front.submit(
+            prompt,
+            SamplingParams(
+                n=samples,
+                temperature=0.8 if samples > 1 else 0.0,
+                max_tokens=draw.randint(1, 12),
+                stop=["e"] if draw.random() < 0.1 else [],
+                logprobs=2 if draw.random() < 0.05 else None,
+            ),
+        )
 
     def step(self) -> None:
         while len(self.front.pending) < 4:

@@ -103,9 +103,16 @@ def test_stop_strings_end_the_text_and_never_leak(llm: LLM) -> None:
         text = "".join(p.text for p in pieces)
         assert text == whole[: whole.index(stop)], f"stop {stop!r}"
         assert pieces[-1].finish_reason == "stop" and pieces[-1].stop_reason == stop
-        kept = llm.generate("The river", SamplingParams(
-            temperature=0.0, max_tokens=12, ignore_eos=True, stop=stop, include_stop_str_in_output=True
-        ))[0].outputs[0].text  # fmt: skip
+        kept = (
+            llm.generate(
+                "The river",
+                SamplingParams(
+                    temperature=0.0, max_tokens=12, ignore_eos=True, stop=stop, include_stop_str_in_output=True
+                ),
+            )[0]
+            .outputs[0]
+            .text
+        )
         assert kept == text + stop
 
 
@@ -188,8 +195,7 @@ def test_chat_uses_the_template_and_keeps_spelled_markers_as_text(llm: LLM) -> N
 
 def test_structured_output_follows_its_schema(llm: LLM) -> None:
     fields = {"name": {"enum": ["river", "engine"]}, "n": {"type": "integer", "maximum": 99}}
-    schema = {"type": "object", "properties": fields,
-              "required": ["name", "n"], "additionalProperties": False}  # fmt: skip
+    schema = {"type": "object", "properties": fields, "required": ["name", "n"], "additionalProperties": False}
     for seed in range(3):
         params = SamplingParams(seed=seed, max_tokens=150, structured=StructuredOutput(json=schema))
         out = llm.generate("Give JSON:", params)[0].outputs[0]

@@ -204,12 +204,16 @@ def test_weights_are_copied_for_many_rows_only_where_memory_is_plenty(
     files = rounded(open_model(speaking_folder()), "int8", Cpu())
     copied = inner_weights(files.source)
     inner = [name for name in files.source.names() if name.endswith("_proj.weight")]
-    assert 0 < copied == sum(
-        math.prod(files.source.shape(name)) for name in inner if not files.source.scheme(name).is_dense
+    assert (
+        0
+        < copied
+        == sum(math.prod(files.source.shape(name)) for name in inner if not files.source.scheme(name).is_dense)
     )
     for makes, free, wanted in (
-        (False, 4 * copied - 1, "int8"), (True, 4 * copied, "int8"), (True, 4 * copied - 1, "int8-few"),
-    ):  # fmt: skip
+        (False, 4 * copied - 1, "int8"),
+        (True, 4 * copied, "int8"),
+        (True, 4 * copied - 1, "int8-few"),
+    ):
         monkeypatch.setattr(native, "copies_weights", lambda makes=makes: makes)
         monkeypatch.setattr(loading, "available_memory", lambda free=free: free)
         assert choose_activations(RunConfig(), files, "cpu") == wanted
@@ -225,9 +229,15 @@ def test_values_and_down_projections_are_never_copied_for_many_rows() -> None:
         model = LLM("smollm2", activations=activations, memory="64MiB").loaded.model
         block = model.blocks[0]
         layers = {
-            "q": block.mixer.q, "k": block.mixer.k, "v": block.mixer.v, "o": block.mixer.out, "gate": block.feed.gate,
-            "up": block.feed.up, "down": block.feed.down, "head": model.head.project,
-        }  # fmt: skip
+            "q": block.mixer.q,
+            "k": block.mixer.k,
+            "v": block.mixer.v,
+            "o": block.mixer.out,
+            "gate": block.feed.gate,
+            "up": block.feed.up,
+            "down": block.feed.down,
+            "head": model.head.project,
+        }
         return [name for name, layer in layers.items() if layer.weight.mixed is not None]
 
     assert mixed("int8") == (["q", "k", "o", "gate", "up", "head"] if native.copies_weights() else [])

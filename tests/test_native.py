@@ -40,7 +40,7 @@ from bankfull.ops import (  # noqa: E402
     soft_cap,
     write_pages,
     write_pages_int8,
-)  # fmt: skip
+)
 from bankfull.ops.native.linear import DTYPES, FORMATS, dequantize  # noqa: E402
 from bankfull.weights.formats import SCHEMES, dense, groups, rows  # noqa: E402
 from bankfull.weights.qtensor import QTensor  # noqa: E402
@@ -50,9 +50,17 @@ ISAS: list[str] = _native.isas()
 
 # Byte positions of the float16 scales in each block.
 SCALES = {
-    "q4_0": [0], "q4_1": [0, 2], "q5_0": [0], "q5_1": [0, 2], "q8_0": [0],
-    "q2_k": [80, 82], "q3_k": [108], "q4_k": [0, 2], "q5_k": [0, 2], "q6_k": [208],
-}  # fmt: skip
+    "q4_0": [0],
+    "q4_1": [0, 2],
+    "q5_0": [0],
+    "q5_1": [0, 2],
+    "q8_0": [0],
+    "q2_k": [80, 82],
+    "q3_k": [108],
+    "q4_k": [0, 2],
+    "q5_k": [0, 2],
+    "q6_k": [208],
+}
 
 
 @pytest.fixture
@@ -307,9 +315,7 @@ def run_with_isa(name: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("name", ISAS)
-def test_the_environment_forces_an_instruction_set(
-    name: str, any_isa: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_forces_an_instruction_set(name: str, any_isa: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BANKFULL_ISA", name)
     assert native.select_isa.__wrapped__() == name == _native.isa()
 
@@ -371,9 +377,15 @@ class Sequence:
 
 
 def sequence_of(
-    length: int, heads: int = 6, kv: int = 2, size: int = 24, values: int = 20, page: int = 16,
-    dtype: torch.dtype = torch.float32, seed: int = 0,
-) -> Sequence:  # fmt: skip
+    length: int,
+    heads: int = 6,
+    kv: int = 2,
+    size: int = 24,
+    values: int = 20,
+    page: int = 16,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Sequence:
     random = torch.Generator().manual_seed(seed)
     used = -(-length // page)
     frames = torch.randn(used + 2, 2, page, kv * (size + values), generator=random).to(dtype)

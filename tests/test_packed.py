@@ -88,9 +88,7 @@ class Rows:
     @classmethod
     def of(cls, x: Tensor, tiles: bool = False) -> Rows:
         rows = cls.empty(len(x), x.shape[1], tiles)
-        _native.encode(
-            x.data_ptr(), x.stride(0), len(x), x.shape[1], rows.data.data_ptr(), rows.data.stride(0), tiles
-        )  # fmt: skip
+        _native.encode(x.data_ptr(), x.stride(0), len(x), x.shape[1], rows.data.data_ptr(), rows.data.stride(0), tiles)
         return rows
 
     @classmethod
@@ -120,7 +118,7 @@ def run(x: Rows, *weights: Packed, biases: tuple[Tensor | None, ...] = (), gate:
     code = -1 if gate is None else _native.functions()[gate]
     _native.packed_linear(
         x.tiles, x.data.data_ptr(), x.data.stride(0), len(x.data), x.columns, parts, code, 0, 0, False
-    )  # fmt: skip
+    )
     for y in results[: 1 if gate else None]:
         assert (y[:, :8] == POISON).all() and (y[:, -16:] == POISON).all() and (y[-1] == POISON).all()
     return [y[:-1, 8:-16] for y in results]
@@ -130,9 +128,17 @@ def run_encoded(x: Rows, first: Packed, second: Packed, gate: str, tiles: bool) 
     out = Rows.empty(len(x.data), first.outputs, tiles)
     parts = [(w.data.data_ptr(), 0, 0, 0, 0, w.outputs, w.pack) for w in (first, second)]
     _native.packed_linear(
-        x.tiles, x.data.data_ptr(), x.data.stride(0), len(x.data), x.columns, parts, _native.functions()[gate],
-        out.data.data_ptr(), out.data.stride(0), tiles,
-    )  # fmt: skip
+        x.tiles,
+        x.data.data_ptr(),
+        x.data.stride(0),
+        len(x.data),
+        x.columns,
+        parts,
+        _native.functions()[gate],
+        out.data.data_ptr(),
+        out.data.stride(0),
+        tiles,
+    )
     return out
 
 

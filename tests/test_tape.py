@@ -47,20 +47,29 @@ CONFIGS = {
     "biased": lambda: transformers.Qwen2Config(**_COMMON, **{k: v for k, v in _HEADS.items() if k != "head_dim"}),
     "normed": lambda: transformers.Qwen3Config(**_COMMON, **_HEADS),
     "capped": lambda: transformers.Gemma2Config(
-        **_COMMON, **_HEADS, sliding_window=6, attn_logit_softcapping=20.0, final_logit_softcapping=10.0,
+        **_COMMON,
+        **_HEADS,
+        sliding_window=6,
+        attn_logit_softcapping=20.0,
+        final_logit_softcapping=10.0,
         layer_types=["sliding_attention", "full_attention"],
     ),
     "fused": lambda: transformers.Phi3Config(
         **_COMMON, **{k: v for k, v in _HEADS.items() if k != "head_dim"}, pad_token_id=0, partial_rotary_factor=0.5
     ),
     "opt": lambda: transformers.OPTConfig(
-        vocab_size=70, hidden_size=64, num_hidden_layers=2, max_position_embeddings=128, num_attention_heads=2,
-        ffn_dim=96, word_embed_proj_dim=32,
+        vocab_size=70,
+        hidden_size=64,
+        num_hidden_layers=2,
+        max_position_embeddings=128,
+        num_attention_heads=2,
+        ffn_dim=96,
+        word_embed_proj_dim=32,
     ),
     "mamba": lambda: transformers.MambaConfig(
         vocab_size=70, hidden_size=64, num_hidden_layers=2, state_size=4, time_step_rank=16
     ),
-}  # fmt: skip
+}
 ARITHMETIC = {
     "exact": (None, "float", torch.float32),
     "bf16": (None, "bf16", torch.bfloat16),
@@ -123,9 +132,15 @@ class Sides:
             slots.append(places * group.page_tokens + positions % group.page_tokens)
         tokens = torch.tensor([self.random.randrange(70) for _ in range(int(q_start[-1]))])
         batch = Batch(
-            q_start, np.array([self.length[i] + counts[i] for i in live]), np.zeros(0, np.int64), tokens, positions,
-            tuple(pages), tuple(slots), tuple(group.page_tokens for group in self.layout.paged),
-        )  # fmt: skip
+            q_start,
+            np.array([self.length[i] + counts[i] for i in live]),
+            np.zeros(0, np.int64),
+            tokens,
+            positions,
+            tuple(pages),
+            tuple(slots),
+            tuple(group.page_tokens for group in self.layout.paged),
+        )
         if self.layout.recurrent is not None:
             batch.kept = np.ones(len(live), np.int64)
             batch.read = torch.tensor([0 if not self.length[i] else 1 + 2 * i + self.turn[i] for i in live])
@@ -184,9 +199,15 @@ def test_a_layer_with_packed_weights_is_seven_kernels(family: str, arithmetic: s
     found = kinds(Sides(model, kit, 1).taped)
     layers = len(model.blocks)
     assert found == {
-        "embedding": 1, "angles": 1, "norm": 2 * layers + 1, "packed, taken in": layers, "packed": 2 * layers,
-        "packed, gated": layers, "attention": layers, "head": 1,
-    }  # fmt: skip
+        "embedding": 1,
+        "angles": 1,
+        "norm": 2 * layers + 1,
+        "packed, taken in": layers,
+        "packed": 2 * layers,
+        "packed, gated": layers,
+        "attention": layers,
+        "head": 1,
+    }
 
 
 @pytest.mark.parametrize("family", ["small heads", "normed"])

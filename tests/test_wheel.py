@@ -73,10 +73,24 @@ def built(folder: Path, settings: dict[str, str]) -> Built:
     options = [word for name, value in told.items() for word in ("-C", f"{name}={value}")]
     path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index",
-         "--disable-pip-version-check", "--wheel-dir", str(folder), *options, str(source)],
-        capture_output=True, text=True, env={**os.environ, "PATH": path, "BANKFULL_REQUIRE_NATIVE": "1"},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-index",
+            "--disable-pip-version-check",
+            "--wheel-dir",
+            str(folder),
+            *options,
+            str(source),
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": path, "BANKFULL_REQUIRE_NATIVE": "1"},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = folder.glob("*.whl")
     shutil.rmtree(source)  # whatever works from here on works without it
@@ -89,10 +103,22 @@ def clean_environment(folder: Path, wheel: Path) -> Path:
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index",
-         "--disable-pip-version-check", str(wheel)],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            str(python),
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-index",
+            "--disable-pip-version-check",
+            str(wheel),
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "behind.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
@@ -121,9 +147,10 @@ def check_it_runs(environment: Path, sets: list[str]) -> None:
 def check_contents(found: Built) -> None:
     package = ROOT / "bankfull"
     wanted = {
-        path.relative_to(ROOT).as_posix() for path in package.rglob("*")
+        path.relative_to(ROOT).as_posix()
+        for path in package.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".so"
-    }  # fmt: skip
+    }
     assert {"bankfull/serve/console/static/index.html", "bankfull/limits/catalogue.toml"} <= wanted
     names = {name for name in found.names if ".dist-info/" not in name and not name.endswith(".so")}
     assert names == wanted, "the wheel holds the package's files, all of them and no others"

@@ -27,9 +27,13 @@ def config_of(shape: str) -> transformers.PretrainedConfig:
         return transformers.LlamaConfig(**_COMMON, **_HEADS, max_position_embeddings=256)
     if shape == "gemma":
         return transformers.Gemma3TextConfig(
-            **_COMMON, **_HEADS, max_position_embeddings=256, sliding_window=8, query_pre_attn_scalar=8,
+            **_COMMON,
+            **_HEADS,
+            max_position_embeddings=256,
+            sliding_window=8,
+            query_pre_attn_scalar=8,
             layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        )  # fmt: skip
+        )
     assert shape == "mamba", shape
     return transformers.MambaConfig(**_COMMON, state_size=4, conv_kernel=4, expand=2, time_step_rank=2)
 
@@ -114,9 +118,15 @@ def speaking_folder() -> Path:
     fast.save_pretrained(folder)
     torch.manual_seed(5)
     config = transformers.LlamaConfig(
-        vocab_size=backend.get_vocab_size(), hidden_size=32, num_hidden_layers=2, tie_word_embeddings=True,
-        max_position_embeddings=256, eos_token_id=backend.token_to_id("<|im_end|>"), bos_token_id=None, **_HEADS,
-    )  # fmt: skip
+        vocab_size=backend.get_vocab_size(),
+        hidden_size=32,
+        num_hidden_layers=2,
+        tie_word_embeddings=True,
+        max_position_embeddings=256,
+        eos_token_id=backend.token_to_id("<|im_end|>"),
+        bos_token_id=None,
+        **_HEADS,
+    )
     model = transformers.LlamaForCausalLM(config)
     with torch.no_grad():
         for weight in model.parameters():

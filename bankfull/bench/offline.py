@@ -61,9 +61,13 @@ class Load:
     @property
     def params(self) -> SamplingParams:
         return SamplingParams(
-            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed,
-            max_tokens=self.output_len, ignore_eos=True,
-        )  # fmt: skip
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            seed=self.seed,
+            max_tokens=self.output_len,
+            ignore_eos=True,
+        )
 
     @property
     def sampling(self) -> str:
@@ -159,8 +163,10 @@ class Report:
         """Over the repetitions; None for what this load or this device does not give."""
         rows = self.figures()
         known = {name: [row[name] for row in rows] for name in rows[0]}
-        return {name: spread([v for v in values if v is not None]) if None not in values else None
-                for name, values in known.items()}  # fmt: skip
+        return {
+            name: spread([v for v in values if v is not None]) if None not in values else None
+            for name, values in known.items()
+        }
 
     def profile_rows(self) -> dict[str, list[Row]]:
         """The phases of the profile that had any steps."""
@@ -171,14 +177,20 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         used = self.ceilings
         return {
-            "kind": self.kind, "load": asdict(self.load), "dtype": self.dtype, "activations": self.activations,
-            "device": self.device, "tape": None if self.tape is None else asdict(self.tape),
-            "ceilings": None if used is None or self.before is None or self.after is None
+            "kind": self.kind,
+            "load": asdict(self.load),
+            "dtype": self.dtype,
+            "activations": self.activations,
+            "device": self.device,
+            "tape": None if self.tape is None else asdict(self.tape),
+            "ceilings": None
+            if used is None or self.before is None or self.after is None
             else {"used": used.as_json(), "before": self.before.as_json(), "after": self.after.as_json()},
-            "operations": self.bound, "repetitions": self.figures(),
+            "operations": self.bound,
+            "repetitions": self.figures(),
             "summary": {name: None if s is None else asdict(s) for name, s in self.summary().items()},
             "profile": None if self.profile is None else self.profile_rows(),
-        }  # fmt: skip
+        }
 
     def _of(self, turn: Turn) -> dict[str, float | None]:
         used = self.ceilings
@@ -189,14 +201,17 @@ class Report:
 
         if self.kind == "latency":
             return {
-                "time_to_first_token_s": turn.prefill.seconds, **named("prefill", turn.prefill),
+                "time_to_first_token_s": turn.prefill.seconds,
+                **named("prefill", turn.prefill),
                 **named("decode", turn.decode),
-            }  # fmt: skip
+            }
         total = turn.whole.tokens + self.load.requests * self.load.prompt_len
         return {
-            **named("output", turn.whole), "total_tokens_per_s": per_second(total, turn.whole.seconds),
-            "steps": turn.whole.steps, "mean_batch": turn.whole.mean_batch,
-        }  # fmt: skip
+            **named("output", turn.whole),
+            "total_tokens_per_s": per_second(total, turn.whole.seconds),
+            "steps": turn.whole.steps,
+            "mean_batch": turn.whole.mean_batch,
+        }
 
 
 class Bench:
@@ -229,17 +244,29 @@ class Bench:
         ran = {name.rpartition("/")[2] for name in self._metered.cost(StepShape.decode()).calls}
         bound = bindings(self._llm.loaded.kit, ran)
         return Report(
-            kind, self._load, self._dtype, device, turns, before, self._ceilings(), bound,
-            self._llm.loaded.kit.activations, watched.captured, profile,
-        )  # fmt: skip
+            kind,
+            self._load,
+            self._dtype,
+            device,
+            turns,
+            before,
+            self._ceilings(),
+            bound,
+            self._llm.loaded.kit.activations,
+            watched.captured,
+            profile,
+        )
 
     @cached_property
     def _metered(self) -> MeteredModel:
         loaded = self._llm.loaded
         return MeteredModel(
-            loaded.files, dtype=self._dtype, expand=self._expand, kv_dtype=loaded.build.kv_dtype,
+            loaded.files,
+            dtype=self._dtype,
+            expand=self._expand,
+            kv_dtype=loaded.build.kv_dtype,
             activations=loaded.kit.activations,
-        )  # fmt: skip
+        )
 
     @cached_property
     def _form(self) -> ClosedForm:

@@ -18,10 +18,14 @@ if TYPE_CHECKING:
 SKIPPED = {"prefill_seconds"}
 """Shown under another name."""
 PROFILE = {
-    "runs_per_step": (1, ".4g", ""), "seconds_per_step": (1e3, ".3f", ""), "share": (100, ".1f", "%"),
-    "bytes_per_s": (1e-9, ".3g", ""), "flop_per_s": (1e-9, ".3g", ""), "least_seconds_per_step": (1e3, ".3f", ""),
+    "runs_per_step": (1, ".4g", ""),
+    "seconds_per_step": (1e3, ".3f", ""),
+    "share": (100, ".1f", "%"),
+    "bytes_per_s": (1e-9, ".3g", ""),
+    "flop_per_s": (1e-9, ".3g", ""),
+    "least_seconds_per_step": (1e3, ".3f", ""),
     "percent_of_limit": (1, ".1f", "%"),
-}  # fmt: skip
+}
 """Figures of a profile -> a factor, a format and a unit."""
 
 

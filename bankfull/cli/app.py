@@ -36,14 +36,30 @@ from bankfull.errors import BankfullError
 
 BAD_INPUT, INTERRUPTED = 2, 130
 COMMANDS: tuple[Callable[..., int | None], ...] = (
-    run, chat, serve, generate, pull, info, roofline, limits, plan, explain, tune, quality, doctor, key,
-)  # fmt: skip
+    run,
+    chat,
+    serve,
+    generate,
+    pull,
+    info,
+    roofline,
+    limits,
+    plan,
+    explain,
+    tune,
+    quality,
+    doctor,
+    key,
+)
 
 # Rich would draw boxes around the help, at the price of doubling the time until it appears.
 app = typer.Typer(
-    name="bankfull", rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False,
+    name="bankfull",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-)  # fmt: skip
+)
 
 
 @app.callback(invoke_without_command=True)

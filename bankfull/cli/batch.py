@@ -23,9 +23,10 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 POLL_SECONDS = 1.0
 
 batch = typer.Typer(
-    rich_markup_mode=None, no_args_is_help=True,
+    rich_markup_mode=None,
+    no_args_is_help=True,
     help="Run a file of requests on a server in its idle time. BANKFULL_API_KEY is the key, if one is needed.",
-)  # fmt: skip
+)
 
 Url = Annotated[str, typer.Option(help="Of the server.", envvar="BANKFULL_URL")]
 Id = Annotated[str, typer.Argument(help="Of the batch: batch_...")]

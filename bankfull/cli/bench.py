@@ -39,7 +39,7 @@ bench = typer.Typer(
     rich_markup_mode=None,
     help="Measure a model here (latency, throughput), or any server from outside (serve, sweep, compare). "
     "BANKFULL_API_KEY is the server's key, if it needs one.",
-)  # fmt: skip
+)
 
 
 @bench.callback(invoke_without_command=True)
@@ -65,9 +65,18 @@ Details = Annotated[bool, typer.Option("--details", help="Put the times of each 
 
 
 def latency(
-    *, engine: EngineOptions, prompt_len: PromptLen = 128, output_len: OutputLen = 128, reps: Reps = 5, seed: Seed = 0,
-    temperature: Temperature = 0.0, top_k: TopK = 0, top_p: TopP = 1.0, profile: Profile = False, json: Json = False,
-) -> None:  # fmt: skip
+    *,
+    engine: EngineOptions,
+    prompt_len: PromptLen = 128,
+    output_len: OutputLen = 128,
+    reps: Reps = 5,
+    seed: Seed = 0,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    profile: Profile = False,
+    json: Json = False,
+) -> None:
     """Measure one stream: prefill and decoding, beside this machine's limit.
 
     Prompts are random token ids and all different. The machine's own ceilings are measured in the same run, once
@@ -80,11 +89,19 @@ def latency(
 
 
 def throughput(
-    *, engine: EngineOptions, prompt_len: PromptLen = 128, output_len: OutputLen = 128,
+    *,
+    engine: EngineOptions,
+    prompt_len: PromptLen = 128,
+    output_len: OutputLen = 128,
     concurrency: Annotated[int, typer.Option(help="Requests at once.")] = REQUESTS,
-    reps: Reps = 5, seed: Seed = 0, temperature: Temperature = 0.0, top_k: TopK = 0, top_p: TopP = 1.0,
-    profile: Profile = False, json: Json = False,
-) -> None:  # fmt: skip
+    reps: Reps = 5,
+    seed: Seed = 0,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    profile: Profile = False,
+    json: Json = False,
+) -> None:
     """Measure many requests at once, beside this machine's limit. All else is as for latency."""
     from bankfull.bench.offline import Load
 
@@ -117,10 +134,21 @@ def _offline(kind: str, engine: EngineOptions, load: Load, profile: bool, json: 
 
 
 def serve(
-    *, url: Url = LOCAL, model: Name = None, work: WorkOptions, arrivals: ArrivalOptions, slo: SloText = None,
-    price: PricePerHour = None, price_of_device: DeviceName = None, model_files: ModelFiles = None,
-    markdown: Markdown = None, html: Html = None, result: Result = None, details: Details = False, json: Json = False,
-) -> int:  # fmt: skip
+    *,
+    url: Url = LOCAL,
+    model: Name = None,
+    work: WorkOptions,
+    arrivals: ArrivalOptions,
+    slo: SloText = None,
+    price: PricePerHour = None,
+    price_of_device: DeviceName = None,
+    model_files: ModelFiles = None,
+    markdown: Markdown = None,
+    html: Html = None,
+    result: Result = None,
+    details: Details = False,
+    json: Json = False,
+) -> int:
     """Ask a running server at a given rate, whatever becomes of it, and measure TTFT, TPOT, ITL, E2E and goodput.
 
     The client is open-loop: requests come when they are due, and a request's time counts from then. A server of ours
@@ -148,7 +176,10 @@ def serve(
 
 
 def sweep(
-    *, url: Url = LOCAL, model: Name = None, work: WorkOptions,
+    *,
+    url: Url = LOCAL,
+    model: Name = None,
+    work: WorkOptions,
     slo: Annotated[str, typer.Option("--slo", help='Objectives of each request: "ttft=500ms, tpot=50ms".')],
     target: Annotated[float, typer.Option(help="The part of the requests that must meet every objective.")] = 0.9,
     first_rate: Annotated[float, typer.Option(help="Requests per second to begin with.")] = 1.0,
@@ -159,9 +190,12 @@ def sweep(
     least_requests: Annotated[int, typer.Option(help="Of each trial.")] = 50,
     arrivals: Annotated[str, typer.Option(help="poisson, gamma (with --burstiness) or constant.")] = "poisson",
     burstiness: Annotated[float, typer.Option(help="Of gamma arrivals.")] = 1.0,
-    price: PricePerHour = None, price_of_device: DeviceName = None, model_files: ModelFiles = None, html: Html = None,
+    price: PricePerHour = None,
+    price_of_device: DeviceName = None,
+    model_files: ModelFiles = None,
+    html: Html = None,
     json: Json = False,
-) -> int:  # fmt: skip
+) -> int:
     """Find the highest rate that a running server sustains while its requests meet their objectives.
 
     Rates double, then halve the gap, until the answer is near enough to a rate that fails; then it must pass again.
@@ -190,9 +224,11 @@ def sweep(
 
     def trial(rate: float, number: int) -> float:
         asked = replace(
-            load, arrivals=Arrivals(rate, load.arrivals.kind, burstiness), seed=load.seed + number,
+            load,
+            arrivals=Arrivals(rate, load.arrivals.kind, burstiness),
+            seed=load.seed + number,
             requests=max(least_requests, round(rate * seconds)),
-        )  # fmt: skip
+        )
         now = f"{rate:.4g} requests/s"
         reports.append(runner.run(asked, advance=lambda done, note: advance(number, f"{now}, {done} done")))
         attained = reports[-1].measured.attained()
@@ -213,7 +249,8 @@ def sweep(
 
 
 def compare(
-    *, model: Annotated[str, typer.Option("-m", "--model", help="That the servers run which are started.")] = "smollm2",
+    *,
+    model: Annotated[str, typer.Option("-m", "--model", help="That the servers run which are started.")] = "smollm2",
     ours: Annotated[
         str | None, typer.Option(help="An address or a command with {port}.", show_default="bankfull serve")
     ] = None,
@@ -225,8 +262,11 @@ def compare(
         ),
     ] = None,
     pairs: Annotated[int, typer.Option(help="Alternating pairs of runs.")] = 7,
-    work: WorkOptions, arrivals: ArrivalOptions, slo: SloText = None, json: Json = False,
-) -> int:  # fmt: skip
+    work: WorkOptions,
+    arrivals: ArrivalOptions,
+    slo: SloText = None,
+    json: Json = False,
+) -> int:
     """Serve a model with this engine and with peers, ask each the same in turn, and print the ratios.
 
     Each pair has other prompts, both sides the same; who is first alternates; who has no turn is stopped. The ratio is

@@ -39,9 +39,13 @@ class Conversation:
         self._system = system
         self._messages: list[Message] = []
         self._commands: dict[str, Callable[[str], None]] = {
-            "help": lambda rest: say(HELP), "reset": self._reset, "system": self._set_system,
-            "params": self._change_params, "save": self._save, "load": self._load,
-        }  # fmt: skip
+            "help": lambda rest: say(HELP),
+            "reset": self._reset,
+            "system": self._set_system,
+            "params": self._change_params,
+            "save": self._save,
+            "load": self._load,
+        }
 
     def hold(self, lines: Iterator[str]) -> int:
         """Until the lines end; 2 if one of them was refused."""

@@ -13,9 +13,10 @@ from bankfull.cli.options import Json
 from bankfull.errors import ConfigError
 
 data = typer.Typer(
-    rich_markup_mode=None, no_args_is_help=True,
+    rich_markup_mode=None,
+    no_args_is_help=True,
     help="Check, repair and adopt the files and batches that a server keeps. Nothing is ever destroyed.",
-)  # fmt: skip
+)
 
 Folder = Annotated[
     Path | None, typer.Option(help="As for `bankfull serve`.", show_default="that of a server on the port")

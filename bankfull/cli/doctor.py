@@ -12,9 +12,17 @@ from typing import Any
 from bankfull.cli.options import Json
 
 PACKAGES = (
-    "torch", "numpy", "tokenizers", "safetensors", "jinja2", "llguidance", "msgspec", "typer", "rich",
+    "torch",
+    "numpy",
+    "tokenizers",
+    "safetensors",
+    "jinja2",
+    "llguidance",
+    "msgspec",
+    "typer",
+    "rich",
     "huggingface_hub",
-)  # fmt: skip
+)
 FILES_COUNTED = 100_000
 
 
@@ -60,10 +68,14 @@ def _machine() -> dict[str, Any]:
 
     known, chosen = machine(), thread_choice()
     return {
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}", "cpu": known["cpu"],
-        "cores": known["cores"], "threads": chosen.threads, "threads, why": chosen.why,
-        "memory nodes": len(memory_nodes()) or None, "free memory, bytes": available_memory(),
-    }  # fmt: skip
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": known["cpu"],
+        "cores": known["cores"],
+        "threads": chosen.threads,
+        "threads, why": chosen.why,
+        "memory nodes": len(memory_nodes()) or None,
+        "free memory, bytes": available_memory(),
+    }
 
 
 def _kernels() -> dict[str, Any]:
@@ -78,8 +90,11 @@ def _kernels() -> dict[str, Any]:
     except ConfigError as error:
         return {"native": f"present, but {error}", "instruction sets": kernels.isas()}
     return {
-        "native": "present", "instruction set": chosen, "instruction sets": kernels.isas(), "threads": native.threads(),
-    }  # fmt: skip
+        "native": "present",
+        "instruction set": chosen,
+        "instruction sets": kernels.isas(),
+        "threads": native.threads(),
+    }
 
 
 def _devices() -> dict[str, Any]:

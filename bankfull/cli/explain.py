@@ -29,8 +29,10 @@ def explain(
     ] = 1,
     saved: Annotated[
         str | None,
-        typer.Option(help="Explain a saved answer of the API instead, asked for with \"explain\": true; - is stdin.",
-                     show_default=False),
+        typer.Option(
+            help='Explain a saved answer of the API instead, asked for with "explain": true; - is stdin.',
+            show_default=False,
+        ),
     ] = None,
     url: Annotated[
         str | None,
@@ -38,7 +40,7 @@ def explain(
     ] = None,
     key: Annotated[str | None, typer.Option(help="The server's API key.", show_default=False)] = None,
     json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Say why a request was slow: queue, prefill, decode with its batch-mates, the host, each beside its limit.
 
     Runs the request here, or asks a running server for its account of one. The advice follows from the numbers: every
@@ -69,7 +71,7 @@ def explain(
 
 def _ran(
     engine: EngineOptions, prompt: str | None, prompt_len: int, max_tokens: int, streams: int
-) -> dict[str, Explanation]:  # fmt: skip
+) -> dict[str, Explanation]:
     llm = engine.load()
     from bankfull.limits.explain.advice import adviser_of
     from bankfull.limits.explain.explain import explain as explained

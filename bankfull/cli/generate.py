@@ -164,12 +164,11 @@ class Batch:
 def _as_result(record: Record, result: RequestOutput) -> dict[str, Any]:
     if problem := next((o.error for o in result.outputs if o.error), None):
         return record.result(error=problem)
-    samples = [
-        {"text": o.text, "token_ids": o.token_ids, "finish_reason": o.finish_reason} for o in result.outputs
-    ]
+    samples = [{"text": o.text, "token_ids": o.token_ids, "finish_reason": o.finish_reason} for o in result.outputs]
     several = {"samples": samples} if len(samples) > 1 else {}
     usage = {
-        "prompt_tokens": len(result.prompt_token_ids), "cached_tokens": result.metrics.cached_tokens,
+        "prompt_tokens": len(result.prompt_token_ids),
+        "cached_tokens": result.metrics.cached_tokens,
         "completion_tokens": result.metrics.output_tokens,
-    }  # fmt: skip
+    }
     return record.result(**samples[0], **several, usage=usage)

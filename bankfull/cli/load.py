@@ -106,14 +106,23 @@ def load_of(work: WorkOptions, arrivals: ArrivalOptions, slo: str | None) -> Loa
         wanted = parse_lengths("128") if output is None else output
         workload = Synthetic(parse_lengths(work.input_len), wanted, work.prefixes, work.prefix_len, work.turns)
     asking = Asking(
-        work.api, not work.no_ignore_eos, {"temperature": 0.0, **_fields(work.extra_body)}, work.pause,
-        work.max_concurrency, work.timeout,
-    )  # fmt: skip
+        work.api,
+        not work.no_ignore_eos,
+        {"temperature": 0.0, **_fields(work.extra_body)},
+        work.pause,
+        work.max_concurrency,
+        work.timeout,
+    )
     kind = "gamma" if arrivals.burstiness != 1.0 and arrivals.arrivals == "poisson" else arrivals.arrivals
     return Load(
-        workload, Arrivals(arrivals.rate, kind, arrivals.burstiness), count, work.seed,
-        Slo() if slo is None else parse_slo(slo), asking, work.prompts,
-    )  # fmt: skip
+        workload,
+        Arrivals(arrivals.rate, kind, arrivals.burstiness),
+        count,
+        work.seed,
+        Slo() if slo is None else parse_slo(slo),
+        asking,
+        work.prompts,
+    )
 
 
 def server_at(url: str, model: str | None) -> Server:

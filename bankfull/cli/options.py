@@ -143,9 +143,11 @@ def _token_limit(value: str) -> int:
 
 def _max_tokens(usual: str) -> Any:
     return typer.Option(
-        parser=_token_limit, metavar="N|none", show_default=usual,
+        parser=_token_limit,
+        metavar="N|none",
+        show_default=usual,
         help="Tokens to generate at most; none = until the context is full.",
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, slots=True)

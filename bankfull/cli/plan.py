@@ -30,7 +30,8 @@ def plan(
         str | None,
         typer.Option(
             help='What requests must keep: "ttft=500ms, tpot=50ms" (ttft, tpot, itl, e2e). Without it, what a '
-            "token takes decides.", show_default="none"
+            "token takes decides.",
+            show_default="none",
         ),
     ] = None,
     attainment: Annotated[str, typer.Option(help="The part of the requests that must keep it.")] = "90%",
@@ -41,7 +42,8 @@ def plan(
         str | None,
         typer.Option(
             help="What to recommend for: goodput, cost (dollars per output token), efficiency (device time per output "
-            "token) or latency.", show_default="goodput; without --slo cost, or efficiency where prices are unknown"
+            "token) or latency.",
+            show_default="goodput; without --slo cost, or efficiency where prices are unknown",
         ),
     ] = None,
     most: Annotated[int, typer.Option(help="Replicas at most, on devices of the catalogue.")] = 8,
@@ -57,9 +59,7 @@ def plan(
     no_calibrate: Annotated[
         bool, typer.Option("--no-calibrate", help="Time no steps on this machine: take usual efficiency factors.")
     ] = False,
-    refresh: Annotated[
-        bool, typer.Option("--refresh", help="Calibrate again, whatever was measured before.")
-    ] = False,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Calibrate again, whatever was measured before.")] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Run the recommendation here, and compare with what was predicted.")
     ] = False,
@@ -67,7 +67,7 @@ def plan(
         str | None, typer.Option(help="Draw the choices to this .svg or .png file.", show_default=False)
     ] = None,
     json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Predict how a model would serve a traffic, on this machine or on others, and recommend a configuration.
 
     The times of steps come from the model's roofline; on this machine an efficiency factor for each kind of operation

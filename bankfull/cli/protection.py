@@ -35,9 +35,9 @@ class ProtectionOptions:
     share_prefix_cache: Annotated[
         bool, typer.Option("--share-prefix-cache", help="Between keys: quicker, but they can tell what others asked.")
     ] = False
-    max_connections: Annotated[
-        int, typer.Option(help="Beyond them, one that waits is closed for one that comes.")
-    ] = 8192
+    max_connections: Annotated[int, typer.Option(help="Beyond them, one that waits is closed for one that comes.")] = (
+        8192
+    )
     connections_per_address: Annotated[
         int | None,
         typer.Option(help="The same for one address; 0: no limit, behind a proxy.", show_default="a quarter of all"),
@@ -51,9 +51,7 @@ class ProtectionOptions:
     ] = None
     log_json: Annotated[bool, typer.Option("--log-json", help="Write logs as JSON.")] = False
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write what was asked into the log.")] = False
-    vllm_metrics: Annotated[
-        bool, typer.Option("--vllm-metrics", help="Offer metrics under vLLM's names, too.")
-    ] = False  # fmt: skip
+    vllm_metrics: Annotated[bool, typer.Option("--vllm-metrics", help="Offer metrics under vLLM's names, too.")] = False
 
     def protection(self, host: str) -> Protection:
         from bankfull.serve.guard.checks import open_doors
@@ -66,11 +64,18 @@ class ProtectionOptions:
         keyring = Keyring(keys_of_environment(os.environ), self.api_key_file)
         os.environ.pop("BANKFULL_API_KEY", None)
         doors = open_doors(
-            keyring, host=host, no_auth=self.no_auth, hosts=self.allowed_host or (), origins=self.cors_origin or (),
+            keyring,
+            host=host,
+            no_auth=self.no_auth,
+            hosts=self.allowed_host or (),
+            origins=self.cors_origin or (),
             share_prefixes=self.share_prefix_cache,
-        )  # fmt: skip
+        )
         return Protection(
-            doors=doors, tls=Tls(self.tls_certificate, self.tls_key, client_authorities=self.tls_client_ca),
+            doors=doors,
+            tls=Tls(self.tls_certificate, self.tls_key, client_authorities=self.tls_client_ca),
             connections=LobbyLimits(connections=self.max_connections, per_address=self.connections_per_address),
-            log_json=self.log_json, log_prompts=self.log_prompts, vllm_metrics=self.vllm_metrics,
-        )  # fmt: skip
+            log_json=self.log_json,
+            log_prompts=self.log_prompts,
+            vllm_metrics=self.vllm_metrics,
+        )

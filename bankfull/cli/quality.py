@@ -83,9 +83,13 @@ def quality(
     total = sum(len(part.tokens) - part.first for part in windows_of(pair.texts, pair.opening, size))
     with progress("evaluating", total) as advance:
         found = evaluate(
-            pair.model, pair.reference, pair.texts, chunk=options.chunk, **shared,
+            pair.model,
+            pair.reference,
+            pair.texts,
+            chunk=options.chunk,
+            **shared,
             progress=lambda done: advance(done, "tokens"),
-        )  # fmt: skip
+        )
     widths: dict[int, Quality] = {}
     if options.chunks:
         sizes = sorted({min(width, size) for width in CHUNKS})
@@ -128,9 +132,13 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
     from bankfull.weights.source import open_model
 
     run = RunConfig(
-        options.device, options.dtype, providers=options.providers, expand=options.expand,
-        kv_dtype=options.kv_dtype, activations=options.activations,
-    )  # fmt: skip
+        options.device,
+        options.dtype,
+        providers=options.providers,
+        expand=options.expand,
+        kv_dtype=options.kv_dtype,
+        activations=options.activations,
+    )
     if options.tables and options.quantize is None:
         raise ConfigError("--tables says what --quantize rounds; give --quantize, too.")
     device = open_device(options.device)
@@ -154,14 +162,21 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
     reference = dequantized(reference_files, device.torch, longest)
     window = options.window or min(WINDOW, built.max_positions, reference.max_positions)
     facts = {
-        "model": model, "reference": options.against or f"{model}, dequantized",
+        "model": model,
+        "reference": options.against or f"{model}, dequantized",
         "text": "bundled" if options.text is None else str(options.text),
-        "quantize": options.quantize, "tables": tables, "kept": kept, "bits_per_weight": bits_per_weight(files.source),
-        "dtype": str(build.dtype).removeprefix("torch."), "kv_dtype": str(build.pages).removeprefix("torch."),
+        "quantize": options.quantize,
+        "tables": tables,
+        "kept": kept,
+        "bits_per_weight": bits_per_weight(files.source),
+        "dtype": str(build.dtype).removeprefix("torch."),
+        "kv_dtype": str(build.pages).removeprefix("torch."),
         "activations": build.kit.activations,
-        "providers": options.providers, "expand": options.expand,
-        "window": window, "chunk": options.chunk or window,
-    }  # fmt: skip
+        "providers": options.providers,
+        "expand": options.expand,
+        "window": window,
+        "chunk": options.chunk or window,
+    }
     ids = [tokenizer.encode(part, add_bos=False, parse_special=False) for part in texts]
     return Pair(built, reference, ids, tokenizer.opening if tokenizer.add_bos else (), window, device.torch, facts)
 

@@ -38,18 +38,14 @@ def roofline(
         str | None, typer.Option(help="A file of further devices, of the catalogue's form.", show_default=False)
     ] = None,
     dtype: Dtype = "auto",
-    quantize: Annotated[
-        str | None, typer.Option(help="As for `run`: int8, int4, ...", show_default=False)
-    ] = None,
+    quantize: Annotated[str | None, typer.Option(help="As for `run`: int8, int4, ...", show_default=False)] = None,
     kv_dtype: KvDtype = "auto",
     activations: Activations = "auto",
     draw: Annotated[bool, typer.Option("--draw", help="Draw the charts here, too.")] = False,
-    charts: Annotated[
-        str | None, typer.Option(help="A folder to keep the charts in.", show_default=False)
-    ] = None,
+    charts: Annotated[str | None, typer.Option(help="A folder to keep the charts in.", show_default=False)] = None,
     picture: Annotated[str, typer.Option(help="What the charts are kept as: svg or png.")] = "svg",
     json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Show what bounds each operation of a model, and what batching, storage and architecture would change.
 
     No weights are needed: a config.json is enough, also of models that this machine could never hold.

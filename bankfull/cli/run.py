@@ -123,8 +123,9 @@ def _as_json(model: str, made: Answer, speed: Speed) -> dict[str, Any]:
         for o in made.result.outputs
     ]
     usage = {
-        "prompt_tokens": speed.prompt_tokens, "cached_tokens": speed.cached_tokens,
+        "prompt_tokens": speed.prompt_tokens,
+        "cached_tokens": speed.cached_tokens,
         "completion_tokens": speed.output_tokens,
-    }  # fmt: skip
+    }
     several = {"samples": samples} if others else {}
     return {"model": model, **first, **several, "usage": usage, "metrics": speed.as_json()}

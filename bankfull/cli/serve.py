@@ -59,7 +59,7 @@ def serve(
         ),
     ] = 0.0,
     protection: ProtectionOptions,
-) -> None:  # fmt: skip
+) -> None:
     """Serve a model over HTTP, as OpenAI's clients expect it.
 
     The engine runs in a process of its own and is started again if it dies. /ready tells when the model is loaded,
@@ -82,11 +82,20 @@ def serve(
     engine = engine if served is None else replace(engine, model=served)
     names = tuple(served_model_name or [engine.model])
     settings = Settings(
-        names=names, host=host, port=port, max_body_bytes=max_body_bytes,
+        names=names,
+        host=host,
+        port=port,
+        max_body_bytes=max_body_bytes,
         use_generation_config=not no_generation_config,
-    )  # fmt: skip
+    )
     run_server(
-        engine.model, {**engine.options(), "policy": "priority", "step_ms": step_ms}, settings,
-        protection=protection.protection(host), data=data_dir, queue_requests=queue_requests, grace=grace,
-        stall_seconds=stall_seconds, give_up_after=give_up_after,
-    )  # fmt: skip
+        engine.model,
+        {**engine.options(), "policy": "priority", "step_ms": step_ms},
+        settings,
+        protection=protection.protection(host),
+        data=data_dir,
+        queue_requests=queue_requests,
+        grace=grace,
+        stall_seconds=stall_seconds,
+        give_up_after=give_up_after,
+    )

@@ -102,10 +102,12 @@ class Speed:
 
     def as_json(self) -> dict[str, float | None]:
         return {
-            "time_to_first_token_s": self.ttft, "total_s": self.total, "decode_tokens_per_s": self.rate,
+            "time_to_first_token_s": self.ttft,
+            "total_s": self.total,
+            "decode_tokens_per_s": self.rate,
             "limit_tokens_per_s": (self.output_tokens - 1) / self.limit if self.limit else None,
             "percent_of_limit": self.percent,
-        }  # fmt: skip
+        }
 
 
 def percentage(percent: float) -> str:
@@ -116,6 +118,10 @@ def speed_of(answer: Answer, limit: Limit | None) -> Speed:
     metrics = answer.result.metrics
     bound = limit.seconds(answer.decode_steps) if limit is not None and answer.decode_steps else None
     return Speed(
-        len(answer.result.prompt_token_ids), metrics.cached_tokens, metrics.output_tokens, metrics.ttft,
-        metrics.finished, bound,
-    )  # fmt: skip
+        len(answer.result.prompt_token_ids),
+        metrics.cached_tokens,
+        metrics.output_tokens,
+        metrics.ttft,
+        metrics.finished,
+        bound,
+    )

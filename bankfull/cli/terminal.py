@@ -64,9 +64,12 @@ def progress(what: str, total: int | None, done: int = 0) -> Iterator[Advance]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
-    )  # fmt: skip
+    )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(what, total=total, completed=done, note="")
         yield lambda count, note: bar.update(task, completed=count, note=note)

@@ -85,9 +85,12 @@ def parse_rows(text: str) -> list[int]:
 def as_json(timing: Timing) -> dict[str, Any]:
     gain = timing.gain
     return {
-        **asdict(timing.entry), "microseconds": timing.seconds * 1e6, "bytes_per_s": timing.bytes / timing.seconds,
-        "usual_plan": timing.usual, "gain": None if gain == float("inf") else gain,
-    }  # fmt: skip
+        **asdict(timing.entry),
+        "microseconds": timing.seconds * 1e6,
+        "bytes_per_s": timing.bytes / timing.seconds,
+        "usual_plan": timing.usual,
+        "gain": None if gain == float("inf") else gain,
+    }
 
 
 def timings_table(timings: Sequence[Timing]) -> Any:
@@ -102,8 +105,12 @@ def timings_table(timings: Sequence[Timing]) -> Any:
     for timing in timings:
         entry = timing.entry
         shown.add_row(
-            str(entry.rows), f"{entry.outer} x {entry.inner}", Text(entry.plan), duration(timing.seconds),
-            scaled(timing.bytes / timing.seconds, "B/s"), Text(timing.usual),
+            str(entry.rows),
+            f"{entry.outer} x {entry.inner}",
+            Text(entry.plan),
+            duration(timing.seconds),
+            scaled(timing.bytes / timing.seconds, "B/s"),
+            Text(timing.usual),
             "-" if timing.gain == float("inf") else f"{timing.gain:.2f}x",
-        )  # fmt: skip
+        )
     return shown

@@ -56,9 +56,16 @@ class Sampling:
     """
 
     def __init__(
-        self, host_rows: Sequence[int], widths: Sequence[int], positions: Tensor, index: np.ndarray, tokens: Tensor,
-        table: SamplingTable, ship: Ship, mask: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        host_rows: Sequence[int],
+        widths: Sequence[int],
+        positions: Tensor,
+        index: np.ndarray,
+        tokens: Tensor,
+        table: SamplingTable,
+        ship: Ship,
+        mask: Tensor | None = None,
+    ) -> None:
         """`positions` of all tokens of the step; `index`: those of the lines among them."""
         self.host_rows = host_rows
         """The permanent row of each line."""

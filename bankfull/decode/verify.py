@@ -19,9 +19,14 @@ def verify_chain(scores: Scores, sampling: Sampling) -> Verdict:
         sampled = Sampled(scores.best())
     else:
         sampled = sample(
-            scores.logits(), sampling.rows, sampling.table, sampling.tokens, sampling.length, sampling.mask,
+            scores.logits(),
+            sampling.rows,
+            sampling.table,
+            sampling.tokens,
+            sampling.length,
+            sampling.mask,
             host_rows=sampling.host_rows,
-        )  # fmt: skip
+        )
     chosen = stack(sampled.tokens, sampling.widths, NO_TOKEN)
     if chosen.shape[1] == 1:
         return Verdict(chosen, None, sampled)

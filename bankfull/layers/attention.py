@@ -23,7 +23,7 @@ from bankfull.ops import (
     rotate,
     write_pages,
     write_pages_int8,
-)  # fmt: skip
+)
 from bankfull.state.spec import Paged, StateSpec, TensorSpec
 
 
@@ -46,10 +46,19 @@ Norm = Callable[[Tensor], Tensor]
 
 class Attention:
     def __init__(
-        self, build: Build, heads: Heads, q: Linear, k: Linear, v: Linear, out: Linear, *,
-        rope: str | None = "global", q_norm: Norm | None = None, k_norm: Norm | None = None,
+        self,
+        build: Build,
+        heads: Heads,
+        q: Linear,
+        k: Linear,
+        v: Linear,
+        out: Linear,
+        *,
+        rope: str | None = "global",
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
         state: StateSpec | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.heads, self.rope = heads, rope
         self.q, self.k, self.v, self.out = q, k, v, out
         self.q_norm, self.k_norm = q_norm, k_norm
@@ -66,9 +75,15 @@ class Attention:
 
     def plan(self, batch: Batch, group: int) -> PagedMeta:
         return PagedMeta(
-            batch.q_start, batch.kv_len, batch.pages[group], batch.slots[group], batch.page_tokens[group],
-            batch.starts, batch.lengths, batch.shares,
-        )  # fmt: skip
+            batch.q_start,
+            batch.kv_len,
+            batch.pages[group],
+            batch.slots[group],
+            batch.page_tokens[group],
+            batch.starts,
+            batch.lengths,
+            batch.shares,
+        )
 
     def norms(self, rows: int) -> bool:
         return self.qkv is not None and self.qkv.norms(rows)
@@ -79,9 +94,10 @@ class Attention:
             q, k, v = self.qkv(x).unflatten(-1, (-1, h.size)).split((h.count, h.kv, h.kv), 1)
             return q, k, v
         return (
-            self.q(x).unflatten(-1, (h.count, h.size)), self.k(x).unflatten(-1, (h.kv, h.size)),
+            self.q(x).unflatten(-1, (h.count, h.size)),
+            self.k(x).unflatten(-1, (h.kv, h.size)),
             self.v(x).unflatten(-1, (h.kv, h.size)),
-        )  # fmt: skip
+        )
 
     def run(self, x: Any, state: dict[str, Tensor], meta: PagedMeta, angles: Angles | None) -> Tensor:
         h = self.heads

@@ -124,9 +124,12 @@ class Decoder:
         return [block.mixer for block in self.blocks]
 
     def forward(
-        self, batch: Batch, states: Sequence[dict[str, Tensor]], metas: Sequence[Any],
+        self,
+        batch: Batch,
+        states: Sequence[dict[str, Tensor]],
+        metas: Sequence[Any],
         taps: dict[int, Tensor] | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Hidden states of every token. `taps` maps layer numbers to what that layer gave out, filled on the way."""
         return joined(self.norm, *self._stream(batch, states, metas, taps))[1]
 

@@ -26,7 +26,7 @@ from bankfull.ops import (
     normed_best_output,
     normed_gated_linear,
     normed_linear,
-)  # fmt: skip
+)
 from bankfull.ops.reference.linear import GROUP, normed_rows
 from bankfull.ops.registry import BF16, INT8, INT8_FEW, Function
 from bankfull.weights.qtensor import QTensor
@@ -56,9 +56,14 @@ class Weight:
 
 class Linear:
     def __init__(
-        self, build: Build, inner: int, outer: int, bias: bool = False, weight: QTensor | None = None,
+        self,
+        build: Build,
+        inner: int,
+        outer: int,
+        bias: bool = False,
+        weight: QTensor | None = None,
         mixes: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`mixes`: the model bears that many rows and this weight are rounded to 8 bits, where activations are."""
         stored = build.weight("weight", (outer, inner)) if weight is None else weight
         product, best = _operations(build, stored, mixes)

@@ -158,6 +158,10 @@ def _longrope(freq: Tensor, how: Scaling) -> Scaled:
 
 
 _SCALINGS: dict[str, Callable[[Tensor, Scaling], Scaled]] = {
-    "default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope,
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
     "factors": _factors,
-}  # fmt: skip
+}

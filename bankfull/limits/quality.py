@@ -104,10 +104,16 @@ def dequantized(files: ModelFiles, device: torch.device = CPU, max_len: int = 0)
 
 
 def evaluate(
-    model: Decoder, reference: Decoder, texts: Sequence[Sequence[int]], *,
-    opening: Sequence[int] = (), window: int = WINDOW, chunk: int | None = None, device: torch.device = CPU,
+    model: Decoder,
+    reference: Decoder,
+    texts: Sequence[Sequence[int]],
+    *,
+    opening: Sequence[int] = (),
+    window: int = WINDOW,
+    chunk: int | None = None,
+    device: torch.device = CPU,
     progress: Progress | None = None,
-) -> Quality:  # fmt: skip
+) -> Quality:
     """`texts` are token ids. The reference computes a window in one pass, `model` in passes of `chunk` tokens."""
     _check(model, window, window if chunk is None else chunk)
     _check(reference, window, window)
@@ -121,10 +127,15 @@ def evaluate(
 
 
 def across_chunks(
-    model: Decoder, texts: Sequence[Sequence[int]], *,
-    chunks: Sequence[int] = CHUNKS, opening: Sequence[int] = (), window: int = WINDOW, device: torch.device = CPU,
+    model: Decoder,
+    texts: Sequence[Sequence[int]],
+    *,
+    chunks: Sequence[int] = CHUNKS,
+    opening: Sequence[int] = (),
+    window: int = WINDOW,
+    device: torch.device = CPU,
     progress: Progress | None = None,
-) -> dict[int, Quality]:  # fmt: skip
+) -> dict[int, Quality]:
     """The same model in passes of different widths, each against the first of `chunks`.
 
     One row and many rows may take different kernels; with the first chunk 1 this tells how far prefill and batches lie
@@ -195,10 +206,19 @@ class _Tally:
     def quality(self, windows: int, seconds: float, reference_seconds: float) -> Quality:
         own, reference, kl = self.own, self.reference, self.kl
         return Quality(
-            len(own), windows, _perplexity(own), _perplexity(reference),
-            float(kl.mean()), float(np.median(kl)), float(np.percentile(kl, 99)), float(kl.max()),
-            float(self.same.mean()), float(np.abs(own - reference).mean()), seconds, reference_seconds,
-        )  # fmt: skip
+            len(own),
+            windows,
+            _perplexity(own),
+            _perplexity(reference),
+            float(kl.mean()),
+            float(np.median(kl)),
+            float(np.percentile(kl, 99)),
+            float(kl.max()),
+            float(self.same.mean()),
+            float(np.abs(own - reference).mean()),
+            seconds,
+            reference_seconds,
+        )
 
 
 def _perplexity(logprobs: np.ndarray) -> float:

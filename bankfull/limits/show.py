@@ -48,10 +48,15 @@ def roofline_table(found: Roofline, title: str = "") -> Table:
             table.add_section()
         intensity = row["intensity"]
         table.add_row(
-            Text(row["operation"]), str(row["calls"]), scaled(row["flops"]),
-            scaled(row["read_bytes"] + row["write_bytes"], "B"), "-" if intensity is None else f"{intensity:.3g}",
-            row["bound"], duration(row["seconds"]), f"{row['share']:.1%}",
-        )  # fmt: skip
+            Text(row["operation"]),
+            str(row["calls"]),
+            scaled(row["flops"]),
+            scaled(row["read_bytes"] + row["write_bytes"], "B"),
+            "-" if intensity is None else f"{intensity:.3g}",
+            row["bound"],
+            duration(row["seconds"]),
+            f"{row['share']:.1%}",
+        )
     return table
 
 
@@ -112,12 +117,15 @@ def catalogue_table(catalogue: Catalogue) -> Table:
         rates = ["-" if rate is None else scaled(rate, "FLOP/s") for rate in known]
         dollars = device.dollars_per_hour
         table.add_row(
-            Text(device.name + (" ?" if device.unverified else "")), Text(device.title), *rates,
-            scaled(device.memory_bytes, "B"), scaled(device.bytes_per_s, "B/s"),
+            Text(device.name + (" ?" if device.unverified else "")),
+            Text(device.title),
+            *rates,
+            scaled(device.memory_bytes, "B"),
+            scaled(device.bytes_per_s, "B/s"),
             f"{device.ridge('bfloat16'):.3g}" if "bfloat16" in device.flops else "-",
             "-" if device.watts is None else scaled(device.watts, "W"),
             "-" if dollars is None else f"${dollars:.2f}{'' if device.price_source else ' ?'}",
-        )  # fmt: skip
+        )
     return table
 
 

@@ -114,9 +114,14 @@ def timed_in_a_graph(work: Callable[[int], Tensor], copies: int) -> float:
 
 
 def timings_of(
-    shapes: Sequence[tuple[int, int]], rows: Sequence[int], dtype: torch.dtype, device: torch.device,
-    linears: Linears, timer: Timer, cache_bytes: int,
-) -> Iterator[Timing | None]:  # fmt: skip
+    shapes: Sequence[tuple[int, int]],
+    rows: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    linears: Linears,
+    timer: Timer,
+    cache_bytes: int,
+) -> Iterator[Timing | None]:
     """One for each shape and number of rows, in order; None where no plan ran."""
     for outer, inner in shapes:
         size = outer * inner * dtype.itemsize

@@ -21,9 +21,14 @@ from bankfull.models.registry import Config
 
 #: What a transformer's file leaves out when it is so.
 TRANSFORMER = {
-    "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False,
-    "tie_word_embeddings": False, "use_sliding_window": False,
-}  # fmt: skip
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+}
 
 
 def heads_of(
@@ -57,13 +62,14 @@ def same_window(fields: Fields) -> int | None:
 def attention(fields: Fields, build: Build, heads: Heads, *, qkv_bias: bool, out_bias: bool, **more: Any) -> Attention:
     hidden, query, kv = fields.size("hidden_size"), heads.count * heads.size, heads.kv * heads.size
     return Attention(
-        build, heads,
+        build,
+        heads,
         Linear(build.at("q_proj"), hidden, query, qkv_bias, mixes=True),
         Linear(build.at("k_proj"), hidden, kv, qkv_bias, mixes=True),
         Linear(build.at("v_proj"), hidden, kv, qkv_bias),  # a fifth of all that rounding would cost, and small
         Linear(build.at("o_proj"), query, hidden, out_bias, mixes=True),
         **more,
-    )  # fmt: skip
+    )
 
 
 def head_norms(fields: Fields, build: Build, heads: Heads, offset: float = 0.0) -> dict[str, RMSNorm]:
@@ -102,9 +108,16 @@ def head_of(fields: Fields, build: Build, embed: Embedding, cap: float | None = 
 
 
 def decoder(
-    fields: Fields, build: Build, blocks: Sequence[Block], ropes: Mapping[str, Rope], *,
-    root: Build | None = None, embed_scale: float = 1.0, norm_offset: float = 0.0, cap: float | None = None,
-) -> Decoder:  # fmt: skip
+    fields: Fields,
+    build: Build,
+    blocks: Sequence[Block],
+    ropes: Mapping[str, Rope],
+    *,
+    root: Build | None = None,
+    embed_scale: float = 1.0,
+    norm_offset: float = 0.0,
+    cap: float | None = None,
+) -> Decoder:
     """Blocks between an embedding, a last norm and a head; `root` is where all but the head is named."""
     root = root or build.at("model")
     vocab, hidden = fields.size("vocab_size"), fields.size("hidden_size")
@@ -114,21 +127,25 @@ def decoder(
         return embed(batch.tokens)
 
     return Decoder(
-        vocab, hidden, fields.size("max_position_embeddings"),
+        vocab,
+        hidden,
+        fields.size("max_position_embeddings"),
         embed=embed_tokens,
         blocks=blocks,
         norm=RMSNorm(root.at("norm"), hidden, fields.number("rms_norm_eps"), norm_offset),
         head=head_of(fields, build, embed, cap),
         ropes=ropes,
-    )  # fmt: skip
+    )
 
 
 def prenorm_decoder(
-    fields: Fields, build: Build, heads: Heads,
+    fields: Fields,
+    build: Build,
+    heads: Heads,
     mixer: Callable[[int, Build], Attention],
     feed: Callable[[Fields, Build], Module] = gated_mlp,
     rope: Callable[[Fields, Build, Heads], Rope] = rope_of,
-) -> Decoder:  # fmt: skip
+) -> Decoder:
     """Llama's shape, which most families keep: x + attend(norm(x)), then x + feed(norm(x)), and one rotation."""
     hidden, eps = fields.size("hidden_size"), fields.number("rms_norm_eps")
 

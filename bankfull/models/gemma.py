@@ -20,15 +20,24 @@ from bankfull.models.fields import FULL, SLIDING, Fields, lacking
 from bankfull.models.registry import Config, Family
 
 GEMMA = common.TRANSFORMER | {
-    "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256,
-    "query_pre_attn_scalar": 256, "sliding_window": 4096, "norm_weight_offset": 1.0,
-}  # fmt: skip
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "norm_weight_offset": 1.0,
+}
 GEMMA2 = GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 #: The published files of Gemma 3 state little more than what differs from the 4B model.
 GEMMA3 = GEMMA | {
-    "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,
-    "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6,
-}  # fmt: skip
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "sliding_window_pattern": 6,
+}
 
 NOT_TEXT = (r"^(model\.)?vision_tower\.", r"^(model\.)?multi_modal_projector\.", r"^language_model\.lm_head\.weight$")
 
@@ -78,7 +87,11 @@ def build_text(fields: Fields, build: Build, root: Build, *, third: bool) -> Dec
 
         return Block(
             common.attention(
-                fields, own, replace(heads, window=window), qkv_bias=bias, out_bias=bias,
+                fields,
+                own,
+                replace(heads, window=window),
+                qkv_bias=bias,
+                out_bias=bias,
                 rope="local" if third and window is not None else "global",
                 **(common.head_norms(fields, own, heads, offset) if third else {}),
             ),
@@ -87,16 +100,22 @@ def build_text(fields: Fields, build: Build, root: Build, *, third: bool) -> Dec
             feed=common.gated_mlp(fields, at.at("mlp"), activation="hidden_activation"),
             before_feed=norm("pre_feedforward_layernorm"),
             after_feed=norm("post_feedforward_layernorm"),
-        )  # fmt: skip
+        )
 
     blocks = [block(layer) for layer in layers]
     # Rounded to the model's dtype, as in training: in bfloat16 the root of 3072 is 55.5.
     scale = torch.tensor(hidden**0.5, dtype=torch.float32).to(build.dtype).item()
     ropes = two_ropes(fields, build, heads) if third else {"global": common.rope_of(fields, build, heads)}
     return common.decoder(
-        fields, build, blocks, ropes, root=root,
-        embed_scale=scale, norm_offset=offset, cap=fields.number_or_none("final_logit_softcapping"),
-    )  # fmt: skip
+        fields,
+        build,
+        blocks,
+        ropes,
+        root=root,
+        embed_scale=scale,
+        norm_offset=offset,
+        cap=fields.number_or_none("final_logit_softcapping"),
+    )
 
 
 def query_scale(fields: Fields) -> float:

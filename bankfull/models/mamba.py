@@ -19,10 +19,17 @@ from bankfull.models.fields import Fields
 from bankfull.models.registry import Config, Family
 
 MAMBA = {
-    "state_size": 16, "conv_kernel": 4, "expand": 2, "time_step_rank": "auto", "layer_norm_epsilon": 1e-5,
-    "hidden_act": "silu", "use_bias": False, "use_conv_bias": True, "residual_in_fp32": True,
+    "state_size": 16,
+    "conv_kernel": 4,
+    "expand": 2,
+    "time_step_rank": "auto",
+    "layer_norm_epsilon": 1e-5,
+    "hidden_act": "silu",
+    "use_bias": False,
+    "use_conv_bias": True,
+    "residual_in_fp32": True,
     "tie_word_embeddings": True,
-}  # fmt: skip
+}
 LONGEST = 1 << 17
 """The recurrence has no longest sequence; the table of a sequence's tokens has."""
 
@@ -51,13 +58,15 @@ def build_mamba(config: Config, build: Build) -> Decoder:
         return embed(batch.tokens).to(stream)
 
     return Decoder(
-        vocab, hidden, LONGEST,
+        vocab,
+        hidden,
+        LONGEST,
         embed=embed_tokens,
         blocks=[block(root.at("layers").at(i)) for i in range(fields.layers())],
         norm=AddThen(root, lambda x: last_norm(x).to(build.dtype)),
         head=head_of(fields, build, embed),
         ropes={},
-    )  # fmt: skip
+    )
 
 
 FAMILY = Family(build_mamba, tied_head)

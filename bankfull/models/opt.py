@@ -18,9 +18,13 @@ from bankfull.models.registry import Config, Family
 from bankfull.ops import add
 
 OPT = {
-    "activation_function": "relu", "do_layer_norm_before": True, "_remove_final_layer_norm": False, "enable_bias": True,
-    "layer_norm_elementwise_affine": True, "tie_word_embeddings": True,
-}  # fmt: skip
+    "activation_function": "relu",
+    "do_layer_norm_before": True,
+    "_remove_final_layer_norm": False,
+    "enable_bias": True,
+    "layer_norm_elementwise_affine": True,
+    "tie_word_embeddings": True,
+}
 EPS = 1e-5
 POSITION_OFFSET = 2
 """The first rows of the position table are never used: a habit of the framework that the models were trained in."""
@@ -54,12 +58,14 @@ def build_opt(config: Config, build: Build) -> Decoder:
             Attention(own, heads, q, k, v, out, rope=None),
             before_mixer=norm(at.at("self_attn_layer_norm")),
             feed=MLP(
-                at, Linear(at.at("fc1"), hidden, inner, bias), Linear(at.at("fc2"), inner, hidden, bias),
+                at,
+                Linear(at.at("fc1"), hidden, inner, bias),
+                Linear(at.at("fc2"), inner, hidden, bias),
                 fields.text("activation_function"),
             ),
             before_feed=norm(at.at("final_layer_norm")),
             norm_last=not norm_first,
-        )  # fmt: skip
+        )
 
     def embed(batch: Batch) -> Tensor:
         x = tokens(batch.tokens)
@@ -67,13 +73,15 @@ def build_opt(config: Config, build: Build) -> Decoder:
 
     has_norm = norm_first and not fields.flag("_remove_final_layer_norm")
     return Decoder(
-        vocab, outer, made_for,
+        vocab,
+        outer,
+        made_for,
         embed=embed,
         blocks=[block(root.at("layers").at(i)) for i in range(fields.layers())],
         norm=AddThen(root, in_turn(norm(root.at("final_layer_norm")) if has_norm else None, narrow)),
         head=head_of(fields, build, tokens),
         ropes={},
-    )  # fmt: skip
+    )
 
 
 def in_turn(*modules: Module | None) -> Module:

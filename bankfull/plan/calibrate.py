@@ -32,13 +32,30 @@ from bankfull.runtime.device import Device, open_device
 FORMAT = 2
 ROWS = 64
 DECODES = (
-    (1, 64), (1, 1024), (1, 4096), (2, 256), (4, 64), (4, 2048), (8, 512), (16, 64), (16, 1024), (32, 256), (64, 64),
+    (1, 64),
+    (1, 1024),
+    (1, 4096),
+    (2, 256),
+    (4, 64),
+    (4, 2048),
+    (8, 512),
+    (16, 64),
+    (16, 1024),
+    (32, 256),
+    (64, 64),
     (64, 512),
-)  # fmt: skip
+)
 """Sequences, and the tokens that each sees."""
 PREFILLS = (
-    (1, 16, 0), (1, 64, 0), (1, 128, 512), (1, 512, 0), (1, 512, 1536), (1, 256, 3584), (4, 128, 0), (16, 32, 256),
-)  # fmt: skip
+    (1, 16, 0),
+    (1, 64, 0),
+    (1, 128, 512),
+    (1, 512, 0),
+    (1, 512, 1536),
+    (1, 256, 3584),
+    (4, 128, 0),
+    (16, 32, 256),
+)
 """Sequences, tokens of each, and tokens before them."""
 LEAST_SHAPES = 8
 ROUNDS, TURNS = 3, 3
@@ -119,9 +136,11 @@ class Steps:
 
 
 def timed_steps(
-    made: Assembled, advance: Advance, decodes: tuple[tuple[int, int], ...] = DECODES,
+    made: Assembled,
+    advance: Advance,
+    decodes: tuple[tuple[int, int], ...] = DECODES,
     prefills: tuple[tuple[int, int, int], ...] = PREFILLS,
-) -> Steps:  # fmt: skip
+) -> Steps:
     timer = StepTimer(made.engine, made.model.vocab)
     longest = made.sizes.max_len - TURNS - 4
     asked: tuple[tuple[int, ...], ...] = (*decodes, *prefills)
@@ -167,10 +186,15 @@ def _identity(recipe: Recipe, device: Device) -> dict[str, Any]:
     config = hashlib.sha256(json.dumps(recipe.config, sort_keys=True, default=str).encode()).hexdigest()
     schemes = hashlib.sha256(str(sorted((n, s.name) for n, s in recipe.schemes.items())).encode()).hexdigest()
     return {
-        **ceilings.identity_of(device), "calibration": FORMAT, "model": config, "schemes": schemes,
-        "dtype": recipe.dtype_name, "kv dtype": str(recipe.kv_dtype), "activations": recipe.activations,
+        **ceilings.identity_of(device),
+        "calibration": FORMAT,
+        "model": config,
+        "schemes": schemes,
+        "dtype": recipe.dtype_name,
+        "kv dtype": str(recipe.kv_dtype),
+        "activations": recipe.activations,
         "providers": recipe.run.providers,
-    }  # fmt: skip
+    }
 
 
 def _load(stored: Mapping[str, Any] | None) -> Calibration | None:
@@ -194,6 +218,9 @@ def step_times(
     recipe: Recipe, kind: str, efficiency: Efficiency, limits: Ceilings, forms: Mapping[str, ClosedForm] | None = None
 ) -> StepTimes:
     return StepTimes(
-        forms or forms_by_operation(recipe.metered()), limits, limits.peak_of(recipe.dtype_name, recipe.activations),
-        efficiency, overlaps=kind == "cuda",
-    )  # fmt: skip
+        forms or forms_by_operation(recipe.metered()),
+        limits,
+        limits.peak_of(recipe.dtype_name, recipe.activations),
+        efficiency,
+        overlaps=kind == "cuda",
+    )

@@ -140,10 +140,15 @@ class Configuration:
         if free <= 0:
             raise ConfigError(f"the weights need {aside / 1e9:.1f} GB, but there are {site.memory / 1e9:.1f}")
         found = plan_memory(
-            prepared.metered.layout, SchedConfig(rows=self.rows, step_tokens=self.step_tokens), StateConfig(),
-            free=free * ways, depth=site.depth, made_for=prepared.metered.model.max_positions, max_len=None,
+            prepared.metered.layout,
+            SchedConfig(rows=self.rows, step_tokens=self.step_tokens),
+            StateConfig(),
+            free=free * ways,
+            depth=site.depth,
+            made_for=prepared.metered.model.max_positions,
+            max_len=None,
             share=site.share,
-        )  # fmt: skip
+        )
         if found.max_len < longest:
             raise ConfigError(f"the memory left holds {found.max_len} tokens of context, but {longest} are asked for")
         return found
@@ -153,9 +158,7 @@ class Configuration:
         alone = self.prepared.times
         if self.layout.ways == 1:
             return alone
-        return StepTimes(
-            self.prepared.forms, alone.ceilings, alone.peak, alone.efficiency, alone.overlaps, self.layout
-        )
+        return StepTimes(self.prepared.forms, alone.ceilings, alone.peak, alone.efficiency, alone.overlaps, self.layout)
 
     def replica(self, longest: int) -> ReplicaSpec:
         sizes = self.sizes(longest)
@@ -166,12 +169,22 @@ class Configuration:
     def as_json(self, model: str) -> dict[str, Any]:
         stored = self.prepared.stored
         return {
-            "device": self.site.name, "here": self.site.here, "replicas": self.replicas, "ways": self.layout.ways,
-            "devices": self.devices, "route": self.route if self.replicas > 1 else None,
-            "quantize": stored.quantize, "dtype": stored.dtype, "kv_dtype": stored.kv_dtype,
-            "weights": self.prepared.name, "lossy": self.lossy, "rows": self.rows, "step_tokens": self.step_tokens,
-            "not_yet": self.not_yet, "commands": self.commands(model),
-        }  # fmt: skip
+            "device": self.site.name,
+            "here": self.site.here,
+            "replicas": self.replicas,
+            "ways": self.layout.ways,
+            "devices": self.devices,
+            "route": self.route if self.replicas > 1 else None,
+            "quantize": stored.quantize,
+            "dtype": stored.dtype,
+            "kv_dtype": stored.kv_dtype,
+            "weights": self.prepared.name,
+            "lossy": self.lossy,
+            "rows": self.rows,
+            "step_tokens": self.step_tokens,
+            "not_yet": self.not_yet,
+            "commands": self.commands(model),
+        }
 
 
 def ways_to_store(model: ModelFiles | Config, kind: str, lossless: bool) -> Iterator[Stored]:

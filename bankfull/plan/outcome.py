@@ -39,9 +39,11 @@ def figures_of(served: Served) -> dict[str, float | None]:
     """A single token has no time per output token."""
     many = served.tokens > 1
     return {
-        "ttft": served.ttft, "tpot": served.tpot if many else None, "itl": served.longest_gap if many else None,
+        "ttft": served.ttft,
+        "tpot": served.tpot if many else None,
+        "itl": served.longest_gap if many else None,
         "e2e": served.e2e,
-    }  # fmt: skip
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,11 @@ class Outcome:
     @property
     def axes(self) -> Axes:
         return (
-            -max(self.goodput, 1e-9), self.ttft_p99, max(self.tpot_p99, 1e-9), self.dollars_per_million, self.memory
+            -max(self.goodput, 1e-9),
+            self.ttft_p99,
+            max(self.tpot_p99, 1e-9),
+            self.dollars_per_million,
+            self.memory,
         )
 
     def as_json(self, model: str) -> dict[str, Any]:
@@ -125,18 +131,34 @@ def outcome_of(configuration: Configuration, run: Run, traffic: Traffic, objecti
     state = run.most_pages * prepared.metered.layout.frame_bytes
     aside = prepared.step_bytes * configuration.step_tokens
     return Outcome(
-        configuration, attainment, attainment * traffic.rate, attainment >= objectives.attainment and keeps_up,
-        run.piling_up, len(done) / seconds, output_per_s,
-        _quantile(first, 0.5), _quantile(first, 0.99), _quantile(pace, 0.5), _quantile(pace, 0.99),
-        _quantile([served.longest_gap for served in done], 0.99), _quantile([served.e2e for served in done], 0.99),
-        times.least(StepShape.prefill(prompt)), times.least(StepShape.decode(1, prompt + (output + 1) // 2)),
+        configuration,
+        attainment,
+        attainment * traffic.rate,
+        attainment >= objectives.attainment and keeps_up,
+        run.piling_up,
+        len(done) / seconds,
+        output_per_s,
+        _quantile(first, 0.5),
+        _quantile(first, 0.99),
+        _quantile(pace, 0.5),
+        _quantile(pace, 0.99),
+        _quantile([served.longest_gap for served in done], 0.99),
+        _quantile([served.e2e for served in done], 0.99),
+        times.least(StepShape.prefill(prompt)),
+        times.least(StepShape.decode(1, prompt + (output + 1) // 2)),
         100 * run.spent.least / run.spent.seconds if run.spent.seconds else 0.0,
         None if price is None or not output_per_s else price / (output_per_s * 3600) * 1e6,
-        configuration.replicas * (prepared.weights + state + aside), run.busy, run.mean_batch,
-        sum(served.refused for served in run.requests), run.preemptions, run.full_rows,
-        run.most_rows, run.most_tokens, run.spent.shares(),
+        configuration.replicas * (prepared.weights + state + aside),
+        run.busy,
+        run.mean_batch,
+        sum(served.refused for served in run.requests),
+        run.preemptions,
+        run.full_rows,
+        run.most_rows,
+        run.most_tokens,
+        run.spent.shares(),
         len(run.requests),
-    )  # fmt: skip
+    )
 
 
 def _quantile(values: list[float], share: float) -> float:
@@ -153,26 +175,33 @@ def what_limits(outcome: Outcome, objectives: Objectives) -> list[str]:
     largest, share = next(iter(outcome.shares.items()))
     part, _, bound = largest.partition(": ")
     by = {"memory": ", bound by memory bandwidth", "arithmetic": ", bound by arithmetic"}.get(bound, "")
-    found.append(f"{share:.0%} of the device's time goes to {part}{by}; in all it runs at "
-                 f"{outcome.percent_of_limit:.0f}% of its limit.")  # fmt: skip
+    found.append(
+        f"{share:.0%} of the device's time goes to {part}{by}; in all it runs at "
+        f"{outcome.percent_of_limit:.0f}% of its limit."
+    )
     if outcome.piling_up > PILING:
-        found.append(f"It cannot keep up: of 100 requests that come, {100 * outcome.piling_up:.0f} are added to those "
-                     "that wait or run.")  # fmt: skip
+        found.append(
+            f"It cannot keep up: of 100 requests that come, {100 * outcome.piling_up:.0f} are added to those "
+            "that wait or run."
+        )
     if outcome.refused:
-        found.append(f"{outcome.refused} of {outcome.requests} requests are refused because the queue is full: "
-                     "more replicas, rows or a faster device are needed.")  # fmt: skip
+        found.append(
+            f"{outcome.refused} of {outcome.requests} requests are refused because the queue is full: "
+            "more replicas, rows or a faster device are needed."
+        )
     if outcome.full_rows > WORTH_TELLING:
-        found.append(f"In {outcome.full_rows:.0%} of the steps every row is taken while requests wait: more --rows "
-                     "would let them in.")  # fmt: skip
+        found.append(
+            f"In {outcome.full_rows:.0%} of the steps every row is taken while requests wait: more --rows "
+            "would let them in."
+        )
     if outcome.preemptions:
         found.append(f"{outcome.preemptions} sequences lose their pages to others: memory for state is short.")
-    found.append(f"The devices are busy for {outcome.busy:.0%} of the time, with {outcome.mean_batch:.1f} sequences "
-                 "in a step.")  # fmt: skip
+    found.append(
+        f"The devices are busy for {outcome.busy:.0%} of the time, with {outcome.mean_batch:.1f} sequences in a step."
+    )
     return found
 
 
 def _strains(outcome: Outcome, objectives: Objectives) -> dict[str, float]:
-    figures = {
-        "ttft": outcome.ttft_p99, "tpot": outcome.tpot_p99, "itl": outcome.itl_p99, "e2e": outcome.e2e_p99
-    }  # fmt: skip
+    figures = {"ttft": outcome.ttft_p99, "tpot": outcome.tpot_p99, "itl": outcome.itl_p99, "e2e": outcome.e2e_p99}
     return {name: figures[name] / bound for name, bound in objectives.slo.stated.items()}

@@ -69,7 +69,6 @@ def recommend(outcomes: Sequence[Outcome], goal: str) -> Outcome | None:
     return min(near, key=lambda outcome: (outcome.lossy, not outcome.configuration.usual, *ORDER[goal](outcome)))
 
 
-
 def _unmet(outcome: Outcome) -> tuple[bool, float]:
     """Those that meet the objectives are alike; of the others, the fewer requests fail the better."""
     return not outcome.met, 0.0 if outcome.met else -round(outcome.attainment, 2)
@@ -97,12 +96,17 @@ def _by_latency(outcome: Outcome) -> tuple[object, ...]:
 
 
 ORDER: dict[str, Callable[[Outcome], tuple[object, ...]]] = {
-    "goodput": _by_goodput, "cost": _by_cost, "efficiency": _by_efficiency, "latency": _by_latency,
-}  # fmt: skip
+    "goodput": _by_goodput,
+    "cost": _by_cost,
+    "efficiency": _by_efficiency,
+    "latency": _by_latency,
+}
 MEASURE: dict[str, Callable[[Outcome], float]] = {
-    "goodput": lambda outcome: -max(outcome.goodput, 1e-9), "cost": _cost,
-    "efficiency": lambda outcome: outcome.device_seconds, "latency": lambda outcome: outcome.e2e_p99,
-}  # fmt: skip
+    "goodput": lambda outcome: -max(outcome.goodput, 1e-9),
+    "cost": _cost,
+    "efficiency": lambda outcome: outcome.device_seconds,
+    "latency": lambda outcome: outcome.e2e_p99,
+}
 """What each goal makes least."""
 
 

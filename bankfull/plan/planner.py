@@ -106,14 +106,21 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         model, asked = self.question.model, self.question
         return {
-            "model": model, "traffic": str(asked.traffic), "objectives": str(asked.objectives), "goal": asked.goal,
+            "model": model,
+            "traffic": str(asked.traffic),
+            "objectives": str(asked.objectives),
+            "goal": asked.goal,
             "recommended": None if self.recommended is None else self.recommended.as_json(model),
-            "limits": self.limits, "best_lossless": None if self.lossless is None else self.lossless.as_json(model),
+            "limits": self.limits,
+            "best_lossless": None if self.lossless is None else self.lossless.as_json(model),
             "pareto": [outcome.as_json(model) for outcome in self.pareto],
-            "not_yet": [outcome.as_json(model) for outcome in self.later], "later": LATER,
-            "highest_rate": self.highest_rate, "skipped": self.skipped, "notes": self.notes,
+            "not_yet": [outcome.as_json(model) for outcome in self.later],
+            "later": LATER,
+            "highest_rate": self.highest_rate,
+            "skipped": self.skipped,
+            "notes": self.notes,
             "simulated": self.simulated,
-        }  # fmt: skip
+        }
 
 
 @dataclass(slots=True)
@@ -151,9 +158,16 @@ class Planner:
         later = [outcome for outcome in tried if outcome.configuration.not_yet is not None]
         highest = None if best is None else self._highest_rate(best.configuration)
         return Plan(
-            asked, sorted(kept, key=ORDER[asked.goal]), best, exact if best is not None and best.lossy else None,
-            later, self._skipped, self._notes + doubts(self.sites), self._done, highest,
-        )  # fmt: skip
+            asked,
+            sorted(kept, key=ORDER[asked.goal]),
+            best,
+            exact if best is not None and best.lossy else None,
+            later,
+            self._skipped,
+            self._notes + doubts(self.sites),
+            self._done,
+            highest,
+        )
 
     # -- the model on the devices
 
@@ -180,9 +194,11 @@ class Planner:
     def _calibration(self, site: Site, recipe: Recipe) -> Calibration | None:
         if site.here and self.question.calibrate and isinstance(self.subject, ModelFiles):
             return calibration(
-                recipe, site.name, refresh=self.question.refresh,
+                recipe,
+                site.name,
+                refresh=self.question.refresh,
                 advance=lambda done, note: self.advance(self._done, f"calibrating {site.name}: {note}"),
-            )  # fmt: skip
+            )
         self._note(f"{site.name}: the efficiency factors are assumed, not calibrated: limits hold, times are guesses.")
         return None
 
@@ -331,9 +347,13 @@ def _exact(outcomes: Sequence[Outcome], order: Callable[[Outcome], tuple[object,
 
 def _key(configuration: Configuration) -> Key:
     return (
-        id(configuration.prepared), configuration.rows, configuration.step_tokens, configuration.replicas,
-        configuration.route, configuration.layout.ways,
-    )  # fmt: skip
+        id(configuration.prepared),
+        configuration.rows,
+        configuration.step_tokens,
+        configuration.replicas,
+        configuration.route,
+        configuration.layout.ways,
+    )
 
 
 def _shown(configuration: Configuration) -> str:

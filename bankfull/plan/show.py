@@ -18,9 +18,19 @@ if TYPE_CHECKING:
     from bankfull.plan.verify import Compared
 
 HEADINGS = (
-    "rows", "step tokens", "goodput/s", "of requests", "p99 TTFT", "limit", "p99 TPOT", "limit", "$/M out", "memory",
-    "busy", "of limit",
-)  # fmt: skip
+    "rows",
+    "step tokens",
+    "goodput/s",
+    "of requests",
+    "p99 TTFT",
+    "limit",
+    "p99 TPOT",
+    "limit",
+    "$/M out",
+    "memory",
+    "busy",
+    "of limit",
+)
 
 
 def pareto_table(plan: Plan) -> Table:
@@ -56,12 +66,21 @@ def _cells(outcome: Outcome) -> Iterator[Text]:
     route = f", {own.route}" if own.replicas > 1 else ""
     ways = f" in {own.replicas} of {own.layout.ways}" if own.layout.ways > 1 else ""
     for text in (
-        f"{own.devices} x {own.site.name}{ways}{route}", own.prepared.name + (" (lossy)" if own.lossy else ""),
-        str(own.rows), str(own.step_tokens), f"{outcome.goodput:.3g}", f"{outcome.attainment:.0%}",
-        _time(outcome.ttft_p99), _time(outcome.ttft_least), _time(outcome.tpot_p99), _time(outcome.tpot_least),
-        "-" if cost is None else f"{cost:.3g}", scaled(outcome.memory, "B"), f"{outcome.busy:.0%}",
+        f"{own.devices} x {own.site.name}{ways}{route}",
+        own.prepared.name + (" (lossy)" if own.lossy else ""),
+        str(own.rows),
+        str(own.step_tokens),
+        f"{outcome.goodput:.3g}",
+        f"{outcome.attainment:.0%}",
+        _time(outcome.ttft_p99),
+        _time(outcome.ttft_least),
+        _time(outcome.tpot_p99),
+        _time(outcome.tpot_least),
+        "-" if cost is None else f"{cost:.3g}",
+        scaled(outcome.memory, "B"),
+        f"{outcome.busy:.0%}",
         f"{outcome.percent_of_limit:.0f}%",
-    ):  # fmt: skip
+    ):
         yield Text(text)
 
 
@@ -114,18 +133,24 @@ def sentences(plan: Plan) -> Iterator[str]:
 
 
 AIMS = {
-    "goodput": "serves the most", "cost": "costs the least per output token", "latency": "answers soonest",
+    "goodput": "serves the most",
+    "cost": "costs the least per output token",
+    "latency": "answers soonest",
     "efficiency": "takes the least device time per output token",
-}  # fmt: skip
+}
 
 
 def _lead(plan: Plan, best: Outcome) -> str:
     asked = plan.question
     if asked.objectives.stated:
-        met = "" if best.met else (
-            f" No configuration meets the objectives for {asked.objectives.attainment:.0%} of the requests; this one "
-            f"comes nearest, with {best.attainment:.0%}."
-        )  # fmt: skip
+        met = (
+            ""
+            if best.met
+            else (
+                f" No configuration meets the objectives for {asked.objectives.attainment:.0%} of the requests; "
+                f"this one comes nearest, with {best.attainment:.0%}."
+            )
+        )
         return f"Recommended for {asked.goal} (* above):{met}"
     if best.met:
         which = f"of all that keep up with this traffic it {AIMS[asked.goal]}"
@@ -172,7 +197,10 @@ def verified_table(compared: Sequence[Compared]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for one in compared:
         table.add_row(
-            one.figure, f"{one.predicted:.4g}", f"{one.measured:.4g}",
-            "-" if one.error is None else f"{one.error:+.0%}", "-" if one.limit is None else f"{one.limit:.3g}",
-        )  # fmt: skip
+            one.figure,
+            f"{one.predicted:.4g}",
+            f"{one.measured:.4g}",
+            "-" if one.error is None else f"{one.error:+.0%}",
+            "-" if one.limit is None else f"{one.limit:.3g}",
+        )
     return table

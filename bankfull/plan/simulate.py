@@ -162,10 +162,14 @@ class Replica:
         total = sum(-(-(len(a.prompt) + a.output) // g.page_tokens) for a in trace for g in spec.layout.paged)
         frames = min(spec.sizes.frames, total + spec.sizes.rows)
         sched = SchedConfig(
-            rows=spec.sizes.rows, step_tokens=spec.sched.step_tokens, step_ms=spec.sched.step_ms,
-            policy=spec.sched.policy, batching=spec.sched.batching, batch_size=spec.sched.batch_size,
+            rows=spec.sizes.rows,
+            step_tokens=spec.sched.step_tokens,
+            step_ms=spec.sched.step_ms,
+            policy=spec.sched.policy,
+            batching=spec.sched.batching,
+            batch_size=spec.sched.batch_size,
             batch_delay=spec.sched.batch_delay,
-        )  # fmt: skip
+        )
         self.manager = StateManager(spec.layout, frames, spec.sizes.slots, spec.state)
         self.scheduler = Scheduler(sched, self.manager, clock=self.clock)
         self.runner = FakeRunner(self.clock, lambda work: spec.times.work(work, self.spent))
@@ -305,10 +309,14 @@ def _joined(requests: list[Served], fleet: Sequence[Replica]) -> Run:
     seconds = max(max(ends, default=0.0) - requests[0].arrived, 1e-9)
     busy = sum(replica.runner.busy for replica in fleet) / (seconds * len(fleet))
     return Run(
-        requests, spent, seconds, min(busy, 1.0),
+        requests,
+        spent,
+        seconds,
+        min(busy, 1.0),
         sum(replica.sequences for replica in fleet) / max(spent.steps, 1),
         max(replica.most_pages for replica in fleet),
         sum(replica.scheduler.preemptions for replica in fleet),
         sum(replica.full_rows for replica in fleet) / max(spent.steps, 1),
-        max(replica.most_rows for replica in fleet), max(replica.most_tokens for replica in fleet),
-    )  # fmt: skip
+        max(replica.most_rows for replica in fleet),
+        max(replica.most_tokens for replica in fleet),
+    )

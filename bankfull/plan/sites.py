@@ -70,19 +70,26 @@ def _here(name: str, price: float | None) -> Site:
     unmeasured = machine.ceilings.unmeasured
     doubts = tuple(
         f"{shown}: arithmetic in {dtype} was not measured ({unmeasured[dtype]}); limits with it count memory alone."
-        for dtype in NARROW[INT8] if dtype in unmeasured
-    )  # fmt: skip
-    return Site(
-        shown, machine.name, machine.kind, machine.ceilings, machine.memory, True, price, doubts=doubts
+        for dtype in NARROW[INT8]
+        if dtype in unmeasured
     )
+    return Site(shown, machine.name, machine.kind, machine.ceilings, machine.memory, True, price, doubts=doubts)
 
 
 def _there(device: catalogue.Device) -> Site:
     kind = "cpu" if device.kind == "cpu" else "cuda"
     return Site(
-        device.name, device.title, kind, device.ceilings(), int(device.memory_bytes * (1 - RESERVED)), False,
-        device.dollars_per_hour, device.link_bytes_per_s, device.supported, tuple(device.doubts),
-    )  # fmt: skip
+        device.name,
+        device.title,
+        kind,
+        device.ceilings(),
+        int(device.memory_bytes * (1 - RESERVED)),
+        False,
+        device.dollars_per_hour,
+        device.link_bytes_per_s,
+        device.supported,
+        tuple(device.doubts),
+    )
 
 
 def doubts(sites: Sequence[Site]) -> list[str]:

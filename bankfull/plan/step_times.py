@@ -122,9 +122,14 @@ class StepTimes:
     """Of one model, as it is stored, on one device."""
 
     def __init__(
-        self, forms: Mapping[str, ClosedForm], ceilings: Ceilings, peak: float, efficiency: Efficiency,
-        overlaps: bool = False, layout: Layout = ALONE,
-    ) -> None:  # fmt: skip
+        self,
+        forms: Mapping[str, ClosedForm],
+        ceilings: Ceilings,
+        peak: float,
+        efficiency: Efficiency,
+        overlaps: bool = False,
+        layout: Layout = ALONE,
+    ) -> None:
         """`forms`: by operation, as `forms_by_operation` gives them. `overlaps`: does the device read while it
         multiplies, as a GPU does, or one after the other, as the threads of a CPU?"""
         self.windows: Windows = next(iter(forms.values())).windows
@@ -163,9 +168,7 @@ class StepTimes:
         decoding, filling = features_of_work(work, self.windows)
         return self.charge(decoding, filling, len(work), sum(w.count + w.drafts for w in work), spent)
 
-    def charge(
-        self, decoding: np.ndarray, filling: np.ndarray, sequences: int, tokens: int, spent: Spent
-    ) -> float:
+    def charge(self, decoding: np.ndarray, filling: np.ndarray, sequences: int, tokens: int, spent: Spent) -> float:
         ideal, least = self._ideal(decoding, filling)
         terms = ideal * self._slowdowns
         beside = self.efficiency.step_seconds + sequences * self.efficiency.sequence_seconds
@@ -222,9 +225,11 @@ def features_of(step: StepShape, windows: Windows) -> tuple[np.ndarray, np.ndarr
     if not filling:
         return whole, np.zeros(len(whole))
     part = StepShape(
-        tuple(step.counts[i] for i in filling), tuple(step.lengths[i] for i in filling), 0,
+        tuple(step.counts[i] for i in filling),
+        tuple(step.lengths[i] for i in filling),
+        0,
         tuple(step.kept[i] for i in filling),
-    )  # fmt: skip
+    )
     own = features(part, windows)
     own[0] = 0
     return whole - own, own

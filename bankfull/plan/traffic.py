@@ -1,6 +1,6 @@
 """What is asked of a service: how often requests come, and how long they are.
 
-    "rate=5/s, in=1000, out=200"      "rate=90/min, in=200-2000, out=50-400, shared=150, arrivals=gamma, burstiness=0.5"
+"rate=5/s, in=1000, out=200"      "rate=90/min, in=200-2000, out=50-400, shared=150, arrivals=gamma, burstiness=0.5"
 """
 
 from __future__ import annotations

@@ -45,9 +45,13 @@ class Compared:
 
 
 def verify(
-    outcome: Outcome, traffic: Traffic, objectives: Objectives, requests: int, seed: int,
+    outcome: Outcome,
+    traffic: Traffic,
+    objectives: Objectives,
+    requests: int,
+    seed: int,
     advance: Advance = lambda done, note: None,
-) -> list[Compared]:  # fmt: skip
+) -> list[Compared]:
     configuration = outcome.configuration
     if not configuration.site.here:
         raise ConfigError(
@@ -70,9 +74,13 @@ def _engine(configuration: Configuration) -> Engine:
 
 
 def replay(
-    engine: Engine, trace: Sequence[Arrival], rows: int, advance: Advance = lambda done, note: None,
-    clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep,
-) -> list[Served]:  # fmt: skip
+    engine: Engine,
+    trace: Sequence[Arrival],
+    rows: int,
+    advance: Advance = lambda done, note: None,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[Served]:
     """Requests at their times, whether the engine keeps up or not; times are counted from when they were to come."""
     _warm(engine, trace[0])
     found = [Served(arrival.time, len(arrival.prompt), arrival.output) for arrival in trace]
@@ -111,9 +119,12 @@ def _warm(engine: Engine, arrival: Arrival) -> None:
 
 
 def compared(
-    predicted: Outcome, simulated: Sequence[Served], measured: Sequence[Served], traffic: Traffic,
+    predicted: Outcome,
+    simulated: Sequence[Served],
+    measured: Sequence[Served],
+    traffic: Traffic,
     objectives: Objectives,
-) -> list[Compared]:  # fmt: skip
+) -> list[Compared]:
     found = []
     both = (simulated, measured)
     limits = {"ttft": 1e3 * predicted.ttft_least, "tpot": 1e3 * predicted.tpot_least}

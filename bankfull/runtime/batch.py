@@ -45,9 +45,14 @@ def wanted_lines(work: Sequence[Work], q_start: np.ndarray) -> np.ndarray:
 
 
 def _gather(
-    rows: Rows, layout: Layout, row: np.ndarray, count: np.ndarray, q_start: np.ndarray, kv_len: np.ndarray,
+    rows: Rows,
+    layout: Layout,
+    row: np.ndarray,
+    count: np.ndarray,
+    q_start: np.ndarray,
+    kv_len: np.ndarray,
     logit_index: np.ndarray,
-) -> Batch:  # fmt: skip
+) -> Batch:
     """On a device that alone knows how far its rows have come; all integers cross in one copy."""
     assert rows.ship is not None
     n = len(row)
@@ -64,15 +69,28 @@ def _gather(
         pages.append(table[index, : -(-longest // size)])
         slots.append(table[lines, positions // size] * size + positions % size)
     return Batch(
-        q_start, kv_len, logit_index, rows.tokens[lines, positions], positions, tuple(pages), tuple(slots),
-        tuple(g.page_tokens for g in layout.paged), starts=starts.int(), lengths=(begin + counts).int(),
-    )  # fmt: skip
+        q_start,
+        kv_len,
+        logit_index,
+        rows.tokens[lines, positions],
+        positions,
+        tuple(pages),
+        tuple(slots),
+        tuple(g.page_tokens for g in layout.paged),
+        starts=starts.int(),
+        lengths=(begin + counts).int(),
+    )
 
 
 def _gather_on_host(
-    rows: Rows, layout: Layout, row: np.ndarray, count: np.ndarray, q_start: np.ndarray, kv_len: np.ndarray,
+    rows: Rows,
+    layout: Layout,
+    row: np.ndarray,
+    count: np.ndarray,
+    q_start: np.ndarray,
+    kv_len: np.ndarray,
     logit_index: np.ndarray,
-) -> Batch:  # fmt: skip
+) -> Batch:
     host = rows.host
     assert host is not None
     within = np.arange(int(q_start[-1])) - np.repeat(q_start[:-1], count)
@@ -85,6 +103,12 @@ def _gather_on_host(
         pages.append(torch.from_numpy(table[row, : -(-longest // group.page_tokens)]))
         slots.append(torch.from_numpy(table[token_row, page] * group.page_tokens + offset))
     return Batch(
-        q_start, kv_len, logit_index, torch.from_numpy(host.tokens[token_row, position]), torch.from_numpy(position),
-        tuple(pages), tuple(slots), tuple(g.page_tokens for g in layout.paged),
-    )  # fmt: skip
+        q_start,
+        kv_len,
+        logit_index,
+        torch.from_numpy(host.tokens[token_row, position]),
+        torch.from_numpy(position),
+        tuple(pages),
+        tuple(slots),
+        tuple(g.page_tokens for g in layout.paged),
+    )

@@ -139,12 +139,17 @@ class Captured:
 
         starts = torch.arange(0, total + 1, width, dtype=torch.int32, device=device)
         batch = Batch(
-            np.arange(0, total + 1, width), np.full(size, width), np.arange(total),
-            whole(total), whole(total),
+            np.arange(0, total + 1, width),
+            np.full(size, width),
+            np.arange(total),
+            whole(total),
+            whole(total),
             tuple(whole(size, table.shape[1]) for table in rows.tables),
-            tuple(whole(total) for _ in rows.tables), rows.page_tokens,
-            starts=starts, lengths=torch.zeros(size, dtype=torch.int32, device=device),
-        )  # fmt: skip
+            tuple(whole(total) for _ in rows.tables),
+            rows.page_tokens,
+            starts=starts,
+            lengths=torch.zeros(size, dtype=torch.int32, device=device),
+        )
         batch.angles = blank_angles(self.eager.model.ropes, total, device)
         if self._kept is not None:
             batch.kept, batch.kepts = np.full(size, width), self._kept[:size]
@@ -161,9 +166,17 @@ class Captured:
         rows, turning = self._rows, turning_of(self.eager.model.ropes, batch)
         assert batch.lengths is not None
         gather_step(
-            self._lines[:size], rows.tokens, rows.reached, rows.tables, rows.page_tokens, width,
-            (batch.tokens, batch.positions, batch.lengths), list(batch.slots), list(batch.pages), turning,
-        )  # fmt: skip
+            self._lines[:size],
+            rows.tokens,
+            rows.reached,
+            rows.tables,
+            rows.page_tokens,
+            width,
+            (batch.tokens, batch.positions, batch.lengths),
+            list(batch.slots),
+            list(batch.pages),
+            turning,
+        )
         if batch.read is not None:
             torch.index_select(rows.slot, 0, self._lines[:size], out=batch.read)
 
@@ -227,9 +240,12 @@ class Captured:
         q_start = np.arange(0, total + 1, width)
         start = self._rows.computed[[w.row for w in work]]
         batch = Batch(
-            q_start, start + width, wanted_lines(work, q_start), recorded.batch.tokens[:total],
+            q_start,
+            start + width,
+            wanted_lines(work, q_start),
+            recorded.batch.tokens[:total],
             recorded.batch.positions[:total],
-        )  # fmt: skip
+        )
         batch.write = None if recorded.batch.write is None else recorded.batch.write[: len(work)]
         return batch, recorded.hidden[:total]
 

@@ -133,12 +133,18 @@ class Chunks:
             for mixed in (True, False):
                 places = 1 + min(rows.count, size if mixed else max(FEWEST_PROMPTS, size // PROMPT))
                 batch = Batch(
-                    np.zeros(places + 1, np.int64), np.zeros(places, np.int64), np.zeros(0, np.int64),
-                    ids[:size], positions[:size], tuple(table[:places] for table in pages),
-                    tuple(group[:size] for group in slots), rows.page_tokens,
-                    starts=self._sent[1], lengths=lengths[:places],
+                    np.zeros(places + 1, np.int64),
+                    np.zeros(places, np.int64),
+                    np.zeros(0, np.int64),
+                    ids[:size],
+                    positions[:size],
+                    tuple(table[:places] for table in pages),
+                    tuple(group[:size] for group in slots),
+                    rows.page_tokens,
+                    starts=self._sent[1],
+                    lengths=lengths[:places],
                     angles={name: (cos[:size], sin[:size]) for name, (cos, sin) in angles.items()},
-                )  # fmt: skip
+                )
                 self.recorded[size, mixed] = Recorded(size, places, mixed, batch)
 
     def _launch(self, kind: Recorded) -> None:
@@ -149,10 +155,17 @@ class Chunks:
         ones = self._sent[2, : min(rows.count, kind.tokens)] if kind.mixed else None
         batch.shares = DeviceShares(batch.starts, kind.places, kind.tokens, ones)
         gather_chunks(
-            self._sent[0], batch.starts, rows.tokens, rows.reached, rows.tables, rows.page_tokens,
-            (batch.tokens, batch.positions, batch.lengths), list(batch.slots), list(batch.pages),
+            self._sent[0],
+            batch.starts,
+            rows.tokens,
+            rows.reached,
+            rows.tables,
+            rows.page_tokens,
+            (batch.tokens, batch.positions, batch.lengths),
+            list(batch.slots),
+            list(batch.pages),
             turning_of(self.eager.model.ropes, batch),
-        )  # fmt: skip
+        )
         hidden = self.eager(batch)
         if len(self._hidden) < len(hidden):
             self._hidden = torch.empty_like(hidden)

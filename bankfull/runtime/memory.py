@@ -31,9 +31,17 @@ def shown(size: float) -> str:
 
 
 def plan_memory(
-    layout: Layout, sched: SchedConfig, state: StateConfig, *,
-    free: int, depth: int, made_for: int, max_len: int | None, drafts: int = 0, share: float = 0.4,
-) -> Sizes:  # fmt: skip
+    layout: Layout,
+    sched: SchedConfig,
+    state: StateConfig,
+    *,
+    free: int,
+    depth: int,
+    made_for: int,
+    max_len: int | None,
+    drafts: int = 0,
+    share: float = 0.4,
+) -> Sizes:
     """`made_for` is the model's context; `max_len` what the user asked for, if anything; `share` of the free memory is
     what the pools take unless told otherwise, and never more than they could use."""
     if max_len is not None and not 1 <= max_len <= made_for:

@@ -46,12 +46,17 @@ def single_batch(
         for p, g in zip(pages, layout.paged, strict=True)
     )
     batch = Batch(
-        np.array([0, size]), np.array([start + size]), np.array([size - 1]),
-        torch.tensor(tokens[start : start + size], device=device), positions,
-        tuple(pages), slots, tuple(g.page_tokens for g in layout.paged),
+        np.array([0, size]),
+        np.array([start + size]),
+        np.array([size - 1]),
+        torch.tensor(tokens[start : start + size], device=device),
+        positions,
+        tuple(pages),
+        slots,
+        tuple(g.page_tokens for g in layout.paged),
         starts=torch.tensor([0, size], dtype=torch.int32, device=device),
         lengths=torch.tensor([start + size], dtype=torch.int32, device=device),
-    )  # fmt: skip
+    )
     if layout.recurrent is not None:
         # Slots 1 and 2 take turns; slot 0 is the state before the first token.
         batch.kept, batch.kepts = np.array([1]), torch.ones(1, dtype=torch.int32, device=device)

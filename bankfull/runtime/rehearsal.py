@@ -49,10 +49,17 @@ def rehearsal(
 
     sizes = tuple(group.page_tokens for group in layout.paged)
     batch = Batch(
-        q_start, past + counts, q_start[1:] - 1, there(np.zeros(tokens)), there(position),
-        tuple(pages(size) for size in sizes), tuple(there(position % size) for size in sizes), sizes,
-        starts=there(q_start, torch.int32), lengths=there(past + counts, torch.int32),
-    )  # fmt: skip
+        q_start,
+        past + counts,
+        q_start[1:] - 1,
+        there(np.zeros(tokens)),
+        there(position),
+        tuple(pages(size) for size in sizes),
+        tuple(there(position % size) for size in sizes),
+        sizes,
+        starts=there(q_start, torch.int32),
+        lengths=there(past + counts, torch.int32),
+    )
     if layout.recurrent is not None:
         batch.kept, batch.kepts = np.ones(sequences, np.int64), there(np.ones(sequences), torch.int32)
         batch.read, batch.write = there(np.zeros(sequences)), there(np.ones((sequences, 1)))

@@ -132,9 +132,11 @@ class Rows:
             return self._write_one(enters[0], ship)
         count = np.array([len(enter.tokens) for enter in enters], np.int64)
         facts = [(enter.row, len(enter.tokens), enter.computed, enter.slot) for enter in enters]
-        there = ship(np.concatenate((
-            np.array(facts, np.int64).T.reshape(-1), np.cumsum(count) - count, *(enter.tokens for enter in enters)
-        )))  # fmt: skip
+        there = ship(
+            np.concatenate(
+                (np.array(facts, np.int64).T.reshape(-1), np.cumsum(count) - count, *(enter.tokens for enter in enters))
+            )
+        )
         n, total = len(enters), int(count.sum())
         (row, lengths, computed, slot), starts = there[: 4 * n].view(4, n), there[4 * n : 5 * n]
         owners, places = each_of(lengths, starts, total)

@@ -81,9 +81,19 @@ class Landed:
 
 class Runner:
     def __init__(
-        self, model: Model, layout: Layout, device: Device, strategy: Strategy, *,
-        rows: int, max_len: int, frames: int, slots: int, kit: Kit | None = None, step_tokens: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        model: Model,
+        layout: Layout,
+        device: Device,
+        strategy: Strategy,
+        *,
+        rows: int,
+        max_len: int,
+        frames: int,
+        slots: int,
+        kit: Kit | None = None,
+        step_tokens: int = 0,
+    ) -> None:
         """`kit`: the one that the model was built with; without it, steps are not captured. `step_tokens`: the most
         that a step has; prompts are captured up to it."""
         self.model, self.layout, self.device, self.strategy = model, layout, device, strategy
@@ -224,12 +234,16 @@ class Runner:
         if landed.verdict is not None:
             verdict, sampled = landed.verdict, landed.verdict.sampled
             landed.verdict = Verdict(
-                fetch(verdict.tokens), None if verdict.counts is None else fetch(verdict.counts),
-                Sampled(sampled.tokens, *(
-                    None if part is None else fetch(part)
-                    for part in (sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
-                )),
-            )  # fmt: skip
+                fetch(verdict.tokens),
+                None if verdict.counts is None else fetch(verdict.counts),
+                Sampled(
+                    sampled.tokens,
+                    *(
+                        None if part is None else fetch(part)
+                        for part in (sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
+                    ),
+                ),
+            )
         for i, (at, *columns) in landed.scored.items():
             own, ids, values = (fetch(column) for column in columns)
             landed.scored[i] = (at, own, ids, values)

@@ -50,10 +50,17 @@ class Taped:
             (table.data_ptr(), table.shape[1], size) for table, size in zip(rows.tables, rows.page_tokens, strict=True)
         ]
         count, longest = rows.tokens.shape
-        run = self.tape.choosing(RowsAt(
-            count, longest, rows.tokens.data_ptr(), rows.known.data_ptr(), rows.computed.ctypes.data, tables,
-            wishes_at(rows.sampling),
-        ))  # fmt: skip
+        run = self.tape.choosing(
+            RowsAt(
+                count,
+                longest,
+                rows.tokens.data_ptr(),
+                rows.known.data_ptr(),
+                rows.computed.ctypes.data,
+                tables,
+                wishes_at(rows.sampling),
+            )
+        )
         return None if run is None else lambda lines: run(lines, self.timed)
 
 
@@ -87,12 +94,15 @@ def blank_batch(recorder: Recorder, layout: Layout) -> Batch:
     """A batch whose integers are the recorder's inputs."""
     groups = range(len(layout.paged))
     batch = Batch(
-        recorder.host_input("q_start", ONE_SEQUENCE + 1), recorder.host_input("kv_len", ONE_SEQUENCE),
-        np.zeros(0, np.int64), recorder.input("tokens", (TOKENS,)), recorder.input("positions", (TOKENS,)),
+        recorder.host_input("q_start", ONE_SEQUENCE + 1),
+        recorder.host_input("kv_len", ONE_SEQUENCE),
+        np.zeros(0, np.int64),
+        recorder.input("tokens", (TOKENS,)),
+        recorder.input("positions", (TOKENS,)),
         tuple(recorder.input(f"pages{g}", (ONE_SEQUENCE, 1)) for g in groups),
         tuple(recorder.input(f"slots{g}", (TOKENS,)) for g in groups),
         tuple(group.page_tokens for group in layout.paged),
-    )  # fmt: skip
+    )
     if layout.recurrent is not None:
         batch.kept = recorder.host_input("kept", ONE_SEQUENCE)
         batch.read = recorder.input("read", (ONE_SEQUENCE,))

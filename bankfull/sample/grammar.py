@@ -178,9 +178,11 @@ class GrammarCompiler:
             words = self._words
         try:
             made: llguidance.LLMatcher = library.LLMatcher(
-                words, _grammar_text(library, structured), log_level=0,
+                words,
+                _grammar_text(library, structured),
+                log_level=0,
                 limits=library.LLParserLimits(max_lexer_states=_LEXER_STATES),
-            )  # fmt: skip
+            )
             reason = made.get_error() if made.is_error() else ""
         except ValueError as problem:
             reason = str(problem) or "it cannot be read"

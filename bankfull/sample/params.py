@@ -271,9 +271,12 @@ def _items(name: str, values: object, limit: int) -> tuple[Any, ...]:
 
 
 def _strings(
-    name: str, values: object, limit: int = MAX_STRINGS, chars: int | None = MAX_STRING_CHARS,
+    name: str,
+    values: object,
+    limit: int = MAX_STRINGS,
+    chars: int | None = MAX_STRING_CHARS,
     total: int | None = MAX_TOTAL_CHARS,
-) -> tuple[str, ...]:  # fmt: skip
+) -> tuple[str, ...]:
     strings = _items(name, values, limit)
     for text in strings:
         if not isinstance(text, str) or not text:

@@ -19,9 +19,12 @@ from bankfull.sample.params import SamplingParams
 KEYS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 #: How a GGUF file calls them: what its converter found in the authors' generation_config.json.
 GGUF_KEYS = {
-    "general.sampling.temp": "temperature", "general.sampling.top_k": "top_k", "general.sampling.top_p": "top_p",
-    "general.sampling.min_p": "min_p", "general.sampling.penalty_repeat": "repetition_penalty",
-}  # fmt: skip
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
 
 #: Published by the authors of chat models in a model card or beside the original weights; the first match counts. Most
 #: GGUF files were made without it. Greedy decoding lets small models repeat themselves without end.
@@ -86,8 +89,10 @@ def _published(files: Described) -> Mapping[str, float]:
 def _names(files: Described) -> Iterator[str]:
     """All that the model is called: in its metadata, in its configuration, by its folder or file."""
     for name in (
-        files.metadata.get("general.name"), files.metadata.get("general.basename"), files.config.get("_name_or_path"),
-    ):  # fmt: skip
+        files.metadata.get("general.name"),
+        files.metadata.get("general.basename"),
+        files.config.get("_name_or_path"),
+    ):
         if isinstance(name, str):
             yield name
     path = files.path

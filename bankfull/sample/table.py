@@ -99,14 +99,38 @@ class SamplingTable:
                 self.check(wish.params, wish.stop_ids)
         facts = [self.facts_of(wish.params, wish.stop_ids) for wish in wishes]
         rows = [wish.row for wish in wishes]
-        self._write(self.reals, rows, [(
-            1.0 if params.greedy else params.temperature, params.top_p, params.min_p, params.typical_p,
-            params.repetition_penalty, params.presence_penalty, params.frequency_penalty,
-        ) for params in (wish.params for wish in wishes)])  # fmt: skip
-        self._write(self.wholes, rows, [(
-            wish.seed, wish.child, wish.prompt_len, fact.top_k or self.vocab, wish.prompt_len + wish.params.min_tokens,
-            int(wish.params.greedy), -1 if wish.params.logprobs is None else wish.params.logprobs,
-        ) for wish, fact in zip(wishes, facts, strict=True)])  # fmt: skip
+        self._write(
+            self.reals,
+            rows,
+            [
+                (
+                    1.0 if params.greedy else params.temperature,
+                    params.top_p,
+                    params.min_p,
+                    params.typical_p,
+                    params.repetition_penalty,
+                    params.presence_penalty,
+                    params.frequency_penalty,
+                )
+                for params in (wish.params for wish in wishes)
+            ],
+        )
+        self._write(
+            self.wholes,
+            rows,
+            [
+                (
+                    wish.seed,
+                    wish.child,
+                    wish.prompt_len,
+                    fact.top_k or self.vocab,
+                    wish.prompt_len + wish.params.min_tokens,
+                    int(wish.params.greedy),
+                    -1 if wish.params.logprobs is None else wish.params.logprobs,
+                )
+                for wish, fact in zip(wishes, facts, strict=True)
+            ],
+        )
         for wish, fact in zip(wishes, facts, strict=True):
             self._set_bits(wish, fact)
             self._set_bias(wish.row, wish.params)
@@ -139,9 +163,21 @@ class SamplingTable:
             greedy=all(fact.greedy for fact in self.facts),
             top_k=self.vocab if any(fact.top_k for fact in self.facts) else None,
             logprobs=max(asked, default=None),
-            **{name: any(getattr(fact, name) for fact in self.facts) for name in (
-                "repeats", "counts", "biased", "fenced", "masked", "waits", "worded", "nucleus", "min_p", "typical",
-            )},
+            **{
+                name: any(getattr(fact, name) for fact in self.facts)
+                for name in (
+                    "repeats",
+                    "counts",
+                    "biased",
+                    "fenced",
+                    "masked",
+                    "waits",
+                    "worded",
+                    "nucleus",
+                    "min_p",
+                    "typical",
+                )
+            },
         )
         return [union] * count
 

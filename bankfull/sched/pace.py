@@ -56,8 +56,7 @@ class Pace:
         self._plain, self._scored = Rate(), Rate()
 
     def observe(self, decoding: int, plain: int, scored: int, seconds: float) -> None:
-        """A step has taken so long, with so many sequences that decoded, and tokens of prompts without and with scores.
-        """
+        """Learns from one step: its seconds, decoding sequences, and prompt tokens without and with prompt logprobs."""
         if seconds <= 0:
             return
         if not plain + scored:

@@ -70,9 +70,7 @@ class Sketch:
 
 
 class Scheduler:
-    def __init__(
-        self, config: SchedConfig, state: StateManager, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, config: SchedConfig, state: StateManager, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config = config.suited()
         self.state = state
         self.sealed = False

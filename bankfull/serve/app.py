@@ -46,9 +46,14 @@ RETRIED = (Busy, Unavailable, EngineDied)
 
 
 def create_app(
-    backend: Backend, texts: Texts, settings: Settings, *,
-    lifespan: Lifespan | None = None, more_apis: Mapping[str, Api] | None = None, supervisor: Supervisor | None = None,
-) -> Starlette:  # fmt: skip
+    backend: Backend,
+    texts: Texts,
+    settings: Settings,
+    *,
+    lifespan: Lifespan | None = None,
+    more_apis: Mapping[str, Api] | None = None,
+    supervisor: Supervisor | None = None,
+) -> Starlette:
     """`more_apis`: further endpoints that take a JSON body by POST, by path; `lifespan` lives as long as the server.
     While a task of the `supervisor` is in trouble the server is not ready."""
     apis = {**model_apis(backend, texts, settings), **(more_apis or {})}

@@ -68,9 +68,15 @@ class Line:
 
 class Desk:
     def __init__(
-        self, name: str, *, what: str, most_size: int, most_size_per_key: int,
-        most_jobs_per_key: int = MOST_JOBS_PER_KEY, threads: int = 2,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        *,
+        what: str,
+        most_size: int,
+        most_size_per_key: int,
+        most_jobs_per_key: int = MOST_JOBS_PER_KEY,
+        threads: int = 2,
+    ) -> None:
         """`what` waits here, for people."""
         self._most_jobs_per_key = most_jobs_per_key
         self._name, self._count, self._what = name, threads, what
@@ -133,7 +139,7 @@ class Desk:
             if number not in self._threads or not self._threads[number].is_alive():
                 made = threading.Thread(
                     target=self._serve, args=(number > 0,), name=f"{self._name}-{number}", daemon=True
-                )  # fmt: skip
+                )
                 self._threads[number] = made
                 made.start()
 

@@ -42,10 +42,17 @@ FAREWELL_SECONDS = 5
 
 
 def run_server(
-    model: str, options: Mapping[str, str | int | float | bool | None], settings: Settings, *,
-    protection: Protection, data: Path | None = None, queue_requests: int | None = None, grace: float = 30.0,
-    stall_seconds: float = STALL_SECONDS, give_up_after: float = 0.0,
-) -> None:  # fmt: skip
+    model: str,
+    options: Mapping[str, str | int | float | bool | None],
+    settings: Settings,
+    *,
+    protection: Protection,
+    data: Path | None = None,
+    queue_requests: int | None = None,
+    grace: float = 30.0,
+    stall_seconds: float = STALL_SECONDS,
+    give_up_after: float = 0.0,
+) -> None:
     """Until it is stopped. A model that cannot be loaded at the start, or for `give_up_after` seconds later on (0: it
     is tried for ever), ends it with a ModelError. `data`: where files and batches survive the server; without it they
     end with it."""
@@ -59,9 +66,16 @@ def run_server(
 
 
 def _run(
-    model: str, options: Mapping[str, str | int | float | bool | None], settings: Settings, protection: Protection,
-    data: Path, queue_requests: int | None, grace: float, stall_seconds: float, give_up_after: float,
-) -> None:  # fmt: skip
+    model: str,
+    options: Mapping[str, str | int | float | bool | None],
+    settings: Settings,
+    protection: Protection,
+    data: Path,
+    queue_requests: int | None,
+    grace: float,
+    stall_seconds: float,
+    give_up_after: float,
+) -> None:
     running = Running()
     keyring = protection.doors.keyring
     certificates = certificates_of(protection.tls)
@@ -107,20 +121,28 @@ def _run(
     backend = WatchedBackend(link, metrics, keyring)
     app = create_app(backend, texts, settings, lifespan=life, supervisor=supervisor)
     batches = BatchService(
-        data, handle_within(app.state.apis, lambda key: caller_named(protection.doors, key), keyring),
+        data,
+        handle_within(app.state.apis, lambda key: caller_named(protection.doors, key), keyring),
         rows=lambda: link.facts.rows if link.facts is not None else 1,
-        count=lambda outcome: metrics.batch_requests.add(1, outcome), wait=keyring.batch_wait,
-        most_body_bytes=settings.max_body_bytes, supervisor=supervisor,
-    )  # fmt: skip
+        count=lambda outcome: metrics.batch_requests.add(1, outcome),
+        wait=keyring.batch_wait,
+        most_body_bytes=settings.max_body_bytes,
+        supervisor=supervisor,
+    )
     app.router.routes.extend([*batches.routes, *console_routes(backend, metrics, backend.lines, settings)])
     limits = GuardLimits(body_bytes=settings.max_body_bytes)
     layers = fortify(
         app, backend, protection.doors, metrics, limits=limits, log_prompts=protection.log_prompts, running=running
-    )  # fmt: skip
+    )
     config = uvicorn_config(
-        layers, settings.host, settings.port, lobby=lobby, certificates=certificates, log_level="warning",
+        layers,
+        settings.host,
+        settings.port,
+        lobby=lobby,
+        certificates=certificates,
+        log_level="warning",
         timeout_graceful_shutdown=round(grace) + FAREWELL_SECONDS,
-    )  # fmt: skip
+    )
     server = Server(config, running, grace)
     server.run([listening])
     if failure:

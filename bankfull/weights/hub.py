@@ -81,9 +81,10 @@ def choose(files: Sequence[str], repo: str, file: str | None) -> tuple[list[str]
         return _parts(file, ggufs)
     if any(fnmatchcase(name, "model*.safetensors") for name in files) and "config.json" in files:
         kept = [
-            name for name in files
+            name
+            for name in files
             if any(fnmatchcase(name, pattern) and name.count("/") == pattern.count("/") for pattern in WANTED)
-        ]  # fmt: skip
+        ]
         return [name for name in kept if not any(fnmatchcase(name, pattern) for pattern in REFUSED)], ""
     first = [name for name in ggufs if (m := SPLIT.fullmatch(name)) is None or int(m["part"]) == 1]
     if len(first) == 1:

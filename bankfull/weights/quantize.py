@@ -109,8 +109,9 @@ def _whole(encode: Callable[[Tensor], Tensor]) -> Encode:
 
 _BLOCKS = {"q8_0": _q8_0, "q5_1": _q5_1, "q5_0": _q5_0, "q4_1": _q4_1, "q4_0": _q4_0, **quantize_k.ENCODINGS}
 ENCODINGS: dict[str, Encode] = {
-    **{name: _whole(encode) for name, encode in _BLOCKS.items()}, **quantize_groups.ENCODINGS,
+    **{name: _whole(encode) for name, encode in _BLOCKS.items()},
+    **quantize_groups.ENCODINGS,
     **quantize_rows.ENCODINGS,
-}  # fmt: skip
+}
 WHOLE_ENCODINGS = quantize_rows.WHOLE_ENCODINGS
 TYPES = (*ENCODINGS, *WHOLE_ENCODINGS)

@@ -164,9 +164,12 @@ def _arguments(arguments: Sequence[str] | None, peers: Mapping[str, Peer]) -> ar
     )
     given = parser.add_mutually_exclusive_group()
     given.add_argument(
-        "--llamacpp-bin", type=_folders, default=[], metavar="DIR[,DIR]",
+        "--llamacpp-bin",
+        type=_folders,
+        default=[],
+        metavar="DIR[,DIR]",
         help="the programs of a llama.cpp build instead of building it; of several the faster one counts",
-    )  # fmt: skip
+    )
     given.add_argument(
         "--llamacpp-source", type=Path, metavar="DIR", help="a source of llama.cpp to build instead of fetching one"
     )
@@ -174,9 +177,10 @@ def _arguments(arguments: Sequence[str] | None, peers: Mapping[str, Peer]) -> ar
         "--kleidiai", type=Path, metavar="DIR", help="a source of KleidiAI: llama.cpp is built with and without it"
     )
     parser.add_argument(
-        "--check-fairness", action="store_true",
+        "--check-fairness",
+        action="store_true",
         help="do not compare: show that each peer gets here what its own tool gives it",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", type=Path, help="a file for all pairs and whatever else was measured")
     parser.add_argument("--no-ceilings", action="store_true", help="do not measure the machine beside the engines")
     return parser.parse_args(arguments)

@@ -10,9 +10,12 @@ from benchmarks.cpu_peers.protocol import Prompts, serve
 CONTEXT = 4096
 KV_GIB = 2
 OPTIONS: dict[str, Any] = {
-    "dtype": "bfloat16", "max_model_len": CONTEXT, "max_num_seqs": 64, "max_num_batched_tokens": CONTEXT,
+    "dtype": "bfloat16",
+    "max_model_len": CONTEXT,
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": CONTEXT,
     "skip_tokenizer_init": True,
-}  # fmt: skip
+}
 """The same for its own tool."""
 
 
@@ -20,9 +23,11 @@ def variables(threads: int) -> dict[str, str]:
     """The same for its own tool."""
     cores = sorted(os.sched_getaffinity(0))[:threads]
     return {
-        "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
-    }  # fmt: skip
+    }
 
 
 class Vllm:

@@ -112,7 +112,13 @@ def fairness_table(rows: Sequence[Fairness]) -> Table:
         ratio, here, there = spread(row.ratios), spread(row.harness), spread(row.own_tool)
         verdict = f"{ratio.median:.2f}x" + ("" if row.fair else f", below {LEAST}x")
         table.add_row(
-            row.peer, str(row.threads), row.work, verdict, f"{ratio.lower:.2f}x .. {ratio.upper:.2f}x",
-            f"{here.median:.1f}", f"{there.median:.1f}", str(ratio.count),
-        )  # fmt: skip
+            row.peer,
+            str(row.threads),
+            row.work,
+            verdict,
+            f"{ratio.lower:.2f}x .. {ratio.upper:.2f}x",
+            f"{here.median:.1f}",
+            f"{there.median:.1f}",
+            str(ratio.count),
+        )
     return table

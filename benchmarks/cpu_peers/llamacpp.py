@@ -102,11 +102,25 @@ class LlamaCpp:
 
     def _batch_rate(self, work: Work, setting: Setting) -> float:
         command = [
-            setting.build.tool(BATCHED), *self._common(setting), "-tb", str(self._threads),
-            "-npp", str(work.prompt_len), "-ntg", str(work.new - 1), "-npl", str(work.requests),
-            "-c", str(work.requests * (work.prompt_len + work.new)), "-b", "2048", "-ub", "512",
-            "--output-format", "jsonl",
-        ]  # fmt: skip
+            setting.build.tool(BATCHED),
+            *self._common(setting),
+            "-tb",
+            str(self._threads),
+            "-npp",
+            str(work.prompt_len),
+            "-ntg",
+            str(work.new - 1),
+            "-npl",
+            str(work.requests),
+            "-c",
+            str(work.requests * (work.prompt_len + work.new)),
+            "-b",
+            "2048",
+            "-ub",
+            "512",
+            "--output-format",
+            "jsonl",
+        ]
         said = self._run(command).said
         lines = [line for line in said.splitlines() if line.startswith("{")]
         return work.requests * work.new / float(_found(said, lambda: json.loads(lines[0])["t"]))

@@ -21,9 +21,15 @@ PACKAGE = "llama-cpp-python"
 BENCH, BATCHED, QUANTIZE = "llama-bench", "llama-batched-bench", "llama-quantize"
 TOOLS = (BENCH, BATCHED, QUANTIZE)
 OPTIONS = (
-    "-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_OPENSSL=OFF",
-    "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_SERVER=OFF", "-DLLAMA_BUILD_APP=OFF",
-)  # fmt: skip
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DGGML_NATIVE=ON",
+    "-DBUILD_SHARED_LIBS=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_SERVER=OFF",
+    "-DLLAMA_BUILD_APP=OFF",
+)
 AMX_OPTIONS = ("-DCMAKE_CXX_FLAGS=-fno-tree-dse -fno-dse",)
 """gcc 12 takes the stores to the AMX tile configuration for dead, and without them the first tile instruction fails."""
 

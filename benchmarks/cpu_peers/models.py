@@ -10,10 +10,16 @@ from pathlib import Path
 from benchmarks.cpu_peers.install import CannotInstall
 
 ARCHITECTURES = {
-    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
-    "phi3": "Phi3ForCausalLM", "mamba": "MambaForCausalLM", "opt": "OPTForCausalLM",
-}  # fmt: skip
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "mamba": "MambaForCausalLM",
+    "opt": "OPTForCausalLM",
+}
 
 
 def vocabulary(model: Path) -> int:

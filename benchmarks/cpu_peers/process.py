@@ -26,17 +26,27 @@ class EngineFailed(Exception):
 
 class EngineProcess:
     def __init__(
-        self, label: str, command: Sequence[str], log: Path, *,
-        timeout: float = 1800.0, variables: Mapping[str, str] | None = None, folder: Path | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        label: str,
+        command: Sequence[str],
+        log: Path,
+        *,
+        timeout: float = 1800.0,
+        variables: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+    ) -> None:
         self.label, self.name, self._timeout, self._log = label, label, timeout, log
         self.started = time.perf_counter()
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as errors:
             self._group = ProcessGroup(
-                command, variables=variables, folder=folder,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-            )  # fmt: skip
+                command,
+                variables=variables,
+                folder=folder,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
         self._process = self._group.process
         self._replies: Queue[bytes] = Queue()
         threading.Thread(target=self._read, daemon=True).start()

@@ -34,9 +34,13 @@ def run_to_end(command: Sequence[str], log: Path, timeout: float, variables: Map
     try:
         with log.open("w") as errors:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True,
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
                 env=environment(variables),
-            )  # fmt: skip
+            )
     except OSError as error:
         raise EngineFailed(f"{command[0]} could not be started: {error.strerror}") from None
     late = threading.Timer(timeout, process.kill)

@@ -41,8 +41,10 @@ def _measure(asked: argparse.Namespace, works: dict[str, Work]) -> int:
     ceilings = of_device(device, refresh=True)
     if ceilings is None:
         raise ConfigError("The device has no room left to measure its ceilings in: somebody else uses it.")
-    _say(f"{ceilings.cpu}: read {ceilings.read_bytes_per_s / 1e12:.3f} TB/s; TFLOP/s "
-         + ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in ceilings.flops.items()))  # fmt: skip
+    _say(
+        f"{ceilings.cpu}: read {ceilings.read_bytes_per_s / 1e12:.3f} TB/s; TFLOP/s "
+        + ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in ceilings.flops.items())
+    )
     report: dict[str, Any] = {"device": ceilings.cpu, "ceilings": asdict(ceilings), "starts": [], "works": {}}
     rows: list[tuple[str, ...]] = []
     session: Session | None = None
@@ -85,11 +87,15 @@ def _free() -> None:
 def _row(work: Work, figure: Figure) -> tuple[str, ...]:
     values = figure.values
     return (
-        work.title, work.setup.weights, figure.unit, f"{values.median:.5g}", f"{values.low:.5g} .. {values.high:.5g}",
+        work.title,
+        work.setup.weights,
+        figure.unit,
+        f"{values.median:.5g}",
+        f"{values.low:.5g} .. {values.high:.5g}",
         "" if figure.limit is None else f"{figure.limit:.5g}",
         "" if figure.percent is None else f"{figure.percent:.1f}%",
         ", ".join(f"{value:.4g} {name}" for name, value in figure.more.items()),
-    )  # fmt: skip
+    )
 
 
 def _as_json(work: Work, figure: Figure) -> dict[str, Any]:

@@ -101,9 +101,9 @@ class Session:
     def form(self) -> ClosedForm:
         """What a step needs at the least, by the meter, for the weights as this engine stores them."""
         build = self.made.build
-        return closed_form(MeteredModel(
-            self.made.files, dtype=self.dtype, kv_dtype=build.kv_dtype, activations=build.kit.activations
-        ))  # fmt: skip
+        return closed_form(
+            MeteredModel(self.made.files, dtype=self.dtype, kv_dtype=build.kv_dtype, activations=build.kit.activations)
+        )
 
     def cost(self, shapes: Sequence[StepShape]) -> Cost:
         return sum((self.form.cost(shape) for shape in shapes), Cost())

@@ -24,9 +24,18 @@ from bankfull.ops.triton.quantized_wide_rows import cut_for as wide_cut_for
 from benchmarks.gpu.quantized import TRAFFIC, Product, random_weight, seconds
 
 CUTS = (
-    WideCut(16, 4), WideCut(16, 4, together=4), WideCut(16, 4, 4), WideCut(16, 4, 4, 4), WideCut(32, 4),
-    WideCut(32, 4, 16), WideCut(16, 8), WideCut(16, 8, 4), WideCut(32, 8), WideCut(16, 2), WideCut(16, 16, 4, 1),
-)  # fmt: skip
+    WideCut(16, 4),
+    WideCut(16, 4, together=4),
+    WideCut(16, 4, 4),
+    WideCut(16, 4, 4, 4),
+    WideCut(32, 4),
+    WideCut(32, 4, 16),
+    WideCut(16, 8),
+    WideCut(16, 8, 4),
+    WideCut(32, 8),
+    WideCut(16, 2),
+    WideCut(16, 16, 4, 1),
+)
 PROCESSES = 14
 LAYERS = 32
 """Of the model whose step is added up; its last shape, the head, comes once."""

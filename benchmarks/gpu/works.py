@@ -149,8 +149,9 @@ def first_token_work(title: str, setup: Setup, *, prompt: int, reps: int) -> Wor
     return Work(title, setup, partial(first_token, prompt=prompt, reps=reps), trace)
 
 
-def mixed_work(title: str, setup: Setup, measure: Callable[..., Figure], *, requests: int, longest: int, **load: Any
-               ) -> Work:  # fmt: skip
+def mixed_work(
+    title: str, setup: Setup, measure: Callable[..., Figure], *, requests: int, longest: int, **load: Any
+) -> Work:
     def trace(session: Session) -> Timeline:
         return trace_decode(session, session.prompts(requests, longest // 2), 2 * TRACED_STEPS + 8, TRACED_STEPS)
 
@@ -191,9 +192,10 @@ TINY_WORKS: dict[str, Work] = {
     "tiny-ttft": first_token_work("tiny, first token behind 100", TINY, prompt=100, reps=2),
     "tiny-offline": mixed_work("tiny, 12 requests", TINY, offline, **TINY_MIXED, reps=2),
     "tiny-host": mixed_work("tiny, time that the device waits", TINY, host_share, **TINY_MIXED, reps=2),
-    "tiny-int4": decode_work("tiny, batch 1", Setup("tiny", "int4:32,tables", "float32", 8, 64, 256), batch=1,
-                             prompt=16, outputs=24, reps=2),
-}  # fmt: skip
+    "tiny-int4": decode_work(
+        "tiny, batch 1", Setup("tiny", "int4:32,tables", "float32", 8, 64, 256), batch=1, prompt=16, outputs=24, reps=2
+    ),
+}
 """For testing the benchmark itself."""
 
 

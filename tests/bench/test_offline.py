@@ -246,5 +246,3 @@ def test_every_operation_that_runs_is_found_bound_somewhere(llm: LLM) -> None:
     ran = {n.rpartition("/")[2] for n in MeteredModel(llm.loaded.files).cost(StepShape.decode()).calls}
     found = bindings(llm.loaded.kit, ran)
     assert set(found) == ran and all(set(providers) == {"torch"} for providers in found.values())
-
-

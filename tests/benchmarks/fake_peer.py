@@ -1,6 +1,6 @@
 """A peer that speaks the protocol and does nothing: it says that tokens took as long as it was told.
 
-    python fake_peer.py [broken | dies | short | chatty | helped]
+python fake_peer.py [broken | dies | short | chatty | helped]
 """
 
 from __future__ import annotations

@@ -275,10 +275,24 @@ def test_one_command_compares_us_with_every_peer_and_drops_none(
 
     raw, model = tmp_path / "raw.json", speaking_folder()
     code = main(
-        ["--model", str(model), "--peers", "there,missing,dying", "--work", "tiny", "--pairs", "2",
-         "--threads", "1,2", "--folder", str(tmp_path), "--json", str(raw)],
+        [
+            "--model",
+            str(model),
+            "--peers",
+            "there,missing,dying",
+            "--work",
+            "tiny",
+            "--pairs",
+            "2",
+            "--threads",
+            "1,2",
+            "--folder",
+            str(tmp_path),
+            "--json",
+            str(raw),
+        ],
         {"there": there, "missing": missing, "dying": dying},
-    )  # fmt: skip
+    )
     shown = " ".join(capsys.readouterr().out.split())
     assert code == 0, shown
     runs = json.loads(raw.read_text())["runs"]

@@ -119,8 +119,9 @@ def test_what_this_engine_sets_for_itself_does_not_reach_the_peers(
     monkeypatch.setattr("bankfull.bench.compare.processes.SET_HERE", {"OMP_WAIT_POLICY": "passive"})
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     assert seen() == "None 1"
-    with subprocess.Popen([sys.executable, "-c", "import bankfull, os; print(bankfull.SET_HERE)"],
-                          stdout=subprocess.PIPE, text=True) as given:  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-c", "import bankfull, os; print(bankfull.SET_HERE)"], stdout=subprocess.PIPE, text=True
+    ) as given:
         assert given.communicate()[0].strip() == "{}"  # what a user sets is the user's
     monkeypatch.setattr("bankfull.bench.compare.processes.SET_HERE", {})
     assert seen() == "passive 1"
@@ -207,10 +208,27 @@ def test_fairness_is_the_ratio_of_a_turn_here_to_the_peer_s_own_tool(
         return Ready(tools, place.model, place.model)
 
     code = main(
-        ["--check-fairness", "--model", str(speaking_folder()), "--peers", "fake", "--work", "tiny", "--pairs", "2",
-         "--threads", "1", "--folder", str(tmp_path), "--json", str(raw), "--llamacpp-bin", str(folder)],
+        [
+            "--check-fairness",
+            "--model",
+            str(speaking_folder()),
+            "--peers",
+            "fake",
+            "--work",
+            "tiny",
+            "--pairs",
+            "2",
+            "--threads",
+            "1",
+            "--folder",
+            str(tmp_path),
+            "--json",
+            str(raw),
+            "--llamacpp-bin",
+            str(folder),
+        ],
         {"fake": peer},
-    )  # fmt: skip
+    )
     row = json.loads(raw.read_text())["runs"][0]["fairness"][0]
     # Here with the better attention; by itself with what the tool chooses.
     assert code == 0 and row["fair"] and (row["harness"], row["own_tool"]) == ([200.0] * 2, [100.0] * 2)

@@ -40,8 +40,10 @@ def test_a_file_holds_what_its_shape_says(shape: Shape, tmp_path: Path) -> None:
     config = open_model(path).config
     assert config["tie_word_embeddings"] and config["vocab_size"] == shape.vocab
     assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (
-        shape.heads, shape.kv_heads, shape.head
-    )  # fmt: skip
+        shape.heads,
+        shape.kv_heads,
+        shape.head,
+    )
     assert (config["rope_theta"], config["intermediate_size"]) == (shape.theta, shape.ffn)
 
 

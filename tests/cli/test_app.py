@@ -105,8 +105,10 @@ def test_an_interrupt_while_loading_leaves_without_a_traceback(cli: Cli, monkeyp
 def test_a_reader_that_has_gone_gets_no_traceback() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(0.5)\nfrom bankfull.cli import main; main(['run', '--help'])"],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     error = process.stderr.read()

@@ -61,7 +61,9 @@ def test_another_key_finds_no_batch(cli: Cli, url: str, requests: Path, monkeypa
     assert "There is no batch" in cli("batch", "status", id, "--url", url).sentence
 
 
-@pytest.mark.parametrize("bad", ["ftp://x", "nonsense", "http://127.0.0.1:9", "http://x:port", "http://127.0.0.1:99999"])
+@pytest.mark.parametrize(
+    "bad", ["ftp://x", "nonsense", "http://127.0.0.1:9", "http://x:port", "http://127.0.0.1:99999"]
+)
 def test_a_server_that_is_not_there_is_one_sentence(cli: Cli, bad: str) -> None:
     assert "bankfull: " in cli("batch", "status", "--url", bad).sentence
 

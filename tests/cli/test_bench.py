@@ -18,9 +18,17 @@ def test_latency_shows_every_figure_and_what_it_was_compared_with(cli: Cli, mode
     done = cli("bench", "latency", "-m", model, *SMALL)
     assert done.code == 0, done.err
     for figure in (
-        "time to first token", "prefill tokens/s", "prefill percent of limit", "decode tokens/s", "decode host share",
-        "decode bytes", "decode flop", "decode percent of limit", "quartiles", "lowest .. highest",
-    ):  # fmt: skip
+        "time to first token",
+        "prefill tokens/s",
+        "prefill percent of limit",
+        "decode tokens/s",
+        "decode host share",
+        "decode bytes",
+        "decode flop",
+        "decode percent of limit",
+        "quartiles",
+        "lowest .. highest",
+    ):
         assert figure in done.out, figure
     assert "the better of a measurement before and one after" in done.out and "places break off" in done.out
 
@@ -31,9 +39,15 @@ def test_latency_as_json_has_every_repetition_and_a_summary_of_them(cli: Cli, mo
     found = done.json
     assert found["kind"] == "latency" and found["device"] == "cpu" and found["model"] == str(model)
     assert found["load"] == {
-        "prompt_len": 12, "output_len": 4, "requests": 1, "reps": 2, "seed": 3, "temperature": 0.0, "top_k": 0,
+        "prompt_len": 12,
+        "output_len": 4,
+        "requests": 1,
+        "reps": 2,
+        "seed": 3,
+        "temperature": 0.0,
+        "top_k": 0,
         "top_p": 1.0,
-    }  # fmt: skip
+    }
     assert found["ceilings"]["used"]["read_bytes_per_s"] == ceilings.read_bytes_per_s
     assert len(found["repetitions"]) == 2 and set(found["summary"]) == set(found["repetitions"][0])
     for row in found["repetitions"]:

@@ -22,9 +22,23 @@ def test_serve_shows_every_figure(cli: Cli, tmp_path: Path) -> None:
         done = cli("bench", "serve", "--url", server.address.url, *SMALL, "--slo", "ttft=9s", "--price", 2, *files)
     assert done.code == 0, done.err
     for shown in (
-        "TTFT", "TPOT", "ITL", "E2E", "median", "p90", "p95", "p99", "% of limit", "job completion time", "per minute",
-        "goodput", "attainment", "input tokens/s", "output tokens/s", "cost per million output tokens",
-    ):  # fmt: skip
+        "TTFT",
+        "TPOT",
+        "ITL",
+        "E2E",
+        "median",
+        "p90",
+        "p95",
+        "p99",
+        "% of limit",
+        "job completion time",
+        "per minute",
+        "goodput",
+        "attainment",
+        "input tokens/s",
+        "output tokens/s",
+        "cost per million output tokens",
+    ):
         assert shown in done.out, shown
     found = json.loads(result.read_text())
     assert found["completed"] == 12 and len(found["ttfts"]) == 12 and found["bankfull"]["attainment"] == 1.0

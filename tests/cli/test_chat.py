@@ -78,8 +78,10 @@ def test_an_answer_that_was_cut_off_says_how_to_get_more(cli: Cli, model: Path) 
     done = cli(*options, "--max-tokens", 8, stdin="one\n/params max_tokens=9\ntwo\n/params max_tokens=none\nthree\n")
     cuts = [line for line in done.err.splitlines() if "cut off" in line or "is full" in line]
     assert [("after 8" in c, "after 9" in c, "context of 256" in c) for c in cuts] == [
-        (True, False, False), (False, True, False), (False, False, True),
-    ]  # fmt: skip
+        (True, False, False),
+        (False, True, False),
+        (False, False, True),
+    ]
     assert "/params max_tokens=N" in cuts[0] and "/reset" in cuts[2]
     # The default of 1024 is more than this model's context holds.
     assert "max_tokens=1024" in cli(*options, stdin="/params\n").err

@@ -37,9 +37,13 @@ def test_info_with_roofline_names_the_bound_of_every_operation(cli: Cli, model: 
 @pytest.fixture
 def levels(monkeypatch: pytest.MonkeyPatch) -> Levels:
     known = Levels(
-        (Level("L1", 1000, 500, 5e10), Level("memory", 0, 10**9, 1e10)), ((500, 5e10), (10**9, 1e10)),
-        Disk(2e9, 1000, "direct reads"), None, None, "today",
-    )  # fmt: skip
+        (Level("L1", 1000, 500, 5e10), Level("memory", 0, 10**9, 1e10)),
+        ((500, 5e10), (10**9, 1e10)),
+        Disk(2e9, 1000, "direct reads"),
+        None,
+        None,
+        "today",
+    )
     monkeypatch.setattr("bankfull.limits.machine.levels.measure", lambda *arguments: known)
     return known
 

@@ -17,9 +17,16 @@ def test_a_plan_shows_the_choices_the_command_and_what_limits_it(cli: Cli, model
     done = cli("plan", model, *HERE, "--slo", "ttft=2s, tpot=500ms")
     assert done.code == 0, done.err
     for shown in (
-        "goodput/s", "p99 TTFT", "limit", "memory", "Recommended for goodput", f"bankfull serve {model} --device cpu",
-        "What limits it", "Not yet in this version", "assumed, not calibrated",
-    ):  # fmt: skip
+        "goodput/s",
+        "p99 TTFT",
+        "limit",
+        "memory",
+        "Recommended for goodput",
+        f"bankfull serve {model} --device cpu",
+        "What limits it",
+        "Not yet in this version",
+        "assumed, not calibrated",
+    ):
         assert shown in done.out, shown
 
 
@@ -43,11 +50,22 @@ def test_without_objectives_there_is_a_recommendation_and_its_latencies(cli: Cli
 
 def test_a_configuration_is_enough_and_other_devices_are_looked_up(cli: Cli, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
-    config.write_text(json.dumps({
-        "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 160, "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
-    }))  # fmt: skip
+    config.write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "hidden_size": 64,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "intermediate_size": 96,
+                "num_hidden_layers": 2,
+                "vocab_size": 160,
+                "max_position_embeddings": 512,
+                "rms_norm_eps": 1e-5,
+                "torch_dtype": "bfloat16",
+            }
+        )
+    )
     done = cli("plan", config, *TRAFFIC, "--devices", "l4", "--goal", "cost", "--lossless", "--json")
     assert done.code == 0, done.err
     assert done.json["recommended"]["dollars_per_million"] > 0

@@ -163,8 +163,9 @@ def test_asking_for_a_truncation_means_sampling_where_the_model_s_advice_is_gree
     folder = advised(model, tmp_path, {"do_sample": False})
     runs = {
         tuple(cli("run", "The river", "-m", folder, *UNSET, *options, "--seed", s, "--json").json["token_ids"])
-        for s in range(3) for options in ((), ("--top-k", 0))
-    }  # fmt: skip
+        for s in range(3)
+        for options in ((), ("--top-k", 0))
+    }
     assert len(runs) > 2
 
 

@@ -9,7 +9,7 @@ from bankfull.cli import main
 from tests.tiny import speaking_folder
 
 TOOLS = (
-    "{% if tools %}<|im_start|>system\nCall with <tool_call>{\"name\": ..., \"arguments\": ...}</tool_call>: "
+    '{% if tools %}<|im_start|>system\nCall with <tool_call>{"name": ..., "arguments": ...}</tool_call>: '
     "{% for tool in tools %}{{ tool['function']['name'] }} {% endfor %}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] or '' }}"
     "{% for call in m.tool_calls or [] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}<|im_end|>\n"

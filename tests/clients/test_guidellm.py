@@ -31,16 +31,29 @@ def test_every_request_of_a_benchmark_succeeds(server: Server, tmp_path: Path, p
     report, before = tmp_path / "report.json", counted(server)
     result = subprocess.run(
         [
-            sys.executable, "-m", "guidellm", "run", "--disable-console",
-            "--backend", f"kind=openai_http,target={server.url},model=tiny,request_format={path}",
-            "--profile", f"kind=concurrent,streams={STREAMS}",
-            "--constraint", f"kind=max_requests,count={REQUESTS}",
-            "--tokenizer", f"kind=huggingface_auto,model={server.folder}",
-            "--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}",
-            "--output", f"kind=json,path={report}",
+            sys.executable,
+            "-m",
+            "guidellm",
+            "run",
+            "--disable-console",
+            "--backend",
+            f"kind=openai_http,target={server.url},model=tiny,request_format={path}",
+            "--profile",
+            f"kind=concurrent,streams={STREAMS}",
+            "--constraint",
+            f"kind=max_requests,count={REQUESTS}",
+            "--tokenizer",
+            f"kind=huggingface_auto,model={server.folder}",
+            "--data",
+            f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}",
+            "--output",
+            f"kind=json,path={report}",
         ],
-        env=os.environ | {"HF_HUB_OFFLINE": "1"}, cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     (benchmark,) = json.loads(report.read_text())["benchmarks"]
     totals = {"successful": REQUESTS, "errored": 0, "incomplete": 0, "total": REQUESTS}

@@ -15,8 +15,14 @@ MESSAGES = [{"role": "user", "content": "What is a river?"}]
 
 @pytest.fixture
 def how(server: Server) -> dict[str, Any]:
-    return {"model": "openai/tiny", "api_base": server.url + "/v1", "api_key": "none", "num_retries": 0,
-            "temperature": 0, "max_tokens": 30}  # fmt: skip
+    return {
+        "model": "openai/tiny",
+        "api_base": server.url + "/v1",
+        "api_key": "none",
+        "num_retries": 0,
+        "temperature": 0,
+        "max_tokens": 30,
+    }
 
 
 def test_a_conversation_whole_and_streamed(how: dict[str, Any]) -> None:
@@ -34,9 +40,12 @@ def test_a_continued_text(how: dict[str, Any]) -> None:
 
 def test_embeddings(server: Server) -> None:
     answer = litellm.embedding(
-        model="openai/tiny", input=["a river", "a channel"], api_base=server.url + "/v1", api_key="none",
+        model="openai/tiny",
+        input=["a river", "a channel"],
+        api_base=server.url + "/v1",
+        api_key="none",
         encoding_format="float",
-    )  # fmt: skip
+    )
     assert len(answer.data) == 2 and answer.data[0]["embedding"] != answer.data[1]["embedding"]
 
 

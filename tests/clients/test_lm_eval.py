@@ -25,9 +25,15 @@ def model(server: Server) -> Any:
     from lm_eval.api.registry import get_model
 
     return get_model("local-completions")(
-        model="tiny", base_url=server.url + "/v1/completions", tokenizer=server.folder, tokenizer_backend="huggingface",
-        tokenized_requests=True, num_concurrent=1, max_retries=1, max_length=256,
-    )  # fmt: skip
+        model="tiny",
+        base_url=server.url + "/v1/completions",
+        tokenizer=server.folder,
+        tokenizer_backend="huggingface",
+        tokenized_requests=True,
+        num_concurrent=1,
+        max_retries=1,
+        max_length=256,
+    )
 
 
 def test_a_task_of_choices_from_a_local_file(server: Server, model: Any, tmp_path: Path, monkeypatch: Any) -> None:
@@ -36,11 +42,17 @@ def test_a_task_of_choices_from_a_local_file(server: Server, model: Any, tmp_pat
     data = tmp_path / "rivers.jsonl"
     data.write_text("".join(json.dumps(one) + "\n" for one in QUESTIONS))
     task = {
-        "task": "rivers", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}},
-        "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{question}}",
-        "doc_to_target": "{{answer}}", "doc_to_choice": "{{choices}}", "target_delimiter": "",
+        "task": "rivers",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "doc_to_choice": "{{choices}}",
+        "target_delimiter": "",
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }  # fmt: skip
+    }
     result = lm_eval.simple_evaluate(model=model, tasks=[task], bootstrap_iters=0)
     scored = result["samples"]["rivers"]
     assert len(scored) == len(QUESTIONS)

@@ -59,7 +59,7 @@ class Steps:
 
     async def generate(
         self, prompt: list[int], params: SamplingParams, **how: Any
-    ) -> AsyncIterator[list[Piece | Done]]:  # fmt: skip
+    ) -> AsyncIterator[list[Piece | Done]]:
         while True:
             item = await self._items.get()
             if isinstance(item, Exception):

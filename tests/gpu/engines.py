@@ -27,15 +27,29 @@ def logprobs_of(bench: Bench, request: object) -> list[tuple[float, ...]]:
 
 
 def bench_of(
-    shape: str, dtype: torch.dtype = torch.float32, *, rows: int = 4, step_tokens: int = 64, frames: int = 400,
-    max_len: int = 128, strategy: Strategy | None = None, page: int = 16, prefix_cache: bool = True,
-) -> Bench:  # fmt: skip
+    shape: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    rows: int = 4,
+    step_tokens: int = 64,
+    frames: int = 400,
+    max_len: int = 128,
+    strategy: Strategy | None = None,
+    page: int = 16,
+    prefix_cache: bool = True,
+) -> Bench:
     device = the_device()
     return Bench(
-        model_of(shape, dtype, "auto"), device, device.depth, SchedConfig(rows=rows, step_tokens=step_tokens),
-        StateConfig(page_tokens=page, prefix_cache=prefix_cache), strategy or Plain(), frames=frames, max_len=max_len,
+        model_of(shape, dtype, "auto"),
+        device,
+        device.depth,
+        SchedConfig(rows=rows, step_tokens=step_tokens),
+        StateConfig(page_tokens=page, prefix_cache=prefix_cache),
+        strategy or Plain(),
+        frames=frames,
+        max_len=max_len,
         kit=kit_of(shape, dtype, "auto"),
-    )  # fmt: skip
+    )
 
 
 def random_prompts(count: int, length: int | None = None, seed: int = 0) -> list[list[int]]:

@@ -247,9 +247,14 @@ def paged(draw: Draw, mix: Mix, dtype: torch.dtype, page: int = 16) -> tuple[Ten
     q_start = np.concatenate(([0], np.cumsum(mix.counts)))
     lengths = np.array(mix.lengths)
     meta = PagedMeta(
-        q_start, lengths, torch.from_numpy(table).to(DEVICE), torch.from_numpy(np.concatenate(slots)).to(DEVICE), page,
-        _integers(q_start), _integers(lengths),
-    )  # fmt: skip
+        q_start,
+        lengths,
+        torch.from_numpy(table).to(DEVICE),
+        torch.from_numpy(np.concatenate(slots)).to(DEVICE),
+        page,
+        _integers(q_start),
+        _integers(lengths),
+    )
     return own[:, :, 0], own[:, :, 1], meta
 
 
@@ -334,9 +339,13 @@ def _recurrent(draw: Draw, tokens: int) -> Iterator[tuple[str, RecurrentMeta, in
         write = [[places.pop() for _ in range(k)] + [0] * (max(kept) - k) for k in kept]
         q_start = np.concatenate(([0], np.cumsum(counts)))
         meta = RecurrentMeta(
-            q_start, np.array(kept), torch.tensor(read, device=DEVICE), torch.tensor(write, device=DEVICE),
-            _integers(q_start), _integers(np.array(kept)),
-        )  # fmt: skip
+            q_start,
+            np.array(kept),
+            torch.tensor(read, device=DEVICE),
+            torch.tensor(write, device=DEVICE),
+            _integers(q_start),
+            _integers(np.array(kept)),
+        )
         yield f"{len(counts)} sequences", meta, 1 + len(counts) + sum(kept)
 
 
@@ -368,9 +377,27 @@ def selective_scan(draw: Draw, tokens: int) -> Made:
 GENERATORS: dict[str, Callable[[Draw, int], Made]] = {
     function.__name__: function
     for function in (
-        linear, best_output, gated_linear, normed_linear, normed_best_output, normed_gated_linear, embedding, rms_norm,
-        add, add_rms_norm,
-        layer_norm, activate, activate_mul, soft_cap, rope_angles, rotate, attend, paged_attention, write_pages,
-        write_pages_int8, causal_conv, selective_scan,
+        linear,
+        best_output,
+        gated_linear,
+        normed_linear,
+        normed_best_output,
+        normed_gated_linear,
+        embedding,
+        rms_norm,
+        add,
+        add_rms_norm,
+        layer_norm,
+        activate,
+        activate_mul,
+        soft_cap,
+        rope_angles,
+        rotate,
+        attend,
+        paged_attention,
+        write_pages,
+        write_pages_int8,
+        causal_conv,
+        selective_scan,
     )
-}  # fmt: skip
+}

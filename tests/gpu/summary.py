@@ -54,6 +54,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     widths = [max(len(row[i]) for row in (COLUMNS, *rows)) for i in range(len(COLUMNS))]
     terminalreporter.write_line("")
     for row in (COLUMNS, tuple("-" * width for width in widths), *rows):
-        cells = (cell.ljust(width) if i == 0 else cell.rjust(width)
-                 for i, (cell, width) in enumerate(zip(row, widths, strict=True)))  # fmt: skip
+        cells = (
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
         terminalreporter.write_line("| " + " | ".join(cells) + " |")

@@ -68,9 +68,15 @@ def test_every_architecture_says_on_the_device_what_it_says_on_the_host(
     asked = clear_prompts(name)
     device = the_device()
     bench = Bench(
-        model, device, device.depth, SchedConfig(rows=4, step_tokens=24), StateConfig(page_tokens=16), frames=100,
-        max_len=LENGTH, kit=kit,
-    )  # fmt: skip
+        model,
+        device,
+        device.depth,
+        SchedConfig(rows=4, step_tokens=24),
+        StateConfig(page_tokens=16),
+        frames=100,
+        max_len=LENGTH,
+        kit=kit,
+    )
     for i, (prompt, _) in enumerate(asked):
         bench.add(i, prompt, NEW)
     bench.run()

@@ -37,9 +37,12 @@ WISHES = [
 
 
 def drive(
-    bench: Bench, between: Callable[[int], None] | None = None, *, more: Callable[[], bool] = lambda: False,
+    bench: Bench,
+    between: Callable[[int], None] | None = None,
+    *,
+    more: Callable[[], bool] = lambda: False,
     most: int = 200_000,
-) -> int:  # fmt: skip
+) -> int:
     """Steps under the rule that nothing waits; `between` them things may happen. How many it took."""
     for step in range(most):
         if between is not None:

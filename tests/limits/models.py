@@ -12,20 +12,41 @@ from safetensors.torch import save_file
 from bankfull.limits.meter.metered import MeteredModel
 
 LLAMA: dict[str, Any] = {
-    "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 160, "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "dtype": "float32",
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "vocab_size": 160,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "dtype": "float32",
+}
 WINDOWED = {**LLAMA, "model_type": "mistral", "sliding_window": 40, "tie_word_embeddings": False}
 MIXED = {
-    **LLAMA, "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 24, "num_hidden_layers": 4,
+    **LLAMA,
+    "model_type": "gemma3_text",
+    "head_dim": 16,
+    "sliding_window": 24,
+    "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
-    "query_pre_attn_scalar": 16, "hidden_activation": "gelu_pytorch_tanh", "rope_local_base_freq": 10000.0,
-}  # fmt: skip
+    "query_pre_attn_scalar": 16,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rope_local_base_freq": 10000.0,
+}
 RECURRENT = {
-    "model_type": "mamba", "hidden_size": 48, "num_hidden_layers": 2, "vocab_size": 160, "state_size": 8,
-    "conv_kernel": 4, "expand": 2, "time_step_rank": 3, "dtype": "float32",
-}  # fmt: skip
+    "model_type": "mamba",
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "vocab_size": 160,
+    "state_size": 8,
+    "conv_kernel": 4,
+    "expand": 2,
+    "time_step_rank": 3,
+    "dtype": "float32",
+}
 CONFIGS = {"llama": LLAMA, "windowed": WINDOWED, "mixed": MIXED, "recurrent": RECURRENT}
 
 

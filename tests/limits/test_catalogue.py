@@ -12,10 +12,32 @@ from bankfull.limits.machine.catalogue import KINDS, TYPES, Catalogue, load
 from bankfull.limits.machine.roofline_chart import chart_of
 
 ASKED_FOR = (
-    "a10", "l4", "l40s", "a100-40gb", "a100-80gb", "h100", "h200", "b200", "mi300x", "tpu-v5e", "tpu-v5p", "tpu-v6e",
-    "gaudi-2", "gaudi-3", "wse-3", "m4-max", "m3-ultra", "rtx-3090", "rtx-4090", "rtx-5090", "epyc-9654", "xeon-8480",
-    "graviton4", "cpu-desktop", "cpu-laptop",
-)  # fmt: skip
+    "a10",
+    "l4",
+    "l40s",
+    "a100-40gb",
+    "a100-80gb",
+    "h100",
+    "h200",
+    "b200",
+    "mi300x",
+    "tpu-v5e",
+    "tpu-v5p",
+    "tpu-v6e",
+    "gaudi-2",
+    "gaudi-3",
+    "wse-3",
+    "m4-max",
+    "m3-ultra",
+    "rtx-3090",
+    "rtx-4090",
+    "rtx-5090",
+    "epyc-9654",
+    "xeon-8480",
+    "graviton4",
+    "cpu-desktop",
+    "cpu-laptop",
+)
 WHOLE = """
 [[device]]
 name = "mine"
@@ -111,8 +133,12 @@ def test_what_is_doubtful_is_said(known: Catalogue) -> None:
     (price,) = known.find("tpu-v5e").doubts
     assert "$1.20" in price and "assumption" in price
     assert [known.find(name).supported for name in ("h100", "cpu-laptop", "mi300x", "m4-max", "tpu-v5e")] == [
-        True, True, False, False, False
-    ]  # fmt: skip
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_json_has_every_field(known: Catalogue) -> None:

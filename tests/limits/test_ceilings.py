@@ -141,19 +141,33 @@ def test_a_busy_moment_never_lowers_what_is_kept(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     "damage",
     [
-        "", "{", "[1]", "null", '{"machine": 1}', "[" * 50_000, "\x00", " " * 100_000,
-        "negative", "missing", "text", "no flops", "infinite",
+        "",
+        "{",
+        "[1]",
+        "null",
+        '{"machine": 1}',
+        "[" * 50_000,
+        "\x00",
+        " " * 100_000,
+        "negative",
+        "missing",
+        "text",
+        "no flops",
+        "infinite",
     ],
     ids=range(13),
-)  # fmt: skip
+)
 def test_a_damaged_cache_is_measured_again_and_mended(damage: str, own_cache: Path) -> None:
     first = measure(budget=TINY)
     path = the_file(own_cache)
     good = json.loads(path.read_text())
     changes = {
-        "negative": {"read_bytes_per_s": -1.0}, "text": {"threads": "many"}, "no flops": {"flops": {}},
-        "infinite": {"read_bytes_per_s": float("inf")}, "missing": None,
-    }  # fmt: skip
+        "negative": {"read_bytes_per_s": -1.0},
+        "text": {"threads": "many"},
+        "no flops": {"flops": {}},
+        "infinite": {"read_bytes_per_s": float("inf")},
+        "missing": None,
+    }
     if damage in changes:
         change = changes[damage]
         good["ceilings"] = {**good["ceilings"], **change} if change else {"cpu": "x"}

@@ -27,10 +27,12 @@ TINTED = re.compile("\x1b\\[\\d+m")
 
 def line_chart(**changes: object) -> Chart:
     parts: dict[str, object] = {
-        "title": "Latency against batch", "x": Axis("batch", log=True), "y": Axis("time", unit="s"),
+        "title": "Latency against batch",
+        "x": Axis("batch", log=True),
+        "y": Axis("time", unit="s"),
         "series": [Series("decode", [(1, 0.01), (8, 0.011), (64, 0.02)]), Series("seen", [(8, 0.013)], "points")],
         "marks": [Mark(8, 0.011, "here")],
-    }  # fmt: skip
+    }
     return Chart(**{**parts, **changes})  # type: ignore[arg-type]
 
 
@@ -111,7 +113,7 @@ def test_places_on_a_linear_and_a_log_axis() -> None:
         (Axis("", names=("a", "b", "c")), (0, 2), ["a", "b", "c"]),
     ],
     ids=range(6),
-)  # fmt: skip
+)
 def test_ticks_are_round_and_carry_units(axis: Axis, values: tuple[float, float], expected: list[str]) -> None:
     chart = Chart("", axis, Axis(""), [Series("", [(value, 1) for value in values])])
     found = [text for _, text in scales_of(chart)[0].ticks(6)]
@@ -127,11 +129,19 @@ def test_long_units_stand_beside_the_axis_only() -> None:
 @pytest.mark.parametrize(
     ("value", "unit", "expected"),
     [
-        (0, "", "0"), (0, "s", "0 s"), (1234567, "", "1.23M"), (0.25, "", "0.25"), (2e-5, "s", "20 us"),
-        (90, "s", "90 s"), (999.9e9, "B", "1 TB"), (5e18, "", "5000P"), (-3000, "", "-3k"), (12.5, "%", "12.5%"),
+        (0, "", "0"),
+        (0, "s", "0 s"),
+        (1234567, "", "1.23M"),
+        (0.25, "", "0.25"),
+        (2e-5, "s", "20 us"),
+        (90, "s", "90 s"),
+        (999.9e9, "B", "1 TB"),
+        (5e18, "", "5000P"),
+        (-3000, "", "-3k"),
+        (12.5, "%", "12.5%"),
         (math.inf, "", "inf"),
     ],
-)  # fmt: skip
+)
 def test_values_are_spelled_as_a_reader_would(value: float, unit: str, expected: str) -> None:
     assert spelled(value, unit) == expected
 
@@ -160,9 +170,11 @@ def test_what_has_no_place_breaks_a_line_in_two() -> None:
 
 def test_bars_of_several_series_stand_side_by_side_on_the_baseline() -> None:
     chart = Chart(
-        "", Axis("", names=("queue", "decode")), Axis("", unit="s"),
+        "",
+        Axis("", names=("queue", "decode")),
+        Axis("", unit="s"),
         [Series("spent", [(0, 1), (1, 3)], "bars"), Series("limit", [(0, 0.5), (1, 2)], "bars")],
-    )  # fmt: skip
+    )
     root = parsed(chart)
     groups = {group.get("aria-label"): list(group.iter(f"{SVG}rect")) for group in root.iter(f"{SVG}g")}
     spent, limit = groups["spent"], groups["limit"]
@@ -182,11 +194,16 @@ def test_bars_of_several_series_stand_side_by_side_on_the_baseline() -> None:
 @pytest.mark.parametrize(
     "points",
     [
-        [], [(0, 0)], [(1, 1)], [(1, 5), (2, 5)], [(-3, -2), (4, 1e-30)], [(math.nan, 1), (1, math.inf)],
+        [],
+        [(0, 0)],
+        [(1, 1)],
+        [(1, 5), (2, 5)],
+        [(-3, -2), (4, 1e-30)],
+        [(math.nan, 1), (1, math.inf)],
         [(1e300, 1e300)],
     ],
     ids=range(7),
-)  # fmt: skip
+)
 def test_any_data_can_be_drawn(kind: Kind, log: bool, points: list[tuple[float, float]]) -> None:
     chart = Chart("t", Axis("x", log=log), Axis("y", log=log), [Series("s", points, kind)], [Mark(1, 1, "m")])
     ElementTree.fromstring(chart.svg())

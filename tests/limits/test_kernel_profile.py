@@ -60,9 +60,12 @@ def view(row_bytes: int) -> View:
 def test_weights_count_once_a_replay_and_values_once_a_token() -> None:
     x, y = view(40), view(60)
     node = Instruction(
-        "packed", {"x": x, "weight0": fixed(1000), "bias0": fixed(20), "weight1": fixed(500), "bias1": None},
-        {"y0": y, "y1": y, "encoded": None}, {"inner": 32, "parts": [(16, 0), (8, 3)]}, "packed",
-    )  # fmt: skip
+        "packed",
+        {"x": x, "weight0": fixed(1000), "bias0": fixed(20), "weight1": fixed(500), "bias1": None},
+        {"y0": y, "y1": y, "encoded": None},
+        {"inner": 32, "parts": [(16, 0), (8, 3)]},
+        "packed",
+    )
     assert traffic_of([node]) == {"packed 32 -> 24": Traffic(1, 1520, 100, 2 * 32 * 24)}
     other = replace(node, facts={"inner": 64, "parts": [(16, 0)]})
     assert set(traffic_of([node, other, node])) == {"packed 32 -> 24", "packed 64 -> 16"}
@@ -75,9 +78,12 @@ def test_a_token_reads_one_row_of_a_table_and_pages_are_not_weights() -> None:
     assert traffic_of([replace(table, label="embedding")]) == {"embedding": Traffic(1, 0, 128 + 34, 0)}
     pages, narrow = fixed(1 << 20), Fixed(torch.empty(1 << 10, dtype=torch.bfloat16))
     intake = Instruction(
-        "intake", {"q": row, "k": View(row.value, 64), "v": None, "slots": Input("slots0")},
-        {"turned": row, "k_pages": narrow, "v_pages": narrow}, {"kv_heads": 2, "size": 8, "values": 4}, "intake",
-    )  # fmt: skip
+        "intake",
+        {"q": row, "k": View(row.value, 64), "v": None, "slots": Input("slots0")},
+        {"turned": row, "k_pages": narrow, "v_pages": narrow},
+        {"kv_heads": 2, "size": 8, "values": 4},
+        "intake",
+    )
     assert traffic_of([intake]) == {"intake": Traffic(1, 0, 2 * 128 + 2 * (8 + 4) * 2, 0)}
     write = Instruction("write", {"rows": row}, {"pages": pages}, {"heads": 2, "size": 8}, "write")
     assert traffic_of([write]) == {"write": Traffic(1, 0, 128 + 16, 0)}
@@ -102,8 +108,11 @@ def test_the_kernels_of_a_llama_need_what_its_shape_says(exact: LLM) -> None:
     exact_costs = metered.cost(step).total
     vocab, inner = exact.loaded.model.vocab, HEADS * SIZE
     shapes = {  # columns and rows of a layer's matrices -> how many there are
-        (HIDDEN, inner): 1 + 1, (HIDDEN, KV_HEADS * SIZE): 2, (HIDDEN, WIDE): 2, (WIDE, HIDDEN): 1,
-    }  # fmt: skip
+        (HIDDEN, inner): 1 + 1,
+        (HIDDEN, KV_HEADS * SIZE): 2,
+        (HIDDEN, WIDE): 2,
+        (WIDE, HIDDEN): 1,
+    }
     for (columns, rows), count in shapes.items():
         cost = found[f"linear {columns} -> {rows}"]
         assert cost.flops == LAYERS * count * 2 * columns * rows * 4
@@ -129,8 +138,9 @@ def test_every_kernel_is_timed_and_only_within_the_block(exact: LLM) -> None:
     assert taped is not None
     found = spent_under(exact, [5, 6, 7], 4)
     assert {label: runs for label, (_, runs) in found.items()} == {
-        **{label: 4 * traffic.count for label, traffic in taped.tape.traffic.items()}, HEAD: 4,
-    }  # fmt: skip
+        **{label: 4 * traffic.count for label, traffic in taped.tape.traffic.items()},
+        HEAD: 4,
+    }
     assert all(seconds > 0 for seconds, _ in found.values())
     exact.generate([5, 6, 7])
     assert not taped.timed and taped.tape.times() == {}
@@ -161,9 +171,15 @@ def test_rows_are_those_of_a_step_and_add_up_to_it() -> None:
     slow = Kernel("slow", 60.0, 4, (Cost(8000, 100, 0), Cost(0, 1000, 0)))
     first, second, host, step = Part("decode", 100.0, (slow, fast), steps).rows(MACHINE, 1000.0)
     assert first == {
-        "kernel": "slow", "runs_per_step": 2.0, "seconds_per_step": 30.0, "share": 0.6, "bytes_per_s": 1100 / 60,
-        "flop_per_s": 8000 / 60, "least_seconds_per_step": (8 + 10) / 2, "percent_of_limit": 30.0,
-    }  # fmt: skip
+        "kernel": "slow",
+        "runs_per_step": 2.0,
+        "seconds_per_step": 30.0,
+        "share": 0.6,
+        "bytes_per_s": 1100 / 60,
+        "flop_per_s": 8000 / 60,
+        "least_seconds_per_step": (8 + 10) / 2,
+        "percent_of_limit": 30.0,
+    }
     assert (second["least_seconds_per_step"], second["percent_of_limit"], second["flop_per_s"]) == (4.0, 80.0, None)
     assert (host["kernel"], host["seconds_per_step"], host["share"]) == (HOST, 15.0, 0.3)
     assert host["least_seconds_per_step"] is host["percent_of_limit"] is host["runs_per_step"] is None

@@ -50,8 +50,10 @@ def test_each_cache_is_read_at_half_its_size_and_memory_is_the_ceilings(cpu: Dev
         pytest.skip("caches are read by the native kernels")
     found = levels.measure(cpu, FOUND)
     assert [(level.name, level.set_bytes) for level in found.levels] == [
-        ("L1", 48 << 10), ("L2", 2 << 20), ("memory", 10**9)
-    ]  # fmt: skip
+        ("L1", 48 << 10),
+        ("L2", 2 << 20),
+        ("memory", 10**9),
+    ]
     assert found.levels[-1].bytes_per_s == FOUND.read_bytes_per_s
     sizes = [size for size, _ in found.curve]
     assert sizes == sorted(sizes) and sizes[0] == levels.SMALLEST_SET and sizes[-1] == FOUND.read_set_bytes
@@ -96,7 +98,9 @@ def test_a_second_call_is_answered_from_the_cache_until_refreshed(
 @pytest.mark.parametrize(
     "change",
     [
-        lambda kept: "{", lambda kept: "[]", lambda kept: {**kept, "machine": {}},
+        lambda kept: "{",
+        lambda kept: "[]",
+        lambda kept: {**kept, "machine": {}},
         lambda kept: {"machine": kept["machine"]},
         lambda kept: {**kept, "levels": {**kept["levels"], "levels": []}},
         lambda kept: {**kept, "levels": {**kept["levels"], "curve": [[1, -1.0]]}},
@@ -104,7 +108,7 @@ def test_a_second_call_is_answered_from_the_cache_until_refreshed(
         lambda kept: {**kept, "levels": {**kept["levels"], "when": 5}},
     ],
     ids=range(8),
-)  # fmt: skip
+)
 def test_a_damaged_cache_is_measured_again(
     cpu: Device, no_disk: None, own_cache: Path, change: Callable[[dict[str, object]], object]
 ) -> None:
@@ -188,8 +192,12 @@ def test_a_disk_that_is_full_or_cannot_be_written_to_is_left_out(tmp_path: Path)
 
 LEVELS = Levels(
     (Level("L1", 100, 50, 8e10), Level("L2", 1000, 500, 4e10), Level("memory", 0, 10**9, 1e10)),
-    ((50, 8e10), (500, 4e10), (10**9, 1e10)), Disk(1e9, 100, "direct reads"), None, None, "now",
-)  # fmt: skip
+    ((50, 8e10), (500, 4e10), (10**9, 1e10)),
+    Disk(1e9, 100, "direct reads"),
+    None,
+    None,
+    "now",
+)
 
 
 def test_the_roofline_rises_with_memory_up_to_each_peak() -> None:

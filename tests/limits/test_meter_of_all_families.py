@@ -25,10 +25,18 @@ CPU = torch.device("cpu")
 PRODUCTS = ("linear", "head/linear", "paged_attention", "causal_conv")
 """What torch counts: products, not sums nor functions."""
 OPT = {
-    "model_type": "opt", "hidden_size": 64, "word_embed_proj_dim": 64, "num_attention_heads": 4, "ffn_dim": 96,
-    "num_hidden_layers": 3, "vocab_size": 160, "max_position_embeddings": 256, "dtype": "float32",
-    "do_layer_norm_before": True, "activation_function": "relu",
-}  # fmt: skip
+    "model_type": "opt",
+    "hidden_size": 64,
+    "word_embed_proj_dim": 64,
+    "num_attention_heads": 4,
+    "ffn_dim": 96,
+    "num_hidden_layers": 3,
+    "vocab_size": 160,
+    "max_position_embeddings": 256,
+    "dtype": "float32",
+    "do_layer_norm_before": True,
+    "activation_function": "relu",
+}
 TEXT = {key: value for key, value in MIXED.items() if key not in ("model_type", "dtype")}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,

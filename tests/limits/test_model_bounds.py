@@ -124,9 +124,14 @@ def names_of(config: dict[str, Any]) -> list[str]:
 
 def test_variants_are_of_each_kind_and_none_that_the_model_has_already() -> None:
     assert names_of(LLAMA) == [
-        "int8 weights", "int4 weights", "int8 keys and values", "int4 weights and int8 keys and values",
-        "a key head for each query head (no GQA)", "one key head for all (MQA)", "5 of 6 layers see 1024 tokens",
-    ]  # fmt: skip
+        "int8 weights",
+        "int4 weights",
+        "int8 keys and values",
+        "int4 weights and int8 keys and values",
+        "a key head for each query head (no GQA)",
+        "one key head for all (MQA)",
+        "5 of 6 layers see 1024 tokens",
+    ]
     assert "every layer sees everything" in names_of(MIXED) and "every layer sees everything" in names_of(WINDOWED)
     assert names_of(RECURRENT) == ["int8 weights", "int4 weights"]
     whole = names_of({**LLAMA, "num_key_value_heads": 4})
@@ -169,8 +174,12 @@ def whole(**more: Any) -> ModelRoofline:
 def test_everything_is_told_in_plain_json() -> None:
     found = json.loads(json.dumps(whole().as_json(), allow_nan=False))
     assert [(p["phase"], p["sequences"], p["context"]) for p in found["phases"]] == [
-        ("prefill", 1, 128), ("decode", 2, 64), ("decode", 8, 64), ("decode", 2, 1000), ("decode", 8, 1000),
-    ]  # fmt: skip
+        ("prefill", 1, 128),
+        ("decode", 2, 64),
+        ("decode", 8, 64),
+        ("decode", 2, 1000),
+        ("decode", 8, 1000),
+    ]
     for phase in found["phases"]:
         *operations, total = phase["operations"]
         assert total["flops"] == pytest.approx(sum(row["flops"] for row in operations))
@@ -219,8 +228,11 @@ def test_the_command_shows_writes_and_refuses(tmp_path: Path, capsys: pytest.Cap
     for expected in ("8.03 G parameters", "paged_attention", "int4 weights", "32 sequences at context 1024", "ridge"):
         assert expected in shown.out
     assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == [
-        "latency.svg", "roofline.svg", "throughput.svg", "trade-off.svg"
-    ]  # fmt: skip
+        "latency.svg",
+        "roofline.svg",
+        "throughput.svg",
+        "trade-off.svg",
+    ]
     assert run_command([*asked, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["machine"]["measured"] is False
     assert run_command(["roofline", str(tmp_path), "--device", "h2000"]) == 2

@@ -48,8 +48,12 @@ def test_a_model_against_itself_has_lost_nothing(shape: str) -> None:
 def test_windows_cover_each_text_once_and_begin_with_the_opening() -> None:
     made = windows_of([list(range(10, 20)), [5], [6, 7]], opening=(1, 2), window=6)
     assert [w.tokens for w in made] == [
-        (1, 2, 10, 11, 12, 13), (1, 2, 14, 15, 16, 17), (1, 2, 18, 19), (1, 2, 5), (1, 2, 6, 7)
-    ]  # fmt: skip
+        (1, 2, 10, 11, 12, 13),
+        (1, 2, 14, 15, 16, 17),
+        (1, 2, 18, 19),
+        (1, 2, 5),
+        (1, 2, 6, 7),
+    ]
     assert {w.first for w in made} == {2}
     # Without an opening the first token of a window has nothing before it, so a lone one predicts nothing.
     assert [(w.tokens, w.first) for w in windows_of([[3, 4, 5], [6]], window=2)] == [((3, 4), 1)]

@@ -72,9 +72,14 @@ def reference_logits(reference: Any, tokens: list[int] = TOKENS) -> Tensor:
 
 
 def build(
-    files: ModelFiles, *, dtype: torch.dtype = torch.float32, providers: str = "torch", max_len: int = 0,
-    expand: bool = False, changes: dict[str, Any] | None = None,
-) -> Decoder:  # fmt: skip
+    files: ModelFiles,
+    *,
+    dtype: torch.dtype = torch.float32,
+    providers: str = "torch",
+    max_len: int = 0,
+    expand: bool = False,
+    changes: dict[str, Any] | None = None,
+) -> Decoder:
     """`changes` overwrite configuration values: a model that is wrong on purpose."""
     made = Build(files.source, kit_for("cpu", providers), dtype, CPU, expand, max_len)
     return build_model(files.config | (changes or {}), made)

@@ -151,11 +151,18 @@ def converted(name: str, path: Path, **how: Any) -> ModelFiles:
     tensors = dict(reference.state_dict())
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight")
-    return open_model(write_gguf(
-        path / f"{name}.gguf", architecture, tensors, config.num_hidden_layers,
-        lambda writer: metadata(writer, config),
-        change=lambda key, tensor: change(key, tensor, config), extra=extra(reference), **how,
-    ))  # fmt: skip
+    return open_model(
+        write_gguf(
+            path / f"{name}.gguf",
+            architecture,
+            tensors,
+            config.num_hidden_layers,
+            lambda writer: metadata(writer, config),
+            change=lambda key, tensor: change(key, tensor, config),
+            extra=extra(reference),
+            **how,
+        )
+    )
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -171,9 +178,13 @@ def test_smollm3_turns_all_but_every_fourth_layer(tmp_path: Path) -> None:
     before = list(reference.config.no_rope_layers)
     tensors = {key: tensor for key, tensor in reference.state_dict().items() if key != "lm_head.weight"}
     path = write_gguf(
-        tmp_path / "m.gguf", "smollm3", tensors, 4, lambda writer: common(writer, reference.config),
+        tmp_path / "m.gguf",
+        "smollm3",
+        tensors,
+        4,
+        lambda writer: common(writer, reference.config),
         change=lambda key, tensor: interleaved(key, tensor, reference.config),
-    )  # fmt: skip
+    )
     for layer, turns in zip(reference.model.layers, (1, 1, 1, 0), strict=True):
         layer.self_attn.use_rope = turns
     want = reference_logits(reference)

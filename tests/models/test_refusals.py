@@ -55,15 +55,36 @@ def test_an_unsupported_value_is_refused_by_name(name: str, change: dict[str, An
 
 
 INERT = {
-    "architectures", "dtype", "model_type", "transformers_version", "use_cache", "bos_token_id", "eos_token_id",
-    "pad_token_id", "attention_dropout", "dropout", "layerdrop", "embd_pdrop", "resid_pdrop", "initializer_range",
-    "init_std", "pretraining_tp",
+    "architectures",
+    "dtype",
+    "model_type",
+    "transformers_version",
+    "use_cache",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "attention_dropout",
+    "dropout",
+    "layerdrop",
+    "embd_pdrop",
+    "resid_pdrop",
+    "initializer_range",
+    "init_std",
+    "pretraining_tp",
     # How weights were first drawn, and which of two equal scans trains faster.
-    "rescale_prenorm_residual", "time_step_floor", "time_step_init_scheme", "time_step_max", "time_step_min",
-    "time_step_scale", "use_associative_scan", "use_mambapy",
+    "rescale_prenorm_residual",
+    "time_step_floor",
+    "time_step_init_scheme",
+    "time_step_max",
+    "time_step_min",
+    "time_step_scale",
+    "use_associative_scan",
+    "use_mambapy",
     # Said again by another field that is read: the layers' types, the inner size, the scaling's own copy.
-    "_sliding_window_pattern", "expand", "original_max_position_embeddings",
-}  # fmt: skip
+    "_sliding_window_pattern",
+    "expand",
+    "original_max_position_embeddings",
+}
 #: Fields that the reference leaves alone too, because another one switches them off or the family has no such part.
 SWITCHED_OFF = {
     "qwen2": {"max_window_layers", "sliding_window"},

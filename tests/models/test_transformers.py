@@ -34,8 +34,17 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"hidden_act": "gelu"}),
     ("llama-linear", {"rope_scaling": {"rope_type": "linear", "factor": 3.1}}),
     ("llama-llama3", {"rope_scaling": None}),
-    ("llama-yarn", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0,
-                                     "original_max_position_embeddings": 16}}),
+    (
+        "llama-yarn",
+        {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "attention_factor": 1.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
     ("llama-yarn", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}),
     ("mistral", {"sliding_window": 8}),
     ("mistral", {"sliding_window": 6}),
@@ -56,7 +65,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("phi3-long", {"partial_rotary_factor": 1.0, "rope_scaling": None}),
     ("opt", {"activation_function": "gelu"}),
     ("mamba", {"layer_norm_epsilon": 1e-2}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "change"), WRONG, ids=[f"{name}-{'-'.join(change)}" for name, change in WRONG])
@@ -111,9 +120,19 @@ def test_sparse_published_files_get_the_family_defaults() -> None:
     """Gemma 3's own files leave out most of what they mean."""
     assert error(ours("gemma3-text", changes={"layer_types": None}), saved("gemma3-text").logits) > 10 * TOLERANCE
     reference = type(saved("gemma3-text").reference.config)()
-    for name in ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
-                 "rms_norm_eps", "query_pre_attn_scalar", "sliding_window", "hidden_activation", "tie_word_embeddings",
-                 "attention_bias"):  # fmt: skip
+    for name in (
+        "vocab_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "query_pre_attn_scalar",
+        "sliding_window",
+        "hidden_activation",
+        "tie_word_embeddings",
+        "attention_bias",
+    ):
         assert GEMMA3[name] == getattr(reference, name), name
     assert GEMMA3["rope_theta"] == reference.rope_parameters["full_attention"]["rope_theta"]
     assert GEMMA3["rope_local_base_freq"] == reference.rope_parameters["sliding_attention"]["rope_theta"]

@@ -121,13 +121,29 @@ class Maker:
 
 #: Where the blocks keep their float16 scales, and about the largest product of code and inner scale.
 _HALVES = {
-    "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,),
-    "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,),
-}  # fmt: skip
+    "q4_0": (0,),
+    "q4_1": (0, 2),
+    "q5_0": (0,),
+    "q5_1": (0, 2),
+    "q8_0": (0,),
+    "q2_k": (80, 82),
+    "q3_k": (108,),
+    "q4_k": (0, 2),
+    "q5_k": (0, 2),
+    "q6_k": (208,),
+}
 _LARGEST = {
-    "q4_0": 8, "q4_1": 16, "q5_0": 16, "q5_1": 32, "q8_0": 128,
-    "q2_k": 45, "q3_k": 128, "q4_k": 945, "q5_k": 1953, "q6_k": 4096,
-}  # fmt: skip
+    "q4_0": 8,
+    "q4_1": 16,
+    "q5_0": 16,
+    "q5_1": 32,
+    "q8_0": 128,
+    "q2_k": 45,
+    "q3_k": 128,
+    "q4_k": 945,
+    "q5_k": 1953,
+    "q6_k": 4096,
+}
 _CODED = {scheme.name: 128 if scheme.name.startswith("int8") else 8 for scheme in groups.SCHEMES}
 _CODED |= {rows.INT8_ROW: 128, rows.FP8: 448}
 """The largest code of each scheme that keeps codes and scales apart."""
@@ -430,14 +446,36 @@ def selective_scan(make: Maker) -> Case:
 GENERATORS: dict[str, Callable[[Maker], Case]] = {
     function.__name__: function
     for function in (
-        linear, linear_bf16, linear_int8, linear_mixed, best_output, best_output_bf16, best_output_int8,
-        best_output_mixed, gated_linear,
-        normed_linear, normed_best_output, normed_gated_linear, embedding,
-        rms_norm, add, attend,
-        add_rms_norm, layer_norm, activate, activate_mul, soft_cap, rope_angles, rotate, paged_attention, write_pages,
-        write_pages_int8, causal_conv, selective_scan,
+        linear,
+        linear_bf16,
+        linear_int8,
+        linear_mixed,
+        best_output,
+        best_output_bf16,
+        best_output_int8,
+        best_output_mixed,
+        gated_linear,
+        normed_linear,
+        normed_best_output,
+        normed_gated_linear,
+        embedding,
+        rms_norm,
+        add,
+        attend,
+        add_rms_norm,
+        layer_norm,
+        activate,
+        activate_mul,
+        soft_cap,
+        rope_angles,
+        rotate,
+        paged_attention,
+        write_pages,
+        write_pages_int8,
+        causal_conv,
+        selective_scan,
     )
-}  # fmt: skip
+}
 
 
 def case(name: str, seed: int, dtype: torch.dtype | None = None) -> Case:

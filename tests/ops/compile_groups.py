@@ -44,10 +44,21 @@ LATER = ([1], [2], [5], [12], [100], [2000], [300] * 4, [700, 1, 1, 1], [256, 3]
 PAST = (0, 7, 40)
 """Tokens before them."""
 MAMBA = {
-    "model_type": "mamba", "vocab_size": 50280, "hidden_size": 2560, "num_hidden_layers": 64, "state_size": 16,
-    "conv_kernel": 4, "expand": 2, "intermediate_size": 5120, "time_step_rank": 160, "tie_word_embeddings": True,
-    "layer_norm_epsilon": 1e-5, "use_bias": False, "use_conv_bias": True, "hidden_act": "silu",
-}  # fmt: skip
+    "model_type": "mamba",
+    "vocab_size": 50280,
+    "hidden_size": 2560,
+    "num_hidden_layers": 64,
+    "state_size": 16,
+    "conv_kernel": 4,
+    "expand": 2,
+    "intermediate_size": 5120,
+    "time_step_rank": 160,
+    "tie_word_embeddings": True,
+    "layer_norm_epsilon": 1e-5,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "hidden_act": "silu",
+}
 WEIGHTLESS_SEEDS = 12
 """Enough for operations without a weight, whose kernels differ by dtype and layout only."""
 Two = tuple[Iterable[Launch], Iterable[Launch]]
@@ -205,11 +216,15 @@ def broken() -> Two:
 
 
 GROUPS: dict[str, Callable[[], Two]] = {
-    "start": partial(start, SHAPES["llama-3-8b"], (1,)), "recurrent": partial(start, MAMBA, (1, 4)), "drafts": drafts,
-    "broken": broken, "plans": plans, "edges": edges,
+    "start": partial(start, SHAPES["llama-3-8b"], (1,)),
+    "recurrent": partial(start, MAMBA, (1, 4)),
+    "drafts": drafts,
+    "broken": broken,
+    "plans": plans,
+    "edges": edges,
     "heads": partial(heads, "int4_g128", "int8_row"),
     "quantized": partial(quantized, "int4_g128"),
     "quantized-more": partial(quantized, "int8_row", "fp8", "q4_k"),
     "generated": partial(generated, range(3)),
     "generated-more": partial(generated, range(3, len(cases.FLOATS) * len(SCHEMES))),
-}  # fmt: skip
+}

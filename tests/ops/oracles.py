@@ -165,10 +165,16 @@ def write_pages_int8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) 
 
 
 def paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta,
-    scale: float, window: int | None = None, cap: float | None = None,
-    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
-) -> Array:  # fmt: skip
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    meta: PagedMeta,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+) -> Array:
     """A dense softmax over exactly the keys that a query may see."""
     queries, keys, values = f64(q), f64(k_pages), f64(v_pages)
     if k_scales is not None and v_scales is not None:
@@ -192,10 +198,18 @@ def paged_attention(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta,
-    angles: tuple[Tensor, Tensor] | None, norms: HeadNorms | None,
-    scale: float, window: int | None = None, cap: float | None = None,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    meta: PagedMeta,
+    angles: tuple[Tensor, Tensor] | None,
+    norms: HeadNorms | None,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+) -> tuple[Array, Array, Array]:
     """The outputs, and both kinds of pages afterwards; between its parts a number is rounded as activations are."""
 
     def turned(x: Tensor, weight: Tensor | None) -> Tensor:
@@ -283,11 +297,33 @@ def activate_mul(gate: Tensor, up: Tensor, kind: str) -> Array:
 ORACLES: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
-        linear, linear_bf16, linear_int8, linear_mixed, best_output, best_output_bf16, best_output_int8,
-        best_output_mixed, gated_linear,
-        normed_linear, normed_best_output, normed_gated_linear, embedding,
-        rms_norm, add, attend,
-        add_rms_norm, layer_norm, soft_cap, rotate, write_pages, write_pages_int8, paged_attention, causal_conv,
-        selective_scan, rope_angles, activate, activate_mul,
+        linear,
+        linear_bf16,
+        linear_int8,
+        linear_mixed,
+        best_output,
+        best_output_bf16,
+        best_output_int8,
+        best_output_mixed,
+        gated_linear,
+        normed_linear,
+        normed_best_output,
+        normed_gated_linear,
+        embedding,
+        rms_norm,
+        add,
+        attend,
+        add_rms_norm,
+        layer_norm,
+        soft_cap,
+        rotate,
+        write_pages,
+        write_pages_int8,
+        paged_attention,
+        causal_conv,
+        selective_scan,
+        rope_angles,
+        activate,
+        activate_mul,
     )
-}  # fmt: skip
+}

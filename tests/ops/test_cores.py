@@ -103,9 +103,13 @@ PAIRS = {f"sys/devices/system/cpu/cpu{n}/topology/core_cpus_list": f"{n % 32},{n
     ],
 )
 def test_the_second_thread_of_a_core_is_used_where_it_measures_faster(
-    tmp_path: Path, sixty_four: None, monkeypatch: pytest.MonkeyPatch, reads: dict[int, float],
-    products: dict[int, float], threads: int,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    sixty_four: None,
+    monkeypatch: pytest.MonkeyPatch,
+    reads: dict[int, float],
+    products: dict[int, float],
+    threads: int,
+) -> None:
     instruments = Instruments(monkeypatch, reads, products)
     chosen = cores.suitable(instruments, tree(tmp_path, PAIRS))  # type: ignore[arg-type]
     assert chosen.threads == threads

@@ -76,9 +76,14 @@ def settled(name: str, made: cases.Case) -> bool:
 
 
 NO_SLOPE = {
-    "linear_bf16", "linear_int8", "linear_mixed",
-    "best_output", "best_output_bf16", "best_output_int8", "best_output_mixed",
-}  # fmt: skip
+    "linear_bf16",
+    "linear_int8",
+    "linear_mixed",
+    "best_output",
+    "best_output_bf16",
+    "best_output_int8",
+    "best_output_mixed",
+}
 """Rounding and choosing: no gradient tells what they read. They are linear layers that write something else."""
 
 

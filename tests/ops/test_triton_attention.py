@@ -38,10 +38,22 @@ class Inputs:
     """One call of `attend`, its pages poisoned wherever nobody may look, the places of new tokens included."""
 
     def __init__(
-        self, counts: Sequence[int], lengths: Sequence[int], monkeypatch: pytest.MonkeyPatch, *, kv: int = 2,
-        groups: int = 2, size: int = SIZE, dtype: torch.dtype = torch.float32, held: torch.dtype | None = None,
-        window: int | None = None, cap: float | None = None, seed: int = 0, norms: bool = True, turns: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        counts: Sequence[int],
+        lengths: Sequence[int],
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        kv: int = 2,
+        groups: int = 2,
+        size: int = SIZE,
+        dtype: torch.dtype = torch.float32,
+        held: torch.dtype | None = None,
+        window: int | None = None,
+        cap: float | None = None,
+        seed: int = 0,
+        norms: bool = True,
+        turns: bool = True,
+    ) -> None:
         bounds = np.concatenate(([0], np.cumsum(counts))), np.array(lengths)
         monkeypatch.setattr(cases, "sequences", lambda make: bounds)
         make = cases.Maker(seed, dtype)
@@ -229,9 +241,15 @@ def test_a_tensor_map_describes_heads_side_by_side_in_aligned_rows() -> None:
         assert described.shape == [some.shape[0], some.shape[1] * 32]
         assert described.strides == [some.stride(0), 1] and described.block_shape == [64, 32]
     for other in (
-        stacked[..., :20], stacked[:, ::2], stacked[..., ::2], stacked.transpose(1, 2), rows(4 * 8).view(40, 4, 8),
-        stacked[:1].expand(40, 4, 32), rows(129)[:, :128].view(40, 4, 32), rows(128, 1).view(40, 4, 32),
-    ):  # fmt: skip
+        stacked[..., :20],
+        stacked[:, ::2],
+        stacked[..., ::2],
+        stacked.transpose(1, 2),
+        rows(4 * 8).view(40, 4, 8),
+        stacked[:1].expand(40, 4, 32),
+        rows(129)[:, :128].view(40, 4, 32),
+        rows(128, 1).view(40, 4, 32),
+    ):
         assert attention_prefill.tensor_map(other, 64) is None
 
 

@@ -17,10 +17,12 @@ LONG = pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "group",
     [
-        "start", "quantized", "heads",
+        "start",
+        "quantized",
+        "heads",
         *(pytest.param(name, marks=FULL) for name in ("recurrent", "drafts", "quantized-more")),
     ],
-)  # fmt: skip
+)
 def test_the_kernels_of_real_models_compile_ahead_and_keep_to_their_registers(group: str) -> None:
     report = report_on(group)
     assert not report.errors, "\n".join(report.errors)

@@ -174,12 +174,25 @@ def test_a_gated_layer_of_some_rows_is_one_kernel(rows: int, kind: str) -> None:
 
 
 def test_rows_are_gated_in_tiles_where_that_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    def takes(rows: int = 32, outputs: int = 14336, columns: int = 4096, bias: bool = False,
-              dtype: torch.dtype = torch.bfloat16) -> bool:  # fmt: skip
+    def takes(
+        rows: int = 32,
+        outputs: int = 14336,
+        columns: int = 4096,
+        bias: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> bool:
         return linear.gates_in_tiles.__wrapped__(rows, outputs, columns, bias, dtype, torch.device("meta"))
 
     assert takes() and takes(rows=5)
-    assert not any((takes(rows=4), takes(rows=33), takes(outputs=8191), takes(columns=4100), takes(bias=True),
-                    takes(dtype=torch.float32)))  # fmt: skip
+    assert not any(
+        (
+            takes(rows=4),
+            takes(rows=33),
+            takes(outputs=8191),
+            takes(columns=4100),
+            takes(bias=True),
+            takes(dtype=torch.float32),
+        )
+    )
     monkeypatch.setattr(linear, "shared_memory", lambda device: 99 << 10)
     assert not takes()

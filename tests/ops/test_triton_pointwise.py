@@ -267,6 +267,18 @@ def test_nothing_gives_nothing(draw: Callable[..., Tensor]) -> None:
 
 
 def test_float64_is_left_to_the_bodies() -> None:
-    for name in ("activate", "activate_mul", "soft_cap", "add", "rms_norm", "add_rms_norm", "layer_norm", "rope_angles",
-                 "rotate", "embedding", "causal_conv", "selective_scan"):  # fmt: skip
+    for name in (
+        "activate",
+        "activate_mul",
+        "soft_cap",
+        "add",
+        "rms_norm",
+        "add_rms_norm",
+        "layer_norm",
+        "rope_angles",
+        "rotate",
+        "embedding",
+        "causal_conv",
+        "selective_scan",
+    ):
         assert not OPERATIONS[name].providers["triton"].accepts(dtype=torch.float64)

@@ -33,9 +33,17 @@ def test_a_step_is_gathered_from_its_rows(width: int, page_tokens: tuple[int, ..
     frequencies = 1.0 / 10000 ** (torch.arange(5, device=DEVICE) / 5)
     cos, sin = (torch.full((total, 5), 7.0, dtype=torch.float16, device=DEVICE) for _ in range(2))
     gather_step(
-        lines, tokens, reached, tables, page_tokens, width, (ids, positions, lengths), slots, pages,
+        lines,
+        tokens,
+        reached,
+        tables,
+        page_tokens,
+        width,
+        (ids, positions, lengths),
+        slots,
+        pages,
         Turning(frequencies, 1.25, cos, sin),
-    )  # fmt: skip
+    )
     expected = rope_angles.providers["triton"].run(positions, frequencies, 1.25, torch.float16)
     assert torch.equal(cos, expected[0]) and torch.equal(sin, expected[1])
     for i, line in enumerate(lines.tolist()):

@@ -81,9 +81,18 @@ def test_it_norms_its_own_input_and_gates(name: str, dtype: torch.dtype, offset:
     assert error_of(before.joined, plain.joined) <= JOINED[dtype]
 
 
-@pytest.mark.parametrize("cut", [
-    Turns(2, 2), Turns(4, 2), Turns(8, 2), Turns(16, 2), Turns(8, 1, groups=2), Turns(4, 2, words=8, registers=128),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "cut",
+    [
+        Turns(2, 2),
+        Turns(4, 2),
+        Turns(8, 2),
+        Turns(16, 2),
+        Turns(8, 1, groups=2),
+        Turns(4, 2, words=8, registers=128),
+    ],
+    ids=str,
+)
 def test_programs_take_several_turns(cut: Turns, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_turns, "processors", lambda device: 1)
     for columns in (256, 2048):
@@ -186,9 +195,13 @@ def test_who_takes_what(monkeypatch: pytest.MonkeyPatch) -> None:
     watch("best_of_row")
     watch("few_rows")
     for name, columns, dtype in (
-        ("int4_g128", 2048, BRAIN), ("int4_g128", 2048, torch.float32), ("int4_g128", 1024, BRAIN),
-        ("q6_k", 2048, BRAIN), ("int8_row", 8448, BRAIN), ("int8_row", 2048, HALF),
-    ):  # fmt: skip
+        ("int4_g128", 2048, BRAIN),
+        ("int4_g128", 2048, torch.float32),
+        ("int4_g128", 1024, BRAIN),
+        ("q6_k", 2048, BRAIN),
+        ("int8_row", 8448, BRAIN),
+        ("int8_row", 2048, HALF),
+    ):
         weight = weight_of(name, 4, columns)
         x = normal(1, columns, dtype=dtype)
         assert error_of(linear.providers["triton-q"].run(x, repacked(weight)), linear.body(x, weight)) < 1e-2

@@ -76,9 +76,7 @@ def test_a_model_that_does_not_fit_is_left_out_with_the_reason() -> None:
 
 
 def test_more_traffic_needs_more_replicas() -> None:
-    few, many = (
-        plan(CARD, traffic=f"rate={rate}/s, in=60, out=20", goal="cost", lossless=True) for rate in (5, 2500)
-    )
+    few, many = (plan(CARD, traffic=f"rate={rate}/s, in=60, out=20", goal="cost", lossless=True) for rate in (5, 2500))
     assert few.recommended is not None and many.recommended is not None
     assert few.recommended.configuration.replicas < many.recommended.configuration.replicas
     assert len(many.recommended.configuration.commands("tiny")) == many.recommended.configuration.replicas
@@ -111,8 +109,10 @@ def test_this_machine_has_one_replica() -> None:
 
 def test_without_objectives_what_a_token_takes_decides_and_latencies_are_told() -> None:
     assert [usual_goal(*given) for given in ((True, False), (False, True), (False, False))] == [
-        "goodput", "cost", "efficiency",
-    ]  # fmt: skip
+        "goodput",
+        "cost",
+        "efficiency",
+    ]
     found = plan(CPU, slo=Slo(), goal="efficiency")
     best = found.recommended
     assert best is not None and best.met
@@ -143,9 +143,15 @@ def test_lossless_leaves_out_whatever_rounds() -> None:
 def test_ways_to_store_are_those_that_the_loader_has() -> None:
     dense = {(stored.quantize, stored.dtype, stored.kv_dtype) for stored in ways_to_store(MODEL, "cpu", False)}
     assert dense == {
-        (None, "auto", "auto"), (None, "auto", "int8"), (None, "bfloat16", "auto"), (None, "bfloat16", "int8"),
-        ("int8", "auto", "auto"), ("int8", "auto", "int8"), ("int4", "auto", "auto"), ("int4", "auto", "int8"),
-    }  # fmt: skip
+        (None, "auto", "auto"),
+        (None, "auto", "int8"),
+        (None, "bfloat16", "auto"),
+        (None, "bfloat16", "int8"),
+        ("int8", "auto", "auto"),
+        ("int8", "auto", "int8"),
+        ("int4", "auto", "auto"),
+        ("int4", "auto", "int8"),
+    }
     assert any(stored.quantize == "fp8" for stored in ways_to_store(MODEL, "cuda", False))
     assert {stored.kv_dtype for stored in ways_to_store(RECURRENT, "cpu", False)} == {"auto"}
 

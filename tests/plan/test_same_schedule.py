@@ -72,8 +72,12 @@ def simulated_plans(bench: Bench, trace: Sequence[Arrival], times: StepTimes) ->
     spec = ReplicaSpec(
         bench.manager.layout,
         Sizes(bench.manager.pages.size, bench.manager.slots.size, bench.sched.rows, bench.max_len),
-        bench.sched, bench.state, bench.depth, times, queue=10**6,
-    )  # fmt: skip
+        bench.sched,
+        bench.state,
+        bench.depth,
+        times,
+        queue=10**6,
+    )
     requests = [Served(a.time, len(a.prompt), a.output) for a in trace]
     replica = Replica(spec, requests, trace)
     plans: list[Plan] = []

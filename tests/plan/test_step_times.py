@@ -125,8 +125,13 @@ def true_times(factors: dict[str, float]) -> StepTimes:
     return StepTimes(forms_by_operation(MeteredModel(LLAMA)), MACHINE, 2e10, known)
 
 
-TRUTH = {"products: memory": 0.8, "products: arithmetic": 0.2, "attention, decoding: memory": 0.6,
-         "attention, filling: arithmetic": 0.1, "rest: memory": 3.0}  # fmt: skip
+TRUTH = {
+    "products: memory": 0.8,
+    "products: arithmetic": 0.2,
+    "attention, decoding: memory": 0.6,
+    "attention, filling: arithmetic": 0.1,
+    "rest: memory": 3.0,
+}
 
 
 def test_a_fit_predicts_the_steps_that_it_was_not_shown() -> None:

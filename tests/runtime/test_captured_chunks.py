@@ -28,10 +28,17 @@ from benchmarks.gpu.weights import random_model
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.float32
 CONFIG = {
-    "model_type": "llama", "vocab_size": 150, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+    "model_type": "llama",
+    "vocab_size": 150,
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
-}  # fmt: skip
+}
 WINDOWED = CONFIG | {"model_type": "mistral", "sliding_window": 9}
 PAGE, PAGES = 4, 16
 TOLERANCE = 2e-5

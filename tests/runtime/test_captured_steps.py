@@ -26,10 +26,17 @@ from benchmarks.gpu.weights import random_model
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.float16
 CONFIG = {
-    "model_type": "llama", "vocab_size": 150, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    "model_type": "llama",
+    "vocab_size": 150,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
-}  # fmt: skip
+}
 NEW = 2
 
 

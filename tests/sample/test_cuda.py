@@ -54,10 +54,12 @@ def test_nothing_waits_for_the_device_and_a_row_does_not_depend_on_its_mates() -
         for row in host_rows:
             at = slice(row, row + 1)
             line = logits[at].clone()
-            single.append((
-                sample(line, rows[at], table, tokens, length[at], host_rows=[row]),
-                process(line, rows[at], table, tokens, length[at], None, [row]),
-            ))
+            single.append(
+                (
+                    sample(line, rows[at], table, tokens, length[at], host_rows=[row]),
+                    process(line, rows[at], table, tokens, length[at], None, [row]),
+                )
+            )
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(together.tokens, untold.tokens)

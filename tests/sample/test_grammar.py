@@ -57,9 +57,12 @@ def tokenizer() -> ByteLevel:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
-        vocab_size=420, special_tokens=["<end>", "<turn>", "<pad>"], show_progress=False, min_frequency=1,
+        vocab_size=420,
+        special_tokens=["<end>", "<turn>", "<pad>"],
+        show_progress=False,
+        min_frequency=1,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     backend.train_from_iterator(TEXT * 3, trainer)
     return ByteLevel(backend)
 
@@ -86,9 +89,14 @@ def finish(matcher: Matcher, tokenizer: ByteLevel, seed: int) -> list[int]:
     for position in range(400):
         mask = torch.from_numpy(matcher.mask()).unsqueeze(0)
         chosen = sample(
-            torch.zeros(1, 512), torch.zeros(1, dtype=torch.int64), table, held, torch.tensor([position]), mask,
+            torch.zeros(1, 512),
+            torch.zeros(1, dtype=torch.int64),
+            table,
+            held,
+            torch.tensor([position]),
+            mask,
             host_rows=[0],
-        )  # fmt: skip
+        )
         token = int(chosen.tokens[0])
         assert token in bits(matcher.mask())
         matcher.advance(token)
@@ -145,12 +153,16 @@ def is_sum(text: str) -> bool:
 CASES: list[tuple[StructuredOutput, Callable[[str], bool]]] = [
     (StructuredOutput(json=PERSON), is_person),
     (StructuredOutput(json=json.dumps(PERSON)), is_person),
-    (StructuredOutput(regex=r"[0-9]{4}-[0-9]{2}-[0-9]{2}( [a-z]+)?"), lambda text: bool(
-        re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}( [a-z]+)?", text))),
-    (StructuredOutput(choice=["red", "green", 'qu"ote\n\\', "größer ☂", "re"]), lambda text: text in (
-        "red", "green", 'qu"ote\n\\', "größer ☂", "re")),
+    (
+        StructuredOutput(regex=r"[0-9]{4}-[0-9]{2}-[0-9]{2}( [a-z]+)?"),
+        lambda text: bool(re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}( [a-z]+)?", text)),
+    ),
+    (
+        StructuredOutput(choice=["red", "green", 'qu"ote\n\\', "größer ☂", "re"]),
+        lambda text: text in ("red", "green", 'qu"ote\n\\', "größer ☂", "re"),
+    ),
     (StructuredOutput(grammar=SUM), is_sum),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("structured", "holds"), CASES, ids=["dict", "schema", "regex", "choice", "lark"])

@@ -85,10 +85,16 @@ def test_temperature_and_filters_mean_what_a_plain_loop_says(data: st.DataObject
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 6.0])
-@pytest.mark.parametrize("wish", [
-    SamplingParams(top_k=40, top_p=0.8), SamplingParams(top_p=0.6), SamplingParams(top_k=3000, top_p=0.9),
-    SamplingParams(top_k=2000), SamplingParams(top_p=0.999),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wish",
+    [
+        SamplingParams(top_k=40, top_p=0.8),
+        SamplingParams(top_p=0.6),
+        SamplingParams(top_k=3000, top_p=0.9),
+        SamplingParams(top_k=2000),
+        SamplingParams(top_p=0.999),
+    ],
+)
 def test_a_head_selected_from_a_large_vocabulary_is_the_head_of_a_full_sort(wish: SamplingParams, scale: float) -> None:
     vocab = 5000
     logits = torch.randn(1, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) * scale
@@ -114,8 +120,13 @@ def test_a_bad_word_is_banned_only_where_it_would_be_completed() -> None:
 
 
 def test_stop_ids_are_banned_exactly_until_min_tokens_are_out() -> None:
-    made = batch([SamplingParams(min_tokens=2)] * 4, 10, prompts=[[1, 1, 1]] * 4, outputs=[[], [1], [1, 1], [1] * 3],
-                 stop_ids=[0, 9])  # fmt: skip
+    made = batch(
+        [SamplingParams(min_tokens=2)] * 4,
+        10,
+        prompts=[[1, 1, 1]] * 4,
+        outputs=[[], [1], [1, 1], [1] * 3],
+        stop_ids=[0, 9],
+    )
     got = torch.isneginf(made.process(torch.zeros(4, 10)))
     assert got[:, [0, 9]].tolist() == [[True, True]] * 2 + [[False, False]] * 2
     assert not got[:, 1:9].any()
@@ -157,9 +168,18 @@ def test_one_row_can_be_processed_at_several_lengths_at_once() -> None:
 
 def test_a_cleared_row_keeps_nothing_of_the_request_before() -> None:
     heavy = SamplingParams(
-        repetition_penalty=2.0, presence_penalty=1.0, logit_bias={1: 9.0}, banned_token_ids=[2], bad_word_ids=[[3]],
-        min_tokens=9, top_k=2, top_p=0.5, min_p=0.2, typical_p=0.5, temperature=0.5,
-    )  # fmt: skip
+        repetition_penalty=2.0,
+        presence_penalty=1.0,
+        logit_bias={1: 9.0},
+        banned_token_ids=[2],
+        bad_word_ids=[[3]],
+        min_tokens=9,
+        top_k=2,
+        top_p=0.5,
+        min_p=0.2,
+        typical_p=0.5,
+        temperature=0.5,
+    )
     made = batch([heavy, heavy], 8, prompts=[[1, 2]] * 2, stop_ids=[0])
     made.table.set([Wish(2, SamplingParams(), prompt_len=2, child=0, seed=0, stop_ids=[0])])
     made.table.clear([3])
@@ -179,9 +199,15 @@ def test_wider_wishes_of_a_later_request_leave_earlier_rows_as_they_are() -> Non
     assert got[0, 3] == 0 and got[0, 0] == -1
 
 
-@pytest.mark.parametrize("wish", [
-    {"logit_bias": {10: 1.0}}, {"allowed_token_ids": [3, 10]}, {"banned_token_ids": [10]}, {"bad_word_ids": [[1, 10]]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"logit_bias": {10: 1.0}},
+        {"allowed_token_ids": [3, 10]},
+        {"banned_token_ids": [10]},
+        {"bad_word_ids": [[1, 10]]},
+    ],
+)
 def test_an_id_outside_the_models_vocabulary_is_refused_by_name(wish: dict[str, object]) -> None:
     table = SamplingTable(1, 10)
     with pytest.raises(RequestError, match=r"token 10, but the model's ids go from 0 to 9"):

@@ -47,9 +47,14 @@ def test_every_part_of_the_key_changes_the_numbers() -> None:
     position = torch.arange(64)
     base = numbers(1, 0, position)
     others = [
-        numbers(2, 0, position), numbers(1 + 2**32, 0, position), numbers(-1, 0, position), numbers(1, 1, position),
-        numbers(1, 0, position + 64), numbers(1, 0, position + 2**32), numbers(1, 0, position, Purpose.ACCEPT),
-    ]  # fmt: skip
+        numbers(2, 0, position),
+        numbers(1 + 2**32, 0, position),
+        numbers(-1, 0, position),
+        numbers(1, 1, position),
+        numbers(1, 0, position + 64),
+        numbers(1, 0, position + 2**32),
+        numbers(1, 0, position, Purpose.ACCEPT),
+    ]
     seen = np.concatenate([base, *others])
     assert len(np.unique(seen)) == len(seen)
 

@@ -68,12 +68,16 @@ def test_a_chat_model_gets_what_its_authors_publish(files: Files, values: dict[s
 
 def test_the_keys_of_a_gguf_file_count_before_its_name() -> None:
     metadata = {
-        "general.name": "SmolLM2", "general.sampling.temp": 0.6000000238418579, "general.sampling.top_k": 20,
+        "general.name": "SmolLM2",
+        "general.sampling.temp": 0.6000000238418579,
+        "general.sampling.top_k": 20,
         "general.sampling.penalty_repeat": 1.1,
-    }  # fmt: skip
+    }
     assert recommended(Files(metadata=metadata), chats=True) == {
-        "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1,
-    }  # fmt: skip
+        "temperature": 0.6,
+        "top_k": 20,
+        "repetition_penalty": 1.1,
+    }
     some = Files(metadata={"general.name": "SmolLM2", "general.sampling.top_k": 3})
     assert recommended(some, chats=True) == {**SMOLLM2, "top_k": 3}
 

@@ -40,12 +40,22 @@ def draws_of(
     return sample(logits.expand(DRAWS, -1), rows, table, tokens, length, host_rows=[0] * DRAWS).tokens
 
 
-@pytest.mark.parametrize("wish", [
-    SamplingParams(), SamplingParams(temperature=0.6), SamplingParams(temperature=1.8), SamplingParams(top_k=5),
-    SamplingParams(top_p=0.7), SamplingParams(min_p=0.1), SamplingParams(typical_p=0.6),
-    SamplingParams(temperature=1.4, top_k=12, top_p=0.9), SamplingParams(top_k=15, min_p=0.02, typical_p=0.8),
-    SamplingParams(temperature=0.8, top_k=20, top_p=0.95, min_p=0.05, typical_p=0.9),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "wish",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.6),
+        SamplingParams(temperature=1.8),
+        SamplingParams(top_k=5),
+        SamplingParams(top_p=0.7),
+        SamplingParams(min_p=0.1),
+        SamplingParams(typical_p=0.6),
+        SamplingParams(temperature=1.4, top_k=12, top_p=0.9),
+        SamplingParams(top_k=15, min_p=0.02, typical_p=0.8),
+        SamplingParams(temperature=0.8, top_k=20, top_p=0.95, min_p=0.05, typical_p=0.9),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("chooser", CHOOSERS)
 def test_tokens_come_as_often_as_the_distribution_says(wish: SamplingParams, seed: int, chooser: str) -> None:
@@ -64,11 +74,17 @@ def test_tokens_come_as_often_as_the_distribution_says(wish: SamplingParams, see
 def test_the_kernel_chooses_the_tokens_that_tensors_choose(vocab: int) -> None:
     """The same numbers, the same cuts, ties included: only a border within rounding could fall otherwise."""
     wishes = [
-        SamplingParams(temperature=0), SamplingParams(), SamplingParams(temperature=0.3, top_k=1),
-        SamplingParams(temperature=1.7, top_k=40), SamplingParams(top_p=0.9), SamplingParams(top_p=1e-6),
-        SamplingParams(temperature=2.0, top_k=3000, top_p=0.5), SamplingParams(min_p=0.03),
-        SamplingParams(temperature=0.9, top_k=50, top_p=0.95, min_p=0.01), SamplingParams(top_p=0.999),
-    ]  # fmt: skip
+        SamplingParams(temperature=0),
+        SamplingParams(),
+        SamplingParams(temperature=0.3, top_k=1),
+        SamplingParams(temperature=1.7, top_k=40),
+        SamplingParams(top_p=0.9),
+        SamplingParams(top_p=1e-6),
+        SamplingParams(temperature=2.0, top_k=3000, top_p=0.5),
+        SamplingParams(min_p=0.03),
+        SamplingParams(temperature=0.9, top_k=50, top_p=0.95, min_p=0.01),
+        SamplingParams(top_p=0.999),
+    ]
     numbers = torch.Generator().manual_seed(vocab)
     for round_ in range(3):
         logits = torch.randn(len(wishes), vocab, generator=numbers) * 3
@@ -98,10 +114,15 @@ def every_isa() -> Iterator[list[str]]:
 
 
 WIDE = [
-    SamplingParams(top_k=1), SamplingParams(temperature=0.7, top_k=60), SamplingParams(top_k=390),
-    SamplingParams(temperature=1.9, top_p=0.99), SamplingParams(temperature=0.2, top_p=0.4), SamplingParams(min_p=1.0),
-    SamplingParams(temperature=3.0, min_p=1e-9), SamplingParams(temperature=90.0, top_k=100, top_p=0.97),
-]  # fmt: skip
+    SamplingParams(top_k=1),
+    SamplingParams(temperature=0.7, top_k=60),
+    SamplingParams(top_k=390),
+    SamplingParams(temperature=1.9, top_p=0.99),
+    SamplingParams(temperature=0.2, top_p=0.4),
+    SamplingParams(min_p=1.0),
+    SamplingParams(temperature=3.0, min_p=1e-9),
+    SamplingParams(temperature=90.0, top_k=100, top_p=0.97),
+]
 
 
 @pytest.mark.skipif("native" not in CHOOSERS, reason="the kernels are not built")
@@ -133,8 +154,9 @@ def test_every_instruction_set_cuts_where_tensors_cut(kind: str, every_isa: list
         table.chooser = chooser
         for row, wish in enumerate(WIDE):
             table.set([Wish(row, wish, prompt_len=0, child=0, seed=row, stop_ids=[])])
-        found[name] = [sample(logits, rows, table, rows[:, None], rows + 9 * i, host_rows=lines).tokens.tolist()
-                       for i in range(6)]  # fmt: skip
+        found[name] = [
+            sample(logits, rows, table, rows[:, None], rows + 9 * i, host_rows=lines).tokens.tolist() for i in range(6)
+        ]
     assert all(tokens == found["tensors"] for tokens in found.values()), found
 
 
@@ -219,10 +241,19 @@ def test_greedy_rows_take_the_lowest_id_among_equals_beside_random_rows() -> Non
     assert batch([SamplingParams(temperature=0)], vocab).sample(flat).tokens.tolist() == [300]
 
 
-@pytest.mark.parametrize("wish", [
-    SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=3, top_p=0.5), SamplingParams(top_p=0.5),
-    SamplingParams(min_p=0.5), SamplingParams(typical_p=0.5), SamplingParams(logprobs=2),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "wish",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0),
+        SamplingParams(top_k=3, top_p=0.5),
+        SamplingParams(top_p=0.5),
+        SamplingParams(min_p=0.5),
+        SamplingParams(typical_p=0.5),
+        SamplingParams(logprobs=2),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("vocab", [33, 3000])
 def test_a_row_that_has_nothing_to_choose_from_says_so_and_spares_the_others(wish: SamplingParams, vocab: int) -> None:
     logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(2))

@@ -21,12 +21,20 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED_IN_FULL = [] if torch.cuda.is_available() else [pytest.mark.full]
 
 WISHES = [
-    SamplingParams(temperature=0), SamplingParams(), SamplingParams(temperature=0.3, top_k=1),
-    SamplingParams(temperature=1.7, top_k=40), SamplingParams(top_p=0.9), SamplingParams(top_p=1e-6),
-    SamplingParams(temperature=2.0, top_k=700, top_p=0.5), SamplingParams(min_p=0.03), SamplingParams(top_p=0.999),
-    SamplingParams(temperature=0.9, top_k=50, top_p=0.95, min_p=0.01), SamplingParams(top_k=10**6, min_p=1.0),
-    SamplingParams(temperature=90.0, top_p=0.97), SamplingParams(temperature=1e-4, top_k=100, top_p=0.9),
-]  # fmt: skip
+    SamplingParams(temperature=0),
+    SamplingParams(),
+    SamplingParams(temperature=0.3, top_k=1),
+    SamplingParams(temperature=1.7, top_k=40),
+    SamplingParams(top_p=0.9),
+    SamplingParams(top_p=1e-6),
+    SamplingParams(temperature=2.0, top_k=700, top_p=0.5),
+    SamplingParams(min_p=0.03),
+    SamplingParams(top_p=0.999),
+    SamplingParams(temperature=0.9, top_k=50, top_p=0.95, min_p=0.01),
+    SamplingParams(top_k=10**6, min_p=1.0),
+    SamplingParams(temperature=90.0, top_p=0.97),
+    SamplingParams(temperature=1e-4, top_k=100, top_p=0.9),
+]
 
 
 def table_of(wishes: list[SamplingParams], vocab: int) -> SamplingTable:
@@ -59,10 +67,20 @@ def scores_of(kind: str, lines: int, vocab: int) -> torch.Tensor:
     return scores.to(DEVICE)
 
 
-@pytest.mark.parametrize(("kind", "vocab"), [
-    ("random", 1000), pytest.param("random", 4097, marks=INTERPRETED_IN_FULL), ("equal", 4097), ("same", 1000),
-    ("peaked", 1000), ("far", 1000), ("banned", 4097), ("random", 1), ("equal", 17),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "vocab"),
+    [
+        ("random", 1000),
+        pytest.param("random", 4097, marks=INTERPRETED_IN_FULL),
+        ("equal", 4097),
+        ("same", 1000),
+        ("peaked", 1000),
+        ("far", 1000),
+        ("banned", 4097),
+        ("random", 1),
+        ("equal", 17),
+    ],
+)
 def test_tokens_are_those_of_the_tensor_operations(kind: str, vocab: int) -> None:
     """Greedy and drawn lines in one batch, rows in any order, one of them twice at different lengths."""
     table = table_of(WISHES, vocab)

@@ -1,6 +1,6 @@
 """Files and batches alone, before a handler that answers at random: as an application, and as a process to kill.
 
-    python -m tests.serve.batch_app FOLDER SECONDS      serves, and prints its URL
+python -m tests.serve.batch_app FOLDER SECONDS      serves, and prints its URL
 """
 
 from __future__ import annotations

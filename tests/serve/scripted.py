@@ -83,9 +83,17 @@ class Scripted:
     running: int = 0
 
     async def generate(
-        self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
-        deadline: float | None = None, explain: bool = False, tenant: str = "",
-    ) -> AsyncIterator[list[Piece | Done]]:  # fmt: skip
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        salt: str = "",
+        pool: str | None = None,
+        deadline: float | None = None,
+        explain: bool = False,
+        tenant: str = "",
+    ) -> AsyncIterator[list[Piece | Done]]:
         self.asked.append(Asked(prompt, params, priority, salt, pool, deadline, tenant))
         self.running += 1
         try:

@@ -261,7 +261,7 @@ def real_server(*options: str, stderr: Any = None) -> Iterator[tuple[str, subpro
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment, process_group=0
-    )  # fmt: skip
+    )
     try:
         assert process.stdout is not None
         found = re.search(r"base_url (https?://127.0.0.1:\d+)/v1", "".join(process.stdout.readline() for _ in range(5)))

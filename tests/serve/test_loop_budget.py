@@ -186,7 +186,10 @@ COMBINED: dict[str, tuple[int, str, dict[str, Any]]] = {
         200,
         "/v1/chat/completions",
         {
-            "messages": [{"role": "user", "content": "x"}], "n": 128, "temperature": 1, "tool_choice": "required",
+            "messages": [{"role": "user", "content": "x"}],
+            "n": 128,
+            "temperature": 1,
+            "tool_choice": "required",
             "tools": [
                 {"type": "function", "function": {"name": f"f{i}", "parameters": {"properties": {"a": {}}}}}
                 for i in range(256)
@@ -194,9 +197,11 @@ COMBINED: dict[str, tuple[int, str, dict[str, Any]]] = {
         },
     ),
     "log-probabilities": (
-        200, "/v1/completions", {"prompt": ["x" * 400] * 9, "prompt_logprobs": 64, "max_tokens": 1, "logprobs": 5}
+        200,
+        "/v1/completions",
+        {"prompt": ["x" * 400] * 9, "prompt_logprobs": 64, "max_tokens": 1, "logprobs": 5},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", COMBINED)

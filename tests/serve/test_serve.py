@@ -76,9 +76,11 @@ def test_a_conversation_its_usage_and_its_cached_prefix(client: openai.OpenAI) -
 def test_a_schema_is_kept_to(client: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     answer = client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "x"}], seed=1,
+        model="tiny",
+        messages=[{"role": "user", "content": "x"}],
+        seed=1,
         response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
-    )  # fmt: skip
+    )
     assert json.loads(answer.choices[0].message.content or "")["a"] in (1, 2)
     with pytest.raises(openai.BadRequestError, match="regex"):
         client.completions.create(model="tiny", prompt="x", extra_body={"structured_outputs": {"regex": "("}})

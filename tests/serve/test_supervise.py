@@ -29,9 +29,7 @@ class Time:
         await asyncio.sleep(0)
 
 
-def supervised(
-    scenario: Callable[[Supervisor, Time], Coroutine[Any, Any, None]]
-) -> tuple[Supervisor, Time]:  # fmt: skip
+def supervised(scenario: Callable[[Supervisor, Time], Coroutine[Any, Any, None]]) -> tuple[Supervisor, Time]:
     async def whole() -> tuple[Supervisor, Time]:
         time = Time()
         supervisor = Supervisor(clock=lambda: time.now, sleep=time.sleep)

@@ -66,9 +66,17 @@ OWNERS = {
     "weights/fetch.py": {"Popen": (1, "fetch, which waits for it")},
 }
 STARTS = (
-    "Thread", "Timer", "Process", "Popen", "ThreadPoolExecutor", "ProcessPoolExecutor", "create_task", "ensure_future",
-    "create_subprocess_exec", "start_new_thread",
-)  # fmt: skip
+    "Thread",
+    "Timer",
+    "Process",
+    "Popen",
+    "ThreadPoolExecutor",
+    "ProcessPoolExecutor",
+    "create_task",
+    "ensure_future",
+    "create_subprocess_exec",
+    "start_new_thread",
+)
 SERVED = ("aio.py", "loading.py", "loop.py", "engine.py", "ops", "runtime", "sample", "serve", "text", "weights")
 
 

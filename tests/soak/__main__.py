@@ -94,9 +94,14 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2", help="for overload and for the comparison with the engine alone")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     sizes = {
-        "cases": (20_000, 500), "disconnects": (1000, 60), "kills": (20, 2), "streams": (500, 100),
-        "idle": (2000, 200), "rounds": (7, 1), "seconds": (10.0, 2.0),
-    }  # fmt: skip
+        "cases": (20_000, 500),
+        "disconnects": (1000, 60),
+        "kills": (20, 2),
+        "streams": (500, 100),
+        "idle": (2000, 200),
+        "rounds": (7, 1),
+        "seconds": (10.0, 2.0),
+    }
     for name, (most, _) in sizes.items():
         parser.add_argument(f"--{name}", type=type(most), help=f"{most}, or less with --short")
     asked = parser.parse_args(arguments)

@@ -72,39 +72,77 @@ def _kinds(key: str, random: Random) -> list[Callable[[], Attack]]:
         lambda: call("many samples with stops", completions, {"prompt": "a", "n": 100, "stop": stops()}, stay=0.4),
         lambda: call("stops beyond the limit", completions, {"prompt": "a", "stop": ["x" * 4096] * 64}),
         lambda: call("long prompts", completions, {"prompt": words(100_000), "max_tokens": 1}),
-        lambda: call("a prompt as long as fits", completions, {
-            "prompt": words(1500), "truncate_prompt_tokens": -1, "max_tokens": 1, "prompt_logprobs": 5}),
-        lambda: call("long answers", completions, {
-            "prompt": words(20), "n": 32, "max_tokens": 400, "ignore_eos": True, "stream": True}),
-        lambda: call("a high priority", completions, {
-            "prompt": words(200), "n": 8, "max_tokens": 100, "ignore_eos": True, "priority": -1000}),
+        lambda: call(
+            "a prompt as long as fits",
+            completions,
+            {"prompt": words(1500), "truncate_prompt_tokens": -1, "max_tokens": 1, "prompt_logprobs": 5},
+        ),
+        lambda: call(
+            "long answers",
+            completions,
+            {"prompt": words(20), "n": 32, "max_tokens": 400, "ignore_eos": True, "stream": True},
+        ),
+        lambda: call(
+            "a high priority",
+            completions,
+            {"prompt": words(200), "n": 8, "max_tokens": 100, "ignore_eos": True, "priority": -1000},
+        ),
         lambda: call("a large text to tokenize", tokenize, {"prompt": words(BODY // 5), "return_token_strs": True}),
         lambda: call("a text of one character", tokenize, {"prompt": "<" * BODY}),
-        lambda: call("many allowed tokens", completions, {
-            "prompt": "a", "allowed_token_ids": list(range(200)) * 2000, "max_tokens": 1}),
-        lambda: call("a heavy grammar", completions, {
-            "prompt": "a", "structured_outputs": {"regex": _regex(random)}, "max_tokens": 4}, stay=0.3),
-        lambda: call("a heavy schema", chat, {
-            "messages": [{"role": "user", "content": "a"}], "max_tokens": 4,
-            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": _schema(random)}}},
-            stay=0.3),
+        lambda: call(
+            "many allowed tokens",
+            completions,
+            {"prompt": "a", "allowed_token_ids": list(range(200)) * 2000, "max_tokens": 1},
+        ),
+        lambda: call(
+            "a heavy grammar",
+            completions,
+            {"prompt": "a", "structured_outputs": {"regex": _regex(random)}, "max_tokens": 4},
+            stay=0.3,
+        ),
+        lambda: call(
+            "a heavy schema",
+            chat,
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "max_tokens": 4,
+                "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": _schema(random)}},
+            },
+            stay=0.3,
+        ),
         lambda: call("many embeddings", "/v1/embeddings", {"input": [words(30)] * 200}),
-        lambda: call("many messages", chat, {
-            "messages": [{"role": "user", "content": words(3)} for _ in range(4000)], "max_tokens": 1}),
-        lambda: call("an answer that nobody reads", tokenize, {"prompt": words(BODY // 6), "return_token_strs": True},
-                     stay=60.0, reads=False),
-        lambda: call("a stream that nobody reads", completions, {
-            "prompt": words(20), "max_tokens": 2000, "ignore_eos": True, "stream": True, "logprobs": 5},
-            stay=60.0, reads=False),
-        lambda: call("leaves before the first token", completions, {
-            "prompt": words(300), "max_tokens": 50, "stream": True}, stay=random.random() * 0.05),
+        lambda: call(
+            "many messages",
+            chat,
+            {"messages": [{"role": "user", "content": words(3)} for _ in range(4000)], "max_tokens": 1},
+        ),
+        lambda: call(
+            "an answer that nobody reads",
+            tokenize,
+            {"prompt": words(BODY // 6), "return_token_strs": True},
+            stay=60.0,
+            reads=False,
+        ),
+        lambda: call(
+            "a stream that nobody reads",
+            completions,
+            {"prompt": words(20), "max_tokens": 2000, "ignore_eos": True, "stream": True, "logprobs": 5},
+            stay=60.0,
+            reads=False,
+        ),
+        lambda: call(
+            "leaves before the first token",
+            completions,
+            {"prompt": words(300), "max_tokens": 50, "stream": True},
+            stay=random.random() * 0.05,
+        ),
         lambda: _batch(key, words),
         lambda: Attack("a silent connection", b"", stay=60.0),
         lambda: Attack("half a head", b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nx-", stay=60.0),
         lambda: Attack("half a body", request_of({"prompt": "a" * 1000}, completions, key)[:-500], stay=60.0),
         lambda: Attack("no HTTP", os.urandom(200)),
         lambda: Attack("a bad form", _form(key, "x" * random.choice((60, 30_000)), b"no form at all")),
-    ]  # fmt: skip
+    ]
 
 
 def _regex(random: Random) -> str:

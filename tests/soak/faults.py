@@ -64,8 +64,9 @@ def overload(model: str, seconds: float, rounds: int) -> Iterator[Figure]:
             peak, _, peak_rate = asyncio.run(_load(served.port, rows + waiting, seconds))
             loaded, refused, rate = asyncio.run(_load(served.port, 5 * (rows + waiting), seconds))
             ratios.append(rate / peak_rate)
-            slower.append(percentile([one.seconds for one in loaded], 0.5)
-                          / percentile([one.seconds for one in peak], 0.5))  # fmt: skip
+            slower.append(
+                percentile([one.seconds for one in loaded], 0.5) / percentile([one.seconds for one in peak], 0.5)
+            )
             refusals += [one.seconds for one in refused]
         yield Figure("overload: throughput over the peak, median", percentile(ratios, 0.5), least=0.95)
         yield Figure("overload: latency of the accepted over that at the peak", percentile(slower, 0.5), most=1.25)

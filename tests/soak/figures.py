@@ -34,8 +34,9 @@ def percentile(values: list[float], part: float) -> float:
 
 
 def table(figures: list[Figure]) -> str:
-    rows = [(one.name, f"{one.value:.4g} {one.unit}".strip(), one.promise, "" if one.holds else "BROKEN")
-            for one in figures]  # fmt: skip
+    rows = [
+        (one.name, f"{one.value:.4g} {one.unit}".strip(), one.promise, "" if one.holds else "BROKEN") for one in figures
+    ]
     widths = [max(len(row[column]) for row in [*rows, ("", "", "", "")]) for column in range(3)]
     return "\n".join(
         f"{name:<{widths[0]}}  {value:>{widths[1]}}  {promise:<{widths[2]}}  {state}".rstrip()

@@ -39,10 +39,23 @@ def schema_cases(model: str, cases: int) -> Iterator[Figure]:
 
 def _run(served: Served, seed: int, examples: int) -> None:
     command = [
-        str(TOOL), "run", served.url + "/openapi.json", "--checks", "not_a_server_error", "--mode", "all",
-        "--max-examples", str(examples), "--seed", str(seed), "--request-timeout", "60", "--no-color",
-        "--generation-database", "none",
-    ]  # fmt: skip
+        str(TOOL),
+        "run",
+        served.url + "/openapi.json",
+        "--checks",
+        "not_a_server_error",
+        "--mode",
+        "all",
+        "--max-examples",
+        str(examples),
+        "--seed",
+        str(seed),
+        "--request-timeout",
+        "60",
+        "--no-color",
+        "--generation-database",
+        "none",
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode not in (0, 1):
         raise AssertionError(f"schemathesis itself failed: {(result.stdout + result.stderr)[-2000:]}")

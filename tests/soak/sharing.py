@@ -44,10 +44,14 @@ def sharing(model: str, seconds: float, rounds: int) -> Iterator[Figure]:
 
 def _submit(served: Served, random: Random, lines: int) -> str:
     rows = [
-        {"custom_id": str(i), "method": "POST", "url": "/v1/completions",
-         "body": {"prompt": _prompt(random), "max_tokens": LINE_TOKENS, "ignore_eos": True}}
+        {
+            "custom_id": str(i),
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": _prompt(random), "max_tokens": LINE_TOKENS, "ignore_eos": True},
+        }
         for i in range(lines)
-    ]  # fmt: skip
+    ]
     data = "\n".join(json.dumps(row) for row in rows).encode()
     with httpx.Client(base_url=served.url, timeout=60) as client:
         file = client.post("/v1/files", files={"file": ("lines.jsonl", data)}, data={"purpose": "batch"})

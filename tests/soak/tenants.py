@@ -56,9 +56,14 @@ def tenants(model: str, seconds: float, rounds: int, number: int = 1) -> Iterato
             for turn in range(rounds):
                 quiet.add(asyncio.run(_calls(served.port, honest, seconds)))
                 command = [
-                    sys.executable, "-m", "tests.soak.attacks", str(served.port), greedy, str(seconds + 1.0),
+                    sys.executable,
+                    "-m",
+                    "tests.soak.attacks",
+                    str(served.port),
+                    greedy,
+                    str(seconds + 1.0),
                     str(number + turn),
-                ]  # fmt: skip
+                ]
                 with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as attacker:
                     assert attacker.stdout is not None
                     attacker.stdout.readline()  # all that it will send has been made

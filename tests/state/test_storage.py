@@ -27,8 +27,10 @@ PAGED = st.builds(
 )
 
 
-@given(st.lists(PAGED, min_size=1, max_size=3).flatmap(lambda kinds: st.lists(st.sampled_from(kinds), min_size=1)),
-       st.integers(1, 5))  # fmt: skip
+@given(
+    st.lists(PAGED, min_size=1, max_size=3).flatmap(lambda kinds: st.lists(st.sampled_from(kinds), min_size=1)),
+    st.integers(1, 5),
+)
 def test_no_two_tensors_of_a_group_share_a_byte(states: list[StateSpec], page_tokens: int) -> None:
     layout = layout_of(states, page_tokens)
     storage = Storage(layout, 2, 0, CPU)

@@ -39,10 +39,17 @@ def rendered(source: str, messages: list[dict[str, Any]], tools: Any = None) -> 
 
 
 @pytest.mark.parametrize(
-    ("source", "takes"), [(CHATML, False), (GEMMA, False), (MISTRAL, False), (LLAMA3, True), (QWEN3, True),
-     ("{# tools #}{% set my_tools = 1 %}", False),
-     ("{% if not tools is defined %}{% set tools = none %}{% endif %}", True)]
-)  # fmt: skip
+    ("source", "takes"),
+    [
+        (CHATML, False),
+        (GEMMA, False),
+        (MISTRAL, False),
+        (LLAMA3, True),
+        (QWEN3, True),
+        ("{# tools #}{% set my_tools = 1 %}", False),
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}", True),
+    ],
+)
 def test_a_place_for_tools_is_a_variable_that_the_template_reads(source: str, takes: bool) -> None:
     assert ChatTemplate(source).takes_tools is takes
 

@@ -140,12 +140,18 @@ def test_a_hostile_template_ends_with_one_sentence(name: str) -> None:
         ("{{ 'x'.center(5) }}|{{ 'ab'|indent(2, true) }}|{{ '%s-%d' % ('a', 3) }}", "  x  |  ab|a-3"),
         ("{{ '{}:{a}'.format(1, a='b') }}|{{ 3 * 'ab' }}|{{ 2 ** 10 }}|{{ 7 % 3 }}", "1:b|ababab|1024|1"),
         ("{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}", "a1"),
-        ("{% for x in [1, 2, 3] %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}{% endfor %}", "1/3,2/3,3/3"),
+        (
+            "{% for x in [1, 2, 3] %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}{% endfor %}",
+            "1/3,2/3,3/3",
+        ),
         ("{% for x in range(9) if x % 2 %}{% if x > 5 %}{% break %}{% endif %}{{ x }}{% endfor %}", "135"),
         ("{{ [3, 1, 2]|sort|join(', ') }} {{ [1, 2]|sum }} {{ ['b', 'a']|map('upper')|list }}", "1, 2, 3 3 ['B', 'A']"),
-        ("{{ none }} {{ true }} {{ 1.5 }} {{ missing }} {{ [1, 'a', {'b': none}] }}", "None True 1.5  [1, 'a', {'b': None}]"),
+        (
+            "{{ none }} {{ true }} {{ 1.5 }} {{ missing }} {{ [1, 'a', {'b': none}] }}",
+            "None True 1.5  [1, 'a', {'b': None}]",
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_honest_template_is_not_disturbed(source: str, text: str) -> None:
     assert ChatTemplate(source).render([{"role": "user", "content": "x"}]) == text
 

@@ -89,10 +89,12 @@ def test_characters_that_cost_nothing_are_not_counted() -> None:
 @pytest.mark.parametrize(
     ("normalizer", "pre"),
     [
-        (normalizers.Strip(), None), (normalizers.Replace(tokenizers.Regex(" +"), " "), None),
-        (None, pre_tokenizers.Whitespace()), (None, pre_tokenizers.Split(tokenizers.Regex("x"), "removed")),
+        (normalizers.Strip(), None),
+        (normalizers.Replace(tokenizers.Regex(" +"), " "), None),
+        (None, pre_tokenizers.Whitespace()),
+        (None, pre_tokenizers.Split(tokenizers.Regex("x"), "removed")),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_known_proves_nothing(
     normalizer: normalizers.Normalizer | None, pre: pre_tokenizers.PreTokenizer | None
 ) -> None:

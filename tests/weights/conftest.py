@@ -115,9 +115,13 @@ def tiny_llama_tensors(seed: int = 0) -> Tensors:
 @pytest.fixture
 def tiny_gguf(tmp_path: Path) -> Path:
     return write_gguf(
-        tmp_path / "tiny.gguf", "llama", tiny_llama_tensors(), 1, tiny_llama_metadata,
+        tmp_path / "tiny.gguf",
+        "llama",
+        tiny_llama_tensors(),
+        1,
+        tiny_llama_metadata,
         stored=lambda name, tensor: "Q8_0" if tensor.dim() == 2 else "F32",
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,18 @@ from tests.quick import examples
 
 BLOCK_FORMATS = [name for name, scheme in SCHEMES.items() if [part.name for part in scheme.parts] == ["blocks"]]
 # Where the float16 scales lie in a block.
-HALVES = {"q4_0": [0], "q4_1": [0, 2], "q5_0": [0], "q5_1": [0, 2], "q8_0": [0],
-          "q2_k": [80, 82], "q3_k": [108], "q4_k": [0, 2], "q5_k": [0, 2], "q6_k": [208]}  # fmt: skip
+HALVES = {
+    "q4_0": [0],
+    "q4_1": [0, 2],
+    "q5_0": [0],
+    "q5_1": [0, 2],
+    "q8_0": [0],
+    "q2_k": [80, 82],
+    "q3_k": [108],
+    "q4_k": [0, 2],
+    "q5_k": [0, 2],
+    "q6_k": [208],
+}
 # Zero, smallest and largest subnormal, smallest normal, one, largest, infinity, NaN; and their negatives.
 EXTREMES = np.array([v | s for v in (0, 1, 0x3FF, 0x400, 0x3C00, 0x7BFF, 0x7C00, 0x7E00) for s in (0, 0x8000)], "<u2")
 

@@ -26,13 +26,28 @@ def test_metadata_of_every_type_come_back_as_written(tmp_path: Path, make: Any) 
 
     def metadata(writer: gguf.GGUFWriter) -> None:
         make.tiny_llama_metadata(writer)
-        for kind, value in (("uint8", 200), ("int8", -3), ("uint16", 60000), ("int16", -9), ("uint32", 2**32 - 1),
-                            ("int32", -(2**31)), ("uint64", 2**64 - 1), ("int64", -(2**63)), ("float32", 0.5),
-                            ("float64", 1e300), ("bool", True), ("string", "größe 🌊")):  # fmt: skip
+        for kind, value in (
+            ("uint8", 200),
+            ("int8", -3),
+            ("uint16", 60000),
+            ("int16", -9),
+            ("uint32", 2**32 - 1),
+            ("int32", -(2**31)),
+            ("uint64", 2**64 - 1),
+            ("int64", -(2**63)),
+            ("float32", 0.5),
+            ("float64", 1e300),
+            ("bool", True),
+            ("string", "größe 🌊"),
+        ):
             getattr(writer, f"add_{kind}")(f"test.{kind}", value)
             written[f"test.{kind}"] = value
-        for name, values in (("ints", [1, -2, 3]), ("floats", [0.5, 2.0]), ("texts", ["a", "", "ß"]),
-                             ("truths", [True, False])):  # fmt: skip
+        for name, values in (
+            ("ints", [1, -2, 3]),
+            ("floats", [0.5, 2.0]),
+            ("texts", ["a", "", "ß"]),
+            ("truths", [True, False]),
+        ):
             writer.add_array(f"test.{name}", values)
             written[f"test.{name}"] = values
 
@@ -113,8 +128,11 @@ def test_a_split_model_with_a_wrong_part_is_refused(tmp_path: Path, make: Any) -
 
 def test_parts_that_repeat_or_lack_tensors_are_refused(tmp_path: Path, make: Any) -> None:
     def part(number: int, count: int, tensors: list[str]) -> None:
-        values = [("split.no", 2, struct.pack("<H", number)), ("split.count", 2, struct.pack("<H", 2)),
-                  ("split.tensors.count", 5, struct.pack("<i", count))]  # fmt: skip
+        values = [
+            ("split.no", 2, struct.pack("<H", number)),
+            ("split.count", 2, struct.pack("<H", 2)),
+            ("split.tensors.count", 5, struct.pack("<i", count)),
+        ]
         described = [(name, (8,), 0, 32 * at) for at, name in enumerate(tensors)]
         made = make.gguf_bytes(values, described, b"\0" * 32 * len(tensors))
         (tmp_path / f"m-0000{number + 1}-of-00002.gguf").write_bytes(made)

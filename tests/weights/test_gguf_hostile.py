@@ -224,10 +224,21 @@ def test_metadata_that_lie_about_the_model_are_refused(tmp_path: Path, make: Any
         with bounded(path.stat().st_size), pytest.raises(ModelError, match=r"lie\.gguf"):
             open_model(path)
 
-    for key, value in (("block_count", 2**32 - 1), ("block_count", 0), ("embedding_length", 31), ("context_length", 0),
-                       ("attention.head_count", 0), ("attention.head_count", 3), ("attention.head_count", 2**32 - 1),
-                       ("attention.head_count_kv", 0), ("attention.key_length", 7), ("attention.value_length", 99),
-                       ("rope.dimension_count", 15), ("feed_forward_length", 0), ("rope.freq_base", 0)):  # fmt: skip
+    for key, value in (
+        ("block_count", 2**32 - 1),
+        ("block_count", 0),
+        ("embedding_length", 31),
+        ("context_length", 0),
+        ("attention.head_count", 0),
+        ("attention.head_count", 3),
+        ("attention.head_count", 2**32 - 1),
+        ("attention.head_count_kv", 0),
+        ("attention.key_length", 7),
+        ("attention.value_length", 99),
+        ("rope.dimension_count", 15),
+        ("feed_forward_length", 0),
+        ("rope.freq_base", 0),
+    ):
         lie(f"llama.{key}", value)
 
 
@@ -244,8 +255,12 @@ def test_text_that_is_not_utf8_and_truths_beyond_0_and_1_are_refused_when_asked_
 def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
     (tmp_path / "folder.gguf").mkdir()
-    for name, match in (("pipe.gguf", "not a regular file"), ("folder.gguf", "no config.json"),
-                        ("none.gguf", "cannot be opened"), ("nul\0.gguf", "path")):  # fmt: skip
+    for name, match in (
+        ("pipe.gguf", "not a regular file"),
+        ("folder.gguf", "no config.json"),
+        ("none.gguf", "cannot be opened"),
+        ("nul\0.gguf", "path"),
+    ):
         with pytest.raises(ModelError, match=match):
             open_model(tmp_path / name)
 

@@ -15,9 +15,16 @@ from bankfull.errors import ModelError
 from bankfull.weights.source import ModelFiles, normalize_config, open_model
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 40, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 40,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def common(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -53,15 +60,30 @@ def assert_same_tensors(files: ModelFiles, want: dict[str, torch.Tensor]) -> Non
 
 def assert_same_config(files: ModelFiles, config: Any, *fields: str) -> None:
     want = normalize_config(config.to_dict())
-    shared = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings",
-              "bos_token_id", "eos_token_id", "pad_token_id")  # fmt: skip
+    shared = (
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "tie_word_embeddings",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    )
     for field in (*shared, *fields):
         assert files.config[field] == want[field], field
     assert files.kind == "gguf"
 
 
-TRANSFORMER = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "rms_norm_eps", "rope_theta",
-               "rope_scaling", "max_position_embeddings")  # fmt: skip
+TRANSFORMER = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "max_position_embeddings",
+)
 
 
 def permuted(make: Any, config: Any) -> Any:
@@ -74,8 +96,13 @@ def permuted(make: Any, config: Any) -> Any:
 
 
 def test_llama_comes_back_with_its_rows_in_order(tmp_path: Path, make: Any) -> None:
-    config = transformers.LlamaConfig(**SMALL, num_hidden_layers=3, attention_bias=True, rms_norm_eps=1e-5,
-                                      rope_parameters={"rope_type": "default", "rope_theta": 500000.0})  # fmt: skip
+    config = transformers.LlamaConfig(
+        **SMALL,
+        num_hidden_layers=3,
+        attention_bias=True,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )
     tensors = state(transformers.LlamaForCausalLM(config))
     assert "model.layers.2.self_attn.k_proj.bias" in tensors and "lm_head.weight" in tensors
 
@@ -95,9 +122,14 @@ def test_rows_of_quantized_llama_heads_move_as_they_are(tmp_path: Path, make: An
     config = transformers.LlamaConfig(**SMALL, num_hidden_layers=1, tie_word_embeddings=True)
     tensors = state(transformers.LlamaForCausalLM(config))
     path = make.write_gguf(
-        tmp_path / "m.gguf", "llama", tensors, 1, lambda writer: common(writer, config),
-        change=permuted(make, config), stored=lambda name, tensor: stored if tensor.dim() == 2 else "F32",
-    )  # fmt: skip
+        tmp_path / "m.gguf",
+        "llama",
+        tensors,
+        1,
+        lambda writer: common(writer, config),
+        change=permuted(make, config),
+        stored=lambda name, tensor: stored if tensor.dim() == 2 else "F32",
+    )
     files = open_model(path)
     kind = gguf.GGMLQuantizationType[stored]
     for name, tensor in tensors.items():
@@ -112,9 +144,14 @@ def test_llama_3_rope_factors_reach_the_config(tmp_path: Path, make: Any) -> Non
     config = transformers.LlamaConfig(**SMALL, num_hidden_layers=1)
     factors = torch.tensor([1.0, 1.0, 1.5, 2.0, 8.0, 8.0, 8.0, 8.0])
     path = make.write_gguf(
-        tmp_path / "m.gguf", "llama", state(transformers.LlamaForCausalLM(config)), 1,
-        lambda writer: common(writer, config), change=permuted(make, config), extra={"rope_freqs.weight": factors},
-    )  # fmt: skip
+        tmp_path / "m.gguf",
+        "llama",
+        state(transformers.LlamaForCausalLM(config)),
+        1,
+        lambda writer: common(writer, config),
+        change=permuted(make, config),
+        extra={"rope_freqs.weight": factors},
+    )
     files = open_model(path)
     assert files.config["rope_scaling"] == {"rope_type": "factors", "factors": factors.tolist()}
     assert not files.source.has("rope_freqs.weight")
@@ -177,12 +214,14 @@ def plus_one(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def test_gemma_comes_back_with_its_windows_and_the_one_in_its_norms(tmp_path: Path, make: Any, kind: str) -> None:
     layers = 7
     if kind == "gemma2":
-        config = transformers.Gemma2Config(**SMALL, num_hidden_layers=layers, head_dim=32, query_pre_attn_scalar=32,
-                                           sliding_window=8)  # fmt: skip
+        config = transformers.Gemma2Config(
+            **SMALL, num_hidden_layers=layers, head_dim=32, query_pre_attn_scalar=32, sliding_window=8
+        )
         tensors = state(transformers.Gemma2ForCausalLM(config))
     else:
-        config = transformers.Gemma3TextConfig(**SMALL, num_hidden_layers=layers, head_dim=32,
-                                               query_pre_attn_scalar=32, sliding_window=8)  # fmt: skip
+        config = transformers.Gemma3TextConfig(
+            **SMALL, num_hidden_layers=layers, head_dim=32, query_pre_attn_scalar=32, sliding_window=8
+        )
         config.rope_parameters["full_attention"] |= {"rope_type": "linear", "factor": 8.0}
         tensors = state(transformers.Gemma3ForCausalLM(config))
 
@@ -201,10 +240,18 @@ def test_gemma_comes_back_with_its_windows_and_the_one_in_its_norms(tmp_path: Pa
 
     files = open_model(make.write_gguf(tmp_path / "m.gguf", kind, tensors, layers, metadata, change=plus_one))
     assert_same_config(
-        files, config, *TRANSFORMER, "head_dim", "query_pre_attn_scalar", "sliding_window", "layer_types",
-        "attn_logit_softcapping", "final_logit_softcapping", "hidden_activation",
+        files,
+        config,
+        *TRANSFORMER,
+        "head_dim",
+        "query_pre_attn_scalar",
+        "sliding_window",
+        "layer_types",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "hidden_activation",
         *(["rope_local_base_freq"] if kind == "gemma3" else []),
-    )  # fmt: skip
+    )
     assert files.config["norm_weight_offset"] == 0.0
     assert_same_tensors(files, {name: plus_one(name, tensor) for name, tensor in tensors.items()})
 
@@ -227,10 +274,19 @@ def test_a_pattern_in_the_file_overrules_the_usual_one(tmp_path: Path, make: Any
 def test_phi3_keeps_its_fused_tensors_and_long_factors(tmp_path: Path, make: Any) -> None:
     long, short = [float(i + 2) for i in range(6)], [1.0 + i / 8 for i in range(6)]
     config = transformers.Phi3Config(
-        **SMALL, num_hidden_layers=2, original_max_position_embeddings=128, sliding_window=99,
-        rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, "long_factor": long, "short_factor": short,
-                         "partial_rotary_factor": 0.75, "original_max_position_embeddings": 128},
-    )  # fmt: skip
+        **SMALL,
+        num_hidden_layers=2,
+        original_max_position_embeddings=128,
+        sliding_window=99,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "long_factor": long,
+            "short_factor": short,
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 128,
+        },
+    )
     tensors = state(transformers.Phi3ForCausalLM(config))
     factor = math.sqrt(1 + math.log(4) / math.log(128))
 
@@ -245,18 +301,37 @@ def test_phi3_keeps_its_fused_tensors_and_long_factors(tmp_path: Path, make: Any
 
     extra = {"rope_factors_long.weight": torch.tensor(long), "rope_factors_short.weight": torch.tensor(short)}
     files = open_model(make.write_gguf(tmp_path / "m.gguf", "phi3", tensors, 2, metadata, extra=extra))
-    assert_same_config(files, config, "sliding_window", "partial_rotary_factor", "original_max_position_embeddings",
-                       *(field for field in TRANSFORMER if field != "rope_scaling"))  # fmt: skip
+    assert_same_config(
+        files,
+        config,
+        "sliding_window",
+        "partial_rotary_factor",
+        "original_max_position_embeddings",
+        *(field for field in TRANSFORMER if field != "rope_scaling"),
+    )
     scaling = files.config["rope_scaling"]
     assert scaling.pop("attention_factor") == pytest.approx(factor, rel=1e-7)
-    assert scaling == {"rope_type": "longrope", "long_factor": long, "short_factor": short,
-                       "original_max_position_embeddings": 128, "factor": 4.0}  # fmt: skip
+    assert scaling == {
+        "rope_type": "longrope",
+        "long_factor": long,
+        "short_factor": short,
+        "original_max_position_embeddings": 128,
+        "factor": 4.0,
+    }
     assert_same_tensors(files, tensors)
 
 
 def test_mamba_comes_back_with_a_for_a_log_and_its_convolution_in_shape(tmp_path: Path, make: Any) -> None:
-    config = transformers.MambaConfig(vocab_size=40, hidden_size=32, state_size=8, num_hidden_layers=2, conv_kernel=4,
-                                      pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+    config = transformers.MambaConfig(
+        vocab_size=40,
+        hidden_size=32,
+        state_size=8,
+        num_hidden_layers=2,
+        conv_kernel=4,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     tensors = state(transformers.MambaForCausalLM(config))
 
     def metadata(writer: gguf.GGUFWriter) -> None:
@@ -280,10 +355,22 @@ def test_mamba_comes_back_with_a_for_a_log_and_its_convolution_in_shape(tmp_path
         )
 
     files = open_model(make.write_gguf(tmp_path / "m.gguf", "mamba", tensors, 2, metadata, change=change))
-    assert_same_config(files, config, "state_size", "conv_kernel", "time_step_rank", "intermediate_size", "use_bias",
-                       "use_conv_bias", "layer_norm_epsilon", "expand")  # fmt: skip
-    want = {name.replace("A_log", "A"): -torch.exp(tensor) if name.endswith("A_log") else tensor
-            for name, tensor in tensors.items()}  # fmt: skip
+    assert_same_config(
+        files,
+        config,
+        "state_size",
+        "conv_kernel",
+        "time_step_rank",
+        "intermediate_size",
+        "use_bias",
+        "use_conv_bias",
+        "layer_norm_epsilon",
+        "expand",
+    )
+    want = {
+        name.replace("A_log", "A"): -torch.exp(tensor) if name.endswith("A_log") else tensor
+        for name, tensor in tensors.items()
+    }
     assert want["backbone.layers.0.mixer.conv1d.weight"].shape == (64, 1, 4)
     assert_same_tensors(files, want)
 
@@ -304,13 +391,30 @@ def test_linear_and_yarn_scaling_are_told_in_the_hugging_face_vocabulary(tmp_pat
     linear = {"rope_type": "linear", "factor": 4.0}
     assert rope(make, tmp_path, scaling__type="linear", scaling__factor=4.0)["rope_scaling"] == linear
     assert rope(make, tmp_path, scale_linear=4.0)["rope_scaling"] == linear
-    yarn = rope(make, tmp_path, scaling__type="yarn", scaling__factor=4.0, scaling__original_context_length=32,
-                scaling__yarn_beta_fast=16.0, scaling__yarn_attn_factor=0.7)  # fmt: skip
-    assert yarn["rope_scaling"] == {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
-                                    "beta_fast": 16.0, "attention_factor": 0.7}  # fmt: skip
-    for bad in ({"scaling__type": "spiral"}, {"scaling__type": "longrope"}, {"scaling__factor": -1.0},
-                {"scaling__type": "yarn", "scaling__yarn_log_multiplier": 0.1}, {"freq_base": float("nan")},
-                {"dimension_count": 64}):  # fmt: skip
+    yarn = rope(
+        make,
+        tmp_path,
+        scaling__type="yarn",
+        scaling__factor=4.0,
+        scaling__original_context_length=32,
+        scaling__yarn_beta_fast=16.0,
+        scaling__yarn_attn_factor=0.7,
+    )
+    assert yarn["rope_scaling"] == {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 16.0,
+        "attention_factor": 0.7,
+    }
+    for bad in (
+        {"scaling__type": "spiral"},
+        {"scaling__type": "longrope"},
+        {"scaling__factor": -1.0},
+        {"scaling__type": "yarn", "scaling__yarn_log_multiplier": 0.1},
+        {"freq_base": float("nan")},
+        {"dimension_count": 64},
+    ):
         with pytest.raises(ModelError):
             rope(make, tmp_path, **bad)
 
@@ -344,8 +448,14 @@ def test_a_mixture_of_experts_is_refused(tmp_path: Path, make: Any) -> None:
 
 
 def test_a_tensor_without_a_translation_keeps_its_name_and_stays_unread(tmp_path: Path, make: Any) -> None:
-    path = make.write_gguf(tmp_path / "m.gguf", "llama", make.tiny_llama_tensors(), 1, make.tiny_llama_metadata,
-                           extra={"blk.0.strange.weight": torch.ones(4)})  # fmt: skip
+    path = make.write_gguf(
+        tmp_path / "m.gguf",
+        "llama",
+        make.tiny_llama_tensors(),
+        1,
+        make.tiny_llama_metadata,
+        extra={"blk.0.strange.weight": torch.ones(4)},
+    )
     files = open_model(path)
     for name in files.source.names():
         if name != "blk.0.strange.weight":

@@ -28,10 +28,15 @@ ROOT = Path(__file__).parents[2]
 def packaged(wheel: Path, content: bytes = CONTENT) -> Packaged:
     data = wheel.read_bytes()
     return Packaged(
-        package="bankfull-test-model", version="1.0", member="bankfull_test_model/tiny.gguf", wheel_bytes=len(data),
-        wheel_sha256=hashlib.sha256(data).hexdigest(), file_bytes=len(content),
-        file_sha256=hashlib.sha256(content).hexdigest(), about="a tiny file",
-    )  # fmt: skip
+        package="bankfull-test-model",
+        version="1.0",
+        member="bankfull_test_model/tiny.gguf",
+        wheel_bytes=len(data),
+        wheel_sha256=hashlib.sha256(data).hexdigest(),
+        file_bytes=len(content),
+        file_sha256=hashlib.sha256(content).hexdigest(),
+        about="a tiny file",
+    )
 
 
 def write_wheel(path: Path, content: bytes = CONTENT, member: str = "bankfull_test_model/tiny.gguf") -> Path:
@@ -478,9 +483,15 @@ def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.
 
 DIRECTORY = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 UNWANTED = [
-    "pytorch_model.bin", "modeling_custom.py", "consolidated.safetensors", "original/model.safetensors", "model.gguf",
-    "README.md", "training_args.bin", "onnx/config.json",
-]  # fmt: skip
+    "pytorch_model.bin",
+    "modeling_custom.py",
+    "consolidated.safetensors",
+    "original/model.safetensors",
+    "model.gguf",
+    "README.md",
+    "training_args.bin",
+    "onnx/config.json",
+]
 
 
 def test_of_a_repository_only_what_a_model_needs_is_downloaded(fake_hub: types.SimpleNamespace) -> None:

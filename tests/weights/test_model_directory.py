@@ -194,8 +194,13 @@ def test_pickled_weights_are_refused(single: Path, file: str) -> None:
 def test_paths_that_are_no_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "some.txt").write_text("x")
     (tmp_path / "inner.gguf").write_text("x")
-    for path, match in ((tmp_path, r"'inner\.gguf'"), (tmp_path / "some.txt", "neither"),
-                        (tmp_path / "no", "not exist"), ("a\0b", "path"), ("x" * 5000, "path")):  # fmt: skip
+    for path, match in (
+        (tmp_path, r"'inner\.gguf'"),
+        (tmp_path / "some.txt", "neither"),
+        (tmp_path / "no", "not exist"),
+        ("a\0b", "path"),
+        ("x" * 5000, "path"),
+    ):
         with pytest.raises(ModelError, match=match):
             open_model(path)
 

@@ -15,8 +15,13 @@ from bankfull.weights.hf_config import read_json
 from bankfull.weights.source import normalize_config
 from tests.quick import examples
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 8192}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def test_old_and_new_files_say_the_same() -> None:
@@ -91,12 +96,19 @@ def test_a_nested_text_config_stays_nested_and_is_normalized() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"rope_theta": "10000"}, {"rope_theta": -1}, {"rope_theta": True}, {"rope_theta": 0}, {"rope_scaling": 3},
-        {"rope_scaling": {"type": 3}}, {"rope_parameters": []}, {"rope_parameters": {"full_attention": 1}},
-        {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, {"rope_local_base_freq": []},
+        {"rope_theta": "10000"},
+        {"rope_theta": -1},
+        {"rope_theta": True},
+        {"rope_theta": 0},
+        {"rope_scaling": 3},
+        {"rope_scaling": {"type": 3}},
+        {"rope_parameters": []},
+        {"rope_parameters": {"full_attention": 1}},
+        {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}},
+        {"rope_local_base_freq": []},
         {"text_config": {"rope_theta": {}}},
     ],
-)  # fmt: skip
+)
 def test_rotary_settings_of_the_wrong_kind_are_refused(config: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=r"config\.json"):
         normalize_config(config)
@@ -106,8 +118,21 @@ JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=8)),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
 )
-KEYS = st.sampled_from(["rope_theta", "rope_scaling", "rope_parameters", "dtype", "torch_dtype", "text_config", "type",
-                        "rope_type", "full_attention", "sliding_attention", "rope_local_base_freq"])  # fmt: skip
+KEYS = st.sampled_from(
+    [
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "dtype",
+        "torch_dtype",
+        "text_config",
+        "type",
+        "rope_type",
+        "full_attention",
+        "sliding_attention",
+        "rope_local_base_freq",
+    ]
+)
 
 
 @examples(200, deadline=None)
@@ -123,10 +148,22 @@ def test_any_config_is_normalized_or_refused(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"3", b'"x"', b"null", b"\xff\xfe{", b'{"a": NaN}', b'{"a": Infinity}', b"[" * 100000,
-     b'{"a":' * 100000, b'{"a": ' + b"9" * 5000 + b"}"],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"3",
+        b'"x"',
+        b"null",
+        b"\xff\xfe{",
+        b'{"a": NaN}',
+        b'{"a": Infinity}',
+        b"[" * 100000,
+        b'{"a":' * 100000,
+        b'{"a": ' + b"9" * 5000 + b"}",
+    ],
     ids=lambda content: repr(content[:12]),
-)  # fmt: skip
+)
 def test_a_file_that_is_not_a_json_object_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content)

@@ -87,8 +87,18 @@ def assert_within_half_a_step(made: QTensor, values: torch.Tensor) -> None:
 def steps_of(made: QTensor) -> torch.Tensor:
     """(rows, groups, 1): the distance of neighbouring codes, found by asking `dequantize` about codes 0 and 1."""
     scheme, blocks = made.scheme, made.parts["blocks"].reshape(-1, made.scheme.block_bytes)
-    codes = {"q4_0": (2, 18), "q4_1": (4, 20), "q5_0": (6, 22), "q5_1": (8, 24), "q8_0": (2, 34), "q2_k": (16, 80),
-             "q3_k": (32, 96), "q4_k": (16, 144), "q5_k": (48, 176), "q6_k": (0, 128)}[scheme.name]  # fmt: skip
+    codes = {
+        "q4_0": (2, 18),
+        "q4_1": (4, 20),
+        "q5_0": (6, 22),
+        "q5_1": (8, 24),
+        "q8_0": (2, 34),
+        "q2_k": (16, 80),
+        "q3_k": (32, 96),
+        "q4_k": (16, 144),
+        "q5_k": (48, 176),
+        "q6_k": (0, 128),
+    }[scheme.name]
     one = {"q8_0": 1, "q2_k": 0x55, "q3_k": 0x55}.get(scheme.name, 0x11)
     both = []
     for fill in (0, one):
@@ -170,12 +180,17 @@ class Tensors:
 
 def source() -> Tensors:
     torch.manual_seed(0)
-    return Tensors({
-        "model.embed_tokens.weight": torch.randn(10, 64), "lm_head.weight": torch.randn(10, 64),
-        "model.layers.0.mlp.up_proj.weight": torch.randn(256, 64),
-        "model.layers.0.mlp.down_proj.weight": torch.randn(64, 256), "model.norm.weight": torch.randn(64),
-        "model.layers.0.mixer.A_log": torch.randn(64, 32), "model.layers.0.mixer.conv1d.weight": torch.randn(64, 1, 32),
-    })  # fmt: skip
+    return Tensors(
+        {
+            "model.embed_tokens.weight": torch.randn(10, 64),
+            "lm_head.weight": torch.randn(10, 64),
+            "model.layers.0.mlp.up_proj.weight": torch.randn(256, 64),
+            "model.layers.0.mlp.down_proj.weight": torch.randn(64, 256),
+            "model.norm.weight": torch.randn(64),
+            "model.layers.0.mixer.A_log": torch.randn(64, 32),
+            "model.layers.0.mixer.conv1d.weight": torch.randn(64, 1, 32),
+        }
+    )
 
 
 def test_only_matrices_are_requantized_and_tables_only_if_asked() -> None:
@@ -211,8 +226,11 @@ def test_bits_per_weight_include_the_scales() -> None:
 def test_integer_types_fall_back_to_narrower_groups_and_then_keep_a_matrix() -> None:
     assert parse_wish("int4").types == ("int4_g32", "keep")
     assert parse_wish("int8:128") == parse_wish("INT8_g128") and parse_wish("int8:128").types == (
-        "int8_g128", "int8_g64", "int8_g32", "keep",
-    )  # fmt: skip
+        "int8_g128",
+        "int8_g64",
+        "int8_g32",
+        "keep",
+    )
     assert parse_wish("int4:64,q8_0").types == ("int4_g64", "int4_g32", "q8_0")
     widths = {"a.weight": 256, "b.weight": 192, "c.weight": 96, "d.weight": 40, "lm_head.weight": 40}
     made = Requantized(Tensors({n: torch.randn(4, w) for n, w in widths.items()}), parse_wish("int4:128").types)

@@ -26,9 +26,13 @@ class ProcessGroup:
     """`streams`: what stdin, stdout and stderr are, as for subprocess.Popen."""
 
     def __init__(
-        self, command: Sequence[str], *, variables: Mapping[str, str] | None = None, folder: Path | None = None,
+        self,
+        command: Sequence[str],
+        *,
+        variables: Mapping[str, str] | None = None,
+        folder: Path | None = None,
         **streams: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.process = subprocess.Popen(
             command, cwd=folder, env=environment(variables), start_new_session=True, **streams
         )

@@ -75,8 +75,9 @@ class Row:
         made |= {"ratios": self.ratios, "ratio": asdict(found[0]) if found and found[0] else None}
         if self.reach is not None:
             made["reach"] |= {
-                "percent": self.reach.percents(self.ours), "percent_of_best": self.reach.percents_of_best(self.ours),
-            }  # fmt: skip
+                "percent": self.reach.percents(self.ours),
+                "percent_of_best": self.reach.percents_of_best(self.ours),
+            }
         return made
 
 
@@ -104,6 +105,8 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "peer": self.peer, "ours": asdict(self.ours), "theirs": asdict(self.theirs),
+            "peer": self.peer,
+            "ours": asdict(self.ours),
+            "theirs": asdict(self.theirs),
             "rows": [row.as_json() for row in self.rows],
-        }  # fmt: skip
+        }

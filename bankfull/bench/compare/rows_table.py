@@ -34,9 +34,16 @@ def ratio_table(comparison: Comparison, threads: int | None = None) -> Table:
         times = "-" if ratio is None else f"{ratio.median:.2f}x"
         elsewhere = "" if row.others is None else f"{row.others:.2f} cores"
         table.add_row(
-            row.work, times, _quartiles(ratio), _figure(ours.median), _figure(theirs.median), row.unit,
-            str(ours.count), elsewhere, *_reached(row),
-        )  # fmt: skip
+            row.work,
+            times,
+            _quartiles(ratio),
+            _figure(ours.median),
+            _figure(theirs.median),
+            row.unit,
+            str(ours.count),
+            elsewhere,
+            *_reached(row),
+        )
     return table
 
 

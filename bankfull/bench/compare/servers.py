@@ -110,9 +110,7 @@ class Running:
             self.say(f"{self.contender.name}: starting {' '.join(command)}")
             self._log = tempfile.TemporaryFile()  # noqa: SIM115 closed with the block
             try:
-                self.group = ProcessGroup(
-                    command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT
-                )
+                self.group = ProcessGroup(command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT)
             except OSError as error:
                 raise ConfigError(
                     f"{self.contender.name} cannot be started: {command[0]}: {error.strerror or error}."
@@ -218,9 +216,7 @@ def compare(one: Running, other: Running, load: Load, pairs: int, say: Say) -> C
         for ours_, theirs in in_pairs(pairs, prepare, lambda work: run(one, work), lambda work: run(other, work)):
             found.append((ours_, theirs))
             rates = [report.measured.output_tokens / report.measured.duration for report in found[-1]]
-            say(
-                f"{other.contender.name}, pair {len(found)} of {pairs}: {rates[0]:.1f} against {rates[1]:.1f} tokens/s"
-            )
+            say(f"{other.contender.name}, pair {len(found)} of {pairs}: {rates[0]:.1f} against {rates[1]:.1f} tokens/s")
     except ConfigError as error:
         return Comparison(other.contender.name, *sides, _why(error))
     finally:

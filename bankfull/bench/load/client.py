@@ -128,9 +128,11 @@ class Client:
         self._server, self._asking, self._run_within = server, asking, run
         place = server.address
         head = [
-            f"POST {place.prefix}{PATHS[asking.api]} HTTP/1.1", f"host: {place.host}:{place.port}",
-            "accept: text/event-stream", *(f"{name}: {value}" for name, value in server.all_headers().items()),
-        ]  # fmt: skip
+            f"POST {place.prefix}{PATHS[asking.api]} HTTP/1.1",
+            f"host: {place.host}:{place.port}",
+            "accept: text/event-stream",
+            *(f"{name}: {value}" for name, value in server.all_headers().items()),
+        ]
         if any("\r" in line or "\n" in line for line in head):
             raise ConfigError("A header of a request cannot hold a line break.")
         self._head = "\r\n".join(head).encode("latin-1", "replace")
@@ -227,12 +229,19 @@ class Client:
         assert exchange.ended is not None
         ended = exchange.ended if answer.last is None or error is not None else answer.last
         return Outcome(
-            exchange.due - self.begun, None if exchange.sent is None else exchange.sent - self.begun,
-            tuple(time - self.begun for time in answer.times), ended - self.begun,
+            exchange.due - self.begun,
+            None if exchange.sent is None else exchange.sent - self.begun,
+            tuple(time - self.begun for time in answer.times),
+            ended - self.begun,
             answer.input_tokens if answer.input_tokens is not None else turn.tokens or 0,
             answer.output_tokens if answer.output_tokens is not None else len(answer.times),
-            answer.cached_tokens, at, answer.text, answer.finish, error, exchange.stamped and error is None,
-        )  # fmt: skip
+            answer.cached_tokens,
+            at,
+            answer.text,
+            answer.finish,
+            error,
+            exchange.stamped and error is None,
+        )
 
     def _request(self, talk: _Talk) -> bytes:
         turn = talk.turns[talk.at]

@@ -234,9 +234,12 @@ class Pool:
             _, connection = await loop.create_connection(lambda: Connection(self, line), sock=line)
         else:
             _, connection = await loop.create_connection(
-                lambda: Connection(self, None), place.ip, place.port, ssl=self._context,
+                lambda: Connection(self, None),
+                place.ip,
+                place.port,
+                ssl=self._context,
                 server_hostname=place.host if self._context is not None else None,
-            )  # fmt: skip
+            )
         self._all.add(connection)
         return connection
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PREFIX = "bankfull:"
 KINDS = ("decode", "prompt")
-_SAMPLE = re.compile(r'^([\w:]+)(?:\{([^}]*)\})?\s+(\S+)', re.MULTILINE)
+_SAMPLE = re.compile(r"^([\w:]+)(?:\{([^}]*)\})?\s+(\S+)", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -126,13 +126,20 @@ class Reached:
 
     def as_json(self) -> dict[str, object]:
         return {
-            "mbu": self.mbu(), "mfu": self.mfu(), "decode_mbu": self.mbu("decode"), "decode_mfu": self.mfu("decode"),
-            "prompt_mbu": self.mbu("prompt"), "prompt_mfu": self.mfu("prompt"), "busy": self.busy,
-            "percent_of_limit": self.percent_of_limit, "percent_of_rate": self.percent_of_rate,
-            "bytes_moved": self.whole.bytes, "flops": self.whole.flops,
+            "mbu": self.mbu(),
+            "mfu": self.mfu(),
+            "decode_mbu": self.mbu("decode"),
+            "decode_mfu": self.mfu("decode"),
+            "prompt_mbu": self.mbu("prompt"),
+            "prompt_mfu": self.mfu("prompt"),
+            "busy": self.busy,
+            "percent_of_limit": self.percent_of_limit,
+            "percent_of_rate": self.percent_of_rate,
+            "bytes_moved": self.whole.bytes,
+            "flops": self.whole.flops,
             "ceiling_bytes_per_s": self.ceiling.bytes_per_s,
             "ceiling_flop_per_s": self.ceiling.flop_per_s if math.isfinite(self.ceiling.flop_per_s) else None,
-        }  # fmt: skip
+        }
 
 
 def reached(before: Counted | None, after: Counted | None, duration: float) -> Reached | None:

@@ -96,9 +96,14 @@ class Runner:
             self._limits, self._knows_limits = request_limits(self.server, ceiling, self._files), True
         least = {} if self._limits is None else self._limits.mean(measured.good)
         return Report(
-            self._setting(load, len(conversations)), measured, reached(before, after, measured.duration), least,
-            meter.energy, self._price, client.stalls,
-        )  # fmt: skip
+            self._setting(load, len(conversations)),
+            measured,
+            reached(before, after, measured.duration),
+            least,
+            meter.energy,
+            self._price,
+            client.stalls,
+        )
 
     def warm_up(self, load: Load, like: Conversation) -> None:
         """A short answer to a prompt that no run asks for: it must not be found in the cache afterwards."""
@@ -138,8 +143,16 @@ class Runner:
         server = self.server
         recorded = isinstance(load.workload, Trace)
         return Setting(
-            server.address.url, server.model, load.asking.api, load.describe(), load.timing,
-            float("inf") if recorded else load.arrivals.rate, load.arrivals.burstiness, requests, load.seed,
-            load.asking.most, datetime.now().strftime("%Y%m%d-%H%M%S"),
+            server.address.url,
+            server.model,
+            load.asking.api,
+            load.describe(),
+            load.timing,
+            float("inf") if recorded else load.arrivals.rate,
+            load.arrivals.burstiness,
+            requests,
+            load.seed,
+            load.asking.most,
+            datetime.now().strftime("%Y%m%d-%H%M%S"),
             "openai-chat" if load.asking.api == "chat" else "openai",
-        )  # fmt: skip
+        )

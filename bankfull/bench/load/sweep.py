@@ -40,12 +40,13 @@ class Found:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "highest_rate": self.rate, "lowest_failed_rate": self.failed,
+            "highest_rate": self.rate,
+            "lowest_failed_rate": self.failed,
             "trials": [
                 {"rate": t.rate, "attainment": t.attained, "passed": t.passed, "confirming": t.confirming}
                 for t in self.tried
             ],
-        }  # fmt: skip
+        }
 
     def curve(self) -> list[tuple[float, float]]:
         """(rate, mean attainment of the trials at it)."""

@@ -375,9 +375,10 @@ def _table(path: Path) -> list[_Line]:
             found.append(
                 _Line(
                     int(fields.get("contexttokens") or fields["input_length"]),
-                    int(fields.get("generatedtokens") or fields["output_length"]), milliseconds(fields["timestamp"]),
+                    int(fields.get("generatedtokens") or fields["output_length"]),
+                    milliseconds(fields["timestamp"]),
                 )
-            )  # fmt: skip
+            )
         except (KeyError, ValueError, TypeError) as error:
             raise ConfigError(
                 f"Line {number} of the trace {path} has no TIMESTAMP, ContextTokens and GeneratedTokens ({error})."

@@ -37,30 +37,36 @@ def latency_chart(report: Report) -> Chart:
             if (least := report.least.get(name)) is not None:
                 series.append(Series(f"least {title}", [(least, 0.0), (least, 100.0)], dashed=True))
     return Chart(
-        "Latencies: the part of the requests that took no longer", Axis("time", log=True, unit="s"),
-        Axis("requests", low=0, high=100, unit="%"), series,
-    )  # fmt: skip
+        "Latencies: the part of the requests that took no longer",
+        Axis("time", log=True, unit="s"),
+        Axis("requests", low=0, high=100, unit="%"),
+        series,
+    )
 
 
 def attainment_chart(m: Measured) -> Chart:
     """What wider or tighter objectives would have meant."""
     curve = [(scale, 100 * part) for scale, part in m.attainment_curve()]
     return Chart(
-        f"Attainment of {m.slo}, were the objectives so many times as wide", Axis("times as wide", log=True),
-        Axis("requests that meet all", low=0, high=100, unit="%"), [Series("attainment", curve)],
+        f"Attainment of {m.slo}, were the objectives so many times as wide",
+        Axis("times as wide", log=True),
+        Axis("requests that meet all", low=0, high=100, unit="%"),
+        [Series("attainment", curve)],
         [Mark(1.0, 100 * m.attained(), f"{100 * m.attained():.3g}%")],
-    )  # fmt: skip
+    )
 
 
 def timeline_chart(m: Measured) -> Chart:
     rows = m.per_second()
     return Chart(
-        "The run, second by second", Axis("time", unit="s"), Axis("in each second", low=0),
+        "The run, second by second",
+        Axis("time", unit="s"),
+        Axis("in each second", low=0),
         [
             Series("events with tokens", thinned([(second, events) for second, events, _ in rows]), kind="area"),
             Series("requests on their way", thinned([(second, open_) for second, _, open_ in rows])),
         ],
-    )  # fmt: skip
+    )
 
 
 def arrival_chart(m: Measured) -> Chart:

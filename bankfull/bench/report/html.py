@@ -40,9 +40,10 @@ class Section:
 def as_html(report: Report) -> str:
     setting = report.setting
     return page(
-        f"{setting.model}: {setting.workload}", f"{heading(report)}; {setting.date}, seed {setting.seed}",
+        f"{setting.model}: {setting.workload}",
+        f"{heading(report)}; {setting.date}, seed {setting.seed}",
         sections(report),
-    )  # fmt: skip
+    )
 
 
 def sections(report: Report) -> list[Section]:

@@ -16,9 +16,16 @@ NAMES = {"ttft": "ttft", "tpot": "tpot", "itl": "itl", "e2e": "e2el"}
 """Ours -> vLLM's."""
 STATISTICS = ("mean", "median", "std", "p90", "p95", "p99")
 DETAILS = (
-    "input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times", "generated_texts",
+    "input_lens",
+    "output_lens",
+    "ttfts",
+    "itls",
+    "latencies",
+    "start_times",
+    "queue_times",
+    "generated_texts",
     "errors",
-)  # fmt: skip
+)
 """One entry for each request, in the order in which they were due."""
 
 

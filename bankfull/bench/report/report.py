@@ -116,8 +116,12 @@ class Report:
         if self.stalls:
             by_machine, by_itself = sums(self.stalls)
             for stalled, why in ((by_machine, "this machine ran others"), (by_itself, "it had work to do")):
-                yield Figure("client stood still", 1e3 * stalled.seconds, "ms", note=f"{why}: {stalled.times} times, "
-                             f"{1e3 * stalled.longest:.3g} ms at most")  # fmt: skip
+                yield Figure(
+                    "client stood still",
+                    1e3 * stalled.seconds,
+                    "ms",
+                    note=f"{why}: {stalled.times} times, {1e3 * stalled.longest:.3g} ms at most",
+                )
         if self.energy is not None:
             yield Figure("energy", self.energy.total, "J", note=", ".join(self.energy.joules))
             yield Figure("power", self.energy.watts, "W")
@@ -125,8 +129,9 @@ class Report:
         if self.price is not None:
             source = f"at {self.price.per_hour:g} per hour, {self.price.source}"
             whole = m.input_tokens + m.output_tokens
-            yield Figure("cost per million output tokens", self.price.per_million(m.output_tokens, m.duration), "$",
-                         note=source)  # fmt: skip
+            yield Figure(
+                "cost per million output tokens", self.price.per_million(m.output_tokens, m.duration), "$", note=source
+            )
             yield Figure("cost per million tokens", self.price.per_million(whole, m.duration), "$", note=source)
 
     def failures(self, most: int = 3) -> str:
@@ -187,10 +192,15 @@ class Report:
         """What other benchmarks have no names for."""
         m = self.measured
         return {
-            "workload": self.setting.workload, "arrivals": self.setting.arrivals, "seed": self.setting.seed,
-            "url": self.setting.url, "slo": {name: 1e3 * value for name, value in m.slo.stated.items()},
-            "attainment": m.attained() if m.slo.stated else None, "attainment_curve": m.attainment_curve(),
-            "requests_per_minute": m.request_rate * 60, "input_throughput": m.input_tokens / m.duration,
+            "workload": self.setting.workload,
+            "arrivals": self.setting.arrivals,
+            "seed": self.setting.seed,
+            "url": self.setting.url,
+            "slo": {name: 1e3 * value for name, value in m.slo.stated.items()},
+            "attainment": m.attained() if m.slo.stated else None,
+            "attainment_curve": m.attainment_curve(),
+            "requests_per_minute": m.request_rate * 60,
+            "input_throughput": m.input_tokens / m.duration,
             "cached_input_tokens": m.cached_tokens,
             "offered_rate": None if self.offered == float("inf") else self.offered,
             "sent_late_s": None if m.late is None else asdict(m.late),
@@ -200,15 +210,23 @@ class Report:
             "least_ms": {name: 1e3 * value for name, value in self.least.items()},
             "percent_of_limit": {name: self.percent(name) for name in self.least},
             "reached": None if self.reached is None else self.reached.as_json(),
-            "energy": None if self.energy is None
-            else {"joules": self.energy.joules, "watts": self.energy.watts,
-                  "joules_per_output_token": self.energy.per_token(m.output_tokens)},
-            "cost": None if self.price is None
-            else {"price_per_hour": self.price.per_hour, "source": self.price.source,
-                  "per_million_output_tokens": self.price.per_million(m.output_tokens, m.duration),
-                  "per_million_tokens": self.price.per_million(m.input_tokens + m.output_tokens, m.duration)},
+            "energy": None
+            if self.energy is None
+            else {
+                "joules": self.energy.joules,
+                "watts": self.energy.watts,
+                "joules_per_output_token": self.energy.per_token(m.output_tokens),
+            },
+            "cost": None
+            if self.price is None
+            else {
+                "price_per_hour": self.price.per_hour,
+                "source": self.price.source,
+                "per_million_output_tokens": self.price.per_million(m.output_tokens, m.duration),
+                "per_million_tokens": self.price.per_million(m.input_tokens + m.output_tokens, m.duration),
+            },
             "warnings": self.warnings(),
-        }  # fmt: skip
+        }
 
 
 def _by_the_clients_clock(one: Outcome) -> Iterator[float]:

@@ -22,9 +22,7 @@ def answer(found: Found, search: Search, slo: str) -> str:
     asked = f"{100 * search.target:g}% of the requests meet {slo}"
     if found.rate is None:
         return f"No rate was found at which {asked}: {found.failed:.4g} requests/s failed, too."
-    beyond = (
-        "; nothing higher was tried" if found.failed is None else f"; {found.failed:.4g} requests/s were too many"
-    )
+    beyond = "; nothing higher was tried" if found.failed is None else f"; {found.failed:.4g} requests/s were too many"
     passes = sum(trial.rate == found.rate and trial.passed for trial in found.tried)
     return f"{found.rate:.4g} requests/s is the highest rate at which {asked}, {passes} times out of {passes}{beyond}."
 
@@ -41,11 +39,16 @@ def trial_cells(found: Found, reports: list[Report]) -> list[tuple[str, ...]]:
         m = report.measured
         ends = [m.latencies[name] for name in ("ttft", "tpot")]
         verdict = ("confirmed" if trial.confirming else "passed") if trial.passed else "failed"
-        rows.append((
-            f"{trial.rate:.4g}", f"{100 * trial.attained:.3g}%", verdict,
-            *("-" if end is None else f"{1e3 * end.p99:.4g}" for end in ends),
-            "-" if m.goodput is None else f"{m.goodput:.4g}", f"{m.output_tokens / m.duration:.4g}",
-        ))  # fmt: skip
+        rows.append(
+            (
+                f"{trial.rate:.4g}",
+                f"{100 * trial.attained:.3g}%",
+                verdict,
+                *("-" if end is None else f"{1e3 * end.p99:.4g}" for end in ends),
+                "-" if m.goodput is None else f"{m.goodput:.4g}",
+                f"{m.output_tokens / m.duration:.4g}",
+            )
+        )
     return rows
 
 
@@ -66,10 +69,12 @@ def sweep_chart(found: Found, search: Search) -> Chart:
     marks = [] if found.rate is None else [Mark(found.rate, dict(curve)[found.rate], f"{found.rate:.4g}/s")]
     reach = [(curve[0][0], 100 * search.target), (curve[-1][0], 100 * search.target)]
     return Chart(
-        "Attainment against rate", Axis("requests/s", log=True),
+        "Attainment against rate",
+        Axis("requests/s", log=True),
         Axis("requests that meet all", low=0, high=100, unit="%"),
-        [Series("attainment", curve), Series("asked for", reach, dashed=True)], marks,
-    )  # fmt: skip
+        [Series("attainment", curve), Series("asked for", reach, dashed=True)],
+        marks,
+    )
 
 
 def sweep_html(found: Found, search: Search, reports: list[Report]) -> str:

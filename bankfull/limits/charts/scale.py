@@ -121,7 +121,7 @@ def clipped(start: Point, end: Point, low: Point = (0.0, 0.0), high: Point = (1.
 
 def _scale(
     axis: Axis, values: list[float], *, upright: bool = False, margin: float = 0.0, filled: bool = False
-) -> Scale:  # fmt: skip
+) -> Scale:
     """An upright axis has some room above and below what is shown, and prefers to begin at 0; it must where an area
     stands for a value."""
     shown = [value for value in values if math.isfinite(value) and (value > 0 or not axis.log)]
@@ -146,9 +146,13 @@ def _scale(
         most = math.ceil(most / step - 1e-9) * step
         least = math.floor(least / step + 1e-9) * step
     low, high = least if axis.low is None else axis.low, most if axis.high is None else axis.high
-    return Scale(axis, low, high) if low < high else Scale(axis, low, low + 1) if axis.high is None else Scale(
-        axis, high - 1, high
-    )  # fmt: skip
+    return (
+        Scale(axis, low, high)
+        if low < high
+        else Scale(axis, low, low + 1)
+        if axis.high is None
+        else Scale(axis, high - 1, high)
+    )
 
 
 def _even_step(low: float, high: float, most: int) -> float:

@@ -13,13 +13,19 @@ from bankfull.limits.charts.scale import Scale, clipped, half_bar, scales_of, vi
 
 Palette = dict[str, str | tuple[str, ...]]
 LIGHT: Palette = {
-    "ground": "#ffffff", "ink": "#1f2328", "muted": "#57606a", "grid": "#d8dee4",
+    "ground": "#ffffff",
+    "ink": "#1f2328",
+    "muted": "#57606a",
+    "grid": "#d8dee4",
     "series": ("#0969da", "#c2500a", "#1a7f37", "#8250df", "#bf3989", "#8a6100", "#0e7490", "#6e7781"),
-}  # fmt: skip
+}
 DARK: Palette = {
-    "ground": "#0d1117", "ink": "#e6edf3", "muted": "#9198a1", "grid": "#30363d",
+    "ground": "#0d1117",
+    "ink": "#e6edf3",
+    "muted": "#9198a1",
+    "grid": "#30363d",
     "series": ("#58a6ff", "#f0883e", "#3fb950", "#bc8cff", "#f778ba", "#d29922", "#39c5cf", "#8b949e"),
-}  # fmt: skip
+}
 COLORS = len(LIGHT["series"])
 DASHES = ("", "7 4", "2 3", "9 3 2 3")
 FONT, SMALL = 13, 12
@@ -41,10 +47,14 @@ def draw(chart: Chart, width: int, height: int, theme: str) -> str:
     legend = list(_legend(chart.series, plot.left, plot.right, height + 4))
     whole = height + (LINE * len({top for _, top, _ in legend}) + 8 if legend else 0)
     parts = [
-        f"<title>{_text(chart.title)}</title>", f"<desc>{_text(chart.description or describe(chart))}</desc>",
-        _style(theme), f'<rect width="{width}" height="{whole}" style="fill:var(--chart-ground)"/>',
-        *_frame(chart, plot, x, y, ticks), *_series(chart, plot, x, y), *_marks(chart.marks, plot, x, y),
-    ]  # fmt: skip
+        f"<title>{_text(chart.title)}</title>",
+        f"<desc>{_text(chart.description or describe(chart))}</desc>",
+        _style(theme),
+        f'<rect width="{width}" height="{whole}" style="fill:var(--chart-ground)"/>',
+        *_frame(chart, plot, x, y, ticks),
+        *_series(chart, plot, x, y),
+        *_marks(chart.marks, plot, x, y),
+    ]
     parts += [line for _, _, line in legend]
     body = "\n".join(part for part in parts if part)
     found = (

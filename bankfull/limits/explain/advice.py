@@ -89,9 +89,13 @@ class Adviser:
         if slow is None:
             return None
         return Advice(
-            slow.sentence(part.name, self.kernels.kernels), "slow kernels", {}, slow.seconds / part.steps,
-            slow.least / part.steps, slow.seconds - slow.least,
-        )  # fmt: skip
+            slow.sentence(part.name, self.kernels.kernels),
+            "slow kernels",
+            {},
+            slow.seconds / part.steps,
+            slow.least / part.steps,
+            slow.seconds - slow.least,
+        )
 
     def _storage(self, story: Story) -> Iterator[Advice]:
         """Fewer bytes for weights or state, over all that was computed for the request."""
@@ -108,9 +112,7 @@ class Adviser:
             steps = sum(part.steps for part in parts)
             how = _options(other.options) or "a file of that kind"
             sentence = f"{other.name} ({how}) would save about {busy / (busy - saved):.2g}x"
-            yield Advice(
-                sentence, other.name, dict(other.options), before / steps, after / steps, seconds_saved=saved
-            )  # fmt: skip
+            yield Advice(sentence, other.name, dict(other.options), before / steps, after / steps, seconds_saved=saved)
 
     def _limits(self, part: Part, other: Yardstick) -> tuple[float, float]:
         mean = _mean(part)
@@ -127,8 +129,13 @@ class Adviser:
         half = max(1, self.step_tokens // 2)
         yield Advice(
             f"others' prompts came into its steps: half as many tokens per step (--step-tokens {half}) would save "
-            f"{saved:.2g} s of its decoding", "smaller chunks", {"step_tokens": str(half)}, before, after, saved,
-        )  # fmt: skip
+            f"{saved:.2g} s of its decoding",
+            "smaller chunks",
+            {"step_tokens": str(half)},
+            before,
+            after,
+            saved,
+        )
 
     def _room(self, story: Story) -> Iterator[Advice]:
         """Whoever was preempted for lack of memory waited, and was computed again."""
@@ -139,8 +146,13 @@ class Adviser:
         limit = 0.0 if again is None or again.limit is None else again.limit / again.steps
         yield Advice(
             f"int8 keys and values (--kv-dtype int8) would hold {self.more_tokens:.2g} times as many tokens in the "
-            f"same memory; being preempted took {lost:.2g} s", "room for state", {"kv_dtype": "int8"}, limit, 0.0, lost,
-        )  # fmt: skip
+            f"same memory; being preempted took {lost:.2g} s",
+            "room for state",
+            {"kv_dtype": "int8"},
+            limit,
+            0.0,
+            lost,
+        )
 
     def _streams(self, story: Story) -> Advice | None:
         """One token of each sequence, with some more of them like the average one."""
@@ -161,8 +173,13 @@ class Adviser:
         how = f" (--rows {rows})" if options else ""
         return Advice(
             f"{MORE_STREAMS} more streams{how} would cost {longer / step:.0%} per token and add {gain:.0%} throughput",
-            "more streams", options, before, after, -longer * part.steps, gain,
-        )  # fmt: skip
+            "more streams",
+            options,
+            before,
+            after,
+            -longer * part.steps,
+            gain,
+        )
 
 
 def _mean(part: Part) -> np.ndarray:

@@ -79,9 +79,17 @@ def explain(story: Story, yardstick: Yardstick | None = None, adviser: Adviser |
     if yardstick is not None and story.cached:
         saved = _prefill_seconds(story.cached, yardstick)
     return Explanation(
-        story.seconds, story.prompt, story.cached, story.preemptions, story.recomputed, tuple(parts),
-        _summary(story, parts, yardstick, advice), tuple(advice), story.waiting, saved,
-    )  # fmt: skip
+        story.seconds,
+        story.prompt,
+        story.cached,
+        story.preemptions,
+        story.recomputed,
+        tuple(parts),
+        _summary(story, parts, yardstick, advice),
+        tuple(advice),
+        story.waiting,
+        saved,
+    )
 
 
 def _prefill_seconds(tokens: int, yardstick: Yardstick) -> float:
@@ -105,14 +113,20 @@ def _part(part: Part, whole: float, yardstick: Yardstick | None) -> ExplainedPar
         if yardstick is not None and part.features is not None:
             bound = yardstick.bound(part.features / part.steps)
     return ExplainedPart(
-        part.name, part.seconds, part.seconds / whole, part.steps, part.tokens, part.mean_sequences, part.limit,
-        percent, bound, detail,
-    )  # fmt: skip
+        part.name,
+        part.seconds,
+        part.seconds / whole,
+        part.steps,
+        part.tokens,
+        part.mean_sequences,
+        part.limit,
+        percent,
+        bound,
+        detail,
+    )
 
 
-def _summary(
-    story: Story, parts: list[ExplainedPart], yardstick: Yardstick | None, advice: list[Advice]
-) -> str:  # fmt: skip
+def _summary(story: Story, parts: list[ExplainedPart], yardstick: Yardstick | None, advice: list[Advice]) -> str:
     """One or two sentences: what took longest, how near the limit that is, and what would change it."""
     whole = max(story.seconds, 1e-9)
     sentences = []

@@ -223,9 +223,7 @@ class Watched:
         found = self._taped.tape.times()
         if self.timed_head.runs > runs:
             on_tape = found.get(HEAD, (0.0, 0))
-            found[HEAD] = (
-                on_tape[0] + self.timed_head.inside - seconds, on_tape[1] + self.timed_head.runs - runs
-            )  # fmt: skip
+            found[HEAD] = (on_tape[0] + self.timed_head.inside - seconds, on_tape[1] + self.timed_head.runs - runs)
         return found
 
 

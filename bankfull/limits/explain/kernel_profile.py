@@ -59,9 +59,14 @@ class Part:
         return rows
 
     def _row(
-        self, label: str, seconds: float, runs: int | None, costs: Sequence[Cost], ceilings: Ceilings | None,
+        self,
+        label: str,
+        seconds: float,
+        runs: int | None,
+        costs: Sequence[Cost],
+        ceilings: Ceilings | None,
         peak: float,
-    ) -> Row:  # fmt: skip
+    ) -> Row:
         total = sum(costs, Cost())
         least = None
         if ceilings is not None and total != Cost():
@@ -69,12 +74,15 @@ class Part:
             reach = (ceilings.read_at(step.read) for step in self.costs)
             least = sum(cost.seconds(peak, bandwidth) for cost, bandwidth in zip(costs, reach, strict=True))
         return {
-            "kernel": label, "runs_per_step": None if runs is None else runs / self.steps,
-            "seconds_per_step": seconds / self.steps, "share": seconds / self.seconds if self.seconds else None,
-            "bytes_per_s": per_second(total.bytes, seconds), "flop_per_s": per_second(total.flops, seconds),
+            "kernel": label,
+            "runs_per_step": None if runs is None else runs / self.steps,
+            "seconds_per_step": seconds / self.steps,
+            "share": seconds / self.seconds if self.seconds else None,
+            "bytes_per_s": per_second(total.bytes, seconds),
+            "flop_per_s": per_second(total.flops, seconds),
             "least_seconds_per_step": None if least is None else least / self.steps,
             "percent_of_limit": None if least is None or not seconds else 100 * least / seconds,
-        }  # fmt: skip
+        }
 
 
 class KernelCosts:

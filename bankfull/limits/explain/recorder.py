@@ -291,4 +291,3 @@ class Recorder:
         elif story.entered > story.children:
             story.preemptions += 1
             story.recomputed += len(enter.tokens) - 1 - enter.computed  # the last one was never computed
-

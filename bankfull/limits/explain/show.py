@@ -12,24 +12,43 @@ def explanation_table(found: Explanation, title: str) -> Table:
     table = Table(title=f"{title}: {duration(found.seconds)}")
     table.add_column("part")
     for heading in (
-        "time", "share", "steps", "tokens", "batch", "at best", "% of limit", "bound", "alone", "batch-mates",
-        "others' prompts", "kernels beyond", "host",
-    ):  # fmt: skip
+        "time",
+        "share",
+        "steps",
+        "tokens",
+        "batch",
+        "at best",
+        "% of limit",
+        "bound",
+        "alone",
+        "batch-mates",
+        "others' prompts",
+        "kernels beyond",
+        "host",
+    ):
         table.add_column(heading, justify="right")
     for part in found.parts:
         detail = part.detail
         apart = (
-            ("-",) * 5 if detail is None
-            else tuple(map(_seconds, (detail.own_limit, detail.batch_mates, detail.other_prompts, detail.kernels,
-                                      detail.host)))
-        )  # fmt: skip
+            ("-",) * 5
+            if detail is None
+            else tuple(
+                map(_seconds, (detail.own_limit, detail.batch_mates, detail.other_prompts, detail.kernels, detail.host))
+            )
+        )
         computed = part.steps > 0
         table.add_row(
-            part.part, duration(part.seconds), f"{part.share:.1%}", str(part.steps) if computed else "-",
-            str(part.tokens) if computed else "-", "-" if part.mean_batch is None else f"{part.mean_batch:.3g}",
-            _seconds(part.limit_seconds), "-" if part.percent_of_limit is None else f"{part.percent_of_limit:.0f}%",
-            part.bound or "-", *apart,
-        )  # fmt: skip
+            part.part,
+            duration(part.seconds),
+            f"{part.share:.1%}",
+            str(part.steps) if computed else "-",
+            str(part.tokens) if computed else "-",
+            "-" if part.mean_batch is None else f"{part.mean_batch:.3g}",
+            _seconds(part.limit_seconds),
+            "-" if part.percent_of_limit is None else f"{part.percent_of_limit:.0f}%",
+            part.bound or "-",
+            *apart,
+        )
     return table
 
 

@@ -85,9 +85,18 @@ class Device:
 
         size = int(self.memory_bytes)
         return Ceilings(
-            self.bytes_per_s, self.bytes_per_s, dict(self.flops), 1, self.title, self.date.isoformat(), size, 0, 0,
-            f"the catalogue: {self.source}", "device",
-        )  # fmt: skip
+            self.bytes_per_s,
+            self.bytes_per_s,
+            dict(self.flops),
+            1,
+            self.title,
+            self.date.isoformat(),
+            size,
+            0,
+            0,
+            f"the catalogue: {self.source}",
+            "device",
+        )
 
     def as_json(self) -> Raw:
         return {**asdict(self), "flops": dict(self.flops), "date": self.date.isoformat(), "supported": self.supported}

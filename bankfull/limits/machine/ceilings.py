@@ -253,9 +253,18 @@ def _measure(budget: float, identity: dict[str, Any]) -> Ceilings:
     when = datetime.now(UTC).isoformat(timespec="seconds")
     instrument = TORCH if extension.kernels is None else NATIVE
     return Ceilings(
-        read, cached, peaks.flops, identity["threads"], identity["cpu"], when, *sizes, cache, instrument,
-        converted=peaks.converted, unmeasured=peaks.unmeasured,
-    )  # fmt: skip
+        read,
+        cached,
+        peaks.flops,
+        identity["threads"],
+        identity["cpu"],
+        when,
+        *sizes,
+        cache,
+        instrument,
+        converted=peaks.converted,
+        unmeasured=peaks.unmeasured,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,8 +425,12 @@ def read_kept(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
 
 def _checked(values: dict[str, Any]) -> Ceilings | None:
     kinds: dict[str, tuple[type, ...]] = {
-        "float": (float, int), "int": (int,), "str": (str,), "dict[str, float]": (dict,), "dict[str, str]": (dict,)
-    }  # fmt: skip
+        "float": (float, int),
+        "int": (int,),
+        "str": (str,),
+        "dict[str, float]": (dict,),
+        "dict[str, str]": (dict,),
+    }
     if set(values) != {field.name for field in fields(Ceilings)}:
         return None
     if not all(isinstance(values[field.name], kinds[str(field.type)]) for field in fields(Ceilings)):

@@ -46,9 +46,12 @@ def identity_of(device: torch.device) -> dict[str, Any]:
     """What the figures depend on."""
     properties = torch.cuda.get_device_properties(_numbered(device))
     return {
-        "format": FORMAT, "device": properties.name, "memory": properties.total_memory, "torch": torch.__version__,
+        "format": FORMAT,
+        "device": properties.name,
+        "memory": properties.total_memory,
+        "torch": torch.__version__,
         "cuda": torch.version.cuda,
-    }  # fmt: skip
+    }
 
 
 def read_curve(device: torch.device) -> list[tuple[int, float]]:
@@ -100,9 +103,17 @@ def _measure(device: torch.device, properties: Any) -> Ceilings:
         torch.cuda.empty_cache()
     when = datetime.now(UTC).isoformat(timespec="seconds")
     return Ceilings(
-        read, max(read, cached), flops, properties.multi_processor_count, properties.name, when, *sizes, cache, CUDA,
+        read,
+        max(read, cached),
+        flops,
+        properties.multi_processor_count,
+        properties.name,
+        when,
+        *sizes,
+        cache,
+        CUDA,
         "multiprocessors",
-    )  # fmt: skip
+    )
 
 
 def _filled(device: torch.device, cache: int) -> torch.Tensor:
@@ -122,8 +133,11 @@ def _read_rate(buffer: torch.Tensor) -> float:
     matrix = buffer.view(torch.bfloat16)[: buffer.numel() * 2 // columns * columns].view(-1, columns)
     vector = torch.ones(columns, dtype=torch.bfloat16, device=buffer.device)
     ways: tuple[Callable[[], object], ...] = (
-        buffer.sum, buffer.amax, lambda: torch.dot(buffer, buffer), lambda: torch.mv(matrix, vector)
-    )  # fmt: skip
+        buffer.sum,
+        buffer.amax,
+        lambda: torch.dot(buffer, buffer),
+        lambda: torch.mv(matrix, vector),
+    )
     return buffer.nbytes / min(shortest(way, READ_TURNS) for way in ways)
 
 

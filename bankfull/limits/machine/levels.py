@@ -177,9 +177,7 @@ def _rate(buffer: Any, size: int) -> float:
 
         ways = (several,)
     else:
-        ways = (
-            lambda: kernels.read_again(at, size, rounds, False), lambda: kernels.read_again(at, size, rounds, True)
-        )  # fmt: skip
+        ways = (lambda: kernels.read_again(at, size, rounds, False), lambda: kernels.read_again(at, size, rounds, True))
     return size * rounds / min(shortest(way, SECONDS_PER_SIZE / len(ways)) for way in ways)
 
 

@@ -17,9 +17,13 @@ BESIDE_MARKS = 2.0
 
 
 def roofline_chart(
-    title: str, peaks: Mapping[str, float], memory: float, faster: Mapping[str, float] | None = None,
-    marks: Sequence[Mark] = (), points: Sequence[Series] = (),
-) -> Chart:  # fmt: skip
+    title: str,
+    peaks: Mapping[str, float],
+    memory: float,
+    faster: Mapping[str, float] | None = None,
+    marks: Sequence[Mark] = (),
+    points: Sequence[Series] = (),
+) -> Chart:
     """`peaks` are operations per second by type, `memory` bytes per second of where a model's weights lie.
 
     Every roof rises with memory's bandwidth up to its ridge; types with the same peak share one. `faster` are the
@@ -40,9 +44,12 @@ def roofline_chart(
         if rate > memory:
             series.append(Series(f"from {name}", [(low, low * rate), (top / rate, top)], dashed=True))
     return Chart(
-        title, Axis("operations per byte", log=True, low=low, high=high), Axis("reachable", log=True, unit="FLOP/s"),
-        [*series, *points], marks,
-    )  # fmt: skip
+        title,
+        Axis("operations per byte", log=True, low=low, high=high),
+        Axis("reachable", log=True, unit="FLOP/s"),
+        [*series, *points],
+        marks,
+    )
 
 
 def chart_of(found: Ceilings, levels: Levels | None = None, marks: Sequence[Mark] = ()) -> Chart:
@@ -60,9 +67,12 @@ def curve_chart(levels: Levels) -> Chart:
     """Read bandwidth by working set, with the levels marked."""
     marks = [Mark(level.set_bytes, level.bytes_per_s, level.name) for level in levels.levels]
     return Chart(
-        "Read bandwidth by working set", Axis("working set", log=True, unit="B"), Axis("read", log=True, unit="B/s"),
-        [Series("read", levels.curve)], marks,
-    )  # fmt: skip
+        "Read bandwidth by working set",
+        Axis("working set", log=True, unit="B"),
+        Axis("read", log=True, unit="B/s"),
+        [Series("read", levels.curve)],
+        marks,
+    )
 
 
 def _by_height(peaks: Mapping[str, float]) -> dict[float, list[str]]:

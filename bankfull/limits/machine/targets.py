@@ -34,13 +34,17 @@ class Machine:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "name": self.name, "kind": self.kind, "measured": self.measured, "unverified": self.unverified,
+            "name": self.name,
+            "kind": self.kind,
+            "measured": self.measured,
+            "unverified": self.unverified,
             "doubts": list(self.doubts),
             "read_bytes_per_s": self.ceilings.read_bytes_per_s,
             "cached_read_bytes_per_s": self.ceilings.cached_read_bytes_per_s,
-            "flops": self.ceilings.as_json()["flops"], "unmeasured": self.ceilings.unmeasured,
+            "flops": self.ceilings.as_json()["flops"],
+            "unmeasured": self.ceilings.unmeasured,
             "memory_bytes": self.memory,
-        }  # fmt: skip
+        }
 
 
 def machine_of(name: str, extra: str | None = None) -> Machine:

@@ -142,11 +142,18 @@ class MeteredModel:
     """Built once, then asked for the cost of any step. No weight is read, no state is allocated."""
 
     def __init__(
-        self, model: ModelFiles | Mapping[str, Any], *,
-        dtype: str | None = None, scheme: str | None = None, expand: bool = False, page_tokens: int = 16,
-        kv_dtype: torch.dtype | None = None, activations: str = FLOAT, meter: Meter | None = None,
+        self,
+        model: ModelFiles | Mapping[str, Any],
+        *,
+        dtype: str | None = None,
+        scheme: str | None = None,
+        expand: bool = False,
+        page_tokens: int = 16,
+        kv_dtype: torch.dtype | None = None,
+        activations: str = FLOAT,
+        meter: Meter | None = None,
         shapes: AskedShapes | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`scheme` stores the matrices of a bare configuration; a file has its own. `kv_dtype` stores keys and values:
         None = as the computation. `activations` chooses between operations, as for a kit. `meter`: one that notes
         more than costs. `shapes` stores each tensor of a bare configuration in a scheme of its own."""
@@ -202,12 +209,15 @@ class MeteredModel:
 
         widest = max(step.lengths)
         batch = Batch(
-            np.concatenate(([0], np.cumsum(step.counts))), np.array(step.lengths), np.arange(step.logits),
-            integers(tokens), integers(tokens),
+            np.concatenate(([0], np.cumsum(step.counts))),
+            np.array(step.lengths),
+            np.arange(step.logits),
+            integers(tokens),
+            integers(tokens),
             tuple(integers(rows, -(-widest // group.page_tokens)) for group in self.layout.paged),
             tuple(integers(tokens) for _ in self.layout.paged),
             tuple(group.page_tokens for group in self.layout.paged),
-        )  # fmt: skip
+        )
         if self.layout.recurrent is not None:
             batch.kept = np.array(step.kept)
             batch.read, batch.write = integers(rows), integers(rows, max(step.kept))

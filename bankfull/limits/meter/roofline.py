@@ -17,9 +17,13 @@ Bound = Literal["memory", "arithmetic"]
 
 
 def model_cost(
-    model: ModelFiles | Mapping[str, Any], step: StepShape, *,
-    dtype: str | None = None, scheme: str | None = None, expand: bool = False,
-) -> Ledger:  # fmt: skip
+    model: ModelFiles | Mapping[str, Any],
+    step: StepShape,
+    *,
+    dtype: str | None = None,
+    scheme: str | None = None,
+    expand: bool = False,
+) -> Ledger:
     """The cost of one step of a model, from its files or its configuration alone; no weight is read.
 
     `scheme` stores the matrices when there is only a configuration. Many steps of one model: keep a `MeteredModel`.
@@ -81,6 +85,13 @@ def roofline(ledger: Ledger, ceilings: Ceilings, dtype: str, activations: str = 
 
 def _row(name: str, calls: int, cost: Cost, bound: Bound, seconds: float, share: float) -> dict[str, Any]:
     return {
-        "operation": name, "calls": calls, "flops": cost.flops, "read_bytes": cost.read, "write_bytes": cost.write,
-        "intensity": cost.intensity if cost.bytes else None, "bound": bound, "seconds": seconds, "share": share,
-    }  # fmt: skip
+        "operation": name,
+        "calls": calls,
+        "flops": cost.flops,
+        "read_bytes": cost.read,
+        "write_bytes": cost.write,
+        "intensity": cost.intensity if cost.bytes else None,
+        "bound": bound,
+        "seconds": seconds,
+        "share": share,
+    }

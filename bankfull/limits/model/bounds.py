@@ -147,10 +147,15 @@ class Phase:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "phase": self.phase, "sequences": self.sequences, "tokens": self.tokens, "context": self.context,
-            "seconds": self.roofline.seconds, "bound": self.roofline.bound, "tokens_per_s": self.tokens_per_s,
+            "phase": self.phase,
+            "sequences": self.sequences,
+            "tokens": self.tokens,
+            "context": self.context,
+            "seconds": self.roofline.seconds,
+            "bound": self.roofline.bound,
+            "tokens_per_s": self.tokens_per_s,
             "operations": self.roofline.as_rows(),
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,22 +297,35 @@ class ModelRoofline:
         room = self.machine.memory
         most = None if room is None or not state else max(0, (room - weights - self.memory.step) // state)
         return Change(
-            name, options, trained, weights, state, timing.seconds, own / timing.seconds,
-            arithmetic.turning_batch(line), most, timing.bound,
-        )  # fmt: skip
+            name,
+            options,
+            trained,
+            weights,
+            state,
+            timing.seconds,
+            own / timing.seconds,
+            arithmetic.turning_batch(line),
+            most,
+            timing.bound,
+        )
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "model": self.recipe.config.get("model_type"), "parameters": self.metered.parameters,
-            "dtype": self.recipe.dtype_name, "activations": self.recipe.activations,
-            "kv_dtype": str(self.recipe.kv_dtype).removeprefix("torch."), "machine": self.machine.as_json(),
+            "model": self.recipe.config.get("model_type"),
+            "parameters": self.metered.parameters,
+            "dtype": self.recipe.dtype_name,
+            "activations": self.recipe.activations,
+            "kv_dtype": str(self.recipe.kv_dtype).removeprefix("torch."),
+            "machine": self.machine.as_json(),
             "peak_flops": self.arithmetic.peak if self.arithmetic.measured else None,
             "phases": [phase.as_json() for phase in self.phases],
-            "memory": self.memory.as_json(), "context": self.question.context,
-            "turning_batch": self.turning_batch, "linear_turning_batch": self.linear_turning_batch,
+            "memory": self.memory.as_json(),
+            "context": self.question.context,
+            "turning_batch": self.turning_batch,
+            "linear_turning_batch": self.linear_turning_batch,
             "curve": [asdict(point) for point in self.curve],
             "variants": [change.as_json() for change in self.changes],
-        }  # fmt: skip
+        }
 
 
 def numbers(text: str, what: str) -> tuple[int, ...]:
@@ -316,4 +334,3 @@ def numbers(text: str, what: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"{what} is {text[:40]!r}; give whole numbers with commas between them.") from None
-

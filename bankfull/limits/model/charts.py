@@ -14,8 +14,11 @@ NAMED = 0.02
 def charts_of(found: ModelRoofline) -> dict[str, Chart]:
     """By the name of the file that each would be kept in."""
     return {
-        "roofline": roof(found), "latency": latency(found), "throughput": throughput(found), "trade-off": trade(found)
-    }  # fmt: skip
+        "roofline": roof(found),
+        "latency": latency(found),
+        "throughput": throughput(found),
+        "trade-off": trade(found),
+    }
 
 
 def roof(found: ModelRoofline) -> Chart:
@@ -45,18 +48,23 @@ def _has_place(entry: Entry) -> bool:
 def latency(found: ModelRoofline) -> Chart:
     points = [(point.batch, point.seconds) for point in found.curve]
     return Chart(
-        f"Time per token at context {found.question.context}, at best", Axis("sequences at once", log=True),
-        Axis("time per token", log=True, unit="s"), [Series("decode", points)], _turns(found, dict(points)),
-    )  # fmt: skip
+        f"Time per token at context {found.question.context}, at best",
+        Axis("sequences at once", log=True),
+        Axis("time per token", log=True, unit="s"),
+        [Series("decode", points)],
+        _turns(found, dict(points)),
+    )
 
 
 def throughput(found: ModelRoofline) -> Chart:
     points = [(point.batch, point.tokens_per_s) for point in found.curve]
     return Chart(
-        f"Tokens per second at context {found.question.context}, at best", Axis("sequences at once", log=True),
-        Axis("all sequences together", log=True, unit="tokens/s"), [Series("decode", points)],
+        f"Tokens per second at context {found.question.context}, at best",
+        Axis("sequences at once", log=True),
+        Axis("all sequences together", log=True, unit="tokens/s"),
+        [Series("decode", points)],
         _turns(found, dict(points)),
-    )  # fmt: skip
+    )
 
 
 def trade(found: ModelRoofline) -> Chart:
@@ -65,9 +73,11 @@ def trade(found: ModelRoofline) -> Chart:
     marks = [Mark(p.seconds, p.tokens_per_s, str(p.batch)) for p in found.curve]
     return Chart(
         f"Throughput against latency at context {found.question.context}, by sequences at once",
-        Axis("time per token", log=True, unit="s"), Axis("all sequences together", log=True, unit="tokens/s"),
-        [Series("decode", points)], marks,
-    )  # fmt: skip
+        Axis("time per token", log=True, unit="s"),
+        Axis("all sequences together", log=True, unit="tokens/s"),
+        [Series("decode", points)],
+        marks,
+    )
 
 
 def _turns(found: ModelRoofline, drawn: dict[int, float]) -> list[Mark]:

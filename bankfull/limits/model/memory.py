@@ -47,10 +47,15 @@ class Memory:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "weight_bytes": self.weights, "state_bytes_per_sequence": self.state_per_sequence,
-            "state_bytes": self.state, "step_bytes": self.step, "peak_bytes": self.peak, "room_bytes": self.room,
-            "fits": self.fits, "most_sequences": self.most_sequences,
-        }  # fmt: skip
+            "weight_bytes": self.weights,
+            "state_bytes_per_sequence": self.state_per_sequence,
+            "state_bytes": self.state,
+            "step_bytes": self.step,
+            "peak_bytes": self.peak,
+            "room_bytes": self.room,
+            "fits": self.fits,
+            "most_sequences": self.most_sequences,
+        }
 
 
 def memory_of(recipe: Recipe, batch: int, context: int, step: StepShape, room: int | None) -> Memory:

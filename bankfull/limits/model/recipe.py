@@ -73,9 +73,13 @@ class Recipe:
             return wanted if not wanted.is_dense and shape[-1] % wanted.block == 0 else dense
 
         made = MeteredModel(
-            self.config, dtype=self.dtype_name, kv_dtype=self.kv_dtype, activations=self.activations, meter=meter,
+            self.config,
+            dtype=self.dtype_name,
+            kv_dtype=self.kv_dtype,
+            activations=self.activations,
+            meter=meter,
             shapes=AskedShapes(choose, self.schemes),
-        )  # fmt: skip
+        )
         if self.windows is not None:
             _see(made, self.windows)
         return made

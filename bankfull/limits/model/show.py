@@ -29,8 +29,11 @@ def summary_table(found: ModelRoofline) -> Table:
     memory, context = found.memory, found.question.context
     line("model", f"{recipe.config.get('model_type')}, {scaled(found.metered.parameters)} parameters")
     stored = ", ".join(recipe.blocks) or str(recipe.matrices).removeprefix("torch.")
-    line("runs in", f"{recipe.dtype_name}, weights {stored}, multiplied as {recipe.activations}, "
-         f"keys and values {str(recipe.kv_dtype).removeprefix('torch.')}")  # fmt: skip
+    line(
+        "runs in",
+        f"{recipe.dtype_name}, weights {stored}, multiplied as {recipe.activations}, "
+        f"keys and values {str(recipe.kv_dtype).removeprefix('torch.')}",
+    )
     line("machine", f"{machine.name} ({machine.note})")
     line("reads", scaled(ceilings.read_at(found.line.cost(1).read), "B/s"))
     line("multiplies", arithmetic_rate(found.arithmetic.peak))
@@ -59,9 +62,14 @@ def curve_table(found: ModelRoofline) -> Table:
         table.add_column(heading, justify="right")
     for point in found.curve:
         table.add_row(
-            str(point.batch), duration(point.seconds), scaled(1 / point.seconds), scaled(point.tokens_per_s),
-            point.bound, scaled(point.bytes, "B"), "-" if point.fits is None else "yes" if point.fits else "no",
-        )  # fmt: skip
+            str(point.batch),
+            duration(point.seconds),
+            scaled(1 / point.seconds),
+            scaled(point.tokens_per_s),
+            point.bound,
+            scaled(point.bytes, "B"),
+            "-" if point.fits is None else "yes" if point.fits else "no",
+        )
     return table
 
 
@@ -73,16 +81,42 @@ def changes_table(found: ModelRoofline) -> Table:
     for heading in ("weights", "state each", "time per token", "faster", "arithmetic from", "fit"):
         table.add_column(heading, justify="right")
     own, memory = found.point(batch), found.memory
-    rows = [("as it is", "", memory.weights, memory.state_per_sequence, own.seconds, 1.0, found.turning_batch,
-             memory.most_sequences)]  # fmt: skip
+    rows = [
+        (
+            "as it is",
+            "",
+            memory.weights,
+            memory.state_per_sequence,
+            own.seconds,
+            1.0,
+            found.turning_batch,
+            memory.most_sequences,
+        )
+    ]
     for change in found.changes:
         options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in change.options.items())
         how = "another model" if change.trained else options or "another file"
-        rows.append((change.name, how, change.weight_bytes, change.state_bytes, change.seconds, change.gain,
-                     change.turning_batch, change.most_sequences))  # fmt: skip
+        rows.append(
+            (
+                change.name,
+                how,
+                change.weight_bytes,
+                change.state_bytes,
+                change.seconds,
+                change.gain,
+                change.turning_batch,
+                change.most_sequences,
+            )
+        )
     for name, how, weights, state, seconds, gain, turning, most in rows:
         table.add_row(
-            name, how, scaled(weights, "B"), scaled(state, "B"), duration(seconds), f"{gain:.2f}x",
-            "never" if turning is None else str(turning), "-" if most is None else str(most),
-        )  # fmt: skip
+            name,
+            how,
+            scaled(weights, "B"),
+            scaled(state, "B"),
+            duration(seconds),
+            f"{gain:.2f}x",
+            "never" if turning is None else str(turning),
+            "-" if most is None else str(most),
+        )
     return table

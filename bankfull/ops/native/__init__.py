@@ -25,5 +25,12 @@ if kernels is not None:
     from bankfull.ops.native import rope as _rope  # noqa: F401
 
 __all__ = [
-    "copies_weights", "memory_nodes", "notify", "select_isa", "set_threads", "status", "thread_choice", "threads",
-]  # fmt: skip
+    "copies_weights",
+    "memory_nodes",
+    "notify",
+    "select_isa",
+    "set_threads",
+    "status",
+    "thread_choice",
+    "threads",
+]

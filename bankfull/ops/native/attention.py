@@ -41,10 +41,16 @@ def _placed(pages: Tensor, scales: Tensor | None) -> tuple[int, tuple[int, ...],
 
 @paged_attention.provider("native", on="cpu", accepts=_accepts)
 def run_paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta,
-    scale: float, window: int | None = None, cap: float | None = None,
-    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    meta: PagedMeta,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+) -> Tensor:
     tokens, heads, size = q.shape
     frames, page_tokens, kv, key_size = k_pages.shape
     values = v_pages.shape[3]
@@ -60,10 +66,27 @@ def run_paged_attention(
         raise ValueError("paged_attention: there is not one page table for each sequence")
     y = torch.empty(tokens, heads, values)
     _native.paged_attention(
-        PAGES[dtype], rows.data_ptr(), _placed(k_pages, k_scales), _placed(v_pages, v_scales), y.data_ptr(),
-        meta.q_start, meta.kv_len, table.data_ptr(), table.shape[1], table.shape[1], frames, page_tokens, tokens,
-        heads, kv, size, values, scale, window or 0, cap or 0.0,
-    )  # fmt: skip
+        PAGES[dtype],
+        rows.data_ptr(),
+        _placed(k_pages, k_scales),
+        _placed(v_pages, v_scales),
+        y.data_ptr(),
+        meta.q_start,
+        meta.kv_len,
+        table.data_ptr(),
+        table.shape[1],
+        table.shape[1],
+        frames,
+        page_tokens,
+        tokens,
+        heads,
+        kv,
+        size,
+        values,
+        scale,
+        window or 0,
+        cap or 0.0,
+    )
     return y if q.dtype is torch.float32 else y.to(q.dtype)
 
 
@@ -85,9 +108,16 @@ def run_write_pages(new: Tensor, pages: Tensor, slots: Tensor) -> None:
             raise ValueError("write_pages: a token's numbers must lie side by side in a page")
         inner *= size
     _native.write_pages(
-        new.data_ptr(), pages.data_ptr(), places.data_ptr(), tokens, inner * item, shape[0], shape[1],
-        strides[0] * item, strides[1] * item,
-    )  # fmt: skip
+        new.data_ptr(),
+        pages.data_ptr(),
+        places.data_ptr(),
+        tokens,
+        inner * item,
+        shape[0],
+        shape[1],
+        strides[0] * item,
+        strides[1] * item,
+    )
 
 
 @write_pages_int8.provider("native", on="cpu", accepts=lambda **facts: isa_is_chosen())

@@ -55,9 +55,15 @@ def run_linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor
     y = torch.empty(*x.shape[:-1], outputs, dtype=torch.float32)
     wide_bias = None if bias is None else float_rows(bias)
     _native.linear(
-        FORMATS[weight.scheme.name][0], address(rows), address(storage_of(weight)), address(wide_bias), address(y),
-        rows.numel() // inner, outputs, inner,
-    )  # fmt: skip
+        FORMATS[weight.scheme.name][0],
+        address(rows),
+        address(storage_of(weight)),
+        address(wide_bias),
+        address(y),
+        rows.numel() // inner,
+        outputs,
+        inner,
+    )
     return y if x.dtype == torch.float32 else y.to(x.dtype)
 
 
@@ -74,9 +80,15 @@ def run_best_output(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> T
     best = torch.empty(x.shape[:-1], dtype=torch.int64)
     wide_bias = None if bias is None else float_rows(bias)
     _native.linear_best(
-        FORMATS[weight.scheme.name][0], address(rows), address(storage_of(weight)), address(wide_bias), address(best),
-        best.numel(), outputs, inner,
-    )  # fmt: skip
+        FORMATS[weight.scheme.name][0],
+        address(rows),
+        address(storage_of(weight)),
+        address(wide_bias),
+        address(best),
+        best.numel(),
+        outputs,
+        inner,
+    )
     return best
 
 

@@ -67,8 +67,9 @@ def _warn(failure: int) -> None:
     log.warning(
         "Memory could not be spread over %d nodes (%s): weights stay on the node that loads them. Allow the process "
         "the system call mbind, or start it with numactl --interleave=all.",
-        len(cores.nodes()), errno.errorcode.get(failure, str(failure)),
-    )  # fmt: skip
+        len(cores.nodes()),
+        errno.errorcode.get(failure, str(failure)),
+    )
 
 
 class Slabs:

@@ -43,9 +43,16 @@ def run_add_rms_norm(
     rows, branch, gain = float_rows(x), float_rows(delta), float_rows(weight)
     joined, y = torch.empty_like(rows), torch.empty_like(rows)
     _native.rms_norm(
-        rows.data_ptr(), branch.data_ptr(), joined.data_ptr(), gain.data_ptr(), y.data_ptr(), rows.numel() // columns,
-        columns, eps, offset,
-    )  # fmt: skip
+        rows.data_ptr(),
+        branch.data_ptr(),
+        joined.data_ptr(),
+        gain.data_ptr(),
+        y.data_ptr(),
+        rows.numel() // columns,
+        columns,
+        eps,
+        offset,
+    )
     return joined, y
 
 

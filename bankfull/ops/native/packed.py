@@ -111,9 +111,7 @@ def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -
     _native.encode(address(rows), inner, count, inner, address(encoded), stride, tiles)
     y = torch.empty(*x.shape[:-1], outputs, dtype=torch.float32)
     wide_bias = None if bias is None else float_rows(bias)
-    part = (
-        address(weight.data), address(weight.mixed), address(wide_bias), address(y), outputs, outputs, weight.pack
-    )  # fmt: skip
+    part = (address(weight.data), address(weight.mixed), address(wide_bias), address(y), outputs, outputs, weight.pack)
     _native.packed_linear(tiles, address(encoded), stride, count, inner, [part], -1, 0, 0, False)
     return y
 
@@ -125,9 +123,17 @@ def _best(x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -> T
     best = torch.empty(x.shape[:-1], dtype=torch.int64)
     wide_bias = None if bias is None else float_rows(bias)
     _native.packed_best(
-        address(rows), best.numel(), inner, address(weight.data), address(weight.mixed), address(wide_bias), outputs,
-        weight.pack, int8, address(best),
-    )  # fmt: skip
+        address(rows),
+        best.numel(),
+        inner,
+        address(weight.data),
+        address(weight.mixed),
+        address(wide_bias),
+        outputs,
+        weight.pack,
+        int8,
+        address(best),
+    )
     return best
 
 

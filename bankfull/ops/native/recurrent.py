@@ -39,9 +39,22 @@ def run_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tenso
     read, write, most = _slots(meta)
     y = torch.empty_like(rows)
     _native.causal_conv(
-        rows.data_ptr(), taps.data_ptr(), address(wide_bias), dense_floats(state).data_ptr(), y.data_ptr(),
-        meta.q_start, meta.kept, read.data_ptr(), write.data_ptr(), most, most, state.shape[0], tokens, channels, width,
-    )  # fmt: skip
+        rows.data_ptr(),
+        taps.data_ptr(),
+        address(wide_bias),
+        dense_floats(state).data_ptr(),
+        y.data_ptr(),
+        meta.q_start,
+        meta.kept,
+        read.data_ptr(),
+        write.data_ptr(),
+        most,
+        most,
+        state.shape[0],
+        tokens,
+        channels,
+        width,
+    )
     return y
 
 
@@ -68,8 +81,25 @@ def run_selective_scan(
     read, write, most = _slots(meta)
     y = torch.empty_like(rows)
     _native.selective_scan(
-        rows.data_ptr(), steps.data_ptr(), decay.data_ptr(), into.data_ptr(), out.data_ptr(), skip.data_ptr(),
-        dense_floats(state).data_ptr(), y.data_ptr(), into.stride(0), out.stride(0), meta.q_start, meta.kept,
-        read.data_ptr(), write.data_ptr(), most, most, state.shape[0], tokens, channels, size,
-    )  # fmt: skip
+        rows.data_ptr(),
+        steps.data_ptr(),
+        decay.data_ptr(),
+        into.data_ptr(),
+        out.data_ptr(),
+        skip.data_ptr(),
+        dense_floats(state).data_ptr(),
+        y.data_ptr(),
+        into.stride(0),
+        out.stride(0),
+        meta.q_start,
+        meta.kept,
+        read.data_ptr(),
+        write.data_ptr(),
+        most,
+        most,
+        state.shape[0],
+        tokens,
+        channels,
+        size,
+    )
     return y

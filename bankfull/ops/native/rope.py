@@ -19,9 +19,7 @@ def _accepts(*, dtype: torch.dtype | None = None, **facts: Any) -> bool:
 
 
 @rope_angles.provider("native", on="cpu", accepts=_accepts)
-def run_rope_angles(
-    positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def run_rope_angles(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if dtype is not torch.float32 or frequencies.dtype is not torch.float32:
         return rope_angles.body(positions, frequencies, scale, dtype)
     places, rates = integers(positions), float_rows(frequencies)

@@ -20,9 +20,13 @@ _KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 #: The names that checkpoints use for the same functions.
 ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu",
-    "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
-}  # fmt: skip
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "relu": "relu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
 
 
 @op(cost=lambda x, kind: Cost(8.0 * x.numel(), nbytes(x), nbytes(x)), shape=like_first)

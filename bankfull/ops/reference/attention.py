@@ -94,10 +94,16 @@ def live_from(queries: int, length: int, window: int | None) -> int:
 
 
 def _attention_cost(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta,
-    scale: float, window: int | None = None, cap: float | None = None,
-    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
-) -> Cost:  # fmt: skip
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    meta: PagedMeta,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+) -> Cost:
     heads, size = q.shape[1], q.shape[2]
     token_bytes = sum(nbytes(part[0, 0]) for part in (k_pages, v_pages, k_scales, v_scales) if part is not None)
     pairs = live = 0
@@ -120,10 +126,16 @@ def _numbers(pages: Tensor, scales: Tensor | None, table: Tensor, dtype: torch.d
 
 @op(cost=_attention_cost, shape=_attention_shape)
 def paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta,
-    scale: float, window: int | None = None, cap: float | None = None,
-    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    meta: PagedMeta,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+) -> Tensor:
     """softmax(cap(q k^T * scale) + mask) v for queries (tokens, heads, size); head i reads key head i * K // N.
 
     Pages may have another dtype than queries; int8 pages come with the scales that `write_pages_int8` left.
@@ -167,10 +179,18 @@ class HeadNorms:
 
 
 def _attend_cost(
-    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta,
-    angles: tuple[Tensor, Tensor] | None, norms: HeadNorms | None,
-    scale: float, window: int | None = None, cap: float | None = None,
-) -> Cost:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    meta: PagedMeta,
+    angles: tuple[Tensor, Tensor] | None,
+    norms: HeadNorms | None,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+) -> Cost:
     """New keys and values are read once, as they come, not once more from their pages."""
     cost = _attention_cost(q, k_pages, v_pages, meta, scale, window, cap)
     flops = 0.0
@@ -183,10 +203,18 @@ def _attend_cost(
 
 @op(cost=_attend_cost, shape=_attention_shape)
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta,
-    angles: tuple[Tensor, Tensor] | None, norms: HeadNorms | None,
-    scale: float, window: int | None = None, cap: float | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    meta: PagedMeta,
+    angles: tuple[Tensor, Tensor] | None,
+    norms: HeadNorms | None,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+) -> Tensor:
     """All that happens between the projections of an attention layer: queries and keys are normed and turned, keys and
     values written to their pages, and everything before is attended to. Layers use it where a kernel offers it."""
     if norms is not None:

@@ -44,9 +44,7 @@ def _add_rms_norm_shape(x: Tensor, *rest: object, **more: object) -> tuple[Tenso
 
 
 @op(cost=_add_rms_norm_cost, shape=_add_rms_norm_shape)
-def add_rms_norm(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """The stream with a branch joined, and its norm: what the next branch reads."""
     x = x + delta
     return x, rms_norm.body(x, weight, eps, offset)

@@ -15,9 +15,7 @@ def _angles_cost(positions: Tensor, frequencies: Tensor, scale: float, dtype: to
     return Cost(3.0 * n, nbytes(positions, frequencies), 2.0 * n * dtype.itemsize)
 
 
-def _angles_shape(
-    positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _angles_shape(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     cos, sin = (frequencies.new_empty(positions.shape[0], frequencies.shape[0], dtype=dtype) for _ in range(2))
     return cos, sin
 

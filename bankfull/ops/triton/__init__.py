@@ -12,9 +12,18 @@ from bankfull.ops.triton import (
     quantized_embedding,
     recurrent,
     rope,
-)  # fmt: skip
+)
 
 __all__ = [
-    "attention", "embedding", "launch", "linear", "norm", "pages", "pointwise", "quantized", "quantized_embedding",
-    "recurrent", "rope",
-]  # fmt: skip
+    "attention",
+    "embedding",
+    "launch",
+    "linear",
+    "norm",
+    "pages",
+    "pointwise",
+    "quantized",
+    "quantized_embedding",
+    "recurrent",
+    "rope",
+]

@@ -65,9 +65,17 @@ def _fresh(meta: PagedMeta) -> np.ndarray:
 
 
 def _over_pages(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, scales: tuple[Tensor, Tensor] | None, meta: PagedMeta, out: Tensor,
-    scale: float, window: int | None, cap: float | None, own: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    scales: tuple[Tensor, Tensor] | None,
+    meta: PagedMeta,
+    out: Tensor,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+    own: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Queries that are ready; all keys and values are in their pages. Those of the step are in `own`, too, if given."""
     if meta.shares is not None:
         return _by_shares(q, k_pages, v_pages, scales, meta, meta.shares, out, scale, window, cap)
@@ -81,35 +89,78 @@ def _over_pages(
             launch_prefill(q, keys, values, scales, table, lengths, tiles_of, out, scale, window, cap)
     if len(short):
         launch_decode(
-            q, None, k_pages, v_pages, scales, table, meta.slots, starts, lengths,
+            q,
+            None,
+            k_pages,
+            v_pages,
+            scales,
+            table,
+            meta.slots,
+            starts,
+            lengths,
             shipped_sequences(short, q.device) if not few.all() else None,
-            int(counts[short].max()), out, None, None, scale, window, cap,
-        )  # fmt: skip
+            int(counts[short].max()),
+            out,
+            None,
+            None,
+            scale,
+            window,
+            cap,
+        )
     return out
 
 
 def _by_shares(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, scales: tuple[Tensor, Tensor] | None, meta: PagedMeta, shares: Shares,
-    out: Tensor, scale: float, window: int | None, cap: float | None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    scales: tuple[Tensor, Tensor] | None,
+    meta: PagedMeta,
+    shares: Shares,
+    out: Tensor,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+) -> Tensor:
     """The same where only the device knows which sequences there are. Tokens that fill up the step get no result."""
     assert meta.starts is not None and meta.lengths is not None
     table = _side_by_side(meta.pages)
     launch_prefill(q, k_pages, v_pages, scales, table, meta.lengths, shares.tiles, out, scale, window, cap)
     if shares.ones is not None:
         launch_decode(
-            q, None, k_pages, v_pages, scales, table, meta.slots, meta.starts, meta.lengths, shares.ones, 1, out,
-            None, None, scale, window, cap,
-        )  # fmt: skip
+            q,
+            None,
+            k_pages,
+            v_pages,
+            scales,
+            table,
+            meta.slots,
+            meta.starts,
+            meta.lengths,
+            shares.ones,
+            1,
+            out,
+            None,
+            None,
+            scale,
+            window,
+            cap,
+        )
     return out
 
 
 @paged_attention.provider("triton", on="cuda", accepts=_accepts)
 def run_paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta,
-    scale: float, window: int | None = None, cap: float | None = None,
-    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    meta: PagedMeta,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+) -> Tensor:
     _check(q, k_pages, v_pages, meta, window)
     out = torch.empty((*q.shape[:2], v_pages.shape[3]), dtype=q.dtype, device=q.device)
     scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
@@ -120,10 +171,18 @@ def run_paged_attention(
 
 @attend.provider("triton", on="cuda", accepts=_accepts_attend)
 def run_attend(
-    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta,
-    angles: tuple[Tensor, Tensor] | None, norms: HeadNorms | None,
-    scale: float, window: int | None = None, cap: float | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    meta: PagedMeta,
+    angles: tuple[Tensor, Tensor] | None,
+    norms: HeadNorms | None,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+) -> Tensor:
     _check(q, k_pages, v_pages, meta, window)
     q, k, v = _side_by_side(q), _side_by_side(k), _side_by_side(v)
     if angles is not None:
@@ -134,9 +193,23 @@ def run_attend(
     width = int(np.diff(meta.q_start).max())
     if meta.shares is None and width <= MOST_TOKENS:
         launch_decode(
-            q, (k, v), k_pages, v_pages, None, _side_by_side(meta.pages), meta.slots, *_on_device(meta, q.device),
-            None, width, out, angles, norms, scale, window, cap,
-        )  # fmt: skip
+            q,
+            (k, v),
+            k_pages,
+            v_pages,
+            None,
+            _side_by_side(meta.pages),
+            meta.slots,
+            *_on_device(meta, q.device),
+            None,
+            width,
+            out,
+            angles,
+            norms,
+            scale,
+            window,
+            cap,
+        )
         return out
     # Pages of another dtype have rounded what they hold, for every reader alike.
     keep = meta.shares is None and bool(_fresh(meta).any()) and k_pages.dtype == k.dtype and v_pages.dtype == v.dtype

@@ -101,9 +101,17 @@ def absorbed_one(score, factor, value, peak, total, mixed):
 
 @triton.jit
 def merged(
-    partial_mixed, partial_peak, partial_total, first, count, real,
-    PADDED_VALUES: tl.constexpr, ROWS: tl.constexpr, LIVE: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
+    partial_mixed,
+    partial_peak,
+    partial_total,
+    first,
+    count,
+    real,
+    PADDED_VALUES: tl.constexpr,
+    ROWS: tl.constexpr,
+    LIVE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
     """The partial results first .. first + count as one, in this order; rows that pad a tile were never stored. Several
     are loaded at once, because each round takes as long as the memory needs to answer. Loads go past the first-level
     cache: others have written these."""
@@ -119,9 +127,11 @@ def merged(
             other_peak = tl.load(partial_peak + line, mask=there, other=float("-inf"), cache_modifier=".cg")
             other_total = tl.load(partial_total + line, mask=there, other=0.0, cache_modifier=".cg")
             other_mixed = tl.load(
-                partial_mixed + line[:, None] * PADDED_VALUES + numbers[None, :], mask=there[:, None], other=0.0,
+                partial_mixed + line[:, None] * PADDED_VALUES + numbers[None, :],
+                mask=there[:, None],
+                other=0.0,
                 cache_modifier=".cg",
-            )  # fmt: skip
+            )
             highest = tl.maximum(peak, other_peak)
             safe = tl.where(highest == float("-inf"), 0.0, highest)
             fade, weight = tl.exp2(peak - safe), tl.exp2(other_peak - safe)
@@ -133,18 +143,78 @@ def merged(
 
 @triton.jit(do_not_specialize=["table_row", "splits", "window"])
 def attention_decode(
-    q, k, v, out, k_pages, v_pages, k_scales, v_scales, table, slots, starts, lengths, chosen, cos, sin,
-    q_weight, k_weight, partial_mixed, partial_peak, partial_total, arrivals,
-    q_token, q_head, k_token, k_head, v_token, v_head, out_token,
-    k_frame, k_place, k_page_head, v_frame, v_place, v_page_head,
-    k_scale_frame, k_scale_place, k_scale_head, v_scale_frame, v_scale_place, v_scale_head,
-    table_row, cos_token, sin_token, inner, outer, eps, offset, window, splits,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr, PADDED_VALUES: tl.constexpr,
-    HALF: tl.constexpr, SHIFTED: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, FUSED: tl.constexpr,
-    ALIKE: tl.constexpr, ROWS: tl.constexpr, LIVE: tl.constexpr, ROW_TILES: tl.constexpr, NEW: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, LEAST: tl.constexpr, EARLY: tl.constexpr, AT_ONCE: tl.constexpr,
-    PRODUCT: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    out,
+    k_pages,
+    v_pages,
+    k_scales,
+    v_scales,
+    table,
+    slots,
+    starts,
+    lengths,
+    chosen,
+    cos,
+    sin,
+    q_weight,
+    k_weight,
+    partial_mixed,
+    partial_peak,
+    partial_total,
+    arrivals,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    out_token,
+    k_frame,
+    k_place,
+    k_page_head,
+    v_frame,
+    v_place,
+    v_page_head,
+    k_scale_frame,
+    k_scale_place,
+    k_scale_head,
+    v_scale_frame,
+    v_scale_place,
+    v_scale_head,
+    table_row,
+    cos_token,
+    sin_token,
+    inner,
+    outer,
+    eps,
+    offset,
+    window,
+    splits,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUES: tl.constexpr,
+    PADDED: tl.constexpr,
+    PADDED_VALUES: tl.constexpr,
+    HALF: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    PAGE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    FUSED: tl.constexpr,
+    ALIKE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LIVE: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    NEW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    LEAST: tl.constexpr,
+    EARLY: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """EARLY: all that is in the pages was written by earlier steps, so that the first tile is asked for before the
     kernel before has ended. (Lengths and page tables were written before the step's first kernel, which lets nobody
     begin before they are there.) Where programs are too many for that, they look up at least where it lies."""
@@ -207,9 +277,21 @@ def attention_decode(
         elif FUSED:
             wait_for_inputs(OVERLAP)
         own = turned(
-            q + token.to(tl.int64) * q_token + head * q_head, real, token.to(tl.int64), q_weight, cos, sin, cos_token,
-            sin_token, eps, offset, SIZE, PADDED, HALF, SHIFTED,
-        )  # fmt: skip
+            q + token.to(tl.int64) * q_token + head * q_head,
+            real,
+            token.to(tl.int64),
+            q_weight,
+            cos,
+            sin,
+            cos_token,
+            sin_token,
+            eps,
+            offset,
+            SIZE,
+            PADDED,
+            HALF,
+            SHIFTED,
+        )
         queries = repeated(own, ROWS, LIVE, PADDED).to(PRODUCT)
         if FUSED:
             # The last split has the least of the old tokens, so the new ones are its work.
@@ -217,9 +299,21 @@ def attention_decode(
             fresh = (new < known) & last
             new_token = (first + new).to(tl.int64)
             new_keys = turned(
-                k + new_token * k_token + key_head * k_head, fresh, new_token, k_weight, cos, sin, cos_token, sin_token,
-                eps, offset, SIZE, PADDED, HALF, SHIFTED,
-            ).to(k_pages.dtype.element_ty)  # fmt: skip
+                k + new_token * k_token + key_head * k_head,
+                fresh,
+                new_token,
+                k_weight,
+                cos,
+                sin,
+                cos_token,
+                sin_token,
+                eps,
+                offset,
+                SIZE,
+                PADDED,
+                HALF,
+                SHIFTED,
+            ).to(k_pages.dtype.element_ty)
             meant = fresh[:, None] & (numbers < VALUES)[None, :]
             new_values = tl.load(
                 v + (new_token * v_token + key_head * v_head)[:, None] + numbers[None, :], mask=meant, other=0.0
@@ -228,9 +322,7 @@ def attention_decode(
             slot = tl.load(slots + new_token, mask=written, other=0).to(tl.int64)
             new_k = slot // PAGE * k_frame + slot % PAGE * k_place + key_head * k_page_head
             new_v = slot // PAGE * v_frame + slot % PAGE * v_place + key_head * v_page_head
-            tl.store(
-                k_pages + new_k[:, None] + dims[None, :], new_keys, mask=written[:, None] & (dims < SIZE)[None, :]
-            )
+            tl.store(k_pages + new_k[:, None] + dims[None, :], new_keys, mask=written[:, None] & (dims < SIZE)[None, :])
             tl.store(v_pages + new_v[:, None] + numbers[None, :], new_values, mask=written[:, None] & meant)
 
         peak = tl.full([ROWS], float("-inf"), tl.float32)
@@ -289,9 +381,16 @@ def attention_decode(
         stored = (row < LIVE) & (row_tile * ROWS + row < width * GROUPS)
         if active == 1:
             store_heads(
-                out, mixed, total, first + (row_tile * ROWS + row) // GROUPS,
-                key_head * GROUPS + (row_tile * ROWS + row) % GROUPS, stored, out_token, VALUES, PADDED_VALUES,
-            )  # fmt: skip
+                out,
+                mixed,
+                total,
+                first + (row_tile * ROWS + row) // GROUPS,
+                key_head * GROUPS + (row_tile * ROWS + row) % GROUPS,
+                stored,
+                out_token,
+                VALUES,
+                PADDED_VALUES,
+            )
         else:
             line = (pair * splits + split) * ROWS + row
             tl.store(partial_peak + line, peak, mask=stored)
@@ -302,9 +401,17 @@ def attention_decode(
             arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel")
             if arrived == active - 1:
                 merged_mixed, merged_total = merged(
-                    partial_mixed, partial_peak, partial_total, pair * splits, active, real, PADDED_VALUES, ROWS, LIVE,
+                    partial_mixed,
+                    partial_peak,
+                    partial_total,
+                    pair * splits,
+                    active,
+                    real,
+                    PADDED_VALUES,
+                    ROWS,
+                    LIVE,
                     AT_ONCE,
-                )  # fmt: skip
+                )
                 store_heads(out, merged_mixed, merged_total, token, head, real, out_token, VALUES, PADDED_VALUES)
                 # The next launch, which may be a replay of this one, counts from zero.
                 tl.store(arrivals + pair, 0)
@@ -363,11 +470,24 @@ def cut_for(pairs: int, live: int, multiprocessors: int, fused: bool) -> Cut:
 
 
 def launch_decode(
-    q: Tensor, new: tuple[Tensor, Tensor] | None, k_pages: Tensor, v_pages: Tensor,
-    scales: tuple[Tensor, Tensor] | None, table: Tensor, slots: Tensor, starts: Tensor, lengths: Tensor,
-    chosen: Tensor | None, width: int, out: Tensor, angles: tuple[Tensor, Tensor] | None, norms: HeadNorms | None,
-    scale: float, window: int | None, cap: float | None,
-) -> None:  # fmt: skip
+    q: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    scales: tuple[Tensor, Tensor] | None,
+    table: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    chosen: Tensor | None,
+    width: int,
+    out: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    norms: HeadNorms | None,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+) -> None:
     """Sequences with at most `width` new tokens; all of the batch, or those `chosen`. `new`: keys and values that are
     not in their pages yet; without them queries are taken as they are."""
     heads, size = q.shape[1:]
@@ -393,17 +513,65 @@ def launch_decode(
     k_scales, v_scales = scales or (None, None)
     inner, outer = score_factors(scale, cap)
     attention_decode[(key_heads * row_tiles, most, sequences)](
-        q, k, v, out, k_pages, v_pages, k_scales, v_scales, table, slots, starts, lengths, chosen, cos, sin,
-        norms and norms.q, norms and norms.k, own.mixed, own.peak, own.total, own.arrivals,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], out.stride(0),
-        *k_pages.stride()[:3], *v_pages.stride()[:3],
+        q,
+        k,
+        v,
+        out,
+        k_pages,
+        v_pages,
+        k_scales,
+        v_scales,
+        table,
+        slots,
+        starts,
+        lengths,
+        chosen,
+        cos,
+        sin,
+        norms and norms.q,
+        norms and norms.k,
+        own.mixed,
+        own.peak,
+        own.total,
+        own.arrivals,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        out.stride(0),
+        *k_pages.stride()[:3],
+        *v_pages.stride()[:3],
         *((0, 0, 0) if k_scales is None else k_scales.stride()),
         *((0, 0, 0) if v_scales is None else v_scales.stride()),
-        table.stride(0), 0 if cos is None else cos.stride(0), 0 if sin is None else sin.stride(0),
-        inner, outer, norms.eps if norms else 0.0, norms.offset if norms else 0.0, window, splits,
-        groups, size, values, padded, padded_values, 1 if cos is None else cos.shape[1], bool(norms and norms.offset),
-        page, cap is not None, new is not None, k_pages.stride()[:2] == v_pages.stride()[:2], rows, live, row_tiles,
-        1 if width == 1 else 16, block, cut.stages, cut.least, early,
+        table.stride(0),
+        0 if cos is None else cos.stride(0),
+        0 if sin is None else sin.stride(0),
+        inner,
+        outer,
+        norms.eps if norms else 0.0,
+        norms.offset if norms else 0.0,
+        window,
+        splits,
+        groups,
+        size,
+        values,
+        padded,
+        padded_values,
+        1 if cos is None else cos.shape[1],
+        bool(norms and norms.offset),
+        page,
+        cap is not None,
+        new is not None,
+        k_pages.stride()[:2] == v_pages.stride()[:2],
+        rows,
+        live,
+        row_tiles,
+        1 if width == 1 else 16,
+        block,
+        cut.stages,
+        cut.least,
+        early,
         min(cut.at_once, max(1, MERGED // (live * padded_values))),
-        multiplied_as(q), num_warps=cut.warps, **overlapped(q),
-    )  # fmt: skip
+        multiplied_as(q),
+        num_warps=cut.warps,
+        **overlapped(q),
+    )

@@ -25,9 +25,21 @@ def normed(x, inverse, weight, dims, inside, offset, SHIFTED: tl.constexpr, KIND
 
 @triton.jit
 def turned(
-    rows, inside, tokens, weight, cos, sin, cos_token, sin_token, eps, offset,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, SHIFTED: tl.constexpr,
-):  # fmt: skip
+    rows,
+    inside,
+    tokens,
+    weight,
+    cos,
+    sin,
+    cos_token,
+    sin_token,
+    eps,
+    offset,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    HALF: tl.constexpr,
+    SHIFTED: tl.constexpr,
+):
     """Heads that begin at the pointers `rows`, normed (where there is a weight) and turned (where there are angles), in
     their own dtype. Dimensions are loaded a second time beside their partners: that one comes from the cache, and no
     number has to move between threads."""
@@ -58,13 +70,48 @@ def turned(
 
 @triton.jit(do_not_specialize=["count"])
 def turn_and_write(
-    q, k, v, turned_q, turned_k, k_pages, v_pages, slots, cos, sin, q_weight, k_weight,
-    q_token, q_head, k_token, k_head, v_token, v_head, turned_token,
-    k_frame, k_place, k_page_head, v_frame, v_place, v_page_head, cos_token, sin_token, count, eps, offset,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, VALUES: tl.constexpr, PADDED: tl.constexpr,
-    PADDED_VALUES: tl.constexpr, HALF: tl.constexpr, SHIFTED: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
+    q,
+    k,
+    v,
+    turned_q,
+    turned_k,
+    k_pages,
+    v_pages,
+    slots,
+    cos,
+    sin,
+    q_weight,
+    k_weight,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    turned_token,
+    k_frame,
+    k_place,
+    k_page_head,
+    v_frame,
+    v_place,
+    v_page_head,
+    cos_token,
+    sin_token,
+    count,
+    eps,
+    offset,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUES: tl.constexpr,
+    PADDED: tl.constexpr,
+    PADDED_VALUES: tl.constexpr,
+    HALF: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    PAGE: tl.constexpr,
+    TOKENS: tl.constexpr,
     OVERLAP: tl.constexpr,
-):  # fmt: skip
+):
     """Program (head, tokens): HEADS heads of queries (none of them where they stay as they are), then keys, values.
     Keys go to `turned_k` as well, where it is given."""
     start_next(OVERLAP)
@@ -76,9 +123,21 @@ def turn_and_write(
     # A name has one type in all branches: queries, keys and values may have types and sizes of their own.
     if head < HEADS:
         query = turned(
-            q + token * q_token + head * q_head, inside, token, q_weight, cos, sin, cos_token, sin_token, eps, offset,
-            SIZE, PADDED, HALF, SHIFTED,
-        )  # fmt: skip
+            q + token * q_token + head * q_head,
+            inside,
+            token,
+            q_weight,
+            cos,
+            sin,
+            cos_token,
+            sin_token,
+            eps,
+            offset,
+            SIZE,
+            PADDED,
+            HALF,
+            SHIFTED,
+        )
         query_places = turned_q + (token * turned_token + head * SIZE)[:, None] + dims[None, :]
         tl.store(query_places, query, mask=inside[:, None] & (dims < SIZE)[None, :])
     else:
@@ -87,9 +146,21 @@ def turn_and_write(
         if head < HEADS + KEY_HEADS:
             own = head - HEADS
             key = turned(
-                k + token * k_token + own * k_head, inside, token, k_weight, cos, sin, cos_token, sin_token, eps,
-                offset, SIZE, PADDED, HALF, SHIFTED,
-            )  # fmt: skip
+                k + token * k_token + own * k_head,
+                inside,
+                token,
+                k_weight,
+                cos,
+                sin,
+                cos_token,
+                sin_token,
+                eps,
+                offset,
+                SIZE,
+                PADDED,
+                HALF,
+                SHIFTED,
+            )
             key_places = k_pages + (frame * k_frame + place * k_place + own * k_page_head)[:, None] + dims[None, :]
             tl.store(key_places, key.to(k_pages.dtype.element_ty), mask=inside[:, None] & (dims < SIZE)[None, :])
             if turned_k is not None:
@@ -105,9 +176,16 @@ def turn_and_write(
 
 
 def launch_turn_and_write(
-    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor,
-    angles: tuple[Tensor, Tensor] | None, norms: HeadNorms | None, keep: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    norms: HeadNorms | None,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
     """The queries as attention wants them, and the keys (only with `keep`); keys and values are in their pages."""
     count, heads, size = q.shape
     key_heads, values = v.shape[1:]
@@ -118,12 +196,40 @@ def launch_turn_and_write(
     padded, padded_values = (max(16, power_of_two(n)) for n in (size, values))
     tokens = NUMBERS // max(padded, padded_values)
     turn_and_write[((heads if changes else 0) + 2 * key_heads, triton.cdiv(count, tokens))](
-        q, k, v, ready, ready_keys, k_pages, v_pages, slots, cos, sin, norms and norms.q, norms and norms.k,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], ready.stride(0), *k_pages.stride()[:3],
-        *v_pages.stride()[:3], 0 if cos is None else cos.stride(0), 0 if sin is None else sin.stride(0), count,
-        norms.eps if norms else 0.0, norms.offset if norms else 0.0,
-        heads if changes else 0, key_heads, size, values, padded, padded_values,
-        1 if cos is None else cos.shape[1], bool(norms and norms.offset), k_pages.shape[1], tokens,
-        num_warps=4, **overlapped(q),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        ready,
+        ready_keys,
+        k_pages,
+        v_pages,
+        slots,
+        cos,
+        sin,
+        norms and norms.q,
+        norms and norms.k,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        ready.stride(0),
+        *k_pages.stride()[:3],
+        *v_pages.stride()[:3],
+        0 if cos is None else cos.stride(0),
+        0 if sin is None else sin.stride(0),
+        count,
+        norms.eps if norms else 0.0,
+        norms.offset if norms else 0.0,
+        heads if changes else 0,
+        key_heads,
+        size,
+        values,
+        padded,
+        padded_values,
+        1 if cos is None else cos.shape[1],
+        bool(norms and norms.offset),
+        k_pages.shape[1],
+        tokens,
+        num_warps=4,
+        **overlapped(q),
+    )
     return ready, k if ready_keys is None else ready_keys

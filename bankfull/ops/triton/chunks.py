@@ -29,11 +29,34 @@ def width_for(places: int) -> int:
 
 @triton.jit(do_not_specialize=["tokens_stride", "table_stride", "table_width", "half", "count", "places"])
 def gather_chunks_kernel(
-    rows, starts, tokens, tokens_stride, reached, ids, positions, lengths,
-    table, table_stride, table_width, slots, pages, frequencies, half, scale, cos, sin, count, places,
-    PLACES: tl.constexpr, TOKENS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, FIRST: tl.constexpr,
-    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    rows,
+    starts,
+    tokens,
+    tokens_stride,
+    reached,
+    ids,
+    positions,
+    lengths,
+    table,
+    table_stride,
+    table_width,
+    slots,
+    pages,
+    frequencies,
+    half,
+    scale,
+    cos,
+    sin,
+    count,
+    places,
+    PLACES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HALF: tl.constexpr,
+    PAGE: tl.constexpr,
+    FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """Programs of TOKENS tokens each, then one for each place of a sequence. FIRST: ids, positions, their angles (where
     HALF > 0) and lengths, too. Tokens that fill up the step are at position 0 and go to page 0, which nobody reads."""
     wait_for_inputs(OVERLAP)
@@ -81,9 +104,17 @@ def gather_chunks_kernel(
 
 
 def gather_chunks(
-    rows: Tensor, starts: Tensor, tokens: Tensor, reached: Tensor, tables: list[Tensor], page_tokens: tuple[int, ...],
-    into: tuple[Tensor, Tensor, Tensor], slots: list[Tensor], pages: list[Tensor], turning: Turning | None = None,
-) -> None:  # fmt: skip
+    rows: Tensor,
+    starts: Tensor,
+    tokens: Tensor,
+    reached: Tensor,
+    tables: list[Tensor],
+    page_tokens: tuple[int, ...],
+    into: tuple[Tensor, Tensor, Tensor],
+    slots: list[Tensor],
+    pages: list[Tensor],
+    turning: Turning | None = None,
+) -> None:
     """The next starts[i] .. starts[i + 1] tokens of rows[i]: ids, positions and lengths `into` tensors of the caller,
     `slots` and `pages` likewise for each group, and the positions' angles. A page table is copied as far as it is
     used."""
@@ -91,19 +122,46 @@ def gather_chunks(
     turns = turning or Turning(reached, 0.0, reached, reached)
     for number, (table, page, there, copies) in enumerate(zip(tables, page_tokens, slots, pages, strict=True)):
         gather_chunks_kernel[(-(-len(ids) // TOKENS) + len(lengths),)](
-            rows, starts, tokens, tokens.stride(0), reached, *into, table, table.stride(0), table.shape[1], there,
-            copies, turns.frequencies, len(turns.frequencies), float(turns.scale), turns.cos, turns.sin, len(ids),
-            len(lengths), width_for(len(lengths)), TOKENS,
-            power_of_two(len(turns.frequencies)) if turning and not number else 0, page, number == 0, BLOCK,
+            rows,
+            starts,
+            tokens,
+            tokens.stride(0),
+            reached,
+            *into,
+            table,
+            table.stride(0),
+            table.shape[1],
+            there,
+            copies,
+            turns.frequencies,
+            len(turns.frequencies),
+            float(turns.scale),
+            turns.cos,
+            turns.sin,
+            len(ids),
+            len(lengths),
+            width_for(len(lengths)),
+            TOKENS,
+            power_of_two(len(turns.frequencies)) if turning and not number else 0,
+            page,
+            number == 0,
+            BLOCK,
             **overlapped(rows),
-        )  # fmt: skip
+        )
 
 
 @triton.jit(do_not_specialize=["places", "count", "least"])
 def query_tiles_kernel(
-    starts, tiles, places, count, least, TOKENS: tl.constexpr, PLACES: tl.constexpr, TILES: tl.constexpr,
+    starts,
+    tiles,
+    places,
+    count,
+    least,
+    TOKENS: tl.constexpr,
+    PLACES: tl.constexpr,
+    TILES: tl.constexpr,
     OVERLAP: tl.constexpr,
-):  # fmt: skip
+):
     """One program for each place of a sequence, and one for the tiles that nobody needs."""
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
@@ -149,8 +207,15 @@ class DeviceShares:
             count = self._tokens // tokens + self._places
             tiles = torch.empty(count, 4, dtype=torch.int32, device=self._starts.device)
             query_tiles_kernel[(self._places + 1,)](
-                self._starts, tiles, self._places, count, 1 if self.ones is None else 2, TOKENS=tokens,
-                PLACES=width_for(self._places), TILES=TILES, **overlapped(self._starts),
-            )  # fmt: skip
+                self._starts,
+                tiles,
+                self._places,
+                count,
+                1 if self.ones is None else 2,
+                TOKENS=tokens,
+                PLACES=width_for(self._places),
+                TILES=TILES,
+                **overlapped(self._starts),
+            )
             self._found[tokens] = tiles
         return self._found[tokens]

@@ -20,9 +20,17 @@ WIDEST = 2048
 
 @triton.jit
 def embedding_kernel(
-    ids, table, y, count, columns, table_stride, scale,
-    SCALED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    ids,
+    table,
+    y,
+    count,
+    columns,
+    table_stride,
+    scale,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
@@ -52,7 +60,16 @@ def run_embedding(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float 
     block = min(WIDEST, power_of_two(columns))
     if y.numel():
         embedding_kernel[(ids.numel(), triton.cdiv(columns, block))](
-            ids.contiguous(), numbers, y, count, columns, numbers.stride(0), float(scale),
-            SCALED=scale != 1.0, BLOCK=block, num_warps=4, **overlapped(y),
-        )  # fmt: skip
+            ids.contiguous(),
+            numbers,
+            y,
+            count,
+            columns,
+            numbers.stride(0),
+            float(scale),
+            SCALED=scale != 1.0,
+            BLOCK=block,
+            num_warps=4,
+            **overlapped(y),
+        )
     return y

@@ -22,7 +22,7 @@ from bankfull.ops.reference.linear import (
     linear,
     normed_gated_linear,
     normed_linear,
-)  # fmt: skip
+)
 from bankfull.ops.reference.norm import add_rms_norm
 from bankfull.ops.triton.launch import overlapped, power_of_two, processors
 from bankfull.ops.triton.linear_rows import long_gated_kernel, rows_kernel
@@ -99,23 +99,58 @@ def few_rows(x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None, kind: st
     if delta.stride(-1) != 1:
         delta = delta.contiguous()
     width = power_of_two(columns)
-    joined, norm, eps, offset = (y, y, 0.0, 0.0) if before is None else (
-        before.joined, before.weight, before.eps, before.offset
-    )  # fmt: skip
+    joined, norm, eps, offset = (
+        (y, y, 0.0, 0.0) if before is None else (before.joined, before.weight, before.eps, before.offset)
+    )
     if takes_turns(count, outputs, width, bias, kind):
         programs = min(LONG_PROGRAMS * processors(rows.device), -(-outputs // LONG_OUT))
         long_gated_kernel[(programs,)](
-            rows, delta, joined, norm, eps, offset, weight, weight.stride(0), y, outputs,
-            columns, width, LONG_OUT, before is not None, offset != 0.0, kind, num_warps=8, **overlapped(rows),
-        )  # fmt: skip
+            rows,
+            delta,
+            joined,
+            norm,
+            eps,
+            offset,
+            weight,
+            weight.stride(0),
+            y,
+            outputs,
+            columns,
+            width,
+            LONG_OUT,
+            before is not None,
+            offset != 0.0,
+            kind,
+            num_warps=8,
+            **overlapped(rows),
+        )
         return y
     shape = shape_of(count, outputs, columns, kind is not None, weight.element_size() > 2)
     rows_kernel[(-(-outputs // shape.out),)](
-        rows, rows.stride(0), delta, delta.stride(0), joined, norm, eps, offset,
-        weight, weight.stride(0), weight if bias is None else bias, y, outputs,
-        count, columns, width, shape.out, before is not None, offset != 0.0, bias is not None, kind,
-        num_warps=shape.warps, **overlapped(rows),
-    )  # fmt: skip
+        rows,
+        rows.stride(0),
+        delta,
+        delta.stride(0),
+        joined,
+        norm,
+        eps,
+        offset,
+        weight,
+        weight.stride(0),
+        weight if bias is None else bias,
+        y,
+        outputs,
+        count,
+        columns,
+        width,
+        shape.out,
+        before is not None,
+        offset != 0.0,
+        bias is not None,
+        kind,
+        num_warps=shape.warps,
+        **overlapped(rows),
+    )
     return y
 
 
@@ -252,17 +287,48 @@ def run_plan(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
         tiles, height = outputs // plan.out, tile_rows(rows)
         own = sums_of(x.device, tiles, plan.splits * plan.out * height)
         split_tiles_kernel[(tiles, plan.splits)](
-            x, x.stride(0), weight, weight.stride(0), weight if bias is None else bias, y, own.partial, own.arrivals,
-            rows, outputs, columns // plan.splits, height, plan.out, plan.depth, plan.stages, plan.splits, plan.early,
-            bias is not None, num_warps=plan.warps, **overlapped(x),
-        )  # fmt: skip
+            x,
+            x.stride(0),
+            weight,
+            weight.stride(0),
+            weight if bias is None else bias,
+            y,
+            own.partial,
+            own.arrivals,
+            rows,
+            outputs,
+            columns // plan.splits,
+            height,
+            plan.out,
+            plan.depth,
+            plan.stages,
+            plan.splits,
+            plan.early,
+            bias is not None,
+            num_warps=plan.warps,
+            **overlapped(x),
+        )
         return y
     even = columns % plan.depth == 0 and outputs % plan.out == 0
     tiles_kernel[(-(-outputs // plan.out), -(-rows // plan.rows))](
-        x, x.stride(0), weight, weight.stride(0), weight if bias is None else bias, y, rows, outputs, columns,
-        plan.rows, plan.out, plan.depth, stages_of(plan, x.dtype, x.device), even, bias is not None,
-        num_warps=plan.warps, **overlapped(x),
-    )  # fmt: skip
+        x,
+        x.stride(0),
+        weight,
+        weight.stride(0),
+        weight if bias is None else bias,
+        y,
+        rows,
+        outputs,
+        columns,
+        plan.rows,
+        plan.out,
+        plan.depth,
+        stages_of(plan, x.dtype, x.device),
+        even,
+        bias is not None,
+        num_warps=plan.warps,
+        **overlapped(x),
+    )
     return y
 
 
@@ -270,17 +336,20 @@ GATED_OUT, GATED_DEPTH, GATED_STAGES = 64, 128, 4
 
 
 @cache
-def gates_in_tiles(
-    rows: int, outputs: int, columns: int, bias: bool, dtype: torch.dtype, device: torch.device
-) -> bool:
+def gates_in_tiles(rows: int, outputs: int, columns: int, bias: bool, dtype: torch.dtype, device: torch.device) -> bool:
     """Does one kernel multiply and gate these rows? On an H200 a step of 8B takes 2.6 to 4.3% less than with a library
     call and an activation behind it, for 8 to 32 rows, one of 3B 4%. Smaller layers and more rows were not measured."""
     stage = (2 * GATED_OUT + MOST_TILE_ROWS) * GATED_DEPTH * dtype.itemsize
     return (
-        FEW_ROWS < rows <= MOST_TILE_ROWS and outputs >= 8192 and 2048 <= columns <= WIDEST and not bias
-        and outputs % GATED_OUT == 0 and columns % GATED_DEPTH == 0 and dtype.itemsize == 2
+        FEW_ROWS < rows <= MOST_TILE_ROWS
+        and outputs >= 8192
+        and 2048 <= columns <= WIDEST
+        and not bias
+        and outputs % GATED_OUT == 0
+        and columns % GATED_DEPTH == 0
+        and dtype.itemsize == 2
         and stage * GATED_STAGES <= shared_memory(device)
-    )  # fmt: skip
+    )
 
 
 def gated_tiles(x: Tensor, weight: Tensor, kind: str) -> Tensor:
@@ -289,9 +358,22 @@ def gated_tiles(x: Tensor, weight: Tensor, kind: str) -> Tensor:
     (rows, columns), outputs = x.shape, weight.shape[0] // 2
     y = x.new_empty(rows, outputs)
     gated_tiles_kernel[(outputs // GATED_OUT,)](
-        x, x.stride(0), weight, weight.stride(0), y, rows, outputs, columns,
-        tile_rows(rows), GATED_OUT, GATED_DEPTH, GATED_STAGES, kind, num_warps=4, **overlapped(x),
-    )  # fmt: skip
+        x,
+        x.stride(0),
+        weight,
+        weight.stride(0),
+        y,
+        rows,
+        outputs,
+        columns,
+        tile_rows(rows),
+        GATED_OUT,
+        GATED_DEPTH,
+        GATED_STAGES,
+        kind,
+        num_warps=4,
+        **overlapped(x),
+    )
     return y
 
 

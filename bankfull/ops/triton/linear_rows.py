@@ -25,9 +25,19 @@ def weights_of(weight, weight_stride, own, exist, columns, inside):
 
 @triton.jit
 def input_row(
-    x, delta, joined, gain, eps, offset, columns, inside,
-    COLUMNS: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
+    x,
+    delta,
+    joined,
+    gain,
+    eps,
+    offset,
+    columns,
+    inside,
+    COLUMNS: tl.constexpr,
+    NORM: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
     """A row of the input as float32 (1, WIDTH). NORM: it is x + delta, which the first program leaves in `joined`,
     normed; rounded where the operations apart from each other round, so that both say the same."""
     value = tl.load(x + columns, mask=inside, other=0.0)
@@ -54,11 +64,29 @@ def gated(gate, through, KIND: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def rows_kernel(
-    x, x_stride, delta, delta_stride, joined, norm, eps, offset,
-    weight, weight_stride, bias, y, outputs,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr,
-    NORM: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x,
+    x_stride,
+    delta,
+    delta_stride,
+    joined,
+    norm,
+    eps,
+    offset,
+    weight,
+    weight_stride,
+    bias,
+    y,
+    outputs,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OUT: tl.constexpr,
+    NORM: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    BIAS: tl.constexpr,
+    KIND: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """`outputs` of the result. NORM: the input is x + delta, left in `joined`, normed. KIND: an activation, for which
     the weight has another `outputs` rows behind the first: f(first) * second. WIDTH: a power of two over COLUMNS."""
     start_next(OVERLAP)
@@ -80,9 +108,19 @@ def rows_kernel(
     dtype: tl.constexpr = y.dtype.element_ty
     for row in tl.static_range(ROWS):
         line = input_row(
-            x + row * x_stride, delta + row * delta_stride, joined + row * COLUMNS, gain, eps, offset, columns, inside,
-            COLUMNS, NORM, SHIFTED, dtype,
-        )  # fmt: skip
+            x + row * x_stride,
+            delta + row * delta_stride,
+            joined + row * COLUMNS,
+            gain,
+            eps,
+            offset,
+            columns,
+            inside,
+            COLUMNS,
+            NORM,
+            SHIFTED,
+            dtype,
+        )
         result = tl.sum(first.to(tl.float32) * line, 1)
         if BIAS:
             result += first_bias
@@ -96,10 +134,24 @@ def rows_kernel(
 
 @triton.jit
 def long_gated_kernel(
-    x, delta, joined, norm, eps, offset, weight, weight_stride, y, outputs,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr,
-    NORM: tl.constexpr, SHIFTED: tl.constexpr, KIND: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x,
+    delta,
+    joined,
+    norm,
+    eps,
+    offset,
+    weight,
+    weight_stride,
+    y,
+    outputs,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OUT: tl.constexpr,
+    NORM: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    KIND: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """One row, gated, of so many outputs that programs take several tiles in turns: the weights of the next one are on
     their way while this one is summed, and the input is read and normed once."""
     start_next(OVERLAP)

@@ -19,10 +19,23 @@ PLAIN = tl.constexpr(INTERPRETED)
 
 @triton.jit(do_not_specialize=["rows"])
 def tiles_kernel(
-    x, x_stride, weight, weight_stride, bias, y, rows, outputs, columns,
-    ROWS: tl.constexpr, OUT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
-    BIAS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x,
+    x_stride,
+    weight,
+    weight_stride,
+    bias,
+    y,
+    rows,
+    outputs,
+    columns,
+    ROWS: tl.constexpr,
+    OUT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """EVEN: the tiles' columns and outputs end where the matrix does, so that only rows are masked."""
     start_next(OVERLAP)
     own = tl.program_id(0) * OUT + tl.arange(0, OUT)
@@ -54,17 +67,37 @@ def fetch_early(places, LINES: tl.constexpr):
     if not PLAIN and LINES > 0:
         lines = places + tl.arange(0, LINES)[None, :] * (128 // (places.dtype.element_ty.primitive_bitwidth // 8))
         tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False,
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [lines.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
             pack=1,
-        )  # fmt: skip
+        )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def split_tiles_kernel(
-    x, x_stride, weight, weight_stride, bias, y, partial, arrivals, rows, outputs, share,
-    ROWS: tl.constexpr, OUT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
-    EARLY: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x,
+    x_stride,
+    weight,
+    weight_stride,
+    bias,
+    y,
+    partial,
+    arrivals,
+    rows,
+    outputs,
+    share,
+    ROWS: tl.constexpr,
+    OUT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
+    BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """The weight is the first operand, as in `gated_tiles_kernel`. SPLITS programs share the columns of a tile, `share`
     each; the one that comes last adds their sums up, always in the same order. Tiles end where the matrix does."""
     start_next(OVERLAP)
@@ -108,10 +141,21 @@ def split_tiles_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def gated_tiles_kernel(
-    x, x_stride, weight, weight_stride, y, rows, outputs, columns,
-    ROWS: tl.constexpr, OUT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr,
+    x,
+    x_stride,
+    weight,
+    weight_stride,
+    y,
+    rows,
+    outputs,
+    columns,
+    ROWS: tl.constexpr,
+    OUT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    KIND: tl.constexpr,
     OVERLAP: tl.constexpr,
-):  # fmt: skip
+):
     """f(gate) * up for a weight of `outputs` rows each. The weight is the first operand of the products: the matrix
     units take 64 rows of that one at the least, and of the other one as few as there are. Tiles end where the matrix
     does."""

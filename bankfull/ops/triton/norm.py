@@ -39,9 +39,25 @@ def weighted(x, inverse, weight, offset, HAS_OFFSET: tl.constexpr, ROUNDED: tl.c
 
 @triton.jit(do_not_specialize=["rows"])
 def rms_norm_kernel(
-    x, delta, joined, weight, y, rows, columns, inner, outer_stride, inner_stride, delta_stride, eps, offset,
-    JOINS: tl.constexpr, HAS_OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x,
+    delta,
+    joined,
+    weight,
+    y,
+    rows,
+    columns,
+    inner,
+    outer_stride,
+    inner_stride,
+    delta_stride,
+    eps,
+    offset,
+    JOINS: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """ROWS whole rows. With JOINS a branch `delta` is added first, and the sum stored to `joined`."""
     at = tl.arange(0, BLOCK)[None, :]
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -80,9 +96,23 @@ def stream_piece(x, delta, start, delta_start, at, inside, JOINS: tl.constexpr, 
 
 @triton.jit
 def long_rms_norm_kernel(
-    x, delta, joined, weight, y, columns, inner, outer_stride, inner_stride, delta_stride, eps, offset,
-    JOINS: tl.constexpr, HAS_OFFSET: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x,
+    delta,
+    joined,
+    weight,
+    y,
+    columns,
+    inner,
+    outer_stride,
+    inner_stride,
+    delta_stride,
+    eps,
+    offset,
+    JOINS: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """One row in pieces. The second pass adds the branch again: reading back what others stored would take a fence."""
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
@@ -110,9 +140,20 @@ def long_rms_norm_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def layer_norm_kernel(
-    x, weight, bias, y, rows, columns, inner, outer_stride, inner_stride, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    y,
+    rows,
+    columns,
+    inner,
+    outer_stride,
+    inner_stride,
+    eps,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     at = tl.arange(0, BLOCK)[None, :]
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     used = at < columns

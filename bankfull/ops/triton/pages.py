@@ -19,10 +19,22 @@ NUMBERS = 4096
 
 @triton.jit(do_not_specialize=["count"])
 def write_tokens(
-    new, pages, slots, new_token, new_head, frame, place, page_head, count,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr,
+    new,
+    pages,
+    slots,
+    new_token,
+    new_head,
+    frame,
+    place,
+    page_head,
+    count,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    LINES: tl.constexpr,
     OVERLAP: tl.constexpr,
-):  # fmt: skip
+):
     """LINES pairs (token, head) of one program."""
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
@@ -38,11 +50,27 @@ def write_tokens(
 
 @triton.jit(do_not_specialize=["count"])
 def round_tokens(
-    new, pages, scales, slots, new_token, new_head, frame, place, page_head, scale_frame, scale_place, scale_head,
+    new,
+    pages,
+    scales,
+    slots,
+    new_token,
+    new_head,
+    frame,
+    place,
+    page_head,
+    scale_frame,
+    scale_place,
+    scale_head,
     count,
-    LEVELS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr,
-    LINES: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    LEVELS: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    LINES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """The codes and scales of the body, bit for bit: divisions and roundings are the exact ones."""
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
@@ -92,9 +120,20 @@ def run_write_pages(new: Tensor, pages: Tensor, slots: Tensor) -> None:
     count, heads, size = new.shape
     padded, lines, programs = _shape(heads, size, count)
     write_tokens[(programs,)](
-        new, pages, slots, *new.stride()[:2], *pages.stride()[:3], count, heads, size, padded, pages.shape[1], lines,
-        num_warps=4, **overlapped(new),
-    )  # fmt: skip
+        new,
+        pages,
+        slots,
+        *new.stride()[:2],
+        *pages.stride()[:3],
+        count,
+        heads,
+        size,
+        padded,
+        pages.shape[1],
+        lines,
+        num_warps=4,
+        **overlapped(new),
+    )
 
 
 @write_pages_int8.provider("triton", on="cuda", accepts=lambda *, dtype=None, **facts: dtype in FLOATS)
@@ -108,6 +147,20 @@ def run_write_pages_int8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tens
     count, heads, size = new.shape
     padded, lines, programs = _shape(heads, size, count)
     round_tokens[(programs,)](
-        new, pages, scales, slots, *new.stride()[:2], *pages.stride()[:3], *scales.stride(), count,
-        LEVELS, heads, size, padded, pages.shape[1], lines, num_warps=4, **overlapped(new),
-    )  # fmt: skip
+        new,
+        pages,
+        scales,
+        slots,
+        *new.stride()[:2],
+        *pages.stride()[:3],
+        *scales.stride(),
+        count,
+        LEVELS,
+        heads,
+        size,
+        padded,
+        pages.shape[1],
+        lines,
+        num_warps=4,
+        **overlapped(new),
+    )

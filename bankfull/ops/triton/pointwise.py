@@ -179,9 +179,16 @@ def run_activate_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     programs, size = shares(opening)
     if y.numel():
         activate_mul_kernel[(programs,)](
-            opening, passing, y, opening.shape[1], opening.stride(0), passing.stride(0), kind, **size,
+            opening,
+            passing,
+            y,
+            opening.shape[1],
+            opening.stride(0),
+            passing.stride(0),
+            kind,
+            **size,
             **overlapped(gate),
-        )  # fmt: skip
+        )
     return y
 
 

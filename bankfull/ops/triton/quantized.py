@@ -26,7 +26,7 @@ from bankfull.ops.reference.linear import (
     normed_best_output,
     normed_gated_linear,
     normed_linear,
-)  # fmt: skip
+)
 from bankfull.ops.triton import quantized_turns, quantized_wide_rows
 from bankfull.ops.triton.linear import read
 from bankfull.ops.triton.quantized_layout import LAYOUTS, WordWeight, repacked

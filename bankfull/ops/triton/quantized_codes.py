@@ -66,9 +66,17 @@ def small_and_outer(bits, outer):
 
 @triton.jit
 def steps_and_lows(
-    steps, lows, outer_steps, output, group, groups, inside, NESTED: tl.constexpr, LOWS: tl.constexpr,
+    steps,
+    lows,
+    outer_steps,
+    output,
+    group,
+    groups,
+    inside,
+    NESTED: tl.constexpr,
+    LOWS: tl.constexpr,
     GROUP: tl.constexpr,
-):  # fmt: skip
+):
     """Of groups (a row) of outputs (a column, int64), as float32, lows with their sign; without lows the second is
     nothing to use. `inside` may be None, where everything is."""
     # Outer steps cover 256 columns.

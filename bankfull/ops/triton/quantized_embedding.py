@@ -129,10 +129,23 @@ def coded(codes, scales, row, at, columns, inside, FOUR: tl.constexpr, FLOATS: t
 
 @triton.jit
 def embedding_kernel(
-    ids, table, scales, y, count, columns, row_bytes, scale, SCHEME: tl.constexpr, SIZE: tl.constexpr,
-    BYTES: tl.constexpr, FOUR: tl.constexpr, FLOATS: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    ids,
+    table,
+    scales,
+    y,
+    count,
+    columns,
+    row_bytes,
+    scale,
+    SCHEME: tl.constexpr,
+    SIZE: tl.constexpr,
+    BYTES: tl.constexpr,
+    FOUR: tl.constexpr,
+    FLOATS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
-):  # fmt: skip
+):
     """SIZE: numbers that share a scale, or a block of BYTES; 0 for a whole row."""
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
@@ -170,11 +183,22 @@ def run_embedding(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float 
     block = min(WIDEST, power_of_two(columns))
     if y.numel():
         embedding_kernel[(ids.numel(), triton.cdiv(columns, block))](
-            ids.contiguous(), stored, table.parts["scales"] if coded_apart else stored, y, count, columns,
-            stored.shape[1], float(scale),
-            SCHEME=scheme.name, SIZE=0 if scheme.is_by_row else scheme.block,
-            BYTES=0 if coded_apart else scheme.block_bytes, FOUR=scheme.name.startswith("int4"),
-            FLOATS=coded_apart and table.parts["codes"].is_floating_point(), SCALED=scale != 1.0, BLOCK=block,
-            num_warps=4, **overlapped(y),
-        )  # fmt: skip
+            ids.contiguous(),
+            stored,
+            table.parts["scales"] if coded_apart else stored,
+            y,
+            count,
+            columns,
+            stored.shape[1],
+            float(scale),
+            SCHEME=scheme.name,
+            SIZE=0 if scheme.is_by_row else scheme.block,
+            BYTES=0 if coded_apart else scheme.block_bytes,
+            FOUR=scheme.name.startswith("int4"),
+            FLOATS=coded_apart and table.parts["codes"].is_floating_point(),
+            SCALED=scale != 1.0,
+            BLOCK=block,
+            num_warps=4,
+            **overlapped(y),
+        )
     return y

@@ -103,9 +103,15 @@ class WordWeight:
     def constants(self) -> dict[str, Any]:
         form = self.form
         return {
-            "BITS": form.bits, "ZERO": form.zero, "FLOATS": form.floats, "NESTED": form.nested, "LOWS": form.lows,
-            "BY_ROW": form.by_row, "GROUP": self.group, "PADDED": self.groups * self.group != self.shape[1],
-        }  # fmt: skip
+            "BITS": form.bits,
+            "ZERO": form.zero,
+            "FLOATS": form.floats,
+            "NESTED": form.nested,
+            "LOWS": form.lows,
+            "BY_ROW": form.by_row,
+            "GROUP": self.group,
+            "PADDED": self.groups * self.group != self.shape[1],
+        }
 
 
 def repacked(weight: QTensor) -> WordWeight:
@@ -188,9 +194,15 @@ def _blank_like(piece: WordWeight, shape: tuple[int, ...]) -> WordWeight:
     words, steps = blank(piece.words), blank(piece.steps)
     assert words is not None and steps is not None
     return WordWeight(
-        piece.form, piece.group, words, blank(piece.high), steps, blank(piece.lows), blank(piece.outer_steps),
+        piece.form,
+        piece.group,
+        words,
+        blank(piece.high),
+        steps,
+        blank(piece.lows),
+        blank(piece.outer_steps),
         (shape[0], shape[1]),
-    )  # fmt: skip
+    )
 
 
 def _copy(piece: WordWeight, made: WordWeight, first: int) -> None:

@@ -39,10 +39,23 @@ def neighbours(L):
 
 @triton.jit
 def loaded(
-    words, high, steps, lows, outer_steps, outputs, valid, first, groups,
-    BITS: tl.constexpr, NESTED: tl.constexpr, LOWS: tl.constexpr, BY_ROW: tl.constexpr, GROUP: tl.constexpr,
-    W: tl.constexpr, L: tl.constexpr,
-):  # fmt: skip
+    words,
+    high,
+    steps,
+    lows,
+    outer_steps,
+    outputs,
+    valid,
+    first,
+    groups,
+    BITS: tl.constexpr,
+    NESTED: tl.constexpr,
+    LOWS: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    GROUP: tl.constexpr,
+    W: tl.constexpr,
+    L: tl.constexpr,
+):
     """Words [outputs, W] from the `first` on, their upper bits, and the steps and lows [outputs, W / L] of their
     groups."""
     word = first + tl.arange(0, W)
@@ -85,10 +98,25 @@ def pair_of(x, pair, inside, columns, PADDED: tl.constexpr):
 
 @triton.jit
 def products(
-    x, codes, upper, step, low, first, groups, columns,
-    BITS: tl.constexpr, ZERO: tl.constexpr, FLOATS: tl.constexpr, LOWS: tl.constexpr, BY_ROW: tl.constexpr,
-    GROUP: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
-):  # fmt: skip
+    x,
+    codes,
+    upper,
+    step,
+    low,
+    first,
+    groups,
+    columns,
+    BITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    FLOATS: tl.constexpr,
+    LOWS: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+    L: tl.constexpr,
+):
     """Of words with their activations, summed over the neighbours that a thread has of a group: [outputs, W / RUN]."""
     word = first + tl.arange(0, W)
     pair = word // L * (GROUP // 2) + word % L
@@ -123,11 +151,35 @@ def products(
 
 @triton.jit
 def few_rows_kernel(
-    x, bias, y, words, high, steps, lows, outer_steps, rows, outputs, columns, groups, x_stride,
-    BITS: tl.constexpr, ZERO: tl.constexpr, FLOATS: tl.constexpr, NESTED: tl.constexpr, LOWS: tl.constexpr,
-    BY_ROW: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr,
-    R: tl.constexpr, W: tl.constexpr, L: tl.constexpr, ONCE: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x,
+    bias,
+    y,
+    words,
+    high,
+    steps,
+    lows,
+    outer_steps,
+    rows,
+    outputs,
+    columns,
+    groups,
+    x_stride,
+    BITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    FLOATS: tl.constexpr,
+    NESTED: tl.constexpr,
+    LOWS: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATE: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    ONCE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """With GATE, the name of an activation, a program's outputs are pairs of a gate and what passes it."""
     start_next(OVERLAP)
     program = tl.program_id(0)
@@ -144,8 +196,22 @@ def few_rows_kernel(
 
     # What never changes is under way before the activations are there.
     codes, upper, step, low = loaded(
-        words, high, steps, lows, outer_steps, output, valid, 0, groups, BITS, NESTED, LOWS, BY_ROW, GROUP,
-        W, L,
+        words,
+        high,
+        steps,
+        lows,
+        outer_steps,
+        output,
+        valid,
+        0,
+        groups,
+        BITS,
+        NESTED,
+        LOWS,
+        BY_ROW,
+        GROUP,
+        W,
+        L,
     )
     if BY_ROW:
         of_row = tl.load(steps + output, valid, 0.0)
@@ -159,12 +225,42 @@ def few_rows_kernel(
         for first in range(0, groups * L, W):
             now_codes, now_upper, now_step, now_low = codes, upper, step, low
             codes, upper, step, low = loaded(
-                words, high, steps, lows, outer_steps, output, valid, first + W, groups, BITS, NESTED, LOWS,
-                BY_ROW, GROUP, W, L,
+                words,
+                high,
+                steps,
+                lows,
+                outer_steps,
+                output,
+                valid,
+                first + W,
+                groups,
+                BITS,
+                NESTED,
+                LOWS,
+                BY_ROW,
+                GROUP,
+                W,
+                L,
             )
             summed += products(
-                x, now_codes, now_upper, now_step, now_low, first, groups, columns, BITS, ZERO, FLOATS, LOWS, BY_ROW,
-                GROUP, PADDED, R, W, L,
+                x,
+                now_codes,
+                now_upper,
+                now_step,
+                now_low,
+                first,
+                groups,
+                columns,
+                BITS,
+                ZERO,
+                FLOATS,
+                LOWS,
+                BY_ROW,
+                GROUP,
+                PADDED,
+                R,
+                W,
+                L,
             )
     result = tl.sum(summed, 1)
     if BY_ROW:
@@ -215,8 +311,23 @@ def few_rows(x: Tensor, weight: WordWeight, bias: Tensor | None, gate: str = "",
     length, words = weight.group // weight.form.per_word, weight.words.shape[1]
     width = max(length, min(WORDS_PER_WARP * cut.warps, power_of_two(words)))
     few_rows_kernel[(rows * triton.cdiv(outputs, cut.outputs),)](
-        x, x if bias is None else bias, y, *weight.tensors(), rows, outputs, columns, weight.groups, x.stride(0),
-        **weight.constants(), HAS_BIAS=bias is not None, GATE=gate,
-        R=cut.outputs, W=width, L=length, ONCE=words <= width, num_warps=cut.warps, **overlapped(x),
-    )  # fmt: skip
+        x,
+        x if bias is None else bias,
+        y,
+        *weight.tensors(),
+        rows,
+        outputs,
+        columns,
+        weight.groups,
+        x.stride(0),
+        **weight.constants(),
+        HAS_BIAS=bias is not None,
+        GATE=gate,
+        R=cut.outputs,
+        W=width,
+        L=length,
+        ONCE=words <= width,
+        num_warps=cut.warps,
+        **overlapped(x),
+    )
     return y

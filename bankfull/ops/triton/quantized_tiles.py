@@ -33,9 +33,16 @@ be a float32. For float16, which would not hold such numbers, it takes two facto
 
 @triton.jit
 def numbers_of(
-    codes, upper, factor, shift, J: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr, HELD: tl.constexpr,
+    codes,
+    upper,
+    factor,
+    shift,
+    J: tl.constexpr,
+    BITS: tl.constexpr,
+    FLOATS: tl.constexpr,
+    HELD: tl.constexpr,
     KIND: tl.constexpr,
-):  # fmt: skip
+):
     """Code j of each word as a number, times 2 ** -HELD: code * factor + shift, where `shift` is that small already."""
     code = tiny(codes, upper, J, BITS, FLOATS)
     if HELD == 0:
@@ -47,9 +54,18 @@ def numbers_of(
 
 @triton.jit
 def steps_of(
-    steps, lows, outer_steps, output, group, groups,
-    ZERO: tl.constexpr, NESTED: tl.constexpr, LOWS: tl.constexpr, GROUP: tl.constexpr, HELD: tl.constexpr,
-):  # fmt: skip
+    steps,
+    lows,
+    outer_steps,
+    output,
+    group,
+    groups,
+    ZERO: tl.constexpr,
+    NESTED: tl.constexpr,
+    LOWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HELD: tl.constexpr,
+):
     """Of groups [T] of outputs [BN, 1]: what codes are multiplied with, and what is added then, times 2 ** -HELD; both
     [BN, T]. Past the end there is nothing to multiply: any number will do."""
     known = tl.minimum(group, groups - 1)[None, :]
@@ -71,12 +87,39 @@ def for_each_word(of_groups, BN: tl.constexpr, T: tl.constexpr, L: tl.constexpr)
 
 @triton.jit(do_not_specialize=["rows"])
 def tiles_kernel(
-    x, bias, y, words, high, steps, lows, outer_steps, rows, outputs, columns, groups, x_stride, share,
-    BITS: tl.constexpr, ZERO: tl.constexpr, FLOATS: tl.constexpr, NESTED: tl.constexpr, LOWS: tl.constexpr,
-    BY_ROW: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HAS_BIAS: tl.constexpr, HELD: tl.constexpr,
-    PARTIAL: tl.constexpr, EVEN: tl.constexpr, LATE: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, T: tl.constexpr,
-    L: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x,
+    bias,
+    y,
+    words,
+    high,
+    steps,
+    lows,
+    outer_steps,
+    rows,
+    outputs,
+    columns,
+    groups,
+    x_stride,
+    share,
+    BITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    FLOATS: tl.constexpr,
+    NESTED: tl.constexpr,
+    LOWS: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HELD: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    EVEN: tl.constexpr,
+    LATE: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    T: tl.constexpr,
+    L: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """T groups at a time, of the `share` of them that begins where the program's place in the second dimension says.
     PARTIAL sums are stored as they are, one plane for each share. EVEN: T divides the groups of an output.
 
@@ -134,7 +177,16 @@ def tiles_kernel(
             # A step ahead: these loads are too small for the pipeline that the others go through.
             group += T
             factor, shift = steps_of(
-                steps, lows, outer_steps, some_output[:, None], group, groups, ZERO, NESTED, LOWS, GROUP,
+                steps,
+                lows,
+                outer_steps,
+                some_output[:, None],
+                group,
+                groups,
+                ZERO,
+                NESTED,
+                LOWS,
+                GROUP,
                 HELD,
             )
         for i in tl.static_range(pairs):
@@ -168,9 +220,19 @@ def tiles_kernel(
 
 @triton.jit
 def shares_kernel(
-    sums, steps, bias, y, outputs, size, BY_ROW: tl.constexpr, HAS_BIAS: tl.constexpr, HELD: tl.constexpr,
-    SHARES: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    sums,
+    steps,
+    bias,
+    y,
+    outputs,
+    size,
+    BY_ROW: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HELD: tl.constexpr,
+    SHARES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """Adds up what `tiles_kernel` left in planes of `size` sums."""
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
@@ -221,17 +283,47 @@ def many_rows(x: Tensor, weight: WordWeight, bias: Tensor | None, tiling: Tiling
     sums = y if shares == 1 else torch.empty(shares, rows, outputs, dtype=torch.float32, device=x.device)
     given = x if bias is None else bias
     tiles_kernel[(tiles, shares)](
-        x, given, sums, *weight.tensors(), rows, outputs, columns, weight.groups, x.stride(0), share * together,
-        **weight.constants(), HAS_BIAS=bias is not None, HELD=held, PARTIAL=shares > 1,
-        EVEN=weight.groups % together == 0, LATE=tiling.late, BN=tiling.outputs, BM=tiling.rows, T=together,
-        L=weight.group // weight.form.per_word, num_warps=tiling.warps, num_stages=tiling.stages, **overlapped(x),
-    )  # fmt: skip
+        x,
+        given,
+        sums,
+        *weight.tensors(),
+        rows,
+        outputs,
+        columns,
+        weight.groups,
+        x.stride(0),
+        share * together,
+        **weight.constants(),
+        HAS_BIAS=bias is not None,
+        HELD=held,
+        PARTIAL=shares > 1,
+        EVEN=weight.groups % together == 0,
+        LATE=tiling.late,
+        BN=tiling.outputs,
+        BM=tiling.rows,
+        T=together,
+        L=weight.group // weight.form.per_word,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        **overlapped(x),
+    )
     if shares > 1:
         block = 1024
         shares_kernel[(triton.cdiv(y.numel(), block),)](
-            sums, weight.steps, given, y, outputs, y.numel(), BY_ROW=weight.form.by_row, HAS_BIAS=bias is not None,
-            HELD=held, SHARES=shares, BLOCK=block, num_warps=4, **overlapped(x),
-        )  # fmt: skip
+            sums,
+            weight.steps,
+            given,
+            y,
+            outputs,
+            y.numel(),
+            BY_ROW=weight.form.by_row,
+            HAS_BIAS=bias is not None,
+            HELD=held,
+            SHARES=shares,
+            BLOCK=block,
+            num_warps=4,
+            **overlapped(x),
+        )
     return y
 
 

@@ -62,10 +62,23 @@ def of_side(R, GATE):
 
 @triton.jit
 def asked_for(
-    words, steps, lows, outer_steps, tile, outputs, NESTED: tl.constexpr, LOWS: tl.constexpr, BY_ROW: tl.constexpr,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, GATE: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    words,
+    steps,
+    lows,
+    outer_steps,
+    tile,
+    outputs,
+    NESTED: tl.constexpr,
+    LOWS: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GATE: tl.constexpr,
+    EVEN: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
     L: tl.constexpr,
-):  # fmt: skip
+):
     """The words [R, W] of a tile, and what `steps_of` makes the steps and lows of their groups from."""
     word = tl.arange(0, W)
     group = tl.arange(0, W // L)
@@ -141,8 +154,12 @@ def bytes_as_floats(words):
         a, b, c, d = tl.inline_asm_elementwise(
             "prmt.b32 $0, $4, 0x4B000000, 0x7540; prmt.b32 $1, $4, 0x4B000000, 0x7541;"
             " prmt.b32 $2, $4, 0x4B000000, 0x7542; prmt.b32 $3, $4, 0x4B000000, 0x7543;",
-            "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
+            "=&r,=&r,=&r,=&r,r",
+            [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
         a, b, c, d = a - 8388608.0, b - 8388608.0, c - 8388608.0, d - 8388608.0
     return a, b, c, d
 
@@ -156,8 +173,12 @@ def halves_as_floats(words):
     else:
         return tl.inline_asm_elementwise(
             "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }",
-            "=&r,=&r,r", [words], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
+            "=&r,=&r,r",
+            [words],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -168,9 +189,16 @@ def by_rows(x, R: tl.constexpr, T: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def steps_of(
-    step, low, outer, NESTED: tl.constexpr, LOWS: tl.constexpr, EVEN: tl.constexpr, GATE: tl.constexpr,
-    R: tl.constexpr, G: tl.constexpr,
-):  # fmt: skip
+    step,
+    low,
+    outer,
+    NESTED: tl.constexpr,
+    LOWS: tl.constexpr,
+    EVEN: tl.constexpr,
+    GATE: tl.constexpr,
+    R: tl.constexpr,
+    G: tl.constexpr,
+):
     """Steps and lows, [R, G] float32; lows with their sign. Without lows the second is nothing to use."""
     if NESTED and LOWS != 0:
         T: tl.constexpr = min(of_side(R, GATE), TOGETHER)
@@ -210,21 +238,41 @@ def rounded(even, odd, KIND: tl.constexpr):
     elif spacious(KIND):
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $2, $4, $3; shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
-            "=&r,=&r,=&r,r,r", [even, odd], dtype=(tl.float32, tl.float32, tl.uint32), is_pure=True, pack=1,
-        )  # fmt: skip
+            "=&r,=&r,=&r,r,r",
+            [even, odd],
+            dtype=(tl.float32, tl.float32, tl.uint32),
+            is_pure=True,
+            pack=1,
+        )
     else:
         return tl.inline_asm_elementwise(
             "{ .reg .b16 low, high; cvt.rn.f16x2.f32 $2, $4, $3; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low;"
             " cvt.f32.f16 $1, high; }",
-            "=&r,=&r,=&r,r,r", [even, odd], dtype=(tl.float32, tl.float32, tl.uint32), is_pure=True, pack=1,
-        )  # fmt: skip
+            "=&r,=&r,=&r,r,r",
+            [even, odd],
+            dtype=(tl.float32, tl.float32, tl.uint32),
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit
 def line_of(
-    x, delta, joined, gains, eps, offset, groups, columns, GROUP: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
-    PADDED: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr,
-):  # fmt: skip
+    x,
+    delta,
+    joined,
+    gains,
+    eps,
+    offset,
+    groups,
+    columns,
+    GROUP: tl.constexpr,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    PADDED: tl.constexpr,
+    NORM: tl.constexpr,
+    SHIFTED: tl.constexpr,
+):
     """The activations of each thread's words, two (float32 [W]) for each pair of codes. NORM: of x + delta, which the
     first program leaves in `joined`, normed; rounded where the operations apart from each other round."""
     kind: tl.constexpr = x.dtype.element_ty
@@ -313,14 +361,22 @@ def four_bytes(a, b, c, d, BYTE: tl.constexpr):
         return tl.inline_asm_elementwise(
             "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x0040; prmt.b32 high, $3, $4, 0x0040;"
             " prmt.b32 $0, low, high, 0x5410; }",
-            "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
+            "=r,r,r,r,r",
+            [a, b, c, d],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
     else:
         return tl.inline_asm_elementwise(
             "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x0051; prmt.b32 high, $3, $4, 0x0051;"
             " prmt.b32 $0, low, high, 0x5410; }",
-            "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
+            "=r,r,r,r,r",
+            [a, b, c, d],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -392,9 +448,21 @@ def planes_apart(planes, W: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def products(
-    upper, lower, factors, whole, codes, step, low, BITS: tl.constexpr, ZERO: tl.constexpr, LOWS: tl.constexpr,
-    BY_ROW: tl.constexpr, R: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
-):  # fmt: skip
+    upper,
+    lower,
+    factors,
+    whole,
+    codes,
+    step,
+    low,
+    BITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    LOWS: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+    L: tl.constexpr,
+):
     """The sum of each output, [R]. Sums are exact as long as they are whole numbers: of a thread's words of a group."""
     run: tl.constexpr = neighbours(L)
     words = neighbours_apart(codes, R, W, run)
@@ -420,12 +488,42 @@ def products(
 
 @triton.jit
 def turns_kernel(
-    x, delta, joined, norm, eps, offset, bias, y, places, words, high, steps, lows, outer_steps, outputs, columns,
-    BITS: tl.constexpr, ZERO: tl.constexpr, FLOATS: tl.constexpr, NESTED: tl.constexpr, LOWS: tl.constexpr,
-    BY_ROW: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr,
-    BEST: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr,
-    R: tl.constexpr, W: tl.constexpr, L: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x,
+    delta,
+    joined,
+    norm,
+    eps,
+    offset,
+    bias,
+    y,
+    places,
+    words,
+    high,
+    steps,
+    lows,
+    outer_steps,
+    outputs,
+    columns,
+    BITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    FLOATS: tl.constexpr,
+    NESTED: tl.constexpr,
+    LOWS: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATE: tl.constexpr,
+    BEST: tl.constexpr,
+    NORM: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """BEST: of its outputs a program stores the highest, in `y`, and in `places` the first one that is so high; a NaN
     counts as infinity."""
     start_next(OVERLAP)
@@ -578,14 +676,38 @@ def _launched(
         places = torch.empty(1, programs, dtype=torch.int32, device=row.device)
     else:
         y = places = torch.empty(1, outputs // 2 if gate else outputs, dtype=row.dtype, device=row.device)
-    delta, joined, norm, eps, offset = (row, y, y, 0.0, 0.0) if before is None else (
-        before.delta, before.joined, before.weight, before.eps, before.offset
-    )  # fmt: skip
+    delta, joined, norm, eps, offset = (
+        (row, y, y, 0.0, 0.0)
+        if before is None
+        else (before.delta, before.joined, before.weight, before.eps, before.offset)
+    )
     bounded = {} if cut.registers is None or INTERPRETED else {"maxnreg": cut.registers}
     turns_kernel[(programs,)](
-        row, delta, joined, norm, eps, offset, row if bias is None else bias, y, places, *weight.tensors(), outputs,
-        columns, **weight.constants(), HAS_BIAS=bias is not None, GATE=gate, BEST=best, NORM=before is not None,
-        SHIFTED=offset != 0.0, GROUPS=weight.groups, EVEN=_even(weight.form, outputs, cut.outputs, bool(gate)),
-        R=cut.outputs, W=width, L=length, num_warps=warps, **bounded, **overlapped(row),
-    )  # fmt: skip
+        row,
+        delta,
+        joined,
+        norm,
+        eps,
+        offset,
+        row if bias is None else bias,
+        y,
+        places,
+        *weight.tensors(),
+        outputs,
+        columns,
+        **weight.constants(),
+        HAS_BIAS=bias is not None,
+        GATE=gate,
+        BEST=best,
+        NORM=before is not None,
+        SHIFTED=offset != 0.0,
+        GROUPS=weight.groups,
+        EVEN=_even(weight.form, outputs, cut.outputs, bool(gate)),
+        R=cut.outputs,
+        W=width,
+        L=length,
+        num_warps=warps,
+        **bounded,
+        **overlapped(row),
+    )
     return y, places

@@ -64,8 +64,12 @@ def small_floats(halves, KIND: tl.constexpr):
                 "{ .reg .b32 a, b, c, d; shl.b32 a, $2, 4; shl.b32 b, $2, 8; shr.b32 c, $2, 4;"
                 " and.b32 b, b, 0x80008000; and.b32 d, $2, 0x80008000;"
                 " lop3.b32 $0, a, 0x07F007F0, b, 0xEA; lop3.b32 $1, c, 0x07F007F0, d, 0xEA; }",
-                "=r,=r,r", [halves], dtype=(tl.int16, tl.int16), is_pure=True, pack=2,
-            )  # fmt: skip
+                "=r,=r,r",
+                [halves],
+                dtype=(tl.int16, tl.int16),
+                is_pure=True,
+                pack=2,
+            )
     else:
         if PLAIN:
             low = ((halves << 7) & 0x3F80) | ((halves << 8) & -0x8000)
@@ -75,8 +79,12 @@ def small_floats(halves, KIND: tl.constexpr):
                 "{ .reg .b32 a, b, c, d; shl.b32 a, $2, 7; shl.b32 b, $2, 8; shr.b32 c, $2, 1;"
                 " and.b32 b, b, 0x80008000; and.b32 d, $2, 0x80008000;"
                 " lop3.b32 $0, a, 0x3F803F80, b, 0xEA; lop3.b32 $1, c, 0x3F803F80, d, 0xEA; }",
-                "=r,=r,r", [halves], dtype=(tl.int16, tl.int16), is_pure=True, pack=2,
-            )  # fmt: skip
+                "=r,=r,r",
+                [halves],
+                dtype=(tl.int16, tl.int16),
+                is_pure=True,
+                pack=2,
+            )
 
 
 @triton.jit
@@ -87,9 +95,13 @@ def enlarged(line):
             return (line.to(tl.float32) * power(LARGE)).to(tl.bfloat16)
         else:
             return tl.inline_asm_elementwise(
-                "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [line, tl.full(line.shape, power(LARGE), tl.bfloat16)],
-                dtype=tl.bfloat16, is_pure=True, pack=2,
-            )  # fmt: skip
+                "mul.rn.bf16x2 $0, $1, $2;",
+                "=r,r,r",
+                [line, tl.full(line.shape, power(LARGE), tl.bfloat16)],
+                dtype=tl.bfloat16,
+                is_pure=True,
+                pack=2,
+            )
     else:
         return line
 
@@ -134,9 +146,16 @@ def output(block, h, g, outputs, GATE: tl.constexpr):
 
 @triton.jit
 def asked_for(
-    words, outputs, first, segments, S: tl.constexpr, T: tl.constexpr, B: tl.constexpr, GATE: tl.constexpr,
+    words,
+    outputs,
+    first,
+    segments,
+    S: tl.constexpr,
+    T: tl.constexpr,
+    B: tl.constexpr,
+    GATE: tl.constexpr,
     EVEN: tl.constexpr,
-):  # fmt: skip
+):
     """The words of T segments for each warp, from the `first` on, for B blocks of outputs. Dimensions are in the order
     in which the compiler gives them to threads, warps and registers."""
     g = tl.arange(0, 8)
@@ -160,9 +179,22 @@ def asked_for(
 
 @triton.jit
 def products(
-    sums, codes, x, here, first, segments, PART: tl.constexpr, SOME: tl.constexpr, P: tl.constexpr, S: tl.constexpr,
-    T: tl.constexpr, B: tl.constexpr, L: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+    sums,
+    codes,
+    x,
+    here,
+    first,
+    segments,
+    PART: tl.constexpr,
+    SOME: tl.constexpr,
+    P: tl.constexpr,
+    S: tl.constexpr,
+    T: tl.constexpr,
+    B: tl.constexpr,
+    L: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+):
     """`sums` (P for each block) with the products of SOME segments, from PART on, whose activations are asked for
     together. Those of different segments are independent, and follow each other: matrix units are slow to answer."""
     kind: tl.constexpr = x.dtype.element_ty
@@ -200,9 +232,20 @@ def products(
 
 @triton.jit
 def summed_up(
-    sums, codes, x, here, first, segments, S: tl.constexpr, T: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
-    L: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+    sums,
+    codes,
+    x,
+    here,
+    first,
+    segments,
+    S: tl.constexpr,
+    T: tl.constexpr,
+    P: tl.constexpr,
+    B: tl.constexpr,
+    L: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+):
     """`sums` and the products of T segments, P at a time."""
     for part in tl.static_range(0, T, P):
         sums = products(sums, codes, x, here, first, segments, part, min(P, T - part), P, S, T, B, L, GROUP, EVEN)
@@ -211,11 +254,27 @@ def summed_up(
 
 @triton.jit
 def wide_rows_kernel(
-    x, bias, y, words, steps, rows, outputs, segments, x_stride,
-    GROUP: tl.constexpr, L: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr,
-    S: tl.constexpr, T: tl.constexpr, P: tl.constexpr, B: tl.constexpr, EVEN: tl.constexpr, TURNS: tl.constexpr,
+    x,
+    bias,
+    y,
+    words,
+    steps,
+    rows,
+    outputs,
+    segments,
+    x_stride,
+    GROUP: tl.constexpr,
+    L: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATE: tl.constexpr,
+    S: tl.constexpr,
+    T: tl.constexpr,
+    P: tl.constexpr,
+    B: tl.constexpr,
+    EVEN: tl.constexpr,
+    TURNS: tl.constexpr,
     OVERLAP: tl.constexpr,
-):  # fmt: skip
+):
     """B blocks of 16 outputs for all rows. With GATE, the name of an activation, a block is 8 gates and what passes
     them. S warps share the columns, in TURNS of S T segments. EVEN: there are no fewer in the last."""
     start_next(OVERLAP)
@@ -319,9 +378,27 @@ def wide_rows(x: Tensor, weight: WordWeight, bias: Tensor | None, gate: str = ""
     segments = weight.words.shape[1] // SEGMENT
     held = at_a_time(segments, cut.warps, max(1, cut.held * 16 // cut.outputs))
     wide_rows_kernel[(triton.cdiv(outputs, cut.outputs),)](
-        x, x if bias is None else bias, y, weight.words, weight.steps, rows, outputs, segments, x.stride(0),
-        GROUP=weight.group, L=weight.group // weight.form.per_word, HAS_BIAS=bias is not None, GATE=gate,
-        S=cut.warps, T=held, P=min(held, cut.together), B=cut.outputs // 16, EVEN=segments % (cut.warps * held) == 0,
-        TURNS=triton.cdiv(segments, cut.warps * held), num_warps=cut.warps, num_stages=1, **overlapped(x),
-    )  # fmt: skip
+        x,
+        x if bias is None else bias,
+        y,
+        weight.words,
+        weight.steps,
+        rows,
+        outputs,
+        segments,
+        x.stride(0),
+        GROUP=weight.group,
+        L=weight.group // weight.form.per_word,
+        HAS_BIAS=bias is not None,
+        GATE=gate,
+        S=cut.warps,
+        T=held,
+        P=min(held, cut.together),
+        B=cut.outputs // 16,
+        EVEN=segments % (cut.warps * held) == 0,
+        TURNS=triton.cdiv(segments, cut.warps * held),
+        num_warps=cut.warps,
+        num_stages=1,
+        **overlapped(x),
+    )
     return y

@@ -39,10 +39,27 @@ def new_inputs(x, token, first, channel, x_stride, inside):
 
 @triton.jit(do_not_specialize=["write_stride"])
 def causal_conv_kernel(
-    x, weight, bias, state, y, starts, kepts, read, write, channels, x_stride,
-    slot_stride, channel_stride, place_stride, write_stride,
-    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    state,
+    y,
+    starts,
+    kepts,
+    read,
+    write,
+    channels,
+    x_stride,
+    slot_stride,
+    channel_stride,
+    place_stride,
+    write_stride,
+    WIDTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """Axis 0: blocks of channels, 1: sequences, 2: pieces of a sequence, which take its tiles in turns."""
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     used = channel < channels
@@ -98,11 +115,34 @@ def token_inputs(x, delta, b, c, token, last, channel, at, x_stride, delta_strid
 
 @triton.jit(do_not_specialize=["write_stride"])
 def selective_scan_kernel(
-    x, delta, a, b, c, d, state, y, starts, kepts, read, write, channels, size,
-    x_stride, delta_stride, b_stride, c_stride, rate_stride, rate_place_stride,
-    slot_stride, channel_stride, place_stride, write_stride,
-    CHANNELS: tl.constexpr, SIZE: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x,
+    delta,
+    a,
+    b,
+    c,
+    d,
+    state,
+    y,
+    starts,
+    kepts,
+    read,
+    write,
+    channels,
+    size,
+    x_stride,
+    delta_stride,
+    b_stride,
+    c_stride,
+    rate_stride,
+    rate_place_stride,
+    slot_stride,
+    channel_stride,
+    place_stride,
+    write_stride,
+    CHANNELS: tl.constexpr,
+    SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """Axis 0: blocks of channels, 1: sequences. The state stays in registers; inputs are loaded two tokens ahead, so
     that the chain of tokens does not wait for memory."""
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[:, None]
@@ -160,11 +200,26 @@ def run_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tenso
     source = side_by_side(x)
     if y.numel() and sequences:
         causal_conv_kernel[(triton.cdiv(channels, block), sequences, pieces)](
-            source, weight.contiguous(), source if bias is None else bias, state, y,
-            on_device(meta.starts, meta.q_start, x), on_device(meta.kepts, meta.kept, x), meta.read, meta.write,
-            channels, source.stride(0), *state.stride(), meta.write.stride(0),
-            WIDTH=width, HAS_BIAS=bias is not None, TOKENS=several, CHANNELS=block, num_warps=4, **overlapped(x),
-        )  # fmt: skip
+            source,
+            weight.contiguous(),
+            source if bias is None else bias,
+            state,
+            y,
+            on_device(meta.starts, meta.q_start, x),
+            on_device(meta.kepts, meta.kept, x),
+            meta.read,
+            meta.write,
+            channels,
+            source.stride(0),
+            *state.stride(),
+            meta.write.stride(0),
+            WIDTH=width,
+            HAS_BIAS=bias is not None,
+            TOKENS=several,
+            CHANNELS=block,
+            num_warps=4,
+            **overlapped(x),
+        )
     return y
 
 
@@ -182,9 +237,30 @@ def run_selective_scan(
     source, step, into, out = (side_by_side(part) for part in (x, delta, b, c))
     if y.numel() and sequences:
         selective_scan_kernel[(triton.cdiv(channels, block), sequences)](
-            source, step, a, into, out, d, state, y,
-            on_device(meta.starts, meta.q_start, x), on_device(meta.kepts, meta.kept, x), meta.read, meta.write,
-            channels, size, source.stride(0), step.stride(0), into.stride(0), out.stride(0), *a.stride(),
-            *state.stride(), meta.write.stride(0), CHANNELS=block, SIZE=inner, num_warps=1, **overlapped(x),
-        )  # fmt: skip
+            source,
+            step,
+            a,
+            into,
+            out,
+            d,
+            state,
+            y,
+            on_device(meta.starts, meta.q_start, x),
+            on_device(meta.kepts, meta.kept, x),
+            meta.read,
+            meta.write,
+            channels,
+            size,
+            source.stride(0),
+            step.stride(0),
+            into.stride(0),
+            out.stride(0),
+            *a.stride(),
+            *state.stride(),
+            meta.write.stride(0),
+            CHANNELS=block,
+            SIZE=inner,
+            num_warps=1,
+            **overlapped(x),
+        )
     return y

@@ -39,9 +39,17 @@ else:
 
 @triton.jit(do_not_specialize=["tokens"])
 def rope_angles_kernel(
-    positions, frequencies, cos, sin, tokens, half, scale,
-    TOKENS: tl.constexpr, HALF: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    positions,
+    frequencies,
+    cos,
+    sin,
+    tokens,
+    half,
+    scale,
+    TOKENS: tl.constexpr,
+    HALF: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     at = tl.arange(0, HALF)[None, :]
     frequency = tl.load(frequencies + at, at < half, 0.0)
     wait_for_inputs(OVERLAP)
@@ -57,9 +65,22 @@ def rope_angles_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def rotate_kernel(
-    x, cos, sin, y, rows, heads, size, half, token_stride, head_stride, angle_stride,
-    ROWS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x,
+    cos,
+    sin,
+    y,
+    rows,
+    heads,
+    size,
+    half,
+    token_stride,
+    head_stride,
+    angle_stride,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """ROWS heads, of the same token or of neighbours. REST covers the columns that pass through; 0: there are none."""
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
@@ -81,9 +102,7 @@ def rotate_kernel(
 
 
 @rope_angles.provider("triton", on="cuda", accepts=accepts)
-def run_rope_angles(
-    positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def run_rope_angles(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if dtype not in DTYPES or frequencies.dtype is not torch.float32 or not ready(frequencies):
         return rope_angles.body(positions, frequencies, scale, dtype)
     tokens, half = len(positions), len(frequencies)
@@ -93,9 +112,18 @@ def run_rope_angles(
     several = max(1, 512 // block)
     if cos.numel():
         rope_angles_kernel[(triton.cdiv(tokens, several),)](
-            positions.contiguous(), frequencies, cos, sin, tokens, half, float(scale),
-            TOKENS=several, HALF=block, num_warps=4, **overlapped(cos),
-        )  # fmt: skip
+            positions.contiguous(),
+            frequencies,
+            cos,
+            sin,
+            tokens,
+            half,
+            float(scale),
+            TOKENS=several,
+            HALF=block,
+            num_warps=4,
+            **overlapped(cos),
+        )
     return cos, sin
 
 
@@ -115,8 +143,21 @@ def run_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     several = max(1, 256 // block) if few else several
     if y.numel():
         rotate_kernel[(triton.cdiv(rows, several),)](
-            source, cosines, sines, y, rows, heads, size, half, source.stride(0), source.stride(1), half,
-            ROWS=several, HALF=block, REST=power_of_two(size - 2 * half) if size > 2 * half else 0,
-            num_warps=1 if few else 4, **overlapped(x),
-        )  # fmt: skip
+            source,
+            cosines,
+            sines,
+            y,
+            rows,
+            heads,
+            size,
+            half,
+            source.stride(0),
+            source.stride(1),
+            half,
+            ROWS=several,
+            HALF=block,
+            REST=power_of_two(size - 2 * half) if size > 2 * half else 0,
+            num_warps=1 if few else 4,
+            **overlapped(x),
+        )
     return y

@@ -31,9 +31,24 @@ def best_of_parts(tops: Tensor, places: Tensor, vocab: int) -> Tensor:
     tokens = torch.empty(lines, dtype=torch.int64, device=tops.device)
     if lines:
         kernels.line_tops_kernel[(lines,)](
-            tops, places, tops, tokens, tokens, 0, tokens, 0, tokens, tokens, tokens,
-            VOCAB=vocab, BLOCKS=parts, WIDTH=power_of_two(max(parts, 32)), DRAWS=False, num_warps=1, **overlapped(tops),
-        )  # fmt: skip
+            tops,
+            places,
+            tops,
+            tokens,
+            tokens,
+            0,
+            tokens,
+            0,
+            tokens,
+            tokens,
+            tokens,
+            VOCAB=vocab,
+            BLOCKS=parts,
+            WIDTH=power_of_two(max(parts, 32)),
+            DRAWS=False,
+            num_warps=1,
+            **overlapped(tops),
+        )
     return tokens
 
 
@@ -94,29 +109,74 @@ class _Step:
         per_line, per_block = (self.lines,), (self.lines * self.blocks,)
         line = {"VOCAB": self.vocab, "BLOCKS": self.blocks, "WIDTH": self.width, **self.overlap}
         block = {
-            "VOCAB": self.vocab, "BLOCKS": self.blocks, "BLOCK": self.block, "num_warps": self.warps, **self.overlap,
-        }  # fmt: skip
+            "VOCAB": self.vocab,
+            "BLOCKS": self.blocks,
+            "BLOCK": self.block,
+            "num_warps": self.warps,
+            **self.overlap,
+        }
         self._block_tops(draws=True)
         kernels.line_tops_kernel[per_line](
-            self.tops, self.places, self.bottoms, rows, *reals, *wholes, self.tokens, shape, status, DRAWS=True,
-            num_warps=1, **line,
-        )  # fmt: skip
+            self.tops,
+            self.places,
+            self.bottoms,
+            rows,
+            *reals,
+            *wholes,
+            self.tokens,
+            shape,
+            status,
+            DRAWS=True,
+            num_warps=1,
+            **line,
+        )
         kernels.weigh_kernel[per_block](*scores, shape, status, weights, counts, bins, **block)
         kernels.bracket_kernel[per_line](rows, *reals, *wholes, shape, status, weights, bins, num_warps=4, **line)
         kernels.collect_kernel[per_block](*scores, shape, status, weights, counts, found_keys, ROOM=room, **block)
         kernels.cut_kernel[per_line](
-            *scores, rows, *reals, shape, status, weights, counts, found_keys, ROOM=room, WAYS=_WAYS, TILE=_TILE,
-            num_warps=8, **line,
-        )  # fmt: skip
+            *scores,
+            rows,
+            *reals,
+            shape,
+            status,
+            weights,
+            counts,
+            found_keys,
+            ROOM=room,
+            WAYS=_WAYS,
+            TILE=_TILE,
+            num_warps=8,
+            **line,
+        )
         kernels.weigh_kept_kernel[per_block](*scores, shape, status, weights, counts, **block)
         kernels.pick_kernel[per_line](
-            *scores, rows, *wholes, length, shape, status, weights, counts, self.tokens, BLOCK=self.block,
-            PURPOSE=int(Purpose.TOKEN), num_warps=8, **line,
-        )  # fmt: skip
+            *scores,
+            rows,
+            *wholes,
+            length,
+            shape,
+            status,
+            weights,
+            counts,
+            self.tokens,
+            BLOCK=self.block,
+            PURPOSE=int(Purpose.TOKEN),
+            num_warps=8,
+            **line,
+        )
         return self.tokens
 
     def _block_tops(self, draws: bool) -> None:
         kernels.block_tops_kernel[(self.lines * self.blocks,)](
-            self.scores, self.scores.stride(0), self.tops, self.places, self.bottoms, VOCAB=self.vocab,
-            BLOCK=self.block, BLOCKS=self.blocks, DRAWS=draws, num_warps=self.warps, **self.overlap,
-        )  # fmt: skip
+            self.scores,
+            self.scores.stride(0),
+            self.tops,
+            self.places,
+            self.bottoms,
+            VOCAB=self.vocab,
+            BLOCK=self.block,
+            BLOCKS=self.blocks,
+            DRAWS=draws,
+            num_warps=self.warps,
+            **self.overlap,
+        )

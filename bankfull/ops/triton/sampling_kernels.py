@@ -72,9 +72,17 @@ def _bin_of(distance, scale):
 
 @triton.jit
 def block_tops_kernel(
-    scores, stride, tops, places, bottoms,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, DRAWS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    scores,
+    stride,
+    tops,
+    places,
+    bottoms,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    DRAWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """The highest score of a block, the first token that has it, and the lowest score that is not banned. A NaN counts
     as infinity: nothing may be chosen from either."""
     program = tl.program_id(0).to(tl.int64)
@@ -93,9 +101,23 @@ def block_tops_kernel(
 
 @triton.jit
 def line_tops_kernel(
-    tops, places, bottoms, rows, reals, reals_stride, wholes, wholes_stride, tokens, shape, status,
-    VOCAB: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, DRAWS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    tops,
+    places,
+    bottoms,
+    rows,
+    reals,
+    reals_stride,
+    wholes,
+    wholes_stride,
+    tokens,
+    shape,
+    status,
+    VOCAB: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DRAWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """The best token of a line, and for those that want another one how their scores are shaped."""
     line = tl.program_id(0).to(tl.int64)
     start_next(OVERLAP)
@@ -138,9 +160,18 @@ def line_tops_kernel(
 
 @triton.jit
 def weigh_kernel(
-    scores, stride, shape, status, weights, counts, bins,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    scores,
+    stride,
+    shape,
+    status,
+    weights,
+    counts,
+    bins,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """The weight of a block: what is drawn from where nothing is cut, and all there is where a cut will be."""
     program = tl.program_id(0).to(tl.int64)
     line, block = program // BLOCKS, program % BLOCKS
@@ -163,9 +194,20 @@ def weigh_kernel(
 
 @triton.jit
 def bracket_kernel(
-    rows, reals, reals_stride, wholes, wholes_stride, shape, status, weights, bins,
-    VOCAB: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    rows,
+    reals,
+    reals_stride,
+    wholes,
+    wholes_stride,
+    shape,
+    status,
+    weights,
+    bins,
+    VOCAB: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     line = tl.program_id(0).to(tl.int64)
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
@@ -233,9 +275,19 @@ def _share_bins(counted, total, share, scale):
 
 @triton.jit
 def collect_kernel(
-    scores, stride, shape, status, weights, counts, found_keys,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROOM: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    scores,
+    stride,
+    shape,
+    status,
+    weights,
+    counts,
+    found_keys,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ROOM: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """In no particular order: the search only counts and sums. Beyond ROOM tokens are counted, but not noted."""
     program = tl.program_id(0).to(tl.int64)
     line, block = program // BLOCKS, program % BLOCKS
@@ -321,10 +373,24 @@ def _cut_at(goal, low, high, candidates, BY_WEIGHT: tl.constexpr, WAYS: tl.const
 
 @triton.jit
 def cut_kernel(
-    scores, stride, rows, reals, reals_stride, shape, status, weights, counts, found_keys,
-    VOCAB: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr, WAYS: tl.constexpr,
-    TILE: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    scores,
+    stride,
+    rows,
+    reals,
+    reals_stride,
+    shape,
+    status,
+    weights,
+    counts,
+    found_keys,
+    VOCAB: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROOM: tl.constexpr,
+    WAYS: tl.constexpr,
+    TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     line = tl.program_id(0).to(tl.int64)
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
@@ -338,9 +404,13 @@ def cut_kernel(
         weight_above = tl.sum(tl.load(weights + line * BLOCKS + at, mask=above, other=0), 0)
         count_above = tl.sum(tl.load(counts + line * BLOCKS + at, mask=above, other=0), 0)
         candidates = (
-            tl.where(listed, found, VOCAB).to(tl.int32), listed, found_keys + line * ROOM, scores + line * stride,
-            tl.load(shape + line * SHAPE + _TOP), tl.load(shape + line * SHAPE + _WARMTH),
-        )  # fmt: skip
+            tl.where(listed, found, VOCAB).to(tl.int32),
+            listed,
+            found_keys + line * ROOM,
+            scores + line * stride,
+            tl.load(shape + line * SHAPE + _TOP),
+            tl.load(shape + line * SHAPE + _WARMTH),
+        )
         low, high = _range_of_keys(candidates, TILE)
         rank = tl.load(status + _RANK)
         if rank > 0:
@@ -363,9 +433,17 @@ def cut_kernel(
 
 @triton.jit
 def weigh_kept_kernel(
-    scores, stride, shape, status, weights, counts,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    scores,
+    stride,
+    shape,
+    status,
+    weights,
+    counts,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """Of each block the weight before the cut, and how many tokens lie on it: how many of these stay is known only
     with the blocks before."""
     program = tl.program_id(0).to(tl.int64)
@@ -386,10 +464,24 @@ def weigh_kept_kernel(
 
 @triton.jit
 def pick_kernel(
-    scores, stride, rows, wholes, wholes_stride, length, shape, status, weights, counts, tokens,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, PURPOSE: tl.constexpr,
+    scores,
+    stride,
+    rows,
+    wholes,
+    wholes_stride,
+    length,
+    shape,
+    status,
+    weights,
+    counts,
+    tokens,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PURPOSE: tl.constexpr,
     OVERLAP: tl.constexpr,
-):  # fmt: skip
+):
     line = tl.program_id(0).to(tl.int64)
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)

@@ -28,12 +28,31 @@ class Turning:
 
 @triton.jit(do_not_specialize=["tokens_stride", "table_stride", "table_width", "half"])
 def gather_kernel(
-    rows, tokens, tokens_stride, reached, ids, positions, lengths,
-    table, table_stride, table_width, slots, pages,
-    frequencies, half, scale, cos, sin,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, FIRST: tl.constexpr,
-    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    rows,
+    tokens,
+    tokens_stride,
+    reached,
+    ids,
+    positions,
+    lengths,
+    table,
+    table_stride,
+    table_width,
+    slots,
+    pages,
+    frequencies,
+    half,
+    scale,
+    cos,
+    sin,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    HALF: tl.constexpr,
+    PAGE: tl.constexpr,
+    FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """One program per sequence. FIRST: tokens, positions and lengths, too; HALF > 0: the positions' angles, as
     `rope_angles` has them; PAGE = 0: nothing else."""
     if HALF > 0:
@@ -72,27 +91,66 @@ def gather_kernel(
 
 
 def gather_step(
-    rows: Tensor, tokens: Tensor, reached: Tensor, tables: list[Tensor], page_tokens: tuple[int, ...], width: int,
-    into: tuple[Tensor, Tensor, Tensor], slots: list[Tensor], pages: list[Tensor], turning: Turning | None = None,
-) -> None:  # fmt: skip
+    rows: Tensor,
+    tokens: Tensor,
+    reached: Tensor,
+    tables: list[Tensor],
+    page_tokens: tuple[int, ...],
+    width: int,
+    into: tuple[Tensor, Tensor, Tensor],
+    slots: list[Tensor],
+    pages: list[Tensor],
+    turning: Turning | None = None,
+) -> None:
     """The next `width` tokens of each row: ids, positions and lengths `into` tensors of the caller, `slots` and `pages`
     likewise for each group, and the positions' angles. A page table is copied as far as it is used."""
     groups = list(zip(tables, page_tokens, slots, pages, strict=True)) or [(tokens, 0, rows, rows)]
     turns = turning or Turning(tokens, 0.0, tokens, tokens)
     for number, (table, page, places, copies) in enumerate(groups):
         gather_kernel[(len(rows),)](
-            rows, tokens, tokens.stride(0), reached, *into, table, table.stride(0), table.shape[1], places, copies,
-            turns.frequencies, len(turns.frequencies), float(turns.scale), turns.cos, turns.sin,
-            width, power_of_two(width), power_of_two(len(turns.frequencies)) if turning and not number else 0, page,
-            number == 0, BLOCK, **overlapped(rows),
-        )  # fmt: skip
+            rows,
+            tokens,
+            tokens.stride(0),
+            reached,
+            *into,
+            table,
+            table.stride(0),
+            table.shape[1],
+            places,
+            copies,
+            turns.frequencies,
+            len(turns.frequencies),
+            float(turns.scale),
+            turns.cos,
+            turns.sin,
+            width,
+            power_of_two(width),
+            power_of_two(len(turns.frequencies)) if turning and not number else 0,
+            page,
+            number == 0,
+            BLOCK,
+            **overlapped(rows),
+        )
 
 
 @triton.jit(do_not_specialize=["lines", "tokens_stride", "spare", "longest", "told_width"])
 def append_kernel(
-    rows, lines, chosen, tokens, tokens_stride, known, reached, spare, longest, told, told_width, turn,
-    KEPT: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    rows,
+    lines,
+    chosen,
+    tokens,
+    tokens_stride,
+    known,
+    reached,
+    spare,
+    longest,
+    told,
+    told_width,
+    turn,
+    KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """One program of one warp: whoever counts the turn, all have read it by then."""
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
@@ -117,6 +175,20 @@ def append_tokens(
     `turn` of `told`, which may lie in pinned memory of the host, and begins anew when it is full."""
     assert chosen.dtype is torch.int64
     append_kernel[(1,)](
-        rows, len(rows), chosen, tokens, tokens.stride(0), known, reached, tokens.shape[0] - 1, tokens.shape[1] - 1,
-        told, told.shape[1], turn, KEPT=len(told), BLOCK=BLOCK, num_warps=1, **overlapped(rows),
-    )  # fmt: skip
+        rows,
+        len(rows),
+        chosen,
+        tokens,
+        tokens.stride(0),
+        known,
+        reached,
+        tokens.shape[0] - 1,
+        tokens.shape[1] - 1,
+        told,
+        told.shape[1],
+        turn,
+        KEPT=len(told),
+        BLOCK=BLOCK,
+        num_warps=1,
+        **overlapped(rows),
+    )

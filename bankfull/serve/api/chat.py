@@ -79,11 +79,11 @@ class Chat:
         # Tools may be as large as a body, and each sample has a parser that knows them.
         params, parsers = await self.texts.run_if(
             asked_bytes() if tools else 0, lambda: self._readers(ask, tools, ending)
-        )  # fmt: skip
+        )
         left = None if ask.deadline is None else max(0.0, ask.deadline - (time.monotonic() - started))
         steps = self.backend.generate(
             prompt, params, priority=ask.priority, salt=ask.salt, deadline=left, explain=ask.explain
-        )  # fmt: skip
+        )
         return Answer(prompt, steps, parsers)
 
     def _readers(
@@ -95,9 +95,14 @@ class Chat:
         params = ask.params
         if tools and ask.tool_choice != "auto":
             grammar = grammar_for(
-                source, tools, choice, ask.parallel_tools, takes_tools=takes_tools, reasoning=ask.reasoning,
+                source,
+                tools,
+                choice,
+                ask.parallel_tools,
+                takes_tools=takes_tools,
+                reasoning=ask.reasoning,
                 prompt=ending,
-            )  # fmt: skip
+            )
             if grammar is None:
                 raise Refusal(
                     "This model's way of writing tool calls cannot be forced: set tool_choice to auto.",
@@ -106,11 +111,16 @@ class Chat:
             params = replace(params, structured=grammar)
         parsers = [
             parser_for(
-                source, tools=tools, tool_choice=choice, reasoning=ask.reasoning, takes_tools=takes_tools,
-                parallel=ask.parallel_tools, prompt=ending,
+                source,
+                tools=tools,
+                tool_choice=choice,
+                reasoning=ask.reasoning,
+                takes_tools=takes_tools,
+                parallel=ask.parallel_tools,
+                prompt=ending,
             )
             for _ in range(params.n)
-        ]  # fmt: skip
+        ]
         if any(parser.wants_special_tokens for parser in parsers):
             params = replace(params, skip_special_tokens=False)
         return params, parsers
@@ -125,11 +135,12 @@ class Chat:
         plain = tools is None and all(isinstance(value, bool) for value in ask.template_options.values())
         plain = plain and (self.texts.template is None or self.texts.template.at_once)
         return await self.texts.run_short(
-            plain and is_short(ask.messages), asked_bytes(),
+            plain and is_short(ask.messages),
+            asked_bytes(),
             lambda: self.texts.encode_chat(
                 ask.messages, context, fits=fits, keep=keep, tools=tools, options=ask.template_options
             ),
-        )  # fmt: skip
+        )
 
     def _source(self, tools: list[dict[str, Any]] | None) -> str:
         template = self.texts.template
@@ -161,7 +172,7 @@ class Answer:
 
     def __init__(
         self, prompt: list[int], steps: AsyncIterator[list[Piece | Done]], parsers: list[OutputParser]
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.prompt = prompt
         self.usage = Usage(len(prompt))
         self.done: Done | None = None

@@ -22,9 +22,14 @@ class Refusal(RequestError):
     help, though the status suggests it."""
 
     def __init__(
-        self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400,
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        status: int = 400,
         retry: bool | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(message)
         self.param, self.code, self.status, self.retry = param, code, status, retry
 

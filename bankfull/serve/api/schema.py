@@ -124,10 +124,28 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 _OWN_NAMES = (
-    "n", "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "stop", "stop_token_ids",
-    "include_stop_str_in_output", "ignore_eos", "min_tokens", "max_tokens", "skip_special_tokens", "prompt_logprobs",
-)  # fmt: skip
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "max_tokens",
+    "skip_special_tokens",
+    "prompt_logprobs",
+)
 
 
 _asked_bytes: ContextVar[int] = ContextVar("bankfull_asked_bytes", default=0)
@@ -163,8 +181,9 @@ def refuse_crowd(body: bytes) -> None:
     if _crowded(outside, texts):
         raise Refusal(
             f"The body holds too many values: give at most {MAX_VALUES} values, {MAX_TEXTS} texts and {MAX_NESTS} "
-            "lists and objects.", code="too_many_values",
-        )  # fmt: skip
+            "lists and objects.",
+            code="too_many_values",
+        )
 
 
 def _crowded(text: bytes, quotes: int) -> bool:

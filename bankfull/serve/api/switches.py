@@ -27,8 +27,9 @@ class Switches:
         if wanted:
             raise Refusal(
                 f"This model's chat template has no switch for {param}: leave it out.",
-                param=param, code="unsupported_parameter",
-            )  # fmt: skip
+                param=param,
+                code="unsupported_parameter",
+            )
         return {}
 
     def effort(self, effort: str, param: str) -> dict[str, Any]:
@@ -38,5 +39,6 @@ class Switches:
             return {self._thinking: False}
         raise Refusal(
             f"This model's chat template has no switch for {param}: leave it out.",
-            param=param, code="unsupported_parameter",
-        )  # fmt: skip
+            param=param,
+            code="unsupported_parameter",
+        )

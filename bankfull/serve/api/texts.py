@@ -77,9 +77,7 @@ class Texts:
         """`defaults`: the sampling that applies where a call says nothing, under the names of SamplingParams."""
         self.tokenizer, self.template, self.defaults = tokenizer, template, dict(defaults)
         self.spans = tokenizer.spans
-        self.desk = Desk(
-            "bankfull-texts", most_size=MAX_WAITING, most_size_per_key=MAX_WAITING_PER_KEY, what="texts"
-        )  # fmt: skip
+        self.desk = Desk("bankfull-texts", most_size=MAX_WAITING, most_size_per_key=MAX_WAITING_PER_KEY, what="texts")
         self._batch_turns = asyncio.Semaphore(BATCH_AT_ONCE)
         self._detours = 0
         if template is not None:
@@ -151,18 +149,30 @@ class Texts:
     # -- on a thread, or at once where the text is short
 
     def encode(
-        self, text: str, context: int, *, add_special: bool = True, param: str = "prompt", fits: bool = True,
+        self,
+        text: str,
+        context: int,
+        *,
+        add_special: bool = True,
+        param: str = "prompt",
+        fits: bool = True,
         keep: int | None = None,
-    ) -> Slices[list[int]]:  # fmt: skip
+    ) -> Slices[list[int]]:
         """The ids of a text. What cannot be a prompt of `context` tokens is refused by its length; with `fits` also
         what turns out to have more. `keep`: the last so many ids are enough, and others may be missing."""
         opening = None if add_special else False
         return (yield from self._encode(self.tokenizer.spelled(text), None, context, param, fits, keep, opening))
 
     def _encode(
-        self, text: str, marker: str | None, context: int, param: str, fits: bool, keep: int | None,
+        self,
+        text: str,
+        marker: str | None,
+        context: int,
+        param: str,
+        fits: bool,
+        keep: int | None,
         opening: bool | None,
-    ) -> Slices[list[int]]:  # fmt: skip
+    ) -> Slices[list[int]]:
         if keep is not None and len(text) > WINDOW:
             ids, whole = yield from self._last_ids(text, marker, context, param, keep)
             return self.tokenizer.opened(ids, opening) if whole else ids
@@ -173,8 +183,9 @@ class Texts:
             if fits and keep is None and len(ids) > context:
                 raise ContextOverflow(
                     f"{param} has {len(ids)} tokens and more, but the context holds {context}; shorten it, or set "
-                    "truncate_prompt_tokens.", param,
-                )  # fmt: skip
+                    "truncate_prompt_tokens.",
+                    param,
+                )
             yield len(part)
         return self.tokenizer.opened(ids, opening)
 
@@ -190,8 +201,9 @@ class Texts:
             if len(part) > 2 * WINDOW and self.spans.exceeds(part, context):
                 raise ContextOverflow(
                     f"{param} has {len(part)} characters in a row with no space between two words, which is more than "
-                    f"the context of {context} tokens can hold and cannot be cut to fit; shorten it.", param,
-                )  # fmt: skip
+                    f"the context of {context} tokens can hold and cannot be cut to fit; shorten it.",
+                    param,
+                )
             parts.append(self.tokenizer.encode_spelled(part, marker))
             found += len(parts[-1])
             yield len(part)
@@ -200,10 +212,16 @@ class Texts:
         return [token for part in reversed(parts) for token in part], left == len(text)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], context: int, *, fits: bool = True, keep: int | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None, options: Mapping[str, Any] | None = None,
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        context: int,
+        *,
+        fits: bool = True,
+        keep: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
-    ) -> Slices[list[int]]:  # fmt: skip
+    ) -> Slices[list[int]]:
         """The ids of a conversation; `context`, `fits` and `keep` as in `encode`."""
         if self.template is None:
             raise Refusal("This model has no chat template: use /v1/completions with a plain prompt.", param="messages")
@@ -230,8 +248,9 @@ class Texts:
         if self.spans.exceeds(text, context):
             raise ContextOverflow(
                 f"{param} has {len(text)} characters, which cannot fit into the context of {context} tokens; "
-                "shorten it.", param,
-            )  # fmt: skip
+                "shorten it.",
+                param,
+            )
 
 
 def fit(ids: list[int], context: int, params: SamplingParams, truncate: int | None, param: str) -> list[int]:
@@ -250,8 +269,9 @@ def fit(ids: list[int], context: int, params: SamplingParams, truncate: int | No
         asked = "" if params.max_tokens is None else f", with max_tokens={wanted} {len(ids) + wanted}"
         raise ContextOverflow(
             f"{param} has {len(ids)} tokens{asked}, but the context holds {context}; shorten it, lower max_tokens, or "
-            "set truncate_prompt_tokens.", param,
-        )  # fmt: skip
+            "set truncate_prompt_tokens.",
+            param,
+        )
     refuse_bulk(logprob_entries(len(ids), params, context))
     return ids
 
@@ -268,8 +288,10 @@ def refuse_bulk(entries: int) -> None:
     if entries > MAX_LOGPROB_ENTRIES:
         raise Refusal(
             f"The answer would hold {entries} log-probabilities, more than {MAX_LOGPROB_ENTRIES}: lower logprobs, "
-            "prompt_logprobs, n or max_tokens.", param="logprobs", code="invalid_value",
-        )  # fmt: skip
+            "prompt_logprobs, n or max_tokens.",
+            param="logprobs",
+            code="invalid_value",
+        )
 
 
 def finished(slices: Slices[Made]) -> Made:

@@ -67,15 +67,15 @@ class Tokenize:
         texts, context = self._chat.texts, facts_of(self._chat.backend).max_len
         if call.messages is not None:
             ask = Ask(
-                messages=template_messages(call.messages), params=SamplingParams(), tools=template_tools(call.tools),
+                messages=template_messages(call.messages),
+                params=SamplingParams(),
+                tools=template_tools(call.tools),
                 template_options=call.chat_template_kwargs or {},
-            )  # fmt: skip
+            )
             ids = await self._chat.prompt(ask, fits=False)
         else:
             text, add_special = call.prompt or "", call.add_special_tokens
-            ids = await texts.run(
-                len(text), lambda: texts.encode(text, context, add_special=add_special, fits=False)
-            )  # fmt: skip
+            ids = await texts.run(len(text), lambda: texts.encode(text, context, add_special=add_special, fits=False))
         return await texts.run(len(ids), lambda: _spelled(ids, context, texts.tokenizer, call.return_token_strs))
 
     def spell(self, problem: Problem) -> bytes:

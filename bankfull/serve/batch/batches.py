@@ -105,10 +105,15 @@ class _Endpoints:
         if asked.endpoint not in ENDPOINTS:
             raise Refusal(f"endpoint must be one of {', '.join(ENDPOINTS)}.", param="endpoint")
         batch = await self._run(
-            self._ledger.create, self._owner_of(request), asked.input_file_id, asked.endpoint, asked.completion_window,
-            window_seconds(asked.completion_window), asked.metadata,
+            self._ledger.create,
+            self._owner_of(request),
+            asked.input_file_id,
+            asked.endpoint,
+            asked.completion_window,
+            window_seconds(asked.completion_window),
+            asked.metadata,
             asked.output_expires_after.seconds if asked.output_expires_after else None,
-        )  # fmt: skip
+        )
         self._runner.wake()
         return as_json(_reply(batch))
 
@@ -120,9 +125,7 @@ class _Endpoints:
         return as_json(page_of([_reply(batch) for batch in batches], more))
 
     async def retrieve(self, request: Request) -> Response:
-        return as_json(
-            _reply(await self._run(self._ledger.batch, self._owner_of(request), request.path_params["id"]))
-        )
+        return as_json(_reply(await self._run(self._ledger.batch, self._owner_of(request), request.path_params["id"])))
 
     async def cancel(self, request: Request) -> Response:
         id = request.path_params["id"]
@@ -167,16 +170,30 @@ def _field(message: str) -> str | None:
 
 def _reply(batch: Batch) -> BatchReply:
     return BatchReply(
-        id=batch.id, endpoint=batch.endpoint, input_file_id=batch.input_file,
-        completion_window=batch.completion_window, status=batch.status, created_at=batch.created_at,
-        expires_at=batch.expires_at, request_counts=Counts(batch.total, batch.completed, batch.failed),
+        id=batch.id,
+        endpoint=batch.endpoint,
+        input_file_id=batch.input_file,
+        completion_window=batch.completion_window,
+        status=batch.status,
+        created_at=batch.created_at,
+        expires_at=batch.expires_at,
+        request_counts=Counts(batch.total, batch.completed, batch.failed),
         metadata=msgspec.Raw(batch.metadata) if batch.metadata is not None else None,
         errors=BatchErrors(msgspec.Raw(batch.errors)) if batch.errors is not None else None,
-        output_file_id=batch.output_file, error_file_id=batch.error_file, in_progress_at=batch.in_progress_at,
-        finalizing_at=batch.finalizing_at, completed_at=batch.completed_at, failed_at=batch.failed_at,
-        expired_at=batch.expired_at, cancelling_at=batch.cancelling_at, cancelled_at=batch.cancelled_at,
+        output_file_id=batch.output_file,
+        error_file_id=batch.error_file,
+        in_progress_at=batch.in_progress_at,
+        finalizing_at=batch.finalizing_at,
+        completed_at=batch.completed_at,
+        failed_at=batch.failed_at,
+        expired_at=batch.expired_at,
+        cancelling_at=batch.cancelling_at,
+        cancelled_at=batch.cancelled_at,
         usage=BatchUsage(
-            batch.input_tokens, InputDetails(batch.cached_tokens), batch.output_tokens,
-            OutputDetails(batch.reasoning_tokens), batch.input_tokens + batch.output_tokens,
+            batch.input_tokens,
+            InputDetails(batch.cached_tokens),
+            batch.output_tokens,
+            OutputDetails(batch.reasoning_tokens),
+            batch.input_tokens + batch.output_tokens,
         ),
-    )  # fmt: skip
+    )

@@ -107,10 +107,13 @@ class _Endpoints:
         given = parameters(request, {"after", "limit", "order", "purpose"}, most=10_000, usual=10_000)
         files, more = await self._store.run(
             lambda: self._store.files(
-                self._owner_of(request), after=given.after, limit=given.limit, newest_first=given.order == "desc",
+                self._owner_of(request),
+                after=given.after,
+                limit=given.limit,
+                newest_first=given.order == "desc",
                 purpose=given.purpose,
             )
-        )  # fmt: skip
+        )
         return as_json(page_of([_reply(file) for file in files], more))
 
     async def retrieve(self, request: Request) -> Response:
@@ -122,9 +125,11 @@ class _Endpoints:
         if not place.is_file():  # somebody else removed it: the store never does before its entry is gone
             raise Refusal("The contents of this file are lost.", code="file_contents_lost", status=410)
         return FileResponse(
-            place, media_type="application/octet-stream", filename=file.filename,
+            place,
+            media_type="application/octet-stream",
+            filename=file.filename,
             headers={"x-content-type-options": "nosniff"},
-        )  # fmt: skip
+        )
 
     async def delete(self, request: Request) -> Response:
         id = _checked(request)
@@ -157,12 +162,16 @@ class Form:
             self._parser = MultipartParser(
                 options[b"boundary"],
                 {
-                    "on_part_begin": self._part_begins, "on_header_field": self._header_name,
-                    "on_header_value": self._header_value, "on_header_end": self._header_ends,
-                    "on_headers_finished": self._headers_end, "on_part_data": self._part_data,
-                    "on_part_end": self._part_ends, "on_end": self._form_ends,
+                    "on_part_begin": self._part_begins,
+                    "on_header_field": self._header_name,
+                    "on_header_value": self._header_value,
+                    "on_header_end": self._header_ends,
+                    "on_headers_finished": self._headers_end,
+                    "on_part_data": self._part_data,
+                    "on_part_end": self._part_ends,
+                    "on_end": self._form_ends,
                 },
-            )  # fmt: skip
+            )
         except FormParserError:  # it is too long
             raise Refusal("The form's boundary cannot be used; send a shorter one, as clients do.") from None
 
@@ -271,8 +280,10 @@ def parameters(request: Request, known: set[str], *, most: int, usual: int) -> P
     given: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
         if name not in known or name in given:
-            raise Refusal(f"The parameter {name[:80]!r} is {'given twice' if name in given else 'not supported'}.",
-                          param=name[:80])  # fmt: skip
+            raise Refusal(
+                f"The parameter {name[:80]!r} is {'given twice' if name in given else 'not supported'}.",
+                param=name[:80],
+            )
         given[name] = value
     limit = given.pop("limit", str(usual))
     if not (limit.isascii() and limit.isdecimal() and len(limit) < 9 and 1 <= int(limit) <= most):

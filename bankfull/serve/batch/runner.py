@@ -48,11 +48,18 @@ class Handle(Protocol):
 
 class BatchRunner:
     def __init__(
-        self, ledger: Ledger, handle: Handle, *, rows: Callable[[], int], most_lines: int = MOST_LINES,
-        priority: int = BATCH_PRIORITY, count: Callable[[str], None] = lambda outcome: None,
-        wait: Callable[[str], float] = lambda owner: 0.0, most_body_bytes: int = MOST_BODY_BYTES,
+        self,
+        ledger: Ledger,
+        handle: Handle,
+        *,
+        rows: Callable[[], int],
+        most_lines: int = MOST_LINES,
+        priority: int = BATCH_PRIORITY,
+        count: Callable[[str], None] = lambda outcome: None,
+        wait: Callable[[str], float] = lambda owner: 0.0,
+        most_body_bytes: int = MOST_BODY_BYTES,
         supervisor: Supervisor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`rows`: how many requests the engine runs at once, as far as it is known now. `count` is told of every result
         whether its line has "completed" or "failed". `wait`: seconds until lines of this owner may begin."""
         self._count, self._wait, self._most_body_bytes = count, wait, most_body_bytes
@@ -174,9 +181,10 @@ class BatchRunner:
         changed = asyncio.create_task(self._changed[batch.id].wait())
         try:
             await asyncio.wait(
-                {work, changed}, timeout=max(0.0, batch.expires_at - self._store.clock()),
+                {work, changed},
+                timeout=max(0.0, batch.expires_at - self._store.clock()),
                 return_when=asyncio.FIRST_COMPLETED,
-            )  # fmt: skip
+            )
             if work.done():
                 await work
                 return True

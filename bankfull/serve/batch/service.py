@@ -29,9 +29,7 @@ from bankfull.serve.telemetry.trace import Trace, during
 log = logging.getLogger("bankfull.serve")
 
 
-def handle_within(
-    apis: Mapping[str, Api], caller: Callable[[str], Caller], keyring: Keyring | None = None
-) -> Handle:  # fmt: skip
+def handle_within(apis: Mapping[str, Api], caller: Callable[[str], Caller], keyring: Keyring | None = None) -> Handle:
     """Lines call the APIs as their owner would. `caller`: of the key with this name ("" where there are no keys). What
     they cost is charged to their key in the `keyring`."""
 
@@ -52,20 +50,35 @@ class BatchService:
     """`async with service:` around the application's life. While it is not entered nothing runs; nothing is lost."""
 
     def __init__(
-        self, folder: Path, handle: Handle, *, rows: Callable[[], int], owner_of: Owner = key_of,
-        limits: StoreLimits | None = None, most_lines: int = MOST_LINES,
-        count: Callable[[str], None] = lambda outcome: None, wait: Callable[[str], float] = lambda owner: 0.0,
-        most_body_bytes: int = MOST_BODY_BYTES, supervisor: Supervisor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        handle: Handle,
+        *,
+        rows: Callable[[], int],
+        owner_of: Owner = key_of,
+        limits: StoreLimits | None = None,
+        most_lines: int = MOST_LINES,
+        count: Callable[[str], None] = lambda outcome: None,
+        wait: Callable[[str], float] = lambda owner: 0.0,
+        most_body_bytes: int = MOST_BODY_BYTES,
+        supervisor: Supervisor | None = None,
+    ) -> None:
         self.store = Store(folder, limits)
         self.ledger = Ledger(self.store)
         self._runner = BatchRunner(
-            self.ledger, handle, rows=rows, most_lines=most_lines, count=count, wait=wait,
-            most_body_bytes=most_body_bytes, supervisor=supervisor,
-        )  # fmt: skip
+            self.ledger,
+            handle,
+            rows=rows,
+            most_lines=most_lines,
+            count=count,
+            wait=wait,
+            most_body_bytes=most_body_bytes,
+            supervisor=supervisor,
+        )
         self.routes: list[Route] = [
-            *file_routes(self.store, owner_of), *batch_routes(self.ledger, self._runner, owner_of),
-        ]  # fmt: skip
+            *file_routes(self.store, owner_of),
+            *batch_routes(self.ledger, self._runner, owner_of),
+        ]
 
     async def cancel_all_of(self, owners: Collection[str]) -> None:
         """Their keys were taken out: their batches end, with the results that they have."""

@@ -52,6 +52,8 @@ def spent_in(answer: bytes) -> Spent:
     read = usage.prompt_tokens_details or usage.input_tokens_details or _Details()
     written = usage.completion_tokens_details or usage.output_tokens_details or _Details()
     return Spent(
-        usage.prompt_tokens or usage.input_tokens, read.cached_tokens,
-        usage.completion_tokens or usage.output_tokens, written.reasoning_tokens,
-    )  # fmt: skip
+        usage.prompt_tokens or usage.input_tokens,
+        read.cached_tokens,
+        usage.completion_tokens or usage.output_tokens,
+        written.reasoning_tokens,
+    )

@@ -52,8 +52,9 @@ def _read(file: Path) -> Page:
 
 PAGES = {
     "/" if file.name == INDEX else PREFIX + file.name: _read(file)
-    for file in sorted(FOLDER.iterdir()) if file.suffix in TYPES
-}  # fmt: skip
+    for file in sorted(FOLDER.iterdir())
+    if file.suffix in TYPES
+}
 """By path. Read once: they are few and small."""
 
 

@@ -69,10 +69,18 @@ class ConsoleState:
         shown += [line for line in ended if everybody or line.key == own]
         facts, load = backend.facts, backend.load
         return State(
-            __version__, self._settings.created, time.monotonic(), backend.ready, self._settings.names[0],
-            None if facts is None else _told(facts), None if load is None else msgspec.structs.asdict(load),
-            sum(metrics.prompt_tokens.values.values()), sum(metrics.generation_tokens.values.values()), shown, last,
-        )  # fmt: skip
+            __version__,
+            self._settings.created,
+            time.monotonic(),
+            backend.ready,
+            self._settings.names[0],
+            None if facts is None else _told(facts),
+            None if load is None else msgspec.structs.asdict(load),
+            sum(metrics.prompt_tokens.values.values()),
+            sum(metrics.generation_tokens.values.values()),
+            shown,
+            last,
+        )
 
 
 def _told(facts: Facts) -> dict[str, Any]:

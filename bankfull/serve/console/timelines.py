@@ -66,9 +66,20 @@ class OpenLine:
     """A request that runs. Whoever counts its steps keeps it; when that is gone, so is this."""
 
     __slots__ = (
-        "__weakref__", "_arrived", "_asked", "_begun", "_book", "_first", "_first_load", "_first_tokens", "batch",
-        "finish", "prompt_tokens", "tokens", "trace",
-    )  # fmt: skip
+        "__weakref__",
+        "_arrived",
+        "_asked",
+        "_begun",
+        "_book",
+        "_first",
+        "_first_load",
+        "_first_tokens",
+        "batch",
+        "finish",
+        "prompt_tokens",
+        "tokens",
+        "trace",
+    )
 
     def __init__(self, book: TimeLines, trace: Trace, prompt_tokens: int, batch: bool) -> None:
         self._book, self.trace, self.prompt_tokens, self.batch = book, trace, prompt_tokens, batch
@@ -118,13 +129,27 @@ class OpenLine:
             rate = later / decode if later and decode > 0 else None
             rate_limit = later / least if later and least else None
         return Line(
-            number=0, id=trace.id[:SHOWN_ID], key=self.key, route=trace.path[:200],
-            batch=self.batch, outcome=outcome, arrived=self._arrived, seconds=now - trace.arrived,
-            prepare=max(0.0, self._asked - trace.arrived), wait=wait, queue=queue, prompt=prompt, decode=decode,
-            prompt_tokens=self.prompt_tokens, cached_tokens=0 if done is None else done.cached_tokens,
-            output_tokens=self.tokens, first_token=None if self._first is None else first - trace.arrived,
-            first_token_limit=first_limit, tokens_per_s=rate, tokens_per_s_limit=rate_limit,
-        )  # fmt: skip
+            number=0,
+            id=trace.id[:SHOWN_ID],
+            key=self.key,
+            route=trace.path[:200],
+            batch=self.batch,
+            outcome=outcome,
+            arrived=self._arrived,
+            seconds=now - trace.arrived,
+            prepare=max(0.0, self._asked - trace.arrived),
+            wait=wait,
+            queue=queue,
+            prompt=prompt,
+            decode=decode,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=0 if done is None else done.cached_tokens,
+            output_tokens=self.tokens,
+            first_token=None if self._first is None else first - trace.arrived,
+            first_token_limit=first_limit,
+            tokens_per_s=rate,
+            tokens_per_s_limit=rate_limit,
+        )
 
     def _least(self, before: Load | None, after: Load | None) -> float | None:
         facts = self._book.backend.facts

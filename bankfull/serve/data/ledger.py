@@ -122,9 +122,15 @@ class Ledger:
     # -- for the API
 
     def create(
-        self, owner: str, input_file: str, endpoint: str, window: str, seconds: int,
-        metadata: dict[str, str] | None = None, output_seconds: int | None = None,
-    ) -> Batch:  # fmt: skip
+        self,
+        owner: str,
+        input_file: str,
+        endpoint: str,
+        window: str,
+        seconds: int,
+        metadata: dict[str, str] | None = None,
+        output_seconds: int | None = None,
+    ) -> Batch:
         id, now = f"batch_{secrets.token_hex(16)}", self.store.now()
         with self.store.transaction() as database:
             file = self.store.file(owner, input_file)
@@ -137,20 +143,31 @@ class Ledger:
             if open_now >= self._open_batches:
                 raise Refusal(
                     f"You have {open_now} batches that have not ended; wait for one of them, or cancel it.",
-                    code="batch_limit_exceeded", status=429,
-                )  # fmt: skip
+                    code="batch_limit_exceeded",
+                    status=429,
+                )
             kept = self.store.query("SELECT count(*) FROM batches WHERE owner = ?", owner)[0][0]
             if kept >= self._kept_batches:
                 raise Refusal(
                     f"The server knows {kept} batches of yours and no more; the oldest are forgotten with time.",
-                    code="batch_limit_exceeded", status=429,
-                )  # fmt: skip
+                    code="batch_limit_exceeded",
+                    status=429,
+                )
             database.execute(
                 "INSERT INTO batches (id, owner, endpoint, input_file, completion_window, metadata, output_seconds,"
                 " status, created_at, expires_at) VALUES (?, ?, ?, ?, ?, ?, ?, 'validating', ?, ?)",
-                (id, owner, endpoint, input_file, window, None if metadata is None else msgspec.json.encode(metadata),
-                 output_seconds, now, now + seconds),
-            )  # fmt: skip
+                (
+                    id,
+                    owner,
+                    endpoint,
+                    input_file,
+                    window,
+                    None if metadata is None else msgspec.json.encode(metadata),
+                    output_seconds,
+                    now,
+                    now + seconds,
+                ),
+            )
         return self.batch(owner, id)
 
     def batch(self, owner: str, id: str) -> Batch:
@@ -177,8 +194,9 @@ class Ledger:
             if batch.status not in ("cancelling", "cancelled"):
                 raise Refusal(
                     f"The batch is {batch.status}, and cannot be cancelled any more.",
-                    code="batch_not_cancellable", status=409,
-                )  # fmt: skip
+                    code="batch_not_cancellable",
+                    status=409,
+                )
         return self.batch(owner, id)
 
     # -- for the runner
@@ -228,8 +246,11 @@ class Ledger:
         """The next lines behind `after` that have no result."""
         rows = self.store.query(
             "SELECT line, custom_id, start, length FROM lines WHERE batch = ? AND line > ? AND status IS NULL"
-            " ORDER BY line LIMIT ?", batch.sequence, after, limit,
-        )  # fmt: skip
+            " ORDER BY line LIMIT ?",
+            batch.sequence,
+            after,
+            limit,
+        )
         return [Line(*row) for row in rows]
 
     def record(self, results: list[Result]) -> int:
@@ -303,8 +324,10 @@ class Ledger:
         encoder, after = msgspec.json.Encoder(), -1
         while rows := self.store.query(
             "SELECT line, custom_id, status, body FROM lines WHERE batch = ? AND line > ? ORDER BY line LIMIT ?",
-            batch.sequence, after, PAGE,
-        ):  # fmt: skip
+            batch.sequence,
+            after,
+            PAGE,
+        ):
             page: dict[str, bytearray] = {}
             for number, custom_id, status, body in rows:
                 id = f"batch_req_{batch.id.removeprefix('batch_')}_{number}"

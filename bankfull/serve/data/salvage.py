@@ -91,8 +91,9 @@ def _copy_lines(pages: Pages, target: sqlite3.Connection) -> None:
                 target.execute(
                     "INSERT INTO lines (batch, line, custom_id, start, length, status, body)"
                     " VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (batch, line)"
-                    " DO UPDATE SET status = excluded.status, body = excluded.body WHERE lines.status IS NULL", line,
-                )  # fmt: skip
+                    " DO UPDATE SET status = excluded.status, body = excluded.body WHERE lines.status IS NULL",
+                    line,
+                )
             except sqlite3.IntegrityError:  # another line has its custom_id
                 continue
 
@@ -105,8 +106,9 @@ def _mend(target: sqlite3.Connection, batch: Batch, *, has_input: bool) -> int:
         target.execute(
             "UPDATE batches SET status = 'validating', outcome = NULL, total = 0, completed = 0, failed = 0,"
             " in_progress_at = NULL, finalizing_at = NULL, input_tokens = 0, cached_tokens = 0, output_tokens = 0,"
-            " reasoning_tokens = 0 WHERE sequence = ?", (batch.sequence,),
-        )  # fmt: skip
+            " reasoning_tokens = 0 WHERE sequence = ?",
+            (batch.sequence,),
+        )
         return 1
     done = [status for status in statuses if status is not None]
     good = sum(200 <= status < 300 for status in done)

@@ -43,6 +43,7 @@ BY_POSITION = re.compile(r"environment-[0-9]{1,4}")
 """Owners that no key has any more: once, keys of the environment were named by their position in it."""
 INCOMING, CONTENTS, SET_ASIDE = "incoming", "files", "set-aside"
 
+
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
     file_bytes: int = 200 * MEBIBYTE
@@ -97,9 +98,7 @@ class NoSuchFile(Refusal):
 class Store:
     """The methods may be called from any thread, and block: the event loop calls them through `run`."""
 
-    def __init__(
-        self, folder: Path, limits: StoreLimits | None = None, clock: Callable[[], float] = time.time
-    ) -> None:  # fmt: skip
+    def __init__(self, folder: Path, limits: StoreLimits | None = None, clock: Callable[[], float] = time.time) -> None:
         self.folder, self.limits, self.clock = folder, limits or StoreLimits(), clock
         self._incoming, self._contents, self.aside = (folder / name for name in (INCOMING, CONTENTS, SET_ASIDE))
         self._held = hold_folder(folder)
@@ -178,9 +177,14 @@ class Store:
         return found
 
     def files(
-        self, owner: str, *, after: str | None = None, limit: int = 10_000, newest_first: bool = True,
+        self,
+        owner: str,
+        *,
+        after: str | None = None,
+        limit: int = 10_000,
+        newest_first: bool = True,
         purpose: str | None = None,
-    ) -> tuple[list[StoredFile], bool]:  # fmt: skip
+    ) -> tuple[list[StoredFile], bool]:
         """One page, and whether there are more."""
         where, values = "owner = ? AND (expires_at IS NULL OR expires_at > ?)", [owner, self.now()]
         if purpose is not None:
@@ -244,8 +248,9 @@ class Store:
         with self.transaction() as database:
             rows = database.execute(
                 f"SELECT {_FILE} FROM files WHERE expires_at <= ? AND id NOT IN"
-                " (SELECT input_file FROM batches WHERE status IN ('validating', 'in_progress'))", (now,)
-            ).fetchall()  # fmt: skip
+                " (SELECT input_file FROM batches WHERE status IN ('validating', 'in_progress'))",
+                (now,),
+            ).fetchall()
             files = [StoredFile(*row) for row in rows]
             self._strike_out(database, files)
             database.execute(
@@ -304,8 +309,9 @@ class Store:
         if by_position := sorted(owner for owner in owners if BY_POSITION.fullmatch(owner)):
             log.warning(
                 "files or batches belong to %s, as an earlier version named keys by their position: nobody can read "
-                "them until `bankfull data adopt` gives them to a key", ", ".join(by_position),
-            )  # fmt: skip
+                "them until `bankfull data adopt` gives them to a key",
+                ", ".join(by_position),
+            )
 
 
 def settle_contents(folder: Path, known: Collection[str]) -> tuple[list[str], list[str], list[str]]:
@@ -327,8 +333,11 @@ def settle_contents(folder: Path, known: Collection[str]) -> tuple[list[str], li
     if unknown:
         log.warning(
             "%d files that the database does not know were set aside in %s, the first is %s; `bankfull data adopt` "
-            "brings them back", len(unknown), aside, unknown[0],
-        )  # fmt: skip
+            "brings them back",
+            len(unknown),
+            aside,
+            unknown[0],
+        )
     if back:
         log.warning("%d files that had been set aside are known again, and in their place", len(back))
     lost = sorted(set(missing) - set(back))

@@ -30,7 +30,7 @@ from bankfull.serve.data.store import (
     set_aside,
     settle_contents,
     sync_folder,
-)  # fmt: skip
+)
 from bankfull.serve.guard.keys import NAME_OF_KEY
 
 SHOWN = 5
@@ -107,8 +107,10 @@ def adopt(folder: Path, what: Sequence[str], owner: str) -> list[str]:
     try:
         for each in what:  # all of them, before anything changes
             _must_be_there(store, each)
-        return [_adopted_file(store, each, owner) if FILE_ID.fullmatch(each) else _adopted_owner(store, each, owner)
-                for each in dict.fromkeys(what)]  # fmt: skip
+        return [
+            _adopted_file(store, each, owner) if FILE_ID.fullmatch(each) else _adopted_owner(store, each, owner)
+            for each in dict.fromkeys(what)
+        ]
     finally:
         store.close()
 
@@ -125,8 +127,10 @@ def _must_be_there(store: Store, each: str) -> None:
 
 def _adopted_owner(store: Store, old: str, owner: str) -> str:
     with store.transaction() as database:
-        counts = [database.execute(f"UPDATE {table} SET owner = ? WHERE owner = ?", (owner, old)).rowcount
-                  for table in ("files", "batches")]  # fmt: skip
+        counts = [
+            database.execute(f"UPDATE {table} SET owner = ? WHERE owner = ?", (owner, old)).rowcount
+            for table in ("files", "batches")
+        ]
     return f"{counts[0]} files and {counts[1]} batches of {old} belong to {owner or 'everybody without a key'} now."
 
 

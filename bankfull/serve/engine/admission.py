@@ -107,8 +107,9 @@ class Admission:
             wait = self._wait_for(samples, tokens)
             raise Busy(
                 f"{self._samples_of[tenant]} answers of this key are being written or wait already, and the rest of "
-                f"the room is for other keys; try again in {wait:.0f} seconds.", wait,
-            )  # fmt: skip
+                f"the room is for other keys; try again in {wait:.0f} seconds.",
+                wait,
+            )
 
     def _greedy(self, tenant: str, samples: int, tokens: int) -> bool:
         """Would the tenant, who has something in the house already, leave too little room for others?"""

@@ -64,9 +64,17 @@ class Backend(Protocol):
         ...
 
     def generate(
-        self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
-        deadline: float | None = None, explain: bool = False, tenant: str = "",
-    ) -> AsyncIterator[list[Piece | Done]]:  # fmt: skip
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        salt: str = "",
+        pool: str | None = None,
+        deadline: float | None = None,
+        explain: bool = False,
+        tenant: str = "",
+    ) -> AsyncIterator[list[Piece | Done]]:
         """What each engine step adds, until `Done` (always the last). The request is on its way when this returns;
         leaving the iterator, by `aclose`, by cancelling a wait or by letting go of it, aborts the request.
         `deadline`: seconds from now. `explain`: `Done` tells where the time went. `tenant`: on whose behalf, where

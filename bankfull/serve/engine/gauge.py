@@ -69,10 +69,22 @@ class Gauge:
             self._decode_busy += engine.totals.busy - self._busy
         self._busy = engine.totals.busy
         return Load(
-            scheduler.running, scheduler.waiting, self._waiting_tokens, pages.size - pages.available, pages.size,
-            self._queries, self._hits, scheduler.preemptions, engine.totals.steps, self._busy, self._bytes, self._flops,
-            self._decode_busy, self._decode_bytes, self._decode_flops,
-        )  # fmt: skip
+            scheduler.running,
+            scheduler.waiting,
+            self._waiting_tokens,
+            pages.size - pages.available,
+            pages.size,
+            self._queries,
+            self._hits,
+            scheduler.preemptions,
+            engine.totals.steps,
+            self._busy,
+            self._bytes,
+            self._flops,
+            self._decode_busy,
+            self._decode_bytes,
+            self._decode_flops,
+        )
 
     def _note(self, plan: StepPlan) -> None:
         for enter in plan.enter:

@@ -155,9 +155,15 @@ class Link:
     """A `Backend`. All of it runs on one event loop."""
 
     def __init__(
-        self, model: str, options: Options | None = None, limits: QueueLimits | None = None,
-        threads: int | None = None, *, stall_seconds: float = STALL_SECONDS, give_up_after: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        model: str,
+        options: Options | None = None,
+        limits: QueueLimits | None = None,
+        threads: int | None = None,
+        *,
+        stall_seconds: float = STALL_SECONDS,
+        give_up_after: float = 0.0,
+    ) -> None:
         """`stall_seconds`: an engine that has work and makes no progress for so long is started again; 0: it never is.
         `give_up_after`: a model that was loaded once and is not again for so long is a `failure`; 0: it never is."""
         for name, seconds in (("stall_seconds", stall_seconds), ("give_up_after", give_up_after)):
@@ -215,9 +221,17 @@ class Link:
         self.admission.expect(samples, 0, priority, tenant)
 
     def generate(
-        self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
-        deadline: float | None = None, explain: bool = False, tenant: str = "",
-    ) -> AsyncIterator[list[Piece | Done]]:  # fmt: skip
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        salt: str = "",
+        pool: str | None = None,
+        deadline: float | None = None,
+        explain: bool = False,
+        tenant: str = "",
+    ) -> AsyncIterator[list[Piece | Done]]:
         if deadline is not None and deadline <= 0:
             raise DeadlineExceeded("The request's deadline has passed before it was begun.")
         most = 0 if pool is not None else params.max_tokens
@@ -357,8 +371,11 @@ class Link:
             watching.cancel()
         if not engine.ended.done():
             watching.result()  # one that has failed tells nothing about the engine
-            log.error("The engine process %d has work, but made no progress for %g seconds; it is ended.", engine.pid,
-                      self._stall_seconds)  # fmt: skip
+            log.error(
+                "The engine process %d has work, but made no progress for %g seconds; it is ended.",
+                engine.pid,
+                self._stall_seconds,
+            )
             engine.kill()
             await engine.ended
 

@@ -182,9 +182,12 @@ class Worker:
         self._outbox = Outbox(connection, _give_up)
         self._configured: Configure | None = None
         self._desk = Desk(
-            "bankfull-prepare", most_size=MAX_PREPARING, most_size_per_key=MAX_PREPARING_PER_KEY,
-            most_jobs_per_key=MAX_JOBS_PER_KEY, what="requests with grammars or long prompts",
-        )  # fmt: skip
+            "bankfull-prepare",
+            most_size=MAX_PREPARING,
+            most_size_per_key=MAX_PREPARING_PER_KEY,
+            most_jobs_per_key=MAX_JOBS_PER_KEY,
+            what="requests with grammars or long prompts",
+        )
         self._coming: dict[int, Job | None] = {}
         """Requests on their way into the engine, until they are queued; what was aborted is here no more."""
         self._pools: dict[int, str] = {}
@@ -245,11 +248,17 @@ class Worker:
         loaded = llm.loaded
         scheduler = self._front.engine.scheduler
         return Facts(
-            name=wanted.model, max_len=llm.max_model_len, vocab=self._front.vocab, rows=scheduler.config.rows,
-            pages=scheduler.state.pages.size, page_tokens=loaded.layout.block_tokens,
-            step_tokens=scheduler.config.step_tokens, dtype=str(loaded.build.dtype).removeprefix("torch."),
-            device=loaded.device.kind, ceilings=limits[1] if limits is not None else None,
-        )  # fmt: skip
+            name=wanted.model,
+            max_len=llm.max_model_len,
+            vocab=self._front.vocab,
+            rows=scheduler.config.rows,
+            pages=scheduler.state.pages.size,
+            page_tokens=loaded.layout.block_tokens,
+            step_tokens=scheduler.config.step_tokens,
+            dtype=str(loaded.build.dtype).removeprefix("torch."),
+            device=loaded.device.kind,
+            ceilings=limits[1] if limits is not None else None,
+        )
 
     def _say(self, message: FromEngine) -> None:
         try:
@@ -272,7 +281,7 @@ class Worker:
             case Later():
                 job = Job(
                     message.tenant, message.size, message.batch, lambda: self._prepared(unpacked(message)), _nobody
-                )  # fmt: skip
+                )
                 self._prepare(message.id, job)
             case Abort():
                 for request in message.ids:  # at once: it may be prepared right now, or wait for that
@@ -321,9 +330,13 @@ class Worker:
         if wanted.explain:
             self._accounts.prepare()
         return wanted, self._front.prepare(
-            wanted.prompt, wanted.params, priority=wanted.priority, salt=wanted.salt, pool=wanted.pool,
+            wanted.prompt,
+            wanted.params,
+            priority=wanted.priority,
+            salt=wanted.salt,
+            pool=wanted.pool,
             tenant=wanted.tenant,
-        )  # fmt: skip
+        )
 
     def _queue(self, wanted: Submit, prepared: Prepared) -> None:
         if wanted.id not in self._coming:
@@ -406,9 +419,16 @@ class Worker:
         if pending.params.prompt_logprobs is not None:
             lines = pack_lines(result.prompt_token_ids, pending.prompt_logprobs)
         return Done(
-            request, metrics.queue, metrics.ttft, metrics.finished or 0.0, metrics.cached_tokens, metrics.output_tokens,
-            lines, embedding, account,
-        )  # fmt: skip
+            request,
+            metrics.queue,
+            metrics.ttft,
+            metrics.finished or 0.0,
+            metrics.cached_tokens,
+            metrics.output_tokens,
+            lines,
+            embedding,
+            account,
+        )
 
 
 def warm_up(llm: LLM) -> None:
@@ -459,9 +479,15 @@ def _piece(delta: Delta) -> Piece:
         pairs = zip(delta.token_ids, delta.logprobs, strict=False)
         logprobs = [_chosen_first(token, line) for token, line in pairs]
     return Piece(
-        delta.request_id, delta.index, delta.text, delta.token_ids, logprobs, delta.finish_reason, delta.stop_reason,
+        delta.request_id,
+        delta.index,
+        delta.text,
+        delta.token_ids,
+        logprobs,
+        delta.finish_reason,
+        delta.stop_reason,
         delta.error,
-    )  # fmt: skip
+    )
 
 
 def _chosen_first(token: int, line: dict[int, Logprob]) -> dict[int, tuple[float, str]]:

@@ -74,9 +74,14 @@ class Doors:
 
 
 def open_doors(
-    keyring: Keyring, *, host: str, no_auth: bool = False, hosts: Iterable[str] = (), origins: Iterable[str] = (),
+    keyring: Keyring,
+    *,
+    host: str,
+    no_auth: bool = False,
+    hosts: Iterable[str] = (),
+    origins: Iterable[str] = (),
     share_prefixes: bool = False,
-) -> Doors:  # fmt: skip
+) -> Doors:
     """Checks that nobody opens more than they meant to."""
     if not keyring.required and not no_auth and not is_loopback(host):
         raise ConfigError(
@@ -95,9 +100,11 @@ def open_doors(
         if origin != ANY and not origin.startswith(("http://", "https://")):
             raise ConfigError(f"The origin {origin[:80]!r} must be like https://app.example.org, without a path.")
     return Doors(
-        keyring=keyring, hosts=frozenset(known), origins=frozenset(origin.lower().rstrip("/") for origin in origins),
+        keyring=keyring,
+        hosts=frozenset(known),
+        origins=frozenset(origin.lower().rstrip("/") for origin in origins),
         share_prefixes=share_prefixes,
-    )  # fmt: skip
+    )
 
 
 def is_loopback(host: str) -> bool:
@@ -121,9 +128,15 @@ def caller_named(doors: Doors, key: str) -> Caller:
 
 class Guard:
     def __init__(
-        self, app: App, doors: Doors, limits: GuardLimits | None = None, *,
-        apis: Mapping[str, Api] | None = None, keep_bodies: bool = False, running: Running | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        app: App,
+        doors: Doors,
+        limits: GuardLimits | None = None,
+        *,
+        apis: Mapping[str, Api] | None = None,
+        keep_bodies: bool = False,
+        running: Running | None = None,
+    ) -> None:
         """`apis`, by path, spell errors in their own way. Calls are `running` while they are answered."""
         self._running = Running() if running is None else running
         self._app, self._doors, self._limits = app, doors, limits or GuardLimits()
@@ -187,9 +200,11 @@ class Guard:
             return
         if host is None or _without_port(host.decode("latin-1").lower()) not in self._doors.hosts:
             raise Refused(
-                421, "This server does not go by the name in the request's Host header; start it with --allowed-host "
-                "NAME if it should.", code="unknown_host",
-            )  # fmt: skip
+                421,
+                "This server does not go by the name in the request's Host header; start it with --allowed-host "
+                "NAME if it should.",
+                code="unknown_host",
+            )
 
     def _check_origin(self, origin: bytes | None, host: bytes | None, scheme: str) -> bytes | None:
         if origin is None:
@@ -200,9 +215,10 @@ class Guard:
         if host is not None and page == f"{scheme}://{host.decode('latin-1').lower()}":
             return None
         raise Refused(
-            403, "Web pages of this origin may not call this server; start it with --cors-origin ORIGIN if they "
-            "should.", code="origin_not_allowed",
-        )  # fmt: skip
+            403,
+            "Web pages of this origin may not call this server; start it with --cors-origin ORIGIN if they should.",
+            code="origin_not_allowed",
+        )
 
     # -- the key
 
@@ -213,9 +229,10 @@ class Guard:
         presented = _presented(scope["headers"])
         if presented is None:
             raise Refused(
-                401, "No API key was given; send one as `Authorization: Bearer KEY` or as `x-api-key: KEY`.",
+                401,
+                "No API key was given; send one as `Authorization: Bearer KEY` or as `x-api-key: KEY`.",
                 code="missing_api_key",
-            )  # fmt: skip
+            )
         key = keyring.find(presented)
         if key is None:
             raise Refused(401, "The API key is not one of this server's.", code="invalid_api_key")
@@ -234,9 +251,12 @@ class Guard:
         for bucket, what in ((allowance.requests, "requests"), (allowance.tokens, "tokens")):
             if bucket is not None and (seconds := bucket.wait()) > 0:
                 raise Refused(
-                    429, f"The key {key.name} has used its {bucket.per_minute} {what} per minute; try again in "
-                    f"{seconds:.1f} s.", code="rate_limit_exceeded", retry_after=seconds,
-                )  # fmt: skip
+                    429,
+                    f"The key {key.name} has used its {bucket.per_minute} {what} per minute; try again in "
+                    f"{seconds:.1f} s.",
+                    code="rate_limit_exceeded",
+                    retry_after=seconds,
+                )
         if allowance.requests is not None:
             allowance.requests.take(1)
 
@@ -262,9 +282,12 @@ class Guard:
                         raise _too_large(limits.body_bytes, unread=more)
                     if self._waiting > limits.waiting_bytes:
                         raise Refused(
-                            429, "Too many bytes of other requests are being read; try again later.",
-                            code="rate_limit_exceeded", retry_after=1.0, unread=more,
-                        )  # fmt: skip
+                            429,
+                            "Too many bytes of other requests are being read; try again later.",
+                            code="rate_limit_exceeded",
+                            retry_after=1.0,
+                            unread=more,
+                        )
                     if not more:
                         break
         except TimeoutError:
@@ -312,8 +335,9 @@ class Upload:
         if self._size > limits.upload_bytes:
             raise Refusal(
                 f"The upload has more than {limits.upload_bytes} bytes; send a smaller one.",
-                code="request_too_large", status=413,
-            )  # fmt: skip
+                code="request_too_large",
+                status=413,
+            )
         return message
 
     async def send(self, message: Message) -> None:
@@ -336,9 +360,14 @@ class Refused(Exception):
     """Ends a request in this layer. `unread`: more of its body may come."""
 
     def __init__(
-        self, status: int, message: str, *, code: str | None = None, retry_after: float | None = None,
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        retry_after: float | None = None,
         unread: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(message)
         self.problem = Problem(status, message, _TYPES.get(status, "invalid_request_error"), None, code, retry_after)
         self.unread = unread
@@ -367,9 +396,11 @@ async def _refuse(refused: Refused, body: bytes, receive: Receive, send: Send) -
     """Answers, and closes the connection. Many clients read an answer only when they have sent everything, and lose it
     when the connection is closed before: what they send is thrown away for a moment."""
     headers = [
-        (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close"),
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
         *refused.problem.headers,
-    ]  # fmt: skip
+    ]
     await send({"type": "http.response.start", "status": refused.problem.status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": True})
     with suppress(TimeoutError):
@@ -382,9 +413,11 @@ async def _refuse(refused: Refused, body: bytes, receive: Receive, send: Send) -
 async def _answer_preflight(scope: Scope, send: Send) -> None:
     wanted = _only(scope["headers"], b"access-control-request-headers") or b"authorization, content-type"
     headers = [
-        (b"access-control-allow-methods", _CORS_METHODS), (b"access-control-allow-headers", wanted),
-        (b"access-control-max-age", _CORS_SECONDS), (b"content-length", b"0"),
-    ]  # fmt: skip
+        (b"access-control-allow-methods", _CORS_METHODS),
+        (b"access-control-allow-headers", wanted),
+        (b"access-control-max-age", _CORS_SECONDS),
+        (b"content-length", b"0"),
+    ]
     await send({"type": "http.response.start", "status": 204, "headers": headers})
     await send({"type": "http.response.body", "body": b""})
 
@@ -395,9 +428,11 @@ def _telling(origin: bytes, send: Send) -> Send:
     async def telling(message: Message) -> None:
         if message["type"] == "http.response.start":
             message["headers"] = [
-                *message.get("headers", ()), (b"access-control-allow-origin", origin), (b"vary", b"origin"),
+                *message.get("headers", ()),
+                (b"access-control-allow-origin", origin),
+                (b"vary", b"origin"),
                 (b"access-control-expose-headers", _CORS_EXPOSED),
-            ]  # fmt: skip
+            ]
         await send(message)
 
     return telling
@@ -419,9 +454,11 @@ def _saying(first: Message, then: Receive) -> Receive:
 def _check_reserve(scope: Scope, *, admin: bool) -> None:
     if scope.get(ON_RESERVE) and not admin and scope["path"] not in PROBES:
         raise Refused(
-            503, "The server, or your address, has as many connections as it may; try again later, or use one of them.",
-            code="too_many_connections", retry_after=1.0,
-        )  # fmt: skip
+            503,
+            "The server, or your address, has as many connections as it may; try again later, or use one of them.",
+            code="too_many_connections",
+            retry_after=1.0,
+        )
 
 
 def _uploads(scope: Scope) -> bool:

@@ -203,7 +203,7 @@ class Keyring:
 
 def new_key(
     name: str, *, requests: int | None = None, tokens: int | None = None, admin: bool = False
-) -> tuple[str, Key]:  # fmt: skip
+) -> tuple[str, Key]:
     """A fresh secret, to be shown once, and the key to be kept."""
     secret = KEY_PREFIX + secrets.token_urlsafe(32)
     key = Key(name, hashlib.sha256(secret.encode()).hexdigest(), requests, tokens, admin)

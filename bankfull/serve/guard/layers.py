@@ -31,9 +31,15 @@ class Protection:
 
 
 def fortify(
-    app: Starlette, backend: Backend, doors: Doors, metrics: Metrics, *,
-    limits: GuardLimits | None = None, log_prompts: bool = False, running: Running | None = None,
-) -> App:  # fmt: skip
+    app: Starlette,
+    backend: Backend,
+    doors: Doors,
+    metrics: Metrics,
+    *,
+    limits: GuardLimits | None = None,
+    log_prompts: bool = False,
+    running: Running | None = None,
+) -> App:
     """`app` behind keys and limits, with /metrics. Its endpoints must have been given a `WatchedBackend`."""
 
     async def show_metrics(request: Request) -> Response:

@@ -30,15 +30,28 @@ OTHER_FILES = 512
 
 
 def uvicorn_config(
-    app: Any, host: str, port: int, *, lobby: Lobby | None = None, certificates: Certificates | None = None,
-    http: type[Connection] | None = None, **more: Any,
-) -> uvicorn.Config:  # fmt: skip
+    app: Any,
+    host: str,
+    port: int,
+    *,
+    lobby: Lobby | None = None,
+    certificates: Certificates | None = None,
+    http: type[Connection] | None = None,
+    **more: Any,
+) -> uvicorn.Config:
     """No access log (we write our own), no websockets, no trust in headers that a proxy may or may not have written."""
     options: dict[str, Any] = {
-        "http": Reception(http or Connection, lobby or Lobby(), certificates), "ws": "none", "loop": "uvloop",
-        "lifespan": "on", "log_config": None, "access_log": False, "server_header": False, "proxy_headers": False,
-        "timeout_keep_alive": KEEP_ALIVE_SECONDS, "backlog": 2048,
-    }  # fmt: skip
+        "http": Reception(http or Connection, lobby or Lobby(), certificates),
+        "ws": "none",
+        "loop": "uvloop",
+        "lifespan": "on",
+        "log_config": None,
+        "access_log": False,
+        "server_header": False,
+        "proxy_headers": False,
+        "timeout_keep_alive": KEEP_ALIVE_SECONDS,
+        "backlog": 2048,
+    }
     config = uvicorn.Config(app, host=host, port=port, **(options | more))
     config.load()
     return config

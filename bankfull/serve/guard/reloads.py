@@ -21,9 +21,12 @@ KEY_REMOVED = "The API key was taken out while this call was being answered; ask
 
 class Reloads:
     def __init__(
-        self, keyring: Keyring, certificates: Certificates | None, running: Running,
+        self,
+        keyring: Keyring,
+        certificates: Certificates | None,
+        running: Running,
         end_work: Callable[[Collection[str]], Awaitable[None]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Calls of a key that was taken out end; `end_work` ends what else the keys with these names have begun."""
         self._keyring, self._certificates, self._running, self._end_work = keyring, certificates, running, end_work
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -31,10 +31,24 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 
 
 # What says more about an object than its own properties: with one of these it stays open.
-_COMPOSED = frozenset((
-    "additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "dependentSchemas",
-    "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "$dynamicRef",
-))  # fmt: skip
+_COMPOSED = frozenset(
+    (
+        "additionalProperties",
+        "unevaluatedProperties",
+        "patternProperties",
+        "propertyNames",
+        "dependentSchemas",
+        "allOf",
+        "anyOf",
+        "oneOf",
+        "not",
+        "if",
+        "then",
+        "else",
+        "$ref",
+        "$dynamicRef",
+    )
+)
 
 
 def forcing_grammar(

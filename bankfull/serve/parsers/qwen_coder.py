@@ -92,9 +92,13 @@ def as_json(text: str, types: frozenset[str]) -> str:
     plain = _WORDS.get(plain, plain)
     value = decoded(plain)
     kinds = {
-        type(None): {"null"}, bool: {"boolean"}, int: {"integer", "number"}, float: {"number"},
-        list: {"array"}, dict: {"object"},
-    }.get(type(value), set())  # fmt: skip
+        type(None): {"null"},
+        bool: {"boolean"},
+        int: {"integer", "number"},
+        float: {"number"},
+        list: {"array"},
+        dict: {"object"},
+    }.get(type(value), set())
     if kinds & types and (value is not None or plain == "null"):
         return plain
     return f'"{escaped(text)}"'

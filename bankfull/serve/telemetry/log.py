@@ -30,14 +30,18 @@ def fields_of(trace: Trace, seconds: float) -> dict[str, Any]:
     """What a line says of a request; what does not apply is left out."""
     path = trace.path if trace.route == "" else trace.route
     line: dict[str, Any] = {
-        "id": trace.id, "key": None if trace.key is None else trace.key.name, "method": trace.method,
-        "route": path[:SHOWN_PATH], "status": trace.status,
-    }  # fmt: skip
+        "id": trace.id,
+        "key": None if trace.key is None else trace.key.name,
+        "method": trace.method,
+        "route": path[:SHOWN_PATH],
+        "status": trace.status,
+    }
     if trace.prompt_tokens:
         line |= {
-            "prompt_tokens": trace.prompt_tokens, "completion_tokens": trace.completion_tokens,
+            "prompt_tokens": trace.prompt_tokens,
+            "completion_tokens": trace.completion_tokens,
             "cached_tokens": trace.cached_tokens,
-        }  # fmt: skip
+        }
     if trace.ttft is not None:
         line["ttft"] = round(trace.ttft, 4)
     line["seconds"] = round(seconds, 4)
@@ -56,11 +60,18 @@ def log_trace(trace: Trace, seconds: float) -> None:
 def log_batch(batch: Batch, seconds: float) -> None:
     """When it has ended: its lines have no requests of their own."""
     fields = {
-        "id": batch.id, "key": batch.owner or None, "endpoint": batch.endpoint, "status": batch.status,
-        "total": batch.total, "completed": batch.completed, "failed": batch.failed,
-        "prompt_tokens": batch.input_tokens, "completion_tokens": batch.output_tokens,
-        "cached_tokens": batch.cached_tokens, "seconds": round(seconds, 1),
-    }  # fmt: skip
+        "id": batch.id,
+        "key": batch.owner or None,
+        "endpoint": batch.endpoint,
+        "status": batch.status,
+        "total": batch.total,
+        "completed": batch.completed,
+        "failed": batch.failed,
+        "prompt_tokens": batch.input_tokens,
+        "completion_tokens": batch.output_tokens,
+        "cached_tokens": batch.cached_tokens,
+        "seconds": round(seconds, 1),
+    }
     request_log.info("batch", extra={"fields": {name: value for name, value in fields.items() if value is not None}})
 
 

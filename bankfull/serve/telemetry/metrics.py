@@ -30,9 +30,13 @@ class Metrics:
     """`model`: what the served model is called; its own name where that is None."""
 
     def __init__(
-        self, model: str | None = None, *, vllm_names: bool = False, clock: Callable[[], float] = time.monotonic,
+        self,
+        model: str | None = None,
+        *,
+        vllm_names: bool = False,
+        clock: Callable[[], float] = time.monotonic,
         supervisor: Supervisor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._model, self._clock, self._supervisor = model, clock, supervisor
         self._marks: deque[tuple[float, Load]] = deque()
         gauge, counter = "gauge", "counter"
@@ -93,9 +97,11 @@ class Metrics:
         self.mbu = Value(gauge, "mbu_ratio", "Achieved bytes per second over the ceiling, lately.", kinds)
         self.mfu = Value(gauge, "mfu_ratio", "Achieved operations per second over the ceiling, lately.", kinds)
         self._needs = {
-            self.ceiling_bytes: "read_bytes_per_s", self.mbu: "read_bytes_per_s", self.ceiling_flops: "flops",
+            self.ceiling_bytes: "read_bytes_per_s",
+            self.mbu: "read_bytes_per_s",
+            self.ceiling_flops: "flops",
             self.mfu: "flops",
-        }  # fmt: skip
+        }
 
     @property
     def families(self) -> list[Family]:
@@ -144,9 +150,11 @@ class Metrics:
         self.waiting_tokens.set(load.waiting_tokens)
         self.cache_usage.set(load.pages_used / load.pages_total if load.pages_total else 0.0)
         for family, value in (
-            (self.prefix_queries, load.prefix_queries), (self.prefix_hits, load.prefix_hits),
-            (self.preemptions, load.preemptions), (self.steps, load.steps),
-        ):  # fmt: skip
+            (self.prefix_queries, load.prefix_queries),
+            (self.prefix_hits, load.prefix_hits),
+            (self.preemptions, load.preemptions),
+            (self.steps, load.steps),
+        ):
             family.set(value)
         ceilings = (facts.ceilings if facts is not None else None) or {}
         most_bytes, most_flops = ceilings.get("read_bytes_per_s", 0.0), ceilings.get("flops", 0.0)

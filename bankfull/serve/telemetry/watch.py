@@ -126,9 +126,17 @@ class WatchedBackend:
             self._inner.expect(samples, priority, tenant or self._tenant_of(current_trace()))
 
     def generate(
-        self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "", pool: str | None = None,
-        deadline: float | None = None, explain: bool = False, tenant: str = "",
-    ) -> AsyncIterator[list[Piece | Done]]:  # fmt: skip
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        salt: str = "",
+        pool: str | None = None,
+        deadline: float | None = None,
+        explain: bool = False,
+        tenant: str = "",
+    ) -> AsyncIterator[list[Piece | Done]]:
         trace = current_trace()
         batch = priority >= BATCH_PRIORITY
         asked = time.monotonic()  # before the engine hears of it, which may be on this very core, and at once
@@ -137,9 +145,15 @@ class WatchedBackend:
             reserved = None if trace is None else self._reserve(trace, most, may_overdraw=batch)
             try:
                 steps = self._inner.generate(
-                    prompt, params, priority=priority, salt=salt, pool=pool, deadline=deadline, explain=explain,
+                    prompt,
+                    params,
+                    priority=priority,
+                    salt=salt,
+                    pool=pool,
+                    deadline=deadline,
+                    explain=explain,
                     tenant=tenant or self._tenant_of(trace),
-                )  # fmt: skip
+                )
             except BaseException:
                 if reserved is not None:
                     reserved.settle(0)
@@ -174,8 +188,9 @@ class WatchedBackend:
                 raise Refusal(
                     f"This call may need {most} tokens, its prompt and all that may follow, and the key "
                     f"{trace.key.name} has {tokens.per_minute} per minute: set a smaller max_tokens, or send less.",
-                    param="max_tokens", code="token_budget_exceeded",
-                )  # fmt: skip
+                    param="max_tokens",
+                    code="token_budget_exceeded",
+                )
             if (seconds := tokens.wait(most)) > 0:
                 raise Busy(
                     f"This call may need {most} tokens, and the key {trace.key.name} has {tokens.left} left of its "
@@ -204,15 +219,33 @@ class CountedSteps:
     """A request's steps, counted as they pass. This runs for every token of every stream."""
 
     __slots__ = (
-        "_asked", "_batch", "_ended", "_last", "_line", "_metrics", "_prompt", "_reserved", "_samples", "_steps",
-        "_trace", "_used",
-    )  # fmt: skip
+        "_asked",
+        "_batch",
+        "_ended",
+        "_last",
+        "_line",
+        "_metrics",
+        "_prompt",
+        "_reserved",
+        "_samples",
+        "_steps",
+        "_trace",
+        "_used",
+    )
 
     def __init__(
-        self, steps: AsyncIterator[list[Piece | Done]], metrics: Metrics, trace: Trace | None,
-        reserved: Reserved | None, prompt: int, samples: int, asked: float, *, batch: bool = False,
+        self,
+        steps: AsyncIterator[list[Piece | Done]],
+        metrics: Metrics,
+        trace: Trace | None,
+        reserved: Reserved | None,
+        prompt: int,
+        samples: int,
+        asked: float,
+        *,
+        batch: bool = False,
         line: OpenLine | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._steps, self._metrics, self._trace = steps, metrics, trace
         self._reserved, self._used = reserved, prompt
         self._prompt, self._samples, self._batch, self._line = prompt, samples, batch, line

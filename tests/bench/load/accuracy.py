@@ -50,9 +50,7 @@ def cause(one: Outcome, stalls: Stalls) -> str:
     return max(found)[1] if found else "no stall was seen"
 
 
-def show_far(
-    where: str, outcomes: Sequence[Outcome], truths: Sequence[Mapping[str, float]], stalls: Stalls
-) -> None:  # fmt: skip
+def show_far(where: str, outcomes: Sequence[Outcome], truths: Sequence[Mapping[str, float]], stalls: Stalls) -> None:
     far = [one for one, theirs in zip(outcomes, truths, strict=True) if off(one, theirs) >= 1]
     print(f"{len(outcomes) - len(far)} have every figure within 1 ms or 1% of the server's, counted {where}")
     for reason, times in Counter(cause(one, stalls) for one in far).most_common():
@@ -61,8 +59,10 @@ def show_far(
 
 def show_stalls(who: str, stalls: Sequence[Stall]) -> None:
     for named, found in zip(("by the machine", "by its own work"), sums(stalls), strict=True):
-        print(f"{who} stalled {named} {found.times} times: {1e3 * found.seconds:.1f} ms in all, "
-              f"{1e3 * found.longest:.3f} ms at most")  # fmt: skip
+        print(
+            f"{who} stalled {named} {found.times} times: {1e3 * found.seconds:.1f} ms in all, "
+            f"{1e3 * found.longest:.3f} ms at most"
+        )
 
 
 def disturbed(work: Work, seconds: float) -> None:
@@ -96,13 +96,18 @@ def main() -> None:
         notes = notes_of(server)
     accounts = [notes.accounts[one.text] for one in outcomes]
     print(f"{count} requests at {asked.rate:g}/s, {asked.tokens} tokens each; the client used {share:.1%} of a core")
-    print(f"the kernel stamped {sum(one.stamped for one in outcomes)} answers for the client; the server's own clock "
-          f"confirms its stamps of {sum(account.confirmed for account in accounts)}")  # fmt: skip
-    stalls = client.stalls, [
-        Stall(stall.begin - client.begun, stall.end - client.begun, stall.own)
-        for stall in notes.stalls
-        if stall.end > client.begun
-    ]
+    print(
+        f"the kernel stamped {sum(one.stamped for one in outcomes)} answers for the client; the server's own clock "
+        f"confirms its stamps of {sum(account.confirmed for account in accounts)}"
+    )
+    stalls = (
+        client.stalls,
+        [
+            Stall(stall.begin - client.begun, stall.end - client.begun, stall.own)
+            for stall in notes.stalls
+            if stall.end > client.begun
+        ],
+    )
     from_due = [account.figures(client.begun + one.due) for one, account in zip(outcomes, accounts, strict=True)]
     from_coming = [account.figures(account.came) for account in accounts]
     show_far("from when a request was due, as the client's", outcomes, from_due, stalls)

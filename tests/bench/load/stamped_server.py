@@ -203,9 +203,10 @@ def main() -> None:
     parser.add_argument("--refuse", type=int, default=0)
     parser.add_argument("--leave", type=int, default=0)
     clock = Clock()
-    with suppress(RuntimeError, KeyboardInterrupt), asyncio.Runner(
-        loop_factory=lambda: asyncio.SelectorEventLoop(clock)
-    ) as runner:
+    with (
+        suppress(RuntimeError, KeyboardInterrupt),
+        asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(clock)) as runner,
+    ):
         runner.run(_serve(parser.parse_args(), clock.watch))
 
 

@@ -57,8 +57,13 @@ def test_what_is_asked_stands_in_the_body() -> None:
         ask_once(server, Asking(), Conversation((Turn("words", 2),)))
         first, second = calls(server)
     assert first == {
-        "model": "stamps", "prompt": [3, 4, 5], "max_tokens": 7, "stream": True, "temperature": 0.5, "top_p": 0.9,
-    }  # fmt: skip
+        "model": "stamps",
+        "prompt": [3, 4, 5],
+        "max_tokens": 7,
+        "stream": True,
+        "temperature": 0.5,
+        "top_p": 0.9,
+    }
     assert second["ignore_eos"] is True and second["prompt"] == "words" and second["temperature"] == 0.0
 
 
@@ -72,8 +77,12 @@ def test_a_conversation_goes_on_with_what_was_said_and_rests_in_between() -> Non
     assert roles == [["user"], ["user", "assistant", "user"], ["user", "assistant", "user", "assistant", "user"]]
     said = asked[2]["messages"]
     assert [m["content"] for m in said] == [  # type: ignore[index, attr-defined]
-        "one", outcomes[0].text, "two", outcomes[1].text, "three",
-    ]  # fmt: skip
+        "one",
+        outcomes[0].text,
+        "two",
+        outcomes[1].text,
+        "three",
+    ]
     for before, after in pairwise(outcomes):
         assert after.due == pytest.approx(before.ended + 0.05, abs=1e-6), "the next turn is due after the pause"
 

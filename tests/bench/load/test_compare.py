@@ -59,9 +59,7 @@ def test_both_sides_are_asked_the_same_and_each_pair_something_else() -> None:
         ("http://127.0.0.1:1", "was not ready"),
     ],
 )
-def test_a_peer_that_cannot_be_had_is_a_row_that_says_why(
-    how: str, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_cannot_be_had_is_a_row_that_says_why(how: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_by_side, "ADDRESS_SECONDS", 0.1)
     with stamped() as server, Running(Contender("us", server.address.url), "m", None, lambda line: None) as one:
         found = compare_with(one, Contender("peer", how), LOAD, 2)
@@ -70,9 +68,10 @@ def test_a_peer_that_cannot_be_had_is_a_row_that_says_why(
 
 def test_requests_that_fail_are_no_figures() -> None:
     with (
-        stamped() as good, stamped(refuse=5) as bad,
+        stamped() as good,
+        stamped(refuse=5) as bad,
         Running(Contender("us", good.address.url), "m", None, lambda line: None) as one,
-    ):  # fmt: skip
+    ):
         found = compare_with(one, Contender("peer", bad.address.url), LOAD, 1)
     assert all("429" in str(row.problem) for row in found.rows)
 

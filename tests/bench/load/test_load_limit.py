@@ -109,5 +109,3 @@ def test_conversations_with_a_server_of_ours_go_on(own_server: Server) -> None:
     turns = sorted(Runner(own_server).run(load).measured.outcomes, key=lambda one: one.turn)
     assert [one.turn for one in turns] == [0] * 4 + [1] * 4 and not any(one.error for one in turns)
     assert min(one.input_tokens for one in turns[4:]) > max(one.input_tokens for one in turns[:4])
-
-

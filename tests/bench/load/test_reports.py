@@ -34,9 +34,13 @@ def report(name: str = "tiny", failed: str | None = None, count: int = 8) -> Rep
     setting = Setting("http://x", name, "completions", "8 x 100 in", "poisson", 1.0, 1.0, count, 0, None, date)
     work = {"decode": Work(2.0, 8e9, 4e9), "prompt": Work(1.0, 1e9, 2e10)}
     return Report(
-        setting, Measured(runs, parse_slo("ttft=600ms, tpot=200ms")), Reached(work, Ceiling(1e10, 1e11), 8.0),
-        {"ttft": 0.1, "tpot": 0.03, "itl": 0.03, "e2e": 0.16}, Energy({"package": 80.0}, 8.0), Price(3.6, "as given"),
-    )  # fmt: skip
+        setting,
+        Measured(runs, parse_slo("ttft=600ms, tpot=200ms")),
+        Reached(work, Ceiling(1e10, 1e11), 8.0),
+        {"ttft": 0.1, "tpot": 0.03, "itl": 0.03, "e2e": 0.16},
+        Energy({"package": 80.0}, 8.0),
+        Price(3.6, "as given"),
+    )
 
 
 def test_the_object_has_exactly_the_documented_names() -> None:

@@ -21,11 +21,13 @@ STREAM = b"".join(
         event(choices=[{"index": 0, "text": "Ri", "finish_reason": None}]),
         event(choices=[{"index": 0, "text": "", "finish_reason": None}]),
         event(choices=[{"index": 0, "text": "vers é", "finish_reason": "length"}]),
-        event(choices=[], usage={"prompt_tokens": 5, "completion_tokens": 3,
-                                 "prompt_tokens_details": {"cached_tokens": 4}}),
+        event(
+            choices=[],
+            usage={"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}},
+        ),
         b"data: [DONE]\n\n",
     ]
-)  # fmt: skip
+)
 
 
 @given(st.lists(st.integers(0, len(STREAM)), max_size=30))
@@ -43,9 +45,12 @@ def test_however_a_stream_is_cut_it_says_the_same_and_each_token_came_when_its_e
 
 def test_a_role_is_no_token_but_reasoning_and_calls_are() -> None:
     chunks = [
-        {"role": "assistant", "content": ""}, {"reasoning_content": "hm"}, {"content": "so"},
-        {"tool_calls": [{"index": 0}]}, {},
-    ]  # fmt: skip
+        {"role": "assistant", "content": ""},
+        {"reasoning_content": "hm"},
+        {"content": "so"},
+        {"tool_calls": [{"index": 0}]},
+        {},
+    ]
     parts = [(float(n), event(choices=[{"index": 0, "delta": delta}])) for n, delta in enumerate(chunks)]
     parts.append((9.0, event(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}])))
     answer = read_answer(parts)

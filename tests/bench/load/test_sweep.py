@@ -79,9 +79,16 @@ def test_the_curve_is_the_mean_of_the_trials() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [{"first": 0.0}, {"first": 5.0, "highest": 1.0}, {"target": 0.0}, {"target": 1.1}, {"precision": 0.0},
-     {"confirmations": -1}, {"highest": float("inf")}],
-)  # fmt: skip
+    [
+        {"first": 0.0},
+        {"first": 5.0, "highest": 1.0},
+        {"target": 0.0},
+        {"target": 1.1},
+        {"precision": 0.0},
+        {"confirmations": -1},
+        {"highest": float("inf")},
+    ],
+)
 def test_searches_that_cannot_end_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         Search(**bad)  # type: ignore[arg-type]

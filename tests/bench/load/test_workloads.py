@@ -97,14 +97,19 @@ def test_prompts_are_ids_where_the_server_tells_some_and_text_where_not() -> Non
 
 
 TALKS = [
-    {"id": "a", "conversations": [
-        {"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi there"},
-        {"from": "human", "value": "And?"}, {"from": "gpt", "value": "No more"},
-    ]},
+    {
+        "id": "a",
+        "conversations": [
+            {"from": "human", "value": "Hello"},
+            {"from": "gpt", "value": "Hi there"},
+            {"from": "human", "value": "And?"},
+            {"from": "gpt", "value": "No more"},
+        ],
+    },
     {"id": "b", "conversations": [{"from": "gpt", "value": "I begin"}, {"from": "human", "value": "Alone"}]},
     {"id": "c", "messages": [{"role": "user", "content": "Why"}, {"role": "assistant", "content": "Because"}]},
     {"id": "d", "conversations": []},
-]  # fmt: skip
+]
 
 
 def test_sharegpt_files_give_questions_and_the_lengths_of_their_answers(tmp_path: Path) -> None:

@@ -65,9 +65,12 @@ class Server:
 def running(cache: Path, key: str) -> Iterator[Server]:
     environment = {**os.environ, "BANKFULL_CACHE": str(cache), "BANKFULL_API_KEY": key}
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.console.browser.serve_tiny"], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "tests.console.browser.serve_tiny"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
         env=environment,
-    )  # fmt: skip
+    )
     assert process.stdout is not None
     try:
         said = ""

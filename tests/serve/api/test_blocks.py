@@ -19,10 +19,20 @@ def test_a_block_ends_before_the_next_begins_and_the_last_with_the_answer() -> N
     thought, text, call, more = blocks.all
     assert [block.text for block in blocks.all] == ["ab", "c", "{}", "d"]
     assert [(type(change), change.block) for change in first + second] == [
-        (Began, thought), (Grew, thought), (Grew, thought), (Ended, thought),
-        (Began, text), (Grew, text), (Ended, text), (Began, call), (Grew, call), (Ended, call),
-        (Began, more), (Grew, more), (Ended, more),
-    ]  # fmt: skip
+        (Began, thought),
+        (Grew, thought),
+        (Grew, thought),
+        (Ended, thought),
+        (Began, text),
+        (Grew, text),
+        (Ended, text),
+        (Began, call),
+        (Grew, call),
+        (Ended, call),
+        (Began, more),
+        (Grew, more),
+        (Ended, more),
+    ]
     assert (call.id, call.name) == ("id", "name") and blocks.open is None and not blocks.cut_short
 
 

@@ -110,8 +110,11 @@ def test_a_stream_is_role_content_finish_usage_and_done_in_this_order() -> None:
     assert events[-1] == "[DONE]"
     chunks = [json.loads(event) for event in events[:-1]]
     assert [chunk["choices"][0]["delta"] for chunk in chunks[:-1]] == [
-        {"role": "assistant", "content": ""}, {"content": "a"}, {"content": "b"}, {},
-    ]  # fmt: skip
+        {"role": "assistant", "content": ""},
+        {"content": "a"},
+        {"content": "b"},
+        {},
+    ]
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [None, None, None, "stop"]
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 2
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
@@ -172,7 +175,7 @@ def test_streamed_and_whole_are_the_same_for_any_cutting(transcript: str, size: 
 
 
 @examples(25)
-@given(st.text(alphabet="ab \n<>/\\\"{}é\U0001f30a", max_size=30), st.integers(1, 5))
+@given(st.text(alphabet='ab \n<>/\\"{}é\U0001f30a', max_size=30), st.integers(1, 5))
 def test_any_text_survives_the_spelling_of_chunks(text: str, size: int) -> None:
     async def stream() -> bytes:
         answer = Answer([1], Scripted(cut(text, size)).generate([1], SamplingParams()), [PlainParser()])
@@ -233,9 +236,11 @@ def test_an_earlier_tool_call_goes_back_into_the_prompt_as_an_object() -> None:
     with client_of(backend) as client:
         said = client.chat.completions.create(model="tiny", messages=HELLO).choices[0].message.model_dump()
         messages: list[Any] = [
-            *HELLO, said, {"role": "assistant", "content": None, "tool_calls": [call]},
+            *HELLO,
+            said,
+            {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "call_1", "content": "sun"},
-        ]  # fmt: skip
+        ]
         client.chat.completions.create(model="tiny", messages=messages)
         call["function"]["arguments"] = "[]"  # type: ignore[index]
         with pytest.raises(openai.BadRequestError, match="no JSON object"):
@@ -264,15 +269,37 @@ def test_logprobs_of_every_token_streamed_and_whole() -> None:
 def test_every_sampling_parameter_reaches_the_engine() -> None:
     backend = Scripted()
     extra = {
-        "min_p": 0.1, "top_k": 5, "typical_p": 0.9, "repetition_penalty": 1.1, "stop_token_ids": [4], "min_tokens": 1,
-        "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False, "bad_words": ["no"],
-        "allowed_token_ids": [5, 6], "prompt_logprobs": 1, "priority": -3, "cache_salt": "s", "timeout": 30,
-    }  # fmt: skip
+        "min_p": 0.1,
+        "top_k": 5,
+        "typical_p": 0.9,
+        "repetition_penalty": 1.1,
+        "stop_token_ids": [4],
+        "min_tokens": 1,
+        "ignore_eos": True,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "bad_words": ["no"],
+        "allowed_token_ids": [5, 6],
+        "prompt_logprobs": 1,
+        "priority": -3,
+        "cache_salt": "s",
+        "timeout": 30,
+    }
     with client_of(backend) as client:
         answer = client.chat.completions.create(
-            model="alias", messages=HELLO, temperature=0.5, top_p=0.8, presence_penalty=0.1, frequency_penalty=0.2,
-            logit_bias={"7": 1.5}, seed=9, stop=["x"], max_completion_tokens=12, user="me", extra_body=extra,
-        )  # fmt: skip
+            model="alias",
+            messages=HELLO,
+            temperature=0.5,
+            top_p=0.8,
+            presence_penalty=0.1,
+            frequency_penalty=0.2,
+            logit_bias={"7": 1.5},
+            seed=9,
+            stop=["x"],
+            max_completion_tokens=12,
+            user="me",
+            extra_body=extra,
+        )
     assert answer.model == "alias"
     asked = backend.asked[0]
     params = asked.params

@@ -49,18 +49,23 @@ class Nothing(msgspec.Struct, forbid_unknown_fields=True):
 ARGUMENTS: dict[str, Any] = {"get_weather": Weather, "get_time": Nothing}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 CHAT: dict[str, Any] = {
-    "model": "smollm2", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 96,
+    "model": "smollm2",
+    "messages": [{"role": "user", "content": QUESTION}],
+    "temperature": 0,
+    "max_tokens": 96,
     "tools": [{"type": "function", "function": function} for function in FUNCTIONS],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     command = [sys.executable, "-m", "bankfull", "serve", "smollm2", "--port", "0", "--memory", "64MiB", "--rows", "4"]
     process = subprocess.Popen(
-        [*command, "--max-model-len", "1024"], stdout=subprocess.PIPE, text=True,
+        [*command, "--max-model-len", "1024"],
+        stdout=subprocess.PIPE,
+        text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(5)]
     found = re.search(r"base_url (http://127.0.0.1:\d+)/v1", "".join(lines))

@@ -144,9 +144,11 @@ def test_arguments_that_a_schema_does_not_name_are_not_made_up(compiler: Grammar
         tools = [{"name": "f", "parameters": {**schema, **more}}]
         grammar = grammar_for(TEMPLATES["hermes"], tools, "required")
         for arguments, fits in (
-            ('{"a": {"b": 1}, "c": [{"b": 1}]}', True), ('{"x": 1}', allowed), ('{"a": {"x": 1}}', False),
+            ('{"a": {"b": 1}, "c": [{"b": 1}]}', True),
+            ('{"x": 1}', allowed),
+            ('{"a": {"x": 1}}', False),
             ('{"c": [{"x": 1}]}', False),
-        ):  # fmt: skip
+        ):
             text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
             assert allows(compiler, grammar, text) is fits, (more, arguments)
     free = grammar_for(TEMPLATES["hermes"], [{"name": "f", "parameters": {"type": "object"}}], "required")

@@ -26,9 +26,10 @@ from tests.serve.server import served, shared
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 TOOL: dict[str, Any] = {
-    "name": "weather", "description": "Tells the weather",
+    "name": "weather",
+    "description": "Tells the weather",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
-}  # fmt: skip
+}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
 TRANSCRIPTS = [
     "",
@@ -134,10 +135,13 @@ def test_the_events_of_a_thought_and_a_call_one_by_one() -> None:
         {"type": "content_block_stop", "index": 0},
         {"type": "content_block_start", "index": 1, "content_block": begun},
         {"type": "content_block_delta", "index": 1, "delta": {"type": "input_json_delta", "partial_json": '{"ci'}},
-        {"type": "content_block_delta", "index": 1,
-         "delta": {"type": "input_json_delta", "partial_json": 'ty": "Bonn"}'}},
+        {
+            "type": "content_block_delta",
+            "index": 1,
+            "delta": {"type": "input_json_delta", "partial_json": 'ty": "Bonn"}'},
+        },
         {"type": "content_block_stop", "index": 1},
-    ]  # fmt: skip
+    ]
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
     assert events[-2]["usage"]["output_tokens_details"]["thinking_tokens"] > 0
 
@@ -179,9 +183,13 @@ def test_streamed_and_whole_are_the_same_for_any_cutting(
     ],
 )
 def test_reasons_to_stop(
-    played: tuple[anthropic.Anthropic, Scripted], finish: str, stop: int | str | None, transcript: str, reason: str,
+    played: tuple[anthropic.Anthropic, Scripted],
+    finish: str,
+    stop: int | str | None,
+    transcript: str,
+    reason: str,
     sequence: str | None,
-) -> None:  # fmt: skip
+) -> None:
     client, backend = played
     backend.pieces, backend.finish, backend.stop = [transcript], finish, stop
     whole = post(client, tools=[TOOL], stop_sequences=["END"]).json()
@@ -211,9 +219,10 @@ def test_failures_have_a_status_before_and_an_event_within_a_stream(error: Excep
         events = raw_events(client)
         assert [event["type"] for event in events[-2:]] == ["content_block_delta", "error"]
         assert events[-1]["error"]["type"] == kind and "secret" not in events[-1]["error"]["message"]
-        with pytest.raises(anthropic.APIStatusError), client.messages.stream(
-            model="tiny", max_tokens=5, messages=HELLO
-        ) as stream_of_events:  # fmt: skip
+        with (
+            pytest.raises(anthropic.APIStatusError),
+            client.messages.stream(model="tiny", max_tokens=5, messages=HELLO) as stream_of_events,
+        ):
             stream_of_events.get_final_message()
 
 
@@ -226,18 +235,32 @@ SHOWN = (
 
 def test_blocks_become_the_conversation_and_are_counted() -> None:
     messages = [
-        {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}},
-                                     {"type": "text", "text": "b"}]},
-        {"role": "assistant", "content": [
-            {"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "redacted_thinking", "data": "x"},
-            {"type": "text", "text": "Let me see"},
-            {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Bonn"}},
-            {"type": "tool_use", "id": "t2", "name": "weather", "input": {}}]},
-        {"role": "user", "content": [
-            {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "rain"}]},
-            {"type": "tool_result", "tool_use_id": "t2", "content": "where?", "is_error": True},
-            {"type": "text", "text": "And?"}]},
-    ]  # fmt: skip
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}},
+                {"type": "text", "text": "b"},
+            ],
+        },
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "text", "text": "Let me see"},
+                {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Bonn"}},
+                {"type": "tool_use", "id": "t2", "name": "weather", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "rain"}]},
+                {"type": "tool_result", "tool_use_id": "t2", "content": "where?", "is_error": True},
+                {"type": "text", "text": "And?"},
+            ],
+        },
+    ]
     system = [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}]
     backend = Scripted()
     with client_of(backend, SHOWN) as client:
@@ -271,10 +294,19 @@ def test_parameters_reach_the_engine() -> None:
     schema = {"type": "object", "properties": {}}
     with client_of(backend) as client:
         response = post(
-            client, max_tokens=7, temperature=0.3, top_p=0.9, top_k=5, stop_sequences=["a", "b"], seed=3, priority=2,
-            cache_salt="s", timeout=9, metadata={"user_id": "me"},
+            client,
+            max_tokens=7,
+            temperature=0.3,
+            top_p=0.9,
+            top_k=5,
+            stop_sequences=["a", "b"],
+            seed=3,
+            priority=2,
+            cache_salt="s",
+            timeout=9,
+            metadata={"user_id": "me"},
             output_config={"format": {"type": "json_schema", "schema": schema}},
-        )  # fmt: skip
+        )
         assert response.status_code == 200, response.text
         assert post(client, tools=[TOOL], tool_choice={"type": "any"}).status_code == 200
         assert post(client, tools=[TOOL], tool_choice={"type": "tool", "name": "weather"}).status_code == 200
@@ -312,12 +344,22 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"messages": []}, "messages is empty"),
         ({"messages": [*HELLO, {"role": "assistant", "content": "I"}]}, "cannot continue"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type is 'image'"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]}]},
-         "messages[0].content[0].content[0].type is 'image'"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}]},
-         "belongs into a message of the assistant"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "t"}]}, *HELLO]},
-         "belongs into a message of the user"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]}
+                ]
+            },
+            "messages[0].content[0].content[0].type is 'image'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}]},
+            "belongs into a message of the assistant",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "t"}]}, *HELLO]},
+            "belongs into a message of the user",
+        ),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role is 'king'"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type is 'bash_20250124'"),
         ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call"),
@@ -329,7 +371,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"temperature": -1}, "temperature is -1"),
         ({"container": "c"}, "container is not a parameter"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_supported_is_refused_by_name(
     played: tuple[anthropic.Anthropic, Scripted], body: dict[str, Any], message: str
 ) -> None:
@@ -378,10 +420,16 @@ def test_the_clients_own_helper_reads_a_streamed_thought_and_a_tool_call(size: i
     backend = Scripted(cut(f"<think>Weather?</think>Let me see.\n{CALL}", size), facts=replace(FACTS, max_len=8192))
     switched = TEMPLATE + "{% if enable_thinking %}<on>{% endif %}"
     thoughts, texts, inputs, snapshots = [], [], [], []
-    with client_of(backend, switched) as client, client.messages.stream(
-        model="tiny", max_tokens=2000, messages=HELLO, tools=[TOOL],  # type: ignore[list-item]
-        thinking={"type": "enabled", "budget_tokens": 1024},
-    ) as stream:  # fmt: skip
+    with (
+        client_of(backend, switched) as client,
+        client.messages.stream(
+            model="tiny",
+            max_tokens=2000,
+            messages=HELLO,
+            tools=[TOOL],  # type: ignore[list-item]
+            thinking={"type": "enabled", "budget_tokens": 1024},
+        ) as stream,
+    ):
         for event in stream:
             if event.type == "thinking":
                 thoughts.append(event.thinking)
@@ -403,9 +451,7 @@ def test_the_clients_own_helper_reads_a_streamed_thought_and_a_tool_call(size: i
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_version_header_may_be_missing(
-    played: tuple[anthropic.Anthropic, Scripted], stream: bool
-) -> None:  # fmt: skip
+def test_the_version_header_may_be_missing(played: tuple[anthropic.Anthropic, Scripted], stream: bool) -> None:
     client, _ = played
     body = {"model": "tiny", "max_tokens": 9, "messages": HELLO, "stream": stream, "thinking": {"type": "disabled"}}
     response = httpx.post(f"{str(client.base_url).rstrip('/')}/v1/messages", json=body)

@@ -22,9 +22,14 @@ SCHEMAS = DOCUMENT["components"]["schemas"]
 DEPTH = 4
 """Of objects within objects; deeper ones are left empty, because some schemas hold themselves."""
 ANYTHING = st.one_of(
-    st.none(), st.booleans(), st.integers(-2, 2), st.sampled_from([2**40, -(2**70), 1e300]), st.text(max_size=4),
-    st.lists(st.integers(0, 9), max_size=2), st.dictionaries(st.text(max_size=3), st.integers(0, 9), max_size=2),
-)  # fmt: skip
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 2),
+    st.sampled_from([2**40, -(2**70), 1e300]),
+    st.text(max_size=4),
+    st.lists(st.integers(0, 9), max_size=2),
+    st.dictionaries(st.text(max_size=3), st.integers(0, 9), max_size=2),
+)
 
 
 def values_of(schema: dict[str, Any], depth: int = DEPTH) -> st.SearchStrategy[Any]:

@@ -22,9 +22,12 @@ from tests.serve.scripted import TEMPLATE, Scripted, cut, scripted_texts, script
 from tests.serve.server import served, shared
 
 TOOL: dict[str, Any] = {
-    "type": "function", "name": "weather", "description": None, "strict": None,
+    "type": "function",
+    "name": "weather",
+    "description": None,
+    "strict": None,
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-}  # fmt: skip
+}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
 TRANSCRIPTS = [
     "",
@@ -97,10 +100,17 @@ def test_the_events_of_a_text_one_by_one() -> None:
     with client_of(Scripted(["The ", "river"], cached=2)) as client:
         events = raw_events(client)
     assert [event["type"] for event in events] == [
-        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
-        "response.output_text.delta", "response.output_text.delta", "response.output_text.done",
-        "response.content_part.done", "response.output_item.done", "response.completed",
-    ]  # fmt: skip
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
     created, running, added, part, first, second, done, part_done, item_done, completed = events
     assert created["response"] == running["response"]
     assert created["response"]["status"] == "in_progress" and created["response"]["output"] == []
@@ -127,9 +137,13 @@ def test_the_events_of_a_thought_and_a_call_one_by_one() -> None:
     thought, called = events[2]["item"], events[9]["item"]
     assert thought == {"type": "reasoning", "id": thought["id"], "status": "in_progress", "content": [], "summary": []}
     assert called == {
-        "type": "function_call", "id": called["id"], "call_id": called["call_id"], "name": "weather", "arguments": "",
+        "type": "function_call",
+        "id": called["id"],
+        "call_id": called["call_id"],
+        "name": "weather",
+        "arguments": "",
         "status": "in_progress",
-    }  # fmt: skip
+    }
     place = {"item_id": thought["id"], "output_index": 0, "content_index": 0}
     whole_thought = {**thought, "status": "completed", "content": [{"type": "reasoning_text", "text": "Hmm."}]}
     where = {"item_id": called["id"], "output_index": 1}
@@ -196,10 +210,14 @@ def test_an_answer_that_runs_out_of_tokens_is_incomplete() -> None:
         assert any(event["type"].endswith(done) for event in events)
 
 
-@pytest.mark.parametrize(("error", "status", "code"), [
-    (Busy("full", 3.0), 429, "rate_limit_exceeded"), (EngineDied("died"), 500, "server_error"),
-    (RuntimeError("secret /root/path"), 500, "server_error"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (Busy("full", 3.0), 429, "rate_limit_exceeded"),
+        (EngineDied("died"), 500, "server_error"),
+        (RuntimeError("secret /root/path"), 500, "server_error"),
+    ],
+)
 def test_failures_have_a_status_before_and_events_within_a_stream(error: Exception, status: int, code: str) -> None:
     with client_of(Scripted([], error=error)) as client:
         for stream in (False, True):
@@ -234,15 +252,24 @@ def test_items_become_the_conversation() -> None:
     )
     call = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Bonn"}'}
     thought = {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
-    said = {"type": "message", "role": "assistant", "id": "m", "status": "completed",
-            "content": [{"type": "output_text", "text": "Let me see", "annotations": []}]}  # fmt: skip
+    said = {
+        "type": "message",
+        "role": "assistant",
+        "id": "m",
+        "status": "completed",
+        "content": [{"type": "output_text", "text": "Let me see", "annotations": []}],
+    }
     items = [
-        {"role": "developer", "content": "Dev"}, {"role": "user", "content": [{"type": "input_text", "text": "a"},
-        {"type": "input_text", "text": "b"}]}, thought, said, call,
+        {"role": "developer", "content": "Dev"},
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+        thought,
+        said,
+        call,
         {"type": "function_call_output", "call_id": "c1", "output": "rain"},
-        {"role": "assistant", "content": "It rains"}, {"role": "assistant", "content": "a lot"},
+        {"role": "assistant", "content": "It rains"},
+        {"role": "assistant", "content": "a lot"},
         {"type": "message", "role": "user", "content": "Thanks"},
-    ]  # fmt: skip
+    ]
     backend = Scripted()
     with client_of(backend, template) as client:
         client.responses.create(model="tiny", input=items, instructions="Be brief.")  # type: ignore[arg-type]
@@ -270,10 +297,14 @@ def test_parameters_reach_the_engine() -> None:
     schema = {"type": "object", "properties": {}}
     with client_of(backend) as client:
         client.responses.create(
-            model="tiny", input="x", max_output_tokens=7, temperature=0.3, top_p=0.9,
+            model="tiny",
+            input="x",
+            max_output_tokens=7,
+            temperature=0.3,
+            top_p=0.9,
             text={"format": {"type": "json_schema", "name": "n", "schema": schema}},
             extra_body={"top_k": 5, "seed": 3, "priority": 2, "cache_salt": "s", "timeout": 9.0},
-        )  # fmt: skip
+        )
         client.responses.create(
             model="tiny", input="x", text={"format": {"type": "json_object"}}, extra_body={"stop": None}
         )
@@ -304,8 +335,10 @@ def test_logprobs_come_with_the_text_and_only_when_asked_for() -> None:
 
 def test_effort_needs_a_switch_in_the_template() -> None:
     for name, given, told in (
-        ("reasoning_effort", "high", "high"), ("enable_thinking", "none", "False"), ("thinking", "none", "False"),
-    ):  # fmt: skip
+        ("reasoning_effort", "high", "high"),
+        ("enable_thinking", "none", "False"),
+        ("thinking", "none", "False"),
+    ):
         backend = Scripted()
         with client_of(backend, "{{ messages[0].content }} {{ NAME }}".replace("NAME", name)) as client:
             client.responses.create(model="tiny", input="x", reasoning={"effort": given})  # type: ignore[typeddict-item]
@@ -331,13 +364,22 @@ def test_effort_needs_a_switch_in_the_template() -> None:
         ({"input": []}, "input", "empty"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "stored"),
         ({"input": [{"type": "computer_call"}]}, "input[0].type", "'computer_call'"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-         "input[0].content[0].type", "'input_image'"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].type",
+            "'input_image'",
+        ),
         ({"input": [{"role": "user", "content": "x", "who": 1}]}, "input[0].who", "not a parameter"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]},
-         "input[0].arguments", "no JSON object"),
-        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]},
-         "input[0].encrypted_content", "cannot be read"),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]},
+            "input[0].arguments",
+            "no JSON object",
+        ),
+        (
+            {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]},
+            "input[0].encrypted_content",
+            "cannot be read",
+        ),
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"max_output_tokens": 600}, "max_output_tokens", "max_output_tokens=600"),
         ({"max_output_tokens": 500}, "input", "or set truncation"),
@@ -347,7 +389,7 @@ def test_effort_needs_a_switch_in_the_template() -> None:
         ({"model": "gpt-4"}, "model", "not served"),
         ({"stream_options": {"include_obfuscation": False}}, "stream_options", "streams only"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_supported_is_refused_by_name(
     played: tuple[openai.OpenAI, Scripted], body: dict[str, Any], param: str, message: str
 ) -> None:

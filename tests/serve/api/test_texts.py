@@ -26,10 +26,19 @@ from tests.serve.scripted import Scripted, scripted_texts, scripted_tokenizer
 @pytest.mark.parametrize(
     ("length", "max_tokens", "truncate", "kept"),
     [
-        (99, None, None, 99), (100, None, None, None), (90, 10, None, 90), (91, 10, None, None), (100, 0, None, 100),
-        (500, 10, -1, 90), (500, None, -1, 99), (500, 10, 7, 7), (500, 10, 95, 90), (5, 10, 7, 5), (1, 100, None, None),
+        (99, None, None, 99),
+        (100, None, None, None),
+        (90, 10, None, 90),
+        (91, 10, None, None),
+        (100, 0, None, 100),
+        (500, 10, -1, 90),
+        (500, None, -1, 99),
+        (500, 10, 7, 7),
+        (500, 10, 95, 90),
+        (5, 10, 7, 5),
+        (1, 100, None, None),
     ],
-)  # fmt: skip
+)
 def test_a_prompt_fits_is_cut_when_asked_or_is_refused(
     length: int, max_tokens: int | None, truncate: int | None, kept: int | None
 ) -> None:
@@ -74,10 +83,13 @@ def test_the_event_loop_goes_on_while_a_long_text_is_tokenized() -> None:
 @pytest.mark.parametrize(
     ("messages", "options", "short"),
     [
-        (["Hello"], {}, True), (["Hello"] * 16, {"enable_thinking": False}, True), (["Hello"] * 17, {}, False),
-        (["x" * 1025], {}, False), (["Hello"], {"rounds": 3}, False),
+        (["Hello"], {}, True),
+        (["Hello"] * 16, {"enable_thinking": False}, True),
+        (["Hello"] * 17, {}, False),
+        (["x" * 1025], {}, False),
+        (["Hello"], {"rounds": 3}, False),
     ],
-)  # fmt: skip
+)
 def test_a_short_conversation_reaches_no_thread(
     messages: list[str], options: dict[str, Any], short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

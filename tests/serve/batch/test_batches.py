@@ -131,19 +131,33 @@ def test_every_line_has_one_result_in_the_order_of_the_input(tmp_path: Path) -> 
 
 def test_what_is_wrong_with_the_input_is_told_by_line(tmp_path: Path) -> None:
     lines = [
-        line("a"), "{nonsense", line("a"), line("b", url="/v1/embeddings"), line("c", method="GET"), "",
-        line("d", more=1), line("e", body=[1]), line("f", body={"stream": True}), line("g" * 600),
+        line("a"),
+        "{nonsense",
+        line("a"),
+        line("b", url="/v1/embeddings"),
+        line("c", method="GET"),
+        "",
+        line("d", more=1),
+        line("e", body=[1]),
+        line("f", body={"stream": True}),
+        line("g" * 600),
         line("h", body="X").replace('"X"', '{"a":' + "[" * 50_000),
-    ]  # fmt: skip
+    ]
     with client_of(tmp_path) as client:
         batch = ended(client, submit(client, lines).id)
         assert batch.status == "failed" and batch.output_file_id is None
         found = {(problem.line, problem.code) for problem in batch.errors.data}
         assert found == {
-            (2, "invalid_json_line"), (3, "duplicate_custom_id"), (4, "mismatched_url"), (5, "invalid_request"),
-            (7, "invalid_request"), (8, "invalid_body"), (9, "invalid_body"), (10, "invalid_request"),
+            (2, "invalid_json_line"),
+            (3, "duplicate_custom_id"),
+            (4, "mismatched_url"),
+            (5, "invalid_request"),
+            (7, "invalid_request"),
+            (8, "invalid_body"),
+            (9, "invalid_body"),
+            (10, "invalid_request"),
             (11, "invalid_json_line"),
-        }  # fmt: skip
+        }
 
 
 def test_a_line_has_the_limits_of_a_body(tmp_path: Path) -> None:
@@ -239,9 +253,7 @@ def test_one_key_never_sees_the_batches_of_another(tmp_path: Path) -> None:
         with pytest.raises(openai.NotFoundError):
             other.batches.cancel(batch.id)
         with pytest.raises(openai.NotFoundError):
-            other.batches.create(
-                input_file_id=batch.input_file_id, endpoint="/v1/completions", completion_window="24h"
-            )
+            other.batches.create(input_file_id=batch.input_file_id, endpoint="/v1/completions", completion_window="24h")
         assert list(other.batches.list()) == [] and [each.id for each in mine.batches.list()] == [batch.id]
 
 
@@ -330,9 +342,13 @@ def test_a_hundred_kills_in_ten_thousand_lines(tmp_path: Path) -> None:
 
 def test_the_openapi_document_has_files_and_batches_where_they_are_served(tmp_path: Path) -> None:
     described = {
-        "/v1/files": {"get", "post"}, "/v1/files/{id}": {"get", "delete"}, "/v1/files/{id}/content": {"get"},
-        "/v1/batches": {"get", "post"}, "/v1/batches/{id}": {"get"}, "/v1/batches/{id}/cancel": {"post"},
-    }  # fmt: skip
+        "/v1/files": {"get", "post"},
+        "/v1/files/{id}": {"get", "delete"},
+        "/v1/files/{id}/content": {"get"},
+        "/v1/batches": {"get", "post"},
+        "/v1/batches/{id}": {"get"},
+        "/v1/batches/{id}/cancel": {"post"},
+    }
     with served(create_app(Scripted(), scripted_texts(), settings())) as url:
         assert not described.keys() & httpx.get(f"{url}/openapi.json").json()["paths"].keys()
     with served(whole_app(tmp_path, Scripted())) as url:
@@ -391,9 +407,17 @@ def test_a_batch_has_one_log_line_at_its_end(tmp_path: Path, caplog: pytest.LogC
     first, second = told()
     assert 0 <= first.pop("seconds") < 60
     assert first == {
-        "id": good.id, "key": "me", "endpoint": "/v1/completions", "status": "completed", "total": 6, "completed": 5,
-        "failed": 1, "prompt_tokens": 15, "completion_tokens": 20, "cached_tokens": 0,
-    }  # fmt: skip
+        "id": good.id,
+        "key": "me",
+        "endpoint": "/v1/completions",
+        "status": "completed",
+        "total": 6,
+        "completed": 5,
+        "failed": 1,
+        "prompt_tokens": 15,
+        "completion_tokens": 20,
+        "cached_tokens": 0,
+    }
     assert (second["id"], second["status"], second["total"]) == (failed.id, "failed", 0)
 
 
@@ -414,11 +438,16 @@ def test_histograms_of_latency_are_of_online_calls_only(tmp_path: Path) -> None:
         batch = observed()
         assert {name: number for name, number in batch.items() if name.endswith("_seconds")} == dict.fromkeys(
             (
-                "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
-                "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
+                "time_to_first_token_seconds",
+                "inter_token_latency_seconds",
+                "e2e_request_latency_seconds",
+                "request_queue_time_seconds",
+                "request_prefill_time_seconds",
+                "request_decode_time_seconds",
                 "request_inference_time_seconds",
-            ), 0,
-        )  # fmt: skip
+            ),
+            0,
+        )
         assert batch["request_prompt_tokens"] == batch["request_generation_tokens"] == 5
         assert metrics.batch_requests.values == {("completed",): 5, ("failed",): 1}
         client.completions.create(model="tiny", prompt="xyz")
@@ -465,8 +494,9 @@ def test_a_batch_without_tokens_keeps_nobody_else_waiting(tmp_path: Path) -> Non
         assert ended(waits, first).request_counts.completed == 50
 
 
-@pytest.mark.parametrize("call", ["open_batches", "again", "clear", "add", "start", "pending", "record", "finalize",
-                                  "conclude"])  # fmt: skip
+@pytest.mark.parametrize(
+    "call", ["open_batches", "again", "clear", "add", "start", "pending", "record", "finalize", "conclude"]
+)
 def test_a_database_error_anywhere_delays_a_batch_and_is_told_but_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:

@@ -52,11 +52,11 @@ def test_a_boundary_of_any_length(server: Listening, length: int) -> None:
     "start",
     [b"no form", b"--b\r\n\0\r\n\r\n", b'--b\r\ncontent-disposition: form-data; name="x"\r\n\r\n', b"--b\r\nx"],
     ids=["no form", "bad header", "unknown field", "no colon"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("size", [0, LARGE])
 def test_a_form_that_is_wrong_from_its_start_is_told_however_much_follows(
     server: Listening, start: bytes, size: int
-) -> None:  # fmt: skip
+) -> None:
     status, said = upload(server, start + b"x" * size)
     assert status == 400 and "form" in said
 

@@ -50,9 +50,12 @@ def recorded(recorder: Path, place: Path, fault: str = "") -> tuple[Path, list[C
     root, trace = place / "disk", place / "trace"
     root.mkdir(parents=True)
     environment = {
-        **os.environ, "LD_PRELOAD": str(recorder), "POWER_ROOT": str(root), "POWER_TRACE": str(trace),
+        **os.environ,
+        "LD_PRELOAD": str(recorder),
+        "POWER_ROOT": str(root),
+        "POWER_TRACE": str(trace),
         "PYTHONDONTWRITEBYTECODE": "1",
-    }  # fmt: skip
+    }
     command = [sys.executable, "-m", "tests.serve.power.workload", str(root / "data"), str(trace)]
     subprocess.run([*command, *([fault] if fault else [])], check=True, env=environment, cwd=ROOT)
     return root, read_trace(trace)

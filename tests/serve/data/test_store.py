@@ -222,8 +222,10 @@ def test_a_newer_schema_and_a_broken_database_are_told_in_one_sentence(tmp_path:
 def test_the_database_is_in_wal_mode_with_foreign_keys(tmp_path: Path) -> None:
     store = Store(tmp_path)
     assert [store.query(f"PRAGMA {name}")[0][0] for name in ("journal_mode", "foreign_keys", "synchronous")] == [
-        "wal", 1, 2,
-    ]  # fmt: skip
+        "wal",
+        1,
+        2,
+    ]
     store.close()
 
 
@@ -262,9 +264,13 @@ def test_results_that_find_the_disk_full_are_whole_or_not_there(tmp_path: Path) 
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, text=True, check=False
-    ) if shutil.which("mount") else None  # fmt: skip
+    mounted = (
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, text=True, check=False
+        )
+        if shutil.which("mount")
+        else None
+    )
     if mounted is None or mounted.returncode:
         pytest.skip("this user may not mount a tmpfs")
     yield folder
@@ -356,9 +362,7 @@ def test_damaged_inner_pages_are_found_at_the_start(tmp_path: Path) -> None:
     store.close()
     whole = (tmp_path / "service.db").read_bytes()
     for page in (2, 3, len(whole) // 4096 - 1):
-        (tmp_path / "service.db").write_bytes(
-            whole[: page * 4096] + b"\xa5" * 4096 + whole[(page + 1) * 4096 :]
-        )  # fmt: skip
+        (tmp_path / "service.db").write_bytes(whole[: page * 4096] + b"\xa5" * 4096 + whole[(page + 1) * 4096 :])
         with pytest.raises(ConfigError, match="is damaged"):
             Store(tmp_path)
 
@@ -372,8 +376,10 @@ def test_of_a_large_database_the_lines_are_left_to_a_command(tmp_path: Path, mon
     database.set_trace_callback(asked.append)
     assert database_module.found_problems(database) == []
     assert [each for each in asked if "quick_check" in each] == [
-        "PRAGMA quick_check(files)", "PRAGMA quick_check(batches)", "PRAGMA quick_check(removals)",
-    ]  # fmt: skip
+        "PRAGMA quick_check(files)",
+        "PRAGMA quick_check(batches)",
+        "PRAGMA quick_check(removals)",
+    ]
     asked.clear()
     assert database_module.found_problems(database, whole=True) == []
     assert [each for each in asked if "quick_check" in each] == []

@@ -150,9 +150,7 @@ def test_a_batch_that_lost_lines_begins_again_and_one_that_lost_none_goes_on(fol
     database.execute("DELETE FROM lines WHERE batch = ? AND line = 3", (running,))
     database.commit()
     database.close()
-    assert upkeep.check(folder).problems == [
-        f"The batch {_id(folder, running)} has {total - 1} of its {total} lines."
-    ]
+    assert upkeep.check(folder).problems == [f"The batch {_id(folder, running)} has {total - 1} of its {total} lines."]
     assert "1 batches had lost lines and begin again" in upkeep.repair(folder).done[0]
     store = Store(folder)
     batch = next(each for each in Ledger(store).open_batches() if each.sequence == running)

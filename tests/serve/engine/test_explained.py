@@ -75,8 +75,9 @@ def test_the_other_apis_tell_it_too(path: str, body: dict[str, Any], name: str, 
 def test_a_stream_ends_with_the_account(usage: bool) -> None:
     options = {"stream_options": {"include_usage": True}} if usage else {}
     for path, body, told in (
-        ("/v1/chat/completions", CHAT, ACCOUNT), ("/v1/completions", {"prompt": ["p", "q"]}, [ACCOUNT, ACCOUNT])
-    ):  # fmt: skip
+        ("/v1/chat/completions", CHAT, ACCOUNT),
+        ("/v1/completions", {"prompt": ["p", "q"]}, [ACCOUNT, ACCOUNT]),
+    ):
         *chunks, last = streamed(path, **body, **options, explain=True)
         assert last["explain"] == told and last["choices"] == [] and (last.get("usage") is not None) == usage
         assert not any("explain" in chunk for chunk in chunks)

@@ -125,11 +125,13 @@ def test_what_prepares_at_once_is_little(engine: Engine) -> None:
     light = SamplingParams(temperature=1.0, n=128, stop=["\n\n", "END"], bad_words=["no"], max_tokens=5)
     assert preparation(Submit(1, PROMPT, light)) == 0
     for heavy in (
-        Submit(1, [1] * 4097, light), Submit(1, PROMPT, SamplingParams(stop=["x" * 257])),
-        Submit(1, PROMPT, SamplingParams(bad_words=["x" * 257])), Submit(1, PROMPT, light, explain=True),
+        Submit(1, [1] * 4097, light),
+        Submit(1, PROMPT, SamplingParams(stop=["x" * 257])),
+        Submit(1, PROMPT, SamplingParams(bad_words=["x" * 257])),
+        Submit(1, PROMPT, light, explain=True),
         Submit(1, PROMPT, SamplingParams(allowed_token_ids=range(4097))),
         Submit(1, PROMPT, SamplingParams(structured=StructuredOutput(regex="a"))),
-    ):  # fmt: skip
+    ):
         assert preparation(heavy) > 0
 
 

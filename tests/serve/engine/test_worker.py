@@ -184,10 +184,21 @@ def test_nonsense_and_giants_end_the_process() -> None:
 
 def test_params_survive_the_wire() -> None:
     params = SamplingParams(
-        n=2, temperature=0.5, top_k=3, logit_bias={3: -1.5}, stop=["a", "b"], stop_token_ids=[4], bad_words=["x"],
-        allowed_token_ids=[1, 2], min_tokens=1, max_tokens=9, seed=-5, logprobs=2, prompt_logprobs=1,
+        n=2,
+        temperature=0.5,
+        top_k=3,
+        logit_bias={3: -1.5},
+        stop=["a", "b"],
+        stop_token_ids=[4],
+        bad_words=["x"],
+        allowed_token_ids=[1, 2],
+        min_tokens=1,
+        max_tokens=9,
+        seed=-5,
+        logprobs=2,
+        prompt_logprobs=1,
         structured=StructuredOutput(json={"type": "object"}),
-    )  # fmt: skip
+    )
     submit = Submit(5, [1, 2], params, priority=3, salt="key", pool=None)
     assert decoder(ToEngine).decode(pack(submit)[HEADER:]) == submit
 

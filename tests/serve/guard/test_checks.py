@@ -29,9 +29,14 @@ SECRET, KEY = new_key("alice", requests=1000)
 FEW, FEW_KEY = new_key("bob", requests=2)
 BOSS, BOSS_KEY = new_key("boss", admin=True)
 LIMITS = GuardLimits(
-    body_bytes=10_000, body_seconds=0.4, upload_bytes=50_000, upload_pause_seconds=0.4, header_count=20,
-    header_bytes=4000, path_bytes=500,
-)  # fmt: skip
+    body_bytes=10_000,
+    body_seconds=0.4,
+    upload_bytes=50_000,
+    upload_pause_seconds=0.4,
+    header_count=20,
+    header_bytes=4000,
+    path_bytes=500,
+)
 
 
 async def telling(scope: Any, receive: Any, send: Any) -> None:
@@ -95,9 +100,13 @@ def test_every_route_but_probes_and_the_pages_of_the_console_needs_a_key(locked_
 
 @pytest.mark.parametrize(
     "headers",
-    [{"authorization": f"Bearer {SECRET}"}, {"authorization": f"bearer  {SECRET}"}, {"x-api-key": SECRET},
-     {"authorization": f"Bearer {SECRET}", "x-api-key": SECRET}],
-)  # fmt: skip
+    [
+        {"authorization": f"Bearer {SECRET}"},
+        {"authorization": f"bearer  {SECRET}"},
+        {"x-api-key": SECRET},
+        {"authorization": f"Bearer {SECRET}", "x-api-key": SECRET},
+    ],
+)
 def test_a_key_opens_in_both_headers(locked_server: Listening, headers: dict[str, str]) -> None:
     answer = web.post(locked_server.url + "/x", headers=headers, content=b"abc")
     assert answer.json() == {"size": 3, "key": "alice"}
@@ -106,16 +115,20 @@ def test_a_key_opens_in_both_headers(locked_server: Listening, headers: dict[str
 @pytest.mark.parametrize(
     "headers",
     [
-        [(b"authorization", b"Basic " + SECRET.encode())], [(b"authorization", SECRET.encode())],
-        [(b"authorization", b"Bearer " + SECRET.encode() + b"x")], [(b"x-api-key", SECRET.upper().encode())],
-        [(b"x-api-key", KEY.digest.encode())], [(b"x-api-key", b"alice")],
+        [(b"authorization", b"Basic " + SECRET.encode())],
+        [(b"authorization", SECRET.encode())],
+        [(b"authorization", b"Bearer " + SECRET.encode() + b"x")],
+        [(b"x-api-key", SECRET.upper().encode())],
+        [(b"x-api-key", KEY.digest.encode())],
+        [(b"x-api-key", b"alice")],
         [(b"authorization", b"Bearer " + SECRET.encode()), (b"x-api-key", FEW.encode())],
         # A full-width letter, a look-alike, a zero-width space and a byte that is no UTF-8 make another key.
         [(b"x-api-key", "\uff42\uff46".encode() + SECRET[2:].encode())],
-        [(b"x-api-key", SECRET.encode() + "\u200b".encode())], [(b"x-api-key", SECRET.encode() + b"\xff")],
+        [(b"x-api-key", SECRET.encode() + "\u200b".encode())],
+        [(b"x-api-key", SECRET.encode() + b"\xff")],
         [(b"x-api-key", ("b\u0560" + SECRET[2:]).encode())],
     ],
-)  # fmt: skip
+)
 def test_a_wrong_key_stays_outside(locked_server: Listening, headers: list[tuple[bytes, bytes]]) -> None:
     answer = web.post(locked_server.url + "/x", headers=headers)
     assert answer.status_code == 401

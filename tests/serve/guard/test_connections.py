@@ -216,8 +216,12 @@ def test_where_all_are_busy_probes_and_admins_have_a_reserve() -> None:
             busy[-1].ask("/slow", ALICE)
         eventually(lambda: lobby.count == 5 and not lobby._waiting, "their requests were not read")
         for path, key, status in (
-            ("/live", "", 200), ("/ready", "", 200), ("/metrics", ALICE, 200), ("/x", BOSS, 200), ("/x", ALICE, 503),
-        ):  # fmt: skip
+            ("/live", "", 200),
+            ("/ready", "", 200),
+            ("/metrics", ALICE, 200),
+            ("/x", BOSS, 200),
+            ("/x", ALICE, 503),
+        ):
             client = stack.enter_context(closing(Client(server.port)))
             assert client.status(path, key) == status, path
         # The reserve is not for those who keep it to themselves, either.
@@ -345,9 +349,7 @@ def trusting(certificate: Path) -> Callable[[socket.socket], ssl.SSLSocket]:
 
 
 @NEEDS_OPENSSL
-def test_connections_that_never_speak_tls_have_the_same_limits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_connections_that_never_speak_tls_have_the_same_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     certificate, key = made_certificate(tmp_path / "a", "first")
     limits = LobbyLimits(connections=20, per_address=10, read_seconds=0.8)
     with (

@@ -37,13 +37,18 @@ def test_a_key_is_found_by_its_secret_and_the_file_does_not_hold_it(tmp_path: Pa
 @pytest.mark.parametrize(
     "line",
     [
-        "alice", "alice sha256:12",
-        "alice md5:" + "0" * 64, "al/ice sha256:" + "0" * 64, "a" * 65 + " sha256:" + "0" * 64,
-        "alice sha256:" + "0" * 64 + " requests=0", "alice sha256:" + "0" * 64 + " requests=-1",
-        "alice sha256:" + "0" * 64 + " tokens=1e9", "alice sha256:" + "0" * 64 + " everything",
+        "alice",
+        "alice sha256:12",
+        "alice md5:" + "0" * 64,
+        "al/ice sha256:" + "0" * 64,
+        "a" * 65 + " sha256:" + "0" * 64,
+        "alice sha256:" + "0" * 64 + " requests=0",
+        "alice sha256:" + "0" * 64 + " requests=-1",
+        "alice sha256:" + "0" * 64 + " tokens=1e9",
+        "alice sha256:" + "0" * 64 + " everything",
         "alice sha256:" + "0" * 64 + " tokens=1 tokens=2",
     ],
-)  # fmt: skip
+)
 def test_a_broken_line_is_refused_in_one_sentence(line: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_line(line, "keys.txt, line 3")

@@ -164,10 +164,17 @@ def test_model_directories_with_code(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/files/../../../etc/passwd", "/v1/files/..%2f..%2f..%2fetc%2fpasswd", "/v1/files/%2fetc%2fpasswd/content",
-     "/v1/batches/..%2f..%2fetc", "/v1/models/../../etc/passwd", "/v1/models/..%2f..%2fetc%2fpasswd",
-     "/v1/files/file-%00", "/v1/files/file-..\\..\\etc"],
-)  # fmt: skip
+    [
+        "/v1/files/../../../etc/passwd",
+        "/v1/files/..%2f..%2f..%2fetc%2fpasswd",
+        "/v1/files/%2fetc%2fpasswd/content",
+        "/v1/batches/..%2f..%2fetc",
+        "/v1/models/../../etc/passwd",
+        "/v1/models/..%2f..%2fetc%2fpasswd",
+        "/v1/files/file-%00",
+        "/v1/files/file-..\\..\\etc",
+    ],
+)
 def test_path_traversal_in_file_names_and_ids(client: Client, path: str) -> None:
     head = f"GET {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {ALICE}\r\nconnection: close\r\n\r\n"
     answer = client.server.say(head.encode())
@@ -182,9 +189,11 @@ def test_path_traversal_in_file_names_and_ids(client: Client, path: str) -> None
 )
 def test_server_side_request_forgery_by_urls(client: Client, url: str) -> None:
     for part in (
-        {"type": "image_url", "image_url": {"url": url}}, {"type": "input_audio", "input_audio": {"data": url}},
-        {"type": "file", "file": {"file_data": url}}, {"type": "video_url", "video_url": {"url": url}},
-    ):  # fmt: skip
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "input_audio", "input_audio": {"data": url}},
+        {"type": "file", "file": {"file_data": url}},
+        {"type": "video_url", "video_url": {"url": url}},
+    ):
         refused(client.ask(CHAT, messages=[{"role": "user", "content": [part]}]))
     for field in ("image_url", "adapter", "webhook", "callback_url", "chat_template"):
         refused(client.ask(CHAT, messages=message(), **{field: url}))
@@ -199,18 +208,41 @@ def test_nothing_in_the_service_fetches_addresses() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"n": 10**6}, {"n": 129}, {"n": 0}, {"n": -1}, {"best_of": 10**6}, {"best_of": 0}, {"n": 2, "best_of": 1},
-        {"logprobs": 10**6}, {"prompt_logprobs": 10**6},
-        {"n": 128, "logprobs": 64, "max_tokens": 200}, {"max_tokens": 10**9}, {"max_tokens": 10**30},
-        {"max_tokens": -1}, {"min_tokens": 10**9}, {"top_k": 10**12}, {"logit_bias": {str(i): 1 for i in range(5000)}},
-        {"logit_bias": {"99999999": 1}}, {"logit_bias": {"-1": 1}}, {"logit_bias": {"5": 1e300}},
-        {"stop": ["x"] * 10_000}, {"stop": "x" * 10**6}, {"stop": [""]}, {"stop_token_ids": list(range(10_000))},
-        {"bad_words": ["x"] * 10_000}, {"allowed_token_ids": []}, {"allowed_token_ids": [10**9]}, {"seed": 10**30},
-        {"priority": 10**9}, {"timeout": 10**9}, {"timeout": -1}, {"cache_salt": "x" * 10_000},
+        {"n": 10**6},
+        {"n": 129},
+        {"n": 0},
+        {"n": -1},
+        {"best_of": 10**6},
+        {"best_of": 0},
+        {"n": 2, "best_of": 1},
+        {"logprobs": 10**6},
+        {"prompt_logprobs": 10**6},
+        {"n": 128, "logprobs": 64, "max_tokens": 200},
+        {"max_tokens": 10**9},
+        {"max_tokens": 10**30},
+        {"max_tokens": -1},
+        {"min_tokens": 10**9},
+        {"top_k": 10**12},
+        {"logit_bias": {str(i): 1 for i in range(5000)}},
+        {"logit_bias": {"99999999": 1}},
+        {"logit_bias": {"-1": 1}},
+        {"logit_bias": {"5": 1e300}},
+        {"stop": ["x"] * 10_000},
+        {"stop": "x" * 10**6},
+        {"stop": [""]},
+        {"stop_token_ids": list(range(10_000))},
+        {"bad_words": ["x"] * 10_000},
+        {"allowed_token_ids": []},
+        {"allowed_token_ids": [10**9]},
+        {"seed": 10**30},
+        {"priority": 10**9},
+        {"timeout": 10**9},
+        {"timeout": -1},
+        {"cache_salt": "x" * 10_000},
         {"truncate_prompt_tokens": -5},
     ],
     ids=lambda fields: "-".join(fields),
-)  # fmt: skip
+)
 def test_huge_n_best_of_logprobs_max_tokens_and_logit_bias(client: Client, fields: dict[str, Any]) -> None:
     refused(client.ask(COMPLETIONS, prompt="Hello", temperature=1, **({"max_tokens": 4} | fields)))
 
@@ -264,8 +296,12 @@ def test_endless_chat_templates_through_chat_template_kwargs(client: Client) -> 
     for _ in range(200):
         deep = [deep]
     for kwargs in (
-        {"messages": message("other")}, {"tools": []}, {"add_generation_prompt": False}, {"tokenizer": 1}, {"x": deep},
-    ):  # fmt: skip
+        {"messages": message("other")},
+        {"tools": []},
+        {"add_generation_prompt": False},
+        {"tokenizer": 1},
+        {"x": deep},
+    ):
         refused(client.ask(CHAT, messages=message(), max_tokens=2, chat_template_kwargs=kwargs))
     harmless = {"self": 1, "range": 10**9, "__class__": "x", "cycler": "{{ 1 }}", "namespace": "{% for %}"}
     answer = client.ask(CHAT, messages=message(), max_tokens=2, chat_template_kwargs=harmless)
@@ -277,15 +313,21 @@ def test_endless_chat_templates_through_chat_template_kwargs(client: Client) -> 
     "template",
     [
         "{% for i in range(99999999) %}{% for j in range(99999999) %}x{% endfor %}{% endfor %}",
-        "{{ 'x' * 10**12 }}", "{{ 10 ** 10 ** 10 }}", "{% set ns = namespace(x='x') %}"
-        "{% for i in range(100) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ '%99999999999d' % 1 }}",
+        "{{ 'x' * 10**12 }}",
+        "{{ 10 ** 10 ** 10 }}",
+        "{% set ns = namespace(x='x') %}{% for i in range(100) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ '%99999999999d' % 1 }}",
         "{{ messages | pprint * 10**10 }}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ cycler.__init__.__globals__.os.system('true') }}",
-        "{{ messages.__class__ }}", "{{ ('x' * 40) | replace('', 'y' * 10**7) | replace('', 'z' * 10**7) }}",
-        "{{ lipsum(n=10**7) }}", "{{ range(10**10) | list }}", "{% include '/etc/passwd' %}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ messages.__class__ }}",
+        "{{ ('x' * 40) | replace('', 'y' * 10**7) | replace('', 'z' * 10**7) }}",
+        "{{ lipsum(n=10**7) }}",
+        "{{ range(10**10) | list }}",
+        "{% include '/etc/passwd' %}",
     ],
-)  # fmt: skip
+)
 def test_unsandboxed_or_endless_chat_templates(template: str) -> None:
     """A template comes with a model, not with a request; still it must end, and reach nothing."""
     from bankfull.text.template import ChatTemplate
@@ -326,11 +368,14 @@ def test_catastrophic_regular_expressions(client: Client, regex: str) -> None:
 
 def test_schemas_that_are_recursive(client: Client) -> None:
     for schema in (
-        {"$ref": "#"}, {"allOf": [{"$ref": "#"}]}, {"type": "object", "properties": {"next": {"$ref": "#"}}},
+        {"$ref": "#"},
+        {"allOf": [{"$ref": "#"}]},
+        {"type": "object", "properties": {"next": {"$ref": "#"}}},
         {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
-        {"$ref": "file:///etc/passwd"}, {"$ref": "http://127.0.0.1/"},
+        {"$ref": "file:///etc/passwd"},
+        {"$ref": "http://127.0.0.1/"},
         {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]},
-    ):  # fmt: skip
+    ):
         answer = structured(client, json=schema)
         if answer.status_code != 200:
             refused(answer)
@@ -429,11 +474,21 @@ def test_unicode_tricks_in_keys(client: Client, suffix: str) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"model": "tiny"}', b'{"model": {}}', b'{"prompt": "\\ud800"}',
-     b'"\x00"',
-     b'{"model": "tiny", "prompt": "x", "n": {"a": "0x7f0000000000"}}', b'{"model": "/etc/passwd", "prompt": "x"}',
-     b'{"model": "tiny", "prompt": "x", "unknown\\nfield": 1}'],
-)  # fmt: skip
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"model": "tiny"}',
+        b'{"model": {}}',
+        b'{"prompt": "\\ud800"}',
+        b'"\x00"',
+        b'{"model": "tiny", "prompt": "x", "n": {"a": "0x7f0000000000"}}',
+        b'{"model": "/etc/passwd", "prompt": "x"}',
+        b'{"model": "tiny", "prompt": "x", "unknown\\nfield": 1}',
+    ],
+)
 def test_addresses_leaked_in_errors(client: Client, content: bytes) -> None:
     for path in (CHAT, COMPLETIONS, "/v1/embeddings", "/tokenize", "/detokenize"):
         answer = client.raw(content, path)

@@ -1,6 +1,6 @@
 """What is cut: uploads, batches, results and cancels, each told of as an endpoint would, once its call has returned.
 
-    python -m tests.serve.power.workload FOLDER TRACE [FAULT]
+python -m tests.serve.power.workload FOLDER TRACE [FAULT]
 """
 
 from __future__ import annotations

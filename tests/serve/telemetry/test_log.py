@@ -33,9 +33,18 @@ def captured(*, json: bool = False) -> Iterator[io.StringIO]:
 def made_trace() -> Trace:
     _, key = new_key("alice")
     return Trace(
-        "req-1", "POST", "/v1/x", 0.0, key=key, route="/v1/x", status=200, prompt_tokens=12, completion_tokens=5,
-        cached_tokens=4, ttft=0.01234,
-    )  # fmt: skip
+        "req-1",
+        "POST",
+        "/v1/x",
+        0.0,
+        key=key,
+        route="/v1/x",
+        status=200,
+        prompt_tokens=12,
+        completion_tokens=5,
+        cached_tokens=4,
+        ttft=0.01234,
+    )
 
 
 def test_a_line_for_people() -> None:

@@ -27,21 +27,39 @@ DOCS = Path(__file__).parents[3] / "docs"
 DASHBOARD = DOCS / "grafana" / "bankfull.json"
 CEILINGS = {"read_bytes_per_s": 100.0, "flops": 1000.0}
 KNOWN_TO_VLLM = [
-    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total",
-    "prefix_cache_hits_total", "prompt_tokens_total", "generation_tokens_total", "time_to_first_token_seconds",
-    "inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
-    "request_prefill_time_seconds", "request_decode_time_seconds", "num_preemptions_total", "request_success_total",
-]  # fmt: skip
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "num_preemptions_total",
+    "request_success_total",
+]
 
 NOT_ON_THE_DASHBOARD = {
     "request_inference_time_seconds",  # prefill and decode, which are
-    "request_prompt_tokens", "request_generation_tokens", "request_params_n",  # what was asked, not how it went
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_params_n",  # what was asked, not how it went
     "num_tokens_waiting",  # the requests that wait are
-    "engine_steps_total", "engine_bytes_moved_total", "engine_flops_total",  # what the ratios are made of
-    "achieved_flops_per_second", "ceiling_flops_per_second",  # MFU is
-    "engine_restarts_total", "engine_failed_loads_total",  # for alerts: `ready` is
-    "background_task_up", "background_task_restarts_total",  # for alerts: all is well, nearly always
-}  # fmt: skip
+    "engine_steps_total",
+    "engine_bytes_moved_total",
+    "engine_flops_total",  # what the ratios are made of
+    "achieved_flops_per_second",
+    "ceiling_flops_per_second",  # MFU is
+    "engine_restarts_total",
+    "engine_failed_loads_total",  # for alerts: `ready` is
+    "background_task_up",
+    "background_task_restarts_total",  # for alerts: all is well, nearly always
+}
 
 
 class FakeBackend:
@@ -214,9 +232,12 @@ def test_labels_are_escaped_and_histograms_add_up() -> None:
     text = write_families([value, histogram], "x:", {})
     assert 'x:odd_total{what="a \\"b\\"\\\\\\n"} 2\n' in text
     assert [line for line in text.splitlines() if "seconds" in line and "#" not in line] == [
-        'x:seconds_bucket{le="1"} 2', 'x:seconds_bucket{le="2"} 3', 'x:seconds_bucket{le="+Inf"} 4', "x:seconds_sum 12",
+        'x:seconds_bucket{le="1"} 2',
+        'x:seconds_bucket{le="2"} 3',
+        'x:seconds_bucket{le="+Inf"} 4',
+        "x:seconds_sum 12",
         "x:seconds_count 4",
-    ]  # fmt: skip
+    ]
 
 
 def test_the_dashboard_shows_every_metric_but_a_few_and_none_that_does_not_exist() -> None:

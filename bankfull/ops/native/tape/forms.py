@@ -42,17 +42,20 @@ def _is_float(*tensors: Tensor) -> bool:
 
 
 @form
-def embedding(
-    rec: Recorder, out: Outputs, ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float = 1.0
-) -> bool:
+def embedding(rec: Recorder, out: Outputs, ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float = 1.0) -> bool:
     if dtype is not torch.float32:
         return False
     code, block, block_bytes = FORMATS[table.scheme.name]
     rec.emit(
-        "embedding", {"ids": rec.operand(ids), "table": Fixed(storage_of(table))}, {"y": rec.view(out[0])},
-        format=code, count=table.shape[0], columns=table.shape[1], row_bytes=table.shape[1] // block * block_bytes,
+        "embedding",
+        {"ids": rec.operand(ids), "table": Fixed(storage_of(table))},
+        {"y": rec.view(out[0])},
+        format=code,
+        count=table.shape[0],
+        columns=table.shape[1],
+        row_bytes=table.shape[1] // block * block_bytes,
         scale=scale,
-    )  # fmt: skip
+    )
     return True
 
 
@@ -63,24 +66,37 @@ def rope_angles(
     if dtype is not torch.float32 or frequencies.dtype is not torch.float32:
         return False
     rec.emit(
-        "angles", {"positions": rec.operand(positions), "frequencies": _floats(frequencies)},
-        {"cos": rec.view(out[0]), "sin": rec.view(out[1])}, half=frequencies.shape[0], scale=scale,
-    )  # fmt: skip
+        "angles",
+        {"positions": rec.operand(positions), "frequencies": _floats(frequencies)},
+        {"cos": rec.view(out[0]), "sin": rec.view(out[1])},
+        half=frequencies.shape[0],
+        scale=scale,
+    )
     return True
 
 
 def _norm(
-    rec: Recorder, x: Tensor, delta: Tensor | None, joined: Tensor | None, y: Tensor, weight: Tensor, eps: float,
+    rec: Recorder,
+    x: Tensor,
+    delta: Tensor | None,
+    joined: Tensor | None,
+    y: Tensor,
+    weight: Tensor,
+    eps: float,
     offset: float,
-) -> bool:  # fmt: skip
+) -> bool:
     places = [None if t is None else rec.dense(t) for t in (x, delta, joined, y)]
     if places[0] is None or (delta is not None and places[1] is None) or not _is_float(x):
         return False
     rec.emit(
-        "norm", {"x": places[0], "delta": places[1], "weight": _floats(weight)},
+        "norm",
+        {"x": places[0], "delta": places[1], "weight": _floats(weight)},
         {"joined": places[2], "y": places[3], "encoded": None},
-        per_token=x.numel() // TOKENS // weight.shape[0], columns=weight.shape[0], eps=eps, offset=offset,
-    )  # fmt: skip
+        per_token=x.numel() // TOKENS // weight.shape[0],
+        columns=weight.shape[0],
+        eps=eps,
+        offset=offset,
+    )
     return True
 
 
@@ -103,9 +119,13 @@ def layer_norm(rec: Recorder, out: Outputs, x: Tensor, weight: Tensor, bias: Ten
         return False
     columns = weight.shape[0]
     rec.emit(
-        "layer_norm", {"x": place, "weight": _floats(weight), "bias": _floats(bias)}, {"y": rec.view(out[0])},
-        per_token=x.numel() // TOKENS // columns, columns=columns, eps=eps,
-    )  # fmt: skip
+        "layer_norm",
+        {"x": place, "weight": _floats(weight), "bias": _floats(bias)},
+        {"y": rec.view(out[0])},
+        per_token=x.numel() // TOKENS // columns,
+        columns=columns,
+        eps=eps,
+    )
     return True
 
 
@@ -117,9 +137,15 @@ def linear(rec: Recorder, out: Outputs, x: Tensor, weight: QTensor, bias: Tensor
     outputs, inner = weight.shape
     code, block, block_bytes = FORMATS[weight.scheme.name]
     rec.emit(
-        "linear", {"x": place, "weight": Fixed(storage_of(weight)), "bias": _floats(bias)}, {"y": rec.view(out[0])},
-        format=code, x_stride=place.stride // 4, outputs=outputs, inner=inner, row_bytes=inner // block * block_bytes,
-    )  # fmt: skip
+        "linear",
+        {"x": place, "weight": Fixed(storage_of(weight)), "bias": _floats(bias)},
+        {"y": rec.view(out[0])},
+        format=code,
+        x_stride=place.stride // 4,
+        outputs=outputs,
+        inner=inner,
+        row_bytes=inner // block * block_bytes,
+    )
     return True
 
 
@@ -131,10 +157,16 @@ def best_output(rec: Recorder, out: Outputs, x: Tensor, weight: QTensor, bias: T
     outputs, inner = weight.shape
     code, block, block_bytes = FORMATS[weight.scheme.name]
     rec.emit(
-        "head", {"x": place, "weight": Fixed(storage_of(weight)), "bias": _floats(bias)}, {"chosen": rec.view(out[0])},
-        label="head", format=code, x_stride=place.stride // 4, outputs=outputs, inner=inner,
+        "head",
+        {"x": place, "weight": Fixed(storage_of(weight)), "bias": _floats(bias)},
+        {"chosen": rec.view(out[0])},
+        label="head",
+        format=code,
+        x_stride=place.stride // 4,
+        outputs=outputs,
+        inner=inner,
         row_bytes=inner // block * block_bytes,
-    )  # fmt: skip
+    )
     return True
 
 
@@ -146,12 +178,17 @@ def _packed(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: 
     rec.emit(
         "packed",
         {
-            "x": encoded, "weight0": Fixed(weight.data), "bias0": _floats(bias),
+            "x": encoded,
+            "weight0": Fixed(weight.data),
+            "bias0": _floats(bias),
             "mixed0": None if weight.mixed is None else Fixed(weight.mixed),
         },
-        {"y0": rec.view(out[0]), "encoded": None}, inner=inner, parts=[(outputs, weight.pack)], gate=-1,
+        {"y0": rec.view(out[0]), "encoded": None},
+        inner=inner,
+        parts=[(outputs, weight.pack)],
+        gate=-1,
         int8=int8,
-    )  # fmt: skip
+    )
     return True
 
 
@@ -170,9 +207,7 @@ def linear_mixed(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, b
     return _packed(rec, out, x, weight, bias, int8=True)
 
 
-def _packed_best(
-    rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool
-) -> bool:  # fmt: skip
+def _packed_best(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -> bool:
     if not _is_float(x) or x.dim() != 2:
         return False
     outputs, inner = weight.shape
@@ -180,12 +215,18 @@ def _packed_best(
     rec.emit(
         "packed_head",
         {
-            "x": encoded, "weight": Fixed(weight.data), "bias": _floats(bias),
+            "x": encoded,
+            "weight": Fixed(weight.data),
+            "bias": _floats(bias),
             "mixed": None if weight.mixed is None else Fixed(weight.mixed),
         },
-        {"chosen": rec.view(out[0])}, label="head", inner=inner, outputs=outputs, pack=weight.pack,
+        {"chosen": rec.view(out[0])},
+        label="head",
+        inner=inner,
+        outputs=outputs,
+        pack=weight.pack,
         int8=int8,
-    )  # fmt: skip
+    )
     return True
 
 
@@ -200,25 +241,33 @@ def best_output_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeigh
 
 
 @form
-def best_output_mixed(
-    rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None
-) -> bool:  # fmt: skip
+def best_output_mixed(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
     return _packed_best(rec, out, x, weight, bias, int8=True)
 
 
 def _pointwise(
-    rec: Recorder, y: Tensor, code: int | None, x: Tensor, factor: Tensor | None = None, parameter: float = 0.0,
+    rec: Recorder,
+    y: Tensor,
+    code: int | None,
+    x: Tensor,
+    factor: Tensor | None = None,
+    parameter: float = 0.0,
     label: str = "pointwise",
-) -> bool:  # fmt: skip
+) -> bool:
     places = [rec.dense(x), None if factor is None else rec.dense(factor)]
     if code is None or not _is_float(x) or places[0] is None or (factor is not None and places[1] is None):
         return False
     if factor is not None and factor.shape != x.shape:
         return False
     rec.emit(
-        "pointwise", {"x": places[0], "factor": places[1]}, {"y": rec.view(y)}, label=label,
-        kind=code, per_token=x.numel() // TOKENS, parameter=parameter,
-    )  # fmt: skip
+        "pointwise",
+        {"x": places[0], "factor": places[1]},
+        {"y": rec.view(y)},
+        label=label,
+        kind=code,
+        per_token=x.numel() // TOKENS,
+        parameter=parameter,
+    )
     return True
 
 
@@ -249,9 +298,13 @@ def rotate(rec: Recorder, out: Outputs, x: Tensor, cos: Tensor, sin: Tensor) -> 
         return False
     _, heads, size = x.shape
     rec.emit(
-        "rotate", {"x": place, "cos": rec.view(cos), "sin": rec.view(sin)}, {"y": rec.view(out[0])},
-        heads=heads, size=size, half=cos.shape[1],
-    )  # fmt: skip
+        "rotate",
+        {"x": place, "cos": rec.view(cos), "sin": rec.view(sin)},
+        {"y": rec.view(out[0])},
+        heads=heads,
+        size=size,
+        half=cos.shape[1],
+    )
     return True
 
 
@@ -272,11 +325,17 @@ def _write(rec: Recorder, new: Tensor, pages: Tensor, scales: Tensor | None, slo
     place = rec.view(new)
     frames, page_tokens, heads, size = pages.shape
     rec.emit(
-        "write", {"rows": place, "slots": rec.operand(slots)},
+        "write",
+        {"rows": place, "slots": rec.operand(slots)},
         {"pages": Fixed(pages), "scales": None if scales is None else Fixed(scales)},
-        row_stride=place.stride // 4, heads=heads, size=size, strides=_strides(pages, scales), frames=frames,
-        page_tokens=page_tokens, type=PAGES[pages.dtype],
-    )  # fmt: skip
+        row_stride=place.stride // 4,
+        heads=heads,
+        size=size,
+        strides=_strides(pages, scales),
+        frames=frames,
+        page_tokens=page_tokens,
+        type=PAGES[pages.dtype],
+    )
     return True
 
 
@@ -292,10 +351,18 @@ def write_pages_int8(rec: Recorder, out: Outputs, new: Tensor, pages: Tensor, sc
 
 @form
 def paged_attention(
-    rec: Recorder, out: Outputs, q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta,
-    scale: float, window: int | None = None, cap: float | None = None,
-    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
-) -> bool:  # fmt: skip
+    rec: Recorder,
+    out: Outputs,
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    meta: PagedMeta,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+) -> bool:
     if not _is_float(q) or not (_storable(k_pages, k_scales) and _storable(v_pages, v_scales)):
         return False
     place = rec.view(q)
@@ -303,24 +370,40 @@ def paged_attention(
     rec.emit(
         "attention",
         {
-            "q": place, "k_pages": Fixed(k_pages), "v_pages": Fixed(v_pages),
+            "q": place,
+            "k_pages": Fixed(k_pages),
+            "v_pages": Fixed(v_pages),
             "k_scales": None if k_scales is None else Fixed(k_scales),
             "v_scales": None if v_scales is None else Fixed(v_scales),
-            "q_start": rec.operand(meta.q_start), "kv_len": rec.operand(meta.kv_len), "table": rec.operand(meta.pages),
+            "q_start": rec.operand(meta.q_start),
+            "kv_len": rec.operand(meta.kv_len),
+            "table": rec.operand(meta.pages),
         },
         {"y": rec.view(out[0]), "encoded": None},
-        q_token=place.stride // 4, k_strides=_strides(k_pages, k_scales), v_strides=_strides(v_pages, v_scales),
-        frames=k_pages.shape[0], page_tokens=k_pages.shape[1], heads=heads, kv_heads=k_pages.shape[2], size=size,
-        values=v_pages.shape[3], window=window or 0, scale=scale, cap=cap or 0.0, type=PAGES[k_pages.dtype],
-    )  # fmt: skip
+        q_token=place.stride // 4,
+        k_strides=_strides(k_pages, k_scales),
+        v_strides=_strides(v_pages, v_scales),
+        frames=k_pages.shape[0],
+        page_tokens=k_pages.shape[1],
+        heads=heads,
+        kv_heads=k_pages.shape[2],
+        size=size,
+        values=v_pages.shape[3],
+        window=window or 0,
+        scale=scale,
+        cap=cap or 0.0,
+        type=PAGES[k_pages.dtype],
+    )
     return True
 
 
 def _recurrent(rec: Recorder, meta: RecurrentMeta) -> dict[str, Operand | None]:
     return {
-        "q_start": rec.operand(meta.q_start), "kept": rec.operand(meta.kept), "read": rec.operand(meta.read),
+        "q_start": rec.operand(meta.q_start),
+        "kept": rec.operand(meta.kept),
+        "read": rec.operand(meta.read),
         "write": rec.operand(meta.write),
-    }  # fmt: skip
+    }
 
 
 @form
@@ -332,28 +415,50 @@ def causal_conv(
         return False
     reads = {"x": place, "weight": _floats(weight), "bias": _floats(bias), **_recurrent(rec, meta)}
     rec.emit(
-        "conv", reads, {"y": rec.view(out[0]), "state": Fixed(state)},
-        slots=state.shape[0], channels=x.shape[1], width=weight.shape[1],
-    )  # fmt: skip
+        "conv",
+        reads,
+        {"y": rec.view(out[0]), "state": Fixed(state)},
+        slots=state.shape[0],
+        channels=x.shape[1],
+        width=weight.shape[1],
+    )
     return True
 
 
 @form
 def selective_scan(
-    rec: Recorder, out: Outputs, x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor,
+    rec: Recorder,
+    out: Outputs,
+    x: Tensor,
+    delta: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    state: Tensor,
     meta: RecurrentMeta,
-) -> bool:  # fmt: skip
+) -> bool:
     places = [rec.dense(x), rec.dense(delta)]
     if None in places or not _is_float(x, delta, b, c, state) or not state.is_contiguous():
         return False
     into, read_out = rec.view(b), rec.view(c)
     reads = {
-        "x": places[0], "delta": places[1], "a": _floats(a), "b": into, "c": read_out, "d": _floats(d),
+        "x": places[0],
+        "delta": places[1],
+        "a": _floats(a),
+        "b": into,
+        "c": read_out,
+        "d": _floats(d),
         **_recurrent(rec, meta),
-    }  # fmt: skip
+    }
     rec.emit(
-        "scan", reads, {"y": rec.view(out[0]), "state": Fixed(state)},
-        slots=state.shape[0], channels=x.shape[1], size=a.shape[1], b_token=into.stride // 4,
+        "scan",
+        reads,
+        {"y": rec.view(out[0]), "state": Fixed(state)},
+        slots=state.shape[0],
+        channels=x.shape[1],
+        size=a.shape[1],
+        b_token=into.stride // 4,
         c_token=read_out.stride // 4,
-    )  # fmt: skip
+    )
     return True

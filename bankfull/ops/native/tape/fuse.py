@@ -185,9 +185,13 @@ def _turns(
 
 
 def _intake(
-    attention: Instruction, keys: Instruction, values: Instruction, turns: tuple[Instruction, ...],
-    readers: dict[Value, list[Node]], keep: Collection[Value],
-) -> Instruction:  # fmt: skip
+    attention: Instruction,
+    keys: Instruction,
+    values: Instruction,
+    turns: tuple[Instruction, ...],
+    readers: dict[Value, list[Node]],
+    keep: Collection[Value],
+) -> Instruction:
     facts = attention.facts
     q, k, v = attention.reads["q"], keys.reads["rows"], values.reads["rows"]
     cos = sin = turned = None
@@ -205,13 +209,29 @@ def _intake(
         {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "slots": keys.reads["slots"]},
         {"turned": turned, **{name: attention.reads[name] for name in ("k_pages", "k_scales", "v_pages", "v_scales")}},
         {
-            "q_token": _floats_apart(q), "k_token": _floats_apart(k), "v_token": _floats_apart(v),
-            "turned_token": _floats_apart(turned), "half": half, "joined": False,
-            **{name: facts[name] for name in ("k_strides", "v_strides", "frames", "page_tokens", "heads", "kv_heads",
-                                              "size", "values", "type")},
+            "q_token": _floats_apart(q),
+            "k_token": _floats_apart(k),
+            "v_token": _floats_apart(v),
+            "turned_token": _floats_apart(turned),
+            "half": half,
+            "joined": False,
+            **{
+                name: facts[name]
+                for name in (
+                    "k_strides",
+                    "v_strides",
+                    "frames",
+                    "page_tokens",
+                    "heads",
+                    "kv_heads",
+                    "size",
+                    "values",
+                    "type",
+                )
+            },
         },
         "intake",
-    )  # fmt: skip
+    )
 
 
 def _take_in_at_once(nodes: list[Node], keep: Collection[Value]) -> list[Node]:

@@ -61,9 +61,14 @@ class Recorder:
         return outputs if isinstance(made, tuple) else (outputs[0] if outputs else None)
 
     def emit(
-        self, kind: str, reads: dict[str, Operand | None], writes: dict[str, Operand | None], /, label: str = "",
+        self,
+        kind: str,
+        reads: dict[str, Operand | None],
+        writes: dict[str, Operand | None],
+        /,
+        label: str = "",
         **facts: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.nodes.append(Instruction(kind, reads, writes, facts, label or kind))
 
     def operand(self, tensor: Tensor | np.ndarray) -> Operand:

@@ -87,9 +87,13 @@ class Tape:
         return len(self._tape)
 
     def replay(
-        self, tokens: int, sequences: int, inputs: Sequence[Source], tensors: Mapping[str, Any] | None = None,
+        self,
+        tokens: int,
+        sequences: int,
+        inputs: Sequence[Source],
+        tensors: Mapping[str, Any] | None = None,
         timed: bool = False,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """`tensors`: the inputs by name, for operations that are called in Python. `timed`: for `times`."""
         arena = self._arena_for(tokens)
         for piece in self._pieces:
@@ -113,8 +117,15 @@ class Tape:
         if self._chosen is None or any(isinstance(piece, Break) for piece in self._pieces):
             return None
         step = _native.ChoosingStep(
-            self._tape, self._place(self._chosen), rows.count, rows.longest, rows.tokens, rows.known, rows.computed,
-            list(rows.tables), rows.wishes,
+            self._tape,
+            self._place(self._chosen),
+            rows.count,
+            rows.longest,
+            rows.tokens,
+            rows.known,
+            rows.computed,
+            list(rows.tables),
+            rows.wishes,
         )
 
         def run(lines: Sequence[int], timed: bool = False) -> list[int]:

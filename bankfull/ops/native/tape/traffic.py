@@ -27,9 +27,12 @@ class Traffic:
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
-            self.count + other.count, self.fixed + other.fixed, self.per_token + other.per_token,
-            self.flops + other.flops, self.operation or other.operation,
-        )  # fmt: skip
+            self.count + other.count,
+            self.fixed + other.fixed,
+            self.per_token + other.per_token,
+            self.flops + other.flops,
+            self.operation or other.operation,
+        )
 
 
 def label_of(node: Node) -> str:

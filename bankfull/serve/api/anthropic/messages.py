@@ -131,10 +131,14 @@ class Messages:
         content = [_content(block) for block in blocks.all]
         return _encode(
             MessageReply(
-                new_id("msg_"), model, content, *_stopped(blocks.finish), _usage(answer.usage),
+                new_id("msg_"),
+                model,
+                content,
+                *_stopped(blocks.finish),
+                _usage(answer.usage),
                 explain=account_of(answer) if call.explain else msgspec.UNSET,
             )
-        )  # fmt: skip
+        )
 
     def spell(self, problem: Problem) -> bytes:
         return anthropic_error(problem)

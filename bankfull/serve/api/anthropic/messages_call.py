@@ -186,8 +186,9 @@ def ask_of(call: MessagesCall, caller: Caller, defaults: Mapping[str, Any], swit
     if budget is not None and not 1 <= budget < call.max_tokens:
         raise Refusal(
             f"thinking.budget_tokens is {budget}: give at least 1, and less than max_tokens.",
-            param="thinking.budget_tokens", code="invalid_value",
-        )  # fmt: skip
+            param="thinking.budget_tokens",
+            code="invalid_value",
+        )
     given = {
         "max_tokens": call.max_tokens,
         "stop": call.stop_sequences,
@@ -259,8 +260,10 @@ def conversation_of(call: CountTokensCall) -> list[dict[str, Any]]:
     if call.messages[-1].role == "assistant":
         raise Refusal(
             "messages ends with the assistant's own words, which this server cannot continue: end with a user's "
-            "message.", param="messages", code="unsupported_value",
-        )  # fmt: skip
+            "message.",
+            param="messages",
+            code="unsupported_value",
+        )
     made: list[dict[str, Any]] = []
     if call.system is not None:
         made.append({"role": "system", "content": _text_of(call.system)})

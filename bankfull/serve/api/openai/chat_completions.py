@@ -225,12 +225,15 @@ class ChatCompletions:
             lines = unpack_lines(answer.done.prompt_logprobs if answer.done else None, answer.prompt, tokenizer)
             return _encode(
                 ChatReply(
-                    new_id("chatcmpl-"), int(time.time()), model,
-                    [choice_of(sample, tokenizer, top) for sample in samples], usage_reply(answer.usage),
+                    new_id("chatcmpl-"),
+                    int(time.time()),
+                    model,
+                    [choice_of(sample, tokenizer, top) for sample in samples],
+                    usage_reply(answer.usage),
                     prompt_logprobs=prompt_logprobs_reply(lines),
                     explain=account_of(answer) if call.explain else msgspec.UNSET,
                 )
-            )  # fmt: skip
+            )
 
         return await self._chat.texts.run_if(entries_of(answer.usage, call.prompt_logprobs, top), spelled)
 
@@ -240,9 +243,7 @@ class ChatCompletions:
     def _ask(self, call: ChatCall, caller: Caller) -> Ask:
         _refuse_contradictions(call)
         defaults = self._chat.texts.defaults if self._settings.use_generation_config else {}
-        params = sampling_params(
-            call, defaults, logprobs=_top_logprobs(call), max_tokens=call.max_completion_tokens
-        )  # fmt: skip
+        params = sampling_params(call, defaults, logprobs=_top_logprobs(call), max_tokens=call.max_completion_tokens)
         options = dict(call.chat_template_kwargs or {})
         if call.reasoning_effort is not None:
             options |= self._switches.effort(call.reasoning_effort, "reasoning_effort")
@@ -300,8 +301,9 @@ def _template_message(message: Message, where: str) -> dict[str, Any]:
     if message.role not in ROLES:
         raise Refusal(
             f"{where}.role is {message.role[:40]!r}: use {', '.join(ROLES)}.",
-            param=f"{where}.role", code="invalid_value",
-        )  # fmt: skip
+            param=f"{where}.role",
+            code="invalid_value",
+        )
     # Templates know the older name of those who develop an application.
     made: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     made["content"] = _text_of(message.content, where)
@@ -370,9 +372,7 @@ def tool_choice_of(choice: str | ChosenTool | None) -> ToolChoice:
         return "none"
     if choice == "required":
         return "required"
-    raise Refusal(
-        f"tool_choice is {choice[:40]!r}: use auto, none, required, or name a function.", param="tool_choice"
-    )
+    raise Refusal(f"tool_choice is {choice[:40]!r}: use auto, none, required, or name a function.", param="tool_choice")
 
 
 # -- the answer's spelling
@@ -391,9 +391,7 @@ def choice_of(sample: Sample, tokenizer: Tokenizer, top_logprobs: int | None) ->
     return Choice(sample.index, message, lines, finish.reason, finish.stop)
 
 
-def logprobs_of(
-    tokens: list[int], lines: list[TokenLine], tokenizer: Tokenizer, top: int | None = None
-) -> Logprobs:  # fmt: skip
+def logprobs_of(tokens: list[int], lines: list[TokenLine], tokenizer: Tokenizer, top: int | None = None) -> Logprobs:
     """Of each token, and of the `top` likeliest in its place (None: of all that the engine tells)."""
     return Logprobs([_token_logprob(token, line, tokenizer, top) for token, line in zip(tokens, lines, strict=False)])
 
@@ -415,9 +413,15 @@ class ChatStream:
     """The chunks of one answer. Everything but the delta is the same in each of them, and spelled once."""
 
     def __init__(
-        self, answer: Answer, tokenizer: Tokenizer, model: str, options: StreamOptions,
-        top_logprobs: int | None = None, *, explain: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        answer: Answer,
+        tokenizer: Tokenizer,
+        model: str,
+        options: StreamOptions,
+        top_logprobs: int | None = None,
+        *,
+        explain: bool = False,
+    ) -> None:
         self._explain = explain
         self._answer, self._tokenizer, self._options, self._top = answer, tokenizer, options, top_logprobs
         empty = ChatChunk(new_id("chatcmpl-"), int(time.time()), model, [])

@@ -56,8 +56,10 @@ def check_model(settings: Settings, name: str | None) -> str:
         served = ", ".join(repr(served) for served in settings.names)
         raise Refusal(
             f"The model {name[:100]!r} is not served here: use {served}.",
-            param="model", code="model_not_found", status=404,
-        )  # fmt: skip
+            param="model",
+            code="model_not_found",
+            status=404,
+        )
     return name or settings.names[0]
 
 

@@ -156,21 +156,27 @@ class Completions:
         )
         flat = [choice for several in choices for choice in several]
         reply = CompletionReply(
-            new_id("cmpl-"), int(time.time()), model, flat, usage_reply(usage),
+            new_id("cmpl-"),
+            int(time.time()),
+            model,
+            flat,
+            usage_reply(usage),
             explain=accounts.told if call.explain else msgspec.UNSET,
-        )  # fmt: skip
-        return await self._texts.run_if(
-            entries_of(usage, call.prompt_logprobs, call.logprobs), lambda: _encode(reply)
-        )  # fmt: skip
+        )
+        return await self._texts.run_if(entries_of(usage, call.prompt_logprobs, call.logprobs), lambda: _encode(reply))
 
     def spell(self, problem: Problem) -> bytes:
         return openai_error(problem)
 
     def generate(self, job: Job, prompt: list[int]) -> AsyncIterator[list[Piece | Done]]:
         return self._backend.generate(
-            prompt, job.params, priority=job.priority, salt=job.salt, deadline=job.seconds_left,
+            prompt,
+            job.params,
+            priority=job.priority,
+            salt=job.salt,
+            deadline=job.seconds_left,
             explain=bool(job.call.explain),
-        )  # fmt: skip
+        )
 
     def text_of(self, prompt: list[int]) -> str:
         return self._texts.tokenizer.decode(prompt, skip_special=False)
@@ -200,9 +206,14 @@ class Completions:
             call, defaults, n=made, logprobs=logprobs, prompt_logprobs=prompt_logprobs, max_tokens=max_tokens
         )
         return Job(
-            call, params, kept, bool(call.echo), caller.ranked(priority_of(call)), caller.salted(salt_of(call)),
+            call,
+            params,
+            kept,
+            bool(call.echo),
+            caller.ranked(priority_of(call)),
+            caller.salted(salt_of(call)),
             ends=None if seconds is None else started + seconds,
-        )  # fmt: skip
+        )
 
     async def _prompts(self, job: Job) -> list[list[int]]:
         call, facts = job.call, facts_of(self._backend)
@@ -250,7 +261,7 @@ class Completions:
 
         return await self._texts.run_if(
             0 if job.params.logprobs is None and packed is None else SHORT_TEXT + 1, spelled
-        )  # fmt: skip
+        )
 
     def _choice(
         self, job: Job, prompt: list[int], prompt_lines: list[TokenLine | None] | None, index: int, sample: Sample
@@ -419,4 +430,3 @@ class CompletionStream:
         if self._options.continuous_usage_stats:
             tail = tail.replace(b'"usage":null', b'"usage":' + _encode(usage_reply(self._usage)), 1)
         return self._head + _encode(choice) + tail
-

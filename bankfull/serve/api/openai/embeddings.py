@@ -85,8 +85,9 @@ class Embeddings:
         if call.dimensions is not None and call.dimensions != len(vectors[0]):
             raise Refusal(
                 f"dimensions is {call.dimensions}, but this model's embeddings have {len(vectors[0])}: leave it out.",
-                param="dimensions", code="unsupported_parameter",
-            )  # fmt: skip
+                param="dimensions",
+                code="unsupported_parameter",
+            )
         spell = as_base64 if call.encoding_format == "base64" else list
         tokens = sum(map(len, prompts))
         data = [Embedding(index, spell(vector)) for index, vector in enumerate(vectors)]
@@ -100,9 +101,13 @@ class Embeddings:
     ) -> list[float]:
         def begin() -> Steps:
             return self._backend.generate(
-                prompt, PARAMS, priority=caller.ranked(priority_of(call)), salt=caller.salted(salt_of(call)),
-                pool=call.pooling, deadline=None if ends is None else max(0.0, ends - time.monotonic()),
-            )  # fmt: skip
+                prompt,
+                PARAMS,
+                priority=caller.ranked(priority_of(call)),
+                salt=caller.salted(salt_of(call)),
+                pool=call.pooling,
+                deadline=None if ends is None else max(0.0, ends - time.monotonic()),
+            )
 
         vector: list[float] | None = None
         async with turns.turn(begin) as steps:

@@ -32,21 +32,28 @@ def split_prompts(given: Prompts, limit: int, param: str) -> list[str | list[int
 
 
 async def encode_prompt(
-    texts: Texts, prompt: str | list[int], facts: Facts, truncate: int | None, *, add_special: bool = True,
+    texts: Texts,
+    prompt: str | list[int],
+    facts: Facts,
+    truncate: int | None,
+    *,
+    add_special: bool = True,
     param: str = "prompt",
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """A prompt as ids; of one that is to be cut, only those at its end are looked at."""
     context, keep = facts.max_len, kept_tokens(truncate, facts.max_len)
     if isinstance(prompt, str):
         return await texts.run_short(
-            len(prompt) <= SHORT_TEXT, len(prompt),
+            len(prompt) <= SHORT_TEXT,
+            len(prompt),
             lambda: texts.encode(prompt, context, add_special=add_special, param=param, keep=keep),
-        )  # fmt: skip
+        )
     if keep is None and len(prompt) > context:
         raise ContextOverflow(
             f"{param} has {len(prompt)} tokens, but the context holds {context}; shorten it, or set "
-            "truncate_prompt_tokens.", param,
-        )  # fmt: skip
+            "truncate_prompt_tokens.",
+            param,
+        )
     return await checked_ids(texts, prompt if keep is None else prompt[-keep:], facts.vocab, param)
 
 

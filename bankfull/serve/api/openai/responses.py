@@ -162,7 +162,7 @@ class Responses:
         lines = entries_of(answer.usage, None, ask.params.logprobs)
         return await self._chat.texts.run_if(
             lines, lambda: _encode(_closed(reply, output, answer, explain=ask.explain))
-        )  # fmt: skip
+        )
 
     def spell(self, problem: Problem) -> bytes:
         return openai_error(problem)

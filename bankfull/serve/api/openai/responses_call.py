@@ -205,15 +205,18 @@ def _refuse(call: ResponsesCall) -> None:
     if call.previous_response_id is not None:
         raise Refusal(
             "previous_response_id needs responses that were stored, and this server keeps none: send the whole "
-            "conversation as input.", param="previous_response_id", code="unsupported_parameter",
-        )  # fmt: skip
+            "conversation as input.",
+            param="previous_response_id",
+            code="unsupported_parameter",
+        )
     if call.stream_options is not None and not call.stream:
         raise Refusal("stream_options is for streams only: set stream, or leave it out.", param="stream_options")
     if call.max_output_tokens is not None and call.max_output_tokens < 1:
         raise Refusal(
             f"max_output_tokens is {call.max_output_tokens}: give at least 1.",
-            param="max_output_tokens", code="invalid_value",
-        )  # fmt: skip
+            param="max_output_tokens",
+            code="invalid_value",
+        )
     metadata = call.metadata or {}
     if (
         len(metadata) > MAX_METADATA
@@ -222,8 +225,10 @@ def _refuse(call: ResponsesCall) -> None:
     ):
         raise Refusal(
             f"metadata is too large: give at most {MAX_METADATA} pairs, with keys of up to {MAX_METADATA_KEY} "
-            f"characters and values of up to {MAX_METADATA_VALUE}.", param="metadata", code="invalid_value",
-        )  # fmt: skip
+            f"characters and values of up to {MAX_METADATA_VALUE}.",
+            param="metadata",
+            code="invalid_value",
+        )
 
 
 def wants_logprobs(call: ResponsesCall) -> bool:
@@ -245,8 +250,9 @@ def _params(call: ResponsesCall, defaults: Mapping[str, Any]) -> SamplingParams:
     if call.top_logprobs is not None and not 0 <= call.top_logprobs <= 20:
         raise Refusal(
             f"top_logprobs is {call.top_logprobs}: give an integer from 0 to 20.",
-            param="top_logprobs", code="invalid_value",
-        )  # fmt: skip
+            param="top_logprobs",
+            code="invalid_value",
+        )
     if wants_logprobs(call):
         given["logprobs"] = call.top_logprobs or 0
     return SamplingParams(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
@@ -325,8 +331,9 @@ class _Folder:
                 if item.encrypted_content is not None:
                     raise Refusal(
                         f"{where}.encrypted_content cannot be read here: leave it out.",
-                        param=f"{where}.encrypted_content", code="unsupported_parameter",
-                    )  # fmt: skip
+                        param=f"{where}.encrypted_content",
+                        code="unsupported_parameter",
+                    )
                 thought = "\n\n".join(part.text for part in item.content or item.summary)
                 self._assistant(self._turn is not None)["reasoning_content"] = thought
             case FunctionCallInput():
@@ -341,8 +348,9 @@ class _Folder:
             case ReferenceInput():
                 raise Refusal(
                     f"{where} refers to a stored item, and this server keeps none: send the item itself.",
-                    param=where, code="unsupported_value",
-                )  # fmt: skip
+                    param=where,
+                    code="unsupported_value",
+                )
 
     def _assistant(self, anew: bool) -> dict[str, Any]:
         if anew or self._turn is None:
