@@ -20,6 +20,8 @@ CLIENTS := guidellm==0.8.1 langchain-openai litellm "lm_eval[api]" pytest pytest
 COMMA := ,
 KERNEL_TESTS := $(wildcard $(addprefix tests/,test_native.py test_packed.py test_tape.py test_attention_tiles.py test_ops.py))
 GPU_TESTS := tests/gpu $(wildcard tests/sample/test_cuda.py tests/sample/test_triton_*.py tests/ops/test_triton_*.py)
+# An editable install knows its packages by name, so that new folders are a reason to install again.
+PACKAGES := $(sort $(dir $(wildcard bankfull/*/ bankfull/*/*/ bankfull/*/*/*/)))
 BUILD_INPUTS := pyproject.toml CMakeLists.txt bankfull/__init__.py $(wildcard csrc/*.cpp csrc/*.hpp)
 
 .DEFAULT_GOAL := help
@@ -50,7 +52,7 @@ endef
 # come: no two steps that run side by side install the same package.
 install: ## Create .venv with the package (editable) and its kernels, ready to run; quick when nothing changed
 	@mkdir -p $(STAMPS)
-	@key=$$(echo "$(PYTHON) $(TORCH)" | cat - $(BUILD_INPUTS) | cksum); \
+	@key=$$(echo "$(PYTHON) $(TORCH) $(filter-out %__pycache__/,$(PACKAGES))" | cat - $(BUILD_INPUTS) | cksum); \
 	if [ -x $(BIN)/bankfull ] && [ "$$key" = "$$(cat $(STAMPS)/install 2>/dev/null)" ]; then exit 0; fi; \
 	$(STEPS); \
 	[ -x $(BIN)/python ] || step venv "creating $(VENV) with $(PYTHON)" $(PYTHON) -m venv $(VENV); \
