@@ -1,0 +1,1 @@
+"""Decoding strategies: propose draft tokens, verify them, accept a prefix."""

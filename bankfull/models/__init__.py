@@ -1,0 +1,1 @@
+"""Model families, one file each, and the registry that finds them by the name in a configuration."""

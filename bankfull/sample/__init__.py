@@ -1,0 +1,1 @@
+"""From logits to a token: sampling parameters, penalties, logprobs, grammars."""
