@@ -18,6 +18,8 @@ import httpx
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 TICKS = os.sysconf("SC_CLK_TCK")
+ENGINE = b"bankfull.serve.engine.worker"
+"""In the command line of the engine's process."""
 IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
@@ -50,9 +52,12 @@ class Served:
         return httpx.get(self.url + "/ready", timeout=30).status_code == 200
 
     def engine(self) -> int | None:
-        """The process of the engine."""
-        listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(listed[0]) if listed else None
+        """The engine's process. The API has other children, too: those that render chat templates."""
+        for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
+            with suppress(OSError):  # it has ended since
+                if ENGINE in Path(f"/proc/{child}/cmdline").read_bytes():
+                    return int(child)
+        return None
 
     def resident_bytes(self) -> list[tuple[str, int]]:
         """The command and the memory of the API's process and of all that it has started."""
