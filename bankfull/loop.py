@@ -17,8 +17,10 @@ from bankfull.outputs import Delta
 
 Action = Callable[[], None]
 
-ACTING_SECONDS = 0.005
-"""Of a turn, for what was posted; at least one action runs. The rest waits for the next turn: a step comes between."""
+ACTING_SECONDS, MOST_ACTING_SECONDS = 0.005, 0.02
+"""The least and the most time for posted actions between two steps; at least one action runs."""
+ACTING_SHARE = 0.1
+"""Posted actions may take this fraction of the last step's time, within the two bounds above."""
 
 
 class Bell(Protocol):
@@ -51,13 +53,17 @@ class EngineLoop:
         for in every turn, by 0 seconds where there is something to do: it may bring work of its own."""
         self._front = front
         self._tell = tell
-        self._inbox: deque[Action] = deque()
+        self._posted: deque[tuple[str, Action]] = deque()
+        self._queues: dict[str, deque[Action]] = {}
+        """Posted actions by owner; the owner whose turn is next comes first."""
+        self._step_seconds = 0.0
         self._bell = bell or EventBell()
         self._stopping = False
 
-    def post(self, action: Action) -> None:
-        """From any thread. Actions run in the order in which they were posted."""
-        self._inbox.append(action)
+    def post(self, action: Action, owner: str = "") -> None:
+        """From any thread. Actions of one owner run in the order in which they were posted, those of several owners in
+        turn: an owner with a thousand of them does not keep the others waiting."""
+        self._posted.append((owner, action))
         self._bell.ring()
 
     def stop(self) -> None:
@@ -67,12 +73,32 @@ class EngineLoop:
 
     def run(self) -> None:
         while self._wait():
-            ends = time.monotonic() + ACTING_SECONDS
-            while self._inbox:
-                self._inbox.popleft()()
-                if time.monotonic() >= ends:
-                    break
-            self._tell(self._front.step() if self._front.engine.busy else [])
+            self._act()
+            begun = time.monotonic()
+            deltas = self._front.step() if self._front.engine.busy else []
+            self._step_seconds = time.monotonic() - begun
+            self._tell(deltas)
+
+    def _act(self) -> None:
+        """Run posted actions, one of each owner in turn, until their time is over."""
+        share = min(MOST_ACTING_SECONDS, max(ACTING_SECONDS, ACTING_SHARE * self._step_seconds))
+        ends = time.monotonic() + share
+        while self._sorted():
+            owner = next(iter(self._queues))
+            queue = self._queues.pop(owner)
+            action = queue.popleft()
+            if queue:
+                self._queues[owner] = queue
+            action()
+            if time.monotonic() >= ends:
+                break
+
+    def _sorted(self) -> bool:
+        """Sort what was posted by owner; False when there is nothing to do."""
+        while self._posted:
+            owner, action = self._posted.popleft()
+            self._queues.setdefault(owner, deque()).append(action)
+        return bool(self._queues)
 
     def _wait(self) -> bool:
         """Until there is something to do; False when the loop is to stop."""
@@ -85,7 +111,7 @@ class EngineLoop:
         return not self._stopping
 
     def _due(self) -> bool:
-        return bool(self._inbox) or self._stopping or self._runnable()
+        return bool(self._posted or self._queues) or self._stopping or self._runnable()
 
     def _runnable(self) -> bool:
         engine = self._front.engine

@@ -108,7 +108,7 @@ def test_an_idle_loop_waits_and_a_busy_one_only_looks(llm: LLM) -> None:
 
 
 def test_a_flood_of_actions_leaves_time_for_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_module, "ACTING_SECONDS", 0.0)
+    monkeypatch.setattr(loop_module, "MOST_ACTING_SECONDS", 0.0)
     front = llm.loaded.frontend
     events: list[str] = []
 
@@ -122,3 +122,22 @@ def test_a_flood_of_actions_leaves_time_for_steps(llm: LLM, monkeypatch: pytest.
         loop.post(lambda: events.append("action"))
     loop.run()
     assert events == ["action", "step"] * 5
+
+
+def test_a_flood_of_one_owner_does_not_keep_another_waiting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a thousand posted actions, the next one of somebody else runs after one of them at most."""
+    monkeypatch.setattr(loop_module, "MOST_ACTING_SECONDS", 0.0)
+    events: list[str] = []
+
+    def tell(deltas: list[Delta]) -> None:
+        if len(events) == 3:
+            loop.post(lambda: events.append("first of another"), "honest")
+            loop.post(lambda: events.append("second of another"), "honest")
+        if len(events) == 10:
+            loop.stop()
+
+    loop = EngineLoop(llm.loaded.frontend, tell)
+    for number in range(1000):
+        loop.post(lambda number=number: events.append(str(number)), "greedy")  # type: ignore[misc]
+    loop.run()
+    assert events[:8] == ["0", "1", "2", "3", "first of another", "4", "second of another", "5"]

@@ -304,19 +304,19 @@ class Worker:
             made = self._prepared(wanted)
         except Exception as error:
             refusal = _refusal(wanted.id, error)
-            self._loop.post(lambda: self._refuse(refusal))
+            self._loop.post(lambda: self._refuse(refusal), wanted.tenant)
         else:
-            self._loop.post(lambda: self._queue(*made))
+            self._loop.post(lambda: self._queue(*made), wanted.tenant)
 
     def _prepare(self, request: int, job: Job) -> None:
         """By a thread, when its turn comes."""
 
         def tell(made: tuple[Submit, Prepared], error: BaseException | None) -> None:
             if error is None:
-                self._loop.post(lambda: self._queue(*made))
+                self._loop.post(lambda: self._queue(*made), job.owner)
             else:
                 refusal = _refusal(request, error)
-                self._loop.post(lambda: self._refuse(refusal))
+                self._loop.post(lambda: self._refuse(refusal), job.owner)
 
         job.tell = tell
         self._coming[request] = job
