@@ -11,20 +11,21 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future as HostFuture
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from bankfull.decode.strategy import Strategy
 from bankfull.errors import BankfullError
 from bankfull.runtime.device import Future
-from bankfull.runtime.runner import Landed, Runner
+from bankfull.runtime.runner import Runner
 from bankfull.sched.scheduler import Scheduler
-from bankfull.types import Finish, Output, Request, StepPlan
+from bankfull.types import Finish, Output, Request, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from bankfull.sample.grammar import MaskPool, Matcher
 
 Key = tuple[Hashable, int]
 """A request and the number of its sample."""
+RunnerKind = TypeVar("RunnerKind", bound=Runner[Any])
 
 
 @dataclass(slots=True)
@@ -39,11 +40,11 @@ class Totals:
     """Seconds inside `step`."""
 
 
-class Engine:
+class Engine(Generic[RunnerKind]):
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: Runner,
+        runner: RunnerKind,
         strategy: Strategy,
         depth: int,
         clock: Callable[[], float] = time.monotonic,
@@ -57,7 +58,7 @@ class Engine:
         self.settled: list[Callable[[StepPlan], None]] = []
         """Told of every step when its results are there, before they are dealt with: time lines."""
         self._clock = clock
-        self._inflight: deque[tuple[StepPlan, Future[Landed], float]] = deque()
+        self._inflight: deque[tuple[StepPlan, Future[StepResult], float]] = deque()
         """With the time at which each was launched."""
         self._free_at = 0.0
         """When the last step was settled: the device has been for the next one alone since then."""
@@ -95,8 +96,8 @@ class Engine:
             step = self.runner.forward(plan)
             if self._inflight:
                 outputs = self._settle()
-            future = self.runner.finish(step, self._grammars.masks(plan, self._owner))
-            self._inflight.append((plan, future, launched))
+            self.runner.finish(step, self._grammars.masks(plan, self._owner))
+            self._inflight.append((plan, step, launched))
             self.scheduler.name_ahead()
             if self.depth == 0:
                 outputs = self._settle()
@@ -110,8 +111,8 @@ class Engine:
         return self.scheduler.wake_at()
 
     def _settle(self) -> list[Output]:
-        plan, future, launched = self._inflight.popleft()
-        result = self.runner.result(plan, future)
+        plan, step, launched = self._inflight.popleft()
+        result = step.wait()
         now = self._clock()
         self.scheduler.took(plan, now - max(launched, self._free_at))
         self._free_at = now

@@ -17,8 +17,8 @@ from torch import Tensor
 from bankfull.engine import Engine
 from bankfull.errors import RequestError
 from bankfull.outputs import CompletionOutput, Delta, Logprob, Metrics, RequestOutput
+from bankfull.runtime.device_runner import Extra, TokenLogprobs
 from bankfull.runtime.rows import Job
-from bankfull.runtime.runner import Extra, TokenLogprobs
 from bankfull.sample.grammar import GrammarCompiler, Matcher
 from bankfull.sample.params import SamplingParams
 from bankfull.text.detokenize import Detokenizer

@@ -25,9 +25,9 @@ from bankfull.ops import Kit, kit_for, native
 from bankfull.ops.registry import BF16, FLOAT, INT8, INT8_FEW
 from bankfull.runtime.captured_chunks import sizes_for as captured_prompts
 from bankfull.runtime.device import Device, available_memory, open_device
+from bankfull.runtime.device_runner import DeviceRunner, captured_widths
 from bankfull.runtime.memory import Sizes, plan_memory, shown
 from bankfull.runtime.rehearsal import every_kind, largest, rehearsal
-from bankfull.runtime.runner import Runner, captured_widths
 from bankfull.sched.scheduler import Scheduler
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import Layout, Paged, layout_of
@@ -59,7 +59,7 @@ class Assembled:
     device: Device
     layout: Layout
     sizes: Sizes
-    engine: Engine
+    engine: Engine[DeviceRunner]
     phases: dict[str, float]
     """Seconds that the parts of the start took."""
 
@@ -202,7 +202,7 @@ def assemble(
     sched = replace(sched, rows=sizes.rows)
     manager = StateManager(layout, sizes.frames, sizes.slots, state)
     try:
-        runner = Runner(
+        runner = DeviceRunner(
             model,
             layout,
             device,

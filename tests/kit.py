@@ -20,9 +20,9 @@ from bankfull.engine import Engine
 from bankfull.layers.decoder import Decoder
 from bankfull.ops import Kit
 from bankfull.runtime.device import Cpu, Cuda, Device, open_device
+from bankfull.runtime.device_runner import DeviceRunner
 from bankfull.runtime.fake import Late
 from bankfull.runtime.rows import Job
-from bankfull.runtime.runner import Runner
 from bankfull.sample.params import SamplingParams
 from bankfull.sched.scheduler import Scheduler
 from bankfull.state.manager import StateManager
@@ -53,7 +53,7 @@ class Bench:
         width = self.strategy.width(0)
         slots = (2 + self.depth) * (1 + width) * self.sched.rows + self.state.snapshot_slots
         self.manager = StateManager(layout, self.frames if layout.paged else 0, slots, self.state)
-        self.runner = Runner(
+        self.runner = DeviceRunner(
             self.model,
             layout,
             self.device,

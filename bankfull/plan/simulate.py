@@ -19,7 +19,6 @@ from bankfull.errors import ConfigError, RequestError
 from bankfull.plan.step_times import Spent, StepTimes
 from bankfull.plan.traffic import Arrival
 from bankfull.runtime.memory import Sizes
-from bankfull.runtime.runner import Runner
 from bankfull.sched.scheduler import Scheduler
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import Layout
@@ -46,8 +45,24 @@ class Clock:
         return self.now
 
 
+@dataclass(frozen=True, slots=True)
+class FakeStep:
+    """A future of a step's result. Waiting for it moves the clock to the step's end."""
+
+    plan: StepPlan
+    clock: Clock
+    ends: float
+    """Seconds on the clock."""
+    tokens: list[list[int]]
+
+    def wait(self) -> StepResult:
+        self.clock.now = max(self.clock.now, self.ends)
+        completed = [transfer.id for transfer in self.plan.transfers]
+        return StepResult(self.plan.step, self.tokens, [None] * len(self.tokens), completed=completed)
+
+
 class FakeRunner:
-    """Stands where the engine expects its runner. A step begins when the device is free, and ends after its time."""
+    """A `Runner` that only models time. A step begins when the device is free, and ends after its seconds."""
 
     def __init__(self, clock: Clock, seconds: StepSeconds, token: Tokens = some_token) -> None:
         self._clock, self._seconds, self._token = clock, seconds, token
@@ -57,25 +72,19 @@ class FakeRunner:
         """By row: whose it is, and how many tokens are known."""
         self.busy = 0.0
 
-    def forward(self, plan: StepPlan) -> float:
-        """When the step will have ended."""
+    def forward(self, plan: StepPlan) -> FakeStep:
         for enter in plan.enter:
             self._request[enter.row] = enter.payload.request
             self._known[enter.row] = len(enter.tokens)
         seconds = self._seconds(plan.work) if plan.work else 0.0
         self.busy += seconds
         self._free_at = max(self._clock.now, self._free_at) + seconds
-        # What a step gives is decided when it is launched: a row may change hands before it settles.
-        self._given = [self._next(w.row) if w.sample else [] for w in plan.work]
-        return self._free_at
+        # The tokens are fixed at launch: another sequence may enter a row before the step settles.
+        tokens = [self._next(w.row) if w.sample else [] for w in plan.work]
+        return FakeStep(plan, self._clock, self._free_at, tokens)
 
-    def finish(self, ends: float, masks: Mapping[int, Any]) -> tuple[float, list[list[int]]]:
-        return ends, self._given
-
-    def result(self, plan: StepPlan, future: tuple[float, list[list[int]]]) -> StepResult:
-        ends, tokens = future
-        self._clock.now = max(self._clock.now, ends)
-        return StepResult(plan.step, tokens, [None] * len(tokens), completed=[t.id for t in plan.transfers])
+    def finish(self, step: FakeStep, masks: Mapping[int, Any]) -> None:
+        """The tokens are known already."""
 
     def _next(self, row: int) -> list[int]:
         position = self._known[row]
@@ -173,7 +182,7 @@ class Replica:
         self.manager = StateManager(spec.layout, frames, spec.sizes.slots, spec.state)
         self.scheduler = Scheduler(sched, self.manager, clock=self.clock)
         self.runner = FakeRunner(self.clock, lambda work: spec.times.work(work, self.spent))
-        self.engine = Engine(self.scheduler, cast(Runner, self.runner), Plain(), spec.depth, clock=self.clock)
+        self.engine = Engine(self.scheduler, self.runner, Plain(), spec.depth, clock=self.clock)
         self.engine.watchers.append(self._note)
         self._coming: deque[int] = deque()
         self._ends: list[float] = []

@@ -112,11 +112,11 @@ def test_a_row_that_changes_hands_does_not_take_another_s_token() -> None:
     clock = Clock()
     runner = FakeRunner(clock, lambda work: 1.0, token=lambda request, position: 100 * request + position)
     first = StepPlan(0, [Work(0, 0, 2, 0, True)], [Enter(0, (8, 9), 0, 2, 0, 0, Ticket(1))])
-    ends = runner.finish(runner.forward(first), {})
+    earlier = runner.forward(first)
     second = StepPlan(1, [Work(0, 0, 1, 0, True)], [Enter(0, (8,), 0, 1, 0, 0, Ticket(2))])
-    later = runner.finish(runner.forward(second), {})
-    assert runner.result(first, ends).tokens == [[102]] and clock.now == 1.0
-    assert runner.result(second, later).tokens == [[201]] and clock.now == 2.0
+    later = runner.forward(second)
+    assert earlier.wait().tokens == [[102]] and clock.now == 1.0
+    assert later.wait().tokens == [[201]] and clock.now == 2.0
 
 
 class Ticket:

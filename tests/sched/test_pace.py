@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -13,7 +13,6 @@ from bankfull.decode.plain import Plain
 from bankfull.engine import Engine
 from bankfull.errors import ConfigError
 from bankfull.plan.simulate import Clock, FakeRunner, Ticket
-from bankfull.runtime.runner import Runner
 from bankfull.sched.pace import ALONE, FIRST_TOKENS, LEAST_TOKENS, Pace
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.sched.scheduler import Scheduler
@@ -43,7 +42,7 @@ class Machine:
         manager = StateManager(layout_of([FULL], 16), 2000, 10, state)
         self.scheduler = Scheduler(sched, manager, clock=self.clock)
         runner = FakeRunner(self.clock, self.seconds)
-        self.engine = Engine(self.scheduler, cast(Runner, runner), Plain(), self.depth, clock=self.clock)
+        self.engine = Engine(self.scheduler, runner, Plain(), self.depth, clock=self.clock)
         self.engine.watchers.append(self._note)
         self.steps: list[tuple[int, int, float]] = []
         """Sequences that decoded, tokens of prompts, and seconds, of each step."""

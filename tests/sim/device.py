@@ -8,9 +8,10 @@ what it may not, or touches a place that was let go, is an error.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 from bankfull.state.spec import Layout
 from bankfull.types import NULL, Request, StepPlan, StepResult, Tier, Work
@@ -55,16 +56,27 @@ class Footprint:
     accepted: dict[int, int] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Launched:
+    """A future of a step's result."""
+
+    device: Device
     plan: StepPlan
     before: list[Footprint]
     """The steps that had not settled when this one was launched."""
     mark: Footprint
     result: StepResult | None = None
 
+    def wait(self) -> StepResult:
+        """Steps are waited for in the order of their launch."""
+        self.device._catch_up()
+        assert self.device.queue.popleft() is self and self.result is not None
+        return self.result
+
 
 class Device:
+    """A `Runner`, so that the same loop drives it."""
+
     def __init__(self, layout: Layout, vocab: int, random: Random, error_rate: float) -> None:
         self.layout = layout
         self.vocab = vocab
@@ -83,19 +95,18 @@ class Device:
 
     # -- what the world asks
 
-    def launch(self, plan: StepPlan) -> None:
+    def forward(self, plan: StepPlan) -> Launched:
         mark = Footprint(plan.step)
-        self.queue.append(Launched(plan, list(self.marks.values()), mark))
+        launched = Launched(self, plan, list(self.marks.values()), mark)
+        self.queue.append(launched)
         self.marks[plan.step] = mark
         if self.random.random() < 0.3:
             self._catch_up()
+        return launched
 
-    def finish(self) -> StepResult:
-        """The result of the oldest step that has none yet."""
-        self._catch_up()
-        launched = self.queue.popleft()
-        assert launched.result is not None
-        return launched.result
+    def finish(self, step: Launched, masks: Mapping[int, Any]) -> None:
+        """Tokens follow from the prefix alone, without masks."""
+        demand(step in self.queue, f"step {step.plan.step} is finished before it was launched, or after it settled")
 
     def settled(self, step: int) -> None:
         del self.marks[step]

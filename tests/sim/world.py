@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from random import Random
 
 from bankfull.errors import RequestError
+from bankfull.runtime.runner import Runner
 from bankfull.sched.pace import FIRST_TOKENS, Pace
 from bankfull.sched.policy import COMPANY_STEPS, batch_share
 from bankfull.sched.scheduler import Scheduler
 from bankfull.sched.sequence import Sequence
 from bankfull.state.manager import StateManager
 from bankfull.types import NULL, Finish, Output, Request, StepPlan, Tier
-from tests.sim.device import Device, SimulationError, demand
+from tests.sim.device import Device, Launched, SimulationError, demand
 from tests.sim.oracle import expected
 from tests.sim.scenario import Scenario, scenario_of
 
@@ -65,7 +66,8 @@ class World:
         self.sched = Scheduler(scenario.sched, self.state, lambda: self.clock)
         self.sched.pace = Pace(self.sched.pace.bound, least=1 + scenario.seed % 3)  # its prompts are short
         self.device = Device(scenario.layout, scenario.vocab, Random(scenario.seed + 2), scenario.error_rate)
-        self.inflight: deque[StepPlan] = deque()
+        self.runner: Runner[Launched] = self.device
+        self.inflight: deque[tuple[StepPlan, Launched]] = deque()
         self.arrivals = deque(scenario.arrivals)
         self.requests: dict[int, Request] = {}
         self.receipts: dict[tuple[int, int], Receipt] = {}
@@ -132,16 +134,17 @@ class World:
         if self.sched.preemptions != preemptions:
             ready = []  # what was given up for a later one may have helped an earlier one
         self._check_plan(plan, drafts, ready)
-        self.device.launch(plan)
-        self.inflight.append(plan)
+        step = self.runner.forward(plan)
+        self.runner.finish(step, {})
+        self.inflight.append((plan, step))
         if plan.step % 2:
             self.sched.name_ahead()
         return plan
 
     def _settle(self) -> None:
-        plan = self.inflight.popleft()
+        plan, step = self.inflight.popleft()
         self.sched.took(plan, self.scenario.step_seconds + plan.tokens * self.scenario.token_seconds)
-        result = self.device.finish()
+        result = step.wait()
         outputs = self.sched.settle(plan, result)
         self.device.settled(plan.step)
         for output in outputs:

@@ -15,7 +15,7 @@ from bankfull.serve.api.openai.common import TokenLine
 from bankfull.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from bankfull.runtime.runner import TokenLogprobs
+    from bankfull.runtime.device_runner import TokenLogprobs
 
 _rows = msgspec.msgpack.Decoder(tuple[bytes, bytes, bytes])
 

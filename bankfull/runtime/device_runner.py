@@ -1,0 +1,343 @@
+"""The runner that computes: one path for every device, model and strategy. It never names a concrete one of them.
+
+`forward` enqueues the model; `finish` enqueues the choice of tokens, with the grammar masks that depend on the previous
+result. Neither waits for the device: `Step.wait` does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bankfull.decode.strategy import Sampling, Scores, Strategy, Verdict, View
+from bankfull.layers.batch import Batch
+from bankfull.ops.registry import BODY, Kit
+from bankfull.progress import PROGRESS
+from bankfull.runtime.batch import build_batch
+from bankfull.runtime.device import Device, Future, commits, spread
+from bankfull.runtime.forward import Eager, Forward, Model, Replaying
+from bankfull.runtime.rows import Rows
+from bankfull.sample.logits import NO_TOKEN, Sampled
+from bankfull.sample.logprobs import logprobs_of
+from bankfull.state.spec import Layout
+from bankfull.state.storage import Storage
+from bankfull.types import StepPlan, StepResult, Work
+
+SCORE_BLOCK = 64
+"""Prompt positions whose logits exist at once while a prompt is scored."""
+
+NOTHING_LEFT = (
+    "No token is left to choose from: the request's own constraints (grammar, allowed or banned tokens, logit_bias) "
+    "forbid all, or the model gave no finite score; relax the constraints."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of the model's own distribution: the token's, and the most likely ones'."""
+
+    logprob: float
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class Extra:
+    """What a request asked for beside its tokens, as far as one step tells it."""
+
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """By the position of the prompt token that was predicted."""
+    pooled: tuple[int, Tensor] | None = None
+    """Position and hidden state (last), or first position and the sum of hidden states from it on (mean)."""
+
+
+@dataclass(slots=True)
+class Step:
+    """A launched step: a future of its result."""
+
+    plan: StepPlan
+    runner: DeviceRunner
+    hidden: Tensor | None = None
+    """From `forward` until `finish` has read it."""
+    batch: Batch | None = None
+    landed: Future[Landed] | None = None
+    """Set by `finish`, or by `forward` where one launch also chooses the tokens."""
+
+    def wait(self) -> StepResult:
+        """Block until the step is done; its values on the host."""
+        assert self.landed is not None, "a step is waited for after `finish`"
+        return self.runner.result(self.plan, self.landed.wait())
+
+
+@dataclass(slots=True)
+class Landed:
+    """What a step left on the device, before it is turned into host values."""
+
+    verdict: Verdict | None = None
+    chosen: list[int] | Tensor | None = None
+    """Instead of a verdict: one token for each sequence of the step, on the host."""
+    scored: dict[int, tuple[int, Tensor, Tensor, Tensor]] = field(default_factory=dict)
+    pooled: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+
+
+class DeviceRunner:
+    def __init__(
+        self,
+        model: Model,
+        layout: Layout,
+        device: Device,
+        strategy: Strategy,
+        *,
+        rows: int,
+        max_len: int,
+        frames: int,
+        slots: int,
+        kit: Kit | None = None,
+        step_tokens: int = 0,
+    ) -> None:
+        """`kit`: the one that the model was built with; without it, steps are not captured. `step_tokens`: the most
+        that a step has; prompts are captured up to it."""
+        self.model, self.layout, self.device, self.strategy = model, layout, device, strategy
+        self.storage = Storage(layout, frames, slots, device.torch)
+        spread(self.storage.frames)
+        self._commit_frames = commits(self.storage.frames)
+        eager = Eager(model, layout, self.storage.layers)
+        self.run_model: Forward = eager if kit is None else device.capture(eager, kit)
+        self.rows = Rows(rows, max_len, layout, model.vocab, device.torch, device.ship)
+        self.rows.sampling.chooser = None if kit is None else device.chooser(kit)
+        self.replaying = self.run_model if isinstance(self.run_model, Replaying) else None
+        """The same, where it records steps; asked once, since checking a protocol is too slow for every step."""
+        if (replaying := self.replaying) is not None:
+            widths, chooser = captured_widths(strategy), self.rows.sampling.chooser
+            device.launch(lambda: replaying.capture(self.rows, widths, chooser, step_tokens)).wait()
+        self._choosing = device.choosing(self.run_model, self.rows) if strategy.idle else None
+        self._exact = self.rows.host is not None or device.kind == "cpu" or kit is None or _trusts_host(kit)
+        """Must the host know how many drafts hold before the next step? Then it waits for them."""
+        self.entered = [-1] * rows
+        """The step in which a row got its sequence."""
+        self._demanding: set[int] = set()
+        """Rows that want more than simple tokens. Known when a step is planned, not only when it runs."""
+
+    def forward(self, plan: StepPlan) -> Step:
+        step = Step(plan, self)
+        for enter in plan.enter:
+            self.entered[enter.row] = plan.step
+            (self._demanding.discard if self.rows.is_simple(enter.payload) else self._demanding.add)(enter.row)
+        choosing = self._choosing if plan.work and self._only_simple(plan.work) else None
+
+        def run() -> Landed:
+            landed = Landed()
+            if plan.transfers:
+                self.storage.transfer(plan.transfers)
+            if plan.pages and self._commit_frames is not None:
+                self._commit_frames(max(max(edit.pages) for edit in plan.pages))
+            self.rows.apply(plan)
+            if plan.enter:
+                self.strategy.begin([enter.row for enter in plan.enter])
+            if choosing is not None:
+                landed.chosen = choosing([w.row for w in plan.work])
+            elif plan.work:
+                step.batch, step.hidden = self._run(plan.work)
+            return landed
+
+        future = self.device.launch(run)
+        if choosing is not None or not plan.work:
+            step.landed = future
+        return step
+
+    def _run(self, work: list[Work]) -> tuple[Batch, Tensor]:
+        replayed = None if self.replaying is None else self.replaying.replay(work)
+        if replayed is not None:
+            return replayed
+        batch = build_batch(work, self.rows, self.layout)
+        return batch, self.run_model(batch)
+
+    def _only_simple(self, work: list[Work]) -> bool:
+        """Does each sequence of the step want its next token, in a simple way, and nothing else?"""
+        demanding = self._demanding
+        return all(w.count == 1 and w.sample and not w.drafts and w.row not in demanding for w in work)
+
+    def finish(self, step: Step, masks: Mapping[int, np.ndarray]) -> None:
+        if step.landed is not None:
+            return
+
+        def run() -> Landed:
+            landed = Landed()
+            assert step.batch is not None and step.hidden is not None
+            work = step.plan.work
+            if self.rows.curious:
+                self._prompt_extras(step.batch, step.hidden, work, landed)
+            chosen = [i for i, w in enumerate(work) if w.sample]
+            if chosen:
+                landed.verdict = self._choose(step.batch, step.hidden, [work[i] for i in chosen], masks)
+            self._commit(step.batch, work, chosen, landed.verdict)
+            self._bring(landed)
+            step.batch = step.hidden = None  # the step stays in flight: its activations need not
+            return landed
+
+        step.landed = self.device.launch(run)
+
+    def _there(self, array: np.ndarray) -> Tensor:
+        ship = self.device.ship
+        return torch.from_numpy(array) if ship is None else ship(array)
+
+    def _choose(self, batch: Batch, hidden: Tensor, work: list[Work], masks: Mapping[int, np.ndarray]) -> Verdict:
+        index = batch.logit_index
+        widths = [w.drafts + 1 for w in work]
+        lines = [w.row for w in work for _ in range(w.drafts + 1)]
+        mask = None
+        if masks:
+            packed = np.full((len(lines), self.rows.sampling.words), -1, np.int32)
+            for i, row in enumerate(lines):
+                if row in masks:
+                    packed[i] = masks[row]
+            mask = self._there(packed)
+        rows = self.rows
+        sampling = Sampling(lines, widths, batch.positions, index, rows.tokens, rows.sampling, rows.index, mask)
+        # Where every token is scored, they are all there already, in order.
+        wanted = hidden if len(index) == len(hidden) else hidden[self._there(index)]
+        return self.strategy.verify(Scores(wanted, self.model.head), sampling)
+
+    def _commit(self, batch: Batch, work: list[Work], chosen: list[int], verdict: Verdict | None) -> None:
+        """Advance the rows: tokens, lengths, and which recurrent slot holds the state."""
+        rows = self.rows
+        counts = np.array([w.count for w in work], np.int64)
+        accepted = None
+        if verdict is not None and verdict.counts is not None:
+            accepted = verdict.counts - 1
+            if len(chosen) < len(work):
+                accepted = accepted.new_zeros(len(work)).index_copy_(0, rows.index(chosen), accepted)
+        lines = [w.row for w in work]
+        if accepted is None:
+            rows.computed[lines] += counts
+        elif self._exact:
+            rows.computed[lines] += counts + accepted.cpu().numpy()
+        else:
+            rows.computed[lines] += counts + np.array([w.drafts for w in work], np.int64)
+        rows.advance(lines, counts, accepted)
+        if self.layout.recurrent is not None:
+            assert batch.write is not None
+            kept = batch.write[:, 0] if accepted is None else batch.write.gather(1, accepted[:, None])[:, 0]
+            rows.slot.index_copy_(0, rows.index(lines), kept)
+        if verdict is None:
+            return
+        host_rows = [work[i].row for i in chosen]
+        rows.commit(host_rows, verdict.tokens, verdict.counts)
+        view = View(host_rows, rows.tokens, rows.known, rows.index)
+        self.strategy.observe(view, verdict)
+        draft = self.strategy.propose(view)
+        if draft is not None:
+            rows.hint(host_rows, draft.tokens)
+
+    def _bring(self, landed: Landed) -> None:
+        """Start the way back of all that the host will read."""
+        fetch = self.device.fetch
+        if landed.verdict is not None:
+            verdict, sampled = landed.verdict, landed.verdict.sampled
+            landed.verdict = Verdict(
+                fetch(verdict.tokens),
+                None if verdict.counts is None else fetch(verdict.counts),
+                Sampled(
+                    sampled.tokens,
+                    *(
+                        None if part is None else fetch(part)
+                        for part in (sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
+                    ),
+                ),
+            )
+        for i, (at, *columns) in landed.scored.items():
+            own, ids, values = (fetch(column) for column in columns)
+            landed.scored[i] = (at, own, ids, values)
+        for i, (at, vector) in landed.pooled.items():
+            landed.pooled[i] = (at, fetch(vector))
+
+    def _prompt_extras(self, batch: Batch, hidden: Tensor, work: list[Work], landed: Landed) -> None:
+        """Prompt logprobs and pooled states, for the rows that asked for them."""
+        for i, w in enumerate(work):
+            job = self.rows.job(w.row)
+            start, prompt_len = int(self.rows.computed[w.row]), int(self.rows.prompt_len[w.row])
+            first = int(batch.q_start[i])
+            last = first + min(w.count, prompt_len - start)
+            if job.pool == "mean" and last > first:
+                landed.pooled[i] = (start, hidden[first:last].to(torch.float64).sum(0))
+            elif job.pool == "last" and start + w.count >= prompt_len:
+                landed.pooled[i] = (prompt_len - 1, hidden[last - 1].clone())
+            elif job.params.prompt_logprobs is not None:
+                last = min(last, first + prompt_len - 1 - start)
+                if last > first:
+                    targets = self.rows.tokens[w.row, start + 1 : start + 1 + last - first]
+                    parts = []
+                    blocks = hidden[first:last].split(SCORE_BLOCK), targets.split(SCORE_BLOCK)
+                    for states, tokens in zip(*blocks, strict=True):
+                        parts.append(logprobs_of(self.model.head(states), tokens, job.params.prompt_logprobs))
+                        PROGRESS.tick()
+                    own, ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
+                    landed.scored[i] = (start + 1, own, ids, values)
+
+    def _forget_rejected(self, plan: StepPlan, counts: list[int]) -> None:
+        """The host has counted all drafts as computed; now it knows which of them hold. A row that has meanwhile
+        changed hands was set anew."""
+        held = dict(zip((i for i, w in enumerate(plan.work) if w.sample), counts, strict=True))
+        for i, w in enumerate(plan.work):
+            if self.entered[w.row] <= plan.step:
+                self.rows.computed[w.row] -= w.drafts + 1 - held.get(i, 1)
+
+    def result(self, plan: StepPlan, landed: Landed) -> StepResult:
+        """The host's values of a step that is done."""
+        count = len(plan.work)
+        result = StepResult(plan.step, [[] for _ in range(count)], [None] * count)
+        result.completed = self.device.completed([t.id for t in plan.transfers])
+        if landed.chosen is not None:
+            chosen = landed.chosen if isinstance(landed.chosen, list) else landed.chosen.tolist()
+            result.tokens = [[token] for token in chosen]
+            if NO_TOKEN in chosen:
+                result.errors = {i: NOTHING_LEFT for i, token in enumerate(chosen) if token == NO_TOKEN}
+            return result
+        if landed.verdict is not None:
+            _read_tokens(plan.work, landed.verdict, result)
+            if landed.verdict.counts is not None and not self._exact:
+                self._forget_rejected(plan, landed.verdict.counts.tolist())
+        for i, (first, own, ids, values) in landed.scored.items():
+            extra = result.extras[i] = result.extras[i] or Extra()
+            lines = zip(own.tolist(), ids.tolist(), values.tolist(), strict=True)
+            extra.prompt = {first + j: TokenLogprobs(o, tuple(t), tuple(v)) for j, (o, t, v) in enumerate(lines)}
+        for i, (at, vector) in landed.pooled.items():
+            result.extras[i] = Extra(pooled=(at, vector))
+        return result
+
+
+def captured_widths(strategy: Strategy) -> list[int]:
+    """Tokens of a sequence in the steps that are captured: one, with or without drafts behind it."""
+    return sorted({1, 1 + strategy.width(0)})
+
+
+def _trusts_host(kit: Kit) -> bool:
+    """Does anything that reads lengths take the host's? All bodies do."""
+    return any(kit.chosen.get(name, Counter())[BODY] for name in ("paged_attention", "causal_conv", "selective_scan"))
+
+
+def _read_tokens(work: list[Work], verdict: Verdict, result: StepResult) -> None:
+    sampled = verdict.sampled
+    tokens = verdict.tokens.tolist()
+    counts = [1] * len(tokens) if verdict.counts is None else verdict.counts.tolist()
+    own = None if sampled.logprobs is None else sampled.logprobs.tolist()
+    top_ids = None if sampled.top_ids is None else sampled.top_ids.tolist()
+    top_values = None if sampled.top_logprobs is None else sampled.top_logprobs.tolist()
+    line = 0
+    for j, i in enumerate(i for i, w in enumerate(work) if w.sample):
+        result.tokens[i] = tokens[j][: counts[j]]
+        if NO_TOKEN in result.tokens[i]:
+            result.errors[i] = NOTHING_LEFT
+        if own is not None and own[line] == own[line]:  # not NaN: the row asked for logprobs
+            extra = result.extras[i] = Extra()
+            for k in range(line, line + counts[j]):
+                ids = [t for t in top_ids[k] if t != NO_TOKEN] if top_ids is not None else []
+                values = top_values[k][: len(ids)] if top_values is not None else []
+                extra.logprobs.append(TokenLogprobs(own[k], tuple(ids), tuple(values)))
+        line += work[i].drafts + 1
