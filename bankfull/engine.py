@@ -138,8 +138,8 @@ class Engine(Generic[RunnerKind]):
         for watcher in self.watchers:
             watcher(plan)
         for enter in plan.enter:
-            self._owner[enter.row] = (enter.payload.request, enter.child)
-            self.started.setdefault(enter.payload.request, self._clock())
+            self._owner[enter.row] = (enter.request, enter.child)
+            self.started.setdefault(enter.request, self._clock())
 
 
 class Grammars:

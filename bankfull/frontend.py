@@ -184,7 +184,7 @@ class Frontend:
             reuse=params.prompt_logprobs is None and pool != "mean",
             generates=prepared.generates,
             scored=params.prompt_logprobs is not None,
-            payload=Job(request_id, params, seed, prepared.stop_ids, pool, prepared.fence),
+            payload=Job(params, seed, prepared.stop_ids, pool, prepared.fence),
         )
         self.engine.add(request, prepared.matchers)
         samples = [self._sample(i, params, prepared.stops) for i in range(request.samples)]

@@ -40,8 +40,6 @@ class Request:
     """False for requests that end when their prompt has run (scoring, embedding)."""
     scored: bool = False
     """Every prompt position goes through the model's head (prompt logprobs), which takes longer."""
-    serial: bool = False
-    """The next step depends on the host having seen the previous one."""
     payload: Any = None
 
 
@@ -61,19 +59,13 @@ class Work:
     """Where recurrent state is written: after the last 1 + drafts tokens, one slot each. Empty for models without."""
 
 
-class Tier(StrEnum):
-    PAGE = "page"
-    SLOT = "slot"
-
-
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Copy a whole page or slot before the forward pass of its step; both ends stay pinned until it completes."""
+    """Copies page `src` to page `dst` before the forward pass of its step; both stay pinned until it completes."""
 
     id: int
-    src: tuple[Tier, int] | None
-    """None fills the destination with zeros."""
-    dst: tuple[Tier, int]
+    src: int
+    dst: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +73,8 @@ class Enter:
     """A sequence takes a row: its known tokens, how many of them are computed already, and the recurrent slot that its
     first step reads."""
 
+    request: Hashable
+    """The id of its request."""
     row: int
     tokens: tuple[int, ...]
     computed: int

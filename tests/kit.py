@@ -27,7 +27,7 @@ from bankfull.sample.params import SamplingParams
 from bankfull.sched.scheduler import Scheduler
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import layout_of
-from bankfull.types import Output, Request, Tier
+from bankfull.types import Output, Request
 from tests.tiny import DEVICE
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -84,7 +84,7 @@ class Bench:
         stop: Sequence[int] = (),
         **more: object,
     ) -> None:
-        job = Job(name, params, seed, frozenset(stop))
+        job = Job(params, seed, frozenset(stop))
         request = Request(name, tuple(prompt), len(prompt) + count, frozenset(stop), samples=n, payload=job, **more)  # type: ignore[arg-type]
         self.engine.add(request)
         for child in range(n):
@@ -136,8 +136,7 @@ def poison(engine: Engine) -> None:
     pages, slots = list(state.pages.free_places()), list(state.slots.free_places())
 
     def fill() -> None:
-        storage.poison(Tier.PAGE, pages)
-        storage.poison(Tier.SLOT, slots)
+        storage.poison(pages, slots)
 
     if device.kind == "cuda":
         device.launch(fill)  # after the steps that are on their way, before those to come

@@ -67,14 +67,14 @@ class FakeRunner:
     def __init__(self, clock: Clock, seconds: StepSeconds, token: Tokens = some_token) -> None:
         self._clock, self._seconds, self._token = clock, seconds, token
         self._free_at = 0.0
-        self._request: dict[int, int] = {}
+        self._request: dict[int, Any] = {}
         self._known: dict[int, int] = {}
         """By row: whose it is, and how many tokens are known."""
         self.busy = 0.0
 
     def forward(self, plan: StepPlan) -> FakeStep:
         for enter in plan.enter:
-            self._request[enter.row] = enter.payload.request
+            self._request[enter.row] = enter.request
             self._known[enter.row] = len(enter.tokens)
         seconds = self._seconds(plan.work) if plan.work else 0.0
         self.busy += seconds
@@ -90,13 +90,6 @@ class FakeRunner:
         position = self._known[row]
         self._known[row] = position + 1
         return [self._token(self._request[row], position)]
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """What the runner is told of a request."""
-
-    request: int
 
 
 @dataclass(slots=True)
@@ -231,7 +224,7 @@ class Replica:
             arrival = self._trace[number]
             limit = len(arrival.prompt) + arrival.output
             try:
-                self.engine.add(Request(number, arrival.prompt, limit, payload=Ticket(number)))
+                self.engine.add(Request(number, arrival.prompt, limit))
             except RequestError:
                 self._requests[number].refused = True
                 insort(self._ends, self.clock.now)

@@ -83,7 +83,7 @@ class StepTimer:
             self._plant(tokens, prompt - fresh)
             name = ("timed", self._numbers)
             self._numbers += 1
-            request = Request(name, tokens, prompt + outputs, payload=Job(name, GREEDY, 0))
+            request = Request(name, tokens, prompt + outputs, payload=Job(GREEDY, 0))
             engine.add(request)
         with self._shapes() as shapes:
             ends = [perf_counter()]

@@ -95,7 +95,7 @@ def replay(
                 continue
             arrival = trace[number]
             limit = len(arrival.prompt) + arrival.output
-            engine.add(Request(number, arrival.prompt, limit, payload=Job(number, GREEDY, 0)))
+            engine.add(Request(number, arrival.prompt, limit, payload=Job(GREEDY, 0)))
         if not engine.busy:
             if coming:
                 sleep(max(0.0, min(trace[coming[0]].time - now, LONGEST_SLEEP)))
@@ -113,7 +113,7 @@ def replay(
 def _warm(engine: Engine, arrival: Arrival) -> None:
     """The first steps lay out what is laid out once."""
     prompt = arrival.prompt[:WARM_TOKENS]
-    engine.add(Request("warm", prompt, len(prompt) + WARM_STEPS, salt=b"warm", payload=Job("warm", GREEDY, 0)))
+    engine.add(Request("warm", prompt, len(prompt) + WARM_STEPS, salt=b"warm", payload=Job(GREEDY, 0)))
     while engine.busy:
         engine.step()
 

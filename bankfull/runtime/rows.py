@@ -5,7 +5,7 @@ Everything here changes only inside launched work, in the device's order; the ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,7 +31,6 @@ def each_of(counts: Tensor, starts: Tensor, total: int) -> tuple[Tensor, Tensor]
 class Job:
     """What the runner needs to know of a request: the payload that the scheduler hands through."""
 
-    request: Hashable
     params: SamplingParams
     seed: int
     stop_ids: frozenset[int] = field(default_factory=frozenset)

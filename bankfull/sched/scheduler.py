@@ -320,8 +320,6 @@ class Scheduler:
     def _share_of(self, seq: Sequence, missing: int, budget: int) -> int:
         """Tokens of `seq` that this step may compute, before memory is asked; 0 when it has to wait or has enough."""
         request = seq.request
-        if request.serial and seq.sampled:
-            return 0
         if request.generates and seq.known >= request.limit:
             return 0  # the token that ends it is already on its way
         size = missing if missing < budget else budget
@@ -453,7 +451,16 @@ class Scheduler:
         insort(self._running, seq, key=_rank)
         plan = step.plan
         plan.enter.append(
-            Enter(seq.row, tuple(seq.tokens), computed, seq.prompt_len, seq.child, state.slot, seq.request.payload)
+            Enter(
+                seq.request.id,
+                seq.row,
+                tuple(seq.tokens),
+                computed,
+                seq.prompt_len,
+                seq.child,
+                state.slot,
+                seq.request.payload,
+            )
         )
         plan.pages.extend(PageEdit(g, seq.row, 0, tuple(table)) for g, table in enumerate(state.tables) if table)
         step.fixed.add(seq.row)

@@ -17,7 +17,7 @@ from bankfull.state.pages import Census, Pool
 from bankfull.state.policy import Full, GroupPolicy, Hit, Snapshots, Window
 from bankfull.state.prefix import Chain
 from bankfull.state.spec import Layout
-from bankfull.types import NULL, Tier, Transfer
+from bankfull.types import NULL, Transfer
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class StateManager:
         self.policies: list[GroupPolicy] = [
             Full(g.page_tokens) if g.window is None else Window(g.page_tokens, g.window) for g in layout.paged
         ]
-        self._pins: dict[int, tuple[tuple[Tier, int], ...]] = {}
+        self._pins: dict[int, tuple[int, ...]] = {}
         self._transfers = 0
 
     # -- questions, without side effects
@@ -231,7 +231,7 @@ class StateManager:
             if length % group.page_tokens:
                 copy = copies.pop()
                 child.append(copy)
-                transfers.append(self._transfer((Tier.PAGE, table[full]), (Tier.PAGE, copy)))
+                transfers.append(self._transfer(table[full], copy))
             tables.append(child)
         self.slots.share(state.slot)
         chain = Chain(b"", self.layout.block_tokens)
@@ -260,8 +260,8 @@ class StateManager:
         self.pages.settle(step)
         self.slots.settle(step)
         for transfer in completed:
-            for tier, place in self._pins.pop(transfer):
-                (self.pages if tier is Tier.PAGE else self.slots).drop(place, step)
+            for page in self._pins.pop(transfer):
+                self.pages.drop(page, step)
 
     @property
     def pinned(self) -> bool:
@@ -282,12 +282,12 @@ class StateManager:
         self.pages.forget()
         self.slots.forget()
 
-    def _transfer(self, src: tuple[Tier, int], dst: tuple[Tier, int]) -> Transfer:
+    def _transfer(self, src: int, dst: int) -> Transfer:
         transfer = Transfer(self._transfers, src, dst)
         self._transfers += 1
         self._pins[transfer.id] = (src, dst)
-        for tier, place in (src, dst):
-            (self.pages if tier is Tier.PAGE else self.slots).share(place)
+        for page in (src, dst):
+            self.pages.share(page)
         return transfer
 
     def _opened(

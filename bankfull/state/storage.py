@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bankfull.state.spec import ITEM_BYTES, Layout, TensorSpec
-from bankfull.types import Tier, Transfer
+from bankfull.types import Transfer
 
 LayerState = dict[str, Tensor]
 """Paged: name -> (frames, page_tokens, *shape). Recurrent: name -> (slots, *shape)."""
@@ -58,21 +58,14 @@ class Storage:
 
     def transfer(self, transfers: Iterable[Transfer]) -> None:
         for transfer in transfers:
-            tier, target = transfer.dst
-            for tensor in (self.frames,) if tier is Tier.PAGE else self.slots:
-                if transfer.src is None:
-                    tensor[target].zero_()
-                else:
-                    tensor[target].copy_(tensor[transfer.src[1]])
+            self.frames[transfer.dst].copy_(self.frames[transfer.src])
 
-    def poison(self, tier: Tier, places: Iterable[int]) -> None:
+    def poison(self, pages: Iterable[int], slots: Iterable[int] = ()) -> None:
         """Fill places that nobody may read with NaN: a stale read then spoils its result instead of passing unseen.
 
         Bytes of 0xFF are NaN in every type of float; int8 pages show it by their scales.
         """
-        index = torch.tensor(list(places), dtype=torch.long, device=self.frames.device)
-        if tier is Tier.PAGE:
-            self.frames[index] = 0xFF
-        else:
-            for tensor in self.slots:
-                tensor[index] = float("nan")
+        self.frames[torch.tensor(list(pages), dtype=torch.long, device=self.frames.device)] = 0xFF
+        index = torch.tensor(list(slots), dtype=torch.long, device=self.frames.device)
+        for tensor in self.slots:
+            tensor[index] = float("nan")

@@ -135,7 +135,7 @@ class Session:
         engine.watchers.append(note)
         try:
             for number, prompt in enumerate(prompts):
-                job = Job(number, GREEDY, number)
+                job = Job(GREEDY, number)
                 engine.add(Request(number, tuple(prompt), len(prompt) + outputs, payload=job))
             engine.scheduler.sealed = True
             while engine.busy:

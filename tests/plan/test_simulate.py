@@ -111,14 +111,9 @@ def test_a_prompt_in_the_cache_is_not_computed_again() -> None:
 def test_a_row_that_changes_hands_does_not_take_another_s_token() -> None:
     clock = Clock()
     runner = FakeRunner(clock, lambda work: 1.0, token=lambda request, position: 100 * request + position)
-    first = StepPlan(0, [Work(0, 0, 2, 0, True)], [Enter(0, (8, 9), 0, 2, 0, 0, Ticket(1))])
+    first = StepPlan(0, [Work(0, 0, 2, 0, True)], [Enter(1, 0, (8, 9), 0, 2, 0, 0, None)])
     earlier = runner.forward(first)
-    second = StepPlan(1, [Work(0, 0, 1, 0, True)], [Enter(0, (8,), 0, 1, 0, 0, Ticket(2))])
+    second = StepPlan(1, [Work(0, 0, 1, 0, True)], [Enter(2, 0, (8,), 0, 1, 0, 0, None)])
     later = runner.forward(second)
     assert earlier.wait().tokens == [[102]] and clock.now == 1.0
     assert later.wait().tokens == [[201]] and clock.now == 2.0
-
-
-class Ticket:
-    def __init__(self, request: int) -> None:
-        self.request = request

@@ -12,7 +12,7 @@ from bankfull.config import SchedConfig, StateConfig
 from bankfull.decode.plain import Plain
 from bankfull.engine import Engine
 from bankfull.errors import ConfigError
-from bankfull.plan.simulate import Clock, FakeRunner, Ticket
+from bankfull.plan.simulate import Clock, FakeRunner
 from bankfull.sched.pace import ALONE, FIRST_TOKENS, LEAST_TOKENS, Pace
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.sched.scheduler import Scheduler
@@ -55,11 +55,11 @@ class Machine:
 
     def add(self, number: int, prompt: int, answer: int, **how: Any) -> None:
         tokens = tuple(range(number * 100_000, number * 100_000 + prompt))
-        self.engine.add(Request(number, tokens, prompt + answer, payload=Ticket(number), **how))
+        self.engine.add(Request(number, tokens, prompt + answer, **how))
 
     def _note(self, plan: StepPlan) -> None:
         for enter in plan.enter:
-            scored = self.scheduler._by_request[enter.payload.request][0].request.scored
+            scored = self.scheduler._by_request[enter.request][0].request.scored
             (self._scored.add if scored else self._scored.discard)(enter.row)
         prompts = sum(w.count for w in plan.work if w.count > 1)
         self.steps.append((sum(w.count == 1 for w in plan.work), prompts, self.seconds(plan.work)))

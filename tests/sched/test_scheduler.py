@@ -223,16 +223,6 @@ def test_memory_pressure_preempts_the_last_and_its_output_goes_on() -> None:
     assert [len(tokens) for tokens in seen.values()] == [18, 18]
 
 
-def test_a_serial_sequence_waits_until_its_last_step_has_settled() -> None:
-    sched = scheduler()
-    sched.add(request(0, serial=True))
-    sched.add(request(1))
-    first = sched.plan()
-    second = sched.plan()
-    assert first is not None and second is not None
-    assert len(first.work) == 2 and [work.row for work in second.work] == [first.work[1].row]
-
-
 def test_an_error_ends_only_its_own_request() -> None:
     sched = scheduler()
     sched.add(request(0))

@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from bankfull.state.spec import Layout
-from bankfull.types import NULL, Request, StepPlan, StepResult, Tier, Work
+from bankfull.types import NULL, Request, StepPlan, StepResult, Work
 from tests.sim.oracle import EMPTY, extend, identities, next_token, root
 
 
@@ -176,21 +176,16 @@ class Device:
 
     def _transfer(self, plan: StepPlan, before: list[Footprint]) -> None:
         for transfer in plan.transfers:
-            ends = [transfer.dst] if transfer.src is None else [transfer.src, transfer.dst]
-            places = tuple(place if tier is Tier.PAGE else -place for tier, place in ends)
-            demand(NULL not in places, "a transfer to or from the null place")
+            places = transfer.src, transfer.dst
+            demand(NULL not in places, "a transfer to or from the null page")
             for mark in before:
                 busy = places[-1] in mark.writes or places[-1] in mark.reads
                 demand(not busy, f"a transfer writes place {places[-1]} while step {mark.step} may touch it")
                 demand(places[0] not in mark.writes, f"a transfer reads place {places[0]}, still in flight")
             self.moving[transfer.id] = places
-            if transfer.dst[0] is Tier.PAGE:
-                assert transfer.src is not None
-                demand(places[0] in self.pages, f"a transfer reads page {places[0]}, which holds nothing")
-                group, content = self.pages[places[0]]
-                self.pages[places[1]] = (group, list(content))
-            else:
-                self.slots[-places[-1]] = EMPTY if transfer.src is None else self.slots[-places[0]]
+            demand(transfer.src in self.pages, f"a transfer reads page {transfer.src}, which holds nothing")
+            group, content = self.pages[transfer.src]
+            self.pages[transfer.dst] = (group, list(content))
 
     def _read(self, work: Work, launched: Launched) -> int:
         """All that `work` must find of the past, before anything of this step is written."""

@@ -14,7 +14,7 @@ from bankfull.state.manager import Match, SequenceState, StateManager
 from bankfull.state.pages import Pool
 from bankfull.state.policy import Window
 from bankfull.state.prefix import Chain
-from bankfull.types import Tier, Transfer, Work
+from bankfull.types import Transfer, Work
 
 Mutant = Callable[[MonkeyPatch], None]
 
@@ -68,7 +68,7 @@ def fork_shares_the_partial_page(patch: MonkeyPatch) -> None:
                     manager.pages.share(page)
                     table[i] = page
         for transfer in transfers:
-            for _, place in manager._pins.pop(transfer.id):
+            for place in manager._pins.pop(transfer.id):
                 manager.pages.drop(place, manager.launched)
         return child, []
 
@@ -86,9 +86,9 @@ def sharing_takes_no_reference(patch: MonkeyPatch) -> None:
 
 
 def transfers_pin_nothing(patch: MonkeyPatch) -> None:
-    def pin(manager: StateManager, src: tuple[Tier, int], dst: tuple[Tier, int]) -> Transfer:
+    def pin(manager: StateManager, src: int, dst: int) -> Transfer:
         transfer = original(manager, src, dst)
-        for _, place in manager._pins[transfer.id]:
+        for place in manager._pins[transfer.id]:
             manager.pages.drop(place, manager.launched)
         manager._pins[transfer.id] = ()
         return transfer

@@ -129,7 +129,6 @@ def _arrivals(random: Random, vocab: int, rows: int) -> tuple[Arrival, ...]:
                     tenant=random.choice(tenants),
                     reuse=random.random() < 0.9,
                     generates=generates,
-                    serial=random.random() < 0.15,
                 ),
             )
         )

@@ -13,7 +13,7 @@ from bankfull.sched.policy import COMPANY_STEPS, batch_share
 from bankfull.sched.scheduler import Scheduler
 from bankfull.sched.sequence import Sequence
 from bankfull.state.manager import StateManager
-from bankfull.types import NULL, Finish, Output, Request, StepPlan, Tier
+from bankfull.types import NULL, Finish, Output, Request, StepPlan
 from tests.sim.device import Device, Launched, SimulationError, demand
 from tests.sim.oracle import expected
 from tests.sim.scenario import Scenario, scenario_of
@@ -194,7 +194,7 @@ class World:
 
     def _decodes(self, seq: Sequence) -> bool:
         """Would this sequence take exactly one token, if budget and memory allow?"""
-        if seq.known - seq.start != 1 or seq.children or (seq.request.serial and seq.sampled):
+        if seq.known - seq.start != 1 or seq.children:
             return False
         return not seq.request.generates or seq.known < seq.request.limit
 
@@ -309,8 +309,8 @@ class World:
                 for slot in written:
                     slots[slot] += 1
         for ends in state._pins.values():
-            for tier, place in ends:
-                (pages if tier is Tier.PAGE else slots)[place] += 1
+            for page in ends:
+                pages[page] += 1
         pages[NULL] = slots[NULL] = 0
         demand(pages == state.pages._refs, f"pages are counted {state.pages._refs}, but held {pages}")
         demand(slots == state.slots._refs, f"slots are counted {state.slots._refs}, but held {slots}")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bankfull.state.spec import Paged, StateSpec, TensorSpec, layout_of
 from bankfull.state.storage import Storage
-from bankfull.types import Tier, Transfer
+from bankfull.types import Transfer
 
 CPU = torch.device("cpu")
 DTYPES = ["float64", "float32", "bfloat16", "int8"]
@@ -55,7 +55,7 @@ def rounded_layer() -> Storage:
 def test_poisoned_pages_are_nan(dtype: str) -> None:
     storage = Storage(layout_of([Paged((TensorSpec("k", (2, 3), dtype),))], 4), 4, 0, CPU)
     storage.frames.zero_()
-    storage.poison(Tier.PAGE, [2])
+    storage.poison([2])
     pages = storage.layers[0]["k"]
     assert bool(pages[2].isnan().all()) and not bool(pages[[0, 1, 3]].isnan().any())
 
@@ -63,7 +63,7 @@ def test_poisoned_pages_are_nan(dtype: str) -> None:
 def test_poisoned_int8_pages_have_scales_that_are_nan() -> None:
     storage = rounded_layer()
     storage.frames.zero_()
-    storage.poison(Tier.PAGE, [3])
+    storage.poison([3])
     for layer in storage.layers:
         for name in ("k", "v"):
             numbers = layer[name] * layer[f"{name}_scale"].unsqueeze(-1)
@@ -73,6 +73,6 @@ def test_poisoned_int8_pages_have_scales_that_are_nan() -> None:
 def test_a_transfer_takes_codes_and_scales_along() -> None:
     storage = rounded_layer()
     storage.frames.random_(0, 100)
-    storage.transfer([Transfer(0, (Tier.PAGE, 1), (Tier.PAGE, 4))])
+    storage.transfer([Transfer(0, 1, 4)])
     for layer in storage.layers:
         assert all(torch.equal(tensor[1], tensor[4]) for tensor in layer.values())

@@ -245,7 +245,7 @@ class Recorder:
         """Of the run: what was found in the cache, and who comes back."""
         assert self.run is not None
         for enter in plan.enter:
-            key = (enter.payload.request, enter.child)
+            key = (enter.request, enter.child)
             if key in self._seen:
                 self.run.preemptions += 1
                 self.run.recomputed += len(enter.tokens) - 1 - enter.computed
@@ -258,7 +258,7 @@ class Recorder:
         gone = story.rows.intersection(plan.leave)
         story.rows -= gone
         for enter in plan.enter:
-            if enter.payload.request == request:
+            if enter.request == request:
                 self._enter(story, enter)
             else:
                 story.rows.discard(enter.row)

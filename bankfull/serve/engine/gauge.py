@@ -88,7 +88,7 @@ class Gauge:
 
     def _note(self, plan: StepPlan) -> None:
         for enter in plan.enter:
-            self.gone(enter.payload.request)
+            self.gone(enter.request)
             if not enter.child and len(enter.tokens) == enter.prompt_len:
                 self._queries += enter.prompt_len
                 self._hits += enter.computed
