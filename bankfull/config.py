@@ -45,10 +45,9 @@ class SchedConfig:
             if getattr(self, name) != 0:
                 _positive(self, name)
         _positive(self, "batch_size", "max_waiting")
-        if self.policy not in ("fcfs", "priority"):
-            raise ConfigError(f"policy={self.policy!r} is unknown; use 'fcfs' or 'priority'.")
-        if self.batching not in ("continuous", "static", "dynamic"):
-            raise ConfigError(f"batching={self.batching!r} is unknown; use 'continuous', 'static' or 'dynamic'.")
+        for name in ("policy", "batching"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be a name.")
         if not 0 <= self.step_ms < float("inf"):
             raise ConfigError(f"step_ms={self.step_ms!r} must be a finite number of milliseconds, or 0 for no bound.")
         if not 0 <= self.batch_delay < float("inf"):

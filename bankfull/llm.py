@@ -17,6 +17,7 @@ from bankfull.loading import Loaded, load
 from bankfull.outputs import Delta, EmbeddingOutput, RequestOutput, ScoreOutput
 from bankfull.sample.params import SamplingParams
 from bankfull.sample.recommended import recommended
+from bankfull.sched.policies import policy_of
 
 Messages = Sequence[Mapping[str, Any]]
 Progress = Callable[[RequestOutput], None]
@@ -41,7 +42,9 @@ def configure(options: Mapping[str, Any]) -> tuple[RunConfig, SchedConfig, State
         else:
             known = sorted(set().union(*slices, ENGINE, ["max_model_len"]))
             raise ConfigError(f"Option {name!r} is unknown; known are {', '.join(known)}.")
-    return RunConfig(**dealt[0]), SchedConfig(**dealt[1]), StateConfig(**dealt[2])
+    sched = SchedConfig(**dealt[1])
+    policy_of(sched)  # an unknown name is refused before the model is loaded
+    return RunConfig(**dealt[0]), sched, StateConfig(**dealt[2])
 
 
 class LLM:

@@ -1,48 +1,55 @@
-"""One sequence on its way: tokens that are computed chase tokens that are known."""
+"""One sequence: its computed tokens catch up with its known tokens."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass, field
+from operator import attrgetter
 
-from bankfull.sched.policy import Rank
 from bankfull.state.manager import SequenceState
 from bankfull.state.prefix import Chain
 from bankfull.types import Request, Work
+
+Order = tuple[bool, float, int]
+"""Batch work last, then the policy's rank, then arrival: smaller runs first and is preempted last. Unique."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     request: Request
     child: int
-    rank: Rank
-    """Unique, and kept through preemption."""
     queued_at: float
     chain: Chain
     tokens: list[int]
-    yields: bool = False
+    order: Order
+    """Kept through preemption; changes only when the policy ranks the sequence again."""
+    batch: bool = False
     """Batch work: gets no tokens in a step that carries an online prompt."""
     parent: Sequence | None = None
-    """n > 1: the sibling whose prompt pages this one waits to share; None once it stands on its own feet."""
+    """n > 1: the sibling whose prompt pages this one waits to share; None once it is scheduled on its own."""
     children: list[Sequence] = field(default_factory=list)
     """Siblings that wait for this sequence's prompt."""
     computed: int = 0
     """Tokens whose state is settled."""
     flying: deque[Work] = field(default_factory=deque)
-    """Work that is launched and not settled, oldest first. What is not here any more was given up: its result is
+    """Work that is launched and not settled, oldest first. Work that is missing here was given up: its result is
     dropped, also when the sequence has meanwhile come back to the same row."""
     start: int = 0
     """Lower bound of the tokens that will be computed once the launched work has settled."""
     sampled: int = 0
     """Launched work that will give at least one token each."""
     drafted: int = 0
-    """Launched drafts: each may turn out accepted, or not."""
+    """Launched draft tokens: each may be accepted or not."""
     state: SequenceState | None = None
+    """Pages and slots; None while the sequence waits."""
     row: int = -1
     turn: int = -1
-    """The last step that it had a part in."""
+    """The last step that served it."""
     admitted: bool = False
+    """Whether it has ever had a row."""
     cached: int = 0
+    """Prompt tokens found in the prefix cache at its first admission."""
 
     @property
     def priority(self) -> int:
@@ -58,7 +65,7 @@ class Sequence:
 
     @property
     def scored(self) -> bool:
-        """Does its next token go through the head although it is not the last one?"""
+        """Whether its next token needs logits although it is not the last one (prompt logprobs)."""
         return self.request.scored and self.start < self.prompt_len - 1
 
     @property
@@ -89,6 +96,32 @@ class Sequence:
         self.row, self.state, self.computed, self.start = row, state, computed, computed
 
     def give_up(self) -> None:
-        """Without row and state; the tokens stay, and will be computed again."""
+        """Loses its row and state; the tokens stay, and will be computed again."""
         self.row, self.state, self.computed, self.start, self.sampled, self.drafted = -1, None, 0, 0, 0, 0
         self.flying.clear()
+
+
+_order = attrgetter("order")
+
+
+class OrderedSequences(list[Sequence]):
+    """Sequences in their order."""
+
+    def enter(self, seq: Sequence) -> None:
+        insort(self, seq, key=_order)
+
+    def leave(self, seq: Sequence) -> None:
+        del self[bisect_left(self, seq.order, key=_order)]
+
+    def reorder(self, seq: Sequence, order: Order) -> None:
+        OrderedSequences.leave(self, seq)
+        seq.order = order
+        self.enter(seq)
+
+
+def adopt(siblings: list[Sequence]) -> None:
+    """The first sibling computes the prompt, the others wait for it."""
+    for seq in siblings[:1]:
+        seq.parent, seq.children = None, siblings[1:]
+    for seq in siblings[1:]:
+        seq.parent = siblings[0]

@@ -1,7 +1,7 @@
-"""What each tenant may have where several want the engine at once: an equal part of rows, of pages, of a step's tokens.
+"""Shares of tenants and of batch work: equal rows, pages and step tokens for each tenant that competes for them.
 
-A part that its owner does not use goes to the others, so nothing is left idle. The parts of a step need no memory of
-earlier ones: whoever wants little gets it at once, whatever others want.
+A share that its tenant does not use goes to the others, so nothing stays idle. The shares of a step depend on that step
+alone: a tenant that wants little gets it at once, whatever the others want.
 """
 
 from __future__ import annotations
@@ -13,11 +13,64 @@ from bankfull.sched.sequence import Sequence
 from bankfull.state.manager import StateManager
 
 SLOTS_OF_A_ROW = 3
-"""What a sequence of a recurrent model needs to go on: its state, and what two launched steps write."""
+"""Slots that a running sequence of a recurrent model needs: its state, and one for each of two launched steps."""
+
+COMPANY_STEPS = 256
+"""Batch work yields for this many steps after the last online request."""
+
+
+def batch_share(step_tokens: int, decoding: int, company: bool) -> tuple[int, int]:
+    """What batch work may take of a step: rows that decode, and tokens in all; `company`: online work came lately.
+
+    A request that arrives waits for the end of the step, so the step has to be short: a prompt loses little by being
+    cut into more chunks. In company, batch rows also decode in turns, which costs a batch a little; without company,
+    none is held back.
+    """
+    few = max(1, step_tokens // 16)
+    return (few, 2 * few) if company else (decoding, max(step_tokens // 4, decoding + few))
+
+
+class Tenants:
+    """The tenants that have unfinished sequences, and when each one's prompts were last served."""
+
+    def __init__(self, fair: bool) -> None:
+        """`fair`: whether the policy gives them equal shares."""
+        self._fair = fair
+        self._sequences: Counter[str] = Counter()
+        self._turns: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def compete(self) -> bool:
+        return self._fair and len(self._sequences) > 1
+
+    def add(self, tenant: str, sequences: int) -> None:
+        self._sequences[tenant] += sequences
+
+    def end(self, tenant: str) -> None:
+        """One of its sequences has ended."""
+        self._sequences[tenant] -= 1
+        if not self._sequences[tenant]:
+            del self._sequences[tenant]
+            self._turns.pop(tenant, None)
+
+    def served(self, tenant: str, step: int) -> None:
+        self._turns[tenant] = step
+
+    def shares(self, filling: Iterable[Sequence], waiting: Iterable[Sequence], tokens: int) -> dict[str, int]:
+        """How `tokens` are divided among those whose prompts run or wait; those a cached prefix saves count, too."""
+        wants: Counter[str] = Counter()
+        for seq in filling:
+            wants[seq.tenant] += seq.missing
+        for seq in waiting:
+            wants[seq.tenant] += len(seq.tokens)
+        return divide(tokens, wants, self._turns)
 
 
 class Holdings:
-    """Rows and pages of each tenant, and the equal parts that they are entitled to."""
+    """Rows and pages of each tenant, and the equal shares that they are entitled to."""
 
     def __init__(self, running: Iterable[Sequence], state: StateManager, rows: int, tenants: int) -> None:
         self._state = state
@@ -35,15 +88,15 @@ class Holdings:
         return 0 if seq.state is None else self._state.held(seq.state)
 
     def entitled(self, tenant: str, pages: int) -> bool:
-        """May it have one more row and so many more pages at the cost of those who have more than their part?"""
+        """Whether the tenant may take one more row and `pages` more pages from tenants beyond their shares."""
         return self.rows[tenant] < self.fair_rows and self.pages[tenant] + pages <= self.fair_pages
 
     def excess(self, tenant: str) -> int:
-        """Pages beyond its part."""
+        """Pages beyond the tenant's share."""
         return max(0, self.pages[tenant] - self.fair_pages)
 
     def beyond(self, running: list[Sequence]) -> list[Sequence]:
-        """Sequences that tenants with more than their part would have to give up, the first to go last."""
+        """The sequences that tenants beyond their shares would lose; the last one of the list goes first."""
         rows, pages, found = self.rows.copy(), self.pages.copy(), []
         for seq in reversed(running):
             if rows[seq.tenant] > self.fair_rows or pages[seq.tenant] > self.fair_pages:
@@ -53,36 +106,27 @@ class Holdings:
         return found[::-1]
 
 
-def parts_of(wants: Mapping[str, int], turns: Mapping[str, int], tokens: int) -> dict[str, int]:
-    """How `tokens` are divided: nobody gets more than it wants, and who gets less than that gets no less than anybody
-    else. In the order in which they are taken; of those who want too much, whoever has waited longest is first."""
+def divide(tokens: int, wants: Mapping[str, int], turns: Mapping[str, int]) -> dict[str, int]:
+    """Max-min fair division of `tokens`: a tenant gets at most what it wants, and a tenant that gets less than it wants
+    gets at least as much as any other. In the order in which they are served: satisfied tenants first, then by their
+    last turn, the oldest first."""
     level, left = 0, tokens
     for number, want in enumerate(sorted(wants.values())):
         level = left // (len(wants) - number)
         if want > level:
             break
         left -= want
-    parts = {tenant: min(want, level) for tenant, want in wants.items()}
-    tokens -= sum(parts.values())
-    for tenant in sorted(wants, key=lambda tenant: turns.get(tenant, -1)):  # what no equal division can give
-        if tokens and parts[tenant] < wants[tenant]:
-            parts[tenant] += 1
+    shares = {tenant: min(want, level) for tenant, want in wants.items()}
+    tokens -= sum(shares.values())
+    for tenant in sorted(wants, key=lambda tenant: turns.get(tenant, -1)):  # the remainder of the division
+        if tokens and shares[tenant] < wants[tenant]:
+            shares[tenant] += 1
             tokens -= 1
-    return dict(sorted(parts.items(), key=lambda part: (part[1] < wants[part[0]], turns.get(part[0], -1))))
-
-
-def wants_of(filling: Iterable[Sequence], waiting: Iterable[Sequence]) -> Counter[str]:
-    """Tokens of prompts that each tenant could run now; those that a cached prefix saves count, too."""
-    wants: Counter[str] = Counter()
-    for seq in filling:
-        wants[seq.tenant] += seq.missing
-    for seq in waiting:
-        wants[seq.tenant] += len(seq.tokens)
-    return wants
+    return dict(sorted(shares.items(), key=lambda share: (share[1] < wants[share[0]], turns.get(share[0], -1))))
 
 
 def first_of_each(waiting: Iterable[Sequence]) -> Iterator[Sequence]:
-    """The first in line of each tenant."""
+    """The first waiting sequence of each tenant."""
     seen: set[str] = set()
     for seq in waiting:
         if seq.tenant not in seen:

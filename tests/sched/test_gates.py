@@ -3,17 +3,8 @@ from __future__ import annotations
 import pytest
 
 from bankfull.config import SchedConfig
-from bankfull.sched.policy import Dynamic, Static, gate_of, rank_of
+from bankfull.sched.gates import Dynamic, Static, gate_of
 from tests.sched.driver import Clock, drain, request, scheduler, step
-
-
-def test_first_come_first_served_ignores_priority() -> None:
-    assert rank_of("fcfs", priority=9, arrival=1) < rank_of("fcfs", priority=0, arrival=2)
-
-
-def test_priority_goes_before_arrival_and_arrival_breaks_ties() -> None:
-    assert rank_of("priority", priority=0, arrival=2) < rank_of("priority", priority=1, arrival=1)
-    assert rank_of("priority", priority=1, arrival=1) < rank_of("priority", priority=1, arrival=2)
 
 
 def test_continuous_batching_lets_everybody_in() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from bankfull.config import StateConfig
+from bankfull.sched.waiting import WaitingQueue
 from bankfull.state.spec import Paged, StateSpec, TensorSpec
 from bankfull.types import StepResult
 from tests.sched.driver import FULL, MEMORY, TOKEN, drain, request, result, scheduler, step
@@ -244,7 +245,7 @@ def test_a_long_queue_costs_a_step_nothing() -> None:
     step(sched)
     looked_at = 0
 
-    class Counted(list):  # type: ignore[type-arg]
+    class Counted(WaitingQueue):
         def __getitem__(self, index):  # type: ignore[no-untyped-def]
             nonlocal looked_at
             looked_at += 1
@@ -255,7 +256,7 @@ def test_a_long_queue_costs_a_step_nothing() -> None:
             looked_at += len(self)
             return super().__iter__()
 
-    sched._waiting = Counted(sched._waiting)
+    sched._waiting.__class__ = Counted
     for _ in range(10):
         step(sched)
     assert looked_at <= 20

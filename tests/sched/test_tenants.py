@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bankfull.config import StateConfig
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.sched.scheduler import Scheduler
-from bankfull.sched.shares import parts_of
+from bankfull.sched.shares import divide
 from tests.sched.driver import FULL, MEMORY, drain, request, result, scheduler, step
 
 
@@ -140,7 +140,7 @@ def test_one_tenant_is_served_as_if_there_were_none() -> None:
     tokens=st.integers(0, 300),
 )
 def test_parts_are_max_min_fair(wants: dict[str, int], turns: dict[str, int], tokens: int) -> None:
-    parts = parts_of(wants, turns, tokens)
+    parts = divide(tokens, wants, turns)
     assert set(parts) == set(wants)
     assert all(0 <= parts[tenant] <= wants[tenant] for tenant in wants)
     assert sum(parts.values()) == min(tokens, sum(wants.values())), "nothing is left idle, nothing given twice"
@@ -155,7 +155,7 @@ def test_where_tokens_are_fewer_than_tenants_everybody_gets_a_turn(count: int, t
     wants = {f"tenant {number}": 100 for number in range(count)}
     turns: dict[str, int] = {}
     for now in range(count):
-        for tenant, part in parts_of(wants, turns, tokens).items():
+        for tenant, part in divide(tokens, wants, turns).items():
             if part:
                 turns[tenant] = now
     assert set(turns) == set(wants)

@@ -8,8 +8,9 @@ from typing import Any
 from pytest import MonkeyPatch
 
 from bankfull.sched.pace import Pace, Room
-from bankfull.sched.scheduler import Scheduler, Sketch
+from bankfull.sched.scheduler import Scheduler
 from bankfull.sched.sequence import Sequence
+from bankfull.sched.sketch import Sketch
 from bankfull.state.manager import Match, SequenceState, StateManager
 from bankfull.state.pages import Pool
 from bankfull.state.policy import Window

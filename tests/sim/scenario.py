@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 from bankfull.config import SchedConfig, StateConfig
+from bankfull.sched.policies import POLICIES
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.state.spec import Layout, Paged, Recurrent, Shared, StateSpec, TensorSpec, layout_of
 from bankfull.types import Request
@@ -46,7 +47,7 @@ def scenario_of(seed: int) -> Scenario:
     sched = SchedConfig(
         rows=rows,
         step_tokens=random.choice((1, 2, 3, 4, 6, 8, 16, 40)),
-        policy=random.choice(("fcfs", "priority")),
+        policy=random.choice(tuple(POLICIES)),
         batching=random.choice(("continuous", "continuous", "continuous", "static", "dynamic")),
         batch_size=random.randint(1, 4),
         batch_delay=random.choice((0.0, 0.5, 3.0, 20.0)),

@@ -9,9 +9,9 @@ from random import Random
 from bankfull.errors import RequestError
 from bankfull.runtime.runner import Runner
 from bankfull.sched.pace import FIRST_TOKENS, Pace
-from bankfull.sched.policy import COMPANY_STEPS, batch_share
 from bankfull.sched.scheduler import Scheduler
-from bankfull.sched.sequence import Sequence
+from bankfull.sched.sequence import Order, Sequence
+from bankfull.sched.shares import COMPANY_STEPS, batch_share
 from bankfull.state.manager import StateManager
 from bankfull.types import NULL, Finish, Output, Request, StepPlan
 from tests.sim.device import Device, Launched, SimulationError, demand
@@ -74,7 +74,7 @@ class World:
         self.summary = Summary()
         self.patience = 0
         self.admitted: set[tuple[object, int]] = set()
-        self.last_admitted = (-1, -1)
+        self.last_admitted: Order = (False, 0.0, -1)
 
     def run(self) -> Summary:
         self._watch_preemption()
@@ -212,16 +212,16 @@ class World:
         holders = self._page_holders()
         for work in plan.work:
             self._check_writes(by_row[work.row], holders)
-        served = {by_row[row].rank for row in rows}
+        served = {by_row[row].order for row in rows}
         self._check_batch(plan, by_row)
         self._check_time(plan, by_row)
-        greedy = {by_row[work.row].yields for work in plan.work if work.drafts or work.count > 1}
+        greedy = {by_row[work.row].batch for work in plan.work if work.drafts or work.count > 1}
         if self._batch_takes_turns(plan, by_row):
             greedy.discard(True)
         for seq in ready:
             # Online work may leave nothing to a batch: only its own prompts and drafts come after its decodes.
-            robbed = False in greedy if not seq.yields else greedy == {True}
-            if robbed and seq.state is not None and seq.rank not in served:
+            robbed = False in greedy if not seq.batch else greedy == {True}
+            if robbed and seq.state is not None and seq.order not in served:
                 short = self.state.shortage(seq.state, seq.start + seq.drafted + 1, 1)
                 demand(short != (0, 0), f"{seq.request.id} cannot decode because prefill or drafts took its budget")
         self._check_order(plan, by_row)
@@ -229,9 +229,9 @@ class World:
     def _check_batch(self, plan: StepPlan, by_row: dict[int, Sequence]) -> None:
         """A step with an online prompt carries no batch work, and no step carries much of a batch's prompts."""
         served = [(work, by_row[work.row]) for work in plan.work]
-        prompts = any(not s.yields and (work.count > 1 or work.start < s.prompt_len) for work, s in served)
-        batch = sum(work.count + work.drafts for work, s in served if s.yields)
-        rows = sum(s.yields for s in self.sched._running)
+        prompts = any(not s.batch and (work.count > 1 or work.start < s.prompt_len) for work, s in served)
+        batch = sum(work.count + work.drafts for work, s in served if s.batch)
+        rows = sum(s.batch for s in self.sched._running)
         self.summary.yielded += prompts and rows > 0
         demand(not (prompts and batch), "batch work runs beside an online prompt")
         _, most = batch_share(self.scenario.sched.step_tokens, rows, self._in_company(plan))
@@ -241,7 +241,7 @@ class World:
         """Whoever waits for a next token waits for a bounded step, or for one with as little of a prompt as can be."""
         pace, served = self.sched.pace, [(work, by_row[work.row]) for work in plan.work]
         entered = {enter.row for enter in plan.enter}  # they came after the decodes were counted
-        decodes = [not s.yields for work, s in served if work.count == 1 and work.sample and work.row not in entered]
+        decodes = [not s.batch for work, s in served if work.count == 1 and work.sample and work.row not in entered]
         if not pace.bound or not any(decodes):
             return
         prompts = sum(work.count for work, _ in served if work.count > 1)
@@ -259,7 +259,7 @@ class World:
     def _batch_takes_turns(self, plan: StepPlan, by_row: dict[int, Sequence]) -> bool:
         """Does as much of a batch decode as may beside online work? Then the rest of it waits for its turn."""
         rows, _ = batch_share(self.scenario.sched.step_tokens, 0, True)
-        decoding = sum(by_row[work.row].yields and work.count == 1 for work in plan.work)
+        decoding = sum(by_row[work.row].batch and work.count == 1 for work in plan.work)
         return self._in_company(plan) and decoding >= rows
 
     def _check_writes(self, seq: Sequence, holders: list[int]) -> None:
@@ -283,8 +283,8 @@ class World:
             first_time = (seq.request.id, seq.child) not in self.admitted
             self.admitted.add((seq.request.id, seq.child))
             if first_time and seq.child == 0:
-                demand(seq.rank > self.last_admitted, f"{seq.request.id} was overtaken")
-                self.last_admitted = seq.rank
+                demand(seq.order > self.last_admitted, f"{seq.request.id} was overtaken")
+                self.last_admitted = seq.order
 
     def _page_holders(self) -> list[int]:
         holders = [0] * (self.scenario.frames + 1)
@@ -338,7 +338,7 @@ class World:
         def watched(seq: Sequence) -> None:
             others = [s for s in (*self.sched._running, *self.sched._waiting) if s is not seq]
             alone = {s.request.tenant for s in (seq, *others)} == {seq.request.tenant}
-            demand(any(s.rank < seq.rank for s in others) or not alone, "the first in rank is preempted")
+            demand(any(s.order < seq.order for s in others) or not alone, "the first in order is preempted")
             preempt(seq)
 
         self.sched._preempt = watched  # type: ignore[method-assign]

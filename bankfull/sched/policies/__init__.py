@@ -1,0 +1,21 @@
+"""Every scheduling policy, by the value of `SchedConfig.policy`. A new policy is one file here and one line below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bankfull.config import SchedConfig
+from bankfull.errors import ConfigError
+from bankfull.sched.policies.fcfs import FirstCome
+from bankfull.sched.policies.priority import Priority
+from bankfull.sched.policy import Policy
+
+POLICIES: dict[str, Callable[[SchedConfig], Policy]] = {"fcfs": FirstCome, "priority": Priority}
+
+
+def policy_of(config: SchedConfig) -> Policy:
+    """The policy that `config` names, behind the admission gate that it names."""
+    made = POLICIES.get(config.policy)
+    if made is None:
+        raise ConfigError(f"policy={config.policy!r} is unknown; use one of {', '.join(POLICIES)}.")
+    return made(config)

@@ -1,0 +1,36 @@
+"""First come, first served: the order of arrival, without regard to priorities and tenants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from bankfull.config import SchedConfig
+from bankfull.sched.gates import gate_of
+from bankfull.sched.sequence import Sequence
+from bankfull.sched.shares import Holdings
+from bankfull.types import Request, StepPlan
+
+
+class FirstCome:
+    """Static and dynamic batching are this policy behind another admission gate."""
+
+    preemptive = False
+    fair = False
+
+    def __init__(self, config: SchedConfig) -> None:
+        self.gate = gate_of(config)
+
+    def is_batch(self, request: Request) -> bool:
+        return False
+
+    def rank(self, sequence: Sequence, now: float) -> float:
+        return 0.0
+
+    def giving_way(self, head: Sequence, running: list[Sequence], beyond: list[Sequence] | None) -> list[Sequence]:
+        return []
+
+    def victim(self, needy: Sequence, able: list[Sequence], holdings: Holdings | None) -> Sequence | None:
+        return able[-1] if able and able[-1].order > needy.order else None
+
+    def after(self, plan: StepPlan, served: list[Sequence], now: float) -> Iterable[Sequence]:
+        return ()

@@ -1,0 +1,44 @@
+"""A step while it is being planned: what was given out, and what is left to give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from bankfull.sched.pace import Room
+from bankfull.sched.sequence import Sequence
+from bankfull.types import StepPlan
+
+
+@dataclass(slots=True)
+class Sketch:
+    plan: StepPlan
+    budget: int
+    """Tokens that may still be given out."""
+    quota: int
+    """New sequences that the gate still admits."""
+    room: Room | None = None
+    """Time that is left for prompts; None if only the token budget limits them."""
+    spare: int = 0
+    """Tokens of the budget that drafts may take without delaying a decode."""
+    batch: bool = False
+    """Whether batch work is being served."""
+    claims: list[Sequence] = field(default_factory=list)
+    """Waiting sequences of tenants below their share: until these are admitted, no other tenant's are."""
+    prompts: bool = False
+    """Whether the step carries an online prompt, whose user waits for the first token."""
+    served: list[Sequence] = field(default_factory=list)
+    """In the order of plan.work."""
+    fixed: set[int] = field(default_factory=set)
+    """Rows that the plan already mentions: their sequences can no longer be preempted in this step."""
+
+    @contextmanager
+    def budget_of(self, tokens: int) -> Iterator[None]:
+        """Limits what is given out inside the block to `tokens`."""
+        kept = max(0, self.budget - tokens)
+        self.budget -= kept
+        try:
+            yield
+        finally:
+            self.budget += kept

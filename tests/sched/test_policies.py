@@ -1,0 +1,107 @@
+"""Policies: the order of sequences, and ranks that change while sequences wait and run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+
+import pytest
+
+from bankfull.config import SchedConfig
+from bankfull.errors import ConfigError
+from bankfull.sched.policies import POLICIES, policy_of
+from bankfull.sched.policies.fcfs import FirstCome
+from bankfull.sched.policy import BATCH_PRIORITY
+from bankfull.sched.sequence import Sequence
+from bankfull.types import StepPlan
+from tests.sched.driver import drain, request, scheduler, step
+from tests.sim.scenario import scenario_of
+from tests.sim.world import World
+
+
+class LeastServed(FirstCome):
+    """The sequence with the fewest generated tokens runs first."""
+
+    def rank(self, sequence: Sequence, now: float) -> float:
+        return len(sequence.tokens) - sequence.prompt_len
+
+    def after(self, plan: StepPlan, served: list[Sequence], now: float) -> Iterable[Sequence]:
+        return served
+
+
+@pytest.fixture
+def least_served(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(POLICIES, "least-served", LeastServed)
+    return "least-served"
+
+
+def entered(policy: str, *priorities: int) -> list[object]:
+    """Requests of these priorities, in the order in which a single row admits them."""
+    sched = scheduler(rows=1, policy=policy)
+    for number, priority in enumerate(priorities):
+        sched.add(request(number, more=1, priority=priority))
+    found: list[object] = []
+    while sched.unfinished:
+        found += [output.request for output in step(sched)]
+    return found
+
+
+def test_first_come_first_served_ignores_priority() -> None:
+    assert entered("fcfs", 9, 0, BATCH_PRIORITY, -5) == [0, 1, 2, 3]
+
+
+def test_priority_goes_before_arrival_and_arrival_breaks_ties() -> None:
+    assert entered("priority", 1, 0, BATCH_PRIORITY, 1, 0) == [1, 4, 0, 3, 2]
+
+
+@pytest.mark.parametrize("config", [SchedConfig(policy="random"), SchedConfig(batching="random")])
+def test_an_unknown_name_is_refused_with_the_known_ones(config: SchedConfig) -> None:
+    with pytest.raises(
+        ConfigError, match=r"'random' is unknown; use one of (fcfs, pri|continuous, st)"
+    ):
+        policy_of(config)
+
+
+@pytest.mark.parametrize("wrong", [{"policy": ["fcfs"]}, {"batching": 3}])
+def test_a_name_is_a_string(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="must be a name"):
+        SchedConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_rank_that_changes_moves_a_sequence_among_those_that_run(least_served: str) -> None:
+    sched = scheduler(policy=least_served)
+    sched.add(request(0))
+    step(sched)
+    sched.add(request(1))
+    step(sched)
+    assert [seq.request.id for seq in sched._running] == [1, 0]
+    drain(sched)
+
+
+def test_a_rank_that_changes_decides_which_sequence_waits_for_memory(least_served: str) -> None:
+    """The older request has more tokens, so the younger one gets the pages that first come, first served denies it."""
+
+    def first_to_end(policy: str) -> object:
+        sched = scheduler(frames=6, policy=policy)
+        sched.add(request(0, length=4, more=16))
+        for _ in range(4):
+            step(sched)
+        sched.add(request(1, length=4, more=9))
+        while sched.unfinished:
+            for output in step(sched):
+                if output.finish is not None:
+                    return output.request
+        raise AssertionError("nothing ended")
+
+    assert first_to_end("fcfs") == 0
+    assert first_to_end(least_served) == 1
+
+
+def test_a_rank_that_changes_keeps_every_promise_of_the_simulator(least_served: str) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(400):
+        scenario = scenario_of(seed)
+        scenario = replace(scenario, sched=replace(scenario.sched, policy=least_served))
+        seen.update(asdict(World(scenario).run()))
+    assert seen["preemptions"] > 50 and seen["finished"] > 500, seen
