@@ -1,14 +1,14 @@
-"""The loop: plan -> step -> settle. One for every device, strategy and depth.
+"""The loop: plan -> step -> settle. One loop for every device, strategy and depth.
 
 At depth 0 the host waits for each step. At depth 1 it plans and enqueues step t while the device still runs t - 1, then
-settles t - 1, then enqueues the choice of tokens for t with what that told (grammar masks).
+settles t - 1, then enqueues sampling for t with the grammar masks that follow from t - 1.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future as HostFuture
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -21,21 +21,26 @@ from bankfull.sched.scheduler import Scheduler
 from bankfull.types import Finish, Output, Request, StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bankfull.runtime.device_runner import DeviceRunner
     from bankfull.sample.grammar import MaskPool, Matcher
+    from bankfull.sample.params import SamplingParams
 
 Key = tuple[Hashable, int]
-"""A request and the number of its sample."""
+"""A request's id and the number of its sample."""
 RunnerKind = TypeVar("RunnerKind", bound=Runner[Any])
 
 
 @dataclass(slots=True)
 class Totals:
-    """What the engine has done so far: the raw material of meters and of the line after a run."""
+    """Running totals, for meters and for the summary of a run."""
 
     steps: int = 0
     tokens: int = 0
-    """Computed, drafts included."""
+    """Tokens computed, drafts included."""
     sampled: int = 0
+    """Tokens generated."""
     busy: float = 0.0
     """Seconds inside `step`."""
 
@@ -51,39 +56,48 @@ class Engine(Generic[RunnerKind]):
     ) -> None:
         self.scheduler, self.runner, self.strategy, self.depth = scheduler, runner, strategy, depth
         self.started: dict[Hashable, float] = {}
-        """When a request first got a row, until the caller takes it."""
+        """Request id -> time at which it first got a row; the caller removes entries."""
         self.totals = Totals()
-        self.watchers: list[Callable[[StepPlan], None]] = []
-        """Told of every step when it is launched: meters."""
-        self.settled: list[Callable[[StepPlan], None]] = []
-        """Told of every step when its results are there, before they are dealt with: time lines."""
+        self.on_launch: list[Callable[[StepPlan], None]] = []
+        """Called with every planned step just before it is launched."""
+        self.on_settle: list[Callable[[StepPlan], None]] = []
+        """Called with every step when its results have arrived, before they are processed."""
         self._clock = clock
         self._inflight: deque[tuple[StepPlan, Future[StepResult], float]] = deque()
-        """With the time at which each was launched."""
+        """Launched steps that are not settled, with the time of their launch."""
         self._free_at = 0.0
-        """When the last step was settled: the device has been for the next one alone since then."""
+        """Time at which the last step settled: from then on the device runs only the next one."""
         self._owner: dict[int, Key] = {}
+        """Row -> the sequence that runs there."""
         self._grammars = Grammars()
 
     def add(self, request: Request, matchers: Sequence[Matcher] = ()) -> None:
-        """`matchers`: under a grammar, one for each sample."""
+        """Queue a request; `matchers`: its grammar, once for each sample."""
         self.scheduler.add(request)
         for child, matcher in enumerate(matchers):
             self._grammars.add((request.id, child), matcher)
 
+    def check_sampling(self: Engine[DeviceRunner], params: SamplingParams, stop_ids: Collection[int] = ()) -> None:
+        """Raises RequestError where a token id is outside of the model's vocabulary."""
+        self.runner.rows.sampling.check(params, stop_ids)
+
+    def allowed_mask(self: Engine[DeviceRunner], params: SamplingParams) -> Tensor | None:
+        """The request's allowed tokens as a packed mask, for its `Job`; None if it may use all."""
+        return self.runner.rows.sampling.fence(params)
+
     def abort(self, request_id: Hashable, reason: Finish = Finish.ABORT, child: int | None = None) -> list[Output]:
-        """Safe at any moment between two steps."""
+        """End a request, or one of its samples; allowed at any moment between two steps."""
         outputs = self.scheduler.abort(request_id, reason, child)
         self._grammars.drop(outputs)
         return outputs
 
     @property
     def busy(self) -> bool:
-        """Is there anything to run or to settle?"""
+        """Whether there is anything to run or to settle."""
         return bool(self._inflight) or self.scheduler.unfinished > 0
 
     def step(self) -> list[Output]:
-        """Plan, run and settle once; what the settled step gave. Empty when nothing could run: see `wake_at`."""
+        """Plan, run and settle once; the outputs of the settled step. Empty when nothing could run: see `wake_at`."""
         begun = self._clock()
         outputs: list[Output] = []
         plan = self.scheduler.plan(self.strategy.width(self.scheduler.running))
@@ -107,7 +121,7 @@ class Engine(Generic[RunnerKind]):
         return outputs
 
     def wake_at(self) -> float | None:
-        """When a step may find work although nothing arrives; None = only an arrival helps."""
+        """The time at which a step may find work although nothing arrives; None if only an arrival helps."""
         return self.scheduler.wake_at()
 
     def _settle(self) -> list[Output]:
@@ -116,8 +130,8 @@ class Engine(Generic[RunnerKind]):
         now = self._clock()
         self.scheduler.took(plan, now - max(launched, self._free_at))
         self._free_at = now
-        for watcher in self.settled:
-            watcher(plan)
+        for observe in self.on_settle:
+            observe(plan)
         outputs = self.scheduler.settle(plan, result)
         for output in outputs:
             self.totals.sampled += len(output.tokens)
@@ -135,8 +149,8 @@ class Engine(Generic[RunnerKind]):
     def _note(self, plan: StepPlan) -> None:
         self.totals.steps += 1
         self.totals.tokens += plan.tokens
-        for watcher in self.watchers:
-            watcher(plan)
+        for observe in self.on_launch:
+            observe(plan)
         for enter in plan.enter:
             self._owner[enter.row] = (enter.request, enter.child)
             self.started.setdefault(enter.request, self._clock())
@@ -162,7 +176,7 @@ class Grammars:
         self._pending[key] = self._pool.submit(self._matchers[key])
 
     def masks(self, plan: StepPlan, owner: dict[int, Key]) -> dict[int, Any]:
-        """By row, for the rows of this step that choose a token under a grammar."""
+        """Row -> mask, for the rows of this step that sample under a grammar."""
         if not self._matchers:
             return {}
         masks = {}
@@ -171,17 +185,17 @@ class Grammars:
                 try:
                     masks[row] = self._pending[key].result()
                 except BankfullError:
-                    masks[row] = 0  # forbids every token: the request ends with an error, the others go on
+                    masks[row] = 0  # allows no token: this request ends with an error, the others continue
         return masks
 
     def advance(self, output: Output) -> bool:
-        """Follow the tokens that a sequence got; True when the grammar allows nothing more."""
+        """Advance the matcher by a sequence's new tokens; True when the grammar allows no more."""
         key = (output.request, output.child)
         matcher = self._matchers.get(key)
         if matcher is None or output.finish is not None or not output.tokens:
             return False
         if (pending := self._pending.pop(key, None)) is not None:
-            pending.exception()  # a matcher is used by one thread at a time: wait until its mask is there
+            pending.exception()  # a matcher is used by one thread at a time: wait for its mask
         for token in output.tokens:
             matcher.advance(token)
         if matcher.finished:

@@ -155,14 +155,13 @@ class Frontend:
         eos = frozenset() if params.ignore_eos else self.tokenizer.eos_ids
         stop_ids = frozenset(params.stop_token_ids) | eos
         params = self._with_word_ids(params)
-        sampling = self.engine.runner.rows.sampling
-        sampling.check(params, stop_ids)
+        self.engine.check_sampling(params, stop_ids)
         matchers: tuple[Matcher, ...] = ()
         if params.structured is not None and generates:
             matcher = self._grammars.compile(params.structured)
             matchers = (matcher, *(matcher.copy() for _ in range(1, params.n)))
         stops = StopTable(params.stop) if params.stop and params.detokenize else None
-        fence = sampling.fence(params)
+        fence = self.engine.allowed_mask(params)
         return Prepared(
             text, ids, params, stop_ids, limit, generates, matchers, stops, fence, priority, salt, pool, tenant
         )

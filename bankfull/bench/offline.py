@@ -16,8 +16,8 @@ from time import perf_counter
 from typing import Any
 
 from bankfull.errors import ConfigError, RequestError
-from bankfull.limits.explain.instruments import Bindings, Captured, Watched, bindings, taped_of
-from bankfull.limits.explain.kernel_profile import KernelCosts, Part, Row, Spent
+from bankfull.limits.explain.instruments import Bindings, EngineWatch, TapeSummary, bindings, taped_of
+from bankfull.limits.explain.kernel_profile import KernelCosts, PhaseProfile, Row, Spent
 from bankfull.limits.machine import ceilings
 from bankfull.limits.machine.ceilings import Ceilings, better
 from bankfull.limits.meter.closed_form import ClosedForm, closed_form
@@ -146,8 +146,8 @@ class Report:
     after: Ceilings | None
     bound: Bindings
     activations: str = FLOAT
-    tape: Captured | None = None
-    profile: tuple[Part, ...] | None = None
+    tape: TapeSummary | None = None
+    profile: tuple[PhaseProfile, ...] | None = None
     """Of one more repetition, where it was asked for."""
 
     @property
@@ -234,7 +234,7 @@ class Bench:
         device = self._llm.loaded.device.kind
         before = self._ceilings()
         turns = []
-        with Watched(self._front.engine) as watched:
+        with EngineWatch(self._front.engine) as watched:
             self._turn(0, watched)
             for turn in range(1, self._load.reps + 1):
                 turns.append(self._turn(turn, watched))
@@ -253,7 +253,7 @@ class Bench:
             self._ceilings(),
             bound,
             self._llm.loaded.kit.activations,
-            watched.captured,
+            watched.tape,
             profile,
         )
 
@@ -276,25 +276,27 @@ class Bench:
         """Of the machine or of the device, measured now."""
         return ceilings.of_device(self._llm.loaded.device, refresh=True)
 
-    def _profile(self, watched: Watched) -> tuple[Part, ...]:
+    def _profile(self, watched: EngineWatch) -> tuple[PhaseProfile, ...]:
         """One more repetition, its kernels timed one by one."""
         spent: list[Spent] = []
-        with watched.timing_kernels() as tape:
-            turn = self._turn(self._load.reps + 1, watched, lambda: spent.append(watched.take_spent()))
-            spent.append(watched.take_spent())
-        costs = KernelCosts(self._metered, tape.traffic)
+        taped = watched.times.taped
+        assert taped is not None
+        with watched.times.by_kernel():
+            turn = self._turn(self._load.reps + 1, watched, lambda: spent.append(watched.times.take()))
+            spent.append(watched.times.take())
+        costs = KernelCosts(self._metered, taped.tape.traffic)
         phases = {"prefill": turn.prefill, "decode": turn.decode}
         return tuple(
             costs.part(name, phase.seconds, taken, phase.shapes, phase.costs)
             for (name, phase), taken in zip(phases.items(), spent, strict=True)
         )
 
-    def _turn(self, number: int, watched: Watched, at_first: Callable[[], None] | None = None) -> Turn:
+    def _turn(self, number: int, watched: EngineWatch, at_first: Callable[[], None] | None = None) -> Turn:
         """`at_first` is called between the two phases."""
         front, load = self._front, self._load
         prompts = load.prompts(number, front.vocab)
         watched.take_shapes()
-        begun, inside = perf_counter(), watched.inside
+        begun, inside = perf_counter(), watched.times.seconds
         first, first_inside, first_shapes, produced_first = begun, inside, list[StepShape](), 0
         ids = [front.submit(prompt, self._params, salt=f"{self._salt}/{number}") for prompt in prompts]
         open_, produced = set(ids), 0
@@ -309,14 +311,14 @@ class Bench:
                     if delta.finish_reason is not None:
                         open_.discard(delta.request_id)
                 if produced and not first_shapes:
-                    first, first_inside = perf_counter(), watched.inside
+                    first, first_inside = perf_counter(), watched.times.seconds
                     first_shapes, produced_first = watched.take_shapes(landed=True), produced
                     if at_first is not None:
                         at_first()
         finally:
             front.engine.scheduler.sealed = False
             self._forget(ids)
-        ended, last_inside, shapes = perf_counter(), watched.inside, watched.take_shapes()
+        ended, last_inside, shapes = perf_counter(), watched.times.seconds, watched.take_shapes()
         return Turn(
             self._phase(load.prompt_len * load.requests, first - begun, first_inside - inside, first_shapes),
             self._phase(produced - produced_first, ended - first, last_inside - first_inside, shapes),

@@ -33,7 +33,7 @@ class Watch:
 
     def __init__(self, llm: LLM) -> None:
         self._shapes: list[StepShape] = []
-        llm.loaded.frontend.engine.watchers.append(self._note)
+        llm.loaded.frontend.engine.on_launch.append(self._note)
 
     def _note(self, plan: StepPlan) -> None:
         if plan.work:

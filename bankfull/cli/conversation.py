@@ -121,7 +121,7 @@ class Conversation:
         if changes.get("n", 1) != 1:
             raise RequestError("A conversation goes on with one answer, so n stays 1.")
         params = params_from(self._params, changes)
-        self._llm.loaded.frontend.engine.runner.rows.sampling.check(params, frozenset())
+        self._llm.loaded.frontend.engine.check_sampling(params)
         self._params = params
         plain = SamplingParams()
         names = [name for name in plain.__slots__ if getattr(params, name) != getattr(plain, name)]

@@ -75,13 +75,13 @@ def _ran(
     llm = engine.load()
     from bankfull.limits.explain.advice import adviser_of
     from bankfull.limits.explain.explain import explain as explained
-    from bankfull.limits.explain.recorder import Recorder
+    from bankfull.limits.explain.recorder import RequestRecorder
     from bankfull.limits.explain.run_story import run_followed
     from bankfull.limits.meter.yardstick import yardstick_of
 
     yardstick = yardstick_of(llm, measure=True)
     adviser = None if yardstick is None else adviser_of(llm, yardstick)
-    recorder = Recorder(llm.loaded.frontend.engine, yardstick)
+    recorder = RequestRecorder(llm.loaded.frontend.engine, yardstick)
     first, run = run_followed(llm, recorder, _prompts(llm, prompt, prompt_len, streams), max_tokens)
     found = {"the request": explained(first, yardstick, adviser)}
     if streams > 1:

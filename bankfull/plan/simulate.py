@@ -176,7 +176,7 @@ class Replica:
         self.scheduler = Scheduler(sched, self.manager, clock=self.clock)
         self.runner = FakeRunner(self.clock, lambda work: spec.times.work(work, self.spent))
         self.engine = Engine(self.scheduler, self.runner, Plain(), spec.depth, clock=self.clock)
-        self.engine.watchers.append(self._note)
+        self.engine.on_launch.append(self._note)
         self._coming: deque[int] = deque()
         self._ends: list[float] = []
         self._assigned = 0

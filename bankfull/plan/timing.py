@@ -125,8 +125,8 @@ class StepTimer:
             if plan.work:
                 seen.append(StepShape.of(plan.work))
 
-        self._engine.watchers.append(note)
+        self._engine.on_launch.append(note)
         try:
             yield seen
         finally:
-            self._engine.watchers.remove(note)
+            self._engine.on_launch.remove(note)

@@ -7,20 +7,21 @@ result. Neither waits for the device: `Step.wait` does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bankfull.decode.strategy import Sampling, Scores, Strategy, Verdict, View
+from bankfull.decode.strategy import Head, Sampling, Scores, Strategy, Verdict, View
 from bankfull.layers.batch import Batch
 from bankfull.ops.registry import BODY, Kit
 from bankfull.progress import PROGRESS
 from bankfull.runtime.batch import build_batch
 from bankfull.runtime.device import Device, Future, commits, spread
 from bankfull.runtime.forward import Eager, Forward, Model, Replaying
+from bankfull.runtime.observer import ObservedHead, RunObserver, observed
 from bankfull.runtime.rows import Rows
 from bankfull.sample.logits import NO_TOKEN, Sampled
 from bankfull.sample.logprobs import logprobs_of
@@ -123,6 +124,8 @@ class DeviceRunner:
         """The step in which a row got its sequence."""
         self._demanding: set[int] = set()
         """Rows that want more than simple tokens. Known when a step is planned, not only when it runs."""
+        self.observers: list[RunObserver] = []
+        """Called around launched work and the head, for timing; empty unless something is measured."""
 
     def forward(self, plan: StepPlan) -> Step:
         step = Step(plan, self)
@@ -146,7 +149,7 @@ class DeviceRunner:
                 step.batch, step.hidden = self._run(plan.work)
             return landed
 
-        future = self.device.launch(run)
+        future = self._launch(run)
         if choosing is not None or not plan.work:
             step.landed = future
         return step
@@ -181,7 +184,14 @@ class DeviceRunner:
             step.batch = step.hidden = None  # the step stays in flight: its activations need not
             return landed
 
-        step.landed = self.device.launch(run)
+        step.landed = self._launch(run)
+
+    def _launch(self, run: Callable[[], Landed]) -> Future[Landed]:
+        return self.device.launch(observed(run, tuple(self.observers)) if self.observers else run)
+
+    @property
+    def _head(self) -> Head:
+        return ObservedHead(self.model.head, tuple(self.observers)) if self.observers else self.model.head
 
     def _there(self, array: np.ndarray) -> Tensor:
         ship = self.device.ship
@@ -202,7 +212,7 @@ class DeviceRunner:
         sampling = Sampling(lines, widths, batch.positions, index, rows.tokens, rows.sampling, rows.index, mask)
         # Where every token is scored, they are all there already, in order.
         wanted = hidden if len(index) == len(hidden) else hidden[self._there(index)]
-        return self.strategy.verify(Scores(wanted, self.model.head), sampling)
+        return self.strategy.verify(Scores(wanted, self._head), sampling)
 
     def _commit(self, batch: Batch, work: list[Work], chosen: list[int], verdict: Verdict | None) -> None:
         """Advance the rows: tokens, lengths, and which recurrent slot holds the state."""
@@ -272,10 +282,10 @@ class DeviceRunner:
                 last = min(last, first + prompt_len - 1 - start)
                 if last > first:
                     targets = self.rows.tokens[w.row, start + 1 : start + 1 + last - first]
-                    parts = []
+                    parts, head = [], self._head
                     blocks = hidden[first:last].split(SCORE_BLOCK), targets.split(SCORE_BLOCK)
                     for states, tokens in zip(*blocks, strict=True):
-                        parts.append(logprobs_of(self.model.head(states), tokens, job.params.prompt_logprobs))
+                        parts.append(logprobs_of(head(states), tokens, job.params.prompt_logprobs))
                         PROGRESS.tick()
                     own, ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
                     landed.scored[i] = (start + 1, own, ids, values)

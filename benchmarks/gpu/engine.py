@@ -132,7 +132,7 @@ class Session:
                 trace.shapes.append(StepShape.of(plan.work))
                 trace.launched.append(perf_counter() - begun)
 
-        engine.watchers.append(note)
+        engine.on_launch.append(note)
         try:
             for number, prompt in enumerate(prompts):
                 job = Job(GREEDY, number)
@@ -151,7 +151,7 @@ class Session:
                         trace.tokens.append((now, int(str(output.request)), last))
         finally:
             engine.scheduler.sealed = False
-            engine.watchers.remove(note)
+            engine.on_launch.remove(note)
             for number in range(len(prompts)):
                 engine.abort(number)
                 engine.started.pop(number, None)

@@ -13,7 +13,7 @@ from bankfull import LLM, SamplingParams
 from bankfull.bench.offline import Bench, Load, Phase, Report, Turn
 from bankfull.bench.show import bench_table, notes
 from bankfull.errors import ConfigError
-from bankfull.limits.explain.instruments import TimedDevice, Watched, bindings, breaks
+from bankfull.limits.explain.instruments import EngineWatch, LaunchTimes, bindings, breaks
 from bankfull.limits.machine.ceilings import Ceilings, better
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.step import StepShape
@@ -161,22 +161,21 @@ def test_more_requests_than_rows_wait_for_their_turn(llm: LLM) -> None:
 
 def test_the_engine_is_as_before_when_the_measurement_ends(llm: LLM) -> None:
     engine = llm.loaded.frontend.engine
-    device = engine.runner.device
-    with pytest.raises(ZeroDivisionError), Watched(engine):
-        assert engine.runner.device is not device
+    with pytest.raises(ZeroDivisionError), EngineWatch(engine):
+        assert engine.runner.observers and engine.on_launch and engine.on_settle
         raise ZeroDivisionError
     Bench(llm, Load(4, 2, reps=1), dtype="float32").run("latency")
-    assert engine.runner.device is device and engine.watchers == []
+    assert engine.runner.observers == engine.on_launch == engine.on_settle == []
     assert not llm.loaded.frontend.pending and not engine.busy
 
 
 def test_instruments_do_not_change_what_is_generated(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     [before] = llm.generate([5, 6, 7], params)
-    with Watched(llm.loaded.frontend.engine) as watched:
+    with EngineWatch(llm.loaded.frontend.engine) as watched:
         [under] = llm.generate([5, 6, 7], params)
     assert before.outputs[0].token_ids == under.outputs[0].token_ids
-    assert len(watched.take_shapes()) == 8 and watched.inside > 0 and watched.take_shapes() == []
+    assert len(watched.take_shapes()) == 8 and watched.times.seconds > 0 and watched.take_shapes() == []
 
 
 # -- figures
@@ -220,12 +219,12 @@ class Mark:
 
 
 def test_only_launches_that_are_done_count_as_time_inside(llm: LLM) -> None:
-    timed = TimedDevice(llm.loaded.device)
+    timed = LaunchTimes(llm.loaded.device)
     on_its_way = Mark(9, passed=False)
     timed._spans.extend([(Mark(0), Mark(2)), (Mark(3), Mark(7)), (Mark(8), on_its_way)])
-    assert timed.inside == 6
+    assert timed.seconds == 6
     on_its_way.passed = True
-    assert timed.inside == 7 and timed.inside == 7
+    assert timed.seconds == 7 and timed.seconds == 7
 
 
 def test_the_notes_count_the_breaks() -> None:

@@ -97,7 +97,7 @@ def test_a_run_gives_every_token_that_was_asked_for_and_leaves_nothing_behind() 
     assert len(trace.shapes) == len(trace.launched)
     assert sum(shape.logits for shape in trace.shapes) == 9 * 7
     pages, _ = session.engine.scheduler.state.census()
-    assert pages.held == 0 and not session.engine.started and not session.engine.watchers
+    assert pages.held == 0 and not session.engine.started and not session.engine.on_launch
 
 
 def test_mixed_prompts_reach_from_the_shortest_to_the_longest() -> None:

@@ -18,7 +18,7 @@ from bankfull import LLM, SamplingParams
 from bankfull.cli.app import run_command
 from bankfull.limits.explain.advice import MORE_STREAMS, Adviser, adviser_of
 from bankfull.limits.explain.explain import Explanation, explain
-from bankfull.limits.explain.recorder import DECODE, PREEMPTED, PREFILL, RECOMPUTE, Recorder, Story
+from bankfull.limits.explain.recorder import DECODE, PREEMPTED, PREFILL, RECOMPUTE, RequestRecorder, Story
 from bankfull.limits.explain.run_story import run_followed
 from bankfull.limits.explain.show import facts
 from bankfull.limits.explain.slow_part import SlowPart
@@ -51,10 +51,14 @@ def fresh(**options: Any) -> LLM:
     return LLM(str(folder()), **{"dtype": "float32", "memory": "8MiB", **options})
 
 
-def watched(llm: LLM) -> tuple[Recorder, Yardstick, Adviser]:
+def watched(llm: LLM) -> tuple[RequestRecorder, Yardstick, Adviser]:
     """Whether kernels are near the limit hangs on the machine that the test runs on: no advice here follows from it."""
     yardstick = yardstick_on(llm, MEMORY_BOUND)
-    return Recorder(llm.loaded.frontend.engine, yardstick), yardstick, replace(adviser_of(llm, yardstick), kernels=None)
+    return (
+        RequestRecorder(llm.loaded.frontend.engine, yardstick),
+        yardstick,
+        replace(adviser_of(llm, yardstick), kernels=None),
+    )
 
 
 def prompts(count: int, length: int = 20) -> list[list[int]]:
@@ -90,14 +94,13 @@ def test_the_parts_of_a_request_add_up_to_its_time(streams: int, step_tokens: in
 def test_nobody_is_timed_when_nobody_asks() -> None:
     llm = fresh()
     engine = llm.loaded.frontend.engine
-    device, head = engine.runner.device, engine.runner.model.head
     recorder, _, _ = watched(llm)
-    assert not engine.settled
+    assert not engine.on_settle and not engine.runner.observers
     run_followed(llm, recorder, prompts(2), 3)
-    assert not engine.settled and engine.runner.device is device and engine.runner.model.head is head
+    assert not engine.on_settle and not engine.runner.observers
     with pytest.raises(Exception, match="context"):
         run_followed(llm, recorder, [*prompts(1), [1] * 300], 3)
-    assert not engine.settled and not llm.loaded.frontend.pending
+    assert not engine.on_settle and not engine.runner.observers and not llm.loaded.frontend.pending
 
 
 def test_a_late_device_changes_nothing_but_the_time() -> None:
@@ -120,7 +123,7 @@ def test_a_cached_prefix_is_told_with_what_it_spared() -> None:
     assert "16 of 20 prompt tokens were cached" in facts(found)
 
 
-def follow(llm: LLM, recorder: Recorder, between: Callable[[int], None], count: int = 10) -> Story:
+def follow(llm: LLM, recorder: RequestRecorder, between: Callable[[int], None], count: int = 10) -> Story:
     """One request; `between` is called behind each step."""
     front = llm.loaded.frontend
     request = front.submit(prompts(1)[0], SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True))
@@ -172,7 +175,7 @@ def test_a_preempted_request_tells_what_was_computed_again() -> None:
 
 def test_without_ceilings_there_is_time_but_no_limit() -> None:
     llm = fresh()
-    story, _ = run_followed(llm, Recorder(llm.loaded.frontend.engine, None), prompts(2), 4)
+    story, _ = run_followed(llm, RequestRecorder(llm.loaded.frontend.engine, None), prompts(2), 4)
     found = explain(story)
     assert {part.percent_of_limit for part in found.parts} == {None} and not found.advice
     assert "took" in found.summary and "limit" not in found.summary
@@ -248,7 +251,7 @@ def followed() -> tuple[Story, Yardstick, Adviser]:
     """A request whose kernels were timed one by one."""
     llm = fresh()
     yardstick = yardstick_on(llm, MEMORY_BOUND)
-    story, _ = run_followed(llm, Recorder(llm.loaded.frontend.engine, yardstick), prompts(1), 20)
+    story, _ = run_followed(llm, RequestRecorder(llm.loaded.frontend.engine, yardstick), prompts(1), 20)
     return story, yardstick, adviser_of(llm, yardstick)
 
 

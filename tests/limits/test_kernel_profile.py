@@ -12,8 +12,8 @@ from bankfull import LLM
 from bankfull.bench.offline import Bench, Load
 from bankfull.bench.show import notes, profile_tables
 from bankfull.errors import ConfigError
-from bankfull.limits.explain.instruments import Captured, Watched, taped_of
-from bankfull.limits.explain.kernel_profile import HOST, STEP, Kernel, KernelCosts, Part
+from bankfull.limits.explain.instruments import EngineWatch, TapeSummary, taped_of
+from bankfull.limits.explain.kernel_profile import HOST, STEP, Kernel, KernelCosts, PhaseProfile
 from bankfull.limits.machine.ceilings import Ceilings
 from bankfull.limits.meter.metered import HEAD, MeteredModel
 from bankfull.limits.meter.step import StepShape
@@ -128,9 +128,9 @@ def test_the_kernels_of_a_llama_need_what_its_shape_says(exact: LLM) -> None:
 def spent_under(llm: LLM, tokens: Sequence[int], outputs: int) -> dict[str, tuple[float, int]]:
     from bankfull import SamplingParams
 
-    with Watched(llm.loaded.frontend.engine) as watched, watched.timing_kernels():
+    with EngineWatch(llm.loaded.frontend.engine) as watched, watched.times.by_kernel():
         llm.generate(list(tokens), SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True))
-        return dict(watched.take_spent())
+        return dict(watched.times.take())
 
 
 def test_every_kernel_is_timed_and_only_within_the_block(exact: LLM) -> None:
@@ -169,7 +169,7 @@ def test_rows_are_those_of_a_step_and_add_up_to_it() -> None:
     steps = (Cost(100, 4000, 0), Cost(100, 4000, 0))  # read from memory: 100 bytes a second
     fast = Kernel("fast", 10.0, 2, (Cost(0, 400, 0), Cost(0, 400, 0)))
     slow = Kernel("slow", 60.0, 4, (Cost(8000, 100, 0), Cost(0, 1000, 0)))
-    first, second, host, step = Part("decode", 100.0, (slow, fast), steps).rows(MACHINE, 1000.0)
+    first, second, host, step = PhaseProfile("decode", 100.0, (slow, fast), steps).rows(MACHINE, 1000.0)
     assert first == {
         "kernel": "slow",
         "runs_per_step": 2.0,
@@ -184,7 +184,7 @@ def test_rows_are_those_of_a_step_and_add_up_to_it() -> None:
     assert (host["kernel"], host["seconds_per_step"], host["share"]) == (HOST, 15.0, 0.3)
     assert host["least_seconds_per_step"] is host["percent_of_limit"] is host["runs_per_step"] is None
     assert (step["kernel"], step["seconds_per_step"], step["percent_of_limit"]) == (STEP, 50.0, 80.0)
-    for row in Part("decode", 100.0, (slow,), steps).rows(None, float("inf")):
+    for row in PhaseProfile("decode", 100.0, (slow,), steps).rows(None, float("inf")):
         assert row["least_seconds_per_step"] is row["percent_of_limit"] is None
 
 
@@ -194,7 +194,7 @@ def test_a_profile_covers_both_phases_kernel_by_kernel(options: dict[str, str], 
     report = Bench(llm, Load(20, 5, reps=1), dtype="float32", profile=True).run("latency")
     taped = taped_of(llm.loaded.frontend.engine)
     assert report.profile is not None and taped is not None and not taped.timed
-    assert report.tape == Captured(len(taped.tape), {})
+    assert report.tape == TapeSummary(len(taped.tape), {})
     assert [(part.name, part.steps) for part in report.profile] == [("prefill", 1), ("decode", 4)]
     shown = report.as_json()["profile"]
     for part in report.profile:

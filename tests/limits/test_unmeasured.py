@@ -22,7 +22,7 @@ from bankfull.config import RunConfig
 from bankfull.errors import ConfigError
 from bankfull.limits.charts import print_chart
 from bankfull.limits.explain.explain import explain
-from bankfull.limits.explain.recorder import DECODE, Part, Story
+from bankfull.limits.explain.recorder import DECODE, Story, StoryPart
 from bankfull.limits.machine import ceilings
 from bankfull.limits.machine.ceilings import Ceilings, better, judged, measure
 from bankfull.limits.machine.roofline_chart import chart_of
@@ -240,7 +240,7 @@ def test_an_explanation_says_what_its_limit_counts() -> None:
     form: Any = SimpleNamespace(cost_of=lambda features: Cost(1e6, 1e6))
 
     def told(peak: float) -> str:
-        part = Part(DECODE, seconds=1.0, steps=1, tokens=1, inside=1.0, limit=0.5, decodes=0.5, alone=0.5)
+        part = StoryPart(DECODE, seconds=1.0, steps=1, tokens=1, inside=1.0, limit=0.5, decodes=0.5, alone=0.5)
         part.features = np.ones(1)
         story = Story(arrived=0.0, started=0.0, ended=1.0, parts={DECODE: part})
         return explain(story, Yardstick(form, UNMEASURED, peak)).summary

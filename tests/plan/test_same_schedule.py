@@ -47,7 +47,7 @@ def engine_plans(bench: Bench, trace: Sequence[Arrival], times: StepTimes) -> li
         free_at = max(now, free_at) + (times.work(plan.work, Spent()) if plan.work else 0.0)
         ends[plan.step] = free_at
 
-    bench.engine.watchers.append(note)
+    bench.engine.on_launch.append(note)
     settle = bench.engine.scheduler.settle
 
     def settle_in_time(plan: StepPlan, result: StepResult) -> list[Output]:
@@ -81,7 +81,7 @@ def simulated_plans(bench: Bench, trace: Sequence[Arrival], times: StepTimes) ->
     requests = [Served(a.time, len(a.prompt), a.output) for a in trace]
     replica = Replica(spec, requests, trace)
     plans: list[Plan] = []
-    replica.engine.watchers.append(lambda plan: plans.append(told(plan)))
+    replica.engine.on_launch.append(lambda plan: plans.append(told(plan)))
     for number, served in enumerate(requests):
         replica.run_until(served.arrived)
         replica.assign(number)

@@ -43,7 +43,7 @@ class Machine:
         self.scheduler = Scheduler(sched, manager, clock=self.clock)
         runner = FakeRunner(self.clock, self.seconds)
         self.engine = Engine(self.scheduler, runner, Plain(), self.depth, clock=self.clock)
-        self.engine.watchers.append(self._note)
+        self.engine.on_launch.append(self._note)
         self.steps: list[tuple[int, int, float]] = []
         """Sequences that decoded, tokens of prompts, and seconds, of each step."""
         self._scored: set[int] = set()

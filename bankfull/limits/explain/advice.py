@@ -1,8 +1,8 @@
-"""What would have made a request faster: one or two sentences that follow from numbers.
+"""Advice on how to make a request faster: one or two sentences derived from measurements.
 
 Every saving is the difference of two meter runs: the request's average step as it was, and the same step with other
-storage, fewer tokens or more sequences. Time inside kernels is taken to shrink as the limit does; the host's is not.
-Where kernels are far from the limit that would be wrong: then the slow ones are named instead.
+storage, fewer tokens or more sequences. Time inside kernels is assumed to shrink as the limit does; host time is not.
+Where kernels are far from the limit that assumption fails: then the advice names the slow kernels instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from bankfull.errors import BankfullError
 from bankfull.limits.explain.instruments import taped_of
 from bankfull.limits.explain.kernel_profile import KernelCosts
-from bankfull.limits.explain.recorder import DECODE, PREEMPTED, PREFILL, RECOMPUTE, Part, Story
+from bankfull.limits.explain.recorder import DECODE, PREEMPTED, PREFILL, RECOMPUTE, Story, StoryPart
 from bankfull.limits.explain.slow_part import KernelLimits
 from bankfull.limits.meter.closed_form import closed_form
 from bankfull.limits.meter.yardstick import Yardstick
@@ -25,12 +25,13 @@ from bankfull.llm import LLM
 from bankfull.ops import native
 
 WORTH_SAYING = 0.05
-"""Share of the whole time that a change must save."""
+"""Minimum fraction of the whole time that a change must save."""
 MORE_STREAMS = 8
+"""Additional sequences that the advice considers."""
 WORTH_ADDING = 0.2
-"""More throughput, from which on more streams are worth a sentence."""
+"""Minimum gain of throughput for which more streams are advised."""
 STEP, SCORED = 0, 1
-"""The features that are the step's own, not its sequences'."""
+"""Indices of the features of a step that do not belong to its sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +39,14 @@ class Advice:
     sentence: str
     change: str
     options: dict[str, str] = field(default_factory=dict)
-    """Of the engine; none where a client, or a file, has to change."""
+    """Engine options; empty where a client or a file has to change."""
     limit_before: float = 0.0
     """Seconds of the average step at the machine's limit, by the meter."""
     limit_after: float = 0.0
     seconds_saved: float = 0.0
-    """Of the request."""
+    """Seconds of the request."""
     throughput_gain: float = 0.0
-    """For what costs a request time, but serves more of them."""
+    """Relative gain, for a change that costs one request time but serves more requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +58,19 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Adviser:
-    """What one loaded model could be run as instead."""
+    """Finds better configurations for one loaded model."""
 
     yardstick: Yardstick
     alternatives: Sequence[Alternative]
     rows: int
     step_tokens: int
     more_tokens: float | None = None
-    """How many times as many tokens the same memory would hold in int8 pages; None where pages are so already."""
+    """Factor of tokens that the same memory would hold in an int8 KV cache; None where it is int8 already."""
     kernels: KernelLimits | None = None
-    """None where the kernels of a step cannot be told apart."""
+    """None where a step's kernels are not timed separately."""
 
     def advise(self, story: Story) -> list[Advice]:
-        """The kernels that are far below the limit, or the best saving; then what more streams would give, where there
-        is any to be had."""
+        """The kernels that are far below the limit, or else the best saving; then the gain of more streams, if any."""
         whole = max(story.seconds, 1e-9)
         slow = self._slow_kernels(story)
         savings = [] if slow else [*self._storage(story), *self._chunks(story)]
@@ -98,7 +98,7 @@ class Adviser:
         )
 
     def _storage(self, story: Story) -> Iterator[Advice]:
-        """Fewer bytes for weights or state, over all that was computed for the request."""
+        """Fewer bytes for weights or KV cache, over everything that was computed for the request."""
         parts = [part for part in story.parts.values() if part.features is not None]
         for other in self.alternatives:
             saved = before = after = 0.0
@@ -114,12 +114,12 @@ class Adviser:
             sentence = f"{other.name} ({how}) would save about {busy / (busy - saved):.2g}x"
             yield Advice(sentence, other.name, dict(other.options), before / steps, after / steps, seconds_saved=saved)
 
-    def _limits(self, part: Part, other: Yardstick) -> tuple[float, float]:
+    def _limits(self, part: StoryPart, other: Yardstick) -> tuple[float, float]:
         mean = _mean(part)
         return self.yardstick.seconds(mean), other.seconds(mean)
 
     def _chunks(self, story: Story) -> Iterator[Advice]:
-        """Decoding waits for the prompts that others bring into the same step; smaller chunks make it wait less."""
+        """Decode waits for other requests' prompts in the same step; smaller chunks reduce that."""
         part = story.parts.get(DECODE)
         if part is None or part.features is None or part.prompt_features is None or self.step_tokens < 2:
             return
@@ -138,7 +138,7 @@ class Adviser:
         )
 
     def _room(self, story: Story) -> Iterator[Advice]:
-        """Whoever was preempted for lack of memory waited, and was computed again."""
+        """A larger KV cache avoids preemption: the time it waited and was recomputed."""
         again = story.parts.get(RECOMPUTE)
         if not story.preemptions or self.more_tokens is None:
             return
@@ -155,7 +155,7 @@ class Adviser:
         )
 
     def _streams(self, story: Story) -> Advice | None:
-        """One token of each sequence, with some more of them like the average one."""
+        """The same decode step with more sequences like the average one."""
         part = story.parts.get(DECODE)
         if part is None or part.features is None or not part.sequences or part.seconds <= 0:
             return None
@@ -182,7 +182,7 @@ class Adviser:
         )
 
 
-def _mean(part: Part) -> np.ndarray:
+def _mean(part: StoryPart) -> np.ndarray:
     assert part.features is not None
     mean: np.ndarray = part.features / part.steps
     return mean
@@ -193,7 +193,7 @@ def _options(options: Mapping[str, str]) -> str:
 
 
 def adviser_of(llm: LLM, yardstick: Yardstick) -> Adviser:
-    """Takes a moment: each alternative is run on the meter."""
+    """Takes a moment: each alternative runs on the meter."""
     loaded = llm.loaded
     recipe = Recipe.of_build(loaded.files, loaded.build)
     metered = recipe.metered()
@@ -207,7 +207,7 @@ def adviser_of(llm: LLM, yardstick: Yardstick) -> Adviser:
         try:
             form = closed_form(other.metered())
             peak = yardstick.ceilings.peak_of(other.dtype_name, other.activations)
-        except BankfullError:  # an alternative that cannot be costed is none
+        except BankfullError:  # an alternative without a cost is skipped
             continue
         alternatives.append(Alternative(variant.name, variant.options, Yardstick(form, yardstick.ceilings, peak)))
     config = loaded.frontend.engine.scheduler.config
@@ -219,7 +219,7 @@ def adviser_of(llm: LLM, yardstick: Yardstick) -> Adviser:
     return Adviser(yardstick, tuple(alternatives), config.rows, config.step_tokens, more, kernels)
 
 
-def heaviest(story: Story) -> Part | None:
-    """The part that was computed longest."""
+def heaviest(story: Story) -> StoryPart | None:
+    """The computed part that took longest."""
     computed = [story.parts[name] for name in (PREFILL, DECODE, RECOMPUTE) if name in story.parts]
     return max(computed, key=lambda part: part.seconds, default=None)

@@ -1,4 +1,4 @@
-"""Why was it slow? Where the time of a request, or of a run, went; each part beside the limit of the machine."""
+"""Explanation of a request's or a run's time: each part beside the limit of the machine."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bankfull.limits.explain.advice import Advice, Adviser, heaviest
-from bankfull.limits.explain.recorder import DECODE, HELD_BACK, PREEMPTED, PREFILL, RECOMPUTE, Part, Story
+from bankfull.limits.explain.recorder import DECODE, HELD_BACK, PREEMPTED, PREFILL, RECOMPUTE, Story, StoryPart
 from bankfull.limits.meter.yardstick import Yardstick
 
 QUEUE = "queue"
 ORDER = (QUEUE, PREFILL, DECODE, RECOMPUTE, PREEMPTED, HELD_BACK)
 MUCH_WAITING, MUCH_HOST = 0.3, 0.2
-"""Share of the time from which on they are named."""
+"""Minimum share of the time for waiting and for the host to be mentioned."""
 BEYOND = 105.0
-"""Percent of a limit above which the limit is doubted."""
+"""Percent of a limit above which the limit itself is in doubt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Detail:
-    """A part's seconds, taken apart; they add up. None where the machine's limit is not known."""
+    """The components of a part's seconds; they add up. None where the machine's limit is not known."""
 
     own_limit: float | None
-    """The shortest time that the machine could take for the request alone."""
+    """Shortest time of the machine for the request alone."""
     batch_mates: float | None
-    """What the tokens of others add to that limit."""
+    """Added by decode tokens of other requests."""
     other_prompts: float | None
-    """What the prompts of others add to it."""
+    """Added by prompts of other requests."""
     kernels: float | None
-    """Kernels beyond the limit of all that; negative where the limit was measured on a busier machine."""
+    """Time inside kernels beyond these limits; negative where the limit was measured on a busier machine."""
     host: float
-    """Outside of kernels: planning, settling, text, sending."""
+    """Time outside of kernels: planning, settling, detokenizing, sending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class ExplainedPart:
     part: str
     seconds: float
     share: float
-    """Of the whole."""
+    """Fraction of the whole time."""
     steps: int = 0
     tokens: int = 0
     mean_batch: float | None = None
     limit_seconds: float | None = None
     percent_of_limit: float | None = None
     bound: str | None = None
-    """memory or arithmetic: of the average step."""
+    """What bounds the average step: memory or arithmetic."""
     detail: Detail | None = None
 
 
@@ -61,9 +61,9 @@ class Explanation:
     summary: str
     advice: tuple[Advice, ...] = field(default=())
     ahead: int = 0
-    """Sequences that waited when it came."""
+    """Sequences that waited when it arrived."""
     cached_saved_seconds: float | None = None
-    """What the cached part of the prompt would have cost at the limit."""
+    """Shortest time that the cached part of the prompt would have taken."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -93,13 +93,13 @@ def explain(story: Story, yardstick: Yardstick | None = None, adviser: Adviser |
 
 
 def _prefill_seconds(tokens: int, yardstick: Yardstick) -> float:
-    """Of a prompt's first tokens in one step, whose scores nobody wants."""
+    """Shortest time for the first tokens of a prompt in one step without logits."""
     from bankfull.limits.meter.step import StepShape
 
     return yardstick.least(yardstick.form.cost(StepShape((tokens,), (tokens,), 0)))
 
 
-def _part(part: Part, whole: float, yardstick: Yardstick | None) -> ExplainedPart:
+def _part(part: StoryPart, whole: float, yardstick: Yardstick | None) -> ExplainedPart:
     if not part.steps:
         return ExplainedPart(part.name, part.seconds, part.seconds / whole)
     host = part.seconds - part.inside
@@ -127,7 +127,7 @@ def _part(part: Part, whole: float, yardstick: Yardstick | None) -> ExplainedPar
 
 
 def _summary(story: Story, parts: list[ExplainedPart], yardstick: Yardstick | None, advice: list[Advice]) -> str:
-    """One or two sentences: what took longest, how near the limit that is, and what would change it."""
+    """One or two sentences: the longest part, its share of the limit, and what would make it faster."""
     whole = max(story.seconds, 1e-9)
     sentences = []
     waited = story.seconds - sum(part.seconds for part in story.parts.values() if part.steps)

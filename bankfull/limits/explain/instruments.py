@@ -1,38 +1,34 @@
-"""Instruments on an engine that runs: time inside launched work, the steps' shapes, and which code was bound."""
+"""Instruments for a running engine: time inside kernels, the shapes of steps, and which kernels were bound.
+
+They observe through the hooks of engine and runner; nothing on the engine is replaced.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from bankfull.decode.strategy import Head
 from bankfull.engine import Engine
 from bankfull.limits.meter.metered import HEAD
 from bankfull.limits.meter.step import StepShape
 from bankfull.ops.registry import BODY, Kit
-from bankfull.runtime.device import Device, Future
-from bankfull.runtime.forward import ChoosingStep, Eager, Forward
-from bankfull.runtime.rows import Rows, Ship
-from bankfull.sample.table import Chooser
+from bankfull.runtime.device import Device
+from bankfull.runtime.device_runner import DeviceRunner
 from bankfull.types import StepPlan
 
 if TYPE_CHECKING:
     from bankfull.limits.explain.kernel_profile import Spent
-    from bankfull.ops.native.tape import Tape
     from bankfull.runtime.taped import Taped
-
-T = TypeVar("T")
 
 
 class HostClock:
-    """For work that runs when it is launched."""
+    """A mark for work that runs when it is launched."""
 
     def __init__(self) -> None:
         self.at = perf_counter()
@@ -46,7 +42,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """A mark in the device's own queue: passed when it has done all that was launched before."""
+    """A mark in the device's queue: passed when the device has done everything that was launched before."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event(enable_timing=True)
@@ -61,125 +57,118 @@ class DeviceClock:
 
 
 def clock_of(device: Device) -> Callable[[], Any]:
-    """Makes marks of the time at which a device passes them; two of one kind tell the seconds between them."""
+    """The kind of marks whose distance in seconds this device can measure."""
     return DeviceClock if device.kind == "cuda" else HostClock
 
 
-class TimedDevice:
-    """A device that also sums up the time inside the work that it is given, by its own clock."""
+class LaunchTimes:
+    """Observes a runner: seconds inside launched work by the device's clock, and inside the head by the host's."""
 
     def __init__(self, device: Device) -> None:
-        self._device = device
-        self.kind, self.torch, self.depth = device.kind, device.torch, device.depth
-        self.suits, self.share = device.suits, device.share
+        self.head_seconds, self.head_calls = 0.0, 0
         self._clock, self._sum = clock_of(device), 0.0
         self._spans: deque[tuple[Any, Any]] = deque()
 
-    def launch(self, work: Callable[[], T]) -> Future[T]:
-        def timed() -> T:
-            begun = self._clock()
-            try:
-                return work()
-            finally:
-                self._spans.append((begun, self._clock()))
+    @contextmanager
+    def around_launch(self) -> Iterator[None]:
+        begun = self._clock()
+        try:
+            yield
+        finally:
+            self._spans.append((begun, self._clock()))
 
-        return self._device.launch(timed)
+    @contextmanager
+    def around_head(self) -> Iterator[None]:
+        begun = perf_counter()
+        yield
+        self.head_seconds += perf_counter() - begun
+        self.head_calls += 1
 
     @property
-    def inside(self) -> float:
-        """Seconds so far, of the launches that are done."""
+    def seconds(self) -> float:
+        """Seconds inside the completed launches so far."""
         while self._spans and self._spans[0][1].passed:
             begun, ended = self._spans.popleft()
             self._sum += begun.until(ended)
         return self._sum
 
-    def compile_ahead(self, steps: Iterable[Callable[[], object]], kit: Kit) -> None:
-        self._device.compile_ahead(steps, kit)
 
-    def capture(self, forward: Eager, kit: Kit) -> Forward:
-        return self._device.capture(forward, kit)
+class KernelTimes:
+    """Seconds inside an engine's kernels, counted between `open` and `close`."""
 
-    def choosing(self, forward: Forward, rows: Rows) -> ChoosingStep | None:
-        return self._device.choosing(forward, rows)
+    def __init__(self, engine: Engine[DeviceRunner]) -> None:
+        self._runner, self.taped = engine.runner, taped_of(engine)
+        self._launches = LaunchTimes(engine.runner.device)
+        self._taken = (0.0, 0)
+        """Seconds and calls of the head at the last `take`."""
 
-    def chooser(self, kit: Kit) -> Chooser | None:
-        return self._device.chooser(kit)
+    def open(self) -> None:
+        self._runner.observers.append(self._launches)
+
+    def close(self) -> None:
+        self._runner.observers.remove(self._launches)
 
     @property
-    def ship(self) -> Ship | None:
-        return self._device.ship
+    def seconds(self) -> float:
+        """Seconds so far: the tape's and the head's; without a tape, those inside launched work."""
+        if self.taped is None:
+            return self._launches.seconds
+        return self.taped.tape.seconds + self._launches.head_seconds
 
-    def fetch(self, tensor: Tensor) -> Tensor:
-        return self._device.fetch(tensor)
+    @contextmanager
+    def by_kernel(self) -> Iterator[None]:
+        """Within the block every kernel of the tape is timed, for `take`; without a tape nothing is."""
+        if self.taped is None:
+            yield
+            return
+        self.taped.timed = True
+        self.take()
+        try:
+            yield
+        finally:
+            self.taped.timed = False
 
-    def completed(self, transfers: list[int]) -> list[int]:
-        return self._device.completed(transfers)
-
-    def free_memory(self) -> int:
-        return self._device.free_memory()
-
-    def peak(self, work: Callable[[], object]) -> int:
-        return self._device.peak(work)
-
-
-class TimedHead:
-    """A head that sums up the time inside its kernels."""
-
-    def __init__(self, head: Head) -> None:
-        self.head = head
-        self.inside, self.runs = 0.0, 0
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        begun = perf_counter()
-        logits = self.head(hidden)
-        self._note(begun)
-        return logits
-
-    def best(self, hidden: Tensor) -> Tensor:
-        begun = perf_counter()
-        tokens = self.head.best(hidden)
-        self._note(begun)
-        return tokens
-
-    def _note(self, begun: float) -> None:
-        self.inside += perf_counter() - begun
-        self.runs += 1
+    def take(self) -> Spent:
+        """What the tape's kernels, its breaks and the head took since the last call; empty where none is timed."""
+        if self.taped is None or not self.taped.timed:
+            return {}
+        found = self.taped.tape.times()
+        (seconds, calls), launches = self._taken, self._launches
+        self._taken = (launches.head_seconds, launches.head_calls)
+        if launches.head_calls > calls:
+            on_tape = found.get(HEAD, (0.0, 0))
+            found[HEAD] = (on_tape[0] + launches.head_seconds - seconds, on_tape[1] + launches.head_calls - calls)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
-    """A step on its tape."""
+class TapeSummary:
+    """A step that is captured on a tape."""
 
     kernels: int
     breaks: dict[str, int]
-    """Operation -> how often the tape stops for its torch body."""
+    """Operation -> places at which the tape stops for its torch body."""
 
 
-class Watched:
-    """An engine under instruments; within the block only."""
+class EngineWatch:
+    """Observes an engine within a block: the shapes of its steps, and the time inside its kernels."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._device, self._head = engine.runner.device, engine.runner.model.head
-        self.timed, self.timed_head = TimedDevice(self._device), TimedHead(self._head)
-        self._taped = taped_of(engine)
+    def __init__(self, engine: Engine[DeviceRunner]) -> None:
+        self._engine, self.times = engine, KernelTimes(engine)
         self._shapes: dict[int, StepShape] = {}
         """By the number of the step, in the order of their launch."""
         self._landed: set[int] = set()
-        self._head_before = (0.0, 0)
 
-    def __enter__(self) -> Watched:
-        self._engine.runner.device = self.timed
-        self._engine.runner.model.head = self.timed_head
-        self._engine.watchers.append(self._note)
-        self._engine.settled.append(self._settle)
+    def __enter__(self) -> EngineWatch:
+        self.times.open()
+        self._engine.on_launch.append(self._note)
+        self._engine.on_settle.append(self._settle)
         return self
 
     def __exit__(self, *problem: object) -> None:
-        self._engine.runner.device = self._device
-        self._engine.runner.model.head = self._head
-        self._engine.watchers.remove(self._note)
-        self._engine.settled.remove(self._settle)
+        self.times.close()
+        self._engine.on_launch.remove(self._note)
+        self._engine.on_settle.remove(self._settle)
 
     def _note(self, plan: StepPlan) -> None:
         if plan.work:
@@ -189,59 +178,33 @@ class Watched:
         self._landed.add(plan.step)
 
     def take_shapes(self, *, landed: bool = False) -> list[StepShape]:
-        """The steps that were launched and not taken yet; `landed`: only those whose results are there. A loop that
-        runs ahead has launched the next step before it sees what the one before gave."""
+        """The steps that were launched and not taken yet; `landed`: only those whose results have arrived. A loop that
+        runs ahead has launched the next step before it sees the results of the one before."""
         numbers = [number for number in self._shapes if number in self._landed or not landed]
         self._landed.clear()
         return [self._shapes.pop(number) for number in numbers]
 
     @property
-    def inside(self) -> float:
-        """Seconds inside kernels so far: the tape's and the head's; without a tape, inside launched work."""
-        return self.timed.inside if self._taped is None else self._taped.tape.seconds + self.timed_head.inside
-
-    @property
-    def captured(self) -> Captured | None:
-        return None if self._taped is None else Captured(len(self._taped.tape), self._taped.tape.breaks)
-
-    @contextmanager
-    def timing_kernels(self) -> Iterator[Tape]:
-        """Within the block every kernel of the tape is timed; there must be one."""
-        assert self._taped is not None
-        self._taped.timed = True
-        self.take_spent()
-        try:
-            yield self._taped.tape
-        finally:
-            self._taped.timed = False
-
-    def take_spent(self) -> Spent:
-        """What the tape's kernels, its breaks and the head took since the last call."""
-        assert self._taped is not None
-        seconds, runs = self._head_before
-        self._head_before = (self.timed_head.inside, self.timed_head.runs)
-        found = self._taped.tape.times()
-        if self.timed_head.runs > runs:
-            on_tape = found.get(HEAD, (0.0, 0))
-            found[HEAD] = (on_tape[0] + self.timed_head.inside - seconds, on_tape[1] + self.timed_head.runs - runs)
-        return found
+    def tape(self) -> TapeSummary | None:
+        taped = self.times.taped
+        return None if taped is None else TapeSummary(len(taped.tape), taped.tape.breaks)
 
 
-def taped_of(engine: Engine) -> Taped | None:
-    """The engine's captured step, if it has one."""
+def taped_of(engine: Engine[DeviceRunner]) -> Taped | None:
+    """The engine's step on a tape, if it has one."""
     run: Any = engine.runner.run_model
     return run if hasattr(run, "tape") else None
 
 
 Bindings = dict[str, dict[str, int]]
-"""Operation -> provider -> how many places of the model call it."""
+"""Operation -> provider -> number of places in the model that call it."""
 
 
 def bindings(kit: Kit, ran: Collection[str]) -> Bindings:
-    """What the model's layers were bound to, for the operations that `ran`: some are bound for what never happens."""
+    """The providers that the model's layers were bound to, for the operations that `ran`: some never run."""
     return {name: dict(kit.chosen[name]) for name in sorted(kit.chosen) if name in ran}
 
 
 def breaks(found: Bindings) -> int:
-    """Places that leave the kernels for a torch body."""
+    """Places that call a torch body instead of a kernel."""
     return sum(providers.get(BODY, 0) for providers in found.values())

@@ -1,4 +1,4 @@
-"""Where the time of a captured step goes, kernel by kernel, beside the least time that each could take."""
+"""Time of a captured step by kernel, beside the shortest time of each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Spent = Mapping[str, tuple[float, int]]
 """Label -> seconds and runs."""
 Row = dict[str, str | float | None]
 HOST, STEP = "host", "step"
-"""Everything outside of the kernels; and all rows together."""
+"""Row labels: time outside of kernels, and the whole step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +32,26 @@ class Kernel:
     seconds: float
     runs: int
     costs: tuple[Cost, ...]
-    """For each step, all its runs together."""
+    """Cost of all its runs in each step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One phase of a repetition."""
+class PhaseProfile:
+    """The profile of one phase of a repetition."""
 
     name: str
     seconds: float
     kernels: tuple[Kernel, ...]
-    """Those that took longest first."""
+    """Longest first."""
     costs: tuple[Cost, ...]
-    """What each step needs as a whole, by the meter: operation by operation, so without what fusing them saves."""
+    """Cost of each whole step by the meter, operation by operation, without the savings of fused kernels."""
 
     @property
     def steps(self) -> int:
         return len(self.costs)
 
     def rows(self, ceilings: Ceilings | None, peak: float) -> list[Row]:
-        """One for each kernel, then the host's, then the step's; times are those of a step, on average."""
+        """One row for each kernel, then the host's, then the step's; times are averages per step."""
         rows = [self._row(k.label, k.seconds, k.runs, k.costs, ceilings, peak) for k in self.kernels]
         host = max(0.0, self.seconds - sum(kernel.seconds for kernel in self.kernels))
         rows.append(self._row(HOST, host, None, (), ceilings, peak))
@@ -70,7 +70,7 @@ class Part:
         total = sum(costs, Cost())
         least = None
         if ceilings is not None and total != Cost():
-            # A kernel finds its weights where the step before left them: the step's reads are the working set.
+            # The working set is everything that a step reads: it decides at which cache level the weights stay.
             reach = (ceilings.read_at(step.read) for step in self.costs)
             least = sum(cost.seconds(peak, bandwidth) for cost, bandwidth in zip(costs, reach, strict=True))
         return {
@@ -86,7 +86,7 @@ class Part:
 
 
 class KernelCosts:
-    """What the kernels of one tape need in a step: from the tape, where that follows from the step's tokens; else from
+    """Costs of the kernels of one tape in a step: from the tape where they follow from the number of tokens, else from
     the meter."""
 
     def __init__(self, model: MeteredModel, traffic: Mapping[str, Traffic]) -> None:
@@ -99,21 +99,23 @@ class KernelCosts:
         return self.summed(label, features(step, self._windows))
 
     def summed(self, label: str, found: np.ndarray) -> Cost:
-        """Of features that may have been summed over steps."""
+        """The cost from features, which may be sums over steps."""
         if label == HEAD:
             own = (form for name, form in self._forms.items() if name.startswith(f"{HEAD}/"))
             return sum((form.cost_of(found) for form in own), Cost())
         traffic, steps, tokens = self._traffic[label], float(found[STEPS]), float(found[TOKENS])
         if not traffic.operation:
             return Cost(traffic.flops * tokens, traffic.fixed * steps + traffic.per_token * tokens)
-        # Some of an operation's calls may be on the tape, others breaks in it; they share its cost evenly.
+        # Some calls of an operation may be on the tape, others breaks in it; they share its cost evenly.
         share = traffic.count / self._calls[traffic.operation]
         return self._forms[traffic.operation].cost_of(found) * share
 
-    def part(self, name: str, seconds: float, spent: Spent, steps: Sequence[StepShape], costs: Sequence[Cost]) -> Part:
+    def part(
+        self, name: str, seconds: float, spent: Spent, steps: Sequence[StepShape], costs: Sequence[Cost]
+    ) -> PhaseProfile:
         kernels = [
             Kernel(label, taken, runs, tuple(self.of(label, step) for step in steps))
             for label, (taken, runs) in spent.items()
         ]
         kernels.sort(key=lambda kernel: -kernel.seconds)
-        return Part(name, seconds, tuple(kernels), tuple(costs))
+        return PhaseProfile(name, seconds, tuple(kernels), tuple(costs))

@@ -1,22 +1,23 @@
-"""Where the time of a request goes, noted step by step while somebody wants to know; otherwise nothing is noted.
+"""Where the time of a request goes, recorded step by step for the requests that are followed.
 
-Steps are told apart by the moments at which their results arrived: from one to the next is the span of a step, whatever
-the depth of the loop is, and the spans of a request's steps add up to its time. What is kept are sums, so that a long
-request takes no more memory than a short one.
+The span of a step lasts from the arrival of the previous step's results to the arrival of its own, at any loop depth,
+so the spans of a request's steps add up to its time. Only sums are kept: a long request takes no more memory than a
+short one.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from bankfull.engine import Engine
-from bankfull.limits.explain.instruments import TimedDevice, TimedHead, taped_of
-from bankfull.limits.meter.metered import HEAD
+from bankfull.limits.explain.instruments import KernelTimes
 from bankfull.limits.meter.yardstick import Yardstick
+from bankfull.runtime.device_runner import DeviceRunner
 from bankfull.types import Enter, StepPlan, Work
 
 PREFILL, DECODE, RECOMPUTE = "prefill", "decode", "recompute"
@@ -24,32 +25,32 @@ PREEMPTED, HELD_BACK = "preempted", "held back"
 
 
 @dataclass(slots=True)
-class Part:
-    """Spans of one kind, summed up. Limits are None where this machine was never measured."""
+class StoryPart:
+    """Sums over the spans of one kind. Limits are None where this machine was never measured."""
 
     name: str
     seconds: float = 0.0
     steps: int = 0
     tokens: int = 0
-    """Of the request itself."""
+    """Tokens of the request itself."""
     sequences: int = 0
-    """Over all steps, the request's own included."""
+    """Sequences in its steps, its own included, summed over the steps."""
     prompt_tokens: int = 0
-    """Of others, computed in the same steps."""
+    """Prompt tokens of other requests in the same steps."""
     inside: float = 0.0
     """Seconds inside kernels."""
     kernels: dict[str, float] = field(default_factory=dict)
-    """The same, by the labels of the tape; empty where there is none."""
+    """The same by the tape's labels; empty without a tape."""
     limit: float | None = None
-    """The shortest time that the machine could take for the steps as they were."""
+    """Shortest time of the machine for the steps as they were."""
     decodes: float | None = None
-    """... had no other prompts been in them."""
+    """Shortest time without the prompts of other requests."""
     alone: float | None = None
-    """... had nobody else been in them."""
+    """Shortest time without any other request."""
     features: np.ndarray | None = None
-    """Summed over the steps: of the closed form of costs."""
+    """Features of the closed form of costs, summed over the steps."""
     prompt_features: np.ndarray | None = None
-    """What others' prompts add to them."""
+    """The part of `features` from prompts of other requests."""
 
     def add(self, step: StepNote, seconds: float, own: Sequence[Work], yardstick: Yardstick | None) -> None:
         self.seconds += seconds
@@ -76,7 +77,7 @@ class Part:
         self.alone = (self.alone or 0.0) + (limit if len(own) == len(step.work) else yardstick.of_work(own))
 
     def wait(self, seconds: float) -> None:
-        """Time in which nothing was computed for it."""
+        """Add time in which nothing was computed for the request."""
         self.seconds += seconds
 
     @property
@@ -98,90 +99,55 @@ class StepNote:
 
 @dataclass(slots=True)
 class Story:
-    """What happened to a request, or to a whole run."""
+    """The recorded time of a request, or of a whole run."""
 
     arrived: float
     started: float | None = None
     ended: float = 0.0
     queue: float = 0.0
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, StoryPart] = field(default_factory=dict)
     preemptions: int = 0
     recomputed: int = 0
-    """Tokens that were computed a second time."""
+    """Tokens computed again after preemption."""
     cached: int = 0
-    """Prompt tokens that were found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     prompt: int = 0
     waiting: int = 0
     running: int = 0
-    """Sequences that waited or ran when it came."""
+    """Sequences that waited and ran when it arrived."""
     rows: set[int] = field(default_factory=set)
     entered: int = 0
     children: int = 1
-    """Sequences that it has."""
+    """Number of its sequences."""
     first: float | None = None
-    """When its first token was there."""
+    """Time of its first token."""
 
-    def part(self, name: str) -> Part:
-        return self.parts.setdefault(name, Part(name))
+    def part(self, name: str) -> StoryPart:
+        return self.parts.setdefault(name, StoryPart(name))
 
     @property
     def seconds(self) -> float:
         return self.ended - self.arrived
 
 
-class Inside:
-    """Seconds inside kernels so far; the engine is under instruments from `open` to `close`."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._taped = engine, taped_of(engine)
-        self._device, self._head = engine.runner.device, engine.runner.model.head
-        self._timed, self._timed_head = TimedDevice(self._device), TimedHead(self._head)
-        self._head_before = 0.0
-
-    def open(self, *, kernels: bool) -> None:
-        """`kernels`: each kernel of the tape is timed, too."""
-        self._engine.runner.device, self._engine.runner.model.head = self._timed, self._timed_head
-        if self._taped is not None and kernels:
-            self._taped.timed = True
-            self._taped.tape.times()
-
-    def close(self) -> None:
-        self._engine.runner.device, self._engine.runner.model.head = self._device, self._head
-        if self._taped is not None:
-            self._taped.timed = False
-
-    def take_kernels(self) -> dict[str, float]:
-        """Label -> seconds since the last call, where kernels are timed."""
-        if self._taped is None or not self._taped.timed:
-            return {}
-        found = {label: seconds for label, (seconds, _) in self._taped.tape.times().items()}
-        if (head := self._timed_head.inside - self._head_before) > 0:
-            found[HEAD] = found.get(HEAD, 0.0) + head
-        self._head_before = self._timed_head.inside
-        return found
-
-    @property
-    def seconds(self) -> float:
-        return self._timed.inside if self._taped is None else self._taped.tape.seconds + self._timed_head.inside
-
-
-class Recorder:
-    """Follows requests through an engine. It costs nothing while it follows none."""
+class RequestRecorder:
+    """Follows requests through an engine; without followed requests it observes nothing and costs nothing."""
 
     def __init__(
-        self, engine: Engine, yardstick: Yardstick | None, clock: Callable[[], float] = time.monotonic
+        self, engine: Engine[DeviceRunner], yardstick: Yardstick | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.yardstick = yardstick
         self._engine, self._clock = engine, clock
         self._stories: dict[Hashable, Story] = {}
-        self._inside: Inside | None = None
+        self._times: KernelTimes | None = None
+        self._instruments = ExitStack()
         self._before = self._spent = 0.0
         self._seen: set[tuple[Hashable, int]] = set()
         self.run: Story | None = None
-        """All steps while requests are followed, as one."""
+        """The sum of all steps while any request is followed."""
 
     def follow(self, request: Hashable, arrived: float, samples: int = 1) -> None:
-        """From now on; to be called when the request has just been queued."""
+        """Start recording a request that was just queued."""
         if not self._stories:
             self._attach(arrived)
         scheduler = self._engine.scheduler
@@ -193,14 +159,14 @@ class Recorder:
         return request in self._stories
 
     def finish(self, request: Hashable, ended: float) -> Story:
-        """The whole story; `ended` by the engine's clock."""
+        """Stop recording; the request's story. `ended`: time by the engine's clock."""
         story = self._stories[request]
         story.ended = ended
         if story.started is None:
             story.queue = ended - story.arrived
         elif story.parts and (rest := ended - self._last_of(story)) > 0:
             name = DECODE if DECODE in story.parts else next(iter(story.parts))
-            story.part(name).wait(rest)  # its text was made of tokens, and sent
+            story.part(name).wait(rest)  # detokenizing and sending
         self.forget(request)
         return story
 
@@ -214,25 +180,28 @@ class Recorder:
     # -- while steps run
 
     def _attach(self, now: float) -> None:
-        self._inside = Inside(self._engine)
-        self._inside.open(kernels=self.yardstick is not None)
-        self._before, self._spent = now, self._inside.seconds
+        times = self._times = KernelTimes(self._engine)
+        times.open()
+        self._instruments.callback(times.close)
+        if self.yardstick is not None:
+            self._instruments.enter_context(times.by_kernel())
+        self._before, self._spent = now, times.seconds
         self.run = Story(now, now)
         self._seen.clear()
-        self._engine.settled.append(self._note)
+        self._engine.on_settle.append(self._note)
 
     def _detach(self) -> None:
-        assert self._inside is not None
-        self._engine.settled.remove(self._note)
-        self._inside.close()
-        self._inside = None
+        self._engine.on_settle.remove(self._note)
+        self._instruments.close()
+        self._times = None
 
     def _note(self, plan: StepPlan) -> None:
-        assert self._inside is not None and self.run is not None
-        now, spent = self._clock(), self._inside.seconds
+        assert self._times is not None and self.run is not None
+        now, spent = self._clock(), self._times.seconds
         known = self.yardstick
         found = known.features(plan.work) if known is not None and plan.work else None
-        step = StepNote(plan.work, self._before, now, spent - self._spent, found, self._inside.take_kernels())
+        kernels = {label: seconds for label, (seconds, _) in self._times.take().items()}
+        step = StepNote(plan.work, self._before, now, spent - self._spent, found, kernels)
         self._before, self._spent = now, spent
         for request, story in self._stories.items():
             self._note_one(request, story, plan, step)
@@ -242,7 +211,7 @@ class Recorder:
         self.run.ended = now
 
     def _note_entering(self, plan: StepPlan) -> None:
-        """Of the run: what was found in the cache, and who comes back."""
+        """Prefix cache hits and preemptions of the whole run."""
         assert self.run is not None
         for enter in plan.enter:
             key = (enter.request, enter.child)

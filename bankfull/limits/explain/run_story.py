@@ -1,17 +1,19 @@
-"""Requests that run to their end while a recorder follows them."""
+"""Runs requests to their end while a recorder follows them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from bankfull.errors import RequestError
-from bankfull.limits.explain.recorder import Recorder, Story
+from bankfull.limits.explain.recorder import RequestRecorder, Story
 from bankfull.llm import LLM
 from bankfull.sample.params import SamplingParams
 
 
-def run_followed(llm: LLM, recorder: Recorder, prompts: Sequence[list[int]], max_tokens: int) -> tuple[Story, Story]:
-    """All at once, greedily and to their full length; the stories of the first one and of the whole run."""
+def run_followed(
+    llm: LLM, recorder: RequestRecorder, prompts: Sequence[list[int]], max_tokens: int
+) -> tuple[Story, Story]:
+    """Run all prompts at once, greedily, for exactly max_tokens; the stories of the first and of the whole run."""
     front = llm.loaded.frontend
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     ids = []

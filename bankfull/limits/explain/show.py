@@ -1,4 +1,4 @@
-"""An explanation for a reader: a rich table. No arithmetic but units."""
+"""An explanation as a rich table; converts units, computes nothing else."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def explanation_table(found: Explanation, title: str) -> Table:
 
 
 def facts(found: Explanation) -> str:
-    """What happened beside the time, in one line; empty where nothing did."""
+    """Prefix cache hits and preemptions in one line; empty if there were none."""
     said = []
     if found.cached_tokens:
         worth = "" if found.cached_saved_seconds is None else f", which spared {duration(found.cached_saved_seconds)}"

@@ -1,4 +1,4 @@
-"""Which kernels hold a step back: where they run far below the machine's limit, nothing but faster kernels helps."""
+"""The kernels that slow a step down: where they run far below the machine's limit, only faster kernels help."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from bankfull.limits.explain.kernel_profile import KernelCosts
 from bankfull.limits.meter.metered import HEAD
 
 if TYPE_CHECKING:
-    from bankfull.limits.explain.recorder import Part
+    from bankfull.limits.explain.recorder import StoryPart
     from bankfull.limits.meter.yardstick import Yardstick
 
 FAR_BELOW = 0.5
-"""Of the limit: kernels that reach less are themselves what is slow."""
+"""Fraction of the limit below which the kernels themselves are the problem."""
 _SHAPE = re.compile(r"(\d+) -> (\d+)$")
 _TORCH = " (torch)"
 
 
 @dataclass(frozen=True, slots=True)
 class SlowPart:
-    """The kernels of one kind that lose the most time, in one part of a request."""
+    """The kind of kernel that loses the most time in one part of a request."""
 
     name: str
     seconds: float
     least: float
     """Seconds at the machine's limit."""
     share: float
-    """Of the part's time."""
+    """Fraction of the part's time."""
     by_torch: bool
 
     @property
     def reached(self) -> float:
-        """Of the limit."""
+        """Fraction of the limit."""
         return self.least / self.seconds
 
     def sentence(self, part: str, kernels: str) -> str:
-        """`part`: what of the request it belongs to; `kernels`: which ones run."""
+        """`part`: the part of the request; `kernels`: the instruction set and threads."""
         take, their = ("take", "their") if "layers" in self.name else ("takes", "its")
         found = f"{self.name} {take} {self.share:.0%} of {part} at {100 * self.reached:.0f}% of {their} limit"
         if self.by_torch:
@@ -48,16 +48,16 @@ class SlowPart:
 
 @dataclass(frozen=True, slots=True)
 class KernelLimits:
-    """What the kernels of one tape could take at least, and what to call them."""
+    """Shortest times of the kernels of one tape, and names for them."""
 
     costs: KernelCosts
     config: Mapping[str, Any]
-    """Of the model."""
+    """The model's configuration."""
     kernels: str
-    """Which ones run: those of an instruction set."""
+    """The instruction set and threads that run."""
 
-    def slowest(self, part: Part, yardstick: Yardstick) -> SlowPart | None:
-        """None where kernels are near the limit, or most of the time goes elsewhere, or none was timed."""
+    def slowest(self, part: StoryPart, yardstick: Yardstick) -> SlowPart | None:
+        """None if kernels are near the limit, most of the time is outside of kernels, or none was timed."""
         if part.features is None or part.limit is None or not part.kernels or part.inside < part.seconds / 2:
             return None
         if part.limit > FAR_BELOW * part.inside:
@@ -71,11 +71,11 @@ class KernelLimits:
             spent[kind] = before[0] + seconds, before[1] + least
         (name, by_torch), (seconds, least) = max(spent.items(), key=lambda item: item[1][0] - item[1][1])
         if least > FAR_BELOW * seconds:
-            return None  # all lose a little, and none stands out
+            return None  # no kernel stands out
         return SlowPart(name, seconds, least, seconds / part.seconds, by_torch)
 
     def name_of(self, label: str) -> str:
-        """Of a kernel, as someone calls it who knows the model and not the tape."""
+        """A kernel's name in terms of the model instead of the tape."""
         if label == HEAD:
             return "the head"
         shape = _SHAPE.search(label)

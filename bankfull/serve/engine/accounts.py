@@ -12,7 +12,7 @@ from bankfull.llm import LLM
 if TYPE_CHECKING:
     from bankfull.frontend import Pending
     from bankfull.limits.explain.advice import Adviser
-    from bankfull.limits.explain.recorder import Recorder
+    from bankfull.limits.explain.recorder import RequestRecorder
     from bankfull.limits.meter.yardstick import Yardstick
 
 log = logging.getLogger("bankfull")
@@ -22,7 +22,7 @@ class Accounts:
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self._lock = threading.Lock()
-        self._known: tuple[Recorder, Adviser | None] | None = None
+        self._known: tuple[RequestRecorder, Adviser | None] | None = None
 
     def prepare(self) -> None:
         """The model on the meter, once: not for the loop's thread, which others wait for."""
@@ -30,9 +30,9 @@ class Accounts:
             if self._known is None:
                 self._known = self._make()
 
-    def _make(self) -> tuple[Recorder, Adviser | None]:
+    def _make(self) -> tuple[RequestRecorder, Adviser | None]:
         from bankfull.limits.explain.advice import adviser_of
-        from bankfull.limits.explain.recorder import Recorder
+        from bankfull.limits.explain.recorder import RequestRecorder
         from bankfull.limits.meter.yardstick import yardstick_of
 
         yardstick: Yardstick | None = None
@@ -42,7 +42,7 @@ class Accounts:
             adviser = None if yardstick is None else adviser_of(self._llm, yardstick)
         except BankfullError as error:  # a model may well run without a meter
             log.warning("Accounts have no limits: %s", error)
-        return Recorder(self._llm.loaded.frontend.engine, yardstick), adviser
+        return RequestRecorder(self._llm.loaded.frontend.engine, yardstick), adviser
 
     # -- on the loop's thread
 

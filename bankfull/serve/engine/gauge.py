@@ -52,7 +52,7 @@ class Gauge:
         self._decode_busy = self._decode_bytes = self._decode_flops = 0.0
         self._busy = self._engine.totals.busy
         self._decodes = False
-        self._engine.watchers.append(self._note)
+        self._engine.on_launch.append(self._note)
 
     def queued(self, request: Hashable, tokens: int) -> None:
         self._waiting[request] = tokens

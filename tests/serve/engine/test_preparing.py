@@ -111,13 +111,13 @@ def test_samples_enter_the_steps_gradually(engine: Engine) -> None:
     def watch(plan: StepPlan) -> None:
         entered.append(len(plan.enter))
 
-    engine.front.engine.watchers.append(watch)
+    engine.front.engine.on_launch.append(watch)
     try:
         engine.take(submitted(5, n=30, max_tokens=40, ignore_eos=True))
         engine.act()
         engine.until(lambda: engine.front.step() is not None and engine.front.engine.scheduler.running == 30)
     finally:
-        engine.front.engine.watchers.remove(watch)
+        engine.front.engine.on_launch.remove(watch)
     assert sum(entered) == 30 and max(entered) <= FORKS_PER_STEP + 1
 
 
