@@ -83,7 +83,7 @@ class Engine(Generic[RunnerKind]):
 
     def allowed_mask(self: Engine[DeviceRunner], params: SamplingParams) -> Tensor | None:
         """The request's allowed tokens as a packed mask, for its `Job`; None if it may use all."""
-        return self.runner.rows.sampling.fence(params)
+        return self.runner.rows.sampling.allowed_mask(params)
 
     def abort(self, request_id: Hashable, reason: Finish = Finish.ABORT, child: int | None = None) -> list[Output]:
         """End a request, or one of its samples; allowed at any moment between two steps."""

@@ -52,7 +52,7 @@ class Prepared:
     matchers: tuple[Matcher, ...]
     """One for each sample, where there is a grammar."""
     stops: StopTable | None
-    fence: Tensor | None
+    allowed_mask: Tensor | None
     """The tokens that it may use, packed."""
     priority: int
     salt: str
@@ -161,9 +161,9 @@ class Frontend:
             matcher = self._grammars.compile(params.structured)
             matchers = (matcher, *(matcher.copy() for _ in range(1, params.n)))
         stops = StopTable(params.stop) if params.stop and params.detokenize else None
-        fence = self.engine.allowed_mask(params)
+        allowed_mask = self.engine.allowed_mask(params)
         return Prepared(
-            text, ids, params, stop_ids, limit, generates, matchers, stops, fence, priority, salt, pool, tenant
+            text, ids, params, stop_ids, limit, generates, matchers, stops, allowed_mask, priority, salt, pool, tenant
         )
 
     def queue(self, prepared: Prepared, request_id: Hashable | None = None) -> Hashable:
@@ -183,7 +183,7 @@ class Frontend:
             reuse=params.prompt_logprobs is None and pool != "mean",
             generates=prepared.generates,
             scored=params.prompt_logprobs is not None,
-            payload=Job(params, seed, prepared.stop_ids, pool, prepared.fence),
+            payload=Job(params, seed, prepared.stop_ids, pool, prepared.allowed_mask),
         )
         self.engine.add(request, prepared.matchers)
         samples = [self._sample(i, params, prepared.stops) for i in range(request.samples)]

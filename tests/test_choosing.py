@@ -28,13 +28,13 @@ if native.status() is not None:
 
 from bankfull.ops.native.sampling import choose
 from bankfull.runtime.taped import Taped
-from bankfull.sample.table import Wish
+from bankfull.sample.table import RowParams
 from tests.kit import late_devices
 from tests.test_tape import CPU, PAGE, built
 from tests.tiny import speaking_folder
 
 LONGEST, ROWS = 24, 5
-WISHES = [
+PARAMS = [
     [SamplingParams(temperature=0)] * ROWS,
     [SamplingParams(top_k=k) for k in (1, 2, 5, 20, 60)],
     [
@@ -51,7 +51,7 @@ WISHES = [
 class Side:
     """Rows of random beginnings, every page of its own."""
 
-    def __init__(self, family: str, arithmetic: str = "int8", wishes: Sequence[SamplingParams] = WISHES[0]) -> None:
+    def __init__(self, family: str, arithmetic: str = "int8", all_params: Sequence[SamplingParams] = PARAMS[0]) -> None:
         self.model, kit = built(family, arithmetic)
         self.layout = layout_of(self.model.states(), PAGE)
         each = -(-LONGEST // PAGE)
@@ -72,8 +72,8 @@ class Side:
             self.rows.tokens[row, :count] = torch.tensor([beginnings.randrange(70) for _ in range(count)])
             self.rows.known[row] = count
         self.rows.sampling.chooser = choose
-        for row, wish in enumerate(wishes):
-            self.rows.sampling.set([Wish(row, wish, prompt_len=1, child=row % 2, seed=2**40 + row, stop_ids=[])])
+        for row, params in enumerate(all_params):
+            self.rows.sampling.set([RowParams(row, params, prompt_len=1, child=row % 2, seed=2**40 + row, stop_ids=[])])
 
     def run(self, work: list[Work]) -> list[int]:
         """Batch, hidden states, choice and commit, one after the other."""
@@ -94,11 +94,11 @@ class Side:
         return chosen.tolist()
 
 
-@pytest.mark.parametrize("wishes", WISHES, ids=["greedy", "top_k", "mixed"])
+@pytest.mark.parametrize("all_params", PARAMS, ids=["greedy", "top_k", "mixed"])
 @pytest.mark.parametrize("arithmetic", ["int8", "exact"])
 @pytest.mark.parametrize("family", ["llama", "biased", "normed", "fused"])
-def test_same_tokens_and_rows(family: str, arithmetic: str, wishes: list[SamplingParams]) -> None:
-    plain, quick = Side(family, arithmetic, wishes), Side(family, arithmetic, wishes)
+def test_same_tokens_and_rows(family: str, arithmetic: str, all_params: list[SamplingParams]) -> None:
+    plain, quick = Side(family, arithmetic, all_params), Side(family, arithmetic, all_params)
     choosing = quick.taped.choosing(quick.rows)
     assert choosing is not None
     for side in (plain, quick):
@@ -138,7 +138,7 @@ def test_only_on_a_whole_tape() -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_requests_that_ask_for_more_get_it(depth: int) -> None:
     """Simple requests beside others, on a device that is late too: the same answers, quick where possible."""
-    wishes: list[dict[str, object]] = [
+    all_params: list[dict[str, object]] = [
         {},
         {"temperature": 1.0, "seed": 4},
         {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "seed": 5},
@@ -152,13 +152,13 @@ def test_requests_that_ask_for_more_get_it(depth: int) -> None:
     ]
     common: dict[str, Any] = {"temperature": 0.0}
     params = [
-        SamplingParams(**{**common, "max_tokens": 10 + i, "ignore_eos": "structured" not in wish, **wish})
-        for i, wish in enumerate(wishes)
+        SamplingParams(**{**common, "max_tokens": 10 + i, "ignore_eos": "structured" not in params, **params})
+        for i, params in enumerate(all_params)
     ]
-    prompts = [[5 + i, 9, 7] for i in range(len(wishes))]
+    prompts = [[5 + i, 9, 7] for i in range(len(all_params))]
     with late_devices() if depth else nullcontext():
         quick, plain = (
-            LLM(str(speaking_folder()), quantize="int8", rows=len(wishes), memory="4MiB", page_tokens=4)
+            LLM(str(speaking_folder()), quantize="int8", rows=len(all_params), memory="4MiB", page_tokens=4)
             for _ in range(2)
         )
     plain.loaded.frontend.engine.runner._choosing = None

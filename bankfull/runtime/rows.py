@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bankfull.sample.params import SamplingParams
-from bankfull.sample.table import SamplingTable, Wish
+from bankfull.sample.table import RowParams, SamplingTable
 from bankfull.state.spec import Layout
 from bankfull.types import Enter, PageEdit, StepPlan
 
@@ -36,8 +36,8 @@ class Job:
     stop_ids: frozenset[int] = field(default_factory=frozenset)
     pool: str | None = None
     """None, "last" or "mean": return hidden states of the prompt instead of tokens."""
-    fence: Tensor | None = None
-    """What `SamplingTable.fence` made of the params, for all samples."""
+    allowed_mask: Tensor | None = None
+    """`SamplingTable.allowed_mask` of the params, for all samples."""
 
 
 class HostRows:
@@ -105,7 +105,7 @@ class Rows:
             self._edit(plan.pages)
 
     def _enter(self, enters: Sequence[Enter]) -> None:
-        wishes = []
+        entering: list[RowParams] = []
         for enter in enters:
             row, job = enter.row, enter.payload
             assert isinstance(job, Job)
@@ -116,14 +116,15 @@ class Rows:
             if job.pool is not None or job.params.prompt_logprobs is not None:
                 self.curious.add(row)
             if job.pool is None:
-                wish = Wish(row, job.params, enter.prompt_len, enter.child, job.seed, job.stop_ids, job.fence)
-                wishes.append(wish)
+                entering.append(
+                    RowParams(row, job.params, enter.prompt_len, enter.child, job.seed, job.stop_ids, job.allowed_mask)
+                )
             if self.host is not None:
                 self.host.tokens[row, : len(enter.tokens)] = enter.tokens
                 self.host.known[row], self.host.slot[row] = len(enter.tokens), enter.slot
         if self.ship is not None:
             self._write(enters, self.ship)
-        self.sampling.set(wishes)
+        self.sampling.set(entering)
 
     def _write(self, enters: Sequence[Enter], ship: Ship) -> None:
         """All that enters at once, in one copy and a few launches."""

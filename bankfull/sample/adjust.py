@@ -1,4 +1,4 @@
-"""What moves or forbids single tokens: penalties for what has been said, biases, and bans."""
+"""Changes to single tokens' scores: penalties for earlier tokens, biases, and bans."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def adjust(
     if chosen:
         lines, at = chosen.take(rows), chosen.take(length)
         wanted = [facts[line] for line in chosen.lines]
-        part = _penalise(chosen.take(scores), tokens[lines], at, lines, table, wanted)
+        part = _penalize(chosen.take(scores), tokens[lines], at, lines, table, wanted)
         scores = chosen.put(scores, part)
     chosen = table.choose(facts, lambda fact: fact.biased)
     if chosen:
@@ -32,15 +32,15 @@ def adjust(
         lines = chosen.take(rows)
         values = table.bias_values[lines].to(scores.dtype)
         scores = chosen.put(scores, chosen.take(scores).scatter_add(1, table.bias_ids[lines], values))
-    scores = _fence(scores, rows, table, length, mask, facts)
-    chosen = table.choose(facts, lambda fact: fact.worded)
+    scores = _mask_banned(scores, rows, table, length, mask, facts)
+    chosen = table.choose(facts, lambda fact: fact.bad_words)
     if chosen:
         lines, at = chosen.take(rows), chosen.take(length)
-        scores = chosen.put(scores, _silence(chosen.take(scores), tokens, at, lines, table))
+        scores = chosen.put(scores, _ban_bad_words(chosen.take(scores), tokens, at, lines, table))
     return scores
 
 
-def _penalise(
+def _penalize(
     scores: Tensor, said: Tensor, length: Tensor, rows: Tensor, table: SamplingTable, facts: Sequence[Facts]
 ) -> Tensor:
     vocab = scores.shape[-1]
@@ -65,7 +65,7 @@ def _count(ids: Tensor, valid: Tensor, vocab: int) -> Tensor:
     return counts.scatter_add_(1, ids, valid.to(torch.int32))
 
 
-def _fence(
+def _mask_banned(
     scores: Tensor,
     rows: Tensor,
     table: SamplingTable,
@@ -74,7 +74,7 @@ def _fence(
     facts: Sequence[Facts],
 ) -> Tensor:
     bits = mask
-    if any(fact.fenced for fact in facts):
+    if any(fact.restricted for fact in facts):
         assert table.allowed is not None
         allowed = table.allowed[rows]
         bits = allowed if bits is None else bits & allowed
@@ -94,7 +94,7 @@ def unpacked(bits: Tensor, vocab: int) -> Tensor:
     return (bits.unsqueeze(-1) >> places).bitwise_and_(1).bool().flatten(1)[:, :vocab]
 
 
-def _silence(scores: Tensor, tokens: Tensor, length: Tensor, rows: Tensor, table: SamplingTable) -> Tensor:
+def _ban_bad_words(scores: Tensor, tokens: Tensor, length: Tensor, rows: Tensor, table: SamplingTable) -> Tensor:
     """Bans the last token of a bad word where the tokens before it are exactly the latest ones."""
     assert table.bad_words is not None
     words = table.bad_words[rows]

@@ -2,7 +2,7 @@
 
 A weight is exp(score - highest score) in fixed point with 40 bits. Sums of integers do not depend on their order, so
 the result depends neither on the batch nor on how a device splits a scan, and a token of weight zero cannot be drawn.
-What it costs: a token 2**40 times less likely than the best one is never drawn.
+The cost: a token 2**40 times less likely than the best one is never drawn.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 NO_TOKEN = -1
+"""In the place of a token where no score is usable."""
 WEIGHT_BITS = 40
+"""Fraction bits of a weight."""
 
 
 def weights(scores: Tensor) -> Tensor:
@@ -20,8 +22,8 @@ def weights(scores: Tensor) -> Tensor:
 
 
 def centred(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores with their maximum moved to 0, and which lines have a finite one. In a line without (all masked, NaN,
-    +inf) no finite score is left, so that no later filter can make it look usable."""
+    """Scores with their maximum moved to 0, and which lines have a finite maximum. A line without one (all masked, NaN,
+    +inf) has no finite score afterwards, so that no later filter can make it look usable."""
     top = scores.amax(-1, keepdim=True)
     return scores - top, top.isfinite().squeeze(-1)
 

@@ -1,6 +1,6 @@
-"""Structured output: which tokens may come next under a JSON schema, a regex, a list of choices or a Lark grammar.
+"""Structured output: masks of the next tokens under a JSON schema, a regex, a list of choices or a Lark grammar.
 
-llguidance does the parsing. It is imported when the first structured request comes, and only then.
+llguidance does the parsing. It is imported with the first structured request.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ if TYPE_CHECKING:
 _Made = TypeVar("_Made")
 
 _CACHED_GRAMMARS = 64
+"""Maximum compiled grammars in the cache."""
 _CACHED_BYTES = 256 << 20
-"""What the process may have grown by while the cached ones were compiled."""
+"""Maximum bytes of the cached grammars, measured as the growth of the process while they were compiled."""
 _LEXER_STATES = 32_768
-"""That one grammar may have: one to two kB each. The library's own limit would let one grammar take half a GB."""
+"""Maximum lexer states of one grammar, 1 to 2 kB each. With the library's own limit one grammar could take 0.5 GB."""
 _REASON_CHARS = 300
-# A chain of rules as long as the largest accepted source overflows a stack of ordinary size, and with it the process;
-# the pages of this one are only touched by such a grammar.
+"""Characters of an error message that are kept."""
+# A chain of rules as long as the largest accepted source overflows a stack of the usual size, which ends the process.
+# Only a grammar like that touches the pages of this stack.
 _STACK_BYTES = 2**30
 _stack_lock = threading.Lock()
 
 
 class Vocabulary(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that grammars need."""
 
     @property
     def backend(self) -> Any: ...
@@ -52,7 +54,7 @@ class Vocabulary(Protocol):
 
 
 class Matcher:
-    """One sequence's place in its grammar. Not for two threads at once: wait for a mask before advancing."""
+    """One sequence's position in its grammar. Not thread-safe: wait for a mask before advancing."""
 
     __slots__ = ("_inner", "_known", "_vocab")
 
@@ -60,15 +62,15 @@ class Matcher:
         self._inner = inner
         self._vocab = vocab
         self._known = known
-        """The mask of this very place, where it was computed already. Not to be written to: others share it."""
+        """The mask at this position, if it was computed already. Read-only: other matchers share it."""
 
     @property
     def known(self) -> bool:
-        """Whether the mask is there without work."""
+        """Whether the mask is computed already."""
         return self._known is not None
 
     def mask(self) -> NDArray[np.int32]:
-        """Packed bits of the tokens that may come next; an end token only where the grammar may end."""
+        """Packed bits of the allowed next tokens; end tokens only where the grammar may end."""
         if self._known is not None:
             return self._known
         found = np.frombuffer(self._inner.compute_bitmask(), dtype=np.int32)
@@ -81,7 +83,7 @@ class Matcher:
         return words
 
     def advance(self, token: int) -> None:
-        """The sequence has taken `token`; one that the grammar forbids fails the request."""
+        """Advance by `token`; raises RequestError if the grammar forbids it."""
         self._known = None
         if token < 0:
             raise RequestError("no token satisfies the request's grammar and its other bans: relax one of them.")
@@ -91,16 +93,11 @@ class Matcher:
 
     @property
     def finished(self) -> bool:
-        """Nothing but an end token may follow."""
+        """Whether only an end token may follow."""
         return self._inner.is_stopped()
 
-    @property
-    def accepting(self) -> bool:
-        """The text so far is complete under the grammar, though more may be allowed."""
-        return self._inner.is_accepting()
-
     def accepts(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens, from the first, could be taken; the place in the grammar stays."""
+        """The number of leading tokens that the grammar accepts from here; the position does not change."""
         return self._inner.validate_tokens(list(tokens))
 
     def copy(self) -> Matcher:
@@ -114,18 +111,17 @@ class Matcher:
 
 @dataclass(slots=True)
 class Compiled:
-    """A grammar at its beginning, with the mask that every sequence under it begins with."""
+    """A grammar at its start, with the first mask, which all its sequences share."""
 
     matcher: Matcher
     cost: int
-    """Bytes that the process has grown by meanwhile; some of them may be of others."""
+    """Growth of the process in bytes during compilation; other threads may have caused some of it."""
 
 
 class GrammarCompiler:
-    """Compiles each grammar once, and forgets those that were not used for long when they are too many or too large.
-    `vocab` is the width of the model's logits: ids beyond the tokenizer are never
-    allowed. Compiling a large grammar takes seconds, without holding the interpreter: call it off the engine's loop.
-    """
+    """Compiles each grammar once, in an LRU cache with limits on number and size. `vocab` is the width of the model's
+    logits: ids beyond the tokenizer are never allowed. Compiling a large grammar takes seconds, without the GIL: call
+    it outside of the engine's loop."""
 
     def __init__(self, tokenizer: Vocabulary, vocab: int | None = None) -> None:
         self._tokenizer = tokenizer
@@ -192,7 +188,7 @@ class GrammarCompiler:
 
 
 class MaskPool:
-    """Computes masks beside the device's work; llguidance lets go of the interpreter while it does."""
+    """Computes masks on threads while the device works; llguidance releases the GIL."""
 
     def __init__(self, threads: int = 2) -> None:
         self._threads = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="grammar-mask")
@@ -209,7 +205,7 @@ class MaskPool:
 
 
 def _resident_bytes() -> int:
-    """Of this process; 0 where the system does not tell."""
+    """Resident bytes of this process; 0 where the system has no /proc."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -242,7 +238,7 @@ def _grammar_text(library: Any, structured: StructuredOutput) -> str:
 
 
 def _token_trie(library: Any, tokenizer: Vocabulary) -> llguidance.LLTokenizer:
-    """Built from the bytes that the detokenizer will write, so grammar and output cannot disagree."""
+    """Built from the bytes that the detokenizer writes, so that grammar and output agree."""
     ends = list(tokenizer.eos_ids)
     if not ends:
         raise RequestError("structured output needs an end token, but the model's tokenizer names none: leave it out.")
@@ -253,7 +249,7 @@ def _token_trie(library: Any, tokenizer: Vocabulary) -> llguidance.LLTokenizer:
 
 
 class _Tokens:
-    """The view of a tokenizer that llguidance asks for; special tokens go by name, and never stand for their text."""
+    """The tokenizer interface of llguidance; special tokens have their names as bytes, and never match plain text."""
 
     bos_token_id = None
 
@@ -269,8 +265,8 @@ class _Tokens:
         self._backend.no_padding()
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """The tokens that the model would expect for text that the grammar forces. A tokenizer that puts a space before
-        everything is asked behind a mark, which is then cut off; no tokens, where the bytes would not be the text's."""
+        """The model's usual tokens for text that the grammar forces. For a tokenizer that puts a space before every
+        text, a mark is put before the text and cut off afterwards. Empty if the tokens' bytes differ from the text."""
         wanted = text.encode() if isinstance(text, str) else text
         readable = wanted.decode(errors="replace")
         for mark in (b"", b"\x02"):
@@ -293,7 +289,7 @@ class _Tokens:
 
 
 def _one_line(reason: str) -> str:
-    """The reason without the echo of the source, the marks under it, and the parser's state."""
+    """An error message without the quoted source, the marks under it, and the parser's state."""
     lines = [line.strip() for line in reason.split("<state>")[0].splitlines()]
     lines = [line for line in lines if line.strip("^ ") and not line.split("|")[0].strip().isdigit()]
     text = " ".join(" ".join(lines).split()).rstrip(".")

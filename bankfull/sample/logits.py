@@ -1,4 +1,4 @@
-"""From a step's logits to its tokens, on the device, for rows with different wishes in one batch.
+"""From a step's logits to its tokens, on the device, for rows with different sampling parameters in one batch.
 
 The order, for every row:
 
@@ -7,15 +7,15 @@ The order, for every row:
 3. `logit_bias`;
 4. bans: allowed and banned ids, stop ids before `min_tokens`, the grammar's mask, the last token of a bad word;
 5. greedy rows take the highest score, the lowest id among equals, and end here;
-6. temperature, top-k, top-p, min-p, typical-p, each on what the one before has left;
+6. temperature, top-k, top-p, min-p, typical-p, each on the tokens that the one before has kept;
 7. one uniform number, keyed by (seed, child, position, purpose), picks the token by inverse CDF in order of ids.
 
-Logits of 16 bits are widened to float32; float64 stays float64. A row's token does not depend on its batch-mates: sums
-that decide something are integer sums, and a stage that runs for a batch-mate leaves other rows untouched. A row that
-has no usable score left (every token banned, or the model produced NaN or +inf where choosing was allowed) gets
-`NO_TOKEN`, for the caller to fail that request by name; the other rows are not affected.
+Logits of 16 bits are widened to float32; float64 stays float64. A row's token does not depend on the rest of the batch:
+sums that decide something are integer sums, and a stage that runs for one row leaves other rows untouched. A row that
+has no usable score (every token banned, or the model gave NaN or +inf for an allowed token) gets `NO_TOKEN`, and the
+caller fails that request; other rows are not affected.
 
-Nothing here waits for a device. `host_rows` repeats `rows` as Python integers, only to skip what no row asks for.
+Nothing here waits for a device. `host_rows` repeats `rows` as Python integers, to skip stages that no row needs.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ __all__ = ["NO_TOKEN", "Sampled", "SamplingTable", "process", "sample"]
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Device tensors. `logprobs` is NaN for a row that did not ask, and None when nobody did; `top_ids` and
-    `top_logprobs` are as wide as the widest wish of the batch (None when nobody asked for more than the chosen token)
-    and hold -1 and NaN beyond a row's own wish."""
+    """Device tensors. `logprobs` is NaN for a row without logprobs, and None if no row has them; `top_ids` and
+    `top_logprobs` are as wide as the widest request of the batch (None if no row needs more than the chosen token),
+    with -1 and NaN beyond a row's own width."""
 
     tokens: Tensor
     logprobs: Tensor | None = None
@@ -58,9 +58,9 @@ def process(
     host_rows: Sequence[int] | None = None,
 ) -> Tensor:
     """Scores [n, V] whose softmax is the distribution that a token is drawn from: -inf where no token may be drawn, and
-    for a greedy row 0 at its one token. A row may occur more than once, at different lengths (verifying drafts, which
-    then stand in `tokens`). Only the first `length` tokens of a row are looked at, and `tokens` may be a view of the
-    columns that are in use."""
+    for a greedy row 0 at its one token. A row may occur more than once, at different lengths (draft tokens, which then
+    are part of `tokens`). Only the first `length` tokens of a row are read, and `tokens` may be a view of the columns
+    in use."""
     facts = table.facts_for(host_rows, len(logits))
     scores = adjust(_widened(logits), rows, table, tokens, length, mask, facts)
     shaped = truncate(scores, rows, table, facts)
@@ -82,7 +82,7 @@ def sample(
     *,
     host_rows: Sequence[int] | None,
 ) -> Sampled:
-    """One token per line of `logits` [n, V]; `length` [n] is how many tokens the row knows, the position being sampled.
+    """One token per line of `logits` [n, V]; `length` [n] is the number of known tokens, the position being sampled.
     `mask` [n, ceil(V / 32)] is a packed bitmask of the tokens that a grammar allows, all ones for rows without one."""
     facts = table.facts_for(host_rows, len(logits))
     scores = adjust(_widened(logits), rows, table, tokens, length, mask, facts)
@@ -107,7 +107,7 @@ def _draw(scores: Tensor, rows: Tensor, table: SamplingTable, length: Tensor, fa
 
 
 def _choose(scores: Tensor, rows: Tensor, table: SamplingTable, length: Tensor, facts: Sequence[Facts]) -> Tensor:
-    """The kernel for all lines but those that it does not know. Which way a line goes hangs on its own wishes only."""
+    """Lines that the kernel supports go to it, others to tensor operations; each line's own parameters decide."""
     assert table.chooser is not None
     odd = table.choose(facts, lambda fact: fact.typical)
     if not odd:
@@ -134,11 +134,11 @@ def _with_logprobs(
     own = torch.full(picked.shape, torch.nan, dtype=dtype, device=picked.device)
     width = min(max(facts[line].logprobs or 0 for line in chosen.lines), logits.shape[-1])
     part, ids, values = logprobs_of(chosen.take(logits), chosen.take(picked), width)
-    wished = table.wholes[chosen.take(rows), LOGPROBS, None]
-    own = chosen.put(own, part.masked_fill(wished.squeeze(-1) < 0, torch.nan))
+    widths = table.wholes[chosen.take(rows), LOGPROBS, None]
+    own = chosen.put(own, part.masked_fill(widths.squeeze(-1) < 0, torch.nan))
     if not width:
         return Sampled(picked, own)
-    beyond = torch.arange(width, device=picked.device) >= wished
+    beyond = torch.arange(width, device=picked.device) >= widths
     top_ids = torch.full((len(picked), width), NO_TOKEN, dtype=torch.int64, device=picked.device)
     top_values = torch.full((len(picked), width), torch.nan, dtype=dtype, device=picked.device)
     top_ids = chosen.put(top_ids, ids.masked_fill(beyond, NO_TOKEN))

@@ -1,4 +1,4 @@
-"""Log-probabilities as the model itself gave them: log-softmax of the raw logits."""
+"""Log-probabilities of the model's own distribution: log-softmax of the raw logits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tenso
 
 
 def _best(values: Tensor, count: int) -> Tensor:
-    if not count:  # most only ask for the chosen token's own, and keys of the whole vocabulary are not free
+    if not count:  # most requests want the chosen token only, and keys of the whole vocabulary take time
         return torch.empty((len(values), 0), dtype=torch.int64, device=values.device)
     if values.dtype == torch.float64:
         return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-    # An order-preserving integer of the float above the reversed id: distinct keys leave no tie to a kernel's taste.
+    # The high half is an order-preserving integer of the float, the low half the reversed id: distinct keys, no ties.
     # Adding 0.0 turns -0.0 into 0.0, which compare equal.
     raw = (values + 0.0).view(torch.int32).to(torch.int64)
     ordered = torch.where(raw < 0, -(2**31) - raw, raw)

@@ -1,4 +1,4 @@
-"""How one request wants its tokens chosen. Everything is checked here, once, before a request enters the engine."""
+"""Sampling parameters of a request. All checks are here, once, before the request enters the engine."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MAX_LOGPROBS = 64
 MAX_STRINGS = 64
 MAX_STRING_CHARS = 4096
 MAX_TOTAL_CHARS = 8192
-"""Of all stop strings together, and of all bad words: what is made of them costs time and memory per character."""
+"""Characters of all stop strings together, and of all bad words: their tables cost time and memory per character."""
 MAX_BAD_WORD_SEQUENCES = 256
 MAX_BAD_WORD_TOKENS = 64
 MAX_BIASED_TOKENS = 1024
 MAX_STOP_TOKENS = 256
 MAX_VOCAB = 2**22
-MAX_FENCED_TOKENS = 2**18
-"""Ids that are allowed, or banned: as many as large vocabularies have."""
+MAX_LISTED_TOKENS = 2**18
+"""Allowed or banned token ids: as many as large vocabularies have."""
 MAX_TOKENS = 2**31 - 1
 MAX_GRAMMAR_BYTES = 2**20
 MAX_CHOICES = 4096
@@ -34,7 +34,7 @@ GrammarKind = Literal["json", "regex", "choice", "grammar"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
-    """The form that the output must have: exactly one of the fields. `json` is a JSON schema, kept as text."""
+    """The grammar of the output: exactly one of the fields. `json` is a JSON schema, kept as text."""
 
     json: str | Mapping[str, Any] | None = None
     regex: str | None = None
@@ -86,7 +86,7 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def understands_familiar_names(cls: _Class) -> _Class:
-    """Its fields may be given by the names that other libraries have for them, such as max_new_tokens."""
+    """Class decorator: accepts the names of other libraries for the fields, such as max_new_tokens."""
     own = frozenset(field.name for field in fields(cls))
     fill = cls.__init__  # type: ignore[misc]
 
@@ -105,12 +105,12 @@ def understands_familiar_names(cls: _Class) -> _Class:
 @understands_familiar_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Names and defaults follow vLLM's; those of transformers are understood, too (`bankfull.familiar`). Sequences are
-    kept as tuples, `logit_bias` as a dict of its own.
+    """Names and defaults follow vLLM's; those of transformers are accepted, too (`bankfull.familiar`). Sequences are
+    kept as tuples, `logit_bias` as a copy.
 
     `temperature` 0 is greedy; `top_k` 0 or -1, `top_p` 1, `min_p` 0 and `typical_p` 1 are off. `max_tokens` None means
-    until the context ends. `logprobs` 0 asks for the chosen token's own log-probability only. `bad_word_ids` are the
-    token sequences of `bad_words`; whoever owns the tokenizer fills them in with `dataclasses.replace`.
+    until the context is full. `logprobs` 0 gives the chosen token's own log-probability only. `bad_word_ids` are the
+    token sequences of `bad_words`; the owner of the tokenizer fills them in with `dataclasses.replace`.
     """
 
     n: int = 1
@@ -185,9 +185,9 @@ class SamplingParams:
         keep(self, "stop", _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
         keep(self, "bad_words", _strings("bad_words", self.bad_words))
         keep(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS))
-        keep(self, "banned_token_ids", _token_ids("banned_token_ids", self.banned_token_ids, MAX_FENCED_TOKENS))
+        keep(self, "banned_token_ids", _token_ids("banned_token_ids", self.banned_token_ids, MAX_LISTED_TOKENS))
         if self.allowed_token_ids is not None:
-            ids = _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_FENCED_TOKENS)
+            ids = _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_LISTED_TOKENS)
             keep(self, "allowed_token_ids", ids)
             if not self.allowed_token_ids:
                 raise RequestError("allowed_token_ids is empty, which allows no token: leave it out to allow all.")
@@ -290,7 +290,7 @@ def _strings(
 
 def _token_ids(name: str, values: object, limit: int) -> tuple[int, ...]:
     ids = _items(name, values, limit)
-    # In one go: they may be as many as a vocabulary has.
+    # All at once, for speed: they may be as many as a vocabulary has.
     if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < MAX_VOCAB)):
         return ids
     for token in ids:

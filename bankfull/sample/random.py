@@ -20,11 +20,9 @@ _ROUNDS = 10
 
 
 class Purpose(IntEnum):
-    """What a number is drawn for. Two uses at the same position must never share a number."""
+    """What a number is drawn for. Two uses at the same position must not share a number."""
 
     TOKEN = 0
-    ACCEPT = 1
-    RESIDUAL = 2
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

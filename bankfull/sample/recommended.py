@@ -1,9 +1,8 @@
-"""The sampling that applies where a request leaves it open: one answer for the command line, the server and `LLM`.
+"""Default sampling parameters of a model, the same for the command line, the server and `LLM`.
 
-In this order: what the model's own files say (generation_config.json, or the `general.sampling` keys of a GGUF file);
-what its authors publish elsewhere, found by the model's name; else a default for any model. A file that says how tokens
-are chosen, with a temperature or with `do_sample`, is followed to the letter; one that gives only some of the other
-values replaces those.
+In this order: the model's own files (generation_config.json, or the `general.sampling` keys of a GGUF file); values
+that its authors publish elsewhere, found by the model's name; else a default for any model. A file with a temperature
+or with `do_sample` is followed exactly; a file with only some of the other values replaces those.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from bankfull.errors import ModelError, RequestError
 from bankfull.sample.params import SamplingParams
 
 KEYS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
-#: How a GGUF file calls them: what its converter found in the authors' generation_config.json.
+#: Names of the same values in a GGUF file, converted from the authors' generation_config.json.
 GGUF_KEYS = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -27,7 +26,7 @@ GGUF_KEYS = {
 }
 
 #: Published by the authors of chat models in a model card or beside the original weights; the first match counts. Most
-#: GGUF files were made without it. Greedy decoding lets small models repeat themselves without end.
+#: GGUF files lack these values, and with greedy decoding small models repeat themselves without end.
 PUBLISHED: tuple[tuple[re.Pattern[str], Mapping[str, float]], ...] = tuple(
     (re.compile(rf"\b{name}\b"), values)
     for name, values in (
@@ -41,11 +40,11 @@ PUBLISHED: tuple[tuple[re.Pattern[str], Mapping[str, float]], ...] = tuple(
     )
 )
 GENERAL: Mapping[str, float] = {"temperature": 0.7, "top_p": 0.9}
-"""For a model of which nothing is known: varied enough not to loop, without the unlikely words that derail a text."""
+"""For an unknown model: random enough not to loop, without the unlikely tokens that derail a text."""
 
 
 class Described(Protocol):
-    """What a model's files say about it, apart from its tensors."""
+    """A model's files, apart from its tensors."""
 
     @property
     def path(self) -> Path: ...
@@ -61,19 +60,19 @@ class Described(Protocol):
 
 
 def recommended(files: Described, *, chats: bool) -> dict[str, Any]:
-    """Under the names of SamplingParams, checked. `chats`: the model has a chat template."""
-    said = {name: _decimal(files.metadata[key]) for key, name in GGUF_KEYS.items() if key in files.metadata}
-    said |= {key: files.generation[key] for key in KEYS if files.generation.get(key) is not None}
+    """Values for fields of SamplingParams, checked. `chats`: the model has a chat template."""
+    found = {name: _decimal(files.metadata[key]) for key, name in GGUF_KEYS.items() if key in files.metadata}
+    found |= {key: files.generation[key] for key in KEYS if files.generation.get(key) is not None}
     samples = files.generation.get("do_sample")
     if samples is False:
-        said = {key: value for key, value in said.items() if key == "repetition_penalty"} | {"temperature": 0.0}
-    elif samples is None and "temperature" not in said:
-        said = {**(_published(files) if chats else GENERAL), **said}
+        found = {key: value for key, value in found.items() if key == "repetition_penalty"} | {"temperature": 0.0}
+    elif samples is None and "temperature" not in found:
+        found = {**(_published(files) if chats else GENERAL), **found}
     try:
-        SamplingParams(**said)  # a file that recommends nonsense is told about at start, not at each request
+        SamplingParams(**found)  # invalid values fail at start, not at each request
     except RequestError as error:
         raise ModelError(f"{files.path} recommends sampling that does not exist: {error}") from None
-    return said
+    return found
 
 
 def _decimal(value: Any) -> Any:
@@ -87,7 +86,7 @@ def _published(files: Described) -> Mapping[str, float]:
 
 
 def _names(files: Described) -> Iterator[str]:
-    """All that the model is called: in its metadata, in its configuration, by its folder or file."""
+    """Every name of the model: in its metadata, in its configuration, of its folder or file."""
     for name in (
         files.metadata.get("general.name"),
         files.metadata.get("general.basename"),

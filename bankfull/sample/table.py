@@ -1,7 +1,7 @@
-"""The sampling wishes of every permanent row: as device tensors for the kernels, as host facts for skipping work.
+"""The sampling parameters of every row: as device tensors for the kernels, as host facts for skipping stages.
 
 A step gathers its lines with one index per tensor. Neutral values are exact no-ops (divide by 1, subtract 0, keep
-all), so a row's numbers are the same whether or not a batch-mate caused a stage to run.
+all), so a row's numbers are the same whether or not another row caused a stage to run.
 """
 
 from __future__ import annotations
@@ -17,45 +17,53 @@ from bankfull.sample.params import MAX_VOCAB, SamplingParams
 
 TEMPERATURE, TOP_P, MIN_P, TYPICAL_P, REPETITION, PRESENCE, FREQUENCY = range(7)
 SEED, CHILD, PROMPT_LEN, TOP_K, STOP_FROM, GREEDY, LOGPROBS = range(7)
+"""Columns of `SamplingTable.reals` and of `SamplingTable.wholes`."""
 
 _NEUTRAL_REALS = (1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the host knows about a row; an unset row is a plain greedy one."""
+    """Which sampling stages a row needs, known to the host; an unset row is plain greedy."""
 
     greedy: bool = True
     repeats: bool = False
+    """Repetition penalty."""
     counts: bool = False
+    """Presence or frequency penalty."""
     biased: bool = False
-    fenced: bool = False
+    """Logit bias."""
+    restricted: bool = False
+    """Allowed or banned token ids."""
     masked: bool = False
-    """By a grammar: what it allows is known only once the token before is."""
+    """A grammar, whose mask is known only after the previous token."""
     waits: bool = False
-    worded: bool = False
+    """Stop tokens banned until min_tokens."""
+    bad_words: bool = False
     top_k: int | None = None
     nucleus: bool = False
+    """top_p."""
     min_p: bool = False
     typical: bool = False
     logprobs: int | None = None
 
     @property
     def simple(self) -> bool:
-        """Greedy, or temperature, top-k, top-p and min-p over the model's own scores: what a kernel draws by itself."""
+        """Greedy, or temperature, top-k, top-p and min-p over unmodified logits: stages that a kernel does by
+        itself."""
         return replace(self, greedy=True, top_k=None, nucleus=False, min_p=False) == PLAIN
 
 
 Chooser = Callable[[Tensor, Tensor, "SamplingTable", Tensor], Tensor]
-"""Scores, the lines' rows, the table and the lines' lengths -> one token per line, greedy ones included; lines with
-`typical` are not given to it."""
+"""Scores, the lines' rows, the table and the lines' lengths -> one token per line, greedy ones included; it gets no
+lines with `typical`."""
 PLAIN = Facts()
-"""Nothing but the likeliest token."""
+"""Plain greedy decoding."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What the request wants that enters a row."""
+class RowParams:
+    """The sampling parameters of a sequence that enters a row."""
 
     row: int
     params: SamplingParams
@@ -63,13 +71,13 @@ class Wish:
     child: int
     seed: int
     stop_ids: Collection[int]
-    """End tokens and stop_token_ids: banned until min_tokens are out."""
-    fence: Tensor | None = None
-    """What `fence` made of the params when they were checked."""
+    """End tokens and stop_token_ids: banned before min_tokens."""
+    allowed_mask: Tensor | None = None
+    """`SamplingTable.allowed_mask` of the params, where it was computed before."""
 
 
 class SamplingTable:
-    """One line per permanent row. Tensors for ragged wishes appear when a request first needs them, and grow."""
+    """One line per row. Tensors for parameters of variable length are allocated at their first use, and grow."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device | str = "cpu") -> None:
         if not 0 < vocab <= MAX_VOCAB:
@@ -88,17 +96,17 @@ class SamplingTable:
         self.bias_values: Tensor | None = None
         self.bad_words: Tensor | None = None
         self.chooser: Chooser | None = None
-        """What draws tokens in the place of tensor operations, where there is such a kernel."""
+        """The sampling kernel, where there is one; else tensor operations sample."""
 
-    def set(self, wishes: Sequence[Wish]) -> None:
-        """Requests enter rows."""
-        for wish in wishes:
-            if wish.params.bad_words and not wish.params.bad_word_ids:
+    def set(self, entering: Sequence[RowParams]) -> None:
+        """Sequences enter rows."""
+        for entry in entering:
+            if entry.params.bad_words and not entry.params.bad_word_ids:
                 raise RuntimeError("bad_words must be tokenized into bad_word_ids before a request enters a row")
-            if wish.fence is None:
-                self.check(wish.params, wish.stop_ids)
-        facts = [self.facts_of(wish.params, wish.stop_ids) for wish in wishes]
-        rows = [wish.row for wish in wishes]
+            if entry.allowed_mask is None:
+                self.check(entry.params, entry.stop_ids)
+        facts = [self.facts_of(entry.params, entry.stop_ids) for entry in entering]
+        rows = [entry.row for entry in entering]
         self._write(
             self.reals,
             rows,
@@ -112,7 +120,7 @@ class SamplingTable:
                     params.presence_penalty,
                     params.frequency_penalty,
                 )
-                for params in (wish.params for wish in wishes)
+                for params in (entry.params for entry in entering)
             ],
         )
         self._write(
@@ -120,25 +128,25 @@ class SamplingTable:
             rows,
             [
                 (
-                    wish.seed,
-                    wish.child,
-                    wish.prompt_len,
+                    entry.seed,
+                    entry.child,
+                    entry.prompt_len,
                     fact.top_k or self.vocab,
-                    wish.prompt_len + wish.params.min_tokens,
-                    int(wish.params.greedy),
-                    -1 if wish.params.logprobs is None else wish.params.logprobs,
+                    entry.prompt_len + entry.params.min_tokens,
+                    int(entry.params.greedy),
+                    -1 if entry.params.logprobs is None else entry.params.logprobs,
                 )
-                for wish, fact in zip(wishes, facts, strict=True)
+                for entry, fact in zip(entering, facts, strict=True)
             ],
         )
-        for wish, fact in zip(wishes, facts, strict=True):
-            self._set_bits(wish, fact)
-            self._set_bias(wish.row, wish.params)
-            self._set_bad_words(wish.row, wish.params)
-            self.facts[wish.row] = PLAIN if fact == PLAIN else fact  # the very same, so that asking is cheap
+        for entry, fact in zip(entering, facts, strict=True):
+            self._set_bits(entry, fact)
+            self._set_bias(entry.row, entry.params)
+            self._set_bad_words(entry.row, entry.params)
+            self.facts[entry.row] = PLAIN if fact == PLAIN else fact  # the same object, so that comparing is cheap
 
     def clear(self, rows: Sequence[int]) -> None:
-        """Requests have left; until the next `set` their rows are plain greedy ones."""
+        """Sequences have left; until the next `set` their rows are plain greedy."""
         self._write(self.reals, rows, [_NEUTRAL_REALS] * len(rows))
         self._write(self.wholes, rows, [self._neutral_whole] * len(rows))
         for row in rows:
@@ -153,7 +161,7 @@ class SamplingTable:
                 self.bad_words[row].fill_(-1)
 
     def facts_for(self, host_rows: Sequence[int] | None, count: int) -> list[Facts]:
-        """Facts of a batch; without host rows every line is taken to want what any row of the table wants."""
+        """Facts of a batch; without host rows every line gets the union of all rows' facts."""
         if host_rows is not None:
             if len(host_rows) != count:
                 raise ValueError(f"{len(host_rows)} host rows for {count} rows of logits")
@@ -169,10 +177,10 @@ class SamplingTable:
                     "repeats",
                     "counts",
                     "biased",
-                    "fenced",
+                    "restricted",
                     "masked",
                     "waits",
-                    "worded",
+                    "bad_words",
                     "nucleus",
                     "min_p",
                     "typical",
@@ -182,7 +190,7 @@ class SamplingTable:
         return [union] * count
 
     def ship(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
-        """Host values as a device tensor, without waiting for the device: pinned memory is freed by its own event."""
+        """Host values as a device tensor, without waiting for the device; torch frees pinned memory after the copy."""
         on_gpu = self.device.type == "cuda"
         return torch.tensor(values, dtype=dtype, pin_memory=on_gpu).to(self.device, non_blocking=True)
 
@@ -198,10 +206,10 @@ class SamplingTable:
             repeats=params.repetition_penalty != 1.0,
             counts=params.presence_penalty != 0.0 or params.frequency_penalty != 0.0,
             biased=bool(params.logit_bias),
-            fenced=params.allowed_token_ids is not None or bool(params.banned_token_ids),
+            restricted=params.allowed_token_ids is not None or bool(params.banned_token_ids),
             waits=params.min_tokens > 0 and bool(stop_ids),
             masked=params.structured is not None,
-            worded=bool(params.bad_word_ids),
+            bad_words=bool(params.bad_word_ids),
             top_k=params.top_k if chance and 0 < params.top_k < self.vocab else None,
             nucleus=chance and params.top_p < 1.0,
             min_p=chance and params.min_p > 0.0,
@@ -210,6 +218,7 @@ class SamplingTable:
         )
 
     def check(self, params: SamplingParams, stop_ids: Collection[int]) -> None:
+        """Raises RequestError where a token id is outside of the vocabulary."""
         named: tuple[tuple[str, Collection[int]], ...] = (
             ("logit_bias", params.logit_bias or ()),
             ("allowed_token_ids", params.allowed_token_ids or ()),
@@ -223,21 +232,21 @@ class SamplingTable:
                 raise RequestError(f"{name} names token {wrong}, but the model's ids go from 0 to {self.vocab - 1}.")
 
     def _write(self, table: Tensor, rows: Sequence[int], values: Sequence[Sequence[float | int]]) -> None:
-        """One line for each row; whatever their number, they cross in one copy."""
+        """One line for each row, in one copy."""
         if len(rows) == 1:
             table[rows[0]].copy_(self.ship(values[0], table.dtype), non_blocking=True)
         elif rows:
             table.index_copy_(0, self.ship(rows, torch.int64), self.ship(values, table.dtype))
 
     def _bits(self, ids: Collection[int]) -> Tensor:
-        """A packed line (bit t % 32 of word t // 32), on the host: it crosses as one small copy."""
+        """A packed mask (bit t % 32 of integer t // 32) on the host."""
         flags = torch.zeros(self.words * 32, dtype=torch.int64)
         flags[torch.tensor(list(ids), dtype=torch.int64)] = 1
         return (flags.view(-1, 32) << torch.arange(32)).sum(-1).to(torch.int32)
 
-    def fence(self, params: SamplingParams) -> Tensor | None:
-        """The tokens that a request may use, as a packed line on the host; None: all. Made once for all of its samples,
-        beside the steps: a list of ids may be as long as the vocabulary."""
+    def allowed_mask(self, params: SamplingParams) -> Tensor | None:
+        """The request's allowed tokens as a packed mask on the host; None if all are. Computed once for all of its
+        samples, outside of steps: a list of ids may be as long as the vocabulary."""
         if params.allowed_token_ids is None and not params.banned_token_ids:
             return None
         line = torch.full((self.words,), -1, dtype=torch.int32)
@@ -247,21 +256,21 @@ class SamplingTable:
             line &= ~self._bits(params.banned_token_ids)
         return line.pin_memory() if self.device.type == "cuda" else line
 
-    def _set_bits(self, wish: Wish, facts: Facts) -> None:
-        row = wish.row
-        if facts.fenced and self.allowed is None:
+    def _set_bits(self, entry: RowParams, facts: Facts) -> None:
+        row = entry.row
+        if facts.restricted and self.allowed is None:
             self.allowed = torch.full((self.rows, self.words), -1, dtype=torch.int32, device=self.device)
         if self.allowed is not None:
-            fence = self.fence(wish.params) if wish.fence is None else wish.fence
-            if fence is None:
+            mask = self.allowed_mask(entry.params) if entry.allowed_mask is None else entry.allowed_mask
+            if mask is None:
                 self.allowed[row].fill_(-1)
             else:
-                self.allowed[row].copy_(fence, non_blocking=True)
+                self.allowed[row].copy_(mask, non_blocking=True)
         if facts.waits and self.stops is None:
             self.stops = torch.zeros((self.rows, self.words), dtype=torch.int32, device=self.device)
         if self.stops is not None:
             if facts.waits:
-                packed = self._bits(wish.stop_ids)
+                packed = self._bits(entry.stop_ids)
                 if self.device.type == "cuda":
                     packed = packed.pin_memory()
                 self.stops[row].copy_(packed, non_blocking=True)
@@ -305,7 +314,7 @@ class SamplingTable:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Some lines of a batch. `index` is None when it is all of them, so that nothing is gathered."""
+    """Some lines of a batch. `index` is None when it has all lines, so that nothing is gathered."""
 
     lines: list[int]
     index: Tensor | None
@@ -320,5 +329,5 @@ class Choice:
         return tensor if self.index is None else tensor.index_select(0, self.index)
 
     def put(self, whole: Tensor, part: Tensor) -> Tensor:
-        """`whole` with the chosen lines replaced, as a new tensor: the logits belong to the caller."""
+        """A copy of `whole` with the chosen lines replaced: the logits belong to the caller."""
         return part if self.index is None else whole.index_copy(0, self.index, part)

@@ -1,5 +1,5 @@
-"""What shapes the whole distribution: temperature, then top-k, top-p, min-p and typical-p, each on what the one before
-has left. All sums are over the integer weights of `draw`, so a cut falls on the same token in every batch.
+"""Filters of the whole distribution: temperature, then top-k, top-p, min-p and typical-p, each on the tokens that the
+one before has kept. All sums are over the integer weights of `draw`, so a cut falls on the same token in every batch.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import Tensor
 from bankfull.sample.draw import WEIGHT_BITS, centred, weights
 from bankfull.sample.table import MIN_P, TEMPERATURE, TOP_K, TOP_P, TYPICAL_P, Facts, SamplingTable
 
-# The largest head of the distribution that is selected rather than cut from a full sort.
 _HEAD = 1024
+"""Maximum number of best tokens that are selected with top-k; more are taken from a full sort."""
 
 
 def truncate(scores: Tensor, rows: Tensor, table: SamplingTable, facts: Sequence[Facts]) -> Tensor:
@@ -39,7 +39,8 @@ def truncate(scores: Tensor, rows: Tensor, table: SamplingTable, facts: Sequence
 
 
 def _keep_head(scores: Tensor, top_k: Tensor, top_p: Tensor, facts: Sequence[Facts]) -> Tensor:
-    """The `top_k` best tokens and, of these, the fewest whose share reaches `top_p`; lowest ids first among equals."""
+    """Keeps the `top_k` best tokens and, of these, the fewest whose share reaches `top_p`; lowest ids first among
+    equals."""
     top_k, top_p = top_k.unsqueeze(-1), top_p.unsqueeze(-1)
     head, size = _head(scores, top_k, top_p, facts)
     threshold = head.gather(1, size - 1)
@@ -49,7 +50,7 @@ def _keep_head(scores: Tensor, top_k: Tensor, top_p: Tensor, facts: Sequence[Fac
 
 
 def _head(scores: Tensor, top_k: Tensor, top_p: Tensor, facts: Sequence[Facts]) -> tuple[Tensor, Tensor]:
-    """The best scores, highest first, and how many of them are kept. Every way of finding them gives the same."""
+    """The best scores, highest first, and how many of them are kept. Every branch gives the same result."""
     vocab = scores.shape[-1]
     ks = [fact.top_k for fact in facts]
     widest = max((vocab if k is None else k) for k in ks)
@@ -57,7 +58,7 @@ def _head(scores: Tensor, top_k: Tensor, top_p: Tensor, facts: Sequence[Facts]) 
         head = scores.topk(widest).values
         return head, _kept(head, None, top_k, top_p)
     if scores.device.type == "cpu" and vocab > _HEAD and all(k is None or k <= _HEAD for k in ks):
-        # A CPU may look before it sorts: the nucleus is nearly always in the head. A GPU would have to wait.
+        # The nucleus is nearly always in the head, so a CPU checks before it sorts. A GPU would have to wait.
         head = scores.topk(_HEAD).values
         total = weights(scores).sum(-1, keepdim=True)
         size = _kept(head, total, top_k, top_p)
@@ -68,8 +69,8 @@ def _head(scores: Tensor, top_k: Tensor, top_p: Tensor, facts: Sequence[Facts]) 
 
 
 def _kept(head: Tensor, total: Tensor | None, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """How many tokens stay; more than the head is long where the head does not tell. `total` is the weight of the
-    whole line where the head is not all that may be needed."""
+    """Number of tokens to keep; more than the head has if the head is too short to decide. `total`: the weight of the
+    whole line, where the head may be too short."""
     width = head.shape[-1]
     weight = weights(head)
     summed = weight.cumsum(-1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bankfull.sample.logits import Sampled, SamplingTable, process, sample
 from bankfull.sample.params import SamplingParams
-from bankfull.sample.table import Wish
+from bankfull.sample.table import RowParams
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Batch:
 
 
 def batch(
-    wishes: Sequence[SamplingParams],
+    all_params: Sequence[SamplingParams],
     vocab: int,
     *,
     prompts: Sequence[Sequence[int]] | None = None,
@@ -40,15 +40,15 @@ def batch(
     seed: int = 11,
 ) -> Batch:
     """Line i lives in permanent row i + 2, and the tokens beyond a row's length are rubbish."""
-    count = len(wishes)
+    count = len(all_params)
     prompts = prompts or [[0]] * count
     outputs = outputs or [[]] * count
     table = SamplingTable(count + 3, vocab)
     longest = max(len(p) + len(o) for p, o in zip(prompts, outputs, strict=True))
     tokens = torch.randint(-3, vocab + 3, (count + 3, longest + 4), generator=torch.Generator().manual_seed(1))
-    for line, (wish, prompt, output) in enumerate(zip(wishes, prompts, outputs, strict=True)):
+    for line, (params, prompt, output) in enumerate(zip(all_params, prompts, outputs, strict=True)):
         row = line + 2
-        table.set([Wish(row, wish, prompt_len=len(prompt), child=0, seed=seed + line, stop_ids=stop_ids)])
+        table.set([RowParams(row, params, prompt_len=len(prompt), child=0, seed=seed + line, stop_ids=stop_ids)])
         said = [*prompt, *output]
         tokens[row, : len(said)] = torch.tensor(said, dtype=torch.int64)
     length = torch.tensor([len(p) + len(o) for p, o in zip(prompts, outputs, strict=True)])

@@ -6,13 +6,13 @@ import torch
 from bankfull.sample.logits import SamplingTable, process, sample
 from bankfull.sample.params import SamplingParams
 from bankfull.sample.random import uniform
-from bankfull.sample.table import Wish
+from bankfull.sample.table import RowParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 VOCAB = 50_021
 COUNT = 32
-WISHES = [
+PARAMS = [
     SamplingParams(temperature=0),
     SamplingParams(temperature=0, repetition_penalty=1.2),
     SamplingParams(),
@@ -26,8 +26,8 @@ WISHES = [
 
 def table_on(device: str) -> SamplingTable:
     table = SamplingTable(COUNT, VOCAB, device)
-    for row, wish in enumerate(WISHES):
-        table.set([Wish(row, wish, prompt_len=4, child=0, seed=row, stop_ids=[0])])
+    for row, params in enumerate(PARAMS):
+        table.set([RowParams(row, params, prompt_len=4, child=0, seed=row, stop_ids=[0])])
     return table
 
 
@@ -46,7 +46,7 @@ def test_nothing_waits_for_the_device_and_a_row_does_not_depend_on_its_mates() -
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        table.set([Wish(0, WISHES[0], prompt_len=4, child=0, seed=0, stop_ids=[0])])
+        table.set([RowParams(0, PARAMS[0], prompt_len=4, child=0, seed=0, stop_ids=[0])])
         together = sample(logits, rows, table, tokens, length, host_rows=host_rows)
         shaped = process(logits, rows, table, tokens, length, None, host_rows)
         untold = sample(logits, rows, table, tokens, length, host_rows=None)
@@ -66,7 +66,7 @@ def test_nothing_waits_for_the_device_and_a_row_does_not_depend_on_its_mates() -
     for row, (alone, line) in enumerate(single):
         assert torch.equal(alone.tokens[0], together.tokens[row]), row
         assert torch.equal(line[0], shaped[row]), row
-        if alone.logprobs is None:  # nobody asked
+        if alone.logprobs is None:  # no row has logprobs
             assert together.logprobs[row].isnan()
         else:
             torch.testing.assert_close(alone.logprobs[0], together.logprobs[row], rtol=0, atol=0)

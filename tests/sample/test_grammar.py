@@ -21,7 +21,7 @@ from bankfull.sample import grammar
 from bankfull.sample.grammar import GrammarCompiler, MaskPool, Matcher
 from bankfull.sample.logits import SamplingTable, sample
 from bankfull.sample.params import SamplingParams, StructuredOutput
-from bankfull.sample.table import Wish
+from bankfull.sample.table import RowParams
 
 TEXT = ['{"name": "Ada", "age": 36, "tags": ["x", "y"], "ok": true}', "red green 2024-05-17 (1 + 2) * 3", "größer ☂"]
 
@@ -82,8 +82,8 @@ def finish(matcher: Matcher, tokenizer: ByteLevel, seed: int) -> list[int]:
     for mark, weight in (('"', 4.0), ("}", 5.0), ("]", 5.0), (",", 1.0), (" ", -3.0)):
         bias[tokenizer.backend.token_to_id("Ġ" if mark == " " else mark)] = weight
     table = SamplingTable(1, 512)
-    wish = SamplingParams(logit_bias=bias, temperature=2.0)
-    table.set([Wish(0, wish, prompt_len=0, child=0, seed=seed, stop_ids=tokenizer.eos_ids)])
+    params = SamplingParams(logit_bias=bias, temperature=2.0)
+    table.set([RowParams(0, params, prompt_len=0, child=0, seed=seed, stop_ids=tokenizer.eos_ids)])
     out: list[int] = []
     held = torch.zeros(1, 1, dtype=torch.int64)
     for position in range(400):
@@ -177,9 +177,9 @@ def test_text_made_of_allowed_tokens_has_the_asked_form(
 def test_the_end_is_allowed_only_where_the_grammar_may_end(compiler: GrammarCompiler, tokenizer: ByteLevel) -> None:
     matcher = compiler.compile(StructuredOutput(regex="ab?"))
     a, b = (tokenizer.backend.token_to_id(char) for char in "ab")
-    assert not bits(matcher.mask()) & set(tokenizer.eos_ids) and not matcher.accepting
+    assert not bits(matcher.mask()) & set(tokenizer.eos_ids)
     matcher.advance(a)
-    assert bits(matcher.mask()) == {b, *tokenizer.eos_ids} and matcher.accepting and not matcher.finished
+    assert bits(matcher.mask()) == {b, *tokenizer.eos_ids} and not matcher.finished
     matcher.advance(b)
     assert matcher.finished and bits(matcher.mask()) == set(tokenizer.eos_ids)
 
@@ -215,17 +215,17 @@ def test_a_tokenizer_that_puts_a_space_before_everything_is_understood() -> None
     backend.train_from_iterator(["red green reds greens"] * 3, trainer)
     spaced = WithSpaceMarks(backend)
     assert spaced.text(backend.encode("red").ids) == " red"
-    for wish in (StructuredOutput(regex="red greens"), StructuredOutput(choice=["reds green", " greens"])):
+    for params in (StructuredOutput(regex="red greens"), StructuredOutput(choice=["reds green", " greens"])):
         compiler = GrammarCompiler(spaced)
         texts = set()
         for seed in range(6):
-            matcher, out = compiler.compile(wish), []
+            matcher, out = compiler.compile(params), []
             chooser = np.random.default_rng(seed)
             while not matcher.finished:
                 out.append(int(chooser.choice(sorted(bits(matcher.mask())))))
                 matcher.advance(out[-1])
             texts.add(spaced.text(out))
-        assert texts == ({"red greens"} if wish.regex else {"reds green", " greens"})
+        assert texts == ({"red greens"} if params.regex else {"reds green", " greens"})
 
 
 def test_a_copy_goes_its_own_way(compiler: GrammarCompiler, tokenizer: ByteLevel) -> None:
@@ -294,10 +294,10 @@ def test_one_grammar_is_compiled_once_even_when_asked_for_at_once(
     compiler = GrammarCompiler(tokenizer)
     built: list[StructuredOutput] = []
     build = compiler._build
-    monkeypatch.setattr(compiler, "_build", lambda wish: (built.append(wish), build(wish))[1])
-    wish = StructuredOutput(choice=["yes", "no"])
+    monkeypatch.setattr(compiler, "_build", lambda params: (built.append(params), build(params))[1])
+    params = StructuredOutput(choice=["yes", "no"])
     found: list[set[int]] = []
-    threads = [threading.Thread(target=lambda: found.append(bits(compiler.compile(wish).mask()))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: found.append(bits(compiler.compile(params).mask()))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

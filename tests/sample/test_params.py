@@ -97,7 +97,7 @@ def test_a_bad_value_is_refused_in_one_sentence_that_names_it(name: str, value: 
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "wrong",
     [
         {"n": 2, "temperature": 0},
         {"min_tokens": 5, "max_tokens": 4},
@@ -106,10 +106,10 @@ def test_a_bad_value_is_refused_in_one_sentence_that_names_it(name: str, value: 
         {"allowed_token_ids": [1, 2], "banned_token_ids": [1, 2, 3]},
     ],
 )
-def test_wishes_that_contradict_each_other_are_refused(wish: dict[str, Any]) -> None:
+def test_parameters_that_contradict_each_other_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as refused:
-        SamplingParams(**wish)
-    assert all(name in str(refused.value) for name in list(wish)[:1])
+        SamplingParams(**wrong)
+    assert all(name in str(refused.value) for name in list(wrong)[:1])
 
 
 def test_values_are_normalised_and_edges_are_accepted() -> None:

@@ -10,7 +10,7 @@ from bankfull.errors import RequestError
 from bankfull.sample.adjust import unpacked
 from bankfull.sample.logits import SamplingTable, process
 from bankfull.sample.params import SamplingParams
-from bankfull.sample.table import Wish
+from bankfull.sample.table import RowParams
 from tests.quick import examples
 from tests.sample import oracle
 from tests.sample.batch import batch
@@ -51,42 +51,42 @@ filtering = st.builds(
 
 @examples(120, deadline=None)
 @given(st.data())
-def test_penalties_biases_and_bans_mean_what_a_plain_loop_says(data: st.DataObject) -> None:
-    wishes = data.draw(st.lists(adjusting, min_size=1, max_size=4))
-    prompts = [data.draw(st.lists(token, min_size=1, max_size=6)) for _ in wishes]
-    outputs = [data.draw(ids) for _ in wishes]
+def test_penalties_biases_and_bans_equal_a_plain_loop(data: st.DataObject) -> None:
+    all_params = data.draw(st.lists(adjusting, min_size=1, max_size=4))
+    prompts = [data.draw(st.lists(token, min_size=1, max_size=6)) for _ in all_params]
+    outputs = [data.draw(ids) for _ in all_params]
     # Endings that complete a bad word are made likely.
-    for wish, output in zip(wishes, outputs, strict=True):
-        for word in wish.bad_word_ids:
+    for params, output in zip(all_params, outputs, strict=True):
+        for word in params.bad_word_ids:
             if data.draw(st.booleans()):
                 output.extend(word[:-1])
-    logits = data.draw(logit_lines(len(wishes)))
-    made = batch(wishes, VOCAB, prompts=prompts, outputs=outputs, stop_ids=[4, 9])
+    logits = data.draw(logit_lines(len(all_params)))
+    made = batch(all_params, VOCAB, prompts=prompts, outputs=outputs, stop_ids=[4, 9])
     got = made.process(logits).numpy()
-    for line, wish in enumerate(wishes):
-        want = oracle.adjusted(logits[line].numpy(), wish, prompts[line], outputs[line], [4, 9])
+    for line, params in enumerate(all_params):
+        want = oracle.adjusted(logits[line].numpy(), params, prompts[line], outputs[line], [4, 9])
         np.testing.assert_allclose(got[line], want - want.max(), atol=1e-12)
     assert torch.equal(made.process(logits, told=False), torch.from_numpy(got))
 
 
 @examples(150, deadline=None)
 @given(st.data())
-def test_temperature_and_filters_mean_what_a_plain_loop_says(data: st.DataObject) -> None:
-    wishes = data.draw(st.lists(filtering, min_size=1, max_size=4))
-    logits = data.draw(logit_lines(len(wishes)))
-    expected = [oracle.truncated(logits[line].numpy(), wish) for line, wish in enumerate(wishes)]
+def test_temperature_and_filters_equal_a_plain_loop(data: st.DataObject) -> None:
+    all_params = data.draw(st.lists(filtering, min_size=1, max_size=4))
+    logits = data.draw(logit_lines(len(all_params)))
+    expected = [oracle.truncated(logits[line].numpy(), params) for line, params in enumerate(all_params)]
     assume(all(margin > 1e-9 for _, margin in expected))
-    made = batch(wishes, VOCAB)
+    made = batch(all_params, VOCAB)
     got = made.process(logits).numpy()
     for line, (want, _) in enumerate(expected):
-        top = logits[line].max().item() / wishes[line].temperature
+        top = logits[line].max().item() / all_params[line].temperature
         np.testing.assert_allclose(got[line], want - top, atol=1e-9)
     assert torch.equal(made.process(logits, told=False), torch.from_numpy(got))
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 6.0])
 @pytest.mark.parametrize(
-    "wish",
+    "params",
     [
         SamplingParams(top_k=40, top_p=0.8),
         SamplingParams(top_p=0.6),
@@ -95,12 +95,14 @@ def test_temperature_and_filters_mean_what_a_plain_loop_says(data: st.DataObject
         SamplingParams(top_p=0.999),
     ],
 )
-def test_a_head_selected_from_a_large_vocabulary_is_the_head_of_a_full_sort(wish: SamplingParams, scale: float) -> None:
+def test_a_head_selected_from_a_large_vocabulary_is_the_head_of_a_full_sort(
+    params: SamplingParams, scale: float
+) -> None:
     vocab = 5000
     logits = torch.randn(1, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) * scale
-    want, margin = oracle.truncated(logits[0].numpy(), wish)
+    want, margin = oracle.truncated(logits[0].numpy(), params)
     assert margin > 1e-9
-    got = batch([wish], vocab).process(logits)[0].numpy()
+    got = batch([params], vocab).process(logits)[0].numpy()
     assert (np.isfinite(got) == np.isfinite(want)).all()
 
 
@@ -111,9 +113,9 @@ def test_equal_scores_at_a_cut_are_kept_lowest_id_first() -> None:
 
 
 def test_a_bad_word_is_banned_only_where_it_would_be_completed() -> None:
-    wish = SamplingParams(bad_word_ids=[[5, 6, 7], [3]])
+    params = SamplingParams(bad_word_ids=[[5, 6, 7], [3]])
     endings = [[5, 6], [6], [6, 5], [5, 6, 1], [5, 5, 6]]
-    made = batch([wish] * 5, 10, prompts=[[1]] * 5, outputs=endings)
+    made = batch([params] * 5, 10, prompts=[[1]] * 5, outputs=endings)
     got = torch.isneginf(made.process(torch.zeros(5, 10)))
     assert got[:, 3].all() and got[:, 7].tolist() == [True, False, False, False, True]
     assert int(got.sum()) == 5 + 2
@@ -149,20 +151,20 @@ def test_a_packed_mask_of_a_grammar_is_applied_bit_by_bit() -> None:
 
 def test_a_greedy_row_is_processed_into_its_one_token() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]] * 2)
-    wishes = [SamplingParams(temperature=0, top_p=0.5), SamplingParams(temperature=0, banned_token_ids=[1])]
-    made = batch(wishes, 4)
+    all_params = [SamplingParams(temperature=0, top_p=0.5), SamplingParams(temperature=0, banned_token_ids=[1])]
+    made = batch(all_params, 4)
     assert made.process(logits).softmax(-1).tolist() == [[0, 1, 0, 0], [0, 0, 1, 0]]
 
 
 def test_one_row_can_be_processed_at_several_lengths_at_once() -> None:
-    wish = SamplingParams(frequency_penalty=0.5, bad_word_ids=[[2, 3]], min_tokens=2)
+    params = SamplingParams(frequency_penalty=0.5, bad_word_ids=[[2, 3]], min_tokens=2)
     table = SamplingTable(2, 6)
-    table.set([Wish(1, wish, prompt_len=1, child=0, seed=0, stop_ids=[5])])
+    table.set([RowParams(1, params, prompt_len=1, child=0, seed=0, stop_ids=[5])])
     tokens = torch.tensor([[0] * 4, [1, 2, 2, 4]])
     lengths = [1, 2, 3, 4]
     got = process(torch.zeros(4, 6, dtype=torch.float64), torch.full((4,), 1), table, tokens, torch.tensor(lengths))
     for line, length in enumerate(lengths):
-        want = oracle.adjusted(np.zeros(6), wish, [1], tokens[1, 1:length].tolist(), [5])
+        want = oracle.adjusted(np.zeros(6), params, [1], tokens[1, 1:length].tolist(), [5])
         np.testing.assert_allclose(got[line].numpy(), want - want.max())
 
 
@@ -181,7 +183,7 @@ def test_a_cleared_row_keeps_nothing_of_the_request_before() -> None:
         temperature=0.5,
     )
     made = batch([heavy, heavy], 8, prompts=[[1, 2]] * 2, stop_ids=[0])
-    made.table.set([Wish(2, SamplingParams(), prompt_len=2, child=0, seed=0, stop_ids=[0])])
+    made.table.set([RowParams(2, SamplingParams(), prompt_len=2, child=0, seed=0, stop_ids=[0])])
     made.table.clear([3])
     logits = torch.randn(2, 8, dtype=torch.float64)
     for told in (True, False):
@@ -190,7 +192,7 @@ def test_a_cleared_row_keeps_nothing_of_the_request_before() -> None:
         assert torch.isfinite(got[1]).nonzero().tolist() == [[int(logits[1].argmax())]]
 
 
-def test_wider_wishes_of_a_later_request_leave_earlier_rows_as_they_are() -> None:
+def test_wider_parameters_of_a_later_request_leave_earlier_rows_as_they_are() -> None:
     first = SamplingParams(bad_word_ids=[[1, 2]], logit_bias={3: 1.0})
     wide = SamplingParams(bad_word_ids=[[4, 5, 6, 7, 0], [3], [2]], logit_bias=dict.fromkeys(range(8), 0.5))
     made = batch([first, wide], 8, prompts=[[1], [4, 5, 6, 7]])
@@ -200,7 +202,7 @@ def test_wider_wishes_of_a_later_request_leave_earlier_rows_as_they_are() -> Non
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "params",
     [
         {"logit_bias": {10: 1.0}},
         {"allowed_token_ids": [3, 10]},
@@ -208,12 +210,14 @@ def test_wider_wishes_of_a_later_request_leave_earlier_rows_as_they_are() -> Non
         {"bad_word_ids": [[1, 10]]},
     ],
 )
-def test_an_id_outside_the_models_vocabulary_is_refused_by_name(wish: dict[str, object]) -> None:
+def test_an_id_outside_the_models_vocabulary_is_refused_by_name(params: dict[str, object]) -> None:
     table = SamplingTable(1, 10)
     with pytest.raises(RequestError, match=r"token 10, but the model's ids go from 0 to 9"):
-        table.set([Wish(0, SamplingParams(**wish), prompt_len=1, child=0, seed=0, stop_ids=[])])  # type: ignore[arg-type]
+        table.set([RowParams(0, SamplingParams(**params), prompt_len=1, child=0, seed=0, stop_ids=[])])  # type: ignore[arg-type]
 
 
-def test_bad_words_that_nobody_tokenized_are_not_forgotten() -> None:
+def test_bad_words_without_token_ids_are_an_error() -> None:
     with pytest.raises(RuntimeError, match="bad_words"):
-        SamplingTable(1, 10).set([Wish(0, SamplingParams(bad_words=["x"]), prompt_len=1, child=0, seed=0, stop_ids=[])])
+        SamplingTable(1, 10).set(
+            [RowParams(0, SamplingParams(bad_words=["x"]), prompt_len=1, child=0, seed=0, stop_ids=[])]
+        )

@@ -53,7 +53,7 @@ def test_every_part_of_the_key_changes_the_numbers() -> None:
         numbers(1, 1, position),
         numbers(1, 0, position + 64),
         numbers(1, 0, position + 2**32),
-        numbers(1, 0, position, Purpose.ACCEPT),
+        numbers(1, 0, position, Purpose.TOKEN + 1),
     ]
     seen = np.concatenate([base, *others])
     assert len(np.unique(seen)) == len(seen)
@@ -74,6 +74,6 @@ def test_numbers_are_uniform_and_independent_along_each_part_of_the_key(varied: 
 
 def test_two_purposes_at_one_position_are_uncorrelated() -> None:
     position = torch.arange(20_000)
-    first, second = numbers(9, 0, position, Purpose.TOKEN), numbers(9, 0, position, Purpose.ACCEPT)
+    first, second = numbers(9, 0, position, Purpose.TOKEN), numbers(9, 0, position, Purpose.TOKEN + 1)
     table, _, _ = np.histogram2d(first, second, bins=8)
     assert stats.chisquare(table.ravel()).pvalue > 1e-4

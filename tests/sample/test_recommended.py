@@ -37,7 +37,7 @@ class Files:
     ],
 )
 @pytest.mark.parametrize("chats", [True, False])
-def test_what_generation_config_says_counts_and_the_rest_is_general(
+def test_values_of_generation_config_count_and_the_rest_is_general(
     generation: dict[str, Any], values: dict[str, float], chats: bool
 ) -> None:
     assert recommended(Files(generation=generation), chats=chats) == values

@@ -11,7 +11,7 @@ from bankfull.ops import native
 from bankfull.sample.draw import draw
 from bankfull.sample.logits import NO_TOKEN, Sampled, SamplingTable, sample
 from bankfull.sample.params import SamplingParams
-from bankfull.sample.table import Chooser, Wish
+from bankfull.sample.table import Chooser, RowParams
 from tests.sample import oracle
 from tests.sample.batch import batch
 
@@ -29,19 +29,19 @@ if native.status() is None:
 
 
 def draws_of(
-    wish: SamplingParams, logits: torch.Tensor, seed: int, child: int = 0, chooser: str = "tensors"
+    params: SamplingParams, logits: torch.Tensor, seed: int, child: int = 0, chooser: str = "tensors"
 ) -> torch.Tensor:
     """Many independent draws of one row: the position is what varies."""
     table = SamplingTable(1, len(logits))
     table.chooser = CHOOSERS[chooser]
-    table.set([Wish(0, wish, prompt_len=0, child=child, seed=seed, stop_ids=[])])
+    table.set([RowParams(0, params, prompt_len=0, child=child, seed=seed, stop_ids=[])])
     rows, length = torch.zeros(DRAWS, dtype=torch.int64), torch.arange(DRAWS)
     tokens = torch.zeros(1, 1, dtype=torch.int64)
     return sample(logits.expand(DRAWS, -1), rows, table, tokens, length, host_rows=[0] * DRAWS).tokens
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "params",
     [
         SamplingParams(),
         SamplingParams(temperature=0.6),
@@ -58,12 +58,12 @@ def draws_of(
 )
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("chooser", CHOOSERS)
-def test_tokens_come_as_often_as_the_distribution_says(wish: SamplingParams, seed: int, chooser: str) -> None:
+def test_frequencies_of_tokens_follow_the_distribution(params: SamplingParams, seed: int, chooser: str) -> None:
     logits = torch.randn(24, generator=torch.Generator().manual_seed(seed)) * 1.5
-    scores, margin = oracle.truncated(logits.double().numpy(), wish)
+    scores, margin = oracle.truncated(logits.double().numpy(), params)
     assert margin > 1e-6
     probs = oracle.softmax(scores)
-    counts = np.bincount(draws_of(wish, logits, seed, 0, chooser), minlength=24)
+    counts = np.bincount(draws_of(params, logits, seed, 0, chooser), minlength=24)
     assert counts[probs == 0].sum() == 0
     alive = probs > 0
     assert stats.chisquare(counts[alive], probs[alive] / probs[alive].sum() * DRAWS).pvalue > 1e-4
@@ -73,7 +73,7 @@ def test_tokens_come_as_often_as_the_distribution_says(wish: SamplingParams, see
 @pytest.mark.parametrize("vocab", (1, 2, 17, 300, 50_000))
 def test_the_kernel_chooses_the_tokens_that_tensors_choose(vocab: int) -> None:
     """The same numbers, the same cuts, ties included: only a border within rounding could fall otherwise."""
-    wishes = [
+    all_params = [
         SamplingParams(temperature=0),
         SamplingParams(),
         SamplingParams(temperature=0.3, top_k=1),
@@ -87,19 +87,19 @@ def test_the_kernel_chooses_the_tokens_that_tensors_choose(vocab: int) -> None:
     ]
     numbers = torch.Generator().manual_seed(vocab)
     for round_ in range(3):
-        logits = torch.randn(len(wishes), vocab, generator=numbers) * 3
+        logits = torch.randn(len(all_params), vocab, generator=numbers) * 3
         if round_ == 1:
             logits = (logits * 2).round() / 2  # many equals
         chosen = []
         for chooser in CHOOSERS.values():
-            table = SamplingTable(len(wishes), vocab)
+            table = SamplingTable(len(all_params), vocab)
             table.chooser = chooser
-            for row, wish in enumerate(wishes):
-                table.set([Wish(row, wish, prompt_len=0, child=row, seed=round_ + 2**40, stop_ids=[])])
-            rows = torch.arange(len(wishes))
-            tokens = torch.zeros(len(wishes), 1, dtype=torch.int64)
+            for row, params in enumerate(all_params):
+                table.set([RowParams(row, params, prompt_len=0, child=row, seed=round_ + 2**40, stop_ids=[])])
+            rows = torch.arange(len(all_params))
+            tokens = torch.zeros(len(all_params), 1, dtype=torch.int64)
             found = [
-                sample(logits, rows, table, tokens, rows + at, host_rows=list(range(len(wishes)))).tokens.tolist()
+                sample(logits, rows, table, tokens, rows + at, host_rows=list(range(len(all_params)))).tokens.tolist()
                 for at in range(20)
             ]
             chosen.append(found)
@@ -152,8 +152,8 @@ def test_every_instruction_set_cuts_where_tensors_cut(kind: str, every_isa: list
             _native.set_isa(name)
         table = SamplingTable(len(WIDE), vocab)
         table.chooser = chooser
-        for row, wish in enumerate(WIDE):
-            table.set([Wish(row, wish, prompt_len=0, child=0, seed=row, stop_ids=[])])
+        for row, params in enumerate(WIDE):
+            table.set([RowParams(row, params, prompt_len=0, child=0, seed=row, stop_ids=[])])
         found[name] = [
             sample(logits, rows, table, rows[:, None], rows + 9 * i, host_rows=lines).tokens.tolist() for i in range(6)
         ]
@@ -187,7 +187,7 @@ VARIETY = [
 
 
 def lines_of(result: Sampled, line: int, width: int) -> list[torch.Tensor]:
-    nothing = torch.tensor(torch.nan)  # nobody in the batch asked
+    nothing = torch.tensor(torch.nan)  # no row of the batch has logprobs
     out = [result.tokens[line], nothing if result.logprobs is None else result.logprobs[line]]
     if width:
         assert result.top_ids is not None and result.top_logprobs is not None
@@ -199,22 +199,22 @@ def lines_of(result: Sampled, line: int, width: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_rows_result_is_bitwise_the_same_alone_and_among_31_others(vocab: int, threads: int) -> None:
     generator = torch.Generator().manual_seed(4)
-    wishes = VARIETY * 4
-    said = [torch.randint(0, vocab, (9,), generator=generator).tolist() for _ in wishes]
+    all_params = VARIETY * 4
+    said = [torch.randint(0, vocab, (9,), generator=generator).tolist() for _ in all_params]
     logits = torch.randn(32, vocab, generator=generator) * 3
     usual = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        made = batch(wishes, vocab, prompts=[s[:4] for s in said], outputs=[s[4:] for s in said], stop_ids=[0])
+        made = batch(all_params, vocab, prompts=[s[:4] for s in said], outputs=[s[4:] for s in said], stop_ids=[0])
         together, processed = made.sample(logits), made.process(logits)
         untold = made.sample(logits, told=False)
         assert torch.equal(together.tokens, untold.tokens)
         torch.testing.assert_close(together.logprobs, untold.logprobs, rtol=0, atol=0, equal_nan=True)
-        for line, wish in enumerate(wishes):
+        for line, params in enumerate(all_params):
             at = slice(line, line + 1)
             made.rows, made.host_rows, made.length = torch.tensor([line + 2]), [line + 2], torch.tensor([9])
             alone = made.sample(logits[at].clone())
-            width = wish.logprobs or 0
+            width = params.logprobs or 0
             for whole, single in zip(lines_of(together, line, width), lines_of(alone, 0, width), strict=True):
                 assert whole.dtype == single.dtype
                 torch.testing.assert_close(whole, single, rtol=0, atol=0, equal_nan=True)
@@ -242,7 +242,7 @@ def test_greedy_rows_take_the_lowest_id_among_equals_beside_random_rows() -> Non
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "params",
     [
         SamplingParams(),
         SamplingParams(temperature=0),
@@ -255,27 +255,27 @@ def test_greedy_rows_take_the_lowest_id_among_equals_beside_random_rows() -> Non
     ids=str,
 )
 @pytest.mark.parametrize("vocab", [33, 3000])
-def test_a_row_that_has_nothing_to_choose_from_says_so_and_spares_the_others(wish: SamplingParams, vocab: int) -> None:
+def test_a_row_that_has_nothing_to_choose_from_fails_and_spares_the_others(params: SamplingParams, vocab: int) -> None:
     logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(2))
-    alone = batch([wish], vocab, seed=11 + 5).sample(logits[5:]).tokens
+    alone = batch([params], vocab, seed=11 + 5).sample(logits[5:]).tokens
     logits[1] = -torch.inf
     logits[2] = torch.nan
     logits[3, 5] = torch.nan
     logits[4, 5] = torch.inf
     mask = torch.full((6, (vocab + 31) // 32), -1, dtype=torch.int32)
     mask[0] = 0
-    got = batch([wish] * 6, vocab).sample(logits, mask)
+    got = batch([params] * 6, vocab).sample(logits, mask)
     assert got.tokens[:5].tolist() == [NO_TOKEN] * 5
     assert got.tokens[5:].tolist() == alone.tolist()
-    if wish.logprobs:
+    if params.logprobs:
         assert got.logprobs[:5].isnan().all() and got.logprobs[5].isfinite()
 
 
 def test_a_banned_token_never_comes_however_likely_the_model_finds_it() -> None:
     logits = torch.zeros(64)
     logits[[3, 40]] = 500.0
-    wish = SamplingParams(temperature=100, banned_token_ids=[3], bad_word_ids=[[40]])
-    drawn = set(draws_of(wish, logits, 1).tolist())
+    params = SamplingParams(temperature=100, banned_token_ids=[3], bad_word_ids=[[40]])
+    drawn = set(draws_of(params, logits, 1).tolist())
     assert drawn == set(range(64)) - {3, 40}
 
 
@@ -289,13 +289,13 @@ def test_the_smallest_temperature_is_finite_arithmetic() -> None:
 def test_logprobs_are_the_log_softmax_of_the_raw_logits(dtype: torch.dtype) -> None:
     vocab = 500
     logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(6)).to(dtype)
-    wishes = [
+    all_params = [
         SamplingParams(logprobs=4, temperature=0.2, top_k=3, repetition_penalty=3.0),
         SamplingParams(),
         SamplingParams(logprobs=0, banned_token_ids=list(range(400))),
         SamplingParams(logprobs=9, temperature=0),
     ]
-    got = batch(wishes, vocab, prompts=[[1, 2, 3]] * 4).sample(logits)
+    got = batch(all_params, vocab, prompts=[[1, 2, 3]] * 4).sample(logits)
     work = torch.float64 if dtype == torch.float64 else torch.float32
     want = logits.to(work).log_softmax(-1)
     assert got.logprobs.dtype == work and got.logprobs[1].isnan()

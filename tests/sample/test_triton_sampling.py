@@ -15,12 +15,12 @@ from bankfull.sample.draw import WEIGHT_BITS  # noqa: E402
 from bankfull.sample.logits import NO_TOKEN, SamplingTable, sample  # noqa: E402
 from bankfull.sample.params import SamplingParams  # noqa: E402
 from bankfull.sample.random import Purpose, uniform  # noqa: E402
-from bankfull.sample.table import Wish  # noqa: E402
+from bankfull.sample.table import RowParams  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED_IN_FULL = [] if torch.cuda.is_available() else [pytest.mark.full]
 
-WISHES = [
+PARAMS = [
     SamplingParams(temperature=0),
     SamplingParams(),
     SamplingParams(temperature=0.3, top_k=1),
@@ -37,10 +37,10 @@ WISHES = [
 ]
 
 
-def table_of(wishes: list[SamplingParams], vocab: int) -> SamplingTable:
-    table = SamplingTable(len(wishes), vocab, DEVICE)
-    for row, wish in enumerate(wishes):
-        table.set([Wish(row, wish, prompt_len=0, child=row % 3, seed=row + 2**40 - 7, stop_ids=[])])
+def table_of(all_params: list[SamplingParams], vocab: int) -> SamplingTable:
+    table = SamplingTable(len(all_params), vocab, DEVICE)
+    for row, params in enumerate(all_params):
+        table.set([RowParams(row, params, prompt_len=0, child=row % 3, seed=row + 2**40 - 7, stop_ids=[])])
     return table
 
 
@@ -83,8 +83,8 @@ def scores_of(kind: str, lines: int, vocab: int) -> torch.Tensor:
 )
 def test_tokens_are_those_of_the_tensor_operations(kind: str, vocab: int) -> None:
     """Greedy and drawn lines in one batch, rows in any order, one of them twice at different lengths."""
-    table = table_of(WISHES, vocab)
-    order = torch.randperm(len(WISHES), generator=torch.Generator().manual_seed(3))
+    table = table_of(PARAMS, vocab)
+    order = torch.randperm(len(PARAMS), generator=torch.Generator().manual_seed(3))
     rows = torch.cat((order, order[3:5])).to(DEVICE)
     length = torch.arange(len(rows), device=DEVICE) * 2**30
     scores = scores_of(kind, len(rows), vocab)
@@ -93,9 +93,9 @@ def test_tokens_are_those_of_the_tensor_operations(kind: str, vocab: int) -> Non
 
 def test_a_line_gets_the_same_token_alone_as_among_others() -> None:
     """Alone it is also cut into other blocks."""
-    wishes = WISHES[3:7]
-    table = table_of(wishes, 4500)
-    rows = torch.arange(12, device=DEVICE) % len(wishes)
+    all_params = PARAMS[3:7]
+    table = table_of(all_params, 4500)
+    rows = torch.arange(12, device=DEVICE) % len(all_params)
     length = torch.arange(12, device=DEVICE, dtype=torch.int32)
     scores = scores_of("equal", 12, 4500)
     together = choose(scores, rows, table, length)
@@ -117,25 +117,28 @@ def test_equals_that_have_found_no_room_come_in_no_later_block() -> None:
 
 def test_candidates_that_no_list_has_room_for_are_cut_all_the_same() -> None:
     """One outlier stretches the bins until nearly all tokens fall into one of them."""
-    vocab, wishes = 5003, [SamplingParams(top_k=3000), SamplingParams(top_p=0.6), SamplingParams(top_k=4500, top_p=0.3)]
-    scores = scores_of("random", len(wishes), vocab) * 1e-3
+    vocab, all_params = (
+        5003,
+        [SamplingParams(top_k=3000), SamplingParams(top_p=0.6), SamplingParams(top_k=4500, top_p=0.3)],
+    )
+    scores = scores_of("random", len(all_params), vocab) * 1e-3
     scores[:, 5] = -26.0
-    table = table_of(wishes, vocab)
-    rows = torch.arange(len(wishes), device=DEVICE)
+    table = table_of(all_params, vocab)
+    rows = torch.arange(len(all_params), device=DEVICE)
     assert choose(scores, rows, table, rows).tolist() == by_tensors(scores, rows, table, rows).tolist()
 
 
 def test_scores_of_16_bits_are_widened() -> None:
-    wishes = [SamplingParams(top_k=20, top_p=0.9), SamplingParams(temperature=0)]
+    all_params = [SamplingParams(top_k=20, top_p=0.9), SamplingParams(temperature=0)]
     scores = scores_of("random", 2, 1000).bfloat16()
-    table = table_of(wishes, 1000)
+    table = table_of(all_params, 1000)
     rows = torch.arange(2, device=DEVICE)
     assert choose(scores, rows, table, rows).tolist() == by_tensors(scores, rows, table, rows).tolist()
 
 
 def test_lines_without_a_usable_score_say_so_and_spare_the_others() -> None:
-    wishes = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=3, top_p=0.5)]
-    table = table_of(wishes, 1100)
+    all_params = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=3, top_p=0.5)]
+    table = table_of(all_params, 1100)
     rows = torch.arange(15, device=DEVICE) % 3
     scores = scores_of("random", 15, 1100)
     whole = by_tensors(scores, rows, table, rows)
