@@ -1,4 +1,4 @@
-"""Frozen configuration, one slice per owner. Nothing reads a slice that is not its own, and nothing reads a global."""
+"""Frozen configuration, one class per owner. No code reads another owner's class, and none reads a global."""
 
 from __future__ import annotations
 
@@ -16,29 +16,32 @@ def _positive(owner: object, *names: str) -> None:
 
 
 def cpu_step_tokens(threads: int) -> int:
-    """Tokens of a step that suit so many threads of a CPU. Each needs rows enough to be worth reading the weights for;
-    what more would gain is lost by those who decode beside a prompt, and wait for its step."""
+    """Default tokens of a step on a CPU with this many threads. Each thread needs enough rows to be worth reading the
+    weights; longer steps would delay sequences that decode beside a prompt."""
     return min(max(512, 128 * threads), 2048)
 
 
 @dataclass(frozen=True, slots=True)
 class SchedConfig:
-    """What may share a step, and in which order requests are served."""
+    """Size of a step, and the order in which requests are served."""
 
     rows: int = 0
-    """Sequences that can be in the batch at once; 0 = what suits the device."""
+    """Maximum sequences in the batch; 0 = the device's default."""
     step_tokens: int = 0
-    """Tokens computed in one step, decodes first; 0 = what suits the device."""
+    """Maximum tokens computed in one step, decodes first; 0 = the device's default."""
     step_ms: float = 0.0
-    """While somebody decodes, prompts are cut so that a step takes about so many milliseconds on this machine, by what
-    its last steps took (four times as many while nobody does); 0 = only step_tokens cuts them."""
+    """Target milliseconds of a step while any sequence decodes: prompts are cut into chunks to meet it, predicted from
+    the last steps on this machine (four times as long while none decodes); 0 = only step_tokens limits chunks."""
     policy: str = "fcfs"
+    """Name in `sched.policies.POLICIES`."""
     batching: str = "continuous"
+    """Admission gate: name in `sched.gates.GATES`."""
     batch_size: int = 8
-    """For static and dynamic batching."""
+    """Sequences of a batch, for static and dynamic batching."""
     batch_delay: float = 0.05
     """Dynamic batching: seconds after which an incomplete batch starts, counted from its first queued request."""
     max_waiting: int = 100_000
+    """Maximum sequences in the queue; further requests are refused."""
 
     def __post_init__(self) -> None:
         for name in ("rows", "step_tokens"):
@@ -54,22 +57,24 @@ class SchedConfig:
             raise ConfigError(f"batch_delay={self.batch_delay!r} must be a finite number of seconds, 0 or more.")
 
     def suited(self, rows: int = 64, step_tokens: int = 512) -> SchedConfig:
-        """With these in the place of what was left open."""
+        """A copy with these values where rows or step_tokens is 0."""
         return replace(self, rows=self.rows or rows, step_tokens=self.step_tokens or step_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class StateConfig:
-    """How much a sequence may remember, and what is shared."""
+    """Memory for KV cache and recurrent state, and what sequences share of it."""
 
     page_tokens: int = 16
+    """Tokens of a page."""
     memory: str | int | float | None = None
-    """Budget of the page pool: bytes ("2GiB", 2147483648), a fraction of the free memory (0.5), None = automatic."""
+    """Size of the page pool: bytes ("2GiB", 2147483648), a fraction of the free memory (0.5), None = automatic."""
     prefix_cache: bool = True
     snapshot_every: int = 16
-    """Recurrent models: pages between two snapshots for prefix reuse (the prompt's last border always gets one)."""
+    """Recurrent models: pages between two snapshots for the prefix cache; the prompt's last page border has one,
+    too."""
     snapshot_slots: int = 64
-    """Recurrent models: slots beyond what the rows themselves need."""
+    """Recurrent models: slots for snapshots, beyond those that the rows need."""
 
     def __post_init__(self) -> None:
         _positive(self, "page_tokens", "snapshot_every")
@@ -106,28 +111,29 @@ def parse_memory(value: str | int | float | None, free: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """Where and in which precision the model runs."""
+    """Device and precision of the model."""
 
     device: str = "auto"
     dtype: str = "auto"
     depth: int | None = None
-    """Steps that the host may run behind the device; None = what suits the device."""
+    """Steps that the host may run behind the device; None = the device's default."""
     providers: str = "auto"
     expand: bool = False
-    """Dequantize weights at load: more memory, never done unless asked."""
+    """Dequantize weights at load; takes more memory."""
     quantize: str | None = None
-    """Round the matrices of an unquantized checkpoint at load: "int8", "int4", "int4:64", "fp8", "q4_k,keep", ...
+    """Quantize the matrices of an unquantized checkpoint at load: "int8", "int4", "int4:64", "fp8", "q4_k,keep", ...
     (lossy)."""
     kv_dtype: str = "auto"
-    """Of keys and values in pages; auto = the model's, or bfloat16 where activations are rounded. int8 is lossy."""
+    """Type of keys and values in the KV cache; auto = the model's, or bfloat16 where activations are quantized. int8 is
+    lossy."""
     activations: str = "auto"
-    """What weights are multiplied with: float (in the computation's dtype), bf16 (dense weights become bfloat16,
-    too), int8 (for quantized weights; lossy), int8-few (int8 in steps of few rows, bf16 in others, and no second copy
-    of the weights); auto: `loading.choose_activations`."""
+    """Type of activations in matrix products: float (the computation's dtype), bf16 (dense weights become bfloat16,
+    too), int8 (for quantized weights; lossy), int8-few (int8 in steps of few rows, bf16 in others, without a second
+    copy of the weights); auto: `loading.choose_activations`."""
     threads: int | None = None
-    """That compute on a CPU, of all models of this process; None = BANKFULL_THREADS, else what the process may use."""
+    """CPU threads that compute, for all models of this process; None = BANKFULL_THREADS, else all that it may use."""
     seed: int | None = None
-    """Makes requests without a seed of their own repeatable, in the order in which they come."""
+    """Makes requests without a seed of their own repeatable, in the order of their arrival."""
 
     def __post_init__(self) -> None:
         if self.depth is not None and self.depth not in (0, 1):

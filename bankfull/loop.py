@@ -1,7 +1,7 @@
-"""The loop around an engine: one thread runs it and touches it, others post to it what is to be done between two steps.
+"""The thread that runs an engine. Other threads post actions, which run between two steps.
 
-The asyncio engine and the service's engine process run the same loop; they differ in whom they tell and in what wakes
-them.
+The asyncio engine and the server's engine process run the same loop; they differ in the receiver of its outputs and in
+what wakes it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ ACTING_SHARE = 0.1
 
 
 class Bell(Protocol):
-    """What wakes the loop. A ring is remembered until the next wait."""
+    """Wakes the loop. A ring is remembered until the next wait."""
 
     def ring(self) -> None:
-        """From any thread."""
+        """Called from any thread."""
         ...
 
     def wait(self, seconds: float | None) -> None:
-        """On the loop's thread: returns when it was rung, or after so long; None: whenever that is, 0: at once. May
-        return early."""
+        """Called on the loop's thread: returns when the bell was rung or the time is over; None waits without limit, 0
+        returns at once. May return early."""
         ...
 
 
@@ -49,8 +49,8 @@ class EventBell:
 
 class EngineLoop:
     def __init__(self, front: Frontend, tell: Callable[[list[Delta]], None], bell: Bell | None = None) -> None:
-        """`tell` is called after every turn, with what its step added, also when that is nothing. The bell is waited
-        for in every turn, by 0 seconds where there is something to do: it may bring work of its own."""
+        """`tell` is called after every turn with the new deltas of its step, also when there are none. Every turn waits
+        for the bell, for 0 seconds if there is work: the bell may bring work of its own."""
         self._front = front
         self._tell = tell
         self._posted: deque[tuple[str, Action]] = deque()
@@ -61,13 +61,13 @@ class EngineLoop:
         self._stopping = False
 
     def post(self, action: Action, owner: str = "") -> None:
-        """From any thread. Actions of one owner run in the order in which they were posted, those of several owners in
+        """Called from any thread. Actions of one owner run in the order in which they were posted, those of several owners in
         turn: an owner with a thousand of them does not keep the others waiting."""
         self._posted.append((owner, action))
         self._bell.ring()
 
     def stop(self) -> None:
-        """From any thread: `run` returns after the step that is under way."""
+        """Called from any thread: `run` returns after the current step."""
         self._stopping = True
         self._bell.ring()
 
@@ -101,10 +101,10 @@ class EngineLoop:
         return bool(self._queues)
 
     def _wait(self) -> bool:
-        """Until there is something to do; False when the loop is to stop."""
+        """Wait for something to do; False when the loop has to stop."""
         due = False
         while not due:
-            # First looked at, then waited for: whatever is posted in between has rung the bell.
+            # Check first, then wait: an action that is posted in between has rung the bell.
             due = self._due()
             self._bell.wait(0.0 if due else self._pause())
             due = due or self._due()

@@ -1,7 +1,7 @@
-"""How far the thread that computes has come: for whoever must tell a slow step from one that hangs.
+"""A progress counter of the computing thread, for a watchdog that distinguishes a slow step from a hang.
 
-A step ticks with each of its layers, and with each block of scores. The count may lie in memory that another process
-reads: it needs no message, and wakes nobody.
+A step ticks with each of its layers, and with each block of prompt logprobs. The counter may lie in memory that another
+process reads, so a tick sends no message.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _MOST = (1 << 64) - 1
 
 
 class Progress:
-    """Written by one thread; read by anybody."""
+    """Written by one thread, read by any."""
 
     def __init__(self) -> None:
         self._count = memoryview(bytearray(BYTES)).cast("Q")
 
     def share(self, file: int) -> None:
-        """Count on in a file that others have mapped, too."""
+        """Continue counting in a file that other processes have mapped."""
         before, self._count = self._count[0], memoryview(mmap.mmap(file, BYTES)).cast("Q")
         self._count[0] = before
 
@@ -35,11 +35,11 @@ class Progress:
 
 
 PROGRESS = Progress()
-"""Of the engine in this process."""
+"""The counter of the engine in this process."""
 
 
 def watched_file() -> int:
-    """A file without a name, for `Progress.share` in another process and `Watched` in this one."""
+    """An unnamed file, for `Progress.share` in the engine's process and `SharedProgress` in this one."""
     try:
         file = os.memfd_create("bankfull-progress")
     except (AttributeError, OSError):  # not on this system
@@ -49,8 +49,8 @@ def watched_file() -> int:
     return file
 
 
-class Watched:
-    """Another process' progress, by the file that it shares."""
+class SharedProgress:
+    """The progress of another process, read from the file that it shares."""
 
     def __init__(self, file: int) -> None:
         self._memory = mmap.mmap(file, BYTES, prot=mmap.PROT_READ)

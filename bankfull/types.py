@@ -1,4 +1,4 @@
-"""The few records that cross rooms. Pure Python: nothing here knows a tensor or a text."""
+"""The records that pass between packages. Pure Python: no tensors, no text."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from enum import StrEnum
 from typing import Any
 
 NULL = 0
-"""Page and slot 0 of every pool: never handed out. Page 0 pads tables; slot 0 is the all-zero state of a beginning."""
+"""Page and slot 0 of every pool are never allocated. Page 0 pads page tables; slot 0 is the all-zero initial state."""
 
 
 class Finish(StrEnum):
+    """Why a sequence ended."""
+
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
@@ -20,32 +22,34 @@ class Finish(StrEnum):
 
 @dataclass(slots=True)
 class Request:
-    """What the scheduler needs to know of a request; everything else travels in `payload` to the runner, unread."""
+    """What the scheduler knows of a request. `payload` passes through to the runner, unread."""
 
     id: Hashable
     prompt: tuple[int, ...]
     limit: int
-    """The most tokens, prompt included, that a sequence of this request may reach."""
+    """Maximum tokens of each of its sequences, prompt included."""
     stop_ids: frozenset[int] = frozenset()
+    """Tokens that end a sequence."""
     samples: int = 1
+    """Sequences to generate (n)."""
     priority: int = 0
     """Lower runs first."""
     salt: bytes = b""
-    """Whatever else changes the content of a page: adapter, tenant, ..."""
+    """Part of every page's hash: requests with different salts share no cached pages."""
     tenant: str = ""
-    """On whose behalf: tenants share rows, pages and steps evenly, and a priority counts within one tenant only."""
+    """Tenants share rows, pages and steps evenly; a priority counts within one tenant only."""
     reuse: bool = True
-    """False when every prompt position must really run (prompt logprobs, mean pooling)."""
+    """Whether the prefix cache may be used; False if every prompt position must run (prompt logprobs, mean pooling)."""
     generates: bool = True
-    """False for requests that end when their prompt has run (scoring, embedding)."""
+    """False if the request ends when its prompt has run (scoring, embedding)."""
     scored: bool = False
-    """Every prompt position goes through the model's head (prompt logprobs), which takes longer."""
+    """Whether every prompt position needs logits (prompt logprobs), which takes longer."""
     payload: Any = None
 
 
-@dataclass(slots=True)  # not frozen: a frozen one takes five times as long to make, for every row of every step
+@dataclass(slots=True)  # not frozen: that would take five times as long to construct, for every row of every step
 class Work:
-    """One sequence's share of a step: `count` known tokens from position `start` on, and `drafts` guesses after them.
+    """One sequence's share of a step: `count` known tokens from position `start`, and `drafts` draft tokens after them.
 
     `start` is the host's lower bound when drafts are in flight; the row's true length lives on the device.
     """
@@ -55,8 +59,10 @@ class Work:
     count: int
     drafts: int = 0
     sample: bool = False
+    """Whether a next token is sampled."""
     slots: tuple[int, ...] = ()
-    """Where recurrent state is written: after the last 1 + drafts tokens, one slot each. Empty for models without."""
+    """Slots that receive the recurrent state after each of the last 1 + drafts tokens; empty for models without
+    recurrent state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +76,26 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """A sequence takes a row: its known tokens, how many of them are computed already, and the recurrent slot that its
-    first step reads."""
+    """A sequence takes a row."""
 
     request: Hashable
     """The id of its request."""
     row: int
     tokens: tuple[int, ...]
+    """All known tokens."""
     computed: int
+    """Leading tokens whose state exists already."""
     prompt_len: int
     child: int
+    """Number of the sample within its request."""
     slot: int
+    """The slot whose recurrent state its first step reads."""
     payload: Any
 
 
 @dataclass(frozen=True, slots=True)
 class PageEdit:
-    """Entries first, first + 1, ... of a row's page table in one group."""
+    """New entries of a row's page table in one group, from index `first`."""
 
     group: int
     row: int
@@ -96,38 +105,40 @@ class PageEdit:
 
 @dataclass(slots=True)
 class StepPlan:
-    """All that the runner is ever told about a step."""
+    """Everything that the runner learns about a step."""
 
     step: int
     work: list[Work] = field(default_factory=list)
     enter: list[Enter] = field(default_factory=list)
     leave: list[int] = field(default_factory=list)
+    """Rows whose sequences have ended or were preempted."""
     pages: list[PageEdit] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
+        """Tokens that the step computes, drafts included."""
         return sum(w.count + w.drafts for w in self.work)
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step gave, in the order of its plan's work."""
+    """The results of a step, in the order of its plan's work."""
 
     step: int
     tokens: list[list[int]]
-    """Accepted drafts, then one sampled token; empty where nothing was sampled."""
+    """Accepted draft tokens, then one sampled token; empty where nothing was sampled."""
     extras: list[Any] = field(default_factory=list)
-    """Whatever the request asked for beside tokens (logprobs, pooled states): handed through, unread."""
+    """Results beside tokens (logprobs, pooled states), passed on unread."""
     errors: dict[int, str] = field(default_factory=dict)
-    """Work index -> why this request, and only this one, must end."""
+    """Work index -> the error that ends this request, and only this one."""
     completed: list[int] = field(default_factory=list)
-    """Ids of transfers that are done; possibly of earlier steps."""
+    """Ids of completed transfers, possibly of earlier steps."""
 
 
 @dataclass(slots=True)
 class Output:
-    """What one settled step means for one sequence."""
+    """The outcome of one settled step for one sequence."""
 
     request: Hashable
     child: int
@@ -136,4 +147,4 @@ class Output:
     error: str | None = None
     extra: Any = None
     cached: int = 0
-    """Prompt tokens that were found in the prefix cache when the sequence was first admitted."""
+    """Prompt tokens found in the prefix cache when the sequence was first admitted."""

@@ -1,6 +1,6 @@
-"""Ten thousand simulated days: nothing is lost, nothing comes twice, nobody starves, and no output ever changes.
+"""Ten thousand simulated scenarios: no request is lost, duplicated or starved, and no output ever changes.
 
-A quick run has the first two thousand: each planted bug shows within 1500.
+A quick run has the first two thousand: each planted bug is found within 1500.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ SEEDS, QUICK_SEEDS, CHUNK = 10_000, 2000, 250
     "first",
     [pytest.param(first, marks=[] if first < QUICK_SEEDS else pytest.mark.full) for first in range(0, SEEDS, CHUNK)],
 )
-def test_every_day_ends_with_every_request_served_exactly(first: int) -> None:
+def test_every_scenario_ends_with_every_request_served_exactly(first: int) -> None:
     for seed in range(first, first + CHUNK):
         simulate(seed)
 
 
-def test_the_days_reach_every_corner_that_they_are_meant_to_reach() -> None:
+def test_the_scenarios_reach_every_corner_that_they_are_meant_to_reach() -> None:
     seen: Counter[str] = Counter()
     for seed in range(600):
         seen.update(asdict(simulate(seed)))
@@ -34,7 +34,7 @@ def test_the_days_reach_every_corner_that_they_are_meant_to_reach() -> None:
 
 
 @pytest.mark.parametrize("plant", MUTANTS, ids=lambda m: m.__name__)
-def test_a_planted_bug_is_found_within_some_hundred_days(plant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_bug_is_found_within_some_hundred_scenarios(plant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises(SimulationError, match=r"seed \d+: .*python -m tests\.sim \d+"):
         for seed in range(1500):

@@ -1,10 +1,10 @@
-"""How fast this machine is, learned from the steps that it has made: what a prompt's next tokens will take.
+"""Prediction of step times from the last steps: how many prompt tokens fit into a step of bounded time.
 
-A step in which somebody decodes is bounded in time, because their next token waits for its end: `step_tokens` take a
-tenth of a second on one machine and ten seconds on another. What a step takes is taken for that of its decodes, and so
-much more for each token of a prompt: the same weights are read for both. Tokens whose scores are asked for (prompt
-logprobs) go through the head as well, and have a rate of their own. Contexts are not in this model: a prompt's chunks
-become slower as it gets longer, and each is predicted from those just before it.
+A step with decodes is bounded in time, because their next tokens wait for its end: `step_tokens` take a tenth of a
+second on one machine and ten seconds on another. The model: a step takes the time of its decodes, plus a fixed time for
+each prompt token, since both read the same weights. Prompt tokens with logprobs also go through the head, and have
+their own rate. The context length is not part of the model: chunks become slower as a prompt gets longer, and each is
+predicted from those just before it.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from collections.abc import Iterable
 from statistics import median
 
 ALONE = 4
-"""Times the bound: what a step may take while nobody decodes. Whoever comes meanwhile waits for its end."""
+"""Factor of the bound while no sequence decodes. A request that arrives meanwhile waits for the end of the step."""
 FIRST_TOKENS = 64
-"""Of a prompt beside decodes, before any prompt has been seen."""
+"""Prompt tokens beside decodes before any prompt was timed."""
 LEAST_TOKENS = 8
-"""Of a prompt in each step, however slow the machine is: below that a token costs as much as several."""
+"""Minimum prompt tokens of a step on any machine: with fewer, one token costs as much as several."""
 SCORED = 4.0
-"""How much longer tokens with scores are thought to take, before any were seen."""
+"""Assumed cost of a prompt token with logprobs, relative to one without, before any was timed."""
 REMEMBERED = 8
+"""Steps that a rate is averaged over."""
 RELIABLE_TOKENS = 16
-"""From so many on, a single step tells something."""
+"""Minimum prompt tokens for a single step to be a reliable measurement."""
 
 
 class Rate:
-    """Seconds for a token, from the last few steps; each counts by its tokens."""
+    """Seconds per token over the last steps, weighted by their tokens."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
@@ -40,14 +41,14 @@ class Rate:
         if not self._seen:
             return None
         tokens, seconds = self._seen[-1]
-        # A machine that has just become slow is believed at once, one that has become fast again after a few steps.
+        # A slowdown counts at once, a speed-up only after a few steps.
         last = seconds / tokens if tokens >= RELIABLE_TOKENS else 0.0
         return max(last, sum(seconds for _, seconds in self._seen) / sum(tokens for tokens, _ in self._seen))
 
 
 class Pace:
-    """`bound`: seconds that a step with decodes may take; 0: as long as it takes. `least`: tokens of a prompt that a
-    step has however long they take."""
+    """`bound`: maximum seconds of a step with decodes; 0 for no limit. `least`: prompt tokens that a step may always
+    have."""
 
     def __init__(self, bound: float = 0.0, least: int = LEAST_TOKENS) -> None:
         self.bound, self.least = bound, least
@@ -56,14 +57,14 @@ class Pace:
         self._plain, self._scored = Rate(), Rate()
 
     def observe(self, decoding: int, plain: int, scored: int, seconds: float) -> None:
-        """Learns from one step: its seconds, decoding sequences, and prompt tokens without and with prompt logprobs."""
+        """Learn from one step: its seconds, decoding sequences, and prompt tokens without and with logprobs."""
         if seconds <= 0:
             return
         if not plain + scored:
             if decoding:
                 self._decodes.append((decoding, seconds))
             return
-        # A prompt alone reads the weights, too, as one decoding sequence would.
+        # A prompt alone reads the weights, too, as one decoding sequence does.
         left = max(0.0, seconds - self.decode_seconds(max(1, decoding)))
         if not scored:
             self._plain.observe(plain, left)
@@ -74,34 +75,29 @@ class Pace:
             self._scored.observe(scored, left - of_plain)
 
     def decode_seconds(self, decoding: int) -> float:
-        """Of a step in which so many sequences decode; taken to grow with them, and never to shrink."""
+        """Predicted seconds of a step with this many decoding sequences; assumed to grow with them."""
         if not self._decodes or not decoding:
             return 0.0
         return median(seconds * max(1.0, decoding / rows) for rows, seconds in self._decodes)
 
     def token_seconds(self, scored: bool) -> float | None:
-        """None: nobody knows yet."""
+        """Seconds per prompt token; None before any was timed."""
         own = (self._scored if scored else self._plain).seconds
         if own is not None or not scored:
             return own
         plain = self._plain.seconds
         return None if plain is None else SCORED * plain
 
-    def predict(self, decoding: int, plain: int, scored: int) -> float:
-        """Seconds of such a step; 0 where nothing is known."""
-        parts = [(plain, self.token_seconds(False)), (scored, self.token_seconds(True))]
-        return self.decode_seconds(decoding) + sum(count * (each or 0.0) for count, each in parts)
-
     def room(self, decoding: int, awaited: bool) -> Room | None:
-        """For the prompts of a step in which so many sequences decode; `awaited`: somebody waits for one's next token.
-        None: for any."""
+        """Time for the prompts of a step with this many decoding sequences; None for no limit. `awaited`: a user waits
+        for the next token of one of them."""
         if not self.bound or (not awaited and self._plain.seconds is None):
             return None
         return Room(self, (1 if awaited else ALONE) * self.bound - self.decode_seconds(decoding))
 
 
 class Room:
-    """What is left of a step's time while it is planned."""
+    """Time that is left for prompts while a step is planned."""
 
     __slots__ = ("_given", "_pace", "_seconds")
 
@@ -110,13 +106,13 @@ class Room:
         self._given = 0
 
     def tokens(self, scored: bool) -> int:
-        """Of one more prompt that fit. A step always has some: a slow machine goes on slowly."""
+        """Tokens of one more prompt that fit. A step always admits some, so that a slow machine makes progress."""
         each = self._pace.token_seconds(scored)
         if each is None:
             return max(0, FIRST_TOKENS - self._given)
         fits = int(self._seconds / each) if each else 1 << 30
         if fits > 0 and not self._given:
-            fits -= fits % self._pace.least  # a little jitter in what steps take must not make another chunk each time
+            fits -= fits % self._pace.least  # jitter in step times must not change the size of every chunk
         return max(fits, self._pace.least - self._given, 0)
 
     def take(self, tokens: int, scored: bool) -> None:
@@ -125,7 +121,7 @@ class Room:
 
 
 def kinds_of(counts: Iterable[tuple[int, bool]]) -> tuple[int, int, int]:
-    """Sequences that decode, and tokens of prompts without and with scores, of (tokens, scored) of a step's parts."""
+    """Decoding sequences, and prompt tokens without and with logprobs, from each sequence's (tokens, scored)."""
     decoding = plain = scored = 0
     for tokens, has_scores in counts:
         if has_scores:

@@ -91,7 +91,7 @@ def test_the_parts_of_a_request_add_up_to_its_time(streams: int, step_tokens: in
     assert detail.own_limit > 0 and (detail.batch_mates > 0) == (streams > 1)
 
 
-def test_nobody_is_timed_when_nobody_asks() -> None:
+def test_nothing_is_timed_without_a_followed_request() -> None:
     llm = fresh()
     engine = llm.loaded.frontend.engine
     recorder, _, _ = watched(llm)
@@ -152,7 +152,7 @@ def test_prompts_of_others_are_told_apart_from_batch_mates() -> None:
     assert (decode.detail.other_prompts or 0) > 0 and (decode.detail.batch_mates or 0) > 0
 
 
-def test_a_preempted_request_tells_what_was_computed_again() -> None:
+def test_a_preempted_request_counts_recomputed_tokens() -> None:
     llm = fresh(prefix_cache=False)
     recorder, yardstick, adviser = watched(llm)
     scheduler = llm.loaded.frontend.engine.scheduler
@@ -186,7 +186,7 @@ def test_without_ceilings_there_is_time_but_no_limit() -> None:
 
 
 def step_limit(llm: LLM, streams: int, count: int, *names: str) -> float:
-    """Seconds of the average step at the limit, by the meter, when `llm` really runs so many requests."""
+    """Seconds of the average step at the limit, by the meter, when `llm` runs that many requests."""
     recorder, _, _ = watched(llm)
     story, _ = run_followed(llm, recorder, prompts(streams), count)
     found = [story.part(name) for name in names]
@@ -324,7 +324,7 @@ def test_the_command_runs_a_request_and_reads_its_own_account(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "sentence"),
     [
         (["--saved", "/nowhere/at/all"], "cannot be read"),
         (["--saved", "TEXT"], "holds no account"),
@@ -335,9 +335,9 @@ def test_the_command_runs_a_request_and_reads_its_own_account(
     ],
 )
 def test_what_cannot_be_explained_is_one_sentence(
-    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text").write_text("{}")
     assert run_command(["explain", *(str(tmp_path / "text") if a == "TEXT" else a for a in arguments)]) == 2
     error = capsys.readouterr().err
-    assert says in error and error.count("\n") == 1
+    assert sentence in error and error.count("\n") == 1

@@ -98,7 +98,7 @@ def test_attention_is_the_meters() -> None:
 # -- what the kernels of a model need
 
 
-def test_the_kernels_of_a_llama_need_what_its_shape_says(exact: LLM) -> None:
+def test_the_kernels_of_a_llama_cost_what_follows_from_its_shape(exact: LLM) -> None:
     taped = taped_of(exact.loaded.frontend.engine)
     assert taped is not None
     metered = MeteredModel(exact.loaded.files, dtype="float32")

@@ -7,7 +7,7 @@ from bankfull.sched.gates import Dynamic, Static, gate_of
 from tests.sched.driver import Clock, drain, request, scheduler, step
 
 
-def test_continuous_batching_lets_everybody_in() -> None:
+def test_continuous_batching_admits_all() -> None:
     assert gate_of(SchedConfig()).open(waiting=5, first_queued=0, running=9, now=0, sealed=False) == 5
 
 
@@ -22,7 +22,7 @@ def test_a_sealed_static_batch_starts_short() -> None:
     assert Static(3).open(0, 0, running=0, now=0, sealed=True) == 0
 
 
-def test_nobody_joins_a_static_batch_that_runs() -> None:
+def test_no_sequence_joins_a_static_batch_that_runs() -> None:
     gate = Static(2)
     assert gate.open(2, 0, running=0, now=0, sealed=True) == 2
     gate.admitted()

@@ -1,4 +1,4 @@
-"""A slow machine gets smaller chunks: whoever decodes waits for a bounded step, and a prompt alone is hardly cut."""
+"""A slow machine gets smaller chunks: a step with decodes is bounded, and a prompt alone is hardly cut."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ SPEEDS = [(0.02, 0.0064), (0.001, 0.0001), (0.2, 0.03), (0.05, 0.001)]
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(("step", "token"), SPEEDS)
-def test_whoever_decodes_waits_for_a_bounded_step(step: float, token: float, depth: int) -> None:
+def test_a_step_with_decodes_is_bounded(step: float, token: float, depth: int) -> None:
     machine = Machine(step, token, depth=depth)
     machine.add(1, 100, 2000)
     machine.run(20)

@@ -57,9 +57,7 @@ def test_priority_goes_before_arrival_and_arrival_breaks_ties() -> None:
 
 @pytest.mark.parametrize("config", [SchedConfig(policy="random"), SchedConfig(batching="random")])
 def test_an_unknown_name_is_refused_with_the_known_ones(config: SchedConfig) -> None:
-    with pytest.raises(
-        ConfigError, match=r"'random' is unknown; use one of (fcfs, pri|continuous, st)"
-    ):
+    with pytest.raises(ConfigError, match=r"'random' is unknown; use one of (fcfs, pri|continuous, st)"):
         policy_of(config)
 
 

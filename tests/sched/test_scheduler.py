@@ -124,7 +124,7 @@ def test_drafts_never_pass_the_limit() -> None:
     assert len(output.tokens) == 3 and output.finish == "length"
 
 
-def test_drafts_are_dropped_before_anybody_is_preempted_for_them() -> None:
+def test_drafts_are_dropped_before_a_sequence_is_preempted_for_them() -> None:
     sched = scheduler([MEMORY], slots=4)
     sched.add(request(0, length=1, more=9))
     sched.add(request(1, length=1, more=9))
@@ -175,7 +175,7 @@ def test_priority_takes_the_pages_of_as_few_running_sequences_as_it_needs() -> N
     assert sched.preemptions == 1
 
 
-def test_nobody_is_preempted_when_that_would_not_make_enough_room() -> None:
+def test_no_sequence_is_preempted_when_that_would_not_free_enough_memory() -> None:
     sched = scheduler(frames=12, policy="priority")
     sched.add(request(0, length=32, more=8, priority=0))
     sched.add(request(1, length=2, more=8, priority=2))

@@ -57,7 +57,7 @@ def test_among_the_requests_of_one_tenant_priority_decides() -> None:
     assert order.index(3) < order.index(2)
 
 
-def test_rows_are_divided_evenly_and_nobody_is_preempted_for_nothing() -> None:
+def test_rows_are_divided_evenly_without_needless_preemption() -> None:
     sched = shared()
     flood(sched)
     for _ in range(12):
@@ -73,7 +73,7 @@ def test_rows_are_divided_evenly_and_nobody_is_preempted_for_nothing() -> None:
     assert rows_by_tenant(sched) == {"greedy": 2, "other": 2} and sched.preemptions == before == 2
 
 
-def test_whoever_holds_all_pages_gives_some_back() -> None:
+def test_a_tenant_that_holds_all_pages_gives_some_back() -> None:
     sched = shared(frames=24, rows=8, state=StateConfig(page_tokens=4, prefix_cache=False))
     sched.add(request(100, length=60, more=30, tenant="greedy"))
     for _ in range(6):
@@ -147,7 +147,7 @@ def test_parts_are_max_min_fair(wants: dict[str, int], turns: dict[str, int], to
     largest = max(parts.values(), default=0)
     for tenant, part in parts.items():
         if part < wants[tenant]:
-            assert part >= largest - 1, "whoever gets less than it wants has no less than anybody else"
+            assert part >= largest - 1, "a tenant that gets less than it wants has less than another"
 
 
 @given(count=st.integers(2, 12), tokens=st.integers(1, 5))

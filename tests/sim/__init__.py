@@ -1,4 +1,4 @@
-"""A seeded simulator of busy days: the real scheduler and state, a fake device that remembers the content of each page.
+"""A seeded simulator: the real scheduler and state, and a fake device that tracks the content of each page.
 
 Replay one seed with `python -m tests.sim SEED`, a range with `python -m tests.sim FIRST COUNT`.
 """

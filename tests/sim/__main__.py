@@ -1,4 +1,4 @@
-"""python -m tests.sim SEED [COUNT]: replay seeds, and say what they contained."""
+"""python -m tests.sim SEED [COUNT]: replay seeds, and print their counts."""
 
 from __future__ import annotations
 

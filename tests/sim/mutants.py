@@ -1,4 +1,4 @@
-"""Bugs to plant, so that we know that the simulator would see them."""
+"""Bugs to plant: the simulator must find each of them."""
 
 from __future__ import annotations
 

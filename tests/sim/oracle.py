@@ -1,4 +1,4 @@
-"""What every request must give, computed without any engine.
+"""The expected output of every request, computed without an engine.
 
 The identity of a prefix stands for the state that a model would have after it: a rolling hash of the salt and all
 tokens so far. The next token is a function of that identity and the sample's number, so neither batching nor
@@ -10,7 +10,7 @@ from __future__ import annotations
 from bankfull.types import Finish, Request
 
 EMPTY = 0
-"""Content of slot 0: the state of a beginning, the same for every salt."""
+"""Content of slot 0: the initial state, the same for every salt."""
 
 
 def root(salt: bytes) -> int:
@@ -35,7 +35,7 @@ def identities(salt: bytes, tokens: tuple[int, ...] | list[int]) -> list[int]:
 
 
 def expected(request: Request, child: int, vocab: int) -> tuple[list[int], Finish]:
-    """The tokens that sample `child` of a request gives, and why it ends."""
+    """The tokens of sample `child` of a request, and why it ends."""
     if not request.generates:
         return [], Finish.STOP
     identity = identities(request.salt, request.prompt)[-1]

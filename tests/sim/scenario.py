@@ -1,4 +1,4 @@
-"""A busy day from a seed: a model's layout, its pools, a configuration, and what arrives when."""
+"""A scenario from a seed: a model's layout, its pools, a configuration, and the arrivals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Scenario:
     error_rate: float
     step_seconds: float
     token_seconds: float
-    """What a step takes, and each of its tokens."""
+    """Seconds of a step, and of each of its tokens."""
     arrivals: tuple[Arrival, ...]
 
 
@@ -139,7 +139,7 @@ def _arrivals(random: Random, vocab: int, rows: int) -> tuple[Arrival, ...]:
 
 
 def _prompt(random: Random, arrivals: list[Arrival], vocab: int) -> tuple[int, ...]:
-    """New, or the begin of an earlier prompt, or the next turn of an earlier conversation, each with a new end."""
+    """A new prompt, or a prefix of an earlier one, or the next turn of an earlier conversation, each with a new end."""
     head: tuple[int, ...] = ()
     if arrivals and random.random() < 0.6:
         earlier = random.choice(arrivals).request
@@ -153,7 +153,7 @@ def _prompt(random: Random, arrivals: list[Arrival], vocab: int) -> tuple[int, .
 
 
 def _frames(random: Random, layout: Layout, arrivals: tuple[Arrival, ...], step_tokens: int) -> int:
-    """From hardly enough for the longest request alone (or even less: it is refused) to plenty."""
+    """From barely enough for the longest request (or less: it is refused) to plenty."""
     need = max(_most_pages(layout, a.request.limit, step_tokens) for a in arrivals)
     return max(1, random.choice((need, need, need + 1, need + 3, need * 2, need * 8, need - 1)))
 

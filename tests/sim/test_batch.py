@@ -1,4 +1,4 @@
-"""Batch work fills what online work leaves, and hardly anybody notices."""
+"""Batch work fills what online work leaves, and hardly delays it."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_batch_keeps_most_of_its_pace_beside_light_online_load(busy: Traffic) 
 
 def test_every_row_of_a_batch_gets_its_turn_beside_online_work() -> None:
     world = Traffic(with_batch=True, online_every=None)
-    world.sched._company = 10**9  # somebody came just now, at every step
+    world.sched._company = 10**9  # online work arrived just now, at every step
     turns: dict[object, list[int]] = {}
     for number in range(400):
         while len(world.batch) < 100:

@@ -1,4 +1,4 @@
-"""The loop around scheduler and fake device, and everything that must hold after each of its steps."""
+"""The loop around scheduler and fake device, and the invariants that are checked after each step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["SimulationError", "Summary", "simulate"]
 
 @dataclass(slots=True)
 class Summary:
-    """What a simulated day contained: for tests that the scenarios reach what they are meant to reach."""
+    """Counts of one simulation, for the test that scenarios reach every corner."""
 
     steps: int = 0
     preemptions: int = 0
@@ -35,14 +35,14 @@ class Summary:
     aborted: int = 0
     drafts: int = 0
     yielded: int = 0
-    """Steps in which batch work held a row and gave way."""
+    """Steps in which batch work held a row and yielded."""
     bounded: int = 0
-    """Steps with decodes whose prompts fit into their time."""
+    """Steps with decodes whose prompts fit into the time bound."""
 
 
 @dataclass(slots=True)
 class Receipt:
-    """What came out of one sequence so far."""
+    """The outputs of one sequence so far."""
 
     tokens: list[int] = field(default_factory=list)
     finish: Finish | None = None
@@ -50,7 +50,7 @@ class Receipt:
 
 
 def simulate(seed: int) -> Summary:
-    """Run the day of `seed`; a broken promise raises a SimulationError that says how to see it again."""
+    """Run the scenario of `seed`; a broken invariant raises a SimulationError with the command that replays it."""
     try:
         return World(scenario_of(seed)).run()
     except Exception as problem:
@@ -104,7 +104,7 @@ class World:
                 demand(need > self.scenario.frames, f"a request that fits was refused: {error}")
                 self.summary.refused += 1
                 continue
-            demand(need <= self.scenario.frames, "a request that can never run was taken in")
+            demand(need <= self.scenario.frames, "a request that can never run was accepted")
             self.requests[request.id] = request  # type: ignore[index]
             for child in range(request.samples):
                 self.receipts[request.id, child] = Receipt()  # type: ignore[index]
@@ -130,9 +130,9 @@ class World:
         if plan is None:
             return None
         self.summary.steps += 1
-        demand(self.summary.steps <= self.patience, f"not done after {self.summary.steps} steps: somebody starves")
+        demand(self.summary.steps <= self.patience, f"not done after {self.summary.steps} steps: a sequence starves")
         if self.sched.preemptions != preemptions:
-            ready = []  # what was given up for a later one may have helped an earlier one
+            ready = []  # pages of a preempted sequence may have helped an earlier one
         self._check_plan(plan, drafts, ready)
         step = self.runner.forward(plan)
         self.runner.finish(step, {})
@@ -152,11 +152,11 @@ class World:
         self._check()
 
     def _idle(self) -> bool:
-        """Nothing runs and nothing can: go on to the next event, or end."""
+        """Nothing can run now: continue with the next event, or end."""
         wake = self.sched.wake_at()
         times = [self.arrivals[0].time] if self.arrivals else []
         if self.sched.unfinished and wake is not None:
-            demand(wake > self.clock, "there is work to do, and nobody does it")
+            demand(wake > self.clock, "there is work that could run, and the scheduler does not plan it")
             times.append(wake)
         batching = self.scenario.sched.batching
         demand(bool(times) or not self.sched.unfinished, "there is work to do, and nothing will ever start it")
@@ -193,7 +193,7 @@ class World:
     # -- promises
 
     def _decodes(self, seq: Sequence) -> bool:
-        """Would this sequence take exactly one token, if budget and memory allow?"""
+        """Whether this sequence would take exactly one token if budget and memory allow."""
         if seq.known - seq.start != 1 or seq.children:
             return False
         return not seq.request.generates or seq.known < seq.request.limit
@@ -227,7 +227,7 @@ class World:
         self._check_order(plan, by_row)
 
     def _check_batch(self, plan: StepPlan, by_row: dict[int, Sequence]) -> None:
-        """A step with an online prompt carries no batch work, and no step carries much of a batch's prompts."""
+        """A step with an online prompt has no batch work, and no step has more batch tokens than their share."""
         served = [(work, by_row[work.row]) for work in plan.work]
         prompts = any(not s.batch and (work.count > 1 or work.start < s.prompt_len) for work, s in served)
         batch = sum(work.count + work.drafts for work, s in served if s.batch)
@@ -238,7 +238,7 @@ class World:
         demand(batch <= most, f"batch work takes {batch} tokens of a step, more than {most}")
 
     def _check_time(self, plan: StepPlan, by_row: dict[int, Sequence]) -> None:
-        """Whoever waits for a next token waits for a bounded step, or for one with as little of a prompt as can be."""
+        """A step with decodes is bounded in time, or has the minimum of prompt tokens."""
         pace, served = self.sched.pace, [(work, by_row[work.row]) for work in plan.work]
         entered = {enter.row for enter in plan.enter}  # they came after the decodes were counted
         decodes = [not s.batch for work, s in served if work.count == 1 and work.sample and work.row not in entered]
@@ -248,7 +248,7 @@ class World:
         if pace.token_seconds(False) is None:
             demand(prompts <= FIRST_TOKENS, f"{prompts} tokens of prompts beside decodes, before any was timed")
         elif prompts > pace.least:
-            seconds = pace.predict(len(decodes), prompts, 0)
+            seconds = pace.decode_seconds(len(decodes)) + prompts * (pace.token_seconds(False) or 0.0)
             self.summary.bounded += 1
             most = max(pace.bound, pace.decode_seconds(len(decodes)))
             demand(seconds <= most * 1.001, f"a step with decodes is predicted to take {seconds} s")
@@ -257,13 +257,13 @@ class World:
         return plan.step - self.sched._company < COMPANY_STEPS
 
     def _batch_takes_turns(self, plan: StepPlan, by_row: dict[int, Sequence]) -> bool:
-        """Does as much of a batch decode as may beside online work? Then the rest of it waits for its turn."""
+        """Whether as many batch rows decode as may beside online work; the others then wait for their turn."""
         rows, _ = batch_share(self.scenario.sched.step_tokens, 0, True)
         decoding = sum(by_row[work.row].batch and work.count == 1 for work in plan.work)
         return self._in_company(plan) and decoding >= rows
 
     def _check_writes(self, seq: Sequence, holders: list[int]) -> None:
-        """What a step may write belongs to its sequence alone, and is unknown to the cache."""
+        """Pages that a step may write belong to its sequence alone, and are not in the cache."""
         assert seq.state is not None
         work = seq.flying[-1]
         drafted = seq.drafted - work.drafts
@@ -272,10 +272,10 @@ class World:
             last = work.start + drafted + work.count + work.drafts
             for page in table[work.start // size : -(-last // size)]:
                 demand(holders[page] == 1, f"page {page} is written while {holders[page]} sequences hold it")
-                demand(page not in self.state.pages._key, f"page {page} is written although the cache knows it")
+                demand(page not in self.state.pages._key, f"page {page} is written although it is in the cache")
 
     def _check_order(self, plan: StepPlan, by_row: dict[int, Sequence]) -> None:
-        """First come, first served: among requests that nobody forks, admission follows arrival."""
+        """First come, first served: among first samples, admission follows arrival."""
         if self.scenario.sched.policy != "fcfs":
             return
         for enter in plan.enter:

@@ -14,7 +14,7 @@ from typing import cast
 
 import msgspec
 
-from bankfull.progress import Watched, watched_file
+from bankfull.progress import SharedProgress, watched_file
 from bankfull.serve.engine.wire import HEADER, FromEngine, body_length, decoder
 
 log = logging.getLogger("bankfull.serve")
@@ -33,7 +33,7 @@ class EngineProcess(asyncio.Protocol):
         self._size = 0
         self._needed = HEADER
         self._process: subprocess.Popen[bytes] | None = None
-        self._progress: Watched | None = None
+        self._progress: SharedProgress | None = None
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._transport: asyncio.WriteTransport | None = None
         self._unsent: deque[tuple[int | None, bytes]] = deque()
@@ -46,7 +46,7 @@ class EngineProcess(asyncio.Protocol):
             # -P: a file in the current folder must not pass for a module of ours.
             file = watched_file()
             try:
-                self._progress = Watched(file)
+                self._progress = SharedProgress(file)
                 shared = [theirs.fileno(), file]
                 command = [sys.executable, "-P", "-m", "bankfull.serve.engine.worker", *map(str, shared)]
                 self._process = subprocess.Popen(

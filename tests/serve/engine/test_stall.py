@@ -11,7 +11,7 @@ import pytest
 
 from bankfull import SamplingParams
 from bankfull.errors import ConfigError
-from bankfull.progress import Progress, Watched, watched_file
+from bankfull.progress import Progress, SharedProgress, watched_file
 from bankfull.serve.engine import link as link_module
 from bankfull.serve.engine.backend import EngineDied
 from bankfull.serve.engine.link import Link
@@ -89,7 +89,7 @@ def test_the_count_of_another_process_is_read_where_it_lies(memory: bool, monkey
     if not memory:
         monkeypatch.delattr(os, "memfd_create", raising=False)
     file = watched_file()
-    own, watched = Progress(), Watched(file)
+    own, watched = Progress(), SharedProgress(file)
     for _ in range(3):
         own.tick()
     own.share(file)
