@@ -30,7 +30,7 @@ from bankfull.runtime.memory import Sizes, plan_memory, shown
 from bankfull.runtime.rehearsal import every_kind, largest, rehearsal
 from bankfull.sched.scheduler import Scheduler
 from bankfull.state.manager import StateManager
-from bankfull.state.spec import Layout, Paged, layout_of
+from bankfull.state.spec import Layout, layout_of
 from bankfull.text.load import load_tokenizer
 from bankfull.text.template import ChatTemplate
 from bankfull.text.tokenizer import Tokenizer
@@ -177,8 +177,8 @@ def assemble(
     phases.end("weights")
     if build.kit.activations != FLOAT:
         files.source.release()  # the weights lie repacked
-    refuse_pages_without_use(model, run.kv_dtype)
     layout = layout_of(model.states(), state.page_tokens)
+    refuse_pages_without_use(layout, run.kv_dtype)
     depth = device.depth if run.depth is None else run.depth
     with refusing_large_steps(device, sched):
         kinds = every_kind(model, layout, device, build.kit, sched.rows, sched.step_tokens, captured_widths(strategy))
@@ -288,8 +288,8 @@ def choose_arithmetic(files: ModelFiles, run: RunConfig, device: str) -> tuple[t
     return dtype, activations
 
 
-def refuse_pages_without_use(model: Decoder, kv_dtype: str) -> None:
-    if kv_dtype != "auto" and not any(isinstance(state, Paged) for state in model.states()):
+def refuse_pages_without_use(layout: Layout, kv_dtype: str) -> None:
+    if kv_dtype != "auto" and not layout.paged:
         raise ConfigError(f"kv_dtype={kv_dtype!r} has no use here: this model keeps no keys and values; leave it out.")
 
 

@@ -249,7 +249,7 @@ def test_values_and_down_projections_are_never_copied_for_many_rows() -> None:
 def test_the_engine_stores_keys_and_values_as_asked(kv_dtype: str, providers: str) -> None:
     """In its own pages, and with the tokens of a plain loop that stores them alike."""
     llm = fresh(kv_dtype=kv_dtype, providers=providers)
-    state = llm.loaded.frontend.engine.runner.storage.layers[0]
+    (state,) = llm.loaded.frontend.engine.runner.storage.layers[0]
     assert state["k"].dtype == state["v"].dtype == getattr(torch, kv_dtype)
     output = llm.generate(PROMPT, GREEDY)[0]
     expected, margins = naive.generate(llm.loaded.model, output.prompt_token_ids, 12, CPU)

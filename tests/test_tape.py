@@ -167,7 +167,7 @@ def test_captured_and_uncaptured_steps_give_the_same_bits(family: str, arithmeti
         eager, taped = sides.step(counts)
         assert eager.isfinite().all() and eager.abs().sum() > 0
         assert torch.equal(eager, taped), f"{counts}: {(eager - taped).abs().max()}"
-    for ours, theirs in zip(*(storage.layers for storage in sides.states), strict=True):
+    for (ours,), (theirs,) in zip(*(storage.layers for storage in sides.states), strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from bankfull.ops import (
     write_pages_int8,
 )
 from bankfull.state.spec import Paged, StateSpec, TensorSpec
+from bankfull.state.storage import LayerStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Attention:
         self.q_norm, self.k_norm = q_norm, k_norm
         self.rounded = build.pages is torch.int8
         own = Paged(_pages(heads, build.pages), heads.window)
-        self.state: StateSpec = own if state is None else state
+        self.states: tuple[StateSpec, ...] = (own if state is None else state,)
         self._rotate = build.bind(rotate)
         self._write = build.bind(write_pages_int8 if self.rounded else write_pages, pages=build.pages)
         self._attend = build.bind(paged_attention, heads=heads, pages=build.pages)
@@ -73,7 +74,9 @@ class Attention:
         plain = not self.rounded and (self.norms_of_heads is None) == (q_norm is None)
         self._all = build.bind_if_offered(attend, heads=heads, pages=build.pages) if plain else None
 
-    def plan(self, batch: Batch, group: int) -> PagedMeta:
+    def plan(self, batch: Batch, groups: Sequence[int | None]) -> PagedMeta:
+        (group,) = groups
+        assert group is not None, "attention reads pages"
         return PagedMeta(
             batch.q_start,
             batch.kv_len,
@@ -99,8 +102,9 @@ class Attention:
             self.v(x).unflatten(-1, (h.kv, h.size)),
         )
 
-    def run(self, x: Any, state: dict[str, Tensor], meta: PagedMeta, angles: Angles | None) -> Tensor:
+    def run(self, x: Any, states: LayerStates, meta: PagedMeta, angles: Angles | None) -> Tensor:
         h = self.heads
+        (state,) = states
         q, k, v = self._project(x)
         if self._all is not None:
             mixed = self._all(

@@ -18,6 +18,7 @@ from bankfull.ops import Unnormed, soft_cap
 from bankfull.ops.reference.linear import highest
 from bankfull.progress import PROGRESS
 from bankfull.state.spec import StateSpec
+from bankfull.state.storage import LayerStates
 
 Module = Callable[[Tensor], Tensor]
 Feed = Callable[[Any], Tensor]
@@ -46,11 +47,11 @@ class Block:
             if isinstance(norm, RMSNorm) and isinstance(reader, Reader):
                 norm.reader = reader
 
-    def run(self, stream: Stream, state: dict[str, Tensor], meta: Any, angles: Angles | None) -> Stream:
+    def run(self, stream: Stream, states: LayerStates, meta: Any, angles: Angles | None) -> Stream:
         if self.norm_last:
-            return self._run_post_norm(stream, state, meta, angles)
+            return self._run_post_norm(stream, states, meta, angles)
         x, inner = self.before_mixer.join(*stream)
-        branch = self.mixer.run(inner, state, meta, angles)
+        branch = self.mixer.run(inner, states, meta, angles)
         if self.after_mixer is not None:
             branch = self.after_mixer(branch)
         if self.feed is None or self.before_feed is None:
@@ -59,10 +60,10 @@ class Block:
         branch = self.feed(inner)
         return x, branch if self.after_feed is None else self.after_feed(branch)
 
-    def _run_post_norm(self, stream: Stream, state: dict[str, Tensor], meta: Any, angles: Angles | None) -> Stream:
+    def _run_post_norm(self, stream: Stream, states: LayerStates, meta: Any, angles: Angles | None) -> Stream:
         x, pending = stream
         assert pending is None and self.feed is not None and self.before_feed is not None
-        _, x = joined(self.before_mixer, x, self.mixer.run(x, state, meta, angles))
+        _, x = joined(self.before_mixer, x, self.mixer.run(x, states, meta, angles))
         _, x = joined(self.before_feed, x, self.feed(x))
         return x, None
 
@@ -116,8 +117,9 @@ class Decoder:
     def __post_init__(self) -> None:
         self.before_best = self.norm.read_by(self.head) if isinstance(self.norm, RMSNorm) else self.norm
 
-    def states(self) -> list[StateSpec]:
-        return [block.mixer.state for block in self.blocks]
+    def states(self) -> list[tuple[StateSpec, ...]]:
+        """The states of each layer."""
+        return [block.mixer.states for block in self.blocks]
 
     @property
     def mixers(self) -> list[Mixer]:
@@ -126,19 +128,19 @@ class Decoder:
     def forward(
         self,
         batch: Batch,
-        states: Sequence[dict[str, Tensor]],
+        states: Sequence[LayerStates],
         metas: Sequence[Any],
         taps: dict[int, Tensor] | None = None,
     ) -> Tensor:
         """Hidden states of every token. `taps` maps layer numbers to what that layer gave out, filled on the way."""
         return joined(self.norm, *self._stream(batch, states, metas, taps))[1]
 
-    def best(self, batch: Batch, states: Sequence[dict[str, Tensor]], metas: Sequence[Any]) -> Tensor:
+    def best(self, batch: Batch, states: Sequence[LayerStates], metas: Sequence[Any]) -> Tensor:
         """The likeliest token behind each one: `head.best` of what `forward` gives, which nobody else sees."""
         return self.head.best(self.before_best.join(*self._stream(batch, states, metas, None))[1])
 
     def _stream(
-        self, batch: Batch, states: Sequence[dict[str, Tensor]], metas: Sequence[Any], taps: dict[int, Tensor] | None
+        self, batch: Batch, states: Sequence[LayerStates], metas: Sequence[Any], taps: dict[int, Tensor] | None
     ) -> Stream:
         angles = batch.angles or {name: rope(batch.positions) for name, rope in self.ropes.items()}
         stream: Stream = (self.embed(batch), None)

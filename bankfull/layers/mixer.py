@@ -1,26 +1,31 @@
-"""What mixes tokens: attention, a recurrence. The only kind of layer that has a state."""
+"""Mixers: attention, recurrences. The only kind of layer that mixes tokens, and the only one with state."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from bankfull.layers.batch import Batch
 from bankfull.state.spec import StateSpec
+from bankfull.state.storage import LayerStates
 
 Angles = tuple[Tensor, Tensor]
 
 
 class Mixer(Protocol):
-    state: StateSpec
+    states: tuple[StateSpec, ...]
+    """The states that the mixer keeps, in the order in which `run` gets their tensors. A hybrid mixer has several, for
+    instance KV pages and the state of a convolution."""
     rope: str | None
-    """Which of the model's rotary embeddings turns its queries and keys; None = no rotation."""
+    """The name of the model's RoPE that rotates its queries and keys; None = no rotation."""
 
-    def plan(self, batch: Batch, group: int) -> Any:
-        """Host side, once per step for all layers of a kind and group; never inside a captured step."""
+    def plan(self, batch: Batch, groups: Sequence[int | None]) -> Any:
+        """Prepare a step on the host, never inside a captured step. `groups`: the paged group of each state, None for
+        a recurrent one. All mixers of one class with the same groups share the result."""
         ...
 
-    def run(self, x: Any, state: dict[str, Tensor], meta: Any, angles: Angles | None) -> Tensor:
-        """Safe to capture. `x` are normed rows; a mixer that is a `Reader` may be given them `Unnormed`."""
+    def run(self, x: Any, states: LayerStates, meta: Any, angles: Angles | None) -> Tensor:
+        """Safe to capture. `x` are normed rows; a mixer that is a `Reader` may get them `Unnormed`."""
         ...

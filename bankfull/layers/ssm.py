@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from bankfull.layers.linear import Linear, split_linear
 from bankfull.layers.mixer import Angles
 from bankfull.ops import RecurrentMeta, activate, activate_mul, causal_conv, selective_scan
 from bankfull.state.spec import Recurrent, StateSpec, TensorSpec
+from bankfull.state.storage import LayerStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +50,20 @@ class MambaMixer:
             self.decay = -torch.exp(build.tensor("A_log", (inner, shape.state), precise))
         self.skip = build.tensor("D", (inner,), precise)
         dtype = str(precise).removeprefix("torch.")
-        self.state: StateSpec = Recurrent(
-            (TensorSpec("conv", (inner, shape.width - 1), dtype), TensorSpec("ssm", (inner, shape.state), dtype))
-        )
+        conv = TensorSpec("conv", (inner, shape.width - 1), dtype)
+        ssm = TensorSpec("ssm", (inner, shape.state), dtype)
+        self.states: tuple[StateSpec, ...] = (Recurrent((conv, ssm)),)
         self._conv = build.bind(causal_conv)
         self._scan = build.bind(selective_scan)
         self._activate = build.bind(activate)
         self._gate = build.bind(activate_mul)
 
-    def plan(self, batch: Batch, group: int) -> RecurrentMeta:
+    def plan(self, batch: Batch, groups: Sequence[int | None]) -> RecurrentMeta:
         assert batch.read is not None and batch.write is not None, "a batch without slots for recurrent state"
         return RecurrentMeta(batch.q_start, batch.kept, batch.read, batch.write, batch.starts, batch.kepts)
 
-    def run(self, x: Tensor, state: dict[str, Tensor], meta: RecurrentMeta, angles: Angles | None) -> Tensor:
-        shape = self.shape
+    def run(self, x: Tensor, states: LayerStates, meta: RecurrentMeta, angles: Angles | None) -> Tensor:
+        shape, (state,) = self.shape, states
         u = self._activate(self._conv(self.into(x), self.kernel, self.kernel_bias, state["conv"], meta), "silu")
         low, b, c = self.project(u).split((shape.rank, shape.state, shape.state), dim=-1)
         delta = self._activate(self.step(low), "softplus")

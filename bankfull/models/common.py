@@ -13,6 +13,7 @@ from bankfull.layers.batch import Batch
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Block, Decoder, Head, Module
 from bankfull.layers.linear import Embedding, Linear
+from bankfull.layers.mixer import Mixer
 from bankfull.layers.mlp import GatedMLP
 from bankfull.layers.norm import RMSNorm
 from bankfull.layers.rope import Rope
@@ -142,7 +143,7 @@ def prenorm_decoder(
     fields: Fields,
     build: Build,
     heads: Heads,
-    mixer: Callable[[int, Build], Attention],
+    mixer: Callable[[int, Build], Mixer],
     feed: Callable[[Fields, Build], Module] = gated_mlp,
     rope: Callable[[Fields, Build, Heads], Rope] = rope_of,
 ) -> Decoder:

@@ -23,7 +23,6 @@ from bankfull.plan.simulate import ROUTES, ReplicaSpec
 from bankfull.plan.sites import Site
 from bankfull.plan.step_times import ALONE, Layout, StepTimes
 from bankfull.runtime.memory import Sizes, plan_memory
-from bankfull.state.spec import Paged
 from bankfull.weights.requantized import block_types
 from bankfull.weights.source import ModelFiles
 
@@ -195,7 +194,7 @@ def ways_to_store(model: ModelFiles | Config, kind: str, lossless: bool) -> Iter
         if base.dtype_name == "float32" and base.matrices.itemsize == 4:
             weights.append(Stored(dtype="bfloat16"))
         weights += [] if lossless else [Stored(quantize=name) for name in QUANTIZE[kind]]
-    keeps_pages = any(isinstance(state, Paged) for state in base.metered().model.states())
+    keeps_pages = bool(base.metered().layout.paged)
     for stored in weights:
         yield stored
         if keeps_pages and not lossless:

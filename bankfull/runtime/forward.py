@@ -11,7 +11,7 @@ from bankfull.layers.batch import Batch
 from bankfull.layers.mixer import Mixer
 from bankfull.layers.rope import Rope
 from bankfull.state.spec import Layout, StateSpec
-from bankfull.state.storage import LayerState
+from bankfull.state.storage import LayerStates
 
 if TYPE_CHECKING:
     from bankfull.runtime.rows import Rows
@@ -28,22 +28,21 @@ class Model(Protocol):
 
     @property
     def mixers(self) -> list[Mixer]: ...
-    def states(self) -> list[StateSpec]: ...
+    def states(self) -> list[tuple[StateSpec, ...]]: ...
     def forward(
-        self, batch: Batch, states: Sequence[LayerState], metas: Sequence[Any], taps: dict[int, Tensor] | None = None
+        self, batch: Batch, states: Sequence[LayerStates], metas: Sequence[Any], taps: dict[int, Tensor] | None = None
     ) -> Tensor: ...
-    def best(self, batch: Batch, states: Sequence[LayerState], metas: Sequence[Any]) -> Tensor: ...
+    def best(self, batch: Batch, states: Sequence[LayerStates], metas: Sequence[Any]) -> Tensor: ...
 
 
 def plan_mixers(model: Model, layout: Layout, batch: Batch) -> list[Any]:
-    """One meta per layer, made once for all layers of a kind that share a group."""
-    group_of = {layer: g for g, group in enumerate(layout.paged) for layer in group.layers}
-    made: dict[tuple[type, int], Any] = {}
+    """One meta per layer, made once for all mixers of a class whose states are in the same groups."""
+    made: dict[tuple[type, tuple[int | None, ...]], Any] = {}
     metas = []
-    for layer, mixer in enumerate(model.mixers):
-        key = (type(mixer), group_of.get(layout.owner[layer], 0))
+    for mixer, groups in zip(model.mixers, layout.groups, strict=True):
+        key = (type(mixer), groups)
         if key not in made:
-            made[key] = mixer.plan(batch, key[1])
+            made[key] = mixer.plan(batch, groups)
         metas.append(made[key])
     return metas
 
@@ -92,7 +91,7 @@ class ChoosingForward(Protocol):
 class Eager:
     """Each operation is called from Python."""
 
-    def __init__(self, model: Model, layout: Layout, states: Sequence[LayerState]) -> None:
+    def __init__(self, model: Model, layout: Layout, states: Sequence[LayerStates]) -> None:
         self.model, self.layout, self.states = model, layout, states
 
     def __call__(self, batch: Batch) -> Tensor:

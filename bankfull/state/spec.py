@@ -1,4 +1,4 @@
-"""What a layer remembers of a sequence, declared per layer and grouped for the pools."""
+"""Declarations of the state that a layer keeps of a sequence, and their grouping for the pools."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """State that grows with the sequence; with a window, only the last `window` tokens stay live."""
+    """State that grows with the sequence. With a window, only the last `window` tokens stay live."""
 
     tensors: tuple[TensorSpec, ...]
     window: int | None = None
@@ -42,43 +42,55 @@ class Recurrent:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """No state of its own: the layer reads what layer `layer` wrote (cross-layer attention)."""
+    """The tensors of an earlier layer's state (cross-layer attention): its layer, and its number in that layer."""
 
     layer: int
+    state: int = 0
 
 
 StateSpec = Paged | Recurrent | Shared
+Member = tuple[int, int]
+"""A layer, and the number of the state among that layer's states."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedGroup:
-    """Layers whose pages live and die together. One page holds `page_tokens` tokens of all of them."""
+    """States whose pages are allocated and freed together. One page holds `page_tokens` tokens of all of them."""
 
-    layers: tuple[int, ...]
+    members: tuple[Member, ...]
     tensors: tuple[TensorSpec, ...]
     window: int | None
     page_tokens: int
 
     @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(layer for layer, _ in self.members))
+
+    @property
     def token_bytes(self) -> int:
-        return len(self.layers) * sum(t.nbytes for t in self.tensors)
+        return len(self.members) * sum(t.nbytes for t in self.tensors)
 
     def frames_for(self, length: int, new: int) -> int:
-        """Pages that a sequence of `length` tokens can ever hold at once, when a step gives it at most `new` tokens."""
+        """The most pages that a sequence of `length` tokens ever holds at once, with at most `new` tokens per step."""
         whole = -(-length // self.page_tokens)
         return whole if self.window is None else min(whole, (self.window - 1 + new) // self.page_tokens + 2)
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentGroup:
-    """All recurrent layers: one slot holds the state of every one of them."""
+    """All recurrent states: one slot holds every one of them."""
 
-    layers: tuple[int, ...]
+    members: tuple[Member, ...]
     tensors: tuple[tuple[TensorSpec, ...], ...]
+    """For each member."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(layer for layer, _ in self.members))
 
     @property
     def slot_bytes(self) -> int:
-        return sum(t.nbytes for layer in self.tensors for t in layer)
+        return sum(tensor.nbytes for member in self.tensors for tensor in member)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +99,10 @@ class Layout:
 
     paged: tuple[PagedGroup, ...]
     recurrent: RecurrentGroup | None
-    owner: tuple[int, ...]
-    """For each layer the layer whose state it uses: itself, unless `Shared`."""
+    owners: tuple[tuple[Member, ...], ...]
+    """For each state of each layer, the state that owns its tensors: itself, unless it is `Shared`."""
+    groups: tuple[tuple[int | None, ...], ...]
+    """For each state of each layer, the number of its paged group; None for a recurrent state."""
     frame_bytes: int
     block_tokens: int
     """Granularity of the hash chain; every group's page is a whole number of blocks."""
@@ -98,44 +112,56 @@ class Layout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one more token of context costs while no window has been left."""
+        """Bytes that one more token of context costs while no window is full."""
         return sum(g.token_bytes for g in self.paged)
 
 
-def layout_of(specs: Sequence[StateSpec], page_tokens: int) -> Layout:
-    """Group layers of equal state; the heaviest group gets `page_tokens` per page, the others as many as fit the frame.
+def layout_of(layers: Sequence[Sequence[StateSpec]], page_tokens: int) -> Layout:
+    """Group equal states of all layers. The heaviest group gets `page_tokens` per page, the others as many as fit the
+    frame.
 
     Page sizes divide one another, so that a common border of all groups is the border of the longest page.
     """
-    owner = tuple(_owner(specs, layer) for layer in range(len(specs)))
-    alike: dict[tuple[tuple[TensorSpec, ...], int | None], list[int]] = {}
-    recurrent = [i for i, spec in enumerate(specs) if isinstance(spec, Recurrent)]
-    for i, spec in enumerate(specs):
-        if isinstance(spec, Paged):
-            if not sum(tensor.nbytes for tensor in spec.tensors):
-                raise ModelError(f"Layer {i} declares pages without content; leave the state out, or give it tensors.")
-            alike.setdefault((spec.tensors, spec.window), []).append(i)
-    weights = {key: len(layers) * sum(t.nbytes for t in key[0]) for key, layers in alike.items()}
+    alike: dict[tuple[tuple[TensorSpec, ...], int | None], list[Member]] = {}
+    slots: dict[Member, tuple[TensorSpec, ...]] = {}
+    for layer, states in enumerate(layers):
+        for number, spec in enumerate(states):
+            if isinstance(spec, Recurrent):
+                slots[layer, number] = spec.tensors
+            elif isinstance(spec, Paged):
+                if not sum(tensor.nbytes for tensor in spec.tensors):
+                    raise ModelError(
+                        f"Layer {layer} declares pages without content; leave the state out, or give it tensors."
+                    )
+                alike.setdefault((spec.tensors, spec.window), []).append((layer, number))
+    weights = {key: len(members) * sum(t.nbytes for t in key[0]) for key, members in alike.items()}
     heaviest = max(weights.values(), default=0)
-    groups = []
+    paged = []
     multiple = 1
     for key in sorted(alike, key=lambda k: -weights[k]):
         multiple = heaviest // weights[key] // multiple * multiple
-        groups.append(PagedGroup(tuple(alike[key]), key[0], key[1], page_tokens * multiple))
-    frame = max((g.token_bytes * g.page_tokens for g in groups), default=0)
-    slots = RecurrentGroup(tuple(recurrent), tuple(_tensors(specs[i]) for i in recurrent)) if recurrent else None
-    return Layout(tuple(groups), slots, owner, -(-frame // FRAME_ALIGN) * FRAME_ALIGN, page_tokens)
+        paged.append(PagedGroup(tuple(alike[key]), key[0], key[1], page_tokens * multiple))
+    frame = max((g.token_bytes * g.page_tokens for g in paged), default=0)
+    group_of = {member: number for number, group in enumerate(paged) for member in group.members}
+    owners = tuple(
+        tuple(_owner(layers, (layer, number)) for number in range(len(states))) for layer, states in enumerate(layers)
+    )
+    return Layout(
+        tuple(paged),
+        RecurrentGroup(tuple(slots), tuple(slots.values())) if slots else None,
+        owners,
+        tuple(tuple(group_of.get(owner) for owner in states) for states in owners),
+        -(-frame // FRAME_ALIGN) * FRAME_ALIGN,
+        page_tokens,
+    )
 
 
-def _owner(specs: Sequence[StateSpec], layer: int) -> int:
-    spec = specs[layer]
+def _owner(layers: Sequence[Sequence[StateSpec]], member: Member) -> Member:
+    layer, number = member
+    spec = layers[layer][number]
     if not isinstance(spec, Shared):
-        return layer
-    if not 0 <= spec.layer < layer or isinstance(specs[spec.layer], Shared):
+        return member
+    earlier = layers[spec.layer] if 0 <= spec.layer < layer else ()
+    if not 0 <= spec.state < len(earlier) or isinstance(earlier[spec.state], Shared):
         raise ModelError(f"Layer {layer} shares the state of layer {spec.layer}, which owns none or comes later.")
-    return spec.layer
-
-
-def _tensors(spec: StateSpec) -> tuple[TensorSpec, ...]:
-    assert isinstance(spec, Recurrent)
-    return spec.tensors
+    return spec.layer, spec.state

@@ -1,7 +1,7 @@
-"""What sequences remember, as tensors: one buffer of equal frames for all paged groups, one of slots for the recurrent.
+"""The state of sequences as tensors: a buffer of equal frames for all paged groups, and slots for recurrent states.
 
-A frame holds, for every layer of a group and every tensor of the layer, `page_tokens` tokens. The groups view the same
-bytes with their own shapes, so any free frame serves any group.
+A frame holds, for every member of a group and every tensor of the member, `page_tokens` tokens. The groups view the
+same bytes with their own shapes, so any free frame serves any group.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from math import prod
 import torch
 from torch import Tensor
 
-from bankfull.state.spec import ITEM_BYTES, Layout, TensorSpec
+from bankfull.state.spec import ITEM_BYTES, Layout, Member, TensorSpec
 from bankfull.types import Transfer
 
-LayerState = dict[str, Tensor]
-"""Paged: name -> (frames, page_tokens, *shape). Recurrent: name -> (slots, *shape)."""
+StateTensors = dict[str, Tensor]
+"""One state by tensor name. Paged: (frames, page_tokens, *shape). Recurrent: (slots, *shape)."""
+LayerStates = tuple[StateTensors, ...]
+"""The states of one layer, in the order in which its mixer declares them."""
 
 
 class Storage:
@@ -25,26 +27,26 @@ class Storage:
         self.layout = layout
         # Never zeroed: on a CPU the system commits memory only where it is first written.
         self.frames = torch.empty(frames + 1, layout.frame_bytes, dtype=torch.uint8, device=device)
-        own: dict[int, LayerState] = {}
+        own: dict[Member, StateTensors] = {}
         for group in layout.paged:
-            own |= {layer: {} for layer in group.layers}
+            own |= {member: {} for member in group.members}
             offset = 0
-            # Wide numbers first: whatever the shapes are, each tensor then begins at a multiple of its numbers' size.
+            # Wide numbers first: each tensor then begins at a multiple of its numbers' size, whatever the shapes are.
             for item in sorted({ITEM_BYTES[spec.dtype] for spec in group.tensors}, reverse=True):
-                for layer, spec in product(group.layers, group.tensors):
+                for member, spec in product(group.members, group.tensors):
                     if ITEM_BYTES[spec.dtype] == item:
-                        own[layer][spec.name] = self._paged_view(spec, group.page_tokens, offset)
+                        own[member][spec.name] = self._paged_view(spec, group.page_tokens, offset)
                         offset += group.page_tokens * spec.nbytes
         self.slots: list[Tensor] = []
         if layout.recurrent is not None:
-            for layer, specs in zip(layout.recurrent.layers, layout.recurrent.tensors, strict=True):
+            for member, specs in zip(layout.recurrent.members, layout.recurrent.tensors, strict=True):
                 # Slot 0 must read as zeros: it is the state before the first token.
-                own[layer] = {
+                own[member] = {
                     s.name: torch.zeros(slots + 1, *s.shape, dtype=getattr(torch, s.dtype), device=device)
                     for s in specs
                 }
-                self.slots += own[layer].values()
-        self.layers: list[LayerState] = [own[owner] for owner in layout.owner]
+                self.slots += own[member].values()
+        self.layers: list[LayerStates] = [tuple(own[owner] for owner in owners) for owners in layout.owners]
 
     def _paged_view(self, spec: TensorSpec, page_tokens: int, offset: int) -> Tensor:
         item = ITEM_BYTES[spec.dtype]

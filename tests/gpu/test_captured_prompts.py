@@ -85,8 +85,8 @@ def test_hidden_states_of_every_captured_size_equal_those_launched_one_by_one(sh
             table[:6] = torch.arange(page, page + 6 * table.shape[1], device=table.device).view(6, -1)
             page += 6 * table.shape[1]
         assert page <= 601, "there are too few pages"
-        for layer in bench.runner.storage.layers:
-            for part in layer.values():
+        for (state,) in bench.runner.storage.layers:
+            for part in state.values():
                 part.normal_()
         rows.tokens.random_(50)
 

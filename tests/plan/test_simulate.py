@@ -15,7 +15,7 @@ from bankfull.runtime.memory import Sizes
 from bankfull.state.spec import Paged, TensorSpec, layout_of
 from bankfull.types import Enter, StepPlan, Work
 
-LAYOUT = layout_of([Paged((TensorSpec("k", (1, 4), "float32"),))], 4)
+LAYOUT = layout_of([(Paged((TensorSpec("k", (1, 4), "float32"),)),)], 4)
 
 
 class Constant(StepTimes):

@@ -107,10 +107,10 @@ def test_prompts_of_unequal_lengths_chunks_and_decoding_rows_share_a_step(window
 def test_what_fills_up_a_step_leaves_the_pages_of_others_alone() -> None:
     here = Chunked(sequences(30, 30), 32)
     here.step({0: 9, 1: 1})
-    before = [part.clone() for part in here.storage.layers[0].values()]
+    before = [part.clone() for part in here.storage.layers[0][0].values()]
     held = here.rows.tables[0][1].tolist()
     here.step({0: 5})
-    for part, old in zip(here.storage.layers[0].values(), before, strict=True):
+    for part, old in zip(here.storage.layers[0][0].values(), before, strict=True):
         assert torch.equal(part[held], old[held])
 
 

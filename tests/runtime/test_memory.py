@@ -13,10 +13,10 @@ from bankfull.state.spec import Layout, Paged, Recurrent, Shared, TensorSpec, la
 
 KV = (TensorSpec("k", (2, 8), "float32"), TensorSpec("v", (2, 8), "float32"))
 SSM = Recurrent((TensorSpec("ssm", (64, 4), "float32"),))
-FULL = layout_of([Paged(KV)] * 4, 16)
-MIXED = layout_of([Paged(KV, 32)] * 5 + [Paged(KV), Shared(5)], 16)
-STATE = layout_of([SSM] * 3, 16)
-HYBRID = layout_of([SSM] * 3 + [Paged(KV)], 16)
+FULL = layout_of([(Paged(KV),)] * 4, 16)
+MIXED = layout_of([(Paged(KV, 32),)] * 5 + [(Paged(KV),), (Shared(5),)], 16)
+STATE = layout_of([(SSM,)] * 3, 16)
+HYBRID = layout_of([(SSM,)] * 3 + [(Paged(KV),)], 16)
 
 
 def plan(layout: Layout, memory: object, *, free: int = 1 << 30, rows: int = 4, max_len: int | None = None) -> Sizes:

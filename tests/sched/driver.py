@@ -31,7 +31,7 @@ def scheduler(
     **config: Any,
 ) -> Scheduler:
     state = state if state is not None else StateConfig(page_tokens=4)
-    layout = layout_of(specs or [FULL], state.page_tokens)
+    layout = layout_of([(spec,) for spec in specs or [FULL]], state.page_tokens)
     return Scheduler(SchedConfig(**config), StateManager(layout, frames, slots, state), clock or Clock())
 
 

@@ -39,7 +39,7 @@ class Machine:
         sched = SchedConfig(**options)
         state = StateConfig(prefix_cache=False)
         self.clock = Clock()
-        manager = StateManager(layout_of([FULL], 16), 2000, 10, state)
+        manager = StateManager(layout_of([(FULL,)], 16), 2000, 10, state)
         self.scheduler = Scheduler(sched, manager, clock=self.clock)
         runner = FakeRunner(self.clock, self.seconds)
         self.engine = Engine(self.scheduler, runner, Plain(), self.depth, clock=self.clock)

@@ -41,7 +41,7 @@ class Scenario:
 def scenario_of(seed: int) -> Scenario:
     random = Random(seed)
     speeds = Random(seed + 3)
-    layout = layout_of(_specs(random), random.choice((1, 2, 2, 3, 4)))
+    layout = layout_of([(spec,) for spec in _specs(random)], random.choice((1, 2, 2, 3, 4)))
     vocab = random.choice((2, 3, 8, 40))
     rows = random.randint(1, 5)
     sched = SchedConfig(

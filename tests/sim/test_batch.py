@@ -36,7 +36,7 @@ class Traffic:
 
     def __post_init__(self) -> None:
         state = StateConfig(page_tokens=16)
-        layout = layout_of([Paged((TensorSpec("k", (1, 4), "float32"),))], state.page_tokens)
+        layout = layout_of([(Paged((TensorSpec("k", (1, 4), "float32"),)),)], state.page_tokens)
         config = SchedConfig(rows=64, step_tokens=512, policy="priority")
         self.sched = Scheduler(config, StateManager(layout, 64 * 24, 0, state), lambda: self.now)
         self.random = Random(5)

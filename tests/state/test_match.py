@@ -22,7 +22,7 @@ SPECS: list[StateSpec] = [Paged(HEAVY), Paged(LIGHT, window=5), Recurrent(HEAVY)
 def test_a_match_is_the_longest_prefix_whose_state_is_there_in_every_group(
     kinds: set[int], pages: set[tuple[int, int]], snapshots: set[int], limit: int
 ) -> None:
-    layout = layout_of([SPECS[kind] for kind in sorted(kinds)], 2)
+    layout = layout_of([(SPECS[kind],) for kind in sorted(kinds)], 2)
     manager = StateManager(layout, 40, 40, StateConfig(snapshot_every=1))
     tokens = list(range(24))
     chain = Chain(b"", 2)

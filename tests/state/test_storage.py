@@ -28,15 +28,17 @@ PAGED = st.builds(
 
 
 @given(
-    st.lists(PAGED, min_size=1, max_size=3).flatmap(lambda kinds: st.lists(st.sampled_from(kinds), min_size=1)),
+    st.lists(PAGED, min_size=1, max_size=3).flatmap(
+        lambda kinds: st.lists(st.lists(st.sampled_from(kinds), max_size=3).map(tuple), min_size=1)
+    ),
     st.integers(1, 5),
 )
-def test_no_two_tensors_of_a_group_share_a_byte(states: list[StateSpec], page_tokens: int) -> None:
-    layout = layout_of(states, page_tokens)
+def test_no_two_tensors_of_a_group_share_a_byte(layers: list[tuple[StateSpec, ...]], page_tokens: int) -> None:
+    layout = layout_of(layers, page_tokens)
     storage = Storage(layout, 2, 0, CPU)
     for group in layout.paged:
         storage.frames.zero_()
-        views = [storage.layers[layer][spec.name] for layer in group.layers for spec in group.tensors]
+        views = [storage.layers[layer][state][spec.name] for layer, state in group.members for spec in group.tensors]
         for mark, view in enumerate(views, 1):
             view.fill_(mark % 100)
         for mark, view in enumerate(views, 1):
@@ -48,15 +50,15 @@ def rounded_layer() -> Storage:
     """Keys of one odd number, so that nothing is aligned by accident."""
     numbers = tuple(TensorSpec(name, (1, 1), "int8") for name in ("k", "v"))
     scales = tuple(TensorSpec(name, (1,), "float32") for name in ("k_scale", "v_scale"))
-    return Storage(layout_of([Paged((*numbers, *scales))] * 3, 1), 4, 0, CPU)
+    return Storage(layout_of([(Paged((*numbers, *scales)),)] * 3, 1), 4, 0, CPU)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 def test_poisoned_pages_are_nan(dtype: str) -> None:
-    storage = Storage(layout_of([Paged((TensorSpec("k", (2, 3), dtype),))], 4), 4, 0, CPU)
+    storage = Storage(layout_of([(Paged((TensorSpec("k", (2, 3), dtype),)),)], 4), 4, 0, CPU)
     storage.frames.zero_()
     storage.poison([2])
-    pages = storage.layers[0]["k"]
+    pages = storage.layers[0][0]["k"]
     assert bool(pages[2].isnan().all()) and not bool(pages[[0, 1, 3]].isnan().any())
 
 
@@ -64,7 +66,7 @@ def test_poisoned_int8_pages_have_scales_that_are_nan() -> None:
     storage = rounded_layer()
     storage.frames.zero_()
     storage.poison([3])
-    for layer in storage.layers:
+    for (layer,) in storage.layers:
         for name in ("k", "v"):
             numbers = layer[name] * layer[f"{name}_scale"].unsqueeze(-1)
             assert bool(numbers[3].isnan().all()) and not bool(numbers[:3].isnan().any())
@@ -74,5 +76,5 @@ def test_a_transfer_takes_codes_and_scales_along() -> None:
     storage = rounded_layer()
     storage.frames.random_(0, 100)
     storage.transfer([Transfer(0, 1, 4)])
-    for layer in storage.layers:
+    for (layer,) in storage.layers:
         assert all(torch.equal(tensor[1], tensor[4]) for tensor in layer.values())

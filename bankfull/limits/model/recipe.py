@@ -88,9 +88,9 @@ class Recipe:
 def _see(metered: MeteredModel, windows: tuple[int | None, ...]) -> None:
     """Layers look back as far as `windows` says. Families know only their own pattern, so their layers are changed."""
     for mixer, window in zip(metered.model.mixers, windows, strict=True):
-        if isinstance(mixer, Attention) and isinstance(mixer.state, Paged):
+        if isinstance(mixer, Attention) and isinstance(pages := mixer.states[0], Paged):
             mixer.heads = replace(mixer.heads, window=window)
-            mixer.state = replace(mixer.state, window=window)
+            mixer.states = (replace(pages, window=window),)
     metered.layout = layout_of(metered.model.states(), metered.layout.block_tokens)
 
 

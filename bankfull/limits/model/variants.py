@@ -13,7 +13,6 @@ from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.model.memory import weight_bytes
 from bankfull.limits.model.recipe import Recipe, imagined, recipe_of
 from bankfull.models.registry import Config
-from bankfull.state.spec import Paged
 
 WIDTHS = ("int8", "int4")
 LOCAL_WINDOW, LOCAL_PERIOD = 1024, 6
@@ -71,7 +70,7 @@ def quantized(base: Recipe, width: str, device: str) -> Variant | None:
 
 
 def with_int8_pages(base: Recipe, metered: MeteredModel) -> Variant | None:
-    if base.kv_dtype == torch.int8 or not any(isinstance(state, Paged) for state in metered.model.states()):
+    if base.kv_dtype == torch.int8 or not metered.layout.paged:
         return None
     return Variant("int8 keys and values", replace(base, kv_dtype=torch.int8), {"kv_dtype": "int8"})
 
