@@ -7,7 +7,6 @@ from functools import lru_cache
 from pathlib import Path
 from random import Random
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -20,6 +19,7 @@ from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model
 from bankfull.ops import Kit, activate, activate_mul, kit_for, native
 from bankfull.progress import PROGRESS
+from bankfull.runtime.batch import placed_batch
 from bankfull.runtime.forward import Eager
 from bankfull.state.spec import layout_of
 from bankfull.state.storage import Storage
@@ -120,31 +120,18 @@ class Sides:
         """counts[i] new tokens of sequence i; 0 leaves it out."""
         live = [i for i, count in enumerate(counts) if count]
         longest = max(self.length[i] + counts[i] for i in live)
-        q_start = np.cumsum([0, *(counts[i] for i in live)])
-        positions = torch.cat([torch.arange(self.length[i], self.length[i] + counts[i]) for i in live])
-        owner = torch.cat([torch.full((counts[i],), i) for i in live])
-        pages, slots = [], []
+        tables = []
         for g, group in enumerate(self.layout.paged):
             width = -(-128 // group.page_tokens)
             table = 1 + torch.arange(len(counts) * width).view(-1, width) % 60 + 60 * g  # own pages, far fewer used
-            pages.append(table[live][:, : -(-longest // group.page_tokens)].contiguous())
-            places = table[owner, positions // group.page_tokens]
-            slots.append(places * group.page_tokens + positions % group.page_tokens)
-        tokens = torch.tensor([self.random.randrange(70) for _ in range(int(q_start[-1]))])
-        batch = Batch(
-            q_start,
-            np.array([self.length[i] + counts[i] for i in live]),
-            np.zeros(0, np.int64),
-            tokens,
-            positions,
-            tuple(pages),
-            tuple(slots),
-            tuple(group.page_tokens for group in self.layout.paged),
-        )
+            tables.append(table[live][:, : -(-longest // group.page_tokens)].contiguous())
+        slots = None
         if self.layout.recurrent is not None:
-            batch.kept = np.ones(len(live), np.int64)
-            batch.read = torch.tensor([0 if not self.length[i] else 1 + 2 * i + self.turn[i] for i in live])
-            batch.write = torch.tensor([[1 + 2 * i + 1 - self.turn[i]] for i in live])
+            read = torch.tensor([0 if not self.length[i] else 1 + 2 * i + self.turn[i] for i in live])
+            slots = read, torch.tensor([1 + 2 * i + 1 - self.turn[i] for i in live])
+        tokens = torch.tensor([self.random.randrange(70) for i in live for _ in range(counts[i])])
+        past = [self.length[i] for i in live]
+        batch = placed_batch(self.layout, [counts[i] for i in live], past, tokens, tables, slots)
         for i in live:
             self.length[i] += counts[i]
             self.turn[i] = 1 - self.turn[i]

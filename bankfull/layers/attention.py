@@ -81,7 +81,7 @@ class Attention:
             batch.q_start,
             batch.kv_len,
             batch.pages[group],
-            batch.slots[group],
+            batch.kv_slots[group],
             batch.page_tokens[group],
             batch.starts,
             batch.lengths,

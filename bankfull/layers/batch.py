@@ -1,4 +1,4 @@
-"""What one step runs, flattened: the tokens of all sequences in a row. No modes: a decode is a chunk of one."""
+"""The tokens of one step, flattened over its sequences. There are no modes: a decode is a chunk of one token."""
 
 from __future__ import annotations
 
@@ -12,34 +12,38 @@ from bankfull.ops.reference.attention import Shares
 
 @dataclass(slots=True)
 class Batch:
-    """Integers are host arrays, also when the tensors are on a device or on meta. n sequences, t tokens."""
+    """n sequences, t tokens. Integers are host arrays, also when the tensors are on a device or on meta. Only
+    `runtime/batch.py` makes one."""
 
     q_start: np.ndarray
     """(n + 1): sequence i owns tokens q_start[i] .. q_start[i + 1]."""
     kv_len: np.ndarray
-    """(n): its length once these tokens have run; they are the last ones of it."""
+    """(n): a sequence's length after this step; the step's tokens are its last ones."""
     logit_index: np.ndarray
-    """Tokens whose scores are wanted."""
+    """Indices of the tokens whose logits are wanted."""
     tokens: Tensor
     """(t) ids."""
     positions: Tensor
     """(t) logical positions."""
     pages: tuple[Tensor, ...] = ()
     """Per paged group: (n, widest) page tables."""
-    slots: tuple[Tensor, ...] = ()
-    """Per paged group: (t) flat places for the new tokens' state."""
+    kv_slots: tuple[Tensor, ...] = ()
+    """Per paged group: (t) KV slots of the new tokens, page * page_tokens + offset."""
     page_tokens: tuple[int, ...] = ()
+    """Per paged group: tokens of a page."""
     kept: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Recurrent: (n) how many of a sequence's last tokens leave their state in a slot of their own."""
+    """Recurrent: (n) how many of a sequence's last tokens write their state to a slot of their own."""
     read: Tensor | None = None
     """Recurrent: (n) the slot that holds a sequence's state."""
     write: Tensor | None = None
     """Recurrent: (n, most kept) slots to write."""
     starts: Tensor | None = None
-    """q_start, and with it lengths (kv_len) and kepts (kept), as int32 on the device, where kernels read them there."""
+    """(n + 1) `q_start` as int32 on a device whose kernels read it there; else None."""
     lengths: Tensor | None = None
+    """(n) `kv_len` likewise."""
     kepts: Tensor | None = None
+    """(n) `kept` likewise."""
     shares: Shares | None = None
-    """Where not even the numbers of new tokens are the host's, because the step is captured for any."""
+    """Which kernel takes which sequence, for a step that is captured for any number of new tokens per sequence."""
     angles: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Of the model's rotary embeddings, by name, where they came with the positions; else the model finds them."""
+    """Cosines and sines of the positions, by the name of the model's RoPE; empty where the model computes them."""

@@ -1,8 +1,8 @@
-"""From a step's work to the flat batch that the model runs."""
+"""The one maker of `Batch`: from planned work, from tensors of a captured step, or from sequences laid out by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,9 +13,12 @@ from bankfull.runtime.rows import Rows, each_of
 from bankfull.state.spec import Layout
 from bankfull.types import NULL, Work
 
+NewTensor = Callable[[str, tuple[int, ...]], Tensor]
+"""Name and shape -> an int64 tensor of a blank batch."""
+
 
 def build_batch(work: Sequence[Work], rows: Rows, layout: Layout) -> Batch:
-    """Positions come from the rows' true lengths; `Work.start` is only the planner's lower bound."""
+    """The batch of a planned step. Positions come from the rows' true lengths; `Work.start` is only a lower bound."""
     row = np.array([w.row for w in work], np.int64)
     count = np.array([w.count + w.drafts for w in work], np.int64)
     start = rows.computed[row]
@@ -36,8 +39,93 @@ def build_batch(work: Sequence[Work], rows: Rows, layout: Layout) -> Batch:
     return batch
 
 
+def replayed_batch(
+    work: Sequence[Work], q_start: np.ndarray, kv_len: np.ndarray, tokens: Tensor, positions: Tensor
+) -> Batch:
+    """The part of a captured step's batch that the choice of tokens reads. The tensors are those of the capture, padded
+    at the end."""
+    total = int(q_start[-1])
+    return Batch(q_start, kv_len, wanted_lines(work, q_start), tokens[:total], positions[:total])
+
+
+def blank_batch(
+    q_start: np.ndarray,
+    kv_len: np.ndarray,
+    tokens: int,
+    tables: Sequence[tuple[int, int]],
+    new: NewTensor,
+    *,
+    kept: np.ndarray | None = None,
+    logit_index: np.ndarray | None = None,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    kepts: Tensor | None = None,
+    angles: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+) -> Batch:
+    """A batch of `tokens` tokens whose tensors `new` makes: the inputs of a captured step, or tensors without data.
+    `tables`: for each paged group, the columns of its page tables and the tokens of a page. `kept`: for a model with
+    recurrent state, the slots that each sequence writes."""
+    sequences = len(kv_len)
+    batch = Batch(
+        q_start,
+        kv_len,
+        np.zeros(0, np.int64) if logit_index is None else logit_index,
+        new("tokens", (tokens,)),
+        new("positions", (tokens,)),
+        tuple(new(f"pages{g}", (sequences, columns)) for g, (columns, _) in enumerate(tables)),
+        tuple(new(f"kv_slots{g}", (tokens,)) for g in range(len(tables))),
+        tuple(page_tokens for _, page_tokens in tables),
+        starts=starts,
+        lengths=lengths,
+        angles=dict(angles or {}),
+    )
+    if kept is not None:
+        batch.kept, batch.kepts = kept, kepts
+        batch.read = new("read", (sequences,))
+        batch.write = new("write", (sequences, max(1, int(kept.max()))))
+    return batch
+
+
+def placed_batch(
+    layout: Layout,
+    counts: Sequence[int],
+    past: Sequence[int],
+    tokens: Tensor,
+    tables: Sequence[Tensor],
+    slots: tuple[Tensor, Tensor] | None = None,
+) -> Batch:
+    """`counts` new tokens of sequences that have `past` tokens each. `tables`: each paged group's page tables, wide
+    enough for all tokens. `slots`: for a model with recurrent state, the slot that each sequence reads and the one that
+    it writes after its last token."""
+    device = tokens.device
+    count, before = np.array(counts, np.int64), np.array(past, np.int64)
+    q_start = np.concatenate(([0], np.cumsum(count)))
+    owner = torch.from_numpy(np.repeat(np.arange(len(count)), count)).to(device)
+    position = torch.from_numpy(np.arange(int(q_start[-1])) + np.repeat(before - q_start[:-1], count)).to(device)
+    sizes = tuple(group.page_tokens for group in layout.paged)
+    batch = Batch(
+        q_start,
+        before + count,
+        q_start[1:] - 1,
+        tokens,
+        position,
+        tuple(tables),
+        tuple(
+            table[owner, position // size] * size + position % size for table, size in zip(tables, sizes, strict=True)
+        ),
+        sizes,
+        starts=torch.from_numpy(q_start).to(device, torch.int32),
+        lengths=torch.from_numpy(before + count).to(device, torch.int32),
+    )
+    if slots is not None:
+        batch.kept = np.ones(len(count), np.int64)
+        batch.kepts = torch.ones(len(count), dtype=torch.int32, device=device)
+        batch.read, batch.write = slots[0], slots[1][:, None]
+    return batch
+
+
 def wanted_lines(work: Sequence[Work], q_start: np.ndarray) -> np.ndarray:
-    """Tokens whose scores are wanted: the last one of each sequence that chooses, and its drafts."""
+    """Tokens whose logits are wanted: the last one of each sequence that samples, and its drafts."""
     wanted = np.array([w.drafts + 1 if w.sample else 0 for w in work], np.int64)
     ends = np.repeat(q_start[1:], wanted)
     within = np.arange(int(wanted.sum())) - np.repeat(np.cumsum(wanted) - wanted, wanted)
@@ -53,7 +141,7 @@ def _gather(
     kv_len: np.ndarray,
     logit_index: np.ndarray,
 ) -> Batch:
-    """On a device that alone knows how far its rows have come; all integers cross in one copy."""
+    """For a device that alone knows its rows' lengths. All integers cross in one copy."""
     assert rows.ship is not None
     n = len(row)
     there = rows.ship(np.concatenate((row, count, q_start)))
@@ -62,12 +150,12 @@ def _gather(
     begin = rows.reached[index]
     positions = begin[owners] + offsets
     lines = index[owners]
-    pages, slots = [], []
+    pages, kv_slots = [], []
     longest = int(kv_len.max())
     for group, table in zip(layout.paged, rows.tables, strict=True):
         size = group.page_tokens
         pages.append(table[index, : -(-longest // size)])
-        slots.append(table[lines, positions // size] * size + positions % size)
+        kv_slots.append(table[lines, positions // size] * size + positions % size)
     return Batch(
         q_start,
         kv_len,
@@ -75,8 +163,8 @@ def _gather(
         rows.tokens[lines, positions],
         positions,
         tuple(pages),
-        tuple(slots),
-        tuple(g.page_tokens for g in layout.paged),
+        tuple(kv_slots),
+        rows.page_tokens,
         starts=starts.int(),
         lengths=(begin + counts).int(),
     )
@@ -97,11 +185,11 @@ def _gather_on_host(
     token_row, position = np.repeat(row, count), within + np.repeat(kv_len - count, count)
     longest = int(kv_len.max())
     pages: list[Tensor] = []
-    slots: list[Tensor] = []
+    kv_slots: list[Tensor] = []
     for group, table in zip(layout.paged, host.tables, strict=True):
         page, offset = np.divmod(position, group.page_tokens)
         pages.append(torch.from_numpy(table[row, : -(-longest // group.page_tokens)]))
-        slots.append(torch.from_numpy(table[token_row, page] * group.page_tokens + offset))
+        kv_slots.append(torch.from_numpy(table[token_row, page] * group.page_tokens + offset))
     return Batch(
         q_start,
         kv_len,
@@ -109,6 +197,6 @@ def _gather_on_host(
         torch.from_numpy(host.tokens[token_row, position]),
         torch.from_numpy(position),
         tuple(pages),
-        tuple(slots),
-        tuple(g.page_tokens for g in layout.paged),
+        tuple(kv_slots),
+        rows.page_tokens,
     )

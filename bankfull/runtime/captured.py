@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bankfull.layers.batch import Batch
-from bankfull.runtime.batch import wanted_lines
+from bankfull.runtime.batch import blank_batch, replayed_batch
 from bankfull.runtime.captured_chunks import Chunks, blank_angles, turning_of
 from bankfull.runtime.forward import ChoosingStep, Eager
 from bankfull.runtime.memory import shown
@@ -134,27 +134,19 @@ class Captured:
         rows, device = self._rows, self._rows.device
         total = size * width
 
-        def whole(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.long, device=device)
-
-        starts = torch.arange(0, total + 1, width, dtype=torch.int32, device=device)
-        batch = Batch(
+        return blank_batch(
             np.arange(0, total + 1, width),
             np.full(size, width),
-            np.arange(total),
-            whole(total),
-            whole(total),
-            tuple(whole(size, table.shape[1]) for table in rows.tables),
-            tuple(whole(total) for _ in rows.tables),
-            rows.page_tokens,
-            starts=starts,
+            total,
+            [(table.shape[1], page_tokens) for table, page_tokens in zip(rows.tables, rows.page_tokens, strict=True)],
+            lambda name, shape: torch.zeros(shape, dtype=torch.long, device=device),
+            kept=None if self._kept is None else np.full(size, width),
+            logit_index=np.arange(total),
+            starts=torch.arange(0, total + 1, width, dtype=torch.int32, device=device),
             lengths=torch.zeros(size, dtype=torch.int32, device=device),
+            kepts=None if self._kept is None else self._kept[:size],
+            angles=blank_angles(self.eager.model.ropes, total, device),
         )
-        batch.angles = blank_angles(self.eager.model.ropes, total, device)
-        if self._kept is not None:
-            batch.kept, batch.kepts = np.full(size, width), self._kept[:size]
-            batch.read, batch.write = whole(size), whole(size, width)
-        return batch
 
     def _launch(self, batch: Batch, size: int, width: int) -> Tensor:
         self._gather(batch, size, width)
@@ -173,7 +165,7 @@ class Captured:
             rows.page_tokens,
             width,
             (batch.tokens, batch.positions, batch.lengths),
-            list(batch.slots),
+            list(batch.kv_slots),
             list(batch.pages),
             turning,
         )
@@ -239,13 +231,7 @@ class Captured:
         total = len(work) * width
         q_start = np.arange(0, total + 1, width)
         start = self._rows.computed[[w.row for w in work]]
-        batch = Batch(
-            q_start,
-            start + width,
-            wanted_lines(work, q_start),
-            recorded.batch.tokens[:total],
-            recorded.batch.positions[:total],
-        )
+        batch = replayed_batch(work, q_start, start + width, recorded.batch.tokens, recorded.batch.positions)
         batch.write = None if recorded.batch.write is None else recorded.batch.write[: len(work)]
         return batch, recorded.hidden[:total]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bankfull.layers.batch import Batch
 from bankfull.layers.rope import Rope
-from bankfull.runtime.batch import wanted_lines
+from bankfull.runtime.batch import blank_batch, replayed_batch
 from bankfull.runtime.forward import Eager
 from bankfull.runtime.rows import Rows
 from bankfull.types import Work
@@ -97,9 +97,7 @@ class Chunks:
             kind.graph.replay()
         else:
             self._launch(kind)
-        batch = Batch(
-            q_start, lengths, wanted_lines(work, q_start), kind.batch.tokens[:total], kind.batch.positions[:total]
-        )
+        batch = replayed_batch(work, q_start, lengths, kind.batch.tokens, kind.batch.positions)
         return batch, self._hidden[:total]
 
     def _send(self, kind: Recorded, lines: list[int], q_start: np.ndarray, ones: np.ndarray) -> None:
@@ -118,29 +116,34 @@ class Chunks:
             return
         most, room = self._sizes[-1], rows.count + 1
 
-        def whole(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.long, device=device)
-
         # Each line begins at a multiple of 16 bytes, whatever the number of rows: kernels are compiled for that.
         self._sent = torch.zeros(3, -(-(room + 1) // 4) * 4, dtype=torch.int32, device=device)
         self._sent[0] = rows.count
         self._hidden = torch.empty(0, device=device)
-        ids, positions, lengths = whole(most), whole(most), torch.zeros(room, dtype=torch.int32, device=device)
-        slots = [whole(most) for _ in rows.tables]
-        pages = [whole(room, table.shape[1]) for table in rows.tables]
+        tables = [
+            (table.shape[1], page_tokens) for table, page_tokens in zip(rows.tables, rows.page_tokens, strict=True)
+        ]
+        lengths = torch.zeros(room, dtype=torch.int32, device=device)
+        shared: dict[str, Tensor] = {}
+
+        def part(name: str, shape: tuple[int, ...]) -> Tensor:
+            """The beginning of a tensor that all graphs share."""
+            if name not in shared:
+                shared[name] = torch.zeros(
+                    (room if name.startswith("pages") else most, *shape[1:]), dtype=torch.long, device=device
+                )
+            return shared[name][: shape[0]]
+
         angles = blank_angles(self.eager.model.ropes, most, device)
         for size in reversed(self._sizes):
             for mixed in (True, False):
                 places = 1 + min(rows.count, size if mixed else max(FEWEST_PROMPTS, size // PROMPT))
-                batch = Batch(
+                batch = blank_batch(
                     np.zeros(places + 1, np.int64),
                     np.zeros(places, np.int64),
-                    np.zeros(0, np.int64),
-                    ids[:size],
-                    positions[:size],
-                    tuple(table[:places] for table in pages),
-                    tuple(group[:size] for group in slots),
-                    rows.page_tokens,
+                    size,
+                    tables,
+                    part,
                     starts=self._sent[1],
                     lengths=lengths[:places],
                     angles={name: (cos[:size], sin[:size]) for name, (cos, sin) in angles.items()},
@@ -162,7 +165,7 @@ class Chunks:
             rows.tables,
             rows.page_tokens,
             (batch.tokens, batch.positions, batch.lengths),
-            list(batch.slots),
+            list(batch.kv_slots),
             list(batch.pages),
             turning_of(self.eager.model.ropes, batch),
         )

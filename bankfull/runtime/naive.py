@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from bankfull.layers.batch import Batch
+from bankfull.runtime.batch import placed_batch
 from bankfull.runtime.forward import Model, plan_mixers
 from bankfull.state.spec import Layout, layout_of
 from bankfull.state.storage import Storage
@@ -34,35 +34,19 @@ def hidden_states(model: Model, tokens: Sequence[int], device: torch.device, chu
 def single_batch(
     layout: Layout, tokens: Sequence[int], start: int, size: int, turn: int, device: torch.device
 ) -> Batch:
-    """`size` tokens of one sequence from `start` on; its pages lie one after the other."""
-    positions = torch.arange(start, start + size, device=device)
-    pages, first = [], 1
+    """`size` tokens of one sequence from `start` on; its pages are consecutive."""
+    tables, first = [], 1
     for group in layout.paged:
         count = -(-len(tokens) // group.page_tokens)
-        pages.append(torch.arange(first, first + count, device=device)[None])
+        tables.append(torch.arange(first, first + count, device=device)[None])
         first += count
-    slots = tuple(
-        p[0, positions // g.page_tokens] * g.page_tokens + positions % g.page_tokens
-        for p, g in zip(pages, layout.paged, strict=True)
-    )
-    batch = Batch(
-        np.array([0, size]),
-        np.array([start + size]),
-        np.array([size - 1]),
-        torch.tensor(tokens[start : start + size], device=device),
-        positions,
-        tuple(pages),
-        slots,
-        tuple(g.page_tokens for g in layout.paged),
-        starts=torch.tensor([0, size], dtype=torch.int32, device=device),
-        lengths=torch.tensor([start + size], dtype=torch.int32, device=device),
-    )
+    slots = None
     if layout.recurrent is not None:
         # Slots 1 and 2 take turns; slot 0 is the state before the first token.
-        batch.kept, batch.kepts = np.array([1]), torch.ones(1, dtype=torch.int32, device=device)
-        batch.read = torch.tensor([0 if turn == 0 else 1 + turn % 2], device=device)
-        batch.write = torch.tensor([[1 + (turn + 1) % 2]], device=device)
-    return batch
+        read, write = 0 if turn == 0 else 1 + turn % 2, 1 + (turn + 1) % 2
+        slots = torch.tensor([read], device=device), torch.tensor([write], device=device)
+    new = torch.tensor(tokens[start : start + size], device=device)
+    return placed_batch(layout, [size], [start], new, tables, slots)
 
 
 def logits(model: Model, tokens: Sequence[int], device: torch.device, chunks: Sequence[int] = ()) -> Tensor:

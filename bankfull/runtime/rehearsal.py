@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from bankfull.layers.batch import Batch
 from bankfull.ops.registry import Kit
+from bankfull.runtime.batch import placed_batch
 from bankfull.runtime.captured import Captured
 from bankfull.runtime.device import Device
 from bankfull.runtime.forward import Eager, Model
@@ -33,37 +33,18 @@ def rehearsal(
     model: Model, layout: Layout, device: Device, new_tokens: Sequence[int], past: int = 0
 ) -> Callable[[], None]:
     """A step of sequences with so many new tokens each, behind `past` others, all of them in page 0."""
-    sequences, counts = len(new_tokens), np.array(new_tokens, np.int64)
     storage = Storage(layout, 0, 1, device.torch)
     storage.frames.zero_()
     eager = Eager(model, layout, storage.layers)
-    q_start = np.concatenate(([0], np.cumsum(counts)))
-    tokens = int(q_start[-1])
-    position = past + np.arange(tokens) - np.repeat(q_start[:-1], counts)
+    sequences, tokens, longest = len(new_tokens), sum(new_tokens), past + max(new_tokens)
 
-    def there(array: np.ndarray, kind: torch.dtype = torch.long) -> torch.Tensor:
-        return torch.from_numpy(array).to(device.torch, kind)
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.long, device=device.torch)
 
-    def pages(size: int) -> torch.Tensor:
-        return torch.zeros(sequences, -(-int(past + counts.max()) // size), dtype=torch.long, device=device.torch)
-
-    sizes = tuple(group.page_tokens for group in layout.paged)
-    batch = Batch(
-        q_start,
-        past + counts,
-        q_start[1:] - 1,
-        there(np.zeros(tokens)),
-        there(position),
-        tuple(pages(size) for size in sizes),
-        tuple(there(position % size) for size in sizes),
-        sizes,
-        starts=there(q_start, torch.int32),
-        lengths=there(past + counts, torch.int32),
-    )
-    if layout.recurrent is not None:
-        batch.kept, batch.kepts = np.ones(sequences, np.int64), there(np.ones(sequences), torch.int32)
-        batch.read, batch.write = there(np.zeros(sequences)), there(np.ones((sequences, 1)))
-    last = there(batch.logit_index)
+    tables = [zeros(sequences, -(-longest // group.page_tokens)) for group in layout.paged]
+    slots = None if layout.recurrent is None else (zeros(sequences), zeros(sequences) + 1)
+    batch = placed_batch(layout, new_tokens, [past] * sequences, zeros(tokens), tables, slots)
+    last = torch.from_numpy(batch.logit_index).to(device.torch)
 
     def run() -> None:
         hidden = eager(batch)

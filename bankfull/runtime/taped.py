@@ -17,6 +17,7 @@ from bankfull.ops.native.tape import Recorder, RowsAt, Tape
 from bankfull.ops.native.tape.instruction import Break
 from bankfull.ops.native.tape.record import TOKENS, CannotRecord
 from bankfull.ops.registry import Kit
+from bankfull.runtime.batch import blank_batch
 from bankfull.runtime.forward import ChoosingStep, Eager, plan_mixers
 from bankfull.runtime.rows import Rows
 from bankfull.state.spec import Layout
@@ -28,7 +29,7 @@ class Taped:
     def __init__(self, eager: Eager, kit: Kit) -> None:
         self._layout = eager.layout
         recorder = Recorder()
-        batch = blank_batch(recorder, eager.layout)
+        batch = recorded_batch(recorder, eager.layout)
         with kit.recording(recorder), torch.inference_mode():
             hidden = eager.model.forward(batch, eager.states, plan_mixers(eager.model, eager.layout, batch))
             best = _record_choice(recorder, eager.model.head, hidden)
@@ -80,34 +81,26 @@ def _record_choice(recorder: Recorder, head: Any, hidden: Tensor) -> Tensor | No
 
 def input_names(layout: Layout) -> list[str]:
     groups = range(len(layout.paged))
-    names = ["tokens", "positions", "q_start", "kv_len", *(f"pages{g}" for g in groups), *(f"slots{g}" for g in groups)]
+    names = ["tokens", "positions", "q_start", "kv_len", *(f"pages{g}" for g in groups), *(f"kv_slots{g}" for g in groups)]
     return names if layout.recurrent is None else [*names, "kept", "read", "write"]
 
 
 def inputs_of(batch: Batch) -> list[Any]:
     """In the order of `input_names`."""
-    found = [batch.tokens, batch.positions, batch.q_start, batch.kv_len, *batch.pages, *batch.slots]
+    found = [batch.tokens, batch.positions, batch.q_start, batch.kv_len, *batch.pages, *batch.kv_slots]
     return found if batch.read is None else [*found, batch.kept, batch.read, batch.write]
 
 
-def blank_batch(recorder: Recorder, layout: Layout) -> Batch:
-    """A batch whose integers are the recorder's inputs."""
-    groups = range(len(layout.paged))
-    batch = Batch(
+def recorded_batch(recorder: Recorder, layout: Layout) -> Batch:
+    """A batch whose integers are the recorder's inputs, under the names of `input_names`."""
+    return blank_batch(
         recorder.host_input("q_start", ONE_SEQUENCE + 1),
         recorder.host_input("kv_len", ONE_SEQUENCE),
-        np.zeros(0, np.int64),
-        recorder.input("tokens", (TOKENS,)),
-        recorder.input("positions", (TOKENS,)),
-        tuple(recorder.input(f"pages{g}", (ONE_SEQUENCE, 1)) for g in groups),
-        tuple(recorder.input(f"slots{g}", (TOKENS,)) for g in groups),
-        tuple(group.page_tokens for group in layout.paged),
+        TOKENS,
+        [(1, group.page_tokens) for group in layout.paged],
+        recorder.input,
+        kept=None if layout.recurrent is None else recorder.host_input("kept", ONE_SEQUENCE),
     )
-    if layout.recurrent is not None:
-        batch.kept = recorder.host_input("kept", ONE_SEQUENCE)
-        batch.read = recorder.input("read", (ONE_SEQUENCE,))
-        batch.write = recorder.input("write", (ONE_SEQUENCE, 1))
-    return batch
 
 
 def _source(found: Tensor | np.ndarray) -> tuple[int, int]:

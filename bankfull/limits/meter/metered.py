@@ -17,6 +17,7 @@ from bankfull.limits.meter.step import StepShape
 from bankfull.models.registry import Config, build_model
 from bankfull.ops.meter import Ledger, Meter
 from bankfull.ops.registry import FLOAT
+from bankfull.runtime.batch import blank_batch
 from bankfull.runtime.forward import plan_mixers
 from bankfull.state.spec import layout_of
 from bankfull.state.storage import Storage
@@ -202,26 +203,16 @@ class MeteredModel:
         return ledger
 
     def _batch(self, step: StepShape) -> Batch:
-        tokens, rows = step.tokens, len(step.counts)
-
-        def integers(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=torch.long, device=META)
-
         widest = max(step.lengths)
-        batch = Batch(
+        return blank_batch(
             np.concatenate(([0], np.cumsum(step.counts))),
             np.array(step.lengths),
-            np.arange(step.logits),
-            integers(tokens),
-            integers(tokens),
-            tuple(integers(rows, -(-widest // group.page_tokens)) for group in self.layout.paged),
-            tuple(integers(tokens) for _ in self.layout.paged),
-            tuple(group.page_tokens for group in self.layout.paged),
+            step.tokens,
+            [(-(-widest // group.page_tokens), group.page_tokens) for group in self.layout.paged],
+            lambda name, shape: torch.empty(shape, dtype=torch.long, device=META),
+            kept=None if self.layout.recurrent is None else np.array(step.kept),
+            logit_index=np.arange(step.logits),
         )
-        if self.layout.recurrent is not None:
-            batch.kept = np.array(step.kept)
-            batch.read, batch.write = integers(rows), integers(rows, max(step.kept))
-        return batch
 
 
 def dense_scheme(dtype: torch.dtype) -> Scheme:
