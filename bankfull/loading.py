@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from time import perf_counter
 from typing import Any
 
@@ -50,39 +50,18 @@ COPY_SHARE = 0.25
 
 @dataclass(slots=True)
 class Assembled:
-    """A model that is ready to run on tokens."""
+    """A model that is ready to run on tokens, and everything it came with."""
 
     files: ModelFiles
     build: Build
-    """What the options came to: dtypes, and the provider that each of the model's operations was bound to."""
+    """The options as dtypes, and the provider of each of the model's operations."""
     model: Decoder
     device: Device
     layout: Layout
     sizes: Sizes
     engine: Engine[DeviceRunner]
     phases: dict[str, float]
-    """Seconds that the parts of the start took."""
-
-    @property
-    def kit(self) -> Kit:
-        return self.build.kit
-
-
-@dataclass(slots=True)
-class Loaded:
-    """A model that is ready to run on text, and everything it came with."""
-
-    files: ModelFiles
-    build: Build
-    model: Decoder
-    tokenizer: Tokenizer
-    template: ChatTemplate | None
-    device: Device
-    layout: Layout
-    sizes: Sizes
-    frontend: Frontend
-    phases: dict[str, float]
-    """Seconds that the parts of the start took."""
+    """Seconds of each part of the start."""
 
     @property
     def kit(self) -> Kit:
@@ -90,13 +69,22 @@ class Loaded:
 
     @property
     def start(self) -> str | None:
-        """Where the time of the start went, in one line; None on a CPU, where it is short and all for the weights."""
+        """The parts of the start and their seconds in one line; None on a CPU, where all of it loads weights."""
         if self.device.kind == "cpu":
             return None
         parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.phases.items())
-        replaying = self.frontend.engine.runner.replaying
+        replaying = self.engine.runner.replaying
         recorded = "" if replaying is None else f"; {replaying.recorded}"
         return f"{sum(self.phases.values()):.1f} s ({parts}{recorded})"
+
+
+@dataclass(slots=True)
+class Loaded(Assembled):
+    """A model that is ready to run on text."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    frontend: Frontend
 
 
 def load(
@@ -119,18 +107,7 @@ def load(
     frontend = Frontend(
         made.engine, tokenizer, template, vocab=made.model.vocab, max_len=made.sizes.max_len, seed=run.seed
     )
-    return Loaded(
-        made.files,
-        made.build,
-        made.model,
-        tokenizer,
-        template,
-        made.device,
-        made.layout,
-        made.sizes,
-        frontend,
-        made.phases,
-    )
+    return Loaded(*(getattr(made, field.name) for field in fields(made)), tokenizer, template, frontend)
 
 
 def assemble(
