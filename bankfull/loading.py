@@ -26,6 +26,7 @@ from bankfull.ops.registry import BF16, FLOAT, INT8, INT8_FEW
 from bankfull.runtime.captured_chunks import sizes_for as captured_prompts
 from bankfull.runtime.device import Device, available_memory, open_device
 from bankfull.runtime.device_runner import DeviceRunner, captured_widths
+from bankfull.runtime.forward import Eager
 from bankfull.runtime.memory import Sizes, plan_memory, shown
 from bankfull.runtime.rehearsal import every_kind, largest, rehearsal
 from bankfull.sched.scheduler import Scheduler
@@ -76,6 +77,12 @@ class Assembled:
         replaying = self.engine.runner.replaying
         recorded = "" if replaying is None else f"; {replaying.recorded}"
         return f"{sum(self.phases.values()):.1f} s ({parts}{recorded})"
+
+    @property
+    def uncaptured(self) -> str | None:
+        """Why steps run without capture although the device captures steps: one sentence."""
+        run = self.engine.runner.run_model
+        return run.uncaptured if isinstance(run, Eager) else None
 
 
 @dataclass(slots=True)

@@ -149,6 +149,8 @@ class Report:
     tape: TapeSummary | None = None
     profile: tuple[PhaseProfile, ...] | None = None
     """Of one more repetition, where it was asked for."""
+    uncaptured: str | None = None
+    """Why steps run without capture although the device captures steps."""
 
     @property
     def ceilings(self) -> Ceilings | None:
@@ -183,6 +185,7 @@ class Report:
             "activations": self.activations,
             "device": self.device,
             "tape": None if self.tape is None else asdict(self.tape),
+            "uncaptured": self.uncaptured,
             "ceilings": None
             if used is None or self.before is None or self.after is None
             else {"used": used.as_json(), "before": self.before.as_json(), "after": self.after.as_json()},
@@ -255,6 +258,7 @@ class Bench:
             self._llm.loaded.kit.activations,
             watched.tape,
             profile,
+            self._llm.loaded.uncaptured,
         )
 
     @cached_property

@@ -85,6 +85,8 @@ def notes(report: Report) -> list[str]:
         named = ", ".join(f"{name} {count}" for name, count in stops.items())
         line = f"tape: {report.tape.kernels} kernels, {sum(stops.values())} breaks"
         lines.append(f"{line} ({named})" if named else line)
+    if report.uncaptured is not None:
+        lines.append(f"tape: none. {report.uncaptured}")
     places = sum(sum(providers.values()) for providers in report.bound.values())
     lines.append(f"operations: {breaks(report.bound)} of {places} places break off to torch bodies")
     for name, providers in report.bound.items():

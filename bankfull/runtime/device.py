@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from bankfull.ops.registry import Kit
 from bankfull.runtime.forward import ChoosingForward, ChoosingStep, Eager, Forward
 from bankfull.runtime.rows import Rows, Ship
 from bankfull.sample.table import Chooser
+
+log = logging.getLogger("bankfull")
 
 MOST_COMPILERS = 16
 """Threads that compile kernels: each may take some hundred megabytes, and a model has about fifty kernels."""
@@ -223,14 +226,23 @@ class Cuda:
 
 
 def record_on_tape(forward: Eager, kit: Kit) -> Forward:
-    """On a tape, where the kernels are there and the model uses any of them."""
+    """On a tape, where there are native kernels and the model uses any of them. A model with an expression that the
+    tape cannot record runs eagerly, and one line in the log names the expression."""
     from bankfull.ops import native
 
     if native.status() is not None or not any(counts["native"] for counts in kit.chosen.values()):
         return forward
+    from bankfull.ops.native.tape.record import CannotRecord
     from bankfull.runtime.taped import Taped
 
-    return Taped(forward, kit)
+    try:
+        return Taped(forward, kit)
+    except CannotRecord as problem:
+        from bankfull.runtime.uncaptured import notice_of
+
+        forward.uncaptured = notice_of(problem, forward, kit)
+        log.warning(forward.uncaptured)
+        return forward
 
 
 def choosing_on_tape(forward: Forward, rows: Rows) -> ChoosingStep | None:

@@ -93,6 +93,8 @@ class Eager:
 
     def __init__(self, model: Model, layout: Layout, states: Sequence[LayerStates]) -> None:
         self.model, self.layout, self.states = model, layout, states
+        self.uncaptured: str | None = None
+        """Why steps run without capture although the device captures steps: one sentence."""
 
     def __call__(self, batch: Batch) -> Tensor:
         return self.model.forward(batch, self.states, plan_mixers(self.model, self.layout, batch))

@@ -15,6 +15,7 @@ from bankfull.layers.batch import Batch
 from bankfull.ops.native.sampling import wishes_at
 from bankfull.ops.native.tape import Recorder, RowsAt, Tape
 from bankfull.ops.native.tape.instruction import Break
+from bankfull.ops.native.tape.origins import Origins, line_of
 from bankfull.ops.native.tape.record import TOKENS, CannotRecord
 from bankfull.ops.registry import Kit
 from bankfull.runtime.batch import blank_batch
@@ -28,11 +29,7 @@ ONE_SEQUENCE = 1
 class Taped:
     def __init__(self, eager: Eager, kit: Kit) -> None:
         self._layout = eager.layout
-        recorder = Recorder()
-        batch = recorded_batch(recorder, eager.layout)
-        with kit.recording(recorder), torch.inference_mode():
-            hidden = eager.model.forward(batch, eager.states, plan_mixers(eager.model, eager.layout, batch))
-            best = _record_choice(recorder, eager.model.head, hidden)
+        recorder, hidden, best = record(eager, kit)
         self.tape = Tape(recorder, hidden, input_names(eager.layout), best)
         self.timed = False
         """Sum up the time of every kernel: for profiles."""
@@ -65,6 +62,45 @@ class Taped:
         return None if run is None else lambda lines: run(lines, self.timed)
 
 
+def record(eager: Eager, kit: Kit) -> tuple[Recorder, Tensor, Tensor | None]:
+    """The model's operations, its hidden states, and the likeliest token for each where a kernel finds it.
+
+    Raises CannotRecord with the expression in the model's source that stands between two operations."""
+    try:
+        return _record(eager, kit)
+    except Exception as problem:  # whatever a model does with tensors that have no data
+        raise _located(problem, eager, kit) from problem
+
+
+def _record(eager: Eager, kit: Kit) -> tuple[Recorder, Tensor, Tensor | None]:
+    recorder = Recorder()
+    # Not in inference mode: its tensors do not count how often they were changed in place.
+    with kit.recording(recorder), torch.inference_mode(False), torch.no_grad():
+        batch = recorded_batch(recorder, eager.layout)
+        hidden = eager.model.forward(batch, eager.states, plan_mixers(eager.model, eager.layout, batch))
+        recorder.view(hidden)
+        return recorder, hidden, _record_choice(recorder, eager.model.head, hidden)
+
+
+def _located(problem: Exception, eager: Eager, kit: Kit) -> CannotRecord:
+    """The same problem with its place in the model's source. Recording runs again, now noting where tensors are made:
+    that takes time, and most models never need it."""
+    where = None
+    try:
+        with Origins() as origins:
+            _record(eager, kit)
+    except CannotRecord as again:
+        where = line_of(again) if again.tensor is None else origins.of(again.tensor)
+    except Exception as again:
+        where = line_of(again)
+    reason = str(problem) if isinstance(problem, CannotRecord) else f"it fails without data ({_first_line(problem)})"
+    return CannotRecord(reason, where=where or line_of(problem))
+
+
+def _first_line(problem: Exception) -> str:
+    return f"{type(problem).__name__}: {str(problem).partition(chr(10))[0][:200]}".rstrip(". ")
+
+
 def _record_choice(recorder: Recorder, head: Any, hidden: Tensor) -> Tensor | None:
     """The likeliest token for each hidden state, behind the model on the same tape; None where there is no kernel."""
     before = len(recorder.nodes)
@@ -81,7 +117,14 @@ def _record_choice(recorder: Recorder, head: Any, hidden: Tensor) -> Tensor | No
 
 def input_names(layout: Layout) -> list[str]:
     groups = range(len(layout.paged))
-    names = ["tokens", "positions", "q_start", "kv_len", *(f"pages{g}" for g in groups), *(f"kv_slots{g}" for g in groups)]
+    names = [
+        "tokens",
+        "positions",
+        "q_start",
+        "kv_len",
+        *(f"pages{g}" for g in groups),
+        *(f"kv_slots{g}" for g in groups),
+    ]
     return names if layout.recurrent is None else [*names, "kept", "read", "write"]
 
 

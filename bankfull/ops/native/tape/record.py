@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bankfull.ops.native.tape.instruction import Break, Fixed, Input, Instruction, Node, Operand, Value, View
+from bankfull.ops.native.tape.origins import storage_of
 from bankfull.ops.registry import BODY, Operation
 
 TOKENS = 13
@@ -18,7 +19,14 @@ TOKENS = 13
 
 
 class CannotRecord(Exception):
-    """The model does something between its operations that a tape cannot repeat; one sentence."""
+    """The model computes something between its operations that a tape cannot repeat. The reason has no full stop."""
+
+    def __init__(self, reason: str, tensor: Tensor | None = None, where: str = "") -> None:
+        super().__init__(reason)
+        self.tensor = tensor
+        """The tensor that does not come from an operation, where there is one."""
+        self.where = where
+        """The expression in the model's source, once it is known."""
 
 
 class Recorder:
@@ -39,7 +47,7 @@ class Recorder:
         """A tensor that each step brings anew."""
         tensor = torch.empty(shape, dtype=dtype, device="meta")
         self._alive.append(tensor)
-        self._inputs[_storage(tensor)] = name
+        self._inputs[storage_of(tensor)] = name
         return tensor
 
     def host_input(self, name: str, size: int) -> np.ndarray:
@@ -74,23 +82,25 @@ class Recorder:
     def operand(self, tensor: Tensor | np.ndarray) -> Operand:
         """Where a kernel finds the tensor."""
         if isinstance(tensor, np.ndarray):
-            return Input(self._named(id(tensor), "a host array"))
+            return Input(self._named(id(tensor), "host array"))
         if tensor.device.type != "meta":
             return Fixed(tensor)
-        value = self._values.get(_storage(tensor))
+        if tensor._version:
+            raise CannotRecord("it changes a tensor in place", tensor)
+        value = self._values.get(storage_of(tensor))
         if value is None:
-            return Input(self._named(_storage(tensor), f"a tensor of shape {tuple(tensor.shape)}"))
+            return Input(self._named(storage_of(tensor), "tensor", tensor))
         item = tensor.element_size()
         dense = tensor.shape[0] == TOKENS and (tensor.dim() < 2 or tensor[0].is_contiguous())
         offset = int(tensor.storage_offset()) * item
         if not dense or tensor.stride(0) * item != value.row_bytes or offset >= value.row_bytes:
-            raise CannotRecord(f"a view of shape {tuple(tensor.shape)} is not made of whole columns of a result")
+            raise CannotRecord("an operation reads a view that is not made of whole columns of a result")
         return View(value, offset)
 
     def view(self, tensor: Tensor) -> View:
         found = self.operand(tensor)
         if not isinstance(found, View):
-            raise CannotRecord("an operation was given an input or a weight where it expects a result")
+            raise CannotRecord("an operation reads an input or a weight where it expects a result")
         return found
 
     def dense(self, tensor: Tensor) -> View | None:
@@ -110,15 +120,15 @@ class Recorder:
     def _output(self, like: Tensor) -> Tensor:
         tensor = torch.empty(like.shape, dtype=like.dtype, device="meta")
         if tensor.dim() == 0 or tensor.shape[0] != TOKENS:
-            raise CannotRecord(f"a result of shape {tuple(like.shape)} does not have one row per token")
+            raise CannotRecord("an operation's result does not have one row per token")
         self._alive.append(tensor)
-        self._values[_storage(tensor)] = Value(tensor.numel() // TOKENS * tensor.element_size(), tensor.dtype)
+        self._values[storage_of(tensor)] = Value(tensor.numel() // TOKENS * tensor.element_size(), tensor.dtype)
         return tensor
 
-    def _named(self, key: int, what: str) -> str:
+    def _named(self, key: int, what: str, tensor: Tensor | None = None) -> str:
         name = self._inputs.get(key)
         if name is None:
-            raise CannotRecord(f"{what} was made outside of the model's operations")
+            raise CannotRecord(f"it makes a {what} outside of the model's operations", tensor)
         return name
 
     def _break(
@@ -140,11 +150,7 @@ class Recorder:
         found = {}
         for one in fields(record):
             part = getattr(record, one.name)
-            key = _storage(part) if isinstance(part, Tensor) and part.device.type == "meta" else id(part)
+            key = storage_of(part) if isinstance(part, Tensor) and part.device.type == "meta" else id(part)
             if key in self._inputs:
                 found[one.name] = self._inputs[key]
         return found
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

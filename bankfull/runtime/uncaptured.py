@@ -1,0 +1,87 @@
+"""A CPU step that cannot be captured: it runs operation by operation, and one line says which expression is the reason
+and what it costs."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from bankfull.ops import add
+from bankfull.ops.native.tape.record import CannotRecord
+from bankfull.ops.registry import BODY, Kit, Operation
+from bankfull.runtime.batch import placed_batch
+from bankfull.runtime.forward import Eager
+from bankfull.state.storage import Storage
+
+RUNS, MOST_SECONDS = 10, 0.5
+"""Measured steps, and the time after which no further one begins."""
+
+
+def notice_of(problem: CannotRecord, forward: Eager, kit: Kit) -> str:
+    """One sentence for logs and commands."""
+    more = overhead(forward, kit)
+    return (
+        f"Steps run without capture: the recorder does not support {problem.where}, because {problem}; expect about "
+        f"{more:.0%} more time per decode step (measured now). Make it a registered operation to have it captured."
+    )
+
+
+class KernelTimer:
+    """Runs each operation and sums up the time inside its provider."""
+
+    def __init__(self) -> None:
+        self.seconds, self.calls = 0.0, 0
+
+    def add(self, operation: Operation, provider: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = operation.body if provider == BODY else operation.providers[provider].run
+        begun = perf_counter()
+        made = run(*args, **kwargs)
+        self.seconds += perf_counter() - begun
+        self.calls += 1
+        return made
+
+
+def overhead(forward: Eager, kit: Kit) -> float:
+    """The share by which a step of one token takes longer than its kernels alone, which is all that a captured step
+    runs. The cost of a call into a kernel is taken from the smallest one. Fused kernels would save more."""
+    step = _one_token(forward)
+    with torch.inference_mode():
+        smallest = _smallest()
+        step()  # the first run lays out what is laid out once
+        call = min(_timed(smallest) for _ in range(RUNS))
+        whole = kernels = float("inf")
+        until = perf_counter() + MOST_SECONDS
+        for _ in range(RUNS):
+            timer = KernelTimer()
+            whole = min(whole, _timed(step))
+            with kit.recording(timer):
+                step()
+            kernels = min(kernels, timer.seconds - timer.calls * call)
+            if perf_counter() > until:
+                break
+    return max(0.0, whole / max(kernels, 1e-9) - 1)
+
+
+def _one_token(forward: Eager) -> Any:
+    """A step of one sequence's first token, in a state of its own."""
+    layout, device = forward.layout, torch.device("cpu")
+    storage = Storage(layout, 0, 1, device)
+    storage.frames.zero_()
+    eager = Eager(forward.model, layout, storage.layers)
+    first, second = torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.long)
+    slots = None if layout.recurrent is None else (first, second)
+    batch = placed_batch(layout, [1], [0], first, [first[None]] * len(layout.paged), slots)
+    return lambda: forward.model.head.best(eager(batch))
+
+
+def _smallest() -> Any:
+    run, x = add.providers["native"].run, torch.zeros(1, 8)
+    return lambda: run(x, x)
+
+
+def _timed(work: Any) -> float:
+    begun = perf_counter()
+    work()
+    return perf_counter() - begun
