@@ -1,1 +1,1 @@
-"""Measurements against other engines: tools of the project, not part of the package."""
+"""Benchmarks against other engines and against hardware limits: tools of the project, not part of the package."""

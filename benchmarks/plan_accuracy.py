@@ -1,7 +1,7 @@
-"""How well the planner predicts the time of a step on this machine: python -m benchmarks.plan_accuracy --help
+"""Accuracy of the planner's step times on this machine: python -m benchmarks.plan_accuracy --help
 
-After a calibration on a few shapes, a whole grid of batch and context is timed, decoding and prefill, and compared. The
-least time that the ceilings allow must not be above any measured one. Run it on a machine that does nothing else.
+Calibrates on a few shapes, then times a whole grid of batch sizes and context lengths, decode and prefill, and compares
+it with the predictions. The shortest time at the ceilings must not exceed any measured time. Use an idle machine.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import sys
 from dataclasses import asdict, dataclass
 from time import monotonic, process_time
 
-from bankfull.bench.load import machine
+from bankfull.bench.compare import process_usage
 from bankfull.config import RunConfig
 from bankfull.errors import BankfullError
 from bankfull.limits.machine import ceilings
 from bankfull.limits.machine.ceilings import better
-from bankfull.limits.model.recipe import open_subject, recipe_of
+from bankfull.limits.model.recipe import open_model_or_config, recipe_of
 from bankfull.limits.statistics import quantile
 from bankfull.plan.calibrate import calibration, engine_for, shown, step_times, timed_steps
 from bankfull.runtime.device import open_device
@@ -26,11 +26,11 @@ from bankfull.weights.source import ModelFiles
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
 CHUNK = 512
-"""Tokens of a step that fills caches."""
+"""Tokens of a prefill step."""
 MEDIAN, P90 = 0.25, 0.40
-"""What the errors may be."""
+"""Highest accepted relative errors."""
 QUIET = 0.05
-"""Cores that others may use before the figures are called rough."""
+"""Cores used by other programs above which the figures are called approximate."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Cell:
     batch: int
     context: int
     tokens: int
-    """Computed for each sequence."""
+    """Tokens computed per sequence."""
     measured: float
     predicted: float
     least: float
@@ -53,27 +53,27 @@ class Cell:
 class Grid:
     cells: list[Cell]
     missing: dict[str, str]
-    """Cells that could not be timed, and why."""
+    """Cells that could not be timed, with the reasons."""
     others: float
-    """Cores that other programs used meanwhile: the noise in the figures."""
+    """Cores used by other programs during the measurement: the noise in the figures."""
 
 
 def cells(model: str, device_name: str, run: RunConfig, refresh: bool, most_batch: int, most_context: int) -> Grid:
-    subject = open_subject(model)
+    subject = open_model_or_config(model)
     if not isinstance(subject, ModelFiles):
-        raise SystemExit(f"{model} has no weights: nothing can be timed.")
+        raise SystemExit(f"{model} has no weights, so nothing can be timed; give a model with weights.")
     device = open_device(device_name)
     recipe = recipe_of(subject, device.kind, run)
-    begun, busy, own = monotonic(), machine.busy_seconds(), process_time()
+    begun, busy, own = monotonic(), process_usage.busy_seconds(), process_time()
     found = calibration(recipe, device_name, refresh=refresh, advance=_say)
     decodes = tuple((b, c) for b in BATCHES for c in CONTEXTS if b <= most_batch and c <= most_context)
     prefills = tuple((b, min(c, CHUNK // b), c - min(c, CHUNK // b)) for b, c in decodes)
     made = engine_for(recipe, device, max(BATCHES), max(b * c for b, c in decodes))
     measured = timed_steps(made, _say, decodes, prefills)
     after = ceilings.of_device(device, refresh=True)
-    limits = found.ceilings if after is None else better(found.ceilings, after)
-    times = step_times(recipe, device.kind, found.fitted(recipe, device.kind, limits), limits)
-    others = (machine.busy_seconds() - busy - (process_time() - own)) / (monotonic() - begun)
+    best = found.ceilings if after is None else better(found.ceilings, after)
+    times = step_times(recipe, device.kind, found.fitted(recipe, device.kind, best), best)
+    others = (process_usage.busy_seconds() - busy - (process_time() - own)) / (monotonic() - begun)
     timed_cells = [
         Cell(
             "decode" if len(shape) == 2 else "prefill",
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--most-batch", type=int, default=max(BATCHES))
     parser.add_argument("--most-context", type=int, default=max(CONTEXTS))
-    parser.add_argument("--refresh", action="store_true", help="calibrate again, whatever is kept")
+    parser.add_argument("--refresh", action="store_true", help="calibrate again, ignoring the cache")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     run = RunConfig(quantize=asked.quantize, kv_dtype=asked.kv_dtype)
@@ -141,7 +141,7 @@ def main() -> None:
         for shape, reason in missing.items():
             print(f"not timed: {shape}. {reason}")
         if grid.others > QUIET:
-            print(f"others used {grid.others:.2g} cores meanwhile: these figures are rough")
+            print(f"other programs used {grid.others:.2g} cores: these figures are approximate")
         for name, value in figures.items():
             print(f"{name}: {value:.0f}" if name == "least_above_measured" else f"{name}: {value:.1%}")
     good = figures["all_median"] <= MEDIAN and figures["all_p90"] <= P90 and not figures["least_above_measured"]

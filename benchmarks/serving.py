@@ -1,8 +1,8 @@
 """What the server adds to a short prompt's time to first token: python -m benchmarks.serving --help
 
-The same conversations go to an engine in this process and to `bankfull serve` beside it, in turn, each after a pause in
-which both sleep. The client is Python's own `http.client` on one connection that stays open. CPU time and wake-ups are
-the kernel's count for every thread of a process, so they say what changed where wall time is too noisy. Linux only.
+The same conversations go alternately to an engine in this process and to `bankfull serve`, each after a pause in which
+both are idle. The client is Python's `http.client` on one persistent connection. CPU time and wake-ups are kernel
+counters of all threads of a process, so they show changes where wall time is too noisy. Linux only.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from bankfull.sample.params import SamplingParams
 
 READY_SECONDS = 300.0
 WARM = 10
-"""Requests of each kind before the first that counts."""
+"""Warm-up requests of each kind."""
 KINDS = ("in-process", "stream", "whole")
 TOKENS = {"in-process": 4, "stream": 4, "whole": 1}
-"""Of an answer. A whole answer is there with its last token, so it has one."""
+"""Output tokens. A response that is not streamed arrives with its last token, so it has one."""
 WORDS = "the river carries sand and silt from the hills down to the plain where it turns and slows "
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What the threads of a process have used so far."""
+    """CPU seconds and wake-ups of the threads of a process so far."""
 
     cpu: float
     wakeups: int
-    """How often one of them went to sleep, which is as often as one was woken."""
+    """Voluntary context switches, which equal the wake-ups."""
 
     def __sub__(self, before: Usage) -> Usage:
         return Usage(self.cpu - before.cpu, self.wakeups - before.wakeups)
@@ -56,7 +56,7 @@ def usage_of(pid: int) -> Usage:
             cpu += int((task / "schedstat").read_text().split()[0])
             status = (task / "status").read_text()
         except OSError:
-            continue  # a thread that has just ended
+            continue  # the thread has just exited
         found = re.search(r"^voluntary_ctxt_switches:\s+(\d+)", status, re.MULTILINE)
         wakeups += int(found[1]) if found else 0
     return Usage(cpu / 1e9, wakeups)
@@ -73,7 +73,7 @@ class Timed:
 
 
 class Server:
-    """`bankfull serve` in processes of its own, and one connection to it."""
+    """`bankfull serve` in its own processes, and one connection to it."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path, model: str) -> None:
         self.api, self._log, self._model = process.pid, log, model
@@ -91,7 +91,7 @@ class Server:
         raise BankfullError(f"The server did not start:\n{self._log.read_text()}")
 
     def first_token(self, messages: list[dict[str, str]], kind: str) -> float:
-        """Seconds until the client has the first token; returns when it has the whole answer."""
+        """Seconds until the client has the first token; returns after the whole response."""
         call = {
             "model": self._model,
             "messages": messages,
@@ -104,7 +104,7 @@ class Server:
         self._connection.request("POST", "/v1/chat/completions", json.dumps(call), {"content-type": "application/json"})
         response = self._connection.getresponse()
         if response.status != 200:
-            raise BankfullError(f"The server refused a call: {response.read().decode(errors='replace')}")
+            raise BankfullError(f"The server rejected a request: {response.read().decode(errors='replace')}")
         if kind == "stream":
             response.readline()  # the first event carries the first token
         else:
@@ -121,7 +121,7 @@ class Server:
         return {name: float(value) for name, value in found}
 
     def logged(self) -> list[float]:
-        """Of every call so far: from its arrival to its first token, as the server's log has it."""
+        """Time from arrival to first token of every request so far, from the server's log."""
         lines = [json.loads(line) for line in self._log.read_text().splitlines() if line.startswith("{")]
         return [line["ttft"] for line in lines if "ttft" in line]
 
@@ -151,7 +151,7 @@ def first_token_here(llm: LLM, messages: list[dict[str, str]]) -> float:
 
 
 def conversation(number: int, words: int) -> list[dict[str, str]]:
-    """No two begin alike, so none finds a prefix in the cache."""
+    """No two begin alike, so that the prefix cache is never hit."""
     text = (WORDS * (words // len(WORDS.split()) + 1)).split()[:words]
     return [{"role": "user", "content": f"{number} " + " ".join(text)}]
 
@@ -164,14 +164,14 @@ def measure(
     logged = 0
     for number in range(WARM + requests):
         if number == WARM:
-            time.sleep(0.2)  # the log has a thread of its own
+            time.sleep(0.2)  # the log is written by its own thread
             before, logged = server.sums(), len(server.logged())
         for place, kind in enumerate(KINDS):
             messages = conversation(number * len(KINDS) + place, words)
             time.sleep(pause)
             api, engine = usage_of(server.api), usage_of(server.engine)
             first = first_token_here(llm, messages) if kind == "in-process" else server.first_token(messages, kind)
-            time.sleep(pause)  # what a call leaves to be done is part of it
+            time.sleep(pause)  # work after the response counts too
             if number >= WARM:
                 timed[kind].first.append(first)
                 timed[kind].api.append(usage_of(server.api) - api)
@@ -183,7 +183,7 @@ def measure(
 def stages(
     timed: dict[str, Timed], before: dict[str, float], after: dict[str, float], logged: list[float]
 ) -> dict[str, float]:
-    """Mean seconds until the first token, in the order in which they pass."""
+    """Mean seconds of each stage until the first token, in order."""
     calls = after["time_to_first_token_seconds_count"] - before["time_to_first_token_seconds_count"]
 
     def mean(*names: str) -> float:
@@ -228,11 +228,11 @@ def lines(made: dict[str, Any]) -> Iterator[str]:
             f"  {kind:12}             {values.median:6.2f} ({values.lower:.2f} .. {values.upper:.2f}), "
             f"{values.low:.2f}    {more:>8}"
         )
-    yield "a call costs               API process: CPU us, wake-ups      engine process: CPU us, wake-ups"
+    yield "cost per request           API process: CPU us, wake-ups      engine process: CPU us, wake-ups"
     for kind, used in made["usage"].items():
         shown = [f"{1e6 * used[name]['cpu']:10.0f}, {used[name]['wakeups']:.0f}" for name in ("api", "engine")]
         yield f"  {kind:12}             {shown[0]:28}       {shown[1]}"
-    yield "means until the first token of a served call, ms"
+    yield "mean stages until the first token of a served request, ms"
     for name, seconds in made["stages"].items():
         yield f"  {name:32} {1e3 * seconds:6.2f}"
 
@@ -241,16 +241,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=(__doc__ or "").split("\n")[2])
     parser.add_argument("--model", default="smollm2", help="as for `bankfull serve`; it needs a chat template")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--memory", default="1GiB", help="for the state of sequences, in each of the two engines")
-    parser.add_argument("--requests", type=int, default=100, help="that count, of each kind")
-    parser.add_argument("--words", type=int, default=20, help="of a prompt")
+    parser.add_argument("--memory", default="1GiB", help="memory for the KV cache of each of the two engines")
+    parser.add_argument("--requests", type=int, default=100, help="measured requests of each kind")
+    parser.add_argument("--words", type=int, default=20, help="words of a prompt")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds before and after each request")
     parser.add_argument(
         "--bankfull",
         default=str(Path(sys.executable).parent / "bankfull"),
-        help="the command to start: that of another build, to compare with",
+        help="command to start, for example of another build",
     )
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     asked = parser.parse_args(arguments)
     options = ["--device", asked.device, "--memory", asked.memory]
     command = [asked.bankfull, "serve", asked.model, *options, "--port", "0", "--log-json"]

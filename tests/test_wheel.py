@@ -151,7 +151,7 @@ def check_contents(found: Built) -> None:
         for path in package.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".so"
     }
-    assert {"bankfull/serve/console/static/index.html", "bankfull/limits/catalogue.toml"} <= wanted
+    assert {"bankfull/serve/console/static/index.html", "bankfull/limits/machine/catalogue.toml"} <= wanted
     names = {name for name in found.names if ".dist-info/" not in name and not name.endswith(".so")}
     assert names == wanted, "the wheel holds the package's files, all of them and no others"
 

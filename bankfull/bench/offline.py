@@ -1,7 +1,7 @@
-"""How fast a model runs here, beside what this machine could do: one stream (latency) or many requests (throughput).
+"""Offline benchmark: speed of a model in this process next to the machine's limit, for one stream or many requests.
 
-Prompts are random token ids, other ones for each request, so that nothing is found in the prefix cache; the end of text
-is ignored. The first turn warms up and is not counted.
+Prompts are random token ids, different for each request, so that the prefix cache is never hit; the end of text is
+ignored. The first repetition is a warm-up and is not counted.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from bankfull.limits.machine import ceilings
 from bankfull.limits.machine.ceilings import Ceilings, better
 from bankfull.limits.meter.closed_form import ClosedForm, closed_form
 from bankfull.limits.meter.metered import MeteredModel
+from bankfull.limits.meter.roofline import least_seconds
 from bankfull.limits.meter.step import StepShape
-from bankfull.limits.statistics import Spread, least_seconds, per_second, share_outside, spread
+from bankfull.limits.statistics import Spread, per_second, share_outside, spread
 from bankfull.llm import LLM
 from bankfull.ops.cost import Cost
 from bankfull.ops.registry import FLOAT
 from bankfull.sample.params import SamplingParams
 
 MOST_TOKENS = 1 << 24
-"""Of one repetition: a bound on what a mistyped option can allocate."""
+"""Tokens of one repetition at most; bounds the memory that a mistyped option can allocate."""
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What each repetition runs."""
+class OfflineLoad:
+    """The work of each repetition."""
 
     prompt_len: int
     output_len: int
@@ -56,7 +57,7 @@ class Load:
                 f"{MOST_TOKENS} tokens at once; lower one of the three."
             )
         if self.params.greedy and (self.top_k, self.top_p) != (0, 1.0):
-            raise ConfigError("top_k and top_p change nothing without a temperature above 0; give one too.")
+            raise ConfigError("top_k and top_p have no effect without a temperature above 0; give one too.")
 
     @property
     def params(self) -> SamplingParams:
@@ -71,7 +72,7 @@ class Load:
 
     @property
     def sampling(self) -> str:
-        """For a title: nothing where decoding is greedy."""
+        """Sampling parameters for a title; empty for greedy decoding."""
         named = {"temperature": (self.temperature, 0.0), "top_k": (self.top_k, 0), "top_p": (self.top_p, 1.0)}
         return "".join(f", {name} {value:g}" for name, (value, neutral) in named.items() if value != neutral)
 
@@ -84,7 +85,7 @@ class Load:
             )
 
     def prompts(self, turn: int, vocab: int) -> list[list[int]]:
-        """The same for the same seed and turn; turns share nothing."""
+        """Reproducible for a seed and turn; turns share no prompt."""
         return [
             random.Random(f"{self.seed}/{turn}/{number}").choices(range(vocab), k=self.prompt_len)
             for number in range(self.requests)
@@ -92,17 +93,17 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
-    """A stretch of time and the steps that ran in it."""
+class OfflinePhase:
+    """A time span and the steps that ran in it."""
 
     tokens: int
     seconds: float
     inside: float
-    """Seconds of these inside kernels: the tape's and the head's; without a tape, inside launched work, by the device's
-    own clock."""
+    """Seconds inside kernels: those of the tape and of the head; without a tape, inside launched work by the device's
+    clock."""
     steps: int
     sequences: int
-    """Summed over the steps."""
+    """Sequences summed over the steps."""
     cost: Cost
     costs: tuple[Cost, ...] = field(repr=False)
     shapes: tuple[StepShape, ...] = field(default=(), repr=False)
@@ -111,10 +112,10 @@ class Phase:
     def mean_batch(self) -> float | None:
         return self.sequences / self.steps if self.steps else None
 
-    def figures(self, limits: Ceilings | None, dtype: str, activations: str = FLOAT) -> dict[str, float | None]:
+    def figures(self, ceilings: Ceilings | None, dtype: str, activations: str = FLOAT) -> dict[str, float | None]:
         least = None
-        if limits is not None and self.seconds:
-            least = least_seconds(self.costs, limits, dtype, activations)
+        if ceilings is not None and self.seconds:
+            least = least_seconds(self.costs, ceilings, dtype, activations)
         return {
             "tokens_per_s": per_second(self.tokens, self.seconds),
             "seconds": self.seconds,
@@ -126,35 +127,35 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One repetition: up to the first token (of the first request that got one), and all behind it."""
+class Repetition:
+    """One repetition: until the first token of any request (`prefill`), and after it (`decode`)."""
 
-    prefill: Phase
-    decode: Phase
-    whole: Phase
-    """Its tokens are those that came out."""
+    prefill: OfflinePhase
+    decode: OfflinePhase
+    whole: OfflinePhase
+    """Its tokens are the output tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class OfflineReport:
     kind: str
-    load: Load
+    load: OfflineLoad
     dtype: str
     device: str
-    turns: list[Turn]
+    turns: list[Repetition]
     before: Ceilings | None
     after: Ceilings | None
     bound: Bindings
     activations: str = FLOAT
     tape: TapeSummary | None = None
     profile: tuple[PhaseProfile, ...] | None = None
-    """Of one more repetition, where it was asked for."""
+    """Profile of one more repetition, if requested."""
     uncaptured: str | None = None
     """Why steps run without capture although the device captures steps."""
 
     @property
     def ceilings(self) -> Ceilings | None:
-        """The better of what was measured before and after."""
+        """The better of the measurements before and after."""
         return None if self.before is None or self.after is None else better(self.before, self.after)
 
     def figures(self) -> list[dict[str, float | None]]:
@@ -162,7 +163,7 @@ class Report:
         return [self._of(turn) for turn in self.turns]
 
     def summary(self) -> dict[str, Spread | None]:
-        """Over the repetitions; None for what this load or this device does not give."""
+        """Spreads over the repetitions; None for figures that this load or device does not have."""
         rows = self.figures()
         known = {name: [row[name] for row in rows] for name in rows[0]}
         return {
@@ -171,7 +172,7 @@ class Report:
         }
 
     def profile_rows(self) -> dict[str, list[Row]]:
-        """The phases of the profile that had any steps."""
+        """Rows by phase, for phases with steps."""
         used = self.ceilings
         peak = math.inf if used is None else used.peak_of(self.dtype, self.activations)
         return {part.name: part.rows(used, peak) for part in self.profile or () if part.steps}
@@ -195,10 +196,10 @@ class Report:
             "profile": None if self.profile is None else self.profile_rows(),
         }
 
-    def _of(self, turn: Turn) -> dict[str, float | None]:
+    def _of(self, turn: Repetition) -> dict[str, float | None]:
         used = self.ceilings
 
-        def named(part: str, phase: Phase) -> dict[str, float | None]:
+        def named(part: str, phase: OfflinePhase) -> dict[str, float | None]:
             found = phase.figures(used, self.dtype, self.activations)
             return {f"{part}_{name}": value for name, value in found.items()}
 
@@ -218,22 +219,22 @@ class Report:
 
 
 class Bench:
-    """Turns of one load on one model."""
+    """Repetitions of one load on one model."""
 
-    def __init__(self, llm: LLM, load: Load, *, dtype: str, expand: bool = False, profile: bool = False) -> None:
+    def __init__(self, llm: LLM, load: OfflineLoad, *, dtype: str, expand: bool = False, profile: bool = False) -> None:
         load.fits(llm.max_model_len)
         if profile and taped_of(llm.loaded.frontend.engine) is None:
             raise ConfigError(
-                "A profile needs a step that is captured on a tape, as the native CPU kernels do; leave out --profile."
+                "A profile needs steps captured on a tape, as with the native CPU kernels; leave out --profile."
             )
         self._profiled = profile
         self._llm, self._load, self._dtype, self._expand = llm, load, dtype, expand
         self._front = llm.loaded.frontend
-        self._salt = secrets.token_hex(8)  # an earlier benchmark on the same engine had the same prompts
+        self._salt = secrets.token_hex(8)  # keeps prompts of earlier benchmarks on this engine out of the cache
         self._params = load.params
 
-    def run(self, kind: str, advance: Callable[[int], None] | None = None) -> Report:
-        """`advance` is told how many repetitions are done."""
+    def run(self, kind: str, advance: Callable[[int], None] | None = None) -> OfflineReport:
+        """`advance`: callback with the number of completed repetitions."""
         device = self._llm.loaded.device.kind
         before = self._ceilings()
         turns = []
@@ -246,7 +247,7 @@ class Bench:
             profile = self._profile(watched) if self._profiled else None
         ran = {name.rpartition("/")[2] for name in self._metered.cost(StepShape.decode()).calls}
         bound = bindings(self._llm.loaded.kit, ran)
-        return Report(
+        return OfflineReport(
             kind,
             self._load,
             self._dtype,
@@ -277,11 +278,11 @@ class Bench:
         return closed_form(self._metered)
 
     def _ceilings(self) -> Ceilings | None:
-        """Of the machine or of the device, measured now."""
+        """Ceilings of the machine or device, measured now."""
         return ceilings.of_device(self._llm.loaded.device, refresh=True)
 
     def _profile(self, watched: EngineWatch) -> tuple[PhaseProfile, ...]:
-        """One more repetition, its kernels timed one by one."""
+        """One more repetition with each kernel timed."""
         spent: list[Spent] = []
         taped = watched.times.taped
         assert taped is not None
@@ -295,7 +296,7 @@ class Bench:
             for (name, phase), taken in zip(phases.items(), spent, strict=True)
         )
 
-    def _turn(self, number: int, watched: EngineWatch, at_first: Callable[[], None] | None = None) -> Turn:
+    def _turn(self, number: int, watched: EngineWatch, at_first: Callable[[], None] | None = None) -> Repetition:
         """`at_first` is called between the two phases."""
         front, load = self._front, self._load
         prompts = load.prompts(number, front.vocab)
@@ -323,16 +324,16 @@ class Bench:
             front.engine.scheduler.sealed = False
             self._forget(ids)
         ended, last_inside, shapes = perf_counter(), watched.times.seconds, watched.take_shapes()
-        return Turn(
+        return Repetition(
             self._phase(load.prompt_len * load.requests, first - begun, first_inside - inside, first_shapes),
             self._phase(produced - produced_first, ended - first, last_inside - first_inside, shapes),
             self._phase(produced, ended - begun, last_inside - inside, [*first_shapes, *shapes]),
         )
 
-    def _phase(self, tokens: int, seconds: float, inside: float, shapes: Sequence[StepShape]) -> Phase:
+    def _phase(self, tokens: int, seconds: float, inside: float, shapes: Sequence[StepShape]) -> OfflinePhase:
         costs = tuple(self._form.cost(shape) for shape in shapes)
         sequences = sum(len(shape.counts) for shape in shapes)
-        return Phase(tokens, seconds, inside, len(shapes), sequences, sum(costs, Cost()), costs, tuple(shapes))
+        return OfflinePhase(tokens, seconds, inside, len(shapes), sequences, sum(costs, Cost()), costs, tuple(shapes))
 
     def _forget(self, ids: Sequence[Hashable]) -> None:
         for request in ids:

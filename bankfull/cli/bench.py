@@ -29,8 +29,8 @@ from bankfull.cli.options import EngineOptions, Json, flat
 from bankfull.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
-    from bankfull.bench.offline import Load
-    from bankfull.bench.report.report import Report
+    from bankfull.bench.offline import OfflineLoad
+    from bankfull.bench.report.report import LoadReport
 
 REQUESTS = 8
 """At once, where throughput is asked for and nothing is said."""
@@ -83,9 +83,11 @@ def latency(
     before and once after, and the better ones are used. The host's share is the time outside of the tape's kernels and
     the head's: planning, choosing tokens, text, and operations that break off the tape.
     """
-    from bankfull.bench.offline import Load
+    from bankfull.bench.offline import OfflineLoad
 
-    _offline("latency", engine, Load(prompt_len, output_len, 1, reps, seed, temperature, top_k, top_p), profile, json)
+    _offline(
+        "latency", engine, OfflineLoad(prompt_len, output_len, 1, reps, seed, temperature, top_k, top_p), profile, json
+    )
 
 
 def throughput(
@@ -103,13 +105,13 @@ def throughput(
     json: Json = False,
 ) -> None:
     """Measure many requests at once, beside this machine's limit. All else is as for latency."""
-    from bankfull.bench.offline import Load
+    from bankfull.bench.offline import OfflineLoad
 
-    load = Load(prompt_len, output_len, concurrency, reps, seed, temperature, top_k, top_p)
+    load = OfflineLoad(prompt_len, output_len, concurrency, reps, seed, temperature, top_k, top_p)
     _offline("throughput", engine, load, profile, json)
 
 
-def _offline(kind: str, engine: EngineOptions, load: Load, profile: bool, json: bool) -> None:
+def _offline(kind: str, engine: EngineOptions, load: OfflineLoad, profile: bool, json: bool) -> None:
     from bankfull.bench.offline import Bench
 
     llm = engine.load()
@@ -123,7 +125,7 @@ def _offline(kind: str, engine: EngineOptions, load: Load, profile: bool, json: 
     if json:
         print(json_text.dumps({"model": engine.model, **report.as_json()}))
         return
-    from bankfull.bench.show import bench_table, notes, profile_tables
+    from bankfull.bench.offline_tables import bench_table, notes, profile_tables
 
     asked = f"{load.requests} x {load.prompt_len} in, {load.output_len} out, {dtype}{load.sampling}"
     print_table(bench_table(report, f"{kind} of {engine.model}: {asked}"))
@@ -154,14 +156,14 @@ def serve(
     The client is open-loop: requests come when they are due, and a request's time counts from then. A server of ours
     tells how much of its machine it used; energy is measured where this machine tells it and the server runs on it.
     """
-    from bankfull.bench.load.run import Runner
+    from bankfull.bench.load.run import LoadRunner
     from bankfull.bench.report.json_fields import as_vllm
     from bankfull.bench.report.text import tables
     from bankfull.cli.terminal import print_table, progress
 
     load = load_of(work, arrivals, slo)
     costs = price_of(price, price_of_device)
-    runner = Runner(server_at(url, model), price=costs, files=model_files)
+    runner = LoadRunner(server_at(url, model), price=costs, files=model_files)
     with progress("requests", load.turns) as advance:
         report = runner.run(load, advance=advance)
     write_files(report, markdown, html, result, details)
@@ -204,7 +206,7 @@ def sweep(
     from dataclasses import replace
 
     from bankfull.bench.load.arrivals import Arrivals
-    from bankfull.bench.load.run import Runner
+    from bankfull.bench.load.run import LoadRunner
     from bankfull.bench.load.sweep import Search
     from bankfull.bench.report.json_fields import as_vllm
     from bankfull.bench.report.sweep import answer, hopeless, sweep_html, sweep_table
@@ -216,8 +218,8 @@ def sweep(
         raise ConfigError(f"--seconds {seconds} and --least-requests {least_requests} must be above 0.")
     search = Search(first_rate, highest_rate, target, precision, confirmations)
     load = load_of(work, ArrivalOptions(first_rate, arrivals, burstiness), slo)
-    runner = Runner(server_at(url, model), price=price_of(price, price_of_device), files=model_files)
-    reports: list[Report] = []
+    runner = LoadRunner(server_at(url, model), price=price_of(price, price_of_device), files=model_files)
+    reports: list[LoadReport] = []
     alone = runner.alone(load)
     if not alone.attained():
         raise RequestError(hopeless(alone))
@@ -273,7 +275,7 @@ def compare(
     the median over the pairs.
     """
     from bankfull.bench.compare import servers as side_by_side
-    from bankfull.bench.compare.rows_table import notes, problems, ratio_table
+    from bankfull.bench.compare.tables import notes, problems, ratio_table
     from bankfull.cli.terminal import print_table, say
     from bankfull.weights.locate import locate
 
@@ -290,7 +292,7 @@ def compare(
     own = side_by_side.ours() if ours is None else side_by_side.parse_contender(f"{side_by_side.OURS}={ours}")
     started = any(not side.is_address for side in (own, *peers))
     files = str(locate(model)) if started else model
-    with side_by_side.Running(own, files, server_key(), tell) as one:
+    with side_by_side.RunningServer(own, files, server_key(), tell) as one:
         found = [side_by_side.compare_with(one, contender, load, pairs) for contender in peers]
     if json:
         print(json_text.dumps({"load": load.describe(), "comparisons": [one.as_json() for one in found]}))

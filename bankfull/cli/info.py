@@ -40,7 +40,7 @@ def info(
         extra = {"roofline": {title: bound.as_rows() for title, bound in bounds.items()}} if roofline else {}
         print(json_text.dumps(found.to_dict() | extra))
         return
-    from bankfull.limits.show import info_table, roofline_table
+    from bankfull.limits.model.tables import info_table, roofline_table
 
     print_table(info_table(found))
     if bounds:

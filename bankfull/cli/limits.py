@@ -52,8 +52,8 @@ def limits(
         return
     from bankfull.cli.terminal import print_table, say
     from bankfull.limits.machine.catalogue import load
-    from bankfull.limits.machine.roofline_chart import chart_of, curve_chart
-    from bankfull.limits.show import ceilings_table, device_table
+    from bankfull.limits.machine.charts import chart_of, curve_chart
+    from bankfull.limits.machine.tables import ceilings_table, device_table
 
     if is_here(device):
         found, levels = measure(device, refresh)
@@ -104,7 +104,7 @@ def measure(device: str, refresh: bool) -> tuple[Ceilings, Levels]:
 def list_devices(catalogue: Path | None, json: bool) -> None:
     from bankfull.cli.terminal import print_table
     from bankfull.limits.machine.catalogue import load
-    from bankfull.limits.show import catalogue_table
+    from bankfull.limits.machine.tables import catalogue_table
 
     known = load(catalogue)
     if json:

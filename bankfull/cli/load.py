@@ -14,9 +14,9 @@ from bankfull.cli.service import KEY_VARIABLE
 from bankfull.errors import ConfigError
 
 if TYPE_CHECKING:
-    from bankfull.bench.load.run import Load
-    from bankfull.bench.load.server import Server
-    from bankfull.bench.report.report import Price, Report
+    from bankfull.bench.load.run import LoadTest
+    from bankfull.bench.load.server import ServerUnderTest
+    from bankfull.bench.report.report import LoadReport, Price
 
 LOCAL = "http://127.0.0.1:8000"
 REQUESTS = 100
@@ -85,12 +85,12 @@ class ArrivalOptions:
     ] = 1.0
 
 
-def load_of(work: WorkOptions, arrivals: ArrivalOptions, slo: str | None) -> Load:
+def load_of(work: WorkOptions, arrivals: ArrivalOptions, slo: str | None) -> LoadTest:
     from bankfull.bench.load.arrivals import MOST_ARRIVALS, Arrivals
-    from bankfull.bench.load.client import Asking
-    from bankfull.bench.load.run import Load
+    from bankfull.bench.load.client import RequestOptions
+    from bankfull.bench.load.run import LoadTest
     from bankfull.bench.load.slo import Slo, parse_slo
-    from bankfull.bench.load.workloads import ShareGpt, Synthetic, Trace, Workload, parse_lengths
+    from bankfull.bench.load.workloads import RecordedTrace, ShareGpt, Synthetic, Workload, parse_lengths
 
     if work.sharegpt is not None and work.trace is not None:
         raise ConfigError("Give one of --sharegpt and --trace: a run has one workload.")
@@ -98,14 +98,14 @@ def load_of(work: WorkOptions, arrivals: ArrivalOptions, slo: str | None) -> Loa
     count = REQUESTS if work.requests is None else work.requests
     workload: Workload
     if work.trace is not None:
-        workload = Trace(work.trace, work.trace_speed)
+        workload = RecordedTrace(work.trace, work.trace_speed)
         count = MOST_ARRIVALS if work.requests is None else work.requests
     elif work.sharegpt is not None:
         workload = ShareGpt(work.sharegpt, output, work.turns)
     else:
         wanted = parse_lengths("128") if output is None else output
         workload = Synthetic(parse_lengths(work.input_len), wanted, work.prefixes, work.prefix_len, work.turns)
-    asking = Asking(
+    request_options = RequestOptions(
         work.api,
         not work.no_ignore_eos,
         {"temperature": 0.0, **_fields(work.extra_body)},
@@ -114,21 +114,21 @@ def load_of(work: WorkOptions, arrivals: ArrivalOptions, slo: str | None) -> Loa
         work.timeout,
     )
     kind = "gamma" if arrivals.burstiness != 1.0 and arrivals.arrivals == "poisson" else arrivals.arrivals
-    return Load(
+    return LoadTest(
         workload,
         Arrivals(arrivals.rate, kind, arrivals.burstiness),
         count,
         work.seed,
         Slo() if slo is None else parse_slo(slo),
-        asking,
+        request_options,
         work.prompts,
     )
 
 
-def server_at(url: str, model: str | None) -> Server:
-    from bankfull.bench.load.server import Server, parse_address
+def server_at(url: str, model: str | None) -> ServerUnderTest:
+    from bankfull.bench.load.server import ServerUnderTest, parse_address
 
-    return Server(parse_address(url), server_key(), model)
+    return ServerUnderTest(parse_address(url), server_key(), model)
 
 
 def server_key() -> str | None:
@@ -158,7 +158,9 @@ def _from_catalogue(device: str) -> Price:
     return Price(found.dollars_per_hour, f"the catalogue's for {found.name}{doubt}")
 
 
-def write_files(report: Report, markdown: Path | None, html: Path | None, result: Path | None, details: bool) -> None:
+def write_files(
+    report: LoadReport, markdown: Path | None, html: Path | None, result: Path | None, details: bool
+) -> None:
     if markdown is not None:
         from bankfull.bench.report.text import as_markdown
 

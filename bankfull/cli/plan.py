@@ -76,10 +76,10 @@ def plan(
     from bankfull.bench.load.slo import Slo, parse_slo
     from bankfull.cli.terminal import print_table, progress
     from bankfull.errors import ConfigError
-    from bankfull.limits.model.recipe import open_subject
+    from bankfull.limits.model.recipe import open_model_or_config
     from bankfull.plan.outcome import Objectives
     from bankfull.plan.pareto import usual_goal
-    from bankfull.plan.planner import Planner, Question
+    from bankfull.plan.planner import Planner, PlanRequest
     from bankfull.plan.sites import sites_of
     from bankfull.plan.traffic import parse_traffic
 
@@ -89,15 +89,15 @@ def plan(
     sites = sites_of(devices, catalogue, price)
     if goal is None:
         goal = usual_goal(objectives.stated, all(site.dollars_per_hour is not None for site in sites))
-    question = Question(
+    request = PlanRequest(
         model, parse_traffic(traffic), objectives, goal, most, requests, seed, lossless, not no_calibrate, refresh
     )
-    subject = open_subject(model)
+    subject = open_model_or_config(model)
     with progress("simulations", None) as advance:
-        found = Planner(subject, sites, question, advance).plan()
+        found = Planner(subject, sites, request, advance).plan()
     if chart is not None and found.pareto:
         from bankfull.limits.charts import save
-        from bankfull.plan.show import plan_chart
+        from bankfull.plan.report import plan_chart
 
         save(plan_chart(found), chart)
     compared = []
@@ -107,12 +107,12 @@ def plan(
         if found.recommended is None:
             raise ConfigError("There is nothing to verify: no configuration fits.")
         with progress("requests", requests) as advance:
-            compared = run_here(found.recommended, question.traffic, objectives, requests, seed, advance)
+            compared = run_here(found.recommended, request.traffic, objectives, requests, seed, advance)
     if json:
         extra = {"verified": [one.as_json() for one in compared]} if verify else {}
         print(json_text.dumps(_finite(found.as_json() | extra)))
         return
-    from bankfull.plan.show import later_table, pareto_table, sentences, verified_table
+    from bankfull.plan.report import later_table, pareto_table, sentences, verified_table
 
     if found.pareto:
         print_table(pareto_table(found))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from bankfull.layers.decoder import Decoder
-    from bankfull.limits.quality import Quality
+    from bankfull.limits.quality.evaluate import Quality
     from bankfull.text.tokenizer import Tokenizer
 
 LARGEST_TEXT = 16 << 20
@@ -75,7 +75,7 @@ def quality(
     The reference computes in float32 with dequantized weights and no fast kernels.
     """
     from bankfull.cli.terminal import print_table, progress
-    from bankfull.limits.quality import CHUNKS, across_chunks, evaluate, windows_of
+    from bankfull.limits.quality.evaluate import CHUNKS, across_chunks, evaluate, windows_of
 
     pair = _prepare(model, options)
     size = pair.window
@@ -122,7 +122,7 @@ class Pair:
 def _prepare(model: str, options: QualityOptions) -> Pair:
     from bankfull.config import RunConfig
     from bankfull.errors import ConfigError
-    from bankfull.limits.quality import WINDOW, dequantized
+    from bankfull.limits.quality.evaluate import WINDOW, dequantized
     from bankfull.loading import plan_build, refuse_pages_without_use
     from bankfull.models.registry import build_model
     from bankfull.runtime.device import open_device
@@ -183,7 +183,7 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
 
 def _texts(path: Path | None) -> list[str]:
     from bankfull.errors import RequestError
-    from bankfull.limits.quality import bundled_texts
+    from bankfull.limits.quality.evaluate import bundled_texts
 
     if path is None:
         return list(bundled_texts().values())

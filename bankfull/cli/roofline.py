@@ -53,12 +53,12 @@ def roofline(
     from bankfull.config import RunConfig
     from bankfull.errors import ConfigError
     from bankfull.limits.machine.targets import machine_of
-    from bankfull.limits.model.bounds import ModelRoofline, Question, numbers
-    from bankfull.limits.model.recipe import open_subject, recipe_of
+    from bankfull.limits.model.bounds import ModelRoofline, RooflineQuery, numbers
+    from bankfull.limits.model.recipe import open_model_or_config, recipe_of
 
     if picture not in PICTURES:
         raise ConfigError(f"picture is {picture[:40]!r}; use svg or png.")
-    subject = open_subject(model)
+    subject = open_model_or_config(model)
     machine = machine_of(device, catalogue)
     recipe = recipe_of(
         subject, machine.kind, RunConfig(dtype=dtype, quantize=quantize, kv_dtype=kv_dtype, activations=activations)
@@ -66,8 +66,8 @@ def roofline(
     longest = recipe.metered().model.max_positions
     usual = min(1024, longest)
     contexts = (usual,) if context is None else numbers(context, "context")
-    question = Question(numbers(batch, "batch"), contexts, usual if prompt is None else prompt)
-    found = ModelRoofline(recipe, machine, question)
+    query = RooflineQuery(numbers(batch, "batch"), contexts, usual if prompt is None else prompt)
+    found = ModelRoofline(recipe, machine, query)
     if json:
         print(json_text.dumps(found.as_json()))
     else:
@@ -84,7 +84,7 @@ def roofline(
 
 def _show(found: ModelRoofline) -> None:
     from bankfull.cli.terminal import print_table, say
-    from bankfull.limits.model.show import changes_table, curve_table, phase_tables, summary_table
+    from bankfull.limits.model.tables import changes_table, curve_table, phase_tables, summary_table
 
     for table in (summary_table(found), *phase_tables(found), curve_table(found), changes_table(found)):
         print_table(table)

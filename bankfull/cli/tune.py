@@ -13,7 +13,7 @@ from bankfull.cli.options import Dtype, Json, Model
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bankfull.limits.tuning import Timing
+    from bankfull.limits.tune import ShapeTiming
 
 ROWS = "1,2,4,8,16,32,64,128,256,512"
 MOST_ROWS = 1 << 16
@@ -41,7 +41,7 @@ def tune(
     from importlib import import_module
 
     from bankfull.cli.terminal import print_table, progress, say
-    from bankfull.limits.tuning import shapes_of, timed_in_a_graph, timings_of
+    from bankfull.limits.tune import shapes_of, timed_in_a_graph, timings_of
     from bankfull.loading import choose_dtype
     from bankfull.ops.triton import table
     from bankfull.weights.locate import locate
@@ -82,7 +82,7 @@ def parse_rows(text: str) -> list[int]:
     return sorted(counts)
 
 
-def as_json(timing: Timing) -> dict[str, Any]:
+def as_json(timing: ShapeTiming) -> dict[str, Any]:
     gain = timing.gain
     return {
         **asdict(timing.entry),
@@ -93,11 +93,11 @@ def as_json(timing: Timing) -> dict[str, Any]:
     }
 
 
-def timings_table(timings: Sequence[Timing]) -> Any:
+def timings_table(timings: Sequence[ShapeTiming]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    from bankfull.limits.show import duration, scaled
+    from bankfull.limits.units import duration, scaled
 
     shown = Table()
     for heading in ("rows", "outputs x columns", "fastest", "time", "moved", "without the table", "gain"):

@@ -1,20 +1,17 @@
-"""The arithmetic of measurements: spreads, and shares of a limit. Pure."""
+"""Statistics of measurements."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from bankfull.errors import ConfigError
-from bankfull.limits.machine.ceilings import Ceilings
-from bankfull.ops.cost import Cost
-from bankfull.ops.registry import FLOAT
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Repetitions of one figure: the median, the quartiles and the extremes."""
+    """Repetitions of one figure: median, quartiles (`lower`, `upper`) and extremes (`low`, `high`)."""
 
     median: float
     low: float
@@ -26,13 +23,13 @@ class Spread:
 
 def spread(values: Sequence[float]) -> Spread:
     if not values:
-        raise ConfigError("There is nothing to summarize: no repetition gave this figure.")
+        raise ConfigError("No repetition measured this figure, so it cannot be summarized; run at least one.")
     ranked = sorted(values)
     return Spread(median(ranked), ranked[0], quantile(ranked, 0.25), quantile(ranked, 0.75), ranked[-1], len(ranked))
 
 
 def quantile(ranked: Sequence[float], share: float) -> float:
-    """Linear between the neighbours, the extremes being the quantiles 0 and 1."""
+    """Linear interpolation between neighbours; the extremes are the quantiles 0 and 1."""
     place = share * (len(ranked) - 1)
     below = int(place)
     above = min(below + 1, len(ranked) - 1)
@@ -40,16 +37,10 @@ def quantile(ranked: Sequence[float], share: float) -> float:
 
 
 def per_second(amount: float, seconds: float) -> float | None:
-    """None where nothing was timed: one token has no time after the first."""
+    """None if nothing was timed: a single token has no time after the first."""
     return amount / seconds if amount > 0 and seconds > 0 else None
 
 
 def share_outside(inside: float, whole: float) -> float | None:
-    """The part of `whole` that was not spent inside, between 0 and 1."""
+    """Fraction of `whole` not spent in `inside`, clamped to 0..1."""
     return min(1.0, max(0.0, 1.0 - inside / whole)) if whole > 0 else None
-
-
-def least_seconds(costs: Iterable[Cost], ceilings: Ceilings, dtype: str, activations: str = FLOAT) -> float:
-    """The shortest time for steps that run one after another; what a step reads is its working set."""
-    peak = ceilings.peak_of(dtype, activations)
-    return sum(cost.seconds(peak, ceilings.read_at(cost.read)) for cost in costs)

@@ -1,1 +1,1 @@
-"""`bankfull plan`: which configuration serves a given traffic, found by simulating the engine's own scheduler."""
+"""`bankfull plan`: finds the configuration for a given traffic by simulating the engine's own scheduler."""

@@ -1,7 +1,7 @@
-"""One efficiency factor for each kind of operation, from a minute of real steps on this machine; kept for next time.
+"""Calibration: one efficiency factor per kind of operation, from a minute of real steps on this machine; cached.
 
-The machine's ceilings are measured before and after, and the better of the two looks is kept with the factors: they are
-worth nothing without each other.
+The machine's ceilings are measured before and after, and the better of the two is stored with the factors, which are
+relative to them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from typing import Any
 
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.errors import ConfigError
-from bankfull.limits.machine import ceilings
+from bankfull.limits.machine import cache_file, ceilings
 from bankfull.limits.machine.ceilings import Ceilings, better
 from bankfull.limits.meter.closed_form import ClosedForm, forms_by_operation
 from bankfull.limits.meter.step import StepShape
 from bankfull.limits.model.recipe import Recipe
 from bankfull.loading import Assembled, assemble
-from bankfull.plan.assumed import usual
-from bankfull.plan.fit import Timed, fit
+from bankfull.plan.efficiency import Timed, assumed, fit
+from bankfull.plan.step_timer import ShapeTooLarge, StepTimer
 from bankfull.plan.step_times import Efficiency, StepTimes
-from bankfull.plan.timing import NoRoom, StepTimer
 from bankfull.runtime.device import Device, open_device
 
 FORMAT = 2
@@ -45,7 +44,7 @@ DECODES = (
     (64, 64),
     (64, 512),
 )
-"""Sequences, and the tokens that each sees."""
+"""(sequences, context length)."""
 PREFILLS = (
     (1, 16, 0),
     (1, 64, 0),
@@ -56,64 +55,64 @@ PREFILLS = (
     (4, 128, 0),
     (16, 32, 256),
 )
-"""Sequences, tokens of each, and tokens before them."""
+"""(sequences, new tokens of each, cached tokens of each)."""
 LEAST_SHAPES = 8
 ROUNDS, TURNS = 3, 3
-"""Every shape has its turn before the first has its second: a busy moment spoils a little of each, not all of one."""
+"""All shapes run once per round, so that a busy moment of the machine disturbs a little of each, not all of one."""
 Advance = Callable[[int, str], None]
 
 
 def shapes() -> int:
-    """How many parts `advance` will be told of."""
+    """Number of parts reported to `advance`."""
     return ROUNDS * (len(DECODES) + len(PREFILLS))
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Steps that were timed, and the ceilings of the hour: what the factors are depends on both."""
+    """Timed steps and the ceilings at that time; the factors depend on both."""
 
     timed: tuple[Timed, ...]
     ceilings: Ceilings
     when: str
 
-    def fitted(self, recipe: Recipe, kind: str, limits: Ceilings) -> Efficiency:
-        """The factors of a kind of device, relative to the best that is known of its ceilings."""
-        times = step_times(recipe, kind, usual(kind), limits)
+    def fitted(self, recipe: Recipe, kind: str, ceilings: Ceilings) -> Efficiency:
+        """Factors for a kind of device, relative to its best known ceilings."""
+        times = step_times(recipe, kind, assumed(kind), ceilings)
         source = f"{len(self.timed)} shapes of steps timed here at {self.when}"
-        return fit(times, self.timed, usual(kind), source)
+        return fit(times, self.timed, assumed(kind), source)
 
 
 def calibration(
     recipe: Recipe, device_name: str, *, refresh: bool = False, advance: Advance = lambda done, note: None
 ) -> Calibration:
-    """Of a model as it would run on this machine: from the cache, or measured now."""
+    """The calibration of a recipe on this machine: from the cache file, or measured now."""
     device = open_device(device_name)
     identity = _identity(recipe, device)
-    path = ceilings.path_of(identity, "calibration")
-    kept = None if refresh else _load(ceilings.read_kept(path, identity))
+    path = cache_file.path_of(identity, "calibration")
+    kept = None if refresh else _load(cache_file.read(path, identity))
     if kept is None:
         kept = _calibrate(recipe, device, advance)
         timed = [[list(t.step.counts), list(t.step.lengths), t.step.logits, t.seconds] for t in kept.timed]
-        ceilings.keep(path, identity, timed=timed, ceilings=asdict(kept.ceilings), when=kept.when)
+        cache_file.write(path, identity, timed=timed, ceilings=asdict(kept.ceilings), when=kept.when)
     return kept
 
 
 def _calibrate(recipe: Recipe, device: Device, advance: Advance) -> Calibration:
-    before = _limits(device)
+    before = _measured_ceilings(device)
     made = engine_for(recipe, device)
     found = timed_steps(made, advance)
     if len(found.timed) < LEAST_SHAPES:
         reasons = " ".join(sorted(set(found.missing.values())))
         raise ConfigError(
-            f"{recipe.files.path.name} cannot be calibrated here: only {len(found.timed)} of the steps' shapes could "
-            f"be timed ({reasons.rstrip('.')}); use --no-calibrate."
+            f"{recipe.files.path.name} cannot be calibrated here: only {len(found.timed)} step shapes could be timed "
+            f"({reasons.rstrip('.')}); use --no-calibrate."
         )
-    limits = better(before, _limits(device))
-    return Calibration(tuple(found.timed.values()), limits, datetime.now(UTC).isoformat(timespec="seconds"))
+    best = better(before, _measured_ceilings(device))
+    return Calibration(tuple(found.timed.values()), best, datetime.now(UTC).isoformat(timespec="seconds"))
 
 
 def engine_for(recipe: Recipe, device: Device, rows: int = ROWS, most_tokens: int = ROWS * 512) -> Assembled:
-    """The model with state for so many tokens, or for as many as there is memory."""
+    """The model with state for `most_tokens`, or for as many tokens as fit in memory."""
     state = StateConfig(memory=_state_bytes(recipe, device, most_tokens))
     return assemble(recipe.files, recipe.run, SchedConfig(rows=rows, step_tokens=512), state, device=device)
 
@@ -127,11 +126,11 @@ def _state_bytes(recipe: Recipe, device: Device, tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What was timed of the shapes that were asked for, and why the rest was not. A shape is (sequences, context) of a
-    step that decodes, or (sequences, tokens, past) of one that fills caches."""
+    """Times of the requested shapes, and the reasons for missing ones. A shape is (sequences, context) of a decode
+    step, or (sequences, tokens, past) of a prefill step."""
 
     timed: dict[tuple[int, ...], Timed]
-    """The middle one of each shape's times."""
+    """Median time of each shape."""
     missing: dict[tuple[int, ...], str]
 
 
@@ -144,7 +143,7 @@ def timed_steps(
     timer = StepTimer(made.engine, made.model.vocab)
     longest = made.sizes.max_len - TURNS - 4
     asked: tuple[tuple[int, ...], ...] = (*decodes, *prefills)
-    missing = {s: f"The model sees {made.sizes.max_len} tokens at most." for s in asked if sum(s[1:]) > longest}
+    missing = {s: f"The model supports {made.sizes.max_len} tokens." for s in asked if sum(s[1:]) > longest}
     wanted = [shape for shape in asked if shape not in missing]
     found: dict[tuple[int, ...], list[Timed]] = {}
     for turn in range(ROUNDS):
@@ -152,7 +151,7 @@ def timed_steps(
             advance(turn * len(wanted) + number, shown(shape))
             try:
                 timed = Timed(*_timed(timer, shape))
-            except NoRoom as error:
+            except ShapeTooLarge as error:
                 missing[shape] = str(error)
             else:
                 found.setdefault(shape, []).append(timed)
@@ -171,18 +170,18 @@ def _timed(timer: StepTimer, shape: tuple[int, ...]) -> tuple[StepShape, float]:
 def shown(shape: tuple[int, ...]) -> str:
     if len(shape) == 2:
         return f"{shape[0]} x 1 token at {shape[1]}"
-    return f"{shape[0]} x {shape[1]} tokens behind {shape[2]}"
+    return f"{shape[0]} x {shape[1]} tokens after {shape[2]}"
 
 
-def _limits(device: Device) -> Ceilings:
+def _measured_ceilings(device: Device) -> Ceilings:
     found = ceilings.of_device(device, refresh=True)
     if found is None:
-        raise ConfigError(f"{device.torch} has too little free memory to be measured; end what else runs there.")
+        raise ConfigError(f"{device.torch} has too little free memory to be measured; stop other programs that use it.")
     return found
 
 
 def _identity(recipe: Recipe, device: Device) -> dict[str, Any]:
-    """What the factors depend on: machine, model, and how its numbers are stored and multiplied."""
+    """What the factors depend on: the machine, the model, and its storage and arithmetic."""
     config = hashlib.sha256(json.dumps(recipe.config, sort_keys=True, default=str).encode()).hexdigest()
     schemes = hashlib.sha256(str(sorted((n, s.name) for n, s in recipe.schemes.items())).encode()).hexdigest()
     return {
@@ -198,7 +197,7 @@ def _identity(recipe: Recipe, device: Device) -> dict[str, Any]:
 
 
 def _load(stored: Mapping[str, Any] | None) -> Calibration | None:
-    """None for what is not there, or not as it was written."""
+    """None if missing or damaged."""
     if stored is None:
         return None
     try:
@@ -206,21 +205,21 @@ def _load(stored: Mapping[str, Any] | None) -> Calibration | None:
             Timed(StepShape(tuple(counts), tuple(lengths), logits), float(seconds))
             for counts, lengths, logits, seconds in stored["timed"]
         )
-        limits = Ceilings(**stored["ceilings"])
-        rates = [limits.read_bytes_per_s, limits.cached_read_bytes_per_s, *limits.flops.values()]
+        known = Ceilings(**stored["ceilings"])
+        rates = [known.read_bytes_per_s, known.cached_read_bytes_per_s, *known.flops.values()]
         sound = all(0 < number < math.inf for number in [*rates, *(t.seconds for t in timed)])
-        return Calibration(timed, limits, str(stored["when"])) if sound and len(timed) >= LEAST_SHAPES else None
+        return Calibration(timed, known, str(stored["when"])) if sound and len(timed) >= LEAST_SHAPES else None
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
 
 
 def step_times(
-    recipe: Recipe, kind: str, efficiency: Efficiency, limits: Ceilings, forms: Mapping[str, ClosedForm] | None = None
+    recipe: Recipe, kind: str, efficiency: Efficiency, ceilings: Ceilings, forms: Mapping[str, ClosedForm] | None = None
 ) -> StepTimes:
     return StepTimes(
         forms or forms_by_operation(recipe.metered()),
-        limits,
-        limits.peak_of(recipe.dtype_name, recipe.activations),
+        ceilings,
+        ceilings.peak_of(recipe.dtype_name, recipe.activations),
         efficiency,
         overlaps=kind == "cuda",
     )

@@ -1,7 +1,6 @@
-"""What could be run: devices and their number, how weights and keys are stored, rows, tokens of a step.
+"""Candidate configurations: devices and their number, storage of weights and KV cache, rows, step token budget.
 
-A configuration is data. Whatever this version cannot run carries the reason with it, is shown with that, and is never
-recommended.
+A configuration that this version cannot run carries the reason, is shown with it, and is never recommended.
 """
 
 from __future__ import annotations
@@ -21,28 +20,28 @@ from bankfull.limits.model.recipe import Recipe, recipe_of
 from bankfull.models.registry import Config
 from bankfull.plan.simulate import ROUTES, ReplicaSpec
 from bankfull.plan.sites import Site
-from bankfull.plan.step_times import ALONE, Layout, StepTimes
+from bankfull.plan.step_times import ALONE, ParallelLayout, StepTimes
 from bankfull.runtime.memory import Sizes, plan_memory
 from bankfull.weights.requantized import block_types
 from bankfull.weights.source import ModelFiles
 
 LATER = {
     "tensor parallel": "one model over several devices",
-    "prefill and decode apart": "prompts computed on other devices than answers",
-    "speculation": "several tokens guessed and checked in one step",
+    "prefill and decode apart": "prefill and decode on different devices",
+    "speculation": "several draft tokens verified in one step",
 }
-"""What this version cannot do, and a later one will."""
+"""Features that this version does not have."""
 QUANTIZE = {"cpu": ("int8", "int4"), "cuda": ("int8", "int4", "fp8")}
 ROWS = {"cpu": (8, 32, 64), "cuda": (32, 128, 256)}
 STEP_TOKENS = {"cpu": (128, 512, 2048), "cuda": (512, 2048, 8192)}
-"""Prompts are cut into chunks of at most so many tokens: the budget of a step is the size of a chunk."""
+"""Step token budgets, which are also the chunk sizes of chunked prefill."""
 MEMORY_STEP = 512
-"""A step's own memory is metered for so many tokens, and grows with them."""
+"""Tokens for which the memory of a step is metered; it grows linearly with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How a model's numbers are stored."""
+    """Storage of weights and KV cache."""
 
     quantize: str | None = None
     dtype: str = "auto"
@@ -60,8 +59,8 @@ class Stored:
 
 
 @dataclass(slots=True, eq=False)
-class Prepared:
-    """A model, stored in one way, on one device: metered, and with the times of its steps."""
+class PreparedModel:
+    """A model with one storage on one device, with its meter and step times."""
 
     site: Site
     stored: Stored
@@ -70,9 +69,9 @@ class Prepared:
     forms: dict[str, ClosedForm]
     times: StepTimes
     weights: int
-    """Bytes, as they lie in memory."""
+    """Bytes of weights in memory."""
     step_bytes: float
-    """Of each token of a step, while it runs."""
+    """Bytes of intermediate results per token of a step."""
 
     @property
     def name(self) -> str:
@@ -81,17 +80,17 @@ class Prepared:
 
     @property
     def as_saved(self) -> str:
-        return "/".join(self.recipe.blocks) or str(self.recipe.matrices).removeprefix("torch.")
+        return "/".join(self.recipe.quantized_types) or str(self.recipe.matrices).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    prepared: Prepared
+    prepared: PreparedModel
     rows: int
     step_tokens: int
     replicas: int = 1
     route: str = ROUTES[0]
-    layout: Layout = ALONE
+    layout: ParallelLayout = ALONE
     not_yet: str | None = None
     """Why this version cannot run it."""
 
@@ -105,7 +104,7 @@ class Configuration:
 
     @property
     def usual(self) -> bool:
-        """As the engine would configure itself."""
+        """Whether the engine would choose these values by default."""
         return (self.rows, self.step_tokens) == self.site.suits
 
     @property
@@ -118,7 +117,7 @@ class Configuration:
         return None if price is None else price * self.devices
 
     def commands(self, model: str) -> list[str]:
-        """One for each replica; empty for what cannot be run."""
+        """One command per replica; empty if this version cannot run it."""
         if self.not_yet is not None:
             return []
         found = []
@@ -132,12 +131,12 @@ class Configuration:
         return found
 
     def sizes(self, longest: int) -> Sizes:
-        """What the engine would allocate; ConfigError where that is too little for the longest request."""
+        """The engine's allocation; ConfigError if it cannot hold the longest request."""
         prepared, site, ways = self.prepared, self.site, self.layout.ways
         aside = (prepared.weights + prepared.step_bytes * self.step_tokens) / ways
         free = int(site.memory - aside)
         if free <= 0:
-            raise ConfigError(f"the weights need {aside / 1e9:.1f} GB, but there are {site.memory / 1e9:.1f}")
+            raise ConfigError(f"the weights need {aside / 1e9:.1f} GB, but the device has {site.memory / 1e9:.1f} GB")
         found = plan_memory(
             prepared.metered.layout,
             SchedConfig(rows=self.rows, step_tokens=self.step_tokens),
@@ -149,7 +148,7 @@ class Configuration:
             share=site.share,
         )
         if found.max_len < longest:
-            raise ConfigError(f"the memory left holds {found.max_len} tokens of context, but {longest} are asked for")
+            raise ConfigError(f"the free memory holds {found.max_len} tokens of context, but {longest} are needed")
         return found
 
     @property
@@ -161,7 +160,7 @@ class Configuration:
 
     def replica(self, longest: int) -> ReplicaSpec:
         sizes = self.sizes(longest)
-        # As `bankfull serve` configures it.
+        # The same policy as `bankfull serve`.
         sched = SchedConfig(rows=sizes.rows, step_tokens=self.step_tokens, policy="priority")
         return ReplicaSpec(self.prepared.metered.layout, sizes, sched, StateConfig(), self.site.depth, self.times)
 
@@ -187,7 +186,7 @@ class Configuration:
 
 
 def ways_to_store(model: ModelFiles | Config, kind: str, lossless: bool) -> Iterator[Stored]:
-    """Those that the loader has for a kind of device; what was rounded once is not rounded again."""
+    """Storage options of the loader for a kind of device; a quantized file is not quantized again."""
     base = recipe_of(model, kind)
     weights = [Stored()]
     if not block_types(base.files.source):
@@ -205,16 +204,16 @@ def recipe_for(model: ModelFiles | Config, kind: str, stored: Stored) -> Recipe:
     return recipe_of(model, kind, RunConfig(quantize=stored.quantize, dtype=stored.dtype, kv_dtype=stored.kv_dtype))
 
 
-def prepare(site: Site, stored: Stored, recipe: Recipe, times: StepTimes) -> Prepared:
+def prepare(site: Site, stored: Stored, recipe: Recipe, times: StepTimes) -> PreparedModel:
     metered = recipe.metered()
     memory = memory_of(recipe, 1, 1, StepShape.prefill(MEMORY_STEP), None)
-    return Prepared(
+    return PreparedModel(
         site, stored, recipe, metered, forms_by_operation(metered), times, memory.weights, memory.step / MEMORY_STEP
     )
 
 
-def grid(prepared: Prepared) -> Iterator[Configuration]:
-    """Every choice of rows and tokens of a step, the engine's own first."""
+def grid(prepared: PreparedModel) -> Iterator[Configuration]:
+    """All choices of rows and step token budget, the engine's default first."""
     kind = prepared.site.kind
     blocked = None if prepared.site.supported else f"this version does not run on {prepared.site.title}"
     usual = prepared.site.suits
@@ -224,11 +223,13 @@ def grid(prepared: Prepared) -> Iterator[Configuration]:
 
 
 def tensor_parallel(base: Configuration, ways: int) -> Configuration | None:
-    """The same over several devices that work on each step together; None where nothing is known of their link."""
+    """The same with tensor parallelism over several devices; None if their link bandwidth is unknown."""
     link = base.site.link_bytes_per_s
     if link is None:
         return None
     model = base.prepared.metered.model
     token_bytes = model.hidden * base.prepared.recipe.dtype.itemsize
-    layout = Layout(ways, link / 2, 2 * len(model.blocks), token_bytes)  # a link's figure is of both directions
+    layout = ParallelLayout(
+        ways, link / 2, 2 * len(model.blocks), token_bytes
+    )  # the link's figure counts both directions
     return replace(base, layout=layout, not_yet="not yet: tensor parallel")

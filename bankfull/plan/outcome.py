@@ -1,4 +1,4 @@
-"""What a configuration comes to under a traffic: the figures of one simulated run, each beside its limit."""
+"""The predicted figures of a configuration under a traffic, from one simulated run, next to their limits."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from bankfull.limits.meter.step import StepShape
 from bankfull.limits.statistics import quantile
 from bankfull.plan.configurations import Configuration
 from bankfull.plan.pareto import Axes
-from bankfull.plan.simulate import Run, Served
-from bankfull.plan.traffic import Traffic
+from bankfull.plan.simulate import RequestTimes, Run
+from bankfull.plan.traffic import TrafficSpec
 
 WORTH_TELLING = 0.01
 PILING = 0.2
-"""Of the requests: if more than so many are added to those under way, they come faster than they are served."""
+"""Growth of the backlog, as a fraction of arrivals, above which the configuration does not keep up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
     slo: Slo
     attainment: float = 0.9
-    """The part of the requests that must meet every objective."""
+    """Required SLO attainment: fraction of the requests that meet every objective."""
 
-    def met(self, served: Served) -> bool:
+    def met(self, served: RequestTimes) -> bool:
         return served.done and self.slo.met(figures_of(served))
 
     def __str__(self) -> str:
@@ -35,8 +35,8 @@ class Objectives:
         return bool(self.slo.stated)
 
 
-def figures_of(served: Served) -> dict[str, float | None]:
-    """A single token has no time per output token."""
+def figures_of(served: RequestTimes) -> dict[str, float | None]:
+    """Figures by objective; a single token has no TPOT."""
     many = served.tokens > 1
     return {
         "ttft": served.ttft,
@@ -47,15 +47,15 @@ def figures_of(served: Served) -> dict[str, float | None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulatedOutcome:
     configuration: Configuration
     attainment: float
     goodput: float
     """Requests per second that meet every objective."""
     met: bool
-    """Enough of them do, and the requests do not pile up."""
+    """The required attainment is reached, and the backlog does not grow."""
     piling_up: float
-    """See Run."""
+    """Growth of the backlog; see `Run.piling_up`."""
     requests_per_s: float
     output_per_s: float
     ttft_p50: float
@@ -65,15 +65,15 @@ class Outcome:
     itl_p99: float
     e2e_p99: float
     ttft_least: float
-    """An average prompt alone, at the ceilings."""
+    """Shortest TTFT: an average prompt alone, at the ceilings."""
     tpot_least: float
-    """A single stream at the ceilings, in the middle of an average answer."""
+    """Shortest TPOT: a single stream at the ceilings, in the middle of an average output."""
     percent_of_limit: float
-    """The least time of the very steps that ran, over the time that is predicted for them."""
+    """Shortest time of the simulated steps over their predicted time."""
     dollars_per_million: float | None
-    """Of output tokens."""
+    """Dollars per million output tokens."""
     memory: float
-    """Bytes on all devices: weights, the state that was held at most, and the largest step."""
+    """Bytes on all devices: weights, peak state, and the largest step."""
     busy: float
     mean_batch: float
     refused: int
@@ -81,9 +81,9 @@ class Outcome:
     full_rows: float
     most_rows: int
     most_tokens: int
-    """Of one step."""
+    """Peak rows and tokens of one step."""
     shares: dict[str, float]
-    """Where the devices' time goes, largest first."""
+    """Shares of device time by term, largest first."""
     requests: int
 
     @property
@@ -92,11 +92,11 @@ class Outcome:
 
     @property
     def device_seconds(self) -> float:
-        """Of all devices together, for one output token."""
+        """Device seconds per output token, over all devices."""
         return self.busy * self.configuration.devices / self.output_per_s if self.output_per_s else float("inf")
 
     def same_with(self, rows: int, step_tokens: int) -> bool:
-        """Would the schedule be the same with other bounds, because neither these nor its own were ever reached?"""
+        """Whether the schedule would be the same with other bounds: neither these nor its own were reached."""
         own, busiest = self.configuration, (self.most_rows, self.most_tokens)
         bounds = ((own.rows, rows), (own.step_tokens, step_tokens))
         return all(min(pair) > most for pair, most in zip(bounds, busiest, strict=True))
@@ -116,11 +116,13 @@ class Outcome:
         return {"configuration": self.configuration.as_json(model), **figures}
 
 
-def outcome_of(configuration: Configuration, run: Run, traffic: Traffic, objectives: Objectives) -> Outcome:
+def outcome_of(
+    configuration: Configuration, run: Run, traffic: TrafficSpec, objectives: Objectives
+) -> SimulatedOutcome:
     done = run.finished
     attainment = sum(objectives.met(served) for served in run.requests) / len(run.requests)
     keeps_up = run.piling_up <= PILING
-    # Whoever keeps up serves what comes; how long the last answers of a trace take says nothing about that.
+    # If it keeps up, throughput equals the offered load; the time of the last outputs of a trace does not matter.
     seconds = len(run.requests) / traffic.rate if keeps_up else run.seconds
     output_per_s = sum(served.tokens for served in done) / seconds
     price = configuration.dollars_per_hour
@@ -130,7 +132,7 @@ def outcome_of(configuration: Configuration, run: Run, traffic: Traffic, objecti
     prompt, output = round(traffic.prompt.mean), round(traffic.output.mean)
     state = run.most_pages * prepared.metered.layout.frame_bytes
     aside = prepared.step_bytes * configuration.step_tokens
-    return Outcome(
+    return SimulatedOutcome(
         configuration,
         attainment,
         attainment * traffic.rate,
@@ -165,43 +167,42 @@ def _quantile(values: list[float], share: float) -> float:
     return quantile(sorted(values), share) if values else float("inf")
 
 
-def what_limits(outcome: Outcome, objectives: Objectives) -> list[str]:
-    """Sentences that follow from the figures."""
+def what_limits(outcome: SimulatedOutcome, objectives: Objectives) -> list[str]:
+    """What limits the configuration, in sentences."""
     found = []
-    strain = _strains(outcome, objectives)
-    if strain:
-        name, share = max(strain.items(), key=lambda item: item[1])
-        found.append(f"Of the objectives {name} is the tightest: its p99 is {share:.0%} of what is allowed.")
+    ratios = _objective_ratios(outcome, objectives)
+    if ratios:
+        name, share = max(ratios.items(), key=lambda item: item[1])
+        found.append(f"{name} is the tightest objective: its p99 is {share:.0%} of the bound.")
     largest, share = next(iter(outcome.shares.items()))
     part, _, bound = largest.partition(": ")
     by = {"memory": ", bound by memory bandwidth", "arithmetic": ", bound by arithmetic"}.get(bound, "")
     found.append(
-        f"{share:.0%} of the device's time goes to {part}{by}; in all it runs at "
-        f"{outcome.percent_of_limit:.0f}% of its limit."
+        f"{share:.0%} of the device time goes to {part}{by}; overall it runs at {outcome.percent_of_limit:.0f}% of its "
+        "limit."
     )
     if outcome.piling_up > PILING:
         found.append(
-            f"It cannot keep up: of 100 requests that come, {100 * outcome.piling_up:.0f} are added to those "
-            "that wait or run."
+            f"It does not keep up: of 100 arriving requests, {100 * outcome.piling_up:.0f} are added to the backlog."
         )
     if outcome.refused:
         found.append(
-            f"{outcome.refused} of {outcome.requests} requests are refused because the queue is full: "
-            "more replicas, rows or a faster device are needed."
+            f"{outcome.refused} of {outcome.requests} requests are rejected because the queue is full: "
+            "it needs more replicas, more rows or a faster device."
         )
     if outcome.full_rows > WORTH_TELLING:
         found.append(
-            f"In {outcome.full_rows:.0%} of the steps every row is taken while requests wait: more --rows "
-            "would let them in."
+            f"In {outcome.full_rows:.0%} of the steps all rows are taken while requests wait: more --rows would admit "
+            "them."
         )
     if outcome.preemptions:
-        found.append(f"{outcome.preemptions} sequences lose their pages to others: memory for state is short.")
+        found.append(f"{outcome.preemptions} sequences are preempted: memory for the KV cache is short.")
     found.append(
         f"The devices are busy for {outcome.busy:.0%} of the time, with {outcome.mean_batch:.1f} sequences in a step."
     )
     return found
 
 
-def _strains(outcome: Outcome, objectives: Objectives) -> dict[str, float]:
+def _objective_ratios(outcome: SimulatedOutcome, objectives: Objectives) -> dict[str, float]:
     figures = {"ttft": outcome.ttft_p99, "tpot": outcome.tpot_p99, "itl": outcome.itl_p99, "e2e": outcome.e2e_p99}
     return {name: figures[name] / bound for name, bound in objectives.slo.stated.items()}

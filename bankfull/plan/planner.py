@@ -1,8 +1,8 @@
-"""From a model, a traffic and objectives to the configurations worth a look, and the one to take.
+"""From a model, traffic and objectives to the Pareto front of configurations and a recommendation.
 
-Every way to store the model on every device is first simulated as the engine would configure itself, with as many
-replicas as the roofline says are needed, and with a few more. Those that nothing dominates are tried with other rows,
-step budgets and routes; what is then left is simulated again, over a longer trace.
+Every storage of the model on every device is first simulated with the engine's default settings, with the number of
+replicas that the roofline suggests and a few more. The Pareto front of these is tried with other rows, step token
+budgets and routes; the front of all is simulated again over a longer trace.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from bankfull.limits.machine.ceilings import better
 from bankfull.limits.meter.step import StepShape
 from bankfull.limits.model.recipe import Recipe, recipe_of
 from bankfull.models.registry import Config
-from bankfull.plan.assumed import usual
 from bankfull.plan.calibrate import Calibration, calibration, step_times
 from bankfull.plan.configurations import (
     LATER,
     Configuration,
-    Prepared,
+    PreparedModel,
     Stored,
     grid,
     prepare,
@@ -32,42 +31,43 @@ from bankfull.plan.configurations import (
     tensor_parallel,
     ways_to_store,
 )
-from bankfull.plan.outcome import PILING, Objectives, Outcome, outcome_of, what_limits
+from bankfull.plan.efficiency import assumed
+from bankfull.plan.outcome import PILING, Objectives, SimulatedOutcome, outcome_of, what_limits
 from bankfull.plan.pareto import ORDER, front, recommend
 from bankfull.plan.simulate import ROUTES, simulate
 from bankfull.plan.sites import Site, doubts
-from bankfull.plan.traffic import Traffic
+from bankfull.plan.traffic import TrafficSpec
 from bankfull.weights.source import ModelFiles
 
 SCREENED = 60
-"""Requests of a first look at least, and for each replica a third of that."""
+"""Requests of a first simulation, plus a third of that per further replica."""
 TIMES_AN_ANSWER = 5
-"""So many times as long as an answer a trace must be: a queue that grows has to show."""
+"""Minimum length of a trace in request latencies, so that a growing queue shows."""
 MOST_TOKENS = (50_000, 200_000)
-"""Of the answers of one trace, at a first look and at the last: what a simulation may take."""
+"""Output tokens of a trace, in first and final simulations; bounds the time of a simulation."""
 TRIED, FINAL = 4, 10
-"""Outcomes that are tried with other settings, and those that are simulated again at last."""
+"""Outcomes tried with other settings, and outcomes simulated again at the end."""
 WAYS = (2, 4, 8)
 HIGHEST, PRECISION = 64, 0.1
-"""Times the rate that is asked for, up to which the highest is looked for; and how exactly."""
+"""Upper end of the rate search as a multiple of the given rate, and its relative precision."""
 WORTH = 0.5
-"""Of the best attainment: what has less is not shown."""
+"""Fraction of the best attainment below which an outcome is not shown."""
 Advance = Callable[[int, str], None]
 Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What the user wants to know."""
+class PlanRequest:
+    """The user's request: model, traffic, objectives and goal."""
 
     model: str
-    traffic: Traffic
+    traffic: TrafficSpec
     objectives: Objectives
     goal: str = "goodput"
     most: int = 8
-    """Replicas."""
+    """Maximum number of replicas."""
     requests: int = 200
-    """Of the last, longest simulations."""
+    """Requests of the final, longest simulations."""
     seed: int = 0
     lossless: bool = False
     calibrate: bool = True
@@ -75,36 +75,36 @@ class Question:
 
     def __post_init__(self) -> None:
         if self.goal not in ORDER:
-            raise ConfigError(f"There is no goal {self.goal[:40]!r}; use {', '.join(ORDER)}.")
+            raise ConfigError(f"The goal {self.goal[:40]!r} is unknown; use {', '.join(ORDER)}.")
         if not 1 <= self.most <= 1024:
-            raise ConfigError(f"--most {self.most} replicas cannot be planned; give 1 to 1024.")
+            raise ConfigError(f"--most {self.most} replicas is out of range; give 1 to 1024.")
         if not 10 <= self.requests <= 100_000:
-            raise ConfigError(f"--requests {self.requests} cannot be simulated; give 10 to 100000.")
+            raise ConfigError(f"--requests {self.requests} is out of range; give 10 to 100000.")
 
 
 @dataclass(slots=True)
-class Plan:
-    question: Question
-    pareto: list[Outcome]
-    recommended: Outcome | None
-    lossless: Outcome | None
-    """The best that rounds nothing, where the recommendation does."""
-    later: list[Outcome]
-    """What this version cannot run."""
+class DeploymentPlan:
+    request: PlanRequest
+    pareto: list[SimulatedOutcome]
+    recommended: SimulatedOutcome | None
+    lossless: SimulatedOutcome | None
+    """The best lossless outcome, if the recommended one is lossy."""
+    later: list[SimulatedOutcome]
+    """Outcomes that this version cannot run."""
     skipped: list[str]
-    """What does not fit, and why."""
+    """Configurations that do not fit, with the reasons."""
     notes: list[str]
-    """Assumptions and doubts behind the figures."""
+    """Assumptions and caveats of the figures."""
     simulated: int
     highest_rate: float | None = None
-    """Requests per second that the recommendation still serves within the objectives; None where it serves none."""
+    """Requests per second up to which the recommendation meets the objectives; None if at no rate."""
 
     @property
     def limits(self) -> list[str]:
-        return [] if self.recommended is None else what_limits(self.recommended, self.question.objectives)
+        return [] if self.recommended is None else what_limits(self.recommended, self.request.objectives)
 
     def as_json(self) -> dict[str, Any]:
-        model, asked = self.question.model, self.question
+        model, asked = self.request.model, self.request
         return {
             "model": model,
             "traffic": str(asked.traffic),
@@ -127,15 +127,15 @@ class Plan:
 class Planner:
     subject: ModelFiles | Config
     sites: Sequence[Site]
-    question: Question
+    request: PlanRequest
     advance: Advance = lambda done, note: None
     _skipped: list[str] = field(default_factory=list)
     _notes: list[str] = field(default_factory=list)
-    _seen: dict[Key, Outcome] = field(default_factory=dict)
+    _seen: dict[Key, SimulatedOutcome] = field(default_factory=dict)
     _done: int = 0
 
-    def plan(self) -> Plan:
-        asked = self.question
+    def plan(self) -> DeploymentPlan:
+        asked = self.request
         made_for = recipe_of(self.subject, "cpu").metered().model.max_positions
         if asked.traffic.longest > made_for:
             raise ConfigError(
@@ -143,21 +143,21 @@ class Planner:
                 f"model's context of {made_for}; shorten in= or out=."
             )
         if not isinstance(self.subject, ModelFiles):
-            self._note(f"{asked.model} has no weights: name the model itself in the place of it to serve.")
+            self._note(f"{asked.model} has no weights: put the model itself in its place in the commands.")
         first = [outcome for prepared in self._prepared() for outcome in self._first_look(prepared)]
         tried = [*first, *self._others(first)]
         possible = [outcome for outcome in tried if outcome.configuration.not_yet is None]
         finals = self._again(possible)
-        # Where something serves the traffic, nobody wants what fails most of it, however cheap.
+        # If a configuration serves the traffic, those that fail most of it are not of interest, however cheap.
         most = max((outcome.attainment for outcome in finals), default=0.0)
         kept = front([outcome for outcome in finals if outcome.attainment >= WORTH * most])
         best = recommend(finals, asked.goal)
         if best is not None and not any(outcome is best for outcome in kept):
-            kept.append(best)  # as good as one of these, but simpler
+            kept.append(best)  # as good as one on the front, but simpler
         exact = recommend([outcome for outcome in finals if not outcome.lossy], asked.goal) if best else None
         later = [outcome for outcome in tried if outcome.configuration.not_yet is not None]
         highest = None if best is None else self._highest_rate(best.configuration)
-        return Plan(
+        return DeploymentPlan(
             asked,
             sorted(kept, key=ORDER[asked.goal]),
             best,
@@ -171,20 +171,20 @@ class Planner:
 
     # -- the model on the devices
 
-    def _prepared(self) -> Iterator[Prepared]:
+    def _prepared(self) -> Iterator[PreparedModel]:
         for site in self.sites:
             found = [(stored, recipe, self._calibration(site, recipe)) for stored, recipe in self._recipes(site)]
-            # A busy hour makes ceilings look low, nothing makes them look high: all variants share the best looks.
-            limits = reduce(better, (one.ceilings for _, _, one in found if one is not None), site.ceilings)
+            # Other load lowers measured ceilings, nothing raises them: all variants use the best measurement.
+            best = reduce(better, (one.ceilings for _, _, one in found if one is not None), site.ceilings)
             for stored, recipe, one in found:
-                efficiency = usual(site.kind) if one is None else one.fitted(recipe, site.kind, limits)
+                efficiency = assumed(site.kind) if one is None else one.fitted(recipe, site.kind, best)
                 try:
-                    yield prepare(site, stored, recipe, step_times(recipe, site.kind, efficiency, limits))
+                    yield prepare(site, stored, recipe, step_times(recipe, site.kind, efficiency, best))
                 except ConfigError as error:
                     self._skip(site, stored, error)
 
     def _recipes(self, site: Site) -> Iterator[tuple[Stored, Recipe]]:
-        exact = self.question.lossless or not site.supported
+        exact = self.request.lossless or not site.supported
         for stored in ways_to_store(self.subject, site.kind, exact):
             try:
                 yield stored, recipe_for(self.subject, site.kind, stored)
@@ -192,14 +192,14 @@ class Planner:
                 self._skip(site, stored, error)
 
     def _calibration(self, site: Site, recipe: Recipe) -> Calibration | None:
-        if site.here and self.question.calibrate and isinstance(self.subject, ModelFiles):
+        if site.here and self.request.calibrate and isinstance(self.subject, ModelFiles):
             return calibration(
                 recipe,
                 site.name,
-                refresh=self.question.refresh,
+                refresh=self.request.refresh,
                 advance=lambda done, note: self.advance(self._done, f"calibrating {site.name}: {note}"),
             )
-        self._note(f"{site.name}: the efficiency factors are assumed, not calibrated: limits hold, times are guesses.")
+        self._note(f"{site.name}: efficiency factors are assumed, not calibrated: limits hold, times are estimates.")
         return None
 
     def _skip(self, site: Site, stored: Stored, error: object) -> None:
@@ -211,12 +211,12 @@ class Planner:
 
     # -- simulations
 
-    def _first_look(self, prepared: Prepared) -> Iterator[Outcome]:
-        """As the engine would configure itself, with each likely number of replicas."""
+    def _first_look(self, prepared: PreparedModel) -> Iterator[SimulatedOutcome]:
+        """The engine's default settings, with each likely number of replicas."""
         base = next(grid(prepared))
         problem = self._problem(base)
         if problem is not None:
-            # A model that fills the memory may still fit with smaller steps.
+            # A model that fills the memory may still fit with a smaller step.
             base = min(grid(prepared), key=lambda c: (c.step_tokens, c.rows))
             problem = self._problem(base)
         if problem is not None:
@@ -225,13 +225,13 @@ class Planner:
             for replicas in self._replicas(base):
                 outcome = self._run(replace(base, replicas=replicas))
                 yield outcome
-                if outcome.attainment == 1.0 and self.question.goal != "latency":
-                    break  # more of them would only cost more
+                if outcome.attainment == 1.0 and self.request.goal != "latency":
+                    break  # further replicas would only cost more
         if prepared.stored == Stored() and base.not_yet is None:
             yield from self._parallel(base)
 
-    def _parallel(self, base: Configuration) -> Iterator[Outcome]:
-        """What the fewest devices that hold the model together would give, once they can work together."""
+    def _parallel(self, base: Configuration) -> Iterator[SimulatedOutcome]:
+        """Tensor parallelism over the fewest devices that hold the model; predicted only."""
         for ways in WAYS:
             joined = tensor_parallel(base, ways) if not base.site.here else None
             if joined is not None and self._problem(joined) is None:
@@ -240,7 +240,7 @@ class Planner:
 
     def _problem(self, configuration: Configuration) -> str | None:
         try:
-            configuration.sizes(self.question.traffic.longest)
+            configuration.sizes(self.request.traffic.longest)
             return None
         except ConfigError as error:
             return str(error).rstrip(".")
@@ -248,18 +248,18 @@ class Planner:
     def _replicas(self, base: Configuration) -> list[int]:
         if base.site.here:
             return [1]
-        needed = math.ceil(self.question.traffic.rate / max(self._capacity(base), 1e-9))
+        needed = math.ceil(self.request.traffic.rate / max(self._capacity(base), 1e-9))
         wanted = {needed} if base.not_yet else {needed - 1, needed, needed + 1, 2 * needed}
-        return sorted({min(max(count, 1), self.question.most) for count in wanted})
+        return sorted({min(max(count, 1), self.request.most) for count in wanted})
 
     def _capacity(self, base: Configuration) -> float:
-        """Requests per second of one replica that never waits, by the likely times of its steps."""
-        traffic, times = self.question.traffic, base.prepared.times
+        """Requests per second of one saturated replica, from the likely times of its steps."""
+        traffic, times = self.request.traffic, base.prepared.times
         prompt, output = round(traffic.prompt.mean), round(traffic.output.mean)
         fresh = max(prompt - traffic.shared, 1)
         fill = times.likely(StepShape.prefill(fresh, past=prompt - fresh))
         most = self._most_at_once(base)
-        pace = self.question.objectives.slo.tpot
+        pace = self.request.objectives.slo.tpot
         best = 0.0
         for batch in {1, *(1 << power for power in range(most.bit_length())), most}:
             step = times.likely(StepShape.decode(batch, prompt + (output + 1) // 2))
@@ -268,18 +268,18 @@ class Planner:
         return best
 
     def _most_at_once(self, configuration: Configuration) -> int:
-        """Sequences of the average length that run together in one replica."""
-        traffic, layout = self.question.traffic, configuration.prepared.metered.layout
+        """Sequences of average length that run concurrently in one replica."""
+        traffic, layout = self.request.traffic, configuration.prepared.metered.layout
         sizes = configuration.sizes(traffic.longest)
         if not layout.paged:
             return sizes.rows
         length = round(traffic.prompt.mean + traffic.output.mean)
         return max(1, min(sizes.rows, sizes.frames // layout.frames_for(length, configuration.step_tokens)))
 
-    def _others(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """The best ones with other rows, budgets and routes."""
+    def _others(self, outcomes: Sequence[SimulatedOutcome]) -> list[SimulatedOutcome]:
+        """The best outcomes with other rows, step token budgets and routes."""
         possible = [outcome for outcome in outcomes if outcome.configuration.not_yet is None]
-        chosen = sorted(front(possible), key=ORDER[self.question.goal])[:TRIED]
+        chosen = sorted(front(possible), key=ORDER[self.request.goal])[:TRIED]
         found = []
         for outcome in chosen:
             base = outcome.configuration
@@ -291,43 +291,45 @@ class Planner:
                         found.append(self._run(wanted))
         return found
 
-    def _again(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """What is left, over a longer trace."""
-        order = ORDER[self.question.goal]
+    def _again(self, outcomes: Sequence[SimulatedOutcome]) -> list[SimulatedOutcome]:
+        """Simulate the remaining outcomes over a longer trace."""
+        order = ORDER[self.request.goal]
         kept = sorted(front(outcomes), key=order)[:FINAL]
-        for extra in (recommend(outcomes, self.question.goal), *_exact(outcomes, order)):
+        for extra in (recommend(outcomes, self.request.goal), *_exact(outcomes, order)):
             if extra is not None and not any(extra is one for one in kept):
                 kept.append(extra)
         return [self._run(outcome.configuration, last=True) for outcome in kept]
 
     def _highest_rate(self, configuration: Configuration) -> float | None:
-        """Up to which the configuration keeps up, and keeps the objectives."""
-        rate = self.question.traffic.rate
+        """Highest rate at which the configuration keeps up and meets the objectives."""
+        rate = self.request.traffic.rate
 
         def trial(rate: float, number: int) -> float:
-            outcome = self._run(configuration, traffic=self.question.traffic.at(rate))
+            outcome = self._run(configuration, traffic=self.request.traffic.at(rate))
             return outcome.attainment if outcome.piling_up <= PILING else 0.0
 
-        search = Search(rate, HIGHEST * rate, self.question.objectives.attainment, PRECISION, confirmations=0)
+        search = Search(rate, HIGHEST * rate, self.request.objectives.attainment, PRECISION, confirmations=0)
         return search.run(trial).rate
 
-    def _requests(self, configuration: Configuration, traffic: Traffic, last: bool) -> int:
-        """So many that the trace shows whether the configuration keeps up."""
-        least = self.question.requests if last else min(self.question.requests, SCREENED)
+    def _requests(self, configuration: Configuration, traffic: TrafficSpec, last: bool) -> int:
+        """Requests in a trace that is long enough to show whether the configuration keeps up."""
+        least = self.request.requests if last else min(self.request.requests, SCREENED)
         least = least * (2 + configuration.replicas) // 3
         enough = math.ceil(TIMES_AN_ANSWER * traffic.rate * self._answer_seconds(configuration))
         return max(least, min(enough, math.ceil(MOST_TOKENS[last] / traffic.output.mean)))
 
     def _answer_seconds(self, configuration: Configuration) -> float:
-        """Of a request in full company."""
-        traffic, times = self.question.traffic, configuration.times
+        """Latency of a request at full concurrency."""
+        traffic, times = self.request.traffic, configuration.times
         prompt, output = round(traffic.prompt.mean), round(traffic.output.mean)
         batch = self._most_at_once(configuration)
         step = times.likely(StepShape.decode(batch, prompt + (output + 1) // 2))
         return times.likely(StepShape.prefill(prompt)) + output * step
 
-    def _run(self, configuration: Configuration, last: bool = False, traffic: Traffic | None = None) -> Outcome:
-        asked, traffic = self.question, traffic or self.question.traffic
+    def _run(
+        self, configuration: Configuration, last: bool = False, traffic: TrafficSpec | None = None
+    ) -> SimulatedOutcome:
+        asked, traffic = self.request, traffic or self.request.traffic
         count = self._requests(configuration, traffic, last)
         key = (*_key(configuration), traffic, count)
         if key not in self._seen:
@@ -341,7 +343,9 @@ class Planner:
         return self._seen[key]
 
 
-def _exact(outcomes: Sequence[Outcome], order: Callable[[Outcome], tuple[object, ...]]) -> list[Outcome]:
+def _exact(
+    outcomes: Sequence[SimulatedOutcome], order: Callable[[SimulatedOutcome], tuple[object, ...]]
+) -> list[SimulatedOutcome]:
     return sorted((outcome for outcome in outcomes if not outcome.lossy), key=order)[:1]
 
 

@@ -1,7 +1,7 @@
-"""Requests through the engine's own loop, scheduler and state, on a device that only tells how long it takes.
+"""Simulates requests through the engine's own loop, scheduler and state, on a device that only models time.
 
-Nothing of the schedule is modelled: `Engine`, `Scheduler` and `StateManager` are the real ones, and a test holds that
-their plans are those of an engine that computes. What is modelled is the time of a step.
+The schedule is not modelled: `Engine`, `Scheduler` and `StateManager` are the real ones, and a test checks that their
+plans equal those of an engine that computes. Only the time of a step is modelled.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from bankfull.config import SchedConfig, StateConfig
 from bankfull.decode.plain import Plain
 from bankfull.engine import Engine
 from bankfull.errors import ConfigError, RequestError
-from bankfull.plan.step_times import Spent, StepTimes
-from bankfull.plan.traffic import Arrival
+from bankfull.plan.step_times import StepTimes, TimeBreakdown
+from bankfull.plan.traffic import TraceRequest
 from bankfull.runtime.memory import Sizes
 from bankfull.sched.scheduler import Scheduler
 from bankfull.state.manager import StateManager
@@ -29,11 +29,11 @@ MOST_STEPS = 2_000_000
 
 StepSeconds = Callable[[Sequence[Work]], float]
 Tokens = Callable[[int, int], int]
-"""The token that a request (by number) gets at a position."""
+"""(request number, position) -> the sampled token."""
 
 
 def some_token(request: int, position: int) -> int:
-    """Another one for each request, so that no two answers share pages."""
+    """Different for each request, so that no two outputs share pages."""
     return (request * 1_000_003 + position * 7919) & 0x7FFFFFFF
 
 
@@ -69,7 +69,7 @@ class FakeRunner:
         self._free_at = 0.0
         self._request: dict[int, Any] = {}
         self._known: dict[int, int] = {}
-        """By row: whose it is, and how many tokens are known."""
+        """Per row: the request number, and the number of known tokens."""
         self.busy = 0.0
 
     def forward(self, plan: StepPlan) -> FakeStep:
@@ -93,8 +93,8 @@ class FakeRunner:
 
 
 @dataclass(slots=True)
-class Served:
-    """One request, with the times at which it came, got its first and its last token."""
+class RequestTimes:
+    """One request with its arrival and token times."""
 
     arrived: float
     prompt: int
@@ -103,9 +103,9 @@ class Served:
     last: float | None = None
     tokens: int = 0
     newest: float = 0.0
-    """When the newest token came."""
+    """Time of the newest token."""
     longest_gap: float = 0.0
-    """Between two tokens."""
+    """Longest gap between two tokens."""
     cached: int = 0
     refused: bool = False
 
@@ -122,7 +122,7 @@ class Served:
 
     @property
     def done(self) -> bool:
-        """Did it get its tokens?"""
+        """Whether it received all its tokens."""
         return self.last is not None and self.first is not None
 
     @property
@@ -144,7 +144,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """One engine, as it would be configured."""
+    """Configuration of one simulated engine."""
 
     layout: Layout
     sizes: Sizes
@@ -153,14 +153,14 @@ class ReplicaSpec:
     depth: int
     times: StepTimes
     queue: int | None = None
-    """Requests that may wait beyond those that run, as `serve` has it; None = as many again as there are rows."""
+    """Requests that may wait beyond the running ones, as in `serve`; None = the number of rows."""
 
 
 class Replica:
-    def __init__(self, spec: ReplicaSpec, requests: Sequence[Served], trace: Sequence[Arrival]) -> None:
+    def __init__(self, spec: ReplicaSpec, requests: Sequence[RequestTimes], trace: Sequence[TraceRequest]) -> None:
         self.spec, self._requests, self._trace = spec, requests, trace
-        self.clock, self.spent = Clock(), Spent()
-        # Pages beyond those that all requests fill, and one for each that runs, are never asked for.
+        self.clock, self.spent = Clock(), TimeBreakdown()
+        # Pages beyond those that all requests fill, plus one per running request, are never used.
         total = sum(-(-(len(a.prompt) + a.output) // g.page_tokens) for a in trace for g in spec.layout.paged)
         frames = min(spec.sizes.frames, total + spec.sizes.rows)
         sched = SchedConfig(
@@ -183,12 +183,12 @@ class Replica:
         self._most = sched.rows + (sched.rows if spec.queue is None else spec.queue)
         self.most_pages = 0
         self.sequences = self.most_rows = self.most_tokens = 0
-        """Summed over steps; and the most rows taken, and tokens computed, in one."""
+        """Sequences summed over steps; peak rows and peak tokens of one step."""
         self.full_rows = 0
-        """Steps that ran with every row taken."""
+        """Steps with all rows taken while requests waited."""
 
     def load(self, time: float) -> int:
-        """Requests that came and had not ended at this time."""
+        """Requests that had arrived and not ended at this time."""
         return self._assigned - bisect_right(self._ends, time)
 
     def assign(self, number: int) -> None:
@@ -200,7 +200,7 @@ class Replica:
         self._coming.append(number)
 
     def run_until(self, time: float) -> None:
-        """Make every step that begins before this time."""
+        """Run every step that begins before this time."""
         for _ in range(MOST_STEPS):
             self._take_in()
             if not self.engine.busy:
@@ -216,7 +216,9 @@ class Replica:
                 self._receive(cast(int, output.request), len(output.tokens), output.finish is not None, output.cached)
             if not outputs and self.engine.totals.steps == before and not self.engine.busy:
                 return
-        raise ConfigError("The simulation of this traffic has no end: the requests need more steps than can be run.")
+        raise ConfigError(
+            f"The simulation of this traffic did not end within {MOST_STEPS} steps; give fewer or shorter requests."
+        )
 
     def _take_in(self) -> None:
         while self._coming and self._requests[self._coming[0]].arrived <= self.clock.now:
@@ -248,45 +250,45 @@ class Replica:
 
 @dataclass(slots=True)
 class Run:
-    """What became of a trace."""
+    """Result of a simulated trace."""
 
-    requests: list[Served]
-    spent: Spent
+    requests: list[RequestTimes]
+    spent: TimeBreakdown
     seconds: float
-    """From the first arrival to the last token."""
+    """Time from the first arrival to the last token."""
     busy: float
-    """Of the devices' time, between 0 and 1."""
+    """Fraction of device time inside steps."""
     mean_batch: float
     most_pages: int
-    """Held at once by one replica."""
+    """Peak pages of one replica."""
     preemptions: int
     full_rows: float
-    """Share of the steps that ran with every row taken while requests waited."""
+    """Fraction of the steps with all rows taken while requests waited."""
     most_rows: int
     most_tokens: int
-    """In one step."""
-    finished: list[Served] = field(default_factory=list)
+    """Peak tokens of one step."""
+    finished: list[RequestTimes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.finished = [served for served in self.requests if served.done]
 
     @property
     def piling_up(self) -> float:
-        """Of the requests that came in the second half of the trace: the part by which those under way have grown."""
+        """Growth of the backlog during the second half of the trace, relative to the arrivals in it."""
         begun, ended = self.requests[0].arrived, self.requests[-1].arrived
         middle = (begun + ended) / 2
         late = sum(served.arrived > middle for served in self.requests)
         return (self._under_way(ended) - self._under_way(middle)) / max(late, 1)
 
     def _under_way(self, time: float) -> int:
-        """Whoever was refused never leaves: it piles up, too."""
+        """Requests in the system; rejected ones count as never leaving."""
         gone = sum(served.last is not None and served.last <= time for served in self.requests)
         return sum(served.arrived <= time for served in self.requests) - gone
 
 
-def simulate(spec: ReplicaSpec, trace: Sequence[Arrival], replicas: int = 1, route: str = ROUTES[0]) -> Run:
-    """All of a trace, from an idle start to the last token."""
-    requests = [Served(a.time, len(a.prompt), a.output) for a in trace]
+def simulate(spec: ReplicaSpec, trace: Sequence[TraceRequest], replicas: int = 1, route: str = ROUTES[0]) -> Run:
+    """Run a whole trace from an idle start to the last token."""
+    requests = [RequestTimes(a.time, len(a.prompt), a.output) for a in trace]
     fleet = [Replica(spec, requests, trace) for _ in range(replicas)]
     for number, served in enumerate(requests):
         for replica in fleet:
@@ -301,8 +303,8 @@ def simulate(spec: ReplicaSpec, trace: Sequence[Arrival], replicas: int = 1, rou
     return _joined(requests, fleet)
 
 
-def _joined(requests: list[Served], fleet: Sequence[Replica]) -> Run:
-    spent = Spent()
+def _joined(requests: list[RequestTimes], fleet: Sequence[Replica]) -> Run:
+    spent = TimeBreakdown()
     for replica in fleet:
         spent.terms = spent.terms + replica.spent.terms
         for name in ("beside", "exchange", "least", "steps", "filling"):

@@ -1,4 +1,4 @@
-"""Where replicas could run: this machine, measured, or devices of the catalogue, with what has to be said of them."""
+"""Sites where replicas can run: this machine as measured, or devices of the catalogue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bankfull.limits.machine.targets import HERE, machine_of
 from bankfull.ops.registry import INT8
 
 RESERVED = 0.05
-"""Of a catalogue device's memory: what drivers, libraries and fragments take. An assumption."""
+"""Fraction of a catalogue device's memory assumed for drivers, libraries and fragmentation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +21,15 @@ class Site:
     name: str
     title: str
     kind: str
-    """cpu or cuda: what the engine chooses dtypes and kernels by."""
+    """cpu or cuda; decides the dtypes and kernels that the engine chooses."""
     ceilings: Ceilings
     memory: int
-    """Bytes for weights and state."""
+    """Bytes available for weights and state."""
     here: bool
     dollars_per_hour: float | None = None
     link_bytes_per_s: float | None = None
     supported: bool = True
-    """Does this version run models there?"""
+    """Whether this version runs on it."""
     doubts: tuple[str, ...] = ()
 
     @property
@@ -38,23 +38,23 @@ class Site:
 
     @property
     def share(self) -> float:
-        """Of the free memory: what the pools take, as the devices of the runtime have it."""
+        """Fraction of free memory that the pools take, as in the runtime's devices."""
         return 0.95 if self.kind == "cuda" else 0.4
 
     @property
     def suits(self) -> tuple[int, int]:
-        """Rows and tokens of a step that the engine chooses by itself."""
+        """The engine's default rows and step token budget."""
         return (256, 8192) if self.kind == "cuda" else (64, cpu_step_tokens(self.ceilings.threads))
 
 
 def sites_of(names: str, extra: str | None = None, price: float | None = None) -> list[Site]:
-    """`names` with commas between them; `price`, in dollars per hour, of this machine."""
+    """`names`: comma-separated. `price`: dollars per hour of this machine."""
     wanted = [name.strip().lower() for name in names.split(",") if name.strip()]
     if not wanted:
-        raise ConfigError("--devices names none; write for example --devices cpu,l4,h100.")
+        raise ConfigError("--devices is empty; write for example --devices cpu,l4,h100.")
     repeated = [name for i, name in enumerate(wanted) if name in wanted[:i]]
     if repeated:
-        raise ConfigError(f"--devices names {repeated[0]} twice; name each once.")
+        raise ConfigError(f"--devices has {repeated[0]} twice; give each once.")
     known = catalogue.load(extra)
     return [_here(name, price) if _is_here(name) else _there(known.find(name)) for name in wanted]
 
@@ -76,7 +76,7 @@ def _here(name: str, price: float | None) -> Site:
     return Site(shown, machine.name, machine.kind, machine.ceilings, machine.memory, True, price, doubts=doubts)
 
 
-def _there(device: catalogue.Device) -> Site:
+def _there(device: catalogue.CatalogueEntry) -> Site:
     kind = "cpu" if device.kind == "cpu" else "cuda"
     return Site(
         device.name,

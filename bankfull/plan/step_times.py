@@ -1,9 +1,9 @@
-"""How long a step takes: by roofline, one efficiency factor for each kind of operation and what bounds it.
+"""Predicted step times: a roofline with one efficiency factor per kind of operation and bound.
 
-Costs come from the model's closed form, so that a step is judged in microseconds. Two times are given. The least one is
-physics: weights and state are read once at the bandwidth of a working set of that size, or the arithmetic runs at its
-peak; activations may stay in a cache and count nothing. The likely one adds up the kinds of operations, each at the
-share of its ceiling that it was seen to reach, and what a step and each of its sequences cost beside.
+Costs come from the model's closed form, so that a step is evaluated in microseconds. Two times are computed. The
+shortest time is the physical limit: weights and state are read once at the bandwidth of a working set of that size, or
+the arithmetic runs at its peak; activations may stay in a cache and are not counted. The likely time sums the kinds of
+operations, each at its calibrated fraction of the ceiling, plus a fixed cost per step and per sequence.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from bankfull.types import Work
 PRODUCTS, SCORES, ATTENTION, SCAN, REST = "products", "head", "attention", "scan", "rest"
 KINDS = (PRODUCTS, SCORES, ATTENTION, SCAN, REST)
 BY_ROW = (ATTENTION, SCAN)
-"""Kinds that treat each sequence for itself: one that decodes is bound by other things than one that fills."""
+"""Kinds that process each sequence separately: decode and prefill sequences have different bottlenecks."""
 DECODING, FILLING = "decoding", "filling"
 MEMORY, ARITHMETIC = "memory", "arithmetic"
 STEP, SEQUENCE, EXCHANGE = "each step", "each sequence", "exchange between devices"
 NOTHING = [[0.0] * len(KINDS)] * 3
 SEEN_ONCE = 6
-"""Features before those of the windows: see closed_form."""
+"""Number of features before those of the windows; see closed_form."""
 
 
 def kind_of(operation: str) -> str:
-    """Of an operation by its name in a ledger."""
+    """Kind of an operation by its name in a ledger."""
     if operation.startswith(f"{HEAD}/"):
         return SCORES
     if "linear" in operation or "expert" in operation:
@@ -52,15 +52,15 @@ def _terms() -> tuple[str, ...]:
 
 
 TERMS = _terms()
-"""Kinds of operations, and what bounds them: each has one efficiency factor."""
+"""Kinds of operations and their bounds; each has one efficiency factor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of the ceilings that are reached, and what comes on top."""
+    """Fractions of the ceilings that are reached, and fixed costs."""
 
     factors: Mapping[str, float]
-    """Term -> above 0, at most 1."""
+    """Term -> factor, above 0 and at most 1."""
     step_seconds: float
     sequence_seconds: float
     source: str
@@ -72,15 +72,15 @@ class Efficiency:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """How one copy of the model lies on devices. More than one way is a plan for a later version."""
+class ParallelLayout:
+    """Placement of one copy of the model. More than one way is predicted only: this version cannot run it."""
 
     ways: int = 1
     link_bytes_per_s: float = 0.0
     exchanges: int = 0
-    """All-reduces in a step."""
+    """All-reduces per step."""
     token_bytes: int = 0
-    """Of one token's activations, that each exchange sums up."""
+    """Bytes of one token's activations in an all-reduce."""
     latency: float = 1e-5
 
     def seconds(self, tokens: int) -> float:
@@ -90,28 +90,28 @@ class Layout:
         return self.exchanges * (self.latency + moved / self.link_bytes_per_s)
 
 
-ALONE = Layout()
+ALONE = ParallelLayout()
 
 
 @dataclass(slots=True)
-class Spent:
+class TimeBreakdown:
     """Seconds by term, summed over steps."""
 
     terms: np.ndarray = field(default_factory=lambda: np.zeros(len(TERMS)))
     beside: float = 0.0
-    """For steps and sequences as such."""
+    """Fixed costs of steps and sequences."""
     exchange: float = 0.0
     least: float = 0.0
     steps: int = 0
     filling: float = 0.0
-    """Seconds of the steps that computed more than one token of a sequence."""
+    """Seconds of the steps with prefill."""
 
     @property
     def seconds(self) -> float:
         return float(self.terms.sum()) + self.beside + self.exchange
 
     def shares(self) -> dict[str, float]:
-        """Of all seconds, largest first."""
+        """Shares of all seconds, largest first."""
         whole = self.seconds or 1.0
         named = dict(zip(TERMS, (self.terms / whole).tolist(), strict=True))
         named |= {f"{STEP} and {SEQUENCE}": self.beside / whole, EXCHANGE: self.exchange / whole}
@@ -119,7 +119,7 @@ class Spent:
 
 
 class StepTimes:
-    """Of one model, as it is stored, on one device."""
+    """Step times of one model with one storage on one device."""
 
     def __init__(
         self,
@@ -128,10 +128,10 @@ class StepTimes:
         peak: float,
         efficiency: Efficiency,
         overlaps: bool = False,
-        layout: Layout = ALONE,
+        layout: ParallelLayout = ALONE,
     ) -> None:
-        """`forms`: by operation, as `forms_by_operation` gives them. `overlaps`: does the device read while it
-        multiplies, as a GPU does, or one after the other, as the threads of a CPU?"""
+        """`forms`: by operation, from `forms_by_operation`. `overlaps`: whether memory and arithmetic overlap, as on a
+        GPU; they do not on the threads of a CPU."""
         self.windows: Windows = next(iter(forms.values())).windows
         self.ceilings, self.peak, self.efficiency = ceilings, peak, efficiency
         self.overlaps, self.layout = overlaps, layout
@@ -145,17 +145,17 @@ class StepTimes:
             kept[lasting, column] += moved[lasting]
             passing[~lasting, column] += moved[~lasting]
         self._coefficients = np.concatenate((flops, kept, passing), axis=1) / layout.ways
-        # A likely time needs a rate even where none bounds it: the fastest that was measured, which factors scale.
+        # A likely time needs a rate even for unmeasured arithmetic: the fastest measured one, scaled by the factors.
         self._rate = peak if peak < math.inf else max(ceilings.flops.values())
         self._slowdowns = efficiency.slowdowns
         self._passing_rate = max(ceilings.cached_read_bytes_per_s, ceilings.read_bytes_per_s)
 
     def least(self, step: StepShape) -> float:
-        """No machine with these ceilings is faster."""
+        """Shortest time on these ceilings."""
         return self._ideal(*features_of(step, self.windows))[1]
 
     def likely(self, step: StepShape) -> float:
-        spent = Spent()
+        spent = TimeBreakdown()
         self.charge(*features_of(step, self.windows), len(step.counts), step.tokens, spent)
         return spent.seconds
 
@@ -163,12 +163,14 @@ class StepTimes:
         """Seconds at the ceilings, by term."""
         return self._ideal(*features_of(step, self.windows))[0]
 
-    def work(self, work: Sequence[Work], spent: Spent) -> float:
-        """The likely seconds of a planned step, which are added to `spent`."""
+    def work(self, work: Sequence[Work], spent: TimeBreakdown) -> float:
+        """Likely seconds of a planned step, which are added to `spent`."""
         decoding, filling = features_of_work(work, self.windows)
         return self.charge(decoding, filling, len(work), sum(w.count + w.drafts for w in work), spent)
 
-    def charge(self, decoding: np.ndarray, filling: np.ndarray, sequences: int, tokens: int, spent: Spent) -> float:
+    def charge(
+        self, decoding: np.ndarray, filling: np.ndarray, sequences: int, tokens: int, spent: TimeBreakdown
+    ) -> float:
         ideal, least = self._ideal(decoding, filling)
         terms = ideal * self._slowdowns
         beside = self.efficiency.step_seconds + sequences * self.efficiency.sequence_seconds
@@ -184,7 +186,7 @@ class StepTimes:
         return seconds
 
     def _ideal(self, decoding: np.ndarray, filling: np.ndarray) -> tuple[np.ndarray, float]:
-        """Seconds at the ceilings by term, and the least seconds of the whole."""
+        """Seconds at the ceilings by term, and the shortest time of the whole step."""
         mixed = filling[2] > 0
         whole = self._costs(decoding + filling if mixed else decoding)
         apart = [self._costs(decoding), self._costs(filling)] if mixed else [whole, NOTHING]
@@ -194,7 +196,7 @@ class StepTimes:
         found: list[float] = []
         for i, kind in enumerate(KINDS):
             for costs in apart if kind in BY_ROW else (whole,):
-                # The activations of other kinds grow with their arithmetic: a factor on that covers both.
+                # Activations of other kinds grow with their arithmetic, so one factor covers both.
                 memory = costs[1][i] / rate + (costs[2][i] / self._passing_rate if kind == REST else 0.0)
                 arithmetic = 0.0 if kind == REST else costs[0][i] / self._rate
                 if self.overlaps or (kind in BY_ROW and costs is apart[0]):
@@ -203,15 +205,15 @@ class StepTimes:
         return np.maximum(found, 0.0), max(lasting / rate, sum(flops) / self.peak)
 
     def _costs(self, summed: np.ndarray) -> list[list[float]]:
-        """Operations, lasting bytes and passing bytes, each by kind."""
+        """FLOP, bytes of weights and state, and bytes of activations, each by kind."""
         flat = (summed @ self._coefficients).tolist()
         size = len(KINDS)
         return [flat[:size], flat[size : 2 * size], flat[2 * size :]]
 
 
 def _lasting(width: int) -> np.ndarray:
-    """Features whose bytes are weights or state, which come from where they lie: a step's own (its weights), those of
-    scores (the head), sequences and kept states (recurrent state), cached tokens. Others are activations, or pairs."""
+    """Features whose bytes are weights or state: the step (weights), logits (head), sequences and kept states
+    (recurrent state), cached tokens. The others are activations or query-key pairs."""
     mask = np.zeros(width, bool)
     mask[[0, 1, 4, 5]] = True
     mask[SEEN_ONCE + 1 :: 2] = True
@@ -219,7 +221,7 @@ def _lasting(width: int) -> np.ndarray:
 
 
 def features_of(step: StepShape, windows: Windows) -> tuple[np.ndarray, np.ndarray]:
-    """Features of the sequences that decode, with all that the step has once, and of those that fill their caches."""
+    """Features of the decoding sequences, with those that occur once per step, and features of the prefill ones."""
     filling = [i for i, count in enumerate(step.counts) if count > 1]
     whole = features(step, windows)
     if not filling:
@@ -236,7 +238,7 @@ def features_of(step: StepShape, windows: Windows) -> tuple[np.ndarray, np.ndarr
 
 
 def features_of_work(work: Sequence[Work], windows: Windows) -> tuple[np.ndarray, np.ndarray]:
-    """As `features_of`, for a planned step: the many sequences that decode are summed up at once."""
+    """`features_of` for a planned step; decoding sequences are summed in one operation."""
     ones = [w for w in work if w.count + w.drafts == 1]
     many = [w for w in work if w.count + w.drafts != 1]
     logits = sum(w.drafts + 1 for w in work if w.sample)

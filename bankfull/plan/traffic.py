@@ -1,4 +1,4 @@
-"""What is asked of a service: how often requests come, and how long they are.
+"""The traffic of a service: arrival process, prompt and output lengths.
 
 "rate=5/s, in=1000, out=200"      "rate=90/min, in=200-2000, out=50-400, shared=150, arrivals=gamma, burstiness=0.5"
 """
@@ -17,14 +17,14 @@ from bankfull.errors import ConfigError
 NAMES = ("rate", "in", "out", "shared", "arrivals", "burstiness")
 EXAMPLE = '"rate=5/s, in=1000, out=200"'
 MOST_TOKENS = 1 << 20
-"""Of one request."""
+"""Tokens of a prompt or output at most."""
 _RATES = {"s": 1.0, "sec": 1.0, "second": 1.0, "min": 60.0, "minute": 60.0, "h": 3600.0, "hour": 3600.0}
 _NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
-    """Tokens, each number from `low` to `high` equally likely."""
+class UniformLengths:
+    """Token counts, uniform from `low` to `high`."""
 
     low: int
     high: int
@@ -41,7 +41,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class TraceRequest:
     """One request of a trace."""
 
     time: float
@@ -50,33 +50,33 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class TrafficSpec:
     arrivals: Arrivals
-    prompt: Lengths
-    output: Lengths
+    prompt: UniformLengths
+    output: UniformLengths
     shared: int = 0
-    """Tokens that all prompts begin with."""
+    """Length of the prefix that all prompts share, in tokens."""
 
     @property
     def rate(self) -> float:
         return self.arrivals.rate
 
-    def at(self, rate: float) -> Traffic:
-        """The same, coming faster or slower."""
+    def at(self, rate: float) -> TrafficSpec:
+        """The same traffic at another rate."""
         return replace(self, arrivals=replace(self.arrivals, rate=rate))
 
     @property
     def longest(self) -> int:
         return self.prompt.high + self.output.high
 
-    def trace(self, requests: int, vocab: int, seed: int = 0) -> tuple[Arrival, ...]:
-        """The same for the same seed."""
+    def trace(self, requests: int, vocab: int, seed: int = 0) -> tuple[TraceRequest, ...]:
+        """Reproducible for a seed."""
         random, tokens = Random(f"plan/{seed}"), range(vocab)
         shared = tuple(random.choices(tokens, k=self.shared))
         found = []
         for time in self.arrivals.offsets(requests, seed):
             own = tuple(random.choices(tokens, k=self.prompt.draw(random) - self.shared))
-            found.append(Arrival(time, shared + own, self.output.draw(random)))
+            found.append(TraceRequest(time, shared + own, self.output.draw(random)))
         return tuple(found)
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class Traffic:
         return ", ".join([*parts, f"{self.shared} shared"] if self.shared else parts)
 
 
-def parse_traffic(text: str) -> Traffic:
+def parse_traffic(text: str) -> TrafficSpec:
     given = _pairs(text)
     for needed in ("rate", "in", "out"):
         if needed not in given:
@@ -96,7 +96,7 @@ def parse_traffic(text: str) -> Traffic:
     shared = 0 if given.get("shared", "0") == "0" else _lengths("shared", given["shared"]).low
     if shared >= prompt.low:
         raise ConfigError(f"--traffic: shared={shared} must be less than every prompt, in={prompt}.")
-    return Traffic(arrivals, prompt, _lengths("out", given["out"]), shared)
+    return TrafficSpec(arrivals, prompt, _lengths("out", given["out"]), shared)
 
 
 def _pairs(text: str) -> Mapping[str, str]:
@@ -120,23 +120,23 @@ def _rate(text: str) -> float:
     match = re.fullmatch(rf"{_NUMBER}\s*(?:/\s*([a-z]+))?", text.lower())
     unit = (match[2] or "s") if match else ""
     if match is None or unit not in _RATES or not float(match[1]) > 0:
-        raise ConfigError(f"--traffic: rate={text[:40]!r} is no rate of requests; write 5/s, 90/min or 2000/h.")
+        raise ConfigError(f"--traffic: rate={text[:40]!r} is not a request rate; write 5/s, 90/min or 2000/h.")
     return float(match[1]) / _RATES[unit]
 
 
-def _lengths(name: str, text: str) -> Lengths:
+def _lengths(name: str, text: str) -> UniformLengths:
     match = re.fullmatch(r"([0-9]{1,9})(?:\s*-\s*([0-9]{1,9}))?", text)
     low = int(match[1]) if match else 0
     high = int(match[2]) if match and match[2] else low
     if not 1 <= low <= high <= MOST_TOKENS:
         raise ConfigError(
-            f"--traffic: {name}={text[:40]!r} is no number of tokens; write {name}=1000, or {name}=200-2000 for a "
+            f"--traffic: {name}={text[:40]!r} is not a number of tokens; write {name}=1000, or {name}=200-2000 for a "
             "range."
         )
-    return Lengths(low, high)
+    return UniformLengths(low, high)
 
 
 def _number(name: str, text: str) -> float:
     if not re.fullmatch(_NUMBER, text):
-        raise ConfigError(f"--traffic: {name}={text[:40]!r} is no number.")
+        raise ConfigError(f"--traffic: {name}={text[:40]!r} is not a number; write for example {name}=1.")
     return float(text)

@@ -1,4 +1,4 @@
-"""The recommendation on this machine, in real time, beside what was predicted for the very same requests."""
+"""Runs the recommendation on this machine in real time, and compares it with the prediction for the same requests."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from bankfull.errors import ConfigError
 from bankfull.limits.statistics import quantile
 from bankfull.loading import assemble
 from bankfull.plan.configurations import Configuration
-from bankfull.plan.outcome import Objectives, Outcome, outcome_of
-from bankfull.plan.simulate import Served, simulate
-from bankfull.plan.timing import GREEDY
-from bankfull.plan.traffic import Arrival, Traffic
+from bankfull.plan.outcome import Objectives, SimulatedOutcome, outcome_of
+from bankfull.plan.simulate import RequestTimes, simulate
+from bankfull.plan.step_timer import GREEDY
+from bankfull.plan.traffic import TraceRequest, TrafficSpec
 from bankfull.runtime.device import open_device
 from bankfull.runtime.rows import Job
 from bankfull.types import Request
@@ -28,16 +28,16 @@ Advance = Callable[[int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class PredictionCheck:
     figure: str
     predicted: float
     measured: float
     limit: float | None = None
-    """What the machine's ceilings allow at best, where a figure has such a bound."""
+    """Physical limit of the figure, if it has one."""
 
     @property
     def error(self) -> float | None:
-        """Of the prediction, relative to what was measured."""
+        """Error of the prediction relative to the measurement."""
         return self.predicted / self.measured - 1 if self.measured else None
 
     def as_json(self) -> dict[str, Any]:
@@ -45,18 +45,18 @@ class Compared:
 
 
 def verify(
-    outcome: Outcome,
-    traffic: Traffic,
+    outcome: SimulatedOutcome,
+    traffic: TrafficSpec,
     objectives: Objectives,
     requests: int,
     seed: int,
     advance: Advance = lambda done, note: None,
-) -> list[Compared]:
+) -> list[PredictionCheck]:
     configuration = outcome.configuration
     if not configuration.site.here:
         raise ConfigError(
             f"--verify runs the recommendation on this machine, but it is for {configuration.site.name}; leave "
-            "--devices out, or name only cpu or cuda."
+            "--devices out, or give only cpu or cuda."
         )
     vocab = configuration.prepared.metered.model.vocab
     trace = traffic.trace(requests, vocab, seed)
@@ -75,15 +75,15 @@ def _engine(configuration: Configuration) -> Engine:
 
 def replay(
     engine: Engine,
-    trace: Sequence[Arrival],
+    trace: Sequence[TraceRequest],
     rows: int,
     advance: Advance = lambda done, note: None,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
-) -> list[Served]:
-    """Requests at their times, whether the engine keeps up or not; times are counted from when they were to come."""
+) -> list[RequestTimes]:
+    """Submit requests at their arrival times, whether or not the engine keeps up; latency counts from these times."""
     _warm(engine, trace[0])
-    found = [Served(arrival.time, len(arrival.prompt), arrival.output) for arrival in trace]
+    found = [RequestTimes(arrival.time, len(arrival.prompt), arrival.output) for arrival in trace]
     coming = deque(range(len(trace)))
     begun, ended = clock(), 0
     while coming or engine.busy:
@@ -110,8 +110,8 @@ def replay(
     return found
 
 
-def _warm(engine: Engine, arrival: Arrival) -> None:
-    """The first steps lay out what is laid out once."""
+def _warm(engine: Engine, arrival: TraceRequest) -> None:
+    """Warm-up: the first steps create one-time layouts."""
     prompt = arrival.prompt[:WARM_TOKENS]
     engine.add(Request("warm", prompt, len(prompt) + WARM_STEPS, salt=b"warm", payload=Job(GREEDY, 0)))
     while engine.busy:
@@ -119,31 +119,31 @@ def _warm(engine: Engine, arrival: Arrival) -> None:
 
 
 def compared(
-    predicted: Outcome,
-    simulated: Sequence[Served],
-    measured: Sequence[Served],
-    traffic: Traffic,
+    predicted: SimulatedOutcome,
+    simulated: Sequence[RequestTimes],
+    measured: Sequence[RequestTimes],
+    traffic: TrafficSpec,
     objectives: Objectives,
-) -> list[Compared]:
+) -> list[PredictionCheck]:
     found = []
     both = (simulated, measured)
     limits = {"ttft": 1e3 * predicted.ttft_least, "tpot": 1e3 * predicted.tpot_least}
     for name in ("ttft", "tpot", "e2e"):
         for label, share in (("median", 0.5), ("p99", 0.99)):
             one, other = (_figure(requests, name, share) for requests in both)
-            found.append(Compared(f"{name} {label}, ms", one, other, limits.get(name)))
+            found.append(PredictionCheck(f"{name} {label}, ms", one, other, limits.get(name)))
     one, other = map(_tokens_per_s, both)
-    found.append(Compared("output tokens/s", one, other))
+    found.append(PredictionCheck("output tokens/s", one, other))
     one, other = (traffic.rate * sum(map(objectives.met, requests)) / len(requests) for requests in both)
-    found.append(Compared("goodput, requests/s", one, other, traffic.rate))
+    found.append(PredictionCheck("goodput, requests/s", one, other, traffic.rate))
     return found
 
 
-def _figure(requests: Sequence[Served], name: str, share: float) -> float:
+def _figure(requests: Sequence[RequestTimes], name: str, share: float) -> float:
     values = sorted(1e3 * getattr(served, name) for served in requests if served.done)
     return quantile(values, share) if values else float("inf")
 
 
-def _tokens_per_s(requests: Sequence[Served]) -> float:
+def _tokens_per_s(requests: Sequence[RequestTimes]) -> float:
     ends = [served.last for served in requests if served.last is not None]
     return sum(served.tokens for served in requests if served.done) / max(max(ends, default=0.0), 1e-9)

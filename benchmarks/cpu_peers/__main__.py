@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bankfull.bench.compare.rows_table import notes, problems, ratio_table
+from bankfull.bench.compare.tables import notes, problems, ratio_table
 from bankfull.cli.terminal import print_table
 from bankfull.limits.machine.ceilings import better, measure
 from bankfull.ops import native
@@ -32,7 +32,7 @@ from benchmarks.cpu_peers.works import FOR_MODELS, FOR_SHAPES, WORKS, chosen
 
 STARTS = 3
 PEERS_FOR_SHAPES = "llamacpp"
-"""The one peer that reads the files as they are."""
+"""The peer that reads the shape files unchanged."""
 
 Todo = Sequence[tuple[str, Peer, Place]]
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None, peers: Mapping[str, Peer] = PEE
         works = list(chosen(asked.work or (FOR_MODELS if asked.shape is None else FOR_SHAPES)))
         for name in names:
             if name not in peers:
-                raise ValueError(f"there is no peer {name!r}; choose from {', '.join(peers)}")
+                raise ValueError(f"the peer {name!r} is unknown; choose from {', '.join(peers)}")
         if asked.pairs < 1:
             raise ValueError(f"--pairs {asked.pairs} must be at least 1")
         counts = _thread_counts(asked.threads)
@@ -57,20 +57,20 @@ def main(arguments: Sequence[str] | None = None, peers: Mapping[str, Peer] = PEE
     llamacpp = Asked(tuple(asked.llamacpp_bin), asked.llamacpp_source, asked.kleidiai)
     runs, good = list[dict[str, Any]](), list[bool]()
     for threads in counts:
-        # Ceilings are those of as many threads as the engines get.
+        # Measure ceilings with the same number of threads as the engines.
         native.set_threads(threads)
         places = [Place(model, folder, threads, llamacpp) for model in models]
         todo = [(name, peers[name], place) for place in places for name in names]
         found, went_well = (_check_all if asked.check_fairness else _compare_all)(todo, how)
         runs.append({"threads": threads, **found})
         good.append(went_well)
-        if asked.json is not None:  # after each, so that a run that is cut off leaves what it had
+        if asked.json is not None:  # after each run, so that an interrupted run keeps its results
             asked.json.write_text(json.dumps({"runs": runs}, indent=1))
     return 0 if all(good) else 1
 
 
 def _compare_all(todo: Todo, how: Measuring) -> tuple[dict[str, Any], bool]:
-    """What goes into the file, and whether anything was measured."""
+    """The JSON result, and whether anything was measured."""
     before = None if how.bandwidth is None else measure(refresh=True)
     compared = [compare(name, peer, place, how) for name, peer, place in todo]
     ceilings = None if before is None else better(before, measure(refresh=True))
@@ -89,7 +89,7 @@ def _compare_all(todo: Todo, how: Measuring) -> tuple[dict[str, Any], bool]:
 
 
 def _settings(compared: Compared) -> Iterator[str]:
-    """Each once, behind the works that it was best for."""
+    """Each setting once, with the works it was fastest for."""
     works: dict[str, list[str]] = {}
     for work, setting in compared.settings.items():
         works.setdefault(setting, []).append(work)
@@ -98,7 +98,7 @@ def _settings(compared: Compared) -> Iterator[str]:
 
 
 def _check_all(todo: Todo, how: Measuring) -> tuple[dict[str, Any], bool]:
-    """What goes into the file, and whether every peer gets its due."""
+    """The JSON result, and whether every peer reaches its own tool's speed."""
     checked: list[Fairness] = [row for name, peer, place in todo for row in check(name, peer, place, how)]
     print_table(fairness_table(checked))
     for row in checked:
@@ -117,7 +117,7 @@ def _thread_counts(text: str) -> list[int]:
     except ValueError:
         counts = [0]
     if min(counts) < 1:
-        raise ValueError(f"--threads {text!r} must be numbers from 1 on, such as 2 or 1,2,8")
+        raise ValueError(f"--threads {text!r} must be positive integers, such as 2 or 1,2,8")
     return counts
 
 
@@ -128,14 +128,14 @@ def _models(asked: argparse.Namespace, folder: Path) -> Iterator[Path]:
     names = asked.shape.split(",")
     for name in names:
         if name not in SHAPES:
-            raise ValueError(f"there is no shape {name!r}; choose from {', '.join(SHAPES)}")
+            raise ValueError(f"the shape {name!r} is unknown; choose from {', '.join(SHAPES)}")
     for name in names:
-        say(f"{name}: random weights of this shape, made once")
+        say(f"{name}: writing random weights of this shape, once")
         yield shape_file(name, folder)
 
 
 def _our_start(model: Path) -> float | str:
-    """Seconds, or why there are none."""
+    """Seconds, or the reason for a failure."""
     try:
         say(f"bankfull run: starting with {model.name}")
         return median(seconds_to_first_token(str(model), STARTS))
@@ -150,15 +150,17 @@ def _folders(text: str) -> list[Path]:
 def _arguments(arguments: Sequence[str] | None, peers: Mapping[str, Peer]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_peers", description=__doc__)
     parser.add_argument(
-        "--peers", help=f"of {', '.join(peers)}; all of them, or {PEERS_FOR_SHAPES} for shapes, unless told"
+        "--peers", help=f"comma-separated, of {', '.join(peers)}; default: all, or {PEERS_FOR_SHAPES} with --shape"
     )
-    parser.add_argument("--work", help=f"of {', '.join(WORKS)}; {FOR_MODELS}, or {FOR_SHAPES} for shapes, unless told")
+    parser.add_argument(
+        "--work", help=f"comma-separated, of {', '.join(WORKS)}; default: {FOR_MODELS}, or {FOR_SHAPES} with --shape"
+    )
     parser.add_argument("--pairs", type=int, default=7, help="alternating pairs of each work")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--model", default=DEFAULT_MODEL, help="as for bankfull run")
-    what.add_argument("--shape", help=f"random weights instead of a model: of {', '.join(SHAPES)}")
+    what.add_argument("--shape", help=f"random weights instead of a model, of {', '.join(SHAPES)}")
     cores = str(len(os.sched_getaffinity(0)))
-    parser.add_argument("--threads", default=cores, help="for every engine; several, such as 1,2,8, are run in turn")
+    parser.add_argument("--threads", default=cores, help="threads of every engine; several, as in 1,2,8, run in turn")
     parser.add_argument(
         "--folder", type=Path, default=cache_dir() / "cpu_peers", help="for builds, environments, models and logs"
     )
@@ -168,21 +170,21 @@ def _arguments(arguments: Sequence[str] | None, peers: Mapping[str, Peer]) -> ar
         type=_folders,
         default=[],
         metavar="DIR[,DIR]",
-        help="the programs of a llama.cpp build instead of building it; of several the faster one counts",
+        help="programs of a llama.cpp build instead of building it; with several, the fastest counts",
     )
     given.add_argument(
-        "--llamacpp-source", type=Path, metavar="DIR", help="a source of llama.cpp to build instead of fetching one"
+        "--llamacpp-source", type=Path, metavar="DIR", help="source tree of llama.cpp to build instead of fetching one"
     )
     parser.add_argument(
-        "--kleidiai", type=Path, metavar="DIR", help="a source of KleidiAI: llama.cpp is built with and without it"
+        "--kleidiai", type=Path, metavar="DIR", help="source tree of KleidiAI: llama.cpp is built with and without it"
     )
     parser.add_argument(
         "--check-fairness",
         action="store_true",
-        help="do not compare: show that each peer gets here what its own tool gives it",
+        help="do not compare; check that each peer is as fast here as with its own tool",
     )
-    parser.add_argument("--json", type=Path, help="a file for all pairs and whatever else was measured")
-    parser.add_argument("--no-ceilings", action="store_true", help="do not measure the machine beside the engines")
+    parser.add_argument("--json", type=Path, help="file for all pairs and other measurements")
+    parser.add_argument("--no-ceilings", action="store_true", help="do not measure the machine's ceilings")
     return parser.parse_args(arguments)
 
 

@@ -1,4 +1,4 @@
-"""One peer and this engine: both started, then all rows of their table."""
+"""Compares one peer with this engine: starts both, then measures all rows of their table."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ OURS = "bankfull"
 
 @dataclass(frozen=True, slots=True)
 class Measuring:
-    """What is measured, and how."""
+    """Works, pairs and instruments of a measurement."""
 
     works: Sequence[Work]
     pairs: int
     our_start: Callable[[Path], float | str]
-    """Seconds for a model, or why there are none."""
+    """Start-up seconds for a model, or the reason for a failure."""
     bandwidth: Looking | None
-    """None = not measured."""
+    """Bandwidth probe; None = not measured."""
     say: Say
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Rows, and what was found best for the peer, by work."""
+    """Rows, and the peer's best settings by work."""
 
     found: Comparison
     settings: Mapping[str, str]
@@ -50,10 +50,10 @@ class Compared:
 
 
 def compare(name: str, peer: Peer, place: Place, how: Measuring) -> Compared:
-    """What cannot be had is a row that says why."""
+    """Failures become rows with the reason."""
     ours, theirs = Side(OURS, place.model.name), Side(name, place.model.name)
     try:
-        how.say(f"{name}: getting it ready")
+        how.say(f"{name}: preparing")
         ready = peer(place)
         ours, theirs = Side(OURS, ready.our_model.name), Side(name, ready.model.name)
         with Engines(place, FreshPrompts(models.vocabulary(ready.our_model)), how.say) as engines:
@@ -68,7 +68,7 @@ def compare(name: str, peer: Peer, place: Place, how: Measuring) -> Compared:
 
 
 class Engines:
-    """Processes of one comparison; none outlives it."""
+    """Processes of one comparison, all ended with it."""
 
     def __init__(self, place: Place, fresh: FreshPrompts, say: Say) -> None:
         self._place, self.fresh, self._say = place, fresh, say
@@ -84,9 +84,9 @@ class Engines:
     def start(
         self, label: str, command: Sequence[str], model: Path, variables: Mapping[str, str] | None = None
     ) -> tuple[EngineProcess, float]:
-        """An engine that has loaded and given a token, asleep; and the seconds from starting it to that token."""
+        """A loaded, paused engine that has generated a token, and the seconds from its start to that token."""
         threads = self._place.threads
-        # Set before anything loads, so that no library starts a pool of another size.
+        # Set before any import, so that no library starts a thread pool of another size.
         every = {"OMP_NUM_THREADS": str(threads), "PYTHONDONTWRITEBYTECODE": "1", **(variables or {})}
         self._say(f"{label}: loading {model.name}")
         engine = EngineProcess(label, command, self._place.folder / f"{label}.err", variables=every, folder=ROOT)
@@ -105,8 +105,8 @@ class Engines:
         return LoadedEngine(self.start(OURS, module(sys.executable, "engine_bankfull"), model)[0])
 
     def theirs(self, name: str, ready: Ready) -> tuple[Contender, float]:
-        """Ready for turns; and the seconds from starting a process to its first token. A first start warms the disk's
-        cache and a peer's own of compiled code, and does not count. Ours does not either."""
+        """The contender, and the seconds from process start to its first token. A first start warms the page cache and
+        the peer's compile cache and does not count; neither does ours."""
         peer = ready.peer
         if isinstance(peer, LlamaCpp):
             self._say(f"{name}: starting with {ready.model.name}")
@@ -129,7 +129,7 @@ def _loaded(name: str, ready: Ready, engines: Engines, how: Measuring) -> tuple[
 
 
 def _row(pair: Pair, work: Work, our_model: Path, how: Measuring) -> Row:
-    """Decoding stands beside the bandwidth that it is bound by, as it was around each of our turns."""
+    """A row; decoding is compared with the read bandwidth measured around each of our turns."""
     if how.bandwidth is None or work.measure != "decode":
         return pair.compare(work, how.pairs, how.say)
     needed = bytes_per_token(our_model, work)

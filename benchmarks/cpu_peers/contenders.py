@@ -1,4 +1,4 @@
-"""A side of a comparison: whatever can do a work in its turn, and tell how fast it was."""
+"""One side of a comparison: an engine that runs a work and reports its speed."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Protocol
 
-from bankfull.bench.compare.turns import Rests
+from bankfull.bench.compare.turns import Pausable
 from benchmarks.cpu_peers.process import EngineProcess
 from benchmarks.cpu_peers.works import FreshPrompts, Turn, Work
 
 AFTERGLOW = 1.0
-"""Seconds: spinning for a moment behind the work is not idling."""
+"""Seconds of spinning after work that do not count as idle CPU use."""
 
 
-class Contender(Rests, Protocol):
+class Contender(Pausable, Protocol):
     @property
     def name(self) -> str:
-        """With its version."""
+        """Name with version."""
         ...
 
     @property
     def settings(self) -> Mapping[str, str]:
-        """What was found best for it, by work; empty where nothing was searched."""
+        """Best settings by work; empty if none were searched."""
         ...
 
     def get_ready(self, work: Work, fresh: FreshPrompts) -> None:
-        """Before the pairs of that work."""
+        """Called before the pairs of a work."""
         ...
 
     def rate(self, work: Work, turn: Turn) -> float:
-        """Tokens per second of one turn, in which it warms up first."""
+        """Tokens per second of one turn, which begins with a warm-up."""
         ...
 
     def resident_bytes(self, fresh: FreshPrompts) -> float:
-        """Behind one stream of decoding."""
+        """Resident memory after one decoded stream."""
         ...
 
     def idle_percent(self, seconds: float) -> float | None:
-        """Of one core, when nobody asks anything; None where nothing stays that could idle."""
+        """Percent of one core used without requests; None if no process stays loaded."""
         ...
 
 
 class LoadedEngine:
-    """A process that stays loaded, and is stopped while it has no turn."""
+    """A process that stays loaded, and is paused between its turns."""
 
     settings: Mapping[str, str] = {}
 
@@ -68,8 +68,8 @@ class LoadedEngine:
         work.warm_up(self.engine, fresh)
 
     def rate(self, work: Work, turn: Turn) -> float:
-        """Others have had the caches since its last turn: a first piece of work fetches them back, and does not count.
-        Peers' own tools do the same."""
+        """The other engine has evicted the caches: a first request reloads them and does not count. The peers' own
+        tools do the same."""
         self.engine.work(turn.first, 1)
         return median(work.rate(self.engine, prompts) for prompts in turn.measured)
 

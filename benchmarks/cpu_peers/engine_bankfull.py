@@ -1,4 +1,4 @@
-"""This engine, as its users get it."""
+"""This engine with default options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.cpu_peers.protocol import Prompts, serve
 
 class Bankfull:
     def load(self, model: str, threads: int) -> str:
-        import bankfull  # before torch, which reads at its start what this sets
+        import bankfull  # before torch: it sets environment variables that torch reads on import
         from bankfull.ops import native
 
         native.set_threads(threads)

@@ -16,11 +16,11 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": CONTEXT,
     "skip_tokenizer_init": True,
 }
-"""The same for its own tool."""
+"""Options, also used for vLLM's own tool."""
 
 
 def variables(threads: int) -> dict[str, str]:
-    """The same for its own tool."""
+    """Environment, also used for vLLM's own tool."""
     cores = sorted(os.sched_getaffinity(0))[:threads]
     return {
         "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
@@ -32,8 +32,8 @@ def variables(threads: int) -> dict[str, str]:
 
 class Vllm:
     def load(self, model: str, threads: int) -> str:
-        # One process leaves all cores to the model, and ends with this harness. What vLLM would preload into an engine
-        # process of its own is preloaded into this one.
+        # A single process leaves all cores to the model and ends with the harness. Libraries that vLLM would preload
+        # into its engine process are preloaded into this one.
         os.environ |= {**variables(threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         import vllm  # type: ignore[import-not-found]
 

@@ -1,7 +1,7 @@
-"""Does a peer get in this harness what its own tool gives it? Both in alternation, work by work.
+"""Checks that a peer is as fast in this harness as with its own tool: both alternately, work by work.
 
-In the harness: a turn as in a comparison, just after this engine has had one. By itself: the peer's own tool, called as
-its users call it, just after that tool has run.
+In the harness: a turn as in a comparison, right after a turn of this engine. By itself: the peer's own tool, called as
+its users call it, right after that tool has run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.cpu_peers.turns import Pair
 from benchmarks.cpu_peers.works import FreshPrompts, Work
 
 LEAST = 0.95
-"""Of what its own tool gives a peer, that it must reach in this harness."""
+"""Fraction of its own tool's speed that a peer must reach in this harness."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class Fairness:
 
 
 def check(name: str, peer: Peer, place: Place, how: Measuring) -> list[Fairness]:
-    """A row for each work, also where it says why there is none."""
+    """One row per work; failures become rows with the reason."""
     try:
-        how.say(f"{name}: getting it ready")
+        how.say(f"{name}: preparing")
         ready = peer(place)
         with Engines(place, FreshPrompts(models.vocabulary(ready.our_model)), how.say) as engines:
             theirs, _ = engines.theirs(name, ready)
@@ -62,14 +62,14 @@ def check(name: str, peer: Peer, place: Place, how: Measuring) -> list[Fairness]
 
 
 def _own_tool(ready: Ready, work: Work) -> tuple[Work, Callable[[], float]]:
-    """The work as both can time it, and the tool by itself."""
+    """The work in a form that both can time, and the tool by itself."""
     peer = ready.peer
     if isinstance(peer, LlamaCpp):
         return work, lambda: peer.rate_by_itself(work)
     tool = peer.own_tool
     if tool is None:
-        raise EngineFailed("it brings no tool of its own")
-    # Tools of engines that stay loaded tell how long a whole call takes, so that is what is compared.
+        raise EngineFailed("it has no tool of its own")
+    # The tools of engines that stay loaded report the time of a whole call, so whole calls are compared.
     whole = replace(work, measure="output", repetitions=1)
     return whole, lambda: tool.rate(whole)
 
@@ -86,7 +86,7 @@ def _checked(
 
     try:
         pair.get_ready(work)
-        by_itself()  # as the first of the harness: neither begins with cold files
+        by_itself()  # warm-up, as in the harness: neither starts with cold files
         for number in range(how.pairs):
             if number % 2 == 0:
                 harness.append(in_harness())
@@ -102,7 +102,7 @@ def _checked(
 
 
 def fairness_table(rows: Sequence[Fairness]) -> Table:
-    table = Table(title="Each peer in this harness beside its own tool, tokens/s")
+    table = Table(title="Each peer in this harness and with its own tool, tokens/s")
     for heading in ("peer", "threads", "work", "harness / own tool", "quartiles", "harness", "own tool", "pairs"):
         table.add_column(heading, justify="left" if heading in ("peer", "work") else "right")
     for row in rows:

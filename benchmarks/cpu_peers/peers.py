@@ -1,4 +1,4 @@
-"""Each peer: how it gets ready, and which files the two sides run."""
+"""The peers: how each is prepared, and which files the two sides run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a run keeps things, and what it compares."""
+    """The model and options of a run, and the folder for its files."""
 
     model: Path
     folder: Path
@@ -26,7 +26,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """How a peer that stays loaded is started."""
+    """How to start a peer that stays loaded."""
 
     command: Sequence[str]
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A peer that can have turns, and the files that each side runs."""
+    """A prepared peer, and the files that each side runs."""
 
     peer: Served | LlamaCpp
     model: Path
@@ -43,7 +43,7 @@ class Ready:
 
 
 Peer = Callable[[Place], Ready]
-"""Installs and converts whatever is missing."""
+"""Prepares a peer: installs and converts what is missing."""
 
 
 def module(python: Path | str, name: str) -> list[str]:
@@ -51,12 +51,12 @@ def module(python: Path | str, name: str) -> list[str]:
 
 
 def llamacpp(place: Place) -> Ready:
-    """The file as it is, for both."""
+    """The given file for both sides."""
     return _llamacpp(place, models.gguf_only(place.model), llamacpp_build.builds(place.llamacpp, place.folder))
 
 
 def llamacpp_q4_0(place: Place) -> Ready:
-    """The same numbers as Q4_0, llama.cpp's fastest type, for both."""
+    """The same weights as Q4_0, llama.cpp's fastest type, for both sides."""
     builds = llamacpp_build.builds(place.llamacpp, place.folder)
     quantizer = builds[0].tool(llamacpp_build.QUANTIZE)
     return _llamacpp(place, models.requantized(place.model, place.folder, quantizer, "Q4_0"), builds)
@@ -67,7 +67,7 @@ def _llamacpp(place: Place, model: Path, builds: Sequence[llamacpp_build.Build])
 
 
 def vllm(place: Place) -> Ready:
-    """bfloat16 for the peer, which has no fast 4-bit path on CPUs; the file as it is for us."""
+    """bfloat16 for vLLM, which has no fast 4-bit path on CPUs; the given file for us."""
     python = install(RECIPES["vllm"], place.folder)
     model = models.widened(place.model, place.folder)
     preloaded = _openmp(python.parent.parent / "lib")
@@ -76,8 +76,8 @@ def vllm(place: Place) -> Ready:
 
 
 def _openmp(libraries: Path) -> dict[str, str]:
-    """What vLLM wants to be loaded first: Intel's library, which its manual asks for and which comes with it on
-    x86, else torch's own, without which its threads share a core."""
+    """The OpenMP library that vLLM needs preloaded: Intel's, recommended by its manual and included on x86; otherwise
+    torch's, without which its threads share a core."""
     packages = "python*/site-packages"
     for pattern in ("libiomp5.so", f"{packages}/torch.libs/libgomp*", f"{packages}/torch/lib/libgomp*"):
         for found in sorted(libraries.glob(pattern)):

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, that computes only when it has its turn."""
+"""An engine in its own process that can be paused."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
+from bankfull.bench.compare import process_usage
 from bankfull.bench.compare.processes import GRACE, ProcessGroup
-from bankfull.bench.load import machine
 from benchmarks.cpu_peers.protocol import Prompts
 
 LONGEST_REPLY = 1 << 20
@@ -52,13 +52,13 @@ class EngineProcess:
         threading.Thread(target=self._read, daemon=True).start()
 
     def load(self, model: str, threads: int) -> float:
-        """Seconds."""
+        """Load a model; returns seconds."""
         reply = self._ask(op="load", model=model, threads=threads)
         self.name = reply["name"]
         return float(reply["seconds"])
 
     def work(self, prompts: Prompts, new: int) -> float:
-        """Seconds to generate `new` tokens behind each prompt."""
+        """Seconds to generate `new` tokens for each prompt."""
         reply = self._ask(op="work", prompts=prompts, new=new)
         if reply["counts"] != [new] * len(prompts):
             raise EngineFailed(f"{self.label} gave {sum(reply['counts'])} tokens instead of {len(prompts)} x {new}")
@@ -71,7 +71,7 @@ class EngineProcess:
         self._group.wake()
 
     def quit(self) -> None:
-        """Ask; then insist."""
+        """Ask the engine to quit, and kill it after a grace period."""
         self.wake()
         with suppress(OSError, ValueError):
             self._send({"op": "quit"})
@@ -84,7 +84,7 @@ class EngineProcess:
                 if stream is not None:
                     stream.close()
 
-    def family(self) -> list[machine.Member]:
+    def family(self) -> list[process_usage.Member]:
         return self._group.family()
 
     def cpu_seconds(self) -> float:
@@ -112,20 +112,20 @@ class EngineProcess:
             self._send(message)
             line = self._replies.get(timeout=self._timeout)
         except Empty:
-            self._group.signal(signal.SIGKILL)  # an answer that came later would be taken for that of the next question
-            raise EngineFailed(f"{self.label} gave no answer in {self._timeout:.0f} s") from None
+            self._group.signal(signal.SIGKILL)  # a late reply would be taken for that of the next request
+            raise EngineFailed(f"{self.label} did not reply within {self._timeout:.0f} s") from None
         except OSError:
             line = b""
         if not line:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(GRACE)
             code = self._process.poll()
-            raise EngineFailed(f"{self.label} ended with code {code} (what it said: {self._log})")
+            raise EngineFailed(f"{self.label} exited with code {code} (log: {self._log})")
         try:
             reply = json.loads(line)
             ok = reply["ok"]
         except (ValueError, KeyError, TypeError):
-            raise EngineFailed(f"{self.label} answered what is no reply: {line[:80]!r}") from None
+            raise EngineFailed(f"{self.label} sent an invalid reply: {line[:80]!r}") from None
         if not ok:
             raise EngineFailed(f"{self.label}: {reply.get('error')}")
         return dict(reply)

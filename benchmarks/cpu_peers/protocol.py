@@ -1,10 +1,10 @@
-"""What an engine's process and the harness say to one another: one JSON object per line, a reply for each.
+"""The protocol between the harness and an engine's process: one JSON object per line, one reply for each.
 
     {"op": "load", "model": PATH, "threads": N}        -> {"ok": true, "name": ..., "seconds": ...}
     {"op": "work", "prompts": [[ids]], "new": N}       -> {"ok": true, "seconds": ..., "counts": [tokens per prompt]}
-    {"op": "quit"}                                     -> the process ends
+    {"op": "quit"}                                     -> the process exits
 
-What fails is answered by {"ok": false, "error": SENTENCE}. Greedy, and the end of text does not end anything.
+The reply to a failure is {"ok": false, "error": SENTENCE}. Decoding is greedy and ignores the end of text.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ LONGEST_ERROR = 500
 
 class ServedEngine(Protocol):
     def load(self, model: str, threads: int) -> str:
-        """Get ready; the engine's name and version."""
+        """Load the model; returns the engine's name and version."""
         ...
 
     def generate(self, prompts: Prompts, new: int) -> list[list[int]]:
-        """Exactly `new` tokens behind each prompt, all prompts at once."""
+        """Exactly `new` tokens for each prompt, all prompts in one batch."""
         ...
 
 
 def serve(engine: ServedEngine) -> None:
-    """Answer until told to quit, or until nobody asks any more."""
+    """Reply until asked to quit, or until stdin closes."""
     _end_with_parent()
-    # Libraries print where they like; replies have a stream of their own.
+    # Libraries may print to stdout, so replies use a duplicate of it.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -43,13 +43,13 @@ def serve(engine: ServedEngine) -> None:
             return
         try:
             reply = {"ok": True, **_answer(engine, asked)}
-        except Exception as error:  # whatever a peer raises is a row of the table, not the end of the run
+        except Exception as error:  # an error of a peer becomes a row of the table
             reply = {"ok": False, "error": f"{type(error).__name__}: {error}"[:LONGEST_ERROR]}
         print(json.dumps(reply), file=replies, flush=True)
 
 
 def _end_with_parent() -> None:
-    """A harness that is killed must not leave a stopped engine behind."""
+    """Die with the harness: a killed harness must not leave a paused engine behind."""
     parent_death_signal = 1
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)

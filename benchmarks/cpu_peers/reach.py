@@ -1,4 +1,4 @@
-"""How much of the machine's read bandwidth our decoding uses: bytes from the meter, bandwidth measured beside it."""
+"""The share of the machine's read bandwidth that our decoding uses: bytes from the meter, bandwidth as measured."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from bankfull.bench.compare.rows import Bandwidth
-from bankfull.limits.machine.ceilings import LARGEST_SET, filled, read_rates
+from bankfull.limits.machine.cpu_ceilings import LARGEST_SET, filled, read_rates
 from bankfull.runtime.device import available_memory
 from benchmarks.cpu_peers.works import Work
 
 Looking = Callable[[float], Bandwidth]
-"""What this machine reads now, over and over from a working set of so many bytes."""
+"""Measures the current read bandwidth over a working set of the given bytes."""
 SECONDS = 1.0
-"""Of reading, before and after a turn of seconds."""
+"""Seconds of reading before and after each turn."""
 
 
 def bytes_per_token(model: Path, work: Work) -> float:
-    """What a token in the middle of the work must read, each operand once, in the dtype that we run by default."""
+    """Bytes that a token in the middle of the work must read, each operand once, in our default dtype."""
     from bankfull.limits.meter.metered import MeteredModel
     from bankfull.limits.meter.step import StepShape
     from bankfull.weights.source import open_model
@@ -36,5 +36,5 @@ def bandwidth_now(working_set: float) -> Bandwidth:
 
 @lru_cache(maxsize=1)
 def _memory(size: int) -> Any:
-    """Filled once: a first touch takes longer than reading."""
+    """Filled once, because the first touch is slower than reading."""
     return filled(size, budget=math.inf)

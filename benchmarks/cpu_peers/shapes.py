@@ -1,8 +1,8 @@
-"""Models of known shapes with random weights, as .gguf files that every reader of such files loads.
+"""Models of known shapes with random weights, as standard .gguf files.
 
-For sizes whose weights are not at hand, and for sizes that nobody tuned anything for: speed does not depend on what
-the numbers say. Matrices are Q4_0; the embedding, which is the head too, has the wider type that files of this kind
-have by custom: Q6_K where its blocks of 256 divide the width, else Q8_0.
+For models whose weights are not available, and for sizes that no engine was tuned for: speed does not depend on the
+values. Matrices are Q4_0; the embedding, which is also the head, has the wider type that is customary: Q6_K if its
+blocks of 256 divide the width, otherwise Q8_0.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from benchmarks.cpu_peers.install import CannotInstall
 MATRICES = "q4_0"
 END = "<|endoftext|>"
 ELEMENTS_AT_ONCE = 1 << 24
-"""Of a tensor that is being made: bounds the memory that writing a file takes."""
+"""Elements of a tensor generated at a time; bounds the memory for writing a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of the llama architecture, with a head that is the embedding."""
+    """A llama architecture with a tied embedding."""
 
     hidden: int
     layers: int
@@ -41,7 +41,7 @@ class Shape:
         return "q8_0" if self.hidden % 256 else "q6_k"
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...], str]]:
-        """Name, shape (slowest dimension first) and storage type, in the order of the file."""
+        """Name, shape (slowest dimension first) and storage type, in file order."""
         yield "token_embd.weight", (self.vocab, self.hidden), self.table_type
         queries, keys = self.heads * self.head, self.kv_heads * self.head
         for layer in range(self.layers):
@@ -62,13 +62,13 @@ SHAPES = {
     "llama-3.2-1b": Shape(2048, 16, 32, 8, 64, 8192, 128256, 500000.0, 131072),
     "llama-3.2-3b": Shape(3072, 28, 24, 8, 128, 8192, 128256, 500000.0, 131072),
     "smollm2-360m": Shape(960, 32, 15, 5, 64, 2560, 49152, 100000.0, 8192),
-    # The sizes of Qwen2.5-0.5B, without its biases.
+    # Sizes of Qwen2.5-0.5B, without its biases.
     "qwen2.5-0.5b": Shape(896, 24, 14, 2, 64, 4864, 151936, 1000000.0, 32768),
 }
 
 
 def shape_file(name: str, folder: Path) -> Path:
-    """`folder/models/<name>.random.Q4_0.gguf`; made once."""
+    """`folder/models/<name>.random.Q4_0.gguf`; written once."""
     target = folder / "models" / f"{name}.random.{MATRICES.upper()}.gguf"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -79,11 +79,11 @@ def shape_file(name: str, folder: Path) -> Path:
 
 
 def write(shape: Shape, name: str, path: Path) -> None:
-    """The same bytes for the same shape and name; a part of one tensor is in memory at a time."""
+    """Reproducible for a shape and name; holds only part of a tensor in memory."""
     try:
         import gguf
     except ImportError:
-        raise CannotInstall("files of random weights are written with the package gguf: pip install gguf") from None
+        raise CannotInstall("writing files of random weights needs the package gguf: pip install gguf") from None
     import numpy
 
     from bankfull.weights.formats import SCHEMES
@@ -112,7 +112,7 @@ def write(shape: Shape, name: str, path: Path) -> None:
 
 
 def describe(writer: Any, shape: Shape, name: str) -> None:
-    """All metadata that readers ask for, with a vocabulary of every byte and as many made-up words as there is room."""
+    """Write all required metadata, with a vocabulary of all bytes and as many made-up words as fit."""
     mostly_q4_0, quantization_version = 2, 2
     writer.add_name(f"{name}, random weights")
     writer.add_file_type(mostly_q4_0)
@@ -141,7 +141,7 @@ def describe(writer: Any, shape: Shape, name: str) -> None:
 
 
 def vocabulary(size: int) -> tuple[list[str], list[int]]:
-    """Byte-level: token n < 256 is the byte n, the next is the only merge, then words, the last ends a text."""
+    """A byte-level vocabulary: token n < 256 is byte n, then the only merge, then words; the last ends a text."""
     normal, control = 1, 3
     letters = _byte_letters()
     words = [f"{letters[ord(' ')]}w{number}" for number in range(size - 256 - 2)]
@@ -149,14 +149,14 @@ def vocabulary(size: int) -> tuple[list[str], list[int]]:
 
 
 def _byte_letters() -> list[str]:
-    """How byte-level vocabularies write each byte: as itself where it prints, else as a letter from 256 up."""
+    """Each byte in the encoding of byte-level vocabularies: itself if printable, otherwise a character from 256 up."""
     shown = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = iter(range(256, 512))
     return [chr(byte if byte in shown else next(hidden)) for byte in range(256)]
 
 
 def _encoded(name: str, tensor: str, size: tuple[int, ...], kind: str) -> Iterator[Any]:
-    """The stored rows of a tensor, some at a time: norms of ones, and numbers that neither grow nor fade on their way
+    """The stored rows of a tensor, a block at a time: norms are ones, and matrices keep the activations' magnitude
     through the layers."""
     import torch
 

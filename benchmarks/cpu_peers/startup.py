@@ -1,4 +1,4 @@
-"""From starting a process to its first token."""
+"""Time from process start to the first token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROMPT = "The river"
 
 
 def seconds_to_first_token(model: str, repetitions: int) -> list[float]:
-    """Of `bankfull run`, imports included. The first process warms the disk's cache and does not count."""
+    """Times of `bankfull run`, imports included. The first process warms the page cache and does not count."""
     return [_once(model) for _ in range(repetitions + 1)][1:]
 
 
@@ -30,5 +30,5 @@ def _once(model: str) -> float:
         process.stdout.read()
         said = process.stderr.read().decode(errors="replace").strip()
     if not first or process.returncode:
-        raise EngineFailed(f"bankfull run ended with code {process.returncode}: {said[-200:]}")
+        raise EngineFailed(f"bankfull run exited with code {process.returncode}: {said[-200:]}")
     return seconds

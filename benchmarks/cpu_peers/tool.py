@@ -1,4 +1,4 @@
-"""A peer's own tool, run to its end."""
+"""Runs a peer's own tool to completion."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST_REASON = 200
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What became of it."""
+    """Output and resource usage of a finished process."""
 
     said: str
     seconds: float
@@ -27,7 +27,7 @@ class Ended:
 
 
 def run_to_end(command: Sequence[str], log: Path, timeout: float, variables: Mapping[str, str] | None = None) -> Ended:
-    """What it writes to stderr goes to `log`. EngineFailed: it could not be started, failed, or took too long."""
+    """Run with stderr to `log`. Raises EngineFailed if it could not start, failed, or timed out."""
     tool = Path(command[0]).name
     log.parent.mkdir(parents=True, exist_ok=True)
     begun = time.perf_counter()
@@ -49,7 +49,7 @@ def run_to_end(command: Sequence[str], log: Path, timeout: float, variables: Map
         assert process.stdout is not None
         with process.stdout:
             said = process.stdout.read()
-        # Of this process alone; what the standard library tells of children is of all of them together.
+        # wait4 reports this process alone; the standard library's figures sum over all children.
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     except BaseException:
@@ -63,5 +63,5 @@ def run_to_end(command: Sequence[str], log: Path, timeout: float, variables: Map
         if seconds >= timeout:
             raise EngineFailed(f"{tool} took longer than {timeout:.0f} s")
         why = " ".join(log.read_text(errors="replace").split())[-LONGEST_REASON:]
-        raise EngineFailed(f"{tool} ended with code {process.returncode}: {why} (all of it: {log})")
+        raise EngineFailed(f"{tool} exited with code {process.returncode}: {why} (full log: {log})")
     return Ended(said, seconds, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)

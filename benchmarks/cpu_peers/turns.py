@@ -1,4 +1,4 @@
-"""This engine and a peer on the works of a comparison, in turn."""
+"""Runs this engine and a peer alternately on the works of a comparison."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IDLE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """What reading reaches around each of our turns: the mean of before and after, and the better moment of both."""
+    """Read bandwidth around each of our turns: the mean of before and after, and the better of both best values."""
 
     look: Callable[[], Bandwidth]
     found: list[Bandwidth]
@@ -34,7 +34,7 @@ class Around:
 
 @dataclass(slots=True)
 class Pair:
-    """Ours and a peer; neither computes unless it has its turn."""
+    """Our engine and a peer; each is paused outside its turns."""
 
     ours: Contender
     theirs: Contender
@@ -54,7 +54,7 @@ class Pair:
             return contender.rate(work, prompts)
 
     def compare(self, work: Work, pairs: int, say: Say, around: Around | None = None) -> Row:
-        """Both get the same prompts, and neither gets them twice."""
+        """Both get the same prompts, and no prompt is used twice."""
         ours, theirs = list[float](), list[float]()
 
         def our_rate(prompts: Turn) -> float:
@@ -75,7 +75,7 @@ class Pair:
         return Row(work.name, "tokens/s", tuple(ours), tuple(theirs), others=self.noise.cores)
 
     def side_rows(self, idle_seconds: float = IDLE_SECONDS) -> Iterable[Row]:
-        """Memory behind one stream of decoding, and what engines that stay loaded use when nobody asks anything."""
+        """Memory after one decoded stream, and idle CPU use of engines that stay loaded."""
         resident, idle = list[float](), list[float | None]()
         try:
             for contender in (self.ours, self.theirs):

@@ -1,4 +1,4 @@
-"""vLLM's own tool: `vllm bench latency`, a process that loads, warms up, times whole calls of one batch, and ends."""
+"""vLLM's own tool: `vllm bench latency`, a process that loads, warms up, times whole calls of one batch, and exits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class VllmBench:
             try:
                 seconds = median(json.loads(found.read_text())["latencies"])
             except (OSError, ValueError, LookupError, TypeError):
-                raise EngineFailed(f"vllm bench wrote no latencies (what it said: {self.log})") from None
+                raise EngineFailed(f"vllm bench wrote no latencies (log: {self.log})") from None
         return work.requests * work.new / float(seconds)
 
     def command(self, work: Work, found: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The kinds of work that engines are compared on, and the prompts: token ids, never the same twice."""
+"""The works that engines are compared on, and their prompts: token ids, never the same twice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.cpu_peers.protocol import Prompts
 Measure = Literal["decode", "prefill", "output"]
 WARM_UP_TOKENS = 8
 FIRST_LENGTH = 16
-"""Tokens of the prompt that opens a turn of many requests; as many as llama-batched-bench takes."""
+"""Tokens of the warm-up prompt of a batched turn; as many as in llama-batched-bench."""
 
 
 class Worker(Protocol):
@@ -22,12 +22,12 @@ class Worker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The prompts of one turn; both engines of a pair get the very same."""
+    """The prompts of one turn; both engines of a pair get the same."""
 
     first: Prompts
-    """For one token, before anything is timed."""
+    """Prompts of the warm-up, which generates one token."""
     measured: tuple[tuple[Prompts, Prompts], ...]
-    """For each repetition: the work itself, and what tells how long its first token takes."""
+    """Per repetition: prompts of the work itself, and prompts for timing the first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class Work:
     new: int
     requests: int = 1
     repetitions: int = 1
-    """Within a turn, whose figure is their median."""
+    """Repetitions within a turn; the turn's figure is their median."""
 
     def warm_up(self, worker: Worker, fresh: FreshPrompts) -> None:
         worker.work(fresh.take(self.requests, self.prompt_len), min(self.new, WARM_UP_TOKENS))
 
     def rate(self, worker: Worker, several: tuple[Prompts, Prompts]) -> float:
-        """Tokens per second. Decoding is what n tokens take beyond the first, so it takes two prompts to tell."""
+        """Tokens per second. Decode time is the time of n tokens minus that of the first, so it takes two prompts."""
         whole = worker.work(several[0], self.new)
         if self.measure == "prefill":
             return self.prompt_len / whole
@@ -76,12 +76,12 @@ WORKS = {
     )
 }
 FOR_SHAPES = "decode64"
-"""What is done where nothing is said: large shapes take long, and decoding is what they are there for."""
+"""Default work for shapes: large shapes take long, and decoding is what they are for."""
 FOR_MODELS = ",".join(name for name in WORKS if name != FOR_SHAPES)
 
 
 class FreshPrompts:
-    """Random ids below `vocab`; each call gives others, the same sequence of calls the same ones."""
+    """Random ids below `vocab`, different in each call; reproducible for the sequence of calls."""
 
     def __init__(self, vocab: int, seed: int = 0) -> None:
         self._random, self._vocab = random.Random(seed), vocab
@@ -91,8 +91,8 @@ class FreshPrompts:
 
 
 def chosen(names: str) -> Iterator[Work]:
-    """From "decode,prefill512"; ValueError names what is unknown."""
+    """Parse "decode,prefill512"; ValueError for an unknown work."""
     for name in names.split(","):
         if name not in WORKS:
-            raise ValueError(f"there is no work {name!r}; choose from {', '.join(WORKS)}")
+            raise ValueError(f"the work {name!r} is unknown; choose from {', '.join(WORKS)}")
         yield WORKS[name]

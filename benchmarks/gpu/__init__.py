@@ -1,1 +1,1 @@
-"""What this engine reaches on a GPU, beside what the device could do: `python -m benchmarks.gpu`."""
+"""The engine's speed on a GPU next to the device's limit: `python -m benchmarks.gpu`."""

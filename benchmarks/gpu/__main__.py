@@ -40,7 +40,7 @@ def _measure(asked: argparse.Namespace, works: dict[str, Work]) -> int:
     device = open_device(asked.device)
     ceilings = of_device(device, refresh=True)
     if ceilings is None:
-        raise ConfigError("The device has no room left to measure its ceilings in: somebody else uses it.")
+        raise ConfigError("The device has too little free memory to measure its ceilings; stop other programs on it.")
     _say(
         f"{ceilings.cpu}: read {ceilings.read_bytes_per_s / 1e12:.3f} TB/s; TFLOP/s "
         + ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in ceilings.flops.items())
@@ -51,7 +51,7 @@ def _measure(asked: argparse.Namespace, works: dict[str, Work]) -> int:
     try:
         for name, work in works.items():
             if session is None or session.setup != work.setup:
-                session = None  # its memory is what the next one needs
+                session = None  # frees its memory for the next one
                 _free()
                 session = _start(work, asked.device, report)
             begun = perf_counter()
@@ -103,7 +103,7 @@ def _as_json(work: Work, figure: Figure) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    """As Markdown: it is pasted into documents, and read on terminals that have nothing else."""
+    """Markdown, for documents and plain terminals."""
     widths = [max(len(row[i]) for row in (COLUMNS, *rows)) for i in range(len(COLUMNS))]
 
     def line(cells: Sequence[str]) -> str:
@@ -117,7 +117,7 @@ def _say(text: str) -> None:
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    about = "What this engine reaches on a GPU, beside what the device could do."
+    about = "Speed of this engine on a GPU next to the device's limit."
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=about)
     parser.add_argument("--work", help=f"comma-separated; all of {', '.join(WORKS)} by default")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu (for tiny works)")

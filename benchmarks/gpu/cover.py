@@ -1,4 +1,4 @@
-"""How much of a run's time the device had nothing to do: its own clock, read around everything it is given."""
+"""The share of a run in which the device was idle, from the device's clock around every launch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Covered:
-    """A device that notes when it begins and ends each launch; for the rest it is the device that it stands for."""
+    """A device that records the begin and end of each launch, and otherwise delegates to the real one."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -37,7 +37,7 @@ class Covered:
         return self._device.launch(noted)
 
     def idle_share(self) -> float:
-        """From the first launch to the last: the part between launches, in which the device waited for the host."""
+        """Share of the time from the first launch to the last in which the device waited for the host."""
         if self._device.kind != "cpu":
             torch.cuda.synchronize(self._device.torch)
         whole = self.spans[0][0].until(self.spans[-1][1])

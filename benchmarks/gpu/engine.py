@@ -1,4 +1,4 @@
-"""An engine over random weights, and what happens in it while it runs: the same classes that the offline API uses."""
+"""An engine with random weights, and traces of its runs; built from the same classes as the offline API."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from bankfull.errors import RequestError
 from bankfull.limits.machine.ceilings import Ceilings
 from bankfull.limits.meter.closed_form import ClosedForm, closed_form
 from bankfull.limits.meter.metered import MeteredModel
+from bankfull.limits.meter.roofline import least_seconds
 from bankfull.limits.meter.step import StepShape
-from bankfull.limits.statistics import least_seconds
 from bankfull.loading import Assembled, assemble
 from bankfull.ops.cost import Cost
 from bankfull.runtime.device import open_device
@@ -31,7 +31,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What an engine is made of. Works of the same set-up share one."""
+    """Configuration of an engine; works with the same set-up share one."""
 
     shape: str
     quantize: str | None = None
@@ -42,24 +42,24 @@ class Setup:
 
     @property
     def weights(self) -> str:
-        """For a reader."""
+        """Storage of the weights, for display."""
         return self.quantize or self.dtype
 
 
 @dataclass(slots=True)
 class Trace:
-    """One run of some requests. Times are the host's, in seconds since the first request was added."""
+    """One run of some requests. Times are in seconds of host time since the first request was added."""
 
     shapes: list[StepShape] = field(default_factory=list)
     launched: list[float] = field(default_factory=list)
-    """When the step of the same index was planned."""
+    """Planning time of the step with the same index."""
     tokens: list[tuple[float, int, bool]] = field(default_factory=list)
-    """When a token came, whose it was, and whether it was the last one."""
+    """(time, request, whether it is the last) of each token."""
     seconds: float = 0.0
 
     @property
     def all_started(self) -> float:
-        """When the last of the requests got its first token."""
+        """When every request had its first token."""
         first: dict[int, float] = {}
         for now, request, _ in self.tokens:
             first.setdefault(request, now)
@@ -70,12 +70,12 @@ class Trace:
         return min(now for now, _, last in self.tokens if last)
 
     def decode_shapes(self) -> list[StepShape]:
-        """Of the steps in which every sequence got exactly one more token."""
+        """Shapes of the pure decode steps."""
         return [shape for shape in self.shapes if shape.tokens == len(shape.counts)]
 
 
 class Session:
-    """One engine and the requests that it was given."""
+    """One engine and its runs."""
 
     def __init__(self, setup: Setup, device: str = "auto", seed: int = 0) -> None:
         self.setup, self._random = setup, random.Random(seed)
@@ -88,7 +88,7 @@ class Session:
         self.made: Assembled = assemble(files, run, sched, StateConfig(), max_len=setup.max_len, device=opened)
         self.engine = self.made.engine
         self.phases: dict[str, float] = dict(self.made.phases)
-        """Seconds that the parts of the start took."""
+        """Seconds of each part of the start-up."""
         self.phases["start, in all"] = perf_counter() - begun
         self.run([self.prompt(8)], 2)
         self.phases["first tokens"] = perf_counter() - begun - self.phases["start, in all"]
@@ -99,7 +99,7 @@ class Session:
 
     @cached_property
     def form(self) -> ClosedForm:
-        """What a step needs at the least, by the meter, for the weights as this engine stores them."""
+        """Minimum cost of a step, from the meter, for the weights as stored in this engine."""
         build = self.made.build
         return closed_form(
             MeteredModel(self.made.files, dtype=self.dtype, kv_dtype=build.kv_dtype, activations=build.kit.activations)
@@ -109,12 +109,12 @@ class Session:
         return sum((self.form.cost(shape) for shape in shapes), Cost())
 
     def least(self, shapes: Sequence[StepShape], ceilings: Ceilings) -> float:
-        """The shortest time, in seconds, that these steps could take on a device with these ceilings."""
+        """Shortest time in seconds of these steps on these ceilings."""
         costs = [self.form.cost(shape) for shape in shapes]
         return least_seconds(costs, ceilings, self.dtype, self.made.kit.activations)
 
     def prompt(self, length: int) -> list[int]:
-        """Another one each time: nothing is found in the prefix cache."""
+        """Different each time, so that the prefix cache is never hit."""
         return self._random.choices(range(self.made.model.vocab), k=length)
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
@@ -123,7 +123,7 @@ class Session:
     def run(
         self, prompts: Sequence[Sequence[int]], outputs: int, before: Callable[[Trace], None] | None = None
     ) -> Trace:
-        """All at once, `outputs` tokens for each, to the end; `before` is called before each step."""
+        """Run all prompts at once with `outputs` tokens each; `before` is called before each step."""
         trace, engine = Trace(), self.engine
         begun = perf_counter()
 

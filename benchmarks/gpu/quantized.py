@@ -1,9 +1,9 @@
 """python -m benchmarks.gpu.quantized --types int4_g128,int8_row --rows 1,16 [--sweep | --compare]
 
-How fast quantized linear layers read their weights, for the shapes of an 8B model. A chain of launches over more
-weights than any cache holds is captured and replayed, as a decode step does. --sweep tries other ways to cut the work,
-and says which is best: that is where the constants of `bankfull/ops/triton/quantized_*.py` come from. --compare does so
-for the two kernels that take few rows (`quantized_compare`).
+Read bandwidth of quantized linear layers, for the shapes of an 8B model. A chain of launches over more weights than any
+cache holds is captured and replayed, as in a decode step. --sweep tries other tilings and prints the best: it gives the
+constants of `bankfull/ops/triton/quantized_*.py`. --compare does so for the two kernels for few rows
+(`quantized_compare`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bankfull.weights.qtensor import QTensor
 
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
 TRAFFIC = 600e6
-"""Bytes of weights in a chain, at the least."""
+"""Bytes of weights in a chain, at least."""
 Product = Callable[[Tensor, WordWeight, None], Tensor]
 
 
@@ -35,13 +35,13 @@ def random_weight(name: str, outputs: int, columns: int) -> WordWeight:
         if part.dtype in (torch.float16, torch.float32):
             part.fill_(0.01)
         else:
-            # Below 60 no two bytes are a float16 that is not finite, and no byte is a float8 that is none.
+            # Bytes below 60 form only finite float16 and float8 numbers.
             part.view(torch.uint8).random_(60)
     return repacked(QTensor(scheme, parts, (outputs, columns)))
 
 
 def seconds(product: Product, x: Tensor, weights: list[WordWeight]) -> float:
-    """Of one launch, in a chain: the best of several replays."""
+    """Seconds of one launch within a chain; the best of several replays."""
     for weight in weights[:2]:
         product(x, weight, None)
     torch.cuda.synchronize()
@@ -101,7 +101,7 @@ def measured(name: str, outputs: int, columns: int, rows: int, sweep: bool) -> N
             error = (product(x, first, None).float() - expected).abs().max().item()
             assert error <= 0.02 * expected.abs().max().item(), f"{label}: wrong by {error}"
             found.append((seconds(product, x, weights), label))
-        except Exception as error:  # a cut that the device has no room for is no candidate
+        except Exception as error:  # a tiling that does not fit the device is skipped
             if isinstance(error, AssertionError):
                 raise
     for taken, label in sorted(found)[:6]:
@@ -118,10 +118,10 @@ def main() -> int:
     asked = parser.parse_args()
     names = asked.types.split(",")
     if unknown := [name for name in names if name not in LAYOUTS]:
-        print(f"{unknown[0]!r} is no quantized type; use {', '.join(LAYOUTS)}.", file=sys.stderr)
+        print(f"{unknown[0]!r} is not a quantized type; use {', '.join(LAYOUTS)}.", file=sys.stderr)
         return 2
     if not torch.cuda.is_available():
-        print("There is no GPU here to measure.", file=sys.stderr)
+        print("This benchmark needs a CUDA GPU, and this machine has none.", file=sys.stderr)
         return 2
     shapes = [tuple(int(size) for size in shape.split("x")) for shape in asked.shapes.split(",")]
     with torch.inference_mode():

@@ -1,8 +1,7 @@
-"""The kernels for few rows of quantized weights, side by side: on plain units, and, for float8, on matrix units in
-every cut.
+"""Compares kernels for few rows of quantized weights: on CUDA cores, and for float8 on tensor cores in every tiling.
 
-All of them are compiled first, many at once, each process for some: what it leaves in the cache of the compiler, this
-one finds there. Results are checked before anything is timed.
+All of them are compiled first, in parallel processes, which leave their results in the compiler's cache. Results are
+checked before anything is timed.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ CUTS = (
 )
 PROCESSES = 14
 LAYERS = 32
-"""Of the model whose step is added up; its last shape, the head, comes once."""
+"""Layers of the model whose step is summed; its last shape, the head, counts once."""
 FEW = 64
-"""Outputs that are enough to compile for."""
+"""Outputs of the weights that are compiled for."""
 WRONG = 0.01
-"""Of the largest result: bfloat16 is off by less than half of that."""
+"""Relative error of the largest result above which a kernel is wrong; bfloat16 is off by less than half of that."""
 Task = tuple[str, int, int, WideCut | None]
 
 
@@ -51,7 +50,7 @@ def before(rows: int) -> Product:
 
 
 def compile_one(task: Task) -> str:
-    """In a process of its own."""
+    """Runs in its own process."""
     name, columns, rows, cut = task
     with torch.inference_mode():
         weight = random_weight(name, FEW, columns)
@@ -62,7 +61,7 @@ def compile_one(task: Task) -> str:
             elif takes(weight, x.dtype):
                 wide_rows(x, weight, None, cut=cut)
             torch.cuda.synchronize()
-        except Exception as error:  # a cut that the device has no room for is no candidate
+        except Exception as error:  # a tiling that does not fit the device is skipped
             return f"{task}: {error}".splitlines()[0]
     return ""
 
@@ -71,7 +70,7 @@ def compile_all(names: Sequence[str], shapes: Sequence[tuple[int, ...]], rows: i
     columns = sorted({shape[1] for shape in shapes}, reverse=True)
     tasks: list[Task] = [(name, width, rows, cut) for width in columns for cut in (None, *CUTS) for name in names]
     begin = time.perf_counter()
-    # A child that began as a copy of this process could not use the device.
+    # A forked child cannot use the CUDA device.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(PROCESSES, os.cpu_count() or 1), mp_context=context) as pool:
         failed = [line for line in pool.map(compile_one, tasks) if line]
@@ -83,7 +82,7 @@ def relative_error(product: Product, x: Tensor, weight, expected: Tensor) -> flo
 
 
 def compared_one(name: str, outputs: int, columns: int, rows: int) -> tuple[list[str], float, float, float]:
-    """Lines of the table, and seconds: before, as it would be now, and at best."""
+    """Table lines, and seconds: before, with the default tiling, and with the best."""
     first = random_weight(name, outputs, columns)
     copies = max(2, min(64, int(TRAFFIC / first.nbytes) + 1))
     weights = [first] + [random_weight(name, outputs, columns) for _ in range(copies - 1)]

@@ -1,4 +1,4 @@
-"""The shapes of models that are measured: configurations as their files have them, no weights."""
+"""Configurations of the measured models, as in their files, without weights."""
 
 from __future__ import annotations
 
@@ -74,4 +74,4 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""`tiny` is for testing the benchmark itself, on any machine."""
+"""`tiny` tests the benchmark itself on any machine."""

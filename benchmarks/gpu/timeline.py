@@ -1,4 +1,4 @@
-"""What ran on the device during a few steps, and when nothing did: this is how losses are found."""
+"""Kernels that ran on the device during a few steps, and the idle time between them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from bankfull.errors import ConfigError
 from benchmarks.gpu.engine import Session, Trace
 
 SETTLED = 4
-"""Decode steps before the first that is traced."""
+"""Decode steps before the first traced one."""
 NAME_WIDTH = 72
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """One kernel or copy; microseconds on one clock."""
+    """One kernel or copy; begin and end in microseconds of the device's clock."""
 
     name: str
     begin: float
@@ -29,22 +29,22 @@ class Ran:
 class Kernel:
     name: str
     calls: float
-    """Per step."""
+    """Calls per step."""
     microseconds: float
-    """Per step."""
+    """Microseconds per step."""
     share: float
-    """Of the traced time. Kernels may overlap, so that shares may add up to more than one."""
+    """Share of the traced time. Kernels may overlap, so shares may sum to more than 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
     steps: int
     microseconds: float
-    """Per step, from the begin of the first kernel to the end of the last."""
+    """Microseconds per step, from the begin of the first kernel to the end of the last."""
     idle: float
-    """The share of it in which nothing ran."""
+    """Idle share of that time."""
     kernels: tuple[Kernel, ...]
-    """Those that took longest first."""
+    """Kernels, longest total time first."""
 
     def lines(self) -> list[str]:
         head = f"{'kernel':{NAME_WIDTH}} {'calls/step':>10} {'us/step':>10} {'share':>7}"
@@ -58,7 +58,7 @@ class Timeline:
 
 def timeline_of(ran: Sequence[Ran], steps: int) -> Timeline:
     if not ran:
-        raise ConfigError("Nothing was seen running on the device: its profiler gave no records.")
+        raise ConfigError("The profiler recorded no kernels on the device; check that it supports CUPTI.")
     ordered = sorted(ran, key=lambda one: one.begin)
     whole = max(one.end for one in ran) - ordered[0].begin
     covered, until = 0.0, ordered[0].begin
@@ -75,13 +75,13 @@ def timeline_of(ran: Sequence[Ran], steps: int) -> Timeline:
 
 
 def trace_decode(session: Session, prompts: Sequence[Sequence[int]], outputs: int, steps: int) -> Timeline:
-    """Of `steps` decode steps in the middle of a run."""
+    """The timeline of `steps` decode steps in the middle of a run."""
     if session.made.device.kind != "cuda":
         raise ConfigError("A time line is read from a CUDA device's own records; there is none here.")
     found: list[Ran] = []
     profiler: Any = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
     begun: list[int] = []
-    """The number of decode steps at the begin, once it has begun."""
+    """Number of decode steps when tracing began; empty before."""
 
     def before(trace: Trace) -> None:
         seen = len(trace.decode_shapes()) if trace.shapes else 0
@@ -99,7 +99,7 @@ def trace_decode(session: Session, prompts: Sequence[Sequence[int]], outputs: in
 
 
 def trace_all(session: Session, prompts: Sequence[Sequence[int]], outputs: int) -> Timeline:
-    """Of every step of a run: for prompts."""
+    """The timeline of all steps of a run, for prefill."""
     if session.made.device.kind != "cuda":
         raise ConfigError("A time line is read from a CUDA device's own records; there is none here.")
     profiler: Any = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])

@@ -1,4 +1,4 @@
-"""Random weights of a configuration's shape, made where they are used: nothing is read, nothing is copied."""
+"""Random weights of a configuration's shape, generated on the device."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from bankfull.weights.scheme import Scheme
 from bankfull.weights.source import ModelFiles
 
 DEVIATION = 0.02
-"""Of the numbers in matrices. Every product is followed by a norm, so that activations stay finite."""
+"""Standard deviation of the matrices. A norm follows every product, so activations stay finite."""
 
 
 class RandomWeights:
-    """A tensor source: each tensor follows from its name and the seed. Norms stay near one."""
+    """A tensor source: each tensor is determined by its name and the seed. Norm weights stay near one."""
 
     def __init__(
         self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device, seed: int = 0
@@ -63,7 +63,7 @@ class RandomWeights:
 def random_model(
     name: str, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> ModelFiles:
-    """As if opened from files: which tensors there are is asked of the model's own family."""
+    """Model files in memory; the model family determines which tensors exist."""
     saved = str(dtype).removeprefix("torch.")
     shapes = {at: tensor.shape for at, tensor in MeteredModel(config, dtype=saved).shapes.read.items()}
     source = RandomWeights(shapes, dtype, device, seed)

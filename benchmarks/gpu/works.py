@@ -1,4 +1,4 @@
-"""What is measured: each work is a run of the engine, a figure from it, and the limit of the same steps."""
+"""The works: each is a run of the engine, a figure from it, and the limit of the same steps."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ TRACED_STEPS = 8
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What a work gave."""
+    """The result of a work."""
 
     values: Spread
-    """Over the repetitions."""
+    """Values over the repetitions."""
     unit: str
     limit: float | None = None
-    """In the same unit, for the steps of the repetition in the middle."""
+    """Limit in the same unit, for the steps of the median repetition."""
     more: dict[str, float] = field(default_factory=dict)
     """Other figures of the same runs, by name and unit."""
 
     @property
     def percent(self) -> float | None:
-        """Of what the limit allows: of its rate, or, where the figure is a time, its time of ours."""
+        """Percent of the limit; for a time, the limit in percent of it."""
         if self.limit is None:
             return None
         reached = self.values.median / self.limit
@@ -48,7 +48,7 @@ class Work:
 
 
 def decode(session: Session, ceilings: Ceilings, *, batch: int, prompt: int, outputs: int, reps: int) -> Figure:
-    """Tokens per second while all sequences of the batch decode, and nobody's prompt runs."""
+    """Tokens per second while all sequences of the batch decode and no prefill runs."""
     rates, limits, times = [], [], []
     for rep in range(reps + 1):
         trace = session.run(session.prompts(batch, prompt), outputs)
@@ -56,9 +56,9 @@ def decode(session: Session, ceilings: Ceilings, *, batch: int, prompt: int, out
         tokens = sum(begin < now <= end for now, _, _ in trace.tokens)
         steps = tokens // batch
         if not steps:
-            raise ConfigError(f"{batch} sequences never decoded together: there are too few rows or pages for them.")
+            raise ConfigError(f"{batch} sequences never decoded together: the engine has too few rows or pages.")
         shapes = [shape for shape in trace.decode_shapes() if len(shape.counts) == batch][-steps:]
-        if rep:  # the first one warms up
+        if rep:  # the first is a warm-up
             rates.append(tokens / (end - begin))
             times.append((end - begin) / steps)
             limits.append(tokens / session.least(shapes, ceilings))
@@ -66,7 +66,7 @@ def decode(session: Session, ceilings: Ceilings, *, batch: int, prompt: int, out
 
 
 def prefill(session: Session, ceilings: Ceilings, *, batch: int, prompt: int, reps: int) -> Figure:
-    """Prompt tokens per second until each sequence has its first token."""
+    """Prompt tokens per second until every sequence has its first token."""
     rates, limits, operations = [], [], []
     for rep in range(reps + 1):
         trace = session.run(session.prompts(batch, prompt), 1)
@@ -78,8 +78,8 @@ def prefill(session: Session, ceilings: Ceilings, *, batch: int, prompt: int, re
 
 
 def first_token(session: Session, ceilings: Ceilings, *, prompt: int, reps: int) -> Figure:
-    """From a request to its first token, nobody else being there. The limit is that of the prompt's own steps: the loop
-    has launched the next one by then."""
+    """Time to first token of a single request. The limit counts the prefill steps only: the loop has launched the next
+    step by then."""
     times, limits = [], []
     for rep in range(reps + 1):
         trace = session.run([session.prompt(prompt)], 2)
@@ -93,7 +93,7 @@ def first_token(session: Session, ceilings: Ceilings, *, prompt: int, reps: int)
 def offline(
     session: Session, ceilings: Ceilings, *, requests: int, shortest: int, longest: int, outputs: int, reps: int
 ) -> Figure:
-    """Output tokens per second over the whole of a run, prompts included."""
+    """Output tokens per second over a whole run, prefill included."""
     rates, limits, steps = [], [], []
     for _ in range(reps):
         trace = session.run(mixed_prompts(session, requests, shortest, longest), outputs)
@@ -106,7 +106,7 @@ def offline(
 def host_share(
     session: Session, ceilings: Ceilings, *, requests: int, shortest: int, longest: int, outputs: int, reps: int
 ) -> Figure:
-    """Of such a run: the share of the time in which the device waited for the host."""
+    """Share of the time in such a run in which the device waited for the host."""
     shares = []
     for _ in range(reps):
         with covered(session.engine) as device:
@@ -114,14 +114,14 @@ def host_share(
         shares.append(100 * device.idle_share())
     more = {}
     if session.made.device.kind == "cuda":
-        # Between launches the device's clock tells; inside of them only its own records do.
+        # The device's clock shows idle time between launches; idle time inside a launch needs a trace.
         steady = trace_decode(session, session.prompts(requests, shortest), 2 * TRACED_STEPS + 8, TRACED_STEPS)
         more["% idle in a traced decode step"] = 100 * steady.idle
     return Figure(spread(shares), "% of the time", None, more)
 
 
 def mixed_prompts(session: Session, requests: int, shortest: int, longest: int) -> list[list[int]]:
-    """Lengths evenly spread from the shortest to the longest, in an order that is the same every time."""
+    """Lengths evenly spaced from the shortest to the longest, in a fixed order."""
     span = max(1, requests - 1)
     lengths = [shortest + (longest - shortest) * i // span for i in range(requests)]
     order = sorted(range(requests), key=lambda i: i * 7919 % requests)
@@ -160,8 +160,8 @@ def mixed_work(
 
 LLAMA = Setup("llama-3-8b")
 LLAMA_PROMPTS = Setup("llama-3-8b", step_tokens=16384)
-"""For prompts alone: the more tokens share a step, the less is spent between steps. Where others decode, a step of half
-that length makes them wait half as long."""
+"""For prefill alone: the more tokens share a step, the less time is lost between steps. With other sequences
+decoding, a step of half that length halves their wait."""
 TINY = Setup("tiny", dtype="float32", rows=8, step_tokens=64, max_len=256)
 MIXED = {"requests": 256, "shortest": 100, "longest": 1024, "outputs": 256}
 ONE = {"batch": 1, "prompt": 128, "outputs": 384, "reps": 5}
@@ -170,33 +170,33 @@ WORKS: dict[str, Work] = {
     "decode": decode_work("8B, batch 1, context 128-512", LLAMA, **ONE),
     "batch32": decode_work("8B, batch 32, context 448-576", LLAMA, batch=32, prompt=448, outputs=128, reps=5),
     "offline": mixed_work("8B, 256 requests, 100-1024 in, 256 out", LLAMA, offline, **MIXED, reps=3),
-    "host": mixed_work("the same, time that the device waits", LLAMA, host_share, **MIXED, reps=1),
-    "ttft-128": first_token_work("8B, first token behind 128", LLAMA, prompt=128, reps=15),
-    "ttft-1024": first_token_work("8B, first token behind 1024", LLAMA, prompt=1024, reps=15),
+    "host": mixed_work("the same, device idle time", LLAMA, host_share, **MIXED, reps=1),
+    "ttft-128": first_token_work("8B, first token after 128", LLAMA, prompt=128, reps=15),
+    "ttft-1024": first_token_work("8B, first token after 1024", LLAMA, prompt=1024, reps=15),
     "prefill": prefill_work("8B, prefill 8 x 2048, in one step", LLAMA_PROMPTS, batch=8, prompt=2048, reps=5),
     "decode-int8": decode_work("8B, batch 1, context 128-512", Setup("llama-3-8b", "int8:row,tables"), **ONE),
     "decode-int4": decode_work("8B, batch 1, context 128-512", Setup("llama-3-8b", "int4:128,tables"), **ONE),
     "decode-fp8": decode_work("8B, batch 1, context 128-512", Setup("llama-3-8b", "fp8,tables"), **ONE),
     "decode-q4_k": decode_work("8B, batch 1, context 128-512", Setup("llama-3-8b", "q4_k,tables"), **ONE),
-    "ttft-128-3b": first_token_work("3B, first token behind 128", Setup("llama-3.2-3b"), prompt=128, reps=15),
+    "ttft-128-3b": first_token_work("3B, first token after 128", Setup("llama-3.2-3b"), prompt=128, reps=15),
     "decode-0.6b": decode_work("0.6B, batch 1, context 128-512", Setup("qwen3-0.6b"), **ONE),
-    "ttft-128-0.6b": first_token_work("0.6B, first token behind 128", Setup("qwen3-0.6b"), prompt=128, reps=15),
+    "ttft-128-0.6b": first_token_work("0.6B, first token after 128", Setup("qwen3-0.6b"), prompt=128, reps=15),
     "decode-135m": decode_work("135M, batch 1, context 128-512", Setup("smollm2-135m"), **ONE),
 }
-"""In an order in which those of one set-up stand together."""
+"""Ordered so that works with the same set-up follow each other."""
 TINY_MIXED = {"requests": 12, "shortest": 5, "longest": 60, "outputs": 12}
 TINY_WORKS: dict[str, Work] = {
     "tiny-decode": decode_work("tiny, batch 1", TINY, batch=1, prompt=16, outputs=24, reps=2),
     "tiny-batch": decode_work("tiny, batch 4", TINY, batch=4, prompt=12, outputs=24, reps=2),
     "tiny-prefill": prefill_work("tiny, prefill 3 x 50", TINY, batch=3, prompt=50, reps=2),
-    "tiny-ttft": first_token_work("tiny, first token behind 100", TINY, prompt=100, reps=2),
+    "tiny-ttft": first_token_work("tiny, first token after 100", TINY, prompt=100, reps=2),
     "tiny-offline": mixed_work("tiny, 12 requests", TINY, offline, **TINY_MIXED, reps=2),
-    "tiny-host": mixed_work("tiny, time that the device waits", TINY, host_share, **TINY_MIXED, reps=2),
+    "tiny-host": mixed_work("tiny, device idle time", TINY, host_share, **TINY_MIXED, reps=2),
     "tiny-int4": decode_work(
         "tiny, batch 1", Setup("tiny", "int4:32,tables", "float32", 8, 64, 256), batch=1, prompt=16, outputs=24, reps=2
     ),
 }
-"""For testing the benchmark itself."""
+"""Works that test the benchmark itself."""
 
 
 def chosen(names: str) -> dict[str, Work]:
@@ -204,5 +204,5 @@ def chosen(names: str) -> dict[str, Work]:
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     for name in wanted:
         if name not in known:
-            raise ConfigError(f"There is no work {name[:40]!r}; choose from {', '.join(known)}.")
+            raise ConfigError(f"The work {name[:40]!r} is unknown; choose from {', '.join(known)}.")
     return {name: known[name] for name in wanted}

@@ -1,4 +1,4 @@
-"""The benchmark: its arithmetic, its prompts, its instruments. Never how long anything took."""
+"""The offline benchmark: its arithmetic, prompts and instruments. No test depends on how long anything took."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull import LLM, SamplingParams
-from bankfull.bench.offline import Bench, Load, Phase, Report, Turn
-from bankfull.bench.show import bench_table, notes
+from bankfull.bench.offline import Bench, OfflineLoad, OfflinePhase, OfflineReport, Repetition
+from bankfull.bench.offline_tables import bench_table, notes
 from bankfull.errors import ConfigError
 from bankfull.limits.explain.instruments import EngineWatch, LaunchTimes, bindings, breaks
 from bankfull.limits.machine.ceilings import Ceilings, better
 from bankfull.limits.meter.metered import MeteredModel
+from bankfull.limits.meter.roofline import least_seconds
 from bankfull.limits.meter.step import StepShape
-from bankfull.limits.statistics import least_seconds, per_second, quantile, share_outside, spread
+from bankfull.limits.statistics import per_second, quantile, share_outside, spread
 from bankfull.ops import kit_for, linear, rms_norm
 from bankfull.ops.cost import Cost
 from bankfull.ops.registry import OPERATIONS
@@ -43,7 +44,7 @@ def test_a_spread_has_the_median_the_quartiles_and_the_extremes() -> None:
     found = spread([5.0, 1.0, 4.0, 2.0, 3.0])
     assert (found.low, found.lower, found.median, found.upper, found.high, found.count) == (1, 2, 3, 4, 5, 5)
     assert spread([1.0, 2.0]).lower == 1.25
-    with pytest.raises(ConfigError, match="nothing to summarize"):
+    with pytest.raises(ConfigError, match="cannot be summarized"):
         spread([])
 
 
@@ -51,7 +52,7 @@ def test_a_spread_has_the_median_the_quartiles_and_the_extremes() -> None:
 def test_a_quantile_lies_between_its_neighbours_and_grows_with_its_share(values: list[float], share: float) -> None:
     ranked = sorted(values)
     at = quantile(ranked, share)
-    slack = 1e-6  # a mean of two neighbours is rounded
+    slack = 1e-6  # rounding of the mean of two neighbours
     assert ranked[0] - slack <= at <= ranked[-1] + slack
     assert quantile(ranked, 0) == ranked[0] and quantile(ranked, 1) == ranked[-1]
     assert quantile(ranked, share / 2) <= at + slack
@@ -64,7 +65,7 @@ def test_what_was_not_timed_has_no_rate() -> None:
 
 def test_the_host_s_share_is_what_lies_outside_launched_work() -> None:
     assert share_outside(3.0, 4.0) == 0.25
-    assert share_outside(4.1, 4.0) == 0.0  # two clocks may differ by a hair
+    assert share_outside(4.1, 4.0) == 0.0  # two clocks may differ slightly
     assert share_outside(0.0, 0.0) is None
 
 
@@ -90,7 +91,7 @@ def test_of_two_measurements_the_better_rate_counts() -> None:
 
 
 def test_prompts_differ_between_requests_and_turns_and_repeat_with_the_seed() -> None:
-    load = Load(16, 4, requests=5)
+    load = OfflineLoad(16, 4, requests=5)
     prompts = [tuple(p) for turn in range(4) for p in load.prompts(turn, 5000)]
     assert len(set(prompts)) == 20 and {len(p) for p in prompts} == {16}
     assert [tuple(p) for turn in range(4) for p in load.prompts(turn, 5000)] == prompts
@@ -100,21 +101,21 @@ def test_prompts_differ_between_requests_and_turns_and_repeat_with_the_seed() ->
 @pytest.mark.parametrize("bad", [(0, 1), (1, 0), (1, 1, 0), (1, 1, 1, 0), (1 << 20, 1, 1 << 20)])
 def test_a_load_that_cannot_run_is_refused(bad: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError):
-        Load(*bad)
+        OfflineLoad(*bad)
 
 
 def test_a_load_says_how_its_tokens_are_chosen() -> None:
-    assert Load(4, 3).params.greedy and Load(4, 3).sampling == ""
-    sampled = Load(4, 3, temperature=0.7, top_k=20)
+    assert OfflineLoad(4, 3).params.greedy and OfflineLoad(4, 3).sampling == ""
+    sampled = OfflineLoad(4, 3, temperature=0.7, top_k=20)
     assert (sampled.params.temperature, sampled.params.top_k, sampled.params.top_p) == (0.7, 20, 1.0)
     assert sampled.sampling == ", temperature 0.7, top_k 20"
     with pytest.raises(ConfigError, match="temperature above 0"):
-        Load(4, 3, top_p=0.9)
+        OfflineLoad(4, 3, top_p=0.9)
 
 
 def test_a_load_beyond_the_context_is_refused_before_anything_runs(llm: LLM) -> None:
     with pytest.raises(ConfigError, match="context of 301, but this model runs with 256"):
-        Bench(llm, Load(300, 1), dtype="float32")
+        Bench(llm, OfflineLoad(300, 1), dtype="float32")
 
 
 # -- a measurement
@@ -122,10 +123,9 @@ def test_a_load_beyond_the_context_is_refused_before_anything_runs(llm: LLM) -> 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_latency_costs_the_very_steps_that_ran(llm: LLM, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop that runs ahead launches the first decode step before the first token is there: it is none of the time to
-    that token."""
+    """At depth 1 the first decode step is launched before the first token is there; it does not count towards TTFT."""
     monkeypatch.setattr(llm.loaded.frontend.engine, "depth", depth)
-    report = Bench(llm, Load(20, 5, reps=2), dtype="float32").run("latency")
+    report = Bench(llm, OfflineLoad(20, 5, reps=2), dtype="float32").run("latency")
     assert len(report.turns) == 2
     metered = MeteredModel(llm.loaded.files, dtype="float32")
     prefill = metered.cost(StepShape.prefill(20)).sum()
@@ -142,12 +142,12 @@ def test_latency_costs_the_very_steps_that_ran(llm: LLM, depth: int, monkeypatch
 def test_nothing_is_found_in_the_prefix_cache_not_even_by_a_second_benchmark(llm: LLM) -> None:
     whole = MeteredModel(llm.loaded.files, dtype="float32").cost(StepShape.prefill(64, 3)).sum().flops
     for _ in range(2):
-        report = Bench(llm, Load(64, 1, requests=3, reps=3), dtype="float32").run("throughput")
+        report = Bench(llm, OfflineLoad(64, 1, requests=3, reps=3), dtype="float32").run("throughput")
         assert sum(turn.whole.cost.flops for turn in report.turns) == pytest.approx(3 * whole)
 
 
 def test_throughput_counts_all_requests_of_a_step(llm: LLM) -> None:
-    report = Bench(llm, Load(8, 6, requests=4, reps=1), dtype="float32").run("throughput")
+    report = Bench(llm, OfflineLoad(8, 6, requests=4, reps=1), dtype="float32").run("throughput")
     [turn], [figures] = report.turns, report.figures()
     assert turn.whole.tokens == 24 and turn.whole.steps == 6 and turn.whole.mean_batch == 4
     assert figures["total_tokens_per_s"] == pytest.approx((24 + 32) / turn.whole.seconds)
@@ -155,7 +155,7 @@ def test_throughput_counts_all_requests_of_a_step(llm: LLM) -> None:
 
 
 def test_more_requests_than_rows_wait_for_their_turn(llm: LLM) -> None:
-    [turn] = Bench(llm, Load(4, 3, requests=11, reps=1), dtype="float32").run("throughput").turns
+    [turn] = Bench(llm, OfflineLoad(4, 3, requests=11, reps=1), dtype="float32").run("throughput").turns
     assert turn.whole.tokens == 33 and turn.whole.steps > 3
 
 
@@ -164,7 +164,7 @@ def test_the_engine_is_as_before_when_the_measurement_ends(llm: LLM) -> None:
     with pytest.raises(ZeroDivisionError), EngineWatch(engine):
         assert engine.runner.observers and engine.on_launch and engine.on_settle
         raise ZeroDivisionError
-    Bench(llm, Load(4, 2, reps=1), dtype="float32").run("latency")
+    Bench(llm, OfflineLoad(4, 2, reps=1), dtype="float32").run("latency")
     assert engine.runner.observers == engine.on_launch == engine.on_settle == []
     assert not llm.loaded.frontend.pending and not engine.busy
 
@@ -181,14 +181,14 @@ def test_instruments_do_not_change_what_is_generated(llm: LLM) -> None:
 # -- figures
 
 
-def report_of(kind: str, ceilings: Ceilings | None = MACHINE, device: str = "cpu") -> Report:
+def report_of(kind: str, ceilings: Ceilings | None = MACHINE, device: str = "cpu") -> OfflineReport:
     costs = (Cost(500, 4000, 0), Cost(500, 4000, 0))
-    prefill = Phase(64, 2.0, 1.5, 1, 1, Cost(8000, 400, 0), (Cost(8000, 400, 0),))
-    decode = Phase(2, 100.0, 90.0, 2, 2, sum(costs, Cost()), costs)
-    whole = Phase(3, 102.0, 91.5, 3, 3, prefill.cost + decode.cost, (*prefill.costs, *costs))
-    turns = [Turn(prefill, decode, whole)] * 3
+    prefill = OfflinePhase(64, 2.0, 1.5, 1, 1, Cost(8000, 400, 0), (Cost(8000, 400, 0),))
+    decode = OfflinePhase(2, 100.0, 90.0, 2, 2, sum(costs, Cost()), costs)
+    whole = OfflinePhase(3, 102.0, 91.5, 3, 3, prefill.cost + decode.cost, (*prefill.costs, *costs))
+    turns = [Repetition(prefill, decode, whole)] * 3
     bound = {"linear": {"torch": 2, "native": 5}}
-    return Report(kind, Load(64, 3), "float32", device, turns, ceilings, ceilings, bound)
+    return OfflineReport(kind, OfflineLoad(64, 3), "float32", device, turns, ceilings, ceilings, bound)
 
 
 def test_percent_of_limit_is_the_shortest_time_over_the_time_taken() -> None:
@@ -209,7 +209,7 @@ def test_a_device_without_ceilings_has_rates_but_no_limit() -> None:
 
 
 class Mark:
-    """A moment that a device passes later."""
+    """A point in time that a device reaches later."""
 
     def __init__(self, at: float, passed: bool = True) -> None:
         self.at, self.passed = at, passed
@@ -229,7 +229,7 @@ def test_only_launches_that_are_done_count_as_time_inside(llm: LLM) -> None:
 
 def test_the_notes_count_the_breaks() -> None:
     found = notes(report_of("throughput"))
-    assert any("2 of 7 places break off" in line for line in found) and "  linear: torch 2, native 5" in found
+    assert any("2 of 7 call sites fall back" in line for line in found) and "  linear: torch 2, native 5" in found
     assert breaks({"a": {"native": 3}, "b": {"torch": 2}, "c": {"torch": 1, "native": 1}}) == 3
 
 

@@ -1,5 +1,5 @@
-"""Stands in for all of llama.cpp's tools, by the name that it is called by: it prints figures in their formats, faster
-without flash attention, and notes how it was called."""
+"""Replaces all llama.cpp tools, by the name it is called as: prints figures in their formats, faster without flash
+attention, and records its arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A peer that speaks the protocol and does nothing: it says that tokens took as long as it was told.
+"""A peer that implements the protocol and computes nothing; it reports configured times.
 
 python fake_peer.py [broken | dies | short | chatty | helped]
 """

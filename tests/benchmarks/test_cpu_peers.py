@@ -1,4 +1,4 @@
-"""The harness that compares engines: fair turns, honest rows, and nothing left running."""
+"""The harness that compares engines: alternating turns, failures as rows, and no process left running."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bankfull.bench.compare.rows import Bandwidth, Comparison, Reach, Row, Side
-from bankfull.bench.compare.rows_table import notes, problems, ratio_table
+from bankfull.bench.compare.tables import notes, problems, ratio_table
 from bankfull.limits.machine.ceilings import Ceilings
 from benchmarks.cpu_peers import models, peers
 from benchmarks.cpu_peers.__main__ import main
@@ -49,7 +49,7 @@ def start(tmp_path: Path) -> Iterator[object]:
 
 
 class Recorder:
-    """A worker that notes what it is asked, and takes a second per token and per request."""
+    """A worker that records its calls, and takes a second per token and per request."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Prompts, int]] = []
@@ -126,15 +126,15 @@ def test_engines_get_the_same_prompts_in_turn_and_each_begins_every_other_pair(m
     measured = [(name, prompts) for name, prompts, new in asked if new == 32]
     assert [name for name, _ in measured] == ["us", "us", "them", "them", "them", "them", "us", "us"] * 2
     assert [new for _, _, new in asked[:2]] == [WARM_UP_TOKENS] * 2
-    assert [new for _, _, new in asked[2:]] == [1, 32, 32] * 8  # every turn warms up, which is not timed
+    assert [new for _, _, new in asked[2:]] == [1, 32, 32] * 8  # every turn begins with a warm-up that is not timed
     turns = [asked[at : at + 3] for at in range(2, len(asked), 3)]
     for first, second in zip(turns[::2], turns[1::2], strict=True):
         assert [prompts for _, prompts, _ in first] == [prompts for _, prompts, _ in second]
-    assert len({str(prompts) for _, prompts, _ in asked}) == 4 * 3 + 2  # four pairs, and a warm-up of each
+    assert len({str(prompts) for _, prompts, _ in asked}) == 4 * 3 + 2  # four pairs, and a warm-up of each engine
 
 
 def test_a_turn_s_figure_is_the_median_of_its_repetitions() -> None:
-    seconds = iter([9.0, 1.0, 4.0, 2.0])  # the first is the warm-up's
+    seconds = iter([9.0, 1.0, 4.0, 2.0])  # the first is the warm-up
 
     class Uneven:
         def work(self, prompts: Prompts, new: int) -> float:
@@ -152,7 +152,7 @@ def test_a_peer_s_own_output_does_not_disturb_the_conversation(start) -> None:  
 
 
 @pytest.mark.parametrize(
-    ("habit", "says"), [("broken", "not to my taste"), ("dies", "ended with code 7"), ("short", "instead of 1 x 4")]
+    ("habit", "says"), [("broken", "not to my taste"), ("dies", "exited with code 7"), ("short", "instead of 1 x 4")]
 )
 def test_what_a_peer_does_wrong_is_said_in_one_sentence(start, habit: str, says: str) -> None:  # type: ignore[no-untyped-def]
     engine = start(habit, habit)
@@ -188,7 +188,7 @@ def test_a_helper_that_left_the_process_group_sleeps_and_wakes_with_its_engine(s
 
 
 def _settles(true: Callable[[], bool]) -> bool:
-    """Signals arrive in their own time."""
+    """Waits for a condition: signals are delivered asynchronously."""
     for _ in range(100):
         if true():
             return True
@@ -209,10 +209,10 @@ def test_an_engine_that_answers_too_late_is_not_asked_again(tmp_path: Path) -> N
     try:
         engine.load("m", 1)
         engine._timeout = 0.05
-        with pytest.raises(EngineFailed, match="no answer"):
+        with pytest.raises(EngineFailed, match="did not reply"):
             engine.work([[1]], 1000)
         engine._timeout = 30
-        with pytest.raises(EngineFailed, match="ended with code -9"):
+        with pytest.raises(EngineFailed, match="exited with code -9"):
             engine.work([[1]], 1)
     finally:
         engine.quit()
@@ -256,7 +256,7 @@ def test_works_are_chosen_by_name() -> None:
 def test_one_command_compares_us_with_every_peer_and_drops_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(WORKS, "tiny", Work("tiny", "decode", 8, 100))  # outlasts what a busy machine adds
+    monkeypatch.setitem(WORKS, "tiny", Work("tiny", "decode", 8, 100))  # longer than the noise of a busy machine
     monkeypatch.setattr("benchmarks.cpu_peers.__main__.STARTS", 1)
     monkeypatch.setattr("benchmarks.cpu_peers.__main__.bandwidth_now", lambda working_set: Bandwidth(5e9, 6e9))
     monkeypatch.setattr("benchmarks.cpu_peers.__main__.measure", _ceilings)
@@ -308,7 +308,7 @@ def test_one_command_compares_us_with_every_peer_and_drops_none(
     tiny = rows["there", "tiny"]
     assert len(tiny["ours"]) == len(tiny["theirs"]) == len(tiny["ratios"]) == 2
     assert all(rate > 0 for rate in tiny["ours"])
-    assert tiny["theirs"][0] < 1100  # a millisecond per token, at the least
+    assert tiny["theirs"][0] < 1100  # at least a millisecond per token
     needed, percent = tiny["reach"]["bytes_per_token"], tiny["reach"]["percent"]
     assert needed > 0 and percent == pytest.approx([100 * needed * rate / 5e9 for rate in tiny["ours"]])
     assert "on holiday" in rows["missing", "tiny"]["problem"]
@@ -325,7 +325,7 @@ def _ceilings(refresh: bool) -> Ceilings:
 @pytest.mark.parametrize(
     "bad",
     [
-        ["--peers", "nobody"],
+        ["--peers", "unknown"],
         ["--work", "sleep"],
         ["--pairs", "0"],
         ["--model", "/no/such"],
@@ -343,8 +343,8 @@ def test_bad_input_is_refused_in_one_line(bad: list[str], capsys: pytest.Capture
 def test_a_busy_machine_is_admitted_below_the_table() -> None:
     quiet = Row("decode", "tokens/s", (1.0,), (1.0,), others=0.01)
     busy = Row("decode", "tokens/s", (1.0,), (1.0,), others=0.9)
-    assert not any("rough" in line for line in notes([quiet], None))
-    assert any("0.90 cores" in line and "rough" in line for line in notes([quiet, busy], None))
+    assert not any("approximate" in line for line in notes([quiet], None))
+    assert any("0.90 cores" in line and "approximate" in line for line in notes([quiet, busy], None))
 
 
 def test_a_table_names_both_files_and_shows_the_share_of_bandwidth_where_it_is_known() -> None:
@@ -405,7 +405,7 @@ def test_both_engines_run_the_same_file_but_where_the_peer_cannot_read_it(
     stored, place = tmp_path / "models" / "m.Q4_0.gguf", Place(tmp_path / "m.gguf", tmp_path, 2)
     wide = tmp_path / "models" / "m.bf16"
     wide.mkdir(parents=True)
-    stored.touch()  # made before
+    stored.touch()  # written earlier
     as_it_is, requantized, widened = peers.llamacpp(place), peers.llamacpp_q4_0(place), peers.vllm(place)
     assert as_it_is.model == as_it_is.our_model == place.model
     assert requantized.model == requantized.our_model == stored

@@ -1,4 +1,4 @@
-"""The GPU benchmark itself, on a tiny model and on this machine's own processor."""
+"""The GPU benchmark itself, with a tiny model on this machine's CPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_each_shape_has_as_many_parameters_as_the_model_that_it_is_named_after(n
 
 
 def bound_by_bytes(device: Device, refresh: bool = False) -> Ceilings | None:
-    """This machine's ceilings, but with arithmetic for nothing: how limits compare hangs on what is stored alone."""
+    """This machine's ceilings with infinite arithmetic: limits then depend only on the stored bytes."""
     found = of_device(device, refresh)
     return None if found is None else replace(found, flops=dict.fromkeys(found.flops, 1e18))
 
@@ -53,14 +53,14 @@ def test_every_tiny_work_gives_a_figure_and_the_limit_of_its_own_steps(
     shown = capsys.readouterr().out.splitlines()
     table = [line for line in shown if line.startswith("|")]
     assert len(table) == 2 + len(TINY_WORKS) and table == shown[-len(table) :]
-    # Weights of four bits are read in a fraction of the time: the limit knows how this engine stores them.
+    # 4-bit weights are read in a fraction of the time: the limit accounts for the storage.
     works = report["works"]
     assert works["tiny-int4"]["limit"] > 2 * works["tiny-decode"]["limit"]
 
 
 def test_what_is_wrong_is_said_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--work", "nothing-like-it"]) == 2
-    assert "There is no work 'nothing-like-it'" in capsys.readouterr().err
+    assert "The work 'nothing-like-it' is unknown" in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert main(["--work", "decode"]) == 2
         assert "torch sees 0 CUDA devices" in capsys.readouterr().err
@@ -124,7 +124,7 @@ def test_a_time_line_counts_overlap_once_and_idle_time_between_kernels() -> None
 
 
 class Instant:
-    """A mark at a given moment."""
+    """A mark at a given time."""
 
     def __init__(self, at: float) -> None:
         self.at = at

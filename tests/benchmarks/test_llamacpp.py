@@ -1,4 +1,4 @@
-"""llama.cpp in the harness: its own tools, the better setting, honest failures."""
+"""llama.cpp in the harness: its own tools, the best setting, and reported failures."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def option(call: list[str], name: str) -> str:
 def test_one_stream_is_timed_by_llama_bench_behind_the_same_context(tmp_path: Path) -> None:
     peer = engine(tmp_path)
     peer.get_ready(DECODE, FRESH)
-    assert peer.rate(DECODE, DECODE.turn(FRESH)) == 200.0  # the median, and not the mean
+    assert peer.rate(DECODE, DECODE.turn(FRESH)) == 200.0  # the median, not the mean
     call = calls(tmp_path / "bin")[-1]
     assert call[0] == "llama-bench" and option(call, "-t") == "3" and option(call, "-m") == str(tmp_path / "m.gguf")
-    # Of 128 tokens behind 32 the first comes with the prompt.
+    # The first of 128 tokens after 32 comes with the prompt.
     assert [option(call, name) for name in ("-p", "-n", "-d", "-r")] == ["0", "127", "32", "3"]
     peer.get_ready(PREFILL, FRESH)
     peer.rate(PREFILL, PREFILL.turn(FRESH))
@@ -69,7 +69,7 @@ def test_one_stream_is_timed_by_llama_bench_behind_the_same_context(tmp_path: Pa
 def test_batches_are_timed_by_llama_batched_bench_as_a_whole(tmp_path: Path) -> None:
     peer = engine(tmp_path)
     peer.get_ready(BATCH, FRESH)
-    assert peer.rate(BATCH, BATCH.turn(FRESH)) == 8 * 128 / 1.0  # two seconds, and half of that with plain attention
+    assert peer.rate(BATCH, BATCH.turn(FRESH)) == 8 * 128 / 1.0  # two seconds, and half of that without flash attention
     call = calls(tmp_path / "bin")[-1]
     assert call[0] == "llama-batched-bench" and option(call, "-c") == str(8 * 256)
     assert [option(call, name) for name in ("-npp", "-ntg", "-npl", "-t", "-tb")] == ["128", "127", "8", "3", "3"]
@@ -96,7 +96,7 @@ def test_nothing_stays_that_could_idle_and_what_it_used_is_counted(tmp_path: Pat
 
 def test_what_a_tool_does_wrong_is_said_in_one_sentence(tmp_path: Path) -> None:
     peer = engine(tmp_path, programs(tmp_path / "bin", "broken"))
-    with pytest.raises(EngineFailed, match=r"llama-bench ended with code 1: the model is not to my taste"):
+    with pytest.raises(EngineFailed, match=r"llama-bench exited with code 1: the model is not to my taste"):
         peer.get_ready(DECODE, FRESH)
     for name in TOOLS:
         (tmp_path / "bin" / name).write_text("#!/bin/sh\necho hello\n")
@@ -122,7 +122,7 @@ def test_what_this_engine_sets_for_itself_does_not_reach_the_peers(
     with subprocess.Popen(
         [sys.executable, "-c", "import bankfull, os; print(bankfull.SET_HERE)"], stdout=subprocess.PIPE, text=True
     ) as given:
-        assert given.communicate()[0].strip() == "{}"  # what a user sets is the user's
+        assert given.communicate()[0].strip() == "{}"  # the user's own settings are kept
     monkeypatch.setattr("bankfull.bench.compare.processes.SET_HERE", {})
     assert seen() == "passive 1"
     group = ProcessGroup(show, variables={"MARK": "2"}, stdout=subprocess.PIPE, text=True)
@@ -164,13 +164,13 @@ def test_a_given_source_is_built_once_and_again_when_the_options_change(
 
     monkeypatch.setattr(llamacpp_build, "run_steps", run_steps)
     source, kernels = tmp_path / "source", tmp_path / "kleidiai"
-    with pytest.raises(CannotInstall, match=r"is no source of llama\.cpp"):
+    with pytest.raises(CannotInstall, match=r"is not a source tree of llama\.cpp"):
         builds(Asked(source=source), tmp_path)
     (source / "tools" / "llama-bench").mkdir(parents=True)
     for _ in range(2):
         assert [build.programs for build in builds(Asked(source=source), tmp_path)] == [tmp_path / "llamacpp/build/bin"]
     assert len(ran) == 2 and "-DGGML_NATIVE=ON" in ran[0] and set(TOOLS) <= set(ran[1])
-    with pytest.raises(CannotInstall, match="is no source of KleidiAI"):
+    with pytest.raises(CannotInstall, match="is not a source tree of KleidiAI"):
         builds(Asked(source=source, kleidiai=kernels), tmp_path)
     kernels.mkdir()
     (kernels / "CMakeLists.txt").touch()
@@ -188,7 +188,7 @@ def test_a_build_that_fails_says_why_and_is_not_taken_for_built(
     source = tmp_path / "source"
     (source / "tools" / "llama-bench").mkdir(parents=True)
     monkeypatch.setenv("PATH", str(programs(tmp_path / "empty")))
-    with pytest.raises(CannotInstall, match="there is no cmake"):
+    with pytest.raises(CannotInstall, match="cmake is not on this machine"):
         builds(Asked(source=source), tmp_path)
     (tmp_path / "empty" / "cmake").write_text("#!/bin/sh\necho 'error: no such compiler'\nexit 1\n")
     (tmp_path / "empty" / "cmake").chmod(0o755)
@@ -230,7 +230,7 @@ def test_fairness_is_the_ratio_of_a_turn_here_to_the_peer_s_own_tool(
         {"fake": peer},
     )
     row = json.loads(raw.read_text())["runs"][0]["fairness"][0]
-    # Here with the better attention; by itself with what the tool chooses.
+    # In the harness with the faster attention; by itself with the tool's default.
     assert code == 0 and row["fair"] and (row["harness"], row["own_tool"]) == ([200.0] * 2, [100.0] * 2)
     assert row["ratios"] == [2.0, 2.0] and "2.00x" in capsys.readouterr().out
     assert "-r" not in next(call for call in calls(folder) if option(call, "-fa") == "auto")

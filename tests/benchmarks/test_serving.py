@@ -1,4 +1,4 @@
-"""The benchmark of the server's share: a real server, and figures that belong together."""
+"""The benchmark of the server's overhead: a real server, and consistent figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_it_tells_the_servers_share_and_its_stages(tmp_path: Path, capsys: pytes
     for kind, more in made["more"].items():
         assert more == pytest.approx(first[kind]["median"] - first["in-process"]["median"])
         assert all(made["usage"][kind][name]["wakeups"] >= 1 for name in ("api", "engine"))
-    served = [first[kind]["median"] for kind in ("stream", "whole")]  # of two, which is their mean
+    served = [first[kind]["median"] for kind in ("stream", "whole")]  # the median of two values is their mean
     assert sum(made["stages"].values()) == pytest.approx(sum(served) / 2)
     assert "more than in-process" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""Random weights of a given shape: a file that this engine and the format's own package read alike."""
+"""Random weights of a given shape: a file that this engine and the gguf package read alike."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_family_that_other_engines_may_not_know_is_not_widened(
 ) -> None:
     write(SMALL, "small", tmp_path / "small.gguf")
     monkeypatch.setattr(models, "ARCHITECTURES", {})
-    with pytest.raises(CannotInstall, match=r"small\.gguf cannot be stored for other engines.*'llama'"):
+    with pytest.raises(CannotInstall, match=r"small\.gguf cannot be converted for other engines.*'llama'"):
         models.widened(tmp_path / "small.gguf", tmp_path)
     assert not list(tmp_path.glob("models/*"))
 

@@ -30,7 +30,7 @@ def test_latency_shows_every_figure_and_what_it_was_compared_with(cli: Cli, mode
         "lowest .. highest",
     ):
         assert figure in done.out, figure
-    assert "the better of a measurement before and one after" in done.out and "places break off" in done.out
+    assert "the better of a measurement before and one after" in done.out and "call sites fall back" in done.out
 
 
 def test_latency_as_json_has_every_repetition_and_a_summary_of_them(cli: Cli, model: Path, ceilings: Ceilings) -> None:

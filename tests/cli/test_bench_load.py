@@ -83,7 +83,7 @@ def test_sweep_finds_the_rate_of_a_queue(cli: Cli, tmp_path: Path) -> None:
         assert done.code == 0, done.err
         assert 2 < done.json["highest_rate"] < 120 and len(done.json["runs"]) == len(done.json["trials"])
         shown = cli(*at, "--slo", "ttft=10s", "--highest-rate", 10).out
-        assert "10 requests/s is the highest rate" in shown and "nothing higher was tried" in shown
+        assert "10 requests/s is the highest rate" in shown and "no higher rate was tried" in shown
         assert "even a request that has the server for itself" in cli(*at, "--slo", "ttft=10ms").sentence
     assert "Attainment against rate" in page.read_text()
 
@@ -103,11 +103,11 @@ def test_compare_prints_ratios_of_servers_that_it_starts(cli: Cli, model: Path) 
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        (("serve", "--url", "nowhere"), "no address"),
+        (("serve", "--url", "nowhere"), "not the address"),
         (("serve", "--url", "http://127.0.0.1:1"), "cannot be reached"),
         (("serve", "--rate", 0), "rate=0"),
-        (("serve", "--slo", "fast"), "is no objective"),
-        (("serve", "--input-len", "some"), "no length"),
+        (("serve", "--slo", "fast"), "is not an objective"),
+        (("serve", "--input-len", "some"), "not a length"),
         (("serve", "--sharegpt", "a", "--trace", "b"), "one workload"),
         (("serve", "--extra-body", "[1]"), "no JSON object"),
         (("serve", "--price", 1, "--price-of", "h100"), "one price"),
@@ -120,7 +120,7 @@ def test_compare_prints_ratios_of_servers_that_it_starts(cli: Cli, model: Path) 
         (("sweep", "--slo", "ttft=1s", "--requests", 5), "leave out"),
         (("sweep", "--slo", "ttft=1s", "--target", 2), "target=2"),
         (("sweep", "--slo", "ttft=1s", "--seconds", 0), "--seconds"),
-        (("compare", "--peer", "x"), "names no peer"),
+        (("compare", "--peer", "x"), "is not a peer"),
         (("compare", "--peer", "x=serve"), "{port}"),
         (("compare", "--peer", "x=http://a:1", "--pairs", 0), "--pairs 0"),
     ],

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from bankfull import LLM
-from bankfull.bench.offline import Bench, Load
-from bankfull.bench.show import notes
+from bankfull.bench.offline import Bench, OfflineLoad
+from bankfull.bench.offline_tables import notes
 from bankfull.limits.machine import levels
 from bankfull.limits.machine.ceilings import of_device
 from tests.gpu.place import CUDA, DEVICE, only_cuda, require_device, the_device
@@ -55,7 +55,7 @@ def test_bandwidth_by_level_and_across_the_bus_is_measured_and_remembered() -> N
 @pytest.mark.parametrize("kind", ("latency", "throughput"))
 def test_a_benchmark_runs_on_the_device_and_knows_its_limit(kind: str) -> None:
     llm = LLM(str(speaking_folder()), device=str(DEVICE), dtype="float32", memory="16MiB", rows=4, max_model_len=128)
-    load = Load(24, 16, 1 if kind == "latency" else 4, reps=2)
+    load = OfflineLoad(24, 16, 1 if kind == "latency" else 4, reps=2)
     report = Bench(llm, load, dtype="float32").run(kind)
     summary = report.summary()
     part = "decode" if kind == "latency" else "output"

@@ -1,4 +1,4 @@
-"""Meta-Llama-3-8B as its config.json describes it: the worked example of docs/limits.md."""
+"""The configuration of Meta-Llama-3-8B: the worked example of docs/limits.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny models of several architectures as configurations, and one as files."""
+"""Configurations of tiny models of several architectures, and one model as files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CONFIGS = {"llama": LLAMA, "windowed": WINDOWED, "mixed": MIXED, "recurrent": RE
 
 
 def save_directory(path: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Path:
-    """The model with random weights as a Hugging Face directory; which tensors there are is asked of the meter."""
+    """Save the model with random weights as a Hugging Face directory; the meter determines which tensors exist."""
     shapes = MeteredModel(config).shapes.read
     generator = torch.Generator().manual_seed(0)
     path.mkdir(parents=True, exist_ok=True)

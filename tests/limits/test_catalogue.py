@@ -1,4 +1,4 @@
-"""The catalogue: every entry that comes with the program, and files that users write."""
+"""The catalogue: every packaged entry, and files written by users."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from bankfull.errors import ConfigError
 from bankfull.limits.machine.catalogue import KINDS, TYPES, Catalogue, load
-from bankfull.limits.machine.roofline_chart import chart_of
+from bankfull.limits.machine.charts import chart_of
 
 ASKED_FOR = (
     "a10",
@@ -89,7 +89,7 @@ def test_every_entry_is_plausible_and_says_where_it_comes_from(known: Catalogue)
         assert 1e9 < device.memory_bytes < 1e13 and 1e10 < device.bytes_per_s < 1e17, device.name
         assert device.price_source == "" or device.price_source.startswith("https://"), device.name
         assert device.dollars_per_hour is None or 0.1 < device.dollars_per_hour < 100, device.name
-        # Narrower operands are never slower. A rate that is too high by the two of sparsity would mostly show here.
+        # Narrower operands are never slower. A rate doubled by sparsity would mostly show here.
         order = [device.flops[t] for t in ("float32", "bfloat16", "float8", "float4") if t in device.flops]
         assert order == sorted(order), device.name
         if {"bfloat16", "float8"} <= set(device.flops):
@@ -100,7 +100,7 @@ def test_every_entry_is_plausible_and_says_where_it_comes_from(known: Catalogue)
     ("name", "ridge"), [("a100", 153), ("h100", 295), ("h200", 206), ("b200", 281), ("rtx-4090", 164), ("tpu-v5e", 240)]
 )
 def test_ridges_are_the_known_ones(known: Catalogue, name: str, ridge: float) -> None:
-    """Dense bfloat16 over bandwidth, as the literature gives them."""
+    """Dense bfloat16 peak over bandwidth, compared with values from the literature."""
     assert known.find(name).ridge("bfloat16") == pytest.approx(ridge, rel=0.01)
 
 
@@ -122,7 +122,7 @@ def test_an_entry_becomes_ceilings_that_a_roofline_can_be_drawn_of(known: Catalo
     chart = chart_of(found)
     roofs = {series.name: series.points for series in chart.series}
     assert roofs["bfloat16, float16"][1] == (pytest.approx(206.1, rel=1e-3), 989.4e12)
-    with pytest.raises(ConfigError, match="no float32 rate of tpu-v5e"):
+    with pytest.raises(ConfigError, match="no float32 rate for tpu-v5e"):
         known.find("tpu-v5e").flops_of("float32")
 
 
@@ -185,10 +185,10 @@ def test_the_users_folder_follows_the_environment(tmp_path: Path, monkeypatch: p
         ("device = [", "is not TOML"),
         (b"\xff\xfe", "not UTF-8"),
         ("a = " + "[" * 5000, "is not TOML"),
-        ("devices = 3", "'devices' at its top"),
-        ("[device]\nname = 'x'", "[[device]], in two brackets"),
+        ("devices = 3", "the top-level key 'devices'"),
+        ("[device]\nname = 'x'", "[[device]], in double brackets"),
         ("[[device]]\ntitle = 'x'", "device 1 has no name"),
-        ("[[device]]\nname = 'My Device'", "small letters"),
+        ("[[device]]\nname = 'My Device'", "lower-case"),
         (WHOLE + WHOLE, "'mine' twice"),
         ("[[device]]\nname = 'new'\nwatts = 3", "'new' lacks title, vendor, kind, flops"),
         (WHOLE + "wats = 5", "unknown field 'wats'; did you mean 'watts'?"),
@@ -202,7 +202,7 @@ def test_the_users_folder_follows_the_environment(tmp_path: Path, monkeypatch: p
         (WHOLE.replace('"me"', "7"), "vendor must be text in quotes, not 7"),
         (WHOLE.replace("{ bfloat16 = 1e12 }", "{}"), "flops must be a table"),
         (WHOLE.replace("{ bfloat16 = 1e12 }", "5"), "flops must be a table"),
-        (WHOLE.replace("bfloat16", "bf16"), "unknown type 'bf16'; known are float64"),
+        (WHOLE.replace("bfloat16", "bf16"), "unknown type 'bf16'; use one of float64"),
         (WHOLE.replace("1e12", "0"), "flops.bfloat16 must be operations per second, above 0, not 0"),
         (WHOLE.replace("2026-01-31", '"2026"'), "date must be a day"),
         (WHOLE.replace("2026-01-31", "2026-01-31T10:00:00"), "date must be a day"),

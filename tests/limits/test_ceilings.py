@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bankfull.errors import ConfigError
-from bankfull.limits.machine import ceilings
+from bankfull.limits.machine import ceilings, cpu_ceilings
 from bankfull.limits.machine.ceilings import Ceilings, measure
 from bankfull.ops.native import extension
 from bankfull.paths import cache_dir
@@ -21,8 +21,8 @@ TINY = 0.02
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("BANKFULL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(ceilings, "SMALL_SET", 8 << 20)
-    monkeypatch.setattr(ceilings, "LARGEST_SET", 32 << 20)
+    monkeypatch.setattr(cpu_ceilings, "SMALL_SET", 8 << 20)
+    monkeypatch.setattr(cpu_ceilings, "LARGEST_SET", 32 << 20)
     return tmp_path / "cache"
 
 
@@ -37,14 +37,14 @@ def test_every_ceiling_is_positive_and_says_where_it_comes_from() -> None:
     assert {*found.flops, *found.unmeasured} - {"int8"} == {"float32", "bfloat16", "float16", "float64"}
     assert min(found.flops.values()) > 0
     assert found.threads >= 1 and found.cpu and found.when
-    assert found.instrument == (ceilings.TORCH if extension.kernels is None else ceilings.NATIVE)
+    assert found.instrument == (cpu_ceilings.TORCH if extension.kernels is None else cpu_ceilings.NATIVE)
     assert 0 < found.cached_set_bytes <= found.read_set_bytes <= 33 << 20
 
 
 def test_without_kernels_torch_is_the_instrument(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension, "kernels", None)
     found = measure(budget=TINY)
-    assert found.instrument == ceilings.TORCH and min(found.read_bytes_per_s, *found.flops.values()) > 0
+    assert found.instrument == cpu_ceilings.TORCH and min(found.read_bytes_per_s, *found.flops.values()) > 0
     assert {*found.flops, *found.unmeasured} - {"int8"} == {"float32", "bfloat16", "float16", "float64"}
     assert "int8" not in found.flops
 
@@ -88,18 +88,18 @@ def test_every_instruction_set_multiplies_what_it_says(every_isa: Callable[[], I
 
 
 def test_more_rounds_take_longer(every_isa: Callable[[], Iterator[str]]) -> None:
-    """Nothing was optimized away: a thousandfold of work is not done in the same time."""
+    """Nothing is optimized away: a thousand times the work takes longer."""
     kernels = extension.required()
     for isa in every_isa():
         for name, code in kernels.arithmetics().items():
-            few = ceilings.shortest(lambda c=code: kernels.multiply(c, 100), 0.005)
-            many = ceilings.shortest(lambda c=code: kernels.multiply(c, 100_000), 0.005)
+            few = cpu_ceilings.shortest(lambda c=code: kernels.multiply(c, 100), 0.005)
+            many = cpu_ceilings.shortest(lambda c=code: kernels.multiply(c, 100_000), 0.005)
             assert many > 10 * few, (isa, name)
 
 
 def test_reading_sums_up_every_line_once(every_isa: Callable[[], Iterator[str]]) -> None:
     kernels = extension.required()
-    floats = torch.arange(1 << 17, dtype=torch.float32) % 8  # small whole numbers: every sum is exact
+    floats = torch.arange(1 << 17, dtype=torch.float32) % 8  # small integers: every sum is exact
     assert floats.data_ptr() % 64 == 0
     for isa in every_isa():
         for ahead in (False, True):
@@ -113,10 +113,10 @@ def test_reading_sums_up_every_line_once(every_isa: Callable[[], Iterator[str]])
 
 def test_a_second_call_is_answered_from_the_cache_until_refreshed(monkeypatch: pytest.MonkeyPatch) -> None:
     first = measure(budget=TINY)
-    monkeypatch.setattr(ceilings, "_measure", lambda *args: pytest.fail("measured again"))
+    monkeypatch.setattr(cpu_ceilings, "measure", lambda *args: pytest.fail("measured again"))
     assert measure(budget=TINY) == first
     calls = []
-    monkeypatch.setattr(ceilings, "_measure", lambda *args: calls.append(1) or first)
+    monkeypatch.setattr(cpu_ceilings, "measure", lambda *args: calls.append(1) or first)
     measure(refresh=True, budget=TINY)
     assert calls == [1]
 
@@ -126,7 +126,7 @@ def test_a_busy_moment_never_lowers_what_is_kept(monkeypatch: pytest.MonkeyPatch
     busy = replace(quiet, read_bytes_per_s=4.0, cached_read_bytes_per_s=45.0, flops={"float32": 1.0}, when="later")
     in_cache = replace(busy, read_bytes_per_s=300.0, read_set_bytes=300)
     looks = [quiet, busy, in_cache]
-    monkeypatch.setattr(ceilings, "_measure", lambda *args: looks.pop(0))
+    monkeypatch.setattr(cpu_ceilings, "measure", lambda *args: looks.pop(0))
     assert measure() == quiet
     assert measure(refresh=True) == busy, "what was seen now is told"
     best = replace(quiet, cached_read_bytes_per_s=45.0, when="later")
@@ -180,7 +180,7 @@ def test_a_damaged_cache_is_measured_again_and_mended(damage: str, own_cache: Pa
 
 def test_another_machine_has_its_own_figures(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
     measure(budget=TINY)
-    monkeypatch.setattr(ceilings, "_cpu_name", lambda: "another processor")
+    monkeypatch.setattr(cpu_ceilings, "_cpu_name", lambda: "another processor")
     assert measure(budget=TINY).cpu == "another processor"
     assert len(list(own_cache.iterdir())) == 2
 
@@ -188,7 +188,7 @@ def test_another_machine_has_its_own_figures(monkeypatch: pytest.MonkeyPatch, ow
 def test_a_cache_that_cannot_be_written_warns_and_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("BANKFULL_CACHE", str(tmp_path / "file" / "below"))
-    with pytest.warns(UserWarning, match="not kept"):
+    with pytest.warns(UserWarning, match="could not be saved"):
         assert measure(budget=TINY).read_bytes_per_s > 0
 
 

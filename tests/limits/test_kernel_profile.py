@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bankfull import LLM
-from bankfull.bench.offline import Bench, Load
-from bankfull.bench.show import notes, profile_tables
+from bankfull.bench.offline import Bench, OfflineLoad
+from bankfull.bench.offline_tables import notes, profile_tables
 from bankfull.errors import ConfigError
 from bankfull.limits.explain.instruments import EngineWatch, TapeSummary, taped_of
 from bankfull.limits.explain.kernel_profile import HOST, STEP, Kernel, KernelCosts, PhaseProfile
@@ -152,7 +152,7 @@ def test_breaks_are_rows_with_the_cost_of_their_operation() -> None:
         llm = tiny(dtype="float32")
     finally:
         activate_mul.providers["native"] = taken
-    report = Bench(llm, Load(9, 3, reps=1), dtype="float32", profile=True).run("latency")
+    report = Bench(llm, OfflineLoad(9, 3, reps=1), dtype="float32", profile=True).run("latency")
     assert report.tape is not None and report.tape.breaks == {"activate_mul": LAYERS}
     assert f"tape: {report.tape.kernels} kernels, 2 breaks (activate_mul 2)" in notes(report)
     assert report.profile is not None
@@ -191,7 +191,7 @@ def test_rows_are_those_of_a_step_and_add_up_to_it() -> None:
 @pytest.mark.parametrize(("options", "peak"), [({"dtype": "float32"}, 1000.0), ({"quantize": "q8_0,keep"}, 4000.0)])
 def test_a_profile_covers_both_phases_kernel_by_kernel(options: dict[str, str], peak: float) -> None:
     llm = tiny(**options)
-    report = Bench(llm, Load(20, 5, reps=1), dtype="float32", profile=True).run("latency")
+    report = Bench(llm, OfflineLoad(20, 5, reps=1), dtype="float32", profile=True).run("latency")
     taped = taped_of(llm.loaded.frontend.engine)
     assert report.profile is not None and taped is not None and not taped.timed
     assert report.tape == TapeSummary(len(taped.tape), {})
@@ -217,17 +217,17 @@ def test_a_profile_covers_both_phases_kernel_by_kernel(options: dict[str, str], 
 
 
 def test_int8_activations_are_named_and_their_operations_are_found() -> None:
-    report = Bench(tiny(quantize="q8_0,keep"), Load(4, 2, reps=1), dtype="float32").run("latency")
+    report = Bench(tiny(quantize="q8_0,keep"), OfflineLoad(4, 2, reps=1), dtype="float32").run("latency")
     assert report.activations == "int8" and report.as_json()["profile"] is None and profile_tables(report) == []
     assert report.bound["linear_int8"] == {"native": 6 * LAYERS} and report.bound["linear"] == {"native": LAYERS + 1}
     assert any("float32 with int8 activations 4 kFLOP/s" in line for line in notes(report))
 
 
 def test_one_token_has_no_decode_part(exact: LLM) -> None:
-    report = Bench(exact, Load(8, 1, reps=1), dtype="float32", profile=True).run("latency")
+    report = Bench(exact, OfflineLoad(8, 1, reps=1), dtype="float32", profile=True).run("latency")
     assert list(report.profile_rows()) == ["prefill"] and len(profile_tables(report)) == 1
 
 
 def test_without_a_tape_there_is_no_profile() -> None:
     with pytest.raises(ConfigError, match="captured on a tape"):
-        Bench(tiny(dtype="float32", providers="torch"), Load(4, 2), dtype="float32", profile=True)
+        Bench(tiny(dtype="float32", providers="torch"), OfflineLoad(4, 2), dtype="float32", profile=True)

@@ -1,4 +1,4 @@
-"""Bandwidth by level: caches, memory, disk; measured, remembered, and drawn."""
+"""Bandwidth by level (caches, memory, disk): measured, cached and drawn."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 from bankfull.limits.charts import Mark
 from bankfull.limits.machine import ceilings, disk, levels
 from bankfull.limits.machine.ceilings import Ceilings
+from bankfull.limits.machine.charts import chart_of, curve_chart, roofline_chart
 from bankfull.limits.machine.disk import Disk, read_rate
 from bankfull.limits.machine.levels import Level, Levels
-from bankfull.limits.machine.roofline_chart import chart_of, curve_chart, roofline_chart
 from bankfull.ops.native import extension
 from bankfull.runtime.device import Device, open_device
 
@@ -151,7 +151,7 @@ def test_reading_again_sums_every_line_in_every_round() -> None:
     if extension.kernels is None:
         pytest.skip("needs the native kernels")
     kernels = extension.required()
-    floats = torch.arange(1 << 14, dtype=torch.float32) % 8  # small whole numbers: every sum is exact
+    floats = torch.arange(1 << 14, dtype=torch.float32) % 8  # small integers: every sum is exact
     for ahead in (False, True):
         for lines in (0, 1, 3, 64, 1000):
             for rounds in (1, 5):

@@ -1,4 +1,4 @@
-"""docs/limits.md: every figure of the worked example, recomputed by the meter and by the formula beside it."""
+"""docs/limits.md: every figure of the worked example, recomputed by the meter and by the formula next to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from bankfull.config import RunConfig
 from bankfull.limits.machine.targets import machine_of
 from bankfull.limits.meter.step import StepShape
-from bankfull.limits.model.bounds import ModelRoofline, Question
+from bankfull.limits.model.bounds import ModelRoofline, RooflineQuery
 from bankfull.limits.model.recipe import recipe_of
 from tests.limits.llama3 import LLAMA3
 
@@ -24,7 +24,7 @@ CONTEXT, BATCH = 1024, 64
 def found(quantize: str | None = None, kv_dtype: str = "auto", batch: int = 1) -> ModelRoofline:
     machine = machine_of("h200")
     recipe = recipe_of(LLAMA3, machine.kind, RunConfig(quantize=quantize, kv_dtype=kv_dtype))
-    return ModelRoofline(recipe, machine, Question((batch,), (CONTEXT,), CONTEXT))
+    return ModelRoofline(recipe, machine, RooflineQuery((batch,), (CONTEXT,), CONTEXT))
 
 
 def decode(batch: int) -> tuple[float, float]:
@@ -34,7 +34,7 @@ def decode(batch: int) -> tuple[float, float]:
 
 
 def computed() -> dict[str, float]:
-    """By the names in the page's table. Units are those of the page."""
+    """Figures by the names in the page's table, in the page's units."""
     whole, bandwidth = found(), found().machine.ceilings.read_bytes_per_s
     peak = whole.arithmetic.peak
     prefill = whole.phases[0].roofline
@@ -95,7 +95,7 @@ def test_no_figure_of_the_page_goes_unchecked() -> None:
 
 
 def test_the_meter_agrees_with_the_formulas_of_the_page() -> None:
-    """What a reader would compute by hand from the table of formulas."""
+    """The values that a reader would compute by hand from the table of formulas."""
     matrices = LAYERS * HIDDEN * (2 * HEADS * SIZE + 2 * KEY_HEADS * SIZE + 3 * INNER) + VOCAB * HIDDEN
     for batch in (1, BATCH):
         flops, moved = decode(batch)

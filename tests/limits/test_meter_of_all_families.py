@@ -1,4 +1,4 @@
-"""The meter against torch's own count of operations and against tensors that are there, for every architecture."""
+"""The meter compared with torch's operation count and with real tensors, for every architecture."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.limits.models import LLAMA, MIXED, RECURRENT, save_directory
 
 CPU = torch.device("cpu")
 PRODUCTS = ("linear", "head/linear", "paged_attention", "causal_conv")
-"""What torch counts: products, not sums nor functions."""
+"""Operations that torch counts: multiplications, not sums or functions."""
 OPT = {
     "model_type": "opt",
     "hidden_size": 64,
@@ -69,7 +69,7 @@ def test_decoding_multiplies_as_often_as_torch_counts(name: str, tmp_path: Path)
         with torch.inference_mode(), FlopCounterMode(display=False) as counter:
             model.head(model.forward(batch, storage.layers, plan_mixers(model, layout, batch)))
         ledger = metered.cost(StepShape.decode(1, start + 1))
-        # A page is read whole by the body, and masked: the meter counts only what lies within the window.
+        # The reference operation reads whole pages and masks them; the meter counts only tokens within the window.
         beyond = 0.0
         for mixer in model.mixers:
             heads = getattr(mixer, "heads", None)

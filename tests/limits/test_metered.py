@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from bankfull.errors import ConfigError
 from bankfull.layers.build import Build
 from bankfull.limits.meter.metered import MeteredModel
-from bankfull.limits.meter.roofline import model_cost
 from bankfull.limits.meter.step import StepShape
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
@@ -35,7 +34,7 @@ MATMULS = ("linear", "head/linear", "paged_attention")
 
 
 class Noting(Kit):
-    """Runs the bodies and notes their costs: the meter's question, asked of real tensors."""
+    """Runs the operations on real tensors and records their costs."""
 
     def __init__(self) -> None:
         super().__init__("cpu", ())
@@ -97,13 +96,13 @@ def test_a_prefill_multiplies_the_same_but_for_the_masked_half_of_attention(tmp_
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
         states = Storage(layout, 3, 2, CPU).layers
         model.head(model.forward(batch, states, plan_mixers(model, layout, batch))[-1:])
-    total = model_cost(files, StepShape.prefill(40)).total
+    total = MeteredModel(files).cost(StepShape.prefill(40)).total
     masked = total["paged_attention"].flops / (40 * 41 / 2) * (40 * 39 / 2)
     assert counter.get_total_flops() == sum(total[name].flops for name in MATMULS) + masked
 
 
 def test_a_step_of_many_rows_reads_the_weights_once() -> None:
-    one, many = (model_cost(LLAMA, StepShape.decode(rows, 100)) for rows in (1, 8))
+    one, many = (MeteredModel(LLAMA).cost(StepShape.decode(rows, 100)) for rows in (1, 8))
     assert many.total["paged_attention"].read == 8 * one.total["paged_attention"].read
     weights = 3 * (64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 96) * 4
     activations = 3 * (64 * 6 + 96) * 4
@@ -112,7 +111,7 @@ def test_a_step_of_many_rows_reads_the_weights_once() -> None:
 
 
 def test_no_scores_no_head() -> None:
-    ledger = model_cost(LLAMA, StepShape((5,), (5,), logits=0))
+    ledger = MeteredModel(LLAMA).cost(StepShape((5,), (5,), logits=0))
     assert not any(name.startswith("head/") for name in ledger.total)
 
 
@@ -134,7 +133,7 @@ def test_a_configuration_can_be_imagined_in_any_storage_scheme() -> None:
     saved = matrices - packed.bytes_by_scheme["q4_k"]
     embedding = 160 * 256 * 4 - 160 * 144
     spared = dense.cost(step).sum().read - packed.cost(step).sum().read
-    assert spared == saved + embedding / 160  # one row of the embedding, and the whole of it as the head
+    assert spared == saved + embedding / 160  # one row of the embedding, and all of it as the head
     assert dense.cost(step).sum().flops == packed.cost(step).sum().flops
 
 
@@ -143,7 +142,7 @@ def test_weights_rounded_at_load_cost_what_their_groups_store(wanted: str, tmp_p
     files = open_model(save_directory(tmp_path / "m", LLAMA))
     rounded = replace(files, source=Requantized(files.source, parse_wish(wanted).types))
     plain, small = MeteredModel(files), MeteredModel(rounded)
-    inner = 3 * (64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 96)  # columns of 64 and 96
+    inner = 3 * (64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 96)  # rows of 64 and 96 inputs
     down = 3 * 64 * 96 if wanted == "int4:64" else 0
     name, bits = ("int4_g64", 4.25) if down else ("int8_g32", 8.5)
     assert small.bytes_by_scheme[name] == (inner - down) * bits / 8
@@ -166,12 +165,12 @@ def test_keys_and_values_cost_what_their_pages_store() -> None:
 
 def test_metering_leaves_the_callers_source_unread(tmp_path: Path) -> None:
     files = open_model(save_directory(tmp_path / "m", LLAMA))
-    model_cost(files, StepShape.decode())
+    MeteredModel(files).cost(StepShape.decode())
     assert sorted(files.source.unread()) == sorted(files.source.names())
 
 
 def sparse_gguf(path: Path) -> None:
-    """A model of 3 GB whose data are holes: reading them would fill memory with zeros."""
+    """A model of 3 GB in sparse files: reading it would fill memory with zeros."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
     writer.add_context_length(2048)
@@ -202,20 +201,20 @@ def sparse_gguf(path: Path) -> None:
 def test_no_weight_is_read(tmp_path: Path) -> None:
     sparse_gguf(tmp_path / "large.gguf")
     files = open_model(tmp_path / "large.gguf")
-    model_cost(LLAMA, StepShape.decode())  # what torch loads for its first operation on meta is not the model's
+    MeteredModel(LLAMA).cost(StepShape.decode())  # torch's one-time loads on the first meta operation do not count
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     metered = MeteredModel(files)
     cost = metered.cost(StepShape.decode(1, 1))
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
     assert cost.total["linear"].read > 7 * 16384 * 16384 * 34 / 32
     assert metered.bytes_by_scheme["q8_0"] == (7 * 16384 + 64) * 16384 * 34 / 32
-    # One matrix has 70,000 pages of memory; each page that is read for the first time is a fault.
+    # One matrix spans 70,000 memory pages; the first read of each page is a fault.
     assert faults < 10_000, f"{faults} pages were touched"
 
 
 def test_bad_requests_are_refused_in_one_sentence(tmp_path: Path) -> None:
     files = open_model(save_directory(tmp_path / "m", LLAMA))
-    with pytest.raises(ConfigError, match="scheme='q4_k' cannot be chosen"):
+    with pytest.raises(ConfigError, match="scheme='q4_k' cannot be set"):
         MeteredModel(files, scheme="q4_k")
     with pytest.raises(ConfigError, match="scheme='q9' is unknown"):
         MeteredModel(LLAMA, scheme="q9")
@@ -238,7 +237,7 @@ def test_the_dtype_follows_the_checkpoint_unless_one_is_asked_for(tmp_path: Path
     path = save_directory(tmp_path / "m", config, torch.bfloat16)
     assert json.loads((path / "config.json").read_text())["dtype"] == "bfloat16"
     step = StepShape.decode(1, 1)
-    own, wide = (model_cost(open_model(path), step, dtype=dtype).sum() for dtype in (None, "float32"))
+    own, wide = (MeteredModel(open_model(path), dtype=dtype).cost(step).sum() for dtype in (None, "float32"))
     assert isinstance(own, Cost) and own.flops == wide.flops
     assert 1.9 < wide.bytes / own.bytes <= 2
 

@@ -1,4 +1,4 @@
-"""A model's limits from its configuration alone, and the page that explains them."""
+"""A model's limits from its configuration alone."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from bankfull.cli.app import run_command
 from bankfull.config import RunConfig
 from bankfull.errors import ConfigError, ModelError
 from bankfull.limits.machine.ceilings import Ceilings
-from bankfull.limits.machine.targets import Machine, machine_of
+from bankfull.limits.machine.targets import TargetMachine, machine_of
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.step import StepShape
-from bankfull.limits.model.bounds import Arithmetic, DecodeLine, ModelRoofline, Question, numbers
+from bankfull.limits.model.bounds import Arithmetic, DecodeLine, ModelRoofline, RooflineQuery, numbers
 from bankfull.limits.model.charts import charts_of
 from bankfull.limits.model.memory import memory_of, sequence_bytes, weight_bytes
-from bankfull.limits.model.recipe import Recipe, open_subject, recipe_of
+from bankfull.limits.model.recipe import Recipe, open_model_or_config, recipe_of
 from bankfull.limits.model.variants import variants_of
 from bankfull.weights.source import open_model
 from tests.limits.llama3 import LLAMA3
 from tests.limits.models import CONFIGS, LLAMA, MIXED, RECURRENT, WINDOWED, save_directory
 
 
-def machine(bandwidth: float = 100e9, peak: float = 1e12, memory: int | None = 10**9, cached: float = 0.0) -> Machine:
+def machine(
+    bandwidth: float = 100e9, peak: float = 1e12, memory: int | None = 10**9, cached: float = 0.0
+) -> TargetMachine:
     rates = dict.fromkeys(("float32", "bfloat16", "int8"), peak)
     ceilings = Ceilings(
         bandwidth, max(bandwidth, cached), rates, 2, "a processor", "now", 10**9, 10**5 if cached else 0, 0
     )
-    return Machine("a machine", "cpu", ceilings, memory, True)
+    return TargetMachine("a machine", "cpu", ceilings, memory, True)
 
 
 def plain(config: dict[str, Any], **options: Any) -> Recipe:
@@ -48,7 +50,11 @@ def test_a_configuration_alone_tells_what_the_files_tell(name: str, tmp_path: Pa
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").write_text((folder / "config.json").read_text())
-    for subject in (open_subject(str(folder)), open_subject(str(bare)), open_subject(str(bare / "config.json"))):
+    for subject in (
+        open_model_or_config(str(folder)),
+        open_model_or_config(str(bare)),
+        open_model_or_config(str(bare / "config.json")),
+    ):
         told = recipe_of(subject, "cpu", RunConfig(dtype="float32", activations="float")).metered()
         assert told.cost(step).total == expected
 
@@ -57,11 +63,11 @@ def test_options_mean_what_they_mean_to_the_engine(tmp_path: Path) -> None:
     config = {**LLAMA, "dtype": "bfloat16"}
     default = recipe_of(config, "cuda")
     assert (default.dtype, default.kv_dtype, default.activations) == (torch.bfloat16, torch.bfloat16, "float")
-    assert recipe_of(config, "cuda", RunConfig(quantize="int4")).blocks == ["int4_g32", "int4_g64"]
+    assert recipe_of(config, "cuda", RunConfig(quantize="int4")).quantized_types == ["int4_g32", "int4_g64"]
     assert recipe_of(config, "cuda", RunConfig(kv_dtype="int8")).kv_dtype == torch.int8
     files = open_model(save_directory(tmp_path / "m", LLAMA))
     small = recipe_of(files, "cpu", RunConfig(quantize="int8", dtype="float32", activations="float"))
-    assert small.blocks == ["int8_g32"] and small.files is files
+    assert small.quantized_types == ["int8_g32"] and small.files is files
     with pytest.raises(ConfigError, match="quantized already"):
         recipe_of(replace(files, source=small.metered().shapes), "cpu", RunConfig(quantize="int4"))
 
@@ -88,7 +94,7 @@ def test_decoding_turns_to_arithmetic_at_the_first_batch_that_is_bound_by_it(rid
 
 
 def test_key_heads_of_their_own_never_let_arithmetic_catch_up() -> None:
-    """Long contexts: without sharing, a sequence's keys take longer to read than its arithmetic takes."""
+    """At long contexts without GQA, reading a sequence's keys takes longer than its arithmetic."""
     arithmetic = Arithmetic(machine(100e9, 400e9), "float32", "float")
     shared, own = ({**LLAMA, "num_key_value_heads": count} for count in (1, 4))
     assert arithmetic.turning_batch(DecodeLine(plain(shared).metered(), 4000)) is None
@@ -104,7 +110,7 @@ def test_memory_is_weights_state_and_what_a_step_holds() -> None:
     assert found.weights == 4 * metered.parameters == weight_bytes(recipe)
     assert found.state_per_sequence == 7 * 16 * 3 * 2 * 32 * 4  # seven pages of 16 tokens
     assert found.state == 5 * found.state_per_sequence and found.peak == found.weights + found.state + found.step
-    # At its widest a layer holds the stream, what it normed, and the two halves of the gate.
+    # The peak of a layer is the residual stream, its norm, and the two halves of the gate.
     assert found.step >= 64 * (64 + 64 + 96 + 96) * 4
     assert found.step < 64 * 64 * 4 * 3 * 12, "intermediate results of one layer outlive it"
     assert found.most_sequences == (10**6 - found.weights - found.step) // found.state_per_sequence
@@ -167,8 +173,8 @@ def test_decode_attentions_intensity_is_queries_per_key_head_in_bfloat16(kv_head
 
 
 def whole(**more: Any) -> ModelRoofline:
-    question = Question(**{"batches": (2, 8), "contexts": (64, 1000), "prompt": 128, **more})
-    return ModelRoofline(plain(LLAMA), machine(memory=10**7), question)
+    query = RooflineQuery(**{"batches": (2, 8), "contexts": (64, 1000), "prompt": 128, **more})
+    return ModelRoofline(plain(LLAMA), machine(memory=10**7), query)
 
 
 def test_everything_is_told_in_plain_json() -> None:
@@ -205,17 +211,17 @@ def test_charts_hold_every_operation_and_the_curve() -> None:
 
 
 def test_what_cannot_be_asked_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="made for"):
+    with pytest.raises(ConfigError, match="of this model"):
         whole(contexts=(5000,))
     with pytest.raises(ConfigError, match="batch must be"):
-        Question(batches=(0,))
+        RooflineQuery(batches=(0,))
     with pytest.raises(ConfigError, match="lower --batch or --prompt"):
-        Question(batches=(1 << 20,), prompt=1024)
+        RooflineQuery(batches=(1 << 20,), prompt=1024)
     with pytest.raises(ConfigError, match="whole numbers"):
         numbers("1;2", "batch")
     (tmp_path / "config.json").write_text('{"model_type": "diffusion"}')
     with pytest.raises(ModelError, match="'diffusion' is not supported"):
-        open_subject(str(tmp_path))
+        open_model_or_config(str(tmp_path))
     with pytest.raises(ModelError, match="int3"):
         recipe_of({**LLAMA, "dtype": "int3"}, "cpu")
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.step import StepShape
 from bankfull.limits.model.info import ModelShape, describe
-from bankfull.limits.show import info_table
+from bankfull.limits.model.tables import info_table
 from bankfull.weights.source import ModelFiles, open_model
 from tests.limits.models import CONFIGS, LLAMA, MIXED, RECURRENT, save_directory
 

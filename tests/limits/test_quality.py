@@ -1,4 +1,4 @@
-"""The measure itself: known differences give known figures, and transformers agrees about perplexity."""
+"""The quality metrics: known perturbations give known figures, and perplexity equals that of transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bankfull.errors import ConfigError, ModelError, RequestError
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.limits import quality as module
-from bankfull.limits.quality import Quality, across_chunks, bundled_texts, dequantized, evaluate, windows_of
+from bankfull.limits.quality.evaluate import Quality, across_chunks, bundled_texts, dequantized, evaluate, windows_of
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
 from bankfull.runtime import naive
@@ -33,7 +33,7 @@ def tiny(dtype: torch.dtype = torch.float32, source: TensorSource | None = None)
 
 
 def figures(found: Quality) -> np.ndarray:
-    """All but the times."""
+    """All figures except the times."""
     return np.array([v for k, v in found.to_dict().items() if not k.endswith("seconds")], np.float64)
 
 
@@ -55,7 +55,7 @@ def test_windows_cover_each_text_once_and_begin_with_the_opening() -> None:
         (1, 2, 6, 7),
     ]
     assert {w.first for w in made} == {2}
-    # Without an opening the first token of a window has nothing before it, so a lone one predicts nothing.
+    # Without a prefix the first token of a window is not predicted, so a single token predicts nothing.
     assert [(w.tokens, w.first) for w in windows_of([[3, 4, 5], [6]], window=2)] == [((3, 4), 1)]
 
 

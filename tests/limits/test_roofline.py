@@ -7,9 +7,12 @@ import pytest
 from rich.console import Console
 
 from bankfull.limits.machine.ceilings import Ceilings
-from bankfull.limits.meter.roofline import model_cost, roofline
+from bankfull.limits.machine.tables import ceilings_table
+from bankfull.limits.meter.metered import MeteredModel
+from bankfull.limits.meter.roofline import roofline
 from bankfull.limits.meter.step import StepShape
-from bankfull.limits.show import ceilings_table, duration, roofline_table, scaled
+from bankfull.limits.model.tables import roofline_table
+from bankfull.limits.units import duration, scaled
 from bankfull.ops.cost import Cost
 from bankfull.ops.meter import Ledger
 from tests.limits.models import LLAMA
@@ -54,9 +57,9 @@ def test_the_dtype_chooses_the_peak_and_the_working_set_the_bandwidth() -> None:
 
 def test_decoding_is_bound_by_memory_and_a_long_prefill_by_arithmetic() -> None:
     machine = Ceilings(20e9, 20e9, {"float32": 500e9}, 2, "a processor", "now", 10**9, 10**8, 0)
-    assert roofline(model_cost(LLAMA, StepShape.decode(1, 64)), machine, "float32").bound == "memory"
+    assert roofline(MeteredModel(LLAMA).cost(StepShape.decode(1, 64)), machine, "float32").bound == "memory"
     big = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096}
-    assert roofline(model_cost(big, StepShape.prefill(512)), machine, "float32").bound == "arithmetic"
+    assert roofline(MeteredModel(big).cost(StepShape.prefill(512)), machine, "float32").bound == "arithmetic"
 
 
 def test_rows_are_plain_json_and_end_with_the_total() -> None:

@@ -1,4 +1,4 @@
-"""A ceiling that no instrument here can measure is told as such, and bounds nothing."""
+"""A ceiling that cannot be measured is reported as unmeasured, and bounds nothing."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bankfull.bench.load.limit import Ceiling, Reached, Work, counted
-from bankfull.bench.show import notes
+from bankfull.bench.load.utilization import Ceiling, StepWork, Utilization, parse_counters
+from bankfull.bench.offline_tables import notes
 from bankfull.cli.app import run_command
 from bankfull.config import RunConfig
 from bankfull.errors import ConfigError
 from bankfull.limits.charts import print_chart
 from bankfull.limits.explain.explain import explain
 from bankfull.limits.explain.recorder import DECODE, Story, StoryPart
-from bankfull.limits.machine import ceilings
-from bankfull.limits.machine.ceilings import Ceilings, better, judged, measure
-from bankfull.limits.machine.roofline_chart import chart_of
-from bankfull.limits.machine.targets import Machine
+from bankfull.limits.machine import cache_file, ceilings, cpu_ceilings
+from bankfull.limits.machine.ceilings import Ceilings, better, measure
+from bankfull.limits.machine.charts import chart_of
+from bankfull.limits.machine.cpu_ceilings import judged
+from bankfull.limits.machine.tables import ceilings_table
+from bankfull.limits.machine.targets import TargetMachine
 from bankfull.limits.meter.step import StepShape
 from bankfull.limits.meter.yardstick import Yardstick
-from bankfull.limits.model.bounds import ModelRoofline, Question
+from bankfull.limits.model.bounds import ModelRoofline, RooflineQuery
 from bankfull.limits.model.charts import charts_of
 from bankfull.limits.model.recipe import recipe_of
-from bankfull.limits.model.show import summary_table
-from bankfull.limits.show import ceilings_table
+from bankfull.limits.model.tables import summary_table
 from bankfull.ops.cost import Cost
-from bankfull.plan.assumed import usual
 from bankfull.plan.calibrate import step_times
+from bankfull.plan.efficiency import assumed
 from bankfull.plan.sites import sites_of
 from tests.limits.models import LLAMA, save_directory
 
 ARM = frozenset({"asimd", "asimdhp", "asimddp"})
 SLOW_TORCH = {"float32": 96e9, "bfloat16": 0.3e9, "float16": 0.2e9, "float64": 36e9}
-"""As an ARM processor without bfloat16 instructions gave them."""
+"""Rates measured on an ARM processor without bfloat16 instructions."""
 WHY = "no instrument here"
 KNOWN = Ceilings(30e9, 60e9, {"float32": 100e9, "bfloat16": 100e9}, 2, "a processor", "now", 10**9, 10**5, 0)
 UNMEASURED = replace(KNOWN, unmeasured={"int8": WHY})
@@ -56,10 +57,12 @@ def shown(thing: Any) -> str:
 
 def model_on(found: Ceilings, activations: str = "int8") -> ModelRoofline:
     recipe = recipe_of(LLAMA, "cpu", RunConfig(dtype="float32", quantize="int8", activations=activations))
-    return ModelRoofline(recipe, Machine("a machine", "cpu", found, 10**10, True), Question((1, 2, 64), (50,), 50))
+    return ModelRoofline(
+        recipe, TargetMachine("a machine", "cpu", found, 10**10, True), RooflineQuery((1, 2, 64), (50,), 50)
+    )
 
 
-# -- what is a ceiling
+# -- ceilings and fallbacks
 
 
 def test_a_slow_fallback_is_no_ceiling() -> None:
@@ -94,14 +97,14 @@ def test_float64_number_by_number_is_not_measured() -> None:
 
 @pytest.fixture
 def only_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose kernels multiply in float32 alone, and whose torch falls back for 16 bits."""
+    """A machine whose kernels multiply in float32 only, and whose torch falls back for 16 bits."""
     monkeypatch.setenv("BANKFULL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(ceilings, "SMALL_SET", 8 << 20)
-    monkeypatch.setattr(ceilings, "LARGEST_SET", 16 << 20)
-    monkeypatch.setattr(ceilings, "_instruments", lambda: {"float32": 0})
-    monkeypatch.setattr(ceilings, "_product_rate", lambda code, budget: SLOW_TORCH["float32"])
-    monkeypatch.setattr(ceilings, "_matmul_rate", lambda dtype, budget: SLOW_TORCH[dtype])
-    monkeypatch.setattr(ceilings, "_processor_features", lambda: ARM)
+    monkeypatch.setattr(cpu_ceilings, "SMALL_SET", 8 << 20)
+    monkeypatch.setattr(cpu_ceilings, "LARGEST_SET", 16 << 20)
+    monkeypatch.setattr(cpu_ceilings, "_instruments", lambda: {"float32": 0})
+    monkeypatch.setattr(cpu_ceilings, "_product_rate", lambda code, budget: SLOW_TORCH["float32"])
+    monkeypatch.setattr(cpu_ceilings, "_matmul_rate", lambda dtype, budget: SLOW_TORCH[dtype])
+    monkeypatch.setattr(cpu_ceilings, "_processor_features", lambda: ARM)
 
 
 @pytest.mark.usefixtures("only_float32")
@@ -115,7 +118,7 @@ def test_what_is_missing_is_kept_and_read_again() -> None:
 @pytest.mark.usefixtures("only_float32")
 def test_reasons_that_are_no_text_are_measured_again() -> None:
     measure(budget=0.02)
-    path = ceilings.path_of(ceilings.identity_here())
+    path = cache_file.path_of(cpu_ceilings.identity())
     stored = json.loads(path.read_text())
     stored["ceilings"]["unmeasured"] = {"int8": 3}
     path.write_text(json.dumps(stored))
@@ -132,7 +135,7 @@ def test_of_two_looks_a_type_that_either_measured_is_measured() -> None:
         better(UNMEASURED, KNOWN)
 
 
-# -- who reads it
+# -- users of unmeasured ceilings
 
 
 def test_unmeasured_arithmetic_bounds_nothing_and_says_so() -> None:
@@ -191,12 +194,14 @@ def test_more_sequences_give_more_tokens_where_nothing_is_known_to_bound_them() 
 
 
 def test_a_type_without_instructions_is_bound_as_float32_is() -> None:
-    """With torch's fallback for a ceiling every batch from 2 on gave the same few tokens."""
+    """With torch's fallback as the ceiling, throughput stopped growing at a batch of 2."""
     honest = replace(KNOWN, flops=judged(SLOW_TORCH, {"float32"}, frozenset()).flops)
     fallback = replace(KNOWN, flops=SLOW_TORCH)
     recipe = recipe_of({**LLAMA, "dtype": "bfloat16"}, "cpu", RunConfig(dtype="bfloat16", activations="float"))
     at = [
-        ModelRoofline(recipe, Machine("a machine", "cpu", found, 10**10, True), Question((1,), (50,), 50)).point(64)
+        ModelRoofline(
+            recipe, TargetMachine("a machine", "cpu", found, 10**10, True), RooflineQuery((1,), (50,), 50)
+        ).point(64)
         for found in (honest, fallback)
     ]
     assert at[0].tokens_per_s > 50 * at[1].tokens_per_s
@@ -226,11 +231,11 @@ def test_bench_notes_name_the_arithmetic_that_was_not_measured() -> None:
 
 def test_a_plan_counts_with_the_fastest_rate_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(LLAMA, "cpu", RunConfig(dtype="float32", quantize="int8", activations="int8"))
-    unknown, known = (step_times(recipe, "cpu", usual("cpu"), found) for found in (UNMEASURED, KNOWN))
+    unknown, known = (step_times(recipe, "cpu", assumed("cpu"), found) for found in (UNMEASURED, KNOWN))
     step = StepShape.prefill(4096)
     assert unknown.likely(step) == known.likely(step)
     assert unknown.least(step) < known.least(step), "what bounds it is memory alone"
-    here = Machine("a machine", "cpu", UNMEASURED, 10**9, True)
+    here = TargetMachine("a machine", "cpu", UNMEASURED, 10**9, True)
     monkeypatch.setattr("bankfull.plan.sites.machine_of", lambda name: here)
     (doubt,) = sites_of("cpu")[0].doubts
     assert "int8" in doubt and WHY in doubt
@@ -254,9 +259,9 @@ def test_a_server_without_that_ceiling_is_compared_with_memory_alone() -> None:
         f'bankfull:engine_{what}_total{{step_kind="decode"}} {value}\n'
         for what, value in (("busy_seconds", 2.0), ("bytes_moved", 1e9), ("flops", 5e9))
     )
-    found = counted(page)
+    found = parse_counters(page)
     assert found is not None and found.ceiling == Ceiling(1e9, math.inf)
-    run = Reached(found.work, found.ceiling, 4.0)
+    run = Utilization(found.work, found.ceiling, 4.0)
     assert run.percent_of_limit == 50.0 and run.mbu() == 0.5 and run.mfu() is None
     assert json.loads(json.dumps(run.as_json(), allow_nan=False))["ceiling_flop_per_s"] is None
-    assert Work(1.0, 1e9, 1e30).least(found.ceiling) == 1.0
+    assert StepWork(1.0, 1e9, 1e30).least(found.ceiling) == 1.0

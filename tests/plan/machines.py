@@ -1,4 +1,4 @@
-"""Machines that nobody has measured, for tests."""
+"""Machines with made-up ceilings, for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans: what is looked at, what is left out and why, what is recommended, and what never is."""
+"""Plans: candidates, skipped configurations with their reasons, and the recommendation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 from bankfull.bench.load.slo import Slo
 from bankfull.errors import ConfigError
-from bankfull.limits.model.recipe import imagined
+from bankfull.limits.model.recipe import files_for_config
 from bankfull.plan.configurations import Configuration, ways_to_store
-from bankfull.plan.outcome import Objectives, Outcome
+from bankfull.plan.outcome import Objectives, SimulatedOutcome
 from bankfull.plan.pareto import GOALS, dominates, front, recommend, usual_goal
-from bankfull.plan.planner import Plan, Planner, Question
-from bankfull.plan.show import later_table, pareto_table, plan_chart, sentences
+from bankfull.plan.planner import DeploymentPlan, Planner, PlanRequest
+from bankfull.plan.report import later_table, pareto_table, plan_chart, sentences
 from bankfull.plan.sites import Site, sites_of
 from bankfull.plan.traffic import parse_traffic
 from bankfull.weights.requantized import Requantized, parse_wish
@@ -30,23 +30,23 @@ ELSEWHERE = replace(CARD, name="elsewhere", supported=False, dollars_per_hour=0.
 MODEL = {**LLAMA, "max_position_embeddings": 256}
 
 
-def ask(traffic: str = "rate=20/s, in=30, out=10", **more: Any) -> Question:
+def ask(traffic: str = "rate=20/s, in=30, out=10", **more: Any) -> PlanRequest:
     slo = more.pop("slo", Slo(ttft=0.5, tpot=0.1))
     given = {"goal": "goodput", "requests": 30, "calibrate": False, **more}
-    return Question("tiny", parse_traffic(traffic), Objectives(slo), **given)
+    return PlanRequest("tiny", parse_traffic(traffic), Objectives(slo), **given)
 
 
-def plan(*sites: Site, model: dict[str, Any] = MODEL, **asked: Any) -> Plan:
+def plan(*sites: Site, model: dict[str, Any] = MODEL, **asked: Any) -> DeploymentPlan:
     return Planner(model, sites, ask(**asked)).plan()
 
 
 @cache
-def plan_of_one_card() -> Plan:
+def plan_of_one_card() -> DeploymentPlan:
     return plan(CARD)
 
 
 @cache
-def plan_of_two_cards() -> Plan:
+def plan_of_two_cards() -> DeploymentPlan:
     return plan(CARD, TWICE)
 
 
@@ -89,7 +89,7 @@ def test_the_highest_rate_is_one_at_which_the_recommendation_still_keeps_the_obj
     assert beyond.recommended is not None and not beyond.recommended.met
     assert beyond.highest_rate is not None and beyond.highest_rate < 2 * found.highest_rate
     hopeless = plan(CPU, slo=Slo(ttft=1e-9), lossless=True)
-    assert hopeless.highest_rate is None and any("At no rate" in line for line in sentences(hopeless))
+    assert hopeless.highest_rate is None and any("at no rate" in line for line in sentences(hopeless))
 
 
 def test_the_chart_shows_every_choice_and_marks_the_recommended_one() -> None:
@@ -120,8 +120,8 @@ def test_without_objectives_what_a_token_takes_decides_and_latencies_are_told() 
     said = "\n".join(sentences(found))
     assert "of all that keep up with this traffic it takes the least device time per output token" in said
     assert "It keeps up up to about" not in said and "It keeps up with up to about" in said
-    assert "see the first token after" in said and "objectives" not in said.split("What limits it:")[0]
-    assert str(found.question.objectives) == "no bound on latency"
+    assert "TTFT is" in said and "objectives" not in said.split("What limits it:")[0]
+    assert str(found.request.objectives) == "no bound on latency"
 
 
 def test_without_objectives_a_traffic_that_is_too_much_still_gets_a_recommendation() -> None:
@@ -157,7 +157,7 @@ def test_ways_to_store_are_those_that_the_loader_has() -> None:
 
 
 def test_a_quantized_file_is_not_rounded_again() -> None:
-    files = imagined({**MODEL, "hidden_size": 64, "intermediate_size": 96})
+    files = files_for_config({**MODEL, "hidden_size": 64, "intermediate_size": 96})
     wish = parse_wish("int8")
     rounded = replace(files, source=Requantized(files.source, wish.types, wish.tables))
     assert {stored.quantize for stored in ways_to_store(rounded, "cpu", False)} == {None}
@@ -170,7 +170,7 @@ def test_requests_longer_than_the_context_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("more", "said"),
-    [({"goal": "joy"}, "no goal 'joy'"), ({"most": 0}, "--most 0"), ({"requests": 3}, "--requests 3")],
+    [({"goal": "joy"}, "goal 'joy' is unknown"), ({"most": 0}, "--most 0"), ({"requests": 3}, "--requests 3")],
 )
 def test_questions_without_an_answer_are_refused(more: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -187,7 +187,7 @@ def test_every_figure_stands_beside_its_limit_and_json_has_all_of_it() -> None:
     found = plan_of_two_cards()
     for outcome in found.pareto:
         assert 0 < outcome.ttft_least <= outcome.ttft_p99 and 0 < outcome.tpot_least <= outcome.tpot_p50
-        assert 0 < outcome.percent_of_limit <= 100 and outcome.goodput <= found.question.traffic.rate
+        assert 0 < outcome.percent_of_limit <= 100 and outcome.goodput <= found.request.traffic.rate
     stored = json.loads(json.dumps(found.as_json()))
     assert stored["recommended"]["configuration"]["commands"] and stored["limits"]
     assert len(stored["pareto"]) == len(found.pareto)
@@ -205,7 +205,7 @@ def test_what_is_doubtful_about_a_device_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "said"), [("", "names none"), ("l4,l4", "twice"), ("h1000", "did you mean"), ("l4,,", None)]
+    ("names", "said"), [("", "is empty"), ("l4,l4", "twice"), ("h1000", "did you mean"), ("l4,,", None)]
 )
 def test_devices_are_named_once_and_known(names: str, said: str | None) -> None:
     if said is None:
@@ -226,13 +226,13 @@ def test_domination_needs_more_than_the_noise_of_a_simulation() -> None:
 
 
 @pytest.fixture(scope="module")
-def outcome() -> Outcome:
+def outcome() -> SimulatedOutcome:
     found = plan_of_one_card().recommended
     assert found is not None
     return found
 
 
-def other(base: Outcome, **changed: Any) -> Outcome:
+def other(base: SimulatedOutcome, **changed: Any) -> SimulatedOutcome:
     own = {name: changed.pop(name) for name in ("rows", "not_yet") if name in changed}
     stored = changed.pop("stored", None)
     configuration: Configuration = replace(base.configuration, **own)
@@ -249,14 +249,14 @@ def _stored(configuration: Configuration, changed: dict[str, Any]) -> Any:
     return prepared
 
 
-def test_what_cannot_be_run_is_never_recommended(outcome: Outcome) -> None:
+def test_what_cannot_be_run_is_never_recommended(outcome: SimulatedOutcome) -> None:
     dream = other(outcome, not_yet="not yet: speculation", goodput=99.0, e2e_p99=1e-9, dollars_per_million=1e-9)
     for goal in GOALS:
         assert recommend([dream, outcome], goal) is outcome
     assert recommend([dream], "goodput") is None
 
 
-def test_what_is_nearly_as_good_but_rounds_nothing_is_better(outcome: Outcome) -> None:
+def test_what_is_nearly_as_good_but_rounds_nothing_is_better(outcome: SimulatedOutcome) -> None:
     exact = other(outcome, stored={"quantize": None, "kv_dtype": "auto"}, dollars_per_million=1.0)
     rounded = other(outcome, stored={"quantize": "int4"}, dollars_per_million=0.97)
     cheap = replace(rounded, dollars_per_million=0.5)
@@ -264,11 +264,11 @@ def test_what_is_nearly_as_good_but_rounds_nothing_is_better(outcome: Outcome) -
     assert recommend([cheap, exact], "cost") is cheap
 
 
-def test_meeting_the_objectives_comes_first(outcome: Outcome) -> None:
+def test_meeting_the_objectives_comes_first(outcome: SimulatedOutcome) -> None:
     late = replace(outcome, met=False, attainment=0.5, dollars_per_million=0.01)
     assert recommend([late, outcome], "cost") is outcome
 
 
-def test_the_front_keeps_one_of_equals(outcome: Outcome) -> None:
+def test_the_front_keeps_one_of_equals(outcome: SimulatedOutcome) -> None:
     worse = replace(outcome, ttft_p99=2 * outcome.ttft_p99)
     assert front([outcome, worse, replace(outcome)]) == [outcome]

@@ -1,4 +1,4 @@
-"""The promise on which all predictions of queueing rest: simulator and engine make the same plans of the same trace."""
+"""The simulator and the engine make the same plans for the same trace; all predictions of queueing depend on it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from bankfull.config import SchedConfig, StateConfig
 from bankfull.limits.meter.closed_form import forms_by_operation
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.step import StepShape
-from bankfull.plan.simulate import Replica, ReplicaSpec, Served
-from bankfull.plan.step_times import TERMS, Efficiency, Spent, StepTimes
-from bankfull.plan.traffic import Arrival, Lengths, Traffic
+from bankfull.plan.simulate import Replica, ReplicaSpec, RequestTimes
+from bankfull.plan.step_times import TERMS, Efficiency, StepTimes, TimeBreakdown
+from bankfull.plan.traffic import TraceRequest, TrafficSpec, UniformLengths
 from bankfull.runtime.memory import Sizes
 from bankfull.types import Output, StepPlan, StepResult
 from bankfull.weights.source import open_model
@@ -24,27 +24,27 @@ from tests.plan.machines import MACHINE
 from tests.tiny import VOCAB, folder_of, model_of
 
 HALF = Efficiency(dict.fromkeys(TERMS, 0.5), 1e-5, 1e-6, "a test", assumed=True)
-Plan = tuple[object, ...]
+ComparedPlan = tuple[object, ...]
 
 
-def told(plan: StepPlan) -> Plan:
-    """All of a plan but what the runner alone reads."""
+def told(plan: StepPlan) -> ComparedPlan:
+    """A plan without the parts that only the runner reads."""
     work = [(w.row, w.start, w.count, w.drafts, w.sample, w.slots) for w in plan.work]
     enter = [(e.row, e.computed, e.prompt_len, e.child, e.slot, len(e.tokens)) for e in plan.enter]
     pages = [(p.group, p.row, p.first, p.pages) for p in plan.pages]
     return plan.step, work, enter, list(plan.leave), pages, list(plan.transfers)
 
 
-def engine_plans(bench: Bench, trace: Sequence[Arrival], times: StepTimes) -> list[Plan]:
-    """The real engine, computing, with requests that come while steps take the times that are predicted for them."""
-    plans: list[Plan] = []
+def engine_plans(bench: Bench, trace: Sequence[TraceRequest], times: StepTimes) -> list[ComparedPlan]:
+    """The real engine, computing, with requests that arrive while steps take their predicted times."""
+    plans: list[ComparedPlan] = []
     free_at, now = 0.0, 0.0
     ends: dict[int, float] = {}
 
     def note(plan: StepPlan) -> None:
         nonlocal free_at
         plans.append(told(plan))
-        free_at = max(now, free_at) + (times.work(plan.work, Spent()) if plan.work else 0.0)
+        free_at = max(now, free_at) + (times.work(plan.work, TimeBreakdown()) if plan.work else 0.0)
         ends[plan.step] = free_at
 
     bench.engine.on_launch.append(note)
@@ -68,7 +68,9 @@ def engine_plans(bench: Bench, trace: Sequence[Arrival], times: StepTimes) -> li
     return plans
 
 
-def simulated_plans(bench: Bench, trace: Sequence[Arrival], times: StepTimes) -> tuple[list[Plan], list[Served]]:
+def simulated_plans(
+    bench: Bench, trace: Sequence[TraceRequest], times: StepTimes
+) -> tuple[list[ComparedPlan], list[RequestTimes]]:
     spec = ReplicaSpec(
         bench.manager.layout,
         Sizes(bench.manager.pages.size, bench.manager.slots.size, bench.sched.rows, bench.max_len),
@@ -78,9 +80,9 @@ def simulated_plans(bench: Bench, trace: Sequence[Arrival], times: StepTimes) ->
         times,
         queue=10**6,
     )
-    requests = [Served(a.time, len(a.prompt), a.output) for a in trace]
+    requests = [RequestTimes(a.time, len(a.prompt), a.output) for a in trace]
     replica = Replica(spec, requests, trace)
-    plans: list[Plan] = []
+    plans: list[ComparedPlan] = []
     replica.engine.on_launch.append(lambda plan: plans.append(told(plan)))
     for number, served in enumerate(requests):
         replica.run_until(served.arrived)
@@ -106,9 +108,9 @@ def test_simulator_and_engine_make_the_same_plans_of_the_same_trace(case: str, s
     sched, state, frames = CASES[case]
     bench = Bench(model_of(shape), device_of(depth), depth, replace(sched), state, frames=frames, max_len=64)
     times = StepTimes(forms_by_operation(MeteredModel(open_model(folder_of(shape)))), MACHINE, 1e9, HALF)
-    # About four requests are there at once, by the predicted times.
+    # About four requests are in flight, by the predicted times.
     rate = 4 / (10 * times.likely(StepShape.decode(4, 25)))
-    traffic = Traffic(Arrivals(rate), Lengths(9, 30), Lengths(1, 18), shared=6)
+    traffic = TrafficSpec(Arrivals(rate), UniformLengths(9, 30), UniformLengths(1, 18), shared=6)
     trace = traffic.trace(24, VOCAB, seed=Random(f"{case}/{shape}/{depth}").randrange(1000))
     expected = engine_plans(bench, trace, times)
     found, requests = simulated_plans(

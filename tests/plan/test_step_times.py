@@ -1,4 +1,4 @@
-"""Times of steps: never below the limit, never dependent on how a step is described."""
+"""Step times: never below the limit, and independent of how a step is described."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from bankfull.limits.meter.closed_form import features, forms_by_operation
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.step import StepShape
 from bankfull.ops.registry import OPERATIONS
-from bankfull.plan.assumed import usual
-from bankfull.plan.fit import Timed, fit
+from bankfull.plan.efficiency import Timed, assumed, fit
 from bankfull.plan.step_times import (
     KINDS,
     REST,
     TERMS,
     Efficiency,
-    Layout,
-    Spent,
+    ParallelLayout,
     StepTimes,
+    TimeBreakdown,
     features_of,
     features_of_work,
     kind_of,
@@ -42,7 +41,7 @@ def some_work(pick: Random, recurrent: bool) -> list[Work]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_planned_step_and_its_shape_cost_the_same(name: str) -> None:
     forms, pick = forms_by_operation(MeteredModel(CONFIGS[name])), Random(5)
-    times = StepTimes(forms, MACHINE, 1e11, usual("cpu"))
+    times = StepTimes(forms, MACHINE, 1e11, assumed("cpu"))
     for _ in range(40):
         work = some_work(pick, name == "recurrent")
         shape = StepShape.of(work)
@@ -50,7 +49,7 @@ def test_a_planned_step_and_its_shape_cost_the_same(name: str) -> None:
             np.testing.assert_allclose(one[2:], other[2:])
         whole = sum(features_of(shape, times.windows))
         np.testing.assert_allclose(whole, features(shape, times.windows))
-        assert times.work(work, Spent()) == pytest.approx(times.likely(shape))
+        assert times.work(work, TimeBreakdown()) == pytest.approx(times.likely(shape))
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -58,7 +57,7 @@ def test_a_planned_step_and_its_shape_cost_the_same(name: str) -> None:
 def test_no_step_is_ever_predicted_below_its_limit(name: str, overlaps: bool) -> None:
     forms, pick = forms_by_operation(MeteredModel(CONFIGS[name])), Random(11)
     perfect = Efficiency(dict.fromkeys(TERMS, 1.0), 0.0, 0.0, "perfect", assumed=True)
-    for efficiency in (perfect, usual("cpu"), usual("cuda")):
+    for efficiency in (perfect, assumed("cpu"), assumed("cuda")):
         times = StepTimes(forms, MACHINE, 1e10, efficiency, overlaps)
         for _ in range(30):
             shape = StepShape.of(some_work(pick, name == "recurrent"))
@@ -67,10 +66,10 @@ def test_no_step_is_ever_predicted_below_its_limit(name: str, overlaps: bool) ->
 
 def test_the_limit_takes_the_bandwidth_of_the_step_s_working_set() -> None:
     metered = MeteredModel(LLAMA)
-    times = StepTimes(forms_by_operation(metered), MACHINE, 1e15, usual("cpu"))
+    times = StepTimes(forms_by_operation(metered), MACHINE, 1e15, assumed("cpu"))
     weights = sum(t.nbytes for t in metered.shapes.read.values())
     short, long = StepShape.decode(1, 2), StepShape.decode(200, 4000)
-    # A tied head reads the embedding's table once more than its rows are looked up.
+    # A tied head reads the whole embedding in addition to the rows that are looked up.
     assert times.least(short) == pytest.approx(weights / MACHINE.cached_read_bytes_per_s, rel=0.05)
     pages = 200 * 4000 * metered.layout.token_bytes
     assert pages > MACHINE.cache_bytes
@@ -85,15 +84,15 @@ def test_every_operation_has_a_kind() -> None:
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_assumed_factors_are_shares_and_say_that_they_are_assumed(kind: str) -> None:
-    found = usual(kind)
+    found = assumed(kind)
     assert set(found.factors) == set(TERMS) and all(0 < factor <= 1 for factor in found.factors.values())
     assert found.assumed and "assumed" in found.source
 
 
 def test_two_devices_share_the_work_and_pay_for_their_exchanges() -> None:
-    forms, efficiency = forms_by_operation(MeteredModel(LLAMA)), usual("cuda")
+    forms, efficiency = forms_by_operation(MeteredModel(LLAMA)), assumed("cuda")
     alone = StepTimes(forms, MACHINE, 1e11, efficiency, True)
-    link = Layout(2, 1e9, exchanges=6, token_bytes=256, latency=1e-6)
+    link = ParallelLayout(2, 1e9, exchanges=6, token_bytes=256, latency=1e-6)
     both = StepTimes(forms, MACHINE, 1e11, efficiency, True, link)
     shape = StepShape.decode(4, 100)
     beside = efficiency.step_seconds + 4 * efficiency.sequence_seconds
@@ -103,7 +102,7 @@ def test_two_devices_share_the_work_and_pay_for_their_exchanges() -> None:
 
 
 def test_where_the_time_went_adds_up() -> None:
-    times, spent = StepTimes(forms_by_operation(MeteredModel(LLAMA)), MACHINE, 1e11, usual("cpu")), Spent()
+    times, spent = StepTimes(forms_by_operation(MeteredModel(LLAMA)), MACHINE, 1e11, assumed("cpu")), TimeBreakdown()
     steps = [times.work(some_work(Random(n), False), spent) for n in range(20)]
     assert spent.seconds == pytest.approx(sum(steps)) and spent.steps == 20
     assert sum(spent.shares().values()) == pytest.approx(1.0)
@@ -136,7 +135,7 @@ TRUTH = {
 
 def test_a_fit_predicts_the_steps_that_it_was_not_shown() -> None:
     truth = true_times(TRUTH)
-    found = fit(truth, [Timed(shape, truth.likely(shape)) for shape in shapes()], usual("cpu"), "a test")
+    found = fit(truth, [Timed(shape, truth.likely(shape)) for shape in shapes()], assumed("cpu"), "a test")
     fitted = StepTimes(forms_by_operation(MeteredModel(LLAMA)), MACHINE, 2e10, found)
     assert not found.assumed and found.source == "a test"
     for shape in (StepShape.decode(8, 600), StepShape.decode(32, 90), StepShape.prefill(300, past=90)):
@@ -146,7 +145,7 @@ def test_a_fit_predicts_the_steps_that_it_was_not_shown() -> None:
 def test_a_few_busy_moments_do_not_spoil_a_fit() -> None:
     truth = true_times(TRUTH)
     timed = [Timed(s, truth.likely(s) * (4 if n % 7 == 3 else 1)) for n, s in enumerate(shapes())]
-    found = fit(truth, timed, usual("cpu"), "a test")
+    found = fit(truth, timed, assumed("cpu"), "a test")
     fitted = StepTimes(forms_by_operation(MeteredModel(LLAMA)), MACHINE, 2e10, found)
     errors = sorted(abs(fitted.likely(s) / truth.likely(s) - 1) for s in shapes())
     assert errors[len(errors) // 2] < 0.1
@@ -155,6 +154,6 @@ def test_a_few_busy_moments_do_not_spoil_a_fit() -> None:
 def test_no_factor_claims_more_than_the_ceiling() -> None:
     truth = true_times({})
     hasty = [Timed(shape, truth.least(shape) / 2) for shape in shapes()]
-    found = fit(truth, hasty, usual("cpu"), "a test")
+    found = fit(truth, hasty, assumed("cpu"), "a test")
     assert all(factor <= 1 + 1e-9 for term, factor in found.factors.items() if not term.startswith(REST))
     assert found.step_seconds >= 0 and found.sequence_seconds >= 0

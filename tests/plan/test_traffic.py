@@ -1,16 +1,16 @@
-"""Traffic from a line of text, and the requests that it stands for."""
+"""Traffic parsed from a line of text, and the traces it generates."""
 
 from __future__ import annotations
 
 import pytest
 
 from bankfull.errors import ConfigError
-from bankfull.plan.traffic import Lengths, parse_traffic
+from bankfull.plan.traffic import UniformLengths, parse_traffic
 
 
 def test_a_line_says_how_often_and_how_long() -> None:
     found = parse_traffic("rate=5/s, in=1000, out=200")
-    assert (found.rate, found.prompt, found.output) == (5.0, Lengths(1000, 1000), Lengths(200, 200))
+    assert (found.rate, found.prompt, found.output) == (5.0, UniformLengths(1000, 1000), UniformLengths(200, 200))
     assert found.arrivals.kind == "poisson" and found.longest == 1200
 
 
@@ -23,7 +23,7 @@ def test_a_rate_has_any_unit_of_time(text: str, rate: float) -> None:
 
 def test_lengths_are_ranges_and_arrivals_come_in_bursts() -> None:
     found = parse_traffic("RATE=2/s, in=20-40, out=5 - 9, shared=7, burstiness=0.5")
-    assert found.prompt == Lengths(20, 40) and found.output == Lengths(5, 9) and found.shared == 7
+    assert found.prompt == UniformLengths(20, 40) and found.output == UniformLengths(5, 9) and found.shared == 7
     assert (found.arrivals.kind, found.arrivals.burstiness) == ("gamma", 0.5)
 
 
@@ -38,17 +38,17 @@ def test_lengths_are_ranges_and_arrivals_come_in_bursts() -> None:
         ("rate=5/s, in=10, out=5, zzz=3", "use rate, in, out"),
         ("rate=5/s, in, out=5", "not of the form name=value"),
         ("rate=5/s, rate=6/s, in=10, out=5", "given twice"),
-        ("rate=0/s, in=10, out=5", "is no rate"),
-        ("rate=-1/s, in=10, out=5", "is no rate"),
-        ("rate=5/fortnight, in=10, out=5", "is no rate"),
-        ("rate=5/s, in=0, out=5", "is no number of tokens"),
-        ("rate=5/s, in=9-3, out=5", "is no number of tokens"),
-        ("rate=5/s, in=1e3, out=5", "is no number of tokens"),
-        ("rate=5/s, in=99999999999, out=5", "is no number of tokens"),
+        ("rate=0/s, in=10, out=5", "is not a request rate"),
+        ("rate=-1/s, in=10, out=5", "is not a request rate"),
+        ("rate=5/fortnight, in=10, out=5", "is not a request rate"),
+        ("rate=5/s, in=0, out=5", "is not a number of tokens"),
+        ("rate=5/s, in=9-3, out=5", "is not a number of tokens"),
+        ("rate=5/s, in=1e3, out=5", "is not a number of tokens"),
+        ("rate=5/s, in=99999999999, out=5", "is not a number of tokens"),
         ("rate=5/s, in=10, out=5, shared=10", "must be less than every prompt"),
         ("rate=5/s, in=10, out=5, arrivals=magic", "no arrivals 'magic'"),
         ("rate=5/s, in=10, out=5, arrivals=constant, burstiness=2", "changes nothing"),
-        ("rate=5/s, in=10, out=5, burstiness=x", "is no number"),
+        ("rate=5/s, in=10, out=5, burstiness=x", "is not a number"),
     ],
 )
 def test_what_cannot_be_meant_is_one_sentence(text: str, said: str) -> None:

@@ -1,4 +1,4 @@
-"""A program with all its helpers, as one: started, stopped for a while, woken, ended."""
+"""A program and its child processes as a unit: started, paused, resumed, ended."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from bankfull import SET_HERE
-from bankfull.bench.load import machine
+from bankfull.bench.compare import process_usage
 
 GRACE = 10.0
 
 
 def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Of programs that are measured: that of this program without what it set for itself, and with `variables`."""
+    """The environment of measured programs: this one's without the variables it set itself, plus `variables`."""
     given = {name: value for name, value in os.environ.items() if SET_HERE.get(name) != value}
     return {**given, **(variables or {})}
 
 
 class ProcessGroup:
-    """`streams`: what stdin, stdout and stderr are, as for subprocess.Popen."""
+    """`streams`: stdin, stdout and stderr as for subprocess.Popen."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class ProcessGroup:
         self._group = self.process.pid
 
     def sleep(self) -> None:
-        """Stop all its threads, also those that spin while they wait."""
+        """Pause all threads with SIGSTOP, including those that spin while waiting."""
         self.signal(signal.SIGSTOP)
 
     def wake(self) -> None:
         self.signal(signal.SIGCONT)
 
     def end(self) -> None:
-        """Ask; then insist."""
+        """SIGTERM, then SIGKILL after a grace period."""
         self.wake()
         self.signal(signal.SIGTERM)
         try:
@@ -58,18 +58,18 @@ class ProcessGroup:
         self.signal(signal.SIGKILL)
         self.process.wait()
 
-    def family(self) -> list[machine.Member]:
-        """Its process and all helpers of it."""
-        return machine.family(self._group)
+    def family(self) -> list[process_usage.Member]:
+        """The process and all its descendants."""
+        return process_usage.family(self._group)
 
     def cpu_seconds(self) -> float:
-        return machine.cpu_seconds(self.family())
+        return process_usage.cpu_seconds(self.family())
 
     def resident_bytes(self) -> int:
-        return machine.resident_bytes(self.family())
+        return process_usage.resident_bytes(self.family())
 
     def signal(self, number: int) -> None:
-        """To the whole group at once; then to helpers that started a group of their own."""
+        """Signal the whole group at once, then descendants in groups of their own."""
         apart = [member.id for member in self.family() if member.group != self._group]
         with suppress(ProcessLookupError):
             os.killpg(self._group, number)

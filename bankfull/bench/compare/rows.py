@@ -1,4 +1,4 @@
-"""What a comparison found: pairs of figures, their ratios, and what they were measured on."""
+"""Results of a comparison: pairs of figures and their ratios."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bankfull.limits.statistics import Spread, spread
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Bytes per second of nothing but reading: over the whole time, and in its best moment."""
+    """Read bandwidth in bytes per second: sustained (`kept_up`) and best."""
 
     kept_up: float
     best: float
@@ -19,10 +19,10 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What one of our tokens must read, and how fast this machine read memory beside each of our turns.
+    """Bytes that one of our tokens must read, and the read bandwidth measured next to each of our turns.
 
-    Beside each, because what a machine that is shared can read changes by a third within minutes. A turn takes seconds,
-    so what it reads is a share of what reading keeps up for about as long; the best moment is the stricter measure.
+    Next to each turn, because the bandwidth of a shared machine changes by a third within minutes. A turn takes
+    seconds, so it is compared with bandwidth sustained for about as long; the best bandwidth is the stricter measure.
     """
 
     bytes_per_token: float
@@ -43,7 +43,7 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: pairs of figures, or why there are none."""
+    """One row of the table: pairs of figures, or the reason why there are none."""
 
     work: str
     unit: str
@@ -51,20 +51,20 @@ class Row:
     theirs: tuple[float, ...] = ()
     more_is_better: bool = True
     others: float | None = None
-    """Cores that neither of the two used while they ran: the noise in the figures."""
+    """Cores used by other programs during the measurement: the noise in the figures."""
     problem: str | None = None
     reach: Reach | None = None
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Above 1 where we are better; none where a figure is 0."""
+        """Ratios, above 1 if we are better; empty if a figure is 0."""
         if not all((*self.ours, *self.theirs)):
             return ()
         pairs = zip(self.ours, self.theirs, strict=True)
         return tuple(a / b if self.more_is_better else b / a for a, b in pairs)
 
     def spreads(self) -> tuple[Spread | None, Spread, Spread] | None:
-        """Of the ratios, of ours, of theirs."""
+        """Spreads of the ratios, of our figures, and of theirs."""
         if not self.ours or self.problem is not None:
             return None
         return spread(self.ratios) if self.ratios else None, spread(self.ours), spread(self.theirs)
@@ -83,7 +83,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """An engine with its version, and the file that it ran."""
+    """An engine with its version, and the model file it ran."""
 
     engine: str
     file: str
@@ -92,7 +92,7 @@ class Side:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     peer: str
-    """As it was asked for."""
+    """The peer's name as given by the user."""
     ours: Side
     theirs: Side
     rows: Sequence[Row]

@@ -1,7 +1,7 @@
-"""Servers side by side: this one and its peers on the same work, in turn, and the ratios of what they gave.
+"""Servers compared: this engine's and its peers' on the same work, alternately, with the ratios of their figures.
 
-A side is an address, or a command that starts a server; one that was started here is stopped while the other has its
-turn, so that a peer that spins while it waits takes nothing away.
+A server is an address, or a command that starts it. A started server is paused with SIGSTOP while the other one is
+measured, so that it cannot use cores by spinning.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from typing import IO
 from bankfull.bench.compare.processes import ProcessGroup
 from bankfull.bench.compare.rows import Comparison, Row, Side
 from bankfull.bench.compare.turns import Noise, in_pairs, turn
-from bankfull.bench.load.run import Load, Runner
-from bankfull.bench.load.server import Server, parse_address
+from bankfull.bench.load.run import LoadRunner, LoadTest
+from bankfull.bench.load.server import ServerUnderTest, parse_address
 from bankfull.bench.load.workloads import Conversation
-from bankfull.bench.report.report import Report
+from bankfull.bench.report.report import LoadReport
 from bankfull.errors import ConfigError
 
 OURS = "bankfull"
 START_SECONDS, ADDRESS_SECONDS = 600.0, 10.0
-"""Until a server that is started here, or one that runs already, must answer."""
+"""Seconds until a server must respond, if started here and if already running."""
 LAST_LINES = 300
-"""Characters of what a server said, when it ends at its start."""
+"""Characters of a server's log shown if it exits during start-up."""
 PORT, MODEL = "{port}", "{model}"
 KNOWN_PEERS = {
     "llama.cpp": "llama-server -m {model} --host 127.0.0.1 --port {port}",
     "vllm": "vllm serve {model} --host 127.0.0.1 --port {port}",
     "sglang": "sglang serve --model-path {model} --host 127.0.0.1 --port {port}",
 }
-"""Peers that are compared with where they are installed, and nothing else was asked for."""
+"""Default peers, compared with if installed."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A name, and how its server is reached: an address, or a command with {port} and perhaps {model} in it."""
+    """A name, and how its server is reached: an address, or a command with {port} and optionally {model}."""
 
     name: str
     how: str
@@ -57,13 +57,13 @@ class Contender:
 
 
 def parse_contender(text: str) -> Contender:
-    """From "name=http://..." or "name=command ... {port}"."""
+    """Parse "name=http://..." or "name=command ... {port}"."""
     name, equals, how = text.partition("=")
     made = Contender(name.strip(), how.strip())
     if not equals or not made.name or not made.how:
-        raise ConfigError(f"{text!r} names no peer; write name=http://host:port, or name='command --port {PORT}'.")
+        raise ConfigError(f"{text!r} is not a peer; write name=http://host:port, or name='command --port {PORT}'.")
     if not made.is_address and PORT not in made.how:
-        raise ConfigError(f"The command of {made.name} does not say {PORT}, where the server is to listen.")
+        raise ConfigError(f"The command of {made.name} lacks {PORT}; put it where the port belongs.")
     return made
 
 
@@ -75,15 +75,15 @@ def installed_peers() -> list[Contender]:
     return [Contender(name, how) for name, how in KNOWN_PEERS.items() if shutil.which(how.split()[0])]
 
 
-class Running:
-    """A server that can be asked; one that was started here ends with the block."""
+class RunningServer:
+    """A running server; one that was started here is stopped at the end of the block."""
 
     def __init__(self, contender: Contender, model: str, key: str | None, say: Say) -> None:
         self.contender, self.model, self.key, self.say = contender, model, key, say
         self.group: ProcessGroup | None = None
         self._log: IO[bytes] | None = None
 
-    def __enter__(self) -> Running:
+    def __enter__(self) -> RunningServer:
         try:
             self._start()
         except BaseException:
@@ -102,7 +102,7 @@ class Running:
     def _start(self) -> None:
         how = self.contender.how
         if self.contender.is_address:
-            self.server = Server(parse_address(how), self.key)
+            self.server = ServerUnderTest(parse_address(how), self.key)
             self.server.wait_ready(ADDRESS_SECONDS)
         else:
             port = free_port()
@@ -115,15 +115,15 @@ class Running:
                 raise ConfigError(
                     f"{self.contender.name} cannot be started: {command[0]}: {error.strerror or error}."
                 ) from None
-            self.server = Server(parse_address(f"http://127.0.0.1:{port}"), self.key)
+            self.server = ServerUnderTest(parse_address(f"http://127.0.0.1:{port}"), self.key)
             self._wait(self.group)
-        self.server.model  # noqa: B018 asked while it is awake
-        self.runner = Runner(self.server)
+        self.server.model  # noqa: B018 cached while the server is awake
+        self.runner = LoadRunner(self.server)
 
     def _wait(self, group: ProcessGroup) -> None:
         for _ in range(round(START_SECONDS)):
             if (code := group.process.poll()) is not None:
-                raise ConfigError(f"{self.contender.name} ended with code {code}: {self._said()}")
+                raise ConfigError(f"{self.contender.name} exited with code {code}: {self._said()}")
             try:
                 return self.server.wait_ready(1.0)
             except ConfigError:
@@ -133,7 +133,7 @@ class Running:
     def _said(self) -> str:
         assert self._log is not None
         self._log.seek(0)
-        return " ".join(self._log.read()[-LAST_LINES:].decode(errors="replace").split()) or "it said nothing"
+        return " ".join(self._log.read()[-LAST_LINES:].decode(errors="replace").split()) or "its log is empty"
 
     # -- turns
 
@@ -146,22 +146,22 @@ class Running:
             self.group.sleep()
 
     def cpu_seconds(self) -> float:
-        """The client's own time is part of the work, not noise."""
+        """Includes the client's CPU time, which is part of the work, not noise."""
         return time.process_time() + (0.0 if self.group is None else self.group.cpu_seconds())
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A figure of a run: how it is told, and whether more of it is better."""
+    """A compared figure: its name, unit and source, and whether higher is better."""
 
     name: str
     unit: str
-    of: Callable[[Report], float | None]
+    of: Callable[[LoadReport], float | None]
     more_is_better: bool
 
 
-def _latency(name: str, statistic: str) -> Callable[[Report], float | None]:
-    def of(report: Report) -> float | None:
+def _latency(name: str, statistic: str) -> Callable[[LoadReport], float | None]:
+    def of(report: LoadReport) -> float | None:
         found = report.measured.latencies[name]
         return None if found is None else 1e3 * getattr(found, statistic)
 
@@ -180,11 +180,11 @@ FIGURES = (
 )
 
 
-def compare_with(one: Running, contender: Contender, load: Load, pairs: int) -> Comparison:
-    """One that runs, and a peer that is started for it; a peer that cannot be had is rows that say why."""
+def compare_with(one: RunningServer, contender: Contender, load: LoadTest, pairs: int) -> Comparison:
+    """Start a peer and compare it with the running server; an unavailable peer becomes a row with the reason."""
     one.sleep()
     try:
-        with Running(contender, one.model, one.key, one.say) as other:
+        with RunningServer(contender, one.model, one.key, one.say) as other:
             return compare(one, other, load, pairs, one.say)
     except ConfigError as error:
         return Comparison(contender.name, _side(one), Side(contender.name, one.model), _why(error))
@@ -192,24 +192,25 @@ def compare_with(one: Running, contender: Contender, load: Load, pairs: int) -> 
         one.wake()
 
 
-def compare(one: Running, other: Running, load: Load, pairs: int, say: Say) -> Comparison:
-    """Both sides get the same requests at the same times; each pair has others. What fails is a row that says why."""
+def compare(one: RunningServer, other: RunningServer, load: LoadTest, pairs: int, say: Say) -> Comparison:
+    """Both servers get the same requests at the same times, different in each pair. A failure becomes a row with the
+    reason."""
     noise = Noise()
     seeds = iter(range(load.seed + 1, load.seed + 1 + pairs))
 
-    def prepare() -> tuple[Load, list[Conversation]]:
-        """Made once for both: their servers might count otherwise."""
+    def prepare() -> tuple[LoadTest, list[Conversation]]:
+        """Generated once for both, because their servers may count tokens differently."""
         one.wake()
         asked = replace(load, seed=next(seeds))
         made = one.runner.conversations(asked)
         one.sleep()
         return asked, made
 
-    def run(side: Running, work: tuple[Load, list[Conversation]]) -> Report:
+    def run(side: RunningServer, work: tuple[LoadTest, list[Conversation]]) -> LoadReport:
         with turn(side, noise):
             return side.runner.run(*work)
 
-    found, sides = list[tuple[Report, Report]](), (_side(one), _side(other))
+    found, sides = list[tuple[LoadReport, LoadReport]](), (_side(one), _side(other))
     for side in (one, other):
         side.sleep()
     try:
@@ -222,7 +223,7 @@ def compare(one: Running, other: Running, load: Load, pairs: int, say: Say) -> C
     finally:
         for side in (one, other):
             side.wake()
-    # A server that was not started here has its own clock of work: what it used cannot be told from noise.
+    # The CPU time of a server that was not started here is unknown, so it cannot be told from noise.
     told = noise.cores if one.group is not None and other.group is not None else None
     rows = [_row(figure, found, told) for figure in FIGURES]
     memory = [side.group.resident_bytes() / 2**20 if side.group is not None else None for side in (one, other)]
@@ -231,8 +232,8 @@ def compare(one: Running, other: Running, load: Load, pairs: int, say: Say) -> C
     return Comparison(other.contender.name, *sides, [row for row in rows if row is not None])
 
 
-def _side(side: Running) -> Side:
-    """Servers name one file differently; what both were started with is the same."""
+def _side(side: RunningServer) -> Side:
+    """The model's name; servers may report the same file differently."""
     given = side.group is not None and MODEL in side.contender.how
     return Side(side.contender.name, Path(side.model).name if given else side.server.model)
 
@@ -241,8 +242,8 @@ def _why(error: ConfigError) -> list[Row]:
     return [Row("everything", "", problem=str(error))]
 
 
-def _row(figure: Compared, found: Sequence[tuple[Report, Report]], noise: float | None) -> Row | None:
-    """None where neither side has it."""
+def _row(figure: Compared, found: Sequence[tuple[LoadReport, LoadReport]], noise: float | None) -> Row | None:
+    """None if neither side has the figure."""
     failures = [report.failures() for pair in found for report in pair if report.measured.failed]
     values = [(figure.of(ours_), figure.of(theirs)) for ours_, theirs in found]
     known = [(a, b) for a, b in values if a is not None and b is not None]
@@ -261,6 +262,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def plain_text(load: Load) -> Load:
-    """Servers may have other tokenizers: the same text is the same work."""
+def plain_text(load: LoadTest) -> LoadTest:
+    """Tokenizers may differ: the same text is the same work."""
     return replace(load, prompts="text") if load.prompts == "auto" else load

@@ -1,4 +1,4 @@
-"""Two engines in turn: pairs of the same work, each engine first in every other pair, the other one stopped."""
+"""Alternating measurement of two engines: pairs of the same work in alternating order, the idle engine paused."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from bankfull.bench.load import machine
+from bankfull.bench.compare import process_usage
 
 Work = TypeVar("Work")
 Made = TypeVar("Made")
 
 
-class Rests(Protocol):
-    """An engine that computes only when it has its turn."""
+class Pausable(Protocol):
+    """An engine that can be paused."""
 
     def wake(self) -> None: ...
 
@@ -26,7 +26,7 @@ class Rests(Protocol):
 
 @dataclass(slots=True)
 class Noise:
-    """CPU time that went elsewhere while engines had their turns."""
+    """CPU time used by other programs during the turns."""
 
     seconds: float = 0.0
     elsewhere: float = 0.0
@@ -37,14 +37,14 @@ class Noise:
 
 
 @contextmanager
-def turn(engine: Rests, noise: Noise) -> Iterator[None]:
+def turn(engine: Pausable, noise: Noise) -> Iterator[None]:
     engine.wake()
-    begun, busy, own = time.perf_counter(), machine.busy_seconds(), engine.cpu_seconds()
+    begun, busy, own = time.perf_counter(), process_usage.busy_seconds(), engine.cpu_seconds()
     try:
         yield
     finally:
         seconds = time.perf_counter() - begun
-        elsewhere = machine.busy_seconds() - busy - (engine.cpu_seconds() - own)
+        elsewhere = process_usage.busy_seconds() - busy - (engine.cpu_seconds() - own)
         engine.sleep()
         noise.seconds += seconds
         noise.elsewhere += max(0.0, elsewhere)
@@ -53,7 +53,7 @@ def turn(engine: Rests, noise: Noise) -> Iterator[None]:
 def in_pairs(
     pairs: int, prepare: Callable[[], Work], ours: Callable[[Work], Made], theirs: Callable[[Work], Made]
 ) -> Iterator[tuple[Made, Made]]:
-    """What both made of the same work, pair by pair."""
+    """Results of both for the same work, pair by pair."""
     for number in range(pairs):
         work = prepare()
         if number % 2 == 0:

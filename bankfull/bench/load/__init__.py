@@ -1,8 +1,8 @@
-"""Load from outside: an open-loop client for any OpenAI-compatible server, and what its times say.
+"""Load testing: an open-loop client for any OpenAI-compatible server.
 
-`arrivals` decide when each conversation begins, before anything runs; `workloads` decide what is asked. The `client`
-keeps to that timetable whatever the server does, so that a server that falls behind cannot slow down those who ask it:
-latency counts from the intended start. When bytes came is the kernel's word (`stamped`), not the reader's. `measures`
-turns times into figures, `limit` puts the hardware's limit beside them, `report_*` writes them down; `sweep` and
-`compare` run the same many times. Nothing here imports torch unless a limit is asked for.
+`arrivals` decides when each conversation begins and `workloads` what it asks, both before the run. `client` keeps to
+that schedule whatever the server does, so that a slow server cannot reduce its own load; latency counts from the
+intended start. Arrival times of bytes are kernel timestamps (`stamped`), not read times. `measures` computes latency
+percentiles, throughput and goodput; `utilization` and `request_limits` compare them with the hardware's limit; `sweep`
+searches the highest sustainable rate. Nothing here imports torch unless a limit is requested.
 """

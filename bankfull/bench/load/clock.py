@@ -1,4 +1,4 @@
-"""An event loop that wakes to the tenth of a millisecond, does nothing else meanwhile, and notes when it could not."""
+"""An event loop with 0.1 ms timer precision that pauses garbage collection and records its own stalls."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from bankfull.bench.load.stamped import KernelClock
 
 Made = TypeVar("Made")
 SWITCH = 1e-4
-"""Seconds that another thread, one that draws a progress bar, may keep the interpreter from the loop."""
+"""Seconds that another thread, such as a progress bar, may hold the interpreter lock."""
 
 
 class PreciseSelector(selectors.EpollSelector):
-    """epoll waits in whole milliseconds, which would make every request up to one late. `select` waits in microseconds,
-    and an epoll descriptor is itself something that it can wait for."""
+    """epoll waits in whole milliseconds, which would delay every request by up to one. `select` waits in microseconds,
+    and can wait for an epoll descriptor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,12 +39,12 @@ class PreciseLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._precise = PreciseSelector()
         self.stamps = KernelClock()
-        """What the kernel stamped, in the loop's time."""
+        """Converts kernel timestamps to the loop's time."""
         super().__init__(self._precise)
 
     @property
     def stalls(self) -> list[Stall]:
-        """In the loop's time."""
+        """Stalls in the loop's time."""
         return self._precise.watch.stalls
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ def run_precisely(make: Callable[[], Coroutine[Any, Any, Made]]) -> Made:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """A garbage collection stops the loop for milliseconds; a run makes few cycles, and ends."""
+    """Disable garbage collection, which stops the loop for milliseconds; a run creates few cycles and is short."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -1,9 +1,9 @@
-"""HTTP/1.1 as plainly as it can be: one request, one answer, and the time at which each part of it came.
+"""A minimal HTTP/1.1 client: one request, one response, and the arrival time of each part of it.
 
-That is the kernel's stamp, so that times hold while the client stands still. Without one (the connection is encrypted,
-the system has none, or the loop goes by another clock) it is the moment at which the loop got round to reading.
+Arrival times are kernel timestamps, so they hold while the client is stalled. Without them (TLS, no support in the
+system, or a loop with another clock) they are the times at which the loop read the bytes.
 
-While a run lasts nothing is decoded but the framing: bytes are kept with their times, and read afterwards.
+During a run only the HTTP framing is parsed; bodies are kept with their times and decoded afterwards.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from bankfull.bench.load.stamped import StampedSocket, connect
 from bankfull.errors import ConfigError
 
 if TYPE_CHECKING:
-    from bankfull.bench.load.server import Address
+    from bankfull.bench.load.server import ServerAddress
 
 SPARE = 16
-"""Connections that are open before they are needed: opening one is not the server's time to answer."""
+"""Connections kept open in advance, so that connecting does not count as server latency."""
 
 
-def _parser(connection: Connection) -> Any:
+def _parser(connection: ClientConnection) -> Any:
     try:
         from httptools import HttpResponseParser
     except ModuleNotFoundError:
-        raise ConfigError("Asking a server needs httptools: install bankfull[serve].") from None
+        raise ConfigError("Load tests need httptools: install bankfull[serve].") from None
     return HttpResponseParser(connection)
 
 
 class Exchange:
-    """One request and what came back, in the loop's time."""
+    """One request and its response, in the loop's time."""
 
     __slots__ = ("done", "due", "ended", "error", "parts", "request", "retried", "sent", "stamped", "status")
 
@@ -46,7 +46,7 @@ class Exchange:
         self.status = 0
         self.parts: list[Part] = []
         self.stamped = True
-        """Whether all times of parts are the kernel's."""
+        """Whether all part times are kernel timestamps."""
         self.error: str | None = None
         self.retried = False
 
@@ -55,19 +55,19 @@ class Exchange:
         self.done(self)
 
 
-class Connection(asyncio.Protocol):
-    def __init__(self, pool: Pool, line: StampedSocket | None) -> None:
+class ClientConnection(asyncio.Protocol):
+    def __init__(self, pool: ConnectionPool, line: StampedSocket | None) -> None:
         self._pool, self._line = pool, line
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
         self._now = 0.0
         self._framed = False
-        """Whether the answer says itself where it ends."""
+        """Whether the response declares its length."""
         self._began = False
         self.alive = False
         self._parser = _parser(self)
 
-    # -- asyncio's side
+    # -- callbacks of asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -78,12 +78,12 @@ class Connection(asyncio.Protocol):
         self._now = self._pool.clock() if came is None else came
         if (exchange := self._exchange) is not None:
             exchange.stamped &= came is not None
-            if exchange.sent is not None:  # whoever stood still between sending and looking at the clock looked late
+            if exchange.sent is not None:  # a stall between write() and clock() makes `sent` too late
                 exchange.sent = min(exchange.sent, self._now)
         try:
             self._parser.feed_data(data)
-        except Exception as error:  # httptools has a tree of them; all mean that this is no HTTP
-            self._finish(f"no valid HTTP ({error})")
+        except Exception as error:  # httptools raises many types; all mean invalid HTTP
+            self._finish(f"invalid HTTP ({error})")
             self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -95,13 +95,13 @@ class Connection(asyncio.Protocol):
         if self._began and not self._framed and error is None:
             self._finish(None)
         elif not self._began and not exchange.retried:
-            # An idle connection may be closed by the server in the very moment in which it is used again.
+            # The server may close an idle connection at the moment of its reuse: retry once.
             self._exchange, exchange.retried, exchange.sent = None, True, None
             self._pool.send_again(exchange)
         else:
-            self._finish("the connection was closed before the answer was complete")
+            self._finish("the connection was closed before the response was complete")
 
-    # -- httptools' side
+    # -- callbacks of httptools
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() in (b"content-length", b"transfer-encoding"):
@@ -123,7 +123,7 @@ class Connection(asyncio.Protocol):
             self._finish(None)
             self.close()
 
-    # -- the pool's side
+    # -- interface for the pool
 
     def start(self, exchange: Exchange) -> None:
         assert self._transport is not None
@@ -135,7 +135,7 @@ class Connection(asyncio.Protocol):
         return self._exchange is exchange
 
     def drop(self, reason: str) -> None:
-        """Give up what is going on."""
+        """Abort the current exchange."""
         self._now = self._pool.clock()
         self._finish(reason)
         self.close()
@@ -148,28 +148,27 @@ class Connection(asyncio.Protocol):
     def _finish(self, error: str | None, reuse: bool = False) -> None:
         exchange, self._exchange = self._exchange, None
         if reuse:
-            self._pool.give(self)  # before the end is told: whoever waits for a connection may take this one
+            self._pool.give(self)  # before `done`, so that a waiting request can use this connection
         if exchange is not None:
             exchange.end(self._now if error is None else self._pool.clock(), error)
 
 
-class Pool:
-    """Connections to one server. With `most`, further requests wait for one that ends; their time counts all the
-    same."""
+class ConnectionPool:
+    """Connections to one server. With `max_concurrency`, further requests queue; their latency includes the wait."""
 
-    def __init__(self, address: Address, most: int | None = None, spare: int = SPARE) -> None:
-        self._address, self._most = address, most
+    def __init__(self, address: ServerAddress, max_concurrency: int | None = None, spare: int = SPARE) -> None:
+        self._address, self._max_concurrency = address, max_concurrency
         self.clock = asyncio.get_running_loop().time
-        self._spare = spare if most is None else min(spare, most)
+        self._spare = spare if max_concurrency is None else min(spare, max_concurrency)
         self._context = address.context
-        self._idle: list[Connection] = []
-        self._all: set[Connection] = set()
+        self._idle: list[ClientConnection] = []
+        self._all: set[ClientConnection] = set()
         self._waiting: deque[Exchange] = deque()
         self._opening: set[asyncio.Task[None]] = set()
         self._busy = 0
 
     async def warm_up(self) -> None:
-        """The spare connections, open; a server that cannot be reached is told at once."""
+        """Open the spare connections; fails at once if the server is unreachable."""
         try:
             opened = await asyncio.gather(*(self._open() for _ in range(self._spare)))
         except OSError as error:
@@ -177,7 +176,7 @@ class Pool:
         self._idle.extend(opened)
 
     def send(self, exchange: Exchange) -> None:
-        if self._most is not None and self._busy >= self._most:
+        if self._max_concurrency is not None and self._busy >= self._max_concurrency:
             self._waiting.append(exchange)
             return
         self._busy += 1
@@ -188,18 +187,18 @@ class Pool:
                 break
         else:
             self._in_background(self._open_for(exchange))
-        if self._most is None and len(self._idle) + len(self._opening) < self._spare:
+        if self._max_concurrency is None and len(self._idle) + len(self._opening) < self._spare:
             self._in_background(self._open_spare())
 
     def send_again(self, exchange: Exchange) -> None:
         self._busy -= 1
         self.send(exchange)
 
-    def give(self, connection: Connection) -> None:
+    def give(self, connection: ClientConnection) -> None:
         self._idle.append(connection)
 
     def ended(self) -> None:
-        """One request fewer is on its way."""
+        """Count a completed request, and send a queued one."""
         self._busy -= 1
         if self._waiting:
             self.send(self._waiting.popleft())
@@ -211,11 +210,11 @@ class Pool:
                 return
         with suppress(ValueError):
             self._waiting.remove(exchange)
-            self._busy += 1  # it never was; ending it takes one away
+            self._busy += 1  # compensates `ended`, since a queued request was not counted
         if exchange.ended is None:
             exchange.end(self.clock(), reason)
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: ClientConnection) -> None:
         self._all.discard(connection)
         with suppress(ValueError):
             self._idle.remove(connection)
@@ -227,14 +226,14 @@ class Pool:
             connection.close()
         await asyncio.sleep(0)
 
-    async def _open(self) -> Connection:
+    async def _open(self) -> ClientConnection:
         place, loop = self._address, asyncio.get_running_loop()
         if self._context is None and isinstance(loop, PreciseLoop):
             line = await connect(place.ip, place.port, loop.stamps)
-            _, connection = await loop.create_connection(lambda: Connection(self, line), sock=line)
+            _, connection = await loop.create_connection(lambda: ClientConnection(self, line), sock=line)
         else:
             _, connection = await loop.create_connection(
-                lambda: Connection(self, None),
+                lambda: ClientConnection(self, None),
                 place.ip,
                 place.port,
                 ssl=self._context,
@@ -247,7 +246,7 @@ class Pool:
         try:
             connection = await self._open()
         except OSError as error:
-            exchange.end(self.clock(), f"no connection ({error.strerror or error})")
+            exchange.end(self.clock(), f"connection failed ({error.strerror or error})")
             return
         if exchange.ended is None:
             connection.start(exchange)

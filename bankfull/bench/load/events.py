@@ -1,4 +1,4 @@
-"""Streams of OpenAI's APIs: from the bytes that came, each with its time, to the times of tokens."""
+"""Streams of the OpenAI APIs: parses server-sent events with arrival times into token times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 Part = tuple[float, bytes]
-"""When it came, and what."""
+"""Arrival time and bytes."""
 
 
 class _Delta(msgspec.Struct):
@@ -24,14 +24,14 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Details(msgspec.Struct):
+class _TokenDetails(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct):
+class _StreamUsage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
+    prompt_tokens_details: _TokenDetails | None = None
 
 
 class _Problem(msgspec.Struct):
@@ -40,7 +40,7 @@ class _Problem(msgspec.Struct):
 
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: _StreamUsage | None = None
     error: _Problem | str | None = None
 
 
@@ -48,13 +48,13 @@ _chunk = msgspec.json.Decoder(_Chunk).decode
 
 
 @dataclass(slots=True)
-class Answer:
-    """What a stream told."""
+class StreamedOutput:
+    """A parsed stream."""
 
     times: list[float]
-    """Of the events that carry tokens; one event may carry several."""
+    """Times of the events that carry tokens; one event may carry several."""
     last: float | None
-    """Of the last event with a choice: the end of the text."""
+    """Time of the last event with a choice: the end of the output."""
     text: str
     input_tokens: int | None = None
     output_tokens: int | None = None
@@ -63,16 +63,16 @@ class Answer:
     error: str | None = None
 
 
-def read_answer(parts: Sequence[Part]) -> Answer:
+def parse_stream(parts: Sequence[Part]) -> StreamedOutput:
     texts: list[str] = []
-    answer = Answer([], None, "")
+    answer = StreamedOutput([], None, "")
     for time, payload in _payloads(parts):
         if payload == b"[DONE]":
             continue
         try:
             chunk = _chunk(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            answer.error = f"an event that is no chunk of a completion ({error})"
+            answer.error = f"an event is not a chunk of a completion ({error})"
             break
         if chunk.error is not None:
             answer.error = chunk.error if isinstance(chunk.error, str) else chunk.error.message or "an error"
@@ -92,13 +92,13 @@ def read_answer(parts: Sequence[Part]) -> Answer:
             answer.cached_tokens = None if details is None else details.cached_tokens
     answer.text = "".join(texts)
     if answer.error is None and answer.finish is None:
-        answer.error = "the stream ended before its answer did"
+        answer.error = "the stream ended before the output was complete"
     return answer
 
 
 def _said(choice: _Choice) -> tuple[str, bool]:
-    """Its text, and whether a token came with it. A completion's chunk without text still is a token: half of a
-    character, for example. A chat's first chunk only names the role."""
+    """The text of a choice, and whether it carries a token. A completion chunk without text still carries one, such as
+    half of a character. The first chunk of a chat only sets the role."""
     if choice.delta is None:
         return choice.text or "", bool(choice.text) or choice.finish_reason is None
     delta = choice.delta
@@ -107,7 +107,7 @@ def _said(choice: _Choice) -> tuple[str, bool]:
 
 
 def _payloads(parts: Sequence[Part]) -> Iterator[tuple[float, bytes]]:
-    """The data of each event, at the time at which its line was complete."""
+    """The data of each event with the time at which its line was complete."""
     rest, time = b"", 0.0
     for time, data in parts:
         lines = (rest + data).split(b"\n")
@@ -119,8 +119,8 @@ def _payloads(parts: Sequence[Part]) -> Iterator[tuple[float, bytes]]:
         yield time, rest[5:].strip()
 
 
-def told_error(status: int, body: bytes) -> str:
-    """Why a call was refused, in a few words."""
+def error_summary(status: int, body: bytes) -> str:
+    """A short reason for a rejected request."""
     try:
         problem = _chunk(body).error
         told = problem if isinstance(problem, str) else problem.message if problem is not None else ""

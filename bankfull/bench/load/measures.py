@@ -1,6 +1,6 @@
-"""From times to figures: latencies with their tails, rates, goodput, and how attainment falls with tighter objectives.
+"""Figures of a run: latency percentiles, throughput, goodput, and SLO attainment at tighter and wider objectives.
 
-A request that failed has no latency, but it counts against goodput and attainment: it met no objective.
+A failed request has no latency, but counts against goodput and attainment: it met no objective.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from bankfull.errors import ConfigError
 
 LATENCIES = ("ttft", "tpot", "itl", "e2e")
 SCALES = tuple(round(10 ** (step / 20), 4) for step in range(-20, 21))
-"""At which attainment is told: objectives from a tenth to ten times as wide."""
+"""Factors on the objectives at which attainment is reported: from a tenth to ten times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Seconds."""
+    """Statistics in seconds."""
 
     mean: float
     median: float
@@ -37,7 +37,7 @@ class Distribution:
 
 
 def distribution(values: Iterable[float]) -> Distribution | None:
-    """None of nothing. Percentiles lie linearly between their neighbours."""
+    """None without values. Percentiles are interpolated linearly."""
     found = np.fromiter(values, np.float64)
     if not found.size:
         return None
@@ -52,11 +52,11 @@ class Measured:
 
     def __post_init__(self) -> None:
         if not self.outcomes:
-            raise ConfigError("Nothing was asked, so nothing was measured.")
+            raise ConfigError("No request was sent, so nothing was measured; ask for at least one.")
 
     @cached_property
     def good(self) -> list[Outcome]:
-        """Those that came to their end."""
+        """Requests that completed."""
         return [outcome for outcome in self.outcomes if outcome.error is None]
 
     @cached_property
@@ -65,12 +65,12 @@ class Measured:
 
     @cached_property
     def duration(self) -> float:
-        """Seconds until all had ended: the job's completion time."""
+        """Seconds until the last request ended."""
         return max(outcome.ended for outcome in self.outcomes)
 
     @cached_property
     def latencies(self) -> dict[str, Distribution | None]:
-        """By name; ITL is over all gaps of all requests."""
+        """Distributions by name; ITL is over all gaps of all requests."""
         gaps = (gap for outcome in self.good for gap in outcome.gaps)
         found: dict[str, Distribution | None] = {}
         for name in LATENCIES:
@@ -80,7 +80,7 @@ class Measured:
 
     @cached_property
     def late(self) -> Distribution | None:
-        """How late requests were sent: what the client itself, or the wait for a connection, adds."""
+        """Delay of sending: caused by the client itself, or by waiting for a connection."""
         return distribution(late for outcome in self.outcomes if (late := outcome.late) is not None)
 
     @property
@@ -93,37 +93,37 @@ class Measured:
 
     @property
     def cached_tokens(self) -> int | None:
-        """None where the server does not tell."""
+        """Prompt tokens found in the prefix cache; None if the server does not report them."""
         known = [outcome.cached_tokens for outcome in self.good if outcome.cached_tokens is not None]
         return sum(known) if known else None
 
     @property
     def request_rate(self) -> float:
-        """Completed per second."""
+        """Completed requests per second."""
         return len(self.good) / self.duration
 
     @property
     def goodput(self) -> float | None:
-        """Requests per second that met every objective; None where none is stated."""
+        """Requests per second that met every objective; None without objectives."""
         return None if not self.slo.stated else self.attained() * len(self.outcomes) / self.duration
 
     @cached_property
-    def strains(self) -> np.ndarray:
-        """Sorted: how many times its objective the worst figure of each request took; infinite for a failure."""
-        found = [self.slo.strain(outcome.figures()) if outcome.error is None else np.inf for outcome in self.outcomes]
+    def worst_ratios(self) -> np.ndarray:
+        """Sorted ratios of each request's worst figure to its objective; infinite for a failed request."""
+        found = [np.inf if one.error is not None else self.slo.worst_ratio(one.figures()) for one in self.outcomes]
         return np.sort(np.array(found))
 
     def attained(self, scale: float = 1.0) -> float:
-        """The part of all requests that meets every objective, widened by `scale`."""
-        return float(np.searchsorted(self.strains, scale, side="right")) / len(self.outcomes)
+        """SLO attainment: fraction of all requests that meet every objective times `scale`."""
+        return float(np.searchsorted(self.worst_ratios, scale, side="right")) / len(self.outcomes)
 
     def attainment_curve(self) -> list[tuple[float, float]]:
-        """(scale, part of the requests)."""
+        """(scale, attainment)."""
         return [(scale, self.attained(scale)) for scale in SCALES] if self.slo.stated else []
 
     @property
     def growth(self) -> float | None:
-        """The mean time of the last quarter of the requests over that of the first; None of a few."""
+        """Mean latency of the last quarter of the requests over that of the first; None for a few requests."""
         ranked = sorted(self.good, key=lambda outcome: outcome.due)
         part = len(ranked) // 4
         if part < 5:
@@ -132,7 +132,7 @@ class Measured:
         return last / first if first > 0 else None
 
     def per_second(self) -> list[tuple[int, int, int]]:
-        """(second, token events, requests on their way at some moment of it)."""
+        """(second, token events, requests in flight during it)."""
         seconds = int(self.duration) + 1
         events, open_ = np.zeros(seconds, int), np.zeros(seconds + 1, int)
         for outcome in self.outcomes:
@@ -142,12 +142,12 @@ class Measured:
             open_[int(outcome.ended) + 1] -= 1
         return list(zip(range(seconds), events.tolist(), np.cumsum(open_)[:-1].tolist(), strict=True))
 
-    def most_at_once(self) -> int:
-        """Requests on their way at one moment, from being sent to their end."""
+    def peak_concurrency(self) -> int:
+        """Peak number of requests in flight, from sending to completion."""
         marks = [(outcome.sent, 1) for outcome in self.outcomes if outcome.sent is not None]
         marks += [(outcome.ended, -1) for outcome in self.outcomes if outcome.sent is not None]
         most = now = 0
-        for _, change in sorted(marks):  # an end at the very moment of a beginning comes first
+        for _, change in sorted(marks):  # at equal times, ends sort before starts
             now += change
             most = max(most, now)
         return most

@@ -1,4 +1,4 @@
-"""One run from beginning to end: what is asked, when, of whom, and what it came to."""
+"""One load test from workload to report."""
 
 from __future__ import annotations
 
@@ -9,28 +9,38 @@ from datetime import datetime
 from pathlib import Path
 
 from bankfull.bench.load.arrivals import Arrivals
-from bankfull.bench.load.client import Advance, Asking, Client, ask_once
+from bankfull.bench.load.client import Advance, LoadClient, RequestOptions, ask_once
 from bankfull.bench.load.energy import EnergyMeter
-from bankfull.bench.load.limit import RequestLimits, counted, reached, request_limits
 from bankfull.bench.load.measures import Measured
-from bankfull.bench.load.server import Server
+from bankfull.bench.load.request_limits import RequestLimits, request_limits
+from bankfull.bench.load.server import ServerUnderTest
 from bankfull.bench.load.slo import Slo
-from bankfull.bench.load.workloads import Conversation, ShareGpt, Synthetic, Trace, Turn, Words, Workload, words_of
-from bankfull.bench.report.report import Price, Report, Setting
+from bankfull.bench.load.utilization import parse_counters, utilization
+from bankfull.bench.load.workloads import (
+    Conversation,
+    ConversationTurn,
+    PromptGenerator,
+    RecordedTrace,
+    ShareGpt,
+    Synthetic,
+    Workload,
+    prompt_generator,
+)
+from bankfull.bench.report.report import LoadReport, Price, Setting
 
 WARM_UP_TOKENS, ALONE = 8, 3
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What each run asks; the same for every server that is compared."""
+class LoadTest:
+    """Definition of a load test; the same for every server compared."""
 
     workload: Workload
     arrivals: Arrivals
     requests: int
     seed: int = 0
     slo: Slo = field(default_factory=Slo)
-    asking: Asking = field(default_factory=Asking)
+    request_options: RequestOptions = field(default_factory=RequestOptions)
     prompts: str = "auto"
     warm_ups: int = 1
 
@@ -46,13 +56,13 @@ class Load:
 
     @property
     def turns(self) -> int | None:
-        """Requests in all, where that is known before the workload is made."""
+        """Total number of requests, if known before the workload is generated."""
         w = self.workload
         return self.requests * w.turns if isinstance(w, Synthetic) else None
 
     @property
     def timing(self) -> str:
-        if isinstance(self.workload, Trace):
+        if isinstance(self.workload, RecordedTrace):
             return "arrivals as recorded"
         if self.arrivals.rate == float("inf"):
             return "all at once"
@@ -67,92 +77,92 @@ def _lengths(found: object) -> str:
     return f"{low}" if low == high else f"{low}-{high}"
 
 
-class Runner:
-    """Runs of one server. What does not depend on a run is asked once."""
+class LoadRunner:
+    """Runs load tests against one server, and caches what does not depend on a run."""
 
-    def __init__(self, server: Server, *, price: Price | None = None, files: Path | None = None) -> None:
+    def __init__(self, server: ServerUnderTest, *, price: Price | None = None, files: Path | None = None) -> None:
         self.server, self._price, self._files = server, price, files
-        self._words: dict[str, Words] = {}
+        self._prompts: dict[str, PromptGenerator] = {}
         self._limits: RequestLimits | None = None
         self._knows_limits = self._warm = False
 
     def run(
-        self, load: Load, conversations: Sequence[Conversation] | None = None, advance: Advance | None = None
-    ) -> Report:
-        """`conversations`: those that another runner made of the same load."""
+        self, load: LoadTest, conversations: Sequence[Conversation] | None = None, advance: Advance | None = None
+    ) -> LoadReport:
+        """`conversations`: those that another runner generated from the same load."""
         conversations = self.conversations(load) if conversations is None else conversations
         offsets = self._offsets(load, conversations)
         if not self._warm:
             self.warm_up(load, conversations[0])
         local = self.server.address.local
-        before = counted(self.server.metrics()) if self.server.ours else None
-        client = Client(self.server, load.asking)
+        before = parse_counters(self.server.metrics()) if self.server.ours else None
+        client = LoadClient(self.server, load.request_options)
         with EnergyMeter(None if local else ()) as meter:
             outcomes = client.run(conversations, offsets, advance)
-        after = counted(self.server.metrics()) if before is not None else None
+        after = parse_counters(self.server.metrics()) if before is not None else None
         measured = Measured(outcomes, load.slo)
         if not self._knows_limits:
             ceiling = None if after is None else after.ceiling
             self._limits, self._knows_limits = request_limits(self.server, ceiling, self._files), True
         least = {} if self._limits is None else self._limits.mean(measured.good)
-        return Report(
+        return LoadReport(
             self._setting(load, len(conversations)),
             measured,
-            reached(before, after, measured.duration),
+            utilization(before, after, measured.duration),
             least,
             meter.energy,
             self._price,
             client.stalls,
         )
 
-    def warm_up(self, load: Load, like: Conversation) -> None:
-        """A short answer to a prompt that no run asks for: it must not be found in the cache afterwards."""
-        words, first = self._words_for(load), like.turns[0]
-        prompt = words.take(random.Random("warm up"), 16 if first.tokens is None else min(first.tokens, 256))
-        turn = Turn(prompt, min(first.max_tokens, WARM_UP_TOKENS))
+    def warm_up(self, load: LoadTest, like: Conversation) -> None:
+        """A short completion of a prompt that no run uses, so that the prefix cache stays cold for the run."""
+        prompts, first = self._prompts_for(load), like.turns[0]
+        prompt = prompts.take(random.Random("warm up"), 16 if first.tokens is None else min(first.tokens, 256))
+        turn = ConversationTurn(prompt, min(first.max_tokens, WARM_UP_TOKENS))
         for _ in range(max(1, load.warm_ups)):
-            ask_once(self.server, load.asking, Conversation((turn,)))
+            ask_once(self.server, load.request_options, Conversation((turn,)))
         self._warm = True
 
-    def alone(self, load: Load) -> Measured:
-        """A few requests, one after another: what no rate can be better than."""
+    def alone(self, load: LoadTest) -> Measured:
+        """A few sequential requests: the lowest latency at any rate."""
         few = self.conversations(replace(load, requests=ALONE, seed=load.seed - 1))
         if not self._warm:
             self.warm_up(load, few[0])
-        return Measured([ask_once(self.server, load.asking, one) for one in few], load.slo)
+        return Measured([ask_once(self.server, load.request_options, one) for one in few], load.slo)
 
-    def conversations(self, load: Load) -> list[Conversation]:
-        return load.workload.make(load.requests, load.seed, self._words_for(load))
+    def conversations(self, load: LoadTest) -> list[Conversation]:
+        return load.workload.make(load.requests, load.seed, self._prompts_for(load))
 
-    def _words_for(self, load: Load) -> Words:
-        """Chats and further turns are text; so are recorded conversations, which only need to be counted."""
+    def _prompts_for(self, load: LoadTest) -> PromptGenerator:
+        """Chats and conversations of several turns need text; recorded conversations only need token counts."""
         turns = getattr(load.workload, "turns", 1)
-        as_text = load.asking.api == "chat" or turns > 1 or isinstance(load.workload, ShareGpt)
+        as_text = load.request_options.api == "chat" or turns > 1 or isinstance(load.workload, ShareGpt)
         how = "text" if as_text and load.prompts == "auto" else load.prompts
-        if how not in self._words:
-            self._words[how] = words_of(self.server, how)
-        return self._words[how]
+        if how not in self._prompts:
+            self._prompts[how] = prompt_generator(self.server, how)
+        return self._prompts[how]
 
-    def _offsets(self, load: Load, conversations: Sequence[Conversation]) -> list[float]:
+    def _offsets(self, load: LoadTest, conversations: Sequence[Conversation]) -> list[float]:
         recorded = [conversation.at for conversation in conversations if conversation.at is not None]
         if len(recorded) == len(conversations):
             return recorded
         return load.arrivals.offsets(len(conversations), load.seed)
 
-    def _setting(self, load: Load, requests: int) -> Setting:
+    def _setting(self, load: LoadTest, requests: int) -> Setting:
         server = self.server
-        recorded = isinstance(load.workload, Trace)
+        recorded = isinstance(load.workload, RecordedTrace)
         return Setting(
             server.address.url,
             server.model,
-            load.asking.api,
+            load.request_options.api,
             load.describe(),
             load.timing,
             float("inf") if recorded else load.arrivals.rate,
             load.arrivals.burstiness,
             requests,
             load.seed,
-            load.asking.most,
+            load.request_options.max_concurrency,
             datetime.now().strftime("%Y%m%d-%H%M%S"),
-            "openai-chat" if load.asking.api == "chat" else "openai",
+            "openai-chat" if load.request_options.api == "chat" else "openai",
         )

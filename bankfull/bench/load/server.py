@@ -1,4 +1,4 @@
-"""A server as the benchmark finds it: its address, its model, and what it tells about itself."""
+"""A server under test: its address, its model, and what it reports about itself."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ OWNER = "bankfull"
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
-    """Where requests go, resolved once: looking a name up is not the server's time."""
+class ServerAddress:
+    """Address of a server, resolved once, so that DNS does not count as latency."""
 
     url: str
     secure: bool
     host: str
     port: int
     prefix: str
-    """Of every path, without /v1."""
+    """Prefix of every path, without /v1."""
     ip: str
 
     @property
     def local(self) -> bool:
-        """On this machine, whose energy and limits are then the server's."""
+        """On this machine, so that its energy and ceilings apply."""
         return ipaddress.ip_address(self.ip.partition("%")[0]).is_loopback
 
     @property
@@ -43,25 +43,25 @@ class Address:
         return ssl.create_default_context() if self.secure else None
 
 
-def parse_address(url: str) -> Address:
+def parse_address(url: str) -> ServerAddress:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{url!r} is no address of a server; give one like http://127.0.0.1:8000.")
+        raise ConfigError(f"{url!r} is not the address of a server; give one like http://127.0.0.1:8000.")
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError:
-        raise ConfigError(f"{url!r} has no valid port.") from None
+        raise ConfigError(f"{url!r} has no valid port; give one like http://127.0.0.1:8000.") from None
     try:
         ip = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)[0][4][0]
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"The server {parts.hostname!r} has no address: {error}.") from None
+        raise ConfigError(f"The server name {parts.hostname!r} cannot be resolved: {error}.") from None
     prefix = parts.path.rstrip("/").removesuffix("/v1")
-    return Address(url, parts.scheme == "https", parts.hostname, port, prefix, str(ip))
+    return ServerAddress(url, parts.scheme == "https", parts.hostname, port, prefix, str(ip))
 
 
 @dataclass(slots=True, weakref_slot=True)
-class Asked:
-    """A status and a document, or the bytes that are none."""
+class Response:
+    """Status and body of a response."""
 
     status: int
     body: bytes
@@ -75,13 +75,13 @@ class Asked:
 
 
 @dataclass
-class Server:
-    """Asks one thing at a time, before and after a run: never while anything is measured."""
+class ServerUnderTest:
+    """Sends one request at a time before and after a run, never during a measurement."""
 
-    address: Address
+    address: ServerAddress
     key: str | None = None
     name: str | None = None
-    """Of the model; None: the first one that the server names."""
+    """Model name; None: the first model that the server lists."""
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
@@ -90,21 +90,21 @@ class Server:
             return self.name
         told = self._models
         if not told or not isinstance(told[0].get("id"), str):
-            raise ConfigError(f"{self.address.url} names no model at /v1/models; give its name with --model.")
+            raise ConfigError(f"{self.address.url} lists no model at /v1/models; give its name with --model.")
         return str(told[0]["id"])
 
     @cached_property
     def _models(self) -> list[dict[str, Any]]:
         found = self.ask("GET", "/v1/models")
         if found.status == 401:
-            raise ConfigError(f"{self.address.url} wants an API key: put it into BANKFULL_API_KEY.")
+            raise ConfigError(f"{self.address.url} requires an API key: put it into BANKFULL_API_KEY.")
         document = found.json
         data = document.get("data") if isinstance(document, dict) else None
         return [entry for entry in data if isinstance(entry, dict)] if isinstance(data, list) else []
 
     @cached_property
     def entry(self) -> dict[str, Any]:
-        """What the server tells about its model, as far as it does."""
+        """The server's entry for its model; empty if there is none."""
         return next((entry for entry in self._models if entry.get("id") == self.model), {})
 
     @property
@@ -112,10 +112,10 @@ class Server:
         return self.entry.get("owned_by") == OWNER
 
     def tokenize(self, text: str) -> list[int] | None:
-        """None where the server does not offer it."""
+        """None if the server does not offer it."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         found = self.ask("POST", "/tokenize", body)
-        if found.status != 200:  # llama.cpp names the text otherwise, and refuses nothing that it does not know
+        if found.status != 200:  # llama.cpp calls the field `content`
             found = self.ask("POST", "/tokenize", {"content": text})
         document = found.json if found.status == 200 else None
         tokens = document.get("tokens") if isinstance(document, dict) else None
@@ -123,24 +123,24 @@ class Server:
         return tokens if usable else None
 
     def metrics(self) -> str | None:
-        """Prometheus' text, where there is one."""
+        """Prometheus metrics, if the server has them."""
         found = self.ask("GET", "/metrics")
         return found.body.decode(errors="replace") if found.status == 200 else None
 
     def wait_ready(self, seconds: float) -> None:
-        """Until it answers at /v1/models; else one sentence."""
+        """Wait until /v1/models and /health respond."""
         last = time.monotonic() + seconds
         while True:
             with suppress(ConfigError):
                 if self.ask("GET", "/v1/models").status == 200:
-                    ready = self.ask("GET", "/health").status  # a server may name its model before it is loaded
+                    ready = self.ask("GET", "/health").status  # a server may list its model before it is loaded
                     if ready in (200, 404, 405):
                         return
             if time.monotonic() > last:
-                raise ConfigError(f"{self.address.url} was not ready after {seconds:g} s.")
+                raise ConfigError(f"{self.address.url} was not ready after {seconds:g} s; check the server's log.")
             time.sleep(0.2)
 
-    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Asked:
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Response:
         place = self.address
         connection: http.client.HTTPConnection = (
             http.client.HTTPSConnection(place.host, place.port, timeout=TIMEOUT, context=place.context)
@@ -151,7 +151,7 @@ class Server:
         try:
             connection.request(method, place.prefix + path, data, self.all_headers())
             answer = connection.getresponse()
-            return Asked(answer.status, answer.read())
+            return Response(answer.status, answer.read())
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = " ".join(str(getattr(error, "strerror", None) or error or type(error).__name__).split())
             raise ConfigError(f"The server at {place.url} cannot be reached ({reason}).") from None

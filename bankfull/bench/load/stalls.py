@@ -1,8 +1,8 @@
-"""When an event loop did not run although it had to: because the machine ran others, or because it was busy itself.
+"""Stalls of an event loop: times when it did not run although it had work.
 
-A client that is measured by its own clock must tell these apart from what the server did. The loop says when it goes to
-sleep and when it wakes. Waking later than it asked to, waiting for a processor after it was woken, and time in which it
-used no processor between two sleeps are the machine's; processor time of its own between two sleeps is the client's.
+A client that measures with its own clock must tell its stalls from the server's. The loop reports when it goes to sleep
+and when it wakes. Waking late, waiting for a core after a wake-up, and time off the CPU between two sleeps are charged
+to the machine; CPU time between two sleeps is charged to the client.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from time import monotonic, thread_time
 
 WORTH_NOTING = 2e-4
-"""Seconds: shorter ones disturb no figure that is told in milliseconds."""
+"""Seconds; shorter stalls do not affect figures in milliseconds."""
 AFTERMATH = 1e-3
-"""Seconds behind a stall in which what had gathered meanwhile is worked off."""
+"""Seconds after a stall in which the backlog is processed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Stall:
     begin: float
     end: float
     own: float
-    """Seconds of the processor that the loop's thread used in it."""
+    """CPU seconds that the loop's thread used during the stall."""
 
     @property
     def seconds(self) -> float:
@@ -37,7 +37,7 @@ class Stall:
 
 
 class StallWatch:
-    """Of the thread that calls it."""
+    """Records the stalls of the calling thread."""
 
     def __init__(self) -> None:
         self.stalls: list[Stall] = []
@@ -45,7 +45,7 @@ class StallWatch:
         self._slept_at = self._woke_at = monotonic()
         self._used = thread_time()
         self._file: int | None = None
-        with suppress(OSError):  # only Linux tells, and not every one
+        with suppress(OSError):  # Linux only, and optional there
             self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         self._waited = self._waiting()
 
@@ -72,13 +72,13 @@ class StallWatch:
             self.stalls.append(Stall(begin, end, own))
 
     def _waiting(self) -> float:
-        """Seconds that the thread has been ready to run, and did not."""
+        """Seconds that the thread has waited for a core while runnable."""
         return 0.0 if self._file is None else int(os.pread(self._file, 64, 0).split()[1]) / 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """All stalls of a run that lie at one door."""
+    """Total of the stalls with one cause."""
 
     times: int
     seconds: float
@@ -86,7 +86,7 @@ class Stalled:
 
 
 def sums(stalls: Sequence[Stall]) -> tuple[Stalled, Stalled]:
-    """By the machine, and by the client's own work."""
+    """Stalls caused by the machine, and by the client's own work."""
     theirs = [stall.seconds for stall in stalls if stall.by_machine]
     own = [stall.seconds for stall in stalls if not stall.by_machine]
     by_machine, by_itself = (Stalled(len(some), sum(some), max(some, default=0.0)) for some in (theirs, own))
@@ -94,7 +94,7 @@ def sums(stalls: Sequence[Stall]) -> tuple[Stalled, Stalled]:
 
 
 def worst_at(stalls: Sequence[Stall], moment: float) -> Stall | None:
-    """The longest of those that may have moved a moment; stalls are in order and do not overlap."""
+    """The longest stall that may have delayed `moment`; stalls are sorted and do not overlap."""
     number = bisect_left(stalls, moment, key=lambda stall: stall.begin)
     worst: Stall | None = None
     while number and stalls[number - 1].end + AFTERMATH >= moment:

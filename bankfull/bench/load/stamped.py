@@ -1,8 +1,8 @@
-"""A socket that knows when its bytes came, not only when somebody got round to reading them.
+"""A socket with kernel receive timestamps, which hold even if the reader is late.
 
-A reader's own clock is late by whatever kept the reader: other work, or a machine that ran others meanwhile. Linux
-stamps packets as they arrive and hands the stamp out with the bytes: that of the last packet that it reads from. It may
-also join packets that lie unread and were acknowledged, and keeps the last stamp of those, too.
+A reader's own clock is late by any stall of the reader. Linux timestamps packets on arrival and returns with the bytes
+the timestamp of the last packet read from. It may merge unread, acknowledged packets, and then also keeps the last
+timestamp.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from contextlib import suppress
 from time import CLOCK_REALTIME, clock_gettime_ns, monotonic_ns
 
 SO_TIMESTAMPNS = 35
-"""Linux's; Python has no name for it."""
+"""Linux socket option; Python has no constant for it."""
 STAMP = struct.Struct("@ll")
 SLACK = 10_000
-"""Nanoseconds: a clock that was set by less is as good as one that was not."""
+"""Nanoseconds; smaller adjustments of the wall clock are ignored."""
 FRESH = 200_000
-"""Nanoseconds: bytes that came so shortly before they are read are all read at once."""
+"""Nanoseconds; bytes that arrived less than this before reading are read in one call."""
 
 
 class KernelClock:
-    """From the kernel's stamps to the monotonic clock, which event loops go by.
+    """Converts kernel timestamps to the monotonic clock of event loops.
 
-    Stamps are of the clock on the wall, which somebody may set. It is ahead of the monotonic one by a number that
-    nothing else changes: while that holds it translates exactly, and stamps of before a change are not believed.
+    Timestamps use the wall clock, which can be set. Its offset to the monotonic clock changes only then. While the
+    offset is unchanged, conversion is exact; timestamps from before a change are rejected.
     """
 
     def __init__(self) -> None:
@@ -34,33 +34,32 @@ class KernelClock:
         self._since = monotonic_ns()
 
     def moment(self, stamp: int) -> float | None:
-        """Seconds; None where the stamp cannot be believed."""
+        """Seconds; None for a timestamp that cannot be converted."""
         before, wall, now = monotonic_ns(), clock_gettime_ns(CLOCK_REALTIME), monotonic_ns()
         if not wall - now - SLACK <= self._ahead <= wall - before + SLACK:
             ahead = self._measure()
-            # If the wall's clock was set back, what came before seems to come later, by as much.
+            # If the wall clock was set back, earlier timestamps appear later by the same amount.
             self._since, self._ahead = now + max(0, self._ahead - ahead), ahead
         found = stamp - self._ahead
         return found / 1e9 if self._since <= found <= now else None
 
     @staticmethod
     def _measure() -> int:
-        """By the quickest of some looks at both clocks: in others somebody may have interrupted."""
+        """The offset from the fastest of several readings of both clocks; slower ones may have been interrupted."""
         looks = [(monotonic_ns(), clock_gettime_ns(CLOCK_REALTIME), monotonic_ns()) for _ in range(10)]
         before, wall, after = min(looks, key=lambda look: look[2] - look[0])
         return wall - (before + after) // 2
 
 
 class StampedSocket(socket.socket):
-    """asyncio's transports read with `recv`, which leaves what came later for the next call. `came` is then when the
-    last byte of what they got had arrived, by the monotonic clock. None: the kernel did not say, and nobody knows
-    better than the reader."""
+    """`came` is the arrival time of the last byte returned by `recv`, in the monotonic clock. None: no kernel
+    timestamp is available. asyncio transports call `recv`, which leaves later bytes for the next call."""
 
     def __init__(self, family: socket.AddressFamily, clock: KernelClock) -> None:
         super().__init__(family, socket.SOCK_STREAM)
         self._clock = clock
         self.came: float | None = None
-        with suppress(OSError):  # a system that has no stamps
+        with suppress(OSError):  # no support for timestamps
             self.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
 
     def recv(self, size: int, flags: int = 0) -> bytes:
@@ -73,7 +72,7 @@ class StampedSocket(socket.socket):
         return data
 
     def _count(self, stamp: int, size: int) -> int:
-        """How many bytes from here on came at that moment."""
+        """Number of bytes from here on with that timestamp."""
         data, last = self._read(size, socket.MSG_PEEK)
         some, more = 1, len(data)
         if last == stamp:

@@ -1,8 +1,8 @@
-"""The highest rate that a server sustains: as much of the requests as is asked for meets every objective.
+"""The highest sustainable rate: the required fraction of the requests meets every objective.
 
-Rates double until one fails; then the gap between the highest that passed and the lowest that failed is halved, on a
-logarithmic scale, until it is narrow enough. A rate that passed once may have been lucky: the answer is one that passed
-again and again, with other arrivals and prompts each time. If it fails then, the search goes on below it.
+Rates double until one fails; then the interval between the highest passing and the lowest failing rate is bisected on a
+logarithmic scale until it is narrow enough. A single pass may be luck, so the result must pass several further trials
+with other arrivals and prompts. If it fails one, the search continues below it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from bankfull.errors import ConfigError
 
 LOWEST_PART = 1 / 64
-"""Of the first rate: below it nothing is looked for."""
+"""Lowest rate of the search, as a fraction of the first rate."""
 
 
 Trial = Callable[[float, int], float]
-"""(rate, number of the trial) -> the part of the requests that met every objective. Numbers never repeat."""
+"""(rate, trial number) -> SLO attainment. Trial numbers never repeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class Tried:
 @dataclass(frozen=True, slots=True)
 class Found:
     rate: float | None
-    """The highest that passed every time; None: not even the lowest did."""
+    """Highest rate that passed every trial; None: even the lowest failed."""
     failed: float | None
-    """The lowest rate that failed; None: none did."""
+    """Lowest rate that failed; None: no rate failed."""
     tried: tuple[Tried, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class Found:
         }
 
     def curve(self) -> list[tuple[float, float]]:
-        """(rate, mean attainment of the trials at it)."""
+        """(rate, mean attainment of its trials)."""
         by_rate: dict[float, list[float]] = {}
         for trial in self.tried:
             by_rate.setdefault(trial.rate, []).append(trial.attained)
@@ -59,18 +59,21 @@ class Found:
 @dataclass(frozen=True, slots=True)
 class Search:
     first: float = 1.0
-    """Requests per second to begin with."""
+    """First rate in requests per second."""
     highest: float = 1000.0
     target: float = 0.9
-    """The part of the requests that must meet every objective."""
+    """Required SLO attainment."""
     precision: float = 0.05
-    """How far apart, relatively, the answer and a rate that fails may be."""
+    """Relative distance between the result and a failing rate, at most."""
     confirmations: int = 2
-    """Further passes that the answer needs."""
+    """Further trials that the result must pass."""
 
     def __post_init__(self) -> None:
         if not 0 < self.first <= self.highest < math.inf:
-            raise ConfigError(f"A search from {self.first:g} to {self.highest:g} requests/s is none.")
+            raise ConfigError(
+                f"A search from {self.first:g} to {self.highest:g} requests/s is empty; the first rate must be above 0 "
+                "and at most the highest."
+            )
         if not 0 < self.target <= 1 or not 0.001 <= self.precision <= 1 or not 0 <= self.confirmations <= 100:
             raise ConfigError(
                 f"target={self.target} must lie in (0, 1], precision={self.precision} between 0.001 and 1, "
@@ -92,13 +95,13 @@ class Search:
                 low, high = (middle, high) if passes(middle) else (low, middle)
             if all(passes(low, confirming=True) for _ in range(self.confirmations)):
                 return Found(low, high, tuple(tried))
-            # It was lucky before: what passed below it, if anything did, is where to go on.
+            # The earlier pass was luck: continue from a lower rate that passed, if any.
             high = low
             low = self._below(high, tried, passes)
         return Found(None, high, tuple(tried))
 
     def _bracket(self, passes: Callable[[float], bool]) -> tuple[float | None, float | None]:
-        """A rate that passes and one that fails, by factors of two."""
+        """A passing and a failing rate a factor of two apart."""
         rate = self.first
         if passes(rate):
             while rate < self.highest:

@@ -1,7 +1,7 @@
-"""What is asked: conversations of one or more turns, all made before the first request is sent.
+"""Workloads: conversations of one or more turns, all generated before the first request is sent.
 
-A prompt is a list of token ids where the server can tell some (/tokenize), so that its length is exact; else a text of
-common words. What the server counts is what is reported.
+Prompts are token ids if the server offers /tokenize, so that their lengths are exact; otherwise texts of common words.
+Reports use the token counts of the server.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from bankfull.errors import ConfigError
 
 Prompt = str | list[int]
 MOST_TOKENS = 1 << 20
-"""Of one prompt or answer."""
+"""Tokens that a prompt or an output may have."""
 LARGEST_FILE = 2 << 30
 BLOCK_TOKENS = 512
-"""That a hash of a Mooncake trace stands for."""
+"""Tokens per hash id of a Mooncake trace."""
 CHARACTERS_PER_TOKEN = 4.0
-"""Of English text, where nobody can count."""
+"""Estimate for English text without a tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ConversationTurn:
     prompt: Prompt
-    """What this turn adds to what was said before."""
+    """The text or ids that this turn adds to the conversation."""
     max_tokens: int
     tokens: int | None = None
-    """Of the prompt; None: only the server can tell."""
+    """Tokens of the prompt; None: known only to the server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    turns: tuple[Turn, ...]
+    turns: tuple[ConversationTurn, ...]
     at: float | None = None
-    """Seconds from the beginning, where a trace says so."""
+    """Start in seconds from the beginning of the run, if a trace defines it."""
 
 
 # -- lengths
@@ -52,8 +52,8 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Of prompts or answers, in tokens: "512", "100-900" (all alike likely), or "512~0.8" (log-normal: the mean,
-    and the standard deviation as a part of it)."""
+    """Distribution of prompt or output lengths in tokens: "512" (constant), "100-900" (uniform), or "512~0.8"
+    (log-normal: mean, and standard deviation relative to it)."""
 
     mean: float
     low: int
@@ -62,7 +62,7 @@ class Lengths:
 
     def draw(self, numbers: random.Random) -> int:
         if self.spread:
-            # The underlying normal distribution of a log-normal one with this mean and coefficient of variation.
+            # Parameters of the underlying normal distribution for this mean and coefficient of variation.
             variance = math.log1p(self.spread**2)
             found = numbers.lognormvariate(math.log(self.mean) - variance / 2, math.sqrt(variance))
             return min(max(round(found), self.low), self.high)
@@ -81,17 +81,17 @@ def parse_lengths(text: str) -> Lengths:
             last = int(second) if how else first
             made = Lengths((first + last) / 2, first, last)
     except ValueError:
-        raise ConfigError(f"{text!r} is no length in tokens; write 512, 100-900 or 512~0.8.") from None
+        raise ConfigError(f"{text!r} is not a length in tokens; write 512, 100-900 or 512~0.8.") from None
     if not 1 <= made.low <= made.high <= MOST_TOKENS or not 1 <= made.mean <= MOST_TOKENS or made.spread > 10:
         raise ConfigError(f"The length {text!r} must lie between 1 and {MOST_TOKENS} tokens.")
     return made
 
 
-# -- words
+# -- prompts
 
 
-class Words(Protocol):
-    """Makes prompts of a number of tokens, and counts those of a text."""
+class PromptGenerator(Protocol):
+    """Generates prompts of a given number of tokens, and counts the tokens of a text."""
 
     def take(self, numbers: random.Random, tokens: int) -> Prompt: ...
 
@@ -100,14 +100,14 @@ class Words(Protocol):
     def count(self, text: str) -> int: ...
 
 
-class Tokenizes(Protocol):
+class TokenizingServer(Protocol):
     def tokenize(self, text: str) -> list[int] | None: ...
 
 
-class TokenWords:
-    """Random ids among those that a server made of ordinary text: lengths are exact."""
+class TokenIdPrompts:
+    """Random ids among those of ordinary text, as tokenized by the server: lengths are exact."""
 
-    def __init__(self, server: Tokenizes, known: Sequence[int]) -> None:
+    def __init__(self, server: TokenizingServer, known: Sequence[int]) -> None:
         self._server, self._known = server, sorted(set(known))
 
     def take(self, numbers: random.Random, tokens: int) -> Prompt:
@@ -121,10 +121,10 @@ class TokenWords:
         return len(self._server.tokenize(text) or ())
 
 
-class TextWords:
-    """Random words of ordinary text; how many tokens a word is can be told, else it is a rule of thumb."""
+class TextPrompts:
+    """Random words of ordinary text. Tokens per word are counted by the server if it can, otherwise estimated."""
 
-    def __init__(self, server: Tokenizes | None = None) -> None:
+    def __init__(self, server: TokenizingServer | None = None) -> None:
         self._server = server
 
     def take(self, numbers: random.Random, tokens: int) -> Prompt:
@@ -145,9 +145,9 @@ class TextWords:
 
 
 def pool() -> list[str]:
-    """Words of the texts that quality is evaluated on."""
+    """Words of the evaluation texts."""
     if not _pool:
-        folder = package_files("bankfull.limits") / "evaluation"
+        folder = package_files("bankfull.limits.quality") / "texts"
         texts = " ".join((folder / name).read_text() for name in ("story.txt", "papers.txt", "lesson.txt"))
         _pool.extend(sorted({word for word in re.findall(r"[a-z]+", texts.lower()) if len(word) > 2}))
     return _pool
@@ -155,23 +155,23 @@ def pool() -> list[str]:
 
 _pool: list[str] = []
 FEWEST_WORDS = 32
-"""That prompts may be made of."""
+"""Words that prompts are made of, at least."""
 
 
-def words_of(server: Tokenizes, how: str = "auto") -> Words:
-    """`how`: ids, text, or auto: ids where the server tells some."""
+def prompt_generator(server: TokenizingServer, how: str = "auto") -> PromptGenerator:
+    """`how`: ids, text, or auto: ids if the server can tokenize."""
     if how not in ("auto", "ids", "text"):
-        raise ConfigError(f"There are no prompts {how!r}; use auto, ids or text.")
+        raise ConfigError(f"The kind of prompts {how!r} is unknown; use auto, ids or text.")
     if how == "text":
-        return TextWords(server)
+        return TextPrompts(server)
     words = pool()
     while (known := server.tokenize(" ".join(words))) is None and len(words) > FEWEST_WORDS:
-        words = words[::2]  # a server may refuse a text that is longer than its context could hold
+        words = words[::2]  # the server may reject a text longer than its context
     if known is not None:
-        return TokenWords(server, known)
+        return TokenIdPrompts(server, known)
     if how == "ids":
-        raise ConfigError("The server has no /tokenize, so no token ids are known; use --prompts text.")
-    return TextWords()
+        raise ConfigError("The server has no /tokenize, so its token ids are unknown; use --prompts text.")
+    return TextPrompts()
 
 
 # -- workloads
@@ -179,7 +179,8 @@ def words_of(server: Tokenizes, how: str = "auto") -> Words:
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
-    """Random prompts of given lengths; with prefixes, each begins with one of a few; with turns, each goes on."""
+    """Random prompts of given lengths. `prefixes`: each begins with one of a few shared prefixes. `turns`: turns of
+    each conversation."""
 
     input: Lengths
     output: Lengths
@@ -191,38 +192,41 @@ class Synthetic:
         if (self.prefixes > 0) != (self.prefix_tokens > 0):
             raise ConfigError("Shared prefixes need both --prefixes (how many) and --prefix-len (tokens of each).")
         if self.prefixes < 0 or not 0 <= self.prefix_tokens <= MOST_TOKENS:
-            raise ConfigError(f"{self.prefixes} prefixes of {self.prefix_tokens} tokens cannot be made.")
+            raise ConfigError(
+                f"{self.prefixes} prefixes of {self.prefix_tokens} tokens are out of range; use at least 0 prefixes of "
+                f"at most {MOST_TOKENS} tokens."
+            )
         if not 1 <= self.turns <= 1000:
             raise ConfigError(f"turns={self.turns} must lie between 1 and 1000.")
 
-    def make(self, count: int, seed: int, words: Words) -> list[Conversation]:
+    def make(self, count: int, seed: int, prompts: PromptGenerator) -> list[Conversation]:
         check_count(count)
         numbers = random.Random(f"workload/{seed}")
-        shared = [words.take(random.Random(f"prefix/{n}"), self.prefix_tokens) for n in range(self.prefixes)]
-        return [self._one(numbers, words, shared) for _ in range(count)]
+        shared = [prompts.take(random.Random(f"prefix/{n}"), self.prefix_tokens) for n in range(self.prefixes)]
+        return [self._one(numbers, prompts, shared) for _ in range(count)]
 
-    def _one(self, numbers: random.Random, words: Words, shared: list[Prompt]) -> Conversation:
+    def _one(self, numbers: random.Random, prompts: PromptGenerator, shared: list[Prompt]) -> Conversation:
         turns = []
         for turn in range(self.turns):
             length = self.input.draw(numbers)
-            prompt = words.take(numbers, length)
+            prompt = prompts.take(numbers, length)
             if shared and turn == 0:
-                prompt, length = words.join(numbers.choice(shared), prompt), length + self.prefix_tokens
-            turns.append(Turn(prompt, self.output.draw(numbers), length))
+                prompt, length = prompts.join(numbers.choice(shared), prompt), length + self.prefix_tokens
+            turns.append(ConversationTurn(prompt, self.output.draw(numbers), length))
         return Conversation(tuple(turns))
 
 
-class _Said(msgspec.Struct):
+class _ShareGptMessage(msgspec.Struct):
     value: str = ""
     speaker: str = msgspec.field(name="from", default="")
     role: str = ""
     content: str = ""
 
 
-class _Talk(msgspec.Struct):
-    conversations: list[_Said] = []
-    conversation: list[_Said] = []
-    messages: list[_Said] = []
+class _ShareGptRecord(msgspec.Struct):
+    conversations: list[_ShareGptMessage] = []
+    conversation: list[_ShareGptMessage] = []
+    messages: list[_ShareGptMessage] = []
 
 
 _ASKS = {"human", "user"}
@@ -231,39 +235,39 @@ _ANSWERS = {"gpt", "assistant", "chatgpt", "bing", "bard"}
 
 @dataclass(frozen=True, slots=True)
 class ShareGpt:
-    """A file in ShareGPT's form: a list of {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}]}.
+    """A file in ShareGPT format: a list of {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}]}.
 
-    Each answer is as long as the recorded one, or `output`. `turns`: how many of a conversation are asked; the answers
-    in between are the server's own.
+    Each output is as long as the recorded one, or as `output`. `turns`: turns replayed of each conversation, with the
+    server's own outputs in between.
     """
 
     path: Path
     output: Lengths | None = None
     turns: int = 1
 
-    def make(self, count: int, seed: int, words: Words) -> list[Conversation]:
+    def make(self, count: int, seed: int, prompts: PromptGenerator) -> list[Conversation]:
         check_count(count)
-        talks = _decoded(self.path, list[_Talk])
+        records = _decoded(self.path, list[_ShareGptRecord])
         numbers = random.Random(f"workload/{seed}")
-        numbers.shuffle(talks)
+        numbers.shuffle(records)
         found: list[Conversation] = []
-        for talk in talks:
-            pairs = _pairs(talk)[: self.turns]
+        for record in records:
+            pairs = _pairs(record)[: self.turns]
             if pairs:
-                found.append(Conversation(tuple(self._turn(ask, said, numbers, words) for ask, said in pairs)))
+                found.append(Conversation(tuple(self._turn(ask, said, numbers, prompts) for ask, said in pairs)))
             if len(found) == count:
                 return found
         if not found:
-            raise ConfigError(f"{self.path} has no conversation that begins with a question and its answer.")
+            raise ConfigError(f"{self.path} has no conversation that begins with a user message and its answer.")
         return [found[number % len(found)] for number in range(count)]
 
-    def _turn(self, ask: str, said: str, numbers: random.Random, words: Words) -> Turn:
-        wanted = words.count(said) if self.output is None else self.output.draw(numbers)
-        return Turn(ask, min(max(1, wanted), MOST_TOKENS))
+    def _turn(self, ask: str, said: str, numbers: random.Random, prompts: PromptGenerator) -> ConversationTurn:
+        wanted = prompts.count(said) if self.output is None else self.output.draw(numbers)
+        return ConversationTurn(ask, min(max(1, wanted), MOST_TOKENS))
 
 
-def _pairs(talk: _Talk) -> list[tuple[str, str]]:
-    lines = talk.conversations or talk.conversation or talk.messages
+def _pairs(record: _ShareGptRecord) -> list[tuple[str, str]]:
+    lines = record.conversations or record.conversation or record.messages
     said = [(line.speaker or line.role, line.value or line.content) for line in lines]
     while said and said[0][0] not in _ASKS:
         said = said[1:]
@@ -283,10 +287,10 @@ class _Line(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
-    """Times and lengths that were recorded: JSON lines as of Mooncake (timestamp in milliseconds, input_length,
-    output_length, and hash_ids, one for each 512 tokens: equal ids are equal tokens), or a table with commas as of
-    Azure (TIMESTAMP, ContextTokens, GeneratedTokens). `speed` 2 replays it in half the time."""
+class RecordedTrace:
+    """Recorded arrival times and lengths: JSON lines as of Mooncake (timestamp in milliseconds, input_length,
+    output_length, and hash_ids, one per 512 tokens: equal ids are equal tokens), or a CSV file as of Azure (TIMESTAMP,
+    ContextTokens, GeneratedTokens). `speed` 2 replays it in half the time."""
 
     path: Path
     speed: float = 1.0
@@ -295,41 +299,44 @@ class Trace:
         if not 0 < self.speed < float("inf"):
             raise ConfigError(f"speed={self.speed} must be above 0.")
 
-    def make(self, count: int, seed: int, words: Words) -> list[Conversation]:
-        """The first `count`, or all."""
+    def make(self, count: int, seed: int, prompts: PromptGenerator) -> list[Conversation]:
+        """The first `count` requests, or all."""
         lines = _table(self.path) if self.path.suffix.lower() == ".csv" else _lines(self.path)
         lines = sorted(lines, key=lambda line: line.timestamp)[:count]
         if not lines:
-            raise ConfigError(f"{self.path} holds no request.")
+            raise ConfigError(f"The trace {self.path} contains no request.")
         check_count(len(lines))
         begin = lines[0].timestamp
         return [
-            Conversation((self._turn(line, f"{seed}/{number}", words),), (line.timestamp - begin) / 1e3 / self.speed)
+            Conversation((self._turn(line, f"{seed}/{number}", prompts),), (line.timestamp - begin) / 1e3 / self.speed)
             for number, line in enumerate(lines)
         ]
 
-    def _turn(self, line: _Line, name: str, words: Words) -> Turn:
+    def _turn(self, line: _Line, name: str, prompts: PromptGenerator) -> ConversationTurn:
         length, output = line.input_length, line.output_length
         if not 1 <= length <= MOST_TOKENS or not 0 <= output <= MOST_TOKENS:
-            raise ConfigError(f"{self.path} has a request of {length} + {output} tokens, which cannot be asked.")
+            raise ConfigError(
+                f"The trace {self.path} has a request of {length} + {output} tokens; prompts need 1 and outputs 0 to "
+                f"{MOST_TOKENS} tokens."
+            )
         known = line.hash_ids[: length // BLOCK_TOKENS]
-        parts = [words.take(random.Random(f"block/{block}"), BLOCK_TOKENS) for block in known]
+        parts = [prompts.take(random.Random(f"block/{block}"), BLOCK_TOKENS) for block in known]
         left = length - BLOCK_TOKENS * len(known)
         if left:
-            parts.append(words.take(random.Random(f"trace/{name}"), left))
+            parts.append(prompts.take(random.Random(f"trace/{name}"), left))
         prompt = parts[0]
         for part in parts[1:]:
-            prompt = words.join(prompt, part)
-        return Turn(prompt, max(1, output), length)
+            prompt = prompts.join(prompt, part)
+        return ConversationTurn(prompt, max(1, output), length)
 
 
-Workload = Synthetic | ShareGpt | Trace
+Workload = Synthetic | ShareGpt | RecordedTrace
 
 
 def _read(path: Path) -> bytes:
     try:
         if path.stat().st_size > LARGEST_FILE:
-            raise ConfigError(f"{path} is larger than {LARGEST_FILE >> 30} GiB; cut it first.")
+            raise ConfigError(f"{path} is larger than {LARGEST_FILE >> 30} GiB; split it first.")
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
@@ -339,7 +346,7 @@ def _decoded(path: Path, kind: Any) -> Any:
     try:
         return msgspec.json.decode(_read(path), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not in ShareGPT's form: {error}.") from None
+        raise ConfigError(f"{path} is not in ShareGPT format: {error}.") from None
 
 
 def _lines(path: Path) -> list[_Line]:
@@ -364,7 +371,7 @@ def _table(path: Path) -> list[_Line]:
         try:
             return float(text)
         except ValueError:
-            # Azure writes seven digits behind the point, one more than a datetime holds.
+            # Azure writes seven fractional digits, one more than a datetime holds.
             return datetime.fromisoformat(re.sub(r"(\.\d{6})\d+", r"\1", text.strip())).timestamp() * 1e3
 
     rows = csv.DictReader(io.StringIO(_read(path).decode(errors="replace")))
@@ -381,6 +388,6 @@ def _table(path: Path) -> list[_Line]:
             )
         except (KeyError, ValueError, TypeError) as error:
             raise ConfigError(
-                f"Line {number} of the trace {path} has no TIMESTAMP, ContextTokens and GeneratedTokens ({error})."
+                f"Line {number} of the trace {path} lacks TIMESTAMP, ContextTokens or GeneratedTokens ({error})."
             ) from None
     return found

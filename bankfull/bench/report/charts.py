@@ -1,19 +1,19 @@
-"""The pictures of a run."""
+"""Charts of a load test."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from bankfull.bench.load.measures import Measured
-from bankfull.bench.report.report import Report
+from bankfull.bench.report.report import LoadReport
 from bankfull.limits.charts import Axis, Chart, Mark, Series
 
 MOST_POINTS = 400
-"""Of a line or a cloud: more cannot be told apart, and would only make the file larger."""
+"""Points of a series; more are indistinguishable and enlarge the file."""
 
 
-def charts_of(report: Report) -> list[Chart]:
-    """As many as there is something to show for."""
+def charts_of(report: LoadReport) -> list[Chart]:
+    """The charts for which there is data."""
     m = report.measured
     found = [latency_chart(report)] if m.good else []
     if m.slo.stated:
@@ -25,8 +25,8 @@ def charts_of(report: Report) -> list[Chart]:
     return found
 
 
-def latency_chart(report: Report) -> Chart:
-    """How many requests were as fast as that, or faster."""
+def latency_chart(report: LoadReport) -> Chart:
+    """Cumulative distributions of the latencies."""
     m = report.measured
     series = []
     for name, title in (("ttft", "TTFT"), ("tpot", "TPOT"), ("e2e", "E2E")):
@@ -37,7 +37,7 @@ def latency_chart(report: Report) -> Chart:
             if (least := report.least.get(name)) is not None:
                 series.append(Series(f"least {title}", [(least, 0.0), (least, 100.0)], dashed=True))
     return Chart(
-        "Latencies: the part of the requests that took no longer",
+        "Latency distributions: fraction of the requests at or below",
         Axis("time", log=True, unit="s"),
         Axis("requests", low=0, high=100, unit="%"),
         series,
@@ -45,12 +45,12 @@ def latency_chart(report: Report) -> Chart:
 
 
 def attainment_chart(m: Measured) -> Chart:
-    """What wider or tighter objectives would have meant."""
+    """SLO attainment at tighter and wider objectives."""
     curve = [(scale, 100 * part) for scale, part in m.attainment_curve()]
     return Chart(
-        f"Attainment of {m.slo}, were the objectives so many times as wide",
-        Axis("times as wide", log=True),
-        Axis("requests that meet all", low=0, high=100, unit="%"),
+        f"SLO attainment of {m.slo}, by factor on the objectives",
+        Axis("factor on the objectives", log=True),
+        Axis("requests that meet all objectives", low=0, high=100, unit="%"),
         [Series("attainment", curve)],
         [Mark(1.0, 100 * m.attained(), f"{100 * m.attained():.3g}%")],
     )
@@ -59,28 +59,28 @@ def attainment_chart(m: Measured) -> Chart:
 def timeline_chart(m: Measured) -> Chart:
     rows = m.per_second()
     return Chart(
-        "The run, second by second",
+        "The run over time",
         Axis("time", unit="s"),
-        Axis("in each second", low=0),
+        Axis("per second", low=0),
         [
             Series("events with tokens", thinned([(second, events) for second, events, _ in rows]), kind="area"),
-            Series("requests on their way", thinned([(second, open_) for second, _, open_ in rows])),
+            Series("requests in flight", thinned([(second, open_) for second, _, open_ in rows])),
         ],
     )
 
 
 def arrival_chart(m: Measured) -> Chart:
-    """Whether those who came later waited longer."""
+    """Latency by arrival time, which shows growing queues."""
     clouds = {
         "TTFT": [(o.due, o.ttft) for o in m.good if o.ttft is not None and o.ttft > 0],
         "E2E": [(o.due, o.e2e) for o in m.good if o.e2e > 0],
     }
     series = [Series(name, thinned(points), kind="points") for name, points in clouds.items() if points]
-    return Chart("Each request, by when it was due", Axis("due", unit="s"), Axis("took", log=True, unit="s"), series)
+    return Chart("Latency by arrival time", Axis("due", unit="s"), Axis("latency", log=True, unit="s"), series)
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most so many, evenly chosen; the last one always."""
+    """At most MOST_POINTS, evenly spaced, including the last."""
     if len(points) <= MOST_POINTS:
         return [(float(x), float(y)) for x, y in points]
     step = (len(points) - 1) / (MOST_POINTS - 1)

@@ -1,4 +1,4 @@
-"""A page that needs nothing but itself: tables and charts in one file, light or dark as the reader's system is."""
+"""A self-contained HTML page with tables and charts, in light or dark mode as preferred by the reader's system."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 
 from bankfull import __version__
 from bankfull.bench.report.charts import charts_of
-from bankfull.bench.report.report import Report
+from bankfull.bench.report.report import LoadReport
 from bankfull.bench.report.text import HEADINGS, figure_cells, heading, latency_cells
 from bankfull.limits.charts import Chart
 
@@ -30,14 +30,14 @@ figure { margin: 1.5rem 0; } figure svg { max-width: 100%; height: auto; }
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading, what stands below it as HTML, and pictures."""
+    """A heading, its content as HTML, and charts."""
 
     title: str
     body: str
     charts: Sequence[Chart] = ()
 
 
-def as_html(report: Report) -> str:
+def as_html(report: LoadReport) -> str:
     setting = report.setting
     return page(
         f"{setting.model}: {setting.workload}",
@@ -46,24 +46,24 @@ def as_html(report: Report) -> str:
     )
 
 
-def sections(report: Report) -> list[Section]:
+def sections(report: LoadReport) -> list[Section]:
     figures = [figure_cells(figure) for figure in (*report.rates(), *report.machine())]
     warnings = "".join(f'<li class="warning">{escape(line)}</li>' for line in report.warnings())
     found = [Section("Warnings", f"<ul>{warnings}</ul>")] if warnings else []
     return [
         *found,
         Section("Latencies", table(HEADINGS, latency_cells(report)) + _legend(report)),
-        Section("Rates, the machine, and the cost", table((), figures)),
+        Section("Throughput, utilization and cost", table((), figures)),
         Section("Charts", "", charts_of(report)),
     ]
 
 
-def _legend(report: Report) -> str:
+def _legend(report: LoadReport) -> str:
     if not report.least:
         return ""
     return (
         '<p class="about">"least" is the mean of the shortest times that this machine could take for each request '
-        "alone; what a request waits for others is part of its distance from the limit.</p>"
+        "alone; waiting for other requests counts as distance from the limit.</p>"
     )
 
 
@@ -75,7 +75,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cells(row: Sequence[str]) -> Iterable[str]:
-    """The third of three is a remark."""
+    """The third of three cells is a remark."""
     for place, cell in enumerate(row):
         kind = ' class="note"' if len(row) == 3 and place == 2 else ""
         yield f"<td{kind}>{escape(cell)}</td>"

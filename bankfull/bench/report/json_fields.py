@@ -1,8 +1,9 @@
-"""A run as one JSON object with the field names of `vllm bench serve`, so that whatever reads those reads these.
+"""A run as one JSON object with the field names of `vllm bench serve`, for tools that read those.
 
-docs/bench.md lists the names. Times of requests are in seconds, summaries in milliseconds, as there. Two things differ,
-both for honesty's sake: a request's time counts from when it was due, not from when it was sent (`start_times` are the
-former, `queue_times` the difference), and `e2el` is always there. What vLLM has no name for is under "bankfull".
+docs/bench.md lists the names. As there, times of requests are in seconds and summaries in milliseconds. Two things
+differ, to account for queueing: latency counts from when a request was due, not from when it was sent (`start_times`
+are the due times, `queue_times` the difference), and `e2el` is always present. Fields without a vLLM name are under
+"bankfull".
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from bankfull.bench.load.client import Outcome
-from bankfull.bench.report.report import Report
+from bankfull.bench.report.report import LoadReport
 
 NAMES = {"ttft": "ttft", "tpot": "tpot", "itl": "itl", "e2e": "e2el"}
-"""Ours -> vLLM's."""
+"""Our names -> vLLM's."""
 STATISTICS = ("mean", "median", "std", "p90", "p95", "p99")
 DETAILS = (
     "input_lens",
@@ -26,10 +27,10 @@ DETAILS = (
     "generated_texts",
     "errors",
 )
-"""One entry for each request, in the order in which they were due."""
+"""One entry per request, in order of due time."""
 
 
-def as_vllm(report: Report, details: bool = False) -> dict[str, Any]:
+def as_vllm(report: LoadReport, details: bool = False) -> dict[str, Any]:
     setting, m = report.setting, report.measured
     seconds = m.per_second()
     found: dict[str, Any] = {
@@ -42,7 +43,7 @@ def as_vllm(report: Report, details: bool = False) -> dict[str, Any]:
         "num_prompts": setting.requests,
         "request_rate": "inf" if setting.rate == float("inf") else setting.rate,
         "burstiness": setting.burstiness,
-        "max_concurrency": setting.most,
+        "max_concurrency": setting.max_concurrency,
         "duration": m.duration,
         "completed": len(m.good),
         "failed": len(m.failed),
@@ -53,7 +54,7 @@ def as_vllm(report: Report, details: bool = False) -> dict[str, Any]:
         "output_throughput": m.output_tokens / m.duration,
         "total_token_throughput": (m.input_tokens + m.output_tokens) / m.duration,
         "max_output_tokens_per_s": float(max(events for _, events, _ in seconds)),
-        "max_concurrent_requests": m.most_at_once(),
+        "max_concurrent_requests": m.peak_concurrency(),
     }
     for ours, theirs in NAMES.items():
         known = m.latencies[ours]
@@ -65,7 +66,7 @@ def as_vllm(report: Report, details: bool = False) -> dict[str, Any]:
 
 
 def _details(outcomes: list[Outcome]) -> dict[str, Any]:
-    """A request that failed has zeros where vLLM has them."""
+    """Failed requests have zeros, as in vLLM."""
     return {
         "input_lens": [outcome.input_tokens for outcome in outcomes],
         "output_lens": [0 if outcome.error else outcome.output_tokens for outcome in outcomes],

@@ -1,4 +1,4 @@
-"""A run with all that is known about it, and the figures that a reader gets."""
+"""The report of a load test: figures, warnings, and their JSON form."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 from bankfull.bench.load.client import Outcome
 from bankfull.bench.load.energy import Energy
-from bankfull.bench.load.limit import Reached
 from bankfull.bench.load.measures import Measured
 from bankfull.bench.load.stalls import Stall, sums, worst_at
+from bankfull.bench.load.utilization import Utilization
 
 MILLION = 1e6
 LATE_SECONDS = 1e-3
-"""Sent later than this, a request tells as much about the client as about the server."""
+"""Send delay above which a request measures the client as much as the server."""
 DISTURBED = 0.01
-"""The part of the requests above which the client's own standstills are worth a warning."""
+"""Fraction of requests disturbed by the client's own stalls above which a warning is printed."""
 
 GROWTH = 2.0
-"""Of latencies from the first quarter of a run to the last: above it the queue probably grows without end."""
+"""Ratio of the mean latency in the last quarter of a run to the first above which the queue is likely unstable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What was asked, of whom, and when."""
+    """Server, model, workload and date of a run."""
 
     url: str
     model: str
@@ -34,20 +34,20 @@ class Setting:
     workload: str
     arrivals: str
     rate: float
-    """Per second; infinite: all at once."""
+    """Requests per second; infinite: all at once."""
     burstiness: float
     requests: int
     seed: int
-    most: int | None
+    max_concurrency: int | None
     date: str
-    """As 20260131-142355."""
+    """Formatted as 20260131-142355."""
     backend: str = "openai"
     label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Of the machine that serves, by the hour."""
+    """Price of the server's machine per hour."""
 
     per_hour: float
     source: str
@@ -58,37 +58,37 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One line: a value with its unit, and where it is known the limit and how near the value is."""
+    """One line of a report: a value with its unit, and its share of the limit if known."""
 
     name: str
     value: float | None
     unit: str = ""
     percent: float | None = None
-    """Of the limit."""
+    """Percent of the limit."""
     note: str = ""
 
 
 @dataclass(frozen=True)
-class Report:
+class LoadReport:
     setting: Setting
     measured: Measured
-    reached: Reached | None = None
-    """Where the server is ours and tells."""
+    utilization: Utilization | None = None
+    """Utilization, if the server is bankfull and reports its counters."""
     least: Mapping[str, float] = field(default_factory=dict)
-    """Latency -> the mean of the shortest times for each request alone."""
+    """Latency name -> mean of the shortest times of each request alone."""
     energy: Energy | None = None
     price: Price | None = None
     stalls: Sequence[Stall] = ()
-    """When the client itself did not run although it had to."""
+    """Stalls of the client."""
 
     def percent(self, latency: str) -> float | None:
-        """How near the mean is to the least."""
+        """Shortest latency in percent of the mean."""
         found, least = self.measured.latencies[latency], self.least.get(latency)
         return None if found is None or least is None or not found.mean else 100 * least / found.mean
 
     def rates(self) -> Iterator[Figure]:
-        m, reached = self.measured, self.reached
-        near = None if reached is None else reached.percent_of_rate
+        m, utilization = self.measured, self.utilization
+        near = None if utilization is None else utilization.percent_of_rate
         yield Figure("completed", len(m.good), "requests")
         yield Figure("failed", len(m.failed), "requests", note=self.failures())
         yield Figure("job completion time", m.duration, "s")
@@ -99,25 +99,25 @@ class Report:
         yield Figure("input tokens/s", m.input_tokens / m.duration, note=self._cached())
         yield Figure("output tokens/s", m.output_tokens / m.duration, percent=near)
         yield Figure("all tokens/s", (m.input_tokens + m.output_tokens) / m.duration, percent=near)
-        yield Figure("most requests at once", m.most_at_once())
+        yield Figure("peak concurrency", m.peak_concurrency(), "requests")
 
     def machine(self) -> Iterator[Figure]:
-        """What the machine gave for it, as far as it tells."""
-        m, reached = self.measured, self.reached
-        if reached is not None:
-            yield Figure("engine busy", 100 * reached.busy, "%", note="of the time, inside steps")
-            yield Figure("steps, % of limit", reached.percent_of_limit, "%", note="the least time for them over theirs")
+        """Utilization, client stalls, energy and cost, as far as known."""
+        m, utilization = self.measured, self.utilization
+        if utilization is not None:
+            yield Figure("engine busy", 100 * utilization.busy, "%", note="of the time, inside steps")
+            yield Figure("steps, % of limit", utilization.percent_of_limit, "%", note="shortest time over theirs")
             for kind, named in (("decode", "decoding"), ("prompt", "with prompts")):
-                mbu, mfu = reached.mbu(kind), reached.mfu(kind)
+                mbu, mfu = utilization.mbu(kind), utilization.mfu(kind)
                 if mbu is not None:
-                    yield Figure(f"MBU, steps {named}", 100 * mbu, "%", note="of the memory's bandwidth")
+                    yield Figure(f"MBU, steps {named}", 100 * mbu, "%", note="of the memory bandwidth")
                 if mfu is not None:
-                    yield Figure(f"MFU, steps {named}", 100 * mfu, "%", note="of the peak of arithmetic")
+                    yield Figure(f"MFU, steps {named}", 100 * mfu, "%", note="of the arithmetic peak")
         if self.stalls:
             by_machine, by_itself = sums(self.stalls)
-            for stalled, why in ((by_machine, "this machine ran others"), (by_itself, "it had work to do")):
+            for stalled, why in ((by_machine, "other programs ran"), (by_itself, "the client was busy")):
                 yield Figure(
-                    "client stood still",
+                    "client stalled",
                     1e3 * stalled.seconds,
                     "ms",
                     note=f"{why}: {stalled.times} times, {1e3 * stalled.longest:.3g} ms at most",
@@ -135,22 +135,24 @@ class Report:
             yield Figure("cost per million tokens", self.price.per_million(whole, m.duration), "$", note=source)
 
     def failures(self, most: int = 3) -> str:
-        """Why, the commonest reasons first."""
+        """Reasons of failures, most frequent first."""
         found = Counter(outcome.error for outcome in self.measured.failed).most_common(most)
         return "; ".join(f"{count}x {reason}" for reason, count in found)
 
     def warnings(self) -> list[str]:
-        """What a reader must know before believing the figures."""
+        """Conditions that make the figures less reliable."""
         late, found = self.measured.late, []
         if late is not None and late.p99 > LATE_SECONDS:
             found.append(
-                f"1% of the requests were sent {late.p99 * 1e3:.3g} ms late or later: {self._why_late()}, and it counts"
+                f"1% of the requests were sent {late.p99 * 1e3:.3g} ms late or later: {self._why_late()}; "
+                "the delay counts as latency"
             )
         if self.disturbed > DISTURBED * len(self.measured.outcomes):
             longest = max(stall.seconds for stall in self.stalls)
             found.append(
-                f"{self.disturbed} requests were sent, or their first or last token was read, while or just after "
-                f"the client stood still for more than 1 ms ({longest * 1e3:.3g} ms at most): it is in their figures"
+                f"{self.disturbed} requests were sent, or their first or last token was read, during or just after "
+                f"a stall of the client of more than 1 ms ({longest * 1e3:.3g} ms at most), which is part of their "
+                "figures"
             )
         if (growth := self.measured.growth) is not None and growth > GROWTH and self.setting.rate != float("inf"):
             found.append(
@@ -163,22 +165,22 @@ class Report:
 
     @cached_property
     def disturbed(self) -> int:
-        """Requests whose figures hold a millisecond or more of the client's own standstill."""
+        """Requests whose figures include a millisecond or more of the client's own stalls."""
         long = [stall for stall in self.stalls if stall.seconds > LATE_SECONDS]
         moments = map(_by_the_clients_clock, self.measured.outcomes)
         return sum(any(worst_at(long, moment) is not None for moment in some) for some in moments)
 
     def _why_late(self) -> str:
-        if self.setting.most is not None:
-            return "the limit on requests at once held them back"
+        if self.setting.max_concurrency is not None:
+            return "they waited for the concurrency limit"
         by_machine, by_itself = sums(self.stalls)
         if by_itself.seconds > by_machine.seconds:
-            return "the client had more to do than one core does in time"
+            return "the client needed more than one core"
         return "this machine was too busy to send them in time"
 
     @property
     def offered(self) -> float:
-        """Requests per second that came, up to the last one."""
+        """Offered load in requests per second, up to the last arrival."""
         last = max(outcome.due for outcome in self.measured.outcomes)
         return len(self.measured.outcomes) / last if last > 0 else float("inf")
 
@@ -186,10 +188,10 @@ class Report:
         cached = self.measured.cached_tokens
         if cached is None or not self.measured.input_tokens:
             return ""
-        return f"{100 * cached / self.measured.input_tokens:.3g}% of them found in the server's cache"
+        return f"{100 * cached / self.measured.input_tokens:.3g}% of them were in the prefix cache"
 
     def as_json(self) -> dict[str, Any]:
-        """What other benchmarks have no names for."""
+        """Fields without a vLLM name."""
         m = self.measured
         return {
             "workload": self.setting.workload,
@@ -209,7 +211,7 @@ class Report:
             | {"disturbed_requests": self.disturbed},
             "least_ms": {name: 1e3 * value for name, value in self.least.items()},
             "percent_of_limit": {name: self.percent(name) for name in self.least},
-            "reached": None if self.reached is None else self.reached.as_json(),
+            "reached": None if self.utilization is None else self.utilization.as_json(),
             "energy": None
             if self.energy is None
             else {
@@ -230,9 +232,9 @@ class Report:
 
 
 def _by_the_clients_clock(one: Outcome) -> Iterator[float]:
-    """The moments that its figures hang on and that nobody but the client saw."""
+    """The times in a request's figures that come from the client's clock."""
     yield one.due if one.sent is None else one.sent
     if one.times and (not one.stamped or one.times[:1] == one.times[1:2]):
-        yield one.times[0]  # it may have lain there until the second joined it, whose stamp it has then
+        yield one.times[0]  # packets may have merged, so that the first token has the second's timestamp
     if not one.stamped:
         yield one.ended

@@ -1,4 +1,4 @@
-"""A search for the highest rate, for a reader: a table of its trials and a chart of attainment against rate."""
+"""A rate search as a sentence, a table of trials, a chart of SLO attainment by rate, and HTML."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from bankfull.bench.load.measures import Measured
 from bankfull.bench.load.sweep import Found, Search
 from bankfull.bench.report.html import Section, page, sections, table
-from bankfull.bench.report.report import Report
+from bankfull.bench.report.report import LoadReport
 from bankfull.bench.report.text import TITLES, heading
 from bankfull.limits.charts import Axis, Chart, Mark, Series
 
@@ -21,8 +21,8 @@ def answer(found: Found, search: Search, slo: str) -> str:
     """The result as a sentence."""
     asked = f"{100 * search.target:g}% of the requests meet {slo}"
     if found.rate is None:
-        return f"No rate was found at which {asked}: {found.failed:.4g} requests/s failed, too."
-    beyond = "; nothing higher was tried" if found.failed is None else f"; {found.failed:.4g} requests/s were too many"
+        return f"No rate was found at which {asked}: even {found.failed:.4g} requests/s failed."
+    beyond = "; no higher rate was tried" if found.failed is None else f"; {found.failed:.4g} requests/s failed"
     passes = sum(trial.rate == found.rate and trial.passed for trial in found.tried)
     return f"{found.rate:.4g} requests/s is the highest rate at which {asked}, {passes} times out of {passes}{beyond}."
 
@@ -30,10 +30,10 @@ def answer(found: Found, search: Search, slo: str) -> str:
 def hopeless(alone: Measured) -> str:
     took = {name: found for name in alone.slo.stated if (found := alone.latencies[name]) is not None}
     figures = ", ".join(f"{TITLES[name]} {1e3 * found.mean:.4g} ms" for name, found in took.items())
-    return f"No rate can meet {alone.slo}: even a request that has the server for itself does not ({figures})."
+    return f"No rate can meet {alone.slo}: a single request on the idle server does not meet it ({figures})."
 
 
-def trial_cells(found: Found, reports: list[Report]) -> list[tuple[str, ...]]:
+def trial_cells(found: Found, reports: list[LoadReport]) -> list[tuple[str, ...]]:
     rows = []
     for trial, report in zip(found.tried, reports, strict=True):
         m = report.measured
@@ -52,7 +52,7 @@ def trial_cells(found: Found, reports: list[Report]) -> list[tuple[str, ...]]:
     return rows
 
 
-def sweep_table(found: Found, reports: list[Report]) -> Table:
+def sweep_table(found: Found, reports: list[LoadReport]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -69,16 +69,16 @@ def sweep_chart(found: Found, search: Search) -> Chart:
     marks = [] if found.rate is None else [Mark(found.rate, dict(curve)[found.rate], f"{found.rate:.4g}/s")]
     reach = [(curve[0][0], 100 * search.target), (curve[-1][0], 100 * search.target)]
     return Chart(
-        "Attainment against rate",
+        "SLO attainment by rate",
         Axis("requests/s", log=True),
-        Axis("requests that meet all", low=0, high=100, unit="%"),
-        [Series("attainment", curve), Series("asked for", reach, dashed=True)],
+        Axis("requests that meet all objectives", low=0, high=100, unit="%"),
+        [Series("attainment", curve), Series("target", reach, dashed=True)],
         marks,
     )
 
 
-def sweep_html(found: Found, search: Search, reports: list[Report]) -> str:
-    """The trials, and the last run at the highest rate in full."""
+def sweep_html(found: Found, search: Search, reports: list[LoadReport]) -> str:
+    """The trials, and the full report of the last run at the highest rate."""
     slo = str(reports[0].measured.slo)
     parts = [Section("Trials", table(HEADINGS, trial_cells(found, reports)), [sweep_chart(found, search)])]
     at_best = [report for trial, report in zip(found.tried, reports, strict=True) if trial.rate == found.rate]

@@ -1,4 +1,4 @@
-"""A run for a reader: rich tables for a terminal, Markdown for a page. No arithmetic but units."""
+"""A load test as rich tables and Markdown."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from bankfull.bench.load.measures import LATENCIES
-from bankfull.bench.report.report import Figure, Report
+from bankfull.bench.report.report import Figure, LoadReport
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,13 +16,13 @@ COLUMNS = ("mean", "median", "p90", "p95", "p99")
 HEADINGS = ("ms", *COLUMNS, "least", "% of limit")
 
 
-def heading(report: Report) -> str:
+def heading(report: LoadReport) -> str:
     setting = report.setting
     return f"{setting.model} at {setting.url}: {setting.workload}; {setting.arrivals}"
 
 
-def latency_cells(report: Report) -> list[tuple[str, ...]]:
-    """One row for each latency, in milliseconds; "least" is the mean of the shortest possible times."""
+def latency_cells(report: LoadReport) -> list[tuple[str, ...]]:
+    """One row per latency in milliseconds; "least" is the mean of the shortest possible times."""
     rows = []
     for name in LATENCIES:
         found, least, percent = report.measured.latencies[name], report.least.get(name), report.percent(name)
@@ -35,7 +35,7 @@ def latency_cells(report: Report) -> list[tuple[str, ...]]:
 
 
 def figure_cells(figure: Figure) -> tuple[str, str, str]:
-    """Name, value with unit and share of the limit, and what it means."""
+    """Name, value with unit, and remarks with the share of the limit."""
     if figure.value is None:
         shown = "-"
     elif figure.unit == "%":
@@ -50,7 +50,7 @@ def figure_cells(figure: Figure) -> tuple[str, str, str]:
     return figure.name, shown, "; ".join(part for part in (near, figure.note) if part)
 
 
-def tables(report: Report) -> list[Table]:
+def tables(report: LoadReport) -> list[Table]:
     from rich.table import Table
     from rich.text import Text
 
@@ -65,13 +65,13 @@ def tables(report: Report) -> list[Table]:
     rest.add_column(overflow="fold")
     for figures in (report.rates(), report.machine()):
         for figure in figures:
-            # Text, never markup: errors come from servers that anybody may have written.
+            # Text, not markup: errors come from untrusted servers.
             rest.add_row(*(Text(cell) for cell in figure_cells(figure)))
         rest.add_section()
     return [latency, rest]
 
 
-def as_markdown(report: Report) -> str:
+def as_markdown(report: LoadReport) -> str:
     figures = [figure_cells(figure) for figure in (*report.rates(), *report.machine())]
     parts = [
         f"## {_plain(heading(report))}",
@@ -90,5 +90,5 @@ def _markdown_table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> s
 
 
 def _plain(text: str) -> str:
-    """Nothing that Markdown would take for its own."""
+    """Escape Markdown syntax."""
     return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from bankfull.limits.explain.explain import Explanation
-from bankfull.limits.show import duration
+from bankfull.limits.units import duration
 
 
 def explanation_table(found: Explanation, title: str) -> Table:

@@ -1,1 +1,1 @@
-"""Ceilings of machines: measured on this one, or read from the catalogue."""
+"""Ceilings of machines: measured on this one, or from the catalogue."""

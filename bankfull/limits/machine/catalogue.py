@@ -1,7 +1,7 @@
-"""The catalogue of devices: what is known of machines that are not here.
+"""The catalogue of devices: data-sheet figures of machines other than this one.
 
-`catalogue.toml` beside this file says what an entry is. Users add to it, and correct it, with a file of the same form
-in their configuration folder and with one that they name.
+`catalogue.toml` documents the fields of an entry. Users extend and correct it with a file of the same format in their
+configuration folder, and with a file given on the command line.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Raw = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    """One entry; catalogue.toml says what its fields mean."""
+class CatalogueEntry:
+    """One entry; catalogue.toml documents the fields."""
 
     name: str
     title: str
@@ -55,12 +55,12 @@ class Device:
 
     @property
     def supported(self) -> bool:
-        """Whether this version runs models on it."""
+        """Whether the engine runs on it."""
         return self.kind == "cpu" or (self.kind == "gpu" and self.vendor == "NVIDIA")
 
     @property
     def doubts(self) -> list[str]:
-        """What whoever prints a figure from this entry must print too: one sentence each."""
+        """Caveats to print next to figures of this entry, one sentence each."""
         found = []
         if self.unverified:
             found.append(f"{self.name}: the figures are unverified ({self.note.rstrip('.') or self.source}).")
@@ -72,15 +72,15 @@ class Device:
         rate = self.flops.get(dtype.removeprefix("torch."))
         if rate is None:
             known = ", ".join(self.flops)
-            raise ConfigError(f"The catalogue knows no {dtype} rate of {self.name}; it has {known}.")
+            raise ConfigError(f"The catalogue has no {dtype} rate for {self.name}; it has {known}.")
         return rate
 
     def ridge(self, dtype: str) -> float:
-        """Operations per byte at which arithmetic and memory take equally long."""
+        """Ridge point: operations per byte at which arithmetic and memory take equally long."""
         return self.flops_of(dtype) / self.bytes_per_s
 
     def ceilings(self) -> Ceilings:
-        """The entry as `Ceilings`, so that whatever is computed for this machine can be computed for that one."""
+        """The entry as `Ceilings`, so that limits are computed as for a measured machine."""
         from bankfull.limits.machine.ceilings import Ceilings
 
         size = int(self.memory_bytes)
@@ -104,11 +104,11 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    devices: Mapping[str, Device]
-    """By name, in the order of the files."""
+    devices: Mapping[str, CatalogueEntry]
+    """Entries by name, in file order."""
 
-    def find(self, name: str) -> Device:
-        """By name or alias, whatever the case; spaces and underscores are hyphens."""
+    def find(self, name: str) -> CatalogueEntry:
+        """Look up a name or alias, ignoring case; spaces and underscores equal hyphens."""
         wanted = "-".join(name.lower().replace("_", " ").split())
         for device in self.devices.values():
             if wanted in (device.name, *device.aliases):
@@ -118,18 +118,18 @@ class Catalogue:
         hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(self.devices)}."
         raise ConfigError(f"The catalogue has no device {name[:60]!r}; {hint}")
 
-    def __iter__(self) -> Iterator[Device]:
+    def __iter__(self) -> Iterator[CatalogueEntry]:
         return iter(self.devices.values())
 
 
 def load(extra: str | Path | None = None) -> Catalogue:
-    """The catalogue that comes with the program, the user's own file where there is one, and the file that is named."""
+    """The packaged catalogue, extended by the user's own file, if any, and by the file `extra`."""
     entries: dict[str, Raw] = {}
     origins: dict[str, str] = {}
     for origin, data in _files(extra):
         for raw in _entries(origin, data):
             name = raw["name"]
-            if "dollars_per_hour" in raw and origin != FILE:  # a user's own price: the file itself vouches for it
+            if "dollars_per_hour" in raw and origin != FILE:  # the user's own price is not an assumption
                 raw = {"price_source": origin, **raw}
             entries[name], origins[name] = {**entries.get(name, {}), **raw}, origin
     devices = {name: _device(origins[name], raw) for name, raw in entries.items()}
@@ -141,7 +141,7 @@ def _files(extra: str | Path | None) -> list[tuple[str, bytes]]:
     found = [(FILE, files("bankfull.limits.machine").joinpath(FILE).read_bytes())]
     try:
         own: Path | None = config_dir() / FILE
-    except ConfigError:  # no home directory: nobody can have put a file there
+    except ConfigError:  # no home directory, so no file in it
         own = None
     if own is not None and own.exists():
         found.append((str(own), _read(own)))
@@ -157,7 +157,7 @@ def _read(path: Path) -> bytes:
     except OSError as error:
         raise ConfigError(f"The catalogue {path} cannot be read: {error.strerror or error}.") from None
     if len(data) > LARGEST_FILE:
-        raise ConfigError(f"The catalogue {path} is larger than {LARGEST_FILE >> 20} MiB; that cannot be one.")
+        raise ConfigError(f"The catalogue {path} is larger than {LARGEST_FILE >> 20} MiB; check the path.")
     return data
 
 
@@ -170,17 +170,17 @@ def _entries(origin: str, data: bytes) -> list[Raw]:
         raise ConfigError(f"{origin} is not TOML: {error}.") from None
     unknown = [key for key in document if key != "device"]
     if unknown:
-        raise ConfigError(f"{origin} has {unknown[0]!r} at its top, but only [[device]] entries belong there.")
+        raise ConfigError(f"{origin} has the top-level key {unknown[0]!r}; only [[device]] entries are allowed.")
     entries = document.get("device", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ConfigError(f"{origin}: each device begins with [[device]], in two brackets.")
+        raise ConfigError(f"{origin}: each device must begin with [[device]], in double brackets.")
     seen: set[str] = set()
     for number, raw in enumerate(entries, 1):
         name = raw.get("name")
         if not isinstance(name, str) or not name:
             raise ConfigError(f"{origin}: device {number} has no name.")
         if name != "-".join(name.lower().replace("_", " ").split()):
-            raise ConfigError(f"{origin}: the name {name!r} must be in small letters, with hyphens for spaces.")
+            raise ConfigError(f"{origin}: the name {name!r} must be lower-case, with hyphens for spaces.")
         if name in seen:
             raise ConfigError(f"{origin} has the device {name!r} twice.")
         seen.add(name)
@@ -189,8 +189,8 @@ def _entries(origin: str, data: bytes) -> list[Raw]:
 
 
 def _check_fields(what: str, raw: Raw) -> None:
-    """Each field that is there; which ones must be there is known once all files are read."""
-    known = [field.name for field in fields(Device)]
+    """Check the given fields; missing ones are checked once all files are read."""
+    known = [field.name for field in fields(CatalogueEntry)]
     for key, value in raw.items():
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
@@ -216,21 +216,21 @@ def _check_flops(what: str, flops: Any) -> None:
         raise ConfigError(f"{what}: flops must be a table such as {{ bfloat16 = 989e12 }}.")
     for dtype, rate in flops.items():
         if dtype not in TYPES:
-            raise ConfigError(f"{what}: flops has an unknown type {dtype!r}; known are {', '.join(TYPES)}.")
+            raise ConfigError(f"{what}: flops has an unknown type {dtype!r}; use one of {', '.join(TYPES)}.")
         if not _positive(rate):
             raise ConfigError(f"{what}: flops.{dtype} must be operations per second, above 0, not {rate!r}.")
 
 
-def _device(origin: str, raw: Raw) -> Device:
+def _device(origin: str, raw: Raw) -> CatalogueEntry:
     missing = [field for field in REQUIRED if field not in raw]
     if missing:
         raise ConfigError(f"{origin}: device {raw['name']!r} lacks {', '.join(missing)}.")
     numbers = {key: float(raw[key]) for key in NUMBERS if key in raw}
     rates = {dtype: float(raw["flops"][dtype]) for dtype in TYPES if dtype in raw["flops"]}
-    return Device(**{**raw, **numbers, "flops": rates, "aliases": tuple(raw.get("aliases", ()))})
+    return CatalogueEntry(**{**raw, **numbers, "flops": rates, "aliases": tuple(raw.get("aliases", ()))})
 
 
-def _check_names(devices: Mapping[str, Device], origins: Mapping[str, str]) -> None:
+def _check_names(devices: Mapping[str, CatalogueEntry], origins: Mapping[str, str]) -> None:
     owners: dict[str, str] = {name: name for name in devices}
     for device in devices.values():
         for alias in device.aliases:

@@ -1,8 +1,7 @@
-"""What a CUDA device can do at its best, measured: how fast its memory is read, and how fast matrices are multiplied.
+"""The ceilings of a CUDA device, measured: read bandwidth and matmul rates.
 
-The instruments are the libraries' own: reductions and a matrix-vector product for reading, products of large square
-matrices of random numbers for arithmetic, timed by the device's clock. They show what very good code reaches, and may
-be beaten by a little.
+torch's reductions and a matrix-vector product measure reading; products of large square matrices of random numbers
+measure arithmetic. CUDA events time them. They show what very good code reaches, and may be exceeded slightly.
 """
 
 from __future__ import annotations
@@ -15,29 +14,29 @@ from typing import Any
 
 import torch
 
-from bankfull.limits.machine.ceilings import FORMAT, Ceilings, kept_or_measured
+from bankfull.limits.machine.ceilings import FORMAT, Ceilings, cached_or_measured
 
 Product = Callable[[], object]
 CUDA = "torch reductions and matmul on the device, best of several"
 READ_SET = 4 << 30
 LEAST_TIMES_CACHE = 4
-"""A working set of fewer caches than that would partly be read from them."""
+"""Minimum working set in L2 caches; a smaller one would partly be read from the cache."""
 SIDE = 8192
-"""Of the matrices that are multiplied."""
+"""Rows and columns of the matrices that are multiplied."""
 READ_TURNS, PRODUCT_TURNS, PRODUCTS_AT_ONCE = 12, 5, 4
 SMALLEST_SET = 1 << 20
 COPIED, COPY_TURNS = 256 << 20, 6
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 NOT_THERE = (RuntimeError, AttributeError)
-"""What torch raises for a product that this device, or this torch, does not have."""
+"""Errors of torch for a product that this device or this torch does not support."""
 
 
 def measure(device: torch.device, refresh: bool = False) -> Ceilings | None:
-    """From the cache, or measured in a second or two and cached; None where too little memory is left."""
+    """From the cache file, or measured in a second or two and cached; None if too little memory is free."""
     device = _numbered(device)
     properties = torch.cuda.get_device_properties(device)
     try:
-        return kept_or_measured(identity_of(device), lambda: _measure(device, properties), refresh)
+        return cached_or_measured(identity_of(device), lambda: _measure(device, properties), refresh)
     except NoRoom:
         return None
 
@@ -55,7 +54,8 @@ def identity_of(device: torch.device) -> dict[str, Any]:
 
 
 def read_curve(device: torch.device) -> list[tuple[int, float]]:
-    """Bytes per second by working set, from far below the L2 cache to as much as is free; empty where little is."""
+    """Bandwidth in bytes per second by working set, from far below the L2 cache up to the free memory; empty if too
+    little is free."""
     device = _numbered(device)
     with torch.cuda.device(device), torch.inference_mode():
         try:
@@ -70,7 +70,7 @@ def read_curve(device: torch.device) -> list[tuple[int, float]]:
 
 
 def copy_rates(device: torch.device) -> tuple[float, float] | None:
-    """Bytes per second from page-locked host memory to the device, and back; None where there is no room for it."""
+    """Bytes per second from pinned host memory to the device, and back; None if there is no room to measure."""
     device = _numbered(device)
     try:
         with torch.cuda.device(device), torch.inference_mode():
@@ -78,7 +78,7 @@ def copy_rates(device: torch.device) -> tuple[float, float] | None:
             here = torch.ones(COPIED, dtype=torch.uint8, pin_memory=True)
             to_device = COPIED / shortest(lambda: there.copy_(here, non_blocking=True), COPY_TURNS)
             from_device = COPIED / shortest(lambda: here.copy_(there, non_blocking=True), COPY_TURNS)
-    except (torch.OutOfMemoryError, RuntimeError):  # RuntimeError: the host cannot lock that much
+    except (torch.OutOfMemoryError, RuntimeError):  # RuntimeError: the host cannot pin that much
         return None
     return to_device, from_device
 
@@ -88,14 +88,14 @@ def _numbered(device: torch.device) -> torch.device:
 
 
 class NoRoom(Exception):
-    """The device's memory is taken."""
+    """The device has too little free memory to measure."""
 
 
 def _measure(device: torch.device, properties: Any) -> Ceilings:
     with torch.cuda.device(device), torch.inference_mode():
         cache = int(properties.L2_cache_size)
         large = _filled(device, cache)
-        small = large[: max(cache // 8, 1024)]  # half the cache, in numbers of four bytes
+        small = large[: max(cache // 8, 1024)]  # half the cache, in 4-byte numbers
         read, cached = _read_rate(large), _read_rate(small)
         sizes = large.nbytes, small.nbytes
         del large, small
@@ -117,7 +117,7 @@ def _measure(device: torch.device, properties: Any) -> Ceilings:
 
 
 def _filled(device: torch.device, cache: int) -> torch.Tensor:
-    """Random numbers: as much of the wanted set as the device still holds."""
+    """Random numbers, as many as fit the device, up to READ_SET bytes."""
     size, least = READ_SET, LEAST_TIMES_CACHE * cache
     while size >= least:
         try:
@@ -128,7 +128,7 @@ def _filled(device: torch.device, cache: int) -> torch.Tensor:
 
 
 def _read_rate(buffer: torch.Tensor) -> float:
-    """Bytes per second, the best of several ways to read everything once."""
+    """Bytes per second with the fastest of several ways to read the buffer."""
     columns = 4096
     matrix = buffer.view(torch.bfloat16)[: buffer.numel() * 2 // columns * columns].view(-1, columns)
     vector = torch.ones(columns, dtype=torch.bfloat16, device=buffer.device)
@@ -148,7 +148,7 @@ def _product_rates(device: torch.device) -> list[tuple[str, float | None]]:
 
 
 def _rate(make: Callable[[], Product]) -> float | None:
-    """Operations per second; None where there is no such product, or no room for it."""
+    """Operations per second; None if the product is unsupported or does not fit."""
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     try:
@@ -182,7 +182,7 @@ def _int8(device: torch.device) -> Product:
 
 
 def shortest(work: Callable[[], object], turns: int) -> float:
-    """Seconds by the device's clock, the best of `turns`; the first ones are not counted."""
+    """Best time of `turns` in seconds, by CUDA events, after two warm-up turns."""
     best = math.inf
     for turn in range(turns + 2):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

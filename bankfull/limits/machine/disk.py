@@ -1,7 +1,7 @@
-"""How fast a disk is read: what bounds loading a model for the first time.
+"""Read bandwidth of a disk: the bound on loading a model for the first time.
 
-A file of random bytes is written, flushed, and read back in large pieces, several at once, past the system's cache
-where the file system allows it. A virtual disk may still answer from the memory of its host.
+Writes a file of random bytes, flushes it, and reads it back in large pieces with several threads, past the page cache
+where the file system allows. A virtual disk may still answer from its host's memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ PIECE = 4 << 20
 AT_ONCE = 4
 SECONDS_TO_WRITE = 3.0
 FREE_TIMES = 4
-"""The room that must be free, in such files."""
-DIRECT, DROPPED = "direct reads", "reads after dropping the system's cache"
+"""Free space required, in multiples of the test file."""
+DIRECT, DROPPED = "direct reads", "reads after dropping the page cache"
 MOST_PASSES, SECONDS_TO_READ = 3, 2.0
 
 
@@ -34,7 +34,7 @@ class Disk:
 
 
 def read_rate(folder: Path, size: int = WRITTEN) -> Disk | None:
-    """Of the disk that a folder lies on; None where nothing can be written there, or too little room is left."""
+    """Bandwidth of the disk that holds `folder`; None if the folder is not writable or has too little free space."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(folder).free < FREE_TIMES * size:
@@ -47,7 +47,7 @@ def read_rate(folder: Path, size: int = WRITTEN) -> Disk | None:
 
 
 def _fill(file: int, size: int) -> int:
-    """As many whole pieces as the time allows, one at least; they have reached the disk."""
+    """Write and fsync whole pieces until `size` or the time limit, at least one; returns the bytes written."""
     start, written = perf_counter(), 0
     while written < size and (written == 0 or perf_counter() - start < SECONDS_TO_WRITE):
         piece = memoryview(os.urandom(PIECE))
@@ -59,7 +59,7 @@ def _fill(file: int, size: int) -> int:
 
 
 def _best(path: Path, size: int) -> Disk:
-    """Past the cache the best of a few passes; through it only the first one tells."""
+    """Direct reads: the best of a few passes. Through the page cache only the first pass counts."""
     if hasattr(os, "O_DIRECT"):
         with suppress(OSError):  # some file systems have no direct reads
             seconds, start = _seconds(path, size, os.O_DIRECT), perf_counter()
@@ -84,7 +84,7 @@ def _seconds(path: Path, size: int, flags: int) -> float:
 
 
 def _read_share(file: int, size: int, worker: int) -> None:
-    with mmap.mmap(-1, PIECE) as buffer:  # direct reads need memory that begins with a page
+    with mmap.mmap(-1, PIECE) as buffer:  # direct reads need page-aligned memory
         for offset in range(worker * PIECE, size, AT_ONCE * PIECE):
             if os.preadv(file, [buffer], offset) != PIECE:
                 raise OSError("the file became shorter")

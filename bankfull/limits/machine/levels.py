@@ -1,7 +1,7 @@
-"""How fast bytes come from each place that holds them: caches, memory, the other side of a bus, a disk.
+"""Read bandwidth of every level of the memory hierarchy: caches, memory, the bus to a device, the disk.
 
-The read ceilings of a step are in `ceilings`; here is what lies around them. Every thread reads a share of its own,
-again and again, so that a small working set comes from the caches nearest to its thread.
+`ceilings` has the read ceilings of a step; this module measures the levels around them. Every thread reads its own
+share repeatedly, so that a small working set comes from the caches nearest to its core.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from bankfull.limits.machine import ceilings
-from bankfull.limits.machine.ceilings import Ceilings, filled, shortest
+from bankfull.limits.machine import cache_file, ceilings
+from bankfull.limits.machine.ceilings import Ceilings
+from bankfull.limits.machine.cpu_ceilings import LINE, filled, shortest
 from bankfull.limits.machine.disk import Disk, read_rate
 from bankfull.ops.native import extension
 from bankfull.paths import cache_dir
@@ -26,14 +27,14 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 Advance = Callable[[int, str], None]
-"""Told how many parts are done, and what comes next."""
+"""Progress callback: parts done, and the name of the next part."""
 PARTS = 4
 CACHES = Path("/sys/devices/system/cpu")
 SMALLEST_SET, SMALLEST_FOR_TORCH = 16 << 10, 4 << 20
-"""Without kernels a reduction over less than that is mostly the time of starting it."""
+"""Smallest working sets with kernels and without. torch's start-up time dominates smaller reductions."""
 LARGEST_CURVE = 512 << 20
 ENOUGH_BYTES = 32 << 20
-"""Of one timed call: it takes longer than waking up the threads."""
+"""Bytes per timed call, enough to outlast the waking of the threads."""
 SECONDS_PER_SIZE = 0.06
 MEMORY, DEVICE_MEMORY = "memory", "device memory"
 
@@ -42,39 +43,39 @@ MEMORY, DEVICE_MEMORY = "memory", "device memory"
 class Level:
     name: str
     capacity_bytes: int
-    """Of all its parts that this program may use together; 0 = unknown."""
+    """Total size of the caches of this level that this process may use; 0 = unknown."""
     set_bytes: int
-    """What was read."""
+    """Working set that was read."""
     bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
     levels: tuple[Level, ...]
-    """The fastest first; the last one is the memory that a model's weights lie in."""
+    """Fastest first; the last is the memory that holds the weights."""
     curve: tuple[tuple[int, float], ...]
-    """Working set in bytes, bytes per second."""
+    """(working set in bytes, bytes per second)."""
     disk: Disk | None
-    """Where the cache folder lies; None where it cannot be written to, or has no room."""
+    """The disk of the cache folder; None if it is not writable or full."""
     to_device: float | None
-    """Bytes per second from page-locked host memory; None where a device shares the host's memory."""
+    """Bytes per second from pinned host memory; None if the device shares the host's memory."""
     from_device: float | None
     when: str
 
 
 def measure(device: Device, found: Ceilings, refresh: bool = False, advance: Advance | None = None) -> Levels:
-    """Of this machine or an accelerator, whose ceilings are `found`: from the cache, or measured in some seconds."""
+    """The levels of a device with the ceilings `found`: from the cache file, or measured in a few seconds."""
     identity = {"levels": FORMAT, **ceilings.identity_of(device)}
-    path = ceilings.path_of(identity, "levels")
+    path = cache_file.path_of(identity, "levels")
     kept = None if refresh else _load(path, identity)
     if kept is None:
         kept = _measure(device, found, advance or (lambda done, note: None))
-        ceilings.keep(path, identity, levels=msgspec.to_builtins(kept))
+        cache_file.write(path, identity, levels=msgspec.to_builtins(kept))
     return kept
 
 
 def caches() -> dict[int, int]:
-    """Level -> bytes, all caches together that the processors of this program have; empty where nobody tells."""
+    """Cache level -> total bytes over the cores that this process may use; empty if unknown."""
     try:
         allowed: Iterable[int] = sorted(os.sched_getaffinity(0))
     except AttributeError:
@@ -96,8 +97,8 @@ def caches() -> dict[int, int]:
 
 
 def joined(found: Ceilings, levels: Levels) -> tuple[Ceilings, Levels]:
-    """Both were measured at their own time, and one of them perhaps at a busy one: the best of what both tell. The
-    curve's larger sets also bound the small one from below; none of them tells about memory but its own level."""
+    """The best of both measurements, which were taken at different times, perhaps under load. Larger sets of the curve
+    also bound the small set from below; only the memory level bounds memory."""
     memory = levels.levels[-1]
     read = found.read_bytes_per_s
     if memory.set_bytes >= ceilings.SAME_SET * found.read_set_bytes:
@@ -146,7 +147,7 @@ def _host_levels(found: Ceilings) -> tuple[list[Level], list[tuple[int, float]]]
     least = SMALLEST_SET if extension.kernels is not None else SMALLEST_FOR_TORCH
     levels = []
     for level, capacity in sorted(known.items()):
-        size = capacity // 2 // ceilings.LINE * ceilings.LINE
+        size = capacity // 2 // LINE * LINE
         if least <= size <= buffer.nbytes:
             levels.append(Level(f"L{level}", capacity, size, _rate(buffer, size)))
     sizes = [SMALLEST_SET << doubling for doubling in range(buffer.nbytes.bit_length())]
@@ -158,13 +159,13 @@ def _host_levels(found: Ceilings) -> tuple[list[Level], list[tuple[int, float]]]
 
 
 def at_least(level: Level, curve: Iterable[tuple[int, float]]) -> Level:
-    """A level is as fast as any larger working set was read: where that was faster, a neighbour disturbed the level."""
+    """A level is at least as fast as any larger working set; a slower value was disturbed by other load."""
     larger = [rate for size, rate in curve if size >= level.set_bytes]
     return replace(level, bytes_per_s=max([level.bytes_per_s, *larger]))
 
 
 def _rate(buffer: Any, size: int) -> float:
-    """Bytes per second from the first `size` bytes, the best of the ways to read them."""
+    """Bytes per second over the first `size` bytes, with the fastest way to read them."""
     kernels, at = extension.kernels, buffer.data_ptr()
     rounds = max(1, ENOUGH_BYTES // size)
     ways: tuple[Callable[[], object], ...]
@@ -182,7 +183,7 @@ def _rate(buffer: Any, size: int) -> float:
 
 
 def _load(path: Path, identity: dict[str, Any]) -> Levels | None:
-    stored = ceilings.read_kept(path, identity)
+    stored = cache_file.read(path, identity)
     try:
         kept = msgspec.convert(stored["levels"], Levels) if stored is not None else None
     except (KeyError, msgspec.ValidationError):

@@ -1,4 +1,4 @@
-"""What a model is held against: this machine as it was measured, or an accelerator as its data sheet says."""
+"""The machine that a model is compared with: this one as measured, or another as given by its data sheet."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ HERE = ("auto", "here", "cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class TargetMachine:
     name: str
     kind: str
-    """cpu or cuda: what the engine would choose dtypes and kernels by."""
+    """cpu or cuda; decides the dtypes and kernels that the engine would choose."""
     ceilings: Ceilings
     memory: int | None
-    """Bytes for weights and state; None = unknown."""
+    """Bytes available for weights and state; None = unknown."""
     measured: bool
-    """On the machine itself; else the figures are a data sheet's, which nothing reaches entirely."""
+    """Measured on the machine; otherwise from a data sheet, whose figures no program fully reaches."""
     unverified: bool = False
-    """Nobody has opened the source of its figures."""
+    """The source of its figures has not been checked."""
     doubts: tuple[str, ...] = ()
-    """What has to be said beside its figures."""
+    """Caveats to print next to its figures."""
 
     @property
     def note(self) -> str:
@@ -47,25 +47,25 @@ class Machine:
         }
 
 
-def machine_of(name: str, extra: str | None = None) -> Machine:
-    """`cpu`, `cuda`, `cuda:N` and `auto` are measured, once; every other name is looked up in the catalogue, to which
-    the file `extra` adds."""
+def machine_of(name: str, extra: str | None = None) -> TargetMachine:
+    """`cpu`, `cuda`, `cuda:N` and `auto` are measured once; any other name is looked up in the catalogue, extended by
+    the file `extra`."""
     if name in HERE or name.startswith("cuda:"):
         return _measured("auto" if name == "here" else name)
     from bankfull.limits.machine import catalogue
 
     found = catalogue.load(extra).find(name)
     kind = "cpu" if found.kind == "cpu" else "cuda"
-    return Machine(
+    return TargetMachine(
         found.title, kind, found.ceilings(), int(found.memory_bytes), False, found.unverified, tuple(found.doubts)
     )
 
 
-def _measured(name: str) -> Machine:
+def _measured(name: str) -> TargetMachine:
     from bankfull.runtime.device import open_device
 
     device = open_device(name)
     ceilings = of_device(device)
     if ceilings is None:
-        raise ConfigError(f"{name} has too little free memory to be measured; end what else runs there.")
-    return Machine(ceilings.cpu, device.kind, ceilings, device.free_memory(), True)
+        raise ConfigError(f"{name} has too little free memory to be measured; stop other programs that use it.")
+    return TargetMachine(ceilings.cpu, device.kind, ceilings, device.free_memory(), True)

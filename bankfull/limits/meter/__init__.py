@@ -1,1 +1,1 @@
-"""Bytes and operations of a step, counted by running the model's own code on tensors without data."""
+"""The minimum cost of a step: bytes and operations by operation, as a formula, and as a time on given ceilings."""

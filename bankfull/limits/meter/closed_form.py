@@ -1,8 +1,8 @@
-"""What a step costs, as a formula: derived from the meter once per model, then evaluated in microseconds per step.
+"""The cost of a step as a formula: fitted to the meter once per model, then evaluated in microseconds.
 
-Every operation's cost is linear in a few sums over the step's sequences. The features, in order: a step; a step that
-computes scores; tokens; rows of scores; sequences; recurrent states kept; and for each window class (layers that see
-equally far back, None = all the way) the query-key pairs and the cached tokens that it must read.
+Every operation's cost is linear in a few sums over the step's sequences. The features, in order: one per step; one if
+the step computes logits; tokens; rows of logits; sequences; recurrent states kept; and for each window class (layers
+with the same attention window, None = full attention) the query-key pairs and the cached tokens read.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 Windows = tuple[int | None, ...]
 STEPS, TOKENS = 0, 2
-"""Places among the features."""
+"""Indices of features."""
 TOLERANCE = 1e-6
-"""Relative error at which a model's cost no longer counts as linear in the features."""
+"""Relative error above which a model's cost does not count as linear in the features."""
 
 
 def features(step: StepShape, windows: Windows) -> np.ndarray:
-    """Features of several steps may be added: the cost of the sum is the sum of the costs."""
+    """Features of a step. They add up over steps: the cost of the sum is the sum of the costs."""
     row = [1, int(step.logits > 0), step.tokens, step.logits, len(step.counts), sum(step.kept)]
     pairs = list(zip(step.counts, step.lengths, strict=True))
     for window in windows:
@@ -43,13 +43,13 @@ def features(step: StepShape, windows: Windows) -> np.ndarray:
 class ClosedForm:
     windows: Windows
     coefficients: np.ndarray
-    """(features, 3): flops, bytes read, bytes written."""
+    """Shape (features, 3): FLOP, bytes read, bytes written."""
 
     def cost(self, step: StepShape) -> Cost:
         return self.cost_of(features(step, self.windows))
 
     def cost_of(self, summed: np.ndarray) -> Cost:
-        """Of features that may have been summed over steps."""
+        """The cost of features, which may be summed over steps."""
         flops, read, write = (summed @ self.coefficients).tolist()
         return Cost(flops, read, write)
 
@@ -59,12 +59,12 @@ def closed_form(model: MeteredModel) -> ClosedForm:
 
 
 def forms_by_operation(model: MeteredModel) -> dict[str, ClosedForm]:
-    """By the names of the model's ledger."""
+    """One form per operation of the model's ledger."""
     return _fit(model, lambda ledger: ledger.total)
 
 
 def _fit(model: MeteredModel, costs_of: Callable[[Ledger], Mapping[str, Cost]]) -> dict[str, ClosedForm]:
-    """One form for each name of a cost; a step that does not have the name costs nothing there."""
+    """One form per cost name; a step without the name has zero cost there."""
     windows: Windows = tuple(sorted({g.window for g in model.layout.paged}, key=lambda w: (w is None, w or 0)))
     steps = list(_probes(windows))
     known = np.stack([features(step, windows) for step in steps])
@@ -72,21 +72,21 @@ def _fit(model: MeteredModel, costs_of: Callable[[Ledger], Mapping[str, Cost]]) 
     names = list(dict.fromkeys(name for costs in found for name in costs))
     triples = [[costs.get(name, Cost()) for name in names] for costs in found]
     measured = np.array([[x for cost in row for x in (cost.flops, cost.read, cost.write)] for row in triples])
-    # Columns span twelve orders of magnitude; scaled to one, the fit is exact to rounding.
+    # Columns span twelve orders of magnitude; scaling each to 1 makes the fit exact up to rounding.
     scale = np.maximum(np.abs(known).max(0), 1.0)
     solved = np.linalg.lstsq(known / scale, measured, rcond=None)[0] / scale[:, None]
-    # A cost that is nothing beside the largest of its kind carries that one's rounding.
+    # A cost far below the largest in its column carries the rounding error of the largest.
     error = np.abs(known @ solved - measured) / np.maximum(measured, np.maximum(measured.max(0) * 1e-6, 1.0))
     if error.max() > TOLERANCE:
         raise ModelError(
             f"The cost of architecture {model.config.get('model_type')!r} does not follow from tokens, rows and "
-            f"context lengths (off by {error.max():.2%}); ask the meter step by step instead."
+            f"context lengths (off by {error.max():.2%}); use MeteredModel.cost for each step instead."
         )
     return {name: ClosedForm(windows, solved[:, 3 * i : 3 * i + 3]) for i, name in enumerate(names)}
 
 
 def _probes(windows: Windows) -> Iterator[StepShape]:
-    """Steps that tell all features apart, and some more that check the fit."""
+    """Steps that determine all features, and more that check the fit."""
     yield StepShape.decode(1, 1)
     yield StepShape.decode(1, 1000)
     yield StepShape.decode(5, 64)

@@ -1,4 +1,4 @@
-"""A model on the meter: the family's own code over tensors that have a shape and a storage scheme, but no data."""
+"""A model on the meter: the family's own code over tensors that have a shape and a storage scheme but no data."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from bankfull.weights.source import ModelFiles, TensorSource
 
 META = torch.device("meta")
 HEAD = "head"
-"""Where the ledger keeps the operations that turn hidden states into scores: "head/linear", ..."""
+"""Prefix of the operations that compute logits in the ledger: "head/linear", ..."""
 
 
 def blank(scheme: Scheme, shape: tuple[int, ...]) -> QTensor:
-    """A tensor of a scheme, without data."""
+    """A tensor of a storage scheme, without data."""
     return QTensor(scheme, scheme.empty(shape, META), shape)
 
 
 class FileShapes:
-    """The tensors of a source, without their data; nothing counts as read there."""
+    """The tensors of a source without their data; the source is never read."""
 
     def __init__(self, source: TensorSource) -> None:
         self._source = source
@@ -65,15 +65,15 @@ class FileShapes:
         return [name for name in self._source.names() if name not in self.read]
 
     def release(self) -> None:
-        """Nothing was read."""
+        """Nothing to release: nothing was read."""
 
 
-class AskedShapes:
-    """Stands for the file of a model that has none: it holds what the layers ask for, in the schemes that `choose` says
-    for a name and a shape."""
+class RequestedShapes:
+    """Stands in for the file of a model that has none: provides every tensor that a layer requests, in the scheme that
+    `choose` returns for its name and shape."""
 
     def __init__(self, choose: Callable[[str, tuple[int, ...]], Scheme], optional: Collection[str] = ()) -> None:
-        """`optional`: tensors that are there although a layer need not have them."""
+        """`optional`: optional tensors that are present."""
         self._choose, self._optional = choose, optional
         self.read: dict[str, QTensor] = {}
 
@@ -81,7 +81,7 @@ class AskedShapes:
         return list(dict.fromkeys((*self._optional, *self.read)))
 
     def has(self, name: str) -> bool:
-        """Optional tensors are taken to be absent unless they were named; a layer that needs one asks for it."""
+        """Optional tensors count as absent unless listed; required ones are requested by their layer."""
         return name in self.read or name in self._optional
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ class AskedShapes:
             raise ModelError(f"Tensor {name} has no known shape without files; give a model directory or a .gguf file.")
         return self.read[name]
 
-    def ask(self, name: str, shape: tuple[int, ...]) -> None:
+    def request(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self.read:
             self.read[name] = blank(self._choose(name, shape), shape)
 
@@ -103,31 +103,31 @@ class AskedShapes:
         return []
 
     def release(self) -> None:
-        """Nothing was read."""
+        """Nothing to release: nothing was read."""
 
 
 @dataclass(frozen=True, slots=True)
-class _AskingBuild(Build):
-    """Tells the source which shape a layer asks for, before it asks."""
+class _RequestingBuild(Build):
+    """Registers the shape of each tensor with the source before a layer reads it."""
 
-    # The class is named in full: a dataclass with slots is a new class, which a bare super() does not know.
+    # Build is named explicitly: a dataclass with slots is a new class, so a bare super() fails.
 
     def weight(self, name: str, shape: tuple[int, ...]) -> QTensor:
-        self._ask(name, shape)
+        self._request(name, shape)
         return Build.weight(self, name, shape)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
-        self._ask(name, shape)
+        self._request(name, shape)
         return Build.tensor(self, name, shape, dtype)
 
-    def _ask(self, name: str, shape: tuple[int, ...]) -> None:
-        assert isinstance(self.source, AskedShapes)
-        self.source.ask(self._full(name), shape)
+    def _request(self, name: str, shape: tuple[int, ...]) -> None:
+        assert isinstance(self.source, RequestedShapes)
+        self.source.request(self._full(name), shape)
 
 
 def torch_dtype(name: str | None, model: ModelFiles | Config) -> torch.dtype:
-    """The dtype of the computation: as asked; else, as on a CPU, float32 for a GGUF file and the checkpoint's own for
-    the others."""
+    """The dtype of the computation: `name` if given; else, as on a CPU, float32 for a GGUF file and the checkpoint's
+    dtype for others."""
     saved = None
     if not isinstance(model, ModelFiles) or model.kind != "gguf":
         config = model.config if isinstance(model, ModelFiles) else model
@@ -140,7 +140,7 @@ def torch_dtype(name: str | None, model: ModelFiles | Config) -> torch.dtype:
 
 
 class MeteredModel:
-    """Built once, then asked for the cost of any step. No weight is read, no state is allocated."""
+    """Returns the cost of any step. Reads no weight and allocates no state."""
 
     def __init__(
         self,
@@ -153,45 +153,45 @@ class MeteredModel:
         kv_dtype: torch.dtype | None = None,
         activations: str = FLOAT,
         meter: Meter | None = None,
-        shapes: AskedShapes | None = None,
+        shapes: RequestedShapes | None = None,
     ) -> None:
-        """`scheme` stores the matrices of a bare configuration; a file has its own. `kv_dtype` stores keys and values:
-        None = as the computation. `activations` chooses between operations, as for a kit. `meter`: one that notes
-        more than costs. `shapes` stores each tensor of a bare configuration in a scheme of its own."""
-        self.shapes: FileShapes | AskedShapes
+        """`scheme`: storage of the matrices of a bare configuration; a file has its own. `kv_dtype`: dtype of the KV
+        cache; None = that of the computation. `activations` selects operations as in a kit. `meter`: a meter that
+        records more than costs. `shapes`: stores each tensor of a bare configuration in a scheme of its own."""
+        self.shapes: FileShapes | RequestedShapes
         if isinstance(model, ModelFiles):
             if scheme is not None:
-                raise ConfigError(f"scheme={scheme!r} cannot be chosen: {model.path.name} has the storage that it has.")
+                raise ConfigError(f"scheme={scheme!r} cannot be set: {model.path.name} defines its own; leave it out.")
             self.config: Config = model.config
             self.shapes = FileShapes(model.source)
         else:
             self.config = model
-            self.shapes = _asked(scheme, torch_dtype(dtype, model)) if shapes is None else shapes
+            self.shapes = _requested(scheme, torch_dtype(dtype, model)) if shapes is None else shapes
         self.dtype = torch_dtype(dtype, model)
         self.meter = meter or Meter()
         self.meter.activations = activations
-        kind = Build if isinstance(self.shapes, FileShapes) else _AskingBuild
+        kind = Build if isinstance(self.shapes, FileShapes) else _RequestingBuild
         build = kind(self.shapes, self.meter, self.dtype, META, expand, kv_dtype=kv_dtype)
         self.model = build_model(self.config, build)
         self.layout = layout_of(self.model.states(), page_tokens)
 
     @property
     def parameters(self) -> int:
-        """Numbers in the tensors that the model uses; a tied head counts once."""
+        """Elements of the tensors that the model uses; a tied head counts once."""
         return sum(prod(tensor.shape) for tensor in self.shapes.read.values())
 
     @property
     def bytes_by_scheme(self) -> dict[str, int]:
-        """As stored, by storage scheme, most bytes first."""
+        """Stored bytes by storage scheme, largest first."""
         found: dict[str, int] = {}
         for tensor in self.shapes.read.values():
             found[tensor.scheme.name] = found.get(tensor.scheme.name, 0) + tensor.nbytes
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def cost(self, step: StepShape) -> Ledger:
-        """What a step needs at the least, by operation; the head's under "head/"."""
+        """The minimum cost of a step by operation; the head's operations have the prefix "head/"."""
         batch = self._batch(step)
-        # One frame and one slot: costs follow from the batch, never from the size of the pools.
+        # One page and one slot suffice: costs depend on the batch, not on the size of the pools.
         states = Storage(self.layout, 1, 1, META).layers
         self.meter.take()
         with torch.inference_mode():
@@ -219,7 +219,7 @@ def dense_scheme(dtype: torch.dtype) -> Scheme:
     return next(SCHEMES[name] for name, stored in DTYPES.items() if stored == dtype)
 
 
-def _asked(scheme: str | None, dtype: torch.dtype) -> AskedShapes:
+def _requested(scheme: str | None, dtype: torch.dtype) -> RequestedShapes:
     vectors = dense_scheme(dtype)
     if scheme is not None and scheme not in SCHEMES:
         raise ConfigError(f"scheme={scheme!r} is unknown; use one of {', '.join(SCHEMES)}.")
@@ -228,4 +228,4 @@ def _asked(scheme: str | None, dtype: torch.dtype) -> AskedShapes:
     def choose(name: str, shape: tuple[int, ...]) -> Scheme:
         return matrices if len(shape) == 2 and shape[-1] % matrices.block == 0 else vectors
 
-    return AskedShapes(choose)
+    return RequestedShapes(choose)

@@ -1,4 +1,4 @@
-"""The shape of one step: all that its cost can depend on."""
+"""The shape of one step: everything its cost depends on."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from bankfull.errors import ConfigError
 from bankfull.types import Work
 
 LARGEST_STEP = 1 << 24
-"""Tokens; a bound on the memory that planning a step may take."""
+"""Tokens in a step at most; bounds the memory for costing it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """n sequences, each with the tokens that the step runs, its length afterwards, and what it leaves behind."""
+    """Per sequence: tokens that the step runs, length afterwards, recurrent states written."""
 
     counts: tuple[int, ...]
     lengths: tuple[int, ...]
     logits: int
-    """Tokens whose scores are computed."""
+    """Tokens whose logits are computed."""
     kept: tuple[int, ...] = ()
-    """Recurrent states written per sequence; one each when left out."""
+    """Recurrent states written per sequence; one each by default."""
 
     def __post_init__(self) -> None:
         kept = self.kept or (1,) * len(self.counts)
@@ -34,7 +34,7 @@ class StepShape:
                     f"A sequence cannot run {count} tokens, end at length {length} and keep {states} states."
                 )
         if not 0 <= self.logits <= self.tokens or self.tokens > LARGEST_STEP:
-            raise ConfigError(f"A step of {self.tokens} tokens with {self.logits} rows of scores cannot be costed.")
+            raise ConfigError(f"A step of {self.tokens} tokens with {self.logits} rows of logits cannot be costed.")
 
     @property
     def tokens(self) -> int:
@@ -42,17 +42,17 @@ class StepShape:
 
     @staticmethod
     def prefill(tokens: int, sequences: int = 1, past: int = 0) -> StepShape:
-        """`tokens` new tokens for each sequence behind `past` computed ones; scores for the last one."""
+        """`tokens` new tokens per sequence after `past` cached ones; logits for the last one."""
         return StepShape((tokens,) * sequences, (past + tokens,) * sequences, sequences)
 
     @staticmethod
     def decode(sequences: int = 1, context: int = 1) -> StepShape:
-        """One token for each sequence; it sees `context` tokens, itself included."""
+        """One token per sequence, which attends to `context` tokens including itself."""
         return StepShape((1,) * sequences, (context,) * sequences, sequences)
 
     @staticmethod
     def of(work: Sequence[Work]) -> StepShape:
-        """A planned step. Its lengths are the planner's: a lower bound while a step runs ahead of its results."""
+        """The shape of a planned step. Its lengths are lower bounds while the previous step is still running."""
         counts = tuple(w.count + w.drafts for w in work)
         return StepShape(
             counts,

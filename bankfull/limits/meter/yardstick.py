@@ -1,4 +1,4 @@
-"""The shortest time that steps of a loaded model can take on the machine that it runs on."""
+"""The shortest time of steps of a loaded model on the machine it runs on."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Yardstick:
     form: ClosedForm
     ceilings: Ceilings
     peak: float
-    """FLOP/s of the model's arithmetic."""
+    """Arithmetic peak in FLOP/s for the model's dtype and activations."""
 
     def seconds(self, found: np.ndarray) -> float:
-        """Of a step with these features."""
+        """Shortest time of a step with these features."""
         return self.least(self.form.cost_of(found))
 
     def least(self, cost: Cost) -> float:
@@ -44,14 +44,14 @@ class Yardstick:
 
 
 def yardstick_of(llm: LLM, *, measure: bool) -> Yardstick | None:
-    """None where the machine was never measured, and is not to be measured now, or has no room for it."""
+    """None if the machine has no cached ceilings and may not be measured now, or has no memory for it."""
     device = llm.loaded.device
     ceilings = machine.of_device(device) if measure else machine.known_of(device)
     return None if ceilings is None else yardstick_on(llm, ceilings)
 
 
 def yardstick_on(llm: LLM, ceilings: Ceilings) -> Yardstick:
-    """On a machine with these ceilings."""
+    """The same for given ceilings."""
     loaded = llm.loaded
     dtype, activations = str(loaded.build.dtype).removeprefix("torch."), loaded.kit.activations
     metered = MeteredModel(

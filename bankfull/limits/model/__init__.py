@@ -1,1 +1,1 @@
-"""What a model needs on any machine: memory, times, batch sizes, variants."""
+"""A model without its weights: memory, step times, batch sizes and variants on any machine."""

@@ -1,7 +1,8 @@
-"""What bounds a model on a machine: each operation of prefill and decode, the batch at which decoding turns from memory
-to arithmetic, what more sequences cost and give, and what other storage or another architecture would change.
+"""The roofline of a model on a machine.
 
-All of it is told by the meter from a configuration; no weight is read.
+Covers each operation of prefill and decode, the batch size at which decoding becomes compute-bound, throughput and
+latency by batch size, and what other storage or another architecture would change. The meter derives all of it from
+the configuration; no weight is read.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from math import ceil, inf
 from typing import Any
 
 from bankfull.errors import ConfigError
-from bankfull.limits.machine.targets import Machine
+from bankfull.limits.machine.targets import TargetMachine
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.meter.roofline import Bound, Roofline, roofline
 from bankfull.limits.meter.step import LARGEST_STEP, StepShape
@@ -25,31 +26,31 @@ from bankfull.ops.meter import Ledger
 
 MOST_BATCH = 1 << 20
 LINEAR = "linear"
-"""Part of the names of all operations that multiply with weights."""
+"""Substring of the names of all operations that multiply by weights."""
 NOTHING = 0.02
-"""Relative change that is not worth a line."""
+"""Relative change below which a variant is not listed."""
 LEAST_CURVE, MOST_CURVE = 64, 8192
-"""A curve reaches behind what memory holds and behind the turn to arithmetic, but at least and at most so far."""
+"""The batch curve extends past the memory limit and past the ridge point, within these bounds on the batch size."""
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
-    """The shortest time of a step on a machine, and what it is bound by."""
+class StepTime:
+    """The shortest time of a step on a machine, and what bounds it."""
 
     seconds: float
     bound: Bound
 
 
 class DecodeLine:
-    """The cost of decoding at one context as a function of the batch: a straight line, so two meter runs tell all."""
+    """Cost of a decode step at one context length. It is linear in the batch size, so two meter runs determine it."""
 
     def __init__(self, metered: MeteredModel, context: int, only: str = "") -> None:
-        """`only`: of the operations that have this in their names."""
+        """`only`: count only operations whose names contain this."""
         one, two = (_sum(metered.cost(StepShape.decode(batch, context)), only) for batch in (1, 2))
         self.each = Cost(two.flops - one.flops, two.read - one.read, two.write - one.write)
-        """What one more sequence adds."""
+        """Cost of one more sequence."""
         self.shared = Cost(one.flops - self.each.flops, one.read - self.each.read, one.write - self.each.write)
-        """What a step costs whoever takes part: the weights."""
+        """Cost that does not depend on the batch size: reading the weights."""
 
     def cost(self, batch: float) -> Cost:
         return self.shared + self.each * batch
@@ -61,9 +62,9 @@ def _sum(ledger: Ledger, only: str) -> Cost:
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """A machine's ceilings as one model meets them."""
+    """A machine's ceilings for one model's dtype and activation type."""
 
-    machine: Machine
+    machine: TargetMachine
     dtype: str
     activations: str
 
@@ -77,20 +78,20 @@ class Arithmetic:
 
     @property
     def doubts(self) -> list[str]:
-        """What has to be said beside every time here."""
+        """Caveats to print next to every time derived from these ceilings."""
         unmeasured = self.machine.ceilings.doubt(self.dtype, self.activations)
         return [*self.machine.doubts, *([] if unmeasured is None else [unmeasured])]
 
-    def timing(self, cost: Cost) -> Timing:
+    def timing(self, cost: Cost) -> StepTime:
         bandwidth = self.machine.ceilings.read_at(cost.read)
         bound: Bound = "arithmetic" if cost.flops / self.peak > cost.bytes / bandwidth else "memory"
-        return Timing(cost.seconds(self.peak, bandwidth), bound)
+        return StepTime(cost.seconds(self.peak, bandwidth), bound)
 
     def turning_batch(self, line: DecodeLine) -> int | None:
-        """The smallest batch whose step is bound by arithmetic; None where there is none.
+        """The smallest batch whose decode step is compute-bound; None if no batch is.
 
-        A step of B sequences takes (shared + B each) bytes / bandwidth for memory and B each FLOP / peak for
-        arithmetic. Where one sequence's own bytes already take longer than its arithmetic, no batch turns it.
+        A step of B sequences needs (shared + B each) bytes / bandwidth for memory and B each FLOP / peak for
+        arithmetic. If reading one sequence's own bytes takes longer than its arithmetic, every batch is memory-bound.
         """
         ceilings = self.machine.ceilings
         fast = ceilings.read_at(0.0)
@@ -119,21 +120,21 @@ def _is_arithmetic(cost: Cost, peak: float, bandwidth: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """Decoding with so many sequences at once."""
+    """Decoding at one batch size."""
 
     batch: int
     seconds: float
-    """Of a step: the time per token of each sequence."""
+    """Step time, which is the time per token of each sequence."""
     tokens_per_s: float
-    """Of all of them together."""
+    """Throughput of all sequences together."""
     bound: Bound
     bytes: int
-    """Of memory: weights and state."""
+    """Memory for weights, state and the step's intermediate results."""
     fits: bool | None
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class PhaseRoofline:
     title: str
     phase: str
     sequences: int
@@ -160,18 +161,18 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A variant beside the model as it is."""
+    """A variant compared with the model as configured."""
 
     name: str
     options: dict[str, str]
     trained: bool
     weight_bytes: int
     state_bytes: int
-    """Per sequence."""
+    """Bytes per sequence."""
     seconds: float
-    """Of a decode step at the first batch and context."""
+    """Time of a decode step at the first batch and context."""
     gain: float
-    """The model's own time divided by that."""
+    """Speed-up over the model as configured."""
     turning_batch: int | None
     most_sequences: int | None
     bound: Bound
@@ -181,8 +182,8 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """Which steps are looked at."""
+class RooflineQuery:
+    """The steps to analyse."""
 
     batches: tuple[int, ...] = (1,)
     contexts: tuple[int, ...] = (1024,)
@@ -205,37 +206,39 @@ class Question:
     def fits(self, longest: int) -> None:
         wanted = max(*self.contexts, self.prompt)
         if wanted > longest:
-            raise ConfigError(f"A context of {wanted} tokens is more than the {longest} that this model was made for.")
+            raise ConfigError(
+                f"A context of {wanted} tokens exceeds the {longest} that this model supports; shorten it."
+            )
 
 
 class ModelRoofline:
-    """One model on one machine; each part is worked out when it is asked for."""
+    """One model on one machine; each part is computed on first use."""
 
-    def __init__(self, recipe: Recipe, machine: Machine, question: Question) -> None:
-        self.recipe, self.machine, self.question = recipe, machine, question
+    def __init__(self, recipe: Recipe, machine: TargetMachine, query: RooflineQuery) -> None:
+        self.recipe, self.machine, self.query = recipe, machine, query
         self.metered = recipe.metered()
-        question.fits(self.metered.model.max_positions)
+        query.fits(self.metered.model.max_positions)
         self.arithmetic = Arithmetic(machine, recipe.dtype_name, recipe.activations)
 
     @cached_property
-    def phases(self) -> list[Phase]:
-        prompt = self.question.prompt
+    def phases(self) -> list[PhaseRoofline]:
+        prompt = self.query.prompt
         found = [self._phase(f"prefill of {prompt} tokens", "prefill", StepShape.prefill(prompt), prompt)]
-        for context in self.question.contexts:
-            for batch in self.question.batches:
+        for context in self.query.contexts:
+            for batch in self.query.batches:
                 title = f"decode, {batch} sequence{'s' * (batch > 1)} at context {context}"
                 found.append(self._phase(title, "decode", StepShape.decode(batch, context), context))
         return found
 
-    def _phase(self, title: str, phase: str, step: StepShape, context: int) -> Phase:
+    def _phase(self, title: str, phase: str, step: StepShape, context: int) -> PhaseRoofline:
         found = roofline(
             self.metered.cost(step), self.machine.ceilings, self.recipe.dtype_name, self.recipe.activations
         )
-        return Phase(title, phase, len(step.counts), step.tokens, context, found)
+        return PhaseRoofline(title, phase, len(step.counts), step.tokens, context, found)
 
     @cached_property
     def line(self) -> DecodeLine:
-        return DecodeLine(self.metered, self.question.context)
+        return DecodeLine(self.metered, self.query.context)
 
     @cached_property
     def turning_batch(self) -> int | None:
@@ -243,22 +246,22 @@ class ModelRoofline:
 
     @cached_property
     def linear_turning_batch(self) -> int | None:
-        """Of the linear layers alone: what a sequence remembers does not count."""
-        return self.arithmetic.turning_batch(DecodeLine(self.metered, self.question.context, LINEAR))
+        """The same for the linear layers alone, without the KV cache and other state."""
+        return self.arithmetic.turning_batch(DecodeLine(self.metered, self.query.context, LINEAR))
 
     @cached_property
     def memory(self) -> Memory:
-        question, batch = self.question, max(self.question.batches)
-        steps = StepShape.prefill(question.prompt), StepShape.decode(batch, question.context)
+        query, batch = self.query, max(self.query.batches)
+        steps = StepShape.prefill(query.prompt), StepShape.decode(batch, query.context)
         largest = max(steps, key=lambda step: step.tokens)
-        return memory_of(self.recipe, batch, question.context, largest, self.machine.memory)
+        return memory_of(self.recipe, batch, query.context, largest, self.machine.memory)
 
     @cached_property
     def curve(self) -> list[CurvePoint]:
         return [self.point(batch) for batch in self._curve_batches()]
 
     def _curve_batches(self) -> Iterator[int]:
-        reach = max(LEAST_CURVE, *self.question.batches, self.turning_batch or 0, self.memory.most_sequences or 0)
+        reach = max(LEAST_CURVE, *self.query.batches, self.turning_batch or 0, self.memory.most_sequences or 0)
         reach = min(MOST_CURVE, 2 * reach)
         batch = 1
         while batch <= reach:
@@ -273,7 +276,7 @@ class ModelRoofline:
 
     @cached_property
     def changes(self) -> list[Change]:
-        batch = self.question.batches[0]
+        batch = self.query.batches[0]
         own = self.point(batch).seconds
         found = [
             self._change(v.name, dict(v.options), v.trained, v.recipe, batch, own)
@@ -282,14 +285,14 @@ class ModelRoofline:
         return [change for change in found if self._differs(change)]
 
     def _differs(self, change: Change) -> bool:
-        """A window as long as the context changes nothing."""
+        """False for a variant without effect, such as a window as long as the context."""
         before = self.memory.state_per_sequence
         return abs(change.gain - 1) > NOTHING or abs(change.state_bytes - before) > NOTHING * before
 
     def _change(
         self, name: str, options: dict[str, str], trained: bool, recipe: Recipe, batch: int, own: float
     ) -> Change:
-        metered, context = recipe.metered(), self.question.context
+        metered, context = recipe.metered(), self.query.context
         line = DecodeLine(metered, context)
         arithmetic = Arithmetic(self.machine, recipe.dtype_name, recipe.activations)
         timing = arithmetic.timing(line.cost(batch))
@@ -320,7 +323,7 @@ class ModelRoofline:
             "peak_flops": self.arithmetic.peak if self.arithmetic.measured else None,
             "phases": [phase.as_json() for phase in self.phases],
             "memory": self.memory.as_json(),
-            "context": self.question.context,
+            "context": self.query.context,
             "turning_batch": self.turning_batch,
             "linear_turning_batch": self.linear_turning_batch,
             "curve": [asdict(point) for point in self.curve],
@@ -329,8 +332,8 @@ class ModelRoofline:
 
 
 def numbers(text: str, what: str) -> tuple[int, ...]:
-    """ "1,8,32" """
+    """Parse comma-separated integers: "1,8,32"."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"{what} is {text[:40]!r}; give whole numbers with commas between them.") from None
+        raise ConfigError(f"{what} is {text[:40]!r}; give whole numbers separated by commas.") from None

@@ -1,28 +1,28 @@
-"""A model's limits as pictures: its operations under the roof, and what batching costs and gives."""
+"""Charts of a model's roofline: its operations under the roof, and latency and throughput by batch size."""
 
 from __future__ import annotations
 
 from bankfull.limits.charts import Axis, Chart, Mark, Series
-from bankfull.limits.machine.roofline_chart import roofline_chart
-from bankfull.limits.meter.roofline import Entry
+from bankfull.limits.machine.charts import roofline_chart
+from bankfull.limits.meter.roofline import RooflineEntry
 from bankfull.limits.model.bounds import ModelRoofline
 
 NAMED = 0.02
-"""Share of a step from which on an operation is named in the picture."""
+"""Share of the step time from which an operation is labelled in the chart."""
 
 
 def charts_of(found: ModelRoofline) -> dict[str, Chart]:
-    """By the name of the file that each would be kept in."""
+    """Charts by file name, without a suffix."""
     return {
         "roofline": roof(found),
         "latency": latency(found),
         "throughput": throughput(found),
-        "trade-off": trade(found),
+        "trade-off": trade_off(found),
     }
 
 
 def roof(found: ModelRoofline) -> Chart:
-    """Every operation at its intensity, as high as the machine lets it."""
+    """Every operation at its arithmetic intensity and its highest reachable rate."""
     peak = found.arithmetic.peak
     bandwidth = found.phases[-1].roofline.bytes_per_second
     series, marks, roofs = [], [], {}
@@ -31,7 +31,7 @@ def roof(found: ModelRoofline) -> Chart:
         marks.append(Mark(ridge, peak, f"ridge: {ridge:.3g} FLOP/byte"))
         roofs[f"the machine's limit in {found.arithmetic.dtype}"] = peak
     for phase in found.phases:
-        entries = [entry for entry in phase.roofline.entries if _has_place(entry)]
+        entries = [entry for entry in phase.roofline.entries if _has_intensity(entry)]
         points = [(e.cost.intensity, e.cost.flops / e.seconds) for e in entries]
         series.append(Series(phase.title, points, kind="points"))
         short = phase.phase if phase.phase == "prefill" else f"decode {phase.sequences}"
@@ -40,39 +40,39 @@ def roof(found: ModelRoofline) -> Chart:
     return roofline_chart(f"Roofline on {found.machine.name}", roofs, bandwidth, marks=marks, points=series)
 
 
-def _has_place(entry: Entry) -> bool:
-    """Work without arithmetic, or without memory, has no intensity to be placed at."""
+def _has_intensity(entry: RooflineEntry) -> bool:
+    """An operation without arithmetic, or without memory traffic, has no arithmetic intensity."""
     return entry.cost.flops > 0 and entry.cost.bytes > 0 and entry.seconds > 0
 
 
 def latency(found: ModelRoofline) -> Chart:
     points = [(point.batch, point.seconds) for point in found.curve]
     return Chart(
-        f"Time per token at context {found.question.context}, at best",
+        f"Time per token at context {found.query.context}, at best",
         Axis("sequences at once", log=True),
         Axis("time per token", log=True, unit="s"),
         [Series("decode", points)],
-        _turns(found, dict(points)),
+        _ridge_marks(found, dict(points)),
     )
 
 
 def throughput(found: ModelRoofline) -> Chart:
     points = [(point.batch, point.tokens_per_s) for point in found.curve]
     return Chart(
-        f"Tokens per second at context {found.question.context}, at best",
+        f"Tokens per second at context {found.query.context}, at best",
         Axis("sequences at once", log=True),
         Axis("all sequences together", log=True, unit="tokens/s"),
         [Series("decode", points)],
-        _turns(found, dict(points)),
+        _ridge_marks(found, dict(points)),
     )
 
 
-def trade(found: ModelRoofline) -> Chart:
-    """What each user waits against what all get."""
+def trade_off(found: ModelRoofline) -> Chart:
+    """Throughput over latency per token, one point per batch size."""
     points = [(point.seconds, point.tokens_per_s) for point in found.curve]
     marks = [Mark(p.seconds, p.tokens_per_s, str(p.batch)) for p in found.curve]
     return Chart(
-        f"Throughput against latency at context {found.question.context}, by sequences at once",
+        f"Throughput against latency at context {found.query.context}, by sequences at once",
         Axis("time per token", log=True, unit="s"),
         Axis("all sequences together", log=True, unit="tokens/s"),
         [Series("decode", points)],
@@ -80,7 +80,7 @@ def trade(found: ModelRoofline) -> Chart:
     )
 
 
-def _turns(found: ModelRoofline, drawn: dict[int, float]) -> list[Mark]:
+def _ridge_marks(found: ModelRoofline, drawn: dict[int, float]) -> list[Mark]:
     marks = []
     whole = next((p for p in reversed(found.curve) if p.fits), None)
     if whole is not None and any(p.fits is False for p in found.curve):

@@ -1,4 +1,4 @@
-"""What a model is, and what a token of it costs, told from its files without reading a weight."""
+"""Description of a model and its cost per token, from its files, without reading a weight."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DECODE_CONTEXTS = (1, 1024)
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """None where the architecture has no such thing."""
+    """Dimensions; None where the architecture does not have one."""
 
     hidden: int
     heads: int | None
@@ -31,7 +31,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class PagedState:
-    """State that grows by `token_bytes` with each token, up to the window where there is one."""
+    """State that grows by `token_bytes` per token, up to the attention window if there is one."""
 
     layers: int
     window: int | None
@@ -41,11 +41,11 @@ class PagedState:
 @dataclass(frozen=True, slots=True)
 class StateInfo:
     token_bytes: int
-    """Of all layers, while no window has been left."""
+    """Bytes per token over all layers, while the context is shorter than every window."""
     paged: tuple[PagedState, ...]
     recurrent_layers: int
     slot_bytes: int
-    """Of constant size per sequence: what recurrent layers remember."""
+    """Bytes of recurrent state, constant per sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ class TokenizerInfo:
 
 @dataclass(frozen=True, slots=True)
 class TokenCost:
-    """What a step needs at the least, divided by its tokens."""
+    """The minimum cost of a step divided by its tokens."""
 
     phase: str
     tokens: int
     context: int
-    """Tokens that the last one sees, itself included."""
+    """Tokens visible to the last token, including itself."""
     flops: float
     bytes: float
 
@@ -77,14 +77,14 @@ class ModelInfo:
     parameters: int
     bytes_by_scheme: dict[str, int]
     total_bytes: int
-    """Of the tensors that the model uses, as stored."""
+    """Stored bytes of the tensors that the model uses."""
     dtype: str
-    """Of the computation and of the state, for which the figures below hold."""
+    """Dtype of computation and state that the figures below assume."""
     state: StateInfo
     context_length: int
     tokenizer: TokenizerInfo | None
     tokenizer_problem: str | None
-    """Why there is no tokenizer."""
+    """Why the tokenizer could not be loaded."""
     chat_template: bool
     costs: tuple[TokenCost, ...]
 
@@ -118,7 +118,7 @@ def describe(files: ModelFiles, *, dtype: str | None = None) -> ModelInfo:
 
 def _shape(metered: MeteredModel, config: Mapping[str, Any]) -> ModelShape:
     level = {**config, **(config.get("text_config") or {})}
-    # Asked of the layers where they know it: configurations leave out what follows from other values.
+    # Layers know their head counts; configurations may leave out values that follow from others.
     heads = next((heads for mixer in metered.model.mixers if (heads := getattr(mixer, "heads", None))), None)
     ffn = level.get("intermediate_size") or level.get("ffn_dim")
     return ModelShape(
@@ -140,7 +140,7 @@ def _state(layout: Layout) -> StateInfo:
 
 
 def _tokenizer(files: ModelFiles) -> tuple[TokenizerInfo | None, str | None, bool]:
-    """A model without a usable tokenizer can still be described; the reason is part of the description."""
+    """A model without a usable tokenizer is still described, with the reason."""
     try:
         tokenizer, template = load_tokenizer(files)
     except ModelError as error:

@@ -1,4 +1,4 @@
-"""What a model takes of a device's memory: weights, what sequences remember, and what a step holds while it runs."""
+"""Memory that a model needs on a device: weights, state of the sequences, and a step's intermediate results."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from bankfull.state.spec import Layout
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """In bytes, for a number of sequences at one context length."""
+    """Bytes for a batch of sequences at one context length."""
 
     weights: int
     state_per_sequence: int
     state: int
     step: int
-    """What a step's operations hold at once, at the most; kernels that join operations need less, others more."""
+    """Peak of the intermediate results of a step. Fused kernels need less; kernels with scratch memory need more."""
     room: int | None
-    """Of the device; None = unknown."""
+    """Memory of the device; None = unknown."""
 
     @property
     def peak(self) -> int:
@@ -40,7 +40,7 @@ class Memory:
 
     @property
     def most_sequences(self) -> int | None:
-        """Of this length, beside the weights."""
+        """Sequences of this length that fit next to the weights."""
         if self.room is None or not self.state_per_sequence:
             return None
         return max(0, (self.room - self.weights - self.step) // self.state_per_sequence)
@@ -59,14 +59,14 @@ class Memory:
 
 
 def memory_of(recipe: Recipe, batch: int, context: int, step: StepShape, room: int | None) -> Memory:
-    """`step`: the largest that is run."""
-    noting = Peaks()
-    metered = recipe.metered(noting)
+    """`step`: the largest step to run."""
+    meter = PeakMeter()
+    metered = recipe.metered(meter)
     weights = sum(_weight_bytes(recipe, tensor) for tensor in metered.shapes.read.values())
     each = sequence_bytes(metered.layout, context)
-    noting.begin()
+    meter.begin()
     metered.cost(step)
-    return Memory(weights, each, batch * each, noting.peak, room)
+    return Memory(weights, each, batch * each, meter.peak, room)
 
 
 def weight_bytes(recipe: Recipe) -> int:
@@ -74,7 +74,7 @@ def weight_bytes(recipe: Recipe) -> int:
 
 
 def _weight_bytes(recipe: Recipe, tensor: Any) -> int:
-    """As it lies in memory: in its blocks, or dense in the dtype that it is multiplied in."""
+    """Bytes in memory: quantized as stored, or dense in the dtype of the multiplication."""
     if not tensor.scheme.is_dense:
         return int(tensor.nbytes)
     dtype = recipe.matrices if len(tensor.shape) == 2 else recipe.dtype
@@ -82,13 +82,13 @@ def _weight_bytes(recipe: Recipe, tensor: Any) -> int:
 
 
 def sequence_bytes(layout: Layout, context: int) -> int:
-    """Whole pages of what is still in sight, and two recurrent slots: a step reads one and writes the other."""
+    """Whole KV pages inside the window, and two recurrent slots: a step reads one and writes the other."""
     pages = layout.frames_for(context, 1) * layout.frame_bytes
     return pages + (0 if layout.recurrent is None else 2 * layout.recurrent.slot_bytes)
 
 
-class Peaks(Meter):
-    """A meter that also knows how many bytes of results are alive at once."""
+class PeakMeter(Meter):
+    """A meter that also tracks the bytes of results alive at once."""
 
     def __init__(self) -> None:
         Meter.__init__(self)
@@ -96,22 +96,22 @@ class Peaks(Meter):
         self._held: set[int] = set()
 
     def begin(self) -> None:
-        """What lives longer than a step, such as weights, is not counted."""
+        """Restart the count; tensors that outlive a step, such as weights, are not included."""
         self.alive = self.peak = 0
 
     def bind(self, operation: Operation, **facts: Any) -> Function:
         run = Meter.bind(self, operation, **facts)
 
-        def noting(*args: Any, **kwargs: Any) -> Any:
+        def counting(*args: Any, **kwargs: Any) -> Any:
             made = run(*args, **kwargs)
             for tensor in _tensors(made):
                 self._hold(tensor)
             return made
 
-        return noting
+        return counting
 
     def _hold(self, tensor: Tensor) -> None:
-        """Until its storage is gone, whichever view of it lives longest."""
+        """Count a storage once, until its last view is gone."""
         storage = tensor.untyped_storage()
         size = storage.nbytes()
         if id(storage) not in self._held:

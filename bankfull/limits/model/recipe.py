@@ -1,4 +1,4 @@
-"""A model as an engine would run it, without its weights: the configuration, how each tensor is stored, the dtypes."""
+"""A model as the engine would run it, without its weights: configuration, storage scheme of each tensor, dtypes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bankfull.config import RunConfig
 from bankfull.errors import ConfigError, ModelError
 from bankfull.layers.attention import Attention
 from bankfull.layers.build import Build
-from bankfull.limits.meter.metered import AskedShapes, MeteredModel, dense_scheme
+from bankfull.limits.meter.metered import MeteredModel, RequestedShapes, dense_scheme
 from bankfull.loading import choose_arithmetic, choose_kv_dtype
 from bankfull.models.registry import Config, family_of
 from bankfull.ops.meter import Meter
@@ -31,22 +31,22 @@ from bankfull.weights.source import ModelFiles, open_model
 class Recipe:
     files: ModelFiles
     run: RunConfig
-    """What was asked for; the fields below are what it came to."""
+    """The options given by the user; the fields below are the values chosen from them."""
     config: Config
     schemes: Mapping[str, Scheme]
-    """By the names of tensors; what is not here is dense."""
+    """Storage scheme by tensor name; tensors not listed are dense."""
     dtype: torch.dtype
-    """Of the computation."""
+    """Dtype of the computation."""
     kv_dtype: torch.dtype
     activations: str = FLOAT
     windows: tuple[int | None, ...] | None = None
-    """How far back each layer sees; None = as the configuration says."""
+    """Attention window of each layer; None = as configured."""
 
     @staticmethod
     def of_build(files: ModelFiles, build: Build) -> Recipe:
-        """Of a model that is loaded."""
+        """The recipe of a loaded model."""
         dtype = str(build.dtype).removeprefix("torch.")
-        # What was chosen by `auto` is chosen again for other storage; a wider computation stays as it is.
+        # Other storage repeats the choices of `auto`; an explicit float computation is kept.
         run = RunConfig(dtype=dtype, activations=FLOAT) if build.kit.activations == FLOAT else RunConfig()
         schemes = {} if build.expand else {name: files.source.scheme(name) for name in files.source.names()}
         return Recipe(files, run, files.config, schemes, build.dtype, build.pages, build.kit.activations)
@@ -57,12 +57,12 @@ class Recipe:
 
     @property
     def matrices(self) -> torch.dtype:
-        """Of those that are not in blocks, while they are multiplied."""
+        """Dtype in which matrices that are not quantized are multiplied."""
         return torch.bfloat16 if self.activations == BF16 else self.dtype
 
     @property
-    def blocks(self) -> list[str]:
-        """The quantized types that it is stored in."""
+    def quantized_types(self) -> list[str]:
+        """The quantized storage types in use."""
         return sorted({scheme.name for scheme in self.schemes.values() if not scheme.is_dense})
 
     def metered(self, meter: Meter | None = None) -> MeteredModel:
@@ -78,15 +78,15 @@ class Recipe:
             kv_dtype=self.kv_dtype,
             activations=self.activations,
             meter=meter,
-            shapes=AskedShapes(choose, self.schemes),
+            shapes=RequestedShapes(choose, self.schemes),
         )
         if self.windows is not None:
-            _see(made, self.windows)
+            _set_windows(made, self.windows)
         return made
 
 
-def _see(metered: MeteredModel, windows: tuple[int | None, ...]) -> None:
-    """Layers look back as far as `windows` says. Families know only their own pattern, so their layers are changed."""
+def _set_windows(metered: MeteredModel, windows: tuple[int | None, ...]) -> None:
+    """Set the attention window of each layer. Model families know only their own pattern, so the layers are changed."""
     for mixer, window in zip(metered.model.mixers, windows, strict=True):
         if isinstance(mixer, Attention) and isinstance(pages := mixer.states[0], Paged):
             mixer.heads = replace(mixer.heads, window=window)
@@ -94,31 +94,31 @@ def _see(metered: MeteredModel, windows: tuple[int | None, ...]) -> None:
     metered.layout = layout_of(metered.model.states(), metered.layout.block_tokens)
 
 
-def open_subject(name: str) -> ModelFiles | Config:
-    """A model's files, or its configuration where there are no weights: a config.json is enough, and of a hub id
-    nothing else is downloaded."""
+def open_model_or_config(name: str) -> ModelFiles | Config:
+    """Open a model's files, or only its configuration: a config.json is enough, and for a hub id nothing else is
+    downloaded."""
     path = Path(name).expanduser()
     if path.suffix == ".json" and path.is_file():
-        return _configuration(path)
+        return _read_config(path)
     if path.is_dir() and (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
-        return _configuration(path / "config.json")
+        return _read_config(path / "config.json")
     if looks_like_hub_id(name) and not name.endswith(".gguf") and not path.exists() and not path.parent.is_dir():
         config = config_from_hub(name)
         if config is not None:
-            return _configuration(config)
+            return _read_config(config)
     return open_model(locate(name))
 
 
-def _configuration(path: Path) -> Config:
+def _read_config(path: Path) -> Config:
     config = normalize_config(read_json(path))
     family_of(config)
     return config
 
 
 def recipe_of(model: ModelFiles | Config, device: str, run: RunConfig | None = None) -> Recipe:
-    """As the engine would run it on a kind of device ("cpu", "cuda") with these options."""
+    """The recipe that the engine would choose on a kind of device ("cpu", "cuda") with these options."""
     run = run or RunConfig()
-    files = unrounded = model if isinstance(model, ModelFiles) else imagined(model)
+    files = unrounded = model if isinstance(model, ModelFiles) else files_for_config(model)
     if run.quantize is not None:
         if found := block_types(files.source):
             raise ConfigError(
@@ -133,10 +133,13 @@ def recipe_of(model: ModelFiles | Config, device: str, run: RunConfig | None = N
     return Recipe(unrounded, run, files.config, schemes, dtype, pages, activations)
 
 
-def imagined(config: Config) -> ModelFiles:
-    """The files that a configuration would have: all tensors dense, in the dtype that it names."""
+def files_for_config(config: Config) -> ModelFiles:
+    """The files that a configuration would have: all tensors dense, in the configured dtype."""
     saved = str(config.get("dtype") or "bfloat16").removeprefix("torch.")
-    if saved not in {str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}:
-        raise ModelError(f"The configuration names the dtype {saved[:40]!r}, which is unknown.")
+    known = {str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
+    if saved not in known:
+        raise ModelError(
+            f"The configuration has the unknown dtype {saved[:40]!r}; use one of {', '.join(sorted(known))}."
+        )
     shapes = MeteredModel(config, dtype=saved).shapes
     return ModelFiles(Path("config.json"), "hf", {**config, "dtype": saved}, shapes, {}, {})

@@ -1,4 +1,4 @@
-"""The same model stored in fewer bytes, or built another way: further models on the meter."""
+"""Variants of a model for comparison: stored in fewer bytes, or with another attention architecture."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from bankfull.layers.attention import Attention
 from bankfull.limits.meter.metered import MeteredModel
 from bankfull.limits.model.memory import weight_bytes
-from bankfull.limits.model.recipe import Recipe, imagined, recipe_of
+from bankfull.limits.model.recipe import Recipe, files_for_config, recipe_of
 from bankfull.models.registry import Config
 
 WIDTHS = ("int8", "int4")
 LOCAL_WINDOW, LOCAL_PERIOD = 1024, 6
-"""Gemma 3's pattern: one layer in six sees everything, the others the last 1024 tokens."""
+"""Gemma 3's pattern: one layer in six attends to all tokens, the others to the last 1024."""
 WORTH_IT = 0.9
-"""Of the bytes: what is left of them must be less."""
+"""Fraction of the weight bytes kept; a quantized variant must be below it."""
 SHARING = 4
-"""Query heads for each key head, in a variant of a model that shares none."""
+"""Query heads per key head in the GQA variant of a model without GQA."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +28,17 @@ class Variant:
     name: str
     recipe: Recipe
     options: Mapping[str, str] = field(default_factory=dict)
-    """Of the engine, that make it so; none for what a model must be trained for, or stored as."""
+    """Engine options that produce the variant; empty if the model must be trained or stored differently."""
     trained: bool = False
-    """Is it another model?"""
+    """Whether the variant needs another trained model."""
 
 
 def variants_of(base: Recipe, device: str) -> Iterator[Variant]:
-    """Of each kind one or two; nothing that the model has already."""
+    """One or two variants of each kind, without those the model already has."""
     metered = base.metered()
     yield from stored_otherwise(base, metered, device)
-    yield from shared_otherwise(base, metered)
-    yield from seen_otherwise(base, metered)
+    yield from with_other_key_heads(base, metered)
+    yield from with_other_windows(base, metered)
 
 
 # -- the same weights and state in fewer bytes
@@ -55,18 +55,18 @@ def stored_otherwise(base: Recipe, metered: MeteredModel, device: str) -> Iterat
             both = replace(narrower[-1].recipe, kv_dtype=torch.int8)
             options = {**narrower[-1].options, **pages.options} if narrower[-1].options else {}
             yield Variant(f"{narrower[-1].name} and int8 keys and values", both, options)
-    if base.blocks:
+    if base.quantized_types:
         yield Variant("not quantized", unquantized(base, device))
 
 
 def quantized(base: Recipe, width: str, device: str) -> Variant | None:
-    """Matrices in `width`, as the option of that name rounds them; None where that saves little."""
-    # A file in blocks is not rounded a second time: a smaller one, of the same model, has to be had.
-    files = imagined(base.config) if base.blocks else base.files
+    """Matrices quantized as by --quantize; None if that saves little."""
+    # A quantized file is not quantized again: the user needs a smaller file of the same model.
+    files = files_for_config(base.config) if base.quantized_types else base.files
     made = recipe_of(files, device, replace(base.run, quantize=width))
     if weight_bytes(made) >= WORTH_IT * weight_bytes(base):
         return None
-    return Variant(f"{width} weights", made, {} if base.blocks else {"quantize": width})
+    return Variant(f"{width} weights", made, {} if base.quantized_types else {"quantize": width})
 
 
 def with_int8_pages(base: Recipe, metered: MeteredModel) -> Variant | None:
@@ -76,15 +76,15 @@ def with_int8_pages(base: Recipe, metered: MeteredModel) -> Variant | None:
 
 
 def unquantized(base: Recipe, device: str) -> Recipe:
-    """As checkpoints come."""
-    return recipe_of(imagined(base.config), device, replace(base.run, quantize=None, activations="auto"))
+    """The model as an unquantized checkpoint."""
+    return recipe_of(files_for_config(base.config), device, replace(base.run, quantize=None, activations="auto"))
 
 
 # -- another model
 
 
-def shared_otherwise(base: Recipe, metered: MeteredModel) -> Iterator[Variant]:
-    """How many query heads read the same keys."""
+def with_other_key_heads(base: Recipe, metered: MeteredModel) -> Iterator[Variant]:
+    """Other numbers of key heads: MHA, GQA, MQA."""
     heads = next((mixer.heads for mixer in metered.model.mixers if isinstance(mixer, Attention)), None)
     if heads is None:
         return
@@ -105,12 +105,12 @@ def _with_key_heads(config: Config, count: int) -> dict[str, Any]:
 
 
 def _takes_key_heads(recipe: Recipe, count: int) -> bool:
-    """Some families have no such setting."""
+    """Some families ignore num_key_value_heads."""
     return all(m.heads.kv == count for m in recipe.metered().model.mixers if isinstance(m, Attention))
 
 
-def seen_otherwise(base: Recipe, metered: MeteredModel) -> Iterator[Variant]:
-    """How far back layers see."""
+def with_other_windows(base: Recipe, metered: MeteredModel) -> Iterator[Variant]:
+    """Other attention windows."""
     windows = [mixer.heads.window if isinstance(mixer, Attention) else None for mixer in metered.model.mixers]
     if not any(isinstance(mixer, Attention) for mixer in metered.model.mixers):
         return

@@ -1,15 +1,15 @@
-"""How far the client's figures are from what a stamped server did, as quantiles: for a machine that is left alone.
+"""Errors of the client's figures compared with a timestamping server, as quantiles; needs an idle machine.
 
     python -m tests.bench.load.accuracy --rate 200 --seconds 20 --tokens 20
-    python -m tests.bench.load.accuracy --standstill 25     # and if the machine runs others for so many milliseconds?
+    python -m tests.bench.load.accuracy --standstill 25     # with stalls of that many milliseconds
 
-The truth is the kernel's on the server's side (witness.py): when a request's bytes had come, and when a token's left.
-The client counts from when a request was due, so that is where the same figures of the server begin. A client that is
-late to send tells the truth about it, and still does not what it promised; so those that came to the server late are
-counted beside, as figures that are off when the server's begin where the request came.
+The reference is the kernel's timestamps on the server's side (witness.py): when a request's bytes arrived, and when a
+token's left. The client counts from when a request was due, so the server's figures start there too. A client that
+sends late reports it correctly, but breaks its schedule; such requests are counted separately, as figures that are off
+if the server's start with the arrival of the request.
 
-Both processes note when they did not run although they had to. What is off is laid to the machine only where such a
-moment lies at the request's sending, its arrival, or its first or last token; all else is the client's.
+Both processes record their stalls. An error is charged to the machine only if a stall coincides with the request's
+sending, its arrival, or its first or last token; all other errors are the client's.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from functools import partial
 from time import monotonic, process_time, sleep
 
 from bankfull.bench.load.arrivals import Arrivals
-from bankfull.bench.load.client import Asking, Client, Outcome, Work
+from bankfull.bench.load.client import LoadClient, LoopMain, Outcome, RequestOptions
 from bankfull.bench.load.clock import run_precisely
 from bankfull.bench.load.stalls import Stall, sums, worst_at
 from bankfull.limits.statistics import quantile
-from tests.bench.load.kit import asking, figures, notes_of, off, stamped
+from tests.bench.load.kit import figures, make_conversations, notes_of, off, stamped
 
 EVERY = 0.2
-"""Seconds between two standstills on purpose."""
+"""Seconds between two deliberate stalls."""
 SHARES = (0.0, 0.5, 0.9, 0.99, 0.999, 1.0)
 
 
 Stalls = tuple[Sequence[Stall], Sequence[Stall]]
-"""The client's, and the server's; like all times here, from the beginning of the run."""
+"""Stalls of the client and of the server; like all times here, from the start of the run."""
 
 
 def cause(one: Outcome, stalls: Stalls) -> str:
-    """The longest stall at a moment that one of its figures hangs on."""
+    """The longest stall that affects one of its figures."""
     assert one.sent is not None
     moments = one.sent, one.times[0], one.ended
     found = [
@@ -65,8 +65,8 @@ def show_stalls(who: str, stalls: Sequence[Stall]) -> None:
         )
 
 
-def disturbed(work: Work, seconds: float) -> None:
-    """A client's run in which its loop stands still again and again."""
+def disturbed(work: LoopMain, seconds: float) -> None:
+    """A run of the client with repeated deliberate stalls."""
 
     def stand_still() -> None:
         sleep(seconds)
@@ -90,8 +90,8 @@ def main() -> None:
     count = round(asked.rate * asked.seconds)
     with stamped(wait=0.03, gap=0.01) as server:
         begun, used = monotonic(), process_time()
-        client = Client(server, Asking(), run)
-        outcomes = client.run(asking(asked.tokens, count), Arrivals(asked.rate).offsets(count, 0))
+        client = LoadClient(server, RequestOptions(), run)
+        outcomes = client.run(make_conversations(asked.tokens, count), Arrivals(asked.rate).offsets(count, 0))
         share = (process_time() - used) / (monotonic() - begun)
         notes = notes_of(server)
     accounts = [notes.accounts[one.text] for one in outcomes]

@@ -1,4 +1,4 @@
-"""What the tests of the client share: the stamped server as a process, and outcomes made by hand."""
+"""Helpers for the tests of the client: the timestamping server as a process, and outcomes made by hand."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bankfull.bench.load.client import Asking, Client, Outcome
-from bankfull.bench.load.server import Server, parse_address
+from bankfull.bench.load.client import LoadClient, Outcome, RequestOptions
+from bankfull.bench.load.server import ServerUnderTest, parse_address
 from bankfull.bench.load.stalls import Stall
-from bankfull.bench.load.workloads import Conversation, Turn
+from bankfull.bench.load.workloads import Conversation, ConversationTurn
 from tests.bench.load.stamped_server import Faults, Line, Stamping
 
 SERVER = f"{shlex.quote(sys.executable)} -m {Stamping.__module__}"
-"""A command for the project's folder."""
+"""A command to run in the project's folder."""
 CLOSE, PART = 1e-3, 0.01
-"""A figure may differ by less than a millisecond or one percent."""
+"""Tolerance of a figure: a millisecond or one percent."""
 ROOT = Path(__file__).parents[3]
 
 
-class Process(Server):
-    """A server with the process that it runs in."""
+class Process(ServerUnderTest):
+    """A server and its process."""
 
     pid: int
 
@@ -53,31 +53,31 @@ def stamped(**options: float) -> Iterator[Process]:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What the kernel saw of a stamped server's answer."""
+    """Kernel timestamps of a server's response."""
 
     came: float
-    """When the request had, by the clock that all processes share."""
+    """Arrival of the request, in the clock that all processes share."""
     written: list[float]
-    """Seconds from when the request had come to when each token left."""
+    """Seconds from the arrival of the request to the sending of each token."""
     confirmed: bool
-    """Whether the kernel stamped every write, and at a moment between the server's looks at its clock."""
+    """Whether the kernel timestamped every write, between the server's clock readings around it."""
 
     def figures(self, since: float) -> dict[str, float]:
-        """`since`: the moment from which they count."""
+        """`since`: the time from which they count."""
         before, first, last = self.came - since, self.written[0], self.written[-1]
         return {"TTFT": before + first, "E2E": before + last, "TPOT": (last - first) / (len(self.written) - 1)}
 
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """What a stamped server tells after a run."""
+    """The server's record of a run."""
 
     stalls: list[Stall]
     accounts: dict[str, Account]
-    """By the text of the answer."""
+    """Records by the text of the response."""
 
 
-def notes_of(server: Server) -> Notes:
+def notes_of(server: ServerUnderTest) -> Notes:
     told = server.ask("GET", "/notes").json
     accounts = {}
     for one in told["accounts"]:
@@ -88,8 +88,8 @@ def notes_of(server: Server) -> Notes:
     return Notes([Stall(*noted) for noted in told["stalls"]], accounts)
 
 
-def asking(tokens: int, count: int, prompt: str = "a few words") -> list[Conversation]:
-    return [Conversation((Turn(prompt, tokens),))] * count
+def make_conversations(tokens: int, count: int, prompt: str = "a few words") -> list[Conversation]:
+    return [Conversation((ConversationTurn(prompt, tokens),))] * count
 
 
 def figures(one: Outcome) -> dict[str, float]:
@@ -98,12 +98,12 @@ def figures(one: Outcome) -> dict[str, float]:
 
 
 def off(one: Outcome, theirs: Mapping[str, float]) -> float:
-    """How many times what it may be its worst figure is off; below 1 where all are near enough."""
+    """The largest error relative to its tolerance; below 1 if all figures are within it."""
     return max(abs(ours - theirs[name]) / max(CLOSE, PART * theirs[name]) for name, ours in figures(one).items())
 
 
 def stamps(outcome: Outcome) -> tuple[float, list[float]]:
-    """When the server got the request, and when it wrote each token, by its own word."""
+    """Arrival of the request and the write time of each token, as reported by the server itself."""
     arrived, *written = map(float, outcome.text.split())
     return arrived, written
 
@@ -111,13 +111,13 @@ def stamps(outcome: Outcome) -> tuple[float, list[float]]:
 def outcome(
     due: float, times: tuple[float, ...], tokens: int | None = None, *, error: str | None = None, prompt: int = 10
 ) -> Outcome:
-    """One whose events came at those times."""
+    """An outcome whose events arrived at these times."""
     ended = times[-1] if times else due + 1.0
     return Outcome(due, due, times, ended, prompt, len(times) if tokens is None else tokens, error=error)
 
 
 class Jumping(selectors.EpollSelector):
-    """A clock that jumps to the next timer as soon as nothing is left to be read: an hour of load in a second."""
+    """A clock that jumps to the next timer when nothing is left to read: an hour of load takes a second."""
 
     now = 0.0
 
@@ -129,15 +129,15 @@ class Jumping(selectors.EpollSelector):
 
 
 def simulated(line: Line, conversations: list[Conversation], offsets: Sequence[float]) -> list[Outcome]:
-    """The client and the stamped server on one loop, by a clock of their own: nothing disturbs them."""
-    server = Server(parse_address("http://127.0.0.1:1"), name="stamps")
+    """The client and the server on one loop with a simulated clock, so that nothing disturbs them."""
+    server = ServerUnderTest(parse_address("http://127.0.0.1:1"), name="stamps")
     faults, clock = Faults(0, 0), Jumping()
     loop: Any = asyncio.SelectorEventLoop(clock)
     loop.time = lambda: clock.now
     connect = loop.create_connection
 
     async def paired(make: Callable[[], asyncio.Protocol], *place: object, **how: object) -> Any:
-        """What is written to one end can be read at the other at once, which a network does not promise."""
+        """Bytes written to one end are readable at the other at once, which a network does not guarantee."""
         one, other = socket.socketpair()
         await loop.connect_accepted_socket(lambda: Stamping(line, faults), other)
         return await connect(make, sock=one)
@@ -147,4 +147,4 @@ def simulated(line: Line, conversations: list[Conversation], offsets: Sequence[f
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
             runner.run(work())
 
-    return sorted(Client(server, Asking(), run).run(conversations, offsets), key=lambda one: one.due)
+    return sorted(LoadClient(server, RequestOptions(), run).run(conversations, offsets), key=lambda one: one.due)

@@ -1,9 +1,9 @@
-"""A server that computes nothing and stamps its own times: what a client measures can be held against them.
+"""A server that computes nothing and timestamps its own events, as a reference for the client's measurements.
 
-Each token's text is the moment at which it was written, by the clock that all processes of a machine share; the first
-one's begins with the moment at which the request had come. A request waits until it is served (`service` seconds each,
-one after another: an M/D/1 queue where arrivals are Poisson), and then gets its tokens `gap` seconds apart. What the
-kernel noted of the same moments is told at /notes (see witness.py): the server's own word, too, is late at times.
+Each token's text is its write time, in the clock that all processes share; the first token's text begins with the
+arrival time of the request. A request waits for service (`service` seconds each, one after another: an M/D/1 queue for
+Poisson arrivals), then gets its tokens `gap` seconds apart. /notes returns the kernel's timestamps of the same events
+(see witness.py), because the server's own times are sometimes late.
 
     python -m tests.bench.load.stamped_server --port 0 --service 0.005 --gap 0.01
 """
@@ -30,7 +30,7 @@ from tests.bench.load.witness import Account, WitnessSocket
 
 
 class Clock(selectors.EpollSelector):
-    """To the microsecond; the server has its own, so that it does not share a mistake with the client."""
+    """Microsecond precision; separate from the client's implementation, so that they do not share a bug."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Clock(selectors.EpollSelector):
 
 
 class Line:
-    """One server, first come first served; or, without a service time, as many as come."""
+    """One server, first come, first served; without a service time, unlimited concurrency."""
 
     def __init__(self, service: float, wait: float, gap: float) -> None:
         self.service, self.wait, self.gap = service, wait, gap
@@ -60,14 +60,14 @@ class Line:
 
 @dataclass
 class Notes:
-    """What is told after a run."""
+    """The record returned after a run."""
 
     watch: StallWatch
     accounts: list[Account] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         return {
-            # What accounts go by is ahead of the clock that processes share; whoever is interrupted finds less.
+            # Timestamps use a clock ahead of the one that processes share; an interruption lowers the difference.
             "ahead": max(time_ns() - monotonic_ns() for _ in range(10)),
             "stalls": [(stall.begin, stall.end, stall.own) for stall in self.watch.stalls],
             "accounts": [account.as_json() for account in self.accounts],
@@ -129,7 +129,7 @@ class Stamping(asyncio.Protocol):
         asyncio.get_running_loop().call_at(first, self._token, first, 0, arrived, call, chat)
 
     def _token(self, due: float, number: int, arrived: float | None, call: dict[str, Any], chat: bool) -> None:
-        """One token, and the appointment for the next: all at once would keep whoever comes meanwhile waiting."""
+        """Write one token and schedule the next: writing all at once would delay requests that arrive meanwhile."""
         if self._transport.is_closing():
             return
         last = number + 1 >= call["max_tokens"]
@@ -164,7 +164,7 @@ def _event(document: dict[str, Any]) -> bytes:
 
 
 class Faults:
-    """What goes wrong on purpose: every n-th call is refused, or loses its connection."""
+    """Deliberate failures: every n-th request is rejected, or loses its connection."""
 
     def __init__(self, refuse: int, leave: int) -> None:
         self._refuse, self._leave, self.calls = refuse, leave, list[dict[str, Any]]()
@@ -184,7 +184,7 @@ async def _serve(arguments: argparse.Namespace, watch: StallWatch) -> None:
     loop, notes = asyncio.get_running_loop(), Notes(watch)
     listening = socket.create_server(("127.0.0.1", arguments.port), backlog=1024)
     listening.setblocking(False)
-    # A collection would keep a request that has come from being stamped.
+    # A garbage collection would delay the timestamp of a request that has arrived.
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -1,4 +1,4 @@
-"""When requests come."""
+"""Arrival processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two servers side by side."""
+"""Comparison of two servers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ from shlex import quote
 import pytest
 
 from bankfull.bench.compare import servers as side_by_side
-from bankfull.bench.compare.servers import Contender, Running, compare_with, installed_peers, ours, parse_contender
+from bankfull.bench.compare.servers import (
+    Contender,
+    RunningServer,
+    compare_with,
+    installed_peers,
+    ours,
+    parse_contender,
+)
 from bankfull.bench.compare.turns import in_pairs
 from bankfull.bench.load.arrivals import Arrivals
-from bankfull.bench.load.run import Load
+from bankfull.bench.load.run import LoadTest
 from bankfull.bench.load.slo import parse_slo
 from bankfull.bench.load.workloads import Synthetic, parse_lengths
 from bankfull.errors import ConfigError
 from tests.bench.load.kit import SERVER, stamped
 
-LOAD = Load(
+LOAD = LoadTest(
     Synthetic(parse_lengths("9"), parse_lengths("5")), Arrivals(60.0), 15, slo=parse_slo("ttft=10s"), prompts="text"
 )
 
@@ -29,7 +36,7 @@ def command(name: str, **options: float) -> Contender:
 
 def test_ratios_are_above_one_where_we_are_better() -> None:
     said: list[str] = []
-    with Running(command("bankfull", wait=0.05, gap=0.01), "m", None, said.append) as one:
+    with RunningServer(command("bankfull", wait=0.05, gap=0.01), "m", None, said.append) as one:
         found = compare_with(one, command("slow", wait=0.15, gap=0.03), LOAD, 3)
     rows = {row.work: row for row in found.rows}
     for name in ("TTFT mean", "TPOT mean", "E2E mean"):
@@ -43,7 +50,7 @@ def test_ratios_are_above_one_where_we_are_better() -> None:
 
 def test_both_sides_are_asked_the_same_and_each_pair_something_else() -> None:
     with stamped() as first, stamped() as second:
-        with Running(Contender("bankfull", first.address.url), "m", None, lambda line: None) as one:
+        with RunningServer(Contender("bankfull", first.address.url), "m", None, lambda line: None) as one:
             found = compare_with(one, Contender("other", second.address.url), LOAD, 2)
         asked = [[call["prompt"] for call in server.ask("GET", "/stop").json] for server in (first, second)]
     assert all(row.others is None for row in found.rows), "servers that were not started here cannot be told from noise"
@@ -61,7 +68,7 @@ def test_both_sides_are_asked_the_same_and_each_pair_something_else() -> None:
 )
 def test_a_peer_that_cannot_be_had_is_a_row_that_says_why(how: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_by_side, "ADDRESS_SECONDS", 0.1)
-    with stamped() as server, Running(Contender("us", server.address.url), "m", None, lambda line: None) as one:
+    with stamped() as server, RunningServer(Contender("us", server.address.url), "m", None, lambda line: None) as one:
         found = compare_with(one, Contender("peer", how), LOAD, 2)
     assert [row.work for row in found.rows] == ["everything"] and says in str(found.rows[0].problem)
 
@@ -70,7 +77,7 @@ def test_requests_that_fail_are_no_figures() -> None:
     with (
         stamped() as good,
         stamped(refuse=5) as bad,
-        Running(Contender("us", good.address.url), "m", None, lambda line: None) as one,
+        RunningServer(Contender("us", good.address.url), "m", None, lambda line: None) as one,
     ):
         found = compare_with(one, Contender("peer", bad.address.url), LOAD, 1)
     assert all("429" in str(row.problem) for row in found.rows)

@@ -1,4 +1,4 @@
-"""The limit beside what was measured from outside."""
+"""Utilization and the limits of requests."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from dataclasses import asdict, replace
 import pytest
 
 from bankfull.bench.load.arrivals import Arrivals
-from bankfull.bench.load.limit import Ceiling, RequestLimits, Work, counted, reached
-from bankfull.bench.load.run import Load, Runner
-from bankfull.bench.load.server import Server, parse_address
+from bankfull.bench.load.request_limits import RequestLimits
+from bankfull.bench.load.run import LoadRunner, LoadTest
+from bankfull.bench.load.server import ServerUnderTest, parse_address
 from bankfull.bench.load.slo import parse_slo
+from bankfull.bench.load.utilization import Ceiling, StepWork, parse_counters, utilization
 from bankfull.bench.load.workloads import Synthetic, parse_lengths
 from bankfull.limits.meter.closed_form import closed_form
 from bankfull.limits.meter.metered import MeteredModel
@@ -38,21 +39,24 @@ bankfull:ceiling_flops_per_second{model_name="a"} 5e10
 
 
 def test_metrics_of_ours_are_read_and_others_are_not() -> None:
-    found = counted(TEXT + CEILINGS)
-    assert found is not None and found.work == {"decode": Work(2.5, 1e9, 3e9), "prompt": Work(1.0, 2e8, 4e9)}
+    found = parse_counters(TEXT + CEILINGS)
+    assert found is not None and found.work == {"decode": StepWork(2.5, 1e9, 3e9), "prompt": StepWork(1.0, 2e8, 4e9)}
     assert found.ceiling == Ceiling(1e10, 5e10)
-    without = counted(TEXT)
+    without = parse_counters(TEXT)
     assert without is not None and without.ceiling is None
-    assert counted("vllm:num_requests_running 3\n") is None and counted(None) is None
+    assert parse_counters("vllm:num_requests_running 3\n") is None and parse_counters(None) is None
 
 
 def test_a_run_is_the_difference_and_a_restart_is_none() -> None:
-    before, after = counted(TEXT + CEILINGS), counted(TEXT.replace("2.5", "4.5").replace(" 1e9", " 9e9") + CEILINGS)
-    found = reached(before, after, 4.0)
-    assert found is not None and found.whole == Work(2.0, 8e9, 0.0) and found.mbu() == pytest.approx(0.4)
-    assert reached(after, before, 4.0) is None, "counters that fall are those of another process"
-    assert reached(before, counted(TEXT), 4.0) is None and reached(None, after, 4.0) is None
-    assert reached(before, before, 4.0) is None, "nothing was done"
+    before, after = (
+        parse_counters(TEXT + CEILINGS),
+        parse_counters(TEXT.replace("2.5", "4.5").replace(" 1e9", " 9e9") + CEILINGS),
+    )
+    found = utilization(before, after, 4.0)
+    assert found is not None and found.whole == StepWork(2.0, 8e9, 0.0) and found.mbu() == pytest.approx(0.4)
+    assert utilization(after, before, 4.0) is None, "counters that fall are those of another process"
+    assert utilization(before, parse_counters(TEXT), 4.0) is None and utilization(None, after, 4.0) is None
+    assert utilization(before, before, 4.0) is None, "nothing was done"
 
 
 def test_the_least_times_are_those_of_the_steps_that_one_request_needs() -> None:
@@ -74,8 +78,8 @@ def test_the_least_times_are_those_of_the_steps_that_one_request_needs() -> None
 
 
 @pytest.fixture(scope="module")
-def own_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """`bankfull serve` on a tiny model, on a machine whose ceilings were measured before."""
+def own_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerUnderTest]:
+    """`bankfull serve` with a tiny model, on a machine with cached ceilings."""
     cache = tmp_path_factory.mktemp("cache")
     variables = {**os.environ, "BANKFULL_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
     measure = "from bankfull.limits.machine.ceilings import measure; measure(budget=0.2)"
@@ -85,27 +89,27 @@ def own_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     assert process.stdout is not None
     found = re.search(r"base_url (http://127.0.0.1:\d+)/v1", "".join(process.stdout.readline() for _ in range(5)))
     assert found is not None
-    yield Server(parse_address(found[1] + "/v1"))
+    yield ServerUnderTest(parse_address(found[1] + "/v1"))
     process.kill()
     process.wait()
 
 
-def test_a_server_of_ours_tells_what_its_machine_gave(own_server: Server) -> None:
+def test_a_server_of_ours_tells_what_its_machine_gave(own_server: ServerUnderTest) -> None:
     workload = Synthetic(parse_lengths("12-20"), parse_lengths("6"), prefixes=1, prefix_tokens=32)
-    load = Load(workload, Arrivals(40.0), 24, slo=parse_slo("ttft=10s, tpot=1s"))
-    report = Runner(own_server).run(load)
+    load = LoadTest(workload, Arrivals(40.0), 24, slo=parse_slo("ttft=10s, tpot=1s"))
+    report = LoadRunner(own_server).run(load)
     m = report.measured
     assert own_server.ours and len(m.good) == 24 and m.output_tokens == 24 * 6
     assert all(44 <= one.input_tokens <= 52 for one in m.good), "prompts of ids have their very lengths"
     assert m.cached_tokens is not None and m.cached_tokens > 0, "prefixes are shared"
-    assert report.reached is not None and (report.reached.mbu("decode") or 0) > 0
-    assert (report.reached.percent_of_limit or 0) > 0 and 0 < report.reached.busy <= 1
+    assert report.utilization is not None and (report.utilization.mbu("decode") or 0) > 0
+    assert (report.utilization.percent_of_limit or 0) > 0 and 0 < report.utilization.busy <= 1
     assert set(report.least) == {"ttft", "tpot", "itl", "e2e"}, "its files are here, under the name that it told"
     assert m.goodput == pytest.approx(m.request_rate) and asdict(report.setting)["api"] == "completions"
 
 
-def test_conversations_with_a_server_of_ours_go_on(own_server: Server) -> None:
-    load = Load(Synthetic(parse_lengths("6"), parse_lengths("4"), turns=2), Arrivals(20.0), 4)
-    turns = sorted(Runner(own_server).run(load).measured.outcomes, key=lambda one: one.turn)
+def test_conversations_with_a_server_of_ours_go_on(own_server: ServerUnderTest) -> None:
+    load = LoadTest(Synthetic(parse_lengths("6"), parse_lengths("4"), turns=2), Arrivals(20.0), 4)
+    turns = sorted(LoadRunner(own_server).run(load).measured.outcomes, key=lambda one: one.turn)
     assert [one.turn for one in turns] == [0] * 4 + [1] * 4 and not any(one.error for one in turns)
     assert min(one.input_tokens for one in turns[4:]) > max(one.input_tokens for one in turns[:4])

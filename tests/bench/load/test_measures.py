@@ -1,4 +1,4 @@
-"""Figures that were worked out by hand."""
+"""Figures compared with values computed by hand."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_rates_and_tokens_are_over_the_whole_time_and_without_failures() -> None
     assert latencies["ttft"] is not None and latencies["ttft"].mean == pytest.approx(5 / 3)
     assert latencies["tpot"] is not None and latencies["tpot"].count == 2
     assert latencies["itl"] is not None and latencies["itl"].count == 4
-    assert m.most_at_once() == 3
+    assert m.peak_concurrency() == 3
 
 
 def test_goodput_counts_those_that_meet_every_objective_and_failures_meet_none() -> None:

@@ -1,7 +1,7 @@
-"""Waiting follows the theory of queues: Poisson arrivals at one server with a fixed time of service are M/D/1.
+"""Waiting times follow queueing theory: Poisson arrivals at one server with constant service time are M/D/1.
 
-First without a clock: arrivals through Lindley's recursion give the wait of Pollaczek and Khinchine. Then with one:
-what the client measures of a queue is that recursion, request by request.
+First without a clock: arrivals through Lindley's recursion give the Pollaczek-Khinchine wait. Then with one: the
+client's measurements of a queue equal that recursion, request by request.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from statistics import fmean, quantiles
 import pytest
 
 from bankfull.bench.load.arrivals import Arrivals
-from bankfull.bench.load.client import Asking, Client
-from tests.bench.load.kit import asking, simulated, stamped
+from bankfull.bench.load.client import LoadClient, RequestOptions
+from tests.bench.load.kit import make_conversations, simulated, stamped
 from tests.bench.load.stamped_server import Line
 
 SERVICE = 0.005
 
 
 def lindley(offsets: Sequence[float], service: float) -> list[float]:
-    """The time that each spends waiting and being served."""
+    """Time in the system of each request: waiting and service."""
     free, found = 0.0, []
     for offset in offsets:
         free = max(free, offset) + service
@@ -29,7 +29,7 @@ def lindley(offsets: Sequence[float], service: float) -> list[float]:
 
 
 def pollaczek_khinchine(load: float, service: float) -> float:
-    """The mean time in an M/D/1 queue, service included."""
+    """Mean time in an M/D/1 queue, service included."""
     return service + load * service / (2 * (1 - load))
 
 
@@ -49,27 +49,29 @@ def test_bursts_wait_longer_and_a_metronome_not_at_all() -> None:
 
 
 def test_what_the_client_measures_is_the_queue_itself() -> None:
-    """At 60% load, by a clock that nobody disturbs: each request's time is that of the recursion over the very same
-    arrivals, so that their mean is that of the formula but for what so few arrivals leave to chance."""
+    """At 60% load with a simulated clock: each latency equals the recursion over the same arrivals, so their mean is
+    the formula's up to the sampling error of few arrivals."""
     load, count = 0.6, 4000
     offsets = Arrivals(load / SERVICE).offsets(count, 3)
-    outcomes = simulated(Line(SERVICE, 0.0, 0.0), asking(1, count), offsets)
+    outcomes = simulated(Line(SERVICE, 0.0, 0.0), make_conversations(1, count), offsets)
     apart = sorted(abs(one.e2e - wait) for one, wait in zip(outcomes, lindley(offsets, SERVICE), strict=True))
     assert apart[-1] < 1e-6
     assert fmean(one.e2e for one in outcomes) == pytest.approx(pollaczek_khinchine(load, SERVICE), rel=0.1)
 
 
 def test_so_it_is_by_the_clock_on_the_wall() -> None:
-    """A real second and a half: the typical request is within a millisecond of the recursion, in a run that others left
-    alone for the most part; noise only ever adds."""
+    """1.5 s of real time: the typical latency is within a millisecond of the recursion, in a run mostly without other
+    load; noise only adds."""
     load, count = 0.5, 150
     found: list[float] = []
     with stamped(service=SERVICE) as server:
         for attempt in range(10):
             offsets = Arrivals(load / SERVICE).offsets(count, attempt)
-            outcomes = sorted(Client(server, Asking()).run(asking(1, count), offsets), key=lambda one: one.due)
+            outcomes = sorted(
+                LoadClient(server, RequestOptions()).run(make_conversations(1, count), offsets), key=lambda one: one.due
+            )
             apart = [one.e2e - wait for one, wait in zip(outcomes, lindley(offsets, SERVICE), strict=True)]
-            # Two that wait may change places, but all together cannot be served before the queue allows it.
+            # Two waiting requests may swap, but all together cannot be served before the queue allows it.
             assert fmean(apart) > -1e-3
             found.append(quantiles(apart, n=4)[0])
             if found[-1] < 1e-3:

@@ -1,4 +1,4 @@
-"""What a run becomes: an object, Markdown, a page."""
+"""Reports of a run: JSON, Markdown, HTML."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from bankfull.bench.load.energy import Energy
-from bankfull.bench.load.limit import Ceiling, Reached, Work
 from bankfull.bench.load.measures import Measured
 from bankfull.bench.load.slo import parse_slo
 from bankfull.bench.load.sweep import Search
+from bankfull.bench.load.utilization import Ceiling, StepWork, Utilization
 from bankfull.bench.report.charts import MOST_POINTS, thinned
 from bankfull.bench.report.html import as_html
 from bankfull.bench.report.json_fields import DETAILS, as_vllm
-from bankfull.bench.report.report import Price, Report, Setting
+from bankfull.bench.report.report import LoadReport, Price, Setting
 from bankfull.bench.report.sweep import sweep_html
 from bankfull.bench.report.text import as_markdown, tables
 from tests.bench.load.kit import outcome
@@ -26,17 +26,17 @@ HOSTILE = "<script>alert(1)</script>|[bold]"
 DOCS = Path(__file__).parents[3] / "docs" / "bench.md"
 
 
-def report(name: str = "tiny", failed: str | None = None, count: int = 8) -> Report:
+def report(name: str = "tiny", failed: str | None = None, count: int = 8) -> LoadReport:
     runs = [outcome(float(n), (n + 0.5, n + 0.6, n + 0.8), prompt=100) for n in range(count)]
     if failed is not None:
         runs.append(outcome(float(count), (), error=failed))
     date = "20260101-000000"
     setting = Setting("http://x", name, "completions", "8 x 100 in", "poisson", 1.0, 1.0, count, 0, None, date)
-    work = {"decode": Work(2.0, 8e9, 4e9), "prompt": Work(1.0, 1e9, 2e10)}
-    return Report(
+    work = {"decode": StepWork(2.0, 8e9, 4e9), "prompt": StepWork(1.0, 1e9, 2e10)}
+    return LoadReport(
         setting,
         Measured(runs, parse_slo("ttft=600ms, tpot=200ms")),
-        Reached(work, Ceiling(1e10, 1e11), 8.0),
+        Utilization(work, Ceiling(1e10, 1e11), 8.0),
         {"ttft": 0.1, "tpot": 0.03, "itl": 0.03, "e2e": 0.16},
         Energy({"package": 80.0}, 8.0),
         Price(3.6, "as given"),
@@ -68,7 +68,7 @@ def test_the_object_has_the_figures_in_the_units_of_its_names() -> None:
 
 
 def test_what_the_machine_gave_is_told_by_the_kind_of_step() -> None:
-    found = report().reached
+    found = report().utilization
     assert found is not None
     assert found.mbu("decode") == pytest.approx(0.4) and found.mfu("prompt") == pytest.approx(0.2)
     assert found.busy == pytest.approx(3 / 8)
@@ -78,7 +78,7 @@ def test_what_the_machine_gave_is_told_by_the_kind_of_step() -> None:
 
 
 class Page(HTMLParser):
-    """Every element is closed, and nothing is fetched or run."""
+    """Checks that every element is closed, and that nothing is fetched or executed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def test_tables_for_a_terminal_take_names_for_text() -> None:
 
 def test_a_run_without_any_success_is_still_told() -> None:
     setting = report().setting
-    nothing = Report(setting, Measured([outcome(0.0, (), error="gone")] * 3, parse_slo("ttft=1s")))
+    nothing = LoadReport(setting, Measured([outcome(0.0, (), error="gone")] * 3, parse_slo("ttft=1s")))
     assert as_vllm(nothing)["mean_ttft_ms"] is None and as_vllm(nothing)["completed"] == 0
     assert "gone" in as_markdown(nothing) and read(as_html(nothing)).seen.count("svg") == 1
 
@@ -155,12 +155,12 @@ def test_what_makes_figures_doubtful_is_said() -> None:
     from dataclasses import replace
 
     delayed = [replace(one, sent=one.due + 0.05) for one in late]
-    said = Report(report().setting, Measured(delayed, parse_slo("ttft=1s"))).warnings()
+    said = LoadReport(report().setting, Measured(delayed, parse_slo("ttft=1s"))).warnings()
     assert len(said) == 1 and "50 ms late" in said[0] and "too busy" in said[0]
-    limited = replace(report().setting, most=2)
-    assert "limit on requests at once" in Report(limited, Measured(delayed, parse_slo("ttft=1s"))).warnings()[0]
+    limited = replace(report().setting, max_concurrency=2)
+    assert "concurrency limit" in LoadReport(limited, Measured(delayed, parse_slo("ttft=1s"))).warnings()[0]
     queue = [outcome(float(n), (3.0 * n + 1.0,)) for n in range(40)]
-    assert "does not keep up" in Report(report().setting, Measured(queue, parse_slo("ttft=1s"))).warnings()[0]
+    assert "does not keep up" in LoadReport(report().setting, Measured(queue, parse_slo("ttft=1s"))).warnings()[0]
 
 
 def test_long_lines_are_thinned_and_keep_their_ends() -> None:

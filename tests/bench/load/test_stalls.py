@@ -1,4 +1,4 @@
-"""A client that stands still says so, and says whose fault it is."""
+"""The client reports its stalls and their cause."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from bankfull.bench.load.clock import SWITCH, PreciseLoop, run_precisely
 from bankfull.bench.load.measures import Measured
 from bankfull.bench.load.slo import Slo
 from bankfull.bench.load.stalls import Stall, StallWatch, sums, worst_at
-from bankfull.bench.report.report import Report
+from bankfull.bench.report.report import LoadReport
 from tests.bench.load.kit import outcome
 from tests.bench.load.test_reports import report
 
 
 class Hands:
-    """Of a clock on the wall, of one that counts the thread's processor time, and of the wait for a processor."""
+    """Fake wall time, CPU time of the thread, and time waiting for a core."""
 
     wall = used = waited = 0.0
 
@@ -37,14 +37,14 @@ def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
 def test_each_way_to_stand_still_is_told_apart(hands: Hands) -> None:
     watch = StallWatch()
     hands.wall, hands.used = 0.010, 0.009
-    watch.goes_to_sleep(0.5)  # ten milliseconds of its own work
+    watch.goes_to_sleep(0.5)  # ten milliseconds of CPU time
     hands.wall = 0.513
-    watch.wakes()  # three late
+    watch.wakes()  # three milliseconds late
     watch.goes_to_sleep(None)
     hands.wall, hands.waited = 1.0, 0.004
-    watch.wakes()  # something came, and it waited four for a processor
+    watch.wakes()  # woken by an event, after waiting four milliseconds for a core
     hands.wall, hands.used = 1.002, 0.0091
-    watch.goes_to_sleep(0.0)  # two between its sleeps, almost none of them its own
+    watch.goes_to_sleep(0.0)  # two milliseconds between sleeps, almost none of them CPU time
     watch.wakes()
     found = [(round(1e3 * stall.seconds, 6), stall.by_machine) for stall in watch.stalls]
     assert found == [(10.0, False), (3.0, True), (4.0, True), (2.0, True)]
@@ -84,8 +84,7 @@ def test_a_callback_that_works_long_is_the_clients_own_fault_and_one_that_sleeps
 
 
 def test_another_thread_that_works_does_not_keep_the_loop_for_long() -> None:
-    """The interpreter gives it up to five milliseconds at a time, unless it is told otherwise; a progress bar is such a
-    thread."""
+    """By default the interpreter lets a thread, such as a progress bar, run for up to five milliseconds at a time."""
     usual = sys.getswitchinterval()
 
     async def within() -> float:
@@ -108,17 +107,17 @@ def test_a_report_counts_the_requests_that_a_standstill_touched() -> None:
     some = [outcome(float(n), (n + 0.2, n + 0.4)) for n in range(10)]
     noted = (Stall(3.19, 3.25, 0.0), Stall(5.3, 5.31, 0.01), Stall(7.0, 7.0005, 0.0))
     measured = Measured(some, Slo())
-    told = Report(report().setting, measured, stalls=noted)
+    told = LoadReport(report().setting, measured, stalls=noted)
     assert told.disturbed == 1, "one lies between two moments that count, another is shorter than a millisecond"
-    assert any("stood still" in line for line in told.warnings())
+    assert any("a stall of the client" in line for line in told.warnings())
     kept = told.as_json()["client_stalls"]
     assert kept["by_machine"]["times"] == 2 and kept["by_itself"]["longest"] == pytest.approx(0.01)
     assert kept["disturbed_requests"] == 1
-    stamped = Report(report().setting, Measured([replace(one, stamped=True) for one in some], Slo()), stalls=noted)
+    stamped = LoadReport(report().setting, Measured([replace(one, stamped=True) for one in some], Slo()), stalls=noted)
     assert stamped.disturbed == 0, "the kernel noted when tokens came; the client only had to send in time"
-    sent = Report(report().setting, stamped.measured, stalls=(Stall(3.99, 4.0, 0.0),))
+    sent = LoadReport(report().setting, stamped.measured, stalls=(Stall(3.99, 4.0, 0.0),))
     assert sent.disturbed == 1
     joined = [replace(one, stamped=True, times=(one.times[0], one.times[0], one.times[1])) for one in some]
-    assert Report(report().setting, Measured(joined, Slo()), stalls=noted).disturbed == 1, "stamps of later bytes"
-    calm = Report(report().setting, measured)
+    assert LoadReport(report().setting, Measured(joined, Slo()), stalls=noted).disturbed == 1, "stamps of later bytes"
+    calm = LoadReport(report().setting, measured)
     assert calm.disturbed == 0 and not calm.warnings()

@@ -1,4 +1,4 @@
-"""Times are those at which bytes came, whenever somebody gets round to reading them."""
+"""Times are those at which bytes arrived, however late they are read."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from typing import Any
 import pytest
 
 from bankfull.bench.load import stamped
-from bankfull.bench.load.client import Asking, Client, Outcome
-from bankfull.bench.load.connection import Connection, Exchange
+from bankfull.bench.load.client import LoadClient, Outcome, RequestOptions
+from bankfull.bench.load.connection import ClientConnection, Exchange
 from bankfull.bench.load.stamped import KernelClock, StampedSocket
 from tests.bench.load import kit
-from tests.bench.load.kit import asking
+from tests.bench.load.kit import make_conversations
 
 SECOND = 1_000_000_000
 STANDSTILL = 0.2
 UNKNOWN = 9999
-"""No system has an option with this number."""
+"""An option number that no system has."""
 
 
 @pytest.fixture
 def stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that does nothing for a while as soon as it has sent its request."""
-    start = Connection.start
+    """A client that stalls right after sending its request."""
+    start = ClientConnection.start
 
-    def start_and_stop(connection: Connection, exchange: Exchange) -> None:
+    def start_and_stop(connection: ClientConnection, exchange: Exchange) -> None:
         start(connection, exchange)
         time.sleep(STANDSTILL)
 
-    monkeypatch.setattr(Connection, "start", start_and_stop)
+    monkeypatch.setattr(ClientConnection, "start", start_and_stop)
 
 
 def ask() -> tuple[Outcome, kit.Account, float]:
-    """A token that comes while the client stands still: what the client says, the kernel on the server's side, and when
-    the request was due."""
+    """A token that arrives while the client is stalled: the client's outcome, the kernel's record on the server's side,
+    and when the request was due."""
     with kit.stamped(wait=0.02) as server:
-        client = Client(server, Asking())
-        one = client.run(asking(1, 1), [0.0])[0]
+        client = LoadClient(server, RequestOptions())
+        one = client.run(make_conversations(1, 1), [0.0])[0]
         return one, kit.notes_of(server).accounts[one.text], client.begun + one.due
 
 
@@ -63,13 +63,13 @@ def test_where_the_kernel_has_no_stamps_times_are_those_of_reading(monkeypatch: 
 
 @pytest.fixture
 def ends() -> Iterator[tuple[StampedSocket, socket.socket]]:
-    """Of one connection: the stamped one, and the server's."""
+    """One connection: the timestamping socket, and the server's."""
     with socket.create_server(("127.0.0.1", 0)) as listening, StampedSocket(socket.AF_INET, KernelClock()) as line:
         line.connect(listening.getsockname())
         server, _ = listening.accept()
         with server:
             until = time.monotonic() + 5
-            while line.came is None:  # the kernel begins some moments after it was asked, if nobody else had asked
+            while line.came is None:  # the kernel starts timestamping a little after the first request for it
                 server.send(b"?")
                 assert line.recv(1) == b"?" and time.monotonic() < until
             yield line, server
@@ -95,7 +95,7 @@ def test_bytes_that_came_together_are_read_together(ends: tuple[StampedSocket, s
 
 
 def test_an_answer_does_not_come_before_its_request_was_sent() -> None:
-    """Whoever stands still between sending and looking at the clock believes that; the answer's stamp knows better."""
+    """A client that stalls between sending and reading the clock notes a late send; the response's time corrects it."""
 
     class Wire(asyncio.Transport):
         def write(self, data: Any) -> None: ...
@@ -103,13 +103,13 @@ def test_an_answer_does_not_come_before_its_request_was_sent() -> None:
     class Line:
         came = 5.0
 
-    class Pool:
+    class ConnectionPool:
         @staticmethod
         def clock() -> float:
             return 6.0
 
     exchange = Exchange(b"", 4.9, lambda ended: None)
-    connection = Connection(Pool(), Line())  # type: ignore[arg-type]
+    connection = ClientConnection(ConnectionPool(), Line())  # type: ignore[arg-type]
     connection.connection_made(Wire())
     connection.start(exchange)
     assert exchange.sent == 6.0
@@ -118,10 +118,10 @@ def test_an_answer_does_not_come_before_its_request_was_sent() -> None:
 
 
 class Clocks:
-    """The wall's and the monotonic one."""
+    """The wall clock and the monotonic clock."""
 
     look = 10
-    """Nanoseconds that a look at one takes."""
+    """Nanoseconds that a clock reading takes."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now, self.ahead = 100 * SECOND, 1_700_000_000 * SECOND
@@ -133,7 +133,7 @@ class Clocks:
         return self.now
 
     def stamp(self) -> int:
-        """Of a packet that arrives now."""
+        """Timestamp of a packet that arrives now."""
         return self.now + self.ahead
 
 
@@ -146,7 +146,7 @@ def test_a_stamp_becomes_a_moment_of_the_loops_clock(clocks: Clocks) -> None:
     kernel = KernelClock()
     for _ in range(3):
         arrived, stamp = clocks.now / 1e9, clocks.stamp()
-        clocks.now += 50_000_000  # whatever kept the reader
+        clocks.now += 50_000_000  # the reader stalled
         assert kernel.moment(stamp) == pytest.approx(arrived, abs=1e-6)
 
 
@@ -174,7 +174,7 @@ def test_a_clock_that_is_set_misleads_nobody(clocks: Clocks, step: int) -> None:
 
 
 class Unread(StampedSocket):
-    """As Linux reads: over several packets, with the stamp of the last that it touches."""
+    """Reads like Linux: across packets, with the timestamp of the last one touched."""
 
     def __init__(self, packets: list[tuple[int, bytes]]) -> None:
         super().__init__(socket.AF_INET, KernelClock())
@@ -201,7 +201,7 @@ def test_what_came_later_is_left_for_the_next_read(clocks: Clocks, sizes: tuple[
             clocks.now += 10_000_000
             came.append((clocks.now / 1e9, bytes([number]) * size))
             line.packets.append((clocks.stamp(), came[-1][1]))
-        clocks.now += 50_000_000  # whatever kept the reader
+        clocks.now += 50_000_000  # the reader stalled
         for at, packet in came:
             assert line.recv(1 << 18) == packet
             assert line.came == pytest.approx(at, abs=1e-6)

@@ -1,4 +1,4 @@
-"""The search for the highest rate, on servers whose answer is known."""
+"""The search for the highest rate, on servers with a known result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_trial_has_a_number_of_its_own() -> None:
 
 
 def test_a_lucky_pass_is_not_believed() -> None:
-    """Above 10 the trials pass half of the time: the answer lies where they always do."""
+    """Above 10 the trials pass half of the time: the result is a rate at which they always do."""
     luck = random.Random(4)
 
     def trial(rate: float, number: int) -> float:
@@ -51,7 +51,7 @@ def test_a_server_that_never_fails_and_one_that_never_passes() -> None:
 
 
 def test_on_a_queue_it_finds_the_rate_of_the_theory() -> None:
-    """M/D/1 with a service of 10 ms, and 90% within 30 ms: simulated once in great detail, then searched for."""
+    """M/D/1 with a service time of 10 ms and 90% within 30 ms: simulated once in detail, then searched for."""
     service, limit = 0.01, 0.03
 
     def attained(rate: float, count: int, seed: int) -> float:

@@ -1,4 +1,4 @@
-"""What is asked."""
+"""Workloads."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 from bankfull.bench.load.workloads import (
     BLOCK_TOKENS,
+    RecordedTrace,
     ShareGpt,
     Synthetic,
-    TextWords,
-    TokenWords,
-    Trace,
+    TextPrompts,
+    TokenIdPrompts,
     parse_lengths,
     pool,
-    words_of,
+    prompt_generator,
 )
 from bankfull.errors import ConfigError
 
@@ -35,7 +35,7 @@ class Silent:
         return None
 
 
-IDS = TokenWords(Letters(), range(100, 200))
+IDS = TokenIdPrompts(Letters(), range(100, 200))
 
 
 def test_lengths_are_fixed_even_or_log_normal() -> None:
@@ -79,21 +79,21 @@ def test_turns_follow_and_only_the_first_has_the_prefix() -> None:
 
 
 def test_text_is_as_many_tokens_as_the_server_counts_on_average() -> None:
-    words, numbers = TextWords(Letters()), random.Random(3)
+    words, numbers = TextPrompts(Letters()), random.Random(3)
     lengths = [len(words.take(numbers, 2000)) for _ in range(20)]
     assert fmean(lengths) == pytest.approx(2000, rel=0.05)
-    assert TextWords().count("x" * 400) == 100, "four characters to a token, where nobody can count"
+    assert TextPrompts().count("x" * 400) == 100, "four characters to a token, where nobody can count"
 
 
 def test_prompts_are_ids_where_the_server_tells_some_and_text_where_not() -> None:
-    assert isinstance(words_of(Letters()), TokenWords)
-    assert isinstance(words_of(Letters(), "text"), TextWords)
-    assert isinstance(words_of(Silent()), TextWords)
+    assert isinstance(prompt_generator(Letters()), TokenIdPrompts)
+    assert isinstance(prompt_generator(Letters(), "text"), TextPrompts)
+    assert isinstance(prompt_generator(Silent()), TextPrompts)
     assert len(pool()) > 500
     with pytest.raises(ConfigError, match="no /tokenize"):
-        words_of(Silent(), "ids")
+        prompt_generator(Silent(), "ids")
     with pytest.raises(ConfigError, match="use auto, ids or text"):
-        words_of(Letters(), "runes")
+        prompt_generator(Letters(), "runes")
 
 
 TALKS = [
@@ -115,7 +115,7 @@ TALKS = [
 def test_sharegpt_files_give_questions_and_the_lengths_of_their_answers(tmp_path: Path) -> None:
     path = tmp_path / "talks.json"
     path.write_text(json.dumps(TALKS))
-    words = TextWords(Letters())
+    words = TextPrompts(Letters())
     made = ShareGpt(path, turns=2).make(2, 0, words)
     found = {tuple((turn.prompt, turn.max_tokens) for turn in one.turns) for one in made}
     assert found == {(("Hello", 8), ("And?", 7)), (("Why", 7),)}
@@ -131,14 +131,14 @@ def test_a_mooncake_trace_keeps_times_lengths_and_what_prompts_share(tmp_path: P
         {"timestamp": 3500, "input_length": 40, "output_length": 0},
     ]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    made = Trace(path, speed=2.0).make(10, 0, IDS)
+    made = RecordedTrace(path, speed=2.0).make(10, 0, IDS)
     assert [one.at for one in made] == [0.0, 0.25, 1.0]
     first, short, last = (one.turns[0] for one in made)
     assert [len(turn.prompt) for turn in (first, short, last)] == [1030, 40, 1100]
     assert [turn.max_tokens for turn in (first, short, last)] == [2, 1, 3]
     shared = 2 * BLOCK_TOKENS
     assert first.prompt[:shared] == last.prompt[:shared] and first.prompt[shared:] != last.prompt[shared:1030]
-    assert len(Trace(path).make(2, 0, IDS)) == 2
+    assert len(RecordedTrace(path).make(2, 0, IDS)) == 2
 
 
 def test_an_azure_trace_is_a_table(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_an_azure_trace_is_a_table(tmp_path: Path) -> None:
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
     )
-    made = Trace(path).make(10, 0, IDS)
+    made = RecordedTrace(path).make(10, 0, IDS)
     assert [one.at for one in made] == [0.0, pytest.approx(4.314579, abs=1e-5)]
     assert [(len(one.turns[0].prompt), one.turns[0].max_tokens) for one in made] == [(374, 44), (396, 109)]
 
@@ -157,27 +157,27 @@ def test_an_azure_trace_is_a_table(tmp_path: Path) -> None:
     [
         ("a.jsonl", "{", "Line 1 of the trace"),
         ("a.jsonl", '{"timestamp": 1}', "input_length"),
-        ("a.jsonl", "", "holds no request"),
-        ("a.jsonl", '{"timestamp": 0, "input_length": 0, "output_length": 1}', "cannot be asked"),
-        ("a.csv", "x,y\n1,2\n", "no TIMESTAMP"),
+        ("a.jsonl", "", "contains no request"),
+        ("a.jsonl", '{"timestamp": 0, "input_length": 0, "output_length": 1}', "a request of 0 "),
+        ("a.csv", "x,y\n1,2\n", "lacks TIMESTAMP"),
         ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nsoon,1,2\n", "Line 2"),
     ],
 )
 def test_bad_traces_are_refused(tmp_path: Path, name: str, text: str, says: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=says):
-        Trace(tmp_path / name).make(5, 0, IDS)
+        RecordedTrace(tmp_path / name).make(5, 0, IDS)
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '[{"conversations": 3}]', "[]", "\xff"])
 def test_bad_conversations_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "bad.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError):
-        ShareGpt(tmp_path / "bad.json").make(5, 0, TextWords())
+        ShareGpt(tmp_path / "bad.json").make(5, 0, TextPrompts())
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    for workload in (ShareGpt(tmp_path / "none"), Trace(tmp_path / "none")):
+    for workload in (ShareGpt(tmp_path / "none"), RecordedTrace(tmp_path / "none")):
         with pytest.raises(ConfigError, match="cannot be read"):
             workload.make(5, 0, IDS)
 
@@ -187,4 +187,4 @@ def test_workloads_that_make_no_sense_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
         Synthetic(parse_lengths("5"), parse_lengths("5"), **bad)
     with pytest.raises(ConfigError):
-        Trace(Path("x"), speed=0.0)
+        RecordedTrace(Path("x"), speed=0.0)

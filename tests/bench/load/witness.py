@@ -1,11 +1,11 @@
-"""The kernel's word on when a server's bytes came and left: what a client's figures are held against.
+"""Kernel timestamps of a server's received and sent bytes: the reference for a client's figures.
 
-A server's own word is not good enough. It looks at its clock before it writes, and may be kept from writing; it looks
-when it reads, and may be kept from reading. A request has come when its bytes are there, whether or not the server got
-round to them: what it needs for that is part of its answer's time. A token has been written when its bytes leave.
+The server's own times are not accurate enough: it reads its clock before it writes and when it reads, and may be
+interrupted in between. A request arrives when its bytes are there, whether or not the server has read them: the time
+until it does is part of its response time. A token is written when its bytes leave.
 
-The kernel stamps both. Nothing here is shared with the client: this is another option of the kernel, bytes that leave
-are stamped on another path than those that come, and times stay those of the wall's clock.
+The kernel timestamps both. Nothing is shared with the client: this uses another kernel option, sent bytes are
+timestamped on another path than received ones, and times stay in the wall clock.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ SPACE = 512
 
 
 class WitnessSocket(socket.socket):
-    """An accepted one."""
+    """An accepted connection."""
 
     def __init__(self, accepted: socket.socket) -> None:
         super().__init__(fileno=accepted.detach())
         self.setblocking(False)
-        with suppress(OSError):  # a system that has no stamps
+        with suppress(OSError):  # no support for timestamps
             wanted = TX_SOFTWARE | RX_SOFTWARE | SOFTWARE | OPT_ID | OPT_TSONLY
             self.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPING, wanted)
         self.came: int | None = None
-        """When the bytes that were read last had come."""
+        """Arrival time of the bytes read last."""
         self.sent = 0
         self.left: dict[int, int] = {}
-        """When the first n bytes had left."""
+        """n -> when the first n bytes had left."""
 
     def recv(self, size: int, flags: int = 0) -> bytes:
-        self._hear()  # what is noted of a write wakes the loop like bytes that came
+        self._hear()  # the timestamp of a write wakes the loop like received bytes
         data, notes, _, _ = self.recvmsg(size, SPACE, flags)
         self.came = _stamp(notes)
         return data
@@ -60,7 +60,7 @@ class WitnessSocket(socket.socket):
                 if level in (socket.IPPROTO_IP, socket.IPPROTO_IPV6):
                     _, origin, _, _, _, _, last = ERROR.unpack_from(data)
                     if origin == SO_EE_ORIGIN_TIMESTAMPING and stamp is not None:
-                        self.left.setdefault(last + 1, stamp)  # a repeated packet is stamped again
+                        self.left.setdefault(last + 1, stamp)  # a retransmitted packet is timestamped again
 
 
 def _stamp(notes: list[tuple[int, int, bytes]]) -> int | None:
@@ -72,7 +72,7 @@ def _stamp(notes: list[tuple[int, int, bytes]]) -> int | None:
 
 
 class Account:
-    """Of one answer, in nanoseconds of the wall's clock."""
+    """Times of one response, in nanoseconds of the wall clock."""
 
     def __init__(self, witness: WitnessSocket) -> None:
         self._witness, self._text = witness, ""
@@ -84,7 +84,7 @@ class Account:
         self._writes.append((before, time_ns(), self._witness.sent))
 
     def as_json(self) -> dict[str, Any]:
-        """Each write: when the kernel says that it left, if it does, and the server's clock before and after it."""
+        """Each write: the kernel's timestamp, if any, and the server's clock before and after it."""
         left = self._witness.left
         writes = [(left.get(upto), before, after) for before, after, upto in self._writes]
         return {"text": self._text, "came": self._came, "writes": writes}

@@ -1,4 +1,4 @@
-"""Tuning: the fastest plan that is right wins, on the shapes that the model really has."""
+"""Tuning: the fastest correct plan wins, on the model's real shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from bankfull.cli.app import run_command
 from bankfull.cli.tune import ROWS, as_json, parse_rows, timings_table
 from bankfull.errors import ConfigError
-from bankfull.limits.tuning import Timing, shapes_of, timings_of
+from bankfull.limits.tune import ShapeTiming, shapes_of, timings_of
 from bankfull.weights.source import open_model
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.weights import random_model
@@ -28,7 +28,7 @@ class Named:
 
 
 class Fakes:
-    """Plans that take as long as their table says: one is wrong, one takes few rows only, one is the usual one."""
+    """Plans with given times: one computes wrongly, one supports few rows only, one is the default."""
 
     CANDIDATES: Sequence[Named] = tuple(map(Named, ("usual", "few", "wrong", "best")))
     COST: dict[str, float] = {"usual": 3.0, "few": 1.0, "wrong": 0.1, "best": 2.0}  # noqa: RUF012
@@ -52,7 +52,7 @@ class Fakes:
         return self.COST[self.last]
 
 
-def timings(rows: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[list[Timing | None], Fakes]:
+def timings(rows: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[list[ShapeTiming | None], Fakes]:
     fakes = Fakes()
     return list(timings_of([(24, 16), (8, 16)], rows, dtype, CPU, fakes, fakes.timer, 4096)), fakes
 

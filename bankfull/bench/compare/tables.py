@@ -1,4 +1,4 @@
-"""The rows for a reader."""
+"""Rich tables and notes of a comparison."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bankfull.limits.machine.ceilings import Ceilings
 
 BUSY_CORES = 0.1
-"""Used by others, from which on a reader is warned."""
+"""Cores used by other programs from which a warning is printed."""
 
 
 def ratio_table(comparison: Comparison, threads: int | None = None) -> Table:
@@ -48,7 +48,7 @@ def ratio_table(comparison: Comparison, threads: int | None = None) -> Table:
 
 
 def problems(comparison: Comparison) -> list[str]:
-    """Each reason once, behind the works that it kept from being measured."""
+    """Each reason once, with the works that it prevented."""
     kept: dict[str, list[str]] = {}
     for row in comparison.rows:
         if row.problem is not None:
@@ -57,7 +57,7 @@ def problems(comparison: Comparison) -> list[str]:
 
 
 def _reached(row: Row) -> tuple[str, ...]:
-    from bankfull.limits.show import scaled
+    from bankfull.limits.units import scaled
 
     if row.reach is None:
         return ()
@@ -72,9 +72,9 @@ def _share(found: Spread) -> str:
 
 
 def notes(rows: Sequence[Row], ceilings: Ceilings | None) -> list[str]:
-    from bankfull.limits.show import scaled
+    from bankfull.limits.units import scaled
 
-    lines = ["ratio: the median over the pairs, above 1 where this engine is better"]
+    lines = ["ratio: median over the pairs; above 1, this engine is better"]
     if ceilings is not None:
         lines.append(
             f"machine: {ceilings.cpu}, {ceilings.threads} threads, read {scaled(ceilings.read_bytes_per_s, 'B/s')}, "
@@ -84,7 +84,7 @@ def notes(rows: Sequence[Row], ceilings: Ceilings | None) -> list[str]:
         )
     worst = max((row.others for row in rows if row.others is not None), default=0.0)
     if worst > BUSY_CORES:
-        lines.append(f"the machine was busy with other work (up to {worst:.2f} cores): these figures are rough")
+        lines.append(f"other programs used up to {worst:.2f} cores: these figures are approximate")
     return lines
 
 

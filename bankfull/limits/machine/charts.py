@@ -1,4 +1,4 @@
-"""The roofline, drawn: what a machine can reach for a given number of operations per byte."""
+"""Charts of a machine: the roofline (reachable rate by arithmetic intensity) and read bandwidth by working set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from bankfull.limits.machine.levels import Levels
 
 BESIDE_RIDGES = 30.0
-"""How far the axis reaches to the left of the first ridge and to the right of the last one, as a factor."""
+"""Factor by which the x axis extends beyond the first and the last ridge point."""
 BESIDE_MARKS = 2.0
 
 
@@ -24,11 +24,11 @@ def roofline_chart(
     marks: Sequence[Mark] = (),
     points: Sequence[Series] = (),
 ) -> Chart:
-    """`peaks` are operations per second by type, `memory` bytes per second of where a model's weights lie.
+    """`peaks`: operations per second by type. `memory`: bandwidth in bytes per second of the weights' memory.
 
-    Every roof rises with memory's bandwidth up to its ridge; types with the same peak share one. `faster` are the
-    bandwidths of caches by name, dashed, up to the highest roof. `marks` are places with a name (operations), `points`
-    further series (measurements). Without `peaks`, where no arithmetic was measured, memory's line has no end.
+    Every roof rises with memory bandwidth up to its ridge point; types with equal peaks share one roof. `faster`:
+    bandwidths of caches by name, drawn dashed up to the highest roof. `marks`: labelled points (operations). `points`:
+    further series (measurements). Without `peaks` (no arithmetic measured) the memory line has no roof.
     """
     roofs = _by_height(peaks)
     shown = [mark.x for mark in marks] + [x for series in points for x, _ in series.points]
@@ -53,7 +53,7 @@ def roofline_chart(
 
 
 def chart_of(found: Ceilings, levels: Levels | None = None, marks: Sequence[Mark] = ()) -> Chart:
-    """A machine's own roofline; its ridges are marked unless something else is."""
+    """A machine's own roofline; its ridge points are marked unless `marks` are given."""
     memory = found.read_bytes_per_s
     if levels is not None:
         faster = {level.name: level.bytes_per_s for level in levels.levels[:-1]}
@@ -64,7 +64,7 @@ def chart_of(found: Ceilings, levels: Levels | None = None, marks: Sequence[Mark
 
 
 def curve_chart(levels: Levels) -> Chart:
-    """Read bandwidth by working set, with the levels marked."""
+    """Read bandwidth by working set, with the cache levels marked."""
     marks = [Mark(level.set_bytes, level.bytes_per_s, level.name) for level in levels.levels]
     return Chart(
         "Read bandwidth by working set",
@@ -76,7 +76,7 @@ def curve_chart(levels: Levels) -> Chart:
 
 
 def _by_height(peaks: Mapping[str, float]) -> dict[float, list[str]]:
-    """The highest first."""
+    """Types by peak, highest peak first."""
     found: dict[float, list[str]] = {}
     for dtype, peak in sorted(peaks.items(), key=lambda pair: -pair[1]):
         found.setdefault(peak, []).append(dtype)

@@ -1,4 +1,4 @@
-"""A plan for a reader: rich tables and sentences. No arithmetic but units."""
+"""A plan as rich tables, a chart and sentences."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from rich.table import Table
 from rich.text import Text
 
 from bankfull.limits.charts import Axis, Chart, Mark, Point, Series
-from bankfull.limits.show import duration, scaled
+from bankfull.limits.units import duration, scaled
 from bankfull.plan.configurations import LATER
 
 if TYPE_CHECKING:
-    from bankfull.plan.outcome import Outcome
-    from bankfull.plan.planner import Plan
-    from bankfull.plan.verify import Compared
+    from bankfull.plan.outcome import SimulatedOutcome
+    from bankfull.plan.planner import DeploymentPlan
+    from bankfull.plan.verify import PredictionCheck
 
 HEADINGS = (
     "rows",
@@ -33,19 +33,19 @@ HEADINGS = (
 )
 
 
-def pareto_table(plan: Plan) -> Table:
-    title = f"{plan.question.model}: {plan.question.traffic}; {plan.question.objectives}"
+def pareto_table(plan: DeploymentPlan) -> Table:
+    title = f"{plan.request.model}: {plan.request.traffic}; {plan.request.objectives}"
     return _table(plan.pareto, title, plan.recommended)
 
 
-def later_table(plan: Plan) -> Table | None:
-    """What cannot be run yet, if anything was looked at."""
+def later_table(plan: DeploymentPlan) -> Table | None:
+    """Configurations that this version cannot run, if any."""
     if not plan.later:
         return None
     return _table(plan.later, "not yet: predicted, but this version cannot run it", None, "why")
 
 
-def _table(outcomes: Sequence[Outcome], title: str, recommended: Outcome | None, *more: str) -> Table:
+def _table(outcomes: Sequence[SimulatedOutcome], title: str, recommended: SimulatedOutcome | None, *more: str) -> Table:
     table = Table(title=Text(title))
     table.add_column("", no_wrap=True)
     table.add_column("devices", no_wrap=True)
@@ -60,7 +60,7 @@ def _table(outcomes: Sequence[Outcome], title: str, recommended: Outcome | None,
     return table
 
 
-def _cells(outcome: Outcome) -> Iterator[Text]:
+def _cells(outcome: SimulatedOutcome) -> Iterator[Text]:
     own = outcome.configuration
     cost = outcome.dollars_per_million
     route = f", {own.route}" if own.replicas > 1 else ""
@@ -88,10 +88,10 @@ def _time(seconds: float) -> str:
     return "-" if seconds == float("inf") else duration(seconds)
 
 
-def plan_chart(plan: Plan) -> Chart:
-    """The Pareto set: what a million tokens cost, or where no price is known what memory is needed, against latency."""
+def plan_chart(plan: DeploymentPlan) -> Chart:
+    """The Pareto front: cost per million output tokens, or memory if a price is unknown, by latency."""
     priced = all(outcome.dollars_per_million is not None for outcome in plan.pareto)
-    y = Axis("cost of a million output tokens, $", log=True) if priced else Axis("memory", log=True, unit="B")
+    y = Axis("cost per million output tokens, $", log=True) if priced else Axis("memory", log=True, unit="B")
     by_device: dict[str, list[Point]] = {}
     marks = []
     for outcome in plan.pareto:
@@ -101,13 +101,13 @@ def plan_chart(plan: Plan) -> Chart:
         if outcome is plan.recommended:
             marks.append(Mark(*point, "recommended"))
     series = [Series(name, points, kind="points") for name, points in by_device.items()]
-    title = f"{plan.question.model}: {plan.question.traffic}"
+    title = f"{plan.request.model}: {plan.request.traffic}"
     return Chart(title, Axis("p99 time per output token", log=True, unit="s"), y, series, marks)
 
 
-def sentences(plan: Plan) -> Iterator[str]:
-    """What stands below the table."""
-    asked, best = plan.question, plan.recommended
+def sentences(plan: DeploymentPlan) -> Iterator[str]:
+    """The text below the tables."""
+    asked, best = plan.request, plan.recommended
     if best is None:
         yield "Nothing fits: no configuration that this version can run holds the model and its requests."
     else:
@@ -115,33 +115,33 @@ def sentences(plan: Plan) -> Iterator[str]:
         for command in best.configuration.commands(asked.model):
             yield f"  {command}"
         if best.configuration.replicas > 1:
-            yield f"  behind a load balancer that goes {best.configuration.route} over them"
+            yield f"  behind a load balancer with {best.configuration.route} routing"
         if best.lossy:
-            yield "  It rounds numbers (lossy): look at `bankfull quality` first." + _exact(plan)
+            yield "  It is lossy (quantized): check it with `bankfull quality` first." + _exact(plan)
         yield _latencies(best)
         yield _highest(plan)
         yield "What limits it:"
         yield from (f"  {line}" for line in plan.limits)
     if plan.skipped:
-        yield "Left out:"
+        yield "Skipped:"
         yield from (f"  {line}" for line in plan.skipped)
     yield "Not yet in this version, and never recommended: " + "; ".join(f"{n} ({w})" for n, w in LATER.items()) + "."
     if plan.notes:
-        yield "Assumptions and doubts:"
+        yield "Assumptions and caveats:"
         yield from (f"  {line}" for line in plan.notes)
     yield f"{plan.simulated} simulations with the engine's own scheduler; times by roofline."
 
 
 AIMS = {
-    "goodput": "serves the most",
+    "goodput": "has the highest goodput",
     "cost": "costs the least per output token",
-    "latency": "answers soonest",
+    "latency": "has the lowest latency",
     "efficiency": "takes the least device time per output token",
 }
 
 
-def _lead(plan: Plan, best: Outcome) -> str:
-    asked = plan.question
+def _lead(plan: DeploymentPlan, best: SimulatedOutcome) -> str:
+    asked = plan.request
     if asked.objectives.stated:
         met = (
             ""
@@ -162,36 +162,36 @@ def _lead(plan: Plan, best: Outcome) -> str:
     return f"Recommended without a bound on latency (* above; --slo sets one): {which}."
 
 
-def _latencies(best: Outcome) -> str:
+def _latencies(best: SimulatedOutcome) -> str:
     cost = "" if best.dollars_per_million is None else f", ${best.dollars_per_million:.3g} per million of them"
     return (
-        f"Its requests see the first token after {_time(best.ttft_p50)} (p99 {_time(best.ttft_p99)}), one more every "
-        f"{_time(best.tpot_p50)} (p99 {_time(best.tpot_p99)}), the whole answer within {_time(best.e2e_p99)} (p99); "
+        f"TTFT is {_time(best.ttft_p50)} (p99 {_time(best.ttft_p99)}), TPOT {_time(best.tpot_p50)} (p99 "
+        f"{_time(best.tpot_p99)}), end-to-end latency at most {_time(best.e2e_p99)} (p99); throughput is "
         f"{best.output_per_s:.3g} output tokens/s{cost}."
     )
 
 
-def _highest(plan: Plan) -> str:
-    stated, rate = plan.question.objectives.stated, plan.highest_rate
+def _highest(plan: DeploymentPlan) -> str:
+    stated, rate = plan.request.objectives.stated, plan.highest_rate
     if rate is None:
-        return "At no rate does it keep the objectives." if stated else "At no rate that was tried does it keep up."
-    return f"It keeps {'the objectives' if stated else 'up with'} up to about {rate:.3g} requests/s."
+        return "It meets the objectives at no rate." if stated else "It keeps up at no rate that was tried."
+    return f"It {'meets the objectives' if stated else 'keeps up with'} up to about {rate:.3g} requests/s."
 
 
-def _exact(plan: Plan) -> str:
+def _exact(plan: DeploymentPlan) -> str:
     exact = plan.lossless
     if exact is None:
         return ""
     own, cost = exact.configuration, exact.dollars_per_million
     price = "" if cost is None else f" at ${cost:.3g} per million tokens"
     return (
-        f" The best that rounds nothing, {own.devices} x {own.site.name}, gives {exact.goodput:.3g} requests/s{price}: "
-        f"{own.commands(plan.question.model)[0]}"
+        f" The best lossless one, {own.devices} x {own.site.name}, gives {exact.goodput:.3g} requests/s{price}: "
+        f"{own.commands(plan.request.model)[0]}"
     )
 
 
-def verified_table(compared: Sequence[Compared]) -> Table:
-    table = Table(title="predicted and measured, on this machine")
+def verified_table(compared: Sequence[PredictionCheck]) -> Table:
+    table = Table(title="predicted and measured on this machine")
     table.add_column("figure", no_wrap=True)
     for heading in ("predicted", "measured", "error", "limit"):
         table.add_column(heading, justify="right", no_wrap=True)

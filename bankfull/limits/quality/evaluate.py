@@ -1,8 +1,8 @@
-"""What a way of running a model costs in quality: its next-token distributions beside those of a reference.
+"""What quantization and other options cost in quality: next-token distributions compared with a reference model's.
 
-Both sides run over the same windows of tokens. Each window begins with the model's own opening (its beginning-of-text
-token, where it has one) and starts from an empty state; windows do not overlap, and none spans two texts. What the
-window begins with, opening or first token, is not predicted. Everything is computed in float64 from the logits.
+Both models run over the same windows of tokens. Each window starts from an empty state with the model's prefix (its
+beginning-of-text token, if it has one). Windows do not overlap, and none spans two texts. The prefix, or the first
+token of a window without one, is not predicted. All figures are computed in float64 from the logits.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from bankfull.weights.source import ModelFiles
 WINDOW = 512
 CHUNKS = (1, 8, 64, 512)
 BLOCK_BYTES = 32 << 20
-"""Of float64 scores that exist at once for one side; a single position may take more."""
+"""Bytes of float64 logits held at once per model; a single position may need more."""
 CPU = torch.device("cpu")
 
 Progress = Callable[[int], None]
-"""Called with the tokens predicted so far."""
+"""Callback with the number of tokens predicted so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """KL is KL(reference || model) in nats of the next-token distributions, one value per predicted token."""
+    """Comparison with the reference. KL is KL(reference || model) in nats per predicted token."""
 
     tokens: int
-    """Predicted ones."""
+    """Predicted tokens."""
     windows: int
     perplexity: float
     reference_perplexity: float
@@ -50,9 +50,9 @@ class Quality:
     kl_p99: float
     kl_max: float
     top1: float
-    """Share of positions where both sides find the same token likeliest."""
+    """Share of positions at which both models rank the same token first."""
     logprob_error: float
-    """Mean absolute difference of the log-probability of the token that came."""
+    """Mean absolute difference of the logprob of the actual next token."""
     seconds: float
     reference_seconds: float
 
@@ -65,22 +65,24 @@ class Quality:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class EvaluationWindow:
     tokens: tuple[int, ...]
     first: int
-    """The first position whose token is predicted."""
+    """First position whose token is predicted."""
 
 
 def bundled_texts() -> dict[str, str]:
-    """The evaluation text that comes with the package, by file name."""
-    folder = package_files("bankfull.limits") / "evaluation"
+    """The evaluation texts of the package, by file name."""
+    folder = package_files("bankfull.limits.quality") / "texts"
     found = sorted((item for item in folder.iterdir() if item.name.endswith(".txt")), key=lambda item: item.name)
     return {item.name: item.read_text(encoding="utf-8") for item in found}
 
 
-def windows_of(texts: Sequence[Sequence[int]], opening: Sequence[int] = (), window: int = WINDOW) -> list[Window]:
-    """The texts' tokens cut into windows of at most `window` tokens, opening included. A text whose last window would
-    hold nothing to predict ends before it."""
+def windows_of(
+    texts: Sequence[Sequence[int]], opening: Sequence[int] = (), window: int = WINDOW
+) -> list[EvaluationWindow]:
+    """Cut the texts' tokens into windows of at most `window` tokens, including the prefix `opening`. A last window
+    without a token to predict is dropped."""
     first = max(1, len(opening))
     if window <= first:
         raise ConfigError(f"window={window} leaves nothing to predict; use at least {first + 1}.")
@@ -90,14 +92,14 @@ def windows_of(texts: Sequence[Sequence[int]], opening: Sequence[int] = (), wind
         for at in range(0, len(text), own):
             tokens = (*opening, *text[at : at + own])
             if len(tokens) > first:
-                made.append(Window(tokens, first))
+                made.append(EvaluationWindow(tokens, first))
     if not made:
         raise RequestError("The evaluation text has no token to predict; give a longer one.")
     return made
 
 
 def dequantized(files: ModelFiles, device: torch.device = CPU, max_len: int = 0) -> Decoder:
-    """The reference of a model: its own weights, dequantized, in float32, computed by the operations' torch bodies."""
+    """The reference model: the same weights dequantized to float32, computed by the reference operations in torch."""
     return build_model(
         files.config, Build(files.source, kit_for(device.type, "torch"), torch.float32, device, True, max_len)
     )
@@ -114,7 +116,7 @@ def evaluate(
     device: torch.device = CPU,
     progress: Progress | None = None,
 ) -> Quality:
-    """`texts` are token ids. The reference computes a window in one pass, `model` in passes of `chunk` tokens."""
+    """`texts`: token ids. The reference computes a window in one pass, `model` in chunks of `chunk` tokens."""
     _check(model, window, window if chunk is None else chunk)
     _check(reference, window, window)
     if model.vocab != reference.vocab:
@@ -136,13 +138,13 @@ def across_chunks(
     device: torch.device = CPU,
     progress: Progress | None = None,
 ) -> dict[int, Quality]:
-    """The same model in passes of different widths, each against the first of `chunks`.
+    """Compare the same model at several chunk sizes, each with the first of `chunks`.
 
-    One row and many rows may take different kernels; with the first chunk 1 this tells how far prefill and batches lie
-    from decoding one stream.
+    One row and many rows may use different kernels. With 1 as the first chunk size, this shows how far prefill and
+    batched decoding deviate from decoding a single sequence.
     """
     if len(chunks) < 2 or len(set(chunks)) < len(chunks):
-        raise ConfigError(f"chunks={tuple(chunks)} must be at least two different sizes.")
+        raise ConfigError(f"chunks={tuple(chunks)} must have at least two different sizes.")
     for chunk in chunks:
         _check(model, window, chunk)
     sides = [_Side(model, chunk, device) for chunk in chunks]
@@ -152,8 +154,8 @@ def across_chunks(
 def _check(model: Decoder, window: int, chunk: int) -> None:
     if window > model.max_positions:
         raise ConfigError(
-            f"window={window} is longer than the {model.max_positions} positions that the model was made for; use at "
-            "most that many."
+            f"window={window} is longer than the {model.max_positions} positions that the model supports; use at most "
+            "that many."
         )
     if not 1 <= chunk <= window:
         raise ConfigError(f"chunk={chunk} must be at least 1 and at most the window of {window} tokens.")
@@ -166,7 +168,7 @@ class _Side:
     device: torch.device
     seconds: float = 0.0
 
-    def hidden(self, window: Window) -> Tensor:
+    def hidden(self, window: EvaluationWindow) -> Tensor:
         start, count = perf_counter(), len(window.tokens)
         chunks = [min(self.chunk, count - at) for at in range(0, count, self.chunk)]
         hidden = hidden_states(self.model, window.tokens, self.device, chunks)
@@ -174,21 +176,21 @@ class _Side:
         return hidden
 
     def logprobs(self, hidden: Tensor) -> Tensor:
-        """(positions, vocab) in float64; the head sees no more rows at once than the layers did."""
+        """Shape (positions, vocab) in float64; the head gets at most `chunk` rows at once, like the layers."""
         start = perf_counter()
         scores = torch.cat([self.model.head(rows).to(torch.float64) for rows in hidden.split(self.chunk)])
         if not bool(scores.isfinite().all()):
-            raise ModelError("The model gave scores that are not finite; try another dtype (float32).")
+            raise ModelError("The model produced logits that are not finite; try another dtype (float32).")
         logprobs = scores.log_softmax(-1)
         self.seconds += perf_counter() - start
         return logprobs
 
 
 class _Tally:
-    """One number per predicted token and quantity: all that is kept of the scores.
+    """One number per predicted token and quantity; the logits are discarded.
 
-    Allocated once: small arrays that stay, made between large ones that go, would keep the allocator from ever giving
-    the large ones' memory back.
+    Allocated once: small long-lived arrays between large short-lived ones would fragment the heap and keep its memory
+    from returning to the system.
     """
 
     def __init__(self, count: int) -> None:
@@ -197,7 +199,7 @@ class _Tally:
 
     def add(self, at: int, reference: Tensor, own: Tensor, targets: Tensor) -> None:
         place = slice(at, at + len(targets))
-        # Rounding may take the sum of terms of both signs below zero by some 1e-17.
+        # Rounding can make the sum negative by about 1e-17.
         self.kl[place] = (reference.exp() * (reference - own)).sum(-1).clamp(min=0).cpu().numpy()
         self.same[place] = (reference.argmax(-1) == own.argmax(-1)).cpu().numpy()
         self.own[place] = own.gather(-1, targets[:, None])[:, 0].cpu().numpy()
@@ -222,13 +224,13 @@ class _Tally:
 
 
 def _perplexity(logprobs: np.ndarray) -> float:
-    # A model that is wrong enough overflows a double; the largest one stands for that.
+    # A very bad model would overflow a double; exp(709) is the largest finite result.
     return math.exp(min(-float(logprobs.mean()), 709.0))
 
 
 @torch.inference_mode()
-def _compare(sides: Sequence[_Side], windows: Sequence[Window], progress: Progress | None) -> list[Quality]:
-    """Every side but the first against the first."""
+def _compare(sides: Sequence[_Side], windows: Sequence[EvaluationWindow], progress: Progress | None) -> list[Quality]:
+    """Compare every model with the first."""
     reference, others = sides[0], sides[1:]
     count, done = sum(len(window.tokens) - window.first for window in windows), 0
     tallies = [_Tally(count) for _ in others]

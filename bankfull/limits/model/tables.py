@@ -1,12 +1,81 @@
-"""A model's limits for a reader: rich tables. No arithmetic but units."""
+"""Rich tables of a model: its description, its roofline, and its variants."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
 
-from bankfull.limits.model.bounds import ModelRoofline
-from bankfull.limits.show import arithmetic_rate, duration, roofline_table, scaled
+from bankfull.limits.units import arithmetic_rate, duration, scaled
+
+if TYPE_CHECKING:
+    from bankfull.limits.meter.roofline import Roofline
+    from bankfull.limits.model.bounds import ModelRoofline
+    from bankfull.limits.model.info import ModelInfo
+
+
+def info_table(info: ModelInfo) -> Table:
+    # Text, not markup: names come from untrusted files.
+    table = Table(show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+
+    def line(name: str, value: object) -> None:
+        table.add_row(name, Text(str(value)))
+
+    shape = info.shape
+    line("model", info.path)
+    line("architecture", f"{info.architecture} ({info.kind})")
+    line("layers", info.layers)
+    line("hidden", shape.hidden)
+    if shape.heads is not None:
+        line("heads", f"{shape.heads}, sharing {shape.kv_heads} key heads of {shape.head_size}")
+    if shape.ffn is not None:
+        line("feed-forward", shape.ffn)
+    line("vocabulary", shape.vocab)
+    line("parameters", scaled(info.parameters))
+    stored = ", ".join(f"{scheme} {scaled(size, 'B')}" for scheme, size in info.bytes_by_scheme.items())
+    line("weights", f"{scaled(info.total_bytes, 'B')} ({stored})")
+    line("context", f"{info.context_length} tokens")
+    for paged in info.state.paged:
+        reach = "all tokens" if paged.window is None else f"last {paged.window} tokens"
+        line("state per token", f"{scaled(paged.token_bytes, 'B')} ({paged.layers} layers, {reach}, {info.dtype})")
+    if info.state.recurrent_layers:
+        line("state per sequence", f"{scaled(info.state.slot_bytes, 'B')} ({info.state.recurrent_layers} layers)")
+    if info.tokenizer is None:
+        line("tokenizer", f"none: {info.tokenizer_problem}")
+    else:
+        ends = ", ".join(map(str, info.tokenizer.eos_ids)) or "none"
+        line("tokenizer", f"{info.tokenizer.kind}, {info.tokenizer.vocab} tokens, end of text: {ends}")
+    line("chat template", "yes" if info.chat_template else "no")
+    for cost in info.costs:
+        what = f"{cost.tokens} tokens" if cost.phase == "prefill" else f"context {cost.context}"
+        line(f"{cost.phase}, {what}", f"{scaled(cost.flops, 'FLOP')} and {scaled(cost.bytes, 'B')} per token")
+    return table
+
+
+def roofline_table(found: Roofline, title: str = "") -> Table:
+    table = Table(title=title or None)
+    table.add_column("operation")
+    for heading in ("calls", "FLOP", "bytes", "FLOP/byte", "bound", "at best", "share"):
+        table.add_column(heading, justify="right")
+    rows = found.as_rows()
+    for row in rows:
+        if row is rows[-1]:
+            table.add_section()
+        intensity = row["intensity"]
+        table.add_row(
+            Text(row["operation"]),
+            str(row["calls"]),
+            scaled(row["flops"]),
+            scaled(row["read_bytes"] + row["write_bytes"], "B"),
+            "-" if intensity is None else f"{intensity:.3g}",
+            row["bound"],
+            duration(row["seconds"]),
+            f"{row['share']:.1%}",
+        )
+    return table
 
 
 def phase_tables(found: ModelRoofline) -> list[Table]:
@@ -26,9 +95,9 @@ def summary_table(found: ModelRoofline) -> Table:
         table.add_row(name, Text(str(value)))
 
     recipe, machine, ceilings = found.recipe, found.machine, found.machine.ceilings
-    memory, context = found.memory, found.question.context
+    memory, context = found.memory, found.query.context
     line("model", f"{recipe.config.get('model_type')}, {scaled(found.metered.parameters)} parameters")
-    stored = ", ".join(recipe.blocks) or str(recipe.matrices).removeprefix("torch.")
+    stored = ", ".join(recipe.quantized_types) or str(recipe.matrices).removeprefix("torch.")
     line(
         "runs in",
         f"{recipe.dtype_name}, weights {stored}, multiplied as {recipe.activations}, "
@@ -39,25 +108,25 @@ def summary_table(found: ModelRoofline) -> Table:
     line("multiplies", arithmetic_rate(found.arithmetic.peak))
     line("weights", scaled(memory.weights, "B"))
     line(f"state, context {context}", f"{scaled(memory.state_per_sequence, 'B')} per sequence")
-    line("a step's own", scaled(memory.step, "B"))
+    line("step's intermediate results", scaled(memory.step, "B"))
     room = "" if memory.room is None else f" of {scaled(memory.room, 'B')}: {'fits' if memory.fits else 'does not fit'}"
-    line(f"peak, {max(found.question.batches)} sequences", f"{scaled(memory.peak, 'B')}{room}")
+    line(f"peak, {max(found.query.batches)} sequences", f"{scaled(memory.peak, 'B')}{room}")
     if memory.most_sequences is not None:
         line("sequences that fit", memory.most_sequences)
     turning = found.turning_batch
-    never = "never: a sequence's own state takes longer to read than its token takes to compute"
-    unknown = "not known: that arithmetic was not measured"
+    never = "never: reading a sequence's state takes longer than computing its token"
+    unknown = "unknown: its arithmetic was not measured"
     if not found.arithmetic.measured:
         line("decode is bound by arithmetic", unknown)
         return table
     line("decode is bound by arithmetic", never if turning is None else f"from {turning} sequences on")
     linear = found.linear_turning_batch
-    line("its linear layers alone", "never" if linear is None else f"from {linear} sequences on")
+    line("linear layers alone", "never" if linear is None else f"from {linear} sequences on")
     return table
 
 
 def curve_table(found: ModelRoofline) -> Table:
-    table = Table(title=f"decode at context {found.question.context}, at best")
+    table = Table(title=f"decode at context {found.query.context}, at best")
     for heading in ("sequences", "time per token", "tokens/s each", "tokens/s in all", "bound", "memory", "fits"):
         table.add_column(heading, justify="right")
     for point in found.curve:
@@ -74,7 +143,7 @@ def curve_table(found: ModelRoofline) -> Table:
 
 
 def changes_table(found: ModelRoofline) -> Table:
-    batch, context = found.question.batches[0], found.question.context
+    batch, context = found.query.batches[0], found.query.context
     table = Table(title=f"what would change: decode, {batch} at once, context {context}")
     table.add_column("variant")
     table.add_column("how")

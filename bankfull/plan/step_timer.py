@@ -1,8 +1,7 @@
-"""Real steps of chosen shapes, timed on a whole engine: its scheduler, its kernels, its choice of tokens.
+"""Times real steps of chosen shapes on a whole engine, with its scheduler, kernels and sampling.
 
-A context need not be computed to be long: pages are published in the prefix cache under the names of a prompt, and a
-request for that prompt begins where they end. What they hold does not matter for the time, only that it is memory of
-their own.
+A long context need not be computed: pages are published in the prefix cache under the hash of a prompt, and a request
+with that prompt starts after them. Their content does not affect the time, as long as each is distinct memory.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from bankfull.types import Request, StepPlan
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 
 
-class NoRoom(ConfigError):
+class ShapeTooLarge(ConfigError):
     """The pools are too small for the shape."""
 
 
 class StepTimer:
-    """An idle engine with a prefix cache, whose whole state it uses."""
+    """Runs steps on an idle engine with a prefix cache, and uses all of its state."""
 
     def __init__(self, engine: Engine, vocab: int, seed: int = 0) -> None:
         if not engine.scheduler.state.prefix_cache:
-            raise ConfigError("Steps at a long context are timed with the prefix cache; do not switch it off.")
+            raise ConfigError("Timing steps at a long context needs the prefix cache; do not disable it.")
         self._engine, self._vocab = engine, vocab
         self._random = Random(seed)
         self._numbers = 0
         self._touch()
 
     def _touch(self) -> None:
-        """Memory that was never written is one page of zeros, however much of it is read."""
+        """Write all state memory: unwritten memory is one shared zero page, whatever its size."""
         storage = self._engine.runner.storage
 
         def write() -> None:
@@ -52,30 +51,30 @@ class StepTimer:
         self._engine.runner.device.launch(write).wait()
 
     def decode(self, sequences: int, context: int, turns: int) -> tuple[StepShape, float]:
-        """The middle one of the steps that give each sequence a token, and its seconds."""
-        # The first step enters rows, the last one lets them go: neither is counted.
+        """The middle one of the decode steps, and the median seconds."""
+        # The first step admits the sequences and the last one releases them: neither is counted.
         steps = self._run(sequences, max(context - turns // 2, 2), 1, turns + 2)[1:-1]
         steps = [(shape, seconds) for shape, seconds in steps if shape.counts == (1,) * sequences]
         if len(steps) < turns:
-            raise NoRoom(f"{sequences} sequences do not run in one step here.")
+            raise ShapeTooLarge(f"{sequences} sequences do not run in one step here.")
         return steps[len(steps) // 2][0], median(seconds for _, seconds in steps)
 
     def prefill(self, sequences: int, tokens: int, past: int, turns: int) -> tuple[StepShape, float]:
-        """A step that computes the last `tokens` of each sequence's prompt behind `past` that are there, or behind the
-        page border before it: a prefix is only found in whole pages, and the rest of a page would be computed too. A
-        recurrent model ends a chunk where it keeps its state, so that the step may be a little smaller."""
+        """A step that computes the last `tokens` of each prompt after `past` cached tokens, rounded down to a page
+        border: the prefix cache finds whole pages only. The chunks of a recurrent model end where its state is kept, so
+        the step may be slightly smaller."""
         found = []
         past -= past % self._border
         least = tokens - (0 if self._engine.scheduler.state.snapshots is None else self._border)
         for _ in range(turns):
             largest = max(self._run(sequences, past + tokens, tokens, 1), key=lambda timed: timed[0].tokens)
             if len(largest[0].counts) != sequences or largest[0].tokens < sequences * least:
-                raise NoRoom(f"{sequences} x {tokens} tokens do not run in one step here.")
+                raise ShapeTooLarge(f"{sequences} x {tokens} tokens do not run in one step here.")
             found.append(largest)
         return found[0][0], median(seconds for _, seconds in found)
 
     def _run(self, sequences: int, prompt: int, fresh: int, outputs: int) -> list[tuple[StepShape, float]]:
-        """Requests whose last `fresh` prompt tokens (or a few more, to a page's border) are not there yet."""
+        """Run requests whose last `fresh` prompt tokens, extended to a page border, are not cached."""
         engine = self._engine
         engine.scheduler.state.forget()
         for _ in range(sequences):
@@ -90,7 +89,7 @@ class StepTimer:
             while engine.busy:
                 engine.step()
                 ends.append(perf_counter())
-        # At depth 1 a step is settled by the call after the one that launched it: the last call launches none.
+        # At depth 1 a step settles in the call after its launch, so the last call launches none.
         spans = [after - before for before, after in pairwise(ends)]
         extra = len(spans) - len(shapes)
         spans = [sum(spans[: 1 + extra]), *spans[1 + extra :]] if extra else spans
@@ -99,7 +98,7 @@ class StepTimer:
 
     @property
     def _border(self) -> int:
-        """Tokens of the longest page: prefixes are found in multiples of it."""
+        """Tokens of the longest page; prefixes are found in multiples of it."""
         layout = self._engine.scheduler.state.layout
         return max((group.page_tokens for group in layout.paged), default=layout.block_tokens)
 
@@ -112,7 +111,7 @@ class StepTimer:
         sequence = state.open(Chain(b"", state.layout.block_tokens), Match(0))
         if state.reserve(sequence, length) is None:
             state.release(sequence)
-            raise NoRoom("The memory for state does not hold that many tokens.")
+            raise ShapeTooLarge("The memory for state does not hold that many tokens.")
         state.commit(sequence, state.launched, 0)
         state.publish(sequence, tokens, length, length + 1)  # as a prompt's last border, where state is kept
         state.release(sequence)

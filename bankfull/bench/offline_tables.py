@@ -1,4 +1,4 @@
-"""A report of a benchmark for a reader: rich tables. No arithmetic but units."""
+"""Rich tables and notes of an offline benchmark."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from rich.table import Table
 from rich.text import Text
 
 from bankfull.limits.explain.instruments import breaks
-from bankfull.limits.show import arithmetic_rate, duration, scaled
+from bankfull.limits.units import arithmetic_rate, duration, scaled
 from bankfull.ops.registry import FLOAT
 
 if TYPE_CHECKING:
-    from bankfull.bench.offline import Report
+    from bankfull.bench.offline import OfflineReport
     from bankfull.limits.statistics import Spread
 
 SKIPPED = {"prefill_seconds"}
-"""Shown under another name."""
+"""Figures shown under another name."""
 PROFILE = {
     "runs_per_step": (1, ".4g", ""),
     "seconds_per_step": (1e3, ".3f", ""),
@@ -26,10 +26,10 @@ PROFILE = {
     "least_seconds_per_step": (1e3, ".3f", ""),
     "percent_of_limit": (1, ".1f", "%"),
 }
-"""Figures of a profile -> a factor, a format and a unit."""
+"""Profile figures -> factor, format and unit."""
 
 
-def bench_table(report: Report, title: str) -> Table:
+def bench_table(report: OfflineReport, title: str) -> Table:
     table = Table(title=Text(title))
     table.add_column("figure", no_wrap=True)
     for heading in ("median", "quartiles", "lowest .. highest"):
@@ -40,8 +40,8 @@ def bench_table(report: Report, title: str) -> Table:
     return table
 
 
-def profile_tables(report: Report) -> list[Table]:
-    """One for each phase of the profile."""
+def profile_tables(report: OfflineReport) -> list[Table]:
+    """One table per phase of the profile."""
     tables = []
     for part in report.profile or ():
         if not part.steps:
@@ -64,12 +64,12 @@ def _cell(value: str | float | None, factor: float, form: str, unit: str) -> str
     return "-" if value is None or isinstance(value, str) else f"{value * factor:{form}}{unit}"
 
 
-def notes(report: Report) -> list[str]:
-    """What a reader must know beside the table."""
+def notes(report: OfflineReport) -> list[str]:
+    """Notes printed below the table."""
     lines = []
     used = report.ceilings
     if used is None:
-        lines.append("limit: not known, the device has no room left to be measured in; lower memory")
+        lines.append("limit: unknown, the device has too little free memory to be measured; lower --memory")
     else:
         rounded = "" if report.activations == FLOAT else f" with {report.activations} activations"
         lines.append(
@@ -88,7 +88,7 @@ def notes(report: Report) -> list[str]:
     if report.uncaptured is not None:
         lines.append(f"tape: none. {report.uncaptured}")
     places = sum(sum(providers.values()) for providers in report.bound.values())
-    lines.append(f"operations: {breaks(report.bound)} of {places} places break off to torch bodies")
+    lines.append(f"operations: {breaks(report.bound)} of {places} call sites fall back to torch")
     for name, providers in report.bound.items():
         lines.append(f"  {name}: " + ", ".join(f"{provider} {count}" for provider, count in providers.items()))
     return lines
@@ -97,7 +97,7 @@ def notes(report: Report) -> list[str]:
 def _label(name: str) -> str:
     """time_to_first_token_s -> "time to first token"; decode_tokens_per_s -> "decode tokens/s"."""
     if name.endswith(("bytes_per_s", "flop_per_s")):
-        name = name.removesuffix("_per_s")  # the unit stands beside the figure
+        name = name.removesuffix("_per_s")  # the value carries the unit
     return name.replace("_per_s", "/s").removesuffix("_s").replace("_", " ")
 
 

@@ -1,4 +1,4 @@
-"""Which plan computes a model's linear layers fastest on a device: every candidate is timed on every shape."""
+"""Autotuning of a model's linear layers: times every candidate kernel plan on every shape of the model."""
 
 from __future__ import annotations
 
@@ -20,19 +20,14 @@ from bankfull.weights.source import ModelFiles
 
 PRODUCTS = ("linear", "gated_linear", "normed_linear", "normed_gated_linear")
 CACHES = 3
-"""Weights take turns, so many times as large as the device's cache together: in a model nobody finds them there."""
+"""Total size of the rotating weight copies in device caches, so that weights are read from memory as in a model."""
 TURNS = 7
 WRONG = 2e-2
-"""Relative error from which on a plan is not fast but wrong."""
-
-
-class Plan(Protocol):
-    @property
-    def name(self) -> str: ...
+"""Relative error above which a plan is rejected as wrong."""
 
 
 class Linears(Protocol):
-    """The ways in which a device's providers can compute a dense linear layer."""
+    """The plans with which a device can compute a dense linear layer."""
 
     CANDIDATES: Sequence[Any]
 
@@ -42,24 +37,24 @@ class Linears(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
-    """One shape: the fastest plan, and the one that would be taken without a table."""
+class ShapeTiming:
+    """The fastest plan of a shape, and the plan used without a tuning table."""
 
     entry: Entry
     seconds: float
     usual: str
     usual_seconds: float
-    """Infinite where the usual plan did not run."""
+    """Infinite if the usual plan does not run."""
     bytes: int
-    """Of weights and activations, moved once."""
+    """Bytes of weights and activations, moved once."""
 
     @property
     def gain(self) -> float:
         return self.usual_seconds / self.seconds
 
 
-class Shapes(Meter):
-    """A meter that notes the shapes of dense weights, stacked as on a GPU."""
+class ShapeMeter(Meter):
+    """A meter that records the shapes of dense weights, stacked as on a GPU."""
 
     stacks = True
 
@@ -70,33 +65,33 @@ class Shapes(Meter):
     def bind(self, operation: Operation, **facts: Any) -> Function:
         run = Meter.bind(self, operation, **facts)
 
-        def noting(*args: Any, **kwargs: Any) -> Any:
+        def recording(*args: Any, **kwargs: Any) -> Any:
             if operation.name in PRODUCTS and isinstance(args[1], QTensor) and args[1].is_dense:
                 outer, inner = args[1].shape
                 self.seen[outer, inner] = self.seen.get((outer, inner), 0) + 1
             return run(*args, **kwargs)
 
-        return noting
+        return recording
 
 
 def shapes_of(files: ModelFiles, dtype: str | None = None) -> list[tuple[int, int]]:
-    """(outputs, columns) of the model's dense linear layers, the head's included; those with most weights first."""
-    noted = Shapes()
-    MeteredModel(files, dtype=dtype, meter=noted).cost(StepShape.decode(2, 8))
-    return sorted(noted.seen, key=lambda shape: -shape[0] * shape[1] * noted.seen[shape])
+    """(outputs, inputs) of the model's dense linear layers including the head, most weights first."""
+    meter = ShapeMeter()
+    MeteredModel(files, dtype=dtype, meter=meter).cost(StepShape.decode(2, 8))
+    return sorted(meter.seen, key=lambda shape: -shape[0] * shape[1] * meter.seen[shape])
 
 
 Timer = Callable[[Callable[[int], Tensor], int], float]
-"""Seconds that one call of a function of the turn's number takes, over so many turns."""
+"""timer(work, copies): seconds per call of `work(copy)`, averaged over the copies."""
 
 
 def timed_in_a_graph(work: Callable[[int], Tensor], copies: int) -> float:
-    """All turns as one CUDA graph, as a captured step runs them: launches cost what they cost there."""
+    """Time all copies as one CUDA graph, so that launches cost the same as in a captured step."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for copy in range(copies):
-            work(copy)  # compiles, and lays out what is laid out once
+            work(copy)  # compiles, and creates one-time layouts
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
@@ -121,8 +116,8 @@ def timings_of(
     linears: Linears,
     timer: Timer,
     cache_bytes: int,
-) -> Iterator[Timing | None]:
-    """One for each shape and number of rows, in order; None where no plan ran."""
+) -> Iterator[ShapeTiming | None]:
+    """One per shape and number of rows, in order; None if no plan runs."""
     for outer, inner in shapes:
         size = outer * inner * dtype.itemsize
         copies = max(2, -(-CACHES * cache_bytes // size))
@@ -133,7 +128,7 @@ def timings_of(
         del weights
 
 
-def _fastest(linears: Linears, x: Tensor, weights: Sequence[Tensor], timer: Timer) -> Timing | None:
+def _fastest(linears: Linears, x: Tensor, weights: Sequence[Tensor], timer: Timer) -> ShapeTiming | None:
     (rows, inner), outer = x.shape, weights[0].shape[0]
     wanted = torch.nn.functional.linear(x, weights[0]).double()
     usual: str = linears.heuristic(rows, outer, inner, x.dtype, x.device).name
@@ -147,13 +142,13 @@ def _fastest(linears: Linears, x: Tensor, weights: Sequence[Tensor], timer: Time
     best = min(taken, key=lambda name: taken[name])
     moved = (outer * inner + rows * (outer + inner)) * x.element_size()
     entry = Entry(rows, outer, inner, str(x.dtype).removeprefix("torch."), best)
-    return Timing(entry, taken[best], usual, taken.get(usual, inf), moved)
+    return ShapeTiming(entry, taken[best], usual, taken.get(usual, inf), moved)
 
 
 def _seconds(
     linears: Linears, plan: Any, x: Tensor, weights: Sequence[Tensor], wanted: Tensor, timer: Timer
 ) -> float | None:
-    """None for a plan that does not take this shape, or that gets it wrong."""
+    """None if the plan does not support this shape or computes it wrongly."""
     try:
         got = linears.run_plan(plan, x, weights[0], None).double()
         if not float((got - wanted).norm()) <= WRONG * float(wanted.norm()):

@@ -1,4 +1,9 @@
-"""Efficiency factors from timed steps: a least-squares fit with bounds, robust against a busy moment. Pure."""
+"""Efficiency factors of a device: assumed without a calibration, or fitted to timed steps.
+
+Assumed factors are typical of good kernels, and printed as assumptions: most of the bandwidth when weights are read as
+one stream, less for small pieces, and far below a data sheet's arithmetic peak. The fit is a bounded least-squares fit
+that is robust against outliers.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +13,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from bankfull.limits.meter.step import StepShape
-from bankfull.plan.step_times import REST, TERMS, Efficiency, StepTimes
+from bankfull.plan.step_times import ATTENTION, PRODUCTS, REST, SCAN, SCORES, TERMS, Efficiency, StepTimes
 
 TURNS = 12
-"""Of reweighting: steps that lie far off count less."""
+"""Iterations of reweighting, which reduces the weight of outliers."""
 SWEEPS = 400
 NEAR = 0.05
-"""A relative error below which a step is not trusted more."""
+"""Relative error below which the weight of a step stops growing."""
 PRIOR = 0.02
-"""How strongly a factor that the steps say little about stays where it is usual."""
+"""Strength of the prior, which keeps factors that the steps hardly determine near their usual values."""
+_CUDA = {PRODUCTS: (0.8, 0.6), SCORES: (0.8, 0.6), ATTENTION: (0.65, 0.4), SCAN: (0.5, 0.2), REST: (0.5, 0.5)}
+_CPU = {PRODUCTS: (0.75, 0.3), SCORES: (0.75, 0.3), ATTENTION: (0.6, 0.1), SCAN: (0.4, 0.1), REST: (1.0, 1.0)}
+"""Kind of operation -> fraction of the bandwidth, and of the arithmetic peak."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +33,24 @@ class Timed:
     seconds: float
 
 
+def assumed(kind: str) -> Efficiency:
+    """Factors for a kind of device: cpu or cuda."""
+    shares = _CUDA if kind == "cuda" else _CPU
+    factors = {}
+    for term in TERMS:
+        name = term.partition(":")[0].partition(",")[0]
+        factors[term] = shares[name][0 if term.endswith("memory") else 1]
+    step, sequence = (2e-4, 2e-6) if kind == "cuda" else (3e-4, 2e-5)
+    return Efficiency(factors, step, sequence, f"assumed for every {kind} device", assumed=True)
+
+
 def fit(times: StepTimes, timed: Sequence[Timed], usual: Efficiency, source: str) -> Efficiency:
     """The factors that explain these steps best; `times` gives their seconds at the ceilings."""
     ideal = np.array([[*times.terms(t.step), 1.0, len(t.step.counts)] for t in timed])
     measured = np.array([t.seconds for t in timed])
-    # Every column is a share of the measured time, so that small steps count as much as large ones.
+    # Columns are relative to the measured time, so that small steps count as much as large ones.
     shares = ideal / measured[:, None]
-    # Nothing is faster than the limit. Activations are not part of it: what stays in a near cache has no ceiling here.
+    # No term is faster than its limit, except activations: data that stays in a near cache has no ceiling here.
     floor = np.array([0.0 if term.startswith(REST) else 1.0 for term in TERMS] + [0.0, 0.0])
     start = np.array([*usual.slowdowns, usual.step_seconds, usual.sequence_seconds])
     scale = np.maximum(np.abs(start), 1e-6)
@@ -48,7 +67,7 @@ def fit(times: StepTimes, timed: Sequence[Timed], usual: Efficiency, source: str
 def _bounded(
     shares: np.ndarray, weights: np.ndarray, start: np.ndarray, scale: np.ndarray, floor: np.ndarray
 ) -> np.ndarray:
-    """Minimizes the weighted squares of shares @ x - 1, and of the way from `start`, one coordinate at a time."""
+    """Minimize weighted |shares @ x - 1|^2 plus the prior's distance from `start`, by coordinate descent."""
     pull = PRIOR**2 * len(shares) / scale**2
     curve = shares.T @ (shares * weights[:, None]) + np.diag(pull)
     slope = shares.T @ weights + pull * start

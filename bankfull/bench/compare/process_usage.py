@@ -1,4 +1,4 @@
-"""What processes use of the machine, read from /proc."""
+"""CPU time and memory of processes, from /proc."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A process, as it was a moment ago."""
+    """A snapshot of a process."""
 
     id: int
     parent: int
     group: int
     state: str
-    """One letter: R runs, S sleeps, T is stopped, Z has ended, ..."""
+    """State letter: R running, S sleeping, T stopped, Z zombie, ..."""
     cpu_seconds: float
     resident_bytes: int
 
 
 def family(group: int) -> list[Member]:
-    """The processes of a process group, and all that descend from them, whatever group those chose to be in."""
+    """The processes of a process group and all their descendants, also in other groups."""
     alive = list(_processes())
     found = {member.id: member for member in alive if member.group == group}
     while more := {m.id: m for m in alive if m.parent in found and m.id not in found}:
@@ -42,7 +42,7 @@ def resident_bytes(members: Iterable[Member]) -> int:
 
 
 def busy_seconds() -> float:
-    """Of all cores, whoever used them; what a hypervisor gave to others counts too."""
+    """Busy seconds of all cores, including time stolen by the hypervisor."""
     user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split(None, 9)[1:9])
     return (user + nice + system + irq + softirq + steal) / TICKS
 
@@ -50,10 +50,10 @@ def busy_seconds() -> float:
 def _processes() -> Iterator[Member]:
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # The name stands in parentheses and may hold any character; the fields behind it are counted from 0.
+            # The name is in parentheses and may contain any character; fields after it are indexed from 0.
             fields = file.read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # ended meanwhile
+            continue  # exited meanwhile
         ticks = int(fields[11]) + int(fields[12])
         yield Member(
             int(file.parent.name), int(fields[1]), int(fields[2]), fields[0], ticks / TICKS, int(fields[21]) * PAGE
