@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bankfull.limits.meter.step import StepShape
-from bankfull.plan.step_times import ATTENTION, PRODUCTS, REST, SCAN, SCORES, TERMS, Efficiency, StepTimes
+from bankfull.plan.step_times import ATTENTION, HEAD_LINEAR, LINEAR, REST, SCAN, TERMS, Efficiency, StepTimes
 
 TURNS = 12
 """Iterations of reweighting, which reduces the weight of outliers."""
@@ -22,8 +22,8 @@ NEAR = 0.05
 """Relative error below which the weight of a step stops growing."""
 PRIOR = 0.02
 """Strength of the prior, which keeps factors that the steps hardly determine near their usual values."""
-_CUDA = {PRODUCTS: (0.8, 0.6), SCORES: (0.8, 0.6), ATTENTION: (0.65, 0.4), SCAN: (0.5, 0.2), REST: (0.5, 0.5)}
-_CPU = {PRODUCTS: (0.75, 0.3), SCORES: (0.75, 0.3), ATTENTION: (0.6, 0.1), SCAN: (0.4, 0.1), REST: (1.0, 1.0)}
+_CUDA = {LINEAR: (0.8, 0.6), HEAD_LINEAR: (0.8, 0.6), ATTENTION: (0.65, 0.4), SCAN: (0.5, 0.2), REST: (0.5, 0.5)}
+_CPU = {LINEAR: (0.75, 0.3), HEAD_LINEAR: (0.75, 0.3), ATTENTION: (0.6, 0.1), SCAN: (0.4, 0.1), REST: (1.0, 1.0)}
 """Kind of operation -> fraction of the bandwidth, and of the arithmetic peak."""
 
 

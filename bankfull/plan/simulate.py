@@ -307,7 +307,7 @@ def _joined(requests: list[RequestTimes], fleet: Sequence[Replica]) -> Run:
     spent = TimeBreakdown()
     for replica in fleet:
         spent.terms = spent.terms + replica.spent.terms
-        for name in ("beside", "exchange", "least", "steps", "filling"):
+        for name in ("overhead", "exchange", "least", "steps", "prefill"):
             setattr(spent, name, getattr(spent, name) + getattr(replica.spent, name))
     ends = [served.last for served in requests if served.last is not None]
     seconds = max(max(ends, default=0.0) - requests[0].arrived, 1e-9)

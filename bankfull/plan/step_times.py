@@ -20,24 +20,24 @@ from bankfull.limits.meter.metered import HEAD
 from bankfull.limits.meter.step import StepShape
 from bankfull.types import Work
 
-PRODUCTS, SCORES, ATTENTION, SCAN, REST = "products", "head", "attention", "scan", "rest"
-KINDS = (PRODUCTS, SCORES, ATTENTION, SCAN, REST)
+LINEAR, HEAD_LINEAR, ATTENTION, SCAN, REST = "linear layers", "head", "attention", "scan", "other operations"
+KINDS = (LINEAR, HEAD_LINEAR, ATTENTION, SCAN, REST)
 BY_ROW = (ATTENTION, SCAN)
 """Kinds that process each sequence separately: decode and prefill sequences have different bottlenecks."""
-DECODING, FILLING = "decoding", "filling"
+DECODE, PREFILL = "decode", "prefill"
 MEMORY, ARITHMETIC = "memory", "arithmetic"
-STEP, SEQUENCE, EXCHANGE = "each step", "each sequence", "exchange between devices"
+OVERHEAD, EXCHANGE = "overhead of steps and sequences", "all-reduce between devices"
 NOTHING = [[0.0] * len(KINDS)] * 3
-SEEN_ONCE = 6
+FIXED_FEATURES = 6
 """Number of features before those of the windows; see closed_form."""
 
 
 def kind_of(operation: str) -> str:
     """Kind of an operation by its name in a ledger."""
     if operation.startswith(f"{HEAD}/"):
-        return SCORES
+        return HEAD_LINEAR
     if "linear" in operation or "expert" in operation:
-        return PRODUCTS
+        return LINEAR
     if operation in ("paged_attention", "attend"):
         return ATTENTION
     return SCAN if operation in ("causal_conv", "selective_scan") else REST
@@ -46,7 +46,7 @@ def kind_of(operation: str) -> str:
 def _terms() -> tuple[str, ...]:
     names = []
     for kind in KINDS:
-        for part in (f"{kind}, {DECODING}", f"{kind}, {FILLING}") if kind in BY_ROW else (kind,):
+        for part in (f"{kind}, {DECODE}", f"{kind}, {PREFILL}") if kind in BY_ROW else (kind,):
             names += [f"{part}: {MEMORY}", f"{part}: {ARITHMETIC}"]
     return tuple(names)
 
@@ -98,23 +98,23 @@ class TimeBreakdown:
     """Seconds by term, summed over steps."""
 
     terms: np.ndarray = field(default_factory=lambda: np.zeros(len(TERMS)))
-    beside: float = 0.0
+    overhead: float = 0.0
     """Fixed costs of steps and sequences."""
     exchange: float = 0.0
     least: float = 0.0
     steps: int = 0
-    filling: float = 0.0
+    prefill: float = 0.0
     """Seconds of the steps with prefill."""
 
     @property
     def seconds(self) -> float:
-        return float(self.terms.sum()) + self.beside + self.exchange
+        return float(self.terms.sum()) + self.overhead + self.exchange
 
     def shares(self) -> dict[str, float]:
         """Shares of all seconds, largest first."""
         whole = self.seconds or 1.0
         named = dict(zip(TERMS, (self.terms / whole).tolist(), strict=True))
-        named |= {f"{STEP} and {SEQUENCE}": self.beside / whole, EXCHANGE: self.exchange / whole}
+        named |= {OVERHEAD: self.overhead / whole, EXCHANGE: self.exchange / whole}
         return {name: share for name, share in sorted(named.items(), key=lambda item: -item[1]) if share > 0}
 
 
@@ -135,7 +135,7 @@ class StepTimes:
         self.windows: Windows = next(iter(forms.values())).windows
         self.ceilings, self.peak, self.efficiency = ceilings, peak, efficiency
         self.overlaps, self.layout = overlaps, layout
-        width = SEEN_ONCE + 2 * len(self.windows)
+        width = FIXED_FEATURES + 2 * len(self.windows)
         flops, kept, passing = (np.zeros((width, len(KINDS))) for _ in range(3))
         for operation, form in forms.items():
             column = KINDS.index(kind_of(operation))
@@ -165,31 +165,31 @@ class StepTimes:
 
     def work(self, work: Sequence[Work], spent: TimeBreakdown) -> float:
         """Likely seconds of a planned step, which are added to `spent`."""
-        decoding, filling = features_of_work(work, self.windows)
-        return self.charge(decoding, filling, len(work), sum(w.count + w.drafts for w in work), spent)
+        decoding, prefill = features_of_work(work, self.windows)
+        return self.charge(decoding, prefill, len(work), sum(w.count + w.drafts for w in work), spent)
 
     def charge(
-        self, decoding: np.ndarray, filling: np.ndarray, sequences: int, tokens: int, spent: TimeBreakdown
+        self, decoding: np.ndarray, prefill: np.ndarray, sequences: int, tokens: int, spent: TimeBreakdown
     ) -> float:
-        ideal, least = self._ideal(decoding, filling)
+        ideal, least = self._ideal(decoding, prefill)
         terms = ideal * self._slowdowns
-        beside = self.efficiency.step_seconds + sequences * self.efficiency.sequence_seconds
+        overhead = self.efficiency.step_seconds + sequences * self.efficiency.sequence_seconds
         exchange = self.layout.seconds(tokens)
-        seconds = float(terms.sum()) + beside + exchange
+        seconds = float(terms.sum()) + overhead + exchange
         spent.terms += terms
-        spent.beside += beside
+        spent.overhead += overhead
         spent.exchange += exchange
         spent.least += least
         spent.steps += 1
-        if filling[2] > 0:
-            spent.filling += seconds
+        if prefill[2] > 0:
+            spent.prefill += seconds
         return seconds
 
-    def _ideal(self, decoding: np.ndarray, filling: np.ndarray) -> tuple[np.ndarray, float]:
+    def _ideal(self, decoding: np.ndarray, prefill: np.ndarray) -> tuple[np.ndarray, float]:
         """Seconds at the ceilings by term, and the shortest time of the whole step."""
-        mixed = filling[2] > 0
-        whole = self._costs(decoding + filling if mixed else decoding)
-        apart = [self._costs(decoding), self._costs(filling)] if mixed else [whole, NOTHING]
+        mixed = prefill[2] > 0
+        whole = self._costs(decoding + prefill if mixed else decoding)
+        apart = [self._costs(decoding), self._costs(prefill)] if mixed else [whole, NOTHING]
         flops, kept, _ = whole
         lasting = sum(kept)
         rate = self.ceilings.read_at(lasting)
@@ -216,21 +216,21 @@ def _lasting(width: int) -> np.ndarray:
     (recurrent state), cached tokens. The others are activations or query-key pairs."""
     mask = np.zeros(width, bool)
     mask[[0, 1, 4, 5]] = True
-    mask[SEEN_ONCE + 1 :: 2] = True
+    mask[FIXED_FEATURES + 1 :: 2] = True
     return mask
 
 
 def features_of(step: StepShape, windows: Windows) -> tuple[np.ndarray, np.ndarray]:
     """Features of the decoding sequences, with those that occur once per step, and features of the prefill ones."""
-    filling = [i for i, count in enumerate(step.counts) if count > 1]
+    prefill = [i for i, count in enumerate(step.counts) if count > 1]
     whole = features(step, windows)
-    if not filling:
+    if not prefill:
         return whole, np.zeros(len(whole))
     part = StepShape(
-        tuple(step.counts[i] for i in filling),
-        tuple(step.lengths[i] for i in filling),
+        tuple(step.counts[i] for i in prefill),
+        tuple(step.lengths[i] for i in prefill),
         0,
-        tuple(step.kept[i] for i in filling),
+        tuple(step.kept[i] for i in prefill),
     )
     own = features(part, windows)
     own[0] = 0
@@ -242,16 +242,16 @@ def features_of_work(work: Sequence[Work], windows: Windows) -> tuple[np.ndarray
     ones = [w for w in work if w.count + w.drafts == 1]
     many = [w for w in work if w.count + w.drafts != 1]
     logits = sum(w.drafts + 1 for w in work if w.sample)
-    decoding = np.zeros(SEEN_ONCE + 2 * len(windows))
+    decoding = np.zeros(FIXED_FEATURES + 2 * len(windows))
     decoding[0], decoding[1] = 1, int(logits > 0)
     decoding[2], decoding[3], decoding[4], decoding[5] = len(ones), logits, len(ones), len(ones)
     if ones and windows:
         lengths = np.array([w.start for w in ones], np.float64) + 1
         for i, window in enumerate(windows):
             seen = float((lengths if window is None else np.minimum(lengths, window)).sum())
-            decoding[SEEN_ONCE + 2 * i : SEEN_ONCE + 2 * i + 2] = seen
+            decoding[FIXED_FEATURES + 2 * i : FIXED_FEATURES + 2 * i + 2] = seen
     if not many:
         return decoding, np.zeros(len(decoding))
-    filling = features(StepShape.of(many), windows)
-    filling[0] = filling[1] = filling[3] = 0
-    return decoding, filling
+    prefill = features(StepShape.of(many), windows)
+    prefill[0] = prefill[1] = prefill[3] = 0
+    return decoding, prefill

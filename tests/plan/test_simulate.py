@@ -25,7 +25,7 @@ class Constant(StepTimes):
         self.seconds = seconds
 
     def work(self, work: Sequence[Work], spent: TimeBreakdown) -> float:
-        spent.beside += self.seconds
+        spent.overhead += self.seconds
         spent.steps += 1
         return self.seconds
 

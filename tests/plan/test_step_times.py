@@ -78,7 +78,7 @@ def test_the_limit_takes_the_bandwidth_of_the_step_s_working_set() -> None:
 
 def test_every_operation_has_a_kind() -> None:
     assert {kind_of(name) for name in OPERATIONS} | {kind_of("head/linear")} == set(KINDS)
-    assert kind_of("linear_int8") == "products" and kind_of("head/linear_int8") == "head"
+    assert kind_of("linear_int8") == "linear layers" and kind_of("head/linear_int8") == "head"
     assert kind_of("paged_attention") == "attention" and kind_of("rms_norm") == REST
 
 
@@ -95,10 +95,10 @@ def test_two_devices_share_the_work_and_pay_for_their_exchanges() -> None:
     link = ParallelLayout(2, 1e9, exchanges=6, token_bytes=256, latency=1e-6)
     both = StepTimes(forms, MACHINE, 1e11, efficiency, True, link)
     shape = StepShape.decode(4, 100)
-    beside = efficiency.step_seconds + 4 * efficiency.sequence_seconds
+    overhead = efficiency.step_seconds + 4 * efficiency.sequence_seconds
     assert both.least(shape) == pytest.approx(alone.least(shape) / 2)
     exchange = 6 * (1e-6 + 4 * 256 / 1e9)
-    assert both.likely(shape) == pytest.approx((alone.likely(shape) - beside) / 2 + beside + exchange)
+    assert both.likely(shape) == pytest.approx((alone.likely(shape) - overhead) / 2 + overhead + exchange)
 
 
 def test_where_the_time_went_adds_up() -> None:
@@ -107,7 +107,7 @@ def test_where_the_time_went_adds_up() -> None:
     assert spent.seconds == pytest.approx(sum(steps)) and spent.steps == 20
     assert sum(spent.shares().values()) == pytest.approx(1.0)
     assert list(spent.shares().values()) == sorted(spent.shares().values(), reverse=True)
-    assert 0 < spent.least < spent.seconds and 0 < spent.filling < spent.seconds
+    assert 0 < spent.least < spent.seconds and 0 < spent.prefill < spent.seconds
 
 
 # -- the fit
@@ -125,11 +125,11 @@ def true_times(factors: dict[str, float]) -> StepTimes:
 
 
 TRUTH = {
-    "products: memory": 0.8,
-    "products: arithmetic": 0.2,
-    "attention, decoding: memory": 0.6,
-    "attention, filling: arithmetic": 0.1,
-    "rest: memory": 3.0,
+    "linear layers: memory": 0.8,
+    "linear layers: arithmetic": 0.2,
+    "attention, decode: memory": 0.6,
+    "attention, prefill: arithmetic": 0.1,
+    "other operations: memory": 3.0,
 }
 
 

@@ -240,13 +240,18 @@ def _cpuinfo(wanted: str) -> str | None:
     return None
 
 
+def parse_size(text: str) -> int:
+    """Bytes of a cache size in sysfs, such as "32K"."""
+    text = text.strip()
+    return int(text[:-1]) * {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[text[-1]]
+
+
 def _cache_bytes() -> int:
     """Size of the largest cache of the first core."""
     sizes = [0]
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         try:
-            text = file.read_text().strip()
-            sizes.append(int(text[:-1]) * {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[text[-1]])
+            sizes.append(parse_size(file.read_text()))
         except (OSError, ValueError, KeyError, IndexError):
             continue
     return max(sizes)

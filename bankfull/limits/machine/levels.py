@@ -17,7 +17,7 @@ import msgspec
 
 from bankfull.limits.machine import cache_file, ceilings
 from bankfull.limits.machine.ceilings import Ceilings
-from bankfull.limits.machine.cpu_ceilings import LINE, filled, shortest
+from bankfull.limits.machine.cpu_ceilings import LINE, filled, parse_size, shortest
 from bankfull.limits.machine.disk import Disk, read_rate
 from bankfull.ops.native import extension
 from bankfull.paths import cache_dir
@@ -85,9 +85,9 @@ def caches() -> dict[int, int]:
         for index in (CACHES / f"cpu{cpu}" / "cache").glob("index*"):
             try:
                 kind, level = (index / "type").read_text().strip(), int((index / "level").read_text())
-                shared, size = (index / "shared_cpu_list").read_text().strip(), (index / "size").read_text().strip()
                 if kind != "Instruction":
-                    sizes[level, shared] = int(size[:-1]) * {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[size[-1]]
+                    shared = (index / "shared_cpu_list").read_text().strip()
+                    sizes[level, shared] = parse_size((index / "size").read_text())
             except (OSError, ValueError, KeyError, IndexError):
                 continue
     found: dict[int, int] = {}

@@ -14,6 +14,11 @@ from bankfull.ops.registry import FLOAT
 Bound = Literal["memory", "arithmetic"]
 
 
+def bound_of(cost: Cost, peak: float, bandwidth: float) -> Bound:
+    """What takes longer: the arithmetic at `peak` FLOP/s, or the memory traffic at `bandwidth` bytes/s."""
+    return "arithmetic" if cost.flops / peak > cost.bytes / bandwidth else "memory"
+
+
 @dataclass(frozen=True, slots=True)
 class RooflineEntry:
     """All calls of one operation."""
@@ -52,18 +57,20 @@ def roofline(ledger: Ledger, ceilings: Ceilings, dtype: str, activations: str = 
     # The bytes a step reads are its working set: a model that fits the cache is read from the cache at every step.
     bandwidth, peak = ceilings.read_at(total.read), ceilings.peak_of(dtype, activations)
 
-    def bound_of(cost: Cost) -> Bound:
-        return "arithmetic" if cost.flops / peak > cost.bytes / bandwidth else "memory"
-
     times = {name: cost.seconds(peak, bandwidth) for name, cost in ledger.total.items()}
     whole = sum(times.values())
     entries = tuple(
         RooflineEntry(
-            name, ledger.calls[name], cost, bound_of(cost), times[name], times[name] / whole if whole else 0.0
+            name,
+            ledger.calls[name],
+            cost,
+            bound_of(cost, peak, bandwidth),
+            times[name],
+            times[name] / whole if whole else 0.0,
         )
         for name, cost in ledger.total.items()
     )
-    return Roofline(entries, total, total.seconds(peak, bandwidth), bound_of(total), bandwidth, peak)
+    return Roofline(entries, total, total.seconds(peak, bandwidth), bound_of(total, peak, bandwidth), bandwidth, peak)
 
 
 def least_seconds(costs: Iterable[Cost], ceilings: Ceilings, dtype: str, activations: str = FLOAT) -> float:

@@ -11,7 +11,7 @@ from bankfull.limits.machine import ceilings as machine
 from bankfull.limits.machine.ceilings import Ceilings
 from bankfull.limits.meter.closed_form import ClosedForm, closed_form, features
 from bankfull.limits.meter.metered import MeteredModel
-from bankfull.limits.meter.roofline import Bound
+from bankfull.limits.meter.roofline import Bound, bound_of
 from bankfull.limits.meter.step import StepShape
 from bankfull.llm import LLM
 from bankfull.ops.cost import Cost
@@ -34,7 +34,7 @@ class Yardstick:
 
     def bound(self, found: np.ndarray) -> Bound:
         cost = self.form.cost_of(found)
-        return "arithmetic" if cost.flops / self.peak > cost.bytes / self.ceilings.read_at(cost.read) else "memory"
+        return bound_of(cost, self.peak, self.ceilings.read_at(cost.read))
 
     def features(self, work: Sequence[Work]) -> np.ndarray:
         return features(StepShape.of(work), self.form.windows)

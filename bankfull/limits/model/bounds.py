@@ -16,7 +16,7 @@ from typing import Any
 from bankfull.errors import ConfigError
 from bankfull.limits.machine.targets import TargetMachine
 from bankfull.limits.meter.metered import MeteredModel
-from bankfull.limits.meter.roofline import Bound, Roofline, roofline
+from bankfull.limits.meter.roofline import Bound, Roofline, bound_of, roofline
 from bankfull.limits.meter.step import LARGEST_STEP, StepShape
 from bankfull.limits.model.memory import Memory, memory_of, sequence_bytes, weight_bytes
 from bankfull.limits.model.recipe import Recipe
@@ -84,8 +84,7 @@ class Arithmetic:
 
     def timing(self, cost: Cost) -> StepTime:
         bandwidth = self.machine.ceilings.read_at(cost.read)
-        bound: Bound = "arithmetic" if cost.flops / self.peak > cost.bytes / bandwidth else "memory"
-        return StepTime(cost.seconds(self.peak, bandwidth), bound)
+        return StepTime(cost.seconds(self.peak, bandwidth), bound_of(cost, self.peak, bandwidth))
 
     def turning_batch(self, line: DecodeLine) -> int | None:
         """The smallest batch whose decode step is compute-bound; None if no batch is.
@@ -107,15 +106,11 @@ def _crossing(line: DecodeLine, peak: float, bandwidth: float) -> int | None:
         return None
     behind = line.shared.bytes / bandwidth - line.shared.flops / peak
     batch = max(1, ceil(behind / gain))
-    while batch > 1 and _is_arithmetic(line.cost(batch - 1), peak, bandwidth):
+    while batch > 1 and bound_of(line.cost(batch - 1), peak, bandwidth) == "arithmetic":
         batch -= 1
-    while not _is_arithmetic(line.cost(batch), peak, bandwidth):
+    while bound_of(line.cost(batch), peak, bandwidth) == "memory":
         batch += 1
     return batch if batch <= MOST_BATCH else None
-
-
-def _is_arithmetic(cost: Cost, peak: float, bandwidth: float) -> bool:
-    return cost.flops / peak > cost.bytes / bandwidth
 
 
 @dataclass(frozen=True, slots=True)

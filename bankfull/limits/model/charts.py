@@ -46,24 +46,22 @@ def _has_intensity(entry: RooflineEntry) -> bool:
 
 
 def latency(found: ModelRoofline) -> Chart:
-    points = [(point.batch, point.seconds) for point in found.curve]
-    return Chart(
-        f"Time per token at context {found.query.context}, at best",
-        Axis("sequences at once", log=True),
-        Axis("time per token", log=True, unit="s"),
-        [Series("decode", points)],
-        _ridge_marks(found, dict(points)),
-    )
+    points = {point.batch: point.seconds for point in found.curve}
+    return _by_batch(found, "Time per token", Axis("time per token", log=True, unit="s"), points)
 
 
 def throughput(found: ModelRoofline) -> Chart:
-    points = [(point.batch, point.tokens_per_s) for point in found.curve]
+    points = {point.batch: point.tokens_per_s for point in found.curve}
+    return _by_batch(found, "Tokens per second", Axis("all sequences together", log=True, unit="tokens/s"), points)
+
+
+def _by_batch(found: ModelRoofline, title: str, axis: Axis, points: dict[int, float]) -> Chart:
     return Chart(
-        f"Tokens per second at context {found.query.context}, at best",
+        f"{title} at context {found.query.context}, at best",
         Axis("sequences at once", log=True),
-        Axis("all sequences together", log=True, unit="tokens/s"),
-        [Series("decode", points)],
-        _ridge_marks(found, dict(points)),
+        axis,
+        [Series("decode", list(points.items()))],
+        _ridge_marks(found, points),
     )
 
 

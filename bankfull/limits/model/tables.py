@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -15,15 +16,20 @@ if TYPE_CHECKING:
     from bankfull.limits.model.info import ModelInfo
 
 
-def info_table(info: ModelInfo) -> Table:
-    # Text, not markup: names come from untrusted files.
+def _two_columns() -> tuple[Table, Callable[[str, object], None]]:
+    """A table of names and values, and the function that adds a row."""
     table = Table(show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
 
     def line(name: str, value: object) -> None:
-        table.add_row(name, Text(str(value)))
+        table.add_row(name, Text(str(value)))  # Text, not markup: values come from untrusted files
 
+    return table, line
+
+
+def info_table(info: ModelInfo) -> Table:
+    table, line = _two_columns()
     shape = info.shape
     line("model", info.path)
     line("architecture", f"{info.architecture} ({info.kind})")
@@ -87,13 +93,7 @@ def phase_tables(found: ModelRoofline) -> list[Table]:
 
 
 def summary_table(found: ModelRoofline) -> Table:
-    table = Table(show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-
-    def line(name: str, value: object) -> None:
-        table.add_row(name, Text(str(value)))
-
+    table, line = _two_columns()
     recipe, machine, ceilings = found.recipe, found.machine, found.machine.ceilings
     memory, context = found.memory, found.query.context
     line("model", f"{recipe.config.get('model_type')}, {scaled(found.metered.parameters)} parameters")
