@@ -78,8 +78,8 @@ def notes(report: OfflineReport) -> list[str]:
             f"{arithmetic_rate(used.peak_of(report.dtype, report.activations))}; the better of a measurement before "
             f"and one after, {used.threads} {used.units}, {used.cpu}"
         )
-        doubt = used.doubt(report.dtype, report.activations)
-        lines += [] if doubt is None else [f"limit: {doubt}"]
+        caveat = used.caveat(report.dtype, report.activations)
+        lines += [] if caveat is None else [f"limit: {caveat}"]
     if report.tape is not None:
         stops = report.tape.breaks
         named = ", ".join(f"{name} {count}" for name, count in stops.items())

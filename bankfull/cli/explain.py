@@ -77,9 +77,9 @@ def _ran(
     from bankfull.limits.explain.explain import explain as explained
     from bankfull.limits.explain.recorder import RequestRecorder
     from bankfull.limits.explain.run_story import run_followed
-    from bankfull.limits.meter.yardstick import yardstick_of
+    from bankfull.limits.meter.step_limit import step_limit_of
 
-    yardstick = yardstick_of(llm, measure=True)
+    yardstick = step_limit_of(llm, measure=True)
     adviser = None if yardstick is None else adviser_of(llm, yardstick)
     recorder = RequestRecorder(llm.loaded.frontend.engine, yardstick)
     first, run = run_followed(llm, recorder, _prompts(llm, prompt, prompt_len, streams), max_tokens)

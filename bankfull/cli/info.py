@@ -61,9 +61,9 @@ def _rooflines(files: ModelFiles, dtype: str, longest: int) -> dict[Title, Roofl
     from bankfull.limits.model.info import DECODE_CONTEXTS, PREFILL_TOKENS
 
     metered, ceilings = MeteredModel(files, dtype=dtype), measure()
-    doubt = ceilings.doubt(dtype)
-    if doubt is not None:
-        say(f"bankfull: {doubt}")
+    caveat = ceilings.caveat(dtype)
+    if caveat is not None:
+        say(f"bankfull: {caveat}")
     tokens, context = min(PREFILL_TOKENS, longest), min(max(DECODE_CONTEXTS), longest)
     steps: dict[Title, Any] = {
         f"prefill of {tokens} tokens": StepShape.prefill(tokens),

@@ -63,8 +63,8 @@ def limits(
             say(f"bankfull: arithmetic in {dtype} is not measured: {why}.")
     else:
         entry = load(catalogue).find(device)
-        for doubt in entry.doubts:
-            say(f"bankfull: {doubt}")
+        for caveat in entry.caveats:
+            say(f"bankfull: {caveat}")
         answer, table, charts = entry.as_json(), device_table(entry), [chart_of(entry.ceilings())]
     write_pictures(charts[0], svg, png)
     if json:

@@ -88,8 +88,8 @@ def _show(found: ModelRoofline) -> None:
 
     for table in (summary_table(found), *phase_tables(found), curve_table(found), changes_table(found)):
         print_table(table)
-    for doubt in found.arithmetic.doubts:
-        say(f"bankfull: {doubt}")
+    for caveat in found.arithmetic.caveats:
+        say(f"bankfull: {caveat}")
 
 
 def _keep(found: ModelRoofline, folder: str, picture: str) -> None:

@@ -35,7 +35,7 @@ from bankfull.plan.efficiency import assumed
 from bankfull.plan.outcome import PILING, Objectives, SimulatedOutcome, outcome_of, what_limits
 from bankfull.plan.pareto import ORDER, front, recommend
 from bankfull.plan.simulate import ROUTES, simulate
-from bankfull.plan.sites import Site, doubts
+from bankfull.plan.sites import Site, caveats
 from bankfull.plan.traffic import TrafficSpec
 from bankfull.weights.source import ModelFiles
 
@@ -164,7 +164,7 @@ class Planner:
             exact if best is not None and best.lossy else None,
             later,
             self._skipped,
-            self._notes + doubts(self.sites),
+            self._notes + caveats(self.sites),
             self._done,
             highest,
         )

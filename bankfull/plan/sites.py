@@ -30,7 +30,7 @@ class Site:
     link_bytes_per_s: float | None = None
     supported: bool = True
     """Whether this version runs on it."""
-    doubts: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()
 
     @property
     def depth(self) -> int:
@@ -68,12 +68,12 @@ def _here(name: str, price: float | None) -> Site:
     shown = machine.kind if name in ("auto", "here") else name
     assert machine.memory is not None
     unmeasured = machine.ceilings.unmeasured
-    doubts = tuple(
+    caveats = tuple(
         f"{shown}: arithmetic in {dtype} was not measured ({unmeasured[dtype]}); limits with it count memory alone."
         for dtype in NARROW[INT8]
         if dtype in unmeasured
     )
-    return Site(shown, machine.name, machine.kind, machine.ceilings, machine.memory, True, price, doubts=doubts)
+    return Site(shown, machine.name, machine.kind, machine.ceilings, machine.memory, True, price, caveats=caveats)
 
 
 def _there(device: catalogue.CatalogueEntry) -> Site:
@@ -88,9 +88,9 @@ def _there(device: catalogue.CatalogueEntry) -> Site:
         device.dollars_per_hour,
         device.link_bytes_per_s,
         device.supported,
-        tuple(device.doubts),
+        tuple(device.caveats),
     )
 
 
-def doubts(sites: Sequence[Site]) -> list[str]:
-    return [doubt for site in sites for doubt in site.doubts]
+def caveats(sites: Sequence[Site]) -> list[str]:
+    return [caveat for site in sites for caveat in site.caveats]

@@ -127,10 +127,10 @@ def test_an_entry_becomes_ceilings_that_a_roofline_can_be_drawn_of(known: Catalo
 
 
 def test_what_is_doubtful_is_said(known: Catalogue) -> None:
-    assert known.find("h100").doubts == []
-    (figures,) = known.find("wse-3").doubts
+    assert known.find("h100").caveats == []
+    (figures,) = known.find("wse-3").caveats
     assert "wse-3" in figures and "unverified" in figures and "sparse" in figures
-    (price,) = known.find("tpu-v5e").doubts
+    (price,) = known.find("tpu-v5e").caveats
     assert "$1.20" in price and "assumption" in price
     assert [known.find(name).supported for name in ("h100", "cpu-laptop", "mi300x", "m4-max", "tpu-v5e")] == [
         True,
@@ -152,10 +152,10 @@ def test_a_users_file_adds_and_corrects(own_folder: Path, tmp_path: Path) -> Non
         WHOLE + '[[device]]\nname = "tpu-v5e"\ndollars_per_hour = 0.5\n[[device]]\nname = "h100"\nwatts = 500\n'
     )
     found = load()
-    assert found.find("mine").memory_bytes == 8e9 and found.find("mine").doubts == []
+    assert found.find("mine").memory_bytes == 8e9 and found.find("mine").caveats == []
     assert found.find("h100").watts == 500 and found.find("h100").bytes_per_s == 3.35e12
     corrected = found.find("tpu-v5e")
-    assert corrected.dollars_per_hour == 0.5 and "catalogue.toml" in corrected.price_source and corrected.doubts == []
+    assert corrected.dollars_per_hour == 0.5 and "catalogue.toml" in corrected.price_source and corrected.caveats == []
     named = tmp_path / "named.toml"
     named.write_text('[[device]]\nname = "mine"\ntitle = "Named last"\n')
     assert load(named).find("mine").title == "Named last"

@@ -23,7 +23,7 @@ from bankfull.limits.explain.run_story import run_followed
 from bankfull.limits.explain.show import facts
 from bankfull.limits.explain.slow_part import SlowPart
 from bankfull.limits.machine.ceilings import Ceilings
-from bankfull.limits.meter.yardstick import Yardstick, yardstick_on
+from bankfull.limits.meter.step_limit import StepLimit, step_limit_on
 from tests.kit import late_devices
 from tests.tiny import speaking_folder
 
@@ -51,9 +51,9 @@ def fresh(**options: Any) -> LLM:
     return LLM(str(folder()), **{"dtype": "float32", "memory": "8MiB", **options})
 
 
-def watched(llm: LLM) -> tuple[RequestRecorder, Yardstick, Adviser]:
+def watched(llm: LLM) -> tuple[RequestRecorder, StepLimit, Adviser]:
     """Whether kernels are near the limit hangs on the machine that the test runs on: no advice here follows from it."""
-    yardstick = yardstick_on(llm, MEMORY_BOUND)
+    yardstick = step_limit_on(llm, MEMORY_BOUND)
     return (
         RequestRecorder(llm.loaded.frontend.engine, yardstick),
         yardstick,
@@ -247,15 +247,15 @@ def test_a_change_that_saves_nothing_is_not_advised() -> None:
 # -- kernels far below the limit
 
 
-def followed() -> tuple[Story, Yardstick, Adviser]:
+def followed() -> tuple[Story, StepLimit, Adviser]:
     """A request whose kernels were timed one by one."""
     llm = fresh()
-    yardstick = yardstick_on(llm, MEMORY_BOUND)
+    yardstick = step_limit_on(llm, MEMORY_BOUND)
     story, _ = run_followed(llm, RequestRecorder(llm.loaded.frontend.engine, yardstick), prompts(1), 20)
     return story, yardstick, adviser_of(llm, yardstick)
 
 
-def at(story: Story, yardstick: Yardstick, adviser: Adviser, reached: Callable[[str], float]) -> Explanation:
+def at(story: Story, yardstick: StepLimit, adviser: Adviser, reached: Callable[[str], float]) -> Explanation:
     """As if each kernel had reached so much of its limit, and nothing else had taken time."""
     assert adviser.kernels is not None
     for part in story.parts.values():

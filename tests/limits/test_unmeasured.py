@@ -30,7 +30,7 @@ from bankfull.limits.machine.cpu_ceilings import judged
 from bankfull.limits.machine.tables import ceilings_table
 from bankfull.limits.machine.targets import TargetMachine
 from bankfull.limits.meter.step import StepShape
-from bankfull.limits.meter.yardstick import Yardstick
+from bankfull.limits.meter.step_limit import StepLimit
 from bankfull.limits.model.bounds import ModelRoofline, RooflineQuery
 from bankfull.limits.model.charts import charts_of
 from bankfull.limits.model.recipe import recipe_of
@@ -139,12 +139,12 @@ def test_of_two_looks_a_type_that_either_measured_is_measured() -> None:
 
 
 def test_unmeasured_arithmetic_bounds_nothing_and_says_so() -> None:
-    assert UNMEASURED.peak_of("float32") == 100e9 and UNMEASURED.doubt("float32") is None
+    assert UNMEASURED.peak_of("float32") == 100e9 and UNMEASURED.caveat("float32") is None
     assert math.isinf(UNMEASURED.peak_of("float32", "int8")) and math.isinf(UNMEASURED.flops_of("torch.int8"))
     assert UNMEASURED.peak_of("float32", "bf16") == 100e9
-    doubt = UNMEASURED.doubt("float32", "int8")
-    assert doubt is not None and "int8" in doubt and WHY in doubt and "memory alone" in doubt
-    assert KNOWN.doubt("float32", "int8") is None
+    caveat = UNMEASURED.caveat("float32", "int8")
+    assert caveat is not None and "int8" in caveat and WHY in caveat and "memory alone" in caveat
+    assert KNOWN.caveat("float32", "int8") is None
 
 
 def test_json_has_null_and_the_reason() -> None:
@@ -214,7 +214,7 @@ def test_a_model_s_roofline_without_a_roof() -> None:
     assert told["peak_flops"] is None and told["turning_batch"] is None
     assert {phase["bound"] for phase in told["phases"]} == {"memory"}
     assert "not measured" in shown(summary_table(found)) and "never" not in shown(summary_table(found))
-    assert any("int8" in doubt for doubt in found.arithmetic.doubts)
+    assert any("int8" in caveat for caveat in found.arithmetic.caveats)
     for chart in charts_of(found).values():
         print_chart(chart)
     (line, *_) = charts_of(found)["roofline"].series
@@ -237,8 +237,8 @@ def test_a_plan_counts_with_the_fastest_rate_that_was_measured(monkeypatch: pyte
     assert unknown.least(step) < known.least(step), "what bounds it is memory alone"
     here = TargetMachine("a machine", "cpu", UNMEASURED, 10**9, True)
     monkeypatch.setattr("bankfull.plan.sites.machine_of", lambda name: here)
-    (doubt,) = sites_of("cpu")[0].doubts
-    assert "int8" in doubt and WHY in doubt
+    (caveat,) = sites_of("cpu")[0].caveats
+    assert "int8" in caveat and WHY in caveat
 
 
 def test_an_explanation_says_what_its_limit_counts() -> None:
@@ -248,7 +248,7 @@ def test_an_explanation_says_what_its_limit_counts() -> None:
         part = StoryPart(DECODE, seconds=1.0, steps=1, tokens=1, inside=1.0, limit=0.5, decodes=0.5, alone=0.5)
         part.features = np.ones(1)
         story = Story(arrived=0.0, started=0.0, ended=1.0, parts={DECODE: part})
-        return explain(story, Yardstick(form, UNMEASURED, peak)).summary
+        return explain(story, StepLimit(form, UNMEASURED, peak)).summary
 
     assert "its arithmetic was not measured" in told(math.inf)
     assert "not measured" not in told(100e9)

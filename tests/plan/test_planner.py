@@ -200,7 +200,7 @@ def test_every_figure_stands_beside_its_limit_and_json_has_all_of_it() -> None:
 
 def test_what_is_doubtful_about_a_device_is_said() -> None:
     (site,) = sites_of("l4")
-    doubtful = replace(site, doubts=("l4: the figures are unverified.",))
+    doubtful = replace(site, caveats=("l4: the figures are unverified.",))
     assert "l4: the figures are unverified." in plan(doubtful).notes
 
 

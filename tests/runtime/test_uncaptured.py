@@ -108,9 +108,10 @@ def test_its_tokens_are_those_of_the_oracle_and_one_line_names_the_expression(
 def test_the_api_and_the_benchmark_tell_of_it_and_the_log_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from bankfull.bench.show import notes
+
     from bankfull.bench.offline import Bench as OfflineBench
     from bankfull.bench.offline import Load
-    from bankfull.bench.show import notes
 
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     captured = bankfull.LLM(str(speaking_folder()), device="cpu")

@@ -18,9 +18,9 @@ from bankfull.limits.explain.kernel_profile import KernelCosts
 from bankfull.limits.explain.recorder import DECODE, PREEMPTED, PREFILL, RECOMPUTE, Story, StoryPart
 from bankfull.limits.explain.slow_part import KernelLimits
 from bankfull.limits.meter.closed_form import closed_form
-from bankfull.limits.meter.yardstick import Yardstick
+from bankfull.limits.meter.step_limit import StepLimit
 from bankfull.limits.model.recipe import Recipe
-from bankfull.limits.model.variants import stored_otherwise, with_int8_pages
+from bankfull.limits.model.variants import with_int8_pages, with_other_storage
 from bankfull.llm import LLM
 from bankfull.ops import native
 
@@ -53,14 +53,14 @@ class Advice:
 class Alternative:
     name: str
     options: Mapping[str, str]
-    yardstick: Yardstick
+    yardstick: StepLimit
 
 
 @dataclass(frozen=True, slots=True)
 class Adviser:
     """Finds better configurations for one loaded model."""
 
-    yardstick: Yardstick
+    yardstick: StepLimit
     alternatives: Sequence[Alternative]
     rows: int
     step_tokens: int
@@ -114,7 +114,7 @@ class Adviser:
             sentence = f"{other.name} ({how}) would save about {busy / (busy - saved):.2g}x"
             yield Advice(sentence, other.name, dict(other.options), before / steps, after / steps, seconds_saved=saved)
 
-    def _limits(self, part: StoryPart, other: Yardstick) -> tuple[float, float]:
+    def _limits(self, part: StoryPart, other: StepLimit) -> tuple[float, float]:
         mean = _mean(part)
         return self.yardstick.seconds(mean), other.seconds(mean)
 
@@ -192,7 +192,7 @@ def _options(options: Mapping[str, str]) -> str:
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
 
 
-def adviser_of(llm: LLM, yardstick: Yardstick) -> Adviser:
+def adviser_of(llm: LLM, yardstick: StepLimit) -> Adviser:
     """Takes a moment: each alternative runs on the meter."""
     loaded = llm.loaded
     recipe = Recipe.of_build(loaded.files, loaded.build)
@@ -200,7 +200,7 @@ def adviser_of(llm: LLM, yardstick: Yardstick) -> Adviser:
     pages = with_int8_pages(recipe, metered)
     more = None if pages is None else metered.layout.token_bytes / pages.recipe.metered().layout.token_bytes
     alternatives = []
-    for variant in stored_otherwise(recipe, metered, loaded.device.kind):
+    for variant in with_other_storage(recipe, metered, loaded.device.kind):
         if variant.name == "not quantized":
             continue
         other = variant.recipe
@@ -209,7 +209,7 @@ def adviser_of(llm: LLM, yardstick: Yardstick) -> Adviser:
             peak = yardstick.ceilings.peak_of(other.dtype_name, other.activations)
         except BankfullError:  # an alternative without a cost is skipped
             continue
-        alternatives.append(Alternative(variant.name, variant.options, Yardstick(form, yardstick.ceilings, peak)))
+        alternatives.append(Alternative(variant.name, variant.options, StepLimit(form, yardstick.ceilings, peak)))
     config = loaded.frontend.engine.scheduler.config
     taped = taped_of(loaded.frontend.engine)
     kernels = None

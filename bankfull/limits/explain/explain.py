@@ -8,7 +8,7 @@ from typing import Any
 
 from bankfull.limits.explain.advice import Advice, Adviser, heaviest
 from bankfull.limits.explain.recorder import DECODE, HELD_BACK, PREEMPTED, PREFILL, RECOMPUTE, Story, StoryPart
-from bankfull.limits.meter.yardstick import Yardstick
+from bankfull.limits.meter.step_limit import StepLimit
 
 QUEUE = "queue"
 ORDER = (QUEUE, PREFILL, DECODE, RECOMPUTE, PREEMPTED, HELD_BACK)
@@ -69,7 +69,7 @@ class Explanation:
         return asdict(self)
 
 
-def explain(story: Story, yardstick: Yardstick | None = None, adviser: Adviser | None = None) -> Explanation:
+def explain(story: Story, yardstick: StepLimit | None = None, adviser: Adviser | None = None) -> Explanation:
     whole = max(story.seconds, 1e-9)
     parts = [ExplainedPart(QUEUE, story.queue, story.queue / whole)] if story.queue > 0 else []
     parts += [_part(part, whole, yardstick) for part in story.parts.values() if part.seconds > 0 or part.steps]
@@ -92,14 +92,14 @@ def explain(story: Story, yardstick: Yardstick | None = None, adviser: Adviser |
     )
 
 
-def _prefill_seconds(tokens: int, yardstick: Yardstick) -> float:
+def _prefill_seconds(tokens: int, yardstick: StepLimit) -> float:
     """Shortest time for the first tokens of a prompt in one step without logits."""
     from bankfull.limits.meter.step import StepShape
 
     return yardstick.least(yardstick.form.cost(StepShape((tokens,), (tokens,), 0)))
 
 
-def _part(part: StoryPart, whole: float, yardstick: Yardstick | None) -> ExplainedPart:
+def _part(part: StoryPart, whole: float, yardstick: StepLimit | None) -> ExplainedPart:
     if not part.steps:
         return ExplainedPart(part.name, part.seconds, part.seconds / whole)
     host = part.seconds - part.inside
@@ -126,7 +126,7 @@ def _part(part: StoryPart, whole: float, yardstick: Yardstick | None) -> Explain
     )
 
 
-def _summary(story: Story, parts: list[ExplainedPart], yardstick: Yardstick | None, advice: list[Advice]) -> str:
+def _summary(story: Story, parts: list[ExplainedPart], yardstick: StepLimit | None, advice: list[Advice]) -> str:
     """One or two sentences: the longest part, its share of the limit, and what would make it faster."""
     whole = max(story.seconds, 1e-9)
     sentences = []

@@ -16,7 +16,7 @@ import numpy as np
 
 from bankfull.engine import Engine
 from bankfull.limits.explain.instruments import KernelTimes
-from bankfull.limits.meter.yardstick import Yardstick
+from bankfull.limits.meter.step_limit import StepLimit
 from bankfull.runtime.device_runner import DeviceRunner
 from bankfull.types import Enter, StepPlan, Work
 
@@ -52,7 +52,7 @@ class StoryPart:
     prompt_features: np.ndarray | None = None
     """The part of `features` from prompts of other requests."""
 
-    def add(self, step: StepNote, seconds: float, own: Sequence[Work], yardstick: Yardstick | None) -> None:
+    def add(self, step: StepNote, seconds: float, own: Sequence[Work], yardstick: StepLimit | None) -> None:
         self.seconds += seconds
         self.steps += 1
         self.sequences += len(step.work)
@@ -134,7 +134,7 @@ class RequestRecorder:
     """Follows requests through an engine; without followed requests it observes nothing and costs nothing."""
 
     def __init__(
-        self, engine: Engine[DeviceRunner], yardstick: Yardstick | None, clock: Callable[[], float] = time.monotonic
+        self, engine: Engine[DeviceRunner], yardstick: StepLimit | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.yardstick = yardstick
         self._engine, self._clock = engine, clock

@@ -12,7 +12,7 @@ from bankfull.limits.meter.metered import HEAD
 
 if TYPE_CHECKING:
     from bankfull.limits.explain.recorder import StoryPart
-    from bankfull.limits.meter.yardstick import Yardstick
+    from bankfull.limits.meter.step_limit import StepLimit
 
 FAR_BELOW = 0.5
 """Fraction of the limit below which the kernels themselves are the problem."""
@@ -56,7 +56,7 @@ class KernelLimits:
     kernels: str
     """The instruction set and threads that run."""
 
-    def slowest(self, part: StoryPart, yardstick: Yardstick) -> SlowPart | None:
+    def slowest(self, part: StoryPart, yardstick: StepLimit) -> SlowPart | None:
         """None if kernels are near the limit, most of the time is outside of kernels, or none was timed."""
         if part.features is None or part.limit is None or not part.kernels or part.inside < part.seconds / 2:
             return None

@@ -59,7 +59,7 @@ class CatalogueEntry:
         return self.kind == "cpu" or (self.kind == "gpu" and self.vendor == "NVIDIA")
 
     @property
-    def doubts(self) -> list[str]:
+    def caveats(self) -> list[str]:
         """Caveats to print next to figures of this entry, one sentence each."""
         found = []
         if self.unverified:

@@ -78,7 +78,7 @@ class Ceilings:
             raise ConfigError(f"No arithmetic ceiling is known for dtype {dtype!r}; known are {', '.join(self.flops)}.")
         return found
 
-    def doubt(self, dtype: str, activations: str = FLOAT) -> str | None:
+    def caveat(self, dtype: str, activations: str = FLOAT) -> str | None:
         """A caveat to print next to limits of this arithmetic; None if it was measured."""
         found = self._unmeasured_of(dtype, activations)
         if not found:

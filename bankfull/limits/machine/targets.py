@@ -23,7 +23,7 @@ class TargetMachine:
     """Measured on the machine; otherwise from a data sheet, whose figures no program fully reaches."""
     unverified: bool = False
     """The source of its figures has not been checked."""
-    doubts: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()
     """Caveats to print next to its figures."""
 
     @property
@@ -38,7 +38,7 @@ class TargetMachine:
             "kind": self.kind,
             "measured": self.measured,
             "unverified": self.unverified,
-            "doubts": list(self.doubts),
+            "doubts": list(self.caveats),
             "read_bytes_per_s": self.ceilings.read_bytes_per_s,
             "cached_read_bytes_per_s": self.ceilings.cached_read_bytes_per_s,
             "flops": self.ceilings.as_json()["flops"],
@@ -57,7 +57,7 @@ def machine_of(name: str, extra: str | None = None) -> TargetMachine:
     found = catalogue.load(extra).find(name)
     kind = "cpu" if found.kind == "cpu" else "cuda"
     return TargetMachine(
-        found.title, kind, found.ceilings(), int(found.memory_bytes), False, found.unverified, tuple(found.doubts)
+        found.title, kind, found.ceilings(), int(found.memory_bytes), False, found.unverified, tuple(found.caveats)
     )
 
 

@@ -77,10 +77,10 @@ class Arithmetic:
         return self.peak < inf
 
     @property
-    def doubts(self) -> list[str]:
+    def caveats(self) -> list[str]:
         """Caveats to print next to every time derived from these ceilings."""
-        unmeasured = self.machine.ceilings.doubt(self.dtype, self.activations)
-        return [*self.machine.doubts, *([] if unmeasured is None else [unmeasured])]
+        unmeasured = self.machine.ceilings.caveat(self.dtype, self.activations)
+        return [*self.machine.caveats, *([] if unmeasured is None else [unmeasured])]
 
     def timing(self, cost: Cost) -> StepTime:
         bandwidth = self.machine.ceilings.read_at(cost.read)

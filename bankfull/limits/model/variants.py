@@ -36,7 +36,7 @@ class Variant:
 def variants_of(base: Recipe, device: str) -> Iterator[Variant]:
     """One or two variants of each kind, without those the model already has."""
     metered = base.metered()
-    yield from stored_otherwise(base, metered, device)
+    yield from with_other_storage(base, metered, device)
     yield from with_other_key_heads(base, metered)
     yield from with_other_windows(base, metered)
 
@@ -44,7 +44,7 @@ def variants_of(base: Recipe, device: str) -> Iterator[Variant]:
 # -- the same weights and state in fewer bytes
 
 
-def stored_otherwise(base: Recipe, metered: MeteredModel, device: str) -> Iterator[Variant]:
+def with_other_storage(base: Recipe, metered: MeteredModel, device: str) -> Iterator[Variant]:
     rounded = [quantized(base, width, device) for width in WIDTHS]
     narrower = [variant for variant in rounded if variant is not None]
     yield from narrower

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from bankfull.frontend import Pending
     from bankfull.limits.explain.advice import Adviser
     from bankfull.limits.explain.recorder import RequestRecorder
-    from bankfull.limits.meter.yardstick import Yardstick
+    from bankfull.limits.meter.step_limit import StepLimit
 
 log = logging.getLogger("bankfull")
 
@@ -33,12 +33,12 @@ class Accounts:
     def _make(self) -> tuple[RequestRecorder, Adviser | None]:
         from bankfull.limits.explain.advice import adviser_of
         from bankfull.limits.explain.recorder import RequestRecorder
-        from bankfull.limits.meter.yardstick import yardstick_of
+        from bankfull.limits.meter.step_limit import step_limit_of
 
-        yardstick: Yardstick | None = None
+        yardstick: StepLimit | None = None
         adviser: Adviser | None = None
         try:
-            yardstick = yardstick_of(self._llm, measure=False)
+            yardstick = step_limit_of(self._llm, measure=False)
             adviser = None if yardstick is None else adviser_of(self._llm, yardstick)
         except BankfullError as error:  # a model may well run without a meter
             log.warning("Accounts have no limits: %s", error)

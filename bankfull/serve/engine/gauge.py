@@ -22,10 +22,10 @@ log = logging.getLogger("bankfull")
 def known_limits(llm: LLM) -> tuple[ClosedForm, dict[str, float]] | None:
     """What a step of this model costs, and the ceilings of the device that it runs on; None if they were never measured
     here. Measuring takes seconds, an idle device and free memory: that is not for a server to begin with."""
-    from bankfull.limits.meter.yardstick import yardstick_of
+    from bankfull.limits.meter.step_limit import step_limit_of
 
     try:
-        yardstick = yardstick_of(llm, measure=False)
+        yardstick = step_limit_of(llm, measure=False)
     except BankfullError as error:  # a model may well run without a meter
         log.warning("No limits are shown: %s", error)
         return None

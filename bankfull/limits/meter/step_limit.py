@@ -19,7 +19,9 @@ from bankfull.types import Work
 
 
 @dataclass(frozen=True, slots=True)
-class Yardstick:
+class StepLimit:
+    """The shortest times of a model's steps on given ceilings."""
+
     form: ClosedForm
     ceilings: Ceilings
     peak: float
@@ -43,18 +45,18 @@ class Yardstick:
         return self.seconds(self.features(work)) if work else 0.0
 
 
-def yardstick_of(llm: LLM, *, measure: bool) -> Yardstick | None:
+def step_limit_of(llm: LLM, *, measure: bool) -> StepLimit | None:
     """None if the machine has no cached ceilings and may not be measured now, or has no memory for it."""
     device = llm.loaded.device
     ceilings = machine.of_device(device) if measure else machine.known_of(device)
-    return None if ceilings is None else yardstick_on(llm, ceilings)
+    return None if ceilings is None else step_limit_on(llm, ceilings)
 
 
-def yardstick_on(llm: LLM, ceilings: Ceilings) -> Yardstick:
+def step_limit_on(llm: LLM, ceilings: Ceilings) -> StepLimit:
     """The same for given ceilings."""
     loaded = llm.loaded
     dtype, activations = str(loaded.build.dtype).removeprefix("torch."), loaded.kit.activations
     metered = MeteredModel(
         loaded.files, dtype=dtype, expand=loaded.build.expand, kv_dtype=loaded.build.kv_dtype, activations=activations
     )
-    return Yardstick(closed_form(metered), ceilings, ceilings.peak_of(dtype, activations))
+    return StepLimit(closed_form(metered), ceilings, ceilings.peak_of(dtype, activations))
