@@ -154,7 +154,7 @@ def test_a_peer_s_own_output_does_not_disturb_the_conversation(start) -> None:  
 @pytest.mark.parametrize(
     ("habit", "says"), [("broken", "not to my taste"), ("dies", "exited with code 7"), ("short", "instead of 1 x 4")]
 )
-def test_what_a_peer_does_wrong_is_said_in_one_sentence(start, habit: str, says: str) -> None:  # type: ignore[no-untyped-def]
+def test_errors_of_a_peer_are_reported_in_one_sentence(start, habit: str, says: str) -> None:  # type: ignore[no-untyped-def]
     engine = start(habit, habit)
     with pytest.raises(EngineFailed, match=says):
         engine.load("m", 1)
@@ -238,7 +238,7 @@ def test_a_stopped_engine_ends_with_the_harness(tmp_path: Path) -> None:
     raise AssertionError(f"{engine} is still there")
 
 
-def test_what_cannot_be_installed_says_why_and_is_not_taken_for_installed_later(tmp_path: Path) -> None:
+def test_a_failed_installation_is_reported_and_retried(tmp_path: Path) -> None:
     recipe = Recipe("nothing", (str(tmp_path / "no-such-package"),), ("--no-index",))
     with pytest.raises(CannotInstall, match=r"nothing could not be installed: .*no-such-package"):
         install(recipe, tmp_path)
@@ -340,7 +340,7 @@ def test_bad_input_is_refused_in_one_line(bad: list[str], capsys: pytest.Capture
     assert out == "" and err.startswith("cpu_peers: ") and err.count("\n") == 1
 
 
-def test_a_busy_machine_is_admitted_below_the_table() -> None:
+def test_a_busy_machine_is_reported_below_the_table() -> None:
     quiet = Row("decode", "tokens/s", (1.0,), (1.0,), others=0.01)
     busy = Row("decode", "tokens/s", (1.0,), (1.0,), others=0.9)
     assert not any("approximate" in line for line in notes([quiet], None))
@@ -378,7 +378,7 @@ def test_bandwidth_is_looked_at_before_a_turn_of_ours_and_after() -> None:
     assert found == [Bandwidth(4.0, 8.0), Bandwidth(4.5, 9.0)]
 
 
-def test_what_reading_keeps_up_is_not_more_than_its_best_moment() -> None:
+def test_sustained_bandwidth_is_at_most_the_best() -> None:
     found = bandwidth_now(8e6)
     assert 0 < found.kept_up <= found.best
 

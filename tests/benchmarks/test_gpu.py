@@ -58,7 +58,7 @@ def test_every_tiny_work_gives_a_figure_and_the_limit_of_its_own_steps(
     assert works["tiny-int4"]["limit"] > 2 * works["tiny-decode"]["limit"]
 
 
-def test_what_is_wrong_is_said_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_reported_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--work", "nothing-like-it"]) == 2
     assert "The work 'nothing-like-it' is unknown" in capsys.readouterr().err
     if not torch.cuda.is_available():
@@ -106,7 +106,7 @@ def test_mixed_prompts_reach_from_the_shortest_to_the_longest() -> None:
     assert lengths[0] == 5 and lengths[-1] == 60 and lengths == sorted(set(lengths))
 
 
-def test_decode_steps_are_those_in_which_everybody_gets_one_token() -> None:
+def test_decode_steps_are_those_in_which_every_sequence_gets_one_token() -> None:
     session = Session(TINY, "cpu")
     trace = session.run(session.prompts(2, 10), 5)
     assert trace.decode_shapes() == [StepShape.decode(2, 11 + i) for i in range(4)]

@@ -94,7 +94,7 @@ def test_nothing_stays_that_could_idle_and_what_it_used_is_counted(tmp_path: Pat
     assert peer.cpu_seconds() > 0
 
 
-def test_what_a_tool_does_wrong_is_said_in_one_sentence(tmp_path: Path) -> None:
+def test_errors_of_a_tool_are_reported_in_one_sentence(tmp_path: Path) -> None:
     peer = engine(tmp_path, programs(tmp_path / "bin", "broken"))
     with pytest.raises(EngineFailed, match=r"llama-bench exited with code 1: the model is not to my taste"):
         peer.get_ready(DECODE, FRESH)
@@ -245,7 +245,7 @@ def test_a_peer_that_gets_less_than_its_own_tool_gives_is_unfair() -> None:
     assert cells == ["0.94x, below 0.95x", "0.96x", "not measured"]
 
 
-def test_a_peer_that_cannot_be_had_is_a_row_of_the_check() -> None:
+def test_an_unavailable_peer_is_a_row_of_the_check() -> None:
     def missing(place: Place) -> Ready:
         raise CannotInstall("the compiler is on holiday")
 

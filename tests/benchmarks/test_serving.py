@@ -14,7 +14,7 @@ from tests.tiny import speaking_folder
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's counters of a process")
 
 
-def test_it_tells_the_servers_share_and_its_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_servers_overhead_and_its_stages_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
     options = ["--memory", "1MiB", "--requests", "2", "--words", "8", "--pause", "0.005", "--json", str(out)]
     assert serving.main(["--model", str(speaking_folder()), *options]) == 0

@@ -126,7 +126,7 @@ def test_an_entry_becomes_ceilings_that_a_roofline_can_be_drawn_of(known: Catalo
         known.find("tpu-v5e").flops_of("float32")
 
 
-def test_what_is_doubtful_is_said(known: Catalogue) -> None:
+def test_caveats_are_reported(known: Catalogue) -> None:
     assert known.find("h100").caveats == []
     (figures,) = known.find("wse-3").caveats
     assert "wse-3" in figures and "unverified" in figures and "sparse" in figures

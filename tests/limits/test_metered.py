@@ -110,7 +110,7 @@ def test_a_step_of_many_rows_reads_the_weights_once() -> None:
     assert many.total["linear"].read == weights + 8 * activations
 
 
-def test_no_scores_no_head() -> None:
+def test_without_logits_there_is_no_head() -> None:
     ledger = MeteredModel(LLAMA).cost(StepShape((5,), (5,), logits=0))
     assert not any(name.startswith("head/") for name in ledger.total)
 
@@ -123,7 +123,7 @@ def test_a_configuration_alone_costs_what_its_files_cost(tmp_path: Path) -> None
         assert bare.parameters == MeteredModel(files).parameters
 
 
-def test_a_configuration_can_be_imagined_in_any_storage_scheme() -> None:
+def test_a_configuration_can_be_metered_in_any_storage_scheme() -> None:
     config = {**LLAMA, "hidden_size": 256, "intermediate_size": 512}
     dense, packed = (MeteredModel(config, scheme=scheme) for scheme in (None, "q4_k"))
     assert dense.parameters == packed.parameters

@@ -177,7 +177,7 @@ def whole(**more: Any) -> ModelRoofline:
     return ModelRoofline(plain(LLAMA), machine(memory=10**7), query)
 
 
-def test_everything_is_told_in_plain_json() -> None:
+def test_everything_is_plain_json() -> None:
     found = json.loads(json.dumps(whole().as_json(), allow_nan=False))
     assert [(p["phase"], p["sequences"], p["context"]) for p in found["phases"]] == [
         ("prefill", 1, 128),
@@ -210,7 +210,7 @@ def test_charts_hold_every_operation_and_the_curve() -> None:
     assert all("<svg" in chart.svg() for chart in charts.values())
 
 
-def test_what_cannot_be_asked_is_one_sentence(tmp_path: Path) -> None:
+def test_invalid_queries_are_rejected_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="of this model"):
         whole(contexts=(5000,))
     with pytest.raises(ConfigError, match="batch must be"):

@@ -85,12 +85,12 @@ def test_a_matmul_faster_than_float32_shows_that_there_are_instructions() -> Non
     assert not found.converted and not found.unmeasured, "a processor without int8 instructions has no such ceiling"
 
 
-def test_without_a_word_of_the_processor_nothing_is_assumed() -> None:
+def test_without_processor_features_nothing_is_assumed() -> None:
     found = judged(SLOW_TORCH, {"float32"}, None)
     assert set(found.unmeasured) == {"bfloat16", "float16"} and not found.converted
 
 
-def test_float64_number_by_number_is_not_measured() -> None:
+def test_scalar_float64_is_not_measured() -> None:
     assert "float64" in judged({**SLOW_TORCH, "float64": 1e9}, {"float32"}, ARM).unmeasured
     assert "float64" in judged({**SLOW_TORCH, "float64": 7e9}, {"float32"}, ARM).flops
 
@@ -161,7 +161,7 @@ def test_the_table_and_the_chart_tell_what_was_not_measured() -> None:
 
 
 @pytest.mark.usefixtures("only_float32")
-def test_the_commands_say_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_commands_report_unmeasured_arithmetic(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run_command(["limits", "--json"]) == 0
     told = capsys.readouterr()
     assert json.loads(told.out)["flops"]["int8"] is None and "int8 is not measured" in told.err
@@ -177,9 +177,7 @@ def test_the_commands_say_it(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 
 
 @pytest.mark.usefixtures("only_float32")
-def test_info_says_it_of_a_model_that_was_saved_in_such_a_type(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_info_reports_a_model_saved_in_an_unmeasured_type(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = save_directory(tmp_path / "model", {**LLAMA, "dtype": "float16"})
     assert run_command(["info", str(folder), "--roofline", "--dtype", "float16", "--json"]) == 0
     told = capsys.readouterr()

@@ -57,7 +57,7 @@ def test_steps_have_the_shape_that_was_asked_for_without_computing_the_context(s
     made.settled()
 
 
-def test_a_shape_that_has_no_room_is_said_to_have_none() -> None:
+def test_a_shape_that_does_not_fit_is_rejected() -> None:
     timer = StepTimer(bench("llama", 0, frames=20).engine, VOCAB)
     with pytest.raises(ShapeTooLarge):
         timer.decode(4, 60, 2)
@@ -73,7 +73,7 @@ def test_a_step_behind_the_middle_of_a_page_fills_no_more_than_was_asked_for(pas
     assert step == StepShape.prefill(8, 4, past=past // 4 * 4)
 
 
-def test_shapes_that_cannot_be_timed_are_told_with_their_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_that_cannot_be_timed_are_reported_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "ROUNDS", 1)
     recipe = recipe_of(open_model_or_config(str(speaking_folder())), "cpu")
     made = engine_for(recipe, open_device("cpu"), rows=4, most_tokens=100)

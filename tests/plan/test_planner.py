@@ -172,7 +172,7 @@ def test_requests_longer_than_the_context_are_refused() -> None:
     ("more", "said"),
     [({"goal": "joy"}, "goal 'joy' is unknown"), ({"most": 0}, "--most 0"), ({"requests": 3}, "--requests 3")],
 )
-def test_questions_without_an_answer_are_refused(more: dict[str, Any], said: str) -> None:
+def test_invalid_requests_are_rejected(more: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ask(**more)
 
@@ -198,7 +198,7 @@ def test_every_figure_stands_beside_its_limit_and_json_has_all_of_it() -> None:
     assert table is not None and table.row_count == len(found.later)
 
 
-def test_what_is_doubtful_about_a_device_is_said() -> None:
+def test_caveats_of_a_device_are_in_the_notes() -> None:
     (site,) = sites_of("l4")
     doubtful = replace(site, caveats=("l4: the figures are unverified.",))
     assert "l4: the figures are unverified." in plan(doubtful).notes

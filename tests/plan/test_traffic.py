@@ -51,7 +51,7 @@ def test_lengths_are_ranges_and_arrivals_come_in_bursts() -> None:
         ("rate=5/s, in=10, out=5, burstiness=x", "is not a number"),
     ],
 )
-def test_what_cannot_be_meant_is_one_sentence(text: str, said: str) -> None:
+def test_invalid_traffic_is_rejected_in_one_sentence(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_traffic(text)
 

@@ -50,7 +50,7 @@ def calls(server: ServerUnderTest) -> list[dict[str, object]]:
     return found
 
 
-def test_what_is_asked_stands_in_the_body() -> None:
+def test_the_request_body_has_prompt_and_options() -> None:
     with stamped() as server:
         how = RequestOptions(extra={"temperature": 0.5, "top_p": 0.9}, ignore_eos=False)
         ask_once(server, how, Conversation((ConversationTurn([3, 4, 5], 7),)))
@@ -67,7 +67,7 @@ def test_what_is_asked_stands_in_the_body() -> None:
     assert second["ignore_eos"] is True and second["prompt"] == "words" and second["temperature"] == 0.0
 
 
-def test_a_conversation_goes_on_with_what_was_said_and_rests_in_between() -> None:
+def test_a_conversation_continues_with_its_history_after_a_pause() -> None:
     talk = Conversation((ConversationTurn("one", 2), ConversationTurn("two", 3), ConversationTurn("three", 1)))
     with stamped() as server:
         outcomes = LoadClient(server, RequestOptions("chat", pause=0.05)).run([talk], [0.0])
@@ -87,7 +87,7 @@ def test_a_conversation_goes_on_with_what_was_said_and_rests_in_between() -> Non
         assert after.due == pytest.approx(before.ended + 0.05, abs=1e-6), "the next turn is due after the pause"
 
 
-def test_refusals_and_lost_connections_are_failures_that_say_why() -> None:
+def test_rejections_and_lost_connections_are_failures_with_a_reason() -> None:
     with stamped(refuse=4) as server:
         outcomes = LoadClient(server, RequestOptions()).run(make_conversations(3, 12), [0.01 * n for n in range(12)])
     failed = [one for one in outcomes if one.error]
@@ -111,7 +111,7 @@ def test_after_a_failure_a_conversation_is_over() -> None:
     assert [one.error for one in outcomes] == [None, "status 429: no room"]
 
 
-def test_those_who_wait_for_a_free_place_are_charged_for_it() -> None:
+def test_waiting_for_the_concurrency_limit_counts_as_latency() -> None:
     with stamped(wait=0.1) as server:
         outcomes = LoadClient(server, RequestOptions(max_concurrency=1)).run(make_conversations(1, 4), [0.0] * 4)
     took = sorted(one.e2e for one in outcomes)
@@ -119,7 +119,7 @@ def test_those_who_wait_for_a_free_place_are_charged_for_it() -> None:
     assert max(one.late or 0.0 for one in outcomes) > 0.25
 
 
-def test_what_does_not_end_in_time_is_a_failure() -> None:
+def test_a_request_that_times_out_is_a_failure() -> None:
     with stamped(wait=5.0) as server:
         outcomes = LoadClient(server, RequestOptions(timeout=0.3)).run(make_conversations(1, 3), [0.0, 0.05, 0.1])
     assert [one.error for one in outcomes] == ["timed out after 0.3 s"] * 3
@@ -150,12 +150,12 @@ def test_an_answer_may_end_with_its_connection() -> None:
         (b'HTTP/1.1 200 OK\r\ncontent-length: 35\r\n\r\ndata: {"error":{"message":"broke"}}', "broke"),
     ],
 )
-def test_answers_that_are_none_are_told_in_one_sentence(answer: bytes, says: str) -> None:
+def test_invalid_responses_are_reported_in_one_sentence(answer: bytes, says: str) -> None:
     with canned(answer) as server, pytest.raises(ConfigError, match=says):
         ask_once(server, RequestOptions(), make_conversations(1, 1)[0])
 
 
-def test_a_server_that_is_not_there_is_told_at_once() -> None:
+def test_an_unreachable_server_is_reported_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = parse_address(f"http://127.0.0.1:{free.getsockname()[1]}")
     gone = ServerUnderTest(address, name="x")

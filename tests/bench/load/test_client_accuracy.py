@@ -49,7 +49,7 @@ def test_at_200_requests_per_second_every_figure_is_within_a_millisecond_or_one_
     assert max(shares) >= 0.5, f"the part of the requests that were near enough, run by run: {shares}"
 
 
-def test_by_a_clock_that_nobody_disturbs_every_figure_is_exact() -> None:
+def test_with_a_simulated_clock_every_figure_is_exact() -> None:
     offsets = Arrivals(RATE).offsets(400, 1)
     outcomes = simulated(Line(0.0, 0.03, 0.01), make_conversations(TOKENS, 400), offsets)
     for one in outcomes:
@@ -71,7 +71,7 @@ def test_a_figure_never_flatters_the_server() -> None:
         assert len(one.times) == one.output_tokens == 5
 
 
-def test_a_stall_is_charged_to_all_who_were_due_meanwhile() -> None:
+def test_a_stall_is_charged_to_all_requests_that_were_due() -> None:
     """Each response occupies the server for 0.2 s: a closed-loop client would report ten fast requests. Here each of
     them waited, and its latency shows it."""
     rate, count, service = 100.0, 10, 0.2

@@ -66,7 +66,7 @@ def test_both_sides_are_asked_the_same_and_each_pair_something_else() -> None:
         ("http://127.0.0.1:1", "was not ready"),
     ],
 )
-def test_a_peer_that_cannot_be_had_is_a_row_that_says_why(how: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_peer_is_a_row_with_the_reason(how: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_by_side, "ADDRESS_SECONDS", 0.1)
     with stamped() as server, RunningServer(Contender("us", server.address.url), "m", None, lambda line: None) as one:
         found = compare_with(one, Contender("peer", how), LOAD, 2)

@@ -94,7 +94,7 @@ def own_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerUnder
     process.wait()
 
 
-def test_a_server_of_ours_tells_what_its_machine_gave(own_server: ServerUnderTest) -> None:
+def test_a_bankfull_server_reports_its_utilization(own_server: ServerUnderTest) -> None:
     workload = Synthetic(parse_lengths("12-20"), parse_lengths("6"), prefixes=1, prefix_tokens=32)
     load = LoadTest(workload, Arrivals(40.0), 24, slo=parse_slo("ttft=10s, tpot=1s"))
     report = LoadRunner(own_server).run(load)
@@ -108,7 +108,7 @@ def test_a_server_of_ours_tells_what_its_machine_gave(own_server: ServerUnderTes
     assert m.goodput == pytest.approx(m.request_rate) and asdict(report.setting)["api"] == "completions"
 
 
-def test_conversations_with_a_server_of_ours_go_on(own_server: ServerUnderTest) -> None:
+def test_conversations_with_a_bankfull_server_continue(own_server: ServerUnderTest) -> None:
     load = LoadTest(Synthetic(parse_lengths("6"), parse_lengths("4"), turns=2), Arrivals(20.0), 4)
     turns = sorted(LoadRunner(own_server).run(load).measured.outcomes, key=lambda one: one.turn)
     assert [one.turn for one in turns] == [0] * 4 + [1] * 4 and not any(one.error for one in turns)

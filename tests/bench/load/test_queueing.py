@@ -59,7 +59,7 @@ def test_what_the_client_measures_is_the_queue_itself() -> None:
     assert fmean(one.e2e for one in outcomes) == pytest.approx(pollaczek_khinchine(load, SERVICE), rel=0.1)
 
 
-def test_so_it_is_by_the_clock_on_the_wall() -> None:
+def test_the_client_measures_the_queue_in_real_time() -> None:
     """1.5 s of real time: the typical latency is within a millisecond of the recursion, in a run mostly without other
     load; noise only adds."""
     load, count = 0.5, 150

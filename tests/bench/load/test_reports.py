@@ -67,7 +67,7 @@ def test_the_object_has_the_figures_in_the_units_of_its_names() -> None:
     assert ours["cost"]["per_million_output_tokens"] == pytest.approx(3.6 / 3600 * 9 / 24 * 1e6)
 
 
-def test_what_the_machine_gave_is_told_by_the_kind_of_step() -> None:
+def test_utilization_is_reported_by_kind_of_step() -> None:
     found = report().utilization
     assert found is not None
     assert found.mbu("decode") == pytest.approx(0.4) and found.mfu("prompt") == pytest.approx(0.2)
@@ -109,7 +109,7 @@ def read(text: str) -> Page:
     return page
 
 
-def test_the_page_needs_nothing_but_itself_and_trusts_nobody() -> None:
+def test_the_page_is_self_contained_and_escapes_its_input() -> None:
     text = as_html(report(HOSTILE, failed=HOSTILE))
     page = read(text)
     assert page.seen.count("svg") == 4 and page.seen.count("table") == 2
@@ -143,14 +143,14 @@ def test_tables_for_a_terminal_take_names_for_text() -> None:
     assert "[bold]" in shown and "[red]no[/red]" in shown and "% of limit" in shown
 
 
-def test_a_run_without_any_success_is_still_told() -> None:
+def test_a_run_without_any_success_is_still_reported() -> None:
     setting = report().setting
     nothing = LoadReport(setting, Measured([outcome(0.0, (), error="gone")] * 3, parse_slo("ttft=1s")))
     assert as_vllm(nothing)["mean_ttft_ms"] is None and as_vllm(nothing)["completed"] == 0
     assert "gone" in as_markdown(nothing) and read(as_html(nothing)).seen.count("svg") == 1
 
 
-def test_what_makes_figures_doubtful_is_said() -> None:
+def test_conditions_that_disturb_figures_are_warned_about() -> None:
     late = [outcome(float(n), (n + 0.5,)) for n in range(8)]
     from dataclasses import replace
 

@@ -34,7 +34,7 @@ def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
     return found
 
 
-def test_each_way_to_stand_still_is_told_apart(hands: Hands) -> None:
+def test_each_kind_of_stall_is_distinguished(hands: Hands) -> None:
     watch = StallWatch()
     hands.wall, hands.used = 0.010, 0.009
     watch.goes_to_sleep(0.5)  # ten milliseconds of CPU time
@@ -103,7 +103,7 @@ def test_a_moment_is_moved_by_the_longest_stall_that_reaches_it() -> None:
     assert worst_at([], 1.0) is None
 
 
-def test_a_report_counts_the_requests_that_a_standstill_touched() -> None:
+def test_a_report_counts_the_requests_that_a_stall_affected() -> None:
     some = [outcome(float(n), (n + 0.2, n + 0.4)) for n in range(10)]
     noted = (Stall(3.19, 3.25, 0.0), Stall(5.3, 5.31, 0.01), Stall(7.0, 7.0005, 0.0))
     measured = Measured(some, Slo())

@@ -45,7 +45,7 @@ def ask() -> tuple[Outcome, kit.Account, float]:
 
 
 @pytest.mark.usefixtures("stands_still")
-def test_a_client_that_stands_still_knows_when_its_tokens_came() -> None:
+def test_a_stalled_client_knows_when_its_tokens_arrived() -> None:
     one, account, due = ask()
     assert one.stamped and one.ttft is not None
     assert account.written[0] < STANDSTILL - 0.05, "the server wrote meanwhile"
@@ -54,7 +54,7 @@ def test_a_client_that_stands_still_knows_when_its_tokens_came() -> None:
 
 
 @pytest.mark.usefixtures("stands_still")
-def test_where_the_kernel_has_no_stamps_times_are_those_of_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernel_timestamps_times_are_those_of_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stamped, "SO_TIMESTAMPNS", UNKNOWN)
     one, _, _ = ask()
     assert one.error is None and not one.stamped
@@ -150,7 +150,7 @@ def test_a_stamp_becomes_a_moment_of_the_loops_clock(clocks: Clocks) -> None:
         assert kernel.moment(stamp) == pytest.approx(arrived, abs=1e-6)
 
 
-def test_stamps_that_cannot_be_are_not_believed(clocks: Clocks) -> None:
+def test_impossible_timestamps_are_rejected(clocks: Clocks) -> None:
     early = clocks.stamp() - SECOND
     kernel = KernelClock()
     assert kernel.moment(early) is None, "of before the run"
@@ -158,7 +158,7 @@ def test_stamps_that_cannot_be_are_not_believed(clocks: Clocks) -> None:
 
 
 @pytest.mark.parametrize("step", [-3600 * SECOND, -3_000_000, -20_000, 20_000, 3_000_000, 3600 * SECOND])
-def test_a_clock_that_is_set_misleads_nobody(clocks: Clocks, step: int) -> None:
+def test_setting_the_wall_clock_does_not_change_times(clocks: Clocks, step: int) -> None:
     kernel = KernelClock()
     clocks.now += SECOND
     before = clocks.stamp()

@@ -72,7 +72,7 @@ def test_a_stream_without_an_end_or_with_an_error_is_a_failure() -> None:
     assert parse_stream([]).error is not None
 
 
-def test_refusals_are_told_in_a_few_words() -> None:
+def test_rejections_have_a_short_reason() -> None:
     assert error_summary(400, b'{"error": {"message": "too\\n long"}}') == "status 400: too long"
     assert error_summary(502, b"<html>bad</html>") == "status 502: <html>bad</html>"
     assert error_summary(404, b"{}") == "status 404"

@@ -27,7 +27,7 @@ def test_every_trial_has_a_number_of_its_own() -> None:
     assert seen == list(range(len(seen)))
 
 
-def test_a_lucky_pass_is_not_believed() -> None:
+def test_a_lucky_pass_is_not_confirmed() -> None:
     """Above 10 the trials pass half of the time: the result is a rate at which they always do."""
     luck = random.Random(4)
 

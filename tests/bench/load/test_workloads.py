@@ -85,7 +85,7 @@ def test_text_is_as_many_tokens_as_the_server_counts_on_average() -> None:
     assert TextPrompts().count("x" * 400) == 100, "four characters to a token, where nobody can count"
 
 
-def test_prompts_are_ids_where_the_server_tells_some_and_text_where_not() -> None:
+def test_prompts_are_ids_if_the_server_tokenizes_and_text_otherwise() -> None:
     assert isinstance(prompt_generator(Letters()), TokenIdPrompts)
     assert isinstance(prompt_generator(Letters(), "text"), TextPrompts)
     assert isinstance(prompt_generator(Silent()), TextPrompts)
