@@ -49,7 +49,7 @@ def _table(outcomes: Sequence[SimulatedOutcome], title: str, recommended: Simula
     table = Table(title=Text(title))
     table.add_column("", no_wrap=True)
     table.add_column("devices", no_wrap=True)
-    table.add_column("weights and keys", no_wrap=True)
+    table.add_column("weights and KV cache", no_wrap=True)
     for heading in HEADINGS:
         table.add_column(heading, justify="right", no_wrap=True)
     for heading in more:

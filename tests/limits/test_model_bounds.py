@@ -132,18 +132,18 @@ def test_variants_are_of_each_kind_and_none_that_the_model_has_already() -> None
     assert names_of(LLAMA) == [
         "int8 weights",
         "int4 weights",
-        "int8 keys and values",
-        "int4 weights and int8 keys and values",
-        "a key head for each query head (no GQA)",
-        "one key head for all (MQA)",
-        "5 of 6 layers see 1024 tokens",
+        "int8 KV cache",
+        "int4 weights and int8 KV cache",
+        "one KV head per query head (MHA)",
+        "one KV head (MQA)",
+        "window of 1024 tokens in 5 of 6 layers",
     ]
-    assert "every layer sees everything" in names_of(MIXED) and "every layer sees everything" in names_of(WINDOWED)
+    assert "full attention in every layer" in names_of(MIXED) and "full attention in every layer" in names_of(WINDOWED)
     assert names_of(RECURRENT) == ["int8 weights", "int4 weights"]
     whole = names_of({**LLAMA, "num_key_value_heads": 4})
-    assert "a key head for 4 query heads (GQA)" not in whole and "one key head for all (MQA)" in whole
+    assert "one KV head per 4 query heads (GQA)" not in whole and "one KV head (MQA)" in whole
     many = names_of({**LLAMA, "num_attention_heads": 8, "num_key_value_heads": 8})
-    assert {"a key head for 4 query heads (GQA)", "one key head for all (MQA)"} <= set(many)
+    assert {"one KV head per 4 query heads (GQA)", "one KV head (MQA)"} <= set(many)
     quantized = [v.name for v in variants_of(plain(LLAMA, quantize="int4"), "cpu")]
     assert "int4 weights" not in quantized and quantized[-4] == "not quantized"
 
@@ -156,12 +156,12 @@ def test_variants_change_what_their_names_say() -> None:
     def tokens(name: str) -> int:
         return found[name].recipe.metered().layout.token_bytes
 
-    assert tokens("a key head for each query head (no GQA)") == 2 * layout.token_bytes
-    assert tokens("one key head for all (MQA)") == layout.token_bytes / 2
-    assert tokens("int8 keys and values") == layout.token_bytes / 4 * (1 + 4 / 16)
+    assert tokens("one KV head per query head (MHA)") == 2 * layout.token_bytes
+    assert tokens("one KV head (MQA)") == layout.token_bytes / 2
+    assert tokens("int8 KV cache") == layout.token_bytes / 4 * (1 + 4 / 16)
     assert weight_bytes(found["int4 weights"].recipe) < weight_bytes(found["int8 weights"].recipe) < weight_bytes(base)
-    assert found["int4 weights"].options == {"quantize": "int4"} and found["one key head for all (MQA)"].trained
-    windows = [group.window for group in found["5 of 6 layers see 1024 tokens"].recipe.metered().layout.paged]
+    assert found["int4 weights"].options == {"quantize": "int4"} and found["one KV head (MQA)"].trained
+    windows = [group.window for group in found["window of 1024 tokens in 5 of 6 layers"].recipe.metered().layout.paged]
     assert windows == [1024]
 
 

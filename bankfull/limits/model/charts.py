@@ -58,7 +58,7 @@ def throughput(found: ModelRoofline) -> Chart:
 def _by_batch(found: ModelRoofline, title: str, axis: Axis, points: dict[int, float]) -> Chart:
     return Chart(
         f"{title} at context {found.query.context}, at best",
-        Axis("sequences at once", log=True),
+        Axis("batch size", log=True),
         axis,
         [Series("decode", list(points.items()))],
         _ridge_marks(found, points),
@@ -70,7 +70,7 @@ def trade_off(found: ModelRoofline) -> Chart:
     points = [(point.seconds, point.tokens_per_s) for point in found.curve]
     marks = [Mark(p.seconds, p.tokens_per_s, str(p.batch)) for p in found.curve]
     return Chart(
-        f"Throughput against latency at context {found.query.context}, by sequences at once",
+        f"Throughput against latency at context {found.query.context}, by batch size",
         Axis("time per token", log=True, unit="s"),
         Axis("all sequences together", log=True, unit="tokens/s"),
         [Series("decode", points)],
@@ -85,5 +85,5 @@ def _ridge_marks(found: ModelRoofline, drawn: dict[int, float]) -> list[Mark]:
         marks.append(Mark(whole.batch, drawn[whole.batch], "memory is full"))
     first = next((p for p in found.curve if p.bound == "arithmetic"), None)
     if first is not None:
-        marks.append(Mark(first.batch, drawn[first.batch], "bound by arithmetic"))
+        marks.append(Mark(first.batch, drawn[first.batch], "compute-bound"))
     return marks

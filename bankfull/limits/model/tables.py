@@ -36,7 +36,7 @@ def info_table(info: ModelInfo) -> Table:
     line("layers", info.layers)
     line("hidden", shape.hidden)
     if shape.heads is not None:
-        line("heads", f"{shape.heads}, sharing {shape.kv_heads} key heads of {shape.head_size}")
+        line("heads", f"{shape.heads} query heads, {shape.kv_heads} KV heads of {shape.head_size}")
     if shape.ffn is not None:
         line("feed-forward", shape.ffn)
     line("vocabulary", shape.vocab)
@@ -99,13 +99,13 @@ def summary_table(found: ModelRoofline) -> Table:
     line("model", f"{recipe.config.get('model_type')}, {scaled(found.metered.parameters)} parameters")
     stored = ", ".join(recipe.quantized_types) or str(recipe.matrices).removeprefix("torch.")
     line(
-        "runs in",
-        f"{recipe.dtype_name}, weights {stored}, multiplied as {recipe.activations}, "
-        f"keys and values {str(recipe.kv_dtype).removeprefix('torch.')}",
+        "computed in",
+        f"{recipe.dtype_name}, weights {stored}, activations {recipe.activations}, "
+        f"KV cache {str(recipe.kv_dtype).removeprefix('torch.')}",
     )
     line("machine", f"{machine.name} ({machine.note})")
-    line("reads", scaled(ceilings.read_at(found.line.cost(1).read), "B/s"))
-    line("multiplies", arithmetic_rate(found.arithmetic.peak))
+    line("read bandwidth", scaled(ceilings.read_at(found.line.cost(1).read), "B/s"))
+    line("arithmetic peak", arithmetic_rate(found.arithmetic.peak))
     line("weights", scaled(memory.weights, "B"))
     line(f"state, context {context}", f"{scaled(memory.state_per_sequence, 'B')} per sequence")
     line("step's intermediate results", scaled(memory.step, "B"))
@@ -117,9 +117,9 @@ def summary_table(found: ModelRoofline) -> Table:
     never = "never: reading a sequence's state takes longer than computing its token"
     unknown = "unknown: its arithmetic was not measured"
     if not found.arithmetic.measured:
-        line("decode is bound by arithmetic", unknown)
+        line("decode is compute-bound", unknown)
         return table
-    line("decode is bound by arithmetic", never if turning is None else f"from {turning} sequences on")
+    line("decode is compute-bound", never if turning is None else f"from {turning} sequences on")
     linear = found.linear_turning_batch
     line("linear layers alone", "never" if linear is None else f"from {linear} sequences on")
     return table
@@ -144,15 +144,15 @@ def curve_table(found: ModelRoofline) -> Table:
 
 def changes_table(found: ModelRoofline) -> Table:
     batch, context = found.query.batches[0], found.query.context
-    table = Table(title=f"what would change: decode, {batch} at once, context {context}")
+    table = Table(title=f"variants: decode, batch {batch}, context {context}")
     table.add_column("variant")
     table.add_column("how")
-    for heading in ("weights", "state each", "time per token", "faster", "arithmetic from", "fit"):
+    for heading in ("weights", "state/sequence", "time per token", "faster", "compute-bound from", "fit"):
         table.add_column(heading, justify="right")
     own, memory = found.point(batch), found.memory
     rows = [
         (
-            "as it is",
+            "unchanged",
             "",
             memory.weights,
             memory.state_per_sequence,

@@ -54,7 +54,7 @@ def with_other_storage(base: Recipe, metered: MeteredModel, device: str) -> Iter
         if narrower:
             both = replace(narrower[-1].recipe, kv_dtype=torch.int8)
             options = {**narrower[-1].options, **pages.options} if narrower[-1].options else {}
-            yield Variant(f"{narrower[-1].name} and int8 keys and values", both, options)
+            yield Variant(f"{narrower[-1].name} and int8 KV cache", both, options)
     if base.quantized_types:
         yield Variant("not quantized", unquantized(base, device))
 
@@ -72,7 +72,7 @@ def quantized(base: Recipe, width: str, device: str) -> Variant | None:
 def with_int8_pages(base: Recipe, metered: MeteredModel) -> Variant | None:
     if base.kv_dtype == torch.int8 or not metered.layout.paged:
         return None
-    return Variant("int8 keys and values", replace(base, kv_dtype=torch.int8), {"kv_dtype": "int8"})
+    return Variant("int8 KV cache", replace(base, kv_dtype=torch.int8), {"kv_dtype": "int8"})
 
 
 def unquantized(base: Recipe, device: str) -> Recipe:
@@ -88,9 +88,9 @@ def with_other_key_heads(base: Recipe, metered: MeteredModel) -> Iterator[Varian
     heads = next((mixer.heads for mixer in metered.model.mixers if isinstance(mixer, Attention)), None)
     if heads is None:
         return
-    found: dict[int, str] = {heads.count: "a key head for each query head (no GQA)", 1: "one key head for all (MQA)"}
+    found: dict[int, str] = {heads.count: "one KV head per query head (MHA)", 1: "one KV head (MQA)"}
     if heads.kv == heads.count and heads.count % SHARING == 0:
-        found.setdefault(heads.count // SHARING, f"a key head for {SHARING} query heads (GQA)")
+        found.setdefault(heads.count // SHARING, f"one KV head per {SHARING} query heads (GQA)")
     for count, name in found.items():
         other = replace(base, config=_with_key_heads(base.config, count))
         if count != heads.kv and _takes_key_heads(other, count):
@@ -115,8 +115,8 @@ def with_other_windows(base: Recipe, metered: MeteredModel) -> Iterator[Variant]
     if not any(isinstance(mixer, Attention) for mixer in metered.model.mixers):
         return
     if any(window is not None for window in windows):
-        yield Variant("every layer sees everything", replace(base, windows=(None,) * len(windows)), trained=True)
+        yield Variant("full attention in every layer", replace(base, windows=(None,) * len(windows)), trained=True)
         return
     pattern = tuple(None if layer % LOCAL_PERIOD == LOCAL_PERIOD - 1 else LOCAL_WINDOW for layer in range(len(windows)))
-    name = f"{LOCAL_PERIOD - 1} of {LOCAL_PERIOD} layers see {LOCAL_WINDOW} tokens"
+    name = f"window of {LOCAL_WINDOW} tokens in {LOCAL_PERIOD - 1} of {LOCAL_PERIOD} layers"
     yield Variant(name, replace(base, windows=pattern), trained=True)
