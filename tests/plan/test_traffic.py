@@ -46,8 +46,8 @@ def test_lengths_are_ranges_and_arrivals_come_in_bursts() -> None:
         ("rate=5/s, in=1e3, out=5", "is not a number of tokens"),
         ("rate=5/s, in=99999999999, out=5", "is not a number of tokens"),
         ("rate=5/s, in=10, out=5, shared=10", "must be less than every prompt"),
-        ("rate=5/s, in=10, out=5, arrivals=magic", "no arrivals 'magic'"),
-        ("rate=5/s, in=10, out=5, arrivals=constant, burstiness=2", "changes nothing"),
+        ("rate=5/s, in=10, out=5, arrivals=magic", "arrival process 'magic' is unknown"),
+        ("rate=5/s, in=10, out=5, arrivals=constant, burstiness=2", "has no effect"),
         ("rate=5/s, in=10, out=5, burstiness=x", "is not a number"),
     ],
 )
