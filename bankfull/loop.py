@@ -61,8 +61,8 @@ class EngineLoop:
         self._stopping = False
 
     def post(self, action: Action, owner: str = "") -> None:
-        """Called from any thread. Actions of one owner run in the order in which they were posted, those of several owners in
-        turn: an owner with a thousand of them does not keep the others waiting."""
+        """Called from any thread. Actions of one owner run in the order of posting; owners take turns, so one with a
+        thousand actions does not delay the others."""
         self._posted.append((owner, action))
         self._bell.ring()
 

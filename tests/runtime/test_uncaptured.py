@@ -108,10 +108,9 @@ def test_its_tokens_are_those_of_the_oracle_and_one_line_names_the_expression(
 def test_the_api_and_the_benchmark_tell_of_it_and_the_log_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from bankfull.bench.show import notes
-
     from bankfull.bench.offline import Bench as OfflineBench
-    from bankfull.bench.offline import Load
+    from bankfull.bench.offline import OfflineLoad
+    from bankfull.bench.offline_tables import notes
 
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     captured = bankfull.LLM(str(speaking_folder()), device="cpu")
@@ -124,7 +123,7 @@ def test_the_api_and_the_benchmark_tell_of_it_and_the_log_once(
     line = llm.loaded.uncaptured
     assert line is not None and [record.getMessage() for record in caplog.records] == [line]
     assert list(output) == naive.generate(llm.loaded.model, PROMPT, 8, CPU)[0]
-    report = OfflineBench(llm, Load(prompt_len=4, output_len=3, reps=1), dtype="float32").run("latency")
+    report = OfflineBench(llm, OfflineLoad(prompt_len=4, output_len=3, reps=1), dtype="float32").run("latency")
     assert report.as_json()["uncaptured"] == line and report.as_json()["tape"] is None
     assert f"tape: none. {line}" in notes(report)
 
