@@ -42,11 +42,9 @@ from bankfull.weights.source import ModelFiles, open_model
 log = logging.getLogger("bankfull")
 
 OFFERED: frozenset[str] = frozenset()
-"""What a strategy may ask for beyond hidden states and logits; nothing does yet."""
-
-
+"""Features that a strategy may need beyond hidden states and logits: none so far."""
 COPY_SHARE = 0.25
-"""Of the free memory: what a second copy of the weights for steps of many rows may take, at a byte each."""
+"""Largest fraction of the free memory for a second copy of the weights, at a byte each, for steps of many rows."""
 
 
 @dataclass(slots=True)
@@ -104,10 +102,10 @@ def load(
     device: Device | None = None,
     strategy: Strategy | None = None,
 ) -> Loaded:
-    """`device` and `strategy` stand in for those that the configuration would choose (tests, experiments)."""
+    """`device` and `strategy` replace those of the configuration (tests, experiments)."""
     files = open_model(locate(name))
-    family_of(files.config)  # an unsupported architecture is refused before anything else is read
-    with ThreadPoolExecutor(1) as pool:  # a vocabulary is read by one thread, weights are repacked by the kernels'
+    family_of(files.config)  # refuses an unsupported architecture before anything else is read
+    with ThreadPoolExecutor(1) as pool:  # one thread reads the vocabulary; the kernels' threads repack weights
         text = pool.submit(load_tokenizer, files)
         made = assemble(files, run, sched, state, max_len=max_len, device=device, strategy=strategy)
         tokenizer, template = text.result()
@@ -127,7 +125,7 @@ def assemble(
     device: Device | None = None,
     strategy: Strategy | None = None,
 ) -> Assembled:
-    """An engine over a configuration and a source of tensors, wherever they come from."""
+    """An engine over a configuration and any source of tensors."""
     device = device or open_device(run.device)
     if run.quantize is not None:
         files = rounded(files, run.quantize, device)
@@ -146,8 +144,8 @@ def assemble(
     build = plan_build(files, run, device, max_len or 0)
     if run.activations == "auto" and build.kit.activations == INT8_FEW:
         log.warning(
-            "a second copy of the weights would take up to %s, more than a quarter of the free memory: steps of many "
-            "rows are slower without it (activations='int8' makes it all the same).",
+            "a second copy of the weights would take up to %s, more than a quarter of the free memory; steps of many "
+            "rows are slower without it (activations='int8' makes it anyway).",
             shown(inner_weights(files.source)),
         )
     free = device.free_memory()
@@ -160,7 +158,7 @@ def assemble(
         ) from error
     phases.end("weights")
     if build.kit.activations != FLOAT:
-        files.source.release()  # the weights lie repacked
+        files.source.release()  # the weights are repacked
     layout = layout_of(model.states(), state.page_tokens)
     refuse_pages_without_use(layout, run.kv_dtype)
     depth = device.depth if run.depth is None else run.depth
@@ -208,7 +206,7 @@ def assemble(
 
 
 class Phases:
-    """Where the time of a start went."""
+    """Seconds of each part of a start."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -222,8 +220,8 @@ class Phases:
 
 
 def step_memory(model: Decoder, layout: Layout, device: Device, sched: SchedConfig) -> int:
-    """What the largest step takes beside weights and state, measured where the device can tell; and what the largest
-    step of prompts takes that is captured, since graphs keep their memory to themselves."""
+    """Bytes of the largest step beside weights and state, measured where the device can, plus those of the largest
+    captured step of prompts, since graphs keep their memory."""
     if device.kind == "cpu":
         return 0
     sizes = [largest(sched.rows, sched.step_tokens), *([size] for size in captured_prompts(sched.step_tokens)[-1:])]
@@ -242,12 +240,12 @@ def refusing_large_steps(device: Device, sched: SchedConfig) -> Iterator[None]:
 
 
 def rounded(files: ModelFiles, wanted: str, device: Device) -> ModelFiles:
-    """The same model, with its matrices rounded when they are read: on the device where they will be used."""
+    """The same model, with its matrices quantized when they are read, on the device that uses them."""
     wish = parse_wish(wanted, device.kind)
     if found := block_types(files.source):
         raise ConfigError(
             f"{files.path.name} is quantized already ({', '.join(found)}), so that quantize={wanted[:40]!r} would lose "
-            "twice; leave the option out, or give an unquantized checkpoint."
+            "accuracy twice; leave the option out, or give an unquantized checkpoint."
         )
     source = Requantized(files.source, wish.types, wish.tables, device.torch)
     if kept := len(source.kept()):
@@ -256,7 +254,7 @@ def rounded(files: ModelFiles, wanted: str, device: Device) -> ModelFiles:
 
 
 def plan_build(files: ModelFiles, run: RunConfig, device: Device, max_len: int = 0) -> Build:
-    """How a model is built from these files: what the options leave open is decided here."""
+    """The dtypes and providers of a model's build; options that are `auto` are decided here."""
     dtype, activations = choose_arithmetic(files, run, device.kind)
     kit = kit_for(device.kind, run.providers, activations)
     return Build(
@@ -265,10 +263,10 @@ def plan_build(files: ModelFiles, run: RunConfig, device: Device, max_len: int =
 
 
 def choose_arithmetic(files: ModelFiles, run: RunConfig, device: str) -> tuple[torch.dtype, str]:
-    """The dtype of the computation on a kind of device, and what weights are multiplied with."""
+    """The dtype of the computation on a kind of device, and the format of activations in products."""
     activations, dtype = choose_activations(run, files, device), choose_dtype(run.dtype, files, device)
     if activations != FLOAT and device == "cpu" and (run.dtype == "auto" or dtype == torch.bfloat16):
-        dtype = torch.float32  # only what enters a product is rounded
+        dtype = torch.float32  # only operands of products are rounded
     return dtype, activations
 
 
@@ -278,7 +276,7 @@ def refuse_pages_without_use(layout: Layout, kv_dtype: str) -> None:
 
 
 def choose_dtype(wanted: str, files: ModelFiles, device: str) -> torch.dtype:
-    """auto: what the checkpoint was saved in; for quantized files float32 on a CPU and bfloat16 on a GPU."""
+    """auto: the checkpoint's dtype; for quantized files float32 on a CPU and bfloat16 on a GPU."""
     if wanted != "auto":
         return _dtype(wanted)
     saved: Any = files.config.get("dtype") or files.config.get("torch_dtype")
@@ -288,9 +286,9 @@ def choose_dtype(wanted: str, files: ModelFiles, device: str) -> torch.dtype:
 
 
 def choose_activations(run: RunConfig, files: ModelFiles, device: str) -> str:
-    """auto, on a CPU with its kernels: int8 for a model that has weights in blocks, where no dtype was named and
-    nothing is dequantized (for few rows only, where the copy for many would take too much memory); bf16 where the dtype
-    is bfloat16. Else float, which is the exact mode of a wider dtype."""
+    """auto, on a CPU with native kernels: int8 for a model with quantized weights, unless a dtype is given or weights
+    are dequantized at load (int8-few where the copy for many rows would take too much memory); bf16 where the dtype is
+    bfloat16. Else float, the exact mode of a wider dtype."""
     blocks = not run.expand and block_types(files.source)
     if run.activations in (INT8, INT8_FEW) and not blocks:
         raise ConfigError(
@@ -308,7 +306,7 @@ def choose_activations(run: RunConfig, files: ModelFiles, device: str) -> str:
 
 
 def choose_kv_dtype(wanted: str, dtype: torch.dtype, activations: str) -> torch.dtype:
-    """auto: the dtype of the computation; where activations are rounded anyway, bfloat16."""
+    """auto: the dtype of the computation, or bfloat16 where activations are rounded."""
     if wanted == "auto":
         return dtype if activations == FLOAT else torch.bfloat16
     return torch.int8 if wanted == "int8" else _dtype(wanted)

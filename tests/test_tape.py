@@ -30,7 +30,7 @@ if native.status() is not None:
     pytest.skip("the kernels are not built", allow_module_level=True)
 
 from bankfull.ops.native.tape import replay
-from bankfull.ops.native.tape.instruction import Instruction, Node, Value, View
+from bankfull.ops.native.tape.instruction import Instruction, Node, Value, ValueColumns
 from bankfull.ops.native.tape.layout import ALIGN, lay_out
 from bankfull.ops.native.tape.record import CannotRecord, Recorder
 from bankfull.runtime.taped import Taped
@@ -254,8 +254,8 @@ def test_values_that_live_at_the_same_time_never_overlap(lives: list[tuple[int, 
     values = [Value(size, torch.uint8) for size, _, _ in lives]
     nodes: list[Node] = [Instruction("none", {}, {}) for _ in range(13)]
     for number, (value, (_, a, b)) in enumerate(zip(values, lives, strict=True)):
-        nodes[min(a, b)].writes[str(number)] = View(value)
-        nodes[max(a, b)].reads[str(number)] = View(value)
+        nodes[min(a, b)].writes[str(number)] = ValueColumns(value)
+        nodes[max(a, b)].reads[str(number)] = ValueColumns(value)
     size = lay_out(nodes, [values[0]])
     spans = [(min(a, b), max(a, b)) for _, a, b in lives]
     spans[0] = (spans[0][0], len(nodes))

@@ -1,4 +1,4 @@
-"""One token per row and step."""
+"""Plain decoding: one token per row and step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoding is propose -> verify -> accept. Plain sampling is the strategy that proposes nothing."""
+"""Decoding is propose -> verify -> accept. Plain sampling is the strategy without drafts."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ Ship = Callable[[Sequence[int] | np.ndarray], Tensor]
 
 @dataclass(slots=True)
 class Draft:
-    """Guesses for the next tokens of some rows: a chain (rows, width). Whoever has fewer guesses fills up with any
-    token: a wrong guess is rejected like every other."""
+    """Draft tokens of some rows: a chain (rows, width). A row with fewer drafts is padded with any token, which
+    verification rejects like every wrong draft."""
 
     tokens: Tensor
 
 
-class Head(Protocol):
+class LogitsHead(Protocol):
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits."""
         ...
 
     def best(self, hidden: Tensor) -> Tensor:
-        """The token of the highest logit, the lowest id among equals; -1 where that is not finite."""
+        """The token with the highest logit, the lowest id among equal ones; -1 where that logit is not finite."""
         ...
 
 
 @dataclass(slots=True)
 class Scores:
-    """What the model thinks of some tokens; logits exist only once somebody asks for them."""
+    """The model's scores for some positions. Logits are computed only when they are needed."""
 
     hidden: Tensor
-    head: Head
+    head: LogitsHead
 
     def logits(self) -> Tensor:
         return self.head(self.hidden)
@@ -50,9 +50,9 @@ class Scores:
 
 
 class Sampling:
-    """Everything that chooses tokens may look at. A row with w drafts has w + 1 lines, one per position to decide.
+    """The input of sampling. A row with w drafts has w + 1 lines, one per position to sample.
 
-    Tensors are made when they are asked for: plain greedy decoding asks for none of them.
+    Tensors are made on first use: plain greedy decoding uses none of them.
     """
 
     def __init__(
@@ -66,16 +66,16 @@ class Sampling:
         ship: Ship,
         mask: Tensor | None = None,
     ) -> None:
-        """`positions` of all tokens of the step; `index`: those of the lines among them."""
+        """`positions`: of all tokens of the step. `index`: the token of each line."""
         self.host_rows = host_rows
         """The permanent row of each line."""
         self.widths = widths
         """Lines per row of the step, in order."""
         self.tokens = tokens
-        """(all rows, longest) token ids of every permanent row, drafts written behind the known ones."""
+        """(all rows, longest) token ids of every permanent row, drafts after the known ones."""
         self.table, self.mask = table, mask
         self.ship = ship
-        """How numbers reach the device without waiting for it."""
+        """Copies integers to the device without waiting for it."""
         self._positions, self._index = positions, index
 
     @cached_property
@@ -85,20 +85,20 @@ class Sampling:
 
     @cached_property
     def length(self) -> Tensor:
-        """(lines) tokens before the position to decide, drafts included."""
+        """(lines) tokens before the position to sample, drafts included."""
         return self._positions[self.ship(self._index)] + 1
 
     @property
     def plain_greedy(self) -> bool:
-        """No line asks for anything but the likeliest token."""
+        """Whether every line wants the most likely token and nothing else."""
         facts = self.table.facts
         return self.mask is None and all(facts[row] is PLAIN for row in self.host_rows)
 
 
 @dataclass(slots=True)
 class Verdict:
-    """Per row of the step: tokens[i, :counts[i]] are accepted, the last of them fresh; without counts there is one of
-    each row. `sampled` keeps line order."""
+    """Per row of the step: tokens[i, :counts[i]] are accepted drafts and one sampled token; without counts, one sampled
+    token per row. `sampled` is in line order."""
 
     tokens: Tensor
     counts: Tensor | None
@@ -106,12 +106,12 @@ class Verdict:
 
 
 class View:
-    """Rows that will decode next, as a proposer sees them, after their newest tokens were committed."""
+    """Rows that will decode next, for a proposer, after their newest tokens were committed."""
 
     def __init__(self, host_rows: Sequence[int], tokens: Tensor, known: Tensor, ship: Ship) -> None:
         self.host_rows, self.tokens, self.ship = host_rows, tokens, ship
         self.known = known
-        """(all rows) how many of a row's tokens are known."""
+        """(all rows) number of known tokens of a row."""
 
     @cached_property
     def rows(self) -> Tensor:
@@ -120,16 +120,16 @@ class View:
 
 class Strategy(Protocol):
     needs: frozenset[str]
-    """What it asks of the model and the state ("taps", "scratch", ...); checked when the engine is built."""
+    """Features that it needs of the model and the state ("taps", "scratch", ...); checked when the engine is built."""
     idle: bool
-    """It proposes nothing and learns nothing: a device that can choose tokens by itself need not ask it."""
+    """Whether it proposes nothing and learns nothing, so that a captured step may choose tokens without it."""
 
     def width(self, load: int) -> int:
-        """Drafts per row that are worth verifying with `load` rows running; 0 = plain decoding."""
+        """Drafts per row to verify while `load` rows run; 0 = plain decoding."""
         ...
 
     def begin(self, rows: Sequence[int]) -> None:
-        """New sequences have entered these rows."""
+        """Called when new sequences have entered these rows."""
         ...
 
     def propose(self, view: View) -> Draft | None: ...
@@ -137,12 +137,12 @@ class Strategy(Protocol):
     def verify(self, scores: Scores, sampling: Sampling) -> Verdict: ...
 
     def observe(self, view: View, verdict: Verdict) -> None:
-        """Learn from what was accepted."""
+        """Called with each verdict, to learn from accepted drafts."""
         ...
 
 
 def stack(flat: Tensor, widths: Sequence[int], fill: int) -> Tensor:
-    """Lines of unequal numbers per row as a rectangle (rows, widest)."""
+    """Lines, `widths` of each row, as a padded rectangle (rows, widest)."""
     widest = max(widths)
     if widest == 1:
         return flat[:, None]

@@ -1,9 +1,9 @@
 """Exact verification of draft chains.
 
-Random numbers are a function of (seed, child, position), so the token that plain decoding would choose at a position is
-known as soon as the logits there are: sample every position of the chain and accept drafts as long as they are what was
-sampled. For a deterministic draft this accepts with probability q(draft), which is the best that any rule can do, and
-the result is not only distributed as plain decoding: it is the same tokens.
+Random numbers are a function of (seed, child, position), so the logits at a position determine the token that plain
+decoding would choose there. Every position of the chain is sampled, and drafts are accepted as long as they equal the
+sampled tokens. A deterministic draft is accepted with probability q(draft), which no rule can exceed, and the result is
+not only distributed as plain decoding: it is the same tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def verify_chain(scores: Scores, sampling: Sampling) -> Verdict:
     if chosen.shape[1] == 1:
         return Verdict(chosen, None, sampled)
     widths = sampling.ship(sampling.widths)
-    # The draft that follows a line's position; it decides whether the next line counts. The last line has none.
+    # The draft after a line's position: the next line counts only if it was sampled. The last line has none.
     length = stack(sampling.length, sampling.widths, 0)
     rows = stack(sampling.rows, sampling.widths, 0)
     follows = sampling.tokens[rows, length]

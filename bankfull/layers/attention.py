@@ -37,9 +37,9 @@ class Heads:
     size: int
     scale: float
     window: int | None = None
-    """A token sees itself and the window - 1 tokens before it; None sees everything before."""
+    """A token attends to itself and the window - 1 tokens before it; None: to all tokens before it."""
     cap: float | None = None
-    """Soft cap of the scores: cap * tanh(score / cap)."""
+    """Soft cap of the attention scores: cap * tanh(score / cap)."""
 
 
 Norm = Callable[[Tensor], Tensor]
@@ -123,14 +123,14 @@ class Attention:
 
 
 def _norms(q_norm: Norm | None, k_norm: Norm | None) -> HeadNorms | None:
-    """The norms of the heads, where they are such that a kernel knows them."""
+    """The norms of queries and keys for a fused kernel; None where there are none, or of another kind."""
     if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
         return HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps, q_norm.offset)
     return None
 
 
 def _pages(heads: Heads, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
-    """What a token leaves in a page: its key and value, and their scales where they are rounded."""
+    """A token's part of a page: its key and value, and their scales in int8 pages."""
     kind = str(dtype).removeprefix("torch.")
     numbers = tuple(TensorSpec(name, (heads.kv, heads.size), kind) for name in ("k", "v"))
     if dtype is not torch.int8:

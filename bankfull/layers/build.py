@@ -1,4 +1,4 @@
-"""How a layer comes by its weights and its operations: once, when the model is built."""
+"""Weights and operations for layers, resolved once when the model is built."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from bankfull.weights.source import TensorSource
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Where the model's tensors come from and where they go; `at` steps into a module's names."""
+    """The source of the model's tensors, their device and dtype. `at` descends into a module's names."""
 
     source: TensorSource
     kit: Kit
     dtype: torch.dtype
     device: torch.device
     expand: bool = False
-    """Dequantize block formats at load."""
+    """Whether block formats are dequantized at load."""
     max_len: int = 0
-    """The longest sequence that will be run; 0 = whatever the model was made for."""
+    """Tokens of the longest sequence that will be run; 0 = the model's context."""
     kv_dtype: torch.dtype | None = None
-    """Of the keys and values in pages: None = that of the computation; int8 is rounded (lossy)."""
+    """Dtype of the KV cache: None = that of the computation; int8 is rounded (lossy)."""
     prefix: str = ""
 
     @property
@@ -38,7 +38,7 @@ class Build:
 
     @property
     def matrices(self) -> torch.dtype:
-        """Of those that are not in blocks."""
+        """Dtype of matrices that are not in blocks."""
         return torch.bfloat16 if self.kit.activations == BF16 else self.dtype
 
     def at(self, name: str | int) -> Build:
@@ -51,7 +51,7 @@ class Build:
         return self.kit.bind(operation, **{"dtype": self.dtype, **facts})
 
     def bind_if_offered(self, operation: Operation, **facts: Any) -> Function | None:
-        """For operations that layers use only as one kernel: their parts do as well."""
+        """Bind a fused operation if a kernel offers it; else None, and the layer calls its parts."""
         facts = {"dtype": self.dtype, **facts}
         fits = self.kit.activations == FLOAT and self.kit.offers(operation, **facts)
         return self.kit.bind(operation, **facts) if fits else None
@@ -63,23 +63,23 @@ class Build:
         return self.source.has(self._full(name))
 
     def weight(self, name: str, shape: tuple[int, ...]) -> QTensor:
-        """A matrix as it lies in the file; a dense one in the dtype that it is multiplied in."""
+        """A matrix as stored in the file; a dense one in the dtype that it is multiplied in."""
         found = self._find(name, shape)
         if found.is_dense or self.expand:
             return QTensor.dense(found.dequantize(self.matrices).to(self.device))
         if self.kit.device == "cpu" and "native" in self.kit.prefer:
-            found = as_blocks(found)  # the kernels know groups under this name
+            found = as_blocks(found)  # the native kernels take quantization groups as blocks
         return found.to(self.device)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """A vector or another small tensor, dense."""
+        """A vector or another small tensor, dequantized."""
         return self._find(name, shape).dequantize(dtype or self.dtype).to(self.device)
 
     def _find(self, name: str, shape: tuple[int, ...]) -> QTensor:
         found = self.source.get(self._full(name))
         if tuple(found.shape) != shape:
             raise ModelError(
-                f"Tensor {self._full(name)} has shape {tuple(found.shape)}, but the model's configuration asks for "
-                f"{shape}; the file and its configuration do not belong together."
+                f"Tensor {self._full(name)} has shape {tuple(found.shape)}, but the model's configuration needs "
+                f"{shape}; use the configuration that belongs to the file."
             )
         return found

@@ -1,4 +1,4 @@
-"""The one shape that all our language models have: embed, a stack of residual blocks, a norm, a head."""
+"""The structure of all language models here: an embedding, a stack of residual blocks, a norm, a head."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from bankfull.state.storage import LayerStates
 
 Module = Callable[[Tensor], Tensor]
 Feed = Callable[[Any], Tensor]
-"""Of normed rows; one that is a `Reader` may be given them `Unnormed`."""
+"""A feed-forward layer over normed rows; one that is a `Reader` may get them `Unnormed`."""
 Stream = tuple[Tensor, Tensor | None]
-"""The residual stream, and a branch that has not joined it yet: it does so together with the next norm."""
+"""The residual stream, and a branch that is not added yet: the next norm adds it in the same operation."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Block:
     after_mixer: Module | None = None
     after_feed: Module | None = None
     norm_last: bool = False
-    """Post-norm (early OPT): `before_*` norms are applied to the sum, and what they give is the stream."""
+    """Post-norm (early OPT): the `before_*` norms are applied to the sum, and their result is the stream."""
 
     def __post_init__(self) -> None:
         if self.norm_last:
@@ -69,7 +69,7 @@ class Block:
 
 
 def joined(norm: Norm, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
-    """For a norm without a `reader`: it does its own work."""
+    """`norm.join` for a norm without a `reader`, which always returns normed rows."""
     x, inner = norm.join(x, branch)
     assert isinstance(inner, Tensor)
     return x, inner
@@ -87,21 +87,21 @@ class Head:
         return logits if self.cap is None else self._cap(logits, self.cap)
 
     def best(self, hidden: Tensor | Unnormed) -> Tensor:
-        """The token of the highest logit, the lowest id among equals; -1 where that is not finite."""
+        """The token with the highest logit, the lowest id among equal ones; -1 where that logit is not finite."""
         if self.cap is None:
             return self.project.best(hidden)
-        # Rounding may make equals of different scores under the cap: then the logits decide.
+        # Under the cap, rounding may make different scores equal: the capped logits decide.
         assert isinstance(hidden, Tensor)
         return highest(self(hidden))
 
     def norms(self, rows: int) -> bool:
-        """May `best` be given so many rows `Unnormed`?"""
+        """Whether `best` takes this many rows `Unnormed`."""
         return self.cap is None and self.project.norms_for_best(rows)
 
 
 @dataclass(slots=True)
 class Decoder:
-    """A model: `forward` gives hidden states after the last norm, `head` turns them into logits."""
+    """A model: `forward` returns the hidden states after the last norm, `head` turns them into logits."""
 
     vocab: int
     hidden: int
@@ -112,7 +112,7 @@ class Decoder:
     head: Head
     ropes: Mapping[str, Rope]
     before_best: Norm = field(init=False)
-    """The last norm where nothing reads it but the head, for the best token."""
+    """The last norm as `best` uses it, where only the head reads it."""
 
     def __post_init__(self) -> None:
         self.before_best = self.norm.read_by(self.head) if isinstance(self.norm, RMSNorm) else self.norm
@@ -132,11 +132,11 @@ class Decoder:
         metas: Sequence[Any],
         taps: dict[int, Tensor] | None = None,
     ) -> Tensor:
-        """Hidden states of every token. `taps` maps layer numbers to what that layer gave out, filled on the way."""
+        """Hidden states of every token. `taps` maps layer numbers to the layer's output, filled during the pass."""
         return joined(self.norm, *self._stream(batch, states, metas, taps))[1]
 
     def best(self, batch: Batch, states: Sequence[LayerStates], metas: Sequence[Any]) -> Tensor:
-        """The likeliest token behind each one: `head.best` of what `forward` gives, which nobody else sees."""
+        """The most likely next token after each token: `head.best` of the hidden states, which are not returned."""
         return self.head.best(self.before_best.join(*self._stream(batch, states, metas, None))[1])
 
     def _stream(

@@ -33,8 +33,8 @@ from bankfull.weights.qtensor import QTensor
 
 
 class Weight:
-    """A matrix on its way to a provider. Where layers are stacked, it is laid out only when it is first used: until
-    then it may become part of a larger one."""
+    """A matrix that a provider lays out. Where layers are stacked, that happens at its first use: until then it may
+    become part of a larger matrix."""
 
     def __init__(self, build: Build, operation: Operation, stored: QTensor) -> None:
         self._build, self._operation, self.scheme = build, operation, stored.scheme
@@ -48,9 +48,9 @@ class Weight:
         return self._build.prepare(self._operation, stored)
 
     def take(self) -> QTensor:
-        """As it came from the file, for the last time."""
+        """The matrix as stored in the file. It can be taken once."""
         stored, self._stored = self._stored, None
-        assert stored is not None, "a weight that was given away"
+        assert stored is not None, "the weight was already taken"
         return stored
 
 
@@ -64,7 +64,7 @@ class Linear:
         weight: QTensor | None = None,
         mixes: bool = False,
     ) -> None:
-        """`mixes`: the model bears that many rows and this weight are rounded to 8 bits, where activations are."""
+        """`mixes`: whether this weight may be multiplied in int8 when many rows are batched."""
         stored = build.weight("weight", (outer, inner)) if weight is None else weight
         product, best = _operations(build, stored, mixes)
         self.outer = outer
@@ -79,7 +79,7 @@ class Linear:
 
     @property
     def weight(self) -> Any:
-        """In the provider's layout."""
+        """The weight in the provider's layout."""
         return self.stored.ready
 
     def __call__(self, x: Tensor | Unnormed) -> Tensor:
@@ -89,15 +89,15 @@ class Linear:
         return self._linear(x, self.weight, self.bias)
 
     def norms(self, rows: int) -> bool:
-        """May so many rows come `Unnormed`?"""
+        """Whether a call takes this many rows `Unnormed`."""
         return rows <= self._normed_rows
 
     def norms_for_best(self, rows: int) -> bool:
-        """May `best` be given so many rows `Unnormed`?"""
+        """Whether `best` takes this many rows `Unnormed`."""
         return rows <= self._normed_best_rows
 
     def best(self, x: Tensor | Unnormed) -> Tensor:
-        """Which output is highest, for each row; -1 where that cannot be said."""
+        """The index of the highest output of each row; -1 where it is not finite."""
         if isinstance(x, Unnormed):
             assert self._normed_best is not None
             return self._normed_best(x, self.weight, self.bias)
@@ -125,8 +125,8 @@ class GatedLinear:
 
 
 def stack(build: Build, parts: Sequence[Linear]) -> Linear | None:
-    """One layer in the place of several with the same input, its outputs side by side; None where that does not pay,
-    or where the weights are stored differently. The parts are used up."""
+    """One layer instead of several with the same input, their outputs concatenated. None where that is not faster, or
+    where the weights have different schemes. It takes the parts' weights."""
     if not build.kit.stacks or len({part.stored.scheme for part in parts}) > 1:
         return None
     bias = None
@@ -140,7 +140,7 @@ def stack(build: Build, parts: Sequence[Linear]) -> Linear | None:
 
 
 def _operations(build: Build, weight: QTensor, mixes: bool) -> tuple[Operation, Operation]:
-    """The product, and which of its outputs is highest."""
+    """The operations for the product and for its arg-max."""
     activations = build.kit.activations
     if activations == BF16:
         return linear_bf16, best_output_bf16
@@ -151,14 +151,14 @@ def _operations(build: Build, weight: QTensor, mixes: bool) -> tuple[Operation, 
 
 
 def _rounds(weight: QTensor) -> bool:
-    """Does it make sense to round what this weight is multiplied with? Only if the weight itself is rounded."""
+    """Whether activations may be rounded for this weight: only if the weight itself is rounded."""
     return not weight.is_dense and weight.shape[1] % GROUP == 0
 
 
 def split_linear(
     build: Build, inner: int, outers: list[int], bias: bool = False, mixes: Sequence[bool] = ()
 ) -> list[Linear]:
-    """Several layers whose rows one file tensor stacks (Phi's qkv and gate_up): views, nothing is copied."""
+    """Several layers stored as one stacked tensor (Phi's qkv and gate_up), as views without a copy."""
     whole = build.weight("weight", (sum(outers), inner))
     biases = build.tensor("bias", (sum(outers),)) if bias else None
     parts, first = [], 0

@@ -1,4 +1,4 @@
-"""Norms, and how a branch joins the residual stream on its way into the next one."""
+"""Norms, fused with the addition of a branch to the residual stream."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Norm(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def join(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | Unnormed]:
-        """The stream with the branch `delta`, if there is one, joined, and its norm: one pass over memory where a
-        kernel offers it."""
+        """The stream plus the branch `delta`, if there is one, and the norm of the sum: one pass over memory where a
+        kernel fuses them."""
         ...
 
 
 @runtime_checkable
 class Reader(Protocol):
-    """What reads a norm, and can do the norm's work."""
+    """A layer that reads a norm's result and may compute the norm inside its own kernel."""
 
     def norms(self, rows: int) -> bool:
-        """Does it want so many rows `Unnormed`?"""
+        """Whether it takes this many rows `Unnormed`."""
         ...
 
 
@@ -42,14 +42,14 @@ class RMSNorm:
         self._zeros = partial(torch.zeros, size, dtype=build.dtype, device=build.device)
 
     def read_by(self, reader: Reader) -> RMSNorm:
-        """The same norm in a place where this reads it, and nobody else."""
+        """A copy of the norm whose only reader is `reader`."""
         there = copy(self)
         there.reader = reader
         return there
 
     @cached_property
     def _nothing(self) -> Tensor:
-        """A branch that changes nothing: a reader that norms also joins, and what a stream begins with has none."""
+        """A branch of zeros: a reader that norms also adds a branch, and the first norm of a stream has none."""
         return self._zeros()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class RMSNorm:
 
 
 class AddThen:
-    """Any module in the place of a norm: the branch joins first, in a pass of its own."""
+    """Any module in the place of a norm: the branch is added first, in an operation of its own."""
 
     def __init__(self, build: Build, module: Callable[[Tensor], Tensor]) -> None:
         self._module = module
@@ -83,7 +83,7 @@ class AddThen:
 
 class LayerNorm:
     def __init__(self, build: Build, size: int, eps: float, affine: bool = True) -> None:
-        """`affine`: the file has a weight and a bias; without them the norm is all there is."""
+        """`affine`: whether the file has a weight and a bias."""
         none = torch.zeros(size, dtype=build.dtype, device=build.device)
         self.weight = build.tensor("weight", (size,)) if affine else none + 1
         self.bias = build.tensor("bias", (size,)) if affine else none

@@ -1,4 +1,4 @@
-"""Rotary frequencies: the base, and the ways in which checkpoints stretch them over longer contexts."""
+"""RoPE frequencies, and the scalings by which checkpoints extend them to longer contexts."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from bankfull.ops import rope_angles
 
 
 class Rope:
-    """Angles for all tokens of a step, computed once and shared by every layer that turns alike."""
+    """Angles for all tokens of a step, computed once and shared by every layer with the same RoPE."""
 
     def __init__(
         self, build: Build, size: int, theta: float, scaling: Mapping[str, Any] | None = None, max_positions: int = 0
     ) -> None:
-        """`size` is the number of dimensions that turn; `max_positions` the context that the model was made for."""
+        """`size`: rotated dimensions of a head. `max_positions`: the model's context."""
         if size < 2 or size % 2:
-            raise ModelError(f"RoPE turns pairs of dimensions, but the model's configuration gives it {size}.")
+            raise ModelError(f"RoPE rotates pairs of dimensions, but the model's configuration gives it {size}.")
         if theta <= 1:
             raise ModelError(f"RoPE needs a base over 1, but the model's configuration has {theta}.")
-        # As wide as the activations, at least float32: the oracle's angles are float32, those of exactness tests wider.
+        # At least float32, as the reference implementation; float64 for the exactness tests.
         precise = torch.float64 if build.dtype == torch.float64 else torch.float32
         device = "cpu" if build.device.type == "meta" else build.device
         exponents = torch.arange(0, size, 2, dtype=torch.int64, device=device).to(precise) / size
@@ -46,7 +46,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """A checkpoint's `rope_scaling`, read with care, and what it is applied to."""
+    """A checkpoint's `rope_scaling` with checked values, and the model that it is applied to."""
 
     kind: str
     values: Mapping[str, Any]
@@ -54,7 +54,7 @@ class Scaling:
     made_for: int
     """The model's context."""
     length: int
-    """The longest sequence that will be run."""
+    """Tokens of the longest sequence that will be run."""
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self.values.get(name)
@@ -69,14 +69,14 @@ class Scaling:
         return None if self.values.get(name) is None else self.number(name)
 
     def divisors(self, name: str, freq: Tensor) -> Tensor:
-        """One for each frequency."""
+        """A list with one divisor for each frequency."""
         values = self.values.get(name)
         if not isinstance(values, list) or len(values) != len(freq) or not all(_is_positive(v) for v in values):
             raise self._wrong(name, f"a list of {len(freq)} positive numbers")
         return torch.tensor(values, dtype=freq.dtype, device=freq.device)
 
     def original(self) -> float:
-        """The context before it was stretched."""
+        """The context before it was extended."""
         return self.number("original_max_position_embeddings", self.made_for)
 
     def _wrong(self, name: str, needed: str) -> ModelError:
@@ -100,12 +100,12 @@ def _linear(freq: Tensor, how: Scaling) -> Scaled:
 
 
 def _factors(freq: Tensor, how: Scaling) -> Scaled:
-    """Divisors per frequency, as GGUF files bake them in."""
+    """One divisor per frequency, as GGUF files store them."""
     return freq / how.divisors("factors", freq), 1.0
 
 
 def _llama3(freq: Tensor, how: Scaling) -> Scaled:
-    """Long wavelengths are divided, short ones kept, those between blended."""
+    """Divide long wavelengths, keep short ones, blend those between."""
     low, high = how.number("low_freq_factor"), how.number("high_freq_factor")
     if high <= low:
         raise ModelError(f"RoPE scaling 'llama3' has high_freq_factor {high}, which is not over low_freq_factor {low}.")
@@ -115,7 +115,7 @@ def _llama3(freq: Tensor, how: Scaling) -> Scaled:
 
 
 def _yarn(freq: Tensor, how: Scaling) -> Scaled:
-    """Interpolate slow dimensions, keep fast ones, ramp between; scores are sharpened through the angles' scale."""
+    """Interpolate slow dimensions, keep fast ones, ramp between. The scale of the angles sharpens attention scores."""
     old, pairs = how.original(), len(freq)
     factor = how.number("factor", how.made_for / old)
 
@@ -146,8 +146,8 @@ def _yarn_scale(how: Scaling, factor: float) -> float:
 
 
 def _longrope(freq: Tensor, how: Scaling) -> Scaled:
-    """Two sets of divisors. Which one holds is fixed for the engine's life by the longest sequence that it will run: a
-    choice per sequence would change the meaning of keys that are already cached."""
+    """Two sets of divisors. The longest sequence that the engine will run selects one for the engine's life: a choice
+    per sequence would invalidate keys that are already cached."""
     old = how.number("original_max_position_embeddings")
     long, short = how.divisors("long_factor", freq), how.divisors("short_factor", freq)
     stretch = how.number("factor", how.made_for / old)

@@ -1,4 +1,4 @@
-"""Mamba's mixer: a gate, a short convolution, and a recurrence whose step depends on its input."""
+"""Mamba's mixer: a gate, a short causal convolution, and a selective scan."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class MambaShape:
     inner: int
     """Channels of the convolution and of the recurrence."""
     state: int
-    """Numbers that each channel remembers."""
+    """State size of each channel."""
     rank: int
-    """Width of the bottleneck from which the channels' time steps are made."""
+    """Rank of the projection to the channels' time steps."""
     width: int
-    """Tokens that the convolution sees."""
+    """Tokens in the convolution's window."""
 
 
 class MambaMixer:
@@ -42,7 +42,7 @@ class MambaMixer:
         self.out = Linear(build.at("out_proj"), inner, shape.hidden, bias)
         self.kernel = build.tensor("conv1d.weight", (inner, 1, shape.width))[:, 0]
         self.kernel_bias = build.tensor("conv1d.bias", (inner,)) if conv_bias else None
-        # What decays over thousands of tokens, and how fast, does not bear rounding to 16 bits.
+        # Decays over thousands of tokens lose too much in 16 bits.
         precise = torch.float64 if build.dtype == torch.float64 else torch.float32
         if build.has("A"):
             self.decay = build.tensor("A", (inner, shape.state), precise)

@@ -1,4 +1,4 @@
-"""What the families share: the parts of a transformer under their customary tensor names."""
+"""Parts that the families share: a transformer's layers under their usual tensor names."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from bankfull.layers.mixer import Mixer
 from bankfull.layers.mlp import GatedMLP
 from bankfull.layers.norm import RMSNorm
 from bankfull.layers.rope import Rope
-from bankfull.models.fields import FULL, SLIDING, Fields
+from bankfull.models.fields import FULL, SLIDING, ConfigFields
 from bankfull.models.registry import Config
 
-#: What a transformer's file leaves out when it is so.
+#: Defaults of the fields that a transformer's configuration may leave out.
 TRANSFORMER = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
@@ -33,7 +33,7 @@ TRANSFORMER = {
 
 
 def heads_of(
-    fields: Fields, *, scale: float | None = None, window: int | None = None, cap: float | None = None
+    fields: ConfigFields, *, scale: float | None = None, window: int | None = None, cap: float | None = None
 ) -> Heads:
     count = fields.size("num_attention_heads")
     kv = fields.size_or_none("num_key_value_heads") or count
@@ -43,8 +43,8 @@ def heads_of(
     return Heads(count, kv, size, size**-0.5 if scale is None else scale, window, cap)
 
 
-def windows_of(fields: Fields, default: Sequence[str]) -> list[int | None]:
-    """What each layer sees, by `layer_types`: everything (None), or the last so many tokens."""
+def windows_of(fields: ConfigFields, default: Sequence[str]) -> list[int | None]:
+    """The sliding window of each layer by `layer_types`: a number of tokens, or None for full attention."""
     types = fields.per_layer("layer_types", (FULL, SLIDING), default)
     window = fields.size_or_none("sliding_window")
     if window is None and SLIDING in types:
@@ -52,45 +52,49 @@ def windows_of(fields: Fields, default: Sequence[str]) -> list[int | None]:
     return [window if kind == SLIDING else None for kind in types]
 
 
-def same_window(fields: Fields) -> int | None:
-    """The window of families in which all layers are alike."""
+def same_window(fields: ConfigFields) -> int | None:
+    """The sliding window of families in which all layers are equal."""
     window = fields.size_or_none("sliding_window")
     kind = FULL if window is None else SLIDING
     fields.per_layer("layer_types", (kind,), [kind] * fields.layers())
     return window
 
 
-def attention(fields: Fields, build: Build, heads: Heads, *, qkv_bias: bool, out_bias: bool, **more: Any) -> Attention:
+def attention(
+    fields: ConfigFields, build: Build, heads: Heads, *, qkv_bias: bool, out_bias: bool, **more: Any
+) -> Attention:
     hidden, query, kv = fields.size("hidden_size"), heads.count * heads.size, heads.kv * heads.size
     return Attention(
         build,
         heads,
         Linear(build.at("q_proj"), hidden, query, qkv_bias, mixes=True),
         Linear(build.at("k_proj"), hidden, kv, qkv_bias, mixes=True),
-        Linear(build.at("v_proj"), hidden, kv, qkv_bias),  # a fifth of all that rounding would cost, and small
+        Linear(
+            build.at("v_proj"), hidden, kv, qkv_bias
+        ),  # rounding it would cost a fifth of all accuracy loss, and it is small
         Linear(build.at("o_proj"), query, hidden, out_bias, mixes=True),
         **more,
     )
 
 
-def head_norms(fields: Fields, build: Build, heads: Heads, offset: float = 0.0) -> dict[str, RMSNorm]:
-    """Norms of each head's queries and keys, as `attention` takes them."""
+def head_norms(fields: ConfigFields, build: Build, heads: Heads, offset: float = 0.0) -> dict[str, RMSNorm]:
+    """Norms of each head's queries and keys, as arguments of `attention`."""
     eps = fields.number("rms_norm_eps")
     return {name: RMSNorm(build.at(name), heads.size, eps, offset) for name in ("q_norm", "k_norm")}
 
 
-def gated_mlp(fields: Fields, build: Build, activation: str = "hidden_act") -> GatedMLP:
+def gated_mlp(fields: ConfigFields, build: Build, activation: str = "hidden_act") -> GatedMLP:
     hidden, inner, bias = fields.size("hidden_size"), fields.size("intermediate_size"), fields.flag("mlp_bias")
     return GatedMLP(
         build,
         Linear(build.at("gate_proj"), hidden, inner, bias, mixes=True),
         Linear(build.at("up_proj"), hidden, inner, bias, mixes=True),
-        Linear(build.at("down_proj"), inner, hidden, bias),  # a third of all that rounding would cost
+        Linear(build.at("down_proj"), inner, hidden, bias),  # rounding it would cost a third of all accuracy loss
         fields.text(activation),
     )
 
 
-def rope_of(fields: Fields, build: Build, heads: Heads) -> Rope:
+def rope_of(fields: ConfigFields, build: Build, heads: Heads) -> Rope:
     fields.only("rope_local_base_freq")
     fields.only("partial_rotary_factor", 1)
     scaling, made_for = fields.object_or_none("rope_scaling"), fields.size("max_position_embeddings")
@@ -98,18 +102,18 @@ def rope_of(fields: Fields, build: Build, heads: Heads) -> Rope:
 
 
 def tied_head(config: Config) -> tuple[str, ...]:
-    """A tied head's copy of the embedding; a head of its own is always read, so the pattern then finds nothing."""
+    """The pattern of a tied head's copy of the embedding. A separate head is always read, so it is never ignored."""
     return (r"^lm_head\.weight$",)
 
 
-def head_of(fields: Fields, build: Build, embed: Embedding, cap: float | None = None) -> Head:
+def head_of(fields: ConfigFields, build: Build, embed: Embedding, cap: float | None = None) -> Head:
     vocab, hidden = embed.table.shape
     weight = embed.table if fields.flag("tie_word_embeddings") else None
     return Head(build, Linear(build.at("lm_head"), hidden, vocab, weight=weight, mixes=True), cap)
 
 
 def decoder(
-    fields: Fields,
+    fields: ConfigFields,
     build: Build,
     blocks: Sequence[Block],
     ropes: Mapping[str, Rope],
@@ -119,7 +123,7 @@ def decoder(
     norm_offset: float = 0.0,
     cap: float | None = None,
 ) -> Decoder:
-    """Blocks between an embedding, a last norm and a head; `root` is where all but the head is named."""
+    """Blocks between an embedding, a last norm and a head. `root`: the prefix of all names but the head's."""
     root = root or build.at("model")
     vocab, hidden = fields.size("vocab_size"), fields.size("hidden_size")
     embed = Embedding(root.at("embed_tokens"), vocab, hidden, embed_scale)
@@ -140,14 +144,14 @@ def decoder(
 
 
 def prenorm_decoder(
-    fields: Fields,
+    fields: ConfigFields,
     build: Build,
     heads: Heads,
     mixer: Callable[[int, Build], Mixer],
-    feed: Callable[[Fields, Build], Module] = gated_mlp,
-    rope: Callable[[Fields, Build, Heads], Rope] = rope_of,
+    feed: Callable[[ConfigFields, Build], Module] = gated_mlp,
+    rope: Callable[[ConfigFields, Build, Heads], Rope] = rope_of,
 ) -> Decoder:
-    """Llama's shape, which most families keep: x + attend(norm(x)), then x + feed(norm(x)), and one rotation."""
+    """Llama's structure, which most families share: x + mix(norm(x)), then x + feed(norm(x)), and one RoPE."""
     hidden, eps = fields.size("hidden_size"), fields.number("rms_norm_eps")
 
     def block(layer: int) -> Block:
@@ -159,6 +163,6 @@ def prenorm_decoder(
             before_feed=RMSNorm(at.at("post_attention_layernorm"), hidden, eps),
         )
 
-    # The rope comes last: by then the file's tensors have confirmed the sizes that it allocates by.
+    # RoPE comes last: by then the file's tensors have confirmed the sizes that it allocates.
     blocks = [block(layer) for layer in range(fields.layers())]
     return decoder(fields, build, blocks, {"global": rope(fields, build, heads)})

@@ -1,4 +1,4 @@
-"""Typed reading of a model's configuration: what is absent, of the wrong kind, or not supported is refused by name."""
+"""Typed access to a model's configuration: a field that is absent, of the wrong type or unsupported is an error."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from bankfull.models.registry import Config
 
 MAX_SIZE = 1 << 31
 MAX_LAYERS = 1 << 14
-"""Far above any real model; lists with a value per layer are made before a tensor could prove a count wrong."""
+"""The most layers: far above any real model. Lists with a value per layer are allocated before a tensor is checked."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-class Fields:
-    """A configuration over a family's defaults: files leave out what the family's reference implementation assumes.
+class ConfigFields:
+    """A configuration over a family's defaults: files leave out fields that the reference implementation defaults.
 
-    An explicit null stays one; it switches a feature off where the default switches it on.
+    An explicit null stays null: it disables a feature that the default enables.
     """
 
     __slots__ = ("_values",)
@@ -68,7 +68,7 @@ class Fields:
         return value
 
     def per_layer(self, name: str, supported: Sequence[Any], default: Sequence[Any]) -> list[Any]:
-        """One value for each layer, each one of `supported`; `default` where the file has none."""
+        """One value for each layer, all of them `supported`; `default` where the file has none."""
         layers = self.layers()
         values = self._values.get(name)
         if values is None:
@@ -81,7 +81,7 @@ class Fields:
         return values[:layers]
 
     def only(self, name: str, *supported: Any) -> None:
-        """Refuse any value that would change the computation in a way that is not implemented; absent is fine."""
+        """Refuse a value whose computation is not implemented. The field may be absent."""
         value = self._values.get(name)
         if value is not None and value not in supported:
             raise self._unsupported(name, value, supported)

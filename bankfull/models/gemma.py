@@ -1,6 +1,6 @@
-"""Gemma 2 and 3: scaled embeddings, norms around each branch, windows in most layers.
+"""Gemma 2 and 3: scaled embeddings, norms around each branch, sliding windows in most layers.
 
-Of a multimodal Gemma 3 this is the text tower.
+A multimodal Gemma 3 runs as its text tower only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bankfull.layers.decoder import Block, Decoder
 from bankfull.layers.norm import RMSNorm
 from bankfull.layers.rope import Rope
 from bankfull.models import common
-from bankfull.models.fields import FULL, SLIDING, Fields, lacking
+from bankfull.models.fields import FULL, SLIDING, ConfigFields, lacking
 from bankfull.models.registry import Config, Family
 
 GEMMA = common.TRANSFORMER | {
@@ -28,7 +28,7 @@ GEMMA = common.TRANSFORMER | {
     "norm_weight_offset": 1.0,
 }
 GEMMA2 = GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-#: The published files of Gemma 3 state little more than what differs from the 4B model.
+#: The published configurations of Gemma 3 contain little more than the differences to the 4B model.
 GEMMA3 = GEMMA | {
     "vocab_size": 262208,
     "num_attention_heads": 8,
@@ -45,9 +45,9 @@ NOT_TEXT = (r"^(model\.)?vision_tower\.", r"^(model\.)?multi_modal_projector\.",
 def build_gemma(config: Config, build: Build) -> Decoder:
     kind = config["model_type"]
     if kind == "gemma2":
-        return build_text(Fields(config, GEMMA2), build, build.at("model"), third=False)
+        return build_text(ConfigFields(config, GEMMA2), build, build.at("model"), third=False)
     if kind == "gemma3_text":
-        return build_text(Fields(config, GEMMA3), build, build.at("model"), third=True)
+        return build_text(ConfigFields(config, GEMMA3), build, build.at("model"), third=True)
     return build_text_tower(config, build)
 
 
@@ -56,18 +56,18 @@ def build_text_tower(config: Config, build: Build) -> Decoder:
     if not isinstance(nested, dict):
         raise lacking("text_config")
     tied = config.get("tie_word_embeddings")
-    fields = Fields(nested if tied is None else nested | {"tie_word_embeddings": tied}, GEMMA3)
-    # The reference leaves the cap out here and applies it in the text model: nobody can tell what such a file means.
+    fields = ConfigFields(nested if tied is None else nested | {"tie_word_embeddings": tied}, GEMMA3)
+    # The reference ignores the cap here and applies it in the text model: a file that sets it is ambiguous.
     fields.only("final_logit_softcapping")
-    # The tower's names depend on the version that saved it.
+    # The tower's tensor names depend on the library version that saved it.
     if any(name.startswith("language_model.") for name in build.source.names()):
         outer = build.at("language_model")
         return build_text(fields, outer, outer.at("model"), third=True)
     return build_text(fields, build, build.at("model").at("language_model"), third=True)
 
 
-def build_text(fields: Fields, build: Build, root: Build, *, third: bool) -> Decoder:
-    """`third`: the third generation, with norms on queries and keys and a rotation of its own for local layers."""
+def build_text(fields: ConfigFields, build: Build, root: Build, *, third: bool) -> Decoder:
+    """`third`: Gemma 3, with norms on queries and keys and a separate RoPE for sliding-window layers."""
     fields.only("use_bidirectional_attention", False)
     if third:
         fields.only("attn_logit_softcapping")
@@ -118,15 +118,15 @@ def build_text(fields: Fields, build: Build, root: Build, *, third: bool) -> Dec
     )
 
 
-def query_scale(fields: Fields) -> float:
+def query_scale(fields: ConfigFields) -> float:
     scalar = fields.number("query_pre_attn_scalar")
     if scalar == 0:
-        raise ModelError("The model's configuration has query_pre_attn_scalar = 0, but scores are divided by its root.")
+        raise ModelError("The model's configuration has query_pre_attn_scalar = 0, but it must be positive.")
     return scalar**-0.5
 
 
-def two_ropes(fields: Fields, build: Build, heads: Heads) -> dict[str, Rope]:
-    """Only the layers that see everything are stretched over longer contexts."""
+def two_ropes(fields: ConfigFields, build: Build, heads: Heads) -> dict[str, Rope]:
+    """RoPE scaling applies to full-attention layers only."""
     fields.only("partial_rotary_factor", 1)
     scaling, made_for = fields.object_or_none("rope_scaling"), fields.size("max_position_embeddings")
     return {

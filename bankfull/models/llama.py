@@ -1,4 +1,4 @@
-"""Llama 2/3/3.x, everything built like it (SmolLM2), and Mistral: a Llama whose layers may all have a window."""
+"""Llama 2/3/3.x, models of the same structure (SmolLM2), and Mistral: a Llama with an optional sliding window."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bankfull.layers.attention import Attention
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.common import TRANSFORMER, attention, heads_of, prenorm_decoder, same_window, tied_head
-from bankfull.models.fields import Fields
+from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
 
 MISTRAL = TRANSFORMER | {"sliding_window": 4096}
@@ -14,7 +14,7 @@ MISTRAL = TRANSFORMER | {"sliding_window": 4096}
 
 def build_llama(config: Config, build: Build) -> Decoder:
     mistral = config["model_type"] == "mistral"
-    fields = Fields(config, MISTRAL if mistral else TRANSFORMER)
+    fields = ConfigFields(config, MISTRAL if mistral else TRANSFORMER)
     if not mistral:
         fields.only("sliding_window")
     heads, bias = heads_of(fields, window=same_window(fields)), fields.flag("attention_bias")

@@ -1,4 +1,4 @@
-"""Mamba: no attention; what a sequence remembers has one size, whatever its length."""
+"""Mamba: no attention; the state of a sequence has a constant size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bankfull.layers.linear import Embedding
 from bankfull.layers.norm import AddThen, RMSNorm
 from bankfull.layers.ssm import MambaMixer, MambaShape
 from bankfull.models.common import head_of, tied_head
-from bankfull.models.fields import Fields
+from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
 
 MAMBA = {
@@ -31,11 +31,11 @@ MAMBA = {
     "tie_word_embeddings": True,
 }
 LONGEST = 1 << 17
-"""The recurrence has no longest sequence; the table of a sequence's tokens has."""
+"""Tokens of the longest sequence. The recurrence has no limit, but a row's table of tokens has one."""
 
 
 def build_mamba(config: Config, build: Build) -> Decoder:
-    fields = Fields(config, MAMBA)
+    fields = ConfigFields(config, MAMBA)
     fields.only("hidden_act", "silu", "swish")
     hidden, vocab, eps = fields.size("hidden_size"), fields.size("vocab_size"), fields.number("layer_norm_epsilon")
     inner = fields.size_or_none("intermediate_size") or int(fields.number("expand") * hidden)
@@ -44,7 +44,7 @@ def build_mamba(config: Config, build: Build) -> Decoder:
     bias, conv_bias = fields.flag("use_bias"), fields.flag("use_conv_bias")
     root = build.at("backbone")
     embed = Embedding(root.at("embeddings"), vocab, hidden)
-    # Branches run in the model's dtype; what they are added to may be wider, from the embedding to the last norm.
+    # Branches run in the model's dtype; the residual stream may be wider, from the embedding to the last norm.
     stream = torch.promote_types(build.dtype, torch.float32) if fields.flag("residual_in_fp32") else build.dtype
 
     last_norm = RMSNorm(replace(root, dtype=stream).at("norm_f"), hidden, eps)

@@ -1,4 +1,4 @@
-"""OPT: learned positions, layer norms, biases everywhere, and a feed-forward layer without a gate."""
+"""OPT: learned positions, layer norms, biases everywhere, and feed-forward layers without a gate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bankfull.layers.linear import Embedding, Linear
 from bankfull.layers.mlp import MLP
 from bankfull.layers.norm import AddThen, LayerNorm
 from bankfull.models.common import head_of, tied_head
-from bankfull.models.fields import Fields
+from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
 from bankfull.ops import add
 
@@ -27,18 +27,20 @@ OPT = {
 }
 EPS = 1e-5
 POSITION_OFFSET = 2
-"""The first rows of the position table are never used: a habit of the framework that the models were trained in."""
+"""Unused rows at the start of the position table, a convention of the training framework."""
 
 
 def build_opt(config: Config, build: Build) -> Decoder:
-    fields = Fields(config, OPT)
+    fields = ConfigFields(config, OPT)
     hidden, inner, vocab = fields.size("hidden_size"), fields.size("ffn_dim"), fields.size("vocab_size")
     outer = fields.size_or_none("word_embed_proj_dim") or hidden
     made_for, bias = fields.size("max_position_embeddings"), fields.flag("enable_bias")
     norm_first, affine = fields.flag("do_layer_norm_before"), fields.flag("layer_norm_elementwise_affine")
     count = fields.size("num_attention_heads")
     if hidden % count:
-        raise ModelError(f"The model's configuration has a hidden_size of {hidden}, which {count} heads cannot share.")
+        raise ModelError(
+            f"The model's configuration has a hidden_size of {hidden}, which is no multiple of its {count} heads."
+        )
     heads = Heads(count, count, hidden // count, (hidden // count) ** -0.5)
     root = build.at("model").at("decoder")
     tokens = Embedding(root.at("embed_tokens"), vocab, outer)

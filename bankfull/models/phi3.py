@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4-mini: a Llama whose matrices lie fused in the file, and whose heads may turn in part."""
+"""Phi-3, Phi-3.5 and Phi-4-mini: a Llama with fused matrices in the file, and RoPE over a part of each head."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from bankfull.layers.linear import Linear, split_linear
 from bankfull.layers.mlp import GatedMLP
 from bankfull.layers.rope import Rope
 from bankfull.models.common import TRANSFORMER, heads_of, prenorm_decoder, same_window, tied_head
-from bankfull.models.fields import Fields
+from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config, Family
 
 PHI3 = TRANSFORMER | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}
 
 
 def build_phi3(config: Config, build: Build) -> Decoder:
-    fields = Fields(config, PHI3)
+    fields = ConfigFields(config, PHI3)
     for bias in ("attention_bias", "mlp_bias", "lm_head_bias"):
         fields.only(bias, False)
     heads = heads_of(fields, window=same_window(fields))
@@ -30,15 +30,15 @@ def build_phi3(config: Config, build: Build) -> Decoder:
     return prenorm_decoder(fields, build, heads, mixer, feed=fused_mlp, rope=partial_rope)
 
 
-def fused_mlp(fields: Fields, build: Build) -> GatedMLP:
+def fused_mlp(fields: ConfigFields, build: Build) -> GatedMLP:
     hidden, inner = fields.size("hidden_size"), fields.size("intermediate_size")
     gate, up = split_linear(build.at("gate_up_proj"), hidden, [inner, inner], mixes=(True, True))
     down = Linear(build.at("down_proj"), inner, hidden)
     return GatedMLP(build, gate, up, down, fields.text("hidden_act"))
 
 
-def partial_rope(fields: Fields, build: Build, heads: Heads) -> Rope:
-    """Only the first dimensions of a head turn."""
+def partial_rope(fields: ConfigFields, build: Build, heads: Heads) -> Rope:
+    """RoPE over the first dimensions of a head only."""
     part = fields.number("partial_rotary_factor")
     if not 0 < part <= 1:
         raise ModelError(f"The model's configuration has partial_rotary_factor = {part}, which is not in (0, 1].")

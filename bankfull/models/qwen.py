@@ -8,7 +8,7 @@ from bankfull.layers.attention import Attention
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.common import TRANSFORMER, attention, head_norms, heads_of, prenorm_decoder, tied_head, windows_of
-from bankfull.models.fields import FULL, SLIDING, Fields
+from bankfull.models.fields import FULL, SLIDING, ConfigFields
 from bankfull.models.registry import Config, Family
 
 QWEN2 = TRANSFORMER | {"sliding_window": 4096, "max_window_layers": 28}
@@ -17,7 +17,7 @@ QWEN3 = QWEN2 | {"head_dim": 128}
 
 def build_qwen(config: Config, build: Build) -> Decoder:
     third = config["model_type"] == "qwen3"
-    fields = Fields(config, QWEN3 if third else QWEN2)
+    fields = ConfigFields(config, QWEN3 if third else QWEN2)
     windows = qwen_windows(fields)
     heads = heads_of(fields)
     qkv_bias, out_bias = (fields.flag("attention_bias"),) * 2 if third else (True, False)
@@ -30,8 +30,8 @@ def build_qwen(config: Config, build: Build) -> Decoder:
     return prenorm_decoder(fields, build, heads, mixer)
 
 
-def qwen_windows(fields: Fields) -> list[int | None]:
-    """`sliding_window` counts only with `use_sliding_window`, and then from layer `max_window_layers` on."""
+def qwen_windows(fields: ConfigFields) -> list[int | None]:
+    """`sliding_window` applies only with `use_sliding_window`, and then from layer `max_window_layers` on."""
     layers = fields.layers()
     if not fields.flag("use_sliding_window") or fields.size_or_none("sliding_window") is None:
         fields.per_layer("layer_types", (FULL,), [FULL] * layers)

@@ -1,4 +1,4 @@
-"""Which family builds which `model_type`. A family is one file in this folder that declares its models."""
+"""The family of each `model_type`. A family is one file in this folder that declares its models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bankfull.layers.decoder import Decoder
 
 Config = Mapping[str, Any]
 
-#: model_type -> file. A table instead of imports: only the family that is asked for is loaded.
+#: model_type -> file. A table instead of imports, so that only the needed family is imported.
 FAMILIES = {
     "gemma2": "gemma",
     "gemma3": "gemma",
@@ -29,7 +29,7 @@ FAMILIES = {
     "smollm3": "smollm3",
 }
 
-#: Tensors that files carry and no model needs.
+#: Patterns of tensors that files contain and no model needs.
 IGNORED_ANYWHERE = (r"(^|\.)rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$")
 
 
@@ -37,7 +37,7 @@ IGNORED_ANYWHERE = (r"(^|\.)rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$")
 class Family:
     build: Callable[[Config, Build], Decoder]
     ignored: Callable[[Config], tuple[str, ...]] = lambda config: ()
-    """Patterns of tensors that this model knowingly leaves unread (a tied head, a vision tower)."""
+    """Patterns of tensors that this model leaves unread on purpose (a tied head, a vision tower)."""
 
 
 def family_of(config: Config) -> Family:
@@ -52,7 +52,7 @@ def family_of(config: Config) -> Family:
 
 
 def build_model(config: Config, build: Build) -> Decoder:
-    """The model with all its weights; a tensor that is missing, or that nobody asked for, is an error naming it."""
+    """The model with all its weights. A missing tensor, or one that the model does not read, is an error naming it."""
     family = family_of(config)
     try:
         model = family.build(config, build)
@@ -64,6 +64,6 @@ def build_model(config: Config, build: Build) -> Decoder:
         more = f" and {len(forgotten) - 3} more" if len(forgotten) > 3 else ""
         raise ModelError(
             f"The file holds tensors that architecture {config['model_type']!r} does not use: "
-            f"{', '.join(sorted(forgotten)[:3])}{more}; it is another model than its configuration says."
+            f"{', '.join(sorted(forgotten)[:3])}{more}; use the configuration that belongs to the file."
         )
     return model

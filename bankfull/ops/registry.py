@@ -1,7 +1,7 @@
-"""Operations: a body that is the meaning, a cost, and providers that compute the same thing faster.
+"""Operations: a torch body that defines the result, a cost, and providers that compute the same faster.
 
-A layer binds its operations once, when the model is built, through a `Kit`: which provider runs is decided then, from
-the device and from what is known of the operands (`facts`: dtype, weight, ...), never per call.
+A layer binds its operations once, when the model is built, through a `Kit`. The kit then chooses the provider from the
+device and from `facts` about the operands (dtype, weight, ...), never per call.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Provider:
     on: str
     run: Function
     accepts: Callable[..., bool]
-    """Called with the facts of the binding as keywords; must tolerate facts that it does not know."""
+    """Called with the facts of the binding as keywords; must accept unknown facts."""
     prepare: Function | None = None
-    """What its calls are given in the place of the weight: the same numbers in a layout of its own, made once."""
+    """Turns the weight, once, into the provider's own layout, which its calls get instead of the weight."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Operation:
     body: Function
     cost: Callable[..., Cost]
     shape: Function | None = None
-    """What the body returns, as meta tensors; only needed when the body itself cannot run on meta tensors."""
+    """Returns meta tensors of the result's shapes; only needed when the body cannot run on meta tensors."""
     providers: dict[str, Provider] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -71,14 +71,14 @@ def op(*, cost: Callable[..., Cost], shape: Function | None = None) -> Callable[
     return register
 
 
-class Recorder(Protocol):
+class CallRecorder(Protocol):
     def add(self, operation: Operation, provider: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note a call; what it returns has the shapes of the operation's results."""
+        """Record a call. The return value has the shapes of the operation's results."""
         ...
 
 
 class Kit:
-    """The providers for one device, in order of preference; the torch body stands behind them all."""
+    """The providers for one device, in order of preference; the torch body is the last resort."""
 
     def __init__(
         self, device: str = "cpu", prefer: Sequence[str] = ("native", "triton", "triton-q"), activations: str = FLOAT
@@ -86,14 +86,14 @@ class Kit:
         self.device = device
         self.prefer = tuple(prefer)
         self.activations = activations
-        """What weights are multiplied with. FLOAT: the computation's own numbers. BF16: those rounded to bfloat16, and
-        dense weights are bfloat16, too. INT8: those rounded to 8 bits, where the weight itself is (lossy). INT8_FEW:
-        the same in steps of few rows, where many may be kept finer, and no weight is laid out twice for them."""
+        """Format of activations in products. FLOAT: the computation's dtype. BF16: rounded to bfloat16, and dense
+        weights are bfloat16, too. INT8: rounded to 8 bits where the weight is quantized (lossy). INT8_FEW: the same in
+        steps of few rows; steps of many rows may round less, and need no second copy of a weight."""
         self.chosen: dict[str, Counter[str]] = {}
-        """Operation -> provider -> how many places of the model were bound to it."""
+        """Operation -> provider -> number of bindings in the model."""
 
-        self.recorder: Recorder | None = None
-        """While there is one, bound operations are noted instead of run."""
+        self.recorder: CallRecorder | None = None
+        """While set, calls of bound operations go to it instead of their provider."""
 
     def bind(self, operation: Operation, **facts: Any) -> Function:
         """The operation as a layer calls it."""
@@ -109,12 +109,12 @@ class Kit:
         return call
 
     def prepare(self, operation: Operation, stored: Any, /, **facts: Any) -> Any:
-        """The weight as the provider wants it that `bind` chooses for these facts."""
+        """The weight in the layout of the provider that `bind` chooses for these facts."""
         provider = self._choose(operation, facts)
         return stored if provider is None or provider.prepare is None else provider.prepare(stored)
 
     @contextmanager
-    def recording(self, recorder: Recorder) -> Iterator[None]:
+    def recording(self, recorder: CallRecorder) -> Iterator[None]:
         self.recorder = recorder
         try:
             yield
@@ -123,12 +123,12 @@ class Kit:
 
     @property
     def stacks(self) -> bool:
-        """Do layers with one input become one? Where launches and narrow products cost more than views of the result;
-        a tape on a CPU fuses by itself."""
+        """Whether layers with the same input are stacked into one. That pays where launches and narrow products cost
+        more than views of the result; a tape on a CPU fuses them without it."""
         return self.device == "cuda" and bool(self.prefer) and self.activations == FLOAT
 
     def offers(self, operation: Operation, **facts: Any) -> bool:
-        """Is there more than the body? Layers ask it for operations that only pay as one kernel."""
+        """Whether a provider accepts these facts. Layers use fused operations only if one does."""
         return self._choose(operation, facts) is not None
 
     def _choose(self, operation: Operation, facts: dict[str, Any]) -> Provider | None:
@@ -146,5 +146,5 @@ def kit_for(device: str, providers: str = "auto", activations: str = FLOAT) -> K
     if activations not in (FLOAT, BF16, INT8, INT8_FEW):
         raise ConfigError(f"activations={activations!r} is unknown; use 'float', 'bf16', 'int8' or 'int8-few'.")
     if device == "cuda" and providers != BODY:
-        from bankfull.ops import triton  # noqa: F401  (registers its providers; nobody else pays for the import)
+        from bankfull.ops import triton  # noqa: F401  (registers its providers; only a GPU needs the import)
     return Kit(device, () if providers == BODY else ("native", "triton", "triton-q"), activations)

@@ -1,9 +1,9 @@
-"""A GPU's captured steps: the launches of a step recorded once as a graph, which one call replays.
+"""A GPU's captured steps: the launches of a step are recorded once as a CUDA graph, which one call replays.
 
-A graph has fixed shapes, so there is one for each (padded rows, query width); rows beyond those of the step use a line
-of their own, whose results nobody reads. The input is gathered from the rows on the device: all that the host sends is
-which rows run, and nothing at all when they are those of the step before. Prompts, alone or among rows that decode,
-have graphs of their own (`captured_chunks`); larger steps run launch by launch through the same kernels.
+A graph has fixed shapes, so there is one for each (padded rows, query width). Padding rows use a spare line of the row
+tensors, whose results are never read. The graph gathers its input from the rows on the device: the host sends only the
+row numbers, and nothing when they equal those of the previous step. Prompts, alone or beside decodes, have graphs of
+their own (`captured_chunks`). Larger steps run launch by launch through the same kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bankfull.layers.batch import Batch
 from bankfull.runtime.batch import blank_batch, replayed_batch
-from bankfull.runtime.captured_chunks import Chunks, blank_angles, turning_of
+from bankfull.runtime.captured_chunks import Chunks, blank_angles, rotation_of
 from bankfull.runtime.forward import ChoosingStep, Eager
 from bankfull.runtime.memory import shown
 from bankfull.runtime.rows import Rows
@@ -29,14 +29,14 @@ from bankfull.sample.table import Chooser
 from bankfull.types import Work
 
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""Rows that steps are padded to. A step of few rows costs what its weights cost, whatever their number."""
+"""Row counts that steps are padded to. A step of few rows is bound by its weights, whatever their number."""
 GREEDY, DRAWN = "greedy", "drawn"
 KEPT = 8
-"""Steps whose tokens stay where the host reads them. It reads those of a step before it launches the next but one."""
+"""Steps whose tokens stay in host memory. The host reads a step's tokens before it launches the step after the next."""
 
 
 @dataclass(slots=True)
-class Recorded:
+class RecordedStep:
     """A graph and the tensors that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
@@ -45,19 +45,19 @@ class Recorded:
 
 
 class Captured:
-    """`Forward` for everything, and `capture` for what can be replayed."""
+    """A `Forward` for every batch; `capture` records the steps that can be replayed."""
 
     def __init__(self, eager: Eager) -> None:
         self.eager = eager
         self.seconds = 0.0
-        """That recording took."""
+        """Seconds that recording took."""
         self.nbytes = 0
-        """Device memory that the graphs hold."""
+        """Bytes of device memory that the graphs hold."""
         self.enabled = True
-        """False: the same launches on the same padded shapes, one by one (for comparison)."""
-        self._steps: dict[tuple[int, int], Recorded] = {}
+        """False runs the same launches on the same padded shapes one by one (for comparison)."""
+        self._steps: dict[tuple[int, int], RecordedStep] = {}
         self._choices: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
-        """Of a step's tokens. The greedy ones contain the step: one launch from rows to tokens."""
+        """Graphs that choose a step's tokens. A greedy one contains the whole step: one launch from rows to tokens."""
         self._chunks: Chunks | None = None
         self._pool: Any = None
 
@@ -73,7 +73,7 @@ class Captured:
         return f"{self.count} graphs recorded in {self.seconds:.1f} s, which hold {shown(self.nbytes)}"
 
     def capture(self, rows: Rows, widths: Sequence[int], chooser: Chooser | None, tokens: int = 0) -> None:
-        """Record a step for each padded number of rows and each width, with a chooser the choice of tokens, too, and
+        """Record a step for each padded number of rows and each width, the choice of tokens if there is a chooser, and
         steps of prompts of up to `tokens` tokens."""
         torch.cuda.synchronize()  # weights and state were made on another stream
         begun, free = perf_counter(), torch.cuda.mem_get_info()[0]
@@ -95,7 +95,7 @@ class Captured:
     def kinds(
         self, rows: Rows, widths: Sequence[int], chooser: Chooser | None, tokens: int = 0
     ) -> Iterator[Callable[[], None]]:
-        """Each step that `capture` would record, to be launched and not recorded."""
+        """Each step that `capture` would record, as a call that only launches it."""
         self._take(rows, chooser)
 
         def launched(size: int, width: int) -> None:
@@ -117,20 +117,20 @@ class Captured:
         self._sent: list[int] | None = None
         recurrent = self.eager.layout.recurrent is not None
         self._kept = torch.zeros(len(self._lines), dtype=torch.int32, device=rows.device) if recurrent else None
-        """Recurrent state that a row leaves: none for those that fill up a step, so that they disturb nobody's."""
+        """Slots of recurrent state that a row writes: none for padding rows, so they change no sequence's state."""
         self._chooses = chooser is not None and not recurrent
-        # A recurrence is scanned by the lengths that the host knows, and its steps say where states go.
+        # Scans of a recurrence read lengths and slots of the host, which differ from step to step.
         self._chunks = Chunks(self.eager, rows) if self.eager.layout.paged and not recurrent else None
         there = {"pin_memory": True} if rows.device.type == "cuda" else {"device": rows.device}
-        self._told = torch.zeros(KEPT, len(self._lines), dtype=torch.long, **there)
-        """Chosen tokens, in memory of the host that kernels write to: a copy behind the step would hold up the next."""
+        self._tokens_out = torch.zeros(KEPT, len(self._lines), dtype=torch.long, **there)
+        """Chosen tokens in pinned host memory that kernels write: a copy after the step would delay the next one."""
         self._turn = torch.zeros(1, dtype=torch.long, device=rows.device)
-        """Steps that chose, as the device counts them."""
+        """Steps that chose tokens, counted on the device."""
         self._turns = 0
-        """The same on the host, of steps that were launched."""
+        """The same count on the host, over launched steps."""
 
     def _blank(self, size: int, width: int) -> Batch:
-        """A step's input as tensors that stay; its host arrays are those of the shortest sequences."""
+        """A step's input as tensors that stay; its host arrays are those of sequences that have just begun."""
         rows, device = self._rows, self._rows.device
         total = size * width
 
@@ -155,7 +155,7 @@ class Captured:
     def _gather(self, batch: Batch, size: int, width: int) -> None:
         from bankfull.ops.triton.steps import gather_step
 
-        rows, turning = self._rows, turning_of(self.eager.model.ropes, batch)
+        rows, rotation = self._rows, rotation_of(self.eager.model.ropes, batch)
         assert batch.lengths is not None
         gather_step(
             self._lines[:size],
@@ -167,19 +167,19 @@ class Captured:
             (batch.tokens, batch.positions, batch.lengths),
             list(batch.kv_slots),
             list(batch.pages),
-            turning,
+            rotation,
         )
         if batch.read is not None:
             torch.index_select(rows.slot, 0, self._lines[:size], out=batch.read)
 
-    def _record(self, size: int, width: int) -> Recorded:
+    def _record(self, size: int, width: int) -> RecordedStep:
         batch = self._blank(size, width)
-        self._launch(batch, size, width)  # compiles what is not compiled yet, and makes what is made once
+        self._launch(batch, size, width)  # compiles the missing kernels, and makes what is made once
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
             hidden = self._launch(batch, size, width)
-        return Recorded(graph, batch, hidden)
+        return RecordedStep(graph, batch, hidden)
 
     def _best(self, batch: Batch, size: int) -> None:
         """A whole step of greedy rows, from gathering to appending."""
@@ -196,10 +196,10 @@ class Captured:
 
         rows = self._rows
         lines = self._lines[: len(chosen)]
-        append_tokens(lines, chosen, rows.tokens, rows.known, rows.reached, self._told, self._turn)
+        append_tokens(lines, chosen, rows.tokens, rows.known, rows.reached, self._tokens_out, self._turn)
 
     def _choice(self, size: int, kind: str) -> None:
-        """Greedy, the step is part of it; else its hidden states are there."""
+        """A greedy choice includes the step; a drawn one reads the step's hidden states."""
         recorded = self._steps[size, 1]
         if kind == GREEDY:
             self._best(recorded.batch, size)
@@ -215,8 +215,8 @@ class Captured:
         return graph
 
     def replay(self, work: Sequence[Work]) -> tuple[Batch, Tensor] | None:
-        """The step's hidden states, where it is one that was recorded: all rows alike, one known token and drafts; or
-        prompts."""
+        """The step's hidden states if its kind was recorded: prompts, or one known token and as many drafts in each
+        row."""
         width = work[0].drafts + 1
         if any(w.count != 1 or w.drafts != width - 1 for w in work):
             return None if self._chunks is None else self._chunks.replay(work, self.enabled)
@@ -251,14 +251,14 @@ class Captured:
             else:
                 self._choice(size, kind)
             rows.computed[list(lines)] += 1
-            told = self._told[self._turns % KEPT, : len(lines)]
+            tokens = self._tokens_out[self._turns % KEPT, : len(lines)]
             self._turns += 1
-            return told
+            return tokens
 
         return step
 
     def _send(self, lines: list[int]) -> None:
-        """Which rows run; what they were in the step before need not be sent again."""
+        """Send the row numbers, unless they are those of the previous step."""
         if lines == self._sent:
             return
         assert self._rows.ship is not None
@@ -268,14 +268,14 @@ class Captured:
         self._sent = lines
 
     def _send_slots(self, batch: Batch, slots: list[tuple[int, ...]]) -> None:
-        """Where the rows leave their recurrent state: new places in every step."""
+        """Send the slots that the rows write their recurrent state to: other ones in every step."""
         assert self._rows.ship is not None and batch.write is not None and batch.kepts is not None
         there = self._rows.ship(np.array(slots, np.int64))
         batch.write[: len(slots)].copy_(there)
         batch.kepts[: len(slots)].fill_(there.shape[1])
         batch.kepts[len(slots) :].zero_()
 
-    def _run(self, recorded: Recorded, size: int, width: int) -> None:
+    def _run(self, recorded: RecordedStep, size: int, width: int) -> None:
         if self.enabled:
             recorded.graph.replay()
         else:
@@ -284,7 +284,7 @@ class Captured:
 
 @cache
 def sizes_for(rows: int) -> list[int]:
-    """What steps of up to `rows` rows are padded to."""
+    """Row counts that steps of up to `rows` rows are padded to."""
     return [size for size in (*SIZES, *range(SIZES[-1] + 128, rows, 128)) if size < rows] + [rows]
 
 

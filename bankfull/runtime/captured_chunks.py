@@ -1,10 +1,10 @@
-"""A GPU's captured steps of prompts, alone or among rows that decode: one graph for each padded number of tokens.
+"""A GPU's captured steps of prompts, alone or beside decodes: one graph for each padded number of tokens.
 
-A step launched from Python takes a GPU's host longer than a short prompt takes the GPU. Here the sequences may be any
-that fit: how many tokens each has is sent with the rows, and the first kernel finds out whose token each one is. What
-fills up the tokens belongs to nobody, is written to page 0, and its results are not read. Attention goes through pages,
-also for prompts that begin with the step: cut into tiles where a sequence has several new tokens, split over its length
-where it has one (graphs of prompts alone leave that kernel out).
+Launching a step from Python takes the host longer than a short prompt takes the GPU. A graph serves any sequences that
+fit: the host sends their rows and numbers of tokens, and the first kernel finds the sequence of each token. Padding
+tokens are written to page 0, and their results are not read. Attention reads pages, also for prompts that begin with
+the step: in tiles where a sequence has several new tokens, split over its length where it has one. Graphs for prompts
+alone leave out the second kernel.
 """
 
 from __future__ import annotations
@@ -30,56 +30,57 @@ if TYPE_CHECKING:
     from bankfull.ops.triton.steps import Turning
 
 SIZES = (32, 64, 128, 192, *range(256, 1024, 128), *range(1024, 2048 + 1, 256))
-"""Tokens that steps are padded to. Up to some two hundred a step costs what its weights cost; behind that tokens that
-nobody needs cost what others do, so that sizes lie close together. Larger steps keep the device busy for longer than
-their launches take."""
+"""Token counts that steps are padded to. Up to about 200 tokens a step is bound by its weights; beyond that, padding
+costs as much as other tokens, so sizes lie close together. Larger steps run longer than their launches take."""
 FEWEST_PROMPTS, PROMPT = 8, 16
-"""A step of prompts alone has room for so many, or for one in so many tokens: each place takes a tile of attention."""
+"""A step of prompts alone has room for `FEWEST_PROMPTS`, or for one prompt per `PROMPT` tokens if that is more. Each
+place takes a tile of attention."""
 SPLIT_FROM = 4096
-"""Tokens of a sequence with a few new ones that are read faster in splits, which a graph has for one new token only."""
+"""Length from which on a sequence with a few new tokens is read faster in splits. Graphs split for one new token only,
+so these steps are launched from Python."""
 FEW = 16
-"""New tokens that launches outside of graphs read in splits."""
+"""The most new tokens of a sequence that launches outside of graphs read in splits."""
 
 
 @dataclass(slots=True)
-class Recorded:
+class RecordedChunks:
     """A graph and the views of the common tensors that it reads and writes."""
 
     tokens: int
     places: int
-    """For sequences; the last one stays empty."""
+    """Places for sequences; the last one stays empty."""
     mixed: bool
-    """Have some sequences one new token?"""
+    """Whether some sequences have one new token."""
     batch: Batch
     graph: torch.cuda.CUDAGraph | None = None
 
 
 class Chunks:
-    """Graphs of one engine's steps. They share their tensors: one step runs at a time."""
+    """Graphs of one engine's steps. They share their tensors, since one step runs at a time."""
 
     def __init__(self, eager: Eager, rows: Rows) -> None:
         self.eager, self._rows = eager, rows
-        self.recorded: dict[tuple[int, bool], Recorded] = {}
+        self.recorded: dict[tuple[int, bool], RecordedChunks] = {}
         self._sizes: list[int] = []
         self._sent = self._hidden = torch.empty(0)
 
     def capture(self, tokens: int, pool: Any) -> None:
         self.prepare(tokens)
         for kind in self.recorded.values():
-            self._launch(kind)  # compiles what is not compiled yet, and makes what is made once
+            self._launch(kind)  # compiles the missing kernels, and makes what is made once
             torch.cuda.synchronize()
             kind.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(kind.graph, pool=pool, stream=torch.cuda.current_stream()):
                 self._launch(kind)
 
     def kinds(self, tokens: int) -> Iterator[Callable[[], None]]:
-        """Each step that `capture` would record, to be launched and not recorded; those with both kinds of attention
-        launch all that the others do."""
+        """Each step that `capture` would record, as a call that only launches it. Steps with both kinds of attention
+        launch every kernel of the others."""
         self.prepare(tokens)
         yield from (partial(self._launch, kind) for kind in self.recorded.values() if kind.mixed)
 
     def replay(self, work: Sequence[Work], captured: bool) -> tuple[Batch, Tensor] | None:
-        """The step's batch and hidden states, if there is a graph for it. `captured` False: its launches one by one."""
+        """The step's batch and hidden states, if there is a graph for it. `captured` False launches one by one."""
         rows = self._rows
         counts = np.array([w.count + w.drafts for w in work], np.int64)
         total = int(counts.sum())
@@ -100,8 +101,8 @@ class Chunks:
         batch = replayed_batch(work, q_start, lengths, kind.batch.tokens, kind.batch.positions)
         return batch, self._hidden[:total]
 
-    def _send(self, kind: Recorded, lines: list[int], q_start: np.ndarray, ones: np.ndarray) -> None:
-        """Rows, where their tokens begin, and which of them have one, in one copy."""
+    def _send(self, kind: RecordedChunks, lines: list[int], q_start: np.ndarray, ones: np.ndarray) -> None:
+        """The rows, the start of their tokens, and the sequences with one new token, in one copy."""
         assert self._rows.ship is not None
         sent = np.empty(self._sent.shape, np.int32)
         sent[0], sent[1], sent[2] = self._rows.count, q_start[-1], kind.places - 1
@@ -109,14 +110,14 @@ class Chunks:
         self._sent.copy_(self._rows.ship(sent))
 
     def prepare(self, tokens: int) -> None:
-        """All but the graphs. The largest first: the others fit into its memory."""
+        """Everything but the graphs. The largest comes first, because the others fit into its memory."""
         rows, device = self._rows, self._rows.device
         self._sizes = sizes_for(tokens)
         if not self._sizes:
             return
         most, room = self._sizes[-1], rows.count + 1
 
-        # Each line begins at a multiple of 16 bytes, whatever the number of rows: kernels are compiled for that.
+        # Each line begins at a multiple of 16 bytes for any number of rows: kernels are compiled for that alignment.
         self._sent = torch.zeros(3, -(-(room + 1) // 4) * 4, dtype=torch.int32, device=device)
         self._sent[0] = rows.count
         self._hidden = torch.empty(0, device=device)
@@ -148,9 +149,9 @@ class Chunks:
                     lengths=lengths[:places],
                     angles={name: (cos[:size], sin[:size]) for name, (cos, sin) in angles.items()},
                 )
-                self.recorded[size, mixed] = Recorded(size, places, mixed, batch)
+                self.recorded[size, mixed] = RecordedChunks(size, places, mixed, batch)
 
-    def _launch(self, kind: Recorded) -> None:
+    def _launch(self, kind: RecordedChunks) -> None:
         from bankfull.ops.triton.chunks import DeviceShares, gather_chunks
 
         rows, batch = self._rows, kind.batch
@@ -167,7 +168,7 @@ class Chunks:
             (batch.tokens, batch.positions, batch.lengths),
             list(batch.kv_slots),
             list(batch.pages),
-            turning_of(self.eager.model.ropes, batch),
+            rotation_of(self.eager.model.ropes, batch),
         )
         hidden = self.eager(batch)
         if len(self._hidden) < len(hidden):
@@ -176,13 +177,13 @@ class Chunks:
 
 
 def sizes_for(tokens: int) -> list[int]:
-    """What steps of up to `tokens` tokens are padded to."""
+    """Token counts that steps of up to `tokens` tokens are padded to."""
     smaller = [size for size in SIZES if size < tokens]
     return [*smaller, tokens] if 0 < tokens < SIZES[-1] else list(SIZES) if tokens else []
 
 
 def blank_angles(ropes: Mapping[str, Rope], tokens: int, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
-    """For what `turning_of` tells of, if there is one rotation and a kernel knows it."""
+    """Cosines and sines that `rotation_of` fills, if the model has one RoPE and a kernel computes it."""
     found = {name: rope for name, rope in ropes.items() if rope.frequencies.dtype is torch.float32}
     if len(ropes) != 1 or not found:
         return {}
@@ -191,8 +192,8 @@ def blank_angles(ropes: Mapping[str, Rope], tokens: int, device: torch.device) -
     return {name: (cos, sin)}
 
 
-def turning_of(ropes: Mapping[str, Rope], batch: Batch) -> Turning | None:
-    """The rotation whose angles come with the batch's positions."""
+def rotation_of(ropes: Mapping[str, Rope], batch: Batch) -> Turning | None:
+    """The RoPE whose angles are computed together with the batch's positions."""
     from bankfull.ops.triton.steps import Turning
 
     for name, angles in batch.angles.items():

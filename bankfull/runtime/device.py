@@ -1,4 +1,4 @@
-"""The seam to a device: the only place that says stream, event, pinned, capture."""
+"""Devices behind one protocol: the only file that knows streams, events, pinned memory and capture."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bankfull.sample.table import Chooser
 log = logging.getLogger("bankfull")
 
 MOST_COMPILERS = 16
-"""Threads that compile kernels: each may take some hundred megabytes, and a model has about fifty kernels."""
+"""The most threads that compile kernels: each may take some hundred megabytes, and a model has about fifty kernels."""
 
 T = TypeVar("T")
 Value = TypeVar("Value", covariant=True)
@@ -42,50 +42,50 @@ class Device(Protocol):
     depth: int
     """The loop depth that suits this device."""
     share: float
-    """Of the free memory: what the pools take unless told otherwise."""
+    """Fraction of the free memory that the pools take by default."""
 
     @property
     def suits(self) -> dict[str, int]:
-        """Rows and tokens of a step that suit it, under the names of SchedConfig."""
+        """Default rows and tokens of a step, under the names of SchedConfig."""
         ...
 
     def launch(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` after everything that was launched before; the host does not wait for it."""
+        """Run `work` after all work launched before; the host does not wait for it."""
         ...
 
     def compile_ahead(self, steps: Iterable[Callable[[], object]], kit: Kit) -> None:
-        """Have what these steps launch ready to be launched, where the device compiles its kernels. Nothing runs."""
+        """Compile the kernels that these steps launch, where the device compiles its kernels. Nothing is computed."""
         ...
 
     def capture(self, forward: Eager, kit: Kit) -> Forward:
-        """The same computation in fewer launches, where the device can; else `forward` itself."""
+        """The same computation captured, where the device and the model allow it; else `forward` itself."""
         ...
 
     def choosing(self, forward: Forward, rows: Rows) -> ChoosingStep | None:
-        """A captured step that chooses tokens too, if there is one: for the rows that `Rows.is_simple` tells."""
+        """A captured step that also chooses tokens, if there is one: for rows whose job `Rows.is_simple` accepts."""
         ...
 
     def chooser(self, kit: Kit) -> Chooser | None:
-        """A kernel that draws tokens, if there is one."""
+        """A kernel that samples tokens, if there is one."""
         ...
 
     @property
     def ship(self) -> Ship | None:
-        """How arrays reach the device without waiting for it; None where it shares the host's memory."""
+        """Copies an array to the device without waiting for it; None where the device shares the host's memory."""
         ...
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """The tensor on the host, filled once the launched work around this call has been waited for."""
+        """The tensor on the host, valid after the launched work around this call has been waited for."""
         ...
 
     def completed(self, transfers: list[int]) -> list[int]:
-        """Called when the step that carried `transfers` is collected: all transfers that are done by now."""
+        """The ids of all transfers that are done. Called once with the `transfers` of each step, when it settles."""
         ...
 
     def free_memory(self) -> int: ...
 
     def peak(self, work: Callable[[], object]) -> int:
-        """Bytes that `work` takes at its height and gives back; 0 where nobody knows or cares."""
+        """Peak bytes that `work` allocates and frees; 0 where the device does not measure it."""
         ...
 
 
@@ -116,7 +116,7 @@ class Cpu:
             return Done(work())
 
     def compile_ahead(self, steps: Iterable[Callable[[], object]], kit: Kit) -> None:
-        pass  # its kernels come compiled
+        pass  # native kernels are compiled at installation
 
     def capture(self, forward: Eager, kit: Kit) -> Forward:
         return record_on_tape(forward, kit)
@@ -141,11 +141,11 @@ class Cpu:
         return available_memory()
 
     def peak(self, work: Callable[[], object]) -> int:
-        return 0  # the share leaves room enough, and starting should not take a step's time
+        return 0  # `share` leaves enough room, and a measured step would delay the start
 
 
 class Cuda:
-    """Launching enqueues on a stream of our own; `wait` waits for the event behind the work."""
+    """`launch` enqueues on the engine's own stream; `wait` waits for the event after the work."""
 
     kind = "cuda"
     depth = 1
@@ -198,8 +198,8 @@ class Cuda:
         return choose
 
     def ship(self, array: np.ndarray) -> Tensor:
-        # Pinned memory is taken from a pool, and goes back to it when the copy has been made. numpy fills it: torch
-        # would wake its threads for what is done before they are up.
+        # Pinned memory comes from a pool and returns to it after the copy. numpy fills it, because torch would wake its
+        # threads, which takes longer than the copy.
         pinned = torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, pin_memory=True)
         pinned.numpy()[...] = array
         return pinned.to(self.torch, non_blocking=True)
@@ -216,7 +216,7 @@ class Cuda:
 
     def peak(self, work: Callable[[], object]) -> int:
         torch.cuda.synchronize(self.torch)  # weights were made on another stream
-        self.launch(work).wait()  # compiles, and lays out what is laid out once
+        self.launch(work).wait()  # compiles kernels, and lays out weights that are laid out once
         torch.cuda.synchronize(self.torch)
         torch.cuda.reset_peak_memory_stats(self.torch)
         before = torch.cuda.memory_allocated(self.torch)
@@ -269,7 +269,7 @@ class _Event(Generic[T]):
 
 
 def open_device(name: str) -> Device:
-    """auto, cpu, cuda or cuda:1. Asking for what is not there is an error, never a silent fall-back."""
+    """The device named auto, cpu, cuda or cuda:1. A device that is missing is an error, never a silent fallback."""
     if name == "auto":
         return Cuda() if torch.cuda.is_available() else Cpu()
     if name == "cpu":
@@ -279,12 +279,12 @@ def open_device(name: str) -> Device:
         raise ConfigError(f"device={name!r} is unknown; use auto, cpu, cuda or cuda:N.")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if int(index or 0) >= count:
-        raise ConfigError(f"device={name!r} was asked for, but torch sees {count} CUDA devices; use device='cpu'.")
+        raise ConfigError(f"device={name!r} is not available: torch finds {count} CUDA devices; use device='cpu'.")
     return Cuda(int(index or 0))
 
 
 def spread(pages: Tensor) -> None:
-    """Pages that no one has touched yet, over the memory nodes of a machine that has several."""
+    """Interleave untouched pages over the NUMA nodes of a machine that has several."""
     if native.status() is None and pages.device.type == "cpu":
         from bankfull.ops.native.memory import over_nodes
 
@@ -292,7 +292,7 @@ def spread(pages: Tensor) -> None:
 
 
 def commits(pages: Tensor) -> Callable[[int], None] | None:
-    """To be told the highest page that a step will write, before it does; None where that is nobody's concern."""
+    """A call that commits memory up to a page before a step writes it; None where the system need not be told."""
     if native.status() is None and pages.device.type == "cpu":
         from bankfull.ops.native.memory import Commits
 
@@ -305,7 +305,7 @@ def usable_cores() -> int:
 
 
 def available_memory() -> int:
-    """Bytes that this process may still use: what the system has, within the limit of its control group."""
+    """Bytes that this process may still use: the system's free memory, within the limit of its control group."""
     page = os.sysconf("SC_PAGE_SIZE")
     free = page * os.sysconf("SC_AVPHYS_PAGES")
     try:
@@ -320,5 +320,5 @@ def available_memory() -> int:
         if limit != "max":
             free = min(free, max(0, int(limit) - used))
     except (OSError, ValueError):
-        pass  # no control group, or an older kind
+        pass  # no control group, or version 1
     return free

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bankfull.decode.strategy import Head, Sampling, Scores, Strategy, Verdict, View
+from bankfull.decode.strategy import LogitsHead, Sampling, Scores, Strategy, Verdict, View
 from bankfull.layers.batch import Batch
 from bankfull.ops.registry import BODY, Kit
 from bankfull.progress import PROGRESS
@@ -30,7 +30,7 @@ from bankfull.state.storage import Storage
 from bankfull.types import StepPlan, StepResult, Work
 
 SCORE_BLOCK = 64
-"""Prompt positions whose logits exist at once while a prompt is scored."""
+"""Prompt positions whose logits are in memory at once while a prompt is scored."""
 
 NOTHING_LEFT = (
     "No token is left to choose from: the request's own constraints (grammar, allowed or banned tokens, logit_bias) "
@@ -40,7 +40,7 @@ NOTHING_LEFT = (
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of the model's own distribution: the token's, and the most likely ones'."""
+    """Logprobs of a token and of the most likely tokens, under the model's own distribution."""
 
     logprob: float
     top_ids: tuple[int, ...]
@@ -49,7 +49,7 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class Extra:
-    """What a request asked for beside its tokens, as far as one step tells it."""
+    """A step's part of the results that a request wants beside its tokens."""
 
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt: dict[int, TokenLogprobs] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Step:
 
 @dataclass(slots=True)
 class Landed:
-    """What a step left on the device, before it is turned into host values."""
+    """A finished step's results, before they are turned into host values."""
 
     verdict: Verdict | None = None
     chosen: list[int] | Tensor | None = None
@@ -102,8 +102,8 @@ class DeviceRunner:
         kit: Kit | None = None,
         step_tokens: int = 0,
     ) -> None:
-        """`kit`: the one that the model was built with; without it, steps are not captured. `step_tokens`: the most
-        that a step has; prompts are captured up to it."""
+        """`kit`: the kit of the model's build; without it, steps are not captured. `step_tokens`: the most tokens of a
+        step; prompts are captured up to it."""
         self.model, self.layout, self.device, self.strategy = model, layout, device, strategy
         self.storage = Storage(layout, frames, slots, device.torch)
         spread(self.storage.frames)
@@ -113,17 +113,17 @@ class DeviceRunner:
         self.rows = Rows(rows, max_len, layout, model.vocab, device.torch, device.ship)
         self.rows.sampling.chooser = None if kit is None else device.chooser(kit)
         self.replaying = self.run_model if isinstance(self.run_model, Replaying) else None
-        """The same, where it records steps; asked once, since checking a protocol is too slow for every step."""
+        """`run_model` if it replays recorded steps. Checked once, since a protocol check is too slow for every step."""
         if (replaying := self.replaying) is not None:
             widths, chooser = captured_widths(strategy), self.rows.sampling.chooser
             device.launch(lambda: replaying.capture(self.rows, widths, chooser, step_tokens)).wait()
         self._choosing = device.choosing(self.run_model, self.rows) if strategy.idle else None
         self._exact = self.rows.host is not None or device.kind == "cpu" or kit is None or _trusts_host(kit)
-        """Must the host know how many drafts hold before the next step? Then it waits for them."""
+        """Whether the host must know the number of accepted drafts before the next step, and waits for it."""
         self.entered = [-1] * rows
         """The step in which a row got its sequence."""
         self._demanding: set[int] = set()
-        """Rows that want more than simple tokens. Known when a step is planned, not only when it runs."""
+        """Rows whose job is not simple (`Rows.is_simple`). Known at launch, while `Rows` changes when the step runs."""
         self.observers: list[RunObserver] = []
         """Called around launched work and the head, for timing; empty unless something is measured."""
 
@@ -162,7 +162,7 @@ class DeviceRunner:
         return batch, self.run_model(batch)
 
     def _only_simple(self, work: list[Work]) -> bool:
-        """Does each sequence of the step want its next token, in a simple way, and nothing else?"""
+        """Whether each sequence of the step wants only its next token, from a simple job."""
         demanding = self._demanding
         return all(w.count == 1 and w.sample and not w.drafts and w.row not in demanding for w in work)
 
@@ -174,7 +174,7 @@ class DeviceRunner:
             landed = Landed()
             assert step.batch is not None and step.hidden is not None
             work = step.plan.work
-            if self.rows.curious:
+            if self.rows.with_extras:
                 self._prompt_extras(step.batch, step.hidden, work, landed)
             chosen = [i for i, w in enumerate(work) if w.sample]
             if chosen:
@@ -190,7 +190,7 @@ class DeviceRunner:
         return self.device.launch(observed(run, tuple(self.observers)) if self.observers else run)
 
     @property
-    def _head(self) -> Head:
+    def _head(self) -> LogitsHead:
         return ObservedHead(self.model.head, tuple(self.observers)) if self.observers else self.model.head
 
     def _there(self, array: np.ndarray) -> Tensor:
@@ -210,7 +210,7 @@ class DeviceRunner:
             mask = self._there(packed)
         rows = self.rows
         sampling = Sampling(lines, widths, batch.positions, index, rows.tokens, rows.sampling, rows.index, mask)
-        # Where every token is scored, they are all there already, in order.
+        # Where every token's logits are wanted, the hidden states are in order already.
         wanted = hidden if len(index) == len(hidden) else hidden[self._there(index)]
         return self.strategy.verify(Scores(wanted, self._head), sampling)
 
@@ -246,7 +246,7 @@ class DeviceRunner:
             rows.hint(host_rows, draft.tokens)
 
     def _bring(self, landed: Landed) -> None:
-        """Start the way back of all that the host will read."""
+        """Start the copies of everything that the host will read."""
         fetch = self.device.fetch
         if landed.verdict is not None:
             verdict, sampled = landed.verdict, landed.verdict.sampled
@@ -268,7 +268,7 @@ class DeviceRunner:
             landed.pooled[i] = (at, fetch(vector))
 
     def _prompt_extras(self, batch: Batch, hidden: Tensor, work: list[Work], landed: Landed) -> None:
-        """Prompt logprobs and pooled states, for the rows that asked for them."""
+        """Prompt logprobs and pooled hidden states, for the rows that want them."""
         for i, w in enumerate(work):
             job = self.rows.job(w.row)
             start, prompt_len = int(self.rows.computed[w.row]), int(self.rows.prompt_len[w.row])
@@ -291,8 +291,8 @@ class DeviceRunner:
                     landed.scored[i] = (start + 1, own, ids, values)
 
     def _forget_rejected(self, plan: StepPlan, counts: list[int]) -> None:
-        """The host has counted all drafts as computed; now it knows which of them hold. A row that has meanwhile
-        changed hands was set anew."""
+        """Subtract rejected drafts, which the host has counted as computed. A row with a newer sequence was reset when
+        that entered."""
         held = dict(zip((i for i, w in enumerate(plan.work) if w.sample), counts, strict=True))
         for i, w in enumerate(plan.work):
             if self.entered[w.row] <= plan.step:
@@ -323,12 +323,12 @@ class DeviceRunner:
 
 
 def captured_widths(strategy: Strategy) -> list[int]:
-    """Tokens of a sequence in the steps that are captured: one, with or without drafts behind it."""
+    """Tokens per sequence of the captured steps: one, and one with the strategy's drafts."""
     return sorted({1, 1 + strategy.width(0)})
 
 
 def _trusts_host(kit: Kit) -> bool:
-    """Does anything that reads lengths take the host's? All bodies do."""
+    """Whether any operation that reads lengths takes the host's. All torch bodies do."""
     return any(kit.chosen.get(name, Counter())[BODY] for name in ("paged_attention", "causal_conv", "selective_scan"))
 
 

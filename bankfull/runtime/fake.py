@@ -1,7 +1,7 @@
-"""A device that is as late as a device may be: the cheapest insurance against planning from facts that are not there.
+"""A fake asynchronous device: it runs launched work as late as a device may. Tests run the whole loop on it.
 
-Work runs some time after it was launched, at the latest when somebody waits for it or for something behind it; the
-completion of a transfer is reported steps late. Whoever looks at a device value too early sees an old one.
+Work runs some time after its launch, at the latest when the host waits for it or for later work. The completion of a
+transfer is reported steps late. Code that reads a device value too early gets the old value.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Late:
     suits, share = {"rows": 64, "step_tokens": 512}, Cpu.share
 
     def __init__(self, seed: int = 0, apart: bool = False) -> None:
-        """`apart`: as if its memory were not the host's. Arrays are shipped, and only the device knows how far its rows
-        have come."""
+        """`apart`: as if its memory were not the host's. Arrays are copied to the device, and only the device knows
+        its rows' lengths."""
         self.apart = apart
         self.torch = torch.device("cpu")
         self._random = random.Random(seed)
@@ -65,7 +65,7 @@ class Late:
 
     def completed(self, transfers: list[int]) -> list[int]:
         self._moving += transfers
-        # Something is always reported in the end: a step without transfers of its own reports all that is left.
+        # Every transfer is reported in the end: a step without transfers of its own reports the rest.
         done = len(self._moving) if not transfers else self._random.randint(0, len(self._moving))
         reported, self._moving = self._moving[:done], self._moving[done:]
         return reported

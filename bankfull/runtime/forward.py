@@ -1,4 +1,4 @@
-"""How a batch runs through the model: operation by operation, or captured."""
+"""Ways to run a batch through the model: operation by operation, or captured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Model(Protocol):
-    """All that the runner knows of a model."""
+    """A model as the runner sees it."""
 
     vocab: int
     head: Any
@@ -49,33 +49,33 @@ def plan_mixers(model: Model, layout: Layout, batch: Batch) -> list[Any]:
 
 class Forward(Protocol):
     def __call__(self, batch: Batch) -> Tensor:
-        """Hidden states of every token of the batch. They hold until the next call."""
+        """Hidden states of every token of the batch, valid until the next call."""
         ...
 
 
 class ChoosingStep(Protocol):
     def __call__(self, rows: Sequence[int], /) -> list[int] | Tensor:
-        """Run one more token of each of these rows and append the next one; NO_TOKEN where there is none to choose. A
-        tensor lies on the host, and is filled once the work has been waited for."""
+        """Run one token of each of these rows and append the next one; NO_TOKEN where no token can be chosen. A tensor
+        is in host memory, valid after the work has been waited for."""
         ...
 
 
 @runtime_checkable
 class Replaying(Protocol):
-    """A forward that has recorded some kinds of steps."""
+    """A forward that replays recorded steps."""
 
     @property
     def recorded(self) -> str:
-        """How many, and what they hold, for a reader."""
+        """The number of recorded steps and their memory, as text."""
         ...
 
     def capture(self, rows: Rows, widths: Sequence[int], chooser: Chooser | None, tokens: int) -> None:
-        """Record steps of one known token and width - 1 drafts for each row, and steps of up to `tokens` tokens in
-        which sequences have any number."""
+        """Record steps of one known token and width - 1 drafts for each row, and steps of up to `tokens` tokens over
+        sequences of any length."""
         ...
 
     def replay(self, work: Sequence[Work]) -> tuple[Batch, Tensor] | None:
-        """The step's batch and hidden states, if its kind is recorded. They hold until the next call."""
+        """The step's batch and hidden states if its kind is recorded. They are valid until the next call."""
         ...
 
     def __call__(self, batch: Batch) -> Tensor: ...
@@ -83,7 +83,7 @@ class Replaying(Protocol):
 
 @runtime_checkable
 class ChoosingForward(Protocol):
-    """A captured forward that can also choose."""
+    """A captured forward that can also choose tokens."""
 
     def choosing(self, rows: Rows) -> ChoosingStep | None: ...
 
@@ -100,5 +100,5 @@ class Eager:
         return self.model.forward(batch, self.states, plan_mixers(self.model, self.layout, batch))
 
     def best(self, batch: Batch) -> Tensor:
-        """The likeliest token behind each one of the batch."""
+        """The most likely next token after each token of the batch."""
         return self.model.best(batch, self.states, plan_mixers(self.model, self.layout, batch))

@@ -1,4 +1,4 @@
-"""How many pages, slots and rows a budget buys: decided once, before serving, so that nothing dies of memory later."""
+"""Sizes of the pools: pages, slots and rows are fixed before serving, so that no step runs out of memory later."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def plan_memory(
     drafts: int = 0,
     share: float = 0.4,
 ) -> Sizes:
-    """`made_for` is the model's context; `max_len` what the user asked for, if anything; `share` of the free memory is
-    what the pools take unless told otherwise, and never more than they could use."""
+    """`made_for`: the model's context. `max_len`: the user's limit, if any. `share`: fraction of the `free` bytes that
+    the pools take by default; they never take more than they can use."""
     if max_len is not None and not 1 <= max_len <= made_for:
         raise ConfigError(
-            f"max_model_len={max_len} is outside 1 to {made_for}, the context that the model was made for."
+            f"max_model_len={max_len} is outside 1 to {made_for}, the model's context; choose a length within it."
         )
     length = max_len or made_for
     asked = parse_memory(state.memory, free)

@@ -1,5 +1,5 @@
-"""The baseline that everything is compared with: no cache, no batching, no pages shared; each token runs the whole
-sequence again. Slow on purpose, and too simple to be wrong."""
+"""The baseline of all comparisons: no cache, no batching, no shared pages. Each token runs the whole sequence again:
+slow on purpose, and too simple to be wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bankfull.state.storage import Storage
 
 
 def hidden_states(model: Model, tokens: Sequence[int], device: torch.device, chunks: Sequence[int] = ()) -> Tensor:
-    """Hidden states of every token, from a state of its own that nobody else sees; `chunks` splits the pass."""
+    """Hidden states of every token, computed in a state of their own; `chunks` splits the pass."""
     page = 16
     layout = layout_of(model.states(), page)
     frames = sum(-(-len(tokens) // g.page_tokens) for g in layout.paged)
@@ -58,7 +58,7 @@ def logits(model: Model, tokens: Sequence[int], device: torch.device, chunks: Se
 def generate(
     model: Model, prompt: Sequence[int], count: int, device: torch.device, stop_ids: Collection[int] = ()
 ) -> tuple[list[int], list[float]]:
-    """Greedy tokens, and for each the margin by which it beat the second best."""
+    """Greedy tokens, and for each the margin between its logit and the second best."""
     tokens, margins = list(prompt), []
     for _ in range(count):
         hidden = hidden_states(model, tokens, device)

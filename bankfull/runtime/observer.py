@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from bankfull.decode.strategy import Head
+from bankfull.decode.strategy import LogitsHead
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ def observed(work: Callable[[], T], observers: Sequence[RunObserver]) -> Callabl
 
 
 class ObservedHead:
-    def __init__(self, head: Head, observers: Sequence[RunObserver]) -> None:
+    def __init__(self, head: LogitsHead, observers: Sequence[RunObserver]) -> None:
         self._head, self._observers = head, observers
 
     def __call__(self, hidden: Tensor) -> Tensor:

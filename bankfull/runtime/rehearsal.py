@@ -1,5 +1,5 @@
-"""Steps that compute nothing that anyone reads, run before there are pools: what they take, and what they launch, is
-then known."""
+"""Steps whose results are not read. They run before the pools exist, to measure the memory of a step and to compile the
+kernels that it launches."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from bankfull.state.spec import Layout
 from bankfull.state.storage import Storage
 
 UNCAPTURED = ((17, 1), (17, 4), (17, 16), (16,), (4,), (1, 1, 1), (1, 1, 1, 1))
-"""New tokens of the sequences of some small steps, one for each way that short prompts and mixed steps go through the
-kernels of a GPU: many new tokens in one sequence together with few in another, few, and one in each of some."""
+"""New tokens per sequence of small steps that cover a GPU's kernels for short prompts and mixed steps: many new tokens
+in one sequence beside few in another, few alone, and one in each of several sequences."""
 SHORT = 64
-"""Tokens of a row that no step looks into: kernels do not depend on how long rows are."""
+"""Tokens of a row whose content no step reads: kernels do not depend on the length of rows."""
 
 
 def largest(rows: int, tokens: int) -> list[int]:
@@ -32,7 +32,7 @@ def largest(rows: int, tokens: int) -> list[int]:
 def rehearsal(
     model: Model, layout: Layout, device: Device, new_tokens: Sequence[int], past: int = 0
 ) -> Callable[[], None]:
-    """A step of sequences with so many new tokens each, behind `past` others, all of them in page 0."""
+    """A step of sequences with `new_tokens` each after `past` earlier ones, all in page 0."""
     storage = Storage(layout, 0, 1, device.torch)
     storage.frames.zero_()
     eager = Eager(model, layout, storage.layers)
@@ -48,7 +48,7 @@ def rehearsal(
 
     def run() -> None:
         hidden = eager(batch)
-        # Scores as wide as sampling takes them, twice: as the model gave them, and as they are worked on.
+        # Logits in float32, as sampling takes them, and the copy that sampling works on.
         scores = model.head(hidden[last]).float()
         scores.clone()
 
@@ -58,7 +58,7 @@ def rehearsal(
 def every_kind(
     model: Model, layout: Layout, device: Device, kit: Kit, rows: int, tokens: int, widths: Sequence[int]
 ) -> Iterator[Callable[[], None]]:
-    """Steps that launch whatever an engine over this model will: those that it records, and others."""
+    """Steps that together launch every kernel of an engine over this model: those that it records, and others."""
     forward = device.capture(Eager(model, layout, Storage(layout, 0, 1, device.torch).layers), kit)
     if isinstance(forward, Captured):
         placed = Rows(rows, SHORT, layout, model.vocab, device.torch, device.ship)
@@ -66,5 +66,5 @@ def every_kind(
     for new_tokens in (largest(rows, tokens), *UNCAPTURED):
         if sum(new_tokens) <= tokens and len(new_tokens) <= rows:
             yield rehearsal(model, layout, device, new_tokens)
-            if min(new_tokens) < max(new_tokens):  # prompts that go on are read elsewhere than those that begin
+            if min(new_tokens) < max(new_tokens):  # a later chunk reads pages, a first chunk its own rows
                 yield rehearsal(model, layout, device, new_tokens, past=1)

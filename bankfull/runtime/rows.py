@@ -1,6 +1,6 @@
-"""Permanent rows: a sequence enters one, stays until it ends or is preempted, and a step gathers the rows it runs.
+"""Permanent rows: a sequence keeps its row until it ends or is preempted, and each step gathers the rows that it runs.
 
-Everything here changes only inside launched work, in the device's order; the host plans from its own lower bounds.
+Rows change only inside launched work, in the device's order; the host plans from its own lower bounds.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from bankfull.state.spec import Layout
 from bankfull.types import Enter, PageEdit, StepPlan
 
 Ship = Callable[[np.ndarray], Tensor]
-"""An array on its way to the device; the host goes on."""
+"""Copies an array to the device; the host does not wait for it."""
 
 
 def each_of(counts: Tensor, starts: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """`total` things, `counts` of each owner side by side from `starts` on: whose each is, and its number there."""
+    """For `total` items, `counts` of each owner from `starts` on: each item's owner, and its number there."""
     owners = torch.repeat_interleave(counts, output_size=total)
     return owners, torch.arange(total, device=counts.device) - starts[owners]
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the runner needs to know of a request: the payload that the scheduler hands through."""
+    """The runner's part of a request: the payload that the scheduler passes through unread."""
 
     params: SamplingParams
     seed: int
     stop_ids: frozenset[int] = field(default_factory=frozenset)
     pool: str | None = None
-    """None, "last" or "mean": return hidden states of the prompt instead of tokens."""
+    """None, "last" or "mean": which hidden states of the prompt to return instead of tokens."""
     allowed_mask: Tensor | None = None
-    """`SamplingTable.allowed_mask` of the params, for all samples."""
+    """The result of `SamplingTable.allowed_mask` for the params, shared by all samples."""
 
 
 class HostRows:
-    """The same memory as arrays of numpy, which small work takes a fraction of torch's time for."""
+    """The same memory as numpy arrays: small edits take numpy a fraction of torch's time."""
 
     def __init__(self, rows: Rows) -> None:
         self.tokens, self.known, self.slot = rows.tokens.numpy(), rows.known.numpy(), rows.slot.numpy()
@@ -61,22 +61,22 @@ class HostRows:
 
 
 class Rows:
-    """On a device of its own the tensors have one line more than there are rows: those that fill up a captured step
-    all use it, and nothing that they leave there matters."""
+    """On a device with memory of its own the tensors have one spare line, for the padding rows of captured steps."""
 
     def __init__(
         self, count: int, max_len: int, layout: Layout, vocab: int, device: torch.device, ship: Ship | None = None
     ) -> None:
-        """`ship`: how arrays reach a device that does not share the host's memory."""
+        """`ship` copies arrays to a device that does not share the host's memory."""
         self.device, self.count, self.ship = device, count, ship
         lines = count if ship is None else count + 1
         self.tokens = torch.zeros(lines, max_len + 1, dtype=torch.long, device=device)
         self.known = torch.zeros(lines, dtype=torch.long, device=device)
         self.computed = np.zeros(count, np.int64)
-        """On the host, because batches are built from it; it changes in the device's order. Exact where the host waits
-        for each step; else an upper bound while drafts are on their way, since the device alone knows how many hold."""
+        """Computed tokens of each row, on the host, because batches are built from them. They change in the device's
+        order. Exact where the host waits for each step; else an upper bound while drafts are in flight, since only the
+        device knows how many are accepted."""
         self.reached = torch.zeros(lines, dtype=torch.long, device=device)
-        """The same as the device knows it; kept only where the host does not wait."""
+        """Computed tokens as the device knows them; maintained only where the host does not wait."""
         self.slot = torch.zeros(lines, dtype=torch.long, device=device)
         self.tables = [
             torch.zeros(lines, -(-max_len // group.page_tokens), dtype=torch.long, device=device)
@@ -84,8 +84,8 @@ class Rows:
         ]
         self.host = HostRows(self) if ship is None else None
         self.page_tokens = tuple(group.page_tokens for group in layout.paged)
-        self.curious: set[int] = set()
-        """Rows that ask for something beside tokens: scores of their prompt, hidden states."""
+        self.with_extras: set[int] = set()
+        """Rows that want more than tokens: prompt logprobs, hidden states."""
         self.sampling = SamplingTable(lines, vocab, device)
         self.jobs: list[Job | None] = [None] * count
         self.prompt_len = np.zeros(count, np.int64)
@@ -93,10 +93,10 @@ class Rows:
     def apply(self, plan: StepPlan) -> None:
         for row in plan.leave:
             self.jobs[row] = None
-            self.curious.discard(row)
+            self.with_extras.discard(row)
         if plan.leave:
             self.sampling.clear(plan.leave)
-        if plan.enter:  # of two sequences that had a row in one step, the later one counts
+        if plan.enter:  # two sequences may enter one row in a step: the later one counts
             self._enter(list({enter.row: enter for enter in plan.enter}.values()))
         if self.host is not None:
             for edit in plan.pages:
@@ -112,9 +112,9 @@ class Rows:
             self.computed[row] = enter.computed
             self.prompt_len[row] = enter.prompt_len
             self.jobs[row] = job
-            self.curious.discard(row)
+            self.with_extras.discard(row)
             if job.pool is not None or job.params.prompt_logprobs is not None:
-                self.curious.add(row)
+                self.with_extras.add(row)
             if job.pool is None:
                 entering.append(
                     RowParams(row, job.params, enter.prompt_len, enter.child, job.seed, job.stop_ids, job.allowed_mask)
@@ -127,7 +127,7 @@ class Rows:
         self.sampling.set(entering)
 
     def _write(self, enters: Sequence[Enter], ship: Ship) -> None:
-        """All that enters at once, in one copy and a few launches."""
+        """Write all entering sequences in one copy and a few launches."""
         if len(enters) == 1:
             return self._write_one(enters[0], ship)
         count = np.array([len(enter.tokens) for enter in enters], np.int64)
@@ -145,7 +145,7 @@ class Rows:
             table.index_copy_(0, row, values)
 
     def _write_one(self, enter: Enter, ship: Ship) -> None:
-        """The same with fewer launches: a prompt that comes alone waits for each of them."""
+        """The same for one sequence with fewer launches: its first token waits for each of them."""
         row, count = enter.row, len(enter.tokens)
         there = ship(np.array((count, enter.computed, enter.slot, *enter.tokens), np.int64))
         self.tokens[row, :count].copy_(there[3:])
@@ -153,10 +153,10 @@ class Rows:
             table[row].copy_(there[i])
 
     def _edit(self, edits: Sequence[PageEdit]) -> None:
-        """All changes of a group's tables in one copy and one launch."""
+        """Apply all edits of a group's page tables in one copy and one launch."""
         assert self.ship is not None
         for group, table in enumerate(self.tables):
-            pages: dict[int, int] = {}  # by place: of two sequences that had a row in one step, the later one counts
+            pages: dict[int, int] = {}  # by table entry: of two sequences in one row, the later one counts
             for edit in edits:
                 if edit.group == group:
                     first = edit.row * table.shape[1] + edit.first
@@ -166,7 +166,7 @@ class Rows:
                 table.view(-1).index_copy_(0, there[0], there[1])
 
     def is_simple(self, job: Job) -> bool:
-        """Nothing but tokens is asked for, greedy or drawn in a way that needs no more than the scores themselves."""
+        """Whether the job wants only tokens, greedy or sampled from the logits alone (no penalties, bans, grammar)."""
         only_tokens = job.pool is None and job.params.prompt_logprobs is None
         return only_tokens and self.sampling.facts_of(job.params, job.stop_ids).simple
 
@@ -176,29 +176,29 @@ class Rows:
         return job
 
     def index(self, rows: Sequence[int] | np.ndarray) -> Tensor:
-        """Row numbers, or other small numbers, on the device."""
+        """Row numbers, or other small integers, on the device."""
         numbers = np.asarray(rows, np.int64)
         return torch.from_numpy(numbers) if self.ship is None else self.ship(numbers)
 
     def commit(self, rows: Sequence[int], tokens: Tensor, counts: Tensor | None) -> None:
         """Append tokens[i, :counts[i]] (without counts, one each) to the known tokens of rows[i]. A row with NO_TOKEN
-        is about to end; until then what it reads does not matter, but must be a token."""
+        is about to end; until then it may read any valid token."""
         if self.host is not None:
             return self.host.commit(rows, tokens.numpy(), None if counts is None else counts.numpy())
         index = self.index(rows)
-        # Tokens that do not hold are written, too: what stands behind the known ones is read by nobody.
+        # Rejected tokens are written, too: nothing reads beyond the known tokens.
         self._behind(index, tokens.clamp_min(0))
         self.known.index_add_(0, index, torch.ones_like(index) if counts is None else counts)
 
     def advance(self, rows: Sequence[int], counts: np.ndarray, accepted: Tensor | None) -> None:
-        """So many tokens of each row have been computed; `accepted` drafts more, as only the device knows."""
+        """Add `counts` computed tokens to each row, and the `accepted` drafts, which only the device knows."""
         if self.ship is None:
             return
         there = self.ship(np.array((rows, counts), np.int64))
         self.reached.index_add_(0, there[0], there[1] if accepted is None else there[1] + accepted)
 
     def hint(self, rows: Sequence[int], drafts: Tensor) -> None:
-        """Write guesses behind the known tokens, where the next step's input and its verification find them."""
+        """Write drafts after the known tokens, where the next step's input and its verification read them."""
         self._behind(self.index(rows), drafts)
 
     def _behind(self, index: Tensor, tokens: Tensor) -> None:

@@ -1,6 +1,6 @@
-"""A CPU's captured step: the model's operations recorded once on a tape, which one call into C++ replays.
+"""A CPU's captured step: the model's operations are recorded once on a tape, which one call into C++ replays.
 
-One tape serves every batch: prefill, mixed steps, verifying drafts, decoding.
+One tape serves every batch: prefill, mixed steps, verification of drafts, decode.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Taped:
         recorder, hidden, best = record(eager, kit)
         self.tape = Tape(recorder, hidden, input_names(eager.layout), best)
         self.timed = False
-        """Sum up the time of every kernel: for profiles."""
+        """Whether the time of every kernel is summed up, for profiles."""
 
     def __call__(self, batch: Batch) -> Tensor:
         found = inputs_of(batch)
@@ -41,7 +41,7 @@ class Taped:
         return self.tape.replay(len(batch.tokens), len(batch.kv_len), sources, tensors, self.timed)
 
     def choosing(self, rows: Rows) -> ChoosingStep | None:
-        """A step that chooses too, for rows whose wishes the kernel knows."""
+        """A step that also chooses tokens, for rows whose sampling parameters the kernel supports."""
         if self._layout.recurrent is not None or rows.host is None:
             return None
         tables = [
@@ -63,12 +63,12 @@ class Taped:
 
 
 def record(eager: Eager, kit: Kit) -> tuple[Recorder, Tensor, Tensor | None]:
-    """The model's operations, its hidden states, and the likeliest token for each where a kernel finds it.
+    """The model's operations, its hidden states, and the most likely token for each where a kernel finds it.
 
-    Raises CannotRecord with the expression in the model's source that stands between two operations."""
+    Raises CannotRecord with the expression of the model's source that cannot be recorded."""
     try:
         return _record(eager, kit)
-    except Exception as problem:  # whatever a model does with tensors that have no data
+    except Exception as problem:  # a model may do anything with tensors that have no data
         raise _located(problem, eager, kit) from problem
 
 
@@ -102,7 +102,7 @@ def _first_line(problem: Exception) -> str:
 
 
 def _record_choice(recorder: Recorder, head: Any, hidden: Tensor) -> Tensor | None:
-    """The likeliest token for each hidden state, behind the model on the same tape; None where there is no kernel."""
+    """The most likely token for each hidden state, after the model on the same tape; None where there is no kernel."""
     before = len(recorder.nodes)
     try:
         best: Tensor = head.best(hidden)

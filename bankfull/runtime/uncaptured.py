@@ -1,5 +1,4 @@
-"""A CPU step that cannot be captured: it runs operation by operation, and one line says which expression is the reason
-and what it costs."""
+"""The notice for a CPU step that cannot be captured: the expression that prevents it, and its measured cost."""
 
 from __future__ import annotations
 

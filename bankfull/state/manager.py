@@ -1,8 +1,8 @@
-"""What each sequence remembers, as ids: pages and slots from two pools, found by content, shared by reference.
+"""The state of each sequence as ids: pages and slots of two pools, found by content, shared by reference.
 
-Every change is prepared without side effects and then applied, all or nothing over the groups. Steps are numbered by
-the scheduler: `launched` is the newest one that a device may be working on, and a place that is let go stays in
-quarantine until that step has settled.
+Every change is prepared without side effects and then applied, all or nothing over the groups. The scheduler numbers
+the steps: `launched` is the newest step that a device may be running, and a released place stays quarantined until
+that step has settled.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from bankfull.types import NULL, Transfer
 
 @dataclass(slots=True)
 class SequenceState:
-    """The places of one sequence. `tables[g]` is its page table in group g; entries that left the window are NULL."""
+    """The pages and slots of one sequence. `tables[g]` is its page table in group g; entries before the window are
+    NULL."""
 
     chain: Chain
     tables: list[list[int]]
     live: list[int]
-    """Per group, the first page that is still held."""
+    """Per group, the index of the first page that is still held."""
     published: list[int]
-    """Per group, the pages that were offered to the cache so far."""
+    """Per group, the number of pages that were published to the prefix cache."""
     covered: int
     """Tokens that the tables of all groups have pages for."""
     border: int
-    """Tokens that must be computed before there is anything new to publish."""
+    """Computed tokens from which on there is something new to publish."""
     slot: int = NULL
-    """Recurrent state after the settled tokens."""
+    """Slot of the recurrent state after the settled tokens."""
     writing: list[tuple[int, ...]] = field(default_factory=list)
     """Recurrent slots that launched steps write, oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A prefix whose state is in the cache."""
+    """A prefix whose state is in the prefix cache."""
 
     length: int
     tables: tuple[tuple[int, ...], ...] = ()
@@ -51,7 +52,7 @@ class Match:
 
 @dataclass(slots=True)
 class Reserved:
-    """What a step received: new table entries per group as (group, first index, pages), and slots to write."""
+    """Places for a step: new page table entries as (group, first index, pages), and slots to write."""
 
     pages: Sequence[tuple[int, int, tuple[int, ...]]]
     slots: tuple[int, ...]
@@ -63,13 +64,15 @@ NOTHING = Reserved((), ())
 class StateManager:
     def __init__(self, layout: Layout, frames: int, slots: int, config: StateConfig) -> None:
         if layout.recurrent and slots < 2:
-            raise ConfigError(f"A recurrent model reads one slot and writes another, but the pool has {slots}; give 2.")
+            raise ConfigError(
+                f"A recurrent model needs at least 2 slots, one to read and one to write, but the pool has {slots}."
+            )
         self.layout = layout
         self.pages = Pool(frames)
         self.slots = Pool(slots if layout.recurrent else 0)
         self.prefix_cache = config.prefix_cache
         self.launched = -1
-        # A snapshot is of use only where the pages of every group end.
+        # A snapshot is reusable only where the pages of every group end.
         longest = max((g.page_tokens for g in layout.paged), default=layout.block_tokens)
         self.snapshots = Snapshots(longest, config.snapshot_every) if layout.recurrent else None
         self.windowed = any(g.window is not None for g in layout.paged)
@@ -79,13 +82,14 @@ class StateManager:
         self._pins: dict[int, tuple[int, ...]] = {}
         self._transfers = 0
 
-    # -- questions, without side effects
+    # -- queries, without side effects
 
     def frames_for(self, length: int, new: int) -> int:
         return self.layout.frames_for(length, new)
 
     def lack(self, match: Match, length: int, new: int, headroom: int) -> tuple[int, int]:
-        """Pages and slots that are not there now for `length` tokens from `match` on; (0, 0) when they could run."""
+        """Pages and slots that are missing for a sequence of `length` tokens that starts from `match`; (0, 0) when it
+        could run."""
         missing = idle = 0
         for g, group in enumerate(self.layout.paged):
             table = match.tables[g] if match.tables else ()
@@ -93,7 +97,7 @@ class StateManager:
             idle += sum(1 for page in table if self.pages.is_cached(page))
         slots = 1 + self.slots.is_cached(match.slot) if self.snapshots is not None else 0
         if not self.layout.paged:
-            headroom = 0  # nothing grows: a model without pages never lacks any
+            headroom = 0  # a model without pages never lacks any
         return max(0, missing + headroom + idle - self.pages.available), max(0, slots - self.slots.available)
 
     def match(self, chain: Chain, tokens: Sequence[int], limit: int) -> Match:
@@ -120,13 +124,13 @@ class StateManager:
         return Match(length, tuple(tables), slot or NULL)
 
     def cut(self, start: int, count: int, prompt_len: int) -> int:
-        """How much of a chunk to run so that it ends where a snapshot is wanted."""
+        """The part of a chunk to run so that it ends where a snapshot is wanted."""
         if self.snapshots is None or not self.prefix_cache:
             return count
         return self.snapshots.cut(start, count, prompt_len)
 
     def shortage(self, state: SequenceState, upto: int, slots: int) -> tuple[int, int]:
-        """Pages and slots that `reserve` would have to take beyond what is available; (0, 0) when it would succeed."""
+        """Pages and slots that `reserve` would lack; (0, 0) when it would succeed."""
         pages = 0
         if upto > state.covered:
             for group, table in zip(self.layout.paged, state.tables, strict=True):
@@ -141,7 +145,7 @@ class StateManager:
     # -- the life of a sequence
 
     def open(self, chain: Chain, match: Match) -> SequenceState:
-        """Start a sequence on what `match` found."""
+        """Start a sequence on the cached prefix `match`."""
         tables = [list(t) for t in match.tables] or [[] for _ in self.layout.paged]
         for table in tables:
             for page in table:
@@ -178,8 +182,8 @@ class StateManager:
         return edits
 
     def forget_before(self, state: SequenceState, position: int) -> None:
-        """No token before `position` will run again: let go of the pages that left every window. A page that a launched
-        step is still filling stays until it was published: the next request with this prompt would look for it."""
+        """Release the pages before the window of `position`: no earlier token will run again. A page that a launched
+        step still fills is kept until it is published, for the next request with this prompt."""
         for g, (table, policy) in enumerate(zip(state.tables, self.policies, strict=True)):
             first = min(policy.first_live(position), state.published[g] if self.prefix_cache else len(table))
             for i in range(state.live[g], first):
@@ -188,8 +192,8 @@ class StateManager:
             state.live[g] = max(state.live[g], first)
 
     def commit(self, state: SequenceState, step: int, accepted: int) -> None:
-        """The oldest launched step has settled with `accepted` drafts: the slot after them is the state, the others are
-        let go; `step` is the last that may touch them."""
+        """The oldest launched step has settled with `accepted` drafts. The slot after them becomes the state, and the
+        others are released; `step` is the last step that may use them."""
         if self.snapshots is None:
             return
         written = state.writing.pop(0)
@@ -200,7 +204,7 @@ class StateManager:
                 self.slots.drop(slot, step)
 
     def publish(self, state: SequenceState, tokens: Sequence[int], computed: int, prompt_len: int) -> None:
-        """Offer what the settled steps have filled: full pages, and the recurrent state where it is wanted."""
+        """Publish the full pages of settled steps to the prefix cache, and the recurrent state where it is wanted."""
         if computed < state.border:
             return
         state.border = self._next_border(computed)
@@ -217,7 +221,7 @@ class StateManager:
 
     def fork(self, state: SequenceState, length: int) -> tuple[SequenceState, list[Transfer]] | None:
         """A second sequence with the same first `length` tokens: full pages and the slot are shared, partial pages are
-        copied by transfers. `state` must stand exactly there, with nothing in flight. None when pages are short."""
+        copied by transfers. `state` must have settled exactly there. None when too few pages are available."""
         assert not state.writing, "a sequence is forked only when it has settled"
         copies = self.pages.take(sum(1 for group in self.layout.paged if length % group.page_tokens))
         if copies is None:
@@ -240,7 +244,7 @@ class StateManager:
         return self._opened(chain, tables, list(state.live), published, length, state.slot), transfers
 
     def release(self, state: SequenceState) -> None:
-        """Let go of everything, newest pages first: the cache shall forget the ends of contexts before their roots."""
+        """Release everything, newest pages first, so that the cache evicts the ends of contexts before their starts."""
         for table in state.tables:
             self.pages.drop_all(reversed(table), self.launched)
             table.clear()
@@ -256,7 +260,7 @@ class StateManager:
         self.launched = step
 
     def settle(self, step: int, completed: Sequence[int] = ()) -> None:
-        """Step `step` and all before it have finished; `completed` transfers no longer pin their ends."""
+        """All steps up to `step` have finished. `completed` transfers no longer pin their pages."""
         self.pages.settle(step)
         self.slots.settle(step)
         for transfer in completed:
@@ -265,14 +269,14 @@ class StateManager:
 
     @property
     def pinned(self) -> bool:
-        """Is a transfer under way whose completion was not reported yet?"""
+        """Whether a transfer is in flight whose completion was not reported yet."""
         return bool(self._pins)
 
     def census(self) -> tuple[Census, Census]:
         return self.pages.census(), self.slots.census()
 
     def check(self) -> None:
-        """The pools' invariant: no place is lost and none is in two conditions."""
+        """Assert the pools' invariant: each place is in exactly one condition."""
         for name, pool in (("page", self.pages), ("slot", self.slots)):
             census = pool.census()
             assert census.total == pool.size, f"the {name} pool of {pool.size} adds up to {census}"

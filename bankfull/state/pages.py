@@ -1,10 +1,10 @@
 """A pool of equal places, by id: pages for growing state, slots for recurrent state.
 
 Every id but NULL is always in exactly one of four conditions, and they add up to the pool's size:
-  held         somebody counts on it (references > 0)
-  quarantined  nobody does, but a launched step may still touch it
-  cached       nobody does, and its content is known by a key: found again, or evicted oldest first
-  free         nobody does
+  held         referenced (references > 0)
+  quarantined  not referenced, but a launched step may still read or write it
+  cached       not referenced; its content has a key, and is found again or evicted, oldest first
+  free         not referenced, and without content
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class Pool:
 
     @property
     def available(self) -> int:
-        """What `take` could hand out now."""
+        """Places that `take` could return now."""
         return len(self._free) + len(self._cached)
 
     @property
     def coming(self) -> int:
-        """What becomes available by itself once the launched steps have settled."""
+        """Quarantined places, which become available when the launched steps have settled."""
         return len(self._waiting)
 
     def take(self, count: int) -> list[int] | None:
-        """All or nothing; evicts cached content, oldest first, when the free list is short."""
+        """`count` places or None; evicts cached content, oldest first, when the free list is too short."""
         if count > self.available:
             return None
         while len(self._free) < count:
@@ -65,7 +65,7 @@ class Pool:
         return taken
 
     def share(self, place: int) -> None:
-        """One more holder; also brings back a cached or quarantined place whose content is still wanted."""
+        """Add a reference, also to a cached or quarantined place, which is then held again."""
         if not place:
             return
         if self._refs[place] == 0:
@@ -76,12 +76,13 @@ class Pool:
         self._refs[place] += 1
 
     def drop(self, place: int, step: int) -> None:
-        """One holder less, whose last use may be in `step`; the last one gone, quarantined until such steps settle."""
+        """Remove a reference whose last use may be in `step`. Without references, the place is quarantined until that
+        step settles."""
         if not place:
             return
-        assert self._refs[place] > 0, f"place {place} is dropped more often than it was taken"
+        assert self._refs[place] > 0, f"place {place} is dropped without a reference"
         self._refs[place] -= 1
-        # An earlier holder may have named a later step than the last holder does.
+        # An earlier reference may have been used in a later step than the last one.
         step = self._last[place] = max(step, self._last[place])
         if self._refs[place]:
             return
@@ -96,7 +97,7 @@ class Pool:
             self.drop(place, step)
 
     def settle(self, step: int) -> list[int]:
-        """Every step up to `step` has finished; returns the places that left quarantine for the free list."""
+        """All steps up to `step` have finished. Returns the places that moved from quarantine to the free list."""
         self.settled = max(self.settled, step)
         freed = []
         while self._release and self._release[0][0] <= self.settled:
@@ -108,7 +109,7 @@ class Pool:
         return freed
 
     def publish(self, place: int, key: Hashable) -> bool:
-        """Make a held place findable. The first of two equal contents keeps the key."""
+        """Give a held place a key, so that `find` finds it. The first of two places with equal content keeps it."""
         if not place or key in self._by_key or place in self._key:
             return False
         self._by_key[key] = place
@@ -119,11 +120,11 @@ class Pool:
         return self._by_key.get(key)
 
     def is_cached(self, place: int) -> bool:
-        """Counted as available now, but no longer once it is shared."""
+        """Whether the place counts as available now, and no longer once it is shared."""
         return place in self._cached
 
     def forget(self) -> None:
-        """Empty the cache: nothing can be found any more; what is held stays held."""
+        """Empty the cache: `find` finds nothing; held places stay held."""
         for place in self._cached:
             self._free.append(place)
         self._cached.clear()
@@ -135,7 +136,7 @@ class Pool:
         return Census(len(self._free), len(self._cached), held, len(self._waiting))
 
     def free_places(self) -> list[int]:
-        """For tests that poison what nobody may read."""
+        """The free places, for tests that poison them."""
         return list(self._free)
 
     def _retire(self, place: int) -> bool:

@@ -1,4 +1,4 @@
-"""How a kind of state ages: what a group of layers needs, may forget, can reuse, and where a chunk should end."""
+"""Lifetime rules for each kind of state: which pages stay live, which prefix is reusable, where a chunk should end."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ Hit = Callable[[int], bool]
 
 class GroupPolicy(Protocol):
     def first_live(self, position: int) -> int:
-        """The first page that a token at `position`, or any later one, can still see."""
+        """The first page that a token at `position` or later can still attend to."""
         ...
 
     def reusable(self, hit: Hit, length: int) -> int:
-        """The longest prefix, at most `length`, whose state for this group is all in the cache."""
+        """The longest prefix, at most `length` tokens, whose state for this group is completely in the cache."""
         ...
 
 
 class Full:
-    """Every page stays live; a prefix is reusable as far as its pages are there without a gap."""
+    """Every page stays live. A prefix is reusable up to its first missing page."""
 
     def __init__(self, page_tokens: int) -> None:
         self.page = page_tokens
@@ -36,7 +36,7 @@ class Full:
 
 
 class Window:
-    """Only the last `window` tokens are seen: a hit needs the pages behind its border, not those before them."""
+    """Only the last `window` tokens are live: a prefix is reusable if the pages of its window are cached."""
 
     def __init__(self, page_tokens: int, window: int) -> None:
         self.page = page_tokens
@@ -54,7 +54,7 @@ class Window:
                 end -= self.page
             if end <= live:
                 return border
-            # The page that ends at `end` is missing, and every border between needs it: go on before it.
+            # The page that ends at `end` is missing, and every border between needs it: continue before it.
             border = end - self.page
         return 0
 
@@ -76,15 +76,15 @@ class Snapshots:
         return border
 
     def wanted(self, position: int, prompt_len: int) -> bool:
-        """Is the state after `position` tokens worth keeping? The prompt's last border, and every stride."""
+        """Whether the state after `position` tokens is kept: at the prompt's last border, and at every stride."""
         return position > 0 and (position % self.stride == 0 or position == self.last_border(prompt_len))
 
     def last_border(self, prompt_len: int) -> int:
-        # The last prompt token always runs again, so its own border could never be used by the same prompt.
+        # The last prompt token always runs again, so the same prompt could never use a border after it.
         return (prompt_len - 1) // self.block * self.block
 
     def cut(self, start: int, count: int, prompt_len: int) -> int:
-        """Shorten a chunk so that it ends on the next border that wants a snapshot."""
+        """The length of the chunk, shortened to end on the next border with a snapshot."""
         end = start + count
         border = (start // self.stride + 1) * self.stride
         last = self.last_border(prompt_len)

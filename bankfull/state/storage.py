@@ -63,7 +63,7 @@ class Storage:
             self.frames[transfer.dst].copy_(self.frames[transfer.src])
 
     def poison(self, pages: Iterable[int], slots: Iterable[int] = ()) -> None:
-        """Fill places that nobody may read with NaN: a stale read then spoils its result instead of passing unseen.
+        """Fill free places with NaN, so that a stale read shows in its result.
 
         Bytes of 0xFF are NaN in every type of float; int8 pages show it by their scales.
         """

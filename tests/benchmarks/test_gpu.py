@@ -63,7 +63,7 @@ def test_errors_are_reported_in_one_sentence(capsys: pytest.CaptureFixture[str])
     assert "The work 'nothing-like-it' is unknown" in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert main(["--work", "decode"]) == 2
-        assert "torch sees 0 CUDA devices" in capsys.readouterr().err
+        assert "torch finds 0 CUDA devices" in capsys.readouterr().err
 
 
 def test_the_works_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ require_device()
 
 def test_a_device_that_is_not_there_is_an_error() -> None:
     count = torch.cuda.device_count()
-    with pytest.raises(ConfigError, match=rf"'cuda:{count + 6}' was asked for, but torch sees {count} CUDA devices"):
+    with pytest.raises(ConfigError, match=rf"'cuda:{count + 6}' is not available: torch finds {count} CUDA devices"):
         open_device(f"cuda:{count + 6}")
 
 

@@ -24,7 +24,7 @@ from tests.tiny import speaking_folder
 if native.status() is not None:
     pytest.skip("the kernels are not built", allow_module_level=True)
 
-from bankfull.ops.native.tape.instruction import Fixed, Input, Instruction, Value, View
+from bankfull.ops.native.tape.instruction import Fixed, Input, Instruction, Value, ValueColumns
 from bankfull.ops.native.tape.traffic import Traffic, traffic_of
 
 MACHINE = Ceilings(100.0, 400.0, {"float32": 1000.0, "int8": 4000.0}, 2, "a processor", "now", 10**6, 1000, 2000)
@@ -53,8 +53,8 @@ def fixed(size: int) -> Fixed:
     return Fixed(torch.zeros(size, dtype=torch.uint8))
 
 
-def view(row_bytes: int) -> View:
-    return View(Value(row_bytes, torch.uint8))
+def view(row_bytes: int) -> ValueColumns:
+    return ValueColumns(Value(row_bytes, torch.uint8))
 
 
 def test_weights_count_once_a_replay_and_values_once_a_token() -> None:
@@ -79,7 +79,7 @@ def test_a_token_reads_one_row_of_a_table_and_pages_are_not_weights() -> None:
     pages, narrow = fixed(1 << 20), Fixed(torch.empty(1 << 10, dtype=torch.bfloat16))
     intake = Instruction(
         "intake",
-        {"q": row, "k": View(row.value, 64), "v": None, "slots": Input("slots0")},
+        {"q": row, "k": ValueColumns(row.value, 64), "v": None, "slots": Input("slots0")},
         {"turned": row, "k_pages": narrow, "v_pages": narrow},
         {"kv_heads": 2, "size": 8, "values": 4},
         "intake",

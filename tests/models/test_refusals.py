@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from bankfull.errors import ModelError
-from bankfull.models.fields import Fields
+from bankfull.models.fields import ConfigFields
 from bankfull.models.registry import Config
 from bankfull.weights.source import open_model
 from tests.models.cases import FAMILIES
@@ -85,7 +85,7 @@ INERT = {
     "expand",
     "original_max_position_embeddings",
 }
-#: Fields that the reference leaves alone too, because another one switches them off or the family has no such part.
+#: Fields that the reference ignores, too, because another one switches them off or the family does not have that part.
 SWITCHED_OFF = {
     "qwen2": {"max_window_layers", "sliding_window"},
     "qwen3": {"max_window_layers", "sliding_window"},
@@ -101,11 +101,11 @@ def test_every_field_that_could_change_the_computation_is_read(name: str, monkey
             read.add(key)
             return super().get(key, default)
 
-    def watch(self: Fields, config: Config, defaults: Config) -> None:
+    def watch(self: ConfigFields, config: Config, defaults: Config) -> None:
         self._values = Watched({**defaults, **config})
 
     read: set[str] = set()
-    monkeypatch.setattr(Fields, "__init__", watch)
+    monkeypatch.setattr(ConfigFields, "__init__", watch)
     config = open_model(saved(name).path).config
     ours(name)
     ignored = set(config.get("text_config", config)) - read - INERT - SWITCHED_OFF.get(name, set())

@@ -71,7 +71,7 @@ class Chunked:
         self.chunks.prepare(tokens)
 
     def step(self, counts: dict[int, int]) -> None:
-        """So many more tokens of each row; their hidden states are those that the bodies give."""
+        """Run `counts` more tokens of each row and compare the hidden states with those of the bodies."""
         work = [Work(row, int(self.rows.computed[row]), count, sample=True) for row, count in counts.items()]
         with torch.inference_mode():
             found = self.chunks.replay(work, captured=False)

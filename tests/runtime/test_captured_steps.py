@@ -62,7 +62,7 @@ def answers(model: Decoder, prompts: list[int], size: int) -> list[list[int]]:
         for _ in range(NEW):
             captured._best(captured._blank(size, 1), size)
     found = rows.tokens[: len(prompts), 1 : 1 + NEW].tolist()
-    assert captured._told[:NEW, : len(prompts)].T.tolist() == found, "the host is told what the rows got"
+    assert captured._tokens_out[:NEW, : len(prompts)].T.tolist() == found, "the host is told what the rows got"
     return found
 
 

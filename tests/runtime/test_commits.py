@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(native.status() is not None, reason="the native 
 
 
 class Recorder:
-    """Stands in for the kernels: notes what is asked for, and says whether the system did it."""
+    """Replaces the kernels: records each request, and returns whether the system committed the memory."""
 
     def __init__(self, does: bool) -> None:
         self.asked: list[tuple[int, int]] = []
@@ -70,7 +70,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux tells what is resident")
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux reports resident memory")
 def test_committed_memory_is_there_and_keeps_what_was_written(memory: Any) -> None:
     size = 64 << 20
     buffer = torch.empty(size, dtype=torch.uint8)

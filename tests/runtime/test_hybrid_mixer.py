@@ -17,7 +17,7 @@ from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.layers.mixer import Angles
 from bankfull.models.common import TRANSFORMER, attention, heads_of, prenorm_decoder
-from bankfull.models.fields import Fields
+from bankfull.models.fields import ConfigFields
 from bankfull.ops import Kit, PagedMeta, RecurrentMeta, causal_conv, kit_for, native
 from bankfull.runtime import naive
 from bankfull.state.spec import Recurrent, StateSpec, TensorSpec, layout_of
@@ -36,7 +36,7 @@ class ConvAttention:
 
     rope: str | None = "global"
 
-    def __init__(self, fields: Fields, build: Build) -> None:
+    def __init__(self, fields: ConfigFields, build: Build) -> None:
         hidden = fields.size("hidden_size")
         self.attention = attention(fields, build, heads_of(fields), qkv_bias=False, out_bias=False)
         self.kernel = torch.linspace(-1.0, 1.5, hidden * WIDTH, dtype=build.dtype).view(hidden, WIDTH)
@@ -62,7 +62,7 @@ def built(arithmetic: str) -> tuple[Decoder, Kit]:
     files = open_model(folder_of("llama"))
     kit = kit_for("cpu", "torch" if arithmetic == "bodies" else "auto")
     build = Build(files.source, kit, torch.float64 if arithmetic == "bodies" else torch.float32, CPU)
-    fields = Fields(files.config, TRANSFORMER)
+    fields = ConfigFields(files.config, TRANSFORMER)
     return prenorm_decoder(fields, build, heads_of(fields), lambda layer, at: ConvAttention(fields, at)), kit
 
 

@@ -40,7 +40,7 @@ def test_what_is_planned_stays_within_the_budget_and_holds_one_sequence(layout: 
     if layout.recurrent:
         assert sizes.slots >= 3 * sizes.rows
     if sizes.max_len < 1000 or sizes.rows < rows:
-        assert sizes.notices, "less than asked for, and nobody was told"
+        assert sizes.notices, "the sizes are smaller than configured, without a notice"
 
 
 def test_a_fraction_is_taken_of_what_is_free() -> None:

@@ -1,4 +1,4 @@
-"""A model with an expression that the tape cannot record runs eagerly, and one line says so."""
+"""A model with an expression that the tape cannot record runs eagerly, and one line names the expression."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A device that computes nothing and checks everything.
+"""A simulated device that computes nothing and checks every step plan.
 
-It learns of the world only through step plans, executes them late and in order, and knows for every position of every
-page, and for every slot, exactly which prefix was written there. Work that reads anything but its own prefix, writes
-what it may not, or touches a place that was let go, is an error.
+It executes plans late and in order, and knows for every position of every page, and for every slot, exactly which
+prefix was written there. Work that reads anything but its own prefix, writes a place that others use, or touches a
+released place, is an error.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Device:
         del self.marks[step]
 
     def poison(self, pages: Iterable[int], slots: Iterable[int]) -> None:
-        """These places are free: nothing in flight may count on them, and nobody may ever read what they held."""
+        """These places are free: no step in flight may use them, and their old content must never be read."""
         pinned = {place for ends in self.moving.values() for place in ends}
         self.free = {*pages, *(-slot for slot in slots)}
         for place in self.free:
@@ -169,7 +169,7 @@ class Device:
                 self.entered, request, enter.child, list(enter.tokens), prefix, tables, enter.slot, enter.computed
             )
         for edit in plan.pages:
-            demand(edit.row in self.rows, f"pages for row {edit.row}, which nobody has")
+            demand(edit.row in self.rows, f"pages for row {edit.row}, which no sequence has")
             table = self.rows[edit.row].tables[edit.group]
             demand(edit.first == len(table), f"row {edit.row} has {len(table)} pages, an edit begins at {edit.first}")
             table.extend(edit.pages)
@@ -189,11 +189,11 @@ class Device:
 
     def _read(self, work: Work, launched: Launched) -> int:
         """All that `work` must find of the past, before anything of this step is written."""
-        demand(work.row in self.rows, f"work for row {work.row}, which nobody has")
+        demand(work.row in self.rows, f"work for row {work.row}, which no sequence has")
         row = self.rows[work.row]
         begin = row.length
         late = sum(mark.accepted.get(row.key, 0) for mark in launched.before)
-        demand(begin == work.start + late, f"row {work.row} stands at {begin}, the plan says {work.start} + {late}")
+        demand(begin == work.start + late, f"row {work.row} stands at {begin}, the plan expects {work.start} + {late}")
         reads = launched.mark.reads
         for g, group in enumerate(self.layout.paged):
             size, table = group.page_tokens, row.tables[g]
@@ -277,7 +277,7 @@ class Device:
         """Steps that were in flight together may touch a place for one sequence only, if one of them writes it."""
         mark = launched.mark
         lost = self.free.intersection(mark.writes) | self.free.intersection(mark.reads)
-        demand(not lost, f"step {mark.step} touches {lost}, which were let go before it has settled")
+        demand(not lost, f"step {mark.step} touches {lost}, which were released before it has settled")
         for place, key in mark.writes.items():
             demand(mark.reads.get(place, {key}) == {key}, f"place {place} is written for one row, read for another")
         for other in launched.before:

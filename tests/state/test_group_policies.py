@@ -16,7 +16,7 @@ def seen(position: int, window: int | None) -> range:
 
 
 def brute_force(page: int, window: int | None, hits: set[int], length: int) -> int:
-    """The longest border such that every earlier position that the next token sees lies in a page that was hit."""
+    """The longest border at which every earlier position that the next token attends to is in a cached page."""
     borders = range(0, length + 1, page)
     return max(b for b in borders if all(p // page + 1 in hits for p in seen(b, window)))
 

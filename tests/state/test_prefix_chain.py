@@ -43,7 +43,7 @@ def test_equal_tokens_under_different_salts_share_no_name(one: bytes, two: bytes
 
 
 @given(st.integers(1, 5), TOKENS, st.lists(st.integers(0, 40)))
-def test_names_are_made_as_far_as_somebody_asks(block: int, tokens: list[int], lengths: list[int]) -> None:
+def test_keys_are_computed_as_far_as_they_are_needed(block: int, tokens: list[int], lengths: list[int]) -> None:
     chain, all_names = Chain(b"", block), named(b"", block, tokens)
     for length in lengths:
         index = min(length, len(tokens)) // block
@@ -51,7 +51,7 @@ def test_names_are_made_as_far_as_somebody_asks(block: int, tokens: list[int], l
     assert chain.names == all_names[: len(chain.names)]
 
 
-def test_whoever_asks_for_one_block_after_the_other_has_them_named_in_few_goes() -> None:
+def test_a_lookup_of_one_block_after_the_other_computes_keys_in_few_calls() -> None:
     chain, tokens, goes = Chain(b"", 2), list(range(1000)), set()
     for end in range(2, 1001, 2):
         assert chain.reach(tokens, end) is not None

@@ -1,6 +1,6 @@
-"""Which kernels of the tape an operation is. A form notes them and returns True, or False where only the body will do.
+"""The kernels of each operation. A form records them and returns True, or False where only the torch body computes it.
 
-Forms come after the providers' `accepts`: types and layouts of weights were checked when the operation was bound.
+The providers' `accepts` has checked types and layouts of weights before, when the operation was bound.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def form(function: Form) -> Form:
 
 
 def _floats(tensor: Tensor | None) -> Fixed | None:
-    """A weight as a float kernel reads it."""
+    """A weight in float32, as the kernel reads it."""
     return None if tensor is None else Fixed(tensor.to(torch.float32).contiguous())
 
 
@@ -309,7 +309,7 @@ def rotate(rec: Recorder, out: Outputs, x: Tensor, cos: Tensor, sin: Tensor) -> 
 
 
 def _strides(pages: Tensor, scales: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Frame, token, head: of numbers, and of scales if there are any."""
+    """Strides over frame, token and head, of the numbers and of their scales if there are any."""
     return pages.stride()[:3], (0, 0, 0) if scales is None else scales.stride()
 
 

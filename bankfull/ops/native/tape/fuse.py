@@ -1,6 +1,6 @@
-"""Joining instructions whose results need not go through memory. Every rule leaves the same bits.
+"""Fuses instructions whose results need not go through memory. Every rule keeps the same bits.
 
-All values are written once when the rules run, so an instruction may move up to where what it reads is known.
+All values are written once when the rules run, so an instruction may move up to where its operands are written.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from collections import defaultdict
 from collections.abc import Collection
 
 from bankfull.ops.native.activation import GATES
-from bankfull.ops.native.tape.instruction import Fixed, Instruction, Node, Operand, Value, View, values_in
+from bankfull.ops.native.tape.instruction import Fixed, Instruction, Node, Operand, Value, ValueColumns, values_in
 
 MOST_PARTS = 8
-"""Weights that one instruction multiplies; the limit of the C++ side."""
+"""The most weights that one instruction multiplies, a limit of the C++ side."""
 GROUP = 32
-"""Columns that an encoded row is made of."""
+"""Columns of a quantization group of an encoded row."""
 
 
 def fuse(nodes: list[Node], keep: Collection[Value]) -> list[Node]:
-    """`keep`: what the tape returns."""
+    """`keep`: values that the tape returns."""
     nodes = _share_activations(nodes)
     for rule in (_gate, _encode_norm, _encode_attention, _take_in, _take_in_at_once):
         nodes = rule(nodes, keep)
@@ -42,11 +42,11 @@ def _instruction(node: Node | None, kind: str) -> Instruction | None:
 
 
 def _value(operand: object) -> Value | None:
-    return operand.value if isinstance(operand, View) else None
+    return operand.value if isinstance(operand, ValueColumns) else None
 
 
 def _share_activations(nodes: list[Node]) -> list[Node]:
-    """Weights that read the same encoded row go together: queries, keys and values; gate and up."""
+    """One instruction for weights that read the same encoded row: queries, keys and values; gate and up."""
     first: dict[object, Instruction] = {}
     kept: list[Node] = []
     for node in nodes:
@@ -68,7 +68,7 @@ def _share_activations(nodes: list[Node]) -> list[Node]:
 
 
 def _gate(nodes: list[Node], keep: Collection[Value]) -> list[Node]:
-    """f(gate) * up where both come from one instruction and go nowhere else."""
+    """Fuse f(gate) * up where both come from one instruction and nothing else reads them."""
     readers, writers = _readers(nodes), _writers(nodes)
     gone: set[Node] = set()
     for node in nodes:
@@ -97,7 +97,7 @@ def _gate(nodes: list[Node], keep: Collection[Value]) -> list[Node]:
 
 
 def _encode_norm(nodes: list[Node], keep: Collection[Value]) -> list[Node]:
-    """A norm encodes what it gives out."""
+    """A norm encodes its result."""
     readers = _readers(nodes)
     gone: set[Node] = set()
     for node in nodes:
@@ -116,7 +116,7 @@ def _encode_norm(nodes: list[Node], keep: Collection[Value]) -> list[Node]:
 
 
 def _encode_attention(nodes: list[Node], keep: Collection[Value]) -> list[Node]:
-    """Attention encodes what it gives out, where heads are whole groups."""
+    """Attention encodes its result, where heads are whole groups."""
     readers = _readers(nodes)
     gone: set[Node] = set()
     for node in nodes:
@@ -132,7 +132,7 @@ def _encode_attention(nodes: list[Node], keep: Collection[Value]) -> list[Node]:
 
 
 def _take_in(nodes: list[Node], keep: Collection[Value]) -> list[Node]:
-    """Turning queries and keys and storing keys and values: one pass over the new tokens, just before attention."""
+    """RoPE of queries and keys and the write of keys and values: one pass over the new tokens before attention."""
     readers, writers = _readers(nodes), _writers(nodes)
     stored: dict[tuple[int, int], Instruction] = {}
     gone: set[Node] = set()
@@ -148,11 +148,11 @@ def _take_in(nodes: list[Node], keep: Collection[Value]) -> list[Node]:
             for name in ("k", "v")
         )
         if keys is None or values is None or keys.reads["slots"] != values.reads["slots"]:
-            continue  # a layer that reads what another one stored
-        turns = _turns(attention, keys, readers, writers)
-        if turns is not None:
-            before[attention] = _intake(attention, keys, values, turns, readers, keep)
-            gone.update(turns, (keys, values))
+            continue  # the layer reads the pages of another layer
+        rotations = _rotations(attention, keys, readers, writers)
+        if rotations is not None:
+            before[attention] = _intake(attention, keys, values, rotations, readers, keep)
+            gone.update(rotations, (keys, values))
     out: list[Node] = []
     for node in nodes:
         if node in before:
@@ -169,26 +169,26 @@ def _address(operand: object) -> int:
     return operand.tensor.data_ptr()
 
 
-def _turns(
+def _rotations(
     attention: Instruction, keys: Instruction, readers: dict[Value, list[Node]], writers: dict[Value, Node]
 ) -> tuple[Instruction, ...] | None:
-    """The rotations of queries and keys: both or none; None where they cannot be taken in."""
+    """The RoPE instructions of queries and keys: both, or none of them; None where they cannot be fused."""
     q, k = _value(attention.reads["q"]), _value(keys.reads["rows"])
     if q is None or k is None:
         return None
-    turn_q, turn_k = _instruction(writers.get(q), "rotate"), _instruction(writers.get(k), "rotate")
-    if turn_q is None or turn_k is None:
-        return () if turn_q is turn_k else None
-    same = all(turn_q.reads[name] == turn_k.reads[name] for name in ("cos", "sin"))
+    rotate_q, rotate_k = _instruction(writers.get(q), "rotate"), _instruction(writers.get(k), "rotate")
+    if rotate_q is None or rotate_k is None:
+        return () if rotate_q is rotate_k else None
+    same = all(rotate_q.reads[name] == rotate_k.reads[name] for name in ("cos", "sin"))
     alone = readers[q] == [attention] and readers[k] == [keys]
-    return (turn_q, turn_k) if same and alone and turn_q.facts["half"] == turn_k.facts["half"] else None
+    return (rotate_q, rotate_k) if same and alone and rotate_q.facts["half"] == rotate_k.facts["half"] else None
 
 
 def _intake(
     attention: Instruction,
     keys: Instruction,
     values: Instruction,
-    turns: tuple[Instruction, ...],
+    rotations: tuple[Instruction, ...],
     readers: dict[Value, list[Node]],
     keep: Collection[Value],
 ) -> Instruction:
@@ -196,12 +196,12 @@ def _intake(
     q, k, v = attention.reads["q"], keys.reads["rows"], values.reads["rows"]
     cos = sin = turned = None
     half = 0
-    if turns:
-        turn_q, turn_k = turns
-        cos, sin, half = turn_q.reads["cos"], turn_q.reads["sin"], turn_q.facts["half"]
-        turned, q, k = q, turn_q.reads["x"], turn_k.reads["x"]
-        assert isinstance(q, View)
-        if readers[q.value] == [turn_q] and q.value not in keep:
+    if rotations:
+        rotate_q, rotate_k = rotations
+        cos, sin, half = rotate_q.reads["cos"], rotate_q.reads["sin"], rotate_q.facts["half"]
+        turned, q, k = q, rotate_q.reads["x"], rotate_k.reads["x"]
+        assert isinstance(q, ValueColumns)
+        if readers[q.value] == [rotate_q] and q.value not in keep:
             turned = q  # in place
         attention.reads["q"], facts["q_token"] = turned, _floats_apart(turned)
     return Instruction(
@@ -235,7 +235,7 @@ def _intake(
 
 
 def _take_in_at_once(nodes: list[Node], keep: Collection[Value]) -> list[Node]:
-    """Heads go on into attention from the product that makes them, where they are whole groups of its outputs."""
+    """Fuse the intake into the product that makes the heads, where heads are whole groups of its outputs."""
     readers, products = _readers(nodes), _writers([node for node in nodes if _instruction(node, "packed")])
     gone: set[Node] = set()
     joined: dict[Node, Instruction] = {}
@@ -249,7 +249,7 @@ def _take_in_at_once(nodes: list[Node], keep: Collection[Value]) -> list[Node]:
             continue
         if made != [packed.writes[f"y{i}"] for i in range(len(made))] or not _goes_to(made, intake, readers, keep):
             continue
-        # The product moves down: what it reads was written once and is still there, and nobody else waits for it.
+        # The product moves down: its operands stay live, and no instruction between reads its results.
         both = Instruction("packed", packed.reads | intake.reads, packed.writes | intake.writes, dict(packed.facts))
         both.facts["intake"], both.label = intake, "packed, taken in"
         intake.facts["joined"] = True
@@ -261,7 +261,7 @@ def _take_in_at_once(nodes: list[Node], keep: Collection[Value]) -> list[Node]:
 def _goes_to(
     operands: list[Operand | None], reader: Instruction, readers: dict[Value, list[Node]], keep: Collection[Value]
 ) -> bool:
-    """Nothing else reads them, but attention what `reader` leaves in their place."""
+    """Whether only `reader` reads the operands, apart from attention, which reads `reader`'s result in their place."""
     left = _value(reader.writes["turned"])
     for value in values_in(operands):
         others = [node for node in readers[value] if node is not reader]
@@ -271,4 +271,4 @@ def _goes_to(
 
 
 def _floats_apart(operand: object) -> int:
-    return operand.stride // 4 if isinstance(operand, View) else 0
+    return operand.stride // 4 if isinstance(operand, ValueColumns) else 0

@@ -1,4 +1,4 @@
-"""What a tape is made of, before it is handed to C++."""
+"""The parts of a tape before it is built in C++."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from bankfull.ops.registry import Operation
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """An intermediate result: one row per token. Written once, unless a kernel works in place."""
+    """An intermediate result with one row per token. It is written once, unless a kernel works in place."""
 
     row_bytes: int
     dtype: torch.dtype
     place: int = -1
-    """Bytes of arena before it, per token; set by the layout."""
+    """Bytes of the arena before it, per token; set by the layout."""
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ValueColumns:
     """Columns of a value."""
 
     value: Value
@@ -38,51 +38,51 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Memory that stays where it is: weights, pages. The tensor is kept alive by the tape."""
+    """Memory at a fixed address: weights, pages. The tape keeps the tensor alive."""
 
     tensor: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """What every step brings anew, by name."""
+    """An input that every step brings, by name."""
 
     name: str
 
 
-Operand = View | Fixed | Input
+Operand = ValueColumns | Fixed | Input
 
 
 @dataclass(slots=True, eq=False)
 class Instruction:
-    """One kernel. `kind` is the name of the method of the C++ tape; operands and facts are its arguments."""
+    """One kernel. `kind` is a method of the C++ tape; operands and facts are its arguments."""
 
     kind: str
     reads: dict[str, Operand | None]
     writes: dict[str, Operand | None]
     facts: dict[str, Any] = field(default_factory=dict)
     label: str = ""
-    """Under which name a profile shows it."""
+    """Its name in profiles."""
 
 
 @dataclass(slots=True, eq=False)
 class Break:
-    """An operation that only its torch body computes: the tape stops, Python calls it, the tape goes on."""
+    """An operation that only its torch body computes: the tape stops, Python calls the body, the tape continues."""
 
     operation: Operation
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     reads: dict[str, Operand | None]
-    """View operands by the position of the argument, for their lifetime."""
+    """Operands by the position or name of the argument, for their lifetime."""
     writes: dict[str, Operand | None]
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    """Of what it writes: the shape behind the tokens."""
+    """Shape after the token dimension, and dtype, of each result."""
     nested: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Arguments that are records of inputs (a mixer's plan): field -> the input's name."""
+    """For arguments that are records (a mixer's plan): field -> name of the step's input."""
 
 
 Node = Instruction | Break
 
 
 def values_in(operands: Iterable[Operand | None]) -> list[Value]:
-    return [operand.value for operand in operands if isinstance(operand, View)]
+    return [operand.value for operand in operands if isinstance(operand, ValueColumns)]

@@ -1,4 +1,4 @@
-"""Where intermediate results lie: values that are never needed at the same time share their bytes."""
+"""Places of intermediate results: values that are never live at the same time share their bytes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Collection
 from bankfull.ops.native.tape.instruction import Node, Value, values_in
 
 ALIGN = 64
-"""Of places per token: whole cache lines, for any number of tokens."""
+"""Alignment of places in bytes per token: whole cache lines, for any number of tokens."""
 
 
 def lay_out(nodes: list[Node], keep: Collection[Value]) -> int:
-    """Give every value its place; the arena's bytes per token. What is in `keep` outlives the tape."""
+    """Place every value; returns the arena's bytes per token. Values in `keep` stay live after the last instruction."""
     first: dict[Value, int] = {}
     last: dict[Value, int] = {}
     for at, node in enumerate(nodes):
@@ -27,7 +27,7 @@ def lay_out(nodes: list[Node], keep: Collection[Value]) -> int:
     size = 0
     next_end = 0
     for value in order:
-        while next_end < first[value]:  # what was last needed before this one begins
+        while next_end < first[value]:  # values whose last use is before this one's first
             for done in ends.get(next_end, []):
                 taken.remove((done.place, done.place + _bytes(done)))
             next_end += 1
@@ -43,7 +43,7 @@ def _bytes(value: Value) -> int:
 
 
 def _gap(taken: list[tuple[int, int]], size: int) -> int:
-    """The lowest place with `size` free bytes; `taken` is sorted and does not overlap."""
+    """The lowest offset with `size` free bytes; `taken` is sorted and does not overlap."""
     place = 0
     for begin, end in taken:
         if begin - place >= size:

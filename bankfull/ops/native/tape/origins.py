@@ -1,4 +1,4 @@
-"""The line of a model's source that a tape cannot repeat, for the message that names it."""
+"""Finds the expression in a model's source that a tape cannot record, for the message that names it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _INSIDE = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
-"""Sources that compute for the model: torch and `bankfull.ops`. A model's own line lies outside of them."""
+"""Folders of torch and `bankfull.ops`. A model's own source is outside of them."""
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -22,12 +22,12 @@ def storage_of(tensor: Tensor) -> int:
 
 
 class Origins(TorchFunctionMode):
-    """Within the block, notes which line made each tensor, or last changed it in place."""
+    """Within the block, records the expression that made each tensor, or last changed it in place."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lines: dict[int, tuple[int, str]] = {}
-        self._alive: list[Tensor] = []  # storages are told apart by address: none may be freed and used again
+        self._alive: list[Tensor] = []  # storages are identified by address: none may be freed and reused
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -47,7 +47,7 @@ class Origins(TorchFunctionMode):
 
 
 def line_of(problem: BaseException) -> str:
-    """The innermost line of the model on the way to an exception."""
+    """The innermost expression of the model in the traceback of an exception."""
     found = "the model's forward pass"
     for code, lasti, line in _frames(problem.__traceback__):
         if not code.co_filename.startswith(_INSIDE):
@@ -69,7 +69,7 @@ def _caller() -> str:
 
 
 def _shown(code: CodeType, lasti: int, line: int) -> str:
-    """The expression that runs at an instruction, and where it stands."""
+    """The expression at a bytecode instruction, with its function, file and line."""
     first, last, begin, end = list(code.co_positions())[lasti // 2]
     text = linecache.getline(code.co_filename, line).strip()
     if first is not None and first == last and begin is not None:

@@ -1,4 +1,4 @@
-"""Running a model without data and noting what it would have computed."""
+"""Records the operations of a model by running it on tensors without data."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bankfull.ops.native.tape.instruction import Break, Fixed, Input, Instruction, Node, Operand, Value, View
+from bankfull.ops.native.tape.instruction import Break, Fixed, Input, Instruction, Node, Operand, Value, ValueColumns
 from bankfull.ops.native.tape.origins import storage_of
 from bankfull.ops.registry import BODY, Operation
 
 TOKENS = 13
-"""Rows of every recorded tensor. Any number does: it never reaches the tape."""
+"""Rows of every recorded tensor. The number is arbitrary: it never reaches the tape."""
 
 
 class CannotRecord(Exception):
@@ -30,35 +30,35 @@ class CannotRecord(Exception):
 
 
 class Recorder:
-    """Stands in for the kernels while a model's `forward` runs on meta tensors.
+    """Replaces the kernels while a model's `forward` runs on meta tensors.
 
-    A tensor is known by its storage, so views made by the model (heads, columns) need no kernel. Every tensor that an
-    operation reads must come from another operation, from the step's inputs, or be a weight.
+    A tensor is identified by its storage, so views made by the model (heads, columns) need no kernel. Every tensor that
+    an operation reads must be the result of another operation, an input of the step, or a weight.
     """
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self._values: dict[int, Value] = {}
         self._inputs: dict[int, str] = {}
-        self._encoded: dict[View, View] = {}
-        self._alive: list[Any] = []  # storages are told apart by address: none may be freed and used again
+        self._encoded: dict[ValueColumns, ValueColumns] = {}
+        self._alive: list[Any] = []  # storages are identified by address: none may be freed and reused
 
     def input(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Tensor:
-        """A tensor that each step brings anew."""
+        """A tensor that each step brings."""
         tensor = torch.empty(shape, dtype=dtype, device="meta")
         self._alive.append(tensor)
         self._inputs[storage_of(tensor)] = name
         return tensor
 
     def host_input(self, name: str, size: int) -> np.ndarray:
-        """A host array that each step brings anew; told by identity."""
+        """A host array that each step brings; identified by its `id`."""
         array = np.zeros(size, np.int64)
         self._alive.append(array)
         self._inputs[id(array)] = name
         return array
 
     def add(self, operation: Operation, provider: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the kit calls instead of a kernel. The result has the operation's shapes."""
+        """Called by the kit instead of a kernel. The result has the operation's shapes."""
         from bankfull.ops.native.tape.forms import FORMS
 
         made = operation.on_meta(*args, **kwargs)
@@ -80,7 +80,7 @@ class Recorder:
         self.nodes.append(Instruction(kind, reads, writes, facts, label or kind))
 
     def operand(self, tensor: Tensor | np.ndarray) -> Operand:
-        """Where a kernel finds the tensor."""
+        """The tensor as a kernel's operand."""
         if isinstance(tensor, np.ndarray):
             return Input(self._named(id(tensor), "host array"))
         if tensor.device.type != "meta":
@@ -95,25 +95,25 @@ class Recorder:
         offset = int(tensor.storage_offset()) * item
         if not dense or tensor.stride(0) * item != value.row_bytes or offset >= value.row_bytes:
             raise CannotRecord("an operation reads a view that is not made of whole columns of a result")
-        return View(value, offset)
+        return ValueColumns(value, offset)
 
-    def view(self, tensor: Tensor) -> View:
+    def view(self, tensor: Tensor) -> ValueColumns:
         found = self.operand(tensor)
-        if not isinstance(found, View):
+        if not isinstance(found, ValueColumns):
             raise CannotRecord("an operation reads an input or a weight where it expects a result")
         return found
 
-    def dense(self, tensor: Tensor) -> View | None:
-        """The view, if the tensor is all of its value."""
+    def dense(self, tensor: Tensor) -> ValueColumns | None:
+        """The operand, if the tensor is all of its value."""
         found = self.view(tensor)
         row = tensor.numel() // TOKENS * tensor.element_size()
         return found if row == found.value.row_bytes else None
 
-    def encoded(self, x: View, columns: int, stride: int) -> View:
-        """x as packed weights want it: encoded once for all that read it."""
+    def encoded(self, x: ValueColumns, columns: int, stride: int) -> ValueColumns:
+        """x encoded for packed weights, once for all instructions that read it."""
         known = self._encoded.get(x)
         if known is None:
-            known = self._encoded[x] = View(Value(stride, torch.uint8))
+            known = self._encoded[x] = ValueColumns(Value(stride, torch.uint8))
             self.emit("encode", {"x": x}, {"encoded": known}, x_stride=x.stride // 4, columns=columns)
         return known
 

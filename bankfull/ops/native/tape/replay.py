@@ -15,7 +15,7 @@ from bankfull.ops.native.extension import required
 from bankfull.ops.native.memory import in_large_pages
 from bankfull.ops.native.sampling import WishesAt
 from bankfull.ops.native.tape.fuse import fuse
-from bankfull.ops.native.tape.instruction import Break, Input, Instruction, Node, Operand, View
+from bankfull.ops.native.tape.instruction import Break, Input, Instruction, Node, Operand, ValueColumns
 from bankfull.ops.native.tape.layout import lay_out
 from bankfull.ops.native.tape.record import Recorder
 from bankfull.ops.native.tape.traffic import label_of, traffic_of
@@ -24,18 +24,18 @@ from bankfull.progress import PROGRESS
 _native = required()
 _NONE, _FIXED, _ARENA, _INPUT = range(4)
 Source = tuple[int, int]
-"""An input of a step: its address and, where it has two dimensions, its columns."""
+"""An input of a step: its address, and its columns (1 for a vector)."""
 LONG = 64
-"""Tokens of a step from which on it is replayed in stretches of so many instructions, about a layer each: whoever
-watches sees it move."""
+"""Tokens from which on a step is replayed in stretches, so that the watchdog sees progress."""
 STRETCH = 8
+"""Instructions of a stretch: about one layer."""
 ChoosingStep = Callable[..., list[int]]
-"""Rows -> one token of each, which is also appended to it; `timed` as for `Tape.replay`."""
+"""Rows -> one token of each, which is also appended to the row; `timed` as for `Tape.replay`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowsAt:
-    """Where the rows lie that a choosing step reads and extends: addresses of int64, which must stay."""
+    """Addresses of the int64 arrays of rows that a choosing step reads and extends. The arrays must not move."""
 
     count: int
     longest: int
@@ -43,16 +43,16 @@ class RowsAt:
     known: int
     computed: int
     tables: Sequence[tuple[int, int, int]]
-    """Address, width and tokens of a page, for each group of layers."""
+    """Address of the page tables, their columns, and tokens of a page, for each paged group."""
     wishes: WishesAt
 
 
 class Tape:
-    """One tape serves every batch. Its result lies in the tape's arena and holds until the next replay."""
+    """One tape serves every batch. Its result is in the tape's arena, valid until the next replay."""
 
     def __init__(self, recorder: Recorder, result: Tensor, inputs: Sequence[str], chosen: Tensor | None = None) -> None:
-        """`inputs` names what `replay` will be given, in that order. `chosen`: what the last recorded operation made,
-        the likeliest token for each result; only `choosing` runs it, which may also choose otherwise."""
+        """`inputs`: names of the arguments of `replay`, in order. `chosen`: the most likely token for each result, made
+        by the last recorded operation; only `choosing` runs that operation, and may sample instead."""
         self._numbers = {name: i for i, name in enumerate(inputs)}
         kept = recorder.view(result)
         self._chosen = None if chosen is None else recorder.view(chosen)
@@ -60,7 +60,7 @@ class Tape:
         nodes = fuse(recorder.nodes, keep)
         self.bytes_per_token = lay_out(nodes, keep)
         self.traffic = traffic_of(nodes)
-        """By the labels of `times`."""
+        """Bytes and operations by the labels of `times`."""
         self._labels = [label_of(node) for node in nodes if isinstance(node, Instruction)]
         self._result, self._columns = kept, kept.value.row_bytes // result.dtype.itemsize
         self._dtype = result.dtype
@@ -75,12 +75,12 @@ class Tape:
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._roomy = self._address = 0
         self.seconds = 0.0
-        """Inside the kernels of replays, so far; breaks are not among them."""
+        """Seconds inside the kernels of all replays, without breaks."""
         self._broken: dict[str, tuple[float, int]] = {}
 
     @property
     def breaks(self) -> dict[str, int]:
-        """Operation -> how often the tape stops for its torch body."""
+        """Operation -> number of times that the tape stops for its torch body."""
         return dict(Counter(piece.operation.name for piece in self._pieces if isinstance(piece, Break)))
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class Tape:
         tensors: Mapping[str, Any] | None = None,
         timed: bool = False,
     ) -> Tensor:
-        """`tensors`: the inputs by name, for operations that are called in Python. `timed`: for `times`."""
+        """`tensors`: the inputs by name, for operations that Python calls. `timed`: whether `times` counts it."""
         arena = self._arena_for(tokens)
         for piece in self._pieces:
             begun = perf_counter()
@@ -104,7 +104,7 @@ class Tape:
                     seconds, runs = self._broken.get(label_of(piece), (0.0, 0))
                     self._broken[label_of(piece)] = (seconds + perf_counter() - begun, runs + 1)
             else:
-                # In one go where it is short: each stretch begins without what the one before has looked forward to.
+                # A short step is one stretch: weights are not prefetched across the border between two.
                 stretch = STRETCH if tokens >= LONG else len(self)
                 for first in range(piece[0], piece[1], stretch):
                     self._tape.replay(arena, tokens, sequences, inputs, first, min(first + stretch, piece[1]), timed)
@@ -113,7 +113,7 @@ class Tape:
         return self._tensor(self._result, tokens, (self._columns,), self._dtype)
 
     def choosing(self, rows: RowsAt) -> ChoosingStep | None:
-        """The step that also chooses; None where something on the way is not on the tape."""
+        """The step that also chooses tokens; None where an operation or the head is not on the tape."""
         if self._chosen is None or any(isinstance(piece, Break) for piece in self._pieces):
             return None
         step = _native.ChoosingStep(
@@ -144,7 +144,7 @@ class Tape:
         return self._address
 
     def times(self) -> dict[str, tuple[float, int]]:
-        """Label -> seconds and runs, over all timed replays since the last call; what never ran is left out."""
+        """Label -> seconds and runs over all timed replays since the last call, without labels that never ran."""
         found, self._broken = defaultdict(lambda: (0.0, 0), self._broken), {}
         for label, (_, nanoseconds, runs) in zip(self._labels, self._tape.times(), strict=True):
             if runs:
@@ -188,15 +188,15 @@ class Tape:
     def _place(self, operand: Operand | None) -> Any:
         if operand is None:
             return (_NONE, 0, 0)
-        if isinstance(operand, View):
+        if isinstance(operand, ValueColumns):
             return (_ARENA, operand.value.place, operand.offset)
         if isinstance(operand, Input):
             return (_INPUT, self._numbers[operand.name], 0)
         self._alive.append(operand.tensor)
         return (_FIXED, operand.tensor.data_ptr(), 0)
 
-    def _tensor(self, view: View, tokens: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A value's columns as a tensor over the arena."""
+    def _tensor(self, view: ValueColumns, tokens: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Columns of a value as a tensor over the arena."""
         item = dtype.itemsize
         at = view.value.place * tokens + view.offset
         inner, strides = 1, list[int]()
@@ -208,7 +208,7 @@ class Tape:
     def _call(self, piece: Break, tokens: int, tensors: Mapping[str, Any]) -> None:
         def found(name: str, arg: Any) -> Any:
             operand = piece.reads.get(name)
-            if isinstance(operand, View):
+            if isinstance(operand, ValueColumns):
                 return self._tensor(operand, tokens, tuple(arg.shape[1:]), arg.dtype)
             if isinstance(operand, Input):
                 return tensors[operand.name]
@@ -221,6 +221,6 @@ class Tape:
         for (name, operand), result in zip(
             piece.writes.items(), made if isinstance(made, tuple) else (made,), strict=False
         ):
-            assert isinstance(operand, View)
+            assert isinstance(operand, ValueColumns)
             shape, dtype = piece.shapes[name]
             self._tensor(operand, tokens, shape, dtype).copy_(result)

@@ -1,4 +1,4 @@
-"""What the instructions of a tape move and multiply, each operand counted once per instruction: for profiles."""
+"""Bytes and operations of a tape's instructions, for profiles. Each operand counts once per instruction."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from bankfull.ops.native.tape.instruction import Break, Fixed, Instruction, Node, values_in
 
 METERED = {"attention": "paged_attention", "conv": "causal_conv", "scan": "selective_scan"}
-"""Kinds of instructions whose cost follows from more than the tokens of a step -> the operation that knows it."""
+"""Kinds of instructions whose cost depends on more than a step's tokens -> the operation with their cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Of one replay, all instructions of a label together."""
+    """Sums over all instructions of a label in one replay."""
 
     count: int = 0
     fixed: int = 0
-    """Bytes, whatever the step: weights."""
+    """Bytes that do not depend on the step: weights."""
     per_token: int = 0
     """Bytes for each token."""
     flops: int = 0
     """Multiplications and additions for each token."""
     operation: str = ""
-    """Not empty: whose cost stands for all of this, see METERED."""
+    """If not empty, the operation whose cost replaces these sums; see METERED."""
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
@@ -36,7 +36,7 @@ class Traffic:
 
 
 def label_of(node: Node) -> str:
-    """How a profile calls it: matrices of different shapes are told apart."""
+    """The label in profiles. Matrices of different shapes have different labels."""
     if isinstance(node, Break):
         return f"{node.operation.name} (torch)"
     if node.kind == "packed":
@@ -45,7 +45,7 @@ def label_of(node: Node) -> str:
 
 
 def traffic_of(nodes: Iterable[Node]) -> dict[str, Traffic]:
-    """Label -> what one replay moves and multiplies."""
+    """Label -> bytes and operations of one replay."""
     found: dict[str, Traffic] = {}
     for node in nodes:
         label = label_of(node)
@@ -62,17 +62,17 @@ def _traffic(node: Node) -> Traffic:
     weights = {name: operand.tensor.nbytes for name, operand in node.reads.items() if isinstance(operand, Fixed)}
     read, written = (set(values_in(side.values())) for side in (node.reads, node.writes))
     if "intake" in facts:
-        read -= written  # on the way from a product into attention
+        read -= written  # they pass from the product into attention inside of the kernel
     per_token = sum(value.row_bytes for values in (read, written) for value in values)
     flops = 0
     if node.kind == "embedding":
-        weights.pop("table")  # of which a token reads one row
+        weights.pop("table")  # a token reads one row of it
         per_token += facts["row_bytes"]
     elif node.kind in ("write", "intake"):
         per_token += _stored(node)
     elif node.kind == "packed":
         for number in range(len(facts["parts"])):
-            weights.pop(f"mixed{number}", None)  # instead of the weight itself, where rows are many
+            weights.pop(f"mixed{number}", None)  # read instead of the weight itself when many rows are batched
         if (intake := facts.get("intake")) is not None:
             per_token += _stored(intake)
         flops = 2 * facts["inner"] * _outputs(node)
@@ -82,7 +82,7 @@ def _traffic(node: Node) -> Traffic:
 
 
 def _stored(node: Instruction) -> int:
-    """Bytes of a token's keys and values, or of either."""
+    """Bytes of a token's keys and values, or of one of the two."""
     facts, both = node.facts, node.kind == "intake"
     numbers = facts["kv_heads"] * (facts["size"] + facts["values"]) if both else facts["heads"] * facts["size"]
     pages = node.writes["k_pages" if both else "pages"]
