@@ -112,7 +112,8 @@ def load(
     frontend = Frontend(
         made.engine, tokenizer, template, vocab=made.model.vocab, max_len=made.sizes.max_len, seed=run.seed
     )
-    return Loaded(*(getattr(made, field.name) for field in fields(made)), tokenizer, template, frontend)
+    parts = {field.name: getattr(made, field.name) for field in fields(made)}
+    return Loaded(**parts, tokenizer=tokenizer, template=template, frontend=frontend)
 
 
 def assemble(

@@ -120,12 +120,13 @@ class Pair:
 
 
 def _prepare(model: str, options: QualityOptions) -> Pair:
-    from bankfull.config import RunConfig
+    from bankfull.config import RunConfig, StateConfig
     from bankfull.errors import ConfigError
     from bankfull.limits.quality.evaluate import WINDOW, dequantized
     from bankfull.loading import plan_build, refuse_pages_without_use
     from bankfull.models.registry import build_model
     from bankfull.runtime.device import open_device
+    from bankfull.state.spec import layout_of
     from bankfull.text.load import load_tokenizer
     from bankfull.weights.locate import locate
     from bankfull.weights.requantized import Requantized, bits_per_weight, parse_wish
@@ -158,7 +159,7 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
     longest = options.window or WINDOW
     build = plan_build(files, run, device, longest)
     built = build_model(files.config, build)
-    refuse_pages_without_use(built, options.kv_dtype)
+    refuse_pages_without_use(layout_of(built.states(), StateConfig().page_tokens), options.kv_dtype)
     reference = dequantized(reference_files, device.torch, longest)
     window = options.window or min(WINDOW, built.max_positions, reference.max_positions)
     facts = {
