@@ -211,7 +211,7 @@ def test_charts_hold_every_operation_and_the_curve() -> None:
 
 
 def test_invalid_queries_are_rejected_in_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="of this model"):
+    with pytest.raises(ConfigError, match="this model supports"):
         whole(contexts=(5000,))
     with pytest.raises(ConfigError, match="batch must be"):
         RooflineQuery(batches=(0,))
