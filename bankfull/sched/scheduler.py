@@ -107,7 +107,7 @@ class Scheduler:
 
     def plan(self, drafts: int = 0) -> StepPlan | None:
         """The next step with up to `drafts` draft tokens per decoding row; None when nothing can run now."""
-        quota = self._waiting.quota(self.running, self._clock(), self.sealed)
+        quota = self._waiting.quota(self.running, self._clock(), self.sealed) if self._waiting else 0
         step = Sketch(StepPlan(next(self._steps)), self.config.step_tokens, quota)
         self._filling.clear()
         if self.state.windowed:
@@ -139,7 +139,7 @@ class Scheduler:
         self._filling.clear()
 
     def _has_batch(self) -> bool:
-        """Batch work ranks last."""
+        """Whether there is batch work, which is last in order."""
         return any(line[-1].batch for line in (self._running, self._waiting) if line)
 
     def _fill(self, running: list[Sequence], step: Sketch, drafts: int) -> bool:
@@ -285,15 +285,15 @@ class Scheduler:
         if not self.policy.preemptive or (index := self._waiting.admissible(0, step.quota)) is None:
             return
         if not self._tenants.compete:
-            return self._make_way_for(self._waiting[index])
+            return self._make_way_for(self._waiting[index], step)
         fresh = step.quota > 0
         able = (seq for seq in self._waiting[index:] if seq.parent is None and (seq.admitted or fresh))
         for head in list(first_of_each(able)):
-            self._make_way_for(head)
+            self._make_way_for(head, step)
             if self._entitled(head):
                 step.claims.append(head)
 
-    def _make_way_for(self, head: Sequence) -> None:
+    def _make_way_for(self, head: Sequence, step: Sketch) -> None:
         while giving := self._giving_way_to(head):
             match = self._match(head)
             pages, slots = self._lack(head, match)
@@ -302,6 +302,7 @@ class Scheduler:
             gain = sum(self.state.held(s.state) for s in giving if s.state is not None)
             if pages > self.state.pages.coming + gain:
                 return
+            step.displaced.add(giving[-1])
             self._preempt(giving[-1])
 
     def _giving_way_to(self, head: Sequence) -> list[Sequence]:
@@ -336,6 +337,8 @@ class Scheduler:
             index, seq = found, self._waiting[found]
             if seq.batch and not step.batch:
                 return
+            if seq in step.displaced and any(claim.state is None for claim in step.claims):
+                return  # it would take back, from the prefix cache, the pages that it left to a claim
             if step.room is not None and step.room.tokens(seq.request.scored) <= 0:
                 return
             match = self._match(seq)

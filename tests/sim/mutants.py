@@ -197,6 +197,15 @@ def batch_work_gives_no_way(patch: MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_serve", serve)
 
 
+def a_displaced_sequence_takes_its_pages_back(patch: MonkeyPatch) -> None:
+    def make_way_for(sched: Scheduler, head: Sequence, step: Sketch) -> None:
+        original(sched, head, step)
+        step.displaced.clear()
+
+    original = Scheduler._make_way_for
+    patch.setattr(Scheduler, "_make_way_for", make_way_for)
+
+
 def a_prompt_takes_no_time(patch: MonkeyPatch) -> None:
     patch.setattr(Room, "take", lambda room, tokens, scored: None)
 
@@ -224,6 +233,7 @@ MUTANTS: list[Mutant] = [
     drafts_take_the_budget_of_decodes,
     a_page_is_named_by_its_own_tokens_only,
     batch_work_gives_no_way,
+    a_displaced_sequence_takes_its_pages_back,
     a_prompt_takes_no_time,
     time_is_left_beside_slow_decodes,
 ]
