@@ -8,6 +8,7 @@ BENCH_OPTIONS ?=
 GPU_OPTIONS ?=
 SERVE_OPTIONS ?=
 SOAK_OPTIONS ?=
+DOCS_OPTIONS ?=
 AARCH64_CXX ?= $(if $(filter aarch64 arm64,$(shell uname -m)),g++,aarch64-linux-gnu-g++)
 AARCH64_EMULATOR ?= qemu-aarch64
 DEMO_PROMPT ?= What is a river? Answer in two sentences.
@@ -25,8 +26,8 @@ PACKAGES := $(sort $(dir $(wildcard bankfull/*/ bankfull/*/*/ bankfull/*/*/*/)))
 BUILD_INPUTS := pyproject.toml CMakeLists.txt bankfull/__init__.py $(wildcard csrc/*.cpp csrc/*.hpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve bench figures lint test test-full test-gpu bench-gpu test-clients test-console soak test-kernels \
-	test-sanitize test-aarch64 clean tools clients-environment
+.PHONY: help install demo serve bench figures lint test test-full test-gpu bench-gpu test-clients test-console test-docs soak \
+	test-kernels test-sanitize test-aarch64 clean tools clients-environment
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -151,6 +152,10 @@ test-clients: tools clients-environment ## The service with guidellm, LangChain,
 # Playwright drives the system's own Chromium; it fetches no browser. `make test` has these tests too.
 test-console: tools ## The console in a real browser: Chromium must be there (Debian: apt-get install chromium)
 	$(BIN)/python -m pytest -q -rs tests/console
+
+test-docs: tools ## Run every command of README.md, CONTRIBUTING.md and docs/*.md; DOCS_OPTIONS="docs/api.md" for one page
+	$(BIN)/bankfull pull
+	$(BIN)/python -m docs.try_commands $(DOCS_OPTIONS)
 
 soak: tools clients-environment ## Long trials of the service, with figures; SOAK_OPTIONS="--short" for a quick look, "--help" for all
 	$(BIN)/bankfull pull
