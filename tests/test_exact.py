@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 import pytest
@@ -15,12 +15,18 @@ import torch
 
 from bankfull.config import SchedConfig, StateConfig
 from bankfull.decode.plain import Plain
+from bankfull.decode.strategy import Strategy
 from bankfull.runtime import naive
 from bankfull.sched.pace import Pace
 from tests.kit import Bench, Guess, device_of
 from tests.tiny import DEVICE, VOCAB, kit_of, model_of, reference_of
 
 NEW = 20
+STRATEGIES: dict[str, Callable[[Sequence[Sequence[int]], int], Strategy]] = {
+    "plain": lambda truths, seed: Plain(),
+    "drafts": lambda truths, seed: Guess(truths, seed=seed),
+}
+"""Factories, called for each case with the sequences that greedy decoding gives and a seed."""
 SETTINGS: dict[str, Sequence[object]] = {
     "shape": ("llama", "gemma", "mamba"),
     "cache": ("cold", "warm", "off"),
@@ -30,7 +36,7 @@ SETTINGS: dict[str, Sequence[object]] = {
     "mates": (0, 4),
     "n": (1, 3),
     "page": (1, 4, 16),
-    "strategy": ("plain", "drafts"),
+    "strategy": tuple(STRATEGIES),
 }
 Case = tuple[object, ...]
 
@@ -101,14 +107,14 @@ def check(
     asked = prompts()[: 1 + mates]
     expected = [list(truth(shape, tuple(p), *how)) for p in asked]
     truths = [list(p) + tokens for p, tokens in zip(asked, expected, strict=True)]
-    guess = Guess(truths, seed=chunk)
+    chosen = STRATEGIES[strategy](truths, chunk)
     bench = Bench(
         model,
         device_of(depth, seed=chunk + page),
         depth,
         SchedConfig(rows=4, step_tokens=chunk),
         StateConfig(page_tokens=page, prefix_cache=cache != "off", snapshot_every=2),
-        Plain() if strategy == "plain" else guess,
+        chosen,
         kit=kit_of(shape, *(how or (dtype, providers))),
     )
     if moody:
@@ -128,8 +134,8 @@ def check(
         assert bench.cached[0] > 0, "the prefix cache was never hit"
     if cache == "off":
         assert not any(bench.cached.values())
-    if strategy == "drafts" and not preempt and chunk > 1:  # one token a step leaves no room for guesses
-        assert guess.accepted > 0, "no draft was ever accepted"
+    if isinstance(chosen, Guess) and not preempt and chunk > 1:  # one token a step leaves no room for guesses
+        assert chosen.accepted > 0, "no draft was ever accepted"
 
 
 def cases() -> Iterator[object]:

@@ -20,6 +20,7 @@ from bankfull.state.spec import layout_of
 from bankfull.state.storage import Storage
 from bankfull.weights.source import open_model
 from tests.limits.models import LLAMA, MIXED, RECURRENT, save_directory
+from tests.models.cases import CASES
 
 CPU = torch.device("cpu")
 PRODUCTS = ("linear", "head/linear", "paged_attention", "causal_conv")
@@ -50,6 +51,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3_text": MIXED,
     "gemma3": {"model_type": "gemma3", "dtype": "float32", "text_config": {**TEXT, "model_type": "gemma3_text"}},
     "mamba": RECURRENT,
+}
+"""Small models in which torch's count is easy to check. Other families use their case in tests/models."""
+CONFIGS |= {
+    kind: {**CASES[kind.replace("_", "-")]().config.to_dict(), "dtype": "float32"}
+    for kind in FAMILIES
+    if kind not in CONFIGS
 }
 
 
