@@ -1,5 +1,5 @@
-# Each target does all the set-up that it needs: a fresh machine wants python3 with venv, and a C++ compiler for the
-# native kernels (without one everything works, slower).
+# Each target installs what it needs. A fresh machine needs python3 with venv, and a C++ compiler for the native kernels;
+# without a compiler everything works, but slower.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -21,7 +21,7 @@ CLIENTS := guidellm==0.8.1 langchain-openai litellm "lm_eval[api]" pytest pytest
 COMMA := ,
 KERNEL_TESTS := $(wildcard $(addprefix tests/,test_native.py test_packed.py test_tape.py test_attention_tiles.py test_ops.py))
 GPU_TESTS := tests/gpu $(wildcard tests/sample/test_cuda.py tests/sample/test_triton_*.py tests/ops/test_triton_*.py)
-# An editable install knows its packages by name, so that new folders are a reason to install again.
+# An editable install lists its packages by name, so new folders require a new installation.
 PACKAGES := $(sort $(dir $(wildcard bankfull/*/ bankfull/*/*/ bankfull/*/*/*/)))
 BUILD_INPUTS := pyproject.toml CMakeLists.txt bankfull/__init__.py $(wildcard csrc/*.cpp csrc/*.hpp)
 
@@ -32,8 +32,8 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt bankfull/__init__.py $(wildcard cs
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# Steps print one line each. What they say themselves goes to a log in $(STAMPS), which is shown whole when one fails:
-# step LOG WHAT COMMAND...; begin does the same for a step that runs beside others, and finish LOG PROCESS waits for it.
+# Each step prints one line. Its output goes to a log in $(STAMPS), which is printed if the step fails:
+# step LOG WHAT COMMAND...; begin starts a step in the background, and finish LOG PROCESS waits for it.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 INSTALL_PACKAGE := env PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-compile --no-deps --no-build-isolation --editable . \
 	--config-settings=cmake.define.BANKFULL_SETS
@@ -49,8 +49,8 @@ extras() { $(BIN)/python -c "import sys, tomllib; project = tomllib.load(open('p
 	"$$@"; }
 endef
 
-# Only what running needs; nothing is compiled to byte code before it is used. The kernels are compiled while packages
-# come: no two steps that run side by side install the same package.
+# Installs run-time dependencies only, without byte-code compilation. The kernels are compiled while packages are fetched;
+# no two concurrent steps install the same package.
 install: ## Create .venv with the package (editable) and its kernels, ready to run; quick when nothing changed
 	@mkdir -p $(STAMPS)
 	@key=$$(echo "$(PYTHON) $(TORCH) $(filter-out %__pycache__/,$(PACKAGES))" | cat - $(BUILD_INPUTS) | cksum); \
@@ -69,7 +69,7 @@ install: ## Create .venv with the package (editable) and its kernels, ready to r
 		print('$@: ' + (why + ' (see $(STAMPS)/kernels.log)' if why else 'ready; kernels: ' + native.select_isa()))"; \
 	echo "$$key" > $(STAMPS)/install
 
-# What tests and checks need beyond that: packages, and the kernels of every instruction set.
+# Adds the packages for tests and checks, and the kernels of every instruction set.
 tools: install
 	@key=$$(cat pyproject.toml $(STAMPS)/install | cksum); \
 	if [ -x $(BIN)/ruff ] && [ "$$key" = "$$(cat $(STAMPS)/tools 2>/dev/null)" ]; then exit 0; fi; \
@@ -79,7 +79,7 @@ tools: install
 	step kernels "compiling the kernels of every instruction set" $(INSTALL_PACKAGE)=all; \
 	echo "$$key" > $(STAMPS)/tools
 
-demo: install ## Fetch the default model and let it write a few words
+demo: install ## Fetch the default model and generate two sentences
 	$(BIN)/bankfull pull
 	$(BIN)/bankfull run "$(DEMO_PROMPT)" --max-tokens 100
 	@printf '%s\n' "" "Try next:" \
@@ -98,7 +98,7 @@ bench: tools ## Compare with llama.cpp and vLLM on this machine; BENCH_OPTIONS="
 figures: install ## Write the figures of docs/figures.toml into README.md and docs/*.md
 	$(BIN)/python -m docs.figures
 
-lint: tools ## Style, types and the rules on who may import whom
+lint: tools ## Style, formatting, types and import rules
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -110,17 +110,16 @@ test: tools lint ## Lint, then the quick tests
 test-full: tools lint ## Lint, then every test
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -rs
 
-# A machine with a GPU is used as it is: its own Python with torch, triton, transformers and pytest; nothing is installed,
-# nothing is fetched. Other packages may lie as wheels in the folder wheels/. Everything else that is not there is
-# skipped, and counted.
+# These targets use the GPU machine's own Python with torch, triton, transformers and pytest, and install nothing. Further
+# packages may lie as wheels in wheels/. Tests whose packages are missing are skipped and counted.
 ON_GPU = PYTHONPATH="$(CURDIR):$(CURDIR)/build/wheels"
 define prepare_gpu
 	@$(PYTHON) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else '$@ needs a CUDA device; torch sees none.')"
 	@for wheel in wheels/*.whl; do [ ! -e "$$wheel" ] || $(PYTHON) -m zipfile -e "$$wheel" build/wheels; done
 endef
 
-# Most of the suite's time goes into compiling kernels, so several processes share the device where pytest-xdist is
-# there. What is measured runs alone.
+# The suite mostly compiles kernels, so several processes share the device if pytest-xdist is installed. Measurements run
+# alone.
 GPU_ALONE := tests/gpu/test_limits.py
 GPU_WORKERS ?= $$($(ON_GPU) $(PYTHON) -c "import execnet, os, xdist; print(max(1, len(os.sched_getaffinity(0)) - 2))" 2>/dev/null)
 GPU_PYTEST = $(ON_GPU) BANKFULL_TEST_DEVICE=cuda $(PYTHON) -m pytest -q -m "not full" -p tests.gpu.summary --durations 10
@@ -131,12 +130,12 @@ test-gpu: ## The GPU suite with PYTHON's own packages, no network needed; GPU_OP
 	$(GPU_PYTEST) $${workers:+-n $$workers --dist worksteal} --deselect $(GPU_ALONE) $(GPU_TESTS) $(GPU_OPTIONS)
 	$(GPU_PYTEST) $(GPU_ALONE) $(GPU_OPTIONS)
 
-bench-gpu: ## What the engine reaches on the GPU, beside the device's limits; GPU_OPTIONS="--work decode --timeline" for less, or more
+bench-gpu: ## Speed on the GPU beside the device's limits; GPU_OPTIONS="--work decode --timeline" for one work with its kernels
 	$(call prepare_gpu)
 	$(ON_GPU) $(PYTHON) -m benchmarks.gpu $(GPU_OPTIONS)
 
-# Heavy clients have an environment of their own. The server that they ask runs in the main one. guidellm needs
-# torch: it gets the main environment's version, not the newest.
+# Heavy clients have their own environment; the server runs in the main one. guidellm needs torch and gets the main
+# environment's version, not the newest.
 clients-environment: install
 	@key=$$(echo '$(PYTHON) $(TORCH) $(CLIENTS)' | cksum); \
 	if [ -x $(CLIENTS_VENV)/bin/schemathesis ] && [ "$$key" = "$$(cat $(STAMPS)/clients 2>/dev/null)" ]; then exit 0; fi; \
@@ -149,8 +148,8 @@ clients-environment: install
 test-clients: tools clients-environment ## The service with guidellm, LangChain, LiteLLM and lm-evaluation-harness as clients
 	BANKFULL_PYTHON=$(CURDIR)/$(BIN)/python $(CLIENTS_VENV)/bin/python -m pytest -q --confcutdir=tests/clients tests/clients
 
-# Playwright drives the system's own Chromium; it fetches no browser. `make test` has these tests too.
-test-console: tools ## The console in a real browser: Chromium must be there (Debian: apt-get install chromium)
+# Playwright drives the system's Chromium and fetches no browser. `make test` includes these tests.
+test-console: tools ## The console in a real browser; needs Chromium (Debian: apt-get install chromium)
 	$(BIN)/python -m pytest -q -rs tests/console
 
 test-docs: tools ## Run every command of README.md, CONTRIBUTING.md and docs/*.md; DOCS_OPTIONS="docs/api.md" for one page
@@ -161,7 +160,7 @@ soak: tools clients-environment ## Long trials of the service, with figures; SOA
 	$(BIN)/bankfull pull
 	$(BIN)/python -m tests.soak $(SOAK_OPTIONS)
 
-# $(call test_kernels,FOLDER,OPTIONS): builds the programs of csrc/tests in a folder of their own, and runs them.
+# $(call test_kernels,FOLDER,OPTIONS): builds the programs of csrc/tests in build/FOLDER and runs them.
 WITH_TOOLS := PATH="$(CURDIR)/$(BIN):$$PATH"
 define test_kernels
 	$(WITH_TOOLS) cmake -S . -B build/$(1) -DBANKFULL_TESTS=ON $(2) > /dev/null
@@ -177,11 +176,11 @@ test-sanitize: tools ## The kernels under the address, undefined-behaviour and t
 	$(call test_kernels,kernels-thread,-DBANKFULL_SANITIZE=thread)
 	$(WITH_TOOLS) csrc/tests/sanitize.sh $(BIN)/python $(KERNEL_TESTS)
 
-# The emulator's `max` processor has every extension that it knows: dot products, i8mm and bf16 among them.
+# The emulator's `max` processor has every extension, including dot products, i8mm and bf16.
 test-aarch64: install ## The kernels of every instruction set of 64-bit ARM, in an emulator
 	@for tool in $(AARCH64_CXX) $(AARCH64_EMULATOR); do command -v $$tool > /dev/null || { \
 		echo "make test-aarch64 needs $(AARCH64_CXX) and $(AARCH64_EMULATOR) (Debian: g++-aarch64-linux-gnu and" \
-			"qemu-user), and $$tool is not there."; exit 1; }; done
+			"qemu-user), but $$tool is missing."; exit 1; }; done
 	$(call test_kernels,kernels-aarch64,-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
 		-DCMAKE_CXX_COMPILER=$(AARCH64_CXX) -DCMAKE_EXE_LINKER_FLAGS=-static \
 		-DCMAKE_CROSSCOMPILING_EMULATOR="$(AARCH64_EMULATOR);-cpu;max")

@@ -1,9 +1,9 @@
 """Writes the measured figures of docs/figures.toml into README.md and docs/*.md: `make figures`.
 
-A text says where with `<!-- figures: NAME -->` and `<!-- /figures -->`; what stands between the two is written here and
-nowhere else. NAME is a set of figures, which becomes a table with its command, date and machine, or a view: a text in
-which {SET.ROW.FIELD} or {SET.ROW.FIELD:FORMAT} is a figure, {SET.*.FIELD} the sum over all rows, and {SET.date},
-{SET.machine} or {SET.command} where it comes from.
+A page marks a block with `<!-- figures: NAME -->` and `<!-- /figures -->`; only this program writes between the two.
+NAME is a set of figures, which becomes a table with its command, date and machine, or a view: a text in which
+{SET.ROW.FIELD} or {SET.ROW.FIELD:FORMAT} is a figure, {SET.*.FIELD} the sum over all rows, and {SET.date},
+{SET.machine} or {SET.command} the origin.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ Row = Mapping[str, Any]
 
 
 class FiguresError(Exception):
-    """One sentence about what is wrong with the file or a text."""
+    """One sentence that describes an error in figures.toml or in a page."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One set: what one command gave on one machine."""
+    """One set: the results of one command on one machine."""
 
     name: str
     command: str
     date: date
     machine: str
     columns: Mapping[str, str]
-    """Heading -> how its cell is written, with a row's fields in braces."""
+    """Heading -> format of its cells, with a row's fields in braces."""
     rows: Mapping[str, Row]
     note: str = ""
 
@@ -49,8 +49,8 @@ class Figures:
         return [_cell(form, row) for form in self.columns.values()]
 
     def table(self) -> str:
-        told = f"`{self.command}`, {self.date}, {self.machine}{f'; {self.note}' if self.note else ''}:"
-        lines = [*wrap(told, WIDTH, break_long_words=False, break_on_hyphens=False), ""]
+        origin = f"`{self.command}`, {self.date}, {self.machine}{f'; {self.note}' if self.note else ''}:"
+        lines = [*wrap(origin, WIDTH, break_long_words=False, break_on_hyphens=False), ""]
         lines += [_line(list(self.columns)), "|" + "---|" * len(self.columns)]
         return "\n".join([*lines, *(_line(self.cells(row)) for row in self.rows.values())])
 
@@ -71,7 +71,7 @@ class Source:
     views: Mapping[str, str]
 
     def block(self, name: str) -> str:
-        """What stands between the markers; a table in lines of its own."""
+        """The text between the markers; a table has lines of its own."""
         if name in self.sets:
             return f"\n{self.sets[name].table()}\n"
         if name not in self.views:
@@ -86,7 +86,7 @@ class Source:
         return format(self.sets[name].value(path), form or "")
 
     def filled(self, text: str) -> str:
-        """The text with every block as it should be."""
+        """The page with every block up to date."""
         blocks = len(BLOCK.findall(text))
         if (text.count("<!-- figures:"), text.count("<!-- /figures -->")) != (blocks, blocks):
             raise FiguresError("A block of figures has no end, or no beginning.")
@@ -128,7 +128,7 @@ def main() -> None:
 
 
 def _cell(form: str, row: Row) -> str:
-    """A row that lacks a field of the cell has nothing to say there."""
+    """`-` if the row lacks a field of the cell."""
     try:
         return form.format(**row)
     except KeyError:

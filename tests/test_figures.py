@@ -1,4 +1,4 @@
-"""Measured figures stand once, in docs/figures.toml; texts show them as they are there."""
+"""docs/figures.toml holds each measured figure once; pages show it unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEASURED = re.compile(
 )
 TESTS = re.compile(r"\b\d[\d,]*\s(?:of\sits\s)?tests\s(?:passed|failed)|tests\s.{0,40}await\sa\sdevice")
 DISTINCT = re.compile(r"\d \.\. \d|\d\.\d+x \(")
-"""Cells that cannot be the same by chance: ranges, and ratios with their quartiles."""
+"""Cells that cannot be equal by chance: ranges, and ratios with their quartiles."""
 SET = """
 [machine]
 here = "a machine"
@@ -67,14 +67,16 @@ def test_a_figure_of_a_block_is_not_quoted_elsewhere(path: Path) -> None:
     for figures in load().sets.values():
         for row in figures.rows.values():
             for cell in figures.cells(row):
-                assert not DISTINCT.search(cell) or cell not in text, f"{cell} of {figures.name} stands in {path.name}"
+                assert not DISTINCT.search(cell) or cell not in text, f"{path.name} repeats {cell} of {figures.name}"
     found = TESTS.search(text)
     assert found is None, f"{path.name} counts tests outside of a block: {found[0] if found else ''}"
 
 
 def test_the_readme_has_measured_figures_in_blocks_alone() -> None:
     found = MEASURED.search(outside((ROOT / "README.md").read_text()))
-    assert found is None, f"README.md tells {found[0] if found else ''!r}: it belongs to docs/figures.toml"
+    assert found is None, (
+        f"README.md has {found[0] if found else ''!r} outside of a block: move it to docs/figures.toml"
+    )
 
 
 @pytest.mark.parametrize("told", ["12 tokens/s", "1,200 output tokens/s", "3.2x", "4.3 TB/s", "7 of its tests passed"])
@@ -82,7 +84,7 @@ def test_what_is_measured_is_recognized(told: str) -> None:
     assert MEASURED.search(f"and {told}.")
 
 
-def test_a_table_says_where_it_comes_from(tmp_path: Path) -> None:
+def test_a_table_names_its_origin(tmp_path: Path) -> None:
     source = source_of(tmp_path, SET.replace("[empty]", ""))
     text = "a\n<!-- figures: speed -->before<!-- /figures -->\nb <!-- figures: told --><!-- /figures -->"
     filled = source.filled(text)

@@ -1,4 +1,4 @@
-"""What `make` installs and says, with a Python that only pretends to install."""
+"""What `make` installs and prints, with a Python that only pretends to install."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PRETENDER = f"""#!/bin/sh
-# As the real one for short programs; venv and pip only note what was asked for, and warn as pip does.
+# Runs short programs; venv and pip only record their arguments and warn as pip does.
 case "$*" in
 *"-m venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
 *"-m pip"*)
@@ -85,10 +85,10 @@ def test_tests_and_checks_get_what_they_need(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["torch==2.13.0", "nanobind", "--editable", "running.txt"])
-def test_a_step_that_fails_shows_all_that_it_said(folder: Path, broken: str) -> None:
+def test_a_failed_step_prints_its_whole_output(folder: Path, broken: str) -> None:
     done = make(folder, "install", broken=broken)
     assert done.returncode != 0
     assert "WARNING: The directory" in done.stderr and "ERROR: the reason" in done.stderr
     assert "this step failed" in done.stderr
     assert not (folder / ".stamps" / "install").exists()
-    assert make(folder, "install").returncode == 0, "and can be tried again"
+    assert make(folder, "install").returncode == 0, "a second attempt works"
