@@ -245,8 +245,8 @@ def follow(page: Path, scratch: Path, variables: dict[str, str], only: str) -> l
 def row(outcome: Outcome) -> str:
     shown = " ".join(outcome.command.text.split())
     shown = shown if len(shown) <= 90 else f"{shown[:87]}..."
-    told = outcome.result + (f": {' '.join(outcome.detail.split())}" if outcome.detail else "")
-    return f"| {outcome.command.place} | `{shown}` | {told} |"
+    result = outcome.result + (f": {' '.join(outcome.detail.split())}" if outcome.detail else "")
+    return f"| {outcome.command.place} | `{shown}` | {result} |"
 
 
 def main() -> None:
