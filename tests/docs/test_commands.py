@@ -44,6 +44,11 @@ def test_every_path_and_every_link_leads_somewhere(page: Path) -> None:
     assert [*reading.faults_of_paths(page), *reading.faults_of_links(page)] == []
 
 
+@pytest.mark.parametrize(("name", "lines"), [("README.md", 150), ("docs/architecture.md", 250)])
+def test_the_first_two_pages_stay_short(name: str, lines: int) -> None:
+    assert len((ROOT / name).read_text().splitlines()) < lines
+
+
 def test_code_names_only_pages_that_exist() -> None:
     files = [ROOT / "Makefile", *(path for folder in SOURCES for path in (ROOT / folder).rglob("*.[pcht]*"))]
     texts = (
