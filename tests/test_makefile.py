@@ -75,7 +75,17 @@ def test_nothing_is_done_again_when_nothing_has_changed(folder: Path) -> None:
 def test_tests_and_checks_get_what_they_need(folder: Path) -> None:
     assert "tools: installing what tests and checks need" in make(folder, "tools").stdout
     assert {"  pytest", "  transformers", "  ruff", "  mypy"} <= set(asked(folder))
-    for target in ("lint", "test", "test-full", "test-clients", "test-console", "soak", "test-sanitize", "bench"):
+    for target in (
+        "lint",
+        "test",
+        "test-full",
+        "test-clients",
+        "test-console",
+        "test-docs",
+        "soak",
+        "test-sanitize",
+        "bench",
+    ):
         plan = subprocess.run(["make", "-n", target], cwd=folder, capture_output=True, text=True, check=True).stdout
         assert ".stamps/tools.txt" in plan, target
     plan = subprocess.run(
