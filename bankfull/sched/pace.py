@@ -93,7 +93,7 @@ class Pace:
         for the next token of one of them."""
         if not self.bound or (not awaited and self._plain.seconds is None):
             return None
-        return Room(self, (1 if awaited else ALONE) * self.bound - self.decode_seconds(decoding))
+        return Room(self, (1 if awaited else ALONE) * self.bound - self.decode_seconds(max(1, decoding)))
 
 
 class Room:

@@ -75,7 +75,7 @@ class Scheduler:
             siblings.append(seq)
             self._waiting.arrive(seq)
         self._by_request[request.id] = siblings
-        self._tenants.add(request.tenant, len(siblings))
+        self._tenants.add(request.tenant, len(siblings), now)
         adopt(siblings)
 
     def abort(self, request_id: Hashable, reason: Finish = Finish.ABORT, child: int | None = None) -> list[Output]:
@@ -158,7 +158,8 @@ class Scheduler:
         if self.pace.bound:
             online = len(step.served)  # batch work comes after it, and no user waits for batch work
             awaited = online if step.batch else len(decoding)
-            step.room = self.pace.room(online + min(rows, len(decoding)), awaited > 0)
+            shared = not step.batch and self._tenants.alternate(self._clock())
+            step.room = self.pace.room(online + min(rows, len(decoding)), awaited > 0 or shared)
         stalled = not self._serve_each(decoding, step, drafts, rows)
         if not self._tenants.compete:
             stalled |= not self._serve_each(filling, step, drafts)

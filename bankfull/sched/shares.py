@@ -6,6 +6,7 @@ alone: a tenant that wants little gets it at once, whatever the others want.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -30,6 +31,10 @@ def batch_share(step_tokens: int, decoding: int, company: bool) -> tuple[int, in
     return (few, 2 * few) if company else (decoding, max(step_tokens // 4, decoding + few))
 
 
+ALTERNATION_SECONDS = 60.0
+"""Tenants share the engine for this long after the last request of another tenant than the one before."""
+
+
 class Tenants:
     """The tenants that have unfinished sequences, and when each one's prompts were last served."""
 
@@ -38,6 +43,8 @@ class Tenants:
         self._fair = fair
         self._sequences: Counter[str] = Counter()
         self._turns: dict[str, int] = {}
+        self._latest: str | None = None
+        self._alternated_at = -math.inf
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -46,8 +53,15 @@ class Tenants:
     def compete(self) -> bool:
         return self._fair and len(self._sequences) > 1
 
-    def add(self, tenant: str, sequences: int) -> None:
+    def alternate(self, now: float) -> bool:
+        """Whether requests of several tenants arrived lately: another one may arrive during the next step."""
+        return self._fair and now - self._alternated_at < ALTERNATION_SECONDS
+
+    def add(self, tenant: str, sequences: int, now: float) -> None:
         self._sequences[tenant] += sequences
+        if self._latest not in (None, tenant):
+            self._alternated_at = now
+        self._latest = tenant
 
     def end(self, tenant: str) -> None:
         """One of its sequences has ended."""

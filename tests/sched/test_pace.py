@@ -16,6 +16,7 @@ from bankfull.plan.simulate import Clock, FakeRunner
 from bankfull.sched.pace import ALONE, FIRST_TOKENS, LEAST_TOKENS, Pace
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.sched.scheduler import Scheduler
+from bankfull.sched.shares import ALTERNATION_SECONDS
 from bankfull.state.manager import StateManager
 from bankfull.state.spec import layout_of
 from bankfull.types import Request, StepPlan, Work
@@ -103,6 +104,15 @@ def test_a_prompt_alone_is_cut_to_four_times_as_much() -> None:
     machine.run()
     chunks = [(prompts, seconds) for _, prompts, seconds in machine.steps[begun:] if prompts]
     assert all(BOUND < seconds <= 1.02 * ALONE * BOUND for _, seconds in chunks[:-1])
+    # Where another tenant's request may arrive meanwhile, a step is as short as one with decodes.
+    for number, tenant, seconds in ((3, "a", BOUND), (4, "b", BOUND), (5, "b", BOUND), (6, "b", ALONE * BOUND)):
+        if number == 6:
+            machine.clock.now += ALTERNATION_SECONDS
+        begun = len(machine.steps)
+        machine.add(number, 1500, 5, tenant=tenant)
+        machine.run()
+        chunks = [(prompts, seconds) for _, prompts, seconds in machine.steps[begun:] if prompts]
+        assert 0.85 * seconds < max(each for _, each in chunks) <= 1.02 * seconds
     fast = Machine(0.001, 0.0001)
     fast.add(1, 1500, 5)
     fast.run()
