@@ -119,12 +119,12 @@ def test_doctor_tells_what_a_bug_report_needs_and_no_secrets(
 def test_doctor_shows_limits_that_were_measured(
     cli: Cli, cache: Path, ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bankfull.limits.machine.ceilings import measure
+    from bankfull.limits.machine import ceilings as module
 
     monkeypatch.undo()
     monkeypatch.setenv("BANKFULL_CACHE", str(cache))
     monkeypatch.setattr("bankfull.limits.machine.cpu_ceilings.measure", lambda budget, identity: ceilings)
-    measure()
+    module.measure()
     assert json.loads(cli("doctor", "--json").out)["limits"] == asdict(ceilings)
 
 

@@ -13,7 +13,7 @@ import transformers
 from bankfull.errors import ConfigError, ModelError, RequestError
 from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
-from bankfull.limits import quality as module
+from bankfull.limits.quality import evaluate as module
 from bankfull.limits.quality.evaluate import Quality, across_chunks, bundled_texts, dequantized, evaluate, windows_of
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
