@@ -7,13 +7,18 @@ is refused in one sentence. Nothing is ignored. The command line's hints follow 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
+from bankfull.config import RunConfig, SchedConfig, StateConfig
 from bankfull.errors import BankfullError, ConfigError, RequestError
 
 Own = dict[str, Any]
 Reading = Callable[[str, Any], Own]
 """A name and its value become options of ours; what cannot raises a ValueError that says why and what to do."""
+
+CHOSEN_BY_DEVICE = ("rows", "step_tokens")
+"""Options that each kind of device has a default of its own for."""
 
 DTYPES = {
     "half": "float16",
@@ -29,6 +34,27 @@ DTYPES = {
 def engine_options(given: Mapping[str, Any]) -> Own:
     """The options of an `LLM`, whoever's names they were given by."""
     return _translated(given, ENGINE, ConfigError)
+
+
+def configure(given: Mapping[str, Any]) -> tuple[RunConfig, SchedConfig, StateConfig, int | None]:
+    """The options of an `LLM`, sorted into the configurations that own them; last, `max_model_len`."""
+    options = engine_options(given)
+    max_len = options.pop("max_model_len", None)
+    owned: list[set[str]] = [{field.name for field in fields(owner)} for owner in (RunConfig, SchedConfig, StateConfig)]
+    sorted_out: list[Own] = [{}, {}, {}]
+    for name, value in options.items():
+        if name in CHOSEN_BY_DEVICE and not value:
+            if value is None:
+                continue
+            raise ConfigError(f"{name}={value!r} must be a whole number of at least 1; leave it out for what suits.")
+        for names, part in zip(owned, sorted_out, strict=True):
+            if name in names:
+                part[name] = value
+                break
+        else:
+            known = sorted(set().union(*owned, ENGINE, ["max_model_len"]))
+            raise ConfigError(f"Option {name!r} is unknown; known are {', '.join(known)}.")
+    return RunConfig(**sorted_out[0]), SchedConfig(**sorted_out[1]), StateConfig(**sorted_out[2]), max_len
 
 
 def sampling_options(given: Mapping[str, Any]) -> Own:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import cached_property
 from typing import Any
 
-from bankfull.config import RunConfig, SchedConfig, StateConfig
-from bankfull.errors import ConfigError, RequestError
-from bankfull.familiar import ENGINE, engine_options
+from bankfull.errors import RequestError
+from bankfull.familiar import configure
 from bankfull.frontend import Pending, Prompt
 from bankfull.loading import Loaded, load
 from bankfull.outputs import Delta, EmbeddingOutput, RequestOutput, ScoreOutput
@@ -21,30 +19,6 @@ from bankfull.sched.policies import policy_of
 
 Messages = Sequence[Mapping[str, Any]]
 Progress = Callable[[RequestOutput], None]
-
-#: Options for which the device has a value of its own.
-LEFT_OPEN = ("rows", "step_tokens")
-
-
-def configure(options: Mapping[str, Any]) -> tuple[RunConfig, SchedConfig, StateConfig]:
-    """One flat set of options, dealt out to the slices that own them."""
-    slices = [{f.name for f in fields(part)} for part in (RunConfig, SchedConfig, StateConfig)]
-    dealt: list[dict[str, Any]] = [{}, {}, {}]
-    for name, value in options.items():
-        if name in LEFT_OPEN and not value:
-            if value is None:
-                continue
-            raise ConfigError(f"{name}={value!r} must be a whole number of at least 1; leave it out for what suits.")
-        for names, part in zip(slices, dealt, strict=True):
-            if name in names:
-                part[name] = value
-                break
-        else:
-            known = sorted(set().union(*slices, ENGINE, ["max_model_len"]))
-            raise ConfigError(f"Option {name!r} is unknown; known are {', '.join(known)}.")
-    sched = SchedConfig(**dealt[1])
-    policy_of(sched)  # an unknown name is refused before the model is loaded
-    return RunConfig(**dealt[0]), sched, StateConfig(**dealt[2])
 
 
 class LLM:
@@ -64,10 +38,9 @@ class LLM:
         if loaded is None:
             own = {"device": device, "dtype": dtype, "max_model_len": max_model_len}
             said = {name: value for name, value in own.items() if value not in ("auto", None)}
-            meant = engine_options({**said, **options})
-            max_len = meant.pop("max_model_len", None)
-            run, sched, state = configure(meant)
-            loaded = load(model, run, sched, state, max_len=max_len)
+            configured = configure({**said, **options})
+            policy_of(configured[1])  # an unknown name is refused before the model is loaded
+            loaded = load(model, *configured)
         self.loaded = loaded
         self.tokenizer = loaded.tokenizer
         self._front = loaded.frontend

@@ -97,18 +97,20 @@ def load(
     run: RunConfig,
     sched: SchedConfig,
     state: StateConfig,
-    *,
     max_len: int | None = None,
+    *,
     device: Device | None = None,
     strategy: Strategy | None = None,
+    text: tuple[Tokenizer, ChatTemplate | None] | None = None,
 ) -> Loaded:
-    """`device` and `strategy` replace those of the configuration (tests, experiments)."""
+    """`device` and `strategy` replace those of the configuration (tests, experiments). `text`: the tokenizer and the
+    chat template, if they are read already."""
     files = open_model(locate(name))
     family_of(files.config)  # refuses an unsupported architecture before anything else is read
     with ThreadPoolExecutor(1) as pool:  # one thread reads the vocabulary; the kernels' threads repack weights
-        text = pool.submit(load_tokenizer, files)
+        reading = pool.submit(lambda: text or load_tokenizer(files))
         made = assemble(files, run, sched, state, max_len=max_len, device=device, strategy=strategy)
-        tokenizer, template = text.result()
+        tokenizer, template = reading.result()
     frontend = Frontend(
         made.engine, tokenizer, template, vocab=made.model.vocab, max_len=made.sizes.max_len, seed=run.seed
     )

@@ -10,8 +10,7 @@ import torch
 
 from bankfull import LLM, SamplingParams
 from bankfull.errors import ConfigError, RequestError
-from bankfull.familiar import engine_options, sampling_options
-from bankfull.llm import configure
+from bankfull.familiar import configure, engine_options, sampling_options
 from tests.tiny import speaking_folder
 
 
@@ -78,7 +77,7 @@ def test_what_has_no_meaning_here_is_one_sentence(given: dict[str, Any], sentenc
 
 def test_an_unknown_option_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"Option 'depht' is unknown; known are .*load_in_8bit.*max_model_len"):
-        configure(engine_options({"depht": 1}))
+        configure({"depht": 1})
 
 
 def test_a_model_loaded_by_other_names_is_the_same_model() -> None:

@@ -1,69 +1,66 @@
-"""The commands under one name, and what becomes of their errors.
+"""The commands under one name, and the exit code and message of their errors.
 
-Nothing heavy is imported here or at the top of a command's file: help must come at once.
+A command's module is imported when that command runs, and imports nothing heavy at its top: help must appear at once.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
 from bankfull import __version__
-from bankfull.cli.batch import batch
-from bankfull.cli.bench import bench
-from bankfull.cli.chat import chat
-from bankfull.cli.data import data
-from bankfull.cli.doctor import doctor
-from bankfull.cli.explain import explain
-from bankfull.cli.generate import generate
-from bankfull.cli.info import info
-from bankfull.cli.key import key
-from bankfull.cli.limits import limits
 from bankfull.cli.options import flat
-from bankfull.cli.plan import plan
-from bankfull.cli.pull import pull
-from bankfull.cli.quality import quality
-from bankfull.cli.roofline import roofline
-from bankfull.cli.run import run
-from bankfull.cli.serve import serve
-from bankfull.cli.tune import tune
 from bankfull.errors import BankfullError
 
 BAD_INPUT, INTERRUPTED = 2, 130
-COMMANDS: tuple[Callable[..., int | None], ...] = (
-    run,
-    chat,
-    serve,
-    generate,
-    pull,
-    info,
-    roofline,
-    limits,
-    plan,
-    explain,
-    tune,
-    quality,
-    doctor,
-    key,
+COMMANDS = (
+    "run",
+    "chat",
+    "serve",
+    "generate",
+    "pull",
+    "info",
+    "roofline",
+    "limits",
+    "plan",
+    "explain",
+    "tune",
+    "quality",
+    "doctor",
+    "key",
 )
-
-# Rich would draw boxes around the help, at the price of doubling the time until it appears.
-app = typer.Typer(
-    name="bankfull",
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-)
+"""Each is a function in the module of its name."""
+GROUPS = ("batch", "bench", "data")
+"""Each is a `typer.Typer` with commands of its own, in the module of its name."""
 
 
-@app.callback(invoke_without_command=True)
-def options_of_all(
+def make_app(names: Sequence[str] = (*COMMANDS, *GROUPS)) -> typer.Typer:
+    """The command line with the commands of these names."""
+    # Rich would draw boxes around the help, at the price of doubling the time until it appears.
+    app = typer.Typer(
+        name="bankfull",
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    )
+    app.callback(invoke_without_command=True)(common_options)
+    for name in names:
+        command = getattr(import_module(f"bankfull.cli.{name}"), name)
+        if name in GROUPS:
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(flat(command))
+    return app
+
+
+def common_options(
     context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
     """Run language models at the full capacity of this machine, and see how full it is."""
@@ -74,19 +71,15 @@ def options_of_all(
         print(context.get_help())
 
 
-for command in COMMANDS:
-    app.command(command.__name__)(flat(command))
-app.add_typer(batch, name="batch")
-app.add_typer(bench, name="bench")
-app.add_typer(data, name="data")
-
-
 def run_command(arguments: Sequence[str] | None = None) -> int:
-    """The exit code. Whatever is wrong with the input becomes one sentence on stderr."""
+    """The exit code. An error in the input becomes one sentence on stderr."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    named = [name for name in arguments[:1] if name in COMMANDS or name in GROUPS]
     reconfigure: Any = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")  # a character that the terminal cannot show must not end an answer
     try:
+        app = make_app(named) if named else make_app()
         code = app(args=arguments, prog_name="bankfull", standalone_mode=False)
         sys.stdout.flush()
         return int(code or 0)
@@ -117,7 +110,7 @@ def _unknown_option(error: Any) -> str | None:
     from bankfull.cli.hints import about_unknown
 
     elsewhere: dict[str, list[str]] = {}
-    for name, command in _all_commands(typer.main.get_command(app), "bankfull"):
+    for name, command in _all_commands(typer.main.get_command(make_app()), "bankfull"):
         for known in _options_of(command):
             elsewhere.setdefault(known, []).append(name)
     return about_unknown(option, _options_of(context.command), elsewhere, context.command_path)

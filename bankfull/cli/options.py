@@ -104,22 +104,26 @@ class EngineOptions:
         return named
 
     def load(self, *, chats: bool = False) -> LLM:
-        """The model, ready to run. Notices of the engine go to stderr. `chats`: the chat template's process is started
+        """The model, ready to run. The engine's notices go to stderr. `chats`: start the chat template's process
         meanwhile."""
         import logging
 
         logging.basicConfig(format="bankfull: %(message)s", level=logging.WARNING)
-        from bankfull.cli.startup import soon
+        from bankfull.cli.startup import garbage_collector_off, read_text_while_torch_loads
         from bankfull.cli.terminal import say
+        from bankfull.familiar import configure
 
-        if chats:
-            from bankfull.text.render_process import short_calls
+        with garbage_collector_off():
+            configuration = configure(self.options())
+            text = read_text_while_torch_loads(self.model)
+            if chats:
+                from bankfull.text.render_process import short_calls
 
-            short_calls.begin()
-        with soon():
+                short_calls.begin()
             from bankfull.llm import LLM
+            from bankfull.loading import load
 
-            llm = LLM(self.model, **self.options())
+            llm = LLM(self.model, loaded=load(self.model, *configuration, text=text))
         if (start := llm.loaded.start) is not None:
             say(f"bankfull: loaded in {start}")
         return llm

@@ -1,83 +1,77 @@
-"""What a command leaves undone until its first token: the engine is the same, it is there sooner.
+"""A short start for commands that run a model.
 
-For the command line alone. A program that imports `bankfull` has a torch and a garbage collector of its own, and they
-are not ours to change.
+For the command line alone: a program that imports `bankfull` controls its own imports and garbage collector.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-FOR_COMPILERS = "torch._meta_registrations"
-"""What comes of hundreds of operations when they are traced, in Python: a quarter of torch's import. Traces are made by
-compilers, and no command compiles with torch."""
+if TYPE_CHECKING:
+    from bankfull.text.template import ChatTemplate
+    from bankfull.text.tokenizer import Tokenizer
+
+TORCH_LIBRARIES = (("libtorch_global_deps.so", os.RTLD_GLOBAL), ("libtorch.so", os.RTLD_LOCAL))
+"""Libraries that `import torch` loads before any of its Python code runs, with the visibility that it gives them."""
 
 
 @contextmanager
-def soon() -> Iterator[None]:
-    """While the engine's modules are imported and a model is loaded."""
-    # Modules and a model's parts live as long as the process. To look for garbage among them again and again took a
-    # tenth of the time until they were there, and to look once when they were took another twentieth.
+def garbage_collector_off() -> Iterator[None]:
+    """For the time in which modules are imported and a model is loaded."""
+    # Modules and a model's parts live as long as the process. Searching them for garbage again and again took a tenth
+    # of the start, and searching them once at its end another twentieth.
     gc.disable()
     try:
-        _import_torch()
         yield
     finally:
         gc.freeze()
-        gc.unfreeze()  # into the oldest generation; what is frozen at the end would be reported as leaked
+        gc.unfreeze()  # into the oldest generation; objects that are frozen at exit would be reported as leaked
         gc.enable()
 
 
-def _import_torch() -> None:
-    if "torch" in sys.modules:
+def read_text_while_torch_loads(model: str) -> tuple[Tokenizer, ChatTemplate | None] | None:
+    """The tokenizer and the chat template of `model`, read while torch's shared libraries are loaded.
+
+    Both take a quarter of a second; one needs the interpreter and the other does not. None where the text cannot be
+    read: loading the model reports the reason, after its own checks.
+    """
+    # Imported before the libraries are loaded: an extension module would wait for the dynamic linker's lock.
+    from bankfull.errors import BankfullError
+    from bankfull.text.load import load_tokenizer
+    from bankfull.weights.locate import locate
+    from bankfull.weights.text_files import open_text_files
+
+    path = locate(model)
+    with ThreadPoolExecutor(1) as pool:
+        text = pool.submit(lambda: load_tokenizer(open_text_files(path)))
+        load_torch_libraries()
+        try:
+            return text.result()
+        except BankfullError:
+            return None
+
+
+def load_torch_libraries() -> None:
+    """Load torch's shared libraries with the interpreter released, which `import torch` does not do.
+
+    Nothing depends on it: where a library is missing or cannot be loaded, `import torch` finds or reports it.
+    """
+    spec = None if "torch" in sys.modules else find_spec("torch")
+    if spec is None or spec.origin is None:
         return
-    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # of devices that this engine does not run on
-    later = Later(FOR_COMPILERS)
-    sys.meta_path.insert(0, later)
-    import torch  # noqa: F401
-
-    later.watch()
-
-
-class Later(MetaPathFinder, Loader):
-    """Has one module of a package stay empty until a module of that package is asked for that the package itself had
-    not imported: what is not there yet may build on it."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._package = name.partition(".")[0] + "."
-        self._watches = False
-        self._left: tuple[ModuleType, Loader] | None = None
-
-    def watch(self) -> None:
-        """The package is there."""
-        self._watches = True
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if self._watches and fullname.startswith(self._package):
-            sys.meta_path.remove(self)
-            if self._left is not None:
-                module, loader = self._left
-                loader.exec_module(module)
-        elif fullname == self._name:
-            spec = PathFinder.find_spec(fullname, path, target)
-            if spec is not None:
-                spec.loader_state, spec.loader = spec.loader, self
-            return spec
-        return None
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        self._left = module, module.__spec__.loader_state
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # this engine does not run on third-party devices
+    linker = ctypes.CDLL(None)  # its functions run without the interpreter's lock; `ctypes.CDLL(name)` keeps it
+    linker.dlopen.restype, linker.dlopen.argtypes = ctypes.c_void_p, (ctypes.c_char_p, ctypes.c_int)
+    for name, visibility in TORCH_LIBRARIES:
+        path = Path(spec.origin).parent / "lib" / name
+        if not linker.dlopen(os.fsencode(path), os.RTLD_NOW | visibility):
+            return

@@ -36,7 +36,7 @@ def test_help_imports_nothing_heavy_and_comes_at_once() -> None:
     assert int(modules) < MODULES
 
 
-@pytest.mark.parametrize("name", [command.__name__ for command in COMMANDS])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_explains_itself_and_is_listed(cli: Cli, name: str) -> None:
     done = cli(name, "--help")
     assert done.code == 0 and f"bankfull {name}" in done.out

@@ -138,6 +138,6 @@ def test_the_client_starts_without_torch() -> None:
     import subprocess
 
     parts = ", ".join(f"bankfull.bench.load.{name}" for name in ("run", "sweep", "report_html", "report_text"))
-    code = f"import sys, bankfull.cli.app, {parts}; print('torch' in sys.modules)"
+    code = f"import sys, bankfull.cli.app, bankfull.cli.bench, {parts}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

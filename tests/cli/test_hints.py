@@ -7,11 +7,13 @@ import re
 import pytest
 import typer
 
-from bankfull.cli.app import _all_commands, _options_of, app
+from bankfull.cli.app import _all_commands, _options_of, make_app
 from bankfull.cli.hints import ABSENT, SAME, about_unknown
 from tests.cli.conftest import Cli
 
-COMMANDS = {name: _options_of(command) for name, command in _all_commands(typer.main.get_command(app), "bankfull")}
+COMMANDS = {
+    name: _options_of(command) for name, command in _all_commands(typer.main.get_command(make_app()), "bankfull")
+}
 ELSEWHERE: dict[str, list[str]] = {}
 for command, options in COMMANDS.items():
     for option in options:

@@ -11,11 +11,9 @@ import asyncio
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from bankfull.errors import BankfullError, ModelError
+from bankfull.errors import BankfullError
 from bankfull.sample.params import SamplingParams
 from bankfull.sample.recommended import recommended
 from bankfull.serve.api.errors import ContextOverflow, Refusal
@@ -25,9 +23,8 @@ from bankfull.text.load import load_tokenizer
 from bankfull.text.template import ChatTemplate, encode_chat, render_chat
 from bankfull.text.tokenizer import Tokenizer
 from bankfull.text.windows import WINDOW, last_windows, windows
-from bankfull.weights.gguf_header import open_header
-from bankfull.weights.hf_config import normalize_config, read_json
 from bankfull.weights.locate import locate
+from bankfull.weights.text_files import open_text_files
 
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
@@ -48,28 +45,6 @@ MAX_WAITING, MAX_WAITING_PER_KEY = 64_000_000, 16_000_000
 """Characters that wait to be rendered and tokenized; more are refused with 429."""
 BATCH_AT_ONCE = 2
 """Lines of batches among them: the others wait in their file."""
-
-
-@dataclass(frozen=True, slots=True)
-class TextFiles:
-    """What `load_tokenizer` reads of a model's files."""
-
-    path: Path
-    kind: str
-    config: Mapping[str, Any]
-    generation: Mapping[str, Any]
-    metadata: Mapping[str, Any]
-
-
-def open_text_files(path: Path) -> TextFiles:
-    """Everything about a model's text, nothing about its tensors."""
-    if path.is_dir():
-        generation = path / "generation_config.json"
-        config = normalize_config(read_json(path / "config.json"))
-        return TextFiles(path, "hf", config, read_json(generation) if generation.exists() else {}, {})
-    if path.suffix == ".gguf":
-        return TextFiles(path, "gguf", {}, {}, open_header(path).metadata)
-    raise ModelError(f"{path} is neither a .gguf file nor a model directory with a config.json")
 
 
 class Texts:
