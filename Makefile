@@ -62,7 +62,7 @@ install: ## Create .venv with the package (editable) and its kernels, ready to r
 		$(PIP) install --no-compile "scikit-build-core>=1.1" "nanobind>=3.1" cmake ninja; \
 	begin kernels "compiling the kernels for this processor" $(INSTALL_PACKAGE)=host; kernels=$$!; \
 	finish torch $$torch; \
-	extras charts hub serve > $(STAMPS)/running.txt; \
+	extras charts energy hub serve > $(STAMPS)/running.txt; \
 	step running "installing the other packages" $(PIP) install --no-compile --requirement $(STAMPS)/running.txt; \
 	finish kernels $$kernels; started=; \
 	$(BIN)/python -c "from bankfull.ops import native; why = native.status(); \

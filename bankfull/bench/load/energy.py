@@ -1,25 +1,31 @@
-"""What this machine tells about its energy: RAPL for processors and memory, NVML for GPUs.
+"""The energy that this machine uses: RAPL counters for processors and memory, NVML counters for GPUs.
 
-Only what can be read is counted: boards, fans and power supplies tell nothing, so true figures are higher.
+Boards, fans and power supplies have no counters, so the true figures are higher.
 """
 
 from __future__ import annotations
 
-import ctypes
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from time import monotonic
+from typing import Any
+
+log = logging.getLogger("bankfull")
 
 POWERCAP = Path("/sys/class/powercap")
+NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 SAMPLE_SECONDS = 10.0
-"""Counters wrap around after some hundred kilojoules; they must be read more often than that."""
+"""Seconds between two readings. Counters wrap around after some hundred kilojoules and must be read before that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """Joules since some moment; where it wraps around, at `wrap`."""
+    """`read` returns the joules used since an arbitrary moment. The count starts again at 0 when it reaches `wrap`."""
 
     name: str
     read: Callable[[], float]
@@ -34,7 +40,7 @@ class Counter:
 @dataclass(frozen=True, slots=True)
 class Energy:
     joules: dict[str, float]
-    """By the names of the counters."""
+    """Joules by the name of the counter."""
     seconds: float
 
     @property
@@ -49,13 +55,13 @@ class Energy:
         return self.total / tokens if tokens else None
 
 
-def counters(powercap: Path = POWERCAP) -> list[Counter]:
-    """Those that can be read now."""
-    return [*_rapl(powercap), *_nvml()]
+def counters(powercap: Path = POWERCAP, nvidia_driver: Path = NVIDIA_DRIVER) -> list[Counter]:
+    """The counters that can be read now."""
+    return [*_rapl(powercap), *_nvml(nvidia_driver)]
 
 
 class EnergyMeter:
-    """Sums up counters while it is entered; `energy` is None where there are none."""
+    """Adds up the counters while it is entered; `energy` is None where there are none."""
 
     def __init__(self, found: Sequence[Counter] | None = None, every: float = SAMPLE_SECONDS) -> None:
         self._counters = list(counters() if found is None else found)
@@ -66,8 +72,6 @@ class EnergyMeter:
         self._seconds = 0.0
 
     def __enter__(self) -> EnergyMeter:
-        from time import monotonic
-
         self._begun = monotonic()
         self._last = {counter.name: counter.read() for counter in self._counters}
         if self._counters:
@@ -76,8 +80,6 @@ class EnergyMeter:
         return self
 
     def __exit__(self, *problem: object) -> None:
-        from time import monotonic
-
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -101,14 +103,14 @@ class EnergyMeter:
 
 
 def _rapl(folder: Path) -> list[Counter]:
-    """Packages, and the memory beside each. "psys" is the whole platform, which holds these again."""
+    """Processor packages and their memory. "psys" covers the whole platform and would count these twice."""
     found = []
     for zone in sorted(folder.glob("intel-rapl:*")) if folder.is_dir() else []:
         with suppress(OSError, ValueError):
             name = (zone / "name").read_text().strip()
             if not name.startswith(("package", "dram")):
                 continue
-            (zone / "energy_uj").read_text()  # since 2020 this is for the administrator only
+            (zone / "energy_uj").read_text()  # readable for the administrator only since 2020
             wrap = int((zone / "max_energy_range_uj").read_text()) / 1e6
             found.append(Counter(f"{zone.name} {name}", _microjoules(zone / "energy_uj"), wrap))
     return found
@@ -118,32 +120,39 @@ def _microjoules(file: Path) -> Callable[[], float]:
     return lambda: int(file.read_text()) / 1e6
 
 
-def _nvml() -> list[Counter]:
-    """Each GPU's own counter, in millijoules since the driver was loaded; Volta and later have it."""
+def _nvml(driver: Path) -> list[Counter]:
+    """The counter of each GPU that has one: Volta and later."""
     try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
+        import pynvml
+    except ImportError:
+        if driver.exists():
+            report_missing_library()
         return []
-    if library.nvmlInit_v2() != 0:
-        return []
-    count = ctypes.c_uint()
-    if library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+    try:
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError:  # no driver, or none that works
         return []
     found = []
-    for number in range(count.value):
-        handle, value = ctypes.c_void_p(), ctypes.c_ulonglong()
-        if library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(number), ctypes.byref(handle)) != 0:
-            continue
-        if library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(value)) == 0:
-            found.append(Counter(f"gpu {number}", _millijoules(library, handle)))
+    for number, handle in enumerate(handles):
+        with suppress(OSError):
+            read = _nvml_joules(pynvml, handle)
+            read()
+            found.append(Counter(f"gpu {number}", read))
     return found
 
 
-def _millijoules(library: ctypes.CDLL, handle: ctypes.c_void_p) -> Callable[[], float]:
+@cache
+def report_missing_library() -> None:
+    """One line for a process, however many runs it measures."""
+    log.warning("GPU energy is not measured: `pip install 'bankfull[energy]'` adds the library that reads it.")
+
+
+def _nvml_joules(nvml: Any, handle: Any) -> Callable[[], float]:
     def read() -> float:
-        value = ctypes.c_ulonglong()
-        if library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(value)) != 0:
-            raise OSError("the GPU does not tell its energy any more")
-        return value.value / 1e3
+        try:
+            return nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+        except nvml.NVMLError as error:
+            raise OSError(f"the GPU's energy counter cannot be read: {error}") from None
 
     return read

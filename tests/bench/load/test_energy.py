@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
+import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from bankfull.bench.load.energy import Counter, Energy, EnergyMeter, counters
+from bankfull.bench.load.energy import Counter, Energy, EnergyMeter, counters, report_missing_library
 
 
 def zone(folder: Path, name: str, label: str, microjoules: int, wrap: int = 1_000_000_000) -> Path:
@@ -73,32 +72,32 @@ def test_a_counter_that_fails_for_a_moment_keeps_what_it_had() -> None:
 
 
 class FakeNvml:
-    """Two GPUs, of which the second is too old to count."""
+    """The module `pynvml` with two GPUs; the second is too old to have a counter."""
+
+    class NVMLError(Exception):
+        pass
 
     millijoules = 7_000_000
     answers = True
 
-    def nvmlInit_v2(self) -> int:
-        return 0
+    def nvmlInit(self) -> None:
+        pass
 
-    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
-        count._obj.value = 2
-        return 0
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
 
-    def nvmlDeviceGetHandleByIndex_v2(self, number: Any, handle: Any) -> int:
-        handle._obj.value = 1 + number.value
-        return 0
+    def nvmlDeviceGetHandleByIndex(self, number: int) -> int:
+        return 1 + number
 
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any, value: Any) -> int:
-        if handle.value != 1 or not self.answers:
-            return 3
-        value._obj.value = self.millijoules
-        return 0
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:
+        if handle != 1 or not self.answers:
+            raise self.NVMLError("Not Supported")
+        return self.millijoules
 
 
-def test_gpus_that_count_their_millijoules_are_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpus_with_an_energy_counter_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     library = FakeNvml()
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    monkeypatch.setitem(sys.modules, "pynvml", library)
     found = counters(tmp_path)
     assert [counter.name for counter in found] == ["gpu 0"]
     with EnergyMeter(found) as meter:
@@ -106,19 +105,24 @@ def test_gpus_that_count_their_millijoules_are_asked(monkeypatch: pytest.MonkeyP
     library.answers = False
     energy = meter.energy
     assert energy is not None and energy.joules == {"gpu 0": pytest.approx(2.5)}
-    with pytest.raises(OSError, match="any more"):
+    with pytest.raises(OSError, match="cannot be read: Not Supported"):
         found[0].read()
 
 
-def test_a_machine_without_the_library_or_without_its_driver_has_no_gpu_counters(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def missing(name: str) -> None:
-        raise OSError(name)
-
-    monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert counters(tmp_path) == []
+def test_a_driver_that_does_not_answer_gives_no_counters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     library = FakeNvml()
-    monkeypatch.setattr(library, "nvmlInit_v2", lambda: 9)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(library, "nvmlDeviceGetCount", lambda: library.nvmlDeviceGetTotalEnergyConsumption(0))
+    monkeypatch.setitem(sys.modules, "pynvml", library)
     assert counters(tmp_path) == []
+
+
+def test_a_missing_library_is_one_line_where_there_is_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert counters(tmp_path, tmp_path / "no driver") == [] and not caplog.records
+    report_missing_library.cache_clear()
+    assert counters(tmp_path / "no RAPL", tmp_path) == counters(tmp_path / "no RAPL", tmp_path) == []
+    assert [record.message for record in caplog.records] == [
+        "GPU energy is not measured: `pip install 'bankfull[energy]'` adds the library that reads it."
+    ]
