@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bankfull.sample.table import FREQUENCY, PRESENCE, PROMPT_LEN, REPETITION, STOP_FROM, Facts, SamplingTable
+from bankfull.sample.table import FREQUENCY, PRESENCE, PROMPT_LEN, REPETITION, STOP_FROM, RowFacts, SamplingTable
 
 
 def adjust(
@@ -17,7 +17,7 @@ def adjust(
     tokens: Tensor,
     length: Tensor,
     mask: Tensor | None,
-    facts: Sequence[Facts],
+    facts: Sequence[RowFacts],
 ) -> Tensor:
     """Penalties, biases and bans in the order that `logits` documents, as a new tensor where anything changes."""
     chosen = table.choose(facts, lambda fact: fact.repeats or fact.counts)
@@ -41,7 +41,7 @@ def adjust(
 
 
 def _penalize(
-    scores: Tensor, said: Tensor, length: Tensor, rows: Tensor, table: SamplingTable, facts: Sequence[Facts]
+    scores: Tensor, said: Tensor, length: Tensor, rows: Tensor, table: SamplingTable, facts: Sequence[RowFacts]
 ) -> Tensor:
     vocab = scores.shape[-1]
     place = torch.arange(said.shape[-1], device=said.device)
@@ -71,7 +71,7 @@ def _mask_banned(
     table: SamplingTable,
     length: Tensor,
     mask: Tensor | None,
-    facts: Sequence[Facts],
+    facts: Sequence[RowFacts],
 ) -> Tensor:
     bits = mask
     if any(fact.restricted for fact in facts):

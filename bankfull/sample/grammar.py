@@ -39,7 +39,7 @@ _STACK_BYTES = 2**30
 _stack_lock = threading.Lock()
 
 
-class Vocabulary(Protocol):
+class GrammarTokenizer(Protocol):
     """The part of a tokenizer that grammars need."""
 
     @property
@@ -123,7 +123,7 @@ class GrammarCompiler:
     logits: ids beyond the tokenizer are never allowed. Compiling a large grammar takes seconds, without the GIL: call
     it outside of the engine's loop."""
 
-    def __init__(self, tokenizer: Vocabulary, vocab: int | None = None) -> None:
+    def __init__(self, tokenizer: GrammarTokenizer, vocab: int | None = None) -> None:
         self._tokenizer = tokenizer
         self._vocab = tokenizer.vocab_size if vocab is None else vocab
         self._lock = threading.Lock()
@@ -237,23 +237,23 @@ def _grammar_text(library: Any, structured: StructuredOutput) -> str:
     return str(library.LLMatcher.grammar_from_lark(source))
 
 
-def _token_trie(library: Any, tokenizer: Vocabulary) -> llguidance.LLTokenizer:
+def _token_trie(library: Any, tokenizer: GrammarTokenizer) -> llguidance.LLTokenizer:
     """Built from the bytes that the detokenizer writes, so that grammar and output agree."""
     ends = list(tokenizer.eos_ids)
     if not ends:
         raise RequestError("structured output needs an end token, but the model's tokenizer names none: leave it out.")
     made: llguidance.LLTokenizer = library.LLTokenizer(
-        library.TokenizerWrapper(_Tokens(tokenizer, ends[0])), n_vocab=tokenizer.vocab_size, eos_token=ends
+        library.TokenizerWrapper(_TokenizerView(tokenizer, ends[0])), n_vocab=tokenizer.vocab_size, eos_token=ends
     )
     return made
 
 
-class _Tokens:
+class _TokenizerView:
     """The tokenizer interface of llguidance; special tokens have their names as bytes, and never match plain text."""
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Vocabulary, end: int) -> None:
+    def __init__(self, tokenizer: GrammarTokenizer, end: int) -> None:
         self.eos_token_id = end
         special = set(tokenizer.special_ids) | set(tokenizer.eos_ids)
         self.special_token_ids = sorted(special)
@@ -281,7 +281,7 @@ class _Tokens:
         return []
 
     @staticmethod
-    def _bytes_of(tokenizer: Vocabulary, token: int, special: bool) -> bytes:
+    def _bytes_of(tokenizer: GrammarTokenizer, token: int, special: bool) -> bytes:
         name = tokenizer.backend.id_to_token(token)
         if name is None:
             return b""

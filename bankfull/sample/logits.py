@@ -30,7 +30,7 @@ from bankfull.sample.adjust import adjust
 from bankfull.sample.draw import NO_TOKEN, best, draw
 from bankfull.sample.logprobs import logprobs_of
 from bankfull.sample.random import Purpose, uniform
-from bankfull.sample.table import CHILD, GREEDY, LOGPROBS, SEED, Facts, SamplingTable
+from bankfull.sample.table import CHILD, GREEDY, LOGPROBS, SEED, RowFacts, SamplingTable
 from bankfull.sample.truncate import truncate
 
 __all__ = ["NO_TOKEN", "Sampled", "SamplingTable", "process", "sample"]
@@ -100,13 +100,13 @@ def sample(
     return _with_logprobs(picked, logits, rows, table, facts)
 
 
-def _draw(scores: Tensor, rows: Tensor, table: SamplingTable, length: Tensor, facts: Sequence[Facts]) -> Tensor:
+def _draw(scores: Tensor, rows: Tensor, table: SamplingTable, length: Tensor, facts: Sequence[RowFacts]) -> Tensor:
     shaped = truncate(scores, rows, table, facts)
     numbers = uniform(table.wholes[rows, SEED], table.wholes[rows, CHILD], length.to(torch.int64), Purpose.TOKEN)
     return draw(shaped, numbers)
 
 
-def _choose(scores: Tensor, rows: Tensor, table: SamplingTable, length: Tensor, facts: Sequence[Facts]) -> Tensor:
+def _choose(scores: Tensor, rows: Tensor, table: SamplingTable, length: Tensor, facts: Sequence[RowFacts]) -> Tensor:
     """Lines that the kernel supports go to it, others to tensor operations; each line's own parameters decide."""
     assert table.chooser is not None
     odd = table.choose(facts, lambda fact: fact.typical)
@@ -125,7 +125,7 @@ def _widened(logits: Tensor) -> Tensor:
 
 
 def _with_logprobs(
-    picked: Tensor, logits: Tensor, rows: Tensor, table: SamplingTable, facts: Sequence[Facts]
+    picked: Tensor, logits: Tensor, rows: Tensor, table: SamplingTable, facts: Sequence[RowFacts]
 ) -> Sampled:
     chosen = table.choose(facts, lambda fact: fact.logprobs is not None)
     if not chosen:

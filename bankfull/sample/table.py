@@ -23,7 +23,7 @@ _NEUTRAL_REALS = (1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class RowFacts:
     """Which sampling stages a row needs, known to the host; an unset row is plain greedy."""
 
     greedy: bool = True
@@ -57,7 +57,7 @@ class Facts:
 Chooser = Callable[[Tensor, Tensor, "SamplingTable", Tensor], Tensor]
 """Scores, the lines' rows, the table and the lines' lengths -> one token per line, greedy ones included; it gets no
 lines with `typical`."""
-PLAIN = Facts()
+PLAIN = RowFacts()
 """Plain greedy decoding."""
 
 
@@ -86,7 +86,7 @@ class SamplingTable:
         self.vocab = vocab
         self.device = torch.device(device)
         self.words = (vocab + 31) // 32
-        self.facts: list[Facts] = [PLAIN] * rows
+        self.facts: list[RowFacts] = [PLAIN] * rows
         self._neutral_whole = (0, 0, 0, vocab, 0, 1, -1)
         self.reals = torch.tensor([_NEUTRAL_REALS] * rows, dtype=torch.float64, device=self.device).view(rows, -1)
         self.wholes = torch.tensor([self._neutral_whole] * rows, dtype=torch.int64, device=self.device).view(rows, -1)
@@ -160,14 +160,14 @@ class SamplingTable:
             if self.bad_words is not None:
                 self.bad_words[row].fill_(-1)
 
-    def facts_for(self, host_rows: Sequence[int] | None, count: int) -> list[Facts]:
-        """Facts of a batch; without host rows every line gets the union of all rows' facts."""
+    def facts_for(self, host_rows: Sequence[int] | None, count: int) -> list[RowFacts]:
+        """Facts of the lines of a batch; without host rows every line gets the union of all rows' facts."""
         if host_rows is not None:
             if len(host_rows) != count:
                 raise ValueError(f"{len(host_rows)} host rows for {count} rows of logits")
             return [self.facts[row] for row in host_rows]
         asked = [fact.logprobs for fact in self.facts if fact.logprobs is not None]
-        union = Facts(
+        union = RowFacts(
             greedy=all(fact.greedy for fact in self.facts),
             top_k=self.vocab if any(fact.top_k for fact in self.facts) else None,
             logprobs=max(asked, default=None),
@@ -194,14 +194,14 @@ class SamplingTable:
         on_gpu = self.device.type == "cuda"
         return torch.tensor(values, dtype=dtype, pin_memory=on_gpu).to(self.device, non_blocking=True)
 
-    def choose(self, facts: Sequence[Facts], wants: Callable[[Facts], bool]) -> Choice:
+    def choose(self, facts: Sequence[RowFacts], wants: Callable[[RowFacts], bool]) -> SelectedLines:
         lines = [line for line, fact in enumerate(facts) if wants(fact)]
         every = len(lines) == len(facts)
-        return Choice(lines, None if every or not lines else self.ship(lines, torch.int64))
+        return SelectedLines(lines, None if every or not lines else self.ship(lines, torch.int64))
 
-    def facts_of(self, params: SamplingParams, stop_ids: Collection[int]) -> Facts:
+    def facts_of(self, params: SamplingParams, stop_ids: Collection[int]) -> RowFacts:
         chance = not params.greedy
-        return Facts(
+        return RowFacts(
             greedy=params.greedy,
             repeats=params.repetition_penalty != 1.0,
             counts=params.presence_penalty != 0.0 or params.frequency_penalty != 0.0,
@@ -256,7 +256,7 @@ class SamplingTable:
             line &= ~self._bits(params.banned_token_ids)
         return line.pin_memory() if self.device.type == "cuda" else line
 
-    def _set_bits(self, entry: RowParams, facts: Facts) -> None:
+    def _set_bits(self, entry: RowParams, facts: RowFacts) -> None:
         row = entry.row
         if facts.restricted and self.allowed is None:
             self.allowed = torch.full((self.rows, self.words), -1, dtype=torch.int32, device=self.device)
@@ -313,7 +313,7 @@ class SamplingTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SelectedLines:
     """Some lines of a batch. `index` is None when it has all lines, so that nothing is gathered."""
 
     lines: list[int]
@@ -322,7 +322,7 @@ class Choice:
     def __bool__(self) -> bool:
         return bool(self.lines)
 
-    def of(self, facts: Sequence[Facts]) -> list[Facts]:
+    def of(self, facts: Sequence[RowFacts]) -> list[RowFacts]:
         return [facts[line] for line in self.lines]
 
     def take(self, tensor: Tensor) -> Tensor:

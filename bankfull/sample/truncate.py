@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from bankfull.sample.draw import WEIGHT_BITS, centred, weights
-from bankfull.sample.table import MIN_P, TEMPERATURE, TOP_K, TOP_P, TYPICAL_P, Facts, SamplingTable
+from bankfull.sample.table import MIN_P, TEMPERATURE, TOP_K, TOP_P, TYPICAL_P, RowFacts, SamplingTable
 
 _HEAD = 1024
 """Maximum number of best tokens that are selected with top-k; more are taken from a full sort."""
 
 
-def truncate(scores: Tensor, rows: Tensor, table: SamplingTable, facts: Sequence[Facts]) -> Tensor:
+def truncate(scores: Tensor, rows: Tensor, table: SamplingTable, facts: Sequence[RowFacts]) -> Tensor:
     """Scores of the tokens that may be drawn, the others -inf; the maximum is moved to 0 before dividing."""
     reals, wholes = table.reals[rows], table.wholes[rows]
     scores, _ = centred(scores)
@@ -38,7 +38,7 @@ def truncate(scores: Tensor, rows: Tensor, table: SamplingTable, facts: Sequence
     return scores
 
 
-def _keep_head(scores: Tensor, top_k: Tensor, top_p: Tensor, facts: Sequence[Facts]) -> Tensor:
+def _keep_head(scores: Tensor, top_k: Tensor, top_p: Tensor, facts: Sequence[RowFacts]) -> Tensor:
     """Keeps the `top_k` best tokens and, of these, the fewest whose share reaches `top_p`; lowest ids first among
     equals."""
     top_k, top_p = top_k.unsqueeze(-1), top_p.unsqueeze(-1)
@@ -49,7 +49,7 @@ def _keep_head(scores: Tensor, top_k: Tensor, top_p: Tensor, facts: Sequence[Fac
     return scores.masked_fill(~(above | (equal & (equal.cumsum(-1) <= room))), -torch.inf)
 
 
-def _head(scores: Tensor, top_k: Tensor, top_p: Tensor, facts: Sequence[Facts]) -> tuple[Tensor, Tensor]:
+def _head(scores: Tensor, top_k: Tensor, top_p: Tensor, facts: Sequence[RowFacts]) -> tuple[Tensor, Tensor]:
     """The best scores, highest first, and how many of them are kept. Every branch gives the same result."""
     vocab = scores.shape[-1]
     ks = [fact.top_k for fact in facts]
