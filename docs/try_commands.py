@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -54,6 +55,13 @@ SHORTER = (
     (r"(bankfull quality \w+)", r"\1 --text text.txt"),
 )
 """The same command with less work: pattern and replacement."""
+
+OPTIONS_OF = {
+    "bench": ("BENCH_OPTIONS", "benchmarks.cpu_peers"),
+    "bench-gpu": ("GPU_OPTIONS", "benchmarks.gpu"),
+    "soak": ("SOAK_OPTIONS", "tests.soak"),
+}
+"""Make target -> the variable with its options, and the module that gets them."""
 
 VALUES = {"MODEL": "smollm2", "OTHER": "smollm2", "FILE": "text.txt", "CONFIG.json": "config.json", "DIR": "data"}
 """What the words for a reader's own values become."""
@@ -122,7 +130,8 @@ class Page:
         return re.sub(r"^curl ", "curl --fail-with-body ", text)
 
     def _folder_of(self, text: str) -> Path:
-        return ROOT if text.startswith("make ") else self.folder
+        """The checkout for what exists only there."""
+        return ROOT if re.match(r"make |python -m (benchmarks|docs|tests)\b", text) else self.folder
 
     def _finish(self, command: Command, program: list[str]) -> Outcome:
         """Waits for its end."""
@@ -183,8 +192,12 @@ class Page:
         self.server = None
 
     def _unknown_options(self, command: Command) -> str | None:
-        """What `--help` of a module does not have."""
+        """What `--help` of a module does not have, also where make passes the options on."""
         words = command.words
+        if words[0] == "make" and words[1] in OPTIONS_OF:
+            variable, module = OPTIONS_OF[words[1]]
+            given = [word.partition("=")[2] for word in words[2:] if word.startswith(f"{variable}=")]
+            words = ["python", "-m", module, *shlex.split(" ".join(given))]
         if words[:2] != ["python", "-m"]:
             return None
         help_of = [*words[:3], "--help"]
@@ -206,7 +219,6 @@ def environment(scratch: Path) -> dict[str, str]:
     (cache / "models").symlink_to(models)
     own = {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
         "BANKFULL_CACHE": str(cache),
         "BANKFULL_DATA": str(scratch / "data"),
         "BANKFULL_CONFIG": str(scratch / "config"),

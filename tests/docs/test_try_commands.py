@@ -117,10 +117,10 @@ def test_options_of_a_module_that_is_not_run_must_be_in_its_help(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: dict[str, str]
 ) -> None:
     programs |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    monkeypatch.setattr(try_commands, "NOT_RUN", ((r"docs\.try_commands", "a reason"),))
+    monkeypatch.setattr(try_commands, "NOT_RUN", ((r"docs\.try_commands|make", "a reason"),))
+    monkeypatch.setattr(try_commands, "OPTIONS_OF", {"soak": ("SOAK_OPTIONS", "docs.try_commands")})
     lines = ("python -m docs.try_commands --only x", "python -m docs.try_commands --none x")
+    lines += ("make soak SOAK_OPTIONS='--only x'", "make soak SOAK_OPTIONS='--none'", "make lint")
     found = followed(tmp_path, monkeypatch, programs, *lines)
-    assert [(one.result, one.detail) for one in found] == [
-        ("not run", "a reason"),
-        ("failed", "there is no option --none"),
-    ]
+    wrong, right = ("failed", "there is no option --none"), ("not run", "a reason")
+    assert [(one.result, one.detail) for one in found] == [right, wrong, right, wrong, right]
