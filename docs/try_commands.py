@@ -50,7 +50,10 @@ SHORTER = (
     (r"--requests \d+", "--requests 4"),
     (r"--seconds \d+", "--seconds 2"),
     (r"--output-len 128", "--output-len 16"),
-    (r"(bankfull bench sweep)", r"\1 --first-rate 0.5 --highest-rate 1 --least-requests 2 --confirmations 0"),
+    (
+        r"bankfull bench sweep --slo \"[^\"]+\"",
+        'bankfull bench sweep --slo "e2e=600s" --input-len 16 --first-rate 0.5 --highest-rate 1 --least-requests 2',
+    ),
     (r"(bankfull bench (?:latency|throughput))", r"\1 --reps 1"),
     (r"(bankfull quality \w+)", r"\1 --text text.txt"),
 )
