@@ -204,7 +204,7 @@ def test_a_device_without_ceilings_has_rates_but_no_limit() -> None:
     summary = report.summary()
     assert summary["decode_percent_of_limit"] is None and summary["decode_host_share"] is not None
     assert summary["decode_tokens_per_s"] is not None and report.as_json()["ceilings"] is None
-    assert "not known" in notes(report)[0]
+    assert "unknown" in notes(report)[0]
     assert bench_table(report, "t").row_count == sum(s is not None for s in summary.values()) - 1
 
 

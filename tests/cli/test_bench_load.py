@@ -84,7 +84,7 @@ def test_sweep_finds_the_rate_of_a_queue(cli: Cli, tmp_path: Path) -> None:
         assert 2 < done.json["highest_rate"] < 120 and len(done.json["runs"]) == len(done.json["trials"])
         shown = cli(*at, "--slo", "ttft=10s", "--highest-rate", 10).out
         assert "10 requests/s is the highest rate" in shown and "no higher rate was tried" in shown
-        assert "even a request that has the server for itself" in cli(*at, "--slo", "ttft=10ms").sentence
+        assert "a single request on the idle server" in cli(*at, "--slo", "ttft=10ms").sentence
     assert "Attainment against rate" in page.read_text()
 
 
@@ -137,7 +137,7 @@ def test_without_peers_the_installed_ones_are_looked_for(cli: Cli, monkeypatch: 
 def test_the_client_starts_without_torch() -> None:
     import subprocess
 
-    parts = ", ".join(f"bankfull.bench.load.{name}" for name in ("run", "sweep", "report_html", "report_text"))
+    parts = ", ".join(f"bankfull.bench.{name}" for name in ("load.run", "load.sweep", "report.html", "report.text"))
     code = f"import sys, bankfull.cli.app, bankfull.cli.bench, {parts}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

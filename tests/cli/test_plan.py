@@ -76,9 +76,9 @@ def test_a_configuration_is_enough_and_other_devices_are_looked_up(cli: Cli, tmp
     ("arguments", "said"),
     [
         (("--traffic", "rate=5/s, in=10"), "lacks out="),
-        ((*TRAFFIC, "--slo", "ttft=soon"), "no objective"),
+        ((*TRAFFIC, "--slo", "ttft=soon"), "not an objective"),
         ((*TRAFFIC, "--devices", "h1000"), "did you mean"),
-        ((*TRAFFIC, "--goal", "joy"), "no goal"),
+        ((*TRAFFIC, "--goal", "joy"), "goal 'joy' is unknown"),
         ((*TRAFFIC, "--attainment", "110%"), "no part of the requests"),
         ((*TRAFFIC, "--price", "-1"), "--price"),
         (("--traffic", "rate=5/s, in=1000, out=9"), "exceed the model's context"),
