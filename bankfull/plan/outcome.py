@@ -167,7 +167,7 @@ def _quantile(values: list[float], share: float) -> float:
     return quantile(sorted(values), share) if values else float("inf")
 
 
-def what_limits(outcome: SimulatedOutcome, objectives: Objectives) -> list[str]:
+def bottlenecks_of(outcome: SimulatedOutcome, objectives: Objectives) -> list[str]:
     """What limits the configuration, in sentences."""
     found = []
     ratios = _objective_ratios(outcome, objectives)

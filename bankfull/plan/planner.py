@@ -32,7 +32,7 @@ from bankfull.plan.configurations import (
     ways_to_store,
 )
 from bankfull.plan.efficiency import assumed
-from bankfull.plan.outcome import PILING, Objectives, SimulatedOutcome, outcome_of, what_limits
+from bankfull.plan.outcome import PILING, Objectives, SimulatedOutcome, bottlenecks_of, outcome_of
 from bankfull.plan.pareto import ORDER, front, recommend
 from bankfull.plan.simulate import ROUTES, simulate
 from bankfull.plan.sites import Site, caveats
@@ -100,8 +100,8 @@ class DeploymentPlan:
     """Requests per second up to which the recommendation meets the objectives; None if at no rate."""
 
     @property
-    def limits(self) -> list[str]:
-        return [] if self.recommended is None else what_limits(self.recommended, self.request.objectives)
+    def bottlenecks(self) -> list[str]:
+        return [] if self.recommended is None else bottlenecks_of(self.recommended, self.request.objectives)
 
     def as_json(self) -> dict[str, Any]:
         model, asked = self.request.model, self.request
@@ -111,7 +111,7 @@ class DeploymentPlan:
             "objectives": str(asked.objectives),
             "goal": asked.goal,
             "recommended": None if self.recommended is None else self.recommended.as_json(model),
-            "limits": self.limits,
+            "limits": self.bottlenecks,
             "best_lossless": None if self.lossless is None else self.lossless.as_json(model),
             "pareto": [outcome.as_json(model) for outcome in self.pareto],
             "not_yet": [outcome.as_json(model) for outcome in self.later],

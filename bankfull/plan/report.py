@@ -121,7 +121,7 @@ def sentences(plan: DeploymentPlan) -> Iterator[str]:
         yield _latencies(best)
         yield _highest(plan)
         yield "What limits it:"
-        yield from (f"  {line}" for line in plan.limits)
+        yield from (f"  {line}" for line in plan.bottlenecks)
     if plan.skipped:
         yield "Skipped:"
         yield from (f"  {line}" for line in plan.skipped)

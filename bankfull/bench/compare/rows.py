@@ -37,8 +37,10 @@ class Reach:
     def percents_of_best(self, tokens_per_s: Sequence[float]) -> list[float]:
         return self._percents(tokens_per_s, [bandwidth.best for bandwidth in self.bandwidths])
 
-    def _percents(self, tokens_per_s: Sequence[float], limits: Sequence[float]) -> list[float]:
-        return [100 * self.bytes_per_s(rate) / limit for rate, limit in zip(tokens_per_s, limits, strict=True)]
+    def _percents(self, tokens_per_s: Sequence[float], bandwidths: Sequence[float]) -> list[float]:
+        return [
+            100 * self.bytes_per_s(rate) / bandwidth for rate, bandwidth in zip(tokens_per_s, bandwidths, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)

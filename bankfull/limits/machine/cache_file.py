@@ -13,6 +13,7 @@ from typing import Any
 from bankfull.paths import cache_dir
 
 LARGEST_FILE = 1 << 16
+"""Bytes above which a cache file is ignored as damaged."""
 
 
 def path_of(identity: dict[str, Any], what: str = "ceilings") -> Path:
