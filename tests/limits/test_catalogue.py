@@ -85,7 +85,7 @@ def test_every_entry_is_plausible_and_says_where_it_comes_from(known: Catalogue)
         assert device.kind in KINDS and set(device.flops) <= set(TYPES), device.name
         assert date(2026, 1, 1) <= device.date and device.source, device.name
         assert device.source.startswith("https://") or device.unverified, device.name
-        assert device.note or not device.unverified, f"{device.name}: what is unverified?"
+        assert device.note or not device.unverified, f"{device.name}: lacks a note on what is unverified"
         assert 1e9 < device.memory_bytes < 1e13 and 1e10 < device.bytes_per_s < 1e17, device.name
         assert device.price_source == "" or device.price_source.startswith("https://"), device.name
         assert device.dollars_per_hour is None or 0.1 < device.dollars_per_hour < 100, device.name
@@ -162,12 +162,12 @@ def test_a_users_file_adds_and_corrects(own_folder: Path, tmp_path: Path) -> Non
 
 
 def test_without_a_home_there_is_only_what_comes_with_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nobody() -> Path:
+    def no_home() -> Path:
         raise RuntimeError
 
     monkeypatch.delenv("BANKFULL_CONFIG")
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", nobody)
+    monkeypatch.setattr(Path, "home", no_home)
     assert load().find("h100")
 
 

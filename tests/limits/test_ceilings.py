@@ -128,11 +128,11 @@ def test_a_busy_moment_never_lowers_what_is_kept(monkeypatch: pytest.MonkeyPatch
     looks = [quiet, busy, in_cache]
     monkeypatch.setattr(cpu_ceilings, "measure", lambda *args: looks.pop(0))
     assert measure() == quiet
-    assert measure(refresh=True) == busy, "what was seen now is told"
+    assert measure(refresh=True) == busy, "a refresh returns the new measurement"
     best = replace(quiet, cached_read_bytes_per_s=45.0, when="later")
     assert measure() == best
     assert measure(refresh=True) == in_cache
-    assert measure() == best, "a smaller working set tells nothing about memory"
+    assert measure() == best, "a smaller working set does not measure memory"
     looks.append(busy)
     ceilings.forget(open_device("cpu"))
     assert measure() == busy == measure()

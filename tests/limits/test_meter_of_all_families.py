@@ -97,4 +97,4 @@ def test_decoding_reads_every_tensor_once_but_of_the_embedding_one_row(name: str
     head = max(sizes[key] for key in tables if "position" not in key) if tied else 0
     weights = sum(size for key, size in sizes.items() if key not in tables) + rows + head
     read = metered.cost(StepShape.decode(1, 1)).sum().read
-    assert weights <= read < 1.35 * weights, "what is read beside weights are activations"
+    assert weights <= read < 1.35 * weights, "bytes read besides weights are activations"

@@ -69,7 +69,7 @@ def test_a_slow_fallback_is_no_ceiling() -> None:
     found = judged(SLOW_TORCH, {"float32"}, ARM)
     assert found.flops == {"float32": 96e9, "bfloat16": 96e9, "float64": 36e9}
     assert found.converted == {"bfloat16": "float32"}, "it has no instruction, and is computed in float32"
-    assert set(found.unmeasured) == {"float16", "int8"}, "these have instructions that nothing here times"
+    assert set(found.unmeasured) == {"float16", "int8"}, "these have instructions that no kernel here measures"
 
 
 def test_what_kernels_multiply_in_is_measured_whatever_torch_does() -> None:
@@ -232,7 +232,7 @@ def test_a_plan_counts_with_the_fastest_rate_that_was_measured(monkeypatch: pyte
     unknown, known = (step_times(recipe, "cpu", assumed("cpu"), found) for found in (UNMEASURED, KNOWN))
     step = StepShape.prefill(4096)
     assert unknown.likely(step) == known.likely(step)
-    assert unknown.least(step) < known.least(step), "what bounds it is memory alone"
+    assert unknown.least(step) < known.least(step), "only memory bounds it"
     here = TargetMachine("a machine", "cpu", UNMEASURED, 10**9, True)
     monkeypatch.setattr("bankfull.plan.sites.machine_of", lambda name: here)
     (caveat,) = sites_of("cpu")[0].caveats

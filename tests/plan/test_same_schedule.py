@@ -117,7 +117,7 @@ def test_simulator_and_engine_make_the_same_plans_of_the_same_trace(case: str, s
         Bench(model_of(shape), device_of(depth), depth, replace(sched), state, frames=frames, max_len=64), trace, times
     )
     assert len(expected) > 30
-    assert any(len(plan[1]) > 1 for plan in expected), "nothing ever ran together: the trace proves nothing"
+    assert any(len(plan[1]) > 1 for plan in expected), "no two requests ran together, so the trace proves nothing"
     for one, other in zip(expected, found, strict=True):
         assert one == other
     assert [served.tokens for served in requests] == [arrival.output for arrival in trace]

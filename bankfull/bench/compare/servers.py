@@ -224,8 +224,8 @@ def compare(one: RunningServer, other: RunningServer, load: LoadTest, pairs: int
         for side in (one, other):
             side.wake()
     # The CPU time of a server that was not started here is unknown, so it cannot be told from noise.
-    told = noise.cores if one.group is not None and other.group is not None else None
-    rows = [_row(figure, found, told) for figure in FIGURES]
+    other_cores = noise.cores if one.group is not None and other.group is not None else None
+    rows = [_row(figure, found, other_cores) for figure in FIGURES]
     memory = [side.group.resident_bytes() / 2**20 if side.group is not None else None for side in (one, other)]
     if None not in memory:
         rows.append(Row("resident memory", "MiB", (memory[0] or 0.0,), (memory[1] or 0.0,), more_is_better=False))

@@ -123,7 +123,7 @@ def error_summary(status: int, body: bytes) -> str:
     """A short reason for a rejected request."""
     try:
         problem = _chunk(body).error
-        told = problem if isinstance(problem, str) else problem.message if problem is not None else ""
+        reason = problem if isinstance(problem, str) else problem.message if problem is not None else ""
     except (msgspec.DecodeError, UnicodeDecodeError):
-        told = body[:200].decode(errors="replace")
-    return f"status {status}: {' '.join(told.split())[:200]}" if told else f"status {status}"
+        reason = body[:200].decode(errors="replace")
+    return f"status {status}: {' '.join(reason.split())[:200]}" if reason else f"status {status}"

@@ -88,10 +88,10 @@ class ServerUnderTest:
     def model(self) -> str:
         if self.name is not None:
             return self.name
-        told = self._models
-        if not told or not isinstance(told[0].get("id"), str):
+        models = self._models
+        if not models or not isinstance(models[0].get("id"), str):
             raise ConfigError(f"{self.address.url} lists no model at /v1/models; give its name with --model.")
-        return str(told[0]["id"])
+        return str(models[0]["id"])
 
     @cached_property
     def _models(self) -> list[dict[str, Any]]:

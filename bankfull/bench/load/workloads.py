@@ -272,10 +272,10 @@ def _pairs(record: _ShareGptRecord) -> list[tuple[str, str]]:
     while said and said[0][0] not in _ASKS:
         said = said[1:]
     found = []
-    for (asker, ask), (teller, told) in zip(said[::2], said[1::2], strict=False):
-        if asker not in _ASKS or teller not in _ANSWERS or not ask.strip() or not told.strip():
+    for (asker, question), (teller, reply) in zip(said[::2], said[1::2], strict=False):
+        if asker not in _ASKS or teller not in _ANSWERS or not question.strip() or not reply.strip():
             break
-        found.append((ask, told))
+        found.append((question, reply))
     return found
 
 

@@ -38,7 +38,7 @@ def test_at_200_requests_per_second_every_figure_is_within_a_millisecond_or_one_
             outcomes = client.run(make_conversations(TOKENS, count), offsets)
             seconds, used = monotonic() - begun, process_time() - used
             assert [one.error for one in outcomes] == [None] * count
-            assert used < 0.5 * seconds, "of one core"
+            assert used < 0.5 * seconds, "the client uses less than half a core"
             notes = notes_of(server)
             pairs = [(one, notes.accounts[one.text]) for one in outcomes]
             shares.append(fmean(off(one, account.figures(client.begun + one.due)) < 1 for one, account in pairs))
@@ -46,7 +46,7 @@ def test_at_200_requests_per_second_every_figure_is_within_a_millisecond_or_one_
                 assert shares[-1] == 1
                 assert fmean(off(one, account.figures(account.came)) < 1 for one, account in pairs) >= 0.99
                 return
-    assert max(shares) >= 0.5, f"the part of the requests that were near enough, run by run: {shares}"
+    assert max(shares) >= 0.5, f"fraction of the requests within the tolerance, by run: {shares}"
 
 
 def test_with_a_simulated_clock_every_figure_is_exact() -> None:
@@ -83,4 +83,4 @@ def test_a_stall_is_charged_to_all_requests_that_were_due() -> None:
     for number, one in enumerate(outcomes):
         waits = (number + 1) * service - (one.due - outcomes[0].due)
         assert one.e2e == pytest.approx(waits, abs=0.2)
-        assert one.late is not None and one.late < 0.2, "asked when it was due, not when the server was free"
+        assert one.late is not None and one.late < 0.2, "sent when due, not when the server was free"

@@ -53,8 +53,8 @@ def test_both_sides_are_asked_the_same_and_each_pair_something_else() -> None:
         with RunningServer(Contender("bankfull", first.address.url), "m", None, lambda line: None) as one:
             found = compare_with(one, Contender("other", second.address.url), LOAD, 2)
         asked = [[call["prompt"] for call in server.ask("GET", "/stop").json] for server in (first, second)]
-    assert all(row.others is None for row in found.rows), "servers that were not started here cannot be told from noise"
-    assert sorted(asked[0]) == sorted(asked[1]) and len(asked[0]) == 1 + 2 * 15, "one that warms up, and two runs"
+    assert all(row.others is None for row in found.rows), "the CPU time of servers not started here is unknown"
+    assert sorted(asked[0]) == sorted(asked[1]) and len(asked[0]) == 1 + 2 * 15, "one warm-up and two runs"
     assert len(set(asked[0])) == len(asked[0])
 
 

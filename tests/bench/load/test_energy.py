@@ -49,7 +49,7 @@ def test_a_counter_that_wraps_around_goes_on(tmp_path: Path) -> None:
 def test_counters_that_may_not_be_read_are_none(tmp_path: Path) -> None:
     locked = zone(tmp_path, "intel-rapl:0", "package-0", 1)
     (locked / "energy_uj").unlink()
-    (locked / "energy_uj").mkdir()  # reading it fails, whoever asks
+    (locked / "energy_uj").mkdir()  # reading it fails for every user
     assert [counter for counter in counters(tmp_path) if "rapl" in counter.name] == []
     assert [counter for counter in counters(tmp_path / "none") if "rapl" in counter.name] == []
     with EnergyMeter(()) as meter:

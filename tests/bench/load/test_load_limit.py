@@ -54,9 +54,9 @@ def test_a_run_is_the_difference_and_a_restart_is_none() -> None:
     )
     found = utilization(before, after, 4.0)
     assert found is not None and found.whole == StepWork(2.0, 8e9, 0.0) and found.mbu() == pytest.approx(0.4)
-    assert utilization(after, before, 4.0) is None, "counters that fall are those of another process"
+    assert utilization(after, before, 4.0) is None, "falling counters mean a restarted process"
     assert utilization(before, parse_counters(TEXT), 4.0) is None and utilization(None, after, 4.0) is None
-    assert utilization(before, before, 4.0) is None, "nothing was done"
+    assert utilization(before, before, 4.0) is None, "no work between the two"
 
 
 def test_the_least_times_are_those_of_the_steps_that_one_request_needs() -> None:
@@ -100,11 +100,11 @@ def test_a_bankfull_server_reports_its_utilization(own_server: ServerUnderTest) 
     report = LoadRunner(own_server).run(load)
     m = report.measured
     assert own_server.ours and len(m.good) == 24 and m.output_tokens == 24 * 6
-    assert all(44 <= one.input_tokens <= 52 for one in m.good), "prompts of ids have their very lengths"
+    assert all(44 <= one.input_tokens <= 52 for one in m.good), "prompts of ids have exact lengths"
     assert m.cached_tokens is not None and m.cached_tokens > 0, "prefixes are shared"
     assert report.utilization is not None and (report.utilization.mbu("decode") or 0) > 0
     assert (report.utilization.percent_of_limit or 0) > 0 and 0 < report.utilization.busy <= 1
-    assert set(report.least) == {"ttft", "tpot", "itl", "e2e"}, "its files are here, under the name that it told"
+    assert set(report.least) == {"ttft", "tpot", "itl", "e2e"}, "its files are here, under the name that it reports"
     assert m.goodput == pytest.approx(m.request_rate) and asdict(report.setting)["api"] == "completions"
 
 

@@ -41,7 +41,7 @@ def test_rates_and_tokens_are_over_the_whole_time_and_without_failures() -> None
 
 def test_goodput_counts_those_that_meet_every_objective_and_failures_meet_none() -> None:
     m = Measured(RUN, parse_slo("ttft=2s, tpot=400ms"))
-    assert m.attained() == 0.5, "the second and the single one; the first is too slow per token, the fourth failed"
+    assert m.attained() == 0.5, "the second and the single-token one; the first exceeds TPOT, the fourth failed"
     assert m.goodput == 0.5
     assert m.attained(1.25) == 0.75 and m.attained(100) == 0.75
     assert m.attained(0.4) == 0.0

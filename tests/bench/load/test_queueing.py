@@ -76,4 +76,4 @@ def test_the_client_measures_the_queue_in_real_time() -> None:
             found.append(quantiles(apart, n=4)[0])
             if found[-1] < 1e-3:
                 return
-    pytest.fail(f"three quarters of the requests were off by more than so many seconds: {found}")
+    pytest.fail(f"three quarters of the requests were off by more than these seconds: {found}")

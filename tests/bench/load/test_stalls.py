@@ -108,16 +108,18 @@ def test_a_report_counts_the_requests_that_a_stall_affected() -> None:
     noted = (Stall(3.19, 3.25, 0.0), Stall(5.3, 5.31, 0.01), Stall(7.0, 7.0005, 0.0))
     measured = Measured(some, Slo())
     told = LoadReport(report().setting, measured, stalls=noted)
-    assert told.disturbed == 1, "one lies between two moments that count, another is shorter than a millisecond"
+    assert told.disturbed == 1, "one is between two relevant times, another is shorter than a millisecond"
     assert any("a stall of the client" in line for line in told.warnings())
     kept = told.as_json()["client_stalls"]
     assert kept["by_machine"]["times"] == 2 and kept["by_itself"]["longest"] == pytest.approx(0.01)
     assert kept["disturbed_requests"] == 1
     stamped = LoadReport(report().setting, Measured([replace(one, stamped=True) for one in some], Slo()), stalls=noted)
-    assert stamped.disturbed == 0, "the kernel noted when tokens came; the client only had to send in time"
+    assert stamped.disturbed == 0, "token times are kernel timestamps; only the sending depends on the client"
     sent = LoadReport(report().setting, stamped.measured, stalls=(Stall(3.99, 4.0, 0.0),))
     assert sent.disturbed == 1
     joined = [replace(one, stamped=True, times=(one.times[0], one.times[0], one.times[1])) for one in some]
-    assert LoadReport(report().setting, Measured(joined, Slo()), stalls=noted).disturbed == 1, "stamps of later bytes"
+    assert LoadReport(report().setting, Measured(joined, Slo()), stalls=noted).disturbed == 1, (
+        "merged packets have the later timestamp"
+    )
     calm = LoadReport(report().setting, measured)
     assert calm.disturbed == 0 and not calm.warnings()

@@ -153,8 +153,8 @@ def test_a_stamp_becomes_a_moment_of_the_loops_clock(clocks: Clocks) -> None:
 def test_impossible_timestamps_are_rejected(clocks: Clocks) -> None:
     early = clocks.stamp() - SECOND
     kernel = KernelClock()
-    assert kernel.moment(early) is None, "of before the run"
-    assert kernel.moment(clocks.stamp() + SECOND) is None, "of the future"
+    assert kernel.moment(early) is None, "from before the run"
+    assert kernel.moment(clocks.stamp() + SECOND) is None, "from the future"
 
 
 @pytest.mark.parametrize("step", [-3600 * SECOND, -3_000_000, -20_000, 20_000, 3_000_000, 3600 * SECOND])

@@ -82,7 +82,7 @@ def test_text_is_as_many_tokens_as_the_server_counts_on_average() -> None:
     words, numbers = TextPrompts(Letters()), random.Random(3)
     lengths = [len(words.take(numbers, 2000)) for _ in range(20)]
     assert fmean(lengths) == pytest.approx(2000, rel=0.05)
-    assert TextPrompts().count("x" * 400) == 100, "four characters to a token, where nobody can count"
+    assert TextPrompts().count("x" * 400) == 100, "four characters per token without a tokenizer"
 
 
 def test_prompts_are_ids_if_the_server_tokenizes_and_text_otherwise() -> None:
