@@ -30,17 +30,17 @@ def check(*, data_dir: Folder = None, port: Port = 8000, json: Json = False) -> 
 
     Beside a running server the database is checked, and not whether files have no entry.
     """
-    from bankfull.serve.data import upkeep
+    from bankfull.serve.data import maintenance
 
     folder = _folder(data_dir, port)
-    report = upkeep.check(folder)
+    report = maintenance.check(folder)
     if json:
-        print(json_text.dumps(upkeep.as_json(report)))
+        print(json_text.dumps(maintenance.as_json(report)))
         return 1 if report.problems else 0
     for problem in report.problems:
         print(problem)
     if report.problems:
-        print(f"`{upkeep.command_for(folder, 'repair')}` saves what can be read.")
+        print(f"`{maintenance.command_for(folder, 'repair')}` saves what can be read.")
     else:
         print(f"{folder}: no damage was found.")
     for owner in report.owners:
@@ -56,12 +56,12 @@ def check(*, data_dir: Folder = None, port: Port = 8000, json: Json = False) -> 
 @data.command()
 def repair(*, data_dir: Folder = None, port: Port = 8000, json: Json = False) -> None:
     """Save what can be read into a new database. The old one, and files without an entry, are set aside."""
-    from bankfull.serve.data import upkeep
+    from bankfull.serve.data import maintenance
 
     folder = _folder(data_dir, port)
-    repaired = upkeep.repair(folder)
+    repaired = maintenance.repair(folder)
     if json:
-        print(json_text.dumps(upkeep.as_json(repaired)))
+        print(json_text.dumps(maintenance.as_json(repaired)))
         return
     for sentence in repaired.done or [f"{folder}: nothing had to be repaired."]:
         print(sentence)
@@ -79,10 +79,10 @@ def adopt(
     json: Json = False,
 ) -> None:
     """Give what nobody can read to a key: `bankfull data adopt environment-1 --owner alice`."""
-    from bankfull.serve.data import upkeep
+    from bankfull.serve.data import maintenance
 
     name = _own_name() if owner is None else owner
-    told = upkeep.adopt(_folder(data_dir, port), what, name)
+    told = maintenance.adopt(_folder(data_dir, port), what, name)
     print(json_text.dumps({"owner": name, "done": told}) if json else "\n".join(told))
 
 

@@ -1,6 +1,6 @@
-"""Files and batches alone, before a handler that answers at random: as an application, and as a process to kill.
+"""Files and batches with a handler that responds at random: as an application, and as a process to kill.
 
-python -m tests.serve.batch_app FOLDER SECONDS      serves, and prints its URL
+python -m tests.serve.batch_app FOLDER SECONDS serves, and prints its URL
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bankfull.serve.batch.service import BatchService
 from bankfull.serve.engine.backend import Busy, EngineDied, Unavailable
 
 
-async def told(request: Request, error: Exception) -> Response:
+async def error_response(request: Request, error: Exception) -> Response:
     problem = problem_of(error)
     headers = {name.decode(): value.decode() for name, value in problem.headers}
     return Response(openai_error(problem), problem.status, headers, "application/json")
@@ -43,14 +43,17 @@ def batch_app(folder: Path, handle: Handle, **options: Any) -> Starlette:
         async with service:
             yield
 
-    app = Starlette(routes=list(service.routes), exception_handlers={ValueError: told, Exception: told}, lifespan=life)
+    app = Starlette(
+        routes=list(service.routes),
+        exception_handlers={ValueError: error_response, Exception: error_response},
+        lifespan=life,
+    )
     app.state.service = service
     return app
 
 
 class RandomHandler:
-    """Answers with what it was asked, after a while; says sometimes that there is no room or no engine; refuses a
-    question that is 'bad'."""
+    """Echoes the question after a random delay; sometimes raises Busy or Unavailable; refuses the question 'bad'."""
 
     def __init__(self, seed: int, seconds: float = 0.004, trouble: float = 0.1) -> None:
         self._random, self._seconds, self._trouble = random.Random(seed), seconds, trouble
@@ -69,7 +72,7 @@ class RandomHandler:
             if question == "deadly":
                 raise EngineDied("killed by a question")
             if question == "bad":
-                raise Refusal("That is no question.", param="question")
+                raise Refusal("This question is refused.", param="question")
             return 200, msgspec.json.encode({"answer": question, "priority": priority})
         finally:
             self._running -= 1
@@ -80,7 +83,7 @@ def main(folder: str, seconds: str) -> None:
 
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
-    listening.listen()  # who connects before the server runs waits
+    listening.listen()  # connections made before the server runs are queued
     app = batch_app(Path(folder), RandomHandler(random.randrange(1 << 30), float(seconds), trouble=0.0))
     print(f"http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
     uvicorn.Server(uvicorn.Config(app, log_level="error")).run([listening])

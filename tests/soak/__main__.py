@@ -62,7 +62,7 @@ def _trials(asked: argparse.Namespace) -> dict[str, Trial]:
 
 def batch_crashes(*, short: bool) -> Iterator[Figure]:
     """The crash loop of the tests: a hundred kills in ten thousand lines; few of them in the short one."""
-    name = "killed_again_and_again" if short else "a_hundred_kills"
+    name = "after_repeated_kills" if short else "a_hundred_kills"
     passed, _ = _test_passes("tests/serve/batch/test_batches.py", name)
     yield Figure("batch: kills with one result per line", 8 if short else 100)
     yield Figure("batch: the crash loop passed", float(passed), least=1)

@@ -19,7 +19,7 @@ from bankfull.serve.api.openai.responses import ResponseReply
 from bankfull.serve.api.openai.responses_call import ResponsesCall
 from bankfull.serve.api.tokens import DetokenizeCall, DetokenizeReply, TokenizeCall, TokenizeReply
 from bankfull.serve.batch.batches import BatchReply, CreateBatch
-from bankfull.serve.batch.files import Deleted, FileReply, Page
+from bankfull.serve.batch.files import Deleted, FileReply, ListPage
 
 #: Path -> (what it does, the body, the answer).
 POSTED: dict[str, tuple[str, Any, Any]] = {
@@ -46,12 +46,12 @@ READ: dict[str, tuple[str, Any]] = {
 #: (Path, method) -> (what it does, the answer, its parameters in the query): work that waits, where it is served.
 WAITING: dict[tuple[str, str], tuple[str, Any, tuple[str, ...]]] = {
     ("/v1/files", "post"): ("Upload a file of requests", FileReply, ()),
-    ("/v1/files", "get"): ("List files", Page[FileReply], ("after", "limit", "order", "purpose")),
+    ("/v1/files", "get"): ("List files", ListPage[FileReply], ("after", "limit", "order", "purpose")),
     ("/v1/files/{id}", "get"): ("One of them", FileReply, ()),
     ("/v1/files/{id}", "delete"): ("Delete it", Deleted, ()),
     ("/v1/files/{id}/content", "get"): ("What is in it", bytes, ()),
     ("/v1/batches", "post"): ("Run a file of requests when there is time", BatchReply, ()),
-    ("/v1/batches", "get"): ("List batches", Page[BatchReply], ("after", "limit")),
+    ("/v1/batches", "get"): ("List batches", ListPage[BatchReply], ("after", "limit")),
     ("/v1/batches/{id}", "get"): ("One of them", BatchReply, ()),
     ("/v1/batches/{id}/cancel", "post"): ("Cancel it; what has a result keeps it", BatchReply, ()),
 }

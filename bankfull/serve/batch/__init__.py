@@ -1,1 +1,1 @@
-"""The Batch API: files, batches, and the runner that works through their lines."""
+"""The Batch API: files, batches, and the runner that executes their lines."""

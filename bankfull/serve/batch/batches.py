@@ -1,4 +1,4 @@
-"""/v1/batches: create, retrieve, list and cancel, as OpenAI's clients call them."""
+"""The endpoints of /v1/batches: create, retrieve, list and cancel, compatible with OpenAI's clients."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from bankfull.serve.api.errors import Refusal
-from bankfull.serve.batch.files import ExpiresAfter, Owner, as_json, page_of, parameters
+from bankfull.serve.batch.files import ExpiresAfter, OwnerOf, as_json, list_parameters, page_of
 from bankfull.serve.batch.input import ENDPOINTS
 from bankfull.serve.batch.runner import BatchRunner
-from bankfull.serve.data.ledger import Batch, Ledger
+from bankfull.serve.data.batch_store import BatchRecord, BatchStore
 
 LARGEST_BODY = 64 << 10
 SECONDS = {"m": 60, "h": 3600, "d": 86400}
@@ -44,21 +44,21 @@ class BatchErrors(msgspec.Struct):
     object: Literal["list"] = "list"
 
 
-class InputDetails(msgspec.Struct):
+class BatchInputDetails(msgspec.Struct):
     cached_tokens: int
 
 
-class OutputDetails(msgspec.Struct):
+class BatchOutputDetails(msgspec.Struct):
     reasoning_tokens: int
 
 
 class BatchUsage(msgspec.Struct):
-    """Of all lines that have a result."""
+    """Token usage of all lines that have a result."""
 
     input_tokens: int
-    input_tokens_details: InputDetails
+    input_tokens_details: BatchInputDetails
     output_tokens: int
-    output_tokens_details: OutputDetails
+    output_tokens_details: BatchOutputDetails
     total_tokens: int
 
 
@@ -86,8 +86,8 @@ class BatchReply(msgspec.Struct):
     object: Literal["batch"] = "batch"
 
 
-def batch_routes(ledger: Ledger, runner: BatchRunner, owner_of: Owner) -> list[Route]:
-    endpoints = _Endpoints(ledger, runner, owner_of)
+def batch_routes(batch_store: BatchStore, runner: BatchRunner, owner_of: OwnerOf) -> list[Route]:
+    endpoints = BatchEndpoints(batch_store, runner, owner_of)
     return [
         Route("/v1/batches", endpoints.create, methods=["POST"]),
         Route("/v1/batches", endpoints.list, methods=["GET"]),
@@ -96,53 +96,55 @@ def batch_routes(ledger: Ledger, runner: BatchRunner, owner_of: Owner) -> list[R
     ]
 
 
-class _Endpoints:
-    def __init__(self, ledger: Ledger, runner: BatchRunner, owner_of: Owner) -> None:
-        self._ledger, self._runner, self._owner_of = ledger, runner, owner_of
+class BatchEndpoints:
+    def __init__(self, batch_store: BatchStore, runner: BatchRunner, owner_of: OwnerOf) -> None:
+        self._batch_store, self._runner, self._owner_of = batch_store, runner, owner_of
 
     async def create(self, request: Request) -> Response:
-        asked = await _body(request)
-        if asked.endpoint not in ENDPOINTS:
+        call = await _body(request)
+        if call.endpoint not in ENDPOINTS:
             raise Refusal(f"endpoint must be one of {', '.join(ENDPOINTS)}.", param="endpoint")
         batch = await self._run(
-            self._ledger.create,
+            self._batch_store.create,
             self._owner_of(request),
-            asked.input_file_id,
-            asked.endpoint,
-            asked.completion_window,
-            window_seconds(asked.completion_window),
-            asked.metadata,
-            asked.output_expires_after.seconds if asked.output_expires_after else None,
+            call.input_file_id,
+            call.endpoint,
+            call.completion_window,
+            window_seconds(call.completion_window),
+            call.metadata,
+            call.output_expires_after.seconds if call.output_expires_after else None,
         )
         self._runner.wake()
         return as_json(_reply(batch))
 
     async def list(self, request: Request) -> Response:
-        given = parameters(request, {"after", "limit"}, most=100, usual=20)
+        given = list_parameters(request, {"after", "limit"}, most=100, usual=20)
         batches, more = await self._run(
-            lambda: self._ledger.batches(self._owner_of(request), after=given.after, limit=given.limit)
+            lambda: self._batch_store.batches(self._owner_of(request), after=given.after, limit=given.limit)
         )
         return as_json(page_of([_reply(batch) for batch in batches], more))
 
     async def retrieve(self, request: Request) -> Response:
-        return as_json(_reply(await self._run(self._ledger.batch, self._owner_of(request), request.path_params["id"])))
+        return as_json(
+            _reply(await self._run(self._batch_store.batch, self._owner_of(request), request.path_params["id"]))
+        )
 
     async def cancel(self, request: Request) -> Response:
         id = request.path_params["id"]
-        batch = await self._run(self._ledger.cancel, self._owner_of(request), id)
+        batch = await self._run(self._batch_store.cancel, self._owner_of(request), id)
         self._runner.wake(id)
         return as_json(_reply(batch))
 
     async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return await self._ledger.store.run(function, *arguments)
+        return await self._batch_store.store.run(function, *arguments)
 
 
 def window_seconds(text: str) -> int:
-    """24h is what OpenAI's clients say."""
+    """Seconds of a completion window such as 24h, which OpenAI's clients send."""
     found = re.fullmatch(r"([1-9][0-9]{0,4})([mhd])", text)
     seconds = int(found[1]) * SECONDS[found[2]] if found else 0
     if not 60 <= seconds <= LONGEST_WINDOW:
-        raise Refusal("completion_window must be a time like 24h, between 1m and 7d.", param="completion_window")
+        raise Refusal("completion_window must be a duration such as 24h, between 1m and 7d.", param="completion_window")
     return seconds
 
 
@@ -161,14 +163,14 @@ async def _body(request: Request) -> CreateBatch:
 
 
 def _field(message: str) -> str | None:
-    """The name that a message of msgspec's is about."""
+    """The name of the field in an error message of msgspec."""
     if found := re.search(r"(?:unknown|missing required) field `([^`]*)`", message):
         return found[1]
     found = re.search(r"at `\$\.?([^`]*)`", message)
     return found[1] if found else None
 
 
-def _reply(batch: Batch) -> BatchReply:
+def _reply(batch: BatchRecord) -> BatchReply:
     return BatchReply(
         id=batch.id,
         endpoint=batch.endpoint,
@@ -191,9 +193,9 @@ def _reply(batch: Batch) -> BatchReply:
         cancelled_at=batch.cancelled_at,
         usage=BatchUsage(
             batch.input_tokens,
-            InputDetails(batch.cached_tokens),
+            BatchInputDetails(batch.cached_tokens),
             batch.output_tokens,
-            OutputDetails(batch.reasoning_tokens),
+            BatchOutputDetails(batch.reasoning_tokens),
             batch.input_tokens + batch.output_tokens,
         ),
     )

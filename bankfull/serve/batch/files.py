@@ -1,4 +1,4 @@
-"""/v1/files: upload, list, retrieve, content and delete, as OpenAI's clients call them."""
+"""The endpoints of /v1/files: upload, list, retrieve, content and delete, compatible with OpenAI's clients."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from starlette.routing import Route
 from bankfull.serve.api.errors import Refusal
 from bankfull.serve.data.store import FILE_ID, NoSuchFile, Store, StoredFile, TooLarge, Upload
 
-Owner = Callable[[Request], str]
-"""Whose call this is: the name of its key."""
+OwnerOf = Callable[[Request], str]
+"""Returns the owner of a request: the name of its API key."""
 
 WRITE_BYTES = 1 << 20
 LONGEST_FIELD = 4096
 FORM_BYTES = 64 << 10
-"""What a form may have beside its file."""
+"""Bytes that a form may have besides its file."""
 
 
 class ExpiresAfter(msgspec.Struct, forbid_unknown_fields=True):
@@ -52,21 +52,21 @@ class Identified(Protocol):
     id: str
 
 
-Shown = TypeVar("Shown", bound=Identified)
+Listed = TypeVar("Listed", bound=Identified)
 
 
-class Page(msgspec.Struct, Generic[Shown]):
-    """A part of a list."""
+class ListPage(msgspec.Struct, Generic[Listed]):
+    """One page of a list."""
 
-    data: list[Shown]
+    data: list[Listed]
     has_more: bool
     first_id: str | None
     last_id: str | None
     object: Literal["list"] = "list"
 
 
-class Parameters(msgspec.Struct):
-    """Of a list."""
+class ListParameters(msgspec.Struct):
+    """The query parameters of a list."""
 
     limit: int
     after: str | None = None
@@ -74,8 +74,8 @@ class Parameters(msgspec.Struct):
     purpose: str | None = None
 
 
-def file_routes(store: Store, owner_of: Owner) -> list[Route]:
-    endpoints = _Endpoints(store, owner_of)
+def file_routes(store: Store, owner_of: OwnerOf) -> list[Route]:
+    endpoints = FileEndpoints(store, owner_of)
     return [
         Route("/v1/files", endpoints.create, methods=["POST"]),
         Route("/v1/files", endpoints.list, methods=["GET"]),
@@ -85,26 +85,26 @@ def file_routes(store: Store, owner_of: Owner) -> list[Route]:
     ]
 
 
-class _Endpoints:
-    def __init__(self, store: Store, owner_of: Owner) -> None:
+class FileEndpoints:
+    def __init__(self, store: Store, owner_of: OwnerOf) -> None:
         self._store, self._owner_of = store, owner_of
 
     async def create(self, request: Request) -> Response:
         upload = await self._store.run(self._store.upload, self._owner_of(request))
         try:
-            form = Form(request, self._store.limits.file_bytes)
+            form = UploadForm(request, self._store.limits.file_bytes)
             async for data in form.contents():
                 await self._store.run(upload.write, data)
             file = await self._store.run(_finish, upload, form)
         except BaseException as error:
             await self._store.run(upload.abandon)
             if isinstance(error, ClientDisconnect):
-                raise Refusal("The upload ended early.") from None
+                raise Refusal("The connection closed before the upload was complete; send it again.") from None
             raise
         return as_json(_reply(file))
 
     async def list(self, request: Request) -> Response:
-        given = parameters(request, {"after", "limit", "order", "purpose"}, most=10_000, usual=10_000)
+        given = list_parameters(request, {"after", "limit", "order", "purpose"}, most=10_000, usual=10_000)
         files, more = await self._store.run(
             lambda: self._store.files(
                 self._owner_of(request),
@@ -117,13 +117,17 @@ class _Endpoints:
         return as_json(page_of([_reply(file) for file in files], more))
 
     async def retrieve(self, request: Request) -> Response:
-        return as_json(_reply(await self._found(request)))
+        return as_json(_reply(await self._file(request)))
 
     async def content(self, request: Request) -> Response:
-        file = await self._found(request)
-        place = self._store.place(file.id)
-        if not place.is_file():  # somebody else removed it: the store never does before its entry is gone
-            raise Refusal("The contents of this file are lost.", code="file_contents_lost", status=410)
+        file = await self._file(request)
+        place = self._store.path_of(file.id)
+        if not place.is_file():  # deleted outside of the server: the store deletes the entry before the contents
+            raise Refusal(
+                "The contents of this file are missing on the server; upload it again.",
+                code="file_contents_lost",
+                status=410,
+            )
         return FileResponse(
             place,
             media_type="application/octet-stream",
@@ -132,25 +136,25 @@ class _Endpoints:
         )
 
     async def delete(self, request: Request) -> Response:
-        id = _checked(request)
+        id = _file_id(request)
         await self._store.run(self._store.delete, self._owner_of(request), id)
         return as_json(Deleted(id))
 
-    async def _found(self, request: Request) -> StoredFile:
-        return await self._store.run(self._store.file, self._owner_of(request), _checked(request))
+    async def _file(self, request: Request) -> StoredFile:
+        return await self._store.run(self._store.file, self._owner_of(request), _file_id(request))
 
 
-class Form:
-    """A multipart form, parsed while it arrives: `contents` yields the file's bytes, the rest is small."""
+class UploadForm:
+    """A multipart form, parsed as it arrives: `contents` yields the bytes of the file; all other fields are small."""
 
     def __init__(self, request: Request, file_bytes: int) -> None:
         kind, options = parse_options_header(request.headers.get("content-type"))
         if kind != b"multipart/form-data" or not options.get(b"boundary"):
-            raise Refusal("An upload is a multipart/form-data form with the fields 'purpose' and 'file'.")
+            raise Refusal("An upload must be a multipart/form-data form with the fields 'purpose' and 'file'.")
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > file_bytes + FORM_BYTES:
             raise TooLarge(file_bytes)
-        self._request, self._beside = request, 0
+        self._request, self._form_bytes = request, 0
         self.filename: str | None = None
         self.fields: dict[str, str] = {}
         self._header, self._value = bytearray(), bytearray()
@@ -172,24 +176,24 @@ class Form:
                     "on_end": self._form_ends,
                 },
             )
-        except FormParserError:  # it is too long
-            raise Refusal("The form's boundary cannot be used; send a shorter one, as clients do.") from None
+        except FormParserError:  # longer than the parser allows
+            raise Refusal("The boundary of the form is too long; send one of at most 256 bytes.") from None
 
     async def contents(self) -> Any:
         try:
             async for chunk in self._request.stream():
                 self._parser.write(chunk)
                 if len(self._data) >= WRITE_BYTES:
-                    yield self._taken()
+                    yield self._take()
         except FormParserError:
-            raise Refusal("The form of the upload cannot be parsed.") from None
+            raise Refusal("The upload is not a valid multipart form.") from None
         if not self._ended:
-            raise Refusal("The form of the upload ends too early.")
+            raise Refusal("The form of the upload is incomplete; send it again.")
         if self.filename is None:
-            raise Refusal("The form has no 'file'.", param="file")
-        yield self._taken()
+            raise Refusal("The form has no field 'file'.", param="file")
+        yield self._take()
 
-    def _taken(self) -> bytearray:
+    def _take(self) -> bytearray:
         data, self._data = self._data, bytearray()
         return data
 
@@ -217,7 +221,7 @@ class Form:
             self.filename = clean_name(options.get(b"filename", b"").decode("utf-8", "replace"))
             self._in_file = True
         elif name not in ("purpose", "expires_after[anchor]", "expires_after[seconds]"):
-            raise Refusal(f"The form has a field {name[:80]!r}, which is not supported.", param=name[:80])
+            raise Refusal(f"The form has an unsupported field {name[:80]!r}.", param=name[:80])
         elif name in self.fields:
             raise Refusal(f"The form has the field {name!r} twice.", param=name)
         self._name = name
@@ -239,15 +243,15 @@ class Form:
         self._ended = True
 
     def _count(self, amount: int) -> None:
-        self._beside += amount
-        if self._beside > FORM_BYTES:
-            raise Refusal("The form has too much beside its file.", status=413)
+        self._form_bytes += amount
+        if self._form_bytes > FORM_BYTES:
+            raise Refusal("The form has more than {FORM_BYTES >> 10} KiB besides its file.", status=413)
 
 
-def _finish(upload: Upload, form: Form) -> StoredFile:
+def _finish(upload: Upload, form: UploadForm) -> StoredFile:
     purpose = form.fields.get("purpose")
     if purpose != "batch":
-        raise Refusal("purpose must be 'batch': files serve nothing else here.", param="purpose")
+        raise Refusal("purpose must be 'batch'; this server supports no other purpose.", param="purpose")
     seconds = None
     if "expires_after[anchor]" in form.fields or "expires_after[seconds]" in form.fields:
         given = {"anchor": form.fields.get("expires_after[anchor]")}
@@ -265,7 +269,7 @@ def _finish(upload: Upload, form: Form) -> StoredFile:
 
 
 def clean_name(name: str) -> str:
-    """Only shown, never used as a path; still without folders, controls and excess."""
+    """The file name to display. It is never used as a path, but loses folders, control characters and excess length."""
     last = name.replace("\\", "/").rsplit("/", 1)[-1]
     shown = "".join(character for character in last if character.isprintable())[:255]
     return shown if shown.strip(". ") else "file"
@@ -275,8 +279,8 @@ def as_json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-def parameters(request: Request, known: set[str], *, most: int, usual: int) -> Parameters:
-    """Of a list, from the query; what is not known is refused by name."""
+def list_parameters(request: Request, known: set[str], *, most: int, usual: int) -> ListParameters:
+    """The parameters of a list; an unknown one is refused by name."""
     given: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
         if name not in known or name in given:
@@ -290,14 +294,14 @@ def parameters(request: Request, known: set[str], *, most: int, usual: int) -> P
         raise Refusal(f"limit must be between 1 and {most}.", param="limit")
     if given.get("order", "asc") not in ("asc", "desc"):
         raise Refusal("order must be asc or desc.", param="order")
-    return msgspec.convert({"limit": int(limit), **given}, Parameters)
+    return msgspec.convert({"limit": int(limit), **given}, ListParameters)
 
 
-def page_of(replies: list[Shown], more: bool) -> Page[Shown]:
-    return Page(replies, more, replies[0].id if replies else None, replies[-1].id if replies else None)
+def page_of(replies: list[Listed], more: bool) -> ListPage[Listed]:
+    return ListPage(replies, more, replies[0].id if replies else None, replies[-1].id if replies else None)
 
 
-def _checked(request: Request) -> str:
+def _file_id(request: Request) -> str:
     id = request.path_params["id"]
     if FILE_ID.fullmatch(id) is None:
         raise NoSuchFile(id)

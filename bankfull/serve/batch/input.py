@@ -1,4 +1,4 @@
-"""The input file of a batch: a request per line, checked line by line while it is read."""
+"""The input file of a batch: one request per line, validated while the file is read."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import msgspec
 
 from bankfull.serve.api.errors import Refusal
 from bankfull.serve.api.schema import refuse_crowd
-from bankfull.serve.data.ledger import Line, LineProblem
+from bankfull.serve.data.batch_store import BatchLine, LineProblem
 
 MOST_LINES = 50_000
 MOST_BODY_BYTES = 4 << 20
-"""Of one request, unless the server takes more or fewer: as of a call."""
-AROUND_BODY = 8192
-"""Bytes of a line beside its body: `custom_id`, `url`, and the names of all."""
+"""Default limit for the body of one request, in bytes; the server passes its limit for online calls."""
+LINE_OVERHEAD = 8192
+"""Bytes of a line besides its body: `custom_id`, `url` and the field names."""
 MOST_PROBLEMS = 100
-GROUP = 1000
-MOST_TOGETHER, BYTES_TOGETHER = 32, 1 << 20
+VALIDATED_TOGETHER = 1000
+GROUP_LINES, GROUP_BYTES = 32, 1 << 20
 ENDPOINTS = ("/v1/chat/completions", "/v1/responses", "/v1/completions", "/v1/embeddings")
 
 
@@ -36,7 +36,7 @@ class _Invalid(Exception):
 
 
 class _Body(msgspec.Struct):
-    """What a batch itself must know of a body; the endpoint checks the rest when the line runs."""
+    """The part of a body that validation checks; the endpoint checks the rest when the line runs."""
 
     stream: bool | None = None
 
@@ -45,12 +45,12 @@ _requests = msgspec.json.Decoder(_Request)
 _bodies = msgspec.json.Decoder(_Body)
 
 
-def read_together(lines: list[Line]) -> Iterator[list[Line]]:
-    """Lines in a row whose bodies are not too many to be in memory at once."""
-    group: list[Line] = []
+def grouped(lines: list[BatchLine]) -> Iterator[list[BatchLine]]:
+    """Split lines into consecutive groups whose bodies may be in memory at once."""
+    group: list[BatchLine] = []
     size = 0
     for line in lines:
-        if group and (len(group) == MOST_TOGETHER or size + line.length > BYTES_TOGETHER):
+        if group and (len(group) == GROUP_LINES or size + line.length > GROUP_BYTES):
             yield group
             group, size = [], 0
         group.append(line)
@@ -59,8 +59,8 @@ def read_together(lines: list[Line]) -> Iterator[list[Line]]:
         yield group
 
 
-def read_bodies(path: Path, lines: list[Line]) -> list[bytes]:
-    """The bodies of lines that were found valid."""
+def read_bodies(path: Path, lines: list[BatchLine]) -> list[bytes]:
+    """The bodies of validated lines."""
     bodies = []
     with path.open("rb") as file:
         for line in lines:
@@ -70,18 +70,19 @@ def read_bodies(path: Path, lines: list[Line]) -> list[bytes]:
 
 
 class Validation:
-    """`groups()` yields the valid lines, a thousand at a time; then `problems` tells what is wrong with the others."""
+    """`groups()` yields the valid lines in groups of VALIDATED_TOGETHER; afterwards `problems` lists the errors in the
+    others."""
 
     def __init__(
         self, path: Path, endpoint: str, most_lines: int = MOST_LINES, most_body_bytes: int = MOST_BODY_BYTES
     ) -> None:
         self._path, self._endpoint, self._most_lines = path, endpoint, most_lines
-        self._most_body_bytes, self._longest_line = most_body_bytes, most_body_bytes + AROUND_BODY
-        self._places: dict[str, int] = {}
+        self._most_body_bytes, self._longest_line = most_body_bytes, most_body_bytes + LINE_OVERHEAD
+        self._first_lines: dict[str, int] = {}
         self.problems: list[LineProblem] = []
 
-    def groups(self) -> Iterator[list[Line]]:
-        group: list[Line] = []
+    def groups(self) -> Iterator[list[BatchLine]]:
+        group: list[BatchLine] = []
         count = 0
         for number, start, text in self._texts():
             count += 1
@@ -95,16 +96,16 @@ class Validation:
                 self.problems.append(error.problem)
             if len(self.problems) >= MOST_PROBLEMS:
                 return
-            if len(group) == GROUP:
+            if len(group) == VALIDATED_TOGETHER:
                 yield group
                 group = []
         if not count:
-            self.problems.append(LineProblem("empty_file", "The file holds no request."))
+            self.problems.append(LineProblem("empty_file", "The file contains no requests."))
         if group:
             yield group
 
     def _texts(self) -> Iterator[tuple[int, int, bytes]]:
-        """Number (from one), place and text of every line that is not blank."""
+        """The 1-based number, the byte offset and the text of every line that is not blank."""
         with self._path.open("rb") as file:
             number = start = 0
             while text := file.readline(self._longest_line + 1):
@@ -112,11 +113,12 @@ class Validation:
                 if text.strip():
                     yield number, start, text
                 start += len(text)
-                while len(text) > self._longest_line and not text.endswith(b"\n"):  # the rest of one that is too long
+                # skip the rest of a line that is too long
+                while len(text) > self._longest_line and not text.endswith(b"\n"):
                     text = file.readline(self._longest_line + 1)
                     start += len(text)
 
-    def _checked(self, number: int, start: int, text: bytes) -> Line:
+    def _checked(self, number: int, start: int, text: bytes) -> BatchLine:
         if len(text) > self._longest_line:
             raise _Invalid(f"The line is longer than {self._longest_line} bytes.", "line_too_long", number)
         try:
@@ -126,10 +128,10 @@ class Validation:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise _Invalid("The line is not valid JSON.", "invalid_json_line", number) from None
         if request.url != self._endpoint:
-            message = f"The url must be the batch's endpoint, {self._endpoint}."
+            message = f"The url must be the endpoint of the batch, {self._endpoint}."
             raise _Invalid(message, "mismatched_url", number, "url")
-        if (first := self._places.setdefault(request.custom_id, number)) != number:
-            message = f"The custom_id was used in line {first} already."
+        if (first := self._first_lines.setdefault(request.custom_id, number)) != number:
+            message = f"The custom_id is already used in line {first}."
             raise _Invalid(message, "duplicate_custom_id", number, "custom_id")
         try:
             if len(request.body) > self._most_body_bytes:
@@ -140,11 +142,11 @@ class Validation:
         except Refusal as error:
             raise _Invalid(str(error), error.code or "invalid_body", number, "body") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            message = f"The body is no valid request: {_sentence(error)}"
+            message = f"The body is not a valid request: {_sentence(error)}"
             raise _Invalid(message, "invalid_body", number, "body") from None
         if body.stream:
             raise _Invalid("A request in a batch cannot stream.", "invalid_body", number, "body.stream")
-        return Line(number, request.custom_id, start, len(text))
+        return BatchLine(number, request.custom_id, start, len(text))
 
 
 def _sentence(error: Exception) -> str:

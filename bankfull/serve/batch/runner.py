@@ -1,7 +1,7 @@
-"""Runs the lines of batches through the same handlers as online requests, at the lowest priority.
+"""Run the lines of batches through the handlers of online requests, at the lowest priority.
 
-One task per open batch: validate, run what has no result yet, make the files. All of it is in the store before the
-next thing begins, so a start after a crash is the same as any other start, and a task that fails may begin again.
+Each open batch has one task: validate the input, run the lines without a result, write the result files. Every step is
+stored before the next begins, so a start after a crash is like any other start, and a failed task can be restarted.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import msgspec
 
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.api.errors import openai_error, problem_of
-from bankfull.serve.batch.input import MOST_BODY_BYTES, MOST_LINES, Validation, read_bodies, read_together
-from bankfull.serve.batch.usage import spent_in
-from bankfull.serve.data.ledger import Batch, Ledger, Line, LineProblem, Result, succeeded
-from bankfull.serve.data.store import Full, NoSuchFile
+from bankfull.serve.batch.input import MOST_BODY_BYTES, MOST_LINES, Validation, grouped, read_bodies
+from bankfull.serve.batch.usage import usage_of
+from bankfull.serve.data.batch_store import BatchLine, BatchRecord, BatchStore, LineProblem, LineResult, succeeded
+from bankfull.serve.data.store import NoSuchFile, StorageFull
 from bankfull.serve.engine.backend import Busy, EngineDied, Unavailable
 from bankfull.serve.supervise import Supervisor
 from bankfull.serve.telemetry.log import log_batch
@@ -29,19 +29,21 @@ from bankfull.serve.telemetry.log import log_batch
 log = logging.getLogger("bankfull.serve")
 
 BACKLOG = 8
-"""Lines in flight beyond the engine's rows, so that a row that ends is filled at once."""
+"""Lines in flight beyond the engine's rows, so that a row is refilled as soon as it ends."""
 MOST_RESULTS = 32
-"""In one transaction: those who wait for it go on in the same turn of the event loop, which others need too."""
+"""Results stored in one transaction. All lines waiting for it resume in the same iteration of the event loop, which
+online requests need too."""
 MOST_DEATHS = 3
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 10.0
+FIRST_BACKOFF, LONGEST_BACKOFF = 0.05, 10.0
 SWEEP_SECONDS = 3600.0
-FINDER, WRITER, SWEEPER, CARRIER = "batch finder", "batch results", "expiry of files", "batch"
-"""Names of its tasks."""
+FINDER, WRITER, SWEEPER, BATCH = "batch finder", "batch results", "expiry of files", "batch"
+"""Names of the supervised tasks, as the metrics report them."""
 
 
 class Handle(Protocol):
-    """What answers an online request: its body in JSON, and the status and body of the answer. May raise Busy,
-    Unavailable or EngineDied, or answer 429 or 503: that is not the line's fault, which is tried again."""
+    """The handler of online requests: takes a JSON body and returns the status and body of the response. It may
+    raise Busy, Unavailable or EngineDied, or return 429 or 503; the line is then retried, because the cause is not
+    the line."""
 
     async def __call__(self, url: str, body: bytes, *, priority: int, key: str) -> tuple[int, bytes]: ...
 
@@ -49,7 +51,7 @@ class Handle(Protocol):
 class BatchRunner:
     def __init__(
         self,
-        ledger: Ledger,
+        batch_store: BatchStore,
         handle: Handle,
         *,
         rows: Callable[[], int],
@@ -60,93 +62,93 @@ class BatchRunner:
         most_body_bytes: int = MOST_BODY_BYTES,
         supervisor: Supervisor | None = None,
     ) -> None:
-        """`rows`: how many requests the engine runs at once, as far as it is known now. `count` is told of every result
-        whether its line has "completed" or "failed". `wait`: seconds until lines of this owner may begin."""
+        """`rows` returns how many requests the engine currently runs at once. `count` receives "completed" or "failed"
+        for every result. `wait` returns the seconds until the lines of an owner may start."""
         self._count, self._wait, self._most_body_bytes = count, wait, most_body_bytes
-        self._ledger, self._store, self._handle = ledger, ledger.store, handle
+        self._batch_store, self._store, self._handle = batch_store, batch_store.store, handle
         self._most_lines, self._priority = most_lines, priority
         self._slots = Slots(lambda: rows() + BACKLOG)
-        self._pause = Pause()
+        self._backoff = Backoff()
         self._supervisor = supervisor or Supervisor()
         self._own: list[asyncio.Task[None]] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._changed: dict[str, asyncio.Event] = {}
-        self._news = asyncio.Event()
-        self._results: list[tuple[Result, asyncio.Future[None]]] = []
+        self._wakeup = asyncio.Event()
+        self._results: list[tuple[LineResult, asyncio.Future[None]]] = []
         self._unwritten = asyncio.Event()
-        self._one_suspect = asyncio.Lock()
+        self._suspects = asyncio.Lock()
 
     def wake(self, id: str | None = None) -> None:
-        """A batch was created, or the one with this id was cancelled."""
-        self._news.set()
+        """Notify the runner that a batch was created, or that the batch `id` was cancelled."""
+        self._wakeup.set()
         if id in self._changed:
             self._changed[id].set()
 
     def start(self) -> None:
-        """On a running event loop; until `stop`. What was running then goes on at the next start."""
+        """Start on the running event loop, until `stop`. The next start resumes unfinished batches."""
         works = {FINDER: self._find, WRITER: self._write_results, SWEEPER: self._sweep}
         self._own = [self._supervisor.keep(name, work) for name, work in works.items()]
 
     async def stop(self) -> None:
-        for tasks in (self._own, list(self._tasks.values())):  # who begins batches ends first
+        for tasks in (self._own, list(self._tasks.values())):  # first the task that starts batches
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _find(self) -> None:
         while True:
-            self._news.clear()
-            for batch in await self._store.run(self._ledger.open_batches):
+            self._wakeup.clear()
+            for batch in await self._store.run(self._batch_store.open_batches):
                 if batch.id not in self._tasks:
                     self._begin(batch)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), SWEEP_SECONDS)
+                await asyncio.wait_for(self._wakeup.wait(), SWEEP_SECONDS)
 
     async def _sweep(self) -> None:
         while True:
             try:
                 await self._store.run(self._store.remove_expired)
-            except Full as error:  # the next sweep finds the same
-                log.error("expired files stay: %s", error)
+            except StorageFull as error:  # the next sweep retries
+                log.error("cannot remove expired files: %s", error)
             await asyncio.sleep(SWEEP_SECONDS)
 
-    def _begin(self, batch: Batch) -> None:
+    def _begin(self, batch: BatchRecord) -> None:
         self._changed[batch.id] = asyncio.Event()
-        task = self._supervisor.keep(CARRIER, lambda: self._carry(batch), ends=True, about=batch.id)
+        task = self._supervisor.keep(BATCH, lambda: self._run_batch(batch), ends=True, about=batch.id)
         self._tasks[batch.id] = task
         task.add_done_callback(lambda _: self._forget(batch.id))
 
     def _forget(self, id: str) -> None:
         del self._tasks[id], self._changed[id]
 
-    async def _carry(self, batch: Batch) -> None:
-        """One batch to its end. Whatever fails on the way, nothing is lost by trying again. A full disk is waited for;
-        it is no failure of the service."""
-        seconds = SHORTEST_PAUSE
+    async def _run_batch(self, batch: BatchRecord) -> None:
+        """Run one batch to its end. Any failure can be retried without losing data. A full disk only delays the batch
+        and is not a failure of the service."""
+        seconds = FIRST_BACKOFF
         while True:
             try:
-                await self._advance(await self._store.run(self._ledger.again, batch))
+                await self._advance(await self._store.run(self._batch_store.refresh, batch))
                 break
-            except Full as error:
-                log.error("batch %s waits %g s: %s", batch.id, seconds, error)
+            except StorageFull as error:
+                log.error("batch %s: retrying in %g s: %s", batch.id, seconds, error)
                 await asyncio.sleep(seconds)
-                seconds = min(2 * seconds, LONGEST_PAUSE)
-        log_batch(await self._store.run(self._ledger.again, batch), self._store.clock() - batch.created_at)
+                seconds = min(2 * seconds, LONGEST_BACKOFF)
+        log_batch(await self._store.run(self._batch_store.refresh, batch), self._store.clock() - batch.created_at)
 
-    async def _advance(self, batch: Batch) -> None:
+    async def _advance(self, batch: BatchRecord) -> None:
         if batch.status == "validating":
-            await self._undivided(self._validate, batch)
-            batch = await self._store.run(self._ledger.again, batch)
+            await self._run_uninterrupted(self._validate, batch)
+            batch = await self._store.run(self._batch_store.refresh, batch)
         if batch.status == "in_progress":
             complete = await self._run_within_window(batch)
-            await self._store.run(self._ledger.finalize, batch, "completed" if complete else "expired")
-            batch = await self._store.run(self._ledger.again, batch)
+            await self._store.run(self._batch_store.finalize, batch, "completed" if complete else "expired")
+            batch = await self._store.run(self._batch_store.refresh, batch)
         if batch.status in ("finalizing", "cancelling"):
-            await self._undivided(self._ledger.conclude, batch)
+            await self._run_uninterrupted(self._batch_store.conclude, batch)
 
-    async def _undivided(self, function: Callable[[Batch], object], batch: Batch) -> None:
-        """On a thread of the store; who is cancelled meanwhile waits for its end: a second attempt, which may begin at
-        once, must not meet the first."""
+    async def _run_uninterrupted(self, function: Callable[[BatchRecord], object], batch: BatchRecord) -> None:
+        """Run `function` on a thread of the store. If the caller is cancelled, wait for the function first: a retry may
+        start at once and must not run beside it."""
         work = asyncio.ensure_future(self._store.run(function, batch))
         try:
             await asyncio.shield(work)
@@ -154,29 +156,33 @@ class BatchRunner:
             await asyncio.wait({work})
             raise
 
-    def _validate(self, batch: Batch) -> None:
-        self._ledger.clear(batch)
+    def _validate(self, batch: BatchRecord) -> None:
+        self._batch_store.clear_lines(batch)
         try:
-            path = self._store.place(self._store.file(batch.owner, batch.input_file).id)
+            path = self._store.path_of(self._store.file(batch.owner, batch.input_file).id)
         except NoSuchFile:
-            gone = LineProblem("file_not_found", "The input file does not exist any more.", param="input_file_id")
-            self._ledger.fail(batch, [gone])
+            gone = LineProblem("file_not_found", "The input file no longer exists.", param="input_file_id")
+            self._batch_store.fail(batch, [gone])
             return
         validation = Validation(path, batch.endpoint, self._most_lines, self._most_body_bytes)
         try:
             for group in validation.groups():
-                self._ledger.add(batch, group)
+                self._batch_store.add_lines(batch, group)
         except FileNotFoundError:
-            lost = LineProblem("file_not_found", "The contents of the input file are lost.", param="input_file_id")
-            self._ledger.fail(batch, [lost])
+            lost = LineProblem(
+                "file_not_found",
+                "The contents of the input file are missing on the server; upload it again.",
+                param="input_file_id",
+            )
+            self._batch_store.fail(batch, [lost])
             return
         if validation.problems:
-            self._ledger.fail(batch, validation.problems)
+            self._batch_store.fail(batch, validation.problems)
         else:
-            self._ledger.start(batch)
+            self._batch_store.start(batch)
 
-    async def _run_within_window(self, batch: Batch) -> bool:
-        """False where time was over, or the batch was cancelled, before all lines had a result."""
+    async def _run_within_window(self, batch: BatchRecord) -> bool:
+        """False if the window closed, or the batch was cancelled, before all lines had a result."""
         work = asyncio.create_task(self._run_lines(batch))
         changed = asyncio.create_task(self._changed[batch.id].wait())
         try:
@@ -194,67 +200,70 @@ class BatchRunner:
                 task.cancel()
             await asyncio.gather(work, changed, return_exceptions=True)
 
-    async def _run_lines(self, batch: Batch) -> None:
+    async def _run_lines(self, batch: BatchRecord) -> None:
         after = -1
         async with asyncio.TaskGroup() as running:
-            while lines := await self._store.run(self._ledger.pending, batch, after):
-                for group in read_together(lines):
+            while lines := await self._store.run(self._batch_store.pending, batch, after):
+                for group in grouped(lines):
                     bodies: list[bytes] = []
                     for line in group:
-                        await self._allowed(batch.owner)
-                        # The feeders of all batches queue here for one slot each: that makes them fair.
+                        await self._wait_for_quota(batch.owner)
+                        # All batches queue here for one slot at a time, which makes them fair.
                         await self._slots.take()
                         bodies = bodies or await self._bodies(batch, group)
                         task = running.create_task(self._run_line(batch, line, bodies.pop()))
                         task.add_done_callback(self._slots.give_back)
                 after = lines[-1].line
 
-    async def _allowed(self, owner: str) -> None:
-        """Without a slot: others go on. The limits may be changed meanwhile, so no sleep is long."""
+    async def _wait_for_quota(self, owner: str) -> None:
+        """Wait for the owner's rate limit without holding a slot, so that other batches proceed. Limits may change in
+        the meantime, so each sleep is short."""
         while (seconds := self._wait(owner)) > 0:
-            await asyncio.sleep(min(seconds, LONGEST_PAUSE))
+            await asyncio.sleep(min(seconds, LONGEST_BACKOFF))
 
-    async def _bodies(self, batch: Batch, lines: list[Line]) -> list[bytes]:
-        """The first line's comes last. A slot is held meanwhile: what waits for one is in the file, not in memory."""
+    async def _bodies(self, batch: BatchRecord, lines: list[BatchLine]) -> list[bytes]:
+        """The bodies in reverse order, so that `pop` returns the first. The caller holds a slot: lines waiting for a
+        slot stay in the file, not in memory."""
         try:
-            bodies: list[bytes] = await self._store.run(read_bodies, self._store.place(batch.input_file), lines)
+            bodies: list[bytes] = await self._store.run(read_bodies, self._store.path_of(batch.input_file), lines)
         except BaseException:
             self._slots.give_back()
             raise
         return bodies[::-1]
 
-    async def _run_line(self, batch: Batch, line: Line, body: bytes) -> None:
+    async def _run_line(self, batch: BatchRecord, line: BatchLine, body: bytes) -> None:
         status, answer = await self._answer(batch, body)
-        await self._written(Result(batch.sequence, line.line, status, answer, spent_in(answer)))
+        await self._store_result(LineResult(batch.sequence, line.line, status, answer, usage_of(answer)))
         self._count("completed" if succeeded(status) else "failed")
 
-    async def _answer(self, batch: Batch, body: bytes) -> tuple[int, bytes]:
+    async def _answer(self, batch: BatchRecord, body: bytes) -> tuple[int, bytes]:
         deaths = 0
         while True:
-            await self._pause.over()
+            await self._backoff.wait()
             try:
                 if deaths:
-                    # A line that kills the engine must not drag others with it: suspects run one by one.
-                    async with self._one_suspect:
-                        status, answer = await self._handled(batch, body)
+                    # After an engine crash its lines run one at a time, so that the line that caused it takes no others
+                    # with it.
+                    async with self._suspects:
+                        status, answer = await self._call(batch, body)
                 else:
-                    status, answer = await self._handled(batch, body)
+                    status, answer = await self._call(batch, body)
             except Busy as error:
-                self._pause.begin(error.retry_after)
+                self._backoff.begin(error.retry_after)
             except Unavailable:
-                self._pause.begin()
+                self._backoff.begin()
             except EngineDied:
                 deaths += 1
                 if deaths == MOST_DEATHS:
-                    problem = problem_of(EngineDied(f"The engine ended {deaths} times while this request ran."))
+                    problem = problem_of(EngineDied(f"The engine crashed {deaths} times while it ran this request."))
                     return problem.status, openai_error(problem)
-                self._pause.begin()
+                self._backoff.begin()
             else:
-                self._pause.reset()
+                self._backoff.reset()
                 return status, answer
 
-    async def _handled(self, batch: Batch, body: bytes) -> tuple[int, bytes]:
-        """What the handler answers, whole and in one line."""
+    async def _call(self, batch: BatchRecord, body: bytes) -> tuple[int, bytes]:
+        """The status and body of the response, as JSON on one line."""
         try:
             status, answer = await self._handle(batch.endpoint, body, priority=self._priority, key=batch.owner)
             answer = msgspec.json.format(answer, indent=-1)
@@ -264,48 +273,49 @@ class BatchRunner:
             problem = problem_of(error)
             return problem.status, openai_error(problem)
         if status == 429:
-            raise Busy("The server is busy.", SHORTEST_PAUSE)
+            raise Busy("The server is busy.", FIRST_BACKOFF)
         if status == 503:
-            raise Unavailable("There is no engine.")
+            raise Unavailable("The engine is unavailable.")
         if status == 500 and _code(answer) == "engine_died":
-            raise EngineDied("The engine ended.")
+            raise EngineDied("The engine crashed.")
         return status, answer
 
-    async def _written(self, result: Result) -> None:
-        """When the result is safe."""
+    async def _store_result(self, result: LineResult) -> None:
+        """Return once the result is stored."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._results.append((result, done))
         self._unwritten.set()
         await done
 
     async def _write_results(self) -> None:
-        """Results that arrived meanwhile share a transaction. Whatever fails, they wait: nothing runs twice."""
-        seconds = SHORTEST_PAUSE
+        """Store results; those that arrive during a transaction share the next one. After a failure they stay queued,
+        so no line runs twice."""
+        seconds = FIRST_BACKOFF
         while True:
             await self._unwritten.wait()
             group, self._results = self._results[:MOST_RESULTS], self._results[MOST_RESULTS:]
             if not self._results:
                 self._unwritten.clear()
             try:
-                await self._store.run(self._ledger.record, [result for result, _ in group])
+                await self._store.run(self._batch_store.record, [result for result, _ in group])
             except BaseException as error:
-                self._results = group + self._results  # those that were written after all are not written again
+                self._results = group + self._results  # a result that was stored after all is not stored again
                 self._unwritten.set()
-                if not isinstance(error, Full):
+                if not isinstance(error, StorageFull):
                     raise
-                log.error("results wait %g s: %s", seconds, error)
+                log.error("cannot store results; retrying in %g s: %s", seconds, error)
                 await asyncio.sleep(seconds)
-                seconds = min(2 * seconds, LONGEST_PAUSE)
+                seconds = min(2 * seconds, LONGEST_BACKOFF)
                 continue
-            seconds = SHORTEST_PAUSE
+            seconds = FIRST_BACKOFF
             for _, done in group:
                 if not done.done():
                     done.set_result(None)
 
 
 class Slots:
-    """So many at once, first come, first served; the number may change at any time. However many are free, one is given
-    in each turn of the event loop: a line that begins costs time, and requests come in between."""
+    """A FIFO semaphore whose limit may change at any time. It grants at most one slot per iteration of the event loop,
+    because starting a line takes time and online requests must get their turn in between."""
 
     def __init__(self, limit: Callable[[], int]) -> None:
         self._limit, self._taken = limit, 0
@@ -343,22 +353,22 @@ class Slots:
         self._give_soon()
 
 
-class Pause:
-    """Shared by all lines: who is told to come back later speaks for all, and waits longer every time."""
+class Backoff:
+    """An exponential back-off shared by all lines: one refusal delays every line."""
 
     def __init__(self) -> None:
-        self._until, self._seconds = 0.0, SHORTEST_PAUSE
+        self._until, self._seconds = 0.0, FIRST_BACKOFF
 
     def begin(self, wanted: float = 0.0) -> None:
         now = time.monotonic()
         if now >= self._until:
-            self._until = now + min(max(wanted, self._seconds), LONGEST_PAUSE)
-            self._seconds = min(2 * self._seconds, LONGEST_PAUSE)
+            self._until = now + min(max(wanted, self._seconds), LONGEST_BACKOFF)
+            self._seconds = min(2 * self._seconds, LONGEST_BACKOFF)
 
     def reset(self) -> None:
-        self._seconds = SHORTEST_PAUSE
+        self._seconds = FIRST_BACKOFF
 
-    async def over(self) -> None:
+    async def wait(self) -> None:
         while (left := self._until - time.monotonic()) > 0:
             await asyncio.sleep(left)
 

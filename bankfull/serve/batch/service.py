@@ -1,4 +1,4 @@
-"""Files and batches as one part of the application: what it is made of, and how long it lives."""
+"""Files and batches as one component of the application: its parts and its lifetime."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from bankfull.serve.api.calls import Api, Caller
 from bankfull.serve.api.errors import Refusal
 from bankfull.serve.app import call_api, caller_of
 from bankfull.serve.batch.batches import batch_routes
-from bankfull.serve.batch.files import Owner, file_routes
+from bankfull.serve.batch.files import OwnerOf, file_routes
 from bankfull.serve.batch.input import MOST_BODY_BYTES, MOST_LINES
 from bankfull.serve.batch.runner import BatchRunner, Handle
-from bankfull.serve.data.ledger import Ledger
+from bankfull.serve.data.batch_store import BatchStore
 from bankfull.serve.data.store import Store, StoreLimits
 from bankfull.serve.guard.keys import Keyring
 from bankfull.serve.supervise import Supervisor
@@ -30,8 +30,8 @@ log = logging.getLogger("bankfull.serve")
 
 
 def handle_within(apis: Mapping[str, Api], caller: Callable[[str], Caller], keyring: Keyring | None = None) -> Handle:
-    """Lines call the APIs as their owner would. `caller`: of the key with this name ("" where there are no keys). What
-    they cost is charged to their key in the `keyring`."""
+    """A handler that calls the APIs as the owner of the line. `caller` returns the caller for the name of a key (""
+    without keys). The `keyring` charges the cost to that key."""
 
     async def handle(url: str, body: bytes, *, priority: int, key: str) -> tuple[int, bytes]:
         charged = None if keyring is None else keyring.named(key)
@@ -42,12 +42,13 @@ def handle_within(apis: Mapping[str, Api], caller: Callable[[str], Caller], keyr
 
 
 def key_of(request: Request) -> str:
-    """The name of the key that owns what a call makes."""
+    """The name of the key that owns the files and batches of a call."""
     return caller_of(request.scope).key or ""
 
 
 class BatchService:
-    """`async with service:` around the application's life. While it is not entered nothing runs; nothing is lost."""
+    """Use as `async with service:` around the lifetime of the application. Nothing runs outside of it, and nothing is
+    lost."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class BatchService:
         handle: Handle,
         *,
         rows: Callable[[], int],
-        owner_of: Owner = key_of,
+        owner_of: OwnerOf = key_of,
         limits: StoreLimits | None = None,
         most_lines: int = MOST_LINES,
         count: Callable[[str], None] = lambda outcome: None,
@@ -64,9 +65,9 @@ class BatchService:
         supervisor: Supervisor | None = None,
     ) -> None:
         self.store = Store(folder, limits)
-        self.ledger = Ledger(self.store)
+        self.batch_store = BatchStore(self.store)
         self._runner = BatchRunner(
-            self.ledger,
+            self.batch_store,
             handle,
             rows=rows,
             most_lines=most_lines,
@@ -77,16 +78,16 @@ class BatchService:
         )
         self.routes: list[Route] = [
             *file_routes(self.store, owner_of),
-            *batch_routes(self.ledger, self._runner, owner_of),
+            *batch_routes(self.batch_store, self._runner, owner_of),
         ]
 
     async def cancel_all_of(self, owners: Collection[str]) -> None:
-        """Their keys were taken out: their batches end, with the results that they have."""
-        for batch in await self.store.run(self.ledger.open_batches):
+        """Cancel the open batches of revoked keys; they keep their results."""
+        for batch in await self.store.run(self.batch_store.open_batches):
             if batch.status in ("validating", "in_progress") and batch.owner in owners:
-                with suppress(Refusal):  # it has ended meanwhile
-                    await self.store.run(self.ledger.cancel, batch.owner, batch.id)
-                    log.info("batch %s ends: its key %s was taken out", batch.id, batch.owner)
+                with suppress(Refusal):  # it has ended in the meantime
+                    await self.store.run(self.batch_store.cancel, batch.owner, batch.id)
+                    log.info("cancelling batch %s: its key %s was revoked", batch.id, batch.owner)
                 self._runner.wake(batch.id)
 
     async def __aenter__(self) -> BatchService:

@@ -1,19 +1,19 @@
-"""What the lines of a batch cost, read from their answers, however their API spells it."""
+"""The token usage of batch lines, read from the responses of any API."""
 
 from __future__ import annotations
 
 import msgspec
 
 
-class Spent(msgspec.Struct, frozen=True):
-    """Tokens."""
+class TokenUsage(msgspec.Struct, frozen=True):
+    """Token counts of one response."""
 
     input: int = 0
     cached: int = 0
-    """Of the input."""
+    """Input tokens found in the prefix cache."""
     output: int = 0
     reasoning: int = 0
-    """Of the output."""
+    """Output tokens spent on reasoning."""
 
 
 class _Details(msgspec.Struct):
@@ -22,7 +22,8 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """Chat, completions and embeddings speak of prompts and completions, Responses of input and output."""
+    """The `usage` object of a response. Chat, completions and embeddings use prompt and completion tokens; Responses
+    uses input and output tokens."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -41,17 +42,17 @@ class _Answer(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Answer)
 
 
-def spent_in(answer: bytes) -> Spent:
-    """Nothing where the answer does not say."""
+def usage_of(answer: bytes) -> TokenUsage:
+    """The token counts of a response, zero if it has none."""
     try:
         usage = _decoder.decode(answer).usage
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return Spent()
+        return TokenUsage()
     if usage is None:
-        return Spent()
+        return TokenUsage()
     read = usage.prompt_tokens_details or usage.input_tokens_details or _Details()
     written = usage.completion_tokens_details or usage.output_tokens_details or _Details()
-    return Spent(
+    return TokenUsage(
         usage.prompt_tokens or usage.input_tokens,
         read.cached_tokens,
         usage.completion_tokens or usage.output_tokens,

@@ -1,1 +1,1 @@
-"""What must survive a crash: the database, the stored files, and `bankfull data` for their upkeep."""
+"""Durable data: the database, the stored files, and their maintenance (`bankfull data`)."""

@@ -1,4 +1,5 @@
-"""The database of files and batches: its schema, and how it is opened. One that is damaged is not served from."""
+"""The SQLite database of files and batches: its schema, and how it is opened. The server refuses to start on a damaged
+one."""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ from bankfull.errors import ConfigError
 NAME = "service.db"
 SIDE_FILES = ("-wal", "-shm")
 WHOLE_CHECK_BYTES = 256 << 20
-"""A database up to this size is checked whole at every start. Of a larger one the results of lines, which are most of
-it, are left to `bankfull data check`, so that a start does not take minutes."""
+"""Largest database, in bytes, that gets a full integrity check at every start. In a larger one the check skips the
+table of lines, which holds most of the data, so that a start does not take minutes; `bankfull data check` covers that
+table."""
 SHOWN_PROBLEMS = 20
 SALVAGED = NAME + ".salvaged"
-"""What a repair has made, whole, until it is in the place of the old one."""
+"""Name of a finished salvaged database that has not replaced the old one yet."""
 
-# Each entry leads from one version of the schema to the next; what was released is never edited.
+# Each entry upgrades the schema by one version. Released entries never change.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         """CREATE TABLE files (
@@ -62,7 +64,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         )""",
         "CREATE INDEX batches_of_owner ON batches (owner, sequence)",
         "CREATE INDEX batches_by_status ON batches (status)",
-        # Where each request lies in the input file, and its result once there is one.
+        # The byte range of each request in the input file, and its result once it has one.
         """CREATE TABLE lines (
             batch INTEGER NOT NULL REFERENCES batches (sequence) ON DELETE CASCADE,
             line INTEGER NOT NULL,
@@ -79,31 +81,32 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         f"ALTER TABLE batches ADD COLUMN {kind}_tokens INTEGER NOT NULL DEFAULT 0"
         for kind in ("input", "cached", "output", "reasoning")
     ),
-    # Files that were deleted and whose contents may still be there: the only contents that a start removes.
+    # Deleted files whose contents may still be on disk. A start removes these contents and no others.
     ("CREATE TABLE removals (id TEXT PRIMARY KEY) WITHOUT ROWID",),
 )
 
 
 def open_database(path: Path) -> sqlite3.Connection:
-    """Sound and of the newest schema, or one sentence. Nobody but the server's user may read it."""
+    """Open the database, upgrade its schema and check its integrity; raise ConfigError if any of that fails. Only the
+    server's user may read it."""
     if path.with_name(SALVAGED).exists() and path.name == NAME:
-        raise ConfigError(f"A repair of {path} did not come to its end; begin it again: `{_repair(path)}`.")
+        raise ConfigError(f"The repair of {path} was interrupted; run it again: `{_repair(path)}`.")
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        keep_private(path, *side_files(path))
+        make_private(path, *side_files(path))
         database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
         try:
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = FULL")
             database.execute("PRAGMA foreign_keys = ON")
             _migrate(database, path)
-            if problems := found_problems(database):
+            if problems := check_integrity(database):
                 raise _damaged(path, problems[0])
         except BaseException:
             database.close()
             raise
     except sqlite3.Error as error:
-        if is_damage(error):
+        if is_corruption(error):
             raise _damaged(path, str(error)) from None
         raise ConfigError(f"The database {path} cannot be opened: {error}.") from None
     except OSError as error:
@@ -111,14 +114,14 @@ def open_database(path: Path) -> sqlite3.Connection:
     return database
 
 
-def is_damage(error: sqlite3.Error) -> bool:
-    """Not a lock, a full disk or a missing permission."""
+def is_corruption(error: sqlite3.Error) -> bool:
+    """Whether the database file itself is damaged, as opposed to a lock, a full disk or a missing permission."""
     return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB"))
 
 
-def found_problems(database: sqlite3.Connection, *, whole: bool = False) -> list[str]:
-    """What `quick_check` finds: pages that cannot be read, or that are used twice. `whole`: whatever the size, and
-    whether indexes agree with their tables."""
+def check_integrity(database: sqlite3.Connection, *, whole: bool = False) -> list[str]:
+    """Problems that `PRAGMA quick_check` reports: pages that cannot be read or that are used twice. `whole` runs
+    `integrity_check` at any size, which also compares indexes with their tables."""
     pages, size = (database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
     tables = [""] if whole or pages * size <= WHOLE_CHECK_BYTES else ["files", "batches", "removals"]
     found: list[str] = []
@@ -127,7 +130,7 @@ def found_problems(database: sqlite3.Connection, *, whole: bool = False) -> list
         try:
             rows = database.execute(f"PRAGMA {check}({table or SHOWN_PROBLEMS})").fetchall()
         except sqlite3.DatabaseError as error:
-            if not is_damage(error):
+            if not is_corruption(error):
                 raise
             rows = [(str(error),)]
         found += [" ".join(str(text).split()) for (text,) in rows if text != "ok"]
@@ -138,8 +141,9 @@ def side_files(path: Path) -> list[Path]:
     return [path.with_name(path.name + suffix) for suffix in SIDE_FILES]
 
 
-def keep_private(*paths: Path) -> None:
-    """What earlier versions left readable for others; a file of somebody else stays as it is."""
+def make_private(*paths: Path) -> None:
+    """Remove group and world permissions, which earlier versions left in place. A file of another user stays as it
+    is."""
     for path in paths:
         with suppress(FileNotFoundError, PermissionError):
             if path.stat().st_mode & 0o077:
@@ -148,7 +152,8 @@ def keep_private(*paths: Path) -> None:
 
 def _damaged(path: Path, problem: str) -> ConfigError:
     return ConfigError(
-        f"The database {path} is damaged ({problem}); `{_repair(path)}` saves what can be read, and removes nothing."
+        f"The database {path} is damaged ({problem}); `{_repair(path)}` recovers every readable record and "
+        "deletes nothing."
     )
 
 
@@ -159,7 +164,7 @@ def _repair(path: Path) -> str:
 def _migrate(database: sqlite3.Connection, path: Path) -> None:
     version = database.execute("PRAGMA user_version").fetchone()[0]
     if version > len(MIGRATIONS):
-        raise ConfigError(f"The database {path} was written by a newer version of bankfull; use that one.")
+        raise ConfigError(f"The database {path} was written by a newer version of bankfull; start that version.")
     for number, statements in enumerate(MIGRATIONS[version:], start=version + 1):
         database.execute("BEGIN IMMEDIATE")
         for statement in statements:

@@ -1,9 +1,8 @@
-"""A new database from whatever can be read of a damaged one, which is only read.
+"""Recover a damaged database: copy every readable record into a new one. The damaged one is only read.
 
-Records are found page by page, so that no damage takes more with it than the records on its page. Among them may be
-remains of older states. A file's entry counts only if its contents are there; of two states of a batch the later one
-does; a line's result is a result. What was marked for removal is not taken over: a damaged page must never make the
-next start remove anything.
+Records are read page by page, so a damaged page costs only its own records. Some records may be remains of older
+states. An entry of a file counts only if its contents exist; of two states of a batch the later one counts; a result of
+a line always counts. Pending removals are not copied: a damaged page must never make the next start delete anything.
 """
 
 from __future__ import annotations
@@ -16,47 +15,48 @@ from typing import Any
 
 import msgspec
 
+from bankfull.serve.data.batch_store import OPEN, BatchRecord
 from bankfull.serve.data.database import open_database, side_files
-from bankfull.serve.data.ledger import OPEN, Batch
 from bankfull.serve.data.sqlite_pages import Pages, Record
-from bankfull.serve.data.store import BATCH_ID, FILE_ID, StoredFile, sync_folder
+from bankfull.serve.data.store import BATCH_ID, FILE_ID, StoredFile, fsync_folder
 
 _ORDER = {status: number for number, status in enumerate((*OPEN, "cancelled", "completed", "expired", "failed"))}
 
 
-class Saved(msgspec.Struct):
-    """What the new database has."""
+class SalvageCounts(msgspec.Struct):
+    """What the new database contains."""
 
     files: int = 0
     batches: int = 0
     lines: int = 0
-    begun_again: int = 0
-    """Batches that had lost lines and start from their input file again."""
-    without_contents: int = 0
-    """Entries of files that were left out: their contents are not there, or not whole."""
+    restarted: int = 0
+    """Batches that lost lines and run again from their input file."""
+    skipped_files: int = 0
+    """File entries left out because their contents are missing or incomplete."""
 
 
-def salvage(old: Path, new: Path, sizes: Mapping[str, int]) -> Saved:
-    """`sizes`: of the contents that are there, by the file's id. `new` exists only when it is whole."""
+def salvage(old: Path, new: Path, sizes: Mapping[str, int]) -> SalvageCounts:
+    """Write the database `new` from the records of `old`. `sizes` maps file ids to the sizes of their contents. `new`
+    appears only when it is complete."""
     part = new.with_name(new.name + ".part")
     for path in (part, *side_files(part)):
         path.unlink(missing_ok=True)
     with closing(open_database(part)) as target:
         target.execute("BEGIN IMMEDIATE")
-        saved = Saved()
+        saved = SalvageCounts()
         if old.exists():
             with closing(Pages(old, side_files(old)[0])) as pages:
-                saved = _copied(pages, target, sizes)
+                saved = _copy(pages, target, sizes)
         target.execute("COMMIT")
         target.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     part.rename(new)
-    sync_folder(new.parent)
+    fsync_folder(new.parent)
     return saved
 
 
-def _copied(pages: Pages, target: sqlite3.Connection, sizes: Mapping[str, int]) -> Saved:
+def _copy(pages: Pages, target: sqlite3.Connection, sizes: Mapping[str, int]) -> SalvageCounts:
     files: dict[str, dict[str, Any]] = {}
-    batches: dict[str, Batch] = {}
+    batches: dict[str, BatchRecord] = {}
     for record in pages.records():
         if (file := _as_file(record)) is not None:
             files[file["id"]] = file
@@ -64,25 +64,25 @@ def _copied(pages: Pages, target: sqlite3.Connection, sizes: Mapping[str, int]) 
             known = batches.get(batch.id)
             if known is None or _ORDER[known.status] < _ORDER[batch.status]:
                 batches[batch.id] = batch
-    saved = Saved()
+    saved = SalvageCounts()
     for file in sorted(files.values(), key=lambda file: int(file["sequence"])):
         if sizes.get(file["id"]) == file["bytes"]:
-            saved.files += _inserted(target, "files", file)
+            saved.files += _insert(target, "files", file)
         else:
-            saved.without_contents += 1
+            saved.skipped_files += 1
     for batch in sorted(batches.values(), key=lambda batch: batch.sequence):
-        saved.batches += _inserted(target, "batches", msgspec.structs.asdict(batch))
+        saved.batches += _insert(target, "batches", msgspec.structs.asdict(batch))
     _copy_lines(pages, target)
     has_input = {file["id"] for file in files.values()} & sizes.keys()
     for batch in batches.values():
         if batch.status in ("in_progress", "finalizing"):
-            saved.begun_again += _mend(target, batch, has_input=batch.input_file in has_input)
+            saved.restarted += _recount(target, batch, has_input=batch.input_file in has_input)
     saved.lines = target.execute("SELECT count(*) FROM lines").fetchone()[0]
     return saved
 
 
 def _copy_lines(pages: Pages, target: sqlite3.Connection) -> None:
-    """Of batches that have lines now."""
+    """Copy the lines of unfinished batches."""
     statuses = "('in_progress', 'finalizing', 'cancelling')"
     running = {number for (number,) in target.execute(f"SELECT sequence FROM batches WHERE status IN {statuses}")}
     for line in (line for record in pages.records() if (line := _as_line(record)) is not None):
@@ -98,8 +98,9 @@ def _copy_lines(pages: Pages, target: sqlite3.Connection) -> None:
                 continue
 
 
-def _mend(target: sqlite3.Connection, batch: Batch, *, has_input: bool) -> int:
-    """Counts are those of the lines. 1 for a batch that has lost some and begins again, as it can with its input."""
+def _recount(target: sqlite3.Connection, batch: BatchRecord, *, has_input: bool) -> int:
+    """Set the counts of a batch from its lines. A batch that lost lines runs again if its input file exists; then
+    return 1, else 0."""
     statuses = [status for (status,) in target.execute("SELECT status FROM lines WHERE batch = ?", (batch.sequence,))]
     if len(statuses) != batch.total and has_input:
         target.execute("DELETE FROM lines WHERE batch = ?", (batch.sequence,))
@@ -121,20 +122,24 @@ def _mend(target: sqlite3.Connection, batch: Batch, *, has_input: bool) -> int:
 
 def _as_file(record: Record) -> dict[str, Any] | None:
     row, columns = record
-    if row is None or len(columns) != 1 + len(StoredFile.__struct_fields__) or not _is(FILE_ID.fullmatch, columns[1]):
+    if (
+        row is None
+        or len(columns) != 1 + len(StoredFile.__struct_fields__)
+        or not _matches(FILE_ID.fullmatch, columns[1])
+    ):
         return None
     given = dict(zip(StoredFile.__struct_fields__, columns[1:], strict=True))
     return {"sequence": row, **given} if _fits(given, StoredFile) else None
 
 
-def _as_batch(record: Record) -> Batch | None:
+def _as_batch(record: Record) -> BatchRecord | None:
     row, columns = record
-    names = Batch.__struct_fields__
-    if row is None or not len(names) - 4 <= len(columns) <= len(names) or not _is(BATCH_ID.fullmatch, columns[1]):
+    names = BatchRecord.__struct_fields__
+    if row is None or not len(names) - 4 <= len(columns) <= len(names) or not _matches(BATCH_ID.fullmatch, columns[1]):
         return None
-    # Rows that were written before there were counts of tokens have no columns for them.
+    # Rows of the first schema version have no columns for token counts.
     given = dict(zip(names, [row, *columns[1:], *[0] * (len(names) - len(columns))], strict=True))
-    return msgspec.convert(given, Batch) if _fits(given, Batch) and given["status"] in _ORDER else None
+    return msgspec.convert(given, BatchRecord) if _fits(given, BatchRecord) and given["status"] in _ORDER else None
 
 
 def _as_line(record: Record) -> tuple[Any, ...] | None:
@@ -145,7 +150,7 @@ def _as_line(record: Record) -> tuple[Any, ...] | None:
     return tuple(columns) if all(isinstance(value, kind) for value, kind in zip(columns, kinds, strict=True)) else None
 
 
-def _is(matches: Any, value: object) -> bool:
+def _matches(matches: Any, value: object) -> bool:
     return isinstance(value, str) and matches(value) is not None
 
 
@@ -157,8 +162,8 @@ def _fits(given: dict[str, Any], kind: type[msgspec.Struct]) -> bool:
     return True
 
 
-def _inserted(target: sqlite3.Connection, table: str, row: Mapping[str, Any]) -> int:
-    """1, or 0 where the row does not fit beside the others."""
+def _insert(target: sqlite3.Connection, table: str, row: Mapping[str, Any]) -> int:
+    """1, or 0 if the row conflicts with an inserted one."""
     columns, marks = ", ".join(row), ", ".join("?" * len(row))
     try:
         target.execute(f"INSERT INTO {table} ({columns}) VALUES ({marks})", tuple(row.values()))

@@ -1,7 +1,7 @@
-"""The records of an SQLite database, page by page: for one whose trees cannot be followed any more.
+"""Read the records of an SQLite database page by page, for one whose B-trees can no longer be followed.
 
-Only what the file format says of leaves is used, and never how pages hang together, so that a damaged page costs its
-own records and no others. Pages that SQLite has freed are left out as far as its list of them can be read.
+The reader uses only the layout of leaf pages, never the links between pages, so a damaged page costs its own records
+and no others. It skips free pages as far as the free list can be read.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from pathlib import Path
 from typing import Any
 
 SIZE = 4096
-"""Of a page; the service never asks for another."""
+"""Bytes of a page; the service always uses this size."""
 HEADER = 100
-"""Of the database, in its first page."""
+"""Bytes of the database header, in the first page."""
 TABLE_LEAF, INDEX_LEAF, INDEX_INTERIOR = 0x0D, 0x0A, 0x02
 MOST_IN_TABLE, MOST_IN_INDEX, LEAST_OF_CHAIN = SIZE - 35, (SIZE - 12) * 64 // 255 - 23, (SIZE - 12) * 32 // 255 - 23
-"""Bytes of a record in its page, before the rest of it goes elsewhere, and what is left there then at least."""
+"""Most bytes of a record in a table page and in an index page before it overflows, and the fewest that stay in the page
+then."""
 WAL_HEADER, FRAME_HEADER = struct.Struct(">8I"), struct.Struct(">6I")
 _INTEGERS = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}
 
 Record = tuple[int | None, list[Any]]
-"""The row's number, in tables that have one, and its columns."""
+"""The rowid, in tables that have one, and the columns."""
 
 
 class Pages:
-    """Of a database and its log; neither is changed."""
+    """The pages of a database and its write-ahead log; neither is changed."""
 
     def __init__(self, path: Path, log: Path) -> None:
         self._file = path.open("rb")
@@ -43,7 +44,7 @@ class Pages:
         self._file.close()
 
     def records(self) -> Iterator[Record]:
-        """All that can be read, in no order; some may be there twice, or be remains of what was deleted."""
+        """Every readable record, in no order; some may appear twice or belong to deleted rows."""
         for number in range(1, self.count + 1):
             if number not in self._free:
                 yield from self._of_page(number)
@@ -69,7 +70,7 @@ class Pages:
 
     def _cell(self, page: bytes, at: int, kind: int) -> Record:
         if kind == INDEX_INTERIOR:
-            at += 4  # the child on its left
+            at += 4  # skip the pointer to the left child
         length, at = _varint(page, at)
         row, most = None, MOST_IN_INDEX
         if kind == TABLE_LEAF:
@@ -77,7 +78,7 @@ class Pages:
         return row, _columns(self._payload(page, at, length, most))
 
     def _payload(self, page: bytes, at: int, length: int, most: int) -> bytes:
-        """What does not fit into the page goes on in a chain of others."""
+        """The whole record; bytes that do not fit into the page continue in a chain of overflow pages."""
         if length <= most:
             return _exactly(page, at, length)
         here = LEAST_OF_CHAIN + (length - LEAST_OF_CHAIN) % (SIZE - 4)
@@ -86,7 +87,7 @@ class Pages:
         after = int.from_bytes(_exactly(page, at + here, 4), "big")
         for _ in range(-(-left // (SIZE - 4))):
             if not 1 < after <= self.count:
-                raise ValueError("the chain is broken")
+                raise ValueError("broken overflow chain")
             page = self.page(after)
             after = int.from_bytes(_exactly(page, 0, 4), "big")
             parts.append(_exactly(page, 4, min(left, SIZE - 4)))
@@ -94,7 +95,7 @@ class Pages:
         return b"".join(parts)
 
     def _freed(self) -> set[int]:
-        """As the first page lists them; a list that makes no sense counts for nothing."""
+        """Free pages according to the first page; an inconsistent list is ignored."""
         first = self.page(1)
         if not first.startswith(b"SQLite format 3\0"):
             return set()
@@ -113,10 +114,10 @@ class Pages:
 
 
 def _columns(record: bytes) -> list[Any]:
-    """A record is the length of its head, a type for each column, and the columns."""
+    """The columns of a record, which is the length of its header, a type per column, and the values."""
     head, at = _varint(record, 0)
     if head > len(record):
-        raise ValueError("the head is longer than the record")
+        raise ValueError("the header is longer than the record")
     kinds = []
     while at < head:
         kind, at = _varint(record, at)
@@ -142,7 +143,7 @@ def _value(record: bytes, at: int, kind: int) -> tuple[Any, int]:
     if kind in (8, 9):
         return kind - 8, 0
     if kind < 12:
-        raise ValueError("no such type")
+        raise ValueError("unknown column type")
     size = (kind - 12) // 2
     data = _exactly(record, at, size)
     return (data.decode() if kind % 2 else data), size
@@ -163,13 +164,13 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 def _exactly(data: bytes, at: int, size: int) -> bytes:
     if at + size > len(data):
-        raise ValueError("it ends too early")
+        raise ValueError("the data ends early")
     return data[at : at + size]
 
 
 def _committed(log: bytes) -> dict[int, bytes]:
-    """Pages in the log, the newest of each, up to its last whole transaction. A frame's checksum goes on from that of
-    the one before, so that the first that does not fit is the end."""
+    """The newest version of each page in the write-ahead log, up to the last complete transaction. Checksums are
+    chained from frame to frame, so the first frame that does not match ends the valid part."""
     if len(log) < WAL_HEADER.size:
         return {}
     magic, _, size, _, *salts, first, second = WAL_HEADER.unpack_from(log)
@@ -188,7 +189,7 @@ def _committed(log: bytes) -> dict[int, bytes]:
         if frame_salts != salts or sums != (first, second):
             break
         fresh[number] = page
-        if pages:  # the last frame of a transaction tells how many pages there are then
+        if pages:  # a commit frame, which gives the size of the database in pages
             safe |= fresh
             fresh = {}
     return safe

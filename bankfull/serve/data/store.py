@@ -1,9 +1,10 @@
-"""What must survive a crash: one SQLite database (WAL), and a directory with the contents of files.
+"""Durable storage: one SQLite database in WAL mode, and a directory with the contents of files.
 
-A file's contents are whole before the database knows of it: written under `incoming`, synced, renamed, and only then
-entered. So no order of events, a full disk or a power cut included, leaves an entry without contents. Nothing that the
-database does not know is ever removed: it is set aside, and `bankfull data adopt` brings it back. What was never whole,
-in `incoming`, and what was deleted (`removals`) is gone at the next start at the latest.
+Contents are complete before the database refers to them: they are written under `incoming`, fsynced, renamed, and only
+then entered. So no sequence of events, including a full disk and a power cut, leaves an entry without contents. The
+server never deletes contents that have no entry: it moves them to `set-aside`, and `bankfull data adopt` brings them
+back. Incomplete contents in `incoming` and those of deleted files (table `removals`) are removed at the next start at
+the latest.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import msgspec
 from bankfull.errors import ConfigError
 from bankfull.serve.api.errors import Refusal
 from bankfull.serve.data.database import NAME as DATABASE
-from bankfull.serve.data.database import keep_private, open_database
+from bankfull.serve.data.database import make_private, open_database
 
 log = logging.getLogger("bankfull.serve")
 
@@ -39,8 +40,9 @@ LARGEST_FILE = 512 * MEBIBYTE
 THIRTY_DAYS = 30 * 24 * 3600
 FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
-BY_POSITION = re.compile(r"environment-[0-9]{1,4}")
-"""Owners that no key has any more: once, keys of the environment were named by their position in it."""
+POSITIONAL_OWNER = re.compile(r"environment-[0-9]{1,4}")
+"""Owner names of an earlier version, which named the keys of the environment by their position. No key has one of
+these names today."""
 INCOMING, CONTENTS, SET_ASIDE = "incoming", "files", "set-aside"
 
 
@@ -48,21 +50,22 @@ INCOMING, CONTENTS, SET_ASIDE = "incoming", "files", "set-aside"
 class StoreLimits:
     file_bytes: int = 200 * MEBIBYTE
     owner_bytes: int = 4096 * MEBIBYTE
-    """Of all files of one key."""
+    """Bytes that all files of one key may take."""
     total_bytes: int = 16384 * MEBIBYTE
-    """Of all files."""
+    """Bytes that all files may take."""
     owner_files: int = 10_000
     total_files: int = 100_000
     keep_seconds: int = THIRTY_DAYS
-    """A file expires so long after it was made, unless its maker said otherwise; the record of a batch too."""
+    """Seconds until a file expires, unless its upload sets another time; also how long the record of a batch is
+    kept."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.file_bytes <= LARGEST_FILE:
-            raise ConfigError(f"The largest file must be between 1 byte and {LARGEST_FILE >> 20} MiB.")
+            raise ConfigError(f"The file size limit must be between 1 byte and {LARGEST_FILE >> 20} MiB.")
         if min(self.owner_bytes, self.total_bytes, self.owner_files, self.total_files) < 1:
-            raise ConfigError("The room for files must be positive.")
+            raise ConfigError("The storage limits for files must be positive.")
         if self.keep_seconds < 3600:
-            raise ConfigError("Files must be kept for an hour at least.")
+            raise ConfigError("Files must be kept for at least one hour.")
 
 
 class StoredFile(msgspec.Struct, frozen=True):
@@ -78,8 +81,8 @@ class StoredFile(msgspec.Struct, frozen=True):
 _FILE = ", ".join(StoredFile.__struct_fields__)
 
 
-class Full(Refusal):
-    """No room: the disk's, or the quota's."""
+class StorageFull(Refusal):
+    """The disk or a quota is full."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, code="storage_full", status=507, retry=False)
@@ -87,7 +90,9 @@ class Full(Refusal):
 
 class TooLarge(Refusal):
     def __init__(self, most: int) -> None:
-        super().__init__(f"A file may have {_size(most)}; split it.", param="file", code="file_too_large", status=413)
+        super().__init__(
+            f"A file may have at most {_size(most)}; split it.", param="file", code="file_too_large", status=413
+        )
 
 
 class NoSuchFile(Refusal):
@@ -96,18 +101,18 @@ class NoSuchFile(Refusal):
 
 
 class Store:
-    """The methods may be called from any thread, and block: the event loop calls them through `run`."""
+    """Files and transactions. Every method is thread-safe and blocks; the event loop calls them through `run`."""
 
     def __init__(self, folder: Path, limits: StoreLimits | None = None, clock: Callable[[], float] = time.time) -> None:
         self.folder, self.limits, self.clock = folder, limits or StoreLimits(), clock
         self._incoming, self._contents, self.aside = (folder / name for name in (INCOMING, CONTENTS, SET_ASIDE))
-        self._held = hold_folder(folder)
+        self._held = lock_folder(folder)
         self._lock = threading.RLock()
         self._used: Counter[str] = Counter()
         self._count: Counter[str] = Counter()
         try:
             self._database = open_database(folder / DATABASE)
-            sync_folder(folder)
+            fsync_folder(folder)
             self._durable = True
             self._recover()
         except BaseException:
@@ -116,7 +121,7 @@ class Store:
         self._threads = ThreadPoolExecutor(2, "bankfull-store")
 
     async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """On a thread of the store. A caller that is cancelled meanwhile does not stop what has begun."""
+        """Run `function` on a thread of the store. Cancelling the caller does not stop a function that has started."""
         import asyncio
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
@@ -129,8 +134,9 @@ class Store:
 
     @contextmanager
     def transaction(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
-        """All or nothing; one at a time. After the block it survives a power cut. What is not `durable` survives
-        only the end of the process: for what nobody was told, and what is done again if it is lost."""
+        """One atomic transaction at a time. Once the block ends, a `durable` transaction survives a power cut; any
+        other one survives only a crash of the process. Use the latter for work that was not acknowledged to a client
+        and that is repeated if it is lost."""
         with self._lock:
             if durable != self._durable:
                 self._database.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
@@ -140,10 +146,10 @@ class Store:
                 yield self._database
                 self._database.execute("COMMIT")
             except BaseException as error:
-                with suppress(sqlite3.Error):  # a full disk may have rolled back by itself
+                with suppress(sqlite3.Error):  # SQLite may have rolled back by itself on a full disk
                     self._database.execute("ROLLBACK")
                 if isinstance(error, sqlite3.OperationalError) and error.sqlite_errorname == "SQLITE_FULL":
-                    raise Full("The disk of the server is full; nothing was changed.") from None
+                    raise StorageFull("The disk of the server is full; nothing was changed.") from None
                 raise
 
     def query(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
@@ -156,21 +162,21 @@ class Store:
     # -- files
 
     def upload(self, owner: str, *, bounded: bool = True) -> Upload:
-        """`bounded`: within the limits; results of work that was accepted are not."""
-        self._count_one(owner, bounded)
+        """Begin an upload. `bounded` applies the storage limits; results of accepted batches ignore them."""
+        self._reserve_file(owner, bounded)
         try:
             return Upload(self, owner, self._incoming, bounded)
         except BaseException:
             self.release(owner, 0)
             raise
 
-    def enter(self, database: sqlite3.Connection, file: StoredFile) -> None:
-        """Inside a transaction: the file whose contents were sealed exists from now on."""
+    def insert_file(self, database: sqlite3.Connection, file: StoredFile) -> None:
+        """Register a file whose contents were sealed; call it inside a transaction."""
         marks = ", ".join("?" * len(StoredFile.__struct_fields__))
         database.execute(f"INSERT INTO files ({_FILE}) VALUES ({marks})", msgspec.structs.astuple(file))
 
     def file(self, owner: str, id: str) -> StoredFile:
-        """Of this owner: nobody else's file exists for them."""
+        """The file with this id, if `owner` owns it; to any other owner it does not exist."""
         rows = self.query(f"SELECT {_FILE} FROM files WHERE id = ? AND owner = ?", id, owner)
         if not rows or self._expired(found := StoredFile(*rows[0])):
             raise NoSuchFile(id)
@@ -185,14 +191,14 @@ class Store:
         newest_first: bool = True,
         purpose: str | None = None,
     ) -> tuple[list[StoredFile], bool]:
-        """One page, and whether there are more."""
+        """One page, and whether more follow."""
         where, values = "owner = ? AND (expires_at IS NULL OR expires_at > ?)", [owner, self.now()]
         if purpose is not None:
             where, values = f"{where} AND purpose = ?", [*values, purpose]
         if after is not None:
             known = self.query("SELECT sequence FROM files WHERE id = ? AND owner = ?", after, owner)
             if not known:
-                raise Refusal(f"'after' names no file of yours: {after[:80]!r}.", param="after")
+                raise Refusal(f"'after' must be the id of one of your files; {after[:80]!r} is not.", param="after")
             where, values = f"{where} AND sequence {'<' if newest_first else '>'} ?", [*values, known[0][0]]
         order = "DESC" if newest_first else "ASC"
         rows = self.query(
@@ -200,7 +206,7 @@ class Store:
         )
         return [StoredFile(*row) for row in rows[:limit]], len(rows) > limit
 
-    def place(self, id: str) -> Path:
+    def path_of(self, id: str) -> Path:
         if FILE_ID.fullmatch(id) is None:
             raise NoSuchFile(id)
         return self._contents / id
@@ -208,42 +214,44 @@ class Store:
     def delete(self, owner: str, id: str) -> None:
         with self.transaction() as database:
             file = self.file(owner, id)
-            self._free_to_go(database, file)
-            self._strike_out(database, [file])
-        self._forget([file])
+            self._check_unused(database, file)
+            self._delete_rows(database, [file])
+        self._remove_contents([file])
 
-    def _free_to_go(self, database: sqlite3.Connection, file: StoredFile) -> None:
+    def _check_unused(self, database: sqlite3.Connection, file: StoredFile) -> None:
         users = database.execute(
             "SELECT id FROM batches WHERE input_file = ? AND status IN ('validating', 'in_progress')", (file.id,)
         ).fetchone()
         if users is not None:
             raise Refusal(
-                f"The batch {users[0]} still reads this file; cancel it first, or wait.", code="file_in_use", status=409
+                f"The batch {users[0]} is still reading this file; cancel the batch or wait for it to end.",
+                code="file_in_use",
+                status=409,
             )
 
-    def _strike_out(self, database: sqlite3.Connection, files: list[StoredFile]) -> None:
+    def _delete_rows(self, database: sqlite3.Connection, files: list[StoredFile]) -> None:
         ids = [(file.id,) for file in files]
         database.executemany("DELETE FROM files WHERE id = ?", ids)
         database.executemany("INSERT OR IGNORE INTO removals VALUES (?)", ids)
 
-    def _forget(self, files: list[StoredFile]) -> None:
-        """Their contents, and then the note that these must go."""
+    def _remove_contents(self, files: list[StoredFile]) -> None:
+        """Remove contents from the disk, then their rows in `removals`."""
         for file in files:
             self.release(file.owner, file.bytes)
         try:
             for file in files:
-                self.place(file.id).unlink(missing_ok=True)
-            sync_folder(self._contents)
+                self.path_of(file.id).unlink(missing_ok=True)
+            fsync_folder(self._contents)
             with self.transaction(durable=False) as database:
                 database.executemany("DELETE FROM removals WHERE id = ?", [(file.id,) for file in files])
-        except (OSError, Full) as error:
-            log.warning("the contents of deleted files go at the next start: %s", error)
+        except (OSError, StorageFull) as error:
+            log.warning("cannot remove the contents of deleted files; retrying at the next start: %s", error)
 
     def _expired(self, file: StoredFile) -> bool:
         return file.expires_at is not None and file.expires_at <= self.now()
 
     def remove_expired(self) -> int:
-        """Files whose time is over and that no batch reads, and old records of batches; how many files."""
+        """Remove expired files that no batch reads, and old records of batches; return the number of files."""
         now = self.now()
         with self.transaction() as database:
             rows = database.execute(
@@ -252,14 +260,14 @@ class Store:
                 (now,),
             ).fetchall()
             files = [StoredFile(*row) for row in rows]
-            self._strike_out(database, files)
+            self._delete_rows(database, files)
             database.execute(
                 "DELETE FROM batches WHERE created_at <= ?"
                 " AND status NOT IN ('validating', 'in_progress', 'finalizing', 'cancelling')",
                 (now - self.limits.keep_seconds,),
             )
         if files:
-            self._forget(files)
+            self._remove_contents(files)
         return len(files)
 
     # -- room
@@ -267,21 +275,23 @@ class Store:
     def reserve(self, owner: str, amount: int, bounded: bool) -> None:
         with self._lock:
             if bounded and self._used[owner] + amount > self.limits.owner_bytes:
-                raise Full(f"Your files may take {_size(self.limits.owner_bytes)} in all; delete some first.")
+                raise StorageFull(
+                    f"Your files may take at most {_size(self.limits.owner_bytes)} in total; delete some first."
+                )
             if bounded and self._used.total() + amount > self.limits.total_bytes:
-                raise Full("The server has no room for more files; come back later.")
+                raise StorageFull("The server has no room for more files; come back later.")
             self._used[owner] += amount
 
-    def _count_one(self, owner: str, bounded: bool) -> None:
+    def _reserve_file(self, owner: str, bounded: bool) -> None:
         with self._lock:
             if bounded and self._count[owner] >= self.limits.owner_files:
-                raise Full(f"You may have {self.limits.owner_files} files; delete some first.")
+                raise StorageFull(f"You may have at most {self.limits.owner_files} files; delete some first.")
             if bounded and self._count.total() >= self.limits.total_files:
-                raise Full("The server has no room for more files; come back later.")
+                raise StorageFull("The server has no room for more files; come back later.")
             self._count[owner] += 1
 
     def release(self, owner: str, amount: int) -> None:
-        """A file of so many bytes is gone."""
+        """Return the quota of one file of `amount` bytes."""
         with self._lock:
             self._used[owner] -= amount
             self._count[owner] -= 1
@@ -289,34 +299,34 @@ class Store:
     # -- at the start
 
     def _recover(self) -> None:
-        """After whatever end the last server had."""
-        for path in self._incoming.iterdir():  # never whole, so that nobody was told of it
+        """Clean up after the previous server, however it ended."""
+        for path in self._incoming.iterdir():  # incomplete, so no client was told about it
             path.unlink(missing_ok=True)
         removals = [id for (id,) in self.query("SELECT id FROM removals")]
         for id in removals:
             with suppress(NoSuchFile):
-                self.place(id).unlink(missing_ok=True)
+                self.path_of(id).unlink(missing_ok=True)
         known = {id: (owner, size) for id, owner, size in self.query("SELECT id, owner, bytes FROM files")}
         for owner, size in known.values():
             self._used[owner] += size
             self._count[owner] += 1
-        settle_contents(self.folder, known.keys())
-        sync_folder(self._contents)
+        reconcile_contents(self.folder, known.keys())
+        fsync_folder(self._contents)
         if removals:
             with self.transaction(durable=False) as database:
                 database.executemany("DELETE FROM removals WHERE id = ?", [(id,) for id in removals])
         owners = {owner for owner, _ in known.values()} | {row[0] for row in self.query("SELECT owner FROM batches")}
-        if by_position := sorted(owner for owner in owners if BY_POSITION.fullmatch(owner)):
+        if by_position := sorted(owner for owner in owners if POSITIONAL_OWNER.fullmatch(owner)):
             log.warning(
-                "files or batches belong to %s, as an earlier version named keys by their position: nobody can read "
-                "them until `bankfull data adopt` gives them to a key",
+                "files or batches belong to %s, names that an earlier version gave to keys; no key can read them "
+                "until `bankfull data adopt` gives them to one",
                 ", ".join(by_position),
             )
 
 
-def settle_contents(folder: Path, known: Collection[str]) -> tuple[list[str], list[str], list[str]]:
-    """Contents that are not known are set aside; known ones that were set aside are taken back. Names of the former, of
-    the latter, and of those that are nowhere."""
+def reconcile_contents(folder: Path, known: Collection[str]) -> tuple[list[str], list[str], list[str]]:
+    """Move contents without an entry to `set-aside`, and move contents with an entry back from there. Return the names
+    moved out, the names moved back, and the entries whose contents are missing."""
     contents, aside = folder / CONTENTS, folder / SET_ASIDE
     present = {path.name for path in contents.iterdir()}
     unknown, missing = sorted(present - set(known)), sorted(set(known) - present)
@@ -326,28 +336,29 @@ def settle_contents(folder: Path, known: Collection[str]) -> tuple[list[str], li
     for name in back:
         os.replace(aside / name, contents / name)
     for path in contents.iterdir():
-        keep_private(path)
+        make_private(path)
     if unknown or back:
-        sync_folder(contents)
-        sync_folder(aside)
+        fsync_folder(contents)
+        fsync_folder(aside)
     if unknown:
         log.warning(
-            "%d files that the database does not know were set aside in %s, the first is %s; `bankfull data adopt` "
-            "brings them back",
+            "moved %d orphaned files to %s, the first is %s; `bankfull data adopt` brings them back",
             len(unknown),
             aside,
             unknown[0],
         )
     if back:
-        log.warning("%d files that had been set aside are known again, and in their place", len(back))
+        log.warning("moved %d files back from set-aside: the database knows them again", len(back))
     lost = sorted(set(missing) - set(back))
     if lost:
-        log.error("%d files have lost their contents, the first is %s; see `bankfull data check`", len(lost), lost[0])
+        log.error(
+            "the contents of %d files are missing, the first is %s; see `bankfull data check`", len(lost), lost[0]
+        )
     return unknown, back, lost
 
 
 def set_aside(folder: Path, path: Path, name: str | None = None) -> None:
-    """Under this name, or its own; with a number where something there has it."""
+    """Move `path` to `set-aside` under `name` or its own name, with a number appended if the name is taken."""
     name = name or path.name
     place, number = folder / SET_ASIDE / name, 1
     while place.exists():
@@ -356,31 +367,31 @@ def set_aside(folder: Path, path: Path, name: str | None = None) -> None:
     os.replace(path, place)
 
 
-def hold_folder(folder: Path) -> int:
-    """Makes the folders, and keeps every other server from them until the descriptor is closed. The folder itself keeps
-    its rights if it was there: it may hold other things."""
+def lock_folder(folder: Path) -> int:
+    """Create the folders and lock them against other servers until the returned descriptor is closed. An existing data
+    directory keeps its permissions, because it may hold other files."""
     try:
         new = [each for each in (folder, *folder.parents) if not each.exists()]
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name in (INCOMING, CONTENTS, SET_ASIDE):
             (folder / name).mkdir(exist_ok=True, mode=0o700)
-            keep_private(folder / name, folder / "lock")
-        descriptor = hold_lock(folder / "lock")
+            make_private(folder / name, folder / "lock")
+        descriptor = lock_file(folder / "lock")
         for each in new:
-            sync_folder(each.parent)
+            fsync_folder(each.parent)
         return descriptor
     except OSError as error:
         raise ConfigError(f"The data directory {folder} cannot be used: {error.strerror or error}.") from None
 
 
 class Upload:
-    """Contents on their way to the disk. Ends with `finish` (or `seal`), else with `abandon`."""
+    """Contents that are being written. Ends with `finish`, with `seal`, or else with `abandon`."""
 
     def __init__(self, store: Store, owner: str, incoming: Path, bounded: bool) -> None:
         self._store, self._owner, self._bounded = store, owner, bounded
         self.id, self.bytes = f"file-{secrets.token_hex(16)}", 0
         self._path = incoming / self.id
-        # Whoever gives up while `finish` runs on another thread waits for it, and then has nothing to remove.
+        # `abandon` waits for a `finish` that runs on another thread, and then finds nothing to remove.
         self._busy, self._entered, self._abandoned = threading.Lock(), False, False
         with _disk():
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -391,7 +402,7 @@ class Upload:
         if self._bounded and self.bytes + len(data) > limits.file_bytes:
             raise TooLarge(limits.file_bytes)
         with self._busy:
-            if self._file.closed:  # given up meanwhile
+            if self._file.closed:  # abandoned in the meantime
                 return
             self._store.reserve(self._owner, len(data), self._bounded)
             self.bytes += len(data)
@@ -399,15 +410,15 @@ class Upload:
                 self._file.write(data)
 
     def seal(self, filename: str, purpose: str, seconds: int | None = None) -> StoredFile:
-        """The contents are safe and in their place; the file does not exist before it was entered."""
+        """Fsync the contents and move them into place. The file does not exist before its entry is inserted."""
         with _disk():
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-            place = self._store.place(self.id)
+            place = self._store.path_of(self.id)
             os.replace(self._path, place)
             self._path = place
-            sync_folder(place.parent)
+            fsync_folder(place.parent)
         now = self._store.now()
         keep = self._store.limits.keep_seconds if seconds is None else seconds
         return StoredFile(self.id, self._owner, purpose, filename, self.bytes, now, now + keep)
@@ -416,12 +427,12 @@ class Upload:
         with self._busy:
             file = self.seal(filename, purpose, seconds)
             with self._store.transaction() as database:
-                self._store.enter(database, file)
+                self._store.insert_file(database, file)
             self._entered = True
         return file
 
     def abandon(self) -> None:
-        """Leaves no trace of it, unless it was finished."""
+        """Remove the contents and return the quota, unless the upload was finished."""
         with self._busy:
             if self._entered or self._abandoned:
                 return
@@ -440,7 +451,7 @@ def _disk() -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise Full("The disk of the server is full; nothing was changed.") from None
+            raise StorageFull("The disk of the server is full; nothing was changed.") from None
         raise
 
 
@@ -448,8 +459,8 @@ def _size(amount: int) -> str:
     return f"{amount >> 20} MiB" if amount >= MEBIBYTE else f"{amount} bytes"
 
 
-def hold_lock(path: Path) -> int:
-    """Two servers on one directory would run every line twice."""
+def lock_file(path: Path) -> int:
+    """Take an exclusive lock: two servers on one directory would run every batch line twice."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -461,7 +472,7 @@ def hold_lock(path: Path) -> int:
     return descriptor
 
 
-def sync_folder(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

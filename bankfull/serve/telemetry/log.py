@@ -1,8 +1,8 @@
-"""Logs: one line per request, one per batch, and whatever else there is to say, for people or as JSON. A line holds
-what a request was and what it cost, never what it said, unless the operator asked for that.
+"""Logs: one line per request, one per batch, and all other messages, as text or as JSON. A line has metadata and costs
+of a request; its body is logged only if the operator turns that on.
 
-Lines are written by a thread: a log that nobody reads must not stop the service. What does not fit into its queue is
-dropped and counted.
+A separate thread writes the lines, so that a blocked log reader does not stop the service. Lines that do not fit into
+the queue are dropped and counted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from bankfull.serve.data.ledger import Batch
+from bankfull.serve.data.batch_store import BatchRecord
 from bankfull.serve.telemetry.trace import Trace
 
 request_log = logging.getLogger("bankfull.request")
@@ -27,7 +27,7 @@ SHOWN_PATH = 200
 
 
 def fields_of(trace: Trace, seconds: float) -> dict[str, Any]:
-    """What a line says of a request; what does not apply is left out."""
+    """The fields of a request's log line; fields that do not apply are left out."""
     path = trace.path if trace.route == "" else trace.route
     line: dict[str, Any] = {
         "id": trace.id,
@@ -57,8 +57,8 @@ def log_trace(trace: Trace, seconds: float) -> None:
         request_log.info("request", extra={"fields": fields_of(trace, seconds)})
 
 
-def log_batch(batch: Batch, seconds: float) -> None:
-    """When it has ended: its lines have no requests of their own."""
+def log_batch(batch: BatchRecord, seconds: float) -> None:
+    """Log a finished batch; its lines have no HTTP requests of their own."""
     fields = {
         "id": batch.id,
         "key": batch.owner or None,
@@ -80,8 +80,8 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = getattr(record, "fields", {})
-        said = [_printable(record.getMessage()), *(f"{name}={_word(value)}" for name, value in fields.items())]
-        line = f"{_moment(record)} {record.levelname.lower():<7} {' '.join(said)}"
+        parts = [_printable(record.getMessage()), *(f"{name}={_quoted(value)}" for name, value in fields.items())]
+        line = f"{_timestamp(record)} {record.levelname.lower():<7} {' '.join(parts)}"
         return line if record.exc_info is None else f"{line}\n{self.formatException(record.exc_info)}"
 
 
@@ -89,7 +89,7 @@ class JsonFormatter(logging.Formatter):
     """One JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = {"time": _moment(record), "level": record.levelname.lower(), "message": record.getMessage()}
+        line = {"time": _timestamp(record), "level": record.levelname.lower(), "message": record.getMessage()}
         line |= getattr(record, "fields", {})
         if record.exc_info is not None:
             line["exception"] = self.formatException(record.exc_info)
@@ -103,7 +103,7 @@ class _DroppingHandler(logging.handlers.QueueHandler):
         self.dropped = 0
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        return record  # formatted by the thread that writes; nothing in a record changes later
+        return record  # formatted by the writer thread; a record never changes later
 
     def enqueue(self, record: logging.LogRecord) -> None:
         if self._lines.qsize() < QUEUED_LINES:
@@ -113,7 +113,7 @@ class _DroppingHandler(logging.handlers.QueueHandler):
 
 
 class _Listener(logging.handlers.QueueListener):
-    """Its thread outlives any line that cannot be written: without it the log would be silent for good."""
+    """A listener whose thread survives any error of one line; otherwise one bad line would silence the log."""
 
     failed = 0
 
@@ -125,24 +125,24 @@ class _Listener(logging.handlers.QueueListener):
 
 
 class Logs:
-    """All logging of the process, from here until `close`."""
+    """Handles all logging of the process until `close`."""
 
     def __init__(self, *, json: bool = False, level: int = logging.INFO, stream: TextIO | None = None) -> None:
         writer = logging.StreamHandler(stream or sys.stderr)
         writer.setFormatter(JsonFormatter() if json else TextFormatter())
-        lines: queue.SimpleQueue[Any] = queue.SimpleQueue()  # waking its reader costs a fraction of what Queue takes
+        lines: queue.SimpleQueue[Any] = queue.SimpleQueue()  # waking its reader is much cheaper than with queue.Queue
         self._handler = _DroppingHandler(lines)
         self._listener = _Listener(lines, writer)
         self._listener.start()
         root, ours = logging.getLogger(), logging.getLogger("bankfull")
         self._before = [(root, root.level), (ours, ours.level)]
         root.addHandler(self._handler)
-        root.setLevel(max(level, logging.WARNING))  # of what others have to say, only what is wrong
+        root.setLevel(max(level, logging.WARNING))  # only warnings and errors of other libraries
         ours.setLevel(level)
 
     @property
     def dropped(self) -> int:
-        """Lines that nobody will see."""
+        """Lines that were dropped or could not be written."""
         return self._handler.dropped + self._listener.failed
 
     def close(self) -> None:
@@ -152,15 +152,15 @@ class Logs:
         self._listener.stop()
 
 
-def _moment(record: logging.LogRecord) -> str:
+def _timestamp(record: logging.LogRecord) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created)) + f".{int(record.msecs):03d}"
 
 
-def _word(value: object) -> str:
+def _quoted(value: object) -> str:
     text = _printable(str(value))
     return f'"{text}"' if " " in text or text == "" else text
 
 
 def _printable(text: str) -> str:
-    """A line break or an escape sequence of a terminal in what a client sent must not look like a line of ours."""
+    """Escape line breaks and terminal control sequences, so that no client can forge a log line."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -1,4 +1,4 @@
-"""/v1/batches: every line gets exactly one result, whatever happens meanwhile."""
+"""/v1/batches: every line gets exactly one result, whatever happens in the meantime."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bankfull.serve.api.calls import CALLER, Caller
 from bankfull.serve.app import create_app
 from bankfull.serve.batch.input import Validation
 from bankfull.serve.batch.service import BatchService, handle_within
-from bankfull.serve.data.ledger import Ledger
+from bankfull.serve.data.batch_store import BatchStore
 from bankfull.serve.data.store import Store
 from bankfull.serve.engine.backend import Backend
 from bankfull.serve.guard.checks import open_doors
@@ -43,7 +43,7 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 def whole_app(folder: Path, backend: Backend, keyring: Keyring | None = None, **options: Any) -> Any:
-    """The service's application, with a key that authentication would have found."""
+    """The application, with the caller that authentication would have set."""
     app = create_app(backend, scripted_texts(), settings())
     caller = Caller(key="me", salt="salt of me")
     handle = handle_within(app.state.apis, lambda key: caller, keyring)
@@ -61,7 +61,7 @@ def whole_app(folder: Path, backend: Backend, keyring: Keyring | None = None, **
 
 
 def guarded_app(folder: Path, keys: str) -> Any:
-    """With keys as `bankfull serve` takes them from the environment."""
+    """The application with keys from the environment, as `bankfull serve` reads them."""
     doors = open_doors(Keyring(keys_of_environment({"BANKFULL_API_KEY": keys})), host="127.0.0.1")
     service = BatchService(folder, RandomHandler(0), rows=lambda: 4)
 
@@ -129,7 +129,7 @@ def test_every_line_has_one_result_in_the_order_of_the_input(tmp_path: Path) -> 
         assert 4 < handler.most <= 12  # the rows and a small backlog
 
 
-def test_what_is_wrong_with_the_input_is_told_by_line(tmp_path: Path) -> None:
+def test_problems_of_the_input_are_reported_by_line(tmp_path: Path) -> None:
     lines = [
         line("a"),
         "{nonsense",
@@ -193,13 +193,13 @@ def test_too_many_lines_and_none_at_all_fail(tmp_path: Path) -> None:
         ({"extra_body": {"surprise": 1}}, "surprise"),
     ],
 )
-def test_a_batch_that_cannot_be_made_is_refused_by_name(tmp_path: Path, change: Any, named: str) -> None:
+def test_an_invalid_batch_is_refused_with_the_name_of_the_field(tmp_path: Path, change: Any, named: str) -> None:
     with client_of(tmp_path) as client, pytest.raises(openai.BadRequestError) as refused:
         submit(client, [line("a")], **change)
     assert named in refused.value.message
 
 
-def test_a_cancelled_batch_keeps_what_it_has(tmp_path: Path) -> None:
+def test_a_cancelled_batch_keeps_its_results(tmp_path: Path) -> None:
     with client_of(tmp_path, RandomHandler(2, seconds=0.1)) as client:
         id = submit(client, [line(str(n)) for n in range(400)]).id
         while client.batches.retrieve(id).request_counts.completed < 3:
@@ -214,7 +214,7 @@ def test_a_cancelled_batch_keeps_what_it_has(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_takes_too_long_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Long enough for a busy machine to finish something, and too short for all of it.
+    # Long enough for a busy machine to finish some lines, and too short for all.
     monkeypatch.setattr("bankfull.serve.batch.batches.window_seconds", lambda text: 3)
     with client_of(tmp_path, RandomHandler(3, seconds=0.5)) as client:
         batch = ended(client, submit(client, [line(str(n)) for n in range(1500)]).id)
@@ -295,7 +295,7 @@ def test_after_a_restart_only_lines_without_a_result_run(tmp_path: Path) -> None
 
 
 class Process:
-    """The service as a process that can be killed at any moment."""
+    """The service in a process that can be killed at any time."""
 
     def __init__(self, folder: Path, seconds: float) -> None:
         command = [sys.executable, "-m", "tests.serve.batch_app", str(folder), str(seconds)]
@@ -317,7 +317,7 @@ def crash_loop(folder: Path, lines: int, kills: int, seed: int, seconds: float) 
         id = submit(process.client, [line(*each) for each in expected.items()]).id
         for _ in range(kills):
             time.sleep(chance.random() * 0.3)
-            assert process.client.batches.retrieve(id).status not in ENDED, "not disturbed so often as was meant"
+            assert process.client.batches.retrieve(id).status not in ENDED, "the batch ended before all kills"
             time.sleep(chance.random() * 0.01)
             process.kill()
             process = Process(folder, seconds)
@@ -330,7 +330,7 @@ def crash_loop(folder: Path, lines: int, kills: int, seed: int, seconds: float) 
         process.kill()
 
 
-def test_killed_again_and_again_a_batch_has_one_result_per_line(tmp_path: Path) -> None:
+def test_a_batch_has_one_result_per_line_after_repeated_kills(tmp_path: Path) -> None:
     crash_loop(tmp_path, lines=150, kills=4, seed=1, seconds=0.3)
 
 
@@ -394,7 +394,7 @@ def test_usage_adds_up_for_every_endpoint(
 def test_a_batch_has_one_log_line_at_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "bankfull.request")
 
-    def told() -> list[dict[str, Any]]:
+    def logged() -> list[dict[str, Any]]:
         return [record.fields for record in caplog.records if record.getMessage() == "batch"]  # type: ignore[attr-defined]
 
     with served(whole_app(tmp_path, Scripted(["ab", "cd"]))) as url, client_at(url) as client:
@@ -402,9 +402,9 @@ def test_a_batch_has_one_log_line_at_its_end(tmp_path: Path, caplog: pytest.LogC
         good = ended(client, submit(client, [*lines, line("bad", body={"nonsense": 1})]).id)
         failed = ended(client, submit(client, ["nonsense"]).id)
         until = time.monotonic() + 5
-        while len(told()) < 2 and time.monotonic() < until:
+        while len(logged()) < 2 and time.monotonic() < until:
             time.sleep(0.01)
-    first, second = told()
+    first, second = logged()
     assert 0 <= first.pop("seconds") < 60
     assert first == {
         "id": good.id,
@@ -421,7 +421,7 @@ def test_a_batch_has_one_log_line_at_its_end(tmp_path: Path, caplog: pytest.LogC
     assert (second["id"], second["status"], second["total"]) == (failed.id, "failed", 0)
 
 
-def test_histograms_of_latency_are_of_online_calls_only(tmp_path: Path) -> None:
+def test_latency_histograms_count_online_calls_only(tmp_path: Path) -> None:
     metrics = Metrics()
     backend = WatchedBackend(Scripted(["ab", "cd"]), metrics, Keyring())
 
@@ -459,7 +459,7 @@ def test_histograms_of_latency_are_of_online_calls_only(tmp_path: Path) -> None:
 def test_lines_are_charged_to_their_key_and_wait_until_it_has_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bankfull.serve.batch.runner.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr("bankfull.serve.batch.runner.LONGEST_BACKOFF", 0.01)
     now = 0.0
     _, key = new_key("me", tokens=100)
     keyring = Keyring((key,), clock=lambda: now)
@@ -476,11 +476,12 @@ def test_lines_are_charged_to_their_key_and_wait_until_it_has_tokens(
                 rounds += 1
         counts = ended(client, id).request_counts
         assert (counts.completed, counts.failed) == (60, 0)
-        # All but the first minute's tokens, and but what the last 12 lines in flight overdrew, had to be waited for.
-        assert rounds > 1 and now >= (60 * 7 - 100 - 12 * 7) / 100 * 60, "no sooner than its tokens allowed"
+        # The batch had to wait for all tokens except those of the first minute and those that the last 12 lines in
+        # flight overdrew.
+        assert rounds > 1 and now >= (60 * 7 - 100 - 12 * 7) / 100 * 60, "it ended before its rate limit allowed"
 
 
-def test_a_batch_without_tokens_keeps_nobody_else_waiting(tmp_path: Path) -> None:
+def test_a_batch_without_tokens_does_not_delay_other_owners(tmp_path: Path) -> None:
     poor = {"Bearer poor"}
     app = batch_app(tmp_path, RandomHandler(9, trouble=0.0), wait=lambda owner: 0.02 if owner in poor else 0.0)
     with served(app) as url:
@@ -495,21 +496,22 @@ def test_a_batch_without_tokens_keeps_nobody_else_waiting(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "call", ["open_batches", "again", "clear", "add", "start", "pending", "record", "finalize", "conclude"]
+    "call",
+    ["open_batches", "refresh", "clear_lines", "add_lines", "start", "pending", "record", "finalize", "conclude"],
 )
-def test_a_database_error_anywhere_delays_a_batch_and_is_told_but_ends_nothing(
+def test_a_database_error_anywhere_delays_a_batch_and_is_logged_but_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
-    """What is not a full disk: an I/O error, a damaged page."""
-    inner, failures = getattr(Ledger, call), [sqlite3.OperationalError("disk I/O error") for _ in range(2)]
+    """Errors other than a full disk, such as an I/O error or a damaged page."""
+    inner, failures = getattr(BatchStore, call), [sqlite3.OperationalError("disk I/O error") for _ in range(2)]
 
-    def failing(self: Ledger, *arguments: Any) -> Any:
+    def failing(self: BatchStore, *arguments: Any) -> Any:
         if failures:
             raise failures.pop()
         return inner(self, *arguments)
 
     with client_of(tmp_path, RandomHandler(3, trouble=0.0)) as client, caplog.at_level(logging.ERROR):
-        monkeypatch.setattr(Ledger, call, failing)
+        monkeypatch.setattr(BatchStore, call, failing)
         batch = ended(client, submit(client, [line(f"{number}") for number in range(30)]).id)
         assert batch.status == "completed" and batch.request_counts.completed == 30
         found = results(client, batch.output_file_id)
@@ -517,7 +519,7 @@ def test_a_database_error_anywhere_delays_a_batch_and_is_told_but_ends_nothing(
     assert not failures and sum("disk I/O error" in record.getMessage() for record in caplog.records) == 2
 
 
-def test_whatever_task_is_cancelled_by_mistake_the_batch_ends_with_one_result_per_line(tmp_path: Path) -> None:
+def test_a_batch_ends_with_one_result_per_line_even_if_any_task_is_cancelled(tmp_path: Path) -> None:
     supervisor = Supervisor()
     app = batch_app(tmp_path, RandomHandler(4, seconds=0.03), supervisor=supervisor)
     killed: Counter[str] = Counter()
@@ -525,7 +527,7 @@ def test_whatever_task_is_cancelled_by_mistake_the_batch_ends_with_one_result_pe
         id = submit(client, [line(f"{number}") for number in range(400)]).id
         while client.batches.retrieve(id).status not in ENDED:
             for name, tasks in supervisor.running.items():
-                if tasks and killed[name] < 3:  # each time it waits longer before it begins again
+                if tasks and killed[name] < 3:  # every restart waits longer
                     tasks[0].get_loop().call_soon_threadsafe(tasks[0].cancel)
                     killed[name] += 1
                     break
@@ -537,7 +539,7 @@ def test_whatever_task_is_cancelled_by_mistake_the_batch_ends_with_one_result_pe
     assert killed.keys() == supervisor.running.keys() and len(killed) == 4
 
 
-def test_what_a_key_of_the_environment_made_is_its_own_wherever_the_key_stands_later(tmp_path: Path) -> None:
+def test_a_key_of_the_environment_owns_its_files_at_any_position_in_the_list(tmp_path: Path) -> None:
     one, two = "the-first-secret-key", "the-second-secret-key"
     with served(guarded_app(tmp_path, f"{one},{two}")) as url, client_at(url, one) as client:
         batch = ended(client, submit(client, [line("a")]).id)

@@ -37,7 +37,7 @@ def put(client: openai.OpenAI, data: bytes, name: str = "in.jsonl") -> str:
     return client.files.create(file=(name, data), purpose="batch").id
 
 
-def test_a_file_comes_back_as_it_was(client: openai.OpenAI) -> None:
+def test_a_file_is_returned_unchanged(client: openai.OpenAI) -> None:
     data = os.urandom(2_500_000)
     file = client.files.create(
         file=("../../etc/pass\r\nwd", data), purpose="batch", expires_after={"anchor": "created_at", "seconds": 7200}
@@ -69,7 +69,7 @@ def test_one_key_never_sees_the_files_of_another(url: str, client: openai.OpenAI
     assert client.files.content(id).read() == b"secret"
 
 
-def test_a_file_that_is_too_large_is_refused_announced_or_not(url: str, tmp_path: Path) -> None:
+def test_a_file_that_is_too_large_is_refused_with_and_without_content_length(url: str, tmp_path: Path) -> None:
     def chunks() -> Iterator[bytes]:
         yield b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
         for _ in range(40):
@@ -83,13 +83,13 @@ def test_a_file_that_is_too_large_is_refused_announced_or_not(url: str, tmp_path
     assert not list((tmp_path / "incoming").iterdir()) and not list((tmp_path / "files").iterdir())
 
 
-def test_quotas_are_told_apart_and_room_comes_back(url: str, client: openai.OpenAI) -> None:
+def test_quotas_have_their_own_messages_and_deleting_returns_them(url: str, client: openai.OpenAI) -> None:
     big = put(client, b"x" * (3 << 20))
     for attempt in range(3):
         with pytest.raises(openai.InternalServerError) as refused:
             put(client, b"x" * (3 << 20))
         assert refused.value.status_code == 507 and "delete some" in refused.value.message, attempt
-    assert refused.value.response.headers["x-should-retry"] == "false", "the client would send it all again"
+    assert refused.value.response.headers["x-should-retry"] == "false", "otherwise the client would upload it again"
     with pytest.raises(openai.InternalServerError, match="no room"):
         for _ in range(2):
             put(client_at(url, "other"), b"x" * (5 << 19))
@@ -109,7 +109,7 @@ def test_quotas_are_told_apart_and_room_comes_back(url: str, client: openai.Open
         ({"purpose": "x" * 100_000}, {"file": b"x"}, None),
     ],
 )
-def test_a_form_that_is_wrong_is_refused_by_name(url: str, tmp_path: Path, data, files, named) -> None:  # type: ignore[no-untyped-def]
+def test_an_invalid_form_is_refused_with_the_name_of_the_field(url: str, tmp_path: Path, data, files, named) -> None:  # type: ignore[no-untyped-def]
     answer = httpx.post(f"{url}/v1/files", data=data, files=files)
     assert answer.status_code in (400, 413) and answer.json()["error"]["param"] == named
     assert not list((tmp_path / "files").iterdir()) and not list((tmp_path / "incoming").iterdir())
@@ -129,7 +129,7 @@ def test_an_id_is_never_a_path(url: str, id: str) -> None:
     assert httpx.delete(f"{url}/v1/files/{id}").status_code == 404
 
 
-def test_an_upload_that_breaks_off_leaves_nothing(url: str, tmp_path: Path, client: openai.OpenAI) -> None:
+def test_an_interrupted_upload_leaves_nothing(url: str, tmp_path: Path, client: openai.OpenAI) -> None:
     head = b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n"
     part = b'content-length: 2500000\r\n\r\n--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
     with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port)) as connection:
@@ -138,7 +138,7 @@ def test_an_upload_that_breaks_off_leaves_nothing(url: str, tmp_path: Path, clie
         put(client, b"x")
         if not list((tmp_path / "incoming").iterdir()):
             return
-    raise AssertionError("the half upload is still there")
+    raise AssertionError("the partial upload is still there")
 
 
 def test_the_input_of_a_running_batch_cannot_be_deleted(client: openai.OpenAI) -> None:
@@ -159,7 +159,7 @@ def test_a_name_is_shown_without_folders_and_controls(given: str, shown: str) ->
 
 
 def test_a_large_upload_is_not_held_in_memory(client: openai.OpenAI, tmp_path: Path) -> None:
-    """The parts arrive at the store one after another."""
+    """Parts of the upload reach the store one by one."""
     sizes: list[int] = []
     from bankfull.serve.data.store import Upload
 

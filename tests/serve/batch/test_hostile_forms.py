@@ -1,4 +1,4 @@
-"""Whatever an upload holds, and however much of it: the answer is success or a refusal, and it arrives."""
+"""Every upload, of any content and size, gets a response: success or a refusal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GOOD = (
     b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n{}\r\n--b--\r\n'
 )
 LARGE = 24 << 20
-"""More than the system takes from a client before the server has read any of it."""
+"""More bytes than the socket buffers hold before the server reads."""
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +33,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Listening]:
 
 
 def upload(server: Listening, form: bytes, kind: bytes = b"multipart/form-data; boundary=b") -> tuple[int, str]:
-    """The status, and what is said."""
+    """The status and the error message."""
     head = b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: %b\r\n" % kind
-    said = server.say(head + b"content-length: %d\r\n\r\n" % len(form) + form)
-    assert said, "the connection was reset"
-    document = json.loads(said.partition(b"\r\n\r\n")[2])
-    return int(said.split()[1]), document.get("error", {}).get("message", "")
+    message = server.say(head + b"content-length: %d\r\n\r\n" % len(form) + form)
+    assert message, "the connection was reset"
+    document = json.loads(message.partition(b"\r\n\r\n")[2])
+    return int(message.split()[1]), document.get("error", {}).get("message", "")
 
 
 @pytest.mark.parametrize("length", [1, 200, 257, 4000, 30_000])
 def test_a_boundary_of_any_length(server: Listening, length: int) -> None:
     boundary = b"b" * length
-    status, said = upload(server, GOOD.replace(b"--b", b"--" + boundary), b"multipart/form-data; boundary=" + boundary)
-    assert status == 200 if length < 257 else (status == 400 and "boundary" in said)
+    status, message = upload(
+        server, GOOD.replace(b"--b", b"--" + boundary), b"multipart/form-data; boundary=" + boundary
+    )
+    assert status == 200 if length < 257 else (status == 400 and "boundary" in message)
 
 
 @pytest.mark.parametrize(
@@ -54,14 +56,14 @@ def test_a_boundary_of_any_length(server: Listening, length: int) -> None:
     ids=["no form", "bad header", "unknown field", "no colon"],
 )
 @pytest.mark.parametrize("size", [0, LARGE])
-def test_a_form_that_is_wrong_from_its_start_is_told_however_much_follows(
+def test_a_form_that_is_invalid_from_its_start_is_refused_whatever_its_size(
     server: Listening, start: bytes, size: int
 ) -> None:
-    status, said = upload(server, start + b"x" * size)
-    assert status == 400 and "form" in said
+    status, message = upload(server, start + b"x" * size)
+    assert status == 400 and "form" in message
 
 
-def test_a_form_that_is_changed_at_random_is_stored_or_refused(server: Listening) -> None:
+def test_a_randomly_changed_form_is_stored_or_refused(server: Listening) -> None:
     chance = random.Random(7)
     statuses = set()
     for _ in range(200):
@@ -77,7 +79,7 @@ def test_a_form_that_is_changed_at_random_is_stored_or_refused(server: Listening
                     form[at:at] = bytes([chance.choice(b"\r\n-:;=\"*' b\0")]) * chance.randint(1, 5)
                 case _:
                     form[at:at] = form[chance.randrange(len(form)) :][: chance.randint(1, 30)]
-        status, said = upload(server, bytes(form))
+        status, message = upload(server, bytes(form))
         statuses.add(status)
-        assert status in (200, 400), said
+        assert status in (200, 400), message
     assert statuses == {200, 400}

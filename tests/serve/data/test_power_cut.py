@@ -1,4 +1,4 @@
-"""Whatever was answered 200 survives a power cut, and nothing is half there: at every change that the disk sees."""
+"""Acknowledged data survives a power cut before any write, and nothing is left incomplete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from bankfull.serve.api.errors import Refusal
-from bankfull.serve.data.ledger import Ledger
+from bankfull.serve.data.batch_store import BatchStore
 from bankfull.serve.data.store import Store
 from tests.serve.power.disk import Change, Disk, cuts, read_trace
 from tests.serve.power.workload import FAULTS, NOW, OWNER, begin, lines_of, results
@@ -29,24 +29,24 @@ QUICK_EVERY = 12
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every other start sets an upload aside that nobody was told of."""
+    """Silence the log: many starts here move an unacknowledged upload to `set-aside`."""
     monkeypatch.setattr(logging.getLogger("bankfull.serve"), "disabled", True)
 
 
 @pytest.fixture(scope="module")
 def recorder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if COMPILER is None or not sys.platform.startswith("linux"):
-        pytest.skip("the recorder of changes needs Linux and a C compiler")
+        pytest.skip("recording file changes needs Linux and a C compiler")
     library = tmp_path_factory.mktemp("recorder") / "recorder.so"
     source = ROOT / "tests" / "serve" / "power" / "recorder.c"
-    flags = ["-shared", "-fPIC", "-Wall", "-U_FORTIFY_SOURCE"]  # its inline functions are the ones replaced
+    flags = ["-shared", "-fPIC", "-Wall", "-U_FORTIFY_SOURCE"]  # its inline wrappers would bypass the recorder
     command = [COMPILER, *flags, "-o", str(library), str(source), "-ldl", "-lpthread"]
     subprocess.run(command, check=True)
     return library
 
 
 def recorded(recorder: Path, place: Path, fault: str = "") -> tuple[Path, list[Change]]:
-    """The folder that was worked in, and all that happened to it."""
+    """Run the workload; return its folder and every change to it."""
     root, trace = place / "disk", place / "trace"
     root.mkdir(parents=True)
     environment = {
@@ -61,102 +61,103 @@ def recorded(recorder: Path, place: Path, fault: str = "") -> tuple[Path, list[C
     return root, read_trace(trace)
 
 
-def check_start(folder: Path, told: list[Any]) -> None:
-    """A server starts on what is left, everything that was told of is there, and what was begun comes to its end."""
+def check_start(folder: Path, acknowledged: list[Any]) -> None:
+    """A server starts after the cut, finds everything that was acknowledged, and finishes open batches."""
     store = Store(folder / "data", clock=lambda: NOW)
     try:
-        ledger = Ledger(store)
-        check_files(store, told)
-        check_batches(ledger, told)
-        for batch in ledger.open_batches():
-            finish(ledger, batch.id)
-        assert not ledger.open_batches()
+        batch_store = BatchStore(store)
+        check_files(store, acknowledged)
+        check_batches(batch_store, acknowledged)
+        for batch in batch_store.open_batches():
+            finish(batch_store, batch.id)
+        assert not batch_store.open_batches()
     finally:
         store.close()
 
 
-def check_files(store: Store, told: list[Any]) -> None:
-    deleted = {what["deleted"] for what in told if "deleted" in what}
-    going = {what["deleting"] for what in told if "deleting" in what}
-    kept = {what["file"]: what["text"] for what in told if "file" in what and what["file"] not in going}
+def check_files(store: Store, acknowledged: list[Any]) -> None:
+    deleted = {event["deleted"] for event in acknowledged if "deleted" in event}
+    going = {event["deleting"] for event in acknowledged if "deleting" in event}
+    kept = {event["file"]: event["text"] for event in acknowledged if "file" in event and event["file"] not in going}
     files = {file.id: file for file in store.files(OWNER)[0]}
     present = {path.name: path for path in (store.folder / "files").iterdir()}
-    assert files.keys() == present.keys(), "entries and contents are the same"
+    assert files.keys() == present.keys(), "entries match contents"
     for id, file in files.items():
-        assert present[id].stat().st_size == file.bytes, "no contents are half there"
+        assert present[id].stat().st_size == file.bytes, "no contents are incomplete"
     for id, text in kept.items():
-        assert id in files and present[id].read_bytes() == text.encode(), "an upload that was acknowledged is whole"
+        assert id in files and present[id].read_bytes() == text.encode(), "an acknowledged upload is complete"
     aside = {path.name for path in store.aside.iterdir()}
-    assert not deleted & (files.keys() | aside), "a file that was deleted is gone"
+    assert not deleted & (files.keys() | aside), "a deleted file is gone"
     assert not kept.keys() & aside
     assert not list((store.folder / "incoming").iterdir())
 
 
-def check_batches(ledger: Ledger, told: list[Any]) -> None:
-    for what in told:
-        if "batch" in what:
+def check_batches(batch_store: BatchStore, acknowledged: list[Any]) -> None:
+    for event in acknowledged:
+        if "batch" in event:
             try:
-                batch = ledger.batch(OWNER, what["batch"])
+                batch = batch_store.batch(OWNER, event["batch"])
             except Refusal:
-                raise AssertionError("a batch that was acknowledged exists") from None
-            assert ORDER.index(batch.status) >= ORDER.index(what["status"]), "no status goes back"
-            if "results" in what:
-                assert [batch.output_file, batch.error_file] == what["results"], "results keep their names"
-                check_results(ledger, batch.id)
-    for batch in ledger.batches(OWNER, limit=100)[0]:
+                raise AssertionError("an acknowledged batch exists") from None
+            assert ORDER.index(batch.status) >= ORDER.index(event["status"]), "no status moves backwards"
+            if "results" in event:
+                assert [batch.output_file, batch.error_file] == event["results"], "result files keep their ids"
+                check_results(batch_store, batch.id)
+    for batch in batch_store.batches(OWNER, limit=100)[0]:
         if batch.status == "in_progress":
-            rows = ledger.store.query("SELECT status FROM lines WHERE batch = ?", batch.sequence)
+            rows = batch_store.store.query("SELECT status FROM lines WHERE batch = ?", batch.sequence)
             statuses = [status for (status,) in rows]
             counts = len(statuses), statuses.count(200), statuses.count(400)
-            assert counts == (batch.total, batch.completed, batch.failed), "counts are those of the lines"
+            assert counts == (batch.total, batch.completed, batch.failed), "counts match the lines"
 
 
-def finish(ledger: Ledger, id: str) -> None:
-    """As the runner does at the next start."""
-    batch = ledger.batch(OWNER, id)
+def finish(batch_store: BatchStore, id: str) -> None:
+    """Finish a batch as the runner does after a start."""
+    batch = batch_store.batch(OWNER, id)
     if batch.status == "validating":
-        begin(ledger, batch)
-        batch = ledger.again(batch)
+        begin(batch_store, batch)
+        batch = batch_store.refresh(batch)
     if batch.status == "in_progress":
-        ledger.record(results(batch, range(batch.total)))
-        assert not ledger.pending(batch, -1)
-        ledger.finalize(batch, "completed")
-    ledger.conclude(batch)
-    check_results(ledger, id)
+        batch_store.record(results(batch, range(batch.total)))
+        assert not batch_store.pending(batch, -1)
+        batch_store.finalize(batch, "completed")
+    batch_store.conclude(batch)
+    check_results(batch_store, id)
 
 
-def check_results(ledger: Ledger, id: str) -> None:
-    batch = ledger.batch(OWNER, id)
+def check_results(batch_store: BatchStore, id: str) -> None:
+    batch = batch_store.batch(OWNER, id)
     assert batch.status in ("completed", "cancelled")
     found: Counter[str] = Counter()
     for file in (batch.output_file, batch.error_file):
         if file is not None:
-            found.update(msgspec.json.decode(line)["custom_id"] for line in ledger.store.place(file).open("rb"))
+            found.update(msgspec.json.decode(line)["custom_id"] for line in batch_store.store.path_of(file).open("rb"))
     if batch.total == 0:  # cancelled before it had lines
         return
-    wanted = lines_of(ledger.store.place(batch.input_file).read_bytes())
+    wanted = lines_of(batch_store.store.path_of(batch.input_file).read_bytes())
     assert found == Counter(line.custom_id for line in wanted), "every line has exactly one result"
 
 
-def try_cut(disk: Disk, told: list[Any], place: Path, chance: random.Random | None, kept: bool = False) -> None:
+def try_cut(disk: Disk, acknowledged: list[Any], place: Path, chance: random.Random | None, kept: bool = False) -> None:
     disk.leave(place, chance, kept)
     try:
-        check_start(place, told)
+        check_start(place, acknowledged)
     finally:
         shutil.rmtree(place)
 
 
 def try_cuts(root: Path, trace: list[Change], place: Path, every: int, draws: int) -> int:
-    """Cuts before every such change, and right after each answer, with nothing, all and some of what was not synced."""
+    """Cut before every `every`-th change and after each acknowledgement, with none, all and random parts of the
+    unsynced writes."""
     tried = 0
-    for number, disk, told in cuts(trace, root):
+    for number, disk, acknowledged in cuts(trace, root):
         answered = number > 0 and trace[number - 1].kind == "A"
         if number % every and not answered:
             continue
         for draw in range(-2, draws):
             chance = random.Random(1000 * number + draw) if draw >= 0 else None
             try:
-                try_cut(disk, told, place / "cut", chance, kept=draw == -1)
+                try_cut(disk, acknowledged, place / "cut", chance, kept=draw == -1)
             except Exception as error:
                 raise AssertionError(f"cut before change {number} of {len(trace)}, draw {draw}: {error}") from error
             tried += 1
@@ -164,7 +165,7 @@ def try_cuts(root: Path, trace: list[Change], place: Path, every: int, draws: in
 
 
 def test_the_trace_and_the_disk_agree(recorder: Path, tmp_path: Path) -> None:
-    """With nothing lost the replayed folder is what the process left: so no change escaped the recorder."""
+    """A replay without losses equals the real folder, so the recorder missed no change."""
     root, trace = recorded(recorder, tmp_path)
     disk = Disk(root)
     for change in trace:
@@ -197,7 +198,7 @@ def test_what_was_acknowledged_survives_a_power_cut_at_every_change(recorder: Pa
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_store_that_does_not_sync_is_found_out(recorder: Path, tmp_path: Path, fault: str) -> None:
+def test_a_store_that_does_not_sync_fails_the_check(recorder: Path, tmp_path: Path, fault: str) -> None:
     root, trace = recorded(recorder, tmp_path, fault)
     with pytest.raises(AssertionError, match="cut before change"):
         try_cuts(root, trace, tmp_path, every=QUICK_EVERY, draws=1)

@@ -1,4 +1,4 @@
-"""The store: what it was told survives every end, and nothing else does."""
+"""The store keeps every acknowledged change through every kind of crash, and nothing else."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from bankfull.errors import ConfigError
 from bankfull.serve.api.errors import Refusal
 from bankfull.serve.data import database as database_module
+from bankfull.serve.data.batch_store import BatchLine, BatchRecord, BatchStore, LineProblem, LineResult
 from bankfull.serve.data.database import MIGRATIONS
-from bankfull.serve.data.ledger import Batch, Ledger, Line, LineProblem, Result
-from bankfull.serve.data.store import Full, Store, StoreLimits
+from bankfull.serve.data.store import StorageFull, Store, StoreLimits
 from tests.quick import examples
 
 
@@ -32,14 +32,14 @@ def put(store: Store, data: bytes = b"data", owner: str = "me") -> str:
 
 
 def abandon(store: Store) -> None:
-    """As a crash leaves it: nothing is finished, only the system's own cleaning happens."""
+    """Leave the store as a crash does: only the operating system cleans up."""
     store._threads.shutdown()
     store._database.close()
     os.close(store._held)
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Any order of calls, crashes in between: the store agrees with a model of a few dicts."""
+    """Random calls with crashes in between: the store agrees with a model made of a few dicts."""
 
     batches = Bundle("batches")
     files = Bundle("files")
@@ -56,15 +56,15 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _open(self) -> None:
         self.store = Store(self.folder, clock=lambda: self.time)
-        self.ledger = Ledger(self.store)
+        self.batch_store = BatchStore(self.store)
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
             self.store.close()
             shutil.rmtree(self.folder)
 
-    def batch(self, id: str) -> Batch:
-        return self.ledger.batch("me", id)
+    def batch(self, id: str) -> BatchRecord:
+        return self.batch_store.batch("me", id)
 
     @rule(target=files, data=st.binary(min_size=1, max_size=20))
     def upload(self, data: bytes) -> str:
@@ -73,10 +73,10 @@ class StoreMachine(RuleBasedStateMachine):
         return id
 
     @rule(data=st.binary(max_size=20), sealed=st.booleans())
-    def upload_that_never_ends(self, data: bytes, sealed: bool) -> None:
+    def unfinished_upload(self, data: bytes, sealed: bool) -> None:
         upload = self.store.upload("me")
         upload.write(data)
-        if sealed:  # whole, and nobody was told: it may be what an older backup of the database does not know
+        if sealed:  # complete but unacknowledged: an older backup of the database may not know it
             upload.seal("name", "batch")
             self.aside.add(upload.id)
         self.crash()
@@ -97,7 +97,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(target=batches, file=files)
     def create(self, file: str) -> Any:
         try:
-            id = self.ledger.create("me", file, "/v1/completions", "24h", 86400, {"a": "b"}).id
+            id = self.batch_store.create("me", file, "/v1/completions", "24h", 86400, {"a": "b"}).id
         except Refusal:
             assert file not in self.known
             return None
@@ -110,9 +110,11 @@ class StoreMachine(RuleBasedStateMachine):
             return
         batch = self.batch(id)
         if self.status[id] == "validating":
-            self.ledger.clear(batch)
-            self.ledger.add(batch, [Line(n, f"id{n}", n, 1) for n in range(count)])
-        done = self.ledger.start(batch) if valid else self.ledger.fail(batch, [LineProblem("bad", "It is bad.")])
+            self.batch_store.clear_lines(batch)
+            self.batch_store.add_lines(batch, [BatchLine(n, f"id{n}", n, 1) for n in range(count)])
+        done = (
+            self.batch_store.start(batch) if valid else self.batch_store.fail(batch, [LineProblem("bad", "It is bad.")])
+        )
         assert done == (self.status[id] == "validating")
         if done:
             self.status[id] = "in_progress" if valid else "failed"
@@ -122,7 +124,7 @@ class StoreMachine(RuleBasedStateMachine):
     def record(self, id: str | None, number: int, status: int) -> None:
         if id is None:
             return
-        new = self.ledger.record([Result(self.batch(id).sequence, number, status, b"{}")])
+        new = self.batch_store.record([LineResult(self.batch(id).sequence, number, status, b"{}")])
         fresh = self.status[id] == "in_progress" and self.lines[id].get(number, 0) is None
         assert new == fresh
         if fresh:
@@ -136,13 +138,13 @@ class StoreMachine(RuleBasedStateMachine):
             self.status[id] = "cancelling"
         elif self.status[id] not in ("cancelling", "cancelled"):
             with pytest.raises(Refusal):
-                self.ledger.cancel("me", id)
+                self.batch_store.cancel("me", id)
             return
-        assert self.ledger.cancel("me", id).status == self.status[id]
+        assert self.batch_store.cancel("me", id).status == self.status[id]
 
     @rule(id=batches, outcome=st.sampled_from(["completed", "expired"]))
     def finalize(self, id: str | None, outcome: Any) -> None:
-        if id is not None and self.ledger.finalize(self.batch(id), outcome):
+        if id is not None and self.batch_store.finalize(self.batch(id), outcome):
             assert self.status[id] in ("validating", "in_progress")
             self.status[id] = "finalizing"
 
@@ -150,7 +152,7 @@ class StoreMachine(RuleBasedStateMachine):
     def conclude(self, id: str | None) -> None:
         if id is None or self.status[id] not in ("finalizing", "cancelling"):
             return
-        batch = self.ledger.conclude(self.batch(id))
+        batch = self.batch_store.conclude(self.batch(id))
         assert batch.status == ("cancelled" if self.status[id] == "cancelling" else batch.outcome)
         self.status[id] = batch.status
         good = [n for n, status in self.lines[id].items() if status == 200]
@@ -158,7 +160,7 @@ class StoreMachine(RuleBasedStateMachine):
         found = []
         for file in (batch.output_file, batch.error_file):
             if file is not None:
-                self.known[file] = self.store.place(file).read_bytes()
+                self.known[file] = self.store.path_of(file).read_bytes()
                 found += [msgspec.json.decode(line)["custom_id"] for line in self.known[file].splitlines()]
         assert sorted(found) == sorted(f"id{n}" for n in self.lines[id])
 
@@ -189,13 +191,13 @@ TestStore = StoreMachine.TestCase
 TestStore.settings = examples(40, stateful_step_count=20, deadline=None)
 
 
-def test_giving_up_an_upload_that_was_finished_removes_nothing(tmp_path: Path) -> None:
+def test_abandoning_a_finished_upload_removes_nothing(tmp_path: Path) -> None:
     store = Store(tmp_path)
     upload = store.upload("me")
     upload.write(b"data")
     file = upload.finish("name", "batch")
     upload.abandon()
-    assert store.place(file.id).read_bytes() == b"data" and store._used["me"] == 4
+    assert store.path_of(file.id).read_bytes() == b"data" and store._used["me"] == 4
     store.close()
 
 
@@ -207,7 +209,7 @@ def test_two_servers_cannot_share_a_directory(tmp_path: Path) -> None:
     Store(tmp_path).close()
 
 
-def test_a_newer_schema_and_a_broken_database_are_told_in_one_sentence(tmp_path: Path) -> None:
+def test_a_newer_schema_and_a_damaged_database_are_reported_in_one_sentence(tmp_path: Path) -> None:
     Store(tmp_path).close()
     database = sqlite3.connect(tmp_path / "service.db")
     database.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
@@ -229,11 +231,11 @@ def test_the_database_is_in_wal_mode_with_foreign_keys(tmp_path: Path) -> None:
     store.close()
 
 
-def test_expired_files_are_gone_at_once_and_removed_later_but_never_under_a_batch(tmp_path: Path) -> None:
+def test_expired_files_are_hidden_at_once_and_removed_later_but_never_while_a_batch_reads_them(tmp_path: Path) -> None:
     now = [1000.0]
     store = Store(tmp_path, StoreLimits(keep_seconds=3600), clock=lambda: now[0])
     gone, used = put(store), put(store)
-    Ledger(store).create("me", used, "/v1/completions", "24h", 86400)
+    BatchStore(store).create("me", used, "/v1/completions", "24h", 86400)
     now[0] += 3600
     with pytest.raises(Refusal):
         store.file("me", gone)
@@ -242,21 +244,21 @@ def test_expired_files_are_gone_at_once_and_removed_later_but_never_under_a_batc
     store.close()
 
 
-def test_results_that_find_the_disk_full_are_whole_or_not_there(tmp_path: Path) -> None:
-    """The database is given no more pages: what SQLite says on a full disk."""
+def test_a_full_disk_stores_all_results_or_none(tmp_path: Path) -> None:
+    """The page limit of the database makes SQLite fail as on a full disk."""
     store = Store(tmp_path)
-    ledger = Ledger(store)
-    batch = ledger.create("me", put(store), "/v1/completions", "24h", 86400)
-    ledger.add(batch, [Line(n, str(n), n, 1) for n in range(10)])
-    ledger.start(batch)
+    batch_store = BatchStore(store)
+    batch = batch_store.create("me", put(store), "/v1/completions", "24h", 86400)
+    batch_store.add_lines(batch, [BatchLine(n, str(n), n, 1) for n in range(10)])
+    batch_store.start(batch)
     pages = store.query("PRAGMA page_count")[0][0]
     store.query(f"PRAGMA max_page_count = {pages + 2}")
-    results = [Result(batch.sequence, n, 200, b'"' + b"x" * 5000 + b'"') for n in range(10)]
-    with pytest.raises(Full):
-        ledger.record(results)
-    assert ledger.again(batch).completed == 0 and len(ledger.pending(batch, -1)) == 10
+    results = [LineResult(batch.sequence, n, 200, b'"' + b"x" * 5000 + b'"') for n in range(10)]
+    with pytest.raises(StorageFull):
+        batch_store.record(results)
+    assert batch_store.refresh(batch).completed == 0 and len(batch_store.pending(batch, -1)) == 10
     store.query("PRAGMA max_page_count = 1000000")
-    assert ledger.record(results) == 10
+    assert batch_store.record(results) == 10
     store.close()
 
 
@@ -272,7 +274,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         else None
     )
     if mounted is None or mounted.returncode:
-        pytest.skip("this user may not mount a tmpfs")
+        pytest.skip("mounting a tmpfs needs more rights")
     yield folder
     subprocess.run(["umount", folder], check=True)
 
@@ -281,7 +283,7 @@ def test_a_full_disk_refuses_uploads_and_harms_nothing(small_disk: Path) -> None
     store = Store(small_disk)
     kept = put(store, b"x" * 500_000)
     upload = store.upload("me")
-    with pytest.raises(Full, match="disk of the server is full"):
+    with pytest.raises(StorageFull, match="disk of the server is full"):
         for _ in range(40):
             upload.write(b"y" * 100_000)
         upload.finish("name", "batch")
@@ -289,7 +291,7 @@ def test_a_full_disk_refuses_uploads_and_harms_nothing(small_disk: Path) -> None
     store.close()
     store = Store(small_disk)
     assert [file.id for file in store.files("me")[0]] == [kept]
-    assert store.place(kept).read_bytes() == b"x" * 500_000
+    assert store.path_of(kept).read_bytes() == b"x" * 500_000
     put(store, b"z" * 500_000)
     store.close()
 
@@ -306,7 +308,7 @@ def test_a_database_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -
     database.commit()
     database.close()
     store = Store(tmp_path)
-    batch = Ledger(store).open_batches()[0]
+    batch = BatchStore(store).open_batches()[0]
     assert batch.id == "batch_1" and batch.input_tokens == batch.output_tokens == 0
     store.close()
 
@@ -315,7 +317,7 @@ def modes(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_mode & 0o777 for path in folder.rglob("*")}
 
 
-def test_nobody_else_may_read_anything_even_where_an_earlier_version_let_them(tmp_path: Path) -> None:
+def test_other_users_can_read_nothing_even_if_an_earlier_version_let_them(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         folder = tmp_path / "new" / "data"
@@ -344,21 +346,21 @@ def test_without_its_database_every_file_is_set_aside_and_comes_back_with_it(
     (tmp_path / "service.db").rename(tmp_path / "moved-away.db")
     store = Store(tmp_path)
     assert {path.name: path.read_bytes() for path in (tmp_path / "set-aside").iterdir()} == files
-    assert sum("3 files" in record.getMessage() for record in caplog.records) == 1
+    assert sum("3 orphaned files" in record.getMessage() for record in caplog.records) == 1
     newer = put(store, b"newer")
     store.close()
     (tmp_path / "moved-away.db").rename(tmp_path / "service.db")
     store = Store(tmp_path)
-    assert {file.id: store.place(file.id).read_bytes() for file in store.files("me")[0]} == files
-    assert [path.name for path in (tmp_path / "set-aside").iterdir()] == [newer], "an older database knows less"
+    assert {file.id: store.path_of(file.id).read_bytes() for file in store.files("me")[0]} == files
+    assert [path.name for path in (tmp_path / "set-aside").iterdir()] == [newer], "an older database has fewer entries"
     store.close()
 
 
 def test_damaged_inner_pages_are_found_at_the_start(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    ledger = Ledger(store)
-    batch = ledger.create("me", put(store), "/v1/completions", "24h", 86400)
-    ledger.add(batch, [Line(n, "custom" * 20 + str(n), n, 1) for n in range(500)])
+    batch_store = BatchStore(store)
+    batch = batch_store.create("me", put(store), "/v1/completions", "24h", 86400)
+    batch_store.add_lines(batch, [BatchLine(n, "custom" * 20 + str(n), n, 1) for n in range(500)])
     store.close()
     whole = (tmp_path / "service.db").read_bytes()
     for page in (2, 3, len(whole) // 4096 - 1):
@@ -367,23 +369,23 @@ def test_damaged_inner_pages_are_found_at_the_start(tmp_path: Path) -> None:
             Store(tmp_path)
 
 
-def test_of_a_large_database_the_lines_are_left_to_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The work of a start is bounded by the number of files and batches."""
+def test_the_start_check_of_a_large_database_skips_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work at a start depends on the number of files and batches alone."""
     monkeypatch.setattr(database_module, "WHOLE_CHECK_BYTES", 4096)
     Store(tmp_path).close()
-    asked: list[str] = []
+    statements: list[str] = []
     database = sqlite3.connect(tmp_path / "service.db")
-    database.set_trace_callback(asked.append)
-    assert database_module.found_problems(database) == []
-    assert [each for each in asked if "quick_check" in each] == [
+    database.set_trace_callback(statements.append)
+    assert database_module.check_integrity(database) == []
+    assert [each for each in statements if "quick_check" in each] == [
         "PRAGMA quick_check(files)",
         "PRAGMA quick_check(batches)",
         "PRAGMA quick_check(removals)",
     ]
-    asked.clear()
-    assert database_module.found_problems(database, whole=True) == []
-    assert [each for each in asked if "quick_check" in each] == []
-    assert [each for each in asked if "integrity_check" in each] == ["PRAGMA integrity_check(20)"]
+    statements.clear()
+    assert database_module.check_integrity(database, whole=True) == []
+    assert [each for each in statements if "quick_check" in each] == []
+    assert [each for each in statements if "integrity_check" in each] == ["PRAGMA integrity_check(20)"]
     database.close()
 
 
@@ -391,20 +393,20 @@ def test_the_number_of_files_is_limited_for_an_owner_and_for_all_but_results_are
     store = Store(tmp_path, StoreLimits(owner_files=2, total_files=3))
     first = put(store)
     upload = store.upload("me")
-    with pytest.raises(Full, match="2 files"):
+    with pytest.raises(StorageFull, match="2 files"):
         store.upload("me")
     upload.abandon()
     upload.abandon()
     put(store)
-    with pytest.raises(Full, match="2 files"):
+    with pytest.raises(StorageFull, match="2 files"):
         put(store)
     put(store, owner="other")
-    with pytest.raises(Full, match="no room"):
+    with pytest.raises(StorageFull, match="no room"):
         put(store, owner="third")
     store.upload("me", bounded=False).finish("results", "batch_output")
     store.close()
     store = Store(tmp_path, StoreLimits(owner_files=3, total_files=100))
-    with pytest.raises(Full, match="3 files"):
+    with pytest.raises(StorageFull, match="3 files"):
         put(store)
     store.delete("me", first)
     put(store)
@@ -413,21 +415,21 @@ def test_the_number_of_files_is_limited_for_an_owner_and_for_all_but_results_are
 
 def test_the_records_of_batches_are_limited_for_an_owner(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    ledger = Ledger(store, kept_batches=2)
+    batch_store = BatchStore(store, kept_batches=2)
     for owner in ("me", "me", "other"):
-        batch = ledger.create(owner, put(store, owner=owner), "/v1/completions", "24h", 86400)
-        ledger.fail(batch, [])
+        batch = batch_store.create(owner, put(store, owner=owner), "/v1/completions", "24h", 86400)
+        batch_store.fail(batch, [])
     with pytest.raises(Refusal) as refused:
-        ledger.create("me", put(store), "/v1/completions", "24h", 86400)
+        batch_store.create("me", put(store), "/v1/completions", "24h", 86400)
     assert refused.value.code == "batch_limit_exceeded"
     store.close()
 
 
-def test_contents_of_a_deleted_file_that_a_power_cut_brought_back_go_at_the_next_start(tmp_path: Path) -> None:
+def test_contents_of_a_deleted_file_that_a_power_cut_restored_are_removed_at_the_next_start(tmp_path: Path) -> None:
     store = Store(tmp_path)
     file = put(store, b"private")
     with store.transaction() as database:
-        store._strike_out(database, [store.file("me", file)])
+        store._delete_rows(database, [store.file("me", file)])
     abandon(store)
     assert (tmp_path / "files" / file).exists()
     store = Store(tmp_path)

@@ -1,8 +1,8 @@
-"""A disk that loses power: what a trace of changes leaves behind when it is cut anywhere.
+"""A disk that loses power: the state that a trace of changes leaves when it is cut at any point.
 
-Until a file is synced, each of its writes may be there, be missing, or be torn between two sectors. Until a folder is
-synced, some first part of what was done to its names may be there. Nothing else is assumed; most file systems promise
-more.
+Until a file is fsynced, each of its writes may be present, missing, or torn at a sector boundary. Until a folder is
+fsynced, any prefix of the changes to its names may be present. The model assumes nothing else; most file systems
+guarantee more.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def read_trace(path: Path) -> list[Change]:
         middle, end = at + lengths[0], at + sum(lengths)
         found.append(Change(kind.decode(), inode, offset, data[at:middle], data[middle:end]))
         at = end
-    assert at == len(data), "a record is torn"
+    assert at == len(data), "incomplete record"
     return found
 
 
-def acknowledge(trace: int, **what: Any) -> None:
-    """Into the trace: somebody was told this."""
+def write_acknowledgement(trace: int, **what: Any) -> None:
+    """Append an acknowledgement to the trace."""
     text = json.dumps(what).encode()
     os.write(trace, HEAD.pack(b"A", 0, 0, len(text), 0) + text)
 
@@ -51,7 +51,7 @@ def acknowledge(trace: int, **what: Any) -> None:
 class File:
     safe: bytearray = field(default_factory=bytearray)
     pending: list[tuple[int, bytes | None]] = field(default_factory=list)
-    """Writes at offsets; None cuts the file there."""
+    """Unsynced writes as (offset, data); None truncates the file at the offset."""
 
     def sync(self) -> None:
         for offset, data in self.pending:
@@ -63,10 +63,10 @@ class File:
 class Folder:
     safe: dict[str, File | Folder] = field(default_factory=dict)
     pending: list[tuple[str, File | Folder | None]] = field(default_factory=list)
-    """Names and what they stand for from then on; None: nothing."""
+    """Unsynced changes as (name, new node); None removes the name."""
 
     def now(self, count: int | None = None) -> dict[str, File | Folder]:
-        """With the first changes only."""
+        """The names after the first `count` pending changes, or after all."""
         names = dict(self.safe)
         for name, node in self.pending[:count]:
             if node is None:
@@ -81,7 +81,7 @@ class Folder:
 
 
 class Disk:
-    """Below the folder `root` of the trace, which was empty and is safe."""
+    """The folder `root` of the trace; it starts empty and durable."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -136,8 +136,8 @@ class Disk:
         folder.pending.append((name, node))
 
     def leave(self, place: Path, chance: random.Random | None, kept: bool = False) -> None:
-        """What is found at `place` when power comes back. Of what was not synced that is all (`kept`), or what `chance`
-        leaves, or nothing."""
+        """Write the state after the power cut to `place`. `kept` keeps all unsynced changes, `chance` a random part of
+        them; otherwise they are lost."""
         _leave(self.top, place, chance, kept)
 
 
@@ -147,7 +147,7 @@ def _leave(folder: Folder, place: Path, chance: random.Random | None, kept: bool
     for name, node in folder.now(count).items():
         if isinstance(node, Folder):
             _leave(node, place / name, chance, kept)
-        elif not name.endswith("-shm"):  # memory that processes share: a start makes it anew
+        elif not name.endswith("-shm"):  # shared memory: a start creates it again
             (place / name).write_bytes(_left(node, chance, kept))
 
 
@@ -172,11 +172,11 @@ def _apply(data: bytearray, offset: int, written: bytes | None) -> None:
 
 
 def cuts(trace: list[Change], root: Path) -> Iterator[tuple[int, Disk, list[Any]]]:
-    """Before every change and after the last: its number, the disk, and what had been acknowledged."""
-    disk, told = Disk(root), []
+    """Before every change and after the last: its number, the disk, and the acknowledgements so far."""
+    disk, acknowledged = Disk(root), []
     for number, change in enumerate(trace):
-        yield number, disk, told
+        yield number, disk, acknowledged
         disk.change(change)
         if change.kind == "A":
-            told.append(json.loads(change.first))
-    yield len(trace), disk, told
+            acknowledged.append(json.loads(change.first))
+    yield len(trace), disk, acknowledged

@@ -1,7 +1,7 @@
-/* Preloaded into a process: writes down, in their order, all changes to files below POWER_ROOT, into the file POWER_TRACE.
+/* A preloaded library that records all changes to files below POWER_ROOT, in order, in the file POWER_TRACE.
  *
- * A record is its kind, an inode's number, an offset, the lengths of two byte strings, and these. Python reads it in
- * disk.py. Whoever writes into the trace themselves appends whole records, too. */
+ * A record is its kind, an inode number, an offset, the lengths of two byte strings, and the strings; disk.py reads it.
+ * The process may append its own records to the trace, each with one write. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -32,7 +32,7 @@ static ssize_t write_trace(const struct iovec *parts, int count) {
     return real(trace, parts, count);
 }
 
-static int open_truly(const char *path, int flags, mode_t mode) {
+static int open_unrecorded(const char *path, int flags, mode_t mode) {
     REAL(open64, int, const char *, int, ...);
     return real(path, flags, mode);
 }
@@ -42,7 +42,7 @@ __attribute__((constructor)) static void begin(void) {
     root = getenv("POWER_ROOT");
     if (path == NULL || root == NULL) return;
     root_length = strlen(root);
-    trace = open_truly(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
+    trace = open_unrecorded(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
 }
 
 static int inside(const char *path) {
@@ -65,10 +65,10 @@ static uint64_t inode_of(int file) {
 }
 
 static int opened(const char *path, int flags, mode_t mode) {
-    if (!inside(path)) return open_truly(path, flags, mode);
+    if (!inside(path)) return open_unrecorded(path, flags, mode);
     pthread_mutex_lock(&turn);
     int was_there = access(path, F_OK) == 0;
-    int file = open_truly(path, flags, mode), failure = errno;
+    int file = open_unrecorded(path, flags, mode), failure = errno;
     if (file >= MOST_FILES) abort();
     if (file >= 0) {
         watched[file] = 1;
@@ -108,7 +108,7 @@ ssize_t write(int file, const void *data, size_t size) {
     if (!is_watched(file)) return real(file, data, size);
     pthread_mutex_lock(&turn);
     off_t offset = lseek(file, 0, SEEK_CUR);
-    if (fcntl(file, F_GETFL) & O_APPEND) abort(); /* nobody does that, and this could not tell where */
+    if (fcntl(file, F_GETFL) & O_APPEND) abort(); /* unsupported: the offset of the write is unknown */
     ssize_t done = real(file, data, size);
     if (done > 0) note('W', inode_of(file), (uint64_t)offset, data, (size_t)done, NULL);
     pthread_mutex_unlock(&turn);
@@ -141,7 +141,7 @@ static int truncated(int file, off64_t size) {
 int ftruncate(int file, off_t size) { return truncated(file, size); }
 int ftruncate64(int file, off64_t size) { return truncated(file, size); }
 
-/* The disk is told of, not waited for: the trace decides what was on it. */
+/* Record the fsync without waiting for the disk: the replayed trace decides what was durable. */
 static int synced(int file) {
     if (!is_watched(file)) return 0;
     pthread_mutex_lock(&turn);

@@ -1,4 +1,5 @@
-"""What is cut: uploads, batches, results and cancels, each told of as an endpoint would, once its call has returned.
+"""The workload that is cut: uploads, batches, results and cancels. Each is acknowledged after its call has returned, as
+an endpoint would.
 
 python -m tests.serve.power.workload FOLDER TRACE [FAULT]
 """
@@ -13,35 +14,35 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bankfull.serve.data.ledger import Batch, Ledger, Line, Result
+from bankfull.serve.data.batch_store import BatchLine, BatchRecord, BatchStore, LineResult
 from bankfull.serve.data.store import Store
-from tests.serve.power.disk import acknowledge
+from tests.serve.power.disk import write_acknowledgement
 
 NOW = 1_800_000_000
 OWNER = "me"
 LINES = 12
 
 
-def lines_of(text: bytes) -> list[Line]:
-    """As validation finds them; here a line is nothing but its custom_id."""
+def lines_of(text: bytes) -> list[BatchLine]:
+    """The lines that validation would find; a line here is only its custom_id."""
     found, start = [], 0
     for number, line in enumerate(text.splitlines(keepends=True)):
-        found.append(Line(number, line.decode().strip(), start, len(line)))
+        found.append(BatchLine(number, line.decode().strip(), start, len(line)))
         start += len(line)
     return found
 
 
-def begin(ledger: Ledger, batch: Batch) -> None:
-    ledger.clear(batch)
-    lines = lines_of(ledger.store.place(batch.input_file).read_bytes())
-    ledger.add(batch, lines[:5])
-    ledger.add(batch, lines[5:])
-    ledger.start(batch)
+def begin(batch_store: BatchStore, batch: BatchRecord) -> None:
+    batch_store.clear_lines(batch)
+    lines = lines_of(batch_store.store.path_of(batch.input_file).read_bytes())
+    batch_store.add_lines(batch, lines[:5])
+    batch_store.add_lines(batch, lines[5:])
+    batch_store.start(batch)
 
 
-def results(batch: Batch, numbers: range) -> list[Result]:
+def results(batch: BatchRecord, numbers: range) -> list[LineResult]:
     return [
-        Result(batch.sequence, n, 200 if n % 4 else 400, f'{{"answer":"{"x" * 700}{n}"}}'.encode()) for n in numbers
+        LineResult(batch.sequence, n, 200 if n % 4 else 400, f'{{"answer":"{"x" * 700}{n}"}}'.encode()) for n in numbers
     ]
 
 
@@ -50,66 +51,67 @@ class Work:
         self._folder, self._trace = folder, trace
         self._chance = random.Random(1)
 
-    def tell(self, **what: Any) -> None:
-        acknowledge(self._trace, **what)
+    def acknowledge(self, **what: Any) -> None:
+        write_acknowledgement(self._trace, **what)
 
-    def open(self) -> Ledger:
+    def open(self) -> BatchStore:
         store = Store(self._folder, clock=lambda: NOW)
-        store.query("PRAGMA wal_autocheckpoint = 12")  # pages move from the log to the database many times here
-        return Ledger(store)
+        # Checkpoint often: move pages from the write-ahead log to the database.
+        store.query("PRAGMA wal_autocheckpoint = 12")
+        return BatchStore(store)
 
-    def upload(self, ledger: Ledger, text: bytes) -> str:
-        upload = ledger.store.upload(OWNER)
+    def upload(self, batch_store: BatchStore, text: bytes) -> str:
+        upload = batch_store.store.upload(OWNER)
         for at in range(0, len(text), 5000):
             upload.write(text[at : at + 5000])
         file = upload.finish("name", "batch")
-        self.tell(file=file.id, text=text.decode())
+        self.acknowledge(file=file.id, text=text.decode())
         return file.id
 
-    def create(self, ledger: Ledger) -> Batch:
+    def create(self, batch_store: BatchStore) -> BatchRecord:
         text = "".join(f"custom-{self._chance.randrange(10**9)}-{number}\n" for number in range(LINES))
-        batch = ledger.create(OWNER, self.upload(ledger, text.encode()), "/v1/completions", "24h", 86400)
-        self.tell(batch=batch.id, status="validating")
+        batch = batch_store.create(OWNER, self.upload(batch_store, text.encode()), "/v1/completions", "24h", 86400)
+        self.acknowledge(batch=batch.id, status="validating")
         return batch
 
-    def started(self, ledger: Ledger) -> Batch:
-        batch = self.create(ledger)
-        begin(ledger, batch)
-        self.tell(batch=batch.id, status="in_progress")
+    def started(self, batch_store: BatchStore) -> BatchRecord:
+        batch = self.create(batch_store)
+        begin(batch_store, batch)
+        self.acknowledge(batch=batch.id, status="in_progress")
         return batch
 
-    def concluded(self, ledger: Ledger, batch: Batch) -> None:
-        batch = ledger.conclude(batch)
+    def concluded(self, batch_store: BatchStore, batch: BatchRecord) -> None:
+        batch = batch_store.conclude(batch)
         files = [file for file in (batch.output_file, batch.error_file) if file is not None]
-        self.tell(batch=batch.id, status=batch.status, results=files)
+        self.acknowledge(batch=batch.id, status=batch.status, results=files)
 
     def run(self) -> None:
-        ledger = self.open()
-        self.tell(started=True)
-        gone = self.upload(ledger, b"a file that is deleted\n" * 900)
-        first = self.started(ledger)
+        batch_store = self.open()
+        self.acknowledge(started=True)
+        gone = self.upload(batch_store, b"a file that is deleted\n" * 900)
+        first = self.started(batch_store)
         for numbers in (range(3), range(3, 4), range(4, LINES)):
-            ledger.record(results(first, numbers))
-        ledger.finalize(first, "completed")
-        self.concluded(ledger, first)
-        self.tell(deleting=gone)
-        ledger.store.delete(OWNER, gone)
-        self.tell(deleted=gone)
-        cancelled = self.started(ledger)
-        ledger.record(results(cancelled, range(5)))
-        ledger.cancel(OWNER, cancelled.id)
-        self.tell(batch=cancelled.id, status="cancelling")
-        self.concluded(ledger, cancelled)
-        never = ledger.store.upload(OWNER)
+            batch_store.record(results(first, numbers))
+        batch_store.finalize(first, "completed")
+        self.concluded(batch_store, first)
+        self.acknowledge(deleting=gone)
+        batch_store.store.delete(OWNER, gone)
+        self.acknowledge(deleted=gone)
+        cancelled = self.started(batch_store)
+        batch_store.record(results(cancelled, range(5)))
+        batch_store.cancel(OWNER, cancelled.id)
+        self.acknowledge(batch=cancelled.id, status="cancelling")
+        self.concluded(batch_store, cancelled)
+        never = batch_store.store.upload(OWNER)
         never.write(b"never finished")
         never.abandon()
-        running = self.started(ledger)
-        ledger.record(results(running, range(7)))
-        ledger.store.close()
-        ledger = self.open()
-        ledger.record(results(running, range(7, 9)))
-        self.create(ledger)
-        ledger.store.close()
+        running = self.started(batch_store)
+        batch_store.record(results(running, range(7)))
+        batch_store.store.close()
+        batch_store = self.open()
+        batch_store.record(results(running, range(7, 9)))
+        self.create(batch_store)
+        batch_store.store.close()
 
 
 def forget_to_sync_files() -> None:

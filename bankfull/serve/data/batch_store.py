@@ -4,8 +4,9 @@
     validating -> failed
     validating | in_progress -> cancelling -> cancelled
 
-A line has no result or one: `record` writes it once and counts it in the same transaction. The two files of results
-are made from the lines at the end, and appear in the same transaction that ends the batch and drops its lines.
+A line has at most one result: `record` writes it and updates the batch's counts in the same transaction. `conclude`
+writes the two result files from the lines. One transaction then registers the files, ends the batch and deletes its
+lines.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from typing import Any, Literal
 import msgspec
 
 from bankfull.serve.api.errors import Refusal
-from bankfull.serve.batch.usage import Spent
+from bankfull.serve.batch.usage import TokenUsage
 from bankfull.serve.data.store import Store, StoredFile, Upload
 
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 PAGE = 500
 Outcome = Literal["completed", "expired"]
 
-# What a line says that never ran.
+# The error code and message of a line that never ran, by the final status of its batch.
 _UNRUN = {
     "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
     "cancelled": ("batch_cancelled", "This request was not executed because the batch was cancelled."),
@@ -33,7 +34,7 @@ _UNRUN = {
 
 
 class LineProblem(msgspec.Struct):
-    """What is wrong with the input; `line` counts from one."""
+    """One problem found in the input file; `line` is 1-based."""
 
     code: str
     message: str
@@ -41,7 +42,7 @@ class LineProblem(msgspec.Struct):
     param: str | None = None
 
 
-class Batch(msgspec.Struct, frozen=True):
+class BatchRecord(msgspec.Struct, frozen=True):
     sequence: int
     id: str
     owner: str
@@ -73,11 +74,11 @@ class Batch(msgspec.Struct, frozen=True):
     reasoning_tokens: int
 
 
-_BATCH = ", ".join(Batch.__struct_fields__)
+_BATCH = ", ".join(BatchRecord.__struct_fields__)
 
 
-class Line(msgspec.Struct, frozen=True):
-    """Where a request lies in the input file."""
+class BatchLine(msgspec.Struct, frozen=True):
+    """The byte range of one request in the input file."""
 
     line: int
     custom_id: str
@@ -85,22 +86,22 @@ class Line(msgspec.Struct, frozen=True):
     length: int
 
 
-class Result(msgspec.Struct, frozen=True):
+class LineResult(msgspec.Struct, frozen=True):
     batch: int
     line: int
     status: int
     body: bytes
-    """JSON without a line break."""
-    spent: Spent = Spent()
+    """The response body: JSON on one line."""
+    usage: TokenUsage = TokenUsage()
 
 
-class Answered(msgspec.Struct):
+class LineResponse(msgspec.Struct):
     status_code: int
     request_id: str
     body: msgspec.Raw
 
 
-class Missed(msgspec.Struct):
+class LineError(msgspec.Struct):
     code: str
     message: str
 
@@ -110,13 +111,13 @@ class ResultLine(msgspec.Struct):
 
     id: str
     custom_id: str
-    response: Answered | None
-    error: Missed | None
+    response: LineResponse | None
+    error: LineError | None
 
 
-class Ledger:
+class BatchStore:
     def __init__(self, store: Store, *, open_batches: int = 100, kept_batches: int = 10_000) -> None:
-        """How many of one owner may be open, and known at all."""
+        """`open_batches` and `kept_batches` limit the unfinished and all stored batches of one owner."""
         self.store, self._open_batches, self._kept_batches = store, open_batches, kept_batches
 
     # -- for the API
@@ -130,26 +131,26 @@ class Ledger:
         seconds: int,
         metadata: dict[str, str] | None = None,
         output_seconds: int | None = None,
-    ) -> Batch:
+    ) -> BatchRecord:
         id, now = f"batch_{secrets.token_hex(16)}", self.store.now()
         with self.store.transaction() as database:
             file = self.store.file(owner, input_file)
             if file.purpose != "batch":
                 raise Refusal(
-                    f"The file was made for {file.purpose!r}; a batch needs one with the purpose 'batch'.",
+                    f"The file has the purpose {file.purpose!r}; a batch needs a file with the purpose 'batch'.",
                     param="input_file_id",
                 )
             open_now = self.store.query(f"SELECT count(*) FROM batches WHERE owner = ? AND {_among(OPEN)}", owner)[0][0]
             if open_now >= self._open_batches:
                 raise Refusal(
-                    f"You have {open_now} batches that have not ended; wait for one of them, or cancel it.",
+                    f"You have {open_now} unfinished batches, which is the limit; wait for one to end, or cancel one.",
                     code="batch_limit_exceeded",
                     status=429,
                 )
             kept = self.store.query("SELECT count(*) FROM batches WHERE owner = ?", owner)[0][0]
             if kept >= self._kept_batches:
                 raise Refusal(
-                    f"The server knows {kept} batches of yours and no more; the oldest are forgotten with time.",
+                    f"The server stores {kept} of your batches, which is the limit; old ones expire with time.",
                     code="batch_limit_exceeded",
                     status=429,
                 )
@@ -170,14 +171,14 @@ class Ledger:
             )
         return self.batch(owner, id)
 
-    def batch(self, owner: str, id: str) -> Batch:
+    def batch(self, owner: str, id: str) -> BatchRecord:
         rows = self.store.query(f"SELECT {_BATCH} FROM batches WHERE id = ? AND owner = ?", id, owner)
         if not rows:
             raise Refusal(f"There is no batch {id[:80]!r}.", param="batch_id", code="batch_not_found", status=404)
-        return Batch(*rows[0])
+        return BatchRecord(*rows[0])
 
-    def batches(self, owner: str, *, after: str | None = None, limit: int = 20) -> tuple[list[Batch], bool]:
-        """One page, the newest first, and whether there are more."""
+    def batches(self, owner: str, *, after: str | None = None, limit: int = 20) -> tuple[list[BatchRecord], bool]:
+        """One page, newest first, and whether more follow."""
         where = "owner = ?"
         values: list[str | int] = [owner]
         if after is not None:
@@ -185,15 +186,15 @@ class Ledger:
         rows = self.store.query(
             f"SELECT {_BATCH} FROM batches WHERE {where} ORDER BY sequence DESC LIMIT ?", *values, limit + 1
         )
-        return [Batch(*row) for row in rows[:limit]], len(rows) > limit
+        return [BatchRecord(*row) for row in rows[:limit]], len(rows) > limit
 
-    def cancel(self, owner: str, id: str) -> Batch:
+    def cancel(self, owner: str, id: str) -> BatchRecord:
         batch = self.batch(owner, id)
         if not self._move(batch, ("validating", "in_progress"), "cancelling"):
             batch = self.batch(owner, id)
             if batch.status not in ("cancelling", "cancelled"):
                 raise Refusal(
-                    f"The batch is {batch.status}, and cannot be cancelled any more.",
+                    f"The batch is {batch.status} and can no longer be cancelled.",
                     code="batch_not_cancellable",
                     status=409,
                 )
@@ -201,29 +202,29 @@ class Ledger:
 
     # -- for the runner
 
-    def open_batches(self) -> list[Batch]:
-        """Those that have not ended, the oldest first."""
+    def open_batches(self) -> list[BatchRecord]:
+        """Unfinished batches, oldest first."""
         rows = self.store.query(f"SELECT {_BATCH} FROM batches WHERE {_among(OPEN)} ORDER BY sequence")
-        return [Batch(*row) for row in rows]
+        return [BatchRecord(*row) for row in rows]
 
-    def again(self, batch: Batch) -> Batch:
-        """The batch as it is now."""
-        return Batch(*self.store.query(f"SELECT {_BATCH} FROM batches WHERE sequence = ?", batch.sequence)[0])
+    def refresh(self, batch: BatchRecord) -> BatchRecord:
+        """The batch as it is stored now."""
+        return BatchRecord(*self.store.query(f"SELECT {_BATCH} FROM batches WHERE sequence = ?", batch.sequence)[0])
 
-    def clear(self, batch: Batch) -> None:
-        """Validation begins, perhaps not for the first time."""
+    def clear_lines(self, batch: BatchRecord) -> None:
+        """Delete the lines of an earlier validation that was interrupted."""
         with self.store.transaction(durable=False) as database:
             database.execute("DELETE FROM lines WHERE batch = ?", (batch.sequence,))
 
-    def add(self, batch: Batch, lines: list[Line]) -> None:
+    def add_lines(self, batch: BatchRecord, lines: list[BatchLine]) -> None:
         with self.store.transaction(durable=False) as database:
             database.executemany(
                 "INSERT INTO lines (batch, line, custom_id, start, length) VALUES (?, ?, ?, ?, ?)",
                 [(batch.sequence, *msgspec.structs.astuple(line)) for line in lines],
             )
 
-    def start(self, batch: Batch) -> bool:
-        """False where it was cancelled meanwhile."""
+    def start(self, batch: BatchRecord) -> bool:
+        """Move a validated batch to `in_progress`; False if it was cancelled in the meantime."""
         with self.store.transaction() as database:
             moved = self._moved(database, batch, ("validating",), "in_progress")
             if moved:
@@ -233,7 +234,7 @@ class Ledger:
                 )
         return moved
 
-    def fail(self, batch: Batch, problems: list[LineProblem]) -> bool:
+    def fail(self, batch: BatchRecord, problems: list[LineProblem]) -> bool:
         with self.store.transaction() as database:
             moved = self._moved(database, batch, ("validating",), "failed")
             if moved:
@@ -242,8 +243,8 @@ class Ledger:
                 database.execute("DELETE FROM lines WHERE batch = ?", (batch.sequence,))
         return moved
 
-    def pending(self, batch: Batch, after: int, limit: int = PAGE) -> list[Line]:
-        """The next lines behind `after` that have no result."""
+    def pending(self, batch: BatchRecord, after: int, limit: int = PAGE) -> list[BatchLine]:
+        """The next lines after line `after` that have no result."""
         rows = self.store.query(
             "SELECT line, custom_id, start, length FROM lines WHERE batch = ? AND line > ? AND status IS NULL"
             " ORDER BY line LIMIT ?",
@@ -251,12 +252,12 @@ class Ledger:
             after,
             limit,
         )
-        return [Line(*row) for row in rows]
+        return [BatchLine(*row) for row in rows]
 
-    def record(self, results: list[Result]) -> int:
-        """How many of them were new: for a line that has a result, or whose batch has moved on, nothing changes.
-        A power cut may take the last ones with it: those lines run again. The end of the batch is durable, and with it
-        all that came before."""
+    def record(self, results: list[LineResult]) -> int:
+        """Store results and return how many were new. A line that already has a result, or whose batch has left
+        `in_progress`, does not change. A power cut may lose the last results; those lines run again. The end of a batch
+        is durable, and so are all results before it."""
         new = 0
         with self.store.transaction(durable=False) as database:
             for result in results:
@@ -271,22 +272,22 @@ class Ledger:
                         f"UPDATE batches SET {column} = {column} + 1, input_tokens = input_tokens + ?,"
                         " cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ?,"
                         " reasoning_tokens = reasoning_tokens + ? WHERE sequence = ?",
-                        (*msgspec.structs.astuple(result.spent), result.batch),
+                        (*msgspec.structs.astuple(result.usage), result.batch),
                     )
                 new += changed
         return new
 
-    def finalize(self, batch: Batch, outcome: Outcome) -> bool:
-        """No more results; False where it was cancelled meanwhile."""
+    def finalize(self, batch: BatchRecord, outcome: Outcome) -> bool:
+        """Stop accepting results; False if the batch was cancelled in the meantime."""
         with self.store.transaction() as database:
             moved = self._moved(database, batch, ("validating", "in_progress"), "finalizing")
             if moved:
                 database.execute("UPDATE batches SET outcome = ? WHERE sequence = ?", (outcome, batch.sequence))
         return moved
 
-    def conclude(self, batch: Batch) -> Batch:
-        """Of a batch that is finalizing or cancelling: make its files, and end it. Safe to repeat after any failure."""
-        batch = self.again(batch)
+    def conclude(self, batch: BatchRecord) -> BatchRecord:
+        """Write the result files of a finalizing or cancelling batch, and end it. Safe to repeat after any failure."""
+        batch = self.refresh(batch)
         end = "cancelled" if batch.status == "cancelling" else batch.outcome or "completed"
         uploads: dict[str, Upload] = {}
         try:
@@ -304,22 +305,22 @@ class Ledger:
             for upload in uploads.values():
                 upload.abandon()
             raise
-        return self.again(batch)
+        return self.refresh(batch)
 
-    def _end(self, batch: Batch, end: str, files: dict[str, StoredFile]) -> None:
+    def _end(self, batch: BatchRecord, end: str, files: dict[str, StoredFile]) -> None:
         with self.store.transaction() as database:
             if not self._moved(database, batch, ("finalizing", "cancelling"), end):
-                raise RuntimeError(f"{batch.id} was ended twice")
+                raise RuntimeError(f"{batch.id} has already ended")
             for kind, file in files.items():
-                self.store.enter(database, file)
+                self.store.insert_file(database, file)
                 database.execute(f"UPDATE batches SET {kind}_file = ? WHERE sequence = ?", (file.id, batch.sequence))
-            # Those that never ran are failures too: the counts add up to the total.
+            # Lines that never ran count as failed, so that the counts add up to the total.
             database.execute("UPDATE batches SET failed = total - completed WHERE sequence = ?", (batch.sequence,))
             database.execute("DELETE FROM lines WHERE batch = ?", (batch.sequence,))
 
-    def _result_pages(self, batch: Batch, end: str) -> Iterator[dict[str, bytearray]]:
-        """What comes next in the "output" and in the "error" file, in the order of the input."""
-        if batch.total == 0:  # it never started: what validation had found so far is not its lines
+    def _result_pages(self, batch: BatchRecord, end: str) -> Iterator[dict[str, bytearray]]:
+        """Successive parts of the "output" and "error" files, in input order."""
+        if batch.total == 0:  # it never started: its lines are those of an unfinished validation
             return
         encoder, after = msgspec.json.Encoder(), -1
         while rows := self.store.query(
@@ -332,9 +333,9 @@ class Ledger:
             for number, custom_id, status, body in rows:
                 id = f"batch_req_{batch.id.removeprefix('batch_')}_{number}"
                 if status is None:
-                    result = ResultLine(id, custom_id, None, Missed(*_UNRUN.get(end, _UNRUN["expired"])))
+                    result = ResultLine(id, custom_id, None, LineError(*_UNRUN.get(end, _UNRUN["expired"])))
                 else:
-                    result = ResultLine(id, custom_id, Answered(status, id, msgspec.Raw(body)), None)
+                    result = ResultLine(id, custom_id, LineResponse(status, id, msgspec.Raw(body)), None)
                 kind = "output" if status is not None and succeeded(status) else "error"
                 page.setdefault(kind, bytearray()).extend(encoder.encode(result) + b"\n")
             yield page
@@ -342,12 +343,13 @@ class Ledger:
 
     # -- statuses
 
-    def _move(self, batch: Batch, sources: tuple[str, ...], target: str) -> bool:
+    def _move(self, batch: BatchRecord, sources: tuple[str, ...], target: str) -> bool:
         with self.store.transaction() as database:
             return self._moved(database, batch, sources, target)
 
-    def _moved(self, database: sqlite3.Connection, batch: Batch, sources: tuple[str, ...], target: str) -> bool:
-        """From one of the sources only. Every status but the first has a column with its time."""
+    def _moved(self, database: sqlite3.Connection, batch: BatchRecord, sources: tuple[str, ...], target: str) -> bool:
+        """Move to `target` if the status is one of `sources`, and return whether it was. Every status except the first
+        has a column with its time."""
         changed: Any = database.execute(
             f"UPDATE batches SET status = ?, {target}_at = ? WHERE sequence = ? AND {_among(sources)}",
             (target, self.store.now(), batch.sequence),

@@ -1,4 +1,4 @@
-"""`bankfull data`: whatever is damaged, what can be read is saved and nothing is destroyed."""
+"""`bankfull data` recovers every readable record after any damage, and deletes nothing."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 
 from bankfull.cli.app import run_command
 from bankfull.errors import ConfigError
-from bankfull.serve.data import upkeep
+from bankfull.serve.data import maintenance
+from bankfull.serve.data.batch_store import BatchLine, BatchRecord, BatchStore, LineResult
 from bankfull.serve.data.database import MIGRATIONS, SALVAGED
-from bankfull.serve.data.ledger import Batch, Ledger, Line, Result
 from bankfull.serve.data.salvage import salvage
 from bankfull.serve.data.store import Store
 from bankfull.serve.guard.keys import keys_of_environment
@@ -31,26 +31,28 @@ def put(store: Store, data: bytes, owner: str = "me") -> str:
     return upload.finish("name", "batch").id
 
 
-def started(ledger: Ledger, lines: int = LINES) -> Batch:
-    batch = ledger.create("me", put(ledger.store, b"input"), "/v1/completions", "24h", 86400)
-    ledger.add(batch, [Line(number, f"custom-{number}", number, 1) for number in range(lines)])
-    ledger.start(batch)
-    return ledger.again(batch)
+def started(batch_store: BatchStore, lines: int = LINES) -> BatchRecord:
+    batch = batch_store.create("me", put(batch_store.store, b"input"), "/v1/completions", "24h", 86400)
+    batch_store.add_lines(batch, [BatchLine(number, f"custom-{number}", number, 1) for number in range(lines)])
+    batch_store.start(batch)
+    return batch_store.refresh(batch)
 
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Many files and batches, one of which runs: several pages of each table."""
+    """Many files and batches, one of them running, so that every table has several pages."""
     folder = tmp_path_factory.mktemp("filled") / "data"
     store = Store(folder)
-    ledger = Ledger(store, open_batches=1000)
+    batch_store = BatchStore(store, open_batches=1000)
     for number in range(FILES):
         put(store, f"contents {number}".encode())
     for _ in range(BATCHES - 1):
-        created = ledger.create("me", put(store, b"input"), "/v1/completions", "24h", 86400, {"note": "x" * 500})
-        ledger.fail(created, [])
-    batch = started(ledger)
-    ledger.record([Result(batch.sequence, number, 200, b'"' + b"x" * 300 + b'"') for number in range(LINES // 2)])
+        created = batch_store.create("me", put(store, b"input"), "/v1/completions", "24h", 86400, {"note": "x" * 500})
+        batch_store.fail(created, [])
+    batch = started(batch_store)
+    batch_store.record(
+        [LineResult(batch.sequence, number, 200, b'"' + b"x" * 300 + b'"') for number in range(LINES // 2)]
+    )
     store.close()
     return folder
 
@@ -61,12 +63,12 @@ def folder(filled: Path, tmp_path: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Of all files, in their place or set aside."""
+    """Contents of all files, in `files` and in `set-aside`."""
     return {path.name: path.read_bytes() for name in ("files", "set-aside") for path in (folder / name).glob("file-*")}
 
 
 def damage(folder: Path, page: int, how: str) -> bytes:
-    """The whole database as it is then."""
+    """Damage one page, and return the whole database."""
     path = folder / "service.db"
     data = bytearray(path.read_bytes())
     random_bytes = random.Random(page).randbytes(PAGE)
@@ -77,7 +79,7 @@ def damage(folder: Path, page: int, how: str) -> bytes:
 
 
 def known(folder: Path) -> tuple[set[str], int]:
-    """Ids of files and the number of batches that a server has then."""
+    """Ids of files and the number of batches that a server finds."""
     store = Store(folder)
     try:
         files = {file.id for file in store.files("me")[0]}
@@ -90,7 +92,7 @@ def known(folder: Path) -> tuple[set[str], int]:
 @pytest.mark.parametrize(
     "how", ["noise", *(pytest.param(how, marks=pytest.mark.full) for how in ("zeros", "another page"))]
 )
-def test_whatever_page_is_damaged_a_repair_destroys_nothing_and_a_server_starts(folder: Path, how: str) -> None:
+def test_a_repair_after_damage_to_any_page_deletes_nothing_and_a_server_starts(folder: Path, how: str) -> None:
     whole, before = (folder / "service.db").read_bytes(), contents(folder)
     files, batches = len(before), BATCHES
     survivors = []
@@ -98,13 +100,13 @@ def test_whatever_page_is_damaged_a_repair_destroys_nothing_and_a_server_starts(
         damaged = damage(folder, page, how)
         if damaged == whole:
             continue
-        assert upkeep.check(folder).problems, page
-        done = upkeep.repair(folder).done
+        assert maintenance.check(folder).problems, page
+        done = maintenance.repair(folder).done
         assert done, page
         aside = list((folder / "set-aside").glob("*service.db"))
-        assert [path.read_bytes() for path in aside] == [damaged], "the old database is as it was"
+        assert [path.read_bytes() for path in aside] == [damaged], "the old database is unchanged"
         assert contents(folder) == before
-        report = upkeep.check(folder)
+        report = maintenance.check(folder)
         assert not report.problems, (page, report.problems)
         found, there = known(folder)
         survivors.append((len(found), there))
@@ -113,47 +115,52 @@ def test_whatever_page_is_damaged_a_repair_destroys_nothing_and_a_server_starts(
         for id in before.keys() - found:
             (folder / "files" / id).write_bytes(before[id])
     assert len(survivors) > 20
-    # A page of a table has some dozens of entries; no single page may take many more with it.
+    # A table page holds a few dozen entries; damage to one page must not lose many more.
     assert min(found for found, _ in survivors) >= files - 60, survivors
     assert min(there for _, there in survivors) >= batches - 18, survivors
 
 
-def test_a_sound_directory_needs_no_repair(folder: Path) -> None:
+def test_an_undamaged_directory_needs_no_repair(folder: Path) -> None:
     before = (folder / "service.db").read_bytes()
-    report = upkeep.check(folder)
+    report = maintenance.check(folder)
     assert not report.problems and not report.in_use and not report.set_aside
     assert [(owner.name, owner.batches, owner.by_position) for owner in report.owners] == [("me", BATCHES, False)]
-    assert upkeep.repair(folder).done == [] and (folder / "service.db").read_bytes() == before
+    assert maintenance.repair(folder).done == [] and (folder / "service.db").read_bytes() == before
 
 
-def test_what_a_crash_left_in_the_log_is_saved_too(tmp_path: Path) -> None:
+def test_committed_transactions_in_the_write_ahead_log_are_salvaged(tmp_path: Path) -> None:
     store = Store(tmp_path / "live")
     put(store, b"first")
-    shutil.copytree(tmp_path / "live", folder := tmp_path / "data")  # as a crash leaves it: all is in the log
+    # As a crash leaves it: everything is in the write-ahead log.
+    shutil.copytree(tmp_path / "live", folder := tmp_path / "data")
     store.close()
     log = folder / "service.db-wal"
     assert log.stat().st_size > 0 and (folder / "service.db").stat().st_size == PAGE
     sizes = {path.name: path.stat().st_size for path in (folder / "files").iterdir()}
     assert salvage(folder / "service.db", tmp_path / "first.db", sizes).files == 1
     log.write_bytes(log.read_bytes()[:-PAGE] + bytes(PAGE))
-    assert salvage(folder / "service.db", tmp_path / "second.db", sizes).files == 0, "half a transaction is none"
+    assert salvage(folder / "service.db", tmp_path / "second.db", sizes).files == 0, (
+        "an incomplete transaction does not count"
+    )
 
 
-def test_a_batch_that_lost_lines_begins_again_and_one_that_lost_none_goes_on(folder: Path) -> None:
+def test_a_batch_that_lost_lines_runs_again_and_one_that_lost_none_continues(folder: Path) -> None:
     database = sqlite3.connect(folder / "service.db")
     running, total = database.execute("SELECT sequence, total FROM batches WHERE status = 'in_progress'").fetchone()
     database.execute("UPDATE batches SET completed = 1, failed = 7 WHERE sequence = ?", (running,))
     database.execute("DELETE FROM files WHERE sequence = 5")
     database.commit()
-    upkeep.repair(folder)  # a file without an entry is no reason for a new database
+    maintenance.repair(folder)  # an orphaned file does not require a new database
     assert database.execute("SELECT completed FROM batches WHERE sequence = ?", (running,)).fetchone() == (1,)
     database.execute("DELETE FROM lines WHERE batch = ? AND line = 3", (running,))
     database.commit()
     database.close()
-    assert upkeep.check(folder).problems == [f"The batch {_id(folder, running)} has {total - 1} of its {total} lines."]
-    assert "1 batches had lost lines and begin again" in upkeep.repair(folder).done[0]
+    assert maintenance.check(folder).problems == [
+        f"The batch {_id(folder, running)} has {total - 1} of its {total} lines."
+    ]
+    assert "1 batches lost lines and run again" in maintenance.repair(folder).done[0]
     store = Store(folder)
-    batch = next(each for each in Ledger(store).open_batches() if each.sequence == running)
+    batch = next(each for each in BatchStore(store).open_batches() if each.sequence == running)
     assert (batch.status, batch.total, batch.completed) == ("validating", 0, 0)
     assert not store.query("SELECT * FROM lines WHERE batch = ?", running)
     store.close()
@@ -166,61 +173,61 @@ def _id(folder: Path, sequence: int) -> str:
     return found
 
 
-def test_files_without_contents_lose_their_entry_and_those_of_another_size_are_set_aside(folder: Path) -> None:
+def test_files_without_contents_lose_their_entry_and_those_of_the_wrong_size_are_set_aside(folder: Path) -> None:
     first, second, third = sorted(path.name for path in (folder / "files").iterdir())[:3]
     (folder / "files" / first).unlink()
     (folder / "files" / second).write_bytes(b"cut")
     (folder / "set-aside").mkdir(exist_ok=True)
     (folder / "files" / third).rename(folder / "set-aside" / third)
-    problems = upkeep.check(folder).problems
+    problems = maintenance.check(folder).problems
     assert any("have no contents" in each and first in each for each in problems)
-    assert any("of another size" in each and second in each for each in problems)
-    assert "2 entries of files were left out" in upkeep.repair(folder).done[0]
+    assert any("size differs" in each and second in each for each in problems)
+    assert "2 file entries were left out" in maintenance.repair(folder).done[0]
     files, _ = known(folder)
     assert third in files and not {first, second} & files
     assert (folder / "set-aside" / second).read_bytes() == b"cut"
 
 
-def test_a_repair_that_was_cut_is_brought_to_its_end(folder: Path) -> None:
+def test_an_interrupted_repair_can_be_finished(folder: Path) -> None:
     files, batches = known(folder)
     (folder / "service.db").rename(folder / SALVAGED)
-    with pytest.raises(ConfigError, match="did not come to its end"):
+    with pytest.raises(ConfigError, match="was interrupted"):
         Store(folder)
-    upkeep.repair(folder)
+    maintenance.repair(folder)
     assert known(folder) == (files, batches)
 
 
 def test_a_directory_in_use_is_checked_but_not_repaired(folder: Path) -> None:
     store = Store(folder)
-    report = upkeep.check(folder)
+    report = maintenance.check(folder)
     assert report.in_use and not report.problems
-    for change in (lambda: upkeep.repair(folder), lambda: upkeep.adopt(folder, ["me"], "you")):
+    for change in (lambda: maintenance.repair(folder), lambda: maintenance.adopt(folder, ["me"], "you")):
         with pytest.raises(ConfigError, match="Another server"):
             change()
     store.close()
 
 
-def test_what_belongs_to_a_position_is_nobodys_until_it_is_adopted(
+def test_data_of_a_positional_owner_is_unreadable_until_it_is_adopted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = Store(tmp_path)
     file = put(store, b"data", owner="environment-1")
-    batch = Ledger(store).create("environment-1", file, "/v1/completions", "24h", 86400)
+    batch = BatchStore(store).create("environment-1", file, "/v1/completions", "24h", 86400)
     store.close()
     store = Store(tmp_path)
     assert any("environment-1" in record.getMessage() for record in caplog.records)
     key = keys_of_environment({"BANKFULL_API_KEY": "sixteen-letters-1"})[0].name
     assert not store.files(key)[0]
     store.close()
-    assert [owner.by_position for owner in upkeep.check(tmp_path).owners] == [True]
+    assert [owner.by_position for owner in maintenance.check(tmp_path).owners] == [True]
     for wrong in ("environment-2", "no such/name"):
         with pytest.raises(ConfigError, match="No key can have"):
-            upkeep.adopt(tmp_path, ["environment-1"], wrong)
+            maintenance.adopt(tmp_path, ["environment-1"], wrong)
     with pytest.raises(ConfigError, match="Nothing belongs to 'stranger'"):
-        upkeep.adopt(tmp_path, ["environment-1", "stranger"], key)
-    upkeep.adopt(tmp_path, ["environment-1"], key)
+        maintenance.adopt(tmp_path, ["environment-1", "stranger"], key)
+    maintenance.adopt(tmp_path, ["environment-1"], key)
     store = Store(tmp_path)
-    assert [each.id for each in store.files(key)[0]] == [file] and Ledger(store).batch(key, batch.id).status
+    assert [each.id for each in store.files(key)[0]] == [file] and BatchStore(store).batch(key, batch.id).status
     store.close()
 
 
@@ -230,12 +237,12 @@ def test_a_file_that_was_set_aside_can_be_adopted(tmp_path: Path) -> None:
     store.close()
     (tmp_path / "service.db").unlink()
     Store(tmp_path).close()
-    assert upkeep.check(tmp_path).set_aside == [file]
-    with pytest.raises(ConfigError, match="was set aside"):
-        upkeep.adopt(tmp_path, ["file-" + "0" * 32], "alice")
-    assert "belongs to alice" in upkeep.adopt(tmp_path, [file], "alice")[0]
+    assert maintenance.check(tmp_path).set_aside == [file]
+    with pytest.raises(ConfigError, match="There is no file"):
+        maintenance.adopt(tmp_path, ["file-" + "0" * 32], "alice")
+    assert "now belongs to alice" in maintenance.adopt(tmp_path, [file], "alice")[0]
     store = Store(tmp_path)
-    assert store.file("alice", file).bytes == 4 and store.place(file).read_bytes() == b"data"
+    assert store.file("alice", file).bytes == 4 and store.path_of(file).read_bytes() == b"data"
     store.close()
 
 
@@ -249,13 +256,13 @@ def test_an_older_schema_can_be_checked_and_repaired(tmp_path: Path) -> None:
     database.close()
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / ("file-" + "0" * 32)).write_bytes(b"data")
-    assert not upkeep.check(tmp_path).problems
+    assert not maintenance.check(tmp_path).problems
     damage(tmp_path, 0, "noise")
-    upkeep.repair(tmp_path)
+    maintenance.repair(tmp_path)
     assert known(tmp_path)[0] == {"file-" + "0" * 32}
 
 
-def test_the_command_line_tells_it(
+def test_the_command_line_prints_problems_and_repairs(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = ["--data-dir", str(folder)]
@@ -263,8 +270,8 @@ def test_the_command_line_tells_it(
     assert "no damage was found" in capsys.readouterr().out
     damage(folder, 2, "noise")
     assert run_command(["data", "check", *place]) == 1
-    told = capsys.readouterr().out
-    assert "is damaged" in told and f"`bankfull data repair --data-dir {folder}`" in told
+    printed = capsys.readouterr().out
+    assert "is damaged" in printed and f"`bankfull data repair --data-dir {folder}`" in printed
     assert run_command(["data", "check", *place, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["problems"]
     assert run_command(["data", "repair", *place]) == 0
@@ -278,4 +285,4 @@ def test_the_command_line_tells_it(
     assert run_command(["data", "adopt", "me", *place]) == 2
     assert "--owner" in capsys.readouterr().err
     assert run_command(["data", "check", "--data-dir", str(folder / "none")]) == 2
-    assert "is no data directory" in capsys.readouterr().err
+    assert "is not the data directory" in capsys.readouterr().err
