@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 class Server:
     url: str
     folder: str
-    """The model's, which also has its tokenizer."""
+    """Folder of the model and its tokenizer."""
 
 
 @pytest.fixture(scope="session")
@@ -29,11 +29,14 @@ def server() -> Iterator[Server]:
     process = subprocess.Popen([python, "-m", "tests.clients.serve_tiny"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        said = ""
-        while "to stop it" not in said and (line := process.stdout.readline()):
-            said += line
-        folder, url = re.search(r"model folder (.+)", said), re.search(r"base_url (http://127\.0\.0\.1:\d+)/v1", said)
-        assert folder is not None and url is not None, said
+        output = ""
+        while "to stop it" not in output and (line := process.stdout.readline()):
+            output += line
+        folder, url = (
+            re.search(r"model folder (.+)", output),
+            re.search(r"base_url (http://127\.0\.0\.1:\d+)/v1", output),
+        )
+        assert folder is not None and url is not None, output
         yield Server(url[1], folder[1])
     finally:
         process.send_signal(signal.SIGTERM)

@@ -1,5 +1,5 @@
-"""`bankfull serve` on a tiny model whose template has a place for tools. It runs in the main environment: the clients'
-own one has no bankfull."""
+"""`bankfull serve` with a tiny model whose template supports tools. It runs in the main environment, because the
+clients' environment has no bankfull."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""guidellm, a load generator: its own report and our own counters tell the same story."""
+"""guidellm, a load generator: its report and the server's counters agree."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_every_request_of_a_benchmark_succeeds(server: Server, tmp_path: Path, p
     assert [request["output_tokens"] for request in requests] == [OUTPUT_TOKENS] * REQUESTS
     prompts = [request["prompt_tokens"] for request in requests]
     if path == "/v1/completions":
-        # guidellm cuts a text to so many tokens; read again, its end may be other ones.
+        # guidellm cuts a text to this many tokens; tokenized again, its end may differ.
         assert prompts == pytest.approx([PROMPT_TOKENS] * REQUESTS, abs=2)
     else:
         assert min(prompts) > PROMPT_TOKENS, "the template adds its own"

@@ -1,4 +1,4 @@
-"""LangChain's ChatOpenAI, unchanged."""
+"""LangChain's ChatOpenAI works without changes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def chat(server: Server) -> Any:
     )
 
 
-def test_invoked_and_streamed_it_says_the_same(chat: Any) -> None:
+def test_invoke_and_stream_return_the_same_text(chat: Any) -> None:
     whole = chat.invoke("What is a river?")
     pieces = list(chat.stream("What is a river?"))
     assert whole.content and whole.usage_metadata["output_tokens"] > 0
     assert len(pieces) > 2 and "".join(piece.content for piece in pieces) == whole.content
 
 
-def test_many_at_once_get_what_each_alone_gets(chat: Any) -> None:
+def test_concurrent_calls_get_the_same_text_as_single_calls(chat: Any) -> None:
     questions = [f"River {number}?" for number in range(6)]
     assert [one.content for one in chat.batch(questions)] == [chat.invoke(one).content for one in questions]
 
@@ -55,7 +55,7 @@ def test_structured_output_has_its_structure(chat: Any, method: str) -> None:
     assert chat.with_structured_output(WEATHER, method=method).invoke("Where?")["city"] in ("Oslo", "Rome")
 
 
-def test_a_refusal_arrives_as_the_clients_own_error(chat: Any) -> None:
+def test_a_refusal_raises_the_error_class_of_the_client(chat: Any) -> None:
     import openai
 
     with pytest.raises(openai.BadRequestError, match="context"):

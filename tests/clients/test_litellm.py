@@ -1,4 +1,4 @@
-"""LiteLLM, which many proxies and agents are built on."""
+"""LiteLLM, on which many proxies and agents are built."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def how(server: Server) -> dict[str, Any]:
     }
 
 
-def test_a_conversation_whole_and_streamed(how: dict[str, Any]) -> None:
+def test_a_conversation_with_and_without_streaming(how: dict[str, Any]) -> None:
     whole = litellm.completion(messages=MESSAGES, **how)
     pieces = list(litellm.completion(messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **how))
     text = "".join(choice.delta.content or "" for piece in pieces for choice in piece.choices)
@@ -33,7 +33,7 @@ def test_a_conversation_whole_and_streamed(how: dict[str, Any]) -> None:
     assert whole.usage.completion_tokens == pieces[-1].usage.completion_tokens
 
 
-def test_a_continued_text(how: dict[str, Any]) -> None:
+def test_a_text_completion(how: dict[str, Any]) -> None:
     answer = litellm.text_completion(**how | {"model": "text-completion-openai/tiny"}, prompt="The river")
     assert answer.choices[0].text
 
@@ -49,6 +49,6 @@ def test_embeddings(server: Server) -> None:
     assert len(answer.data) == 2 and answer.data[0]["embedding"] != answer.data[1]["embedding"]
 
 
-def test_a_refusal_is_its_own_kind_of_error(how: dict[str, Any]) -> None:
+def test_a_refusal_raises_the_error_class_of_the_client(how: dict[str, Any]) -> None:
     with pytest.raises(litellm.BadRequestError):
         litellm.completion(messages=[{"role": "user", "content": "river " * 500}], **how)

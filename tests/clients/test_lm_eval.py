@@ -36,7 +36,7 @@ def model(server: Server) -> Any:
     )
 
 
-def test_a_task_of_choices_from_a_local_file(server: Server, model: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_multiple_choice_task_from_a_local_file(server: Server, model: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     data = tmp_path / "rivers.jsonl"
@@ -64,8 +64,8 @@ def test_a_task_of_choices_from_a_local_file(server: Server, model: Any, tmp_pat
     assert result["results"]["rivers"]["acc,none"] == pytest.approx(expected)
 
 
-def test_the_likelihood_of_a_whole_is_that_of_its_parts(model: Any) -> None:
-    """By the chain rule; token boundaries are the same on both sides because the parts are whole words."""
+def test_the_likelihood_of_a_text_is_the_product_of_its_parts(model: Any) -> None:
+    """By the chain rule. Token boundaries match on both sides because the parts are whole words."""
     from lm_eval.api.instance import Instance
 
     def likelihood(context: str, rest: str) -> float:
@@ -75,7 +75,7 @@ def test_the_likelihood_of_a_whole_is_that_of_its_parts(model: Any) -> None:
     assert whole == pytest.approx(likelihood("The", " river") + likelihood("The river", " runs"), abs=1e-3)
 
 
-def test_generation_until_a_word(model: Any) -> None:
+def test_generation_until_a_stop_string(model: Any) -> None:
     from lm_eval.api.instance import Instance
 
     def written(until: list[str]) -> str:

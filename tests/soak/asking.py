@@ -1,4 +1,4 @@
-"""Clients by the hundred: plain sockets, because a comfortable client would cost more than the server that it asks."""
+"""Hundreds of clients over plain sockets, because an HTTP client library would cost more than the server under test."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ LONGEST_ANSWER = 600.0
 class Answer:
     status: int
     seconds: float
-    """From the first byte sent to the last received."""
+    """Time from the first byte sent to the last byte received."""
     first: float
-    """To the first byte received."""
+    """Time to the first byte received."""
     body: bytes
 
     @property
     def events(self) -> int:
-        """Pieces of a stream that carry text."""
+        """Events of a stream that contain text."""
         return self.body.count(b'"finish_reason":null')
 
     @property
@@ -35,7 +35,7 @@ class Answer:
 
 
 def completion(tokens: int, *, prompt: str = "The river", **others: Any) -> dict[str, Any]:
-    """A streamed call that gives exactly so many tokens."""
+    """A streamed call that generates exactly `tokens` tokens."""
     return {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True, **others}
 
 
@@ -54,7 +54,7 @@ def send(writer: asyncio.StreamWriter, body: Any, path: str = "/v1/completions",
 
 
 class _Answering(asyncio.Protocol):
-    """Keeps what comes and when the first of it came: nothing else runs for each piece."""
+    """Stores the received data and the time of the first byte; nothing else runs per packet."""
 
     def __init__(self, request: bytes) -> None:
         loop = asyncio.get_running_loop()

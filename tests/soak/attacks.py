@@ -1,6 +1,6 @@
-"""What a client with a key may send to hurt the others: a corpus of all that once did, and calls at random.
+"""Hostile calls that a client with a key may send to harm others: a corpus of past problems, and random calls.
 
-python -m tests.soak.attacks PORT KEY SECONDS SEED: sends it, in a process of its own, and prints how much that was.
+python -m tests.soak.attacks PORT KEY SECONDS SEED: sends them from its own process, and prints how many.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from hypothesis import HealthCheck, given, seed, settings
 from tests.soak.asking import connect, request_of
 
 AT_ONCE = 24
-"""Clients that the attacker has."""
-NOBODY_READS = 12
-"""Of them, how many leave answers lying; each holds a connection for as long as it may."""
-PATIENCE = 6.0
+"""Concurrent clients of the attacker."""
+NON_READERS = 12
+"""Clients that do not read their responses; each holds a connection as long as the server allows."""
+USUAL_STAY = 6.0
 BODY = 3 << 20
 """Bytes of a large body, below the default limit."""
 VARIANTS = 4
-"""Of each kind of attack."""
+"""Variants of each kind of attack."""
 BODIES = 10
-"""Made at random for each path."""
+"""Random bodies per path."""
 NICENESS = 15
-"""An attacker is on another machine: on this one its work must not count against the server."""
+"""Niceness of the attacker, which stands for another machine: its work must not slow down the server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attack:
     name: str
     data: bytes
-    """Everything that is written to the connection."""
-    stay: float = PATIENCE
-    """Seconds after which the client leaves."""
+    """All bytes that the client sends."""
+    stay: float = USUAL_STAY
+    """Seconds until the client disconnects."""
     reads: bool = True
 
 
 def corpus(key: str, random: Random) -> Iterator[Attack]:
-    """One after the other, for ever: each kind in turn. All are made before the first is sent."""
+    """Endless attacks, each kind in turn. All are built before the first is sent."""
     at_random = list(_at_random(key, random.randrange(1 << 30)))
     known = [[kind() for _ in range(VARIANTS)] for kind in _kinds(key, random)]
     print("ready", flush=True)
@@ -58,7 +58,7 @@ def corpus(key: str, random: Random) -> Iterator[Attack]:
 
 
 def _kinds(key: str, random: Random) -> list[Callable[[], Attack]]:
-    def call(name: str, path: str, body: dict[str, Any], *, stay: float = PATIENCE, reads: bool = True) -> Attack:
+    def call(name: str, path: str, body: dict[str, Any], *, stay: float = USUAL_STAY, reads: bool = True) -> Attack:
         return Attack(name, request_of(body, path, key), stay, reads)
 
     def words(count: int) -> str:
@@ -117,14 +117,14 @@ def _kinds(key: str, random: Random) -> list[Callable[[], Attack]]:
             {"messages": [{"role": "user", "content": words(3)} for _ in range(4000)], "max_tokens": 1},
         ),
         lambda: call(
-            "an answer that nobody reads",
+            "an unread response",
             tokenize,
             {"prompt": words(BODY // 6), "return_token_strs": True},
             stay=60.0,
             reads=False,
         ),
         lambda: call(
-            "a stream that nobody reads",
+            "an unread stream",
             completions,
             {"prompt": words(20), "max_tokens": 2000, "ignore_eos": True, "stream": True, "logprobs": 5},
             stay=60.0,
@@ -170,7 +170,7 @@ def _form(key: str, boundary: str, content: bytes) -> bytes:
 
 
 def _batch(key: str, words: Callable[[int], str]) -> Attack:
-    """A file of hostile lines. Nobody makes a batch of it here: `tenants` does, once."""
+    """A file of hostile lines; only `tenants` creates a batch from one."""
     body = {"prompt": words(2000), "truncate_prompt_tokens": 10, "max_tokens": 1, "stop": ["x" * 100] * 8}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
     lines = "\n".join(json.dumps(line | {"custom_id": str(number)}) for number in range(20))
@@ -183,7 +183,7 @@ def _batch(key: str, words: Callable[[int], str]) -> Attack:
 
 
 def _at_random(key: str, number: int) -> Iterator[Attack]:
-    """Bodies that hypothesis makes from our own OpenAPI document, whole or with one part spoiled."""
+    """Bodies that hypothesis generates from the OpenAPI document, valid or with one part spoiled."""
     from bankfull.serve.api.openapi import POSTED
     from tests.serve.api.test_openapi_cases import DOCUMENT, spoiled, values_of
 
@@ -200,22 +200,22 @@ def _at_random(key: str, number: int) -> Iterator[Attack]:
 
 
 async def attack(port: int, key: str, seconds: float, number: int) -> Counter[str]:
-    """Sends the corpus from many clients at once; how often what was sent."""
+    """Send the corpus from many clients at once, and count the calls by kind."""
     sent: Counter[str] = Counter()
     attacks = corpus(key, Random(number))
     first: Attack | None = next(attacks)
     end = time.monotonic() + seconds
-    idle = asyncio.Semaphore(NOBODY_READS)
+    idle = asyncio.Semaphore(NON_READERS)
 
     async def client() -> None:
         nonlocal first
         while time.monotonic() < end:
             one, first = first or next(attacks), None
-            if one.stay > PATIENCE and idle.locked():
+            if one.stay > USUAL_STAY and idle.locked():
                 continue
             sent[one.name] += 1
             with suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
-                if one.stay > PATIENCE:
+                if one.stay > USUAL_STAY:
                     async with idle:
                         await _send(port, one, end)
                 else:

@@ -1,4 +1,4 @@
-"""What the service costs beside its engine: connections, idle time, processor time per token, throughput."""
+"""The cost of the service on top of its engine: connections, idle time, processor time per token, throughput."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.soak.figures import Figure, percentile
 from tests.soak.served import serving
 
 TOKENS = 128
-"""Of each answer, for the comparison with the engine alone."""
+"""Tokens of each response in the comparison with the engine alone."""
 
 
 def crowd(model: str, streams: int, idle: int) -> Iterator[Figure]:
-    """Many live streams beside many connections that say nothing."""
+    """Many live streams beside many idle connections."""
     options = ["--dtype", "float32", "--memory", "64MiB", "--page-tokens", "4", "--rows", str(streams)]
     with serving(model, *options) as served:
         silent, answers = asyncio.run(_crowd(served.port, streams, idle))
@@ -30,7 +30,7 @@ def crowd(model: str, streams: int, idle: int) -> Iterator[Figure]:
 
 
 async def _crowd(port: int, streams: int, idle: int) -> tuple[int, list[Answer]]:
-    """An idle connection has made one call before: others are closed after the time that a head may take."""
+    """An idle connection has made one call; otherwise the server closes it after the time-out for a request head."""
     silent = []
     for _ in range(idle):
         reader, writer = await connect(port)
@@ -56,8 +56,8 @@ def idle_cpu(model: str, seconds: float) -> Iterator[Figure]:
 
 
 def overhead(model: str, streams: int, rounds: int) -> Iterator[Figure]:
-    """The same work through the service and through the engine alone, in turns; the best of each counts, because on a
-    shared machine the worst ones measure the neighbours. The clients' own work is part of the service's time."""
+    """The same work through the service and through the engine alone, in turns. The best run of each counts, because
+    slow runs on a shared machine measure the neighbours. The time of the service includes the work of the clients."""
     command = [sys.executable, "-m", "tests.soak.engine_alone", model, str(streams), str(TOKENS)]
     with (
         serving(model, "--rows", str(streams), "--no-prefix-cache") as served,
@@ -72,7 +72,7 @@ def overhead(model: str, streams: int, rounds: int) -> Iterator[Figure]:
             alone.stdin.write(f"{number}\n")
             alone.stdin.flush()
             rate = json.loads(alone.stdout.readline())
-            if number:  # the first one warms both up
+            if number:  # the first round is a warm-up
                 through.append(streams * TOKENS / seconds)
                 engine.append(rate)
                 cost.append(1e6 * used / (streams * TOKENS))
@@ -89,5 +89,5 @@ async def _together(port: int, streams: int, number: int) -> float:
     answers = await asyncio.gather(*(ask(port, call) for call in calls))
     seconds = time.monotonic() - begun
     if not all(answer.whole for answer in answers):
-        raise AssertionError(f"status {sorted({answer.status for answer in answers})} where all were to be answered")
+        raise AssertionError(f"status {sorted({answer.status for answer in answers})}; every call must succeed")
     return seconds

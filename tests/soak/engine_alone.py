@@ -1,4 +1,4 @@
-"""The engine without the service: for each line on stdin it does the work once and prints the tokens per second."""
+"""The engine without the service: for each line on stdin it runs the workload once and prints the tokens per second."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bankfull.serve.engine.worker import NICENESS
 
 
 def main(model: str, streams: int, tokens: int) -> None:
-    os.nice(NICENESS)  # as the service does, or other work on the machine would count against one of the two only
+    os.nice(NICENESS)  # as the service does, so that other work on the machine affects both alike
     engine = LLM(model, rows=streams, prefix_cache=False)
     how = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     for line in sys.stdin:

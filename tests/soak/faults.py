@@ -1,4 +1,4 @@
-"""Clients that leave, an engine that is killed, more work than there is room for."""
+"""Disconnecting clients, a killed engine, and overload."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ AT_ONCE = 20
 
 
 def disconnects(model: str, count: int) -> Iterator[Figure]:
-    """They leave before they are read, in the queue, in the prompt, in the answer: nothing of theirs may stay."""
+    """Clients disconnect before the request is read, in the queue, during prefill and during decode; nothing of theirs
+    may remain."""
     with serving(model, *SMALL) as served:
         asyncio.run(_leave(served.port, count, Random(11)))
         emptied = until(served.holds_nothing, 10.0)
@@ -55,7 +56,7 @@ async def _leave(port: int, count: int, random: Random) -> None:
 
 
 def overload(model: str, seconds: float, rounds: int) -> Iterator[Figure]:
-    """Five clients for each place there is. Refused ones wait half as long as they were told."""
+    """Five clients per available place. A refused client waits half of its Retry-After."""
     rows = waiting = 8
     with serving(model, "--rows", str(rows), "--queue-requests", str(waiting)) as served:
         asyncio.run(_load(served.port, rows + waiting, 1.0))
@@ -75,9 +76,8 @@ def overload(model: str, seconds: float, rounds: int) -> Iterator[Figure]:
 
 
 async def _load(port: int, clients: int, seconds: float) -> tuple[list[Answer], list[Answer], float]:
-    """Answers that were asked for within the time, refusals, and answers per second until the last was whole. Anything
-    else is a fault. Clients come one after the other within a second: all at once they would measure the one process
-    that they live in."""
+    """Successful responses, refusals, and responses per second until the last response was complete. Any other status
+    is an error. Clients start within one second, because starting all at once would measure the client process."""
     begun = last = time.monotonic()
     end = begun + seconds
     accepted: list[Answer] = []
@@ -92,11 +92,11 @@ async def _load(port: int, clients: int, seconds: float) -> tuple[list[Answer], 
                 accepted.append(answer)
                 last = time.monotonic()
             elif answer.status == 429:
-                told = re.search(rb"retry-after: (\d+)", answer.body)
-                if told is None:
-                    raise AssertionError("a refusal does not say when to come back")
+                retry_after = re.search(rb"retry-after: (\d+)", answer.body)
+                if retry_after is None:
+                    raise AssertionError("a refusal has no Retry-After header")
                 refused.append(answer)
-                await asyncio.sleep(min(int(told[1]) / 2, max(0.0, end - time.monotonic())))
+                await asyncio.sleep(min(int(retry_after[1]) / 2, max(0.0, end - time.monotonic())))
             else:
                 raise AssertionError(f"status {answer.status} under load: {answer.body[:300]!r}")
 
@@ -105,26 +105,26 @@ async def _load(port: int, clients: int, seconds: float) -> tuple[list[Answer], 
 
 
 def kills(model: str, count: int) -> Iterator[Figure]:
-    """`kill -9` of the engine in the middle of streams, again and again."""
-    told, red, back = list[float](), list[float](), list[float]()
+    """Kill the engine with SIGKILL during streams, repeatedly."""
+    failed, red, back = list[float](), list[float](), list[float]()
     with serving(model, *SMALL) as served:
         for _ in range(count):
             engine = served.engine()
             if engine is None:
                 raise AssertionError("there is no engine to kill")
-            told.append(asyncio.run(_kill(served, engine, red)))
+            failed.append(asyncio.run(_kill(served, engine, red)))
             recovered = until(served.ready, 60.0)
             back.append(float("nan") if recovered is None else recovered)
         answered = asyncio.run(ask(served.port, completion(4)))
     yield Figure("kills of the engine", count)
-    yield Figure("kills: until the last stream had its error, worst", max(told), "s", most=2.0)
+    yield Figure("kills: until the last stream had its error, worst", max(failed), "s", most=2.0)
     yield Figure("kills: until /ready was red, worst", max(red), "s", most=1.0)
     yield Figure("kills: until it was ready again, median", percentile(back, 0.5), "s")
     yield Figure("kills: the next client is answered", float(answered.whole), least=1)
 
 
 async def _kill(served: Served, engine: int, red: list[float]) -> float:
-    """How long it took until every stream had ended with an error."""
+    """Seconds until every stream has ended with an error."""
     connections = [await connect(served.port) for _ in range(6)]
     for _, writer in connections:
         send(writer, completion(200))
@@ -147,5 +147,5 @@ async def _kill(served: Served, engine: int, red: list[float]) -> float:
     for (_, writer), rest in zip(connections, rests, strict=True):
         writer.close()
         if b'"error"' not in rest and b"[DONE]" not in rest:
-            raise AssertionError(f"a stream ended without a word: {rest[-200:]!r}")
+            raise AssertionError(f"a stream ended without an error event: {rest[-200:]!r}")
     return seconds

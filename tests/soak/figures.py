@@ -1,4 +1,4 @@
-"""What the soak found: a figure, what was promised, and whether it held."""
+"""A result of the soak: a figure, its bounds, and whether they hold."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Figure:
 
 
 def percentile(values: list[float], part: float) -> float:
-    """The smallest value that at least this part of them does not exceed; nothing of nothing is not a number."""
+    """The smallest value that at least this fraction of the values does not exceed; NaN without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else float("nan")
 

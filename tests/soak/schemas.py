@@ -1,4 +1,4 @@
-"""Cases that schemathesis makes from our own OpenAPI document. It has an environment of its own."""
+"""Cases that schemathesis generates from the OpenAPI document. It has its own environment."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.soak.served import Served, serving
 
 TOOL = Path(".venv-clients/bin/schemathesis")
 OWN_DEADLINE = "504"
-"""The documented answer to a call whose own `timeout` has passed; nothing else answers so."""
+"""Status of a call whose own `timeout` has passed; no other error uses it."""
 
 
 def schema_cases(model: str, cases: int) -> Iterator[Figure]:
-    """At least so many calls, valid and not, and none of them may end in a server error. A document has far fewer
-    different small cases than 20,000 in one go, so that it runs with one seed after the other."""
+    """Run at least `cases` valid and invalid calls, none of which may end in a server error. One run finds far fewer
+    distinct small cases than 20,000, so it is repeated with further seeds."""
     if not TOOL.exists():
         raise AssertionError(f"{TOOL} is missing: `make soak` installs it")
     with serving(model, *SMALL) as served:
@@ -68,7 +68,7 @@ def _calls(served: Served) -> float:
 
 
 def by_route(served: Served) -> dict[tuple[str, str], float]:
-    """Answers by route and status."""
+    """Responses by route and status."""
     counts: dict[tuple[str, str], float] = {}
     pattern = re.compile(r'http_requests_total\{[^}]*route="([^"]*)"[^}]*status="(\d+)"[^}]*\} (\S+)')
     for route, status, value in pattern.findall(served.exposition()):

@@ -1,4 +1,4 @@
-"""`bankfull serve` in a process of its own, and what can be seen of it from outside."""
+"""`bankfull serve` in its own process, observed from outside."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Served:
         return httpx.get(self.url + "/metrics", timeout=30).text
 
     def metrics(self) -> dict[str, float]:
-        """Sums over labels."""
+        """Metrics by name, summed over labels."""
         sums: dict[str, float] = {}
         for line in self.exposition().splitlines():
             found = re.match(r"bankfull:(\w+)(?:\{.*\})? (\S+)$", line)
@@ -52,19 +52,19 @@ class Served:
         return httpx.get(self.url + "/ready", timeout=30).status_code == 200
 
     def engine(self) -> int | None:
-        """The engine's process. The API has other children, too: those that render chat templates."""
+        """Process id of the engine. Other children of the API process render chat templates."""
         for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
-            with suppress(OSError):  # it has ended since
+            with suppress(OSError):  # it has exited in the meantime
                 if ENGINE in Path(f"/proc/{child}/cmdline").read_bytes():
                     return int(child)
         return None
 
     def resident_bytes(self) -> list[tuple[str, int]]:
-        """The command and the memory of the API's process and of all that it has started."""
+        """Command and resident bytes of the API process and of all its descendants."""
         found, processes = [], [str(self.process.pid)]
         while processes:
             folder = Path("/proc") / processes.pop()
-            with suppress(OSError):  # it has ended since
+            with suppress(OSError):  # it has exited in the meantime
                 for children in folder.glob("task/*/children"):
                     processes += children.read_text().split()
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
@@ -72,7 +72,7 @@ class Served:
         return found
 
     def cpu_seconds(self, process: int | None = None) -> float:
-        """Of the API's process, or of another."""
+        """Processor time of the API process, or of another."""
         return cpu_seconds(self.process.pid if process is None else process)
 
 
@@ -82,7 +82,7 @@ def cpu_seconds(process: int) -> float:
 
 
 def until(true: Callable[[], bool], seconds: float) -> float | None:
-    """Waits until it is so: how long that took, or None if it never was."""
+    """Wait until the condition holds; return the seconds waited, or None after the time-out."""
     begun = time.monotonic()
     while not true():
         if time.monotonic() - begun > seconds:
@@ -93,7 +93,7 @@ def until(true: Callable[[], bool], seconds: float) -> float | None:
 
 @contextmanager
 def serving(model: str, *options: str) -> Iterator[Served]:
-    """A port of the system's choice; ready when it is entered."""
+    """A server on a free port; it is ready when the block starts."""
     command = [sys.executable, "-m", "bankfull", "serve", model, "--port", "0", *options]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)

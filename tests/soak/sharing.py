@@ -1,4 +1,4 @@
-"""Online calls beside a batch that would take the whole machine."""
+"""Online calls beside a batch that could use the whole machine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from tests.soak.served import Served, serving, until
 PROMPT_WORDS = 128
 LINE_TOKENS = 64
 PAUSE = 1.0
-"""Between two online calls: a light load."""
+"""Average seconds between two online calls, a light load."""
 
 
 def sharing(model: str, seconds: float, rounds: int) -> Iterator[Figure]:
-    """Turns of: nobody but us, the batch alone, and both. A batch's rate is what its counter of tokens tells."""
+    """Alternate between online calls alone, the batch alone, and both. The rate of a batch comes from its token
+    counter."""
     random = Random(7)
     with serving(model, "--no-prefix-cache") as served:
         asyncio.run(_calls(served.port, 3, 0.0, random))
@@ -29,11 +30,13 @@ def sharing(model: str, seconds: float, rounds: int) -> Iterator[Figure]:
         for _ in range(rounds):
             idle += asyncio.run(_calls(served.port, max(2, int(seconds / PAUSE)), PAUSE, random))
             batch = _submit(served, random, lines=int(40 * seconds) + 400)
-            assert until(lambda: served.metrics()["num_requests_running"] >= 32, 30.0) is not None, "no batch began"
+            assert until(lambda: served.metrics()["num_requests_running"] >= 32, 30.0) is not None, (
+                "the batch did not start"
+            )
             alone.append(_rate(served, seconds, None))
             shared.append(_rate(served, seconds, (beside, random)))
             httpx.post(f"{served.url}/v1/batches/{batch}/cancel", timeout=30).raise_for_status()
-            assert until(served.holds_nothing, 30.0) is not None, "the cancelled batch went on"
+            assert until(served.holds_nothing, 30.0) is not None, "the cancelled batch kept running"
     yield Figure("sharing: first token of a call alone, median", 1e3 * percentile(idle, 0.5), "ms")
     yield Figure("sharing: first token beside a batch, median", 1e3 * percentile(beside, 0.5), "ms")
     yield Figure("sharing: the one over the other", percentile(beside, 0.5) / percentile(idle, 0.5), most=1.5)
@@ -63,7 +66,7 @@ def _submit(served: Served, random: Random, lines: int) -> str:
 
 
 def _rate(served: Served, seconds: float, online: tuple[list[float], Random] | None) -> float:
-    """The batch's tokens per second, with or without calls meanwhile."""
+    """Tokens per second of the batch, with or without online calls."""
     before, begun = served.metrics()["batch_generation_tokens_total"], time.monotonic()
     if online is None:
         time.sleep(seconds)
@@ -75,7 +78,7 @@ def _rate(served: Served, seconds: float, online: tuple[list[float], Random] | N
 
 
 async def _calls(port: int, count: int, pause: float, random: Random) -> list[float]:
-    """Seconds to the first token of each, one call after the other."""
+    """Times to first token of consecutive calls."""
     firsts = []
     for _ in range(count):
         await asyncio.sleep(pause * (0.5 + random.random()))
@@ -85,7 +88,7 @@ async def _calls(port: int, count: int, pause: float, random: Random) -> list[fl
         await reader.readuntil(b'"text":')
         firsts.append(time.monotonic() - begun)
         rest = await reader.read(-1)
-        assert b"data: [DONE]" in rest, f"a call was not answered to its end: {rest[-200:]!r}"
+        assert b"data: [DONE]" in rest, f"an incomplete response: {rest[-200:]!r}"
         writer.close()
     return firsts
 

@@ -1,4 +1,4 @@
-"""One honest client beside one who sends all that is allowed: how much of the one the other can take."""
+"""One honest client beside an attacker: how much the attacker slows it down."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from tests.soak.figures import Figure, percentile
 from tests.soak.served import Served, serving
 
 PAUSE = 0.5
-"""Between the beginnings of two honest calls."""
+"""Seconds between the starts of two honest calls."""
 TOKENS = 16
 STEP = 0.25
-"""Seconds that others may wait for one step: the default bound on a step's predicted time."""
+"""Seconds that one step may delay others: the default bound on the predicted time of a step."""
 FACTOR = 3.0
 API_BYTES, ENGINE_BYTES = 768 << 20, 1 << 30
-"""The most that the API's process may hold, and that the engine's may grow by, whatever is sent."""
+"""Most resident bytes of the API processes, and most growth of the engine, under any attack."""
 
 
 @dataclass
-class Felt:
-    """By the honest client, in seconds."""
+class Latencies:
+    """Latencies of the honest client, in seconds."""
 
     firsts: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     broken: int = 0
 
-    def add(self, other: Felt) -> None:
+    def add(self, other: Latencies) -> None:
         self.firsts += other.firsts
         self.gaps += other.gaps
         self.broken += other.broken
 
 
 def tenants(model: str, seconds: float, rounds: int, number: int = 1) -> Iterator[Figure]:
-    """Turns of quiet and of attack, each of so many seconds."""
+    """Alternate between quiet and attack, each for `seconds`."""
     honest, honest_key = new_key("honest")
     greedy, greedy_key = new_key("greedy")
-    quiet, attacked, sent = Felt(), Felt(), Counter[str]()
+    quiet, attacked, sent = Latencies(), Latencies(), Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys.txt"
         keys.write_text(f"{honest_key.line}\n{greedy_key.line}\n")
@@ -66,11 +66,11 @@ def tenants(model: str, seconds: float, rounds: int, number: int = 1) -> Iterato
                 ]
                 with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as attacker:
                     assert attacker.stdout is not None
-                    attacker.stdout.readline()  # all that it will send has been made
+                    attacker.stdout.readline()  # the attacker has built all its calls
                     attacked.add(asyncio.run(_calls(served.port, honest, seconds, memory)))
-                    told, _ = attacker.communicate()
+                    printed, _ = attacker.communicate()
                 assert attacker.returncode == 0, "the attacker itself failed"
-                sent.update(json.loads(told))
+                sent.update(json.loads(printed))
                 assert served.process.poll() is None, "the server ended"
     yield Figure("tenants: hostile calls", sum(sent.values()), least=len(sent))
     yield Figure("tenants: kinds of them", len(sent), least=20)
@@ -80,15 +80,15 @@ def tenants(model: str, seconds: float, rounds: int, number: int = 1) -> Iterato
         ("first token", quiet.firsts, attacked.firsts),
         ("gap between tokens", quiet.gaps, attacked.gaps),
     ):
-        calm, felt = percentile(before, 0.99), percentile(during, 0.99)
+        calm, measured = percentile(before, 0.99), percentile(during, 0.99)
         yield Figure(f"tenants: {what}, p99, in quiet", 1e3 * calm, "ms")
-        yield Figure(f"tenants: {what}, p99, under attack", 1e3 * felt, "ms", most=1e3 * (FACTOR * calm + STEP))
+        yield Figure(f"tenants: {what}, p99, under attack", 1e3 * measured, "ms", most=1e3 * (FACTOR * calm + STEP))
     yield Figure("tenants: memory of the API's processes", memory.api / 2**20, "MiB", most=API_BYTES / 2**20)
     yield Figure("tenants: growth of the engine", memory.growth / 2**20, "MiB", most=ENGINE_BYTES / 2**20)
 
 
 class Memory:
-    """Resident bytes of the server's processes, looked at from outside."""
+    """Resident bytes of the server's processes, measured from outside."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
@@ -106,20 +106,20 @@ class Memory:
         return sum(size for _, size in sizes) - engine, engine
 
 
-async def _calls(port: int, key: str, seconds: float, memory: Memory | None = None) -> Felt:
-    """Calls that begin at fixed times, whether or not those before have ended."""
-    felt, calls = Felt(), []
+async def _calls(port: int, key: str, seconds: float, memory: Memory | None = None) -> Latencies:
+    """Calls that start at fixed times, whether or not earlier ones have ended."""
+    measured, calls = Latencies(), []
     begun = time.monotonic()
     while time.monotonic() - begun < seconds:
-        calls.append(asyncio.create_task(_call(port, key, felt)))
+        calls.append(asyncio.create_task(_call(port, key, measured)))
         if memory is not None:
             memory.look()
         await asyncio.sleep(max(0.0, begun + PAUSE * len(calls) - time.monotonic()))
     await asyncio.gather(*calls)
-    return felt
+    return measured
 
 
-async def _call(port: int, key: str, felt: Felt) -> None:
+async def _call(port: int, key: str, measured: Latencies) -> None:
     try:
         reader, writer = await connect(port)
         try:
@@ -129,12 +129,12 @@ async def _call(port: int, key: str, felt: Felt) -> None:
                 async with asyncio.timeout(120):
                     await reader.readuntil(b'"text":')
                 now = time.monotonic()
-                (felt.gaps if token else felt.firsts).append(now - last)
+                (measured.gaps if token else measured.firsts).append(now - last)
                 last = now
             async with asyncio.timeout(120):
-                felt.broken += b"data: [DONE]" not in await reader.read(-1)
+                measured.broken += b"data: [DONE]" not in await reader.read(-1)
         finally:
             writer.close()
     except (OSError, EOFError, TimeoutError) as error:
         print(f"soak: tenants: an honest stream broke: {error!r}", file=sys.stderr)
-        felt.broken += 1
+        measured.broken += 1
