@@ -17,10 +17,10 @@ from starlette.routing import Route
 from bankfull.cli.app import run_command
 from bankfull.errors import ConfigError
 from bankfull.serve.app import create_app
-from bankfull.serve.guard.checks import OPEN_PATHS, open_doors
+from bankfull.serve.guard.checks import OPEN_PATHS, access_policy
 from bankfull.serve.guard.keys import Keyring, keys_of_environment
 from bankfull.serve.guard.layers import fortify
-from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.metrics import ServiceMetrics
 from tests.serve.scripted import Scripted, scripted_texts, settings
 
 ROOT = Path(__file__).parent.parent
@@ -48,7 +48,7 @@ def last_stage(name: str) -> list[str]:
 def served_paths() -> set[str]:
     backend = Scripted()
     app = create_app(backend, scripted_texts(), settings())
-    fortify(app, backend, open_doors(Keyring(), host="127.0.0.1"), Metrics())
+    fortify(app, backend, access_policy(Keyring(), host="127.0.0.1"), ServiceMetrics())
     return {route.path for route in app.routes if isinstance(route, Route)}
 
 
@@ -120,9 +120,9 @@ def test_the_server_in_a_container_wants_keys(command: list[str]) -> None:
     host = option(command, "--host")
     assert command[0] == "serve" and host == "0.0.0.0" and "--no-auth" not in command
     with pytest.raises(ConfigError, match="BANKFULL_API_KEY"):
-        open_doors(Keyring(), host=host)
+        access_policy(Keyring(), host=host)
     keyring = Keyring(keys_of_environment({"BANKFULL_API_KEY": "a-key-of-sixteen-characters"}))
-    assert open_doors(keyring, host=host).keyring is keyring
+    assert access_policy(keyring, host=host).keyring is keyring
 
 
 def test_options_of_the_containers_exist(capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,7 +205,7 @@ def test_the_unit_gives_the_server_no_more_than_it_needs() -> None:
         assert wanted in lines
     (start,) = (line.partition("=")[2].split() for line in lines if line.startswith("ExecStart="))
     assert start[1] == "serve"
-    open_doors(Keyring(), host=option(start, "--host"))  # as it stands it needs no key
+    access_policy(Keyring(), host=option(start, "--host"))  # as it stands it needs no key
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze here")

@@ -54,16 +54,16 @@ class ProtectionOptions:
     vllm_metrics: Annotated[bool, typer.Option("--vllm-metrics", help="Offer metrics under vLLM's names, too.")] = False
 
     def protection(self, host: str) -> Protection:
-        from bankfull.serve.guard.checks import open_doors
+        from bankfull.serve.guard.checks import access_policy
+        from bankfull.serve.guard.connections import ConnectionLimits
         from bankfull.serve.guard.keys import Keyring, keys_of_environment
         from bankfull.serve.guard.layers import Protection
-        from bankfull.serve.guard.lobby import LobbyLimits
         from bankfull.serve.guard.tls import Tls
 
         # Taken out of the environment: the engine's process needs no keys.
         keyring = Keyring(keys_of_environment(os.environ), self.api_key_file)
         os.environ.pop("BANKFULL_API_KEY", None)
-        doors = open_doors(
+        access = access_policy(
             keyring,
             host=host,
             no_auth=self.no_auth,
@@ -72,9 +72,9 @@ class ProtectionOptions:
             share_prefixes=self.share_prefix_cache,
         )
         return Protection(
-            doors=doors,
+            access=access,
             tls=Tls(self.tls_certificate, self.tls_key, client_authorities=self.tls_client_ca),
-            connections=LobbyLimits(connections=self.max_connections, per_address=self.connections_per_address),
+            connections=ConnectionLimits(connections=self.max_connections, per_address=self.connections_per_address),
             log_json=self.log_json,
             log_prompts=self.log_prompts,
             vllm_metrics=self.vllm_metrics,

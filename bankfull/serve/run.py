@@ -25,16 +25,16 @@ from bankfull.serve.engine.admission import QueueLimits
 from bankfull.serve.engine.backend import STOPPED, Unavailable
 from bankfull.serve.engine.link import STALL_SECONDS, Link
 from bankfull.serve.guard.checks import GuardLimits, caller_named
+from bankfull.serve.guard.connections import ConnectionTable
 from bankfull.serve.guard.layers import Protection, fortify
 from bankfull.serve.guard.listen import raise_file_limit, uvicorn_config
-from bankfull.serve.guard.lobby import Lobby
-from bankfull.serve.guard.reloads import Reloads
+from bankfull.serve.guard.reload import Reloader
 from bankfull.serve.guard.running import Running
 from bankfull.serve.guard.tls import certificates_of
 from bankfull.serve.settings import Settings
 from bankfull.serve.supervise import Supervisor
 from bankfull.serve.telemetry.log import Logs
-from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.watch import WatchedBackend
 
 FAREWELL_SECONDS = 5
@@ -77,12 +77,12 @@ def _run(
     give_up_after: float,
 ) -> None:
     running = Running()
-    keyring = protection.doors.keyring
+    keyring = protection.access.keyring
     certificates = certificates_of(protection.tls)
-    reloads = Reloads(keyring, certificates, running, lambda owners: batches.cancel_all_of(owners))
-    reloads.listen()
+    reloader = Reloader(keyring, certificates, running, lambda owners: batches.cancel_all_of(owners))
+    reloader.listen()
     possible = raise_file_limit(protection.connections.connections)
-    lobby = Lobby(replace(protection.connections, connections=possible))
+    connection_table = ConnectionTable(replace(protection.connections, connections=possible))
     listening = listen(settings.host, settings.port)
     texts = Texts.open(model)
     queue = QueueLimits(requests=queue_requests)
@@ -105,7 +105,7 @@ def _run(
     async def life(app: Starlette) -> AsyncIterator[None]:
         await link.start()
         announcing = asyncio.ensure_future(announce(server))
-        supervisor.keep("reloading of keys and certificates", reloads.run)
+        supervisor.keep("reloading of keys and certificates", reloader.run)
         try:
             async with batches:
                 yield
@@ -117,12 +117,12 @@ def _run(
             texts.close()
 
     supervisor = Supervisor()
-    metrics = Metrics(settings.names[0], vllm_names=protection.vllm_metrics, supervisor=supervisor)
+    metrics = ServiceMetrics(settings.names[0], vllm_names=protection.vllm_metrics, supervisor=supervisor)
     backend = WatchedBackend(link, metrics, keyring)
     app = create_app(backend, texts, settings, lifespan=life, supervisor=supervisor)
     batches = BatchService(
         data,
-        handle_within(app.state.apis, lambda key: caller_named(protection.doors, key), keyring),
+        handle_within(app.state.apis, lambda key: caller_named(protection.access, key), keyring),
         rows=lambda: link.facts.rows if link.facts is not None else 1,
         count=lambda outcome: metrics.batch_requests.add(1, outcome),
         wait=keyring.batch_wait,
@@ -132,13 +132,13 @@ def _run(
     app.router.routes.extend([*batches.routes, *console_routes(backend, metrics, backend.lines, settings)])
     limits = GuardLimits(body_bytes=settings.max_body_bytes)
     layers = fortify(
-        app, backend, protection.doors, metrics, limits=limits, log_prompts=protection.log_prompts, running=running
+        app, backend, protection.access, metrics, limits=limits, log_prompts=protection.log_prompts, running=running
     )
     config = uvicorn_config(
         layers,
         settings.host,
         settings.port,
-        lobby=lobby,
+        connection_table=connection_table,
         certificates=certificates,
         log_level="warning",
         timeout_graceful_shutdown=round(grace) + FAREWELL_SECONDS,
@@ -193,7 +193,7 @@ def greeting(link: Link, settings: Settings, listening: socket.socket, protectio
     host, port = settings.host, listening.getsockname()[1]
     scheme = "http" if protection.tls.certificate is None else "https"
     url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-    key = " -H 'authorization: Bearer KEY'" if protection.doors.keyring.required else ""
+    key = " -H 'authorization: Bearer KEY'" if protection.access.keyring.required else ""
     name, facts = settings.names[0], link.facts
     size = "" if facts is None else f", context {facts.max_len} tokens, {facts.rows} at once, {facts.dtype}"
     body = msgspec.json.encode({"model": name, "messages": [{"role": "user", "content": "What is a river?"}]}).decode()

@@ -1,4 +1,4 @@
-"""The console's files: who may have them, what a browser may do with them, and that they need nothing from outside."""
+"""The static files of the console: access, security headers, and no references to other origins."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from bankfull.serve.app import create_app
 from bankfull.serve.batch.input import ENDPOINTS
 from bankfull.serve.console.pages import FOLDER, HEADERS, INDEX, PAGES, PREFIX
 from bankfull.serve.console.state import console_routes
-from bankfull.serve.guard.checks import open_doors
+from bankfull.serve.guard.checks import access_policy
 from bankfull.serve.guard.keys import Keyring, new_key
 from bankfull.serve.guard.layers import fortify
-from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.watch import WatchedBackend
 from tests.serve.scripted import Scripted, scripted_texts, settings
 from tests.serve.server import served
@@ -32,17 +32,17 @@ _, KEY = new_key("alice")
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A server that asks for a key."""
-    keyring, metrics, chosen = Keyring((KEY,)), Metrics(), settings()
+    """A server that requires a key."""
+    keyring, metrics, chosen = Keyring((KEY,)), ServiceMetrics(), settings()
     backend = WatchedBackend(Scripted(), metrics, keyring)
     app = create_app(backend, scripted_texts(), chosen)
     app.router.routes.extend(console_routes(backend, metrics, backend.lines, chosen))
-    with served(fortify(app, backend, open_doors(keyring, host="127.0.0.1"), metrics)) as address:
+    with served(fortify(app, backend, access_policy(keyring, host="127.0.0.1"), metrics)) as address:
         yield address
 
 
 @pytest.mark.parametrize("path", PAGES)
-def test_a_page_needs_no_key_and_comes_with_a_strict_policy(url: str, path: str) -> None:
+def test_a_page_needs_no_key_and_has_a_strict_policy(url: str, path: str) -> None:
     answer = httpx.get(url + path)
     assert answer.status_code == 200 and answer.content == PAGES[path].body
     assert HEADERS.items() <= dict(answer.headers).items()
@@ -52,7 +52,7 @@ def test_a_page_needs_no_key_and_comes_with_a_strict_policy(url: str, path: str)
     assert httpx.post(url + path).status_code == 405
 
 
-def test_the_policy_leaves_nothing_but_our_own_files_and_calls() -> None:
+def test_the_policy_allows_only_own_files_and_calls() -> None:
     policy = dict(part.strip().split(" ", 1) for part in HEADERS["content-security-policy"].split(";"))
     assert policy.pop("default-src") == "'none'"
     own = {name for name, allowed in policy.items() if allowed == "'self'"}
@@ -62,11 +62,11 @@ def test_the_policy_leaves_nothing_but_our_own_files_and_calls() -> None:
     assert {name: policy[name] for name in policy.keys() - own} == closed
 
 
-def test_strangers_get_the_pages_and_nothing_else(url: str) -> None:
+def test_callers_without_a_key_get_only_the_pages(url: str) -> None:
     for path in ("/console/state", "/console", "/console/", "/console/nothing.js", "/console/../metrics", "/main.js"):
         assert httpx.get(url + path).status_code == 401, path
     foreign = {"host": "attacker.example.com"}
-    assert httpx.get(url + "/", headers=foreign).status_code == 421, "a page under a stranger's name could ask us"
+    assert httpx.get(url + "/", headers=foreign).status_code == 421, "a page on a foreign host could call the server"
 
 
 def test_every_file_is_served_and_they_are_small() -> None:
@@ -76,7 +76,7 @@ def test_every_file_is_served_and_they_are_small() -> None:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_file_names_no_place_outside_and_makes_no_markup(name: str) -> None:
+def test_a_file_refers_to_no_other_origin_and_creates_no_markup(name: str) -> None:
     text = TEXTS[name].replace(NAMESPACE, "")
     assert re.findall(r"(?:[a-z]+:)?//[a-z0-9]", re.sub(r"^\s*//.*$", "", text, flags=re.MULTILINE)) == []
     assert "@import" not in text and "url(" not in text
@@ -89,7 +89,7 @@ def test_a_file_names_no_place_outside_and_makes_no_markup(name: str) -> None:
 def test_modules_import_what_others_export(name: str) -> None:
     for names, module in re.findall(r"import \{ ([^}]+) \} from \"\./([a-z]+\.js)\"", TEXTS[name]):
         exported = set(re.findall(r"^export (?:async )?(?:function\*?|class|const) (\w+)", TEXTS[module], re.MULTILINE))
-        assert {part.strip() for part in names.split(",")} <= exported, f"{name} wants more of {module}"
+        assert {part.strip() for part in names.split(",")} <= exported, f"{name} imports a missing name from {module}"
     assert re.findall(r"\bfrom \"(?!\./)", TEXTS[name]) == []
 
 
@@ -117,18 +117,18 @@ class Reader(HTMLParser):
         self._label -= tag == "label"
 
 
-def test_the_page_holds_together() -> None:
+def test_ids_labels_and_links_of_the_page_are_consistent() -> None:
     page = Reader()
-    assert len(page.ids) == len(set(page.ids)), "an id is there twice"
-    assert page.unnamed == [], "fields without a label"
+    assert len(page.ids) == len(set(page.ids)), "duplicate ids"
+    assert page.unnamed == [], "fields without labels"
     inside = {address for address in page.addresses if not address.startswith("#")}
     assert inside <= set(PAGES)
     assert {address[1:] for address in page.addresses if address.startswith("#")} <= set(page.ids)
     wanted = {found for name in SCRIPTS for found in re.findall(r"find\(\"#([\w-]+)", TEXTS[name])}
-    assert wanted - set(page.ids) == set(), "scripts look for what is not there"
+    assert wanted - set(page.ids) == set(), "scripts use ids that do not exist"
 
 
-def test_the_page_offers_what_the_api_takes() -> None:
+def test_the_page_offers_the_parameters_of_the_api() -> None:
     block = re.search(r"<select id=\"endpoint\">(.*?)</select>", TEXTS[INDEX], re.DOTALL)
     assert block is not None and sorted(re.findall(r"<option>(.*?)</option>", block[1])) == sorted(ENDPOINTS)
     numbers = re.search(r"const NUMBERS = \[(.*?)\]", TEXTS["chat.js"], re.DOTALL)
@@ -137,7 +137,7 @@ def test_the_page_offers_what_the_api_takes() -> None:
     assert set(names) <= set(ChatCall.__struct_fields__) and set(names) <= set(Reader().ids)
 
 
-def test_the_page_about_it_has_its_pictures_and_they_are_small() -> None:
+def test_the_pictures_of_the_documentation_exist_and_are_small() -> None:
     page = (DOCS / "console.md").read_text()
     shown = set(re.findall(r"!\[[^\]]+\]\((console-[a-z]+-(?:light|dark)\.png)\)", page))
     assert {name.split("-")[1] for name in shown} == {"chat", "phone", "live", "requests", "batches"}

@@ -1,4 +1,4 @@
-"""What the console is told: counters, time lines beside their limits, and of other keys' requests nothing."""
+"""The state document of the console: counters, time lines with their limits, and no requests of other keys."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ from bankfull.sample.params import SamplingParams
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.app import create_app
 from bankfull.serve.console.state import SHOWN_RUNNING, ConsoleState, console_routes
-from bankfull.serve.console.timelines import REMEMBERED, REMEMBERED_LINES, Line, OpenLine, TimeLines, least_seconds
+from bankfull.serve.console.timelines import (
+    KEPT_BATCH_LINES,
+    KEPT_REQUESTS,
+    OpenLine,
+    TimeLine,
+    TimeLines,
+    least_seconds,
+)
 from bankfull.serve.engine.backend import EngineDied
 from bankfull.serve.engine.wire import Done, Facts, Load, Piece
-from bankfull.serve.guard.checks import open_doors
+from bankfull.serve.guard.checks import access_policy
 from bankfull.serve.guard.keys import Keyring, new_key
 from bankfull.serve.guard.layers import fortify
-from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.trace import Trace, during
 from bankfull.serve.telemetry.watch import WatchedBackend
 from tests.serve.scripted import Scripted, scripted_texts, settings
@@ -40,7 +47,7 @@ def load(steps: int, decode_bytes: float = 0.0, prompt_flops: float = 0.0) -> Lo
 
 
 class Steps:
-    """A backend whose steps a test makes, each with the counters after it, at times that the test sets."""
+    """A backend whose steps, counters and times the test sets."""
 
     ready = True
     says = ""
@@ -78,13 +85,13 @@ def piece(count: int = 1, finish: str | None = None) -> Piece:
 
 
 def watched(steps: Any) -> WatchedBackend:
-    backend = WatchedBackend(steps, Metrics(), Keyring())
+    backend = WatchedBackend(steps, ServiceMetrics(), Keyring())
     backend.lines = TimeLines(steps, clock=lambda: steps.now)
     return backend
 
 
-def only(backend: WatchedBackend) -> Line:
-    state = ConsoleState(backend, Metrics(), backend.lines, settings()).after(0)
+def only(backend: WatchedBackend) -> TimeLine:
+    state = ConsoleState(backend, ServiceMetrics(), backend.lines, settings()).after(0)
     assert len(state.requests) == 1
     return state.requests[0]
 
@@ -96,7 +103,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     return made
 
 
-def test_a_request_is_followed_from_its_arrival_to_its_end_beside_its_limits(steps: Steps) -> None:
+def test_a_time_line_covers_a_request_from_arrival_to_end_with_its_limits(steps: Steps) -> None:
     async def follow() -> None:
         backend = watched(steps)
         with during(Trace("req-1", "POST", "/v1/completions", steps.now - 0.5)):
@@ -124,7 +131,7 @@ def test_a_request_is_followed_from_its_arrival_to_its_end_beside_its_limits(ste
     asyncio.run(follow())
 
 
-def test_without_a_ceiling_of_arithmetic_memory_alone_is_the_limit() -> None:
+def test_without_a_compute_ceiling_bandwidth_is_the_limit() -> None:
     before, after = load(1), load(2, 50.0, 1500.0)
     known = {"read_bytes_per_s": 100.0}
     assert least_seconds(before, after, known) == least_seconds(before, after, {**known, "flops": 1e30})
@@ -148,14 +155,14 @@ def test_without_ceilings_there_are_times_but_no_limits(steps: Steps) -> None:
     asyncio.run(follow())
 
 
-def test_the_limit_of_steps_is_that_of_each_kind_and_unknown_after_a_restart() -> None:
+def test_the_limit_sums_both_kinds_of_steps_and_is_unknown_after_a_restart() -> None:
     before, after = load(10, decode_bytes=100.0), load(12, decode_bytes=300.0, prompt_flops=500.0)
     assert least_seconds(before, after, CEILINGS) == 200 / 100 + 500 / 1000
     assert least_seconds(after, load(3), CEILINGS) is None
     assert least_seconds(before, None, CEILINGS) is None
 
 
-def test_who_leaves_and_whose_engine_dies_is_told_as_such() -> None:
+def test_disconnects_and_engine_crashes_are_reported_as_such() -> None:
     async def leave(error: Exception | None) -> str:
         steps = Steps()
         backend = watched(steps)
@@ -175,7 +182,7 @@ def test_who_leaves_and_whose_engine_dies_is_told_as_such() -> None:
     assert asyncio.run(leave(EngineDied("dead"))) == "EngineDied"
 
 
-def test_a_request_that_is_let_go_of_is_not_shown_for_ever() -> None:
+def test_a_dropped_request_disappears() -> None:
     async def drop() -> None:
         backend = watched(Steps())
         with during(Trace("req-1", "POST", "/", 0.0)):
@@ -188,65 +195,65 @@ def test_a_request_that_is_let_go_of_is_not_shown_for_ever() -> None:
     asyncio.run(drop())
 
 
-def test_the_document_is_bounded_and_tells_only_what_is_new() -> None:
+def test_the_document_is_bounded_and_contains_only_new_requests() -> None:
     steps = Steps()
     backend = watched(steps)
     lines = backend.lines
-    endpoint = ConsoleState(backend, Metrics(), lines, settings())
-    opened = [lines.open(Trace("x" * 500, "POST", "/" * 500, 0.0), 1) for _ in range(3 * REMEMBERED)]
-    batch = [lines.open(Trace("", "POST", "/v1/completions", 0.0), 1, batch=True) for _ in range(3 * REMEMBERED)]
+    endpoint = ConsoleState(backend, ServiceMetrics(), lines, settings())
+    opened = [lines.open(Trace("x" * 500, "POST", "/" * 500, 0.0), 1) for _ in range(3 * KEPT_REQUESTS)]
+    batch = [lines.open(Trace("", "POST", "/v1/completions", 0.0), 1, batch=True) for _ in range(3 * KEPT_REQUESTS)]
     assert len(endpoint.after(0).requests) == SHOWN_RUNNING
     for line in [*opened, *batch]:
         line.end(Done(1, 0.0, None, 1.0, 0, 0))
     state = endpoint.after(0)
-    assert len(state.requests) == REMEMBERED + REMEMBERED_LINES
-    assert sum(line.batch for line in state.requests) == REMEMBERED_LINES
+    assert len(state.requests) == KEPT_REQUESTS + KEPT_BATCH_LINES
+    assert sum(line.batch for line in state.requests) == KEPT_BATCH_LINES
     encoded = msgspec.json.encode(state)
     assert len(encoded) < 250_000 and b"/secret/path" not in encoded
     assert endpoint.after(state.last).requests == [] and endpoint.after(state.last).last == state.last
-    empty = ConsoleState(backend, Metrics(), TimeLines(backend), settings())
+    empty = ConsoleState(backend, ServiceMetrics(), TimeLines(backend), settings())
     again, nothing = work_of(lambda: endpoint.after(state.last)), work_of(lambda: empty.after(0))
-    assert again < nothing + 50, "what was told costs nothing more"
+    assert again < nothing + 50, "requests that were sent once are not sent again"
 
 
 @pytest.fixture(scope="module")
 def url() -> Any:
-    keyring, metrics, chosen = Keyring((ALICE_KEY, BOB_KEY, ROOT_KEY)), Metrics(), settings()
+    keyring, metrics, chosen = Keyring((ALICE_KEY, BOB_KEY, ROOT_KEY)), ServiceMetrics(), settings()
     backend = WatchedBackend(Scripted(["Hello", " world"]), metrics, keyring)
     app = create_app(backend, scripted_texts(), chosen)
     app.router.routes.extend(console_routes(backend, metrics, backend.lines, chosen))
-    with served(fortify(app, backend, open_doors(keyring, host="127.0.0.1"), metrics)) as address:
+    with served(fortify(app, backend, access_policy(keyring, host="127.0.0.1"), metrics)) as address:
         yield address
 
 
-def asked(url: str, key: str, **parameters: object) -> httpx.Response:
+def get_state(url: str, key: str, **parameters: object) -> httpx.Response:
     return httpx.get(url + "/console/state", params=parameters, headers={"x-api-key": key})  # type: ignore[arg-type]
 
 
-def test_a_key_sees_its_own_requests_and_an_admin_everybodys(url: str) -> None:
+def test_a_key_sees_its_own_requests_and_an_admin_sees_all(url: str) -> None:
     for key, name in ((ALICE, "from-alice"), (BOB, "from-bob")):
         body = {"model": "tiny", "prompt": "x", "stream": name == "from-bob"}
         headers = {"x-api-key": key, "x-request-id": name}
         assert httpx.post(url + "/v1/completions", json=body, headers=headers).status_code == 200
 
     def seen(key: str) -> set[tuple[str, str]]:
-        return {(line["id"], line["key"]) for line in asked(url, key).json()["requests"]}
+        return {(line["id"], line["key"]) for line in get_state(url, key).json()["requests"]}
 
     assert seen(ALICE) == {("from-alice", "alice")} and seen(BOB) == {("from-bob", "bob")}
     assert seen(ROOT) == {("from-alice", "alice"), ("from-bob", "bob")}
 
 
-def test_watching_does_not_use_up_what_a_key_may_ask(url: str) -> None:
+def test_polling_is_not_charged_to_the_rate_limit(url: str) -> None:
     for _ in range(5):
-        assert asked(url, ALICE).status_code == 200
-    state = asked(url, ALICE).json()
+        assert get_state(url, ALICE).status_code == 200
+    state = get_state(url, ALICE).json()
     assert state["ready"] is True and state["model"] == "tiny" and "name" not in state["facts"]
-    assert asked(url, ALICE).headers["cache-control"] == "no-store"
+    assert get_state(url, ALICE).headers["cache-control"] == "no-store"
 
 
 @pytest.mark.parametrize("after", ["-1", "x", "1.5", "9" * 40, "١"])
-def test_nonsense_is_refused_in_a_sentence(url: str, after: str) -> None:
-    answer = asked(url, BOB, after=after)
+def test_an_invalid_query_is_refused_in_a_sentence(url: str, after: str) -> None:
+    answer = get_state(url, BOB, after=after)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "after"
 
 
@@ -263,21 +270,21 @@ def test_lines_of_batches_are_marked() -> None:
 
 
 @pytest.mark.parametrize("ends_well", [True, False])
-def test_tokens_are_summed_up_without_a_call_per_token(monkeypatch: pytest.MonkeyPatch, ends_well: bool) -> None:
-    """The line hears of the first tokens and of the end; the trace has the sum, whatever the end."""
-    told: list[str] = []
+def test_tokens_are_summed_without_a_call_per_token(monkeypatch: pytest.MonkeyPatch, ends_well: bool) -> None:
+    """The line is updated at the first tokens and at the end; the trace gets the sum in every case."""
+    calls: list[str] = []
     for name in ("begin", "end", "fail"):
-        heard = getattr(OpenLine, name)
+        original = getattr(OpenLine, name)
 
-        def spy(line: OpenLine, *given: Any, name: str = name, heard: Any = heard) -> None:
-            told.append(name)
-            heard(line, *given)
+        def spy(line: OpenLine, *given: Any, name: str = name, original: Any = original) -> None:
+            calls.append(name)
+            original(line, *given)
 
         monkeypatch.setattr(OpenLine, name, spy)
 
-    async def use() -> Line:
+    async def use() -> TimeLine:
         backend, trace = Steps(), Trace("id", "POST", "/x", 100.0)
-        watched = WatchedBackend(backend, Metrics(), Keyring())  # type: ignore[arg-type]
+        watched = WatchedBackend(backend, ServiceMetrics(), Keyring())  # type: ignore[arg-type]
         for number in range(50):
             backend.step(0.1, [Piece(1, 0, "ab", [5, 6])], load(number + 1))
         backend.step(0.1, [Piece(1, 0, "c", [7], finish="stop"), Done(1, 0.0, 0.1, 5.1, 0, 101)], load(51))
@@ -291,5 +298,5 @@ def test_tokens_are_summed_up_without_a_call_per_token(monkeypatch: pytest.Monke
         return line
 
     line = asyncio.run(use())
-    assert told == (["begin", "end"] if ends_well else ["begin", "fail"])
+    assert calls == (["begin", "end"] if ends_well else ["begin", "fail"])
     assert (line.output_tokens, line.outcome) == ((101, "stop") if ends_well else (100, "left"))

@@ -1,7 +1,7 @@
-"""The whole service in a process of its own, so that a test's own work does not hold up its event loop.
+"""The whole service in its own process, so that the work of a test does not delay its event loop.
 
-`python -m tests.serve.guarded MODEL KEYFILE` prints its port. /turn tells the most work that the event loop did in one
-turn since somebody last asked.
+`python -m tests.serve.guarded MODEL KEYFILE` prints its port. /turn returns the most work in one iteration of the event
+loop since the last query.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ TURN = asyncio.BaseEventLoop._run_once.__code__  # type: ignore[attr-defined]
 
 
 class Watchdog:
-    """Counts the calls of the event loop's thread, turn by turn. A turn is all that the loop does before it looks for
-    news again: what one request makes long, every other request waits for."""
+    """Counts function calls on the event loop's thread per iteration. An iteration is all that the loop does before it
+    polls for events again, so every other request waits for it."""
 
     def __init__(self) -> None:
         self._turn = self.longest = 0
 
     def watch(self) -> None:
-        """Of the thread that calls it, from now on."""
+        """Count the calls of the current thread from now on."""
         sys.setprofile(self._note)
 
     def _note(self, frame: FrameType, event: str, called: object) -> None:
@@ -53,16 +53,16 @@ def main(model: str, key_file: str) -> None:
     from bankfull.serve.api.texts import Texts
     from bankfull.serve.app import create_app
     from bankfull.serve.engine.link import Link
-    from bankfull.serve.guard.checks import GuardLimits, open_doors
+    from bankfull.serve.guard.checks import GuardLimits, access_policy
     from bankfull.serve.guard.keys import Keyring
     from bankfull.serve.guard.layers import fortify
     from bankfull.serve.guard.listen import uvicorn_config
     from bankfull.serve.settings import Settings
-    from bankfull.serve.telemetry.metrics import Metrics
+    from bankfull.serve.telemetry.metrics import ServiceMetrics
     from bankfull.serve.telemetry.watch import WatchedBackend
 
     link = Link(model, {"dtype": "float32", "rows": 8, "memory": "8MiB"})
-    keyring, metrics, watchdog = Keyring(file=Path(key_file)), Metrics(), Watchdog()
+    keyring, metrics, watchdog = Keyring(file=Path(key_file)), ServiceMetrics(), Watchdog()
     backend = WatchedBackend(link, metrics, keyring)
 
     async def turn(request: Request) -> JSONResponse:
@@ -80,7 +80,7 @@ def main(model: str, key_file: str) -> None:
     app = create_app(backend, Texts.open(model), Settings(names=("tiny",)), lifespan=lifespan)
     app.add_route("/turn", turn)
     limits = GuardLimits(body_seconds=1.0, body_bytes=4 << 20)
-    guarded = fortify(app, backend, open_doors(keyring, host="127.0.0.1"), metrics, limits=limits)
+    guarded = fortify(app, backend, access_policy(keyring, host="127.0.0.1"), metrics, limits=limits)
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
     asyncio.run(uvicorn.Server(uvicorn_config(guarded, "127.0.0.1", 0)).serve([listening]))
@@ -88,7 +88,7 @@ def main(model: str, key_file: str) -> None:
 
 @contextmanager
 def guarded_service(model: Path, key_file: Path) -> Iterator[tuple[int, int]]:
-    """Its port and its process id."""
+    """The port and the process id."""
     options = ["-O"] if sys.flags.optimize else []
     command = [sys.executable, *options, "-m", "tests.serve.guarded", str(model), str(key_file)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])

@@ -23,8 +23,9 @@ class Listening:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def say(self, request: bytes, *, pause: float = 0.0, timeout: float = 60.0) -> bytes:
-        """Bytes as they are, in two halves when there is a pause; all that comes back until the other side closes."""
+    def send(self, request: bytes, *, pause: float = 0.0, timeout: float = 60.0) -> bytes:
+        """Send raw bytes, in two halves if there is a pause; return everything received until the server closes the
+        connection."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=timeout) as connection:
             if pause:
                 connection.sendall(request[: len(request) // 2])
@@ -39,7 +40,7 @@ class Listening:
 
 @contextmanager
 def listening(app: Any, **options: Any) -> Iterator[Listening]:
-    """Serves on a port of the system's choice until the end of the block."""
+    """Serve on a free port until the end of the block."""
     server_socket = socket.socket()
     server_socket.bind(("127.0.0.1", 0))
     served = Listening(server_socket.getsockname()[1])

@@ -23,12 +23,12 @@ import pytest
 
 from bankfull.serve.app import create_app
 from bankfull.serve.engine.backend import STOPPED, Unavailable
-from bankfull.serve.guard.checks import open_doors
+from bankfull.serve.guard.checks import access_policy
 from bankfull.serve.guard.keys import Keyring, new_key
 from bankfull.serve.guard.layers import fortify
-from bankfull.serve.guard.reloads import Reloads
+from bankfull.serve.guard.reload import Reloader
 from bankfull.serve.guard.running import Running
-from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.watch import WatchedBackend
 from tests.serve.batch.test_batches import client_at, line, submit
 from tests.serve.batch_app import RandomHandler, batch_app
@@ -58,12 +58,12 @@ class House:
     """The whole application over a scripted engine, as it runs."""
 
     def __init__(self, inner: Scripted, keyring: Keyring | None = None) -> None:
-        self.inner, self.metrics, self.running = inner, Metrics(), Running()
+        self.inner, self.metrics, self.running = inner, ServiceMetrics(), Running()
         keyring = keyring or Keyring()
         backend = WatchedBackend(inner, self.metrics, keyring)
         app = create_app(backend, scripted_texts(), settings())
-        doors = open_doors(keyring, host="127.0.0.1")
-        self.app = fortify(app, backend, doors, self.metrics, running=self.running)
+        access = access_policy(keyring, host="127.0.0.1")
+        self.app = fortify(app, backend, access, self.metrics, running=self.running)
         self.loop: asyncio.AbstractEventLoop | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -167,7 +167,7 @@ def test_calls_of_a_key_that_is_taken_out_end_and_those_of_others_go_on(tmp_path
     async def end_work(owners: Any) -> None:
         ended.extend(owners)
 
-    reloads = Reloads(keyring, None, house.running, end_work)
+    reloader = Reloader(keyring, None, house.running, end_work)
     with (
         listening(house) as server,
         open_stream(server.url, "/v1/completions", {"x-api-key": alice}) as first,
@@ -178,19 +178,19 @@ def test_calls_of_a_key_that_is_taken_out_end_and_those_of_others_go_on(tmp_path
         file.write_text("")  # an editor begins to write it
         os.utime(file, ns=(1, 1))
         clock.now += 5
-        house.do(reloads.look)
-        assert len(keyring._leaving) == 2
+        house.do(reloader.reload)
+        assert len(keyring._pending_removal) == 2
         file.write_text(f"{bob_key.line}\n")
         os.utime(file, ns=(2, 2))
         clock.now += 5
-        house.do(reloads.look)
+        house.do(reloader.reload)
         clock.now += 5
-        house.do(reloads.look)
+        house.do(reloader.reload)
         rest = b"".join(firsts)
-        assert b"invalid_api_key" in rest and b"taken out" in rest and rest.endswith(b"data: [DONE]\n\n")
+        assert b"invalid_api_key" in rest and b"revoked" in rest and rest.endswith(b"data: [DONE]\n\n")
         whole = b"".join(seconds)
         assert b"error" not in whole and b'"finish_reason":"stop"' in whole
-    assert reloads._gone == {"alice"}
+    assert reloader._revoked == {"alice"}
 
 
 def test_a_key_is_gone_when_the_file_has_settled_and_at_once_when_somebody_says_so(tmp_path: Path) -> None:
@@ -208,25 +208,25 @@ def test_a_key_is_gone_when_the_file_has_settled_and_at_once_when_somebody_says_
 
     write(bob.line)
     clock.now += 3
-    keyring.look()
+    keyring.reload()
     assert told == [], "it may be in the middle of being written"
     write(alice.line, bob.line)
     clock.now += 3
-    keyring.look()
+    keyring.reload()
     clock.now += 3
-    keyring.look()
+    keyring.reload()
     assert told == [], "and it was"
     write(bob.line)
     clock.now += 3
-    keyring.look()
+    keyring.reload()
     clock.now += 3
-    keyring.look()
+    keyring.reload()
     assert told == [{"alice"}]
     clock.now += 3
-    keyring.look()
+    keyring.reload()
     assert told == [{"alice"}], "once"
     write(new_key("bob")[1].line)
-    keyring.look(final=True)
+    keyring.reload(force=True)
     assert told == [{"alice"}, {"bob"}], "another key with the same name"
 
 

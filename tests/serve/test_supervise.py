@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from bankfull.serve.app import create_app
 from bankfull.serve.supervise import CALM_SECONDS, FIRST_PAUSE, LONGEST_PAUSE, Supervisor
-from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.metrics import ServiceMetrics
 from tests.serve.scripted import Scripted, scripted_texts, settings
 
 
@@ -154,7 +154,7 @@ def test_readiness_and_metrics_tell_of_a_failing_task() -> None:
         await asyncio.Event().wait()
 
     backend, supervisor = Scripted(), Supervisor(sleep=for_ever)
-    metrics = Metrics("tiny", supervisor=supervisor)
+    metrics = ServiceMetrics("tiny", supervisor=supervisor)
     app = create_app(backend, scripted_texts(), settings(), supervisor=supervisor)
     with TestClient(app) as client:
         assert client.get("/ready").status_code == 200

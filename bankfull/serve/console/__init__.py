@@ -1,1 +1,2 @@
-"""The web page at `/`: chat, live charts, requests and batches. Static files, and one document that they ask for."""
+"""The web console at `/`: chat, live charts, requests and batches. Static files, and the state document that they
+poll."""

@@ -1,8 +1,7 @@
-"""The console's static files, with headers that leave a browser no way out: nothing is loaded from elsewhere, nothing
-is sent elsewhere, no text becomes markup or code, and no other page may frame it.
+"""The static files of the console. Their headers forbid the browser to load from or send to other origins, to turn text
+into markup or code, and to show the page in a frame.
 
-They hold no secrets and are served without a key; all that they show they ask the API for, with the key that the user
-types in.
+The files contain no secrets and need no API key. All data comes from the API, with the key that the user enters.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ FOLDER = Path(__file__).parent / "static"
 INDEX = "index.html"
 PREFIX = "/console/"
 STATE_PATH = PREFIX + "state"
-"""What the pages ask for every second; not one of them."""
+"""The state document that the pages poll every second; it is not a static file."""
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
@@ -38,16 +37,16 @@ HEADERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class StaticFile:
     body: bytes
     kind: str
     tag: str
-    """Of this content: a browser that has it already is told so."""
+    """ETag of the content; a browser that has it gets 304."""
 
 
-def _read(file: Path) -> Page:
+def _read(file: Path) -> StaticFile:
     body = file.read_bytes()
-    return Page(body, TYPES[file.suffix], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+    return StaticFile(body, TYPES[file.suffix], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
 
 
 PAGES = {
@@ -55,7 +54,7 @@ PAGES = {
     for file in sorted(FOLDER.iterdir())
     if file.suffix in TYPES
 }
-"""By path. Read once: they are few and small."""
+"""The static files by path, read once because they are few and small."""
 
 
 async def show(request: Request) -> Response:

@@ -1,6 +1,7 @@
-"""What the console asks for every second: one bounded document of the engine's counters and the requests' time lines.
+"""The state document that the console polls every second: the engine's counters and the time lines of requests, bounded
+in size.
 
-Whoever may call the API may read it. A key sees its own requests; one with `admin` sees everybody's.
+Every API key may read it. A key sees its own requests; a key with `admin` sees all.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from starlette.routing import Route
 from bankfull import __version__
 from bankfull.serve.api.errors import Refusal
 from bankfull.serve.console.pages import STATE_PATH, page_routes
-from bankfull.serve.console.timelines import Line, TimeLines
+from bankfull.serve.console.timelines import TimeLine, TimeLines
 from bankfull.serve.engine.backend import Backend
 from bankfull.serve.engine.wire import Facts
 from bankfull.serve.settings import Settings
-from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.trace import current_trace
 
 SHOWN_RUNNING = 100
@@ -30,26 +31,26 @@ FRESH = {"cache-control": "no-store"}
 class State(msgspec.Struct):
     version: str
     started: int
-    """Changes with the server: what was told by another one is void."""
+    """Start time of the server; data of an earlier server is stale."""
     clock: float
-    """Seconds, for rates between two answers."""
+    """Monotonic seconds, for rates between two documents."""
     ready: bool
     model: str
     facts: dict[str, Any] | None
     load: dict[str, Any] | None
-    """The engine's counters by name; None while there is no engine, or before its first step."""
+    """The engine's counters by name; None without an engine or before its first step."""
     prompt_tokens: float
     generation_tokens: float
-    requests: list[Line]
-    """Those who run (the first few), and those who ended after the number asked for."""
+    requests: list[TimeLine]
+    """The first SHOWN_RUNNING running requests, and those that ended after the number in the query."""
     last: int
-    """The number to ask for next."""
+    """The number for the next query."""
 
 
 class ConsoleState:
-    """The endpoint."""
+    """The endpoint of the state document."""
 
-    def __init__(self, backend: Backend, metrics: Metrics, lines: TimeLines, settings: Settings) -> None:
+    def __init__(self, backend: Backend, metrics: ServiceMetrics, lines: TimeLines, settings: Settings) -> None:
         self._backend, self._metrics, self._lines, self._settings = backend, metrics, lines, settings
 
     async def show(self, request: Request) -> Response:
@@ -60,13 +61,13 @@ class ConsoleState:
         backend, metrics = self._backend, self._metrics
         trace = current_trace()
         key = None if trace is None else trace.key
-        everybody = key is None or key.admin  # without a key there are no others: all are nobody
+        all_keys = key is None or key.admin  # without keys, all requests belong to the same caller
         own = None if key is None else key.name
-        running = [line for line in self._lines.running() if everybody or line.key == own]
+        running = [line for line in self._lines.running() if all_keys or line.key == own]
         shown = [line.show() for line in running[:SHOWN_RUNNING]]
         ended = list(self._lines.ended_after(number))
         last = max((line.number for line in ended), default=number)
-        shown += [line for line in ended if everybody or line.key == own]
+        shown += [line for line in ended if all_keys or line.key == own]
         facts, load = backend.facts, backend.load
         return State(
             __version__,
@@ -74,7 +75,7 @@ class ConsoleState:
             time.monotonic(),
             backend.ready,
             self._settings.names[0],
-            None if facts is None else _told(facts),
+            None if facts is None else _public(facts),
             None if load is None else msgspec.structs.asdict(load),
             sum(metrics.prompt_tokens.values.values()),
             sum(metrics.generation_tokens.values.values()),
@@ -83,20 +84,20 @@ class ConsoleState:
         )
 
 
-def _told(facts: Facts) -> dict[str, Any]:
-    """All but the model's name, which may be a path of this machine."""
-    told = msgspec.structs.asdict(facts)
-    del told["name"]
-    return told
+def _public(facts: Facts) -> dict[str, Any]:
+    """All facts except the model's name, which may be a path on this machine."""
+    public = msgspec.structs.asdict(facts)
+    del public["name"]
+    return public
 
 
 def _number(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 16):
-        raise Refusal("after must be a number that an earlier answer gave as `last`.", param="after")
+        raise Refusal("after must be the `last` of an earlier response.", param="after")
     return int(text)
 
 
-def console_routes(backend: Backend, metrics: Metrics, lines: TimeLines, settings: Settings) -> list[Route]:
-    """All of the console."""
+def console_routes(backend: Backend, metrics: ServiceMetrics, lines: TimeLines, settings: Settings) -> list[Route]:
+    """All routes of the console."""
     state = ConsoleState(backend, metrics, lines, settings)
     return [*page_routes(), Route(STATE_PATH, state.show, methods=["GET"])]

@@ -31,7 +31,7 @@ from bankfull.serve.data.store import (
     reconcile_contents,
     set_aside,
 )
-from bankfull.serve.guard.keys import NAME_OF_KEY
+from bankfull.serve.guard.keys import KEY_NAME
 
 SHOWN = 5
 
@@ -103,7 +103,7 @@ def adopt(folder: Path, what: Sequence[str], owner: str) -> list[str]:
     """Give the files and batches of owners, and files in `set-aside`, to another owner. Return one sentence for
     each."""
     _require_data_folder(folder)
-    if owner and (NAME_OF_KEY.fullmatch(owner) is None or POSITIONAL_OWNER.fullmatch(owner)):
+    if owner and (KEY_NAME.fullmatch(owner) is None or POSITIONAL_OWNER.fullmatch(owner)):
         raise ConfigError(f"No key can have the name {owner!r}; use a name from the key file or the log.")
     store = Store(folder)
     try:

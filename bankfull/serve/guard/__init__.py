@@ -1,1 +1,1 @@
-"""Connections, TLS, API keys, and the checks that a request passes before an endpoint sees it."""
+"""Connections, TLS, API keys, and the checks that a request passes before an endpoint handles it."""

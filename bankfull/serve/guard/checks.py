@@ -1,8 +1,8 @@
-"""What a request must be like before any endpoint sees it: for us (Host), not from a stranger's web page (Origin), of a
-bounded size that arrives in bounded time, and from somebody who may ask (keys).
+"""Checks on every request before an endpoint handles it: the Host header is ours (DNS rebinding), the Origin is allowed
+(CSRF), the body is of bounded size and arrives in bounded time, and the API key is valid.
 
-A layer of plain ASGI. The body of a call is read here, whole, after its key was checked; only uploads are passed on as
-they come. So no endpoint ever waits for a slow sender, and strangers fill no memory.
+This is a plain ASGI layer. It reads the whole body of a call after checking the key, and passes on only uploads as they
+arrive. So no endpoint waits for a slow sender, and clients without a key fill no memory.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ Headers = list[tuple[bytes, bytes]]
 
 OPEN_PATHS = frozenset({"/live", "/ready", *PAGES})
 UNCHARGED_PATHS = frozenset({STATE_PATH})
-"""Cheap, and asked every second by whoever has the console open: that must not use up what a key may ask."""
+"""Not charged to the key's rate limit: these are cheap, and an open console requests them every second."""
 ADMIN_PATHS = frozenset({"/reset_prefix_cache"})
 PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})
-"""Answered on a connection of the reserve, too."""
+"""Also served on connections of the reserve."""
 UPLOAD_PATH = "/v1/files"
-LINGER_SECONDS = 2.0
+DRAIN_SECONDS = 2.0
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 ANY = "*"
-# What a browser may be told of an allowed origin's request. Credentials are never among it: keys travel in headers.
+# CORS headers for allowed origins. Credentials are never allowed: API keys travel in headers.
 _CORS_METHODS = b"GET, POST, DELETE, OPTIONS"
 _CORS_EXPOSED = b"x-request-id, retry-after"
 _CORS_SECONDS = b"600"
@@ -52,28 +52,29 @@ class GuardLimits:
     upload_bytes: int = 520 << 20
     upload_seconds: float = 1800.0
     upload_pause_seconds: float = 30.0
-    """Between two pieces of an upload."""
+    """Longest pause between two parts of an upload."""
     waiting_bytes: int = 512 << 20
-    """Of all bodies together that are being read."""
+    """Bytes of all bodies that are being read at the same time."""
     header_count: int = 100
     header_bytes: int = 32 << 10
     path_bytes: int = 8 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Doors:
-    """Who may come in, and from where."""
+class AccessPolicy:
+    """Which keys, hosts and origins may call the server."""
 
     keyring: Keyring
     hosts: frozenset[str]
-    """Names that a Host header may have; with ANY in it, it is not looked at."""
+    """Allowed names in the Host header; ANY turns the check off."""
     origins: frozenset[str] = frozenset()
-    """Web pages that may call us, such as https://app.example.org; none by default."""
+    """Origins of web pages that may call the server, such as https://app.example.org; none by default."""
     share_prefixes: bool = False
-    """One key's requests may be quicker for what another key's have left in the cache, which tells it about them."""
+    """Whether keys share the prefix cache. A key can then learn from response times what prompts other keys have
+    sent."""
 
 
-def open_doors(
+def access_policy(
     keyring: Keyring,
     *,
     host: str,
@@ -81,25 +82,27 @@ def open_doors(
     hosts: Iterable[str] = (),
     origins: Iterable[str] = (),
     share_prefixes: bool = False,
-) -> Doors:
-    """Checks that nobody opens more than they meant to."""
+) -> AccessPolicy:
+    """Build the policy, and refuse a combination that opens the server by accident."""
     if not keyring.required and not no_auth and not is_loopback(host):
         raise ConfigError(
-            f"{host or 'Every address'} can be reached from other machines; give --api-key-file, set BANKFULL_API_KEY, "
-            "or say --no-auth to let everybody in."
+            f"{host or 'Every address'} can be reached from other machines; pass --api-key-file, set "
+            "BANKFULL_API_KEY, or pass --no-auth to allow everyone."
         )
     if keyring.required and no_auth:
-        raise ConfigError("--no-auth contradicts the API keys that are given; leave one of them out.")
+        raise ConfigError("--no-auth contradicts the configured API keys; remove one of them.")
     known = {name.lower() for name in (*LOOPBACK_NAMES, *hosts)}
     if not is_wildcard(host):
         known.add(f"[{host}]" if ":" in host else host.lower())
     elif keyring.required and not hosts:
-        # A page that tricks a browser into asking us has no key; and who listens everywhere has many names.
+        # DNS rebinding gains nothing where a key is required, and a server on all interfaces has many names.
         known.add(ANY)
     for origin in origins:
         if origin != ANY and not origin.startswith(("http://", "https://")):
-            raise ConfigError(f"The origin {origin[:80]!r} must be like https://app.example.org, without a path.")
-    return Doors(
+            raise ConfigError(
+                f"The origin {origin[:80]!r} is not valid; use the form https://app.example.org, without a path."
+            )
+    return AccessPolicy(
         keyring=keyring,
         hosts=frozenset(known),
         origins=frozenset(origin.lower().rstrip("/") for origin in origins),
@@ -121,25 +124,25 @@ def is_wildcard(host: str) -> bool:
         return host == ""
 
 
-def caller_named(doors: Doors, key: str) -> Caller:
-    """Whoever has the key with this name; "" where nobody needs one."""
-    return Caller(key or None, "" if doors.share_prefixes else key)
+def caller_named(access: AccessPolicy, key: str) -> Caller:
+    """The caller that uses the key with this name; "" if no key is required."""
+    return Caller(key or None, "" if access.share_prefixes else key)
 
 
 class Guard:
     def __init__(
         self,
         app: App,
-        doors: Doors,
+        access: AccessPolicy,
         limits: GuardLimits | None = None,
         *,
         apis: Mapping[str, Api] | None = None,
         keep_bodies: bool = False,
         running: Running | None = None,
     ) -> None:
-        """`apis`, by path, spell errors in their own way. Calls are `running` while they are answered."""
+        """`apis`, by path, format errors in their own style. `running` holds the calls in flight."""
         self._running = Running() if running is None else running
-        self._app, self._doors, self._limits = app, doors, limits or GuardLimits()
+        self._app, self._access, self._limits = app, access, limits or GuardLimits()
         self._apis, self._keep_bodies = apis or {}, keep_bodies
         self._waiting = 0
 
@@ -151,58 +154,59 @@ class Guard:
         try:
             allowed = self._check_head(scope)
             if allowed is not None:
-                send = _telling(allowed, send)
+                send = _add_cors_headers(allowed, send)
             if scope["method"] == "OPTIONS" and allowed is not None:
                 return await _answer_preflight(scope, send)
             self._check_key(scope)
-            await self._served(scope, receive, send)
-        except Refused as refused:
+            await self._serve(scope, receive, send)
+        except Rejected as refused:
             body = spelled_at(self._apis, scope["path"], refused.problem)
             await _refuse(refused, body, receive, send)
 
-    async def _served(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """By the application, unless the server ends it before."""
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the request by the application, unless the server ends the call early."""
         trace, task = current_trace(), asyncio.current_task()
         with self._running.during(task, trace):
             try:
-                if _uploads(scope):
-                    upload = Upload(self._limits, receive, send)
+                if _is_upload(scope):
+                    upload = UploadStream(self._limits, receive, send)
                     receive, send = upload.receive, upload.send
                 else:
-                    receive = await self._whole_body(scope, receive)
+                    receive = await self._read_body(scope, receive)
                 await self._app(scope, receive, send)
             except asyncio.CancelledError:
                 if task is not None:
                     task.uncancel()
                 if trace is None or not trace.status:
-                    raise Refused.told(why_ended()) from None
-                # A stream has had its last event; of any other answer the rest is missing, so the server closes it.
+                    raise Rejected.because(why_ended()) from None
+                # A stream has sent its last event. Any other response is incomplete, so the server closes the
+                # connection.
 
     # -- the head
 
     def _check_head(self, scope: Scope) -> bytes | None:
-        """The origin that the answer may be told to, where there is one."""
+        """Check the head, and return the origin that CORS headers must allow, if any."""
         limits, headers = self._limits, scope["headers"]
         if len(headers) > limits.header_count:
-            raise Refused(431, f"The request has {len(headers)} headers; send at most {limits.header_count}.")
+            raise Rejected(431, f"The request has {len(headers)} headers; send at most {limits.header_count}.")
         if sum(len(name) + len(value) for name, value in headers) > limits.header_bytes:
-            raise Refused(431, f"The request's headers have more than {limits.header_bytes} bytes; send fewer.")
+            raise Rejected(431, f"The headers of the request have more than {limits.header_bytes} bytes; send fewer.")
         if len(scope["raw_path"]) + len(scope["query_string"]) > limits.path_bytes:
-            raise Refused(414, f"The address has more than {limits.path_bytes} bytes; send parameters in the body.")
-        self._check_host(_only(headers, b"host"))
-        encoding = _only(headers, b"content-encoding")
+            raise Rejected(414, f"The URL has more than {limits.path_bytes} bytes; send parameters in the body.")
+        self._check_host(_single(headers, b"host"))
+        encoding = _single(headers, b"content-encoding")
         if encoding is not None and encoding.strip().lower() != b"identity":
-            raise Refused(415, "Compressed request bodies are not accepted; send the body as it is.")
-        return self._check_origin(_only(headers, b"origin"), _only(headers, b"host"), scope["scheme"])
+            raise Rejected(415, "Compressed request bodies are not supported; send the body without Content-Encoding.")
+        return self._check_origin(_single(headers, b"origin"), _single(headers, b"host"), scope["scheme"])
 
     def _check_host(self, host: bytes | None) -> None:
-        if ANY in self._doors.hosts:
+        if ANY in self._access.hosts:
             return
-        if host is None or _without_port(host.decode("latin-1").lower()) not in self._doors.hosts:
-            raise Refused(
+        if host is None or _without_port(host.decode("latin-1").lower()) not in self._access.hosts:
+            raise Rejected(
                 421,
-                "This server does not go by the name in the request's Host header; start it with --allowed-host "
-                "NAME if it should.",
+                "The name in the Host header is not a name of this server; start it with --allowed-host NAME to "
+                "allow it.",
                 code="unknown_host",
             )
 
@@ -210,59 +214,59 @@ class Guard:
         if origin is None:
             return None
         page = origin.decode("latin-1").lower()
-        if page in self._doors.origins or ANY in self._doors.origins:
+        if page in self._access.origins or ANY in self._access.origins:
             return origin
         if host is not None and page == f"{scheme}://{host.decode('latin-1').lower()}":
             return None
-        raise Refused(
+        raise Rejected(
             403,
-            "Web pages of this origin may not call this server; start it with --cors-origin ORIGIN if they should.",
+            "Web pages of this origin may not call this server; start it with --cors-origin ORIGIN to allow them.",
             code="origin_not_allowed",
         )
 
     # -- the key
 
     def _check_key(self, scope: Scope) -> None:
-        keyring, path = self._doors.keyring, scope["path"]
+        keyring, path = self._access.keyring, scope["path"]
         if not keyring.required or path in OPEN_PATHS:
             return _check_reserve(scope, admin=False)
-        presented = _presented(scope["headers"])
+        presented = _presented_key(scope["headers"])
         if presented is None:
-            raise Refused(
+            raise Rejected(
                 401,
-                "No API key was given; send one as `Authorization: Bearer KEY` or as `x-api-key: KEY`.",
+                "No API key was sent; send one as `Authorization: Bearer KEY` or as `x-api-key: KEY`.",
                 code="missing_api_key",
             )
         key = keyring.find(presented)
         if key is None:
-            raise Refused(401, "The API key is not one of this server's.", code="invalid_api_key")
+            raise Rejected(401, "The API key is not valid on this server.", code="invalid_api_key")
         trace = current_trace()
         if trace is not None:
             trace.key = key
-        scope[CALLER] = caller_named(self._doors, key.name)
+        scope[CALLER] = caller_named(self._access, key.name)
         _check_reserve(scope, admin=key.admin)
         if path in ADMIN_PATHS and not key.admin:
-            raise Refused(403, f"The key {key.name} may not do this: its line in the key file lacks `admin`.")
+            raise Rejected(403, f"The key {key.name} may not do this: its line in the key file has no `admin`.")
         if path not in UNCHARGED_PATHS:
-            self._spend(key)
+            self._check_rate_limit(key)
 
-    def _spend(self, key: Key) -> None:
-        allowance = self._doors.keyring.allowance(key)
-        for bucket, what in ((allowance.requests, "requests"), (allowance.tokens, "tokens")):
+    def _check_rate_limit(self, key: Key) -> None:
+        limits = self._access.keyring.rate_limits(key)
+        for bucket, what in ((limits.requests, "requests"), (limits.tokens, "tokens")):
             if bucket is not None and (seconds := bucket.wait()) > 0:
-                raise Refused(
+                raise Rejected(
                     429,
                     f"The key {key.name} has used its {bucket.per_minute} {what} per minute; try again in "
                     f"{seconds:.1f} s.",
                     code="rate_limit_exceeded",
                     retry_after=seconds,
                 )
-        if allowance.requests is not None:
-            allowance.requests.take(1)
+        if limits.requests is not None:
+            limits.requests.take(1)
 
     # -- the body
 
-    async def _whole_body(self, scope: Scope, receive: Receive) -> Receive:
+    async def _read_body(self, scope: Scope, receive: Receive) -> Receive:
         limits = self._limits
         self._check_length(scope["headers"], limits.body_bytes)
         pieces: list[bytes] = []
@@ -272,7 +276,7 @@ class Guard:
                 while True:
                     message = await receive()
                     if message["type"] != "http.request":
-                        return _saying(message, receive)
+                        return _replay(message, receive)
                     piece = message.get("body", b"")
                     pieces.append(piece)
                     size += len(piece)
@@ -281,9 +285,9 @@ class Guard:
                     if size > limits.body_bytes:
                         raise _too_large(limits.body_bytes, unread=more)
                     if self._waiting > limits.waiting_bytes:
-                        raise Refused(
+                        raise Rejected(
                             429,
-                            "Too many bytes of other requests are being read; try again later.",
+                            "The server is reading too many other request bodies; try again later.",
                             code="rate_limit_exceeded",
                             retry_after=1.0,
                             unread=more,
@@ -298,21 +302,22 @@ class Guard:
         trace = current_trace()
         if self._keep_bodies and trace is not None:
             trace.body = body
-        return _saying({"type": "http.request", "body": body, "more_body": False}, receive)
+        return _replay({"type": "http.request", "body": body, "more_body": False}, receive)
 
     def _check_length(self, headers: Headers, most: int) -> None:
-        length = _only(headers, b"content-length")
+        length = _single(headers, b"content-length")
         if length is None:
             return
         if not length.isdigit() or len(length) > 15:
-            raise Refused(400, "The Content-Length header is not a number of bytes.")
+            raise Rejected(400, "The Content-Length header is not a valid number of bytes.")
         if int(length) > most:
             raise _too_large(most)
 
 
-class Upload:
-    """An upload as it comes; its endpoint tells the client what is raised here. An answer may be there before all of it
-    has come: the rest is thrown away, because most clients read only when they have sent everything."""
+class UploadStream:
+    """An upload that is passed on as it arrives; its endpoint reports errors raised here to the client. If the response
+    is sent before the upload ends, the rest is read and dropped, because most clients read the response only after
+    sending everything."""
 
     def __init__(self, limits: GuardLimits, receive: Receive, send: Send) -> None:
         self._limits, self._receive, self._send = limits, receive, send
@@ -329,7 +334,7 @@ class Upload:
             async with asyncio.timeout(max(0.0, left)):
                 message = await self._receive()
         except TimeoutError:
-            raise Refusal("The upload came too slowly.", code="request_timeout", status=408) from None
+            raise Refusal("The upload arrived too slowly; send it again.", code="request_timeout", status=408) from None
         self._size += len(message.get("body", b""))
         self._complete = not message.get("more_body", False)
         if self._size > limits.upload_bytes:
@@ -356,8 +361,8 @@ class Upload:
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class Refused(Exception):
-    """Ends a request in this layer. `unread`: more of its body may come."""
+class Rejected(Exception):
+    """Ends a request in this layer. `unread` means that more of its body may arrive."""
 
     def __init__(
         self,
@@ -373,8 +378,8 @@ class Refused(Exception):
         self.unread = unread
 
     @classmethod
-    def told(cls, error: BankfullError) -> Refused:
-        """What another layer would have said."""
+    def because(cls, error: BankfullError) -> Rejected:
+        """A rejection with the response that the error gets in any other layer."""
         refused = cls(500, str(error), unread=False)
         refused.problem = problem_of(error)
         return refused
@@ -383,18 +388,18 @@ class Refused(Exception):
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 503: "server_error"}
 
 
-def _too_large(most: int, unread: bool = True) -> Refused:
-    message = f"The request's body has more than {most} bytes; send a smaller one."
-    return Refused(413, message, code="request_too_large", unread=unread)
+def _too_large(most: int, unread: bool = True) -> Rejected:
+    message = f"The body of the request has more than {most} bytes; send a smaller one."
+    return Rejected(413, message, code="request_too_large", unread=unread)
 
 
-def _too_slow(seconds: float) -> Refused:
-    return Refused(408, f"The request's body did not arrive within {seconds:g} seconds.", code="request_timeout")
+def _too_slow(seconds: float) -> Rejected:
+    return Rejected(408, f"The body of the request did not arrive within {seconds:g} seconds.", code="request_timeout")
 
 
-async def _refuse(refused: Refused, body: bytes, receive: Receive, send: Send) -> None:
-    """Answers, and closes the connection. Many clients read an answer only when they have sent everything, and lose it
-    when the connection is closed before: what they send is thrown away for a moment."""
+async def _refuse(refused: Rejected, body: bytes, receive: Receive, send: Send) -> None:
+    """Send the response and close the connection. Many clients read a response only after sending everything, and lose
+    it if the connection closes earlier, so their data is drained for a moment."""
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
@@ -404,14 +409,14 @@ async def _refuse(refused: Refused, body: bytes, receive: Receive, send: Send) -
     await send({"type": "http.response.start", "status": refused.problem.status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": True})
     with suppress(TimeoutError):
-        async with asyncio.timeout(LINGER_SECONDS):
+        async with asyncio.timeout(DRAIN_SECONDS):
             while refused.unread:
                 refused.unread = (await receive()).get("more_body", False)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _answer_preflight(scope: Scope, send: Send) -> None:
-    wanted = _only(scope["headers"], b"access-control-request-headers") or b"authorization, content-type"
+    wanted = _single(scope["headers"], b"access-control-request-headers") or b"authorization, content-type"
     headers = [
         (b"access-control-allow-methods", _CORS_METHODS),
         (b"access-control-allow-headers", wanted),
@@ -422,8 +427,8 @@ async def _answer_preflight(scope: Scope, send: Send) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-def _telling(origin: bytes, send: Send) -> Send:
-    """Lets the browser show the answer to the page that asked."""
+def _add_cors_headers(origin: bytes, send: Send) -> Send:
+    """Add the CORS headers that let the page read the response."""
 
     async def telling(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -438,14 +443,14 @@ def _telling(origin: bytes, send: Send) -> Send:
     return telling
 
 
-def _saying(first: Message, then: Receive) -> Receive:
-    said = False
+def _replay(first: Message, then: Receive) -> Receive:
+    replayed = False
 
     async def receive() -> Message:
-        nonlocal said
-        if said:
+        nonlocal replayed
+        if replayed:
             return await then()
-        said = True
+        replayed = True
         return first
 
     return receive
@@ -453,38 +458,39 @@ def _saying(first: Message, then: Receive) -> Receive:
 
 def _check_reserve(scope: Scope, *, admin: bool) -> None:
     if scope.get(ON_RESERVE) and not admin and scope["path"] not in PROBES:
-        raise Refused(
+        raise Rejected(
             503,
-            "The server, or your address, has as many connections as it may; try again later, or use one of them.",
+            "The server or your address has reached its connection limit; try again later, or reuse an open "
+            "connection.",
             code="too_many_connections",
             retry_after=1.0,
         )
 
 
-def _uploads(scope: Scope) -> bool:
+def _is_upload(scope: Scope) -> bool:
     return scope["method"] == "POST" and scope["path"].rstrip("/") == UPLOAD_PATH
 
 
-def _only(headers: Headers, name: bytes) -> bytes | None:
-    """The header's value. One that comes twice is read differently by different programs, so it is refused."""
+def _single(headers: Headers, name: bytes) -> bytes | None:
+    """The value of a header, or None. A repeated header is refused, because programs disagree on which value counts."""
     values = [value for key, value in headers if key == name]
     if len(values) > 1:
-        raise Refused(400, f"The header {name.decode()} is given {len(values)} times; send it once.")
+        raise Rejected(400, f"The header {name.decode()} is given {len(values)} times; send it once.")
     return values[0] if values else None
 
 
-def _presented(headers: Headers) -> bytes | None:
-    authorization, plain = _only(headers, b"authorization"), _only(headers, b"x-api-key")
+def _presented_key(headers: Headers) -> bytes | None:
+    authorization, plain = _single(headers, b"authorization"), _single(headers, b"x-api-key")
     bearer = None
     if authorization is not None:
         scheme, _, value = authorization.partition(b" ")
         bearer = value.strip(b" ") if scheme.lower() == b"bearer" else None
     if bearer and plain and bearer != plain:
-        raise Refused(401, "Two different API keys are given; send one.", code="invalid_api_key")
+        raise Rejected(401, "The request has two different API keys; send one.", code="invalid_api_key")
     return bearer or plain
 
 
 def _without_port(host: str) -> str:
-    """The end of an IPv6 address is marked by its bracket: what follows its colons is no port."""
+    """The host without its port. An IPv6 address ends at its bracket; its colons start no port."""
     name, colon, port = host.rpartition(":")
     return name if colon and port.isdigit() and (not host.startswith("[") or name.endswith("]")) else host

@@ -9,12 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bankfull.serve.engine.backend import Backend
-from bankfull.serve.guard.checks import App, Doors, Guard, GuardLimits
-from bankfull.serve.guard.lobby import LobbyLimits
+from bankfull.serve.guard.checks import AccessPolicy, App, Guard, GuardLimits
+from bankfull.serve.guard.connections import ConnectionLimits
 from bankfull.serve.guard.running import Running
 from bankfull.serve.guard.tls import Tls
 from bankfull.serve.telemetry.exposition import CONTENT_TYPE
-from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.watch import Watch
 
 
@@ -22,9 +22,9 @@ from bankfull.serve.telemetry.watch import Watch
 class Protection:
     """All that the operator decides about it."""
 
-    doors: Doors
+    access: AccessPolicy
     tls: Tls = field(default_factory=Tls)
-    connections: LobbyLimits = field(default_factory=LobbyLimits)
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     log_json: bool = False
     log_prompts: bool = False
     vllm_metrics: bool = False
@@ -33,8 +33,8 @@ class Protection:
 def fortify(
     app: Starlette,
     backend: Backend,
-    doors: Doors,
-    metrics: Metrics,
+    access: AccessPolicy,
+    metrics: ServiceMetrics,
     *,
     limits: GuardLimits | None = None,
     log_prompts: bool = False,
@@ -46,5 +46,5 @@ def fortify(
         return Response(metrics.write(backend), media_type=CONTENT_TYPE)
 
     app.add_route("/metrics", show_metrics, methods=["GET"])
-    guard = Guard(app, doors, limits, apis=app.state.apis, keep_bodies=log_prompts, running=running)
+    guard = Guard(app, access, limits, apis=app.state.apis, keep_bodies=log_prompts, running=running)
     return Watch(guard, metrics)

@@ -1,4 +1,4 @@
-"""How the service listens: uvicorn's options, and the limits of a connection that uvicorn leaves to others."""
+"""The HTTP listener: uvicorn's options, and the connection limits that uvicorn does not have."""
 
 from __future__ import annotations
 
@@ -16,17 +16,24 @@ from uvicorn.protocols.utils import get_remote_addr
 
 from bankfull.serve.api.calls import ON_RESERVE
 from bankfull.serve.api.errors import Problem, openai_error
-from bankfull.serve.guard.lobby import MAX_CONNECTIONS, RESERVED_CONNECTIONS, Guest, Lobby, Place, address_of
+from bankfull.serve.guard.connections import (
+    MAX_CONNECTIONS,
+    RESERVED_CONNECTIONS,
+    ConnectionTable,
+    Slot,
+    TrackedConnection,
+    address_of,
+)
 from bankfull.serve.guard.tls import Certificates
 
 log = logging.getLogger("bankfull.serve")
 
 HEAD_SECONDS = 10.0
 HEAD_BYTES = 64 << 10
-PIECE_BYTES = 64 << 10
+CHUNK_BYTES = 64 << 10
 KEEP_ALIVE_SECONDS = 75
 OTHER_FILES = 512
-"""That are open for other purposes than connections."""
+"""File descriptors kept for purposes other than connections."""
 
 
 def uvicorn_config(
@@ -34,14 +41,15 @@ def uvicorn_config(
     host: str,
     port: int,
     *,
-    lobby: Lobby | None = None,
+    connection_table: ConnectionTable | None = None,
     certificates: Certificates | None = None,
     http: type[Connection] | None = None,
     **more: Any,
 ) -> uvicorn.Config:
-    """No access log (we write our own), no websockets, no trust in headers that a proxy may or may not have written."""
+    """No access log (the service writes its own), no websockets, and no trust in proxy headers, which any client can
+    forge."""
     options: dict[str, Any] = {
-        "http": Reception(http or Connection, lobby or Lobby(), certificates),
+        "http": ProtocolFactory(http or Connection, connection_table or ConnectionTable(), certificates),
         "ws": "none",
         "loop": "uvloop",
         "lifespan": "on",
@@ -58,8 +66,8 @@ def uvicorn_config(
 
 
 def raise_file_limit(connections: int = MAX_CONNECTIONS) -> int:
-    """Each connection is an open file, and the usual limit of 1,024 is for programs with few. How many connections the
-    system then allows: where it does not allow that many files, those for other purposes come first."""
+    """Raise the limit of open files, because each connection is one and the usual limit of 1,024 is too low. Return how
+    many connections the limit allows after other purposes are served."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + RESERVED_CONNECTIONS + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -68,66 +76,69 @@ def raise_file_limit(connections: int = MAX_CONNECTIONS) -> int:
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return connections
     possible = max(1, soft - RESERVED_CONNECTIONS - OTHER_FILES if soft > 2 * OTHER_FILES else soft // 4)
-    log.warning("the system allows %d open files: at most %d connections", soft, possible)
+    log.warning("the system allows %d open files; limiting connections to %d", soft, possible)
     return possible
 
 
-class Reception:
-    """Makes what serves each new connection. uvicorn takes it for the class of its protocol."""
+class ProtocolFactory:
+    """Creates the protocol of each new connection. uvicorn uses it as its protocol class."""
 
-    def __init__(self, connection: type[Connection], lobby: Lobby, certificates: Certificates | None) -> None:
-        self._connection, self._lobby, self._certificates = connection, lobby, certificates
+    def __init__(
+        self, connection: type[Connection], connection_table: ConnectionTable, certificates: Certificates | None
+    ) -> None:
+        self._connection, self._table, self._certificates = connection, connection_table, certificates
 
-    def __call__(self, **given: Any) -> asyncio.Protocol:
-        connection = self._connection(lobby=self._lobby, **given)
-        return connection if self._certificates is None else Arrival(connection, self._lobby, self._certificates)
+    def __call__(self, **arguments: Any) -> asyncio.Protocol:
+        connection = self._connection(connection_table=self._table, **arguments)
+        return connection if self._certificates is None else TlsHandshake(connection, self._table, self._certificates)
 
 
-class Arrival(asyncio.Protocol):
-    """A connection that has to speak TLS first. It has its place, and its time limit, from its first moment; the event
-    loop's own server would tell us of it only after the handshake, and keep the certificates of its start."""
+class TlsHandshake(asyncio.Protocol):
+    """A connection during its TLS handshake. It counts as a connection and has a time-out from the start. The server of
+    the event loop would report it only after the handshake, and would keep using the certificates of the start."""
 
-    def __init__(self, connection: Connection, lobby: Lobby, certificates: Certificates) -> None:
-        self._connection, self._lobby, self._certificates = connection, lobby, certificates
+    def __init__(self, connection: Connection, connection_table: ConnectionTable, certificates: Certificates) -> None:
+        self._connection, self._table, self._certificates = connection, connection_table, certificates
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         plain = cast(asyncio.Transport, transport)
         self._connection.arrive(plain)
-        if self._lobby.enter(self._connection) is Place.NONE:
-            plain.abort()  # it could not read an answer
+        if self._table.add(self._connection) is Slot.NONE:
+            plain.abort()  # it could not read a response before the handshake
             return
-        # Nothing was read yet. A second file of the same socket gets a transport that speaks TLS from the beginning.
+        # Nothing was read yet. A duplicate descriptor of the socket gets a transport that starts with TLS.
         shown = plain.get_extra_info("socket")
         own = socket.socket(shown.family, shown.type, shown.proto, fileno=os.dup(shown.fileno()))
         plain.abort()
-        self._connection.shaking_hands = asyncio.get_running_loop().create_task(self._shake_hands(own))
+        self._connection.handshake = asyncio.get_running_loop().create_task(self._run_handshake(own))
 
-    async def _shake_hands(self, own: socket.socket) -> None:
+    async def _run_handshake(self, own: socket.socket) -> None:
         own.setblocking(False)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: self._connection, own, ssl=self._certificates.context, ssl_handshake_timeout=HEAD_SECONDS
             )
-        except (OSError, RuntimeError, asyncio.CancelledError):  # what strangers send is no error of ours
-            self._lobby.leave(self._connection)
+        except (OSError, RuntimeError, asyncio.CancelledError):  # a bad handshake is the client's error
+            self._table.remove(self._connection)
             own.close()
-        self._connection.shaking_hands = None
+        self._connection.handshake = None
 
 
-class HeadHeld:
-    """The transport of one answer, whose first write, its head, waits for the second one: both are then one packet, and
-    wake the client once. A head that nothing follows at once is sent in the event loop's next turn."""
+class CoalescedHead:
+    """A transport that holds back the first write of a response, its head, until the second write. Both then go out
+    in one packet and wake the client once. A head without a second write is sent in the next iteration of the event
+    loop."""
 
-    __slots__ = ("_begun", "_connection", "_held", "_transport")
+    __slots__ = ("_connection", "_held", "_started", "_transport")
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._transport = connection, connection.transport
-        self._begun = False
+        self._started = False
         self._held = b""
 
     def write(self, data: bytes) -> None:
-        if not self._begun:
-            self._begun = True
+        if not self._started:
+            self._started = True
             self._held = data
             self._connection.loop.call_soon(self._send_held)
         elif self._held:
@@ -149,48 +160,53 @@ class HeadHeld:
             self._connection.write(data)
 
 
-class InPieces:
-    """Sends what is too large for a transport's buffer piece by piece, as fast as the client reads. The buffer would
-    take it all, and hold it as long as the client likes."""
+class ChunkedSender:
+    """Sends a large body in chunks, as fast as the client reads. The transport would buffer all of it for as long as
+    the client does not read."""
 
-    __slots__ = ("_guest", "_lobby", "_send")
+    __slots__ = ("_connection", "_send", "_table")
 
-    def __init__(self, guest: Guest, send: Callable[[Any], Coroutine[Any, Any, None]], lobby: Lobby) -> None:
-        self._guest, self._send, self._lobby = guest, send, lobby
+    def __init__(
+        self,
+        connection: TrackedConnection,
+        send: Callable[[Any], Coroutine[Any, Any, None]],
+        connection_table: ConnectionTable,
+    ) -> None:
+        self._connection, self._send, self._table = connection, send, connection_table
 
     def __call__(self, message: Any) -> Coroutine[Any, Any, None]:
         body = message.get("body", b"")
-        return self._send(message) if len(body) <= PIECE_BYTES else self._send_all(message, body)
+        return self._send(message) if len(body) <= CHUNK_BYTES else self._send_all(message, body)
 
     async def _send_all(self, message: Any, body: bytes) -> None:
-        with self._lobby.holding(self._guest, len(body)):
-            for start in range(0, len(body), PIECE_BYTES):
-                piece = body[start : start + PIECE_BYTES]
-                more = message.get("more_body", False) or start + PIECE_BYTES < len(body)
+        with self._table.holding(self._connection, len(body)):
+            for start in range(0, len(body), CHUNK_BYTES):
+                piece = body[start : start + CHUNK_BYTES]
+                more = message.get("more_body", False) or start + CHUNK_BYTES < len(body)
                 await self._send({**message, "body": piece, "more_body": more})
-                self._lobby.sent(self._guest, len(piece))
+                self._table.sent(self._connection, len(piece))
 
 
-class Connection(HttpToolsProtocol, Guest):
-    """uvicorn's connection, with a limit on the size of a request's head and on the time that it takes to arrive, from
-    the first moment on; with a place in the lobby; and with answers whose head goes out with what follows.
+class Connection(HttpToolsProtocol, TrackedConnection):
+    """uvicorn's connection with four additions: a limit on the size of the request head, a time-out for its arrival, an
+    entry in the connection table, and responses whose head is sent together with the first part of the body.
 
-    It has no other place for them: an application is called when the whole head is there.
+    These belong here because an application is called only after the whole head has arrived.
     """
 
-    shaking_hands: asyncio.Task[None] | None = None
-    """With TLS, at first: there is nothing to talk to yet."""
+    handshake: asyncio.Task[None] | None = None
+    """The running TLS handshake; until it ends, nothing can be sent."""
     _arrived = False
     _head_bytes = 0
     _in_head = True
     _head_timer: asyncio.TimerHandle | None = None
 
-    def __init__(self, *given: Any, lobby: Lobby, **more: Any) -> None:
-        super().__init__(*given, **more)
-        self._lobby = lobby
+    def __init__(self, *arguments: Any, connection_table: ConnectionTable, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._table = connection_table
 
     def arrive(self, transport: asyncio.Transport) -> None:
-        """It is there, and may not speak yet."""
+        """Register the transport before any data is exchanged."""
         self.transport = transport
         self.address = address_of(get_remote_addr(transport))
         self._arrived = True
@@ -199,23 +215,23 @@ class Connection(HttpToolsProtocol, Guest):
         super().connection_made(transport)
         if not self._arrived:
             self.arrive(transport)
-            self._lobby.enter(self)
-        if self.place is Place.NONE:
-            self._refuse(503, "Too many connections are open; try again later.")
+            self._table.add(self)
+        if self.slot is Slot.NONE:
+            self._refuse(503, "The server has too many open connections; try again later.")
         else:
             self._start_timer()
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         self._end(self.transport.abort)
 
-    def show_out(self) -> None:
-        self._end(super().show_out)
+    def close_idle(self) -> None:
+        self._end(super().close_idle)
 
     def _end(self, end: Callable[[], None]) -> None:
-        if self.shaking_hands is None:
+        if self.handshake is None:
             end()
         else:
-            self.shaking_hands.cancel()
+            self.handshake.cancel()
 
     def write(self, data: bytes) -> None:
         self.written += len(data)
@@ -224,21 +240,22 @@ class Connection(HttpToolsProtocol, Guest):
     def data_received(self, data: bytes) -> None:
         if self._in_head:
             self._head_bytes += len(data)
-            if self.cycle is None or self.cycle.response_complete:  # else it has time until it was answered
+            # otherwise the time-out starts after the current response
+            if self.cycle is None or self.cycle.response_complete:
                 self._start_timer()
         super().data_received(data)
         if self._in_head and self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
-            self._refuse(431, f"The head of the request has more than {HEAD_BYTES} bytes; send fewer headers.")
+            self._refuse(431, f"The request head is larger than {HEAD_BYTES} bytes; send fewer headers.")
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._stop_timer()
-        self._lobby.busy(self)
-        cast(dict[str, Any], self.scope)[ON_RESERVE] = self._lobby.on_reserve_still(self)
+        self._table.mark_busy(self)
+        cast(dict[str, Any], self.scope)[ON_RESERVE] = self._table.needs_reserve(self)
         super().on_headers_complete()
-        if self.cycle is not None:  # it has not run yet
-            self.cycle.transport = cast(asyncio.Transport, HeadHeld(self))
-            self.cycle.send = InPieces(self, self.cycle.send, self._lobby)  # type: ignore[method-assign]
+        if self.cycle is not None:  # it has not started yet
+            self.cycle.transport = cast(asyncio.Transport, CoalescedHead(self))
+            self.cycle.send = ChunkedSender(self, self.cycle.send, self._table)  # type: ignore[method-assign]
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -246,27 +263,27 @@ class Connection(HttpToolsProtocol, Guest):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.response_complete:  # else the next request has been here before
-            self._lobby.wait(self)
+        if self.cycle.response_complete:  # otherwise the next request was already received
+            self._table.mark_idle(self)
             if self._in_head and self._head_bytes:
                 self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        self._lobby.leave(self)
+        self._table.remove(self)
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "This is not an HTTP request that can be read.")
+        self._refuse(400, "The request is not valid HTTP.")
 
     def _give_up(self) -> None:
         self._head_timer = None
         if self.transport.is_closing():
             return
         if not self._head_bytes:
-            self.transport.close()  # it has asked nothing
+            self.transport.close()  # it has sent nothing
         else:
-            self._refuse(408, f"The head of the request did not arrive within {HEAD_SECONDS:g} seconds.")
+            self._refuse(408, f"The request head did not arrive within {HEAD_SECONDS:g} seconds.")
 
     def _start_timer(self) -> None:
         if self._head_timer is None:

@@ -1,4 +1,4 @@
-"""Counters, gauges and histograms in the text format that Prometheus reads: the little of it that a server needs."""
+"""Counters, gauges and histograms in the text format of Prometheus, as far as this server needs it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Labels = tuple[str, ...]
 
 
-class Value:
-    """A counter or a gauge, one number for each combination of its labels' values."""
+class ScalarMetric:
+    """A counter or a gauge with one number per combination of label values."""
 
     __slots__ = ("help", "kind", "labels", "name", "values")
 
@@ -27,39 +27,39 @@ class Value:
         self.values[labels] = value
 
     def samples(self) -> Iterable[tuple[str, Sequence[str], Labels, float]]:
-        """Suffix of the name, further labels' names, all labels' values, number."""
+        """Name suffix, extra label names, all label values, number."""
         return [("", (), labels, value) for labels, value in self.values.items()]
 
 
 class Histogram:
-    """How many observations were at most as large as each border."""
+    """A histogram: the number of observations up to each bound."""
 
-    __slots__ = ("borders", "counts", "help", "kind", "labels", "name", "sum")
+    __slots__ = ("bounds", "counts", "help", "kind", "labels", "name", "sum")
 
-    def __init__(self, name: str, help: str, borders: Sequence[float]) -> None:
+    def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
         self.kind, self.name, self.help, self.labels = "histogram", name, help, ()
-        self.borders = tuple(borders)
-        self.counts = [0] * (len(self.borders) + 1)
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.borders, value)] += times
+        self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
     def samples(self) -> Iterable[tuple[str, Sequence[str], Labels, float]]:
         lines: list[tuple[str, Sequence[str], Labels, float]] = []
         total = 0
-        for border, count in zip((*self.borders, math.inf), self.counts, strict=True):
+        for bound, count in zip((*self.bounds, math.inf), self.counts, strict=True):
             total += count
-            lines.append(("_bucket", ("le",), (_number(border),), total))
+            lines.append(("_bucket", ("le",), (_number(bound),), total))
         return [*lines, ("_sum", (), (), self.sum), ("_count", (), (), total)]
 
 
-Family = Value | Histogram
+Family = ScalarMetric | Histogram
 
 
 def write_families(families: Iterable[Family], prefix: str, fixed: dict[str, str]) -> str:
-    """`fixed` labels are on every sample."""
+    """The families as text; every sample gets the `fixed` labels."""
     lines = []
     shared = [f'{name}="{_escaped(value)}"' for name, value in fixed.items()]
     for family in families:

@@ -1,6 +1,5 @@
-"""What the service counts. Names follow vLLM's where it has one, under `bankfull:`; our own say how full the machine's
-channels are.
-"""
+"""The metrics of the service. Names follow vLLM's where it has them, under the prefix `bankfull:`; the others show how
+close the machine is to its limits."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from typing import NamedTuple
 from bankfull.serve.engine.backend import Backend
 from bankfull.serve.engine.wire import Done, Facts, Load
 from bankfull.serve.supervise import Supervisor
-from bankfull.serve.telemetry.exposition import Family, Histogram, Value, write_families
+from bankfull.serve.telemetry.exposition import Family, Histogram, ScalarMetric, write_families
 
 PREFIX = "bankfull:"
 VLLM_PREFIX = "vllm:"
 WINDOW_SECONDS = 60.0
-"""Over which achieved bytes and operations are averaged."""
+"""Seconds over which achieved bytes and operations are averaged."""
 
 _LATENCY = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 _FIRST_TOKEN = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -26,8 +25,8 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 _SAMPLES = (1, 2, 5, 10, 20, 50, 100)
 
 
-class Metrics:
-    """`model`: what the served model is called; its own name where that is None."""
+class ServiceMetrics:
+    """`model` is the served name of the model; None uses the name that the engine reports."""
 
     def __init__(
         self,
@@ -40,62 +39,100 @@ class Metrics:
         self._model, self._clock, self._supervisor = model, clock, supervisor
         self._marks: deque[tuple[float, Load]] = deque()
         gauge, counter = "gauge", "counter"
-        # -- what vLLM's users know
-        self.running = Value(gauge, "num_requests_running", "Requests that the engine works on.")
-        self.waiting = Value(gauge, "num_requests_waiting", "Requests in the engine's queue.")
-        self.cache_usage = Value(gauge, "kv_cache_usage_perc", "Pages of state in use; 1 is all of them.")
-        self.prefix_queries = Value(counter, "prefix_cache_queries_total", "Prompt tokens looked for in the cache.")
-        self.prefix_hits = Value(counter, "prefix_cache_hits_total", "Prompt tokens found in the cache.")
-        self.preemptions = Value(counter, "num_preemptions_total", "Requests that gave up their pages for a while.")
-        self.prompt_tokens = Value(counter, "prompt_tokens_total", "Prompt tokens of requests, cached ones included.")
-        self.generation_tokens = Value(counter, "generation_tokens_total", "Tokens generated.")
-        self.success = Value(counter, "request_success_total", "Samples that ended, and why.", ["finished_reason"])
-        self.first_token = Histogram("time_to_first_token_seconds", "From a request to its first token.", _FIRST_TOKEN)
-        self.between_tokens = Histogram("inter_token_latency_seconds", "Between two tokens.", _BETWEEN_TOKENS)
-        self.latency = Histogram("e2e_request_latency_seconds", "From a request to its last token.", _LATENCY)
-        self.queue_time = Histogram("request_queue_time_seconds", "In the engine's queue.", _LATENCY)
-        self.prefill_time = Histogram("request_prefill_time_seconds", "From the queue to the first token.", _LATENCY)
-        self.decode_time = Histogram("request_decode_time_seconds", "From the first token to the last.", _LATENCY)
-        self.inference_time = Histogram("request_inference_time_seconds", "From the queue to the last token.", _LATENCY)
-        self.request_prompt = Histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
-        self.request_generation = Histogram("request_generation_tokens", "Tokens that a request generated.", _TOKENS)
-        self.request_samples = Histogram("request_params_n", "Samples that a request asked for.", _SAMPLES)
-        self._known_to_vllm = self.families if vllm_names else []
-        # -- our own
-        self.http_requests = Value(
-            counter, "http_requests_total", "Answers, by route and status.", ["method", "route", "status"]
+        # -- metrics that vLLM has too
+        self.running = ScalarMetric(gauge, "num_requests_running", "Requests that are running in the engine.")
+        self.waiting = ScalarMetric(gauge, "num_requests_waiting", "Requests waiting in the engine's queue.")
+        self.cache_usage = ScalarMetric(gauge, "kv_cache_usage_perc", "Fraction of KV cache pages in use; 1 means all.")
+        self.prefix_queries = ScalarMetric(
+            counter, "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."
         )
-        self.failures = Value(counter, "request_failures_total", "Requests without an end of their own.", ["reason"])
-        self.batch_prompt_tokens = Value(counter, "batch_prompt_tokens_total", "Those of batches among prompt_tokens.")
-        self.batch_generation_tokens = Value(
-            counter, "batch_generation_tokens_total", "Those of batches among generation_tokens."
+        self.prefix_hits = ScalarMetric(counter, "prefix_cache_hits_total", "Prompt tokens found in the prefix cache.")
+        self.preemptions = ScalarMetric(counter, "num_preemptions_total", "Requests that were preempted.")
+        self.prompt_tokens = ScalarMetric(
+            counter, "prompt_tokens_total", "Prompt tokens processed, including cached ones."
         )
-        self.batch_requests = Value(counter, "batch_requests_total", "Lines of batches with a result.", ["outcome"])
-        self.ready = Value(gauge, "ready", "1 when the engine can take requests.")
-        self.restarts = Value(counter, "engine_restarts_total", "Engine processes started in the place of another.")
-        self.failed_loads = Value(counter, "engine_failed_loads_total", "Engine processes that ended while loading.")
-        self.tasks_up = Value(gauge, "background_task_up", "1 while a background task is well.", ["task"])
-        self.task_restarts = Value(
-            counter, "background_task_restarts_total", "Failures of background tasks, which began again.", ["task"]
+        self.generation_tokens = ScalarMetric(counter, "generation_tokens_total", "Tokens generated.")
+        self.success = ScalarMetric(
+            counter, "request_success_total", "Finished samples by finish reason.", ["finished_reason"]
         )
-        self.waiting_tokens = Value(gauge, "num_tokens_waiting", "Prompt tokens in the engine's queue.")
+        self.first_token = Histogram(
+            "time_to_first_token_seconds", "Time from the arrival of a request to its first token.", _FIRST_TOKEN
+        )
+        self.between_tokens = Histogram(
+            "inter_token_latency_seconds", "Time between two consecutive tokens.", _BETWEEN_TOKENS
+        )
+        self.latency = Histogram(
+            "e2e_request_latency_seconds", "Time from the arrival of a request to its last token.", _LATENCY
+        )
+        self.queue_time = Histogram(
+            "request_queue_time_seconds", "Time that a request spends in the engine's queue.", _LATENCY
+        )
+        self.prefill_time = Histogram(
+            "request_prefill_time_seconds", "Time from leaving the queue to the first token.", _LATENCY
+        )
+        self.decode_time = Histogram("request_decode_time_seconds", "Time from the first token to the last.", _LATENCY)
+        self.inference_time = Histogram(
+            "request_inference_time_seconds", "Time from leaving the queue to the last token.", _LATENCY
+        )
+        self.request_prompt = Histogram("request_prompt_tokens", "Prompt tokens per request.", _TOKENS)
+        self.request_generation = Histogram("request_generation_tokens", "Generated tokens per request.", _TOKENS)
+        self.request_samples = Histogram("request_params_n", "Samples per request (`n`).", _SAMPLES)
+        self._vllm_families = self.families if vllm_names else []
+        # -- further metrics
+        self.http_requests = ScalarMetric(
+            counter, "http_requests_total", "HTTP responses by method, route and status.", ["method", "route", "status"]
+        )
+        self.failures = ScalarMetric(
+            counter, "request_failures_total", "Requests that did not finish, by reason.", ["reason"]
+        )
+        self.batch_prompt_tokens = ScalarMetric(
+            counter, "batch_prompt_tokens_total", "Prompt tokens of batches; also counted in prompt_tokens."
+        )
+        self.batch_generation_tokens = ScalarMetric(
+            counter, "batch_generation_tokens_total", "Generated tokens of batches; also counted in generation_tokens."
+        )
+        self.batch_requests = ScalarMetric(
+            counter, "batch_requests_total", "Batch lines with a result, by outcome.", ["outcome"]
+        )
+        self.ready = ScalarMetric(gauge, "ready", "1 if the engine accepts requests.")
+        self.restarts = ScalarMetric(counter, "engine_restarts_total", "Restarts of the engine process.")
+        self.failed_loads = ScalarMetric(
+            counter, "engine_failed_loads_total", "Engine processes that exited while loading the model."
+        )
+        self.tasks_up = ScalarMetric(gauge, "background_task_up", "1 while a background task is healthy.", ["task"])
+        self.task_restarts = ScalarMetric(
+            counter, "background_task_restarts_total", "Restarts of background tasks after a failure.", ["task"]
+        )
+        self.waiting_tokens = ScalarMetric(gauge, "num_tokens_waiting", "Prompt tokens waiting in the engine's queue.")
         kinds = ["step_kind"]
-        self.steps = Value(counter, "engine_steps_total", "Steps of the engine.")
-        self.busy = Value(counter, "engine_busy_seconds_total", "Seconds inside steps.", kinds)
-        self.bytes_moved = Value(
-            counter, "engine_bytes_moved_total", "Bytes that steps had to move (cost model).", kinds
+        self.steps = ScalarMetric(counter, "engine_steps_total", "Steps that the engine has run.")
+        self.busy = ScalarMetric(
+            counter, "engine_busy_seconds_total", "Seconds that the engine has spent in steps.", kinds
         )
-        self.flops = Value(counter, "engine_flops_total", "Operations that steps had to do (cost model).", kinds)
-        self.achieved_bytes = Value(
-            gauge, "achieved_bytes_per_second", "Bytes moved per second inside steps, lately.", kinds
+        self.bytes_moved = ScalarMetric(
+            counter, "engine_bytes_moved_total", "Bytes that steps had to move, from the cost model.", kinds
         )
-        self.achieved_flops = Value(
-            gauge, "achieved_flops_per_second", "Operations per second inside steps, lately.", kinds
+        self.flops = ScalarMetric(
+            counter, "engine_flops_total", "Floating-point operations of steps, from the cost model.", kinds
         )
-        self.ceiling_bytes = Value(gauge, "ceiling_bytes_per_second", "What this machine's memory can give.")
-        self.ceiling_flops = Value(gauge, "ceiling_flops_per_second", "What this machine can compute.")
-        self.mbu = Value(gauge, "mbu_ratio", "Achieved bytes per second over the ceiling, lately.", kinds)
-        self.mfu = Value(gauge, "mfu_ratio", "Achieved operations per second over the ceiling, lately.", kinds)
+        self.achieved_bytes = ScalarMetric(
+            gauge, "achieved_bytes_per_second", "Bytes moved per second of step time over the last minute.", kinds
+        )
+        self.achieved_flops = ScalarMetric(
+            gauge, "achieved_flops_per_second", "Operations per second of step time over the last minute.", kinds
+        )
+        self.ceiling_bytes = ScalarMetric(
+            gauge, "ceiling_bytes_per_second", "Measured memory bandwidth of this machine."
+        )
+        self.ceiling_flops = ScalarMetric(
+            gauge, "ceiling_flops_per_second", "Measured peak compute rate of this machine."
+        )
+        self.mbu = ScalarMetric(
+            gauge, "mbu_ratio", "Achieved bandwidth divided by the ceiling, over the last minute.", kinds
+        )
+        self.mfu = ScalarMetric(
+            gauge, "mfu_ratio", "Achieved compute rate divided by the ceiling, over the last minute.", kinds
+        )
         self._needs = {
             self.ceiling_bytes: "read_bytes_per_s",
             self.mbu: "read_bytes_per_s",
@@ -105,17 +142,17 @@ class Metrics:
 
     @property
     def families(self) -> list[Family]:
-        return [family for family in vars(self).values() if isinstance(family, Value | Histogram)]
+        return [family for family in vars(self).values() if isinstance(family, ScalarMetric | Histogram)]
 
-    def sized(self, prompt_tokens: int, output_tokens: int, samples: int) -> None:
-        """A request whose samples have all ended."""
+    def observe_sizes(self, prompt_tokens: int, output_tokens: int, samples: int) -> None:
+        """Record the sizes of a request whose samples have all ended."""
         self.request_prompt.observe(prompt_tokens)
         self.request_generation.observe(output_tokens)
         self.request_samples.observe(samples)
 
-    def waited(self, done: Done, seconds: float) -> None:
-        """What became of a caller's time until all samples had ended. Online calls only: who looks after their
-        latency must not see there the queues of work that nobody waits for."""
+    def observe_latency(self, done: Done, seconds: float) -> None:
+        """Record the times of an online request. Batch lines are left out: their queueing time would hide the latency
+        of online calls."""
         self.latency.observe(seconds)
         queue = done.queue or 0.0
         self.queue_time.observe(queue)
@@ -125,7 +162,7 @@ class Metrics:
             self.decode_time.observe(max(0.0, done.seconds - done.ttft))
 
     def write(self, backend: Backend) -> str:
-        """The page for Prometheus."""
+        """All metrics in the text format of Prometheus."""
         facts, load = backend.facts, backend.load
         self.ready.set(float(backend.ready))
         self.restarts.set(backend.restarts)
@@ -135,16 +172,16 @@ class Metrics:
                 self.tasks_up.set(float(well), task)
                 self.task_restarts.set(self._supervisor.restarts[task], task)
         if load is not None:
-            self._take(load, facts)
+            self._update(load, facts)
         ceilings = (facts.ceilings if facts is not None and load is not None else None) or {}
-        # A ceiling that nobody has measured is left out, and what it would be compared with.
+        # Leave out a ceiling that was not measured, and its ratio.
         shown = [family for family in self.families if family not in self._needs or self._needs[family] in ceilings]
         name = self._model if self._model is not None or facts is None else facts.name
         labels = {} if name is None else {"model_name": name}
-        return write_families(shown, PREFIX, labels) + write_families(self._known_to_vllm, VLLM_PREFIX, labels)
+        return write_families(shown, PREFIX, labels) + write_families(self._vllm_families, VLLM_PREFIX, labels)
 
-    def _take(self, load: Load, facts: Facts | None) -> None:
-        """The engine counts for itself: it starts again from 0 when it is restarted, as counters may."""
+    def _update(self, load: Load, facts: Facts | None) -> None:
+        """Copy the engine's counters. They restart from 0 with the engine, which Prometheus counters may do."""
         self.running.set(load.running)
         self.waiting.set(load.waiting)
         self.waiting_tokens.set(load.waiting_tokens)
@@ -160,7 +197,7 @@ class Metrics:
         most_bytes, most_flops = ceilings.get("read_bytes_per_s", 0.0), ceilings.get("flops", 0.0)
         self.ceiling_bytes.set(most_bytes)
         self.ceiling_flops.set(most_flops)
-        before = _work_of(self._mark(load))
+        before = _work_of(self._window_start(load))
         for kind, work in _work_of(load).items():
             self.busy.set(work.seconds, kind)
             self.bytes_moved.set(work.bytes, kind)
@@ -173,8 +210,8 @@ class Metrics:
             self.mbu.set(bytes_per_s / most_bytes if most_bytes > 0 else 0.0, kind)
             self.mfu.set(flops_per_s / most_flops if most_flops > 0 else 0.0, kind)
 
-    def _mark(self, load: Load) -> Load:
-        """The load at the beginning of the window; a restarted engine begins a new one."""
+    def _window_start(self, load: Load) -> Load:
+        """The load at the start of the window; a restarted engine starts a new window."""
         now = self._clock()
         if self._marks and load.busy < self._marks[-1][1].busy:
             self._marks.clear()
@@ -182,21 +219,21 @@ class Metrics:
         while len(self._marks) > 2 and self._marks[1][0] < now - WINDOW_SECONDS:
             self._marks.popleft()
         if len(self._marks) == 1:
-            return _nothing
+            return _NO_LOAD
         return self._marks[0][1]
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     seconds: float
     bytes: float
     flops: float
 
 
-def _work_of(load: Load) -> dict[str, Work]:
-    """By the kind of step: those that only decode are bound by memory, those that read prompts by arithmetic."""
-    decode = Work(load.decode_busy, load.decode_bytes, load.decode_flops)
-    rest = Work(load.busy - decode.seconds, load.bytes_moved - decode.bytes, load.flops - decode.flops)
+def _work_of(load: Load) -> dict[str, StepWork]:
+    """Work by kind of step: decode steps are memory bound, steps with prompt tokens are compute bound."""
+    decode = StepWork(load.decode_busy, load.decode_bytes, load.decode_flops)
+    rest = StepWork(load.busy - decode.seconds, load.bytes_moved - decode.bytes, load.flops - decode.flops)
     return {"decode": decode, "prompt": rest}
 
 
-_nothing = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0)
+_NO_LOAD = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0)

@@ -20,9 +20,9 @@ from bankfull.serve.console.timelines import OpenLine, TimeLines
 from bankfull.serve.engine.backend import Backend, Busy
 from bankfull.serve.engine.wire import Done, Facts, Load, Piece
 from bankfull.serve.guard.checks import App, Message, Receive, Scope, Send
-from bankfull.serve.guard.keys import Bucket, Keyring
+from bankfull.serve.guard.keys import Keyring, TokenBucket
 from bankfull.serve.telemetry.log import log_trace
-from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.trace import Trace, current_trace, during
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
@@ -34,7 +34,7 @@ wrong."""
 class Watch:
     """The outermost layer of plain ASGI."""
 
-    def __init__(self, app: App, metrics: Metrics) -> None:
+    def __init__(self, app: App, metrics: ServiceMetrics) -> None:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,7 +90,7 @@ def route_of(scope: Scope) -> str:
 class WatchedBackend:
     """The engine as endpoints see it: what it does for a request is counted, and charged to the key that asks."""
 
-    def __init__(self, inner: Backend, metrics: Metrics, keyring: Keyring) -> None:
+    def __init__(self, inner: Backend, metrics: ServiceMetrics, keyring: Keyring) -> None:
         self._inner, self._metrics, self._keyring = inner, metrics, keyring
         self.lines = TimeLines(inner)
 
@@ -181,7 +181,7 @@ class WatchedBackend:
 
     def _reserve(self, trace: Trace, most: int, *, may_overdraw: bool) -> Reserved | None:
         """None where nobody counts. Lines of batches have waited before they began, and may overdraw."""
-        if trace.key is None or (tokens := self._keyring.allowance(trace.key).tokens) is None:
+        if trace.key is None or (tokens := self._keyring.rate_limits(trace.key).tokens) is None:
             return None
         if not may_overdraw:
             if most > tokens.per_minute:
@@ -205,7 +205,7 @@ class Reserved:
 
     __slots__ = ("_bucket", "_most")
 
-    def __init__(self, bucket: Bucket, most: int) -> None:
+    def __init__(self, bucket: TokenBucket, most: int) -> None:
         self._bucket, self._most = bucket, most
         bucket.take(most)
 
@@ -236,7 +236,7 @@ class CountedSteps:
     def __init__(
         self,
         steps: AsyncIterator[list[Piece | Done]],
-        metrics: Metrics,
+        metrics: ServiceMetrics,
         trace: Trace | None,
         reserved: Reserved | None,
         prompt: int,
@@ -328,9 +328,9 @@ class CountedSteps:
     def _end(self, done: Done) -> None:
         self._ended = True
         self._settle()
-        self._metrics.sized(self._prompt, done.output_tokens, self._samples)
+        self._metrics.observe_sizes(self._prompt, done.output_tokens, self._samples)
         if not self._batch:
-            self._metrics.waited(done, time.monotonic() - self._asked)
+            self._metrics.observe_latency(done, time.monotonic() - self._asked)
         if self._trace is not None:
             self._trace.cached_tokens += done.cached_tokens
         if self._line is not None:

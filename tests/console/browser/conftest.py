@@ -1,4 +1,4 @@
-"""A server, Debian's Chromium, and a page that must not complain."""
+"""A server, Debian's Chromium, and a page that must log no errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Server:
 
     @contextmanager
     def load(self, streams: int, tokens: int = 60) -> Iterator[None]:
-        """So many clients that ask for one answer after the other."""
+        """Run this many clients, each sending one request after another."""
         ends = threading.Event()
 
         def client(number: int) -> None:
@@ -73,11 +73,11 @@ def running(cache: Path, key: str) -> Iterator[Server]:
     )
     assert process.stdout is not None
     try:
-        said = ""
-        while "to stop it" not in said and (line := process.stdout.readline()):
-            said += line
-        url = re.search(r"in a browser +(http://127\.0\.0\.1:\d+)/", said)
-        assert url is not None, said
+        message = ""
+        while "to stop it" not in message and (line := process.stdout.readline()):
+            message += line
+        url = re.search(r"in a browser +(http://127\.0\.0\.1:\d+)/", message)
+        assert url is not None, message
         yield Server(url[1], key)
     finally:
         process.send_signal(signal.SIGTERM)
@@ -90,14 +90,15 @@ def running(cache: Path, key: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def server(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The real thing, which wants a key. It is asked for after the browser: without one nothing is started."""
+    """A real server that requires a key. It depends on the browser: without one no server is started."""
     with running(tmp_path_factory.mktemp("cache"), KEY) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    """For one module only: while it is there its event loop runs in this thread, and other tests have their own."""
+    """The browser. Module scope, because Playwright runs its event loop on this thread and other tests have their
+    own."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: see the extra `test`")
     found = os.environ.get("BANKFULL_CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
@@ -110,16 +111,16 @@ def chromium() -> Iterator[Any]:
 
 @dataclass
 class Watched:
-    """A page, and all that it complained of or asked strangers for."""
+    """A page, its errors, and the URLs that it requested."""
 
     page: Any
-    complaints: list[str] = field(default_factory=list)
-    asked: set[str] = field(default_factory=set)
+    errors: list[str] = field(default_factory=list)
+    requested: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.page.on("console", lambda said: said.type == "error" and self.complaints.append(said.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: self.asked.add(request.url))
+        self.page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda request: self.requested.add(request.url))
 
 
 @pytest.fixture
@@ -129,13 +130,13 @@ def watched(chromium: Any) -> Iterator[Watched]:
     watched = Watched(context.new_page())
     yield watched
     context.close()
-    assert watched.complaints == []
-    assert [address for address in watched.asked if not OURS.match(address)] == []
+    assert watched.errors == []
+    assert [address for address in watched.requested if not OURS.match(address)] == []
 
 
 @pytest.fixture
 def page(watched: Watched, server: Server) -> Any:
-    """The console, ready: its tab has the key already."""
+    """The console with the key already stored in its tab."""
     watched.page.context.add_init_script(f"sessionStorage.setItem('bankfull.key', '{KEY}')")
     watched.page.goto(server.url + "/")
     watched.page.wait_for_selector('#status[data-kind="good"]')

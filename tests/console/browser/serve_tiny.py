@@ -1,4 +1,4 @@
-"""`bankfull serve` on a tiny model that may talk for long, on a machine whose ceilings were measured."""
+"""`bankfull serve` with a tiny model of long context, on a machine with measured ceilings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The console in a real browser, before a real server with a tiny model."""
+"""The console in a real browser, with a real server and a tiny model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGES = ("chat", "live", "requests", "batches")
 
 
 def until(page: Any, condition: str, seconds: float = 30.0) -> None:
-    """Asks again and again; Playwright's own way to wait for an expression is forbidden by the page's policy."""
+    """Poll until the condition holds; the page's security policy forbids Playwright's own wait for an expression."""
     deadline = time.monotonic() + seconds
     while not page.evaluate(condition):
         assert time.monotonic() < deadline, f"never: {condition}"
@@ -29,13 +29,13 @@ def choose(page: Any, **parameters: object) -> None:
         page.fill(f"#{name}", str(value))
 
 
-def say(page: Any, text: str) -> None:
+def submit(page: Any, text: str) -> None:
     page.fill("#question", text)
     page.press("#question", "Enter")
 
 
 def figures(page: Any, turn: int = -1) -> dict[str, str]:
-    """Of an answer, once it has them."""
+    """The figures below a response, once they are shown."""
     place = page.locator(".turn.assistant").nth(turn).locator(".figures")
     place.wait_for()
     return dict(zip(place.locator("dt").all_inner_texts(), place.locator("dd").all_inner_texts(), strict=True))
@@ -43,45 +43,45 @@ def figures(page: Any, turn: int = -1) -> dict[str, str]:
 
 def test_a_turn_of_chat_shows_its_speed_beside_the_limit(page: Any) -> None:
     choose(page, max_tokens=40, temperature=0)
-    say(page, "What is a river?")
+    submit(page, "What is a river?")
     shown = figures(page)
     assert re.fullmatch(r"[\d.]+ (ms|s|µs) limit [\d.]+ (ms|s|µs)", shown["TTFT"]), shown
     rate, limit = re.fullmatch(r"([\d.,]+) tokens/s limit ([\d.,]+)", shown["speed"]).groups()  # type: ignore[union-attr]
     share = float(rate.replace(",", "")) / float(limit.replace(",", ""))
-    said = float(shown["of limit"].removesuffix(" %")) / 100
-    assert abs(said - share) <= 0.011 + 0.5 * (share < 0.1) * share, shown
+    message = float(shown["of limit"].removesuffix(" %")) / 100
+    assert abs(message - share) <= 0.011 + 0.5 * (share < 0.1) * share, shown
     assert page.locator(".turn.assistant .text").last.inner_text() != ""
-    say(page, "And what is a channel?")
+    submit(page, "And what is a channel?")
     figures(page, 1)
     assert page.locator(".turn").count() == 4
 
 
-def test_an_answer_says_what_held_it_back_when_asked(page: Any) -> None:
+def test_a_response_explains_its_speed_on_request(page: Any) -> None:
     choose(page, max_tokens=20, temperature=0)
     page.check("#explain")
-    say(page, "What is a river?")
+    submit(page, "What is a river?")
     figures(page)
     assert re.search(r"\d+% of .*\.$", page.locator(".why").inner_text())
 
 
-def test_whoever_reads_the_end_of_the_conversation_still_does_and_nobody_else_is_taken_there(page: Any) -> None:
+def test_the_log_follows_new_text_only_if_it_was_scrolled_to_the_end(page: Any) -> None:
     below = "(log => log.scrollHeight - log.scrollTop - log.clientHeight)(document.querySelector('#log'))"
     choose(page, max_tokens=300, temperature=0)
     page.check("#explain")
     page.set_viewport_size({"width": 1280, "height": 500})
     for turn in range(2):
-        say(page, "Lines\n" * 12)
+        submit(page, "Lines\n" * 12)
         figures(page, turn)
-        assert page.evaluate(below) < 2, "the figures are out of sight"
-    say(page, "More")
+        assert page.evaluate(below) < 2, "the speed of the response is not visible"
+    submit(page, "More")
     page.evaluate("document.querySelector('#log').scrollTop = 0")
     figures(page, 2)
     assert page.evaluate("document.querySelector('#log').scrollTop") == 0
 
 
-def test_regenerating_replaces_the_last_answer_only(page: Any) -> None:
+def test_regenerating_replaces_the_last_response_only(page: Any) -> None:
     choose(page, max_tokens=12, temperature=0, seed=1)
-    say(page, "The river")
+    submit(page, "The river")
     figures(page)
     before = page.locator(".turn.assistant .text").last.inner_text()
     page.click("#regenerate")
@@ -98,35 +98,35 @@ def test_parameters_reach_the_server(page: Any, server: Server) -> None:
     choose(page, max_tokens=3, temperature=0.5, top_p=0.9, top_k=20, min_p=0.01, seed=7, repetition_penalty=1.1)
 
     def talk_on(route: Any) -> None:
-        """The model must not end earlier by itself."""
+        """Keep the model from stopping early."""
         route.continue_(post_data=json.dumps({**route.request.post_data_json, "ignore_eos": True}))
 
     page.route("**/v1/chat/completions", talk_on)
     with page.expect_request("**/v1/chat/completions") as sent:
-        say(page, "Hello")
+        submit(page, "Hello")
     body = sent.value.post_data_json
     assert body["messages"][0] == {"role": "system", "content": "You are a river."}
     wanted = {"max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 20, "seed": 7, "repetition_penalty": 1.1}
     assert wanted.items() <= body.items() and "frequency_penalty" not in body
     shown = figures(page)
-    assert shown["tokens"].startswith("3 ") and shown["ended"] == "at the most tokens"
+    assert shown["tokens"].startswith("3 ") and shown["ended"] == "at max tokens"
 
 
-def test_what_the_server_refuses_is_said_and_the_question_is_kept(watched: Watched, page: Any) -> None:
+def test_a_refusal_is_shown_and_the_message_is_kept(watched: Watched, page: Any) -> None:
     page.fill("#temperature", "-1")
-    say(page, "Hello")
+    submit(page, "Hello")
     assert "temperature" in page.locator(".problem").inner_text()
     assert page.input_value("#question") == "Hello"
     page.fill("#temperature", "0")
     page.fill("#max_tokens", "5")
     page.press("#question", "Enter")
     figures(page)
-    watched.complaints = [said for said in watched.complaints if "400" not in said]
+    watched.errors = [message for message in watched.errors if "400" not in message]
 
 
-def test_an_answer_can_be_stopped(page: Any, server: Server) -> None:
+def test_a_response_can_be_stopped(page: Any, server: Server) -> None:
     choose(page, max_tokens=90000, temperature=0)
-    say(page, "Talk as long as you can")
+    submit(page, "Talk as long as you can")
     until(page, "document.querySelector('.turn.assistant > .text').textContent.length > 20")
     page.wait_for_timeout(1000)
     page.press("#question", "Escape")
@@ -134,21 +134,21 @@ def test_an_answer_can_be_stopped(page: Any, server: Server) -> None:
     assert shown["ended"] == "stopped"
     deadline = time.monotonic() + 10
     while server.ask("/console/state")["load"]["running"]:
-        assert time.monotonic() < deadline, "the engine still writes what nobody reads"
+        assert time.monotonic() < deadline, "the engine still generates for a closed stream"
         time.sleep(0.1)
 
 
 HOSTILE = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
 
 
-def test_what_people_and_models_write_stays_text(page: Any) -> None:
+def test_text_of_users_and_models_never_becomes_markup(page: Any) -> None:
     deltas = [{"reasoning": HOSTILE}, {"content": HOSTILE}, {"content": HOSTILE}]
     events: list[dict[str, Any]] = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
     events.append({"choices": [], "explain": {"summary": HOSTILE}})
     body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
     kind = "text/event-stream"
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type=kind))
-    say(page, HOSTILE)
+    submit(page, HOSTILE)
     figures(page)
     assert page.locator(".turn.user .text").inner_text() == HOSTILE
     assert page.locator(".turn.assistant > .text").inner_text() == 2 * HOSTILE
@@ -156,12 +156,12 @@ def test_what_people_and_models_write_stays_text(page: Any) -> None:
     assert page.locator("#log img, #log script").count() == 0 and page.title() == "Chat · bankfull"
 
 
-def test_a_question_without_an_answer_is_no_part_of_the_conversation(page: Any, watched: Watched) -> None:
+def test_a_message_without_a_response_is_not_part_of_the_conversation(page: Any, watched: Watched) -> None:
     choose(page, max_tokens=4)
-    say(page, "First")
+    submit(page, "First")
     figures(page)
     page.route("**/v1/chat/completions", lambda route: route.abort())
-    say(page, "Second")
+    submit(page, "Second")
     page.wait_for_selector(".problem")
     page.unroute("**/v1/chat/completions")
     assert page.input_value("#question") == "Second"
@@ -169,12 +169,12 @@ def test_a_question_without_an_answer_is_no_part_of_the_conversation(page: Any, 
         page.click("#regenerate")
     assert [turn["content"] for turn in sent.value.post_data_json["messages"]] == ["First"]
     figures(page)
-    assert page.locator(".turn").count() == 2, "the question that failed has made room"
+    assert page.locator(".turn").count() == 2, "the failed message was removed"
     with page.expect_request("**/v1/chat/completions") as sent:
-        say(page, "Third")
+        submit(page, "Third")
     assert [turn["role"] for turn in sent.value.post_data_json["messages"]] == ["user", "assistant", "user"]
     figures(page, 1)
-    watched.complaints = [said for said in watched.complaints if "ERR_FAILED" not in said]
+    watched.errors = [message for message in watched.errors if "ERR_FAILED" not in message]
 
 
 def chart(page: Any, title: str) -> Any:
@@ -197,19 +197,21 @@ def test_charts_move_under_load_and_so_does_the_operating_point(page: Any, serve
         until(page, "/running [56]/.test(document.querySelector('#charts').textContent)")
         page.wait_for_timeout(2500)
         together = operating_point(page)
-        for title in ("Requests", "Tokens per second", "Step time", "Time inside steps"):
+        for title in ("Requests", "Tokens per second", "Step time", "Engine busy"):
             curve = chart(page, title).locator("path.curve").first.get_attribute("d")
             assert len(set(re.findall(r"[ML][\d.]+ ([\d.]+)", curve))) > 1, f"{title} is flat: {curve}"
-        step = re.search(r"a step ([\d.]+) (\S+), its limit ([\d.]+) (\S+)", chart(page, "Step time").inner_text())
+        step = re.search(r"step ([\d.]+) (\S+), limit ([\d.]+) (\S+)", chart(page, "Step time").inner_text())
         assert step is not None
         units = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
-        assert float(step[3]) * units[step[4]] < float(step[1]) * units[step[2]], "no step is faster than its limit"
-    assert together[0] > alone[0], "six sequences share the weights: more operations per byte"
+        assert float(step[3]) * units[step[4]] < float(step[1]) * units[step[2]], (
+            "a step must not be faster than its limit"
+        )
+    assert together[0] > alone[0], "six sequences share the weights, so there are more operations per byte"
     until(page, "document.querySelector('#roofline .value').textContent === 'idle'")
-    assert "hits" in chart(page, "Prompt tokens found in the cache").inner_text()
+    assert "prompt tokens found" in chart(page, "Prefix cache hits").inner_text()
 
 
-def test_arrow_keys_tell_the_figures_of_an_earlier_moment(page: Any, server: Server) -> None:
+def test_arrow_keys_show_earlier_values(page: Any, server: Server) -> None:
     page.click('nav a[href="#live"]')
     until(page, "document.querySelectorAll('#tiles .tile').length > 0")
     until(page, "(document.querySelector('#charts path.curve').getAttribute('d').match(/L/g) ?? []).length > 1")
@@ -226,13 +228,13 @@ def test_arrow_keys_tell_the_figures_of_an_earlier_moment(page: Any, server: Ser
 def test_the_table_has_each_request_with_its_time_line(page: Any, server: Server) -> None:
     choose(page, max_tokens=30, temperature=0)
     with page.expect_request("**/v1/chat/completions") as sent:
-        say(page, "Hello")
+        submit(page, "Hello")
     figures(page)
     page.click('nav a[href="#requests"]')
     row = page.locator(f"tr[data-id='{sent.value.headers['x-request-id']}']")
     row.wait_for()
     assert row.locator(".badge").inner_text() in ("stop", "length")
-    assert re.search(r"prompt read [\d.]+ (ms|µs|s)", row.locator("svg").get_attribute("aria-label"))
+    assert re.search(r"prefill [\d.]+ (ms|µs|s)", row.locator("svg").get_attribute("aria-label"))
     assert row.locator("rect.part-prompt").count() == 1
     with server.load(2, tokens=1000):
         page.locator(".badge", has_text="running").first.wait_for()
@@ -248,7 +250,7 @@ def batch_file(folder: Path, lines: int = 5, name: str = "questions.jsonl") -> P
     return file
 
 
-def test_a_batch_is_uploaded_runs_and_its_results_come_back(page: Any, tmp_path: Path) -> None:
+def test_a_batch_is_uploaded_and_run_and_its_results_downloaded(page: Any, tmp_path: Path) -> None:
     page.click('nav a[href="#batches"]')
     page.set_input_files("#file", batch_file(tmp_path))
     page.click("#start")
@@ -262,9 +264,9 @@ def test_a_batch_is_uploaded_runs_and_its_results_come_back(page: Any, tmp_path:
     assert all(result["response"]["status_code"] == 200 for result in results)
 
 
-def test_a_faulty_batch_says_which_line_is_wrong(page: Any, tmp_path: Path) -> None:
+def test_an_invalid_batch_names_the_wrong_line(page: Any, tmp_path: Path) -> None:
     file = tmp_path / "faulty.jsonl"
-    file.write_text(batch_file(tmp_path, 1).read_text() + "this is no JSON\n")
+    file.write_text(batch_file(tmp_path, 1).read_text() + "not JSON\n")
     page.click('nav a[href="#batches"]')
     page.set_input_files("#file", file)
     page.click("#start")
@@ -284,24 +286,24 @@ def test_the_example_is_a_batch(page: Any, tmp_path: Path) -> None:
     page.locator(".batch", has_text="example.jsonl").first.locator(".badge.ended").wait_for()
 
 
-def test_a_key_is_asked_for_and_kept_in_this_tab_only(watched: Watched, server: Server, tmp_path: Path) -> None:
+def test_the_key_is_prompted_for_and_stored_in_this_tab_only(watched: Watched, server: Server, tmp_path: Path) -> None:
     page = watched.page
     page.goto(server.url + "/")
     page.wait_for_selector("#key-dialog[open]")
     page.keyboard.type("not-the-key-of-this-server")
     page.keyboard.press("Enter")
-    until(page, "document.querySelector('#key-why').textContent.includes('not one of this server')")
+    until(page, "document.querySelector('#key-why').textContent.includes('not valid on this server')")
     page.keyboard.press("Escape")
     page.wait_for_selector("#key-dialog", state="hidden")
     page.wait_for_selector('#status[data-kind="bad"]')
     page.wait_for_timeout(1500)
-    assert page.locator("#key-dialog[open]").count() == 0, "whoever said no is not asked again every second"
+    assert page.locator("#key-dialog[open]").count() == 0, "the prompt must not reopen after the user declined"
     page.click("#key")
     page.keyboard.type(KEY)
     page.keyboard.press("Enter")
     page.wait_for_selector('#status[data-kind="good"]')
     choose(page, max_tokens=4)
-    say(page, "Hello")
+    submit(page, "Hello")
     figures(page)
     page.click('nav a[href="#batches"]')
     page.set_input_files("#file", batch_file(tmp_path, 2, "secret.jsonl"))
@@ -314,11 +316,11 @@ def test_a_key_is_asked_for_and_kept_in_this_tab_only(watched: Watched, server: 
     page.reload()
     page.wait_for_selector('#status[data-kind="good"]')
     kept = page.evaluate("[JSON.stringify(localStorage), document.cookie, location.href]")
-    assert not any(KEY in place for place in kept) and KEY not in "".join(watched.asked)
+    assert not any(KEY in place for place in kept) and KEY not in "".join(watched.requested)
     other = page.context.new_page()
     other.goto(server.url + "/")
     other.wait_for_selector("#key-dialog[open]")
-    watched.complaints = [said for said in watched.complaints if "401" not in said]
+    watched.errors = [message for message in watched.errors if "401" not in message]
 
 
 def test_everything_can_be_done_with_the_keyboard(page: Any, tmp_path: Path) -> None:
@@ -342,7 +344,7 @@ def test_everything_can_be_done_with_the_keyboard(page: Any, tmp_path: Path) -> 
     tab_to("send", "Shift+Tab")
     page.keyboard.press("Enter")
     figures(page)
-    assert focused() == "send", "the focus was at Stop meanwhile, and is back"
+    assert focused() == "send", "the focus must return from Stop"
     tab_to("regenerate")
     page.keyboard.press("Space")
     page.wait_for_selector("#regenerate:enabled")
@@ -350,7 +352,7 @@ def test_everything_can_be_done_with_the_keyboard(page: Any, tmp_path: Path) -> 
         tab_to(f"#{name}", "Shift+Tab" if name in ("live", "chat") else "Tab")
         page.keyboard.press("Enter")
         page.wait_for_selector(f"#{name}:visible")
-    page.keyboard.press("Shift+Enter")  # the message has the focus again: a new line
+    page.keyboard.press("Shift+Enter")  # the input field has the focus again: a new line
     page.keyboard.type("x")
     assert page.input_value("#question") == "\nx"
 
@@ -359,21 +361,21 @@ def test_everything_can_be_done_with_the_keyboard(page: Any, tmp_path: Path) -> 
 def test_pages_fit_any_screen(page: Any, server: Server, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 740})
     choose_open(page)
-    say(page, "A-very-long-word-" * 30)
+    submit(page, "A-very-long-word-" * 30)
     figures(page)
     down = page.evaluate("document.documentElement.scrollHeight - document.documentElement.clientHeight")
-    assert down <= 0, "the field and its buttons are in sight without scrolling"
+    assert down <= 0, "the input field and its buttons must be visible without scrolling"
     for name, drawn in zip(PAGES, (".turn", ".tile", "#lines tr", "#upload"), strict=True):
         page.goto(f"{server.url}/#{name}")
         page.locator(f"#{name} {drawn}").first.wait_for()
         beyond = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
         assert beyond <= 0, f"{name} is {beyond} pixels wider than a screen of {width}"
-    if width != 800:  # between a phone's cards and a screen's width the table has a scroll bar of its own
+    if width != 800:  # at medium width the table has its own scroll bar
         page.goto(f"{server.url}/#requests")
         assert page.evaluate("(place => place.scrollWidth - place.clientWidth)(document.querySelector('.scroll'))") <= 0
 
 
-def test_dark_and_light_are_as_the_system_wants_them_and_legible(page: Any) -> None:
+def test_colours_follow_the_system_setting_and_are_legible(page: Any) -> None:
     for colours, ground in (("light", "rgb(245, 244, 240)"), ("dark", "rgb(20, 23, 27)")):
         page.emulate_media(color_scheme=colours)
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
@@ -391,7 +393,7 @@ def choose_open(page: Any) -> None:
 
 
 def contrast(page: Any, ink: str, ground: str) -> float:
-    """As WCAG counts it."""
+    """The contrast ratio defined by WCAG."""
     return page.evaluate(
         """([ink, ground]) => {
           const place = document.body.appendChild(document.createElement("i"));
@@ -409,7 +411,7 @@ def contrast(page: Any, ink: str, ground: str) -> float:
     )
 
 
-def test_the_choice_of_colours_is_kept(page: Any) -> None:
+def test_the_chosen_colours_are_stored(page: Any) -> None:
     page.click("#theme")
     page.click("#theme")
     assert page.inner_text("#theme") == "Dark"
@@ -418,13 +420,13 @@ def test_the_choice_of_colours_is_kept(page: Any) -> None:
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
 
 
-def test_a_server_that_is_gone_is_missed_and_another_one_is_found(watched: Watched) -> None:
+def test_the_page_notices_a_lost_server_and_connects_to_a_new_one(watched: Watched) -> None:
     page = watched.page
     with replaceable_server() as (url, replace):
         page.goto(url + "/")
         page.wait_for_selector('#status[data-kind="good"]')
         choose(page, max_tokens=2)
-        say(page, "x")
+        submit(page, "x")
         figures(page)
         page.click('nav a[href="#requests"]')
         until(page, "document.querySelectorAll('#lines tbody tr').length === 1")
@@ -435,4 +437,4 @@ def test_a_server_that_is_gone_is_missed_and_another_one_is_found(watched: Watch
         page.wait_for_selector('#status[data-kind="good"]')
         until(page, "document.querySelectorAll('#lines tbody tr').length === 0")
         until(page, "document.querySelector('#model').value === 'another'")
-    watched.complaints = [said for said in watched.complaints if "ERR_INTERNET_DISCONNECTED" not in said]
+    watched.errors = [message for message in watched.errors if "ERR_INTERNET_DISCONNECTED" not in message]

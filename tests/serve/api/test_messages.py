@@ -17,10 +17,10 @@ from pydantic import TypeAdapter
 
 from bankfull.serve.app import create_app
 from bankfull.serve.engine.backend import Busy, DeadlineExceeded, EngineDied, Unavailable
-from bankfull.serve.guard.checks import open_doors
+from bankfull.serve.guard.checks import access_policy
 from bankfull.serve.guard.keys import Keyring, new_key
 from bankfull.serve.guard.layers import fortify
-from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.metrics import ServiceMetrics
 from tests.serve.scripted import FACTS, TEMPLATE, Scripted, cut, scripted_texts, scripted_tokenizer, settings
 from tests.serve.server import served, shared
 
@@ -395,8 +395,8 @@ def test_whatever_refuses_below_messages_speaks_anthropics_way() -> None:
     secret, key = new_key("alice")
     backend = Scripted()
     app = create_app(backend, scripted_texts(), settings())
-    doors = open_doors(Keyring((key,)), host="127.0.0.1")
-    with served(fortify(app, backend, doors, Metrics())) as url:
+    access = access_policy(Keyring((key,)), host="127.0.0.1")
+    with served(fortify(app, backend, access, ServiceMetrics())) as url:
         known = {"x-api-key": secret}
         refusals = [
             (401, "authentication_error", httpx.post(f"{url}/v1/messages", json={})),

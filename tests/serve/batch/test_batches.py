@@ -27,12 +27,12 @@ from bankfull.serve.batch.service import BatchService, handle_within
 from bankfull.serve.data.batch_store import BatchStore
 from bankfull.serve.data.store import Store
 from bankfull.serve.engine.backend import Backend
-from bankfull.serve.guard.checks import open_doors
+from bankfull.serve.guard.checks import access_policy
 from bankfull.serve.guard.keys import Keyring, keys_of_environment, new_key
 from bankfull.serve.guard.layers import fortify
 from bankfull.serve.supervise import Supervisor
 from bankfull.serve.telemetry.exposition import Histogram
-from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.watch import WatchedBackend
 from tests.serve.batch_app import RandomHandler, batch_app
 from tests.serve.scripted import Scripted, scripted_texts, settings
@@ -62,7 +62,7 @@ def whole_app(folder: Path, backend: Backend, keyring: Keyring | None = None, **
 
 def guarded_app(folder: Path, keys: str) -> Any:
     """The application with keys from the environment, as `bankfull serve` reads them."""
-    doors = open_doors(Keyring(keys_of_environment({"BANKFULL_API_KEY": keys})), host="127.0.0.1")
+    access = access_policy(Keyring(keys_of_environment({"BANKFULL_API_KEY": keys})), host="127.0.0.1")
     service = BatchService(folder, RandomHandler(0), rows=lambda: 4)
 
     @asynccontextmanager
@@ -72,7 +72,7 @@ def guarded_app(folder: Path, keys: str) -> Any:
 
     app = create_app(Scripted(), scripted_texts(), settings(), lifespan=life)
     app.router.routes.extend(service.routes)
-    return fortify(app, Scripted(), doors, Metrics())
+    return fortify(app, Scripted(), access, ServiceMetrics())
 
 
 def line(custom_id: str, question: str = "why?", **changes: Any) -> str:
@@ -422,7 +422,7 @@ def test_a_batch_has_one_log_line_at_its_end(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_latency_histograms_count_online_calls_only(tmp_path: Path) -> None:
-    metrics = Metrics()
+    metrics = ServiceMetrics()
     backend = WatchedBackend(Scripted(["ab", "cd"]), metrics, Keyring())
 
     def observed() -> dict[str, int]:
@@ -463,7 +463,7 @@ def test_lines_are_charged_to_their_key_and_wait_until_it_has_tokens(
     now = 0.0
     _, key = new_key("me", tokens=100)
     keyring = Keyring((key,), clock=lambda: now)
-    backend = WatchedBackend(Scripted(["ab", "cd"]), Metrics(), keyring)
+    backend = WatchedBackend(Scripted(["ab", "cd"]), ServiceMetrics(), keyring)
     app = whole_app(tmp_path, backend, keyring, wait=keyring.batch_wait)
     with served(app) as url, client_at(url) as client:
         id = submit(client, [line(f"{number}", body={"model": "tiny", "prompt": "xyz"}) for number in range(60)]).id

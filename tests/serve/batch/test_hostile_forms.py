@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from bankfull.serve.guard.checks import Guard, open_doors
+from bankfull.serve.guard.checks import Guard, access_policy
 from bankfull.serve.guard.keys import Keyring
-from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.watch import Watch
 from tests.serve.batch_app import RandomHandler, batch_app
 from tests.serve.listening import Listening, listening
@@ -28,14 +28,14 @@ LARGE = 24 << 20
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Listening]:
     folder: Path = tmp_path_factory.mktemp("store")
     app = batch_app(folder, RandomHandler(0))
-    with listening(Watch(Guard(app, open_doors(Keyring(), host="127.0.0.1")), Metrics())) as made:
+    with listening(Watch(Guard(app, access_policy(Keyring(), host="127.0.0.1")), ServiceMetrics())) as made:
         yield made
 
 
 def upload(server: Listening, form: bytes, kind: bytes = b"multipart/form-data; boundary=b") -> tuple[int, str]:
     """The status and the error message."""
     head = b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: %b\r\n" % kind
-    message = server.say(head + b"content-length: %d\r\n\r\n" % len(form) + form)
+    message = server.send(head + b"content-length: %d\r\n\r\n" % len(form) + form)
     assert message, "the connection was reset"
     document = json.loads(message.partition(b"\r\n\r\n")[2])
     return int(message.split()[1]), document.get("error", {}).get("message", "")

@@ -1,5 +1,5 @@
-"""A key's tokens of a minute: all that a call may need is set aside before it begins, so that no number of calls at
-once uses more than there is."""
+"""The token bucket of a key: a call reserves all that it may need before it starts, so concurrent calls never use more
+than the limit."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from bankfull.serve.api.errors import Refusal
 from bankfull.serve.app import create_app
 from bankfull.serve.engine.backend import Busy, EngineDied
 from bankfull.serve.engine.wire import Done, Piece
-from bankfull.serve.guard.checks import open_doors
+from bankfull.serve.guard.checks import access_policy
 from bankfull.serve.guard.keys import Keyring, new_key
 from bankfull.serve.guard.layers import fortify
-from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.trace import Trace, during
 from bankfull.serve.telemetry.watch import WatchedBackend
 from tests.quick import examples
@@ -43,13 +43,13 @@ class Clock:
 
 
 @dataclass
-class Told:
-    """Steps as a test tells them."""
+class ScriptedSteps:
+    """Steps that the test sends one by one."""
 
     samples: int
     queue: asyncio.Queue[list[Piece | Done] | Exception] = field(default_factory=asyncio.Queue)
 
-    def __aiter__(self) -> Told:
+    def __aiter__(self) -> ScriptedSteps:
         return self
 
     async def __anext__(self) -> list[Piece | Done]:
@@ -60,19 +60,19 @@ class Told:
 
 
 class Engine(Scripted):
-    """Takes everything, and says nothing by itself."""
+    """Accepts every request and generates only what the test sends."""
 
     def generate(self, prompt: list[int], params: SamplingParams, **more: Any) -> AsyncIterator[list[Piece | Done]]:
-        return Told(params.n)
+        return ScriptedSteps(params.n)
 
 
 @dataclass
 class Call:
     steps: Any
-    told: Told
+    told: ScriptedSteps
     prompt: int
     left: list[int]
-    """Tokens that each sample may still get."""
+    """Tokens that each sample may still generate."""
     used: int
 
     @property
@@ -93,11 +93,11 @@ ACTIONS = st.lists(
 
 @given(ACTIONS)
 @examples(300, deadline=None)
-def test_whatever_calls_do_at_once_they_never_use_more_than_there_is(actions: list[tuple[str, int, int, int]]) -> None:
+def test_concurrent_calls_never_exceed_the_token_bucket(actions: list[tuple[str, int, int, int]]) -> None:
     async def run() -> None:
         clock = Clock()
         _, key = new_key("alice", tokens=BUDGET)
-        backend = WatchedBackend(Engine(), Metrics(), Keyring((key,), clock=clock))
+        backend = WatchedBackend(Engine(), ServiceMetrics(), Keyring((key,), clock=clock))
         running: list[Call] = []
         spent = 0
         for action, first, second, third in actions:
@@ -132,7 +132,7 @@ def test_whatever_calls_do_at_once_they_never_use_more_than_there_is(actions: li
                     with pytest.raises(EngineDied):
                         await anext(call.steps)
                 del call
-            # Whatever those that run may still do.
+            # Even if all running calls generate all they may.
             most = spent + sum(one.worst for one in running)
             assert most <= BUDGET * (1 + (clock.now - 100.0) / 60) + 1e-6
 
@@ -142,7 +142,7 @@ def test_whatever_calls_do_at_once_they_never_use_more_than_there_is(actions: li
         running.clear()
         call = None
         gc.collect()
-        # And nothing stays set aside: a minute after the last use all of it is there again.
+        # And nothing stays reserved: a minute after the last use the bucket is full again.
         clock.now += 60
         with during(Trace("id", "POST", "/x", 0.0, key=key)):
             backend.generate([1] * BUDGET, SamplingParams(max_tokens=0))
@@ -150,12 +150,12 @@ def test_whatever_calls_do_at_once_they_never_use_more_than_there_is(actions: li
     asyncio.run(run())
 
 
-def test_what_is_not_used_is_there_for_the_next_call_at_once() -> None:
+def test_unused_tokens_are_returned_to_the_bucket_at_once() -> None:
     async def run() -> None:
         _, key = new_key("alice", tokens=BUDGET)
-        backend = WatchedBackend(Scripted(["ab"]), Metrics(), Keyring((key,), clock=Clock()))
+        backend = WatchedBackend(Scripted(["ab"]), ServiceMetrics(), Keyring((key,), clock=Clock()))
         with during(Trace("id", "POST", "/x", 0.0, key=key)):
-            for _ in range(10):  # each uses 3 + 2 of the 45 that it sets aside, as long as they are there
+            for _ in range(10):  # each uses 3 + 2 of the 45 tokens that it reserves, while they last
                 try:
                     async for _ in backend.generate([1, 2, 3], SamplingParams(max_tokens=42)):
                         pass
@@ -163,14 +163,14 @@ def test_what_is_not_used_is_there_for_the_next_call_at_once() -> None:
                     assert "40 left of its 60" in str(busy) and 0 < busy.retry_after <= 60
                     break
             else:
-                raise AssertionError("45 of 40 tokens were given away")
+                raise AssertionError("45 of 40 tokens were reserved")
 
     asyncio.run(run())
 
 
-def test_a_call_that_no_minute_can_pay_for_is_refused_by_name() -> None:
+def test_a_call_that_exceeds_the_limit_of_a_minute_is_refused_by_name() -> None:
     _, key = new_key("alice", tokens=BUDGET)
-    backend = WatchedBackend(Engine(), Metrics(), Keyring((key,)))
+    backend = WatchedBackend(Engine(), ServiceMetrics(), Keyring((key,)))
     for params in (SamplingParams(max_tokens=58), SamplingParams(max_tokens=20, n=3), SamplingParams()):
         with during(Trace("id", "POST", "/x", 0.0, key=key)), pytest.raises(Refusal, match="max_tokens") as refused:
             backend.generate([1, 2, 3], params)
@@ -186,15 +186,15 @@ def test_a_refused_call_costs_nothing() -> None:
     _, key = new_key("alice", tokens=BUDGET)
     keyring = Keyring((key,), clock=Clock())
     with during(Trace("id", "POST", "/x", 0.0, key=key)), pytest.raises(Busy, match="full"):
-        WatchedBackend(Full(), Metrics(), keyring).generate([1], SamplingParams(max_tokens=50))
-    tokens = keyring.allowance(key).tokens
+        WatchedBackend(Full(), ServiceMetrics(), keyring).generate([1], SamplingParams(max_tokens=50))
+    tokens = keyring.rate_limits(key).tokens
     assert tokens is not None and tokens.left == BUDGET
 
 
-def test_lines_of_batches_overdraw_and_their_debt_is_paid_first() -> None:
+def test_batch_lines_may_overdraw_and_then_wait_for_the_refill() -> None:
     _, key = new_key("alice", tokens=BUDGET)
     keyring = Keyring((key,), clock=Clock())
-    backend = WatchedBackend(Engine(), Metrics(), keyring)
+    backend = WatchedBackend(Engine(), ServiceMetrics(), keyring)
     with during(Trace("id", "POST", "/x", 0.0, key=key)):
         held = [backend.generate([1], SamplingParams(max_tokens=49), priority=BATCH_PRIORITY) for _ in range(2)]
         assert keyring.batch_wait("alice") == pytest.approx(70.0)
@@ -203,14 +203,14 @@ def test_lines_of_batches_overdraw_and_their_debt_is_paid_first() -> None:
     assert len(held) == 2
 
 
-def test_twenty_calls_at_once_do_not_pass_a_budget_of_sixty() -> None:
+def test_twenty_concurrent_calls_stay_within_sixty_tokens() -> None:
     secret, key = new_key("alice", tokens=BUDGET)
-    keyring, metrics = Keyring((key,), clock=Clock()), Metrics()
+    keyring, metrics = Keyring((key,), clock=Clock()), ServiceMetrics()
     inner = Scripted(["x"] * 8, pause=0.05)
     backend = WatchedBackend(inner, metrics, keyring)
     app = create_app(backend, scripted_texts(), settings())
     with (
-        listening(fortify(app, backend, open_doors(keyring, host="127.0.0.1"), metrics)) as server,
+        listening(fortify(app, backend, access_policy(keyring, host="127.0.0.1"), metrics)) as server,
         httpx.Client(base_url=server.url, headers={"x-api-key": secret}, timeout=60) as client,
         ThreadPoolExecutor(20) as pool,
     ):

@@ -1,4 +1,4 @@
-"""Connections that say nothing, or read nothing: they hold nothing up, and they hold nothing for long."""
+"""Connections that send nothing or read nothing: they block no other client, and their memory is freed soon."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from typing import Any
 import pytest
 
 from bankfull.errors import ConfigError
-from bankfull.serve.guard.checks import Guard, open_doors
+from bankfull.serve.guard.checks import Guard, access_policy
+from bankfull.serve.guard.connections import ConnectionLimits, ConnectionTable, address_of
 from bankfull.serve.guard.keys import Keyring, new_key
-from bankfull.serve.guard.listen import PIECE_BYTES
-from bankfull.serve.guard.lobby import Lobby, LobbyLimits, address_of
+from bankfull.serve.guard.listen import CHUNK_BYTES
 from bankfull.serve.guard.tls import Tls, certificates_of
-from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.watch import Watch
 from tests.serve.listening import Listening, listening
 
 BOSS, BOSS_KEY = new_key("boss", admin=True)
 ALICE, ALICE_KEY = new_key("alice")
 LARGE = 16 << 20
-"""More than the system takes for somebody who does not read."""
-NEEDS_OPENSSL = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+"""More bytes than the kernel buffers for a client that does not read."""
+NEEDS_OPENSSL = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """/large is more than any buffer holds; /slow never ends; /stream has many small pieces."""
+    """/large exceeds every buffer; /slow never ends; /stream has many small parts."""
     if scope["path"] == "/slow":
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -59,7 +59,7 @@ def eventually(true: Callable[[], bool], what: str) -> None:
 
 
 class Client:
-    """One connection, which reads only when it is told to."""
+    """One connection, which reads only on demand."""
 
     def __init__(self, port: int, source: str = "127.0.0.1", wrap: Callable[[socket.socket], Any] | None = None):
         self.raw = socket.socket()
@@ -74,7 +74,7 @@ class Client:
         self.socket.sendall("\r\n".join([*lines, "", ""]).encode())
 
     def status(self, path: str, key: str = "") -> int:
-        """Of a whole exchange; 0 where the server hung up."""
+        """The status of one request; 0 if the server closed the connection."""
         try:
             self.ask(path, key)
             head = b""
@@ -88,7 +88,7 @@ class Client:
         return int(head.split()[1])
 
     def open(self) -> bool:
-        """Whether the server has not hung up. Reads nothing that it has sent."""
+        """Whether the server keeps the connection open. Reads none of the data sent."""
         self.raw.setblocking(False)
         try:
             return bool(self.raw.recv(1, socket.MSG_PEEK))
@@ -100,7 +100,7 @@ class Client:
             self.raw.settimeout(60)
 
     def rest(self) -> int:
-        """Bytes until the server hangs up."""
+        """Bytes received until the server closes the connection."""
         count = 0
         try:
             while piece := self.socket.recv(65536):
@@ -114,33 +114,35 @@ class Client:
 
 
 @contextmanager
-def serving(limits: LobbyLimits, keys: bool = False, **options: Any) -> Iterator[tuple[Listening, Lobby]]:
-    lobby = Lobby(limits)
-    doors = open_doors(Keyring((BOSS_KEY, ALICE_KEY) if keys else ()), host="127.0.0.1")
-    with listening(Watch(Guard(app, doors), Metrics()), lobby=lobby, **options) as server:
-        yield server, lobby
+def serving(
+    limits: ConnectionLimits, keys: bool = False, **options: Any
+) -> Iterator[tuple[Listening, ConnectionTable]]:
+    table = ConnectionTable(limits)
+    access = access_policy(Keyring((BOSS_KEY, ALICE_KEY) if keys else ()), host="127.0.0.1")
+    with listening(Watch(Guard(app, access), ServiceMetrics()), connection_table=table, **options) as server:
+        yield server, table
 
 
 def opened(stack: ExitStack, port: int, count: int, source: str = "127.0.0.1") -> list[Client]:
     return [stack.enter_context(closing(Client(port, source))) for _ in range(count)]
 
 
-# -- silence
+# -- idle connections
 
 
-@pytest.mark.parametrize("said", [b"", b"GET /live HT", b"GET /live HTTP/1.1\r\nhost: localhost\r\nx-a: 1"])
-def test_whoever_does_not_ask_is_not_kept(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("received", [b"", b"GET /live HT", b"GET /live HTTP/1.1\r\nhost: localhost\r\nx-a: 1"])
+def test_a_connection_without_a_request_times_out(received: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bankfull.serve.guard.listen.HEAD_SECONDS", 0.3)
-    with serving(LobbyLimits()) as (server, lobby), closing(Client(server.port)) as client:
-        client.socket.sendall(said)
+    with serving(ConnectionLimits()) as (server, table), closing(Client(server.port)) as client:
+        client.socket.sendall(received)
         answer = b"".join(iter(lambda: client.socket.recv(4096), b""))
-        assert answer.startswith(b"HTTP/1.1 408") if said else answer == b""
-        eventually(lambda: lobby.count == 0, "it still has its place")
+        assert answer.startswith(b"HTTP/1.1 408") if received else answer == b""
+        eventually(lambda: table.count == 0, "the connection is still open")
 
 
-def test_a_head_that_trickles_has_no_more_time_than_one_that_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trickling_head_gets_no_more_time_than_a_stopped_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bankfull.serve.guard.listen.HEAD_SECONDS", 0.5)
-    with serving(LobbyLimits()) as (server, _), closing(Client(server.port)) as client:
+    with serving(ConnectionLimits()) as (server, _), closing(Client(server.port)) as client:
         sent = 0
         with pytest.raises(OSError):
             while sent < 1000:
@@ -149,8 +151,8 @@ def test_a_head_that_trickles_has_no_more_time_than_one_that_stops(monkeypatch: 
                 time.sleep(0.05)
 
 
-def test_what_comes_early_does_not_end_an_answer_and_has_its_time_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The beginning of a next request, or the line break that old clients send behind a body."""
+def test_an_early_next_request_does_not_end_a_response_and_times_out_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start of a next request, or the line break that old clients send after a body."""
 
     async def slowly(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
@@ -163,17 +165,20 @@ def test_what_comes_early_does_not_end_an_answer_and_has_its_time_afterwards(mon
     for early in (b"\r\n", b"GET /next"):
         with listening(slowly) as server, closing(Client(server.port)) as client:
             client.ask("/")
-            said = client.socket.recv(4096)
+            received = client.socket.recv(4096)
             client.socket.sendall(early)
-            said += b"".join(iter(lambda: client.socket.recv(4096), b""))
-        answer, _, rest = said.partition(b"\r\n\r\nxxxx")
+            received += b"".join(iter(lambda: client.socket.recv(4096), b""))
+        answer, _, rest = received.partition(b"\r\n\r\nxxxx")
         assert answer.startswith(b"HTTP/1.1 200") and rest.startswith(b"HTTP/1.1 408")
 
 
 @pytest.mark.parametrize("first", ["nothing", "a part", "a call"])
-def test_silent_connections_of_one_address_keep_nobody_out(first: str) -> None:
-    """More of them than there may be at all, from the same address as those who ask, and as the probe."""
-    with serving(LobbyLimits(connections=40, per_address=20, reserved=2)) as (server, lobby), ExitStack() as stack:
+def test_idle_connections_of_one_address_keep_no_client_out(first: str) -> None:
+    """More idle connections than the limit, from the address of the clients and of the probe."""
+    with (
+        serving(ConnectionLimits(connections=40, per_address=20, reserved=2)) as (server, table),
+        ExitStack() as stack,
+    ):
         silent = []
         for _ in range(100):
             silent += opened(stack, server.port, 1)
@@ -181,40 +186,49 @@ def test_silent_connections_of_one_address_keep_nobody_out(first: str) -> None:
                 silent[-1].socket.sendall(b"GET /x HTTP/1.1\r\nhost: l")
             elif first == "a call":
                 assert silent[-1].status("/x") == 200
-        eventually(lambda: sum(client.open() for client in silent) <= 20, "none of them was closed")
+        eventually(lambda: sum(client.open() for client in silent) <= 20, "no connection was closed")
         for path in ("/live", "/x", "/ready"):
             client = stack.enter_context(closing(Client(server.port)))
             assert client.status(path) == 200
-        assert lobby.count <= 20 and lobby.on_reserve == 0
+        assert table.count <= 20 and table.reserved == 0
 
 
-def test_silent_connections_of_many_addresses_keep_nobody_out() -> None:
-    with serving(LobbyLimits(connections=30, per_address=10, reserved=2)) as (server, lobby), ExitStack() as stack:
+def test_idle_connections_of_many_addresses_keep_no_client_out() -> None:
+    with (
+        serving(ConnectionLimits(connections=30, per_address=10, reserved=2)) as (server, table),
+        ExitStack() as stack,
+    ):
         for last in range(2, 12):
             opened(stack, server.port, 9, f"127.0.0.{last}")
-        eventually(lambda: lobby.count == 30, "there are more than there may be")
+        eventually(lambda: table.count == 30, "there are more connections than the limit")
         client = stack.enter_context(closing(Client(server.port)))
         assert client.status("/x") == 200
 
 
-def test_whoever_is_being_answered_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(LobbyLimits(connections=10, per_address=0, reserved=2)) as (server, lobby), ExitStack() as stack:
+def test_a_busy_connection_is_never_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        serving(ConnectionLimits(connections=10, per_address=0, reserved=2)) as (server, table),
+        ExitStack() as stack,
+    ):
         busy = opened(stack, server.port, 5)
         for client in busy:
             client.ask("/slow")
-        eventually(lambda: len(lobby._waiting) == 0, "their requests were not read")
+        eventually(lambda: len(table._idle) == 0, "their requests were not read")
         silent = opened(stack, server.port, 50)
-        eventually(lambda: sum(client.open() for client in silent) == 5, "there are more than there may be")
+        eventually(lambda: sum(client.open() for client in silent) == 5, "there are more connections than the limit")
         assert all(client.open() for client in busy)
 
 
-def test_where_all_are_busy_probes_and_admins_have_a_reserve() -> None:
-    with serving(LobbyLimits(connections=5, reserved=3), keys=True) as (server, lobby), ExitStack() as stack:
+def test_probes_and_admins_have_a_reserve_when_all_connections_are_busy() -> None:
+    with (
+        serving(ConnectionLimits(connections=5, reserved=3), keys=True) as (server, table),
+        ExitStack() as stack,
+    ):
         busy = []
         for last in range(2, 7):
             busy += opened(stack, server.port, 1, f"127.0.0.{last}")
             busy[-1].ask("/slow", ALICE)
-        eventually(lambda: lobby.count == 5 and not lobby._waiting, "their requests were not read")
+        eventually(lambda: table.count == 5 and not table._idle, "their requests were not read")
         for path, key, status in (
             ("/live", "", 200),
             ("/ready", "", 200),
@@ -224,28 +238,28 @@ def test_where_all_are_busy_probes_and_admins_have_a_reserve() -> None:
         ):
             client = stack.enter_context(closing(Client(server.port)))
             assert client.status(path, key) == status, path
-        # The reserve is not for those who keep it to themselves, either.
+        # Idle connections do not occupy the reserve either.
         taken = [stack.enter_context(closing(Client(server.port))) for _ in range(9)]
         assert taken[-1].status("/live") == 200
         busy[0].close()
-        eventually(lambda: lobby.count <= 5 + 2, "whoever left has still its place")
+        eventually(lambda: table.count <= 5 + 2, "closed connections still count")
         late = stack.enter_context(closing(Client(server.port)))
-        eventually(lambda: late.status("/x", ALICE) in (200, 0), "there is room again")
+        eventually(lambda: late.status("/x", ALICE) in (200, 0), "there is a free slot again")
 
 
-def test_the_limit_of_an_address_leaves_others_alone_and_can_be_taken_away() -> None:
+def test_the_limit_per_address_does_not_affect_others_and_can_be_turned_off() -> None:
     for per_address, answered in ((3, 503), (0, 200)):
-        limits = LobbyLimits(connections=20, per_address=per_address, reserved=4)
-        with serving(limits) as (server, lobby), ExitStack() as stack:
+        limits = ConnectionLimits(connections=20, per_address=per_address, reserved=4)
+        with serving(limits) as (server, table), ExitStack() as stack:
             for client in opened(stack, server.port, 3):
                 client.ask("/slow")
-            eventually(lambda: not lobby._waiting and lobby.count == 3, "their requests were not read")
+            eventually(lambda: not table._idle and table.count == 3, "their requests were not read")
             assert stack.enter_context(closing(Client(server.port))).status("/x") == answered
             assert stack.enter_context(closing(Client(server.port, "127.0.0.9"))).status("/x") == 200
             assert stack.enter_context(closing(Client(server.port))).status("/live") == 200
 
 
-def test_addresses_that_one_host_has_are_counted_together() -> None:
+def test_addresses_of_one_host_are_counted_together() -> None:
     assert address_of(("2001:db8::1", 1)) == address_of(("2001:db8::ffff:2", 9))
     assert address_of(("2001:db8::1", 1)) != address_of(("2001:db8:0:1::1", 1))
     assert address_of(("::ffff:192.0.2.1", 1)) == address_of(("192.0.2.1", 2)) == "192.0.2.1"
@@ -253,14 +267,14 @@ def test_addresses_that_one_host_has_are_counted_together() -> None:
     assert address_of(None) == "" and address_of(("::1", 1)) == "::1"
 
 
-def test_limits_that_let_nobody_in_are_refused() -> None:
+def test_limits_that_admit_no_connection_are_refused() -> None:
     for wrong in ({"connections": 0}, {"per_address": -1}):
-        with pytest.raises(ConfigError, match="too few"):
-            LobbyLimits(**wrong)
-    assert LobbyLimits(connections=100).of_one_address == 25 and LobbyLimits(connections=2).of_one_address == 1
+        with pytest.raises(ConfigError, match="too low"):
+            ConnectionLimits(**wrong)
+    assert ConnectionLimits(connections=100).address_limit == 25 and ConnectionLimits(connections=2).address_limit == 1
 
 
-def test_there_are_no_more_connections_than_files() -> None:
+def test_connections_are_limited_by_open_files() -> None:
     program = (
         "import resource, sys\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))\n"
@@ -269,65 +283,69 @@ def test_there_are_no_more_connections_than_files() -> None:
     )
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard != resource.RLIM_INFINITY and hard < 5000:
-        pytest.skip("the system allows too few open files")
+        pytest.skip("the limit of open files is too low")
     for limits, connections, files in (((1024, 5000), 4000, 4576), ((256, 2048), 1472, 2048), ((100, 100), 25, 100)):
         command = [sys.executable, "-c", program, *map(str, limits)]
         made = subprocess.run(command, capture_output=True, text=True, check=True)
         assert made.stdout.split() == [str(connections), str(files)]
-        assert ("at most" in made.stderr) == (connections < 4000)
+        assert ("limiting connections" in made.stderr) == (connections < 4000)
 
 
 # -- clients that do not read
 
 
 @pytest.mark.parametrize("path", ["/large", "/stream"])
-def test_whoever_does_not_read_is_cut_and_nothing_is_held_for_it(path: str) -> None:
-    limits = LobbyLimits(read_seconds=0.8, unread_bytes=16 * LARGE)
-    with serving(limits) as (server, lobby), ExitStack() as stack:
+def test_a_client_that_does_not_read_is_disconnected_and_its_data_dropped(path: str) -> None:
+    limits = ConnectionLimits(read_seconds=0.8, unread_bytes=16 * LARGE)
+    with serving(limits) as (server, table), ExitStack() as stack:
         clients = opened(stack, server.port, 8)
         for client in clients:
             client.ask(path)
-        eventually(lambda: lobby.count == 8, "they have not come")
-        eventually(lambda: lobby.count == 0, "they are still there")
-        assert lobby.held == 0 and not lobby._sending
+        eventually(lambda: table.count == 8, "they have not connected")
+        eventually(lambda: table.count == 0, "they are still connected")
+        assert table.held == 0 and not table._sending
         for client in clients:
             assert client.rest() < LARGE
 
 
-def test_what_is_held_for_all_who_do_not_read_is_bounded() -> None:
-    limits = LobbyLimits(read_seconds=600, unread_bytes=3 * LARGE)
-    with serving(limits) as (server, lobby), ExitStack() as stack:
+def test_unread_bytes_of_all_clients_are_bounded() -> None:
+    limits = ConnectionLimits(read_seconds=600, unread_bytes=3 * LARGE)
+    with serving(limits) as (server, table), ExitStack() as stack:
         most = 0
         clients = []
         for number in range(20):
             clients += opened(stack, server.port, 1)
             clients[-1].ask("/large")
-            eventually(lambda: len(lobby._sending) >= min(number + 1, 3), "it was not asked for")  # noqa: B023
-            most = max(most, lobby.held, sum(guest.held + guest.unwritten for guest in list(lobby._guests)))
-        assert LARGE < most <= 3 * LARGE + 20 * 2 * PIECE_BYTES
-        eventually(lambda: lobby.count <= 4, "those who held too much were not cut")
-        # Whoever reads has all of it, however many do not.
+            eventually(lambda: len(table._sending) >= min(number + 1, 3), "the request has not started")  # noqa: B023
+            most = max(
+                most,
+                table.held,
+                sum(one.held + one.unwritten for one in list(table._connections)),
+            )
+        assert LARGE < most <= 3 * LARGE + 20 * 2 * CHUNK_BYTES
+        eventually(lambda: table.count <= 4, "clients with too many unread bytes were not disconnected")
+        # A client that reads receives everything, however many others do not read.
         client = stack.enter_context(closing(Client(server.port)))
         client.socket.sendall(b"GET /large HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         assert client.rest() > LARGE
 
 
-def test_who_reads_slowly_but_reads_is_not_cut() -> None:
-    limits = LobbyLimits(read_seconds=1.6, read_bytes=10_000)
+def test_a_slow_reader_is_not_disconnected() -> None:
+    limits = ConnectionLimits(read_seconds=1.6, read_bytes=10_000)
     with serving(limits) as (server, _), closing(Client(server.port)) as client:
         client.socket.sendall(b"GET /large HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         count = 0
         for _ in range(20):
             time.sleep(0.2)
             count += len(client.socket.recv(100_000))
-        assert count < LARGE, "it was no slow reader"
+        assert count < LARGE, "it was not a slow reader"
         assert count + client.rest() > LARGE
 
 
-def test_an_answer_that_is_sent_in_pieces_is_the_same() -> None:
-    with serving(LobbyLimits()) as (server, _):
-        said = server.say(b"GET /large HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-        head, _, body = said.partition(b"\r\n\r\n")
+def test_a_response_sent_in_chunks_is_unchanged() -> None:
+    with serving(ConnectionLimits()) as (server, _):
+        received = server.send(b"GET /large HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        head, _, body = received.partition(b"\r\n\r\n")
         assert body == b"x" * LARGE and b"content-length: %d" % LARGE in head.lower()
 
 
@@ -349,21 +367,23 @@ def trusting(certificate: Path) -> Callable[[socket.socket], ssl.SSLSocket]:
 
 
 @NEEDS_OPENSSL
-def test_connections_that_never_speak_tls_have_the_same_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_without_a_tls_handshake_have_the_same_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     certificate, key = made_certificate(tmp_path / "a", "first")
-    limits = LobbyLimits(connections=20, per_address=10, read_seconds=0.8)
+    limits = ConnectionLimits(connections=20, per_address=10, read_seconds=0.8)
     with (
-        serving(limits, certificates=certificates_of(Tls(certificate, key))) as (server, lobby),
+        serving(limits, certificates=certificates_of(Tls(certificate, key))) as (server, table),
         ExitStack() as stack,
     ):
         silent = opened(stack, server.port, 60)
-        eventually(lambda: sum(client.open() for client in silent) <= 10, "none of them was closed")
+        eventually(lambda: sum(client.open() for client in silent) <= 10, "no connection was closed")
         client = stack.enter_context(closing(Client(server.port, wrap=trusting(certificate))))
         assert client.status("/live") == 200
         stuck = stack.enter_context(closing(Client(server.port, wrap=trusting(certificate))))
         stuck.ask("/large")
-        eventually(lambda: lobby.held > 0, "it was not asked for")
-        eventually(lambda: lobby.held == 0, "it is held for somebody who does not read")
+        eventually(lambda: table.held > 0, "the request has not started")
+        eventually(lambda: table.held == 0, "data is still held for a client that does not read")
         assert stuck.rest() < LARGE
         monkeypatch.setattr("bankfull.serve.guard.listen.HEAD_SECONDS", 0.3)
         late = stack.enter_context(closing(Client(server.port)))
@@ -372,7 +392,7 @@ def test_connections_that_never_speak_tls_have_the_same_limits(tmp_path: Path, m
 
 
 @NEEDS_OPENSSL
-def test_a_certificate_that_was_replaced_is_shown_to_whoever_comes_next(tmp_path: Path) -> None:
+def test_a_replaced_certificate_is_used_for_new_connections(tmp_path: Path) -> None:
     certificate, key = made_certificate(tmp_path / "used", "first")
     second, second_key = made_certificate(tmp_path / "new", "second")
     certificates = certificates_of(Tls(certificate, key))
@@ -383,27 +403,27 @@ def test_a_certificate_that_was_replaced_is_shown_to_whoever_comes_next(tmp_path
             assert client.status("/live") == 200
             return dict(pair[0] for pair in client.socket.getpeercert()["subject"])["commonName"]
 
-    with serving(LobbyLimits(), certificates=certificates) as (server, _):
+    with serving(ConnectionLimits(), certificates=certificates) as (server, _):
         with closing(Client(server.port, wrap=trusting(certificate))) as before:
             assert name(server, certificate) == "first"
             second.replace(certificate)
-            certificates.look()  # its key has not been replaced yet
+            certificates.reload()  # its key has not been replaced yet
             second_key.replace(key)
-            certificates.look()
+            certificates.reload()
             assert name(server, certificate) == "second"
-            assert before.status("/live") == 200, "whoever was there stays"
+            assert before.status("/live") == 200, "open connections stay"
         certificate.write_text("nonsense")
-        certificates.look()
-        certificates.look(final=True)
+        certificates.reload()
+        certificates.reload(force=True)
         with closing(socket.create_connection(("127.0.0.1", server.port), timeout=60)) as raw:
             shown = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             shown.check_hostname, shown.verify_mode = False, ssl.CERT_NONE
             with shown.wrap_socket(raw) as client:
-                assert client.getpeercert(binary_form=True), "a broken one changes nothing"
+                assert client.getpeercert(binary_form=True), "an invalid certificate changes nothing"
 
 
 @NEEDS_OPENSSL
-def test_a_key_with_a_password_is_refused_and_never_asked_for(tmp_path: Path) -> None:
+def test_a_key_with_a_password_is_refused_without_a_prompt(tmp_path: Path) -> None:
     certificate, key = made_certificate(tmp_path / "a", "first")
     locked = tmp_path / "locked.pem"
     command = ["openssl", "rsa", "-aes256", "-passout", "pass:secret", "-in", key, "-out", locked]
@@ -413,16 +433,16 @@ def test_a_key_with_a_password_is_refused_and_never_asked_for(tmp_path: Path) ->
     assert certificates_of(Tls(certificate, locked, "secret")) is not None
 
 
-def test_the_event_loop_of_python_itself_serves_too() -> None:
-    """uvloop is what the server uses; its transports differ from asyncio's in what they do at once."""
-    lobby = Lobby(LobbyLimits(read_seconds=0.8))
-    doors = open_doors(Keyring(), host="127.0.0.1")
+def test_the_asyncio_event_loop_works_too() -> None:
+    """The server uses uvloop, whose transports behave differently from asyncio's when data is written."""
+    table = ConnectionTable(ConnectionLimits(read_seconds=0.8))
+    access = access_policy(Keyring(), host="127.0.0.1")
     with (
-        listening(Watch(Guard(app, doors), Metrics()), lobby=lobby, loop="asyncio") as server,
+        listening(Watch(Guard(app, access), ServiceMetrics()), connection_table=table, loop="asyncio") as server,
         closing(Client(server.port)) as client,
     ):
         assert client.status("/x") == 200
         client.ask("/large")
-        eventually(lambda: lobby.held > 0, "it was not asked for")
-        eventually(lambda: lobby.count == 0, "it does not read, and is still there")
-    assert lobby.held == 0
+        eventually(lambda: table.held > 0, "the request has not started")
+        eventually(lambda: table.count == 0, "a client that does not read is still connected")
+    assert table.held == 0

@@ -1,4 +1,4 @@
-"""Whatever a body holds, the answer is one of success or a refusal that names what is wrong: never a server error."""
+"""Every body gets success or a refusal that names the problem, and never a server error."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 
 
 async def answered(path: str, body: bytes) -> int:
-    """The status, with a stream read to its end."""
+    """The status; a stream is read to its end."""
     try:
         made = await APIS[path].answer(body, Caller())
         if isinstance(made, bytes):
@@ -104,5 +104,5 @@ def test_deep_nesting_is_refused(depth: int) -> None:
         b'{"messages": %b}' % nest,
     ):
         status = asyncio.run(answered("/v1/chat/completions", body))
-        # A schema of ordinary depth is for the engine to judge.
+        # The engine judges a schema of ordinary depth.
         assert status == 400 or (depth == 100 and b"structured" in body)

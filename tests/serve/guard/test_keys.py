@@ -9,7 +9,7 @@ import pytest
 
 from bankfull.cli.app import run_command
 from bankfull.errors import ConfigError
-from bankfull.serve.guard.keys import Bucket, Keyring, keys_of_environment, new_key, parse_line, read_keys
+from bankfull.serve.guard.keys import Keyring, TokenBucket, keys_of_environment, new_key, parse_line, read_keys
 
 
 class Clock:
@@ -20,7 +20,7 @@ class Clock:
         return self.now
 
 
-def test_a_key_is_found_by_its_secret_and_the_file_does_not_hold_it(tmp_path: Path) -> None:
+def test_a_key_is_found_by_its_secret_and_the_file_holds_only_its_hash(tmp_path: Path) -> None:
     secret, key = new_key("alice", requests=60, tokens=1000, admin=True)
     other, second = new_key("bob")
     file = tmp_path / "keys.txt"
@@ -30,7 +30,7 @@ def test_a_key_is_found_by_its_secret_and_the_file_does_not_hold_it(tmp_path: Pa
     assert keyring.find(secret.encode()) == key
     assert keyring.find(other.encode()) == second
     assert keyring.find(secret.encode()[:-1]) is None
-    assert keyring.find(key.digest.encode()) is None, "the hash is no key"
+    assert keyring.find(key.digest.encode()) is None, "the hash is not a key"
     assert keyring.find(b"") is None
 
 
@@ -49,7 +49,7 @@ def test_a_key_is_found_by_its_secret_and_the_file_does_not_hold_it(tmp_path: Pa
         "alice sha256:" + "0" * 64 + " tokens=1 tokens=2",
     ],
 )
-def test_a_broken_line_is_refused_in_one_sentence(line: str) -> None:
+def test_an_invalid_line_is_refused_in_one_sentence(line: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_line(line, "keys.txt, line 3")
     assert str(refused.value).startswith("keys.txt, line 3: ") and "\n" not in str(refused.value)
@@ -72,7 +72,7 @@ def test_a_missing_or_unreadable_file_is_refused(tmp_path: Path) -> None:
         Keyring(file=tmp_path / "keys.txt")
 
 
-def test_an_empty_file_keeps_everybody_out(tmp_path: Path) -> None:
+def test_an_empty_key_file_refuses_everyone(tmp_path: Path) -> None:
     (tmp_path / "keys.txt").write_text("")
     assert Keyring(file=tmp_path / "keys.txt").required
     assert not Keyring().required
@@ -90,20 +90,20 @@ def test_keys_of_the_environment_are_hashed_and_short_ones_refused() -> None:
         assert bad not in str(refused.value), "an error must not print a key"
 
 
-def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:
+def test_a_changed_file_is_reloaded_and_an_invalid_one_changes_nothing(tmp_path: Path) -> None:
     clock = Clock()
     file = tmp_path / "keys.txt"
     secret, key = new_key("alice", requests=1)
     file.write_text(key.line)
     keyring = Keyring(file=file, clock=clock)
-    spent = keyring.allowance(key)
+    spent = keyring.rate_limits(key)
     fresh, second = new_key("bob")
     file.write_text(f"{key.line}\n{second.line}\n")
     os.utime(file, ns=(1, 1))
-    assert keyring.find(fresh.encode()) is None, "not looked at for every request"
+    assert keyring.find(fresh.encode()) is None, "the file is not checked for every request"
     clock.now += 5
     assert keyring.find(fresh.encode()) == second
-    assert keyring.allowance(key) is spent, "another key's line gives nobody a new allowance"
+    assert keyring.rate_limits(key) is spent, "a change of another key does not refill the bucket"
     file.write_text("broken")
     os.utime(file, ns=(2, 2))
     clock.now += 5
@@ -111,12 +111,12 @@ def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path:
     file.write_text(second.line)
     os.utime(file, ns=(3, 3))
     clock.now += 5
-    assert keyring.find(secret.encode()) is None, "a key that was taken out is refused"
+    assert keyring.find(secret.encode()) is None, "a revoked key is refused"
 
 
 def test_a_bucket_refills_and_may_be_overdrawn() -> None:
     clock = Clock()
-    bucket = Bucket(60, clock)
+    bucket = TokenBucket(60, clock)
     for _ in range(60):
         assert bucket.wait() == 0
         bucket.take(1)
@@ -127,27 +127,27 @@ def test_a_bucket_refills_and_may_be_overdrawn() -> None:
     assert bucket.wait() == pytest.approx(31.0)
     clock.now += 1000
     bucket.take(59)
-    assert bucket.wait() == 0, "no more than a minute's worth is saved up"
+    assert bucket.wait() == 0, "the bucket holds at most one minute's worth"
     bucket.take(1)
     assert bucket.wait() > 0
 
 
-def test_half_of_a_keys_tokens_are_not_for_its_batches() -> None:
+def test_half_of_the_tokens_of_a_key_are_kept_for_online_calls() -> None:
     clock = Clock()
     _, alice = new_key("alice", tokens=60)
     _, bob = new_key("bob", requests=1)
     keyring = Keyring((alice, bob), clock=clock)
     assert keyring.named("alice") == alice and keyring.named("nobody") is None
-    tokens = keyring.allowance(alice).tokens
+    tokens = keyring.rate_limits(alice).tokens
     assert tokens is not None
     tokens.take(30)
     assert keyring.batch_wait("alice") == 0
     tokens.take(10)
-    assert keyring.batch_wait("alice") == pytest.approx(10.0) and tokens.wait() == 0, "online calls go on"
+    assert keyring.batch_wait("alice") == pytest.approx(10.0) and tokens.wait() == 0, "online calls continue"
     clock.now += 11
     assert keyring.batch_wait("alice") == 0
     assert keyring.batch_wait("bob") == keyring.batch_wait("") == Keyring().batch_wait("nobody") == 0
-    assert keyring.batch_wait("nobody") > 0, "its key was taken out, and nobody can be charged"
+    assert keyring.batch_wait("nobody") > 0, "its key was revoked, so no key can be charged"
 
 
 def test_the_command_prints_the_line_and_shows_the_key_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,7 +161,7 @@ def test_the_command_prints_the_line_and_shows_the_key_once(capsys: pytest.Captu
     assert run_command(["key", "no/slash"]) == 2
 
 
-def test_a_key_of_the_environment_has_the_same_name_wherever_it_stands_and_no_key_of_a_file_can_have_it() -> None:
+def test_a_key_of_the_environment_is_named_by_its_hash_and_no_key_of_a_file_can_have_its_name() -> None:
     one, two = "sixteen-letters-1", "sixteen-letters-2"
     both = {key.digest: key.name for key in keys_of_environment({"BANKFULL_API_KEY": f"{one},{two}"})}
     for given in (f"{two},{one}", two, one):

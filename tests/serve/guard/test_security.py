@@ -1,7 +1,7 @@
-"""Known failures of other servers, one test each, against the real application with a real engine process.
+"""Known vulnerabilities of other servers, one test each, against the real application with a real engine process.
 
-While they run, a watchdog counts the work that the server's event loop does in one turn, and a well-behaved client asks
-for the same answer after each: no hostile request may hold up the one or change the other.
+Meanwhile a watchdog counts the work in each iteration of the server's event loop, and after each test a well-behaved
+client repeats one request: no hostile request may delay the loop or change the response.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.serve.guarded import guarded_service
 from tests.serve.listening import Listening
 
 LONGEST_TURN = 20_000
-"""Calls in one turn of the server's event loop, in which it serves nobody else."""
+"""Function calls in one iteration of the server's event loop, during which it serves no other client."""
 SOURCES = Path(__file__).parents[3] / "bankfull"
 ALICE, ALICE_KEY = new_key("alice", admin=True)
 BOB, BOB_KEY = new_key("bob")
@@ -43,17 +43,17 @@ def shared_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
 
 
 class Client:
-    """Alice, unless it is said otherwise."""
+    """A client that uses Alice's key by default."""
 
     def __init__(self, port: int, process: int) -> None:
         self.process, self.server = process, Listening(port)
         url = self.server.url
         self.web = httpx.Client(base_url=url, timeout=60, headers={"authorization": f"Bearer {ALICE}"})
-        self.stranger = httpx.Client(base_url=url)
+        self.without_key = httpx.Client(base_url=url)
         self.usual = self.greeting()
 
     def longest_turn(self) -> int:
-        """The most work that the event loop did in one turn since the last time, in calls."""
+        """The most function calls in one iteration of the event loop since the last query."""
         calls = self.web.get("/turn").json()
         assert isinstance(calls, int)
         return calls
@@ -74,12 +74,12 @@ def client(shared_client: Client) -> Iterator[Client]:
     shared_client.longest_turn()
     yield shared_client
     turn = shared_client.longest_turn()
-    assert shared_client.greeting() == shared_client.usual, "others receive something else"
-    assert turn < LONGEST_TURN, f"the event loop made {turn} calls in one turn"
+    assert shared_client.greeting() == shared_client.usual, "the response to another client changed"
+    assert turn < LONGEST_TURN, f"the event loop made {turn} calls in one iteration"
 
 
 def refused(answer: httpx.Response, status: int = 400) -> str:
-    """The sentence of a refusal of OpenAI's shape that tells nothing about the machine."""
+    """The message of an OpenAI error that reveals nothing about the machine."""
     assert answer.status_code == status, answer.text[:500]
     body = answer.json()
     assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
@@ -93,7 +93,7 @@ def message(text: str = "Hello") -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
-# -- between the processes, and files
+# -- processes and files
 
 
 def test_pickle_and_unauthenticated_sockets_between_processes() -> None:
@@ -103,7 +103,7 @@ def test_pickle_and_unauthenticated_sockets_between_processes() -> None:
     for file in SOURCES.rglob("*.py"):
         found = forbidden.search(file.read_text())
         assert found is None, f"{file.name}: {found}"
-    # The engine is reached through one end of a socket pair that is inherited: no path, no port, nobody else.
+    # The engine is reached through an inherited end of a socket pair: no path, no port, no other client.
     link = (SOURCES / "serve" / "engine" / "process.py").read_text()
     worker = (SOURCES / "serve" / "engine" / "worker.py").read_text()
     assert "socket.socketpair()" in link
@@ -128,7 +128,7 @@ def test_torch_load() -> None:
         "print('torch' in sys.modules)"
     )
     found = subprocess.run([sys.executable, "-c", imported], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "False", "the API process has no use for torch"
+    assert found.stdout.strip() == "False", "the API process does not import torch"
 
 
 @pytest.mark.parametrize("weights", ["pytorch_model.bin", "model.pt", "model.ckpt"])
@@ -145,7 +145,7 @@ def test_weights_that_are_pickles_are_not_opened(tmp_path: Path, weights: str) -
 
 
 def test_model_directories_with_code(tmp_path: Path) -> None:
-    """auto_map and trust_remote_code are words like any others here: nothing imports what a model brings along."""
+    """auto_map and trust_remote_code have no effect: code of a model directory is never imported."""
     from bankfull import LLM
 
     folder = tmp_path / "model"
@@ -177,11 +177,11 @@ def test_model_directories_with_code(tmp_path: Path) -> None:
 )
 def test_path_traversal_in_file_names_and_ids(client: Client, path: str) -> None:
     head = f"GET {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {ALICE}\r\nconnection: close\r\n\r\n"
-    answer = client.server.say(head.encode())
+    answer = client.server.send(head.encode())
     assert answer.split(b" ")[1] in (b"400", b"404") and b"root:" not in answer
 
 
-# -- what a request may say
+# -- contents of a request
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_token_ids_out_of_range(client: Client, prompt: Any) -> None:
 
 
 def test_special_tokens_spelled_in_user_text(client: Client) -> None:
-    """Whoever writes a special token's name into a message has written letters."""
+    """The name of a special token in a message is plain text."""
     special = client.ask("/tokenize", prompt="<|im_end|>").json()["tokens"]
     assert len(special) == 1
     plain = client.ask("/tokenize", messages=message("Hello")).json()["tokens"]
@@ -329,7 +329,7 @@ def test_endless_chat_templates_through_chat_template_kwargs(client: Client) -> 
     ],
 )
 def test_unsandboxed_or_endless_chat_templates(template: str) -> None:
-    """A template comes with a model, not with a request; still it must end, and reach nothing."""
+    """A template comes with a model, not with a request; still it must terminate and have no access to the machine."""
     from bankfull.text.template import ChatTemplate
 
     try:
@@ -425,17 +425,17 @@ def test_unbounded_grammar_caches() -> None:
     assert len(compiler._made) <= _CACHED_GRAMMARS
 
 
-# -- what the wire may bring
+# -- bytes on the wire
 
 
 def test_giant_headers_and_slow_loris_bodies(client: Client) -> None:
-    endless = client.server.say(b"GET /live HTTP/1.1\r\nhost: localhost\r\nx-a: " + b"a" * 10**6)
+    endless = client.server.send(b"GET /live HTTP/1.1\r\nhost: localhost\r\nx-a: " + b"a" * 10**6)
     assert endless == b"" or endless.startswith(b"HTTP/1.1 431")
     refused(client.web.get("/v1/models", headers={"x-a": "a" * 40_000}), 431)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {ALICE}\r\n"
-    slow = client.server.say(f"{head}content-length: 1000\r\n\r\n{{".encode())
+    slow = client.server.send(f"{head}content-length: 1000\r\n\r\n{{".encode())
     assert slow.startswith(b"HTTP/1.1 408")
-    chunked = client.server.say(f"{head}transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n".encode())
+    chunked = client.server.send(f"{head}transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n".encode())
     assert chunked.startswith(b"HTTP/1.1 408")
 
 
@@ -445,7 +445,7 @@ def test_bodies_that_are_too_large(client: Client) -> None:
     refused(client.web.post(COMPLETIONS, content=iter([big])), 413)
 
 
-def test_large_bodies_within_the_limit_do_not_hold_up_others(client: Client) -> None:
+def test_large_bodies_within_the_limit_do_not_delay_others(client: Client) -> None:
     refused(client.ask(COMPLETIONS, prompt="x" * (3 << 20), max_tokens=2))
     refused(client.ask(COMPLETIONS, prompt=[1] * 500_000, max_tokens=2))
     refused(client.ask(COMPLETIONS, prompt=["x"] * 500_000, max_tokens=2))
@@ -499,21 +499,21 @@ def test_addresses_leaked_in_errors(client: Client, content: bytes) -> None:
     refused(client.web.get(CHAT), 405)
 
 
-def test_answers_with_many_logprobs_do_not_hold_up_others(client: Client) -> None:
+def test_answers_with_many_logprobs_do_not_delay_others(client: Client) -> None:
     answer = client.ask(COMPLETIONS, prompt="Hello", n=8, max_tokens=200, logprobs=64, temperature=1, ignore_eos=True)
     assert answer.status_code == 200
     chat = client.ask(CHAT, messages=message(), n=8, max_tokens=200, logprobs=True, top_logprobs=20, temperature=1)
     assert chat.status_code == 200
 
 
-def test_anthropics_errors_have_their_own_shape_here_too(client: Client) -> None:
-    answer = client.stranger.post("/v1/messages", json={})
+def test_anthropic_errors_have_their_own_format(client: Client) -> None:
+    answer = client.without_key.post("/v1/messages", json={})
     assert answer.status_code == 401 and answer.json()["type"] == "error"
     assert answer.json()["error"]["type"] == "authentication_error"
 
 
 def test_timing_of_the_prefix_cache_between_keys(client: Client) -> None:
-    """What one key has asked makes nobody else's request quicker, whatever salt they send."""
+    """A prompt of one key makes no request of another key faster, whatever salt it sends."""
     prompt = "The river runs at the full capacity of its channel, and the engine fills it. " * 2
 
     def cached(key: str, **fields: Any) -> int:
@@ -536,15 +536,15 @@ def test_dns_rebinding(client: Client) -> None:
     refused(client.raw(b"{}", origin="https://attacker.example.com"), 403)
 
 
-def test_a_stranger_learns_nothing(client: Client) -> None:
+def test_a_caller_without_a_key_learns_nothing(client: Client) -> None:
     for path in ("/v1/models", "/metrics", "/health", "/version", "/openapi.json", "/nowhere", "/reset_prefix_cache"):
-        refused(client.stranger.get(path), 401)
+        refused(client.without_key.get(path), 401)
     assert refused(client.web.post("/reset_prefix_cache", headers={"authorization": f"Bearer {BOB}"}), 403)
     for path in ("/live", "/ready"):
-        assert client.stranger.get(path).status_code == 200
+        assert client.without_key.get(path).status_code == 200
 
 
-def test_metrics_count_what_was_asked_here(client: Client) -> None:
+def test_metrics_count_the_requests_of_these_tests(client: Client) -> None:
     text = client.web.get("/metrics").text
     assert 'route="/v1/completions",status="200"' in text and "bankfull:generation_tokens_total" in text
-    assert "etc/passwd" not in text, "a path that nobody serves is no label"
+    assert "etc/passwd" not in text, "an unknown path is not a label"

@@ -1,4 +1,4 @@
-"""Logs: one line per request, for people or as JSON, without what was said."""
+"""Logs: one line per request, as text or as JSON, without the contents of the request."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import contextmanager
 
 import httpx
 
-from bankfull.serve.guard.checks import Guard, open_doors
+from bankfull.serve.guard.checks import Guard, access_policy
 from bankfull.serve.guard.keys import Keyring, new_key
 from bankfull.serve.telemetry.log import Logs, log_trace
-from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.trace import Trace
 from bankfull.serve.telemetry.watch import Watch
-from tests.serve.guard.test_checks import telling
+from tests.serve.guard.test_checks import echo
 from tests.serve.listening import listening
 
 
@@ -47,7 +47,7 @@ def made_trace() -> Trace:
     )
 
 
-def test_a_line_for_people() -> None:
+def test_a_text_line() -> None:
     with captured() as stream:
         log_trace(made_trace(), 1.5)
     assert stream.getvalue().endswith(
@@ -56,7 +56,7 @@ def test_a_line_for_people() -> None:
     )
 
 
-def test_a_line_as_json() -> None:
+def test_a_json_line() -> None:
     with captured(json=True) as stream:
         log_trace(made_trace(), 1.5)
         try:
@@ -68,18 +68,18 @@ def test_a_line_as_json() -> None:
     assert second["message"] == "oh\nno" and "ValueError: broken" in second["exception"]
 
 
-def test_nothing_that_a_client_sends_looks_like_a_line_of_ours() -> None:
+def test_clients_cannot_forge_log_lines() -> None:
     with captured() as stream:
         log_trace(Trace("id", "GET", "/a\n2026-01-01 info \x1b[31m fake", 0.0, status=404), 0.1)
     assert len(stream.getvalue().splitlines()) == 1 and "\x1b" not in stream.getvalue()
 
 
-def test_prompts_are_logged_only_when_asked_for() -> None:
-    for asked in (False, True):
+def test_bodies_are_logged_only_if_turned_on() -> None:
+    for logged in (False, True):
         with captured() as stream:
-            app = Watch(Guard(telling, open_doors(Keyring(), host="127.0.0.1"), keep_bodies=asked), Metrics())
+            app = Watch(Guard(echo, access_policy(Keyring(), host="127.0.0.1"), keep_bodies=logged), ServiceMetrics())
             with listening(app) as server:
                 httpx.post(server.url + "/v1/x?secret=query", content=b'{"prompt": "a secret"}')
                 httpx.post(server.url + "/live", content=b"")
-        assert ("a secret" in stream.getvalue()) is asked
+        assert ("a secret" in stream.getvalue()) is logged
         assert "status=200" in stream.getvalue() and "query" not in stream.getvalue()

@@ -1,4 +1,4 @@
-"""Metrics: the text format, what is counted, and a dashboard that shows only what exists."""
+"""Metrics: the text format, the counts, and a dashboard that shows only existing metrics."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.engine.backend import Busy, EngineDied
 from bankfull.serve.engine.wire import Done, Facts, Load, Piece
 from bankfull.serve.guard.keys import Keyring, new_key
-from bankfull.serve.telemetry.exposition import Histogram, Value, write_families
-from bankfull.serve.telemetry.metrics import Metrics
+from bankfull.serve.telemetry.exposition import Histogram, ScalarMetric, write_families
+from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.trace import Trace, during
 from bankfull.serve.telemetry.watch import WatchedBackend
 from tests.serve.scripted import Scripted
@@ -45,25 +45,25 @@ KNOWN_TO_VLLM = [
 ]
 
 NOT_ON_THE_DASHBOARD = {
-    "request_inference_time_seconds",  # prefill and decode, which are
+    "request_inference_time_seconds",  # the sum of prefill and decode, which are shown
     "request_prompt_tokens",
     "request_generation_tokens",
-    "request_params_n",  # what was asked, not how it went
-    "num_tokens_waiting",  # the requests that wait are
+    "request_params_n",  # a property of the request, not of the service
+    "num_tokens_waiting",  # waiting requests are shown
     "engine_steps_total",
     "engine_bytes_moved_total",
-    "engine_flops_total",  # what the ratios are made of
+    "engine_flops_total",  # shown as ratios
     "achieved_flops_per_second",
-    "ceiling_flops_per_second",  # MFU is
+    "ceiling_flops_per_second",  # MFU is shown
     "engine_restarts_total",
-    "engine_failed_loads_total",  # for alerts: `ready` is
+    "engine_failed_loads_total",  # for alerts; `ready` is shown
     "background_task_up",
-    "background_task_restarts_total",  # for alerts: all is well, nearly always
+    "background_task_restarts_total",  # for alerts
 }
 
 
 class FakeBackend:
-    """Two tokens in two steps, or an error after the first."""
+    """Generates two tokens in two steps, or raises an error after the first."""
 
     ready = True
     says = ""
@@ -90,7 +90,7 @@ class FakeBackend:
 
 
 def numbers(text: str) -> dict[str, float]:
-    """Every sample; a line that Prometheus could not read fails."""
+    """All samples; fails on a line that Prometheus cannot parse."""
     found = {}
     for line in text.splitlines():
         if line.startswith("#"):
@@ -98,7 +98,7 @@ def numbers(text: str) -> dict[str, float]:
             continue
         sample = re.fullmatch(r"([a-z_:0-9]+(?:\{(?:[a-z_]+=\"(?:[^\"\\\n]|\\.)*\",?)*\})?) (\S+)", line)
         assert sample is not None, line
-        assert sample[1] not in found, f"{sample[1]} is there twice"
+        assert sample[1] not in found, f"{sample[1]} appears twice"
         found[sample[1]] = float(sample[2])
     return found
 
@@ -120,28 +120,28 @@ def run(backend: WatchedBackend, trace: Trace | None = None, steps: int = 9) -> 
             asyncio.run(use())
 
 
-def test_a_ceiling_that_was_not_measured_is_left_out_with_its_ratio() -> None:
+def test_an_unmeasured_ceiling_and_its_ratio_are_left_out() -> None:
     backend = FakeBackend()
     assert backend.facts is not None
     backend.facts = msgspec.structs.replace(backend.facts, ceilings={"read_bytes_per_s": CEILINGS["read_bytes_per_s"]})
-    text = Metrics().write(backend)
+    text = ServiceMetrics().write(backend)
     assert "ceiling_bytes_per_second" in text and "mbu_ratio" in text and "achieved_flops_per_second" in text
     assert "ceiling_flops_per_second" not in text and "mfu_ratio" not in text
 
 
-def test_the_names_that_users_of_vllm_know_are_there() -> None:
-    text = Metrics(vllm_names=True).write(FakeBackend())
+def test_the_metric_names_of_vllm_exist() -> None:
+    text = ServiceMetrics(vllm_names=True).write(FakeBackend())
     for name in KNOWN_TO_VLLM:
         for prefix in ("bankfull:", "vllm:"):
             assert f"# TYPE {prefix}{name} " in text
     numbers(text)
-    assert "vllm:mbu" not in text, "what vLLM does not have does not bear its name"
-    assert 'model_name="served"' in Metrics("served").write(FakeBackend())
-    assert not any(name.startswith("vllm:") for name in numbers(Metrics().write(FakeBackend())))
+    assert "vllm:mbu" not in text, "a metric that vLLM does not have must not use its prefix"
+    assert 'model_name="served"' in ServiceMetrics("served").write(FakeBackend())
+    assert not any(name.startswith("vllm:") for name in numbers(ServiceMetrics().write(FakeBackend())))
 
 
 def test_a_request_is_counted() -> None:
-    metrics, backend = Metrics(), FakeBackend()
+    metrics, backend = ServiceMetrics(), FakeBackend()
     trace = Trace("id", "POST", "/x", 0.0)
     run(WatchedBackend(backend, metrics, Keyring()), trace)
     found = numbers(metrics.write(backend))
@@ -159,19 +159,19 @@ def test_a_request_is_counted() -> None:
     assert trace.ttft is not None and trace.problem is None
 
 
-def test_the_engine_hears_on_whose_behalf_it_works_where_there_are_several_keys() -> None:
+def test_the_engine_receives_the_tenant_if_there_are_several_keys() -> None:
     (_, alice), (_, bob) = new_key("alice"), new_key("bob")
     for keys, expected in (((alice, bob), "alice"), ((alice,), "")):
         backend = Scripted()
-        run(WatchedBackend(backend, Metrics(), Keyring(keys)), Trace("id", "POST", "/x", 0.0, key=alice))
+        run(WatchedBackend(backend, ServiceMetrics(), Keyring(keys)), Trace("id", "POST", "/x", 0.0, key=alice))
         assert backend.asked[0].tenant == expected
     backend = Scripted()
-    run(WatchedBackend(backend, Metrics(), Keyring((alice, bob))))
+    run(WatchedBackend(backend, ServiceMetrics(), Keyring((alice, bob))))
     assert backend.asked[0].tenant == ""
 
 
-def test_requests_without_an_end_are_counted_by_the_reason() -> None:
-    metrics = Metrics()
+def test_unfinished_requests_are_counted_by_reason() -> None:
+    metrics = ServiceMetrics()
     with pytest.raises(EngineDied):
         run(WatchedBackend(FakeBackend(EngineDied("dead")), metrics, Keyring()))
     trace = Trace("id", "POST", "/x", 0.0)
@@ -179,13 +179,13 @@ def test_requests_without_an_end_are_counted_by_the_reason() -> None:
     assert metrics.failures.values == {("EngineDied",): 1, ("left",): 1}
     assert trace.problem == "left"
     run(WatchedBackend(FakeBackend(), metrics, Keyring()), steps=2)
-    assert metrics.failures.values[("left",)] == 1, "closing a request that has ended is no failure"
+    assert metrics.failures.values[("left",)] == 1, "closing a finished request is not a failure"
 
 
 def test_tokens_are_charged_to_the_key() -> None:
-    _, key = new_key("alice", tokens=70)  # a call may need the whole context of 64, and uses 5
+    _, key = new_key("alice", tokens=70)  # a call reserves the whole context of 64, and uses 5
     keyring = Keyring((key,))
-    backend = WatchedBackend(FakeBackend(), Metrics(), keyring)
+    backend = WatchedBackend(FakeBackend(), ServiceMetrics(), keyring)
     trace = Trace("id", "POST", "/x", 0.0, key=key)
     run(backend, trace)
     run(backend, trace)
@@ -195,9 +195,9 @@ def test_tokens_are_charged_to_the_key() -> None:
     run(backend)
 
 
-def test_how_full_the_machine_is_by_the_kind_of_step() -> None:
+def test_utilisation_is_reported_by_kind_of_step() -> None:
     clock = [0.0]
-    metrics, backend = Metrics(clock=lambda: clock[0]), FakeBackend()
+    metrics, backend = ServiceMetrics(clock=lambda: clock[0]), FakeBackend()
     found = numbers(metrics.write(backend))
     mbu = 'bankfull:mbu_ratio{model_name="tiny",step_kind="%s"}'
     mfu = 'bankfull:mfu_ratio{model_name="tiny",step_kind="%s"}'
@@ -206,25 +206,27 @@ def test_how_full_the_machine_is_by_the_kind_of_step() -> None:
     clock[0] = 10.0
     backend.load = Load(0, 0, 0, 0, 10, 100, 25, 1, 9, 6.0, 220.0, 1100.0, 3.0, 100.0, 200.0)
     found = numbers(metrics.write(backend))
-    assert found[mbu % "decode"] == pytest.approx(0.1), "of what was done since, not since the beginning"
+    assert found[mbu % "decode"] == pytest.approx(0.1), "the rate covers the window, not the whole run"
     backend.load = Load(0, 0, 0, 0, 10, 0, 0, 0, 1, 1.0, 90.0, 0.0, 1.0, 90.0, 0.0)
-    assert numbers(metrics.write(backend))[mbu % "decode"] == pytest.approx(0.9), "a restarted engine begins anew"
+    assert numbers(metrics.write(backend))[mbu % "decode"] == pytest.approx(0.9), (
+        "a restarted engine starts a new window"
+    )
 
 
-def test_without_ceilings_nothing_is_compared_with_them() -> None:
+def test_without_ceilings_there_are_no_ratios() -> None:
     backend = FakeBackend()
     assert backend.facts is not None
     backend.facts.ceilings = None
-    text = Metrics().write(backend)
+    text = ServiceMetrics().write(backend)
     assert "mbu" not in text and "ceiling" not in text and "engine_steps_total" in text
     backend.facts = backend.load = None
-    written = numbers(Metrics().write(backend))
+    written = numbers(ServiceMetrics().write(backend))
     assert written["bankfull:ready"] == 1
     assert written["bankfull:engine_restarts_total"] == 2 and written["bankfull:engine_failed_loads_total"] == 3
 
 
 def test_labels_are_escaped_and_histograms_add_up() -> None:
-    value = Value("counter", "odd_total", "Odd.", ["what"])
+    value = ScalarMetric("counter", "odd_total", "Odd.", ["what"])
     value.add(2, 'a "b"\\\n')
     histogram = Histogram("seconds", "Seconds.", [1.0, 2.0])
     for seconds in (0.5, 1.0, 1.5, 9.0):
@@ -240,8 +242,8 @@ def test_labels_are_escaped_and_histograms_add_up() -> None:
     ]
 
 
-def test_the_dashboard_shows_every_metric_but_a_few_and_none_that_does_not_exist() -> None:
-    families = {family.name: family for family in Metrics().families}
+def test_the_dashboard_shows_only_existing_metrics_and_all_but_a_few() -> None:
+    families = {family.name: family for family in ServiceMetrics().families}
     dashboard = json.loads(DASHBOARD.read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     queries += [entry["query"] for entry in dashboard["templating"]["list"]]
@@ -262,12 +264,13 @@ def test_the_docs_name_every_metric_with_its_labels_and_no_other() -> None:
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     named = set(re.findall(r"`([^`]+)`", "".join(rows)))
     assert named == {
-        family.name + ("{" + ",".join(family.labels) + "}" if family.labels else "") for family in Metrics().families
+        family.name + ("{" + ",".join(family.labels) + "}" if family.labels else "")
+        for family in ServiceMetrics().families
     }
 
 
-def test_tokens_of_batches_are_counted_among_all_and_by_themselves() -> None:
-    metrics = Metrics()
+def test_batch_tokens_are_counted_in_the_total_and_separately() -> None:
+    metrics = ServiceMetrics()
     backend = WatchedBackend(FakeBackend(), metrics, Keyring())
 
     async def ask(priority: int) -> None:
@@ -277,6 +280,6 @@ def test_tokens_of_batches_are_counted_among_all_and_by_themselves() -> None:
     for priority in (0, BATCH_PRIORITY, BATCH_PRIORITY - 1):
         asyncio.run(ask(priority))
     found = numbers(metrics.write(backend))
-    told = {name: value for name, value in found.items() if "tokens_total" in name}
-    assert sorted(told.values()) == [2, 3, 6, 9]
+    token_counts = {name: value for name, value in found.items() if "tokens_total" in name}
+    assert sorted(token_counts.values()) == [2, 3, 6, 9]
     assert (metrics.batch_prompt_tokens.values[()], metrics.batch_generation_tokens.values[()]) == (3, 2)

@@ -1,4 +1,4 @@
-// Every call to the server. The API key lives in this tab's session storage and travels in a header, to this origin.
+// All calls to the server. The API key is kept in this tab's session storage and sent as a header, only to this origin.
 
 import { find } from "./dom.js";
 
@@ -17,7 +17,7 @@ function headers(more = {}) {
   return key ? { ...more, authorization: `Bearer ${key}` } : more;
 }
 
-/** The answer to a call that the server has accepted; asks for a key when it wants one. */
+/** The response to a successful call; prompts for an API key if the server requires one. */
 export async function call(path, options = {}) {
   for (;;) {
     const used = sessionStorage.getItem(KEPT);
@@ -56,7 +56,7 @@ function problemOf(status, text) {
   }
 }
 
-/** True when there is another key than the `used` one, which was refused. Asks once, however many calls were. */
+/** True if there is a key other than the refused `used` one. Prompts once for any number of refused calls. */
 export function askForKey(why, used = sessionStorage.getItem(KEPT)) {
   const now = sessionStorage.getItem(KEPT);
   if (now && now !== used) return Promise.resolve(true);
@@ -67,7 +67,7 @@ export function askForKey(why, used = sessionStorage.getItem(KEPT)) {
 function showDialog(why) {
   const dialog = find("#key-dialog"), text = find("#key-text");
   find("#key").hidden = false;
-  find("#key-why").textContent = `${why} It is kept in this tab only, until you close it.`;
+  find("#key-why").textContent = `${why} The key is stored in this tab only, until you close it.`;
   text.value = "";
   dialog.returnValue = "";
   dialog.showModal();
@@ -85,7 +85,7 @@ function showDialog(why) {
   });
 }
 
-/** The JSON documents of a stream of events, up to its end. */
+/** The JSON documents of a stream of server-sent events. */
 export async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -103,9 +103,9 @@ export async function* events(answer) {
   }
 }
 
-/** Uploads a file for batches; `progress` hears the share that was sent. fetch cannot tell that yet. */
+/** Upload a file for batches; `progress` receives the fraction sent. fetch cannot report that. */
 export async function upload(file, progress) {
-  await call("/v1/models"); // asks for a key before anything large is sent
+  await call("/v1/models"); // prompts for a key before a large upload
   const form = new FormData();
   form.append("purpose", "batch");
   form.append("file", file);
@@ -114,7 +114,7 @@ export async function upload(file, progress) {
     request.open("POST", "/v1/files");
     for (const [name, value] of Object.entries(headers())) request.setRequestHeader(name, value);
     request.upload.addEventListener("progress", (event) => progress(event.total ? event.loaded / event.total : 0));
-    request.addEventListener("error", () => reject(new Problem("The upload was cut off.", 0)));
+    request.addEventListener("error", () => reject(new Problem("The upload was interrupted; try again.", 0)));
     request.addEventListener("load", () => {
       if (request.status < 400) return resolve(JSON.parse(request.responseText));
       reject(problemOf(request.status, request.responseText));

@@ -28,9 +28,9 @@ export function batchesPage() {
   };
 }
 
-function say(text, problem = false) {
-  find("#batch-said").textContent = text;
-  find("#batch-said").classList.toggle("problem", problem);
+function showMessage(text, problem = false) {
+  find("#batch-status").textContent = text;
+  find("#batch-status").classList.toggle("problem", problem);
 }
 
 async function begin() {
@@ -39,16 +39,16 @@ async function begin() {
   button.disabled = true;
   progress.hidden = false;
   try {
-    say(`Uploading ${file.name}.`);
+    showMessage(`Uploading ${file.name}.`);
     const stored = await upload(file, (share) => (progress.value = share));
     await post("/v1/batches", {
       input_file_id: stored.id, endpoint: find("#endpoint").value, completion_window: find("#window").value,
       metadata: { file: file.name.slice(0, 500) },
     });
-    say(`${file.name} is on its way.`);
+    showMessage(`${file.name} was submitted.`);
     find("#file").value = "";
   } catch (error) {
-    say(error.message, true);
+    showMessage(error.message, true);
   }
   button.disabled = false;
   progress.hidden = true;
@@ -62,7 +62,7 @@ async function list() {
     show(batches);
     if (shown && batches.some((batch) => ACTIVE.has(batch.status))) timer = setTimeout(list, EVERY);
   } catch (error) {
-    say(error.message, true);
+    showMessage(error.message, true);
     if (shown && error.status !== 401) timer = setTimeout(list, 4 * EVERY);
   }
 }
@@ -71,7 +71,7 @@ function show(batches) {
   const place = find("#batch-list");
   const focused = place.contains(document.activeElement) ? document.activeElement.dataset.at : null;
   place.replaceChildren(...batches.map(card));
-  if (focused) find(`[data-at="${CSS.escape(focused)}"]`, place)?.focus(); // a redrawn button is another element
+  if (focused) find(`[data-at="${CSS.escape(focused)}"]`, place)?.focus(); // a redrawn button is a new element
   find("#no-batches").hidden = batches.length > 0;
 }
 
@@ -86,7 +86,7 @@ function card(batch) {
     ["validating", "in_progress"].includes(batch.status) && action(batch, "Cancel", () => cancel(batch.id)),
   ];
   const lines = `${count(done)} of ${count(total)} lines${failed ? `, ${count(failed)} failed` : ""}`;
-  const tokens = `${count(batch.usage.input_tokens)} tokens in, ${count(batch.usage.output_tokens)} out`;
+  const tokens = `${count(batch.usage.input_tokens)} input tokens, ${count(batch.usage.output_tokens)} output tokens`;
   return make(
     "li", { class: "card batch", "data-batch": batch.id },
     make("div", { class: "head" }, make("h2", {}, name), make("span", { class: `badge ${kind}` }, status)),
@@ -114,7 +114,7 @@ async function cancel(id) {
   try {
     await call(`/v1/batches/${id}/cancel`, { method: "POST" });
   } catch (error) {
-    say(error.message, true);
+    showMessage(error.message, true);
   }
   list();
 }
@@ -123,7 +123,7 @@ async function download(id, name) {
   try {
     save(await (await call(`/v1/files/${id}/content`)).blob(), name);
   } catch (error) {
-    say(error.message, true);
+    showMessage(error.message, true);
   }
 }
 

@@ -1,5 +1,5 @@
-// Charts as plain SVG, drawn anew for each sample: over time, the roofline, and a request's time line.
-// Colours are classes; style.css has them for light and dark.
+// Charts as plain SVG, redrawn for each sample: time charts, the roofline, and the time line of a request.
+// Colours are classes; style.css defines them for light and dark.
 
 import { draw, make } from "./dom.js";
 import { figure, percent, seconds, sized } from "./format.js";
@@ -9,7 +9,7 @@ const LONGEST = 300;
 const SHORTEST = 60;
 const MARGIN = { left: 50, right: 10, top: 8, bottom: 20 };
 
-/** Borders of an axis that starts at 0: a few round numbers. */
+/** Ticks of an axis that starts at 0: a few round numbers. */
 export function ticks(top, wanted = 3) {
   if (!(top > 0)) return [0, 1];
   const rough = top / wanted, size = 10 ** Math.floor(Math.log10(rough));
@@ -19,7 +19,7 @@ export function ticks(top, wanted = 3) {
   return found;
 }
 
-/** A path through the points; where a value is missing it is interrupted. A point alone is a dot. */
+/** A path through the points, interrupted at missing values. A single point is a dot. */
 function pathOf(points) {
   let path = "", open = false;
   for (const [x, y] of points) {
@@ -38,9 +38,9 @@ function look(series, number) {
   return `series-${series.limit ? "limit" : number}`;
 }
 
-/** The last minutes of a few figures. Arrow keys or the pointer choose a moment, whose figures are then told. */
+/** A few values over the last minutes. Arrow keys or the pointer select a sample, whose values are then shown. */
 export class TimeChart {
-  /** `series`: {name, of: sample => number or null, limit: whether it is one}; `top`: where the axis ends, if fixed. */
+  /** `series`: {name, of: sample => number or null, limit: whether it is a limit}; `top`: end of the axis, if fixed. */
   constructor(host, { title, series, format, top = null }) {
     Object.assign(this, { title, series, format, top, samples: [], picked: null });
     this.value = make("output", { class: "value" });
@@ -83,7 +83,7 @@ export class TimeChart {
     });
     this.marker = draw("line", { class: "marker", y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom, visibility: "hidden" });
     this.svg.replaceChildren(...parts, this.marker);
-    this.tell();
+    this.describe();
   }
 
   nearest(event) {
@@ -103,17 +103,17 @@ export class TimeChart {
 
   pick(sample) {
     this.picked = sample;
-    this.tell();
+    this.describe();
   }
 
-  tell() {
+  describe() {
     if (!this.shown?.includes(this.picked)) this.picked = null;
     const sample = this.picked ?? this.shown?.at(-1);
     const figures = sample ? this.series.map((one) => `${one.name} ${this.format(one.of(sample))}`) : [];
-    const said = figures.join(", ") || "no figures yet";
+    const description = figures.join(", ") || "no values yet";
     const when = this.picked ? `${Math.round(this.shown.at(-1).at - sample.at)} s ago: ` : "";
-    this.value.textContent = when + said;
-    this.svg.setAttribute("aria-label", `${this.title}. ${when || "Now: "}${said}. Arrow keys go back in time.`);
+    this.value.textContent = when + description;
+    this.svg.setAttribute("aria-label", `${this.title}. ${when || "Now: "}${description}. Arrow keys go back in time.`);
     this.marker?.setAttribute("visibility", this.picked ? "visible" : "hidden");
     if (this.picked) for (const end of ["x1", "x2"]) this.marker.setAttribute(end, this.x(sample.at));
   }
@@ -122,9 +122,9 @@ export class TimeChart {
 const ROOF_HEIGHT = 300;
 const TRAIL_SECONDS = 30;
 const NOW_SECONDS = 2.5;
-const KINDS = [["decode", "decoding"], ["prompt", "reading prompts"]];
+const KINDS = [["decode", "decode"], ["prompt", "prefill"]];
 
-/** What the machine can do at each intensity, and where the engine's steps of the last seconds lie below it. */
+/** The machine's peak at each arithmetic intensity, and the operating points of the engine's last steps below it. */
 export class Roofline {
   constructor(host) {
     this.value = make("output", { class: "value" });
@@ -142,7 +142,7 @@ export class Roofline {
     const ridge = peak / slope, flat = Number.isFinite(peak), roof = (intensity) => Math.min(peak, slope * intensity);
     const trails = KINDS.map(([kind]) => recent(samples, kind)), points = trails.flat();
     const low = Math.min(0.25, ...points.map((point) => point.x)) / 2;
-    // Arithmetic that nobody has measured is no roof: memory's line goes on.
+    // Without a measured compute peak there is no flat roof: the bandwidth line continues.
     const high = Math.max(flat ? ridge * 16 : 64, ...points.map((point) => point.x * 2));
     const bottom = Math.min(roof(low), ...points.map((point) => point.y)) / 2, top = roof(high) * 3;
     const x = scale(low, high, MARGIN.left + 14, width - MARGIN.right);
@@ -153,19 +153,19 @@ export class Roofline {
     const parts = [
       ...axes(x, y, { low, high, bottom, top }),
       draw("path", { class: "curve series-limit", d: path }),
-      text(x(high) - 4, y(roof(high)) - 6, "end", `arithmetic ${flat ? sized(peak, "FLOP/s") : "not measured"}`),
+      text(x(high) - 4, y(roof(high)) - 6, "end", `compute ${flat ? sized(peak, "FLOP/s") : "not measured"}`),
       text(x(2 * low) + 8, y(roof(2 * low)) + 10, "start", `memory ${sized(slope, "B/s")}`),
     ];
-    const said = [];
+    const description = [];
     KINDS.forEach(([kind, name], number) => {
       for (const point of trails[number]) {
         const share = point.y / roof(point.x);
-        const told = `${name} at ${percent(share)} of the limit (${figure(point.x)} operations per byte)`;
+        const label = `${name} at ${percent(share)} of the limit (${figure(point.x)} operations per byte)`;
         const look = point.now ? { r: 7 } : { r: 3, opacity: 0.15 + 0.4 * (1 - point.age / TRAIL_SECONDS) };
         const place = { class: `point point-${kind}`, cx: x(point.x), cy: y(point.y), ...look };
-        parts.push(draw("circle", place, draw("title", {}, told)));
+        parts.push(draw("circle", place, draw("title", {}, label)));
         if (!point.now) continue;
-        said.push(told);
+        description.push(label);
         const gap = { x1: x(point.x), x2: x(point.x), y1: y(point.y) - 8, y2: y(roof(point.x)) };
         const beside = kind === "decode" ? [-11, "end"] : [11, "start"];
         parts.push(
@@ -175,12 +175,12 @@ export class Roofline {
       }
     });
     this.svg.replaceChildren(...parts);
-    this.value.textContent = said.join("; ") || "idle";
+    this.value.textContent = description.join("; ") || "idle";
     this.svg.setAttribute("aria-label", `Roofline. ${this.value.textContent}.`);
   }
 }
 
-/** The operating points of a kind of step in the last seconds, oldest first; the last one is `now` if it is fresh. */
+/** The recent operating points of a kind of step, oldest first; the last one is marked `now` if it is recent. */
 export function recent(samples, kind) {
   const last = samples.at(-1)?.at ?? 0;
   const found = samples
@@ -219,25 +219,26 @@ function decades(low, high) {
 }
 
 export const PARTS = [
-  ["prepare", "prepared"], ["queue", "queued"], ["prompt", "prompt read"], ["wait", "queued or prompt read"],
-  ["decode", "decoded"],
+  ["prepare", "preparing"], ["queue", "queued"], ["prompt", "prefill"], ["wait", "queued or prefill"],
+  ["decode", "decode"],
 ];
 
-/** A request's parts as a bar; `longest` is the whole width. */
+/** The phases of a request as a bar; `longest` seconds take the whole width. */
 export function timeLine(line, longest) {
-  const parts = [], told = [];
+  const parts = [], label = [];
   let at = 0;
   for (const [part, name] of PARTS) {
     const length = line[part];
     if (length === null || length <= 0) continue;
-    told.push(`${name} ${seconds(length)}`);
+    label.push(`${name} ${seconds(length)}`);
     const place = { x: (1000 * at) / longest, width: Math.max(2, (1000 * length) / longest), y: 1, height: 12 };
     parts.push(draw("rect", { class: `part-${part}`, ...place }));
     at += length;
   }
-  const said = told.join(", ") || "nothing yet";
+  const description = label.join(", ") || "nothing yet";
   return draw(
-    "svg", { class: "time-line", viewBox: "0 0 1000 14", preserveAspectRatio: "none", role: "img", "aria-label": said },
-    draw("title", {}, said), ...parts,
+    "svg",
+    { class: "time-line", viewBox: "0 0 1000 14", preserveAspectRatio: "none", role: "img", "aria-label": description },
+    draw("title", {}, description), ...parts,
   );
 }

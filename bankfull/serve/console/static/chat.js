@@ -1,4 +1,4 @@
-// The playground: one conversation, streamed, with the figures of each answer beside their limit.
+// The playground: one streamed conversation, with the speed of each response beside its limit.
 
 import { Problem, events, json, post } from "./api.js";
 import { find, make } from "./dom.js";
@@ -8,10 +8,10 @@ import { lineOf, listen } from "./state.js";
 const NUMBERS = [
   "temperature", "max_tokens", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "frequency_penalty",
 ];
-const turns = []; // {role, content, place}: what the API takes, and where it is shown
-let writing = null; // what stops the answer that is being written
-let asker = null; // the button that began it: it gets the focus back
-let server = null; // whose models are listed
+const turns = []; // {role, content, place}: the API's message, and its element
+let writing = null; // aborts the response that is being streamed
+let asker = null; // the button that started it, which gets the focus back
+let server = null; // start time of the server whose models are listed
 
 export function chatPage() {
   const question = find("#question");
@@ -25,14 +25,14 @@ export function chatPage() {
       find("#ask").requestSubmit();
     }
   });
-  // Wherever the focus is: a button that was just disabled has lost it.
+  // Listen on the document, because a button loses the focus when it is disabled.
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && !find("#chat").hidden && !find("dialog[open]")) writing?.abort();
   });
   find("#stop").addEventListener("click", () => writing?.abort());
   find("#regenerate").addEventListener("click", regenerate);
   find("#clear").addEventListener("click", clear);
-  // Beside the conversation where there is room, behind a click where there is not.
+  // Open on wide screens, closed on narrow ones.
   find("#parameters").open = matchMedia("(min-width: 60rem)").matches;
   update();
   listen(({ now }) => {
@@ -40,7 +40,7 @@ export function chatPage() {
   });
 }
 
-/** Of a server that answers: when the page is opened, and when another one has taken its place. */
+/** Load the model list when the page opens and when another server has taken over. */
 async function loadModels(started) {
   server = started;
   try {
@@ -49,8 +49,8 @@ async function loadModels(started) {
     const defaults = models[0]?.sampling_defaults ?? {};
     for (const name of NUMBERS) if (name in defaults) find(`#${name}`).placeholder = defaults[name];
   } catch (error) {
-    server = null; // asked again with the next answer
-    find("#said").textContent = error.message;
+    server = null; // retry with the next state
+    find("#chat-status").textContent = error.message;
   }
 }
 
@@ -63,7 +63,7 @@ function update() {
   find("#log").setAttribute("aria-busy", busy);
   if (busy) asker = focused?.disabled ? focused : null;
   if (!focused?.disabled) return;
-  // A disabled button loses the focus: it goes to the one that is of use now, and back.
+  // A disabled button loses the focus: move it to the button that is useful now, and back afterwards.
   const next = busy ? find("#stop") : asker;
   (next && !next.disabled ? next : find("#question")).focus();
 }
@@ -81,7 +81,7 @@ function send() {
 function regenerate() {
   if (writing || turns.at(-1)?.role !== "assistant") return;
   const { place } = turns.pop();
-  while (place.nextElementSibling) place.nextElementSibling.remove(); // questions that found no answer
+  while (place.nextElementSibling) place.nextElementSibling.remove(); // messages without a response
   place.remove();
   answer();
 }
@@ -93,7 +93,7 @@ function clear() {
   find("#question").focus();
 }
 
-/** What the user has set, under the API's names. */
+/** The parameters that the user has set, by their API names. */
 function parameters() {
   const chosen = {};
   for (const name of NUMBERS) if (find(`#${name}`).value !== "") chosen[name] = Number(find(`#${name}`).value);
@@ -102,25 +102,25 @@ function parameters() {
   return chosen;
 }
 
-/** A change that makes the log longer. Whoever reads its end still does; whoever reads further up stays there. */
+/** Apply a change that lengthens the log. Keep the scroll position, or stay at the end if the user is there. */
 function lengthen(log, change) {
   const low = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
   change();
   if (low) log.scrollTop = log.scrollHeight;
 }
 
-/** Text that grows at the end. It is laid out once a frame, however fast tokens come. */
+/** Text that grows at the end, laid out at most once per frame. */
 class Growing {
   constructor(log) {
     this.log = log;
     this.element = make("div", { class: "text" });
     this.node = this.element.appendChild(document.createTextNode(""));
-    this.whole = this.fresh = "";
+    this.complete = this.fresh = "";
   }
 
   add(text) {
     if (!this.fresh) requestAnimationFrame(() => this.flush());
-    this.whole += text;
+    this.complete += text;
     this.fresh += text;
   }
 
@@ -166,14 +166,14 @@ async function answer() {
   if (problem !== null) {
     lengthen(log, () => figures.append(make("p", { class: "problem", role: "alert" }, problem)));
   }
-  if (!text.whole && (problem !== null || stopped)) {
-    // Without an answer the question is no part of the conversation; it may be sent again as it was.
+  if (!text.complete && (problem !== null || stopped)) {
+    // A message without a response is not part of the conversation; put it back into the input field.
     const unanswered = turns.pop();
     find("#question").value ||= unanswered.content;
   } else {
-    turns.push({ role: "assistant", content: text.whole, place });
+    turns.push({ role: "assistant", content: text.complete, place });
   }
-  if (!text.whole && problem === null) text.element.append(make("em", {}, stopped ? "stopped" : "nothing was said"));
+  if (!text.complete && problem === null) text.element.append(make("em", {}, stopped ? "stopped" : "empty response"));
   update();
   if (seen.first !== null) {
     const shown = await figuresOf(id, seen, stopped);
@@ -182,16 +182,16 @@ async function answer() {
 }
 
 function ask(id, signal) {
-  const system = find("#system").value.trim(), said = turns.map(({ role, content }) => ({ role, content }));
+  const system = find("#system").value.trim(), messages = turns.map(({ role, content }) => ({ role, content }));
   const body = {
     model: find("#model").value || undefined,
-    messages: [...(system ? [{ role: "system", content: system }] : []), ...said],
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
     ...parameters(), stream: true, stream_options: { include_usage: true },
   };
   return post("/v1/chat/completions", body, { signal, headers: { "x-request-id": id } });
 }
 
-/** As the server measured them, beside the limit of the same steps; where it does not tell, as they were seen here. */
+/** Times and speed as the server measured them, with their limits; otherwise as measured here. */
 async function figuresOf(id, seen, stopped) {
   const line = await lineOf(id);
   const rate = line ? line.tokens_per_s : seen.tokens ? ((seen.tokens - 1) * 1000) / (seen.ended - seen.first) : null;
@@ -205,8 +205,9 @@ async function figuresOf(id, seen, stopped) {
     ["tokens", count(line?.output_tokens ?? seen.tokens), prompt],
   ];
   if (stopped) items.push(["ended", "stopped", null]);
-  else if (line?.outcome === "length") items.push(["ended", "at the most tokens", null]);
-  find("#said").textContent = `Answered. ${items.map(([name, value]) => `${name} ${value}`).join(", ")}.`;
+  else if (line?.outcome === "length") items.push(["ended", "at max tokens", null]);
+  const values = items.map(([name, value]) => `${name} ${value}`).join(", ");
+  find("#chat-status").textContent = `Response complete. ${values}.`;
   const list = make("dl", { class: "figures" }, ...items.map(([name, value, beside]) =>
     make("div", {}, make("dt", {}, name), make("dd", {}, value, beside ? make("small", {}, ` ${beside}`) : null))));
   return seen.why ? [list, make("p", { class: "why" }, seen.why)] : [list];

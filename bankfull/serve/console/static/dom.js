@@ -1,4 +1,4 @@
-// Elements are built from names and text, never from markup: what a model or a client wrote stays text.
+// Elements are built from names and text, never from markup, so text of a model or a client stays text.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -6,7 +6,7 @@ export function find(selector, within = document) {
   return within.querySelector(selector);
 }
 
-/** An HTML element; attributes that are null are left out, functions listen. */
+/** An HTML element; null attributes are left out, functions become event listeners. */
 export function make(name, attributes = {}, ...children) {
   return fill(document.createElement(name), attributes, children);
 }
@@ -28,7 +28,7 @@ function fill(element, attributes, children) {
   return element;
 }
 
-/** Hands a blob to the browser's downloads. */
+/** Save a blob as a download of the browser. */
 export function save(blob, name) {
   const address = URL.createObjectURL(blob);
   make("a", { href: address, download: name }).click();

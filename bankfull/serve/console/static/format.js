@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Formatting of numbers for people.
 
 const NONE = "–";
 
@@ -6,7 +6,7 @@ export function count(value) {
   return value === null || value === undefined ? NONE : Math.round(value).toLocaleString("en");
 }
 
-/** Three digits that count. */
+/** Three significant digits. */
 export function figure(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return NONE;
   if (value === 0) return "0";
@@ -28,7 +28,7 @@ export function percent(share) {
 
 const LARGE = [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
 
-/** With the prefix of its size: 1.2 GB/s. */
+/** A value with an SI prefix, such as 1.2 GB/s. */
 export function sized(value, unit) {
   if (value === null || value === undefined || !Number.isFinite(value)) return NONE;
   const [size, prefix] = LARGE.find(([size]) => value >= size) ?? [1, ""];

@@ -1,4 +1,4 @@
-// The page of live charts.
+// The page with live charts.
 
 import { Roofline, TimeChart } from "./charts.js";
 import { find, make } from "./dom.js";
@@ -12,20 +12,20 @@ const CHARTS = [
   },
   {
     title: "Tokens per second", format: figure,
-    series: [{ name: "generated", of: (sample) => sample.generated }, { name: "read", of: (sample) => sample.read }],
+    series: [{ name: "generated", of: (sample) => sample.generated }, { name: "prompt", of: (sample) => sample.read }],
   },
   {
     title: "Step time", format: seconds,
     series: [
-      { name: "a step", of: (sample) => sample.step }, { name: "its limit", of: (sample) => sample.limit, limit: true },
+      { name: "step", of: (sample) => sample.step }, { name: "limit", of: (sample) => sample.limit, limit: true },
     ],
   },
-  { title: "Pages in use", format: percent, top: 1, series: [{ name: "used", of: (sample) => sample.pages }] },
+  { title: "KV cache pages in use", format: percent, top: 1, series: [{ name: "used", of: (sample) => sample.pages }] },
   {
-    title: "Prompt tokens found in the cache", format: percent, top: 1,
-    series: [{ name: "hits in 30 s", of: (sample) => sample.hits }],
+    title: "Prefix cache hits", format: percent, top: 1,
+    series: [{ name: "prompt tokens found, last 30 s", of: (sample) => sample.hits }],
   },
-  { title: "Time inside steps", format: percent, top: 1, series: [{ name: "busy", of: (sample) => sample.busy }] },
+  { title: "Engine busy", format: percent, top: 1, series: [{ name: "busy", of: (sample) => sample.busy }] },
 ];
 
 export function livePage() {
@@ -47,7 +47,7 @@ export function livePage() {
   };
 }
 
-/** Do the last steps beat their limit by more than chance? Physics was not the limit then, but a poor measurement. */
+/** Whether the last steps clearly beat their limit, which means that the limit was measured badly. */
 function doubtful(samples) {
   const last = samples.slice(-30).filter((sample) => sample.step !== null && sample.limit !== null);
   const sum = (name) => last.reduce((total, sample) => total + sample[name], 0);
@@ -66,9 +66,9 @@ function tiles(state, ceilings) {
     ["Running", `${count(latest.running)} of ${count(facts.rows)}`],
     ["Waiting", count(latest.waiting)],
     ["Generated", `${figure(latest.generated)} tokens/s`],
-    ["Pages", load ? `${count(load.pages_used)} of ${count(load.pages_total)}` : "–"],
-    ["Decoding, of limit", percent(shares[0])],
-    ["Prompts, of limit", percent(shares[1])],
+    ["KV cache pages", load ? `${count(load.pages_used)} of ${count(load.pages_total)}` : "–"],
+    ["Decode, of limit", percent(shares[0])],
+    ["Prefill, of limit", percent(shares[1])],
     ["Memory traffic", sized(ceilings && latest.busy ? moved / inside : null, "B/s")],
     ["Preemptions", count(load?.preemptions ?? 0)],
   ].map(([name, value]) => make("div", { class: "tile" }, make("dt", {}, name), make("dd", {}, value)));

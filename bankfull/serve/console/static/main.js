@@ -1,4 +1,4 @@
-// Pages by the address's hash, colours, and the line that says how the server is.
+// Navigation by URL hash, colour theme, and the server's status line.
 
 import { askForKey } from "./api.js";
 import { batchesPage } from "./batches.js";
@@ -10,7 +10,7 @@ import { requestsPage } from "./requests.js";
 import { listen, refresh, start, state } from "./state.js";
 
 const PAGES = ["chat", "live", "requests", "batches"];
-const THEMES = { auto: "as the system has them", light: "light", dark: "dark" };
+const THEMES = { auto: "system setting", light: "light", dark: "dark" };
 
 chatPage();
 const redraw = { live: livePage(), requests: requestsPage() };
@@ -37,14 +37,14 @@ function turnTo(name, focus) {
 function showStatus() {
   const { now, problem } = state;
   const kind = problem ? "bad" : !now ? "" : now.ready ? "good" : "wait";
-  let text = "the engine is being loaded";
+  let text = "the engine is loading";
   if (problem) text = problem.message;
   else if (now.ready) text = now.load?.running ? `${now.model} · ${count(now.load.running)} running` : now.model;
   find("#status").dataset.kind = kind;
   if (find("#status-text").textContent !== text) find("#status-text").textContent = text;
 }
 
-// A browser may forbid a page to keep anything: the choice then lasts as long as the page.
+// A browser may forbid storage; the choice then lasts until the page is closed.
 function keep(theme) {
   try {
     localStorage.setItem("bankfull.theme", theme);
@@ -73,7 +73,7 @@ find("#theme").addEventListener("click", () => {
   setTheme(names[(names.indexOf(document.documentElement.dataset.theme) + 1) % names.length]);
 });
 find("#key").addEventListener("click", async () => {
-  if (await askForKey("Give another API key.")) refresh();
+  if (await askForKey("Enter another API key.")) refresh();
 });
 window.addEventListener("hashchange", () => {
   if (location.hash === "#main") return find("#main").focus();

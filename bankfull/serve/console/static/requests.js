@@ -1,4 +1,4 @@
-// The table of requests: those who run, then those who have ended, each with its time line.
+// The table of requests: running ones, then ended ones, each with its time line.
 
 import { PARTS, timeLine } from "./charts.js";
 import { find, make } from "./dom.js";
@@ -15,7 +15,7 @@ export function requestsPage() {
     const running = [...state.running].sort((a, b) => b.arrived - a.arrived);
     const lines = [...running, ...ended].slice(0, SHOWN);
     const longest = Math.max(1e-6, ...lines.map((line) => line.seconds));
-    // What somebody is about to copy is not drawn anew under their hands.
+    // Do not redraw while the user has selected text in the table.
     if (!selectedIn(body)) body.replaceChildren(...lines.map((line) => row(line, longest)));
     find("#no-lines").hidden = lines.length > 0;
   };
@@ -33,12 +33,12 @@ function row(line, longest) {
   const name = line.batch ? `batch line, ${line.route}` : line.route;
   return make(
     "tr", { "data-id": line.id || null },
-    cell("Began", clock(line.arrived)),
+    cell("Started", clock(line.arrived)),
     make("td", { "data-name": "Request" }, name, make("small", { title: who }, who)),
     make("td", { "data-name": "State" }, make("span", { class: `badge ${kind}` }, line.outcome)),
-    cell("Tokens in", count(line.prompt_tokens), "figure"),
+    cell("Prompt tokens", count(line.prompt_tokens), "figure"),
     cell("cached", line.number ? count(line.cached_tokens) : "–", "figure"),
-    cell("out", count(line.output_tokens), "figure"),
+    cell("Output", count(line.output_tokens), "figure"),
     cell("TTFT", seconds(line.first_token), "figure"),
     cell("Tokens/s", figure(line.tokens_per_s), "figure"),
     cell("of limit", percent(share), "figure"),

@@ -1,15 +1,15 @@
-// Asks the server once a second how it is, and keeps the last minutes: what happened between two answers is a sample.
+// Polls the server's state once a second and keeps the last minutes. A sample is the difference of two responses.
 
 import { json } from "./api.js";
 
 const EVERY = 1000;
 const KEPT_SAMPLES = 300;
 const KEPT_LINES = 250;
-const HITS_SECONDS = 30; // prompts come one by one: a second tells little about the cache
+const HITS_SECONDS = 30; // prompts are rare: one second is too short for a rate
 const listeners = new Set();
 
 export const state = {
-  now: null, // the last answer
+  now: null, // the last response
   samples: [], // oldest first
   lines: new Map(), // requests that have ended, by number
   running: [],
@@ -20,7 +20,7 @@ let before = null;
 let timer = null;
 let pending = null;
 
-/** `listener` is called after each answer, and after each failure. */
+/** Call `listener` after each response and after each failure. */
 export function listen(listener) {
   listeners.add(listener);
 }
@@ -30,18 +30,18 @@ export function start() {
   refresh();
 }
 
-/** Ask now; whoever asks while a question is on its way gets that one's answer. */
+/** Poll now. Calls during a poll share its response. */
 export function refresh() {
   pending ??= ask().finally(() => {
     pending = null;
     clearTimeout(timer);
-    // Who was asked for a key and gave none is not asked again every second.
+    // Do not prompt for a key every second after the user declined.
     if (state.problem?.status !== 401) timer = setTimeout(() => document.hidden || refresh(), EVERY);
   });
   return pending;
 }
 
-/** The ended line of a request of ours, once the server has it. */
+/** The time line of an ended request of this page, once the server has it. */
 export async function lineOf(id) {
   for (let attempt = 0; attempt < 5; attempt++) {
     await refresh();
@@ -65,7 +65,7 @@ async function ask() {
 function take(answer) {
   if (state.now && answer.started !== state.now.started) {
     state.lines.clear();
-    state.samples.length = 0; // its clock was another one
+    state.samples.length = 0; // the clock of another server
     before = null;
     answer.last = 0;
   }
@@ -88,7 +88,7 @@ const EMPTY = {
   prefix_hits: 0,
 };
 
-/** What the engine did between two answers; null where it was started again. */
+/** The engine's work between two responses; null if it restarted in between. */
 export function between(first, second) {
   if (!first || second.clock <= first.clock) return null;
   const seconds = second.clock - first.clock;
@@ -118,13 +118,13 @@ export function between(first, second) {
   };
 }
 
-/** Of the prompt tokens looked for in all these samples, the share that was found; null where none were. */
+/** The fraction of prompt tokens found in the prefix cache over these samples; null without prompts. */
 function hitsOf(samples) {
   const sum = (name) => samples.reduce((total, sample) => total + sample[name], 0);
   return sum("queried") ? sum("found") / sum("queried") : null;
 }
 
-/** The shortest time for work of one kind: bound by its bytes or by its arithmetic. */
+/** The shortest time for work of one kind: limited by bandwidth or by compute. */
 export function leastSeconds(work, ceilings) {
   return Math.max(work.bytes / ceilings.read_bytes_per_s, work.flops / (ceilings.flops ?? Infinity));
 }
