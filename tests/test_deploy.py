@@ -19,7 +19,7 @@ from bankfull.errors import ConfigError
 from bankfull.serve.app import create_app
 from bankfull.serve.guard.checks import OPEN_PATHS, access_policy
 from bankfull.serve.guard.keys import Keyring, keys_of_environment
-from bankfull.serve.guard.layers import fortify
+from bankfull.serve.guard.layers import protect
 from bankfull.serve.telemetry.metrics import ServiceMetrics
 from tests.serve.scripted import Scripted, scripted_texts, settings
 
@@ -48,7 +48,7 @@ def last_stage(name: str) -> list[str]:
 def served_paths() -> set[str]:
     backend = Scripted()
     app = create_app(backend, scripted_texts(), settings())
-    fortify(app, backend, access_policy(Keyring(), host="127.0.0.1"), ServiceMetrics())
+    protect(app, backend, access_policy(Keyring(), host="127.0.0.1"), ServiceMetrics())
     return {route.path for route in app.routes if isinstance(route, Route)}
 
 

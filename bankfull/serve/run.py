@@ -26,7 +26,7 @@ from bankfull.serve.engine.backend import STOPPED, Unavailable
 from bankfull.serve.engine.link import STALL_SECONDS, Link
 from bankfull.serve.guard.checks import GuardLimits, caller_named
 from bankfull.serve.guard.connections import ConnectionTable
-from bankfull.serve.guard.layers import Protection, fortify
+from bankfull.serve.guard.layers import Protection, protect
 from bankfull.serve.guard.listen import raise_file_limit, uvicorn_config
 from bankfull.serve.guard.reload import Reloader
 from bankfull.serve.guard.running import Running
@@ -131,7 +131,7 @@ def _run(
     )
     app.router.routes.extend([*batches.routes, *console_routes(backend, metrics, backend.lines, settings)])
     limits = GuardLimits(body_bytes=settings.max_body_bytes)
-    layers = fortify(
+    layers = protect(
         app, backend, protection.access, metrics, limits=limits, log_prompts=protection.log_prompts, running=running
     )
     config = uvicorn_config(

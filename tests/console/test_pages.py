@@ -17,7 +17,7 @@ from bankfull.serve.console.pages import FOLDER, HEADERS, INDEX, PAGES, PREFIX
 from bankfull.serve.console.state import console_routes
 from bankfull.serve.guard.checks import access_policy
 from bankfull.serve.guard.keys import Keyring, new_key
-from bankfull.serve.guard.layers import fortify
+from bankfull.serve.guard.layers import protect
 from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.watch import WatchedBackend
 from tests.serve.scripted import Scripted, scripted_texts, settings
@@ -37,7 +37,7 @@ def url() -> Iterator[str]:
     backend = WatchedBackend(Scripted(), metrics, keyring)
     app = create_app(backend, scripted_texts(), chosen)
     app.router.routes.extend(console_routes(backend, metrics, backend.lines, chosen))
-    with served(fortify(app, backend, access_policy(keyring, host="127.0.0.1"), metrics)) as address:
+    with served(protect(app, backend, access_policy(keyring, host="127.0.0.1"), metrics)) as address:
         yield address
 
 

@@ -27,7 +27,7 @@ from bankfull.serve.engine.backend import EngineDied
 from bankfull.serve.engine.wire import Done, Facts, Load, Piece
 from bankfull.serve.guard.checks import access_policy
 from bankfull.serve.guard.keys import Keyring, new_key
-from bankfull.serve.guard.layers import fortify
+from bankfull.serve.guard.layers import protect
 from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.trace import Trace, during
 from bankfull.serve.telemetry.watch import WatchedBackend
@@ -222,7 +222,7 @@ def url() -> Any:
     backend = WatchedBackend(Scripted(["Hello", " world"]), metrics, keyring)
     app = create_app(backend, scripted_texts(), chosen)
     app.router.routes.extend(console_routes(backend, metrics, backend.lines, chosen))
-    with served(fortify(app, backend, access_policy(keyring, host="127.0.0.1"), metrics)) as address:
+    with served(protect(app, backend, access_policy(keyring, host="127.0.0.1"), metrics)) as address:
         yield address
 
 

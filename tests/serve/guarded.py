@@ -55,7 +55,7 @@ def main(model: str, key_file: str) -> None:
     from bankfull.serve.engine.link import Link
     from bankfull.serve.guard.checks import GuardLimits, access_policy
     from bankfull.serve.guard.keys import Keyring
-    from bankfull.serve.guard.layers import fortify
+    from bankfull.serve.guard.layers import protect
     from bankfull.serve.guard.listen import uvicorn_config
     from bankfull.serve.settings import Settings
     from bankfull.serve.telemetry.metrics import ServiceMetrics
@@ -80,7 +80,7 @@ def main(model: str, key_file: str) -> None:
     app = create_app(backend, Texts.open(model), Settings(names=("tiny",)), lifespan=lifespan)
     app.add_route("/turn", turn)
     limits = GuardLimits(body_seconds=1.0, body_bytes=4 << 20)
-    guarded = fortify(app, backend, access_policy(keyring, host="127.0.0.1"), metrics, limits=limits)
+    guarded = protect(app, backend, access_policy(keyring, host="127.0.0.1"), metrics, limits=limits)
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
     asyncio.run(uvicorn.Server(uvicorn_config(guarded, "127.0.0.1", 0)).serve([listening]))

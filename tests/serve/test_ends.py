@@ -25,7 +25,7 @@ from bankfull.serve.app import create_app
 from bankfull.serve.engine.backend import STOPPED, Unavailable
 from bankfull.serve.guard.checks import access_policy
 from bankfull.serve.guard.keys import Keyring, new_key
-from bankfull.serve.guard.layers import fortify
+from bankfull.serve.guard.layers import protect
 from bankfull.serve.guard.reload import Reloader
 from bankfull.serve.guard.running import Running
 from bankfull.serve.telemetry.metrics import ServiceMetrics
@@ -63,7 +63,7 @@ class House:
         backend = WatchedBackend(inner, self.metrics, keyring)
         app = create_app(backend, scripted_texts(), settings())
         access = access_policy(keyring, host="127.0.0.1")
-        self.app = fortify(app, backend, access, self.metrics, running=self.running)
+        self.app = protect(app, backend, access, self.metrics, running=self.running)
         self.loop: asyncio.AbstractEventLoop | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

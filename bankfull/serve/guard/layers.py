@@ -30,7 +30,7 @@ class Protection:
     vllm_metrics: bool = False
 
 
-def fortify(
+def protect(
     app: Starlette,
     backend: Backend,
     access: AccessPolicy,

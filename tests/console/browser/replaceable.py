@@ -10,7 +10,7 @@ from bankfull.serve.app import create_app
 from bankfull.serve.console.state import console_routes
 from bankfull.serve.guard.checks import App, Receive, Scope, Send, access_policy
 from bankfull.serve.guard.keys import Keyring
-from bankfull.serve.guard.layers import fortify
+from bankfull.serve.guard.layers import protect
 from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.watch import WatchedBackend
 from tests.serve.scripted import Scripted, scripted_texts, settings
@@ -29,7 +29,7 @@ def replaceable_server() -> Iterator[tuple[str, Callable[[str], None]]]:
         backend = WatchedBackend(Scripted(), metrics, keyring)
         app = create_app(backend, scripted_texts(), chosen)
         app.router.routes.extend(console_routes(backend, metrics, backend.lines, chosen))
-        current = fortify(app, backend, access_policy(keyring, host="127.0.0.1"), metrics)
+        current = protect(app, backend, access_policy(keyring, host="127.0.0.1"), metrics)
 
     async def stage(scope: Scope, receive: Receive, send: Send) -> None:
         await current(scope, receive, send)

@@ -19,7 +19,7 @@ from bankfull.serve.app import create_app
 from bankfull.serve.engine.backend import Busy, DeadlineExceeded, EngineDied, Unavailable
 from bankfull.serve.guard.checks import access_policy
 from bankfull.serve.guard.keys import Keyring, new_key
-from bankfull.serve.guard.layers import fortify
+from bankfull.serve.guard.layers import protect
 from bankfull.serve.telemetry.metrics import ServiceMetrics
 from tests.serve.scripted import FACTS, TEMPLATE, Scripted, cut, scripted_texts, scripted_tokenizer, settings
 from tests.serve.server import served, shared
@@ -396,7 +396,7 @@ def test_whatever_refuses_below_messages_speaks_anthropics_way() -> None:
     backend = Scripted()
     app = create_app(backend, scripted_texts(), settings())
     access = access_policy(Keyring((key,)), host="127.0.0.1")
-    with served(fortify(app, backend, access, ServiceMetrics())) as url:
+    with served(protect(app, backend, access, ServiceMetrics())) as url:
         known = {"x-api-key": secret}
         refusals = [
             (401, "authentication_error", httpx.post(f"{url}/v1/messages", json={})),

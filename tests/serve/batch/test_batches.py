@@ -29,7 +29,7 @@ from bankfull.serve.data.store import Store
 from bankfull.serve.engine.backend import Backend
 from bankfull.serve.guard.checks import access_policy
 from bankfull.serve.guard.keys import Keyring, keys_of_environment, new_key
-from bankfull.serve.guard.layers import fortify
+from bankfull.serve.guard.layers import protect
 from bankfull.serve.supervise import Supervisor
 from bankfull.serve.telemetry.exposition import Histogram
 from bankfull.serve.telemetry.metrics import ServiceMetrics
@@ -72,7 +72,7 @@ def guarded_app(folder: Path, keys: str) -> Any:
 
     app = create_app(Scripted(), scripted_texts(), settings(), lifespan=life)
     app.router.routes.extend(service.routes)
-    return fortify(app, Scripted(), access, ServiceMetrics())
+    return protect(app, Scripted(), access, ServiceMetrics())
 
 
 def line(custom_id: str, question: str = "why?", **changes: Any) -> str:

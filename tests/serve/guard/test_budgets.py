@@ -23,7 +23,7 @@ from bankfull.serve.engine.backend import Busy, EngineDied
 from bankfull.serve.engine.wire import Done, Piece
 from bankfull.serve.guard.checks import access_policy
 from bankfull.serve.guard.keys import Keyring, new_key
-from bankfull.serve.guard.layers import fortify
+from bankfull.serve.guard.layers import protect
 from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.trace import Trace, during
 from bankfull.serve.telemetry.watch import WatchedBackend
@@ -210,7 +210,7 @@ def test_twenty_concurrent_calls_stay_within_sixty_tokens() -> None:
     backend = WatchedBackend(inner, metrics, keyring)
     app = create_app(backend, scripted_texts(), settings())
     with (
-        listening(fortify(app, backend, access_policy(keyring, host="127.0.0.1"), metrics)) as server,
+        listening(protect(app, backend, access_policy(keyring, host="127.0.0.1"), metrics)) as server,
         httpx.Client(base_url=server.url, headers={"x-api-key": secret}, timeout=60) as client,
         ThreadPoolExecutor(20) as pool,
     ):
