@@ -19,16 +19,11 @@ from bankfull.serve.data.database import MIGRATIONS, SALVAGED
 from bankfull.serve.data.salvage import salvage
 from bankfull.serve.data.store import Store
 from bankfull.serve.guard.keys import keys_of_environment
+from tests.serve.data.test_store import put
 
 PAGE = 4096
 BATCHES = 21
 FILES, LINES = 150, 200
-
-
-def put(store: Store, data: bytes, owner: str = "me") -> str:
-    upload = store.upload(owner)
-    upload.write(data)
-    return upload.finish("name", "batch").id
 
 
 def started(batch_store: BatchStore, lines: int = LINES) -> BatchRecord:
