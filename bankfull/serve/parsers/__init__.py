@@ -1,7 +1,7 @@
-"""What models write, understood: reasoning, tool calls, and text.
+"""Parsers that split a model's output into reasoning, tool calls and text.
 
-`reader` reads text that comes in pieces, `writer` collects events, `session` joins the two; one file per format;
-`registry` picks the format by the chat template's source.
+`reader` reads text that arrives in pieces, `writer` collects events, `session` joins the two. Each tool call format has
+its own file; `registry` selects the format from the chat template's source.
 """
 
 from bankfull.serve.parsers.registry import PlainParser, grammar_for, parser_for

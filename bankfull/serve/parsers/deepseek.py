@@ -1,4 +1,5 @@
-"""DeepSeek: each call between markers, its name before a separator; R1 and the first V3 fence the arguments."""
+"""DeepSeek: each call is enclosed in markers, with a separator after its name; R1 and the first V3 put the arguments
+into a code fence."""
 
 from __future__ import annotations
 
@@ -6,14 +7,13 @@ import re
 
 from bankfull.serve.parsers.json_calls import stream_object
 from bankfull.serve.parsers.reader import Steps
-from bankfull.serve.parsers.session import Block, Session
+from bankfull.serve.parsers.session import FENCE, CallBlock, Session, fence_end
 
 CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
 _CALLS_END = "<｜tool▁calls▁end｜>"
 _CALL_BEGIN = "<｜tool▁call▁begin｜>"
 _CALL_END = "<｜tool▁call▁end｜>"
 _SEPARATOR = "<｜tool▁sep｜>"
-_FENCE = "```"
 _NAME = re.compile(r"[\w.\-]*+")
 _CLOSINGS = (_CALL_END, _CALLS_END)
 
@@ -37,24 +37,19 @@ def _call(session: Session) -> Steps[bool]:
             return False
         name = yield from reader.word(_NAME)
         yield from reader.spaces()
-        if not (yield from reader.literal(_FENCE + "json")):
+        if not (yield from reader.literal(FENCE + "json")):
             return False
         yield from reader.spaces()
     if not session.may_start(name) or (yield from reader.peek()) != "{":
         return False
     session.start(name)
-    yield from stream_object(session, (_FENCE, *_CLOSINGS) if fenced else _CLOSINGS)
+    yield from stream_object(session, (FENCE, *_CLOSINGS) if fenced else _CLOSINGS)
     if fenced:
-        yield from session.attempt(_end_of_fence)
+        yield from session.attempt(fence_end)
     return True
 
 
-def _end_of_fence(session: Session) -> Steps[bool]:
-    yield from session.reader.spaces()
-    return (yield from session.reader.literal(_FENCE))
-
-
 DEEPSEEK_BLOCKS = (
-    Block(CALLS_BEGIN, _CLOSINGS, (_first,)),
-    Block(_CALL_BEGIN, _CLOSINGS, (_call,)),
+    CallBlock(CALLS_BEGIN, _CLOSINGS, (_first,)),
+    CallBlock(_CALL_BEGIN, _CLOSINGS, (_call,)),
 )

@@ -1,4 +1,4 @@
-"""Grammars that leave a model no choice but to call a tool."""
+"""Grammars that force a model to call a tool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 from bankfull.errors import RequestError
 from bankfull.sample.params import StructuredOutput
-from bankfull.serve.parsers.tools import Tool
+from bankfull.serve.parsers.tools import ToolSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ TAGGED = ForcedForm("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_
 LIST = ForcedForm("[", ", ", "]")
 OBJECTS = ForcedForm("", "; ", "", "parameters")
 
-# No freedom in spaces: a small model could write them for ever.
+# Fixed spacing: a small model could generate spaces without end.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
-# What says more about an object than its own properties: with one of these it stays open.
+# Keywords that describe more than an object's own properties. A schema with one of them keeps additional properties.
 _COMPOSED = frozenset(
     (
         "additionalProperties",
@@ -52,15 +52,15 @@ _COMPOSED = frozenset(
 
 
 def forcing_grammar(
-    form: ForcedForm, tools: Sequence[Tool], several: bool, thought_end: str | None
+    form: ForcedForm, tools: Sequence[ToolSpec], several: bool, reasoning_end: str | None
 ) -> StructuredOutput:
-    """A Lark grammar. Each tool's schema is a root of its own, so its `$ref`s keep their meaning. `thought_end` closes
-    a thought that is already open."""
+    """A Lark grammar. Each tool's schema is a separate root, so its `$ref`s stay valid. `reasoning_end` closes
+    reasoning that the prompt has opened."""
     more = f" ({_quoted(form.between)} call)*" if several else ""
     calls = f"call{more} {_quoted(form.after)}"
-    if thought_end:
+    if reasoning_end:
         before = _quoted("\n\n" + form.before)
-        lines = [f"start: thought {before} {calls}", f"thought[suffix={_quoted(thought_end)}]: /(?s:.*)/"]
+        lines = [f"start: reasoning {before} {calls}", f"reasoning[suffix={_quoted(reasoning_end)}]: /(?s:.*)/"]
     else:
         lines = [f"start: {_quoted(form.before)} {calls}"]
     lines.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
@@ -71,7 +71,7 @@ def forcing_grammar(
     return StructuredOutput(grammar="\n".join(lines) + "\n")
 
 
-def _schema(tool: Tool) -> str:
+def _schema(tool: ToolSpec) -> str:
     try:
         schema = closed({**tool.parameters, "type": "object"})
         return msgspec.json.encode({**schema, "x-guidance": _SPACING}).decode()
@@ -80,8 +80,8 @@ def _schema(tool: Tool) -> str:
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema without properties that it does not name, unless it says that there may be others: a model that is
-    held by nothing else would invent them for ever."""
+    """The schema with additional properties forbidden, unless it mentions them itself: an unconstrained model would
+    invent properties without end."""
     made = dict(schema)
     named, items = made.get("properties"), made.get("items")
     if isinstance(named, Mapping):

@@ -1,5 +1,5 @@
-"""Gemma: a fence of Python or JSON (Gemma 3), or call:name{key:value} between markers, strings in marks of their own
-(FunctionGemma, Gemma 4)."""
+"""Gemma: a code fence of Python or JSON (Gemma 3), or call:name{key:value} between markers, with special quotation
+marks (FunctionGemma, Gemma 4)."""
 
 from __future__ import annotations
 
@@ -7,31 +7,23 @@ import re
 
 from bankfull.serve.parsers.json_calls import decoded, escaped, json_calls
 from bankfull.serve.parsers.pythonic import python_calls
-from bankfull.serve.parsers.reader import Markers, Reader, Sink, Steps
-from bankfull.serve.parsers.session import Block, ReadCalls, Session
+from bankfull.serve.parsers.reader import Markers, Sink, Steps, TextReader
+from bankfull.serve.parsers.session import FENCE, CallBlock, ReadCalls, Session, fence_end
 
 _NAME = re.compile(r"[\w.\-]*+")
 _KEY = re.compile(r"[^:{}\[\],<\s]*+")
 _SCALAR = re.compile(r"[^{}\[\],<]*+")
 _DEEPEST = 64
-_FENCE = "```"
-
-GEMMA_BARE = (json_calls(), python_calls)
 
 
 def _fenced(read: ReadCalls) -> ReadCalls:
     def read_fence(session: Session) -> Steps[bool]:
         if not (yield from read(session)):
             return False
-        yield from session.attempt(_end_of_fence)
+        yield from session.attempt(fence_end)
         return True
 
     return read_fence
-
-
-def _end_of_fence(session: Session) -> Steps[bool]:
-    yield from session.reader.spaces()
-    return (yield from session.reader.literal(_FENCE))
 
 
 def _marked_calls(quote: str) -> ReadCalls:
@@ -50,8 +42,8 @@ def _marked_calls(quote: str) -> ReadCalls:
     return read
 
 
-def _value(reader: Reader, write: Sink, quote: str, quotes: Markers, depth: int) -> Steps[bool]:
-    """Write the value that comes next as JSON; False where it is broken, and what is left is no value."""
+def _value(reader: TextReader, write: Sink, quote: str, quotes: Markers, depth: int) -> Steps[bool]:
+    """Write the next value as JSON; False if it is invalid, which ends the arguments."""
     if (yield from reader.literal(quote)):
         write('"')
         if not (yield from reader.until(quotes, lambda piece: write(escaped(piece)))):
@@ -85,7 +77,7 @@ def _value(reader: Reader, write: Sink, quote: str, quotes: Markers, depth: int)
             return False
 
 
-def _key(reader: Reader, write: Sink, quote: str) -> Steps[bool]:
+def _key(reader: TextReader, write: Sink, quote: str) -> Steps[bool]:
     pieces: list[str] = []
     if (yield from reader.literal(quote)):
         yield from reader.until(Markers([quote]), pieces.append)
@@ -102,8 +94,8 @@ def _key(reader: Reader, write: Sink, quote: str) -> Steps[bool]:
 
 GEMMA_BARE = (json_calls(), python_calls)
 GEMMA_BLOCKS = (
-    Block("```tool_code", (), (_fenced(python_calls),)),
-    Block("```json", (), (_fenced(json_calls(_FENCE)),)),
+    CallBlock("```tool_code", (), (_fenced(python_calls),)),
+    CallBlock("```json", (), (_fenced(json_calls(FENCE)),)),
 )
-FUNCTION_GEMMA_BLOCKS = (Block("<start_function_call>", ("<end_function_call>",), (_marked_calls("<escape>"),)),)
-GEMMA4_BLOCKS = (Block("<|tool_call>", ("<tool_call|>",), (_marked_calls('<|"|>'),)),)
+FUNCTION_GEMMA_BLOCKS = (CallBlock("<start_function_call>", ("<end_function_call>",), (_marked_calls("<escape>"),)),)
+GEMMA4_BLOCKS = (CallBlock("<|tool_call>", ("<tool_call|>",), (_marked_calls('<|"|>'),)),)

@@ -1,6 +1,6 @@
-"""GPT-OSS: messages on channels. `analysis` is reasoning, `to=functions.name` a call, all else is the answer.
+"""GPT-OSS: messages on channels. `analysis` is reasoning, `to=functions.name` is a call, everything else is text.
 
-Reasoning is told apart whether or not it was asked for: a channel's markers are of no use to a reader.
+Reasoning is separated even if it was not requested, because channel markers mean nothing to a reader.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MESSAGE = "<|message|>"
 _BETWEEN = Markers([*_BEGINNINGS, *_ENDINGS])
 _IN_HEADER = Markers(["<|start|>", _MESSAGE, *_ENDINGS])
 _IN_BODY = Markers(["<|start|>", *_ENDINGS])
-# Possessive throughout: a header of spaces must not be tried in all its divisions.
+# Possessive quantifiers avoid catastrophic backtracking on a header of spaces.
 _HEADER = re.compile(
     r"(?:<\|start\|>assistant)?+\s*+(?:to=functions\.(?P<before>[\w.\-]++))?+\s*+"
     r"(?:<\|channel\|>\s*+(?P<channel>analysis|commentary|final))?+\s*+"
@@ -45,7 +45,7 @@ def read_harmony(session: Session) -> Steps[None]:
 
 
 def _header(session: Session, marker: str) -> Steps[re.Match[str] | None]:
-    """What stands before a message, None where it is none, or no call that was offered."""
+    """The header of a message, or None if there is none or it calls a tool that was not offered."""
     found: list[re.Match[str]] = []
 
     def read(session: Session) -> Steps[bool]:

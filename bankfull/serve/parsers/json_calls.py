@@ -1,8 +1,8 @@
-"""Calls written as JSON objects, {"name": ..., "arguments": {...}}, alone, in a list or in a row.
+"""Tool calls as JSON objects, {"name": ..., "arguments": {...}}: a single one, a list, or several in sequence.
 
-Nothing is written before a known name and the beginning of its arguments have been read; from then on the arguments are
-passed on as they come. Arguments that turn out to be broken JSON stay what the model wrote: a client must check them
-anyway, and a retraction does not exist.
+Nothing is emitted before a known name and the start of its arguments were read; from then on arguments are streamed as
+they arrive. Arguments that turn out to be invalid JSON are left as the model wrote them: a client must validate them
+anyway, and sent events cannot be retracted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from bankfull.serve.parsers.reader import Reader, Sink, Steps
+from bankfull.serve.parsers.reader import Sink, Steps, TextReader
 from bankfull.serve.parsers.session import ReadCalls, Session
 
 _ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
@@ -26,8 +26,8 @@ _ESCAPES = {code: f"\\u{code:04x}" for code in range(0x20)} | {ord("\n"): "\\n",
 
 
 def json_calls(*closings: str, separators: str = ",") -> ReadCalls:
-    """One object, a list of objects, or objects in a row between separators. A closing marker outside of a string ends
-    arguments that were left open."""
+    """Read one object, a list, or several objects between separators. A closing marker outside a string ends unfinished
+    arguments."""
 
     def read(session: Session) -> Steps[bool]:
         reader = session.reader
@@ -86,10 +86,10 @@ def call_object(session: Session, closings: tuple[str, ...]) -> Steps[bool]:
                 yield from _rest_of_object(session)
             return True
         elif key in _ARGUMENT_KEYS:
-            arguments = yield from _held_arguments(reader, first)
+            arguments = yield from _deferred_arguments(reader, first)
             if arguments is None:
                 return False
-        elif (yield from _skipped(reader, first)) is None:
+        elif (yield from _raw_value(reader, first)) is None:
             return False
         yield from reader.spaces()
         if (yield from reader.peek()) not in (",", "}"):
@@ -103,26 +103,26 @@ def call_object(session: Session, closings: tuple[str, ...]) -> Steps[bool]:
 
 
 def stream_object(session: Session, closings: tuple[str, ...]) -> Steps[bool]:
-    """Pass on the object that comes next as arguments; False if a closing marker or the end of the text came before
-    its own end. Not taking the marker leaves it to whoever expects it."""
+    """Stream the next object as arguments; False if a closing marker or the end of the text came first. The marker is
+    not taken, because the caller expects it."""
     reader, write = session.reader, session.writer.arguments
     depth = 0
     while True:
         depth = yield from _structure(reader, write, depth)
         if depth == 0:
             return True
-        # Outside of a string no JSON has this character: a marker may begin here, anything else is passed on.
+        # This character is not valid JSON here: either a marker starts, or it is passed on.
         if not (yield from reader.peek()):
             return False
         for closing in closings:
-            if (yield from _comes(reader, closing)):
+            if (yield from _is_next(reader, closing)):
                 return False
         write(reader.text[reader.at])
         reader.at += 1
 
 
-def _structure(reader: Reader, sink: Sink, depth: int) -> Steps[int]:
-    """Take an object or list up to its end (0), or up to what cannot be JSON: the depth there."""
+def _structure(reader: TextReader, sink: Sink, depth: int) -> Steps[int]:
+    """Take an object or list up to its end (return 0) or up to the first invalid character (return the depth there)."""
     while True:
         yield from reader.run(_BETWEEN, sink)
         character = yield from reader.peek()
@@ -139,12 +139,12 @@ def _structure(reader: Reader, sink: Sink, depth: int) -> Steps[int]:
 
 
 def _without_controls(piece: str) -> str:
-    """Models write line breaks into strings, which JSON forbids: they are what is meant."""
+    """Escape the control characters that models write into strings, which JSON forbids."""
     return piece.translate(_ESCAPES) if _CONTROL.search(piece) else piece
 
 
 def _rest_of_object(session: Session) -> Steps[None]:
-    """The call has been passed on: an id may follow inside its object. What does not fit stays text."""
+    """Read the rest of the object after its arguments, such as an id. Anything else stays text."""
 
     def read(session: Session) -> Steps[bool]:
         reader = session.reader
@@ -159,20 +159,20 @@ def _rest_of_object(session: Session) -> Steps[None]:
             if key not in _SILENT_KEYS or not (yield from _colon(reader)):
                 return False
             first = yield from reader.peek()
-            if (yield from _skipped(reader, first)) is None:
+            if (yield from _raw_value(reader, first)) is None:
                 return False
 
     yield from session.attempt(read)
 
 
-def _colon(reader: Reader) -> Steps[bool]:
+def _colon(reader: TextReader) -> Steps[bool]:
     yield from reader.spaces()
     found = yield from reader.literal(":")
     yield from reader.spaces()
     return found
 
 
-def _decoded_string(reader: Reader) -> Steps[str | None]:
+def _decoded_string(reader: TextReader) -> Steps[str | None]:
     pieces: list[str] = []
     if not (yield from reader.json_string(pieces.append)):
         return None
@@ -180,9 +180,9 @@ def _decoded_string(reader: Reader) -> Steps[str | None]:
     return value if isinstance(value, str) else None
 
 
-def _held_arguments(reader: Reader, first: str) -> Steps[str | None]:
-    """Arguments that cannot be passed on yet: their name is still to come, or they are JSON inside of a string."""
-    raw = yield from _skipped(reader, first)
+def _deferred_arguments(reader: TextReader, first: str) -> Steps[str | None]:
+    """Arguments that cannot be streamed: their name comes later, or they are JSON inside a string."""
+    raw = yield from _raw_value(reader, first)
     if raw is None or first == "{":
         return raw
     value = decoded(raw)
@@ -191,8 +191,8 @@ def _held_arguments(reader: Reader, first: str) -> Steps[str | None]:
     return value if isinstance(value, str) and isinstance(decoded(value), dict) else None
 
 
-def _skipped(reader: Reader, first: str) -> Steps[str | None]:
-    """The value that comes next as it was written, None where it is broken."""
+def _raw_value(reader: TextReader, first: str) -> Steps[str | None]:
+    """The next value as it was written, or None if it is invalid."""
     pieces: list[str] = []
     if first == '"':
         return "".join(pieces) if (yield from reader.json_string(pieces.append)) else None
@@ -202,8 +202,8 @@ def _skipped(reader: Reader, first: str) -> Steps[str | None]:
     return "".join(pieces) or None
 
 
-def _comes(reader: Reader, word: str) -> Steps[bool]:
-    """Whether `word` comes next, without taking it."""
+def _is_next(reader: TextReader, word: str) -> Steps[bool]:
+    """Whether `word` comes next; it is not taken."""
     found = yield from reader.literal(word)
     if found:
         reader.at -= len(word)
@@ -211,7 +211,7 @@ def _comes(reader: Reader, word: str) -> Steps[bool]:
 
 
 def decoded(text: str) -> Any:
-    """The value of a JSON text, None where it is none."""
+    """The value of a JSON text, or None if it is invalid."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -219,5 +219,5 @@ def decoded(text: str) -> Any:
 
 
 def escaped(text: str) -> str:
-    """As it stands inside of a JSON string."""
+    """The text as the contents of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,4 +1,4 @@
-"""Llama 3: calls are the whole answer, as JSON objects, or stand behind <|python_tag|> and may be Python there."""
+"""Llama 3: the whole output is calls as JSON objects, or they follow <|python_tag|>, where they may be Python."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 from bankfull.serve.parsers.json_calls import escaped, json_calls
 from bankfull.serve.parsers.pythonic import python_calls
 from bankfull.serve.parsers.reader import Steps
-from bankfull.serve.parsers.session import Block, Session
+from bankfull.serve.parsers.session import CallBlock, Session
 
 _INTERPRETERS = ("code_interpreter", "python", "ipython")
 _ANYTHING = re.compile(r".*+", re.DOTALL)
 
 
 def _code(session: Session) -> Steps[bool]:
-    """Code for the interpreter, if one was offered as a tool: it has one argument, `code`."""
+    """Read code for the interpreter, if it was offered as a tool; its only argument is `code`."""
     name = next((name for name in _INTERPRETERS if session.may_start(name)), None)
     if name is None:
         return False
@@ -28,4 +28,4 @@ def _code(session: Session) -> Steps[bool]:
 
 _OBJECTS = json_calls(separators=";,")
 LLAMA_BARE = (_OBJECTS, python_calls)
-LLAMA_BLOCKS = (Block("<|python_tag|>", (), (_OBJECTS, python_calls, _code)),)
+LLAMA_BLOCKS = (CallBlock("<|python_tag|>", (), (_OBJECTS, python_calls, _code)),)

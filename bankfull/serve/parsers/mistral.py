@@ -1,4 +1,4 @@
-"""Mistral: [TOOL_CALLS] before a list of objects, or before each call as name{...} or name[ARGS]{...}."""
+"""Mistral: [TOOL_CALLS] followed by a list of objects, or by each call as name{...} or name[ARGS]{...}."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from bankfull.serve.parsers.json_calls import json_calls, stream_object
 from bankfull.serve.parsers.reader import Steps
-from bankfull.serve.parsers.session import Block, Session
+from bankfull.serve.parsers.session import CallBlock, Session
 
 _NAME = re.compile(r"[\w.\-]*+")
 
@@ -28,4 +28,4 @@ def _named(session: Session) -> Steps[bool]:
     return True
 
 
-MISTRAL_BLOCKS = (Block("[TOOL_CALLS]", (), (json_calls(), _named)),)
+MISTRAL_BLOCKS = (CallBlock("[TOOL_CALLS]", (), (json_calls(), _named)),)

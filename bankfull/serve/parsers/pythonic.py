@@ -1,7 +1,7 @@
-"""Calls written as Python, name(key=value, ...), with literal values.
+"""Tool calls in Python syntax, name(key=value, ...), with literal values.
 
-A call is written only when it has been read to its end: before that nobody can know whether its arguments are literals,
-and code that computes is text.
+A call is emitted only after it was read completely: only then is it known that all arguments are literals. Other code
+is text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from bankfull.serve.parsers.reader import Reader, Steps
+from bankfull.serve.parsers.reader import Steps, TextReader
 from bankfull.serve.parsers.session import Session
 
 _DEEPEST = 64
@@ -37,7 +37,7 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\\": "\\", "
 
 
 def python_calls(session: Session) -> Steps[bool]:
-    """Calls on lines of their own, in a list, or inside of `print`."""
+    """Read calls on separate lines, in a list, or inside `print`."""
     reader = session.reader
     yield from reader.spaces()
     in_list = yield from reader.literal("[")
@@ -87,8 +87,8 @@ def _call(session: Session) -> Steps[bool]:
     return True
 
 
-def _up_to_parenthesis(reader: Reader) -> Steps[str | None]:
-    """The source of the arguments, without the parenthesis that ends them."""
+def _up_to_parenthesis(reader: TextReader) -> Steps[str | None]:
+    """The source of the arguments, without the closing parenthesis."""
     pieces: list[str] = []
     depth = 0
     while True:
@@ -107,7 +107,7 @@ def _up_to_parenthesis(reader: Reader) -> Steps[str | None]:
             depth += 1 if character in "[({" else -1
 
 
-def _string(reader: Reader, quote: str, pieces: list[str]) -> Steps[bool]:
+def _string(reader: TextReader, quote: str, pieces: list[str]) -> Steps[bool]:
     while True:
         found = _INSIDE[quote].match(reader.text, reader.at)
         assert found is not None
@@ -128,8 +128,8 @@ class _NotLiteral(Exception):
 
 
 def keyword_arguments(source: str) -> str | None:
-    """The JSON object of `key=value, ...`, None where that is not what it is."""
-    tokens = _Tokens(source)
+    """The JSON object of `key=value, ...`, or None if the source has another form."""
+    tokens = _LiteralTokens(source)
     values: dict[str, Any] = {}
     try:
         while tokens.kind != "end":
@@ -145,7 +145,7 @@ def keyword_arguments(source: str) -> str | None:
         return None
 
 
-class _Tokens:
+class _LiteralTokens:
     def __init__(self, source: str) -> None:
         self._found = self._scan(source)
         self.kind, self.text = next(self._found)
@@ -171,7 +171,7 @@ class _Tokens:
             raise _NotLiteral
 
 
-def _value(tokens: _Tokens, depth: int) -> Any:
+def _value(tokens: _LiteralTokens, depth: int) -> Any:
     kind = tokens.kind
     if kind not in ("string", "number", "word", "sign") or depth > _DEEPEST:
         raise _NotLiteral
@@ -195,12 +195,12 @@ def _value(tokens: _Tokens, depth: int) -> Any:
 
 
 def _number(text: str) -> Any:
-    """Its own digits, where JSON allows them: no rounding, and no limit on length."""
+    """The number with its original digits if JSON allows them, so that nothing is rounded."""
     plain = text.removeprefix("+")
     return msgspec.Raw(plain) if re.fullmatch(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", plain) else float(text)
 
 
-def _dictionary(tokens: _Tokens, depth: int) -> dict[str, Any]:
+def _dictionary(tokens: _LiteralTokens, depth: int) -> dict[str, Any]:
     values: dict[str, Any] = {}
     while not (tokens.kind == "sign" and tokens.text == "}"):
         if tokens.kind != "string":
@@ -214,7 +214,7 @@ def _dictionary(tokens: _Tokens, depth: int) -> dict[str, Any]:
     return values
 
 
-def _sequence(tokens: _Tokens, closing: str, depth: int) -> list[Any]:
+def _sequence(tokens: _LiteralTokens, closing: str, depth: int) -> list[Any]:
     values: list[Any] = []
     while not (tokens.kind == "sign" and tokens.text == closing):
         values.append(_value(tokens, depth + 1))
@@ -231,6 +231,6 @@ def _unescaped(literal: str) -> str:
             return chr(int(digits, 16))
         return _ESCAPED.get(match.group(3), match.group())
 
-    # Two halves of a surrogate pair are one character.
+    # Join the two halves of a surrogate pair.
     text = _ESCAPE.sub(character, literal[1:-1])
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if "\\u" in literal else text

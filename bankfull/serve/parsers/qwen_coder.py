@@ -1,5 +1,5 @@
-"""Qwen3-Coder: <function=name> around <parameter=key>value</parameter>. A value is text; the tool's schema says what it
-means. Text is passed on as it comes, any other value when it is whole."""
+"""Qwen3-Coder: <function=name> around <parameter=key>value</parameter>. A value is text that the tool's schema gives a
+type. Strings are streamed, any other value is sent when it is complete."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from bankfull.serve.parsers.json_calls import decoded, escaped, json_calls
 from bankfull.serve.parsers.reader import Markers, Steps
-from bankfull.serve.parsers.session import Block, Session
+from bankfull.serve.parsers.session import CallBlock, Session
 
 _NAME = re.compile(r"[^<>\s]*+")
 _VALUE_ENDS = Markers(["\n</parameter>", "</parameter>"])
@@ -48,12 +48,12 @@ def _call(session: Session) -> Steps[bool]:
             write("}")
             return True
         else:
-            # The text was cut off: open arguments say so.
+            # The text was truncated: leave the arguments incomplete.
             return True
 
 
 def _value(session: Session, types: frozenset[str]) -> Steps[bool]:
-    """False where it does not end."""
+    """Write one value; False if it does not end."""
     reader, write = session.reader, session.writer.arguments
     yield from reader.literal("\n")
     if types <= {"string"}:
@@ -69,7 +69,7 @@ def _value(session: Session, types: frozenset[str]) -> Steps[bool]:
 
 
 def types_of(schema: Any) -> frozenset[str]:
-    """The JSON types that a schema allows at its top, as far as it says so."""
+    """The JSON types that a schema declares at its top level."""
     if not isinstance(schema, Mapping):
         return frozenset()
     kinds = schema.get("type")
@@ -87,7 +87,7 @@ def _is_text(value: Any) -> bool:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """The value if it is of one of the types, else a string: what the model wrote is never dropped."""
+    """The value if it has one of the types, otherwise a string: output of the model is never dropped."""
     plain = text.strip()
     plain = _WORDS.get(plain, plain)
     value = decoded(plain)
@@ -105,6 +105,6 @@ def as_json(text: str, types: frozenset[str]) -> str:
 
 
 QWEN_CODER_BLOCKS = (
-    Block("<tool_call>", (_CLOSING,), (_function, json_calls(_CLOSING))),
-    Block("<function=", (_CLOSING,), (_call,)),
+    CallBlock("<tool_call>", (_CLOSING,), (_function, json_calls(_CLOSING))),
+    CallBlock("<function=", (_CLOSING,), (_call,)),
 )

@@ -1,7 +1,7 @@
-"""Text that arrives in pieces, read as if it were whole.
+"""Reads text that arrives in pieces as if it were complete.
 
-A parser is a generator: it yields when it needs more text than has come. What it decides may depend only on the text,
-never on where a piece ends, so every primitive here waits until the text has settled its question.
+A parser is a generator that yields when it needs more text. Its decisions must depend only on the text and never on
+where a piece ends, so every primitive here waits until the text decides its question.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 _Result = TypeVar("_Result")
 Steps = Generator[None, None, _Result]
-"""A reading that may have to wait; it yields whenever it does."""
+"""A parsing generator; it yields whenever it needs more text."""
 
 Sink = Callable[[str], None]
 
@@ -21,33 +21,34 @@ _INSIDE_STRING = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
 
 
 class Markers:
-    """Strings to look for, all at once. None may begin with another: which one is found must not depend on pieces."""
+    """Strings that are searched together. None may be a prefix of another, because the match must not depend on the
+    pieces."""
 
     def __init__(self, words: Iterable[str]) -> None:
         self.words = tuple(dict.fromkeys(words))
         assert not any(a != b and a.startswith(b) for a in self.words for b in self.words), self.words
         self._pattern = re.compile("|".join(map(re.escape, self.words)))
-        self._beginnings = frozenset(word[:size] for word in self.words for size in range(1, len(word)))
+        self._prefixes = frozenset(word[:size] for word in self.words for size in range(1, len(word)))
         self._first = re.compile("|".join({re.escape(word[0]) for word in self.words}))
         self._longest = max(map(len, self.words)) - 1
 
     def search(self, text: str, start: int) -> re.Match[str] | None:
         return self._pattern.search(text, start)
 
-    def unsettled(self, text: str, start: int) -> int:
-        """How many of the last characters could be the beginning of a marker."""
+    def possible_prefix(self, text: str, start: int) -> int:
+        """The number of last characters that may be the start of a marker."""
         possible = self._first.search(text, max(start, len(text) - self._longest))
         if possible is None:
             return 0
         for begin in range(possible.start(), len(text)):
-            if text[begin:] in self._beginnings:
+            if text[begin:] in self._prefixes:
                 return len(text) - begin
         return 0
 
 
-class Reader:
-    """What has come and was not read yet. While a generator waits, that is at most the beginning of a marker: long
-    text is never scanned or copied twice. Only `rewind` reads again, and `wasted` counts how much."""
+class TextReader:
+    """The text that has arrived and was not read yet. While a generator waits, this is at most the start of a marker,
+    so long text is never scanned or copied twice. Only `rewind` reads text again, and `wasted` counts how much."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -60,7 +61,7 @@ class Reader:
 
     @property
     def position(self) -> int:
-        """Characters read since the beginning."""
+        """Characters read so far."""
         return self._before + self.at
 
     def feed(self, piece: str) -> None:
@@ -71,15 +72,15 @@ class Reader:
         self.text = self.text[self.at :] + piece
         self.at = 0
 
-    # -- going back
+    # -- rewinding
 
     def mark(self) -> None:
-        """`rewind` will come back here."""
+        """Set the position to which `rewind` returns."""
         self._mark = self.at
         self._kept = []
 
     def release(self) -> None:
-        """What was read since the mark is settled."""
+        """Drop the mark."""
         self._mark = None
         self._kept = []
 
@@ -97,7 +98,7 @@ class Reader:
     # -- primitives
 
     def peek(self) -> Steps[str]:
-        """The next character, "" at the end of the text."""
+        """The next character, or "" at the end of the text."""
         while self.at == len(self.text):
             if self.ended:
                 return ""
@@ -105,7 +106,7 @@ class Reader:
         return self.text[self.at]
 
     def literal(self, word: str) -> Steps[bool]:
-        """Take `word` if it comes next."""
+        """Take `word` if it comes next, and return whether it did."""
         while not self.text.startswith(word, self.at):
             if self.ended or not word.startswith(self.text[self.at : self.at + len(word)]):
                 return False
@@ -114,7 +115,7 @@ class Reader:
         return True
 
     def run(self, pattern: re.Pattern[str], sink: Sink | None = None) -> Steps[None]:
-        """Take all that comes and matches `pattern`, which must be a run of single characters."""
+        """Take the longest run that matches `pattern`, which must be a repeated character class."""
         while True:
             found = pattern.match(self.text, self.at)
             assert found is not None
@@ -129,13 +130,14 @@ class Reader:
         yield from self.run(SPACES)
 
     def word(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Like `run`, but gives back what was taken."""
+        """Like `run`, but returns the text."""
         pieces: list[str] = []
         yield from self.run(pattern, pieces.append)
         return "".join(pieces)
 
     def until(self, markers: Markers, sink: Sink) -> Steps[str]:
-        """Pass on what comes before the first marker, and take that: which one it was, "" at the end of the text."""
+        """Pass the text before the first marker to `sink`, take the marker and return it, or "" at the end of the
+        text."""
         while True:
             found = markers.search(self.text, self.at)
             if found is not None:
@@ -143,7 +145,7 @@ class Reader:
                     sink(self.text[self.at : found.start()])
                 self.at = found.end()
                 return found.group()
-            settled = len(self.text) - (0 if self.ended else markers.unsettled(self.text, self.at))
+            settled = len(self.text) - (0 if self.ended else markers.possible_prefix(self.text, self.at))
             if settled > self.at:
                 sink(self.text[self.at : settled])
                 self.at = settled
@@ -152,7 +154,7 @@ class Reader:
             yield
 
     def json_string(self, sink: Sink) -> Steps[bool]:
-        """Take a JSON string that comes next, with its quotes; False where it does not end."""
+        """Take the JSON string that comes next, with its quotes; False if it does not end."""
         if not (yield from self.literal('"')):
             return False
         sink('"')
@@ -167,7 +169,7 @@ class Reader:
                 sink('"')
                 return True
             if self.ended:
-                # Nothing but a last backslash can be left.
+                # Only a last backslash can be left.
                 sink(self.text[self.at :])
                 self.at = len(self.text)
                 return False

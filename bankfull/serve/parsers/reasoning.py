@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, between two tags at the beginning of its text."""
+"""Reasoning between two tags at the beginning of a model's output."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _QUOTED = re.compile(r"'((?:[^'\\]++|\\.)*+)'|\"((?:[^\"\\]++|\\.)*+)\"", re.DOT
 
 
 @dataclass(frozen=True, slots=True)
-class Thinking:
+class ReasoningTags:
     opening: str
     closing: str
     sign: str
-    """What a template holds whose model thinks like this."""
+    """A string in the template that identifies these tags."""
 
     def opened_by(self, template_source: str, prompt: str | None) -> bool:
-        """Whether the prompt ends inside of a thought, so that only the closing tag is left to write. Without the
-        prompt, the strings behind the template's last `add_generation_prompt` tell."""
+        """Whether the prompt ends inside reasoning, so that the model writes only the closing tag. Without the prompt,
+        the strings after the template's last `add_generation_prompt` decide."""
         if prompt is not None:
             return _open_at_end(prompt, self.opening, self.closing) and prompt.rstrip().endswith(self.opening)
         _, found, last = template_source.rpartition("add_generation_prompt")
@@ -30,28 +30,28 @@ class Thinking:
         return any(_open_at_end(text, self.opening, self.closing) for text in strings)
 
 
-THINKING = (
-    Thinking("<think>", "</think>", "</think>"),
-    Thinking("[THINK]", "[/THINK]", "[THINK]"),
-    Thinking("<|channel>thought", "<channel|>", "<|channel>"),
-    Thinking("Here is my thought process:", "Here is my response:", "Here is my thought process:"),
+REASONING_TAGS = (
+    ReasoningTags("<think>", "</think>", "</think>"),
+    ReasoningTags("[THINK]", "[/THINK]", "[THINK]"),
+    ReasoningTags("<|channel>thought", "<channel|>", "<|channel>"),
+    ReasoningTags("Here is my thought process:", "Here is my response:", "Here is my thought process:"),
 )
 
 
-def thinking_of(template_source: str) -> Thinking | None:
-    return next((thinking for thinking in THINKING if thinking.sign in template_source), None)
+def reasoning_tags_of(template_source: str) -> ReasoningTags | None:
+    return next((tags for tags in REASONING_TAGS if tags.sign in template_source), None)
 
 
-def read_reasoning(session: Session, thinking: Thinking, opened: bool) -> Steps[None]:
-    """The thought, if there is one. One that the prompt has opened may be opened again."""
+def read_reasoning(session: Session, tags: ReasoningTags, opened: bool) -> Steps[None]:
+    """Read the reasoning, if any. The model may repeat an opening tag that the prompt already has."""
 
     def opening(session: Session) -> Steps[bool]:
         yield from session.reader.spaces()
-        return (yield from session.reader.literal(thinking.opening))
+        return (yield from session.reader.literal(tags.opening))
 
     if (yield from session.attempt(opening)) or opened:
         session.writer.reasoning_begins()
-        yield from session.reader.until(Markers([thinking.closing]), session.writer.reasoning)
+        yield from session.reader.until(Markers([tags.closing]), session.writer.reasoning)
 
 
 def _open_at_end(text: str, opening: str, closing: str) -> bool:

@@ -1,4 +1,4 @@
-"""Which format a model writes: its chat template tells, because it shows the model its own earlier calls."""
+"""Selects the tool call format of a model by its chat template, which shows the model its own earlier calls."""
 
 from __future__ import annotations
 
@@ -17,60 +17,61 @@ from bankfull.serve.parsers.llama import LLAMA_BARE, LLAMA_BLOCKS
 from bankfull.serve.parsers.mistral import MISTRAL_BLOCKS
 from bankfull.serve.parsers.qwen_coder import QWEN_CODER_BLOCKS
 from bankfull.serve.parsers.reader import Steps
-from bankfull.serve.parsers.reasoning import read_reasoning, thinking_of
-from bankfull.serve.parsers.session import Block, Parser, ReadCalls, Session, read_answer
+from bankfull.serve.parsers.reasoning import read_reasoning, reasoning_tags_of
+from bankfull.serve.parsers.session import CallBlock, Parser, ReadCalls, Session, read_answer
 from bankfull.serve.parsers.tagged import GRANITE_BLOCKS, HERMES_BLOCKS, PHI_BLOCKS, SMOLLM3_BLOCKS
 from bankfull.serve.parsers.tools import MakeId, id_maker, is_forced, tools_of
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ToolFormat:
     name: str
     signs: tuple[str, ...]
-    """All of them stand in the template's source."""
-    blocks: tuple[Block, ...] = ()
+    """Strings that the template's source must all contain."""
+    blocks: tuple[CallBlock, ...] = ()
     bare: tuple[ReadCalls, ...] = ()
     forced: ForcedForm | None = LIST
-    """How a call that must come is written. Markers that are special tokens are left out of it: a grammar allows only
-    text. None where a call cannot be forced."""
-    one_at_a_time: bool = False
-    """A forced call comes alone: a model that has not learnt when to stop calling would go on until its tokens end."""
+    """How a forced call is written; None if calls cannot be forced. Markers that are special tokens are left out,
+    because a grammar produces only text."""
+    single_call: bool = False
+    """Whether only one call is forced: a model that was not trained to stop calling would continue until max_tokens."""
 
 
-HARMONY = Family("harmony", ("<|channel|>", "<|message|>"), forced=None)
-#: The first whose signs are all there.
-FAMILIES = (
+HARMONY = ToolFormat("harmony", ("<|channel|>", "<|message|>"), forced=None)
+# In order of precedence; the first format whose signs all occur is used.
+FORMATS = (
     HARMONY,
-    Family("deepseek", (CALLS_BEGIN,), DEEPSEEK_BLOCKS),
-    Family("mistral", ("[TOOL_CALLS]",), MISTRAL_BLOCKS),
-    Family("gemma4", ("<|tool_call>",), GEMMA4_BLOCKS),
-    Family("functiongemma", ("<start_function_call>",), FUNCTION_GEMMA_BLOCKS),
-    Family("granite", ("<|start_of_role|>", "<|tool_call|>"), GRANITE_BLOCKS),
-    Family("phi", ("<|tool_call|>",), PHI_BLOCKS),
-    Family("phi", ("<|tool|>",), PHI_BLOCKS),
-    Family("qwen-coder", ("<function=",), QWEN_CODER_BLOCKS),
-    Family("smollm3", ("<tool_call>", "<code>"), SMOLLM3_BLOCKS, forced=TAGGED),
-    Family("hermes", ("<tool_call>",), HERMES_BLOCKS, forced=TAGGED),
-    Family("llama", ("<|start_header_id|>",), LLAMA_BLOCKS, LLAMA_BARE, forced=OBJECTS),
-    Family("gemma", ("<start_of_turn>",), GEMMA_BLOCKS, GEMMA_BARE),
-    # SmolLM2 and many a fine-tuned model have learnt the tags without a template that shows them.
-    Family("chatml", ("<|im_start|>",), HERMES_BLOCKS, forced=TAGGED),
+    ToolFormat("deepseek", (CALLS_BEGIN,), DEEPSEEK_BLOCKS),
+    ToolFormat("mistral", ("[TOOL_CALLS]",), MISTRAL_BLOCKS),
+    ToolFormat("gemma4", ("<|tool_call>",), GEMMA4_BLOCKS),
+    ToolFormat("functiongemma", ("<start_function_call>",), FUNCTION_GEMMA_BLOCKS),
+    ToolFormat("granite", ("<|start_of_role|>", "<|tool_call|>"), GRANITE_BLOCKS),
+    ToolFormat("phi", ("<|tool_call|>",), PHI_BLOCKS),
+    ToolFormat("phi", ("<|tool|>",), PHI_BLOCKS),
+    ToolFormat("qwen-coder", ("<function=",), QWEN_CODER_BLOCKS),
+    ToolFormat("smollm3", ("<tool_call>", "<code>"), SMOLLM3_BLOCKS, forced=TAGGED),
+    ToolFormat("hermes", ("<tool_call>",), HERMES_BLOCKS, forced=TAGGED),
+    ToolFormat("llama", ("<|start_header_id|>",), LLAMA_BLOCKS, LLAMA_BARE, forced=OBJECTS),
+    ToolFormat("gemma", ("<start_of_turn>",), GEMMA_BLOCKS, GEMMA_BARE),
+    # SmolLM2 and many fine-tuned models know the tags although their template does not show them.
+    ToolFormat("chatml", ("<|im_start|>",), HERMES_BLOCKS, forced=TAGGED),
 )
 
 
-#: What nothing else is known of, and what `text.generic_tools` asks for.
-GENERIC = Family("json", (), HERMES_BLOCKS, (json_calls(),), forced=TAGGED, one_at_a_time=True)
+# The format of unknown templates, which `text.generic_tools` asks the model for.
+GENERIC = ToolFormat("json", (), HERMES_BLOCKS, (json_calls(),), forced=TAGGED, single_call=True)
 
 
-def family_of(template_source: str, takes_tools: bool = True) -> Family:
-    """Without a place for tools in the template, they are described in the generic form, and called in it."""
+def format_of(template_source: str, takes_tools: bool = True) -> ToolFormat:
+    """The tool call format. If the template does not support tools, they are described and called in the generic
+    format."""
     if not takes_tools:
         return GENERIC
-    return next((one for one in FAMILIES if all(sign in template_source for sign in one.signs)), GENERIC)
+    return next((one for one in FORMATS if all(sign in template_source for sign in one.signs)), GENERIC)
 
 
 class PlainParser:
-    """All is text."""
+    """A parser without tool calls or reasoning: everything is text."""
 
     wants_special_tokens = False
 
@@ -92,28 +93,28 @@ def parser_for(
     prompt: str | None = None,
     make_id: MakeId | None = None,
 ) -> OutputParser:
-    """`takes_tools`: whether the template has a place for tools. `prompt` is the rendered one: its end tells whether a
-    thought is open more surely than the template does. Without `parallel` only the first call is one, the others are
-    text."""
-    family = family_of(template_source, takes_tools)
+    """The parser of one sample. `takes_tools` is whether the template supports tools. `prompt` is the rendered
+    prompt, whose end shows more reliably than the template whether reasoning is open. Without `parallel` only the first
+    call is a call; further ones are text."""
+    format = format_of(template_source, takes_tools)
     callable_tools = tools_of(tools, tool_choice)
-    thinking = thinking_of(template_source) if reasoning else None
+    tags = reasoning_tags_of(template_source) if reasoning else None
     session = Session(callable_tools, parallel, make_id or id_maker(template_source))
-    if family is HARMONY:
+    if format is HARMONY:
         return Parser(session, read_harmony)
     if not callable_tools:
-        family = Family("text", ())
-    bare = family.bare
+        format = ToolFormat("text", ())
+    bare = format.bare
     if callable_tools and is_forced(tool_choice) and not bare:
         bare = (json_calls(),)
-    if not (family.blocks or bare or thinking):
+    if not (format.blocks or bare or tags):
         return PlainParser()
-    opened = thinking is not None and thinking.opened_by(template_source, prompt)
+    opened = tags is not None and tags.opened_by(template_source, prompt)
 
     def read(session: Session) -> Steps[None]:
-        if thinking is not None:
-            yield from read_reasoning(session, thinking, opened)
-        yield from read_answer(session, family.blocks, bare)
+        if tags is not None:
+            yield from read_reasoning(session, tags, opened)
+        yield from read_answer(session, format.blocks, bare)
 
     return Parser(session, read)
 
@@ -128,14 +129,14 @@ def grammar_for(
     reasoning: bool = False,
     prompt: str | None = None,
 ) -> StructuredOutput | None:
-    """What forces required calls, or one of a named tool; None where nothing is forced, and where the family cannot be.
-    With `reasoning`, a thought that the prompt has opened comes first."""
-    family = family_of(template_source, takes_tools)
+    """A grammar that forces required calls or a call of the named tool; None if nothing is forced or the format does
+    not support it. With `reasoning`, reasoning that the prompt has opened comes first."""
+    format = format_of(template_source, takes_tools)
     offered = tools_of(tools, tool_choice)
-    if family.forced is None or not offered or not is_forced(tool_choice):
+    if format.forced is None or not offered or not is_forced(tool_choice):
         return None
-    thinking = thinking_of(template_source) if reasoning else None
-    opened = thinking is not None and thinking.opened_by(template_source, prompt)
-    thought_end = thinking.closing if thinking and opened else None
-    several = parallel and tool_choice == "required" and not family.one_at_a_time
-    return forcing_grammar(family.forced, list(offered.values()), several, thought_end)
+    tags = reasoning_tags_of(template_source) if reasoning else None
+    opened = tags is not None and tags.opened_by(template_source, prompt)
+    reasoning_end = tags.closing if tags and opened else None
+    several = parallel and tool_choice == "required" and not format.single_call
+    return forcing_grammar(format.forced, list(offered.values()), several, reasoning_end)

@@ -1,4 +1,4 @@
-"""What the readers of all formats share while they read one sample's text."""
+"""The state that the parsers of all formats share while they read one sample."""
 
 from __future__ import annotations
 
@@ -6,30 +6,32 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from bankfull.serve.api.events import Event
-from bankfull.serve.parsers.reader import Markers, Reader, Steps
-from bankfull.serve.parsers.tools import MakeId, Tool
-from bankfull.serve.parsers.writer import Writer
+from bankfull.serve.parsers.reader import Markers, Steps, TextReader
+from bankfull.serve.parsers.tools import MakeId, ToolSpec
+from bankfull.serve.parsers.writer import EventWriter
 
-_PATIENCE = 1 << 16
+FENCE = "```"
+_WASTE_ALLOWANCE = 1 << 16
+"""Characters that failed attempts may read, beyond a multiple of the text, before everything counts as text."""
 
 ReadCalls = Callable[["Session"], Steps[bool]]
-"""Reads calls from here on; False if there was none, and then nothing was written."""
+"""Reads tool calls at the current position; returns False, and writes nothing, if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Calls that stand behind a marker, and perhaps before others."""
+class CallBlock:
+    """Tool calls between an opening marker and optional closing markers."""
 
     opening: str
     closings: tuple[str, ...]
     reads: tuple[ReadCalls, ...]
-    """Tried in this order."""
+    """Parsers of the calls, tried in this order."""
 
 
 class Session:
-    def __init__(self, tools: Mapping[str, Tool], parallel: bool, make_id: MakeId) -> None:
-        self.reader = Reader()
-        self.writer = Writer()
+    def __init__(self, tools: Mapping[str, ToolSpec], parallel: bool, make_id: MakeId) -> None:
+        self.reader = TextReader()
+        self.writer = EventWriter()
         self.tools = tools
         self._parallel = parallel
         self._make_id = make_id
@@ -38,16 +40,16 @@ class Session:
         return name in self.tools and (self._parallel or self.writer.calls == 0)
 
     def start(self, name: str) -> None:
-        """From here on the text is a call: there is no way back."""
+        """Start a call; the text read so far cannot be rewound any more."""
         assert self.may_start(name)
         self.reader.release()
         self.writer.start(self._make_id(), name)
 
     def attempt(self, read: ReadCalls) -> Steps[bool]:
-        """Read calls, or leave the text unread. Hostile text could fail again and again after much reading; readings
-        that failed may cost no more than a few times what has come, after that all is text."""
+        """Read calls, or rewind and leave the text unread. Hostile text could fail after much reading again and again,
+        so failed attempts may read only a few times the length of the text; after that everything is text."""
         reader, before = self.reader, self.writer.calls
-        if reader.wasted > _PATIENCE + 4 * reader.position:
+        if reader.wasted > _WASTE_ALLOWANCE + 4 * reader.position:
             return False
         reader.mark()
         if (yield from read(self)):
@@ -65,7 +67,7 @@ class Session:
 
 
 class Parser:
-    """Runs a reading over the pieces as they come: an `OutputParser`."""
+    """An `OutputParser` that feeds pieces of text to a parsing generator."""
 
     wants_special_tokens = True
 
@@ -85,10 +87,11 @@ class Parser:
         return self._session.writer.finish()
 
 
-def read_answer(session: Session, blocks: tuple[Block, ...], bare: tuple[ReadCalls, ...]) -> Steps[None]:
-    """Text with blocks of calls in it. `bare` read calls that may stand at its beginning without a marker.
+def read_answer(session: Session, blocks: tuple[CallBlock, ...], bare: tuple[ReadCalls, ...]) -> Steps[None]:
+    """Read text with blocks of tool calls. `bare` parsers read calls without a marker at the beginning of the text.
 
-    A closing marker is dropped once per block of calls, also behind text that does not belong there; any other is text.
+    One closing marker is dropped per block, even after text that does not belong there; any other closing marker is
+    text.
     """
     reader, writer = session.reader, session.writer
     yield from session.attempt_one_of(bare)
@@ -108,6 +111,12 @@ def read_answer(session: Session, blocks: tuple[Block, ...], bare: tuple[ReadCal
             expected = set(block.closings)
         else:
             writer.text(marker)
+
+
+def fence_end(session: Session) -> Steps[bool]:
+    """Take the end of a Markdown code fence, if it comes next."""
+    yield from session.reader.spaces()
+    return (yield from session.reader.literal(FENCE))
 
 
 def rest_as_text(session: Session) -> Steps[None]:

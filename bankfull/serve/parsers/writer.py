@@ -1,4 +1,4 @@
-"""Where a parser puts what it has understood: events, with neighbours of the same kind joined."""
+"""Collects the events of a parser, and joins adjacent events of the same kind."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _Kind = Literal["text", "reasoning", "arguments"]
 
 
 class Trimmed:
-    """Text whose last spaces are held back until it is known what follows them."""
+    """Text whose trailing spaces are held back until the next piece decides whether they count."""
 
     def __init__(self) -> None:
         self._spaces: list[str] = []
         self._at_edge = False
 
     def add(self, piece: str) -> str:
-        """What can be shown now."""
+        """Add a piece, and return the text that can be sent now."""
         if self._at_edge:
             piece = piece.lstrip()
             if not piece:
@@ -35,7 +35,7 @@ class Trimmed:
         return shown
 
     def edge(self) -> None:
-        """Spaces around this place only separate one thing from another."""
+        """Drop the spaces around this position, which only separate text from another kind of event."""
         self._spaces = []
         self._at_edge = True
 
@@ -45,7 +45,7 @@ class Trimmed:
         return left
 
 
-class Writer:
+class EventWriter:
     def __init__(self) -> None:
         self.calls = 0
         self._events: list[Event] = []
@@ -53,26 +53,26 @@ class Writer:
         self._pieces: list[str] = []
         self._text = Trimmed()
         self._reasoning = Trimmed()
-        self._thought = False
-        self._new_thought = False
+        self._has_reasoning = False
+        self._new_paragraph = False
 
     def text(self, piece: str) -> None:
         self._add("text", self._text.add(piece))
 
     def reasoning_begins(self) -> None:
-        """A second thought is a paragraph of its own."""
+        """Begin a block of reasoning; a later block starts a new paragraph."""
         self._text.edge()
         self._reasoning.edge()
-        self._new_thought = self._thought
+        self._new_paragraph = self._has_reasoning
 
     def reasoning(self, piece: str) -> None:
         shown = self._reasoning.add(piece)
         if not shown:
             return
-        if self._new_thought:
+        if self._new_paragraph:
             shown = "\n\n" + shown
-            self._new_thought = False
-        self._thought = True
+            self._new_paragraph = False
+        self._has_reasoning = True
         self._add("reasoning", shown)
 
     def start(self, id: str, name: str) -> None:
@@ -82,11 +82,11 @@ class Writer:
         self.calls += 1
 
     def arguments(self, piece: str) -> None:
-        """More of the arguments of the call that started last."""
+        """Add to the arguments of the last call."""
         self._add("arguments", piece)
 
     def take(self) -> list[Event]:
-        """The events since the last time."""
+        """The events since the last call."""
         self._flush()
         events, self._events = self._events, []
         return events

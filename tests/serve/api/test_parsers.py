@@ -241,9 +241,9 @@ def test_tools_are_known_in_the_spelling_of_every_api(spelled: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("wish", "sentence"),
     [
-        ({"tools": [{"type": "function"}]}, "tools holds an entry without a name"),
+        ({"tools": [{"type": "function"}]}, "tools has an entry without a name"),
         ({"tools": [{"name": "f", "parameters": 3}]}, "the parameters of tool 'f' must be a JSON schema"),
-        ({"tool_choice": {"function": {"name": "rm"}}}, "tool_choice names 'rm', which is none of the tools"),
+        ({"tool_choice": {"function": {"name": "rm"}}}, "tool_choice names 'rm', which is not in tools"),
         ({"tool_choice": {"type": "function"}}, "tool_choice is an object that names no tool"),
         ({"tool_choice": "sometimes"}, "tool_choice is 'sometimes'"),
     ],

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from bankfull.serve.api.openai.common import check_model
 from bankfull.serve.api.texts import Texts
 from bankfull.serve.engine.backend import Backend
-from bankfull.serve.parsers.registry import family_of
+from bankfull.serve.parsers.registry import format_of
 from bankfull.serve.settings import Settings
 
 
@@ -48,7 +48,7 @@ class Models:
         defaults = self._texts.defaults if self._settings.use_generation_config else {}
         length = None if facts is None else facts.max_len
         template = self._texts.template
-        parser = None if template is None else family_of(template.tool_source, template.takes_tools).name
+        parser = None if template is None else format_of(template.tool_source, template.takes_tools).name
         return Model(name, self._settings.created, self._settings.names[0], length, defaults, parser)
 
 
