@@ -36,7 +36,7 @@ from bankfull.text.load import load_tokenizer
 from bankfull.text.template import ChatTemplate
 from bankfull.text.tokenizer import Tokenizer
 from bankfull.weights.locate import locate
-from bankfull.weights.requantized import Requantized, block_types, inner_weights, parse_wish
+from bankfull.weights.requantized import Requantized, block_types, inner_weights, parse_quantization
 from bankfull.weights.source import ModelFiles, open_model
 
 log = logging.getLogger("bankfull")
@@ -244,7 +244,7 @@ def refusing_large_steps(device: Device, sched: SchedConfig) -> Iterator[None]:
 
 def rounded(files: ModelFiles, wanted: str, device: Device) -> ModelFiles:
     """The same model, with its matrices quantized when they are read, on the device that uses them."""
-    wish = parse_wish(wanted, device.kind)
+    wish = parse_quantization(wanted, device.kind)
     if found := block_types(files.source):
         raise ConfigError(
             f"{files.path.name} is quantized already ({', '.join(found)}), so that quantize={wanted[:40]!r} would lose "

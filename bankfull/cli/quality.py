@@ -129,7 +129,7 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
     from bankfull.state.spec import layout_of
     from bankfull.text.load import load_tokenizer
     from bankfull.weights.locate import locate
-    from bankfull.weights.requantized import Requantized, bits_per_weight, parse_wish
+    from bankfull.weights.requantized import Requantized, bits_per_weight, parse_quantization
     from bankfull.weights.source import open_model
 
     run = RunConfig(
@@ -143,7 +143,7 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
     if options.tables and options.quantize is None:
         raise ConfigError("--tables says what --quantize rounds; give --quantize, too.")
     device = open_device(options.device)
-    wish = None if options.quantize is None else parse_wish(options.quantize, device.kind)
+    wish = None if options.quantize is None else parse_quantization(options.quantize, device.kind)
     texts = _texts(options.text)
     against = model if options.against is None else options.against
     # Opened twice: a source keeps account of what was read, one model at a time.

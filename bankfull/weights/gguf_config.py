@@ -1,4 +1,4 @@
-"""From GGUF metadata to the vocabulary of a Hugging Face config.json, one small function per architecture."""
+"""Translates GGUF metadata to the keys of a Hugging Face config.json, one small function per architecture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class Fields:
-    """Typed access to the metadata of one architecture: a key is named without its `<architecture>.` prefix."""
+    """Typed access to the metadata of one architecture; keys are given without their `<architecture>.` prefix."""
 
     def __init__(self, container: Container, architecture: str) -> None:
         self.name = container.path.name
@@ -37,7 +37,7 @@ class Fields:
         return ModelError(f"{self.name} lacks the metadata key '{self.architecture}.{key}': convert the model again")
 
     def size(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """A count or length. Some writers give one number per layer: accepted when all are the same."""
+        """A count or length. Some writers store one value per layer: accepted if all are equal."""
         if not self.has(key):
             if default is None:
                 raise self.lacking(key)
@@ -79,7 +79,7 @@ class Fields:
 
 
 def shortest_float32(value: float) -> float:
-    """The shortest decimal that rounds to this float32: 1e-05, not 9.999999747378752e-06, as its author wrote it."""
+    """The shortest decimal that rounds to this float32, as its author wrote it: 1e-05, not 9.999999747378752e-06."""
     bits = struct.pack("<f", value)
     for digits in range(1, 9):
         candidate = float(f"{value:.{digits}g}")
@@ -96,7 +96,7 @@ def config_from(container: Container) -> Config:
         raise ModelError(f"{container.path.name} holds the architecture '{label}', not one of those read: {known}")
     fields = Fields(container, architecture)
     if fields.size("expert_count", 0, least=0):
-        raise ModelError(f"{fields.name} is a mixture of experts, which '{architecture}' files are not read as")
+        raise ModelError(f"{fields.name} is a mixture of experts, which is not supported for '{architecture}' files")
     embedding = container.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{fields.name} has no matrix 'token_embd.weight': it is not a whole language model")
@@ -107,7 +107,7 @@ def config_from(container: Container) -> Config:
 
 def _common(fields: Fields, vocabulary: int, hidden: int) -> Config:
     layers = fields.size("block_count")
-    # Every layer has tensors, so this also bounds all per-layer lists by the size of the file.
+    # Every layer has tensors, so this also bounds all per-layer lists by the file size.
     if layers > len(fields.tensors):
         raise fields.wrong("block_count", f"of {layers}, more than its {len(fields.tensors)} tensors can fill")
     if fields.size("embedding_length") != hidden:
@@ -134,7 +134,7 @@ def _token_id(metadata: Mapping[str, Any], key: str, name: str) -> int | None:
 
 
 def generation_from(container: Container) -> Config:
-    """Every token that ends an answer, as generation_config.json would list them: of the text, a turn, a message."""
+    """All tokens that end an answer, as in generation_config.json: end of text, of a turn, of a message."""
     ids = (_token_id(container.metadata, key, container.path.name) for key in ("eos", "eot", "eom"))
     ends = list(dict.fromkeys(token for token in ids if token is not None))
     return {"eos_token_id": ends} if ends else {}
@@ -207,11 +207,11 @@ def _yarn(fields: Fields, factor: float, original: int) -> Config:
 
 
 def _layer_types(fields: Fields, layers: int, default_period: int) -> list[str]:
-    """A period of p means p - 1 sliding layers and then a full one; some files list a truth value per layer."""
+    """A period of p means p - 1 sliding layers followed by a full one; some files list a boolean per layer."""
     key = "attention.sliding_window_pattern"
     if fields.has(key) and isinstance(pattern := fields.raw(key), list):
         if len(pattern) != layers or not all(isinstance(item, bool) for item in pattern):
-            raise fields.wrong(key, f"that is not a truth value for each of {layers} layers")
+            raise fields.wrong(key, f"that is not one boolean for each of {layers} layers")
         return [SLIDING if item else FULL for item in pattern]
     period = fields.size(key, default_period)
     return [FULL if (layer + 1) % period == 0 else SLIDING for layer in range(layers)]
@@ -224,7 +224,7 @@ def _window(fields: Fields) -> int | None:
 def _llama(fields: Fields, config: Config) -> Config:
     window = _window(fields)
     made = _transformer(fields, config) | {"model_type": "llama"}
-    # In the Hugging Face vocabulary a llama with a window is a mistral.
+    # In the Hugging Face naming, a llama with a window is a mistral.
     return made if window is None else made | {"model_type": "mistral", "sliding_window": window}
 
 
@@ -233,7 +233,7 @@ def _smollm3(fields: Fields, config: Config) -> Config:
     layers = config["num_hidden_layers"]
     return _transformer(fields, config) | {
         "model_type": "smollm3",
-        # The file does not say it: the architecture leaves out the rotary embedding of every fourth layer.
+        # Not stored in the file: the architecture omits RoPE in every fourth layer.
         "no_rope_layers": [int((layer + 1) % 4 != 0) for layer in range(layers)],
         "no_rope_layer_interval": 4,
         "layer_types": [FULL] * layers,
@@ -255,13 +255,13 @@ def _qwen(model_type: str) -> Callable[[Fields, Config], Config]:
 
 def _refuse_window(fields: Fields) -> None:
     if _window(fields) is not None:
-        raise fields.wrong("attention.sliding_window", "without saying in which layers")
+        raise fields.wrong("attention.sliding_window", "without naming its layers")
 
 
 def _gemma(fields: Fields, config: Config, period: int, layers_of_27b: int, theta: float | None) -> Config:
     made = _transformer(fields, config, theta)
     layers, window = config["num_hidden_layers"], _window(fields)
-    # No key holds the scale of the queries: it is the head size, but for the 27B models hidden size over heads.
+    # No key holds the query scale: it is the head size, except for the 27B models, where it is hidden size over heads.
     scalar: float = made["head_dim"]
     if fields.has("attention.scale"):
         scalar = fields.number("attention.scale", least=1e-6) ** -2

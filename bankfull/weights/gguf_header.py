@@ -1,5 +1,4 @@
-"""The beginning of a GGUF file: what it says about itself before its tensors. Free of torch, for whoever needs the
-metadata alone."""
+"""The header of a GGUF file, before its tensors. Does not import torch, for users that need only the metadata."""
 
 from __future__ import annotations
 
@@ -19,9 +18,9 @@ MAGIC = b"GGUF"
 class Header:
     metadata: Metadata
     tensors: int
-    """How many descriptions of tensors follow."""
+    """Number of tensor descriptions that follow."""
     cursor: Cursor
-    """Stands behind the metadata."""
+    """Positioned after the metadata."""
 
 
 def open_header(path: Path) -> Header:
@@ -40,7 +39,7 @@ def open_header(path: Path) -> Header:
 
 def _map(path: Path) -> mmap.mmap:
     try:
-        # O_NONBLOCK: a named pipe must be refused below, not waited for.
+        # O_NONBLOCK: a named pipe must be rejected below, not waited for.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except OSError as error:
         raise ModelError(f"{path} cannot be opened: {error.strerror or error}") from None

@@ -1,6 +1,6 @@
-"""GGUF tensors under their Hugging Face names, with the converter's changes of layout undone.
+"""GGUF tensors under their Hugging Face names, with the converter's layout changes undone.
 
-Only names and the order of rows change here: no number is touched, so quantized tensors stay quantized.
+Only names and row order change, never values, so quantized tensors stay quantized.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MAMBA = {
     "ssm_conv1d": "mixer.conv1d",
     "ssm_x": "mixer.x_proj",
     "ssm_dt": "mixer.dt_proj",
-    # The file holds -exp(A_log): it goes by the name of what it is.
+    # The file holds -exp(A_log), so it is named A.
     "ssm_a": "mixer.A",
     "ssm_d": "mixer.D",
     "ssm_out": "mixer.out_proj",
@@ -58,16 +58,16 @@ _LAYERS: dict[str, dict[str, str]] = {
     "phi3": _PHI3,
     "mamba": _MAMBA,
 }
-# Their rotary embedding turns neighbouring pairs, so the converter interleaved the two halves of each head.
+# Their RoPE rotates adjacent pairs, so the converter interleaved the two halves of each head.
 _INTERLEAVED = ("llama", "mistral", "smollm3")
-# Told by the config: `rope_scaling` holds what these tensors say.
+# Already in the config: `rope_scaling` holds these values.
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 Transform = Callable[[QTensor], QTensor]
 
 
 def hf_name(name: str, model_type: str) -> str:
-    """The Hugging Face name; a tensor that the architecture does not know keeps its own, and stays unread."""
+    """The Hugging Face name; a tensor unknown to the architecture keeps its name and stays unread."""
     mamba = model_type == "mamba"
     stem, _, suffix = name.rpartition(".")
     outer = _OUTER_MAMBA if mamba else _OUTER
@@ -81,14 +81,14 @@ def hf_name(name: str, model_type: str) -> str:
     return f"{prefix}.{match[1]}.{inner}" + (f".{match[3]}" if match[3] else "")
 
 
-@lru_cache(maxsize=8)  # all layers ask for the same
+@lru_cache(maxsize=8)  # all layers use the same order
 def head_halves(rows: int, heads: int) -> torch.Tensor:
-    """Row order that puts the interleaved pairs of each head back into two halves."""
+    """Row order that restores the two halves of each head from interleaved pairs."""
     return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).flatten()
 
 
 class GGUFSource:
-    """The tensors of a GGUF file for models that only know Hugging Face names."""
+    """The tensors of a GGUF file under Hugging Face names."""
 
     def __init__(self, container: Container, config: dict[str, Any]) -> None:
         self._name = container.path.name
@@ -135,7 +135,7 @@ class GGUFSource:
         return [name for name in self._tensors if name not in self._read]
 
     def release(self) -> None:
-        if hasattr(mmap, "MADV_DONTNEED"):  # pages of a file that nobody writes come back as they were
+        if hasattr(mmap, "MADV_DONTNEED"):  # unmodified pages are read from the file again
             for data in {id(info.data): info.data for info in self._tensors.values()}.values():
                 data.madvise(mmap.MADV_DONTNEED)
 

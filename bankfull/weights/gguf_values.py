@@ -1,7 +1,7 @@
-"""The key/value section of a GGUF file: found once, decoded only when a key is asked for.
+"""The key/value section of a GGUF file: indexed once, decoded on access.
 
-Everything here reads bytes that a stranger wrote. A count or a length is believed only after it has been compared
-with the bytes that are left, so no claim in a file can make us allocate more than the file holds.
+The input is untrusted. Every count and length is checked against the remaining bytes before it is used, so a file
+cannot make us allocate more than its own size.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _SCALARS: dict[int, str] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "
 _SIZES: dict[int, int] = {kind: struct.calcsize("<" + code) for kind, code in _SCALARS.items()}
 _U64 = struct.Struct("<Q")
 
-# Far above any real file (a quarter million tokens with half a million merges; a few hundred keys), and low enough
-# that Python's objects for them stay small.
+# Far above any real file (a quarter million tokens with half a million merges; a few hundred keys), and low enough to
+# keep the Python objects small.
 MAX_KEYS = 1 << 16
 MAX_KEY_BYTES = (1 << 16) - 1
 MAX_STRING_BYTES = 1 << 24
@@ -40,7 +40,7 @@ class Cursor:
     elements: int = 0  # array elements seen so far
 
     def take(self, count: int, what: str) -> int:
-        """The position of the next `count` bytes, which are then behind us."""
+        """Advance by `count` bytes and return the position before them."""
         start = self.at
         if count > len(self.data) - start:
             raise ModelError(f"{self.name} ends in the middle of {what}: the file is damaged or not fully downloaded")
@@ -108,7 +108,7 @@ class Metadata(Mapping[str, Value]):
     def _numbers(self, key: str, kind: int, at: int, count: int) -> list[int] | list[float] | list[bool]:
         raw = self._data[at : at + count * _SIZES[kind]]
         if kind == BOOL and raw.strip(b"\0\1"):
-            raise ModelError(f"{self._name} has a truth value in '{key}' that is neither 0 nor 1: the file is damaged")
+            raise ModelError(f"{self._name} has a boolean in '{key}' that is neither 0 nor 1: the file is damaged")
         return list(struct.unpack(f"<{count}{_SCALARS[kind]}", raw))
 
     def _text(self, key: str, at: int, length: int) -> str:
@@ -121,7 +121,7 @@ class Metadata(Mapping[str, Value]):
         texts: list[str] = []
         data, length_at = self._data, _U64.unpack_from
         try:
-            for _ in range(count):  # hundreds of thousands of tokens, as in _behind_texts
+            for _ in range(count):  # hundreds of thousands of tokens: a tight loop, as in _end_of_texts
                 end = at + 8 + length_at(data, at)[0]
                 texts.append(str(data[at + 8 : end], "utf-8"))
                 at = end
@@ -131,7 +131,7 @@ class Metadata(Mapping[str, Value]):
 
 
 def find_values(cursor: Cursor, count: int) -> Metadata:
-    """Walk over `count` key/values, checking each, without decoding them."""
+    """Index `count` key/values, checking each, without decoding them."""
     if count > MAX_KEYS:
         raise ModelError(f"{cursor.name} claims {count} metadata keys, over the limit of {MAX_KEYS}: it is damaged")
     found: dict[str, _Found] = {}
@@ -177,17 +177,18 @@ def _skip_array(cursor: Cursor, element: int, count: int, what: str) -> int:
     if element != STRING:
         return cursor.take(count * _size(cursor, element, what), what)
     start = cursor.at
-    end = _behind_texts(cursor, count)
+    end = _end_of_texts(cursor, count)
     if end is None:
-        for _ in range(count):  # one of them names what is wrong
+        for _ in range(count):  # find the invalid one, which raises the error
             cursor.take(_string_length(cursor, what), what)
     else:
         cursor.at = end
     return start
 
 
-def _behind_texts(cursor: Cursor, count: int) -> int | None:
-    """Where so many texts end; None if they do not fit. There are hundreds of thousands: the loop has to be tight."""
+def _end_of_texts(cursor: Cursor, count: int) -> int | None:
+    """Position after `count` strings; None if they do not fit. There may be hundreds of thousands, so the loop is
+    tight."""
     data, at, length_at = cursor.data, cursor.at, _U64.unpack_from
     try:
         for _ in range(count):

@@ -1,8 +1,8 @@
-"""Reading config.json files of any age into one vocabulary.
+"""Reads config.json files of any age into one set of keys.
 
-Old files say `rope_theta`, `rope_scaling` with "type", and `torch_dtype`; new ones say `rope_parameters` and `dtype`.
-After `normalize_config` there are only `rope_theta`, `rope_scaling` (None, or a dict with "rope_type"),
-`rope_local_base_freq` and `dtype`.
+Old files use `rope_theta`, `rope_scaling` with "type", and `torch_dtype`; new ones `rope_parameters` and `dtype`.
+`normalize_config` leaves only `rope_theta`, `rope_scaling` (None, or a dict with "rope_type"), `rope_local_base_freq`
+and `dtype`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Config = dict[str, Any]
 
 
 def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> Config:
-    """A JSON object from a file that may be anything."""
+    """A JSON object from an untrusted file."""
 
     def refuse_constant(name: str) -> NoReturn:
         raise ValueError(f"{name} is not JSON")
@@ -46,7 +46,7 @@ def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> Config:
 
 
 def normalize_config(config: Config) -> Config:
-    """The same configuration in one vocabulary; the argument is not changed, a `text_config` stays nested."""
+    """The configuration with normalized keys; the argument is not changed, a `text_config` stays nested."""
     made = _normalize_level(config)
     if isinstance(nested := made.get("text_config"), dict):
         made["text_config"] = _normalize_level(nested)
@@ -76,7 +76,7 @@ def _normalize_level(config: Config) -> Config:
     made["rope_scaling"] = _scaling(chosen, made)
     for key in ("rope_theta", "rope_local_base_freq", "partial_rotary_factor"):
         if made.get(key) is None:
-            made.pop(key, None)  # absent, so that a model's own default applies
+            made.pop(key, None)  # absent, so that the model's default applies
         elif not _is_positive(made[key]):
             raise ModelError(f"config.json has a '{key}' of {str(made[key])[:80]!r}, which is not a positive number")
     return made

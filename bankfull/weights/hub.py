@@ -1,6 +1,6 @@
-"""Models of the Hugging Face hub, by `org/name`, or `org/name/file.gguf` for one file of a repository of GGUF files.
+"""Models on the Hugging Face hub, by `org/name`, or `org/name/file.gguf` for one file of a GGUF repository.
 
-`huggingface_hub` (an extra) does the work, with its own cache and its own variables: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE.
+`huggingface_hub` (an extra) downloads and caches them, controlled by HF_HOME, HF_TOKEN and HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bankfull.errors import ModelError
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:/(?P<file>[^\0]+\.gguf))?")
 SPLIT = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
-# What a model directory needs, and nothing that could be run: no *.bin (pickles), no *.py.
+# The files of a model directory, but nothing executable: no *.bin (pickles), no *.py.
 WANTED = ("model*.safetensors", "*.json", "*.jinja", "tokenizer.*", "additional_chat_templates/*.jinja")
 REFUSED = ("*.bin", "*.py", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5")
 NAMES_SHOWN = 8
@@ -30,7 +30,7 @@ def looks_like_hub_id(name: str) -> bool:
 
 
 def from_hub(name: str) -> Path:
-    """The directory, or the .gguf file, in the hub's local cache; downloaded into it first where that is needed."""
+    """The directory or .gguf file in the hub's local cache; downloaded first if needed."""
     match = HUB_ID.fullmatch(name)
     assert match is not None, name
     repo, file = match["repo"], match["file"]
@@ -44,12 +44,12 @@ def from_hub(name: str) -> Path:
         return folder / entry
     except ModelError:
         raise
-    except Exception as error:  # the library lets errors of its transports through, which differ by version
+    except Exception as error:  # the library passes on transport errors, which differ by version
         return _after_failure(hub, repo, file, error, offline)
 
 
 def config_from_hub(name: str) -> Path | None:
-    """A repository's config.json and nothing else of it; None where there is none, as beside GGUF files."""
+    """Only a repository's config.json; None if it has none, as with GGUF files."""
     hub, offline = _library(name)
     try:
         return Path(hub.hf_hub_download(name, "config.json", local_files_only=offline))
@@ -67,13 +67,13 @@ def _library(name: str) -> tuple[Any, bool]:
         from huggingface_hub.constants import HF_HUB_OFFLINE as OFFLINE
     except ImportError:
         raise ModelError(
-            f"{name!r} is no local path, and reading it from the hub needs a package: pip install 'bankfull[hub]'."
+            f"{name!r} is not a local path, and reading it from the hub needs a package: pip install 'bankfull[hub]'."
         ) from None
     return hub, bool(OFFLINE)
 
 
 def choose(files: Sequence[str], repo: str, file: str | None) -> tuple[list[str], str]:
-    """The files to download, and which of them to open ("" = the directory)."""
+    """The files to download, and the one to open ("" = the directory)."""
     ggufs = [name for name in files if name.endswith(".gguf")]
     if file is not None:
         if file not in ggufs:
@@ -111,7 +111,7 @@ def _in_snapshot(folder: Path, repo: str, file: str | None) -> Path:
 
 
 def _after_failure(hub: Any, repo: str, file: str | None, error: Exception, offline: bool) -> Path:
-    """What was downloaded earlier serves when the hub cannot be reached, and a warning says so."""
+    """If the hub is unreachable, use an earlier download and log a warning."""
     kind = type(error).__name__
     if kind == "GatedRepoError":
         raise ModelError(

@@ -1,7 +1,7 @@
-"""From what a user calls a model to the files on this machine.
+"""Resolves a model name to files on this machine.
 
-A short name comes first, so that the default model never depends on the current directory (`./smollm2` names a
-directory of that name); then a path; then a hub id.
+Short names come first, so that the default model never depends on the current directory (`./smollm2` names a directory
+of that name); then paths; then hub ids.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ SIBLINGS_READ = 10_000
 
 
 def locate(name: str, report: fetch.Report | None = None) -> Path:
-    """A model directory or .gguf file; downloads what is not here. `report` replaces the progress on stderr."""
+    """A model directory or .gguf file; downloads it if it is missing. `report` replaces the progress on stderr."""
     if not name or "\0" in name or len(name) > LONGEST_NAME:
-        raise ModelError(f"{name[:80]!r} is no name of a model: give a path, a hub id (org/name) or {_short_names()}.")
+        raise ModelError(f"{name[:80]!r} is not a model name: give a path, a hub id (org/name) or {_short_names()}.")
     if name in fetch.SHORT_NAMES:
         model = fetch.SHORT_NAMES[name]
         found = fetch.installed(model) or fetch.cached(name, model) or fetch.fetch(name, model, report)
@@ -47,15 +47,15 @@ def _expanded(name: str) -> Path:
 
 
 def _in_directory(path: Path) -> Path:
-    """A directory without config.json that holds one GGUF model means that model."""
+    """A directory without config.json that contains one GGUF model stands for that model."""
     if (path / "config.json").exists():
         return path
     first = [p for p in sorted(path.glob("*.gguf")) if "-of-" not in p.name or "-00001-of-" in p.name]
-    return first[0] if len(first) == 1 else path  # opening the directory says what is wrong with it
+    return first[0] if len(first) == 1 else path  # opening the directory raises a clear error
 
 
 def _meant_as_path(name: str, path: Path) -> bool:
-    """`models/llama` where `models` is a directory here is a misspelled path, not an organisation of the hub."""
+    """`models/llama` is a misspelled path, not a hub organization, if `models` is a directory here."""
     return name.startswith((".", "~")) or path.parent.is_dir()
 
 

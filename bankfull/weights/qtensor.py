@@ -1,4 +1,4 @@
-"""A tensor as it lies in memory: its storage scheme, the parts that hold the bytes, and its logical shape."""
+"""A stored tensor: its storage scheme, the parts that hold the bytes, and its logical shape."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["QTensor", "Scheme"]
 
 @dataclass(frozen=True, slots=True)
 class QTensor:
-    """Invariant: every part has the leading dimensions of `shape`; only the last one differs, block-wise.
+    """Invariant: every part has the leading dimensions of `shape`; only the last one differs, by blocks.
 
-    The scheme says which parts there are. Block formats have one, "blocks": uint8 of shape
-    (*shape[:-1], shape[-1] // block * block_bytes).
+    The scheme defines the parts. Block formats have one, "blocks": uint8 of shape (*shape[:-1], shape[-1] // block *
+    block_bytes).
     """
 
     scheme: Scheme
@@ -56,7 +56,7 @@ class QTensor:
             raise ValueError(f"a {self.scheme.name} vector has no rows to select: its blocks run along them")
         if isinstance(index, slice):
             parts = {name: part[index] for name, part in self.parts.items()}
-        else:  # whole rows, many times faster than indexing
+        else:  # index_select copies whole rows, many times faster than indexing
             flat, shape = index.reshape(-1), index.shape
             parts = {
                 name: part.index_select(0, flat).reshape(*shape, *part.shape[1:]) for name, part in self.parts.items()
@@ -66,14 +66,14 @@ class QTensor:
 
     @staticmethod
     def stacked(parts: Sequence[QTensor]) -> QTensor:
-        """One under the other, of one scheme and as many columns."""
+        """Concatenated along rows; all parts have the same scheme and columns."""
         first = parts[0]
         assert all(part.scheme == first.scheme and part.shape[1:] == first.shape[1:] for part in parts)
         whole = {name: torch.cat([part.parts[name] for part in parts]) for name in first.parts}
         return QTensor(first.scheme, whole, (sum(part.shape[0] for part in parts), *first.shape[1:]))
 
     def reshape_leading(self, *leading: int) -> QTensor:
-        """The same bytes under other leading dimensions; the last dimension, along which blocks run, stays."""
+        """The same bytes with other leading dimensions; the last dimension, along which blocks run, stays."""
         parts = {name: part.reshape(*leading, part.shape[-1]) for name, part in self.parts.items()}
         return QTensor(self.scheme, parts, (*leading, self.shape[-1]))
 

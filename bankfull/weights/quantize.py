@@ -1,8 +1,8 @@
-"""Round-to-nearest encodings of the block formats: what `dequantize` inverts, up to half a step.
+"""Round-to-nearest quantization to the block formats, inverse to `dequantize` up to half a quantization step.
 
-For measuring what a weight type costs, and for making files small without data to calibrate on. The 32-element formats
-follow their standard encoding bit for bit; those of super-blocks (`quantize_k`), of groups (`quantize_groups`) and of
-rows (`quantize_rows`) are plain encodings of our own.
+For measuring the cost of a weight type, and for shrinking models without calibration data. The 32-element formats
+follow their standard encoding bit for bit; those of super-blocks (`quantize_k`), groups (`quantize_groups`) and rows
+(`quantize_rows`) are plain encodings of our own.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from bankfull.weights.qtensor import QTensor
 from bankfull.weights.rounding import half, inverse, signed, symmetric
 
 Encode = Callable[[Tensor], tuple[Tensor, ...]]
-"""float32 (n, block), or (n, columns) where rows share a scale, to the parts of the scheme, in their order, each (n,
-elements per block or row)."""
+"""float32 (n, block), or (n, columns) with one scale per row, to the parts of the scheme in order, each (n, elements
+per block or row)."""
 ELEMENTS_AT_ONCE = 1 << 18
-"""Bounds the working memory, which is several times that of the values: it should stay in the processor's caches."""
+"""Bounds the working memory, several times the size of the values, so that it stays in the CPU's caches."""
 ON_A_GPU = 1 << 26
-"""There a check waits for the device, and most matrices should pass in one piece."""
+"""The same on a GPU, where each check synchronizes, so that most matrices should be one chunk."""
 
 
 def quantize(tensor: Tensor, name: str) -> QTensor:
-    """`tensor` (..., columns) in the scheme `name`, where the tensor lies; blocks run along the columns."""
+    """`tensor` (..., columns) in the scheme `name`, on the same device; blocks run along the columns."""
     if name not in ENCODINGS and name not in WHOLE_ENCODINGS:
         raise ConfigError(f"Weights cannot be quantized to {name!r}; use one of {', '.join(TYPES)}.")
     scheme = SCHEMES[name]
@@ -44,13 +44,13 @@ def quantize(tensor: Tensor, name: str) -> QTensor:
     parts = scheme.empty(shape, tensor.device)
     flat = [parts[part.name].view(-1, width // scheme.block * part.per_block + part.per_row) for part in scheme.parts]
     encode = WHOLE_ENCODINGS[name](blocks) if name in WHOLE_ENCODINGS else ENCODINGS[name]
-    step = max(1, (ON_A_GPU if tensor.is_cuda else ELEMENTS_AT_ONCE) // width)
-    for at in range(0, len(blocks), step):
-        part = blocks[at : at + step]
+    chunk = max(1, (ON_A_GPU if tensor.is_cuda else ELEMENTS_AT_ONCE) // width)
+    for at in range(0, len(blocks), chunk):
+        part = blocks[at : at + chunk]
         if not bool(part.isfinite().all()):
             raise ModelError(f"A tensor with values that are not finite cannot be stored as {name}.")
         for made, encoded in zip(flat, encode(part), strict=True):
-            made[at : at + step] = encoded
+            made[at : at + chunk] = encoded
     return QTensor(scheme, parts, shape)
 
 
@@ -70,40 +70,40 @@ def _fifth_bits(codes: Tensor) -> Tensor:
 
 
 def _shifted(blocks: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Step, minimum and codes 0 .. top from the minimum up."""
-    low = blocks.amin(-1, keepdim=True)
-    step = (blocks.amax(-1, keepdim=True) - low) / top
-    codes = ((blocks - low) * inverse(step) + 0.5).trunc().clamp(0, top)
-    return step, low, codes.to(torch.uint8)
+    """Scale, minimum, and codes 0 .. top counted from the minimum."""
+    minimum = blocks.amin(-1, keepdim=True)
+    scale = (blocks.amax(-1, keepdim=True) - minimum) / top
+    codes = ((blocks - minimum) * inverse(scale) + 0.5).trunc().clamp(0, top)
+    return scale, minimum, codes.to(torch.uint8)
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    step, codes = symmetric(blocks, 8)
-    return torch.cat((_half(step), _nibbles(codes)), -1)
+    scale, codes = symmetric(blocks, 8)
+    return torch.cat((_half(scale), _nibbles(codes)), -1)
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    step, low, codes = _shifted(blocks, 15)
-    return torch.cat((_half(step), _half(low), _nibbles(codes)), -1)
+    scale, minimum, codes = _shifted(blocks, 15)
+    return torch.cat((_half(scale), _half(minimum), _nibbles(codes)), -1)
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
-    step, codes = symmetric(blocks, 16)
-    return torch.cat((_half(step), _fifth_bits(codes), _nibbles(codes)), -1)
+    scale, codes = symmetric(blocks, 16)
+    return torch.cat((_half(scale), _fifth_bits(codes), _nibbles(codes)), -1)
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    step, low, codes = _shifted(blocks, 31)
-    return torch.cat((_half(step), _half(low), _fifth_bits(codes), _nibbles(codes)), -1)
+    scale, minimum, codes = _shifted(blocks, 31)
+    return torch.cat((_half(scale), _half(minimum), _fifth_bits(codes), _nibbles(codes)), -1)
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
-    step, codes = signed(blocks)
-    return torch.cat((_half(step), codes.view(torch.uint8)), -1)
+    scale, codes = signed(blocks)
+    return torch.cat((_half(scale), codes.view(torch.uint8)), -1)
 
 
 def _whole(encode: Callable[[Tensor], Tensor]) -> Encode:
-    """Of a scheme with a single part."""
+    """Wraps the encoder of a scheme with a single part."""
     return lambda blocks: (encode(blocks),)
 
 

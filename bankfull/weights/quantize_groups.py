@@ -11,13 +11,13 @@ from bankfull.weights.rounding import half, signed, symmetric
 
 
 def _int8(groups: Tensor) -> tuple[Tensor, Tensor]:
-    step, codes = signed(groups)
-    return codes, half(step)
+    scale, codes = signed(groups)
+    return codes, half(scale)
 
 
 def _int4(groups: Tensor) -> tuple[Tensor, Tensor]:
-    step, codes = symmetric(groups, 8)
-    return pack_pairs(codes), half(step)
+    scale, codes = symmetric(groups, 8)
+    return pack_pairs(codes), half(scale)
 
 
 ENCODINGS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {

@@ -1,7 +1,7 @@
 """Plain round-to-nearest encodings of the 256-element super-block formats.
 
-Steps and minima are rounded up when they are themselves quantized, so that every value stays within its group's range:
-each error is at most half of the group's step. Encoders that search for better scales make other bytes.
+Scales and minima are rounded up when they are themselves quantized, so that every value stays within its group's range:
+each error is at most half of the group's scale. Encoders that search for better scales produce other bytes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ BLOCK = 256
 
 
 def _pack_planes(codes: Tensor, run: int, bits: int) -> Tensor:
-    """(n, k) codes into (n, k * bits / 8) bytes: runs of `run` codes side by side, 8 / bits runs in one."""
+    """(n, k) codes into (n, k * bits / 8) bytes: adjacent runs of `run` codes, 8 / bits runs per byte run."""
     planes = codes.reshape(len(codes), -1, 8 // bits, run)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device).unsqueeze(-1)
     return (planes << shifts).sum(-2, dtype=torch.uint8).flatten(1)
 
 
 def _half_above(values: Tensor) -> Tensor:
-    """The least float16 that is not below `values` >= 0."""
+    """The smallest float16 that is at least `values`, which are >= 0."""
     near = values.to(torch.float16)
     above = torch.where(near.to(torch.float64) < values, (near.view(torch.int16) + 1).view(torch.float16), near)
     if not bool(above.isfinite().all()):
@@ -34,57 +34,57 @@ def _half_above(values: Tensor) -> Tensor:
 
 
 def _quantize_scales(values: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """(n, groups) >= 0 as a float16 (n, 1) times whole numbers up to `top`, none below its value."""
+    """(n, groups) >= 0 as a float16 (n, 1) times integers up to `top`, never below the values."""
     unit = _half_above(values.amax(-1, keepdim=True) / top)
     return unit, (values / unit.to(torch.float64)).nan_to_num(0.0).ceil().clamp(max=top)
 
 
-def _codes(values: Tensor, step: Tensor, lowest: int, highest: int) -> Tensor:
-    """(n, groups, size) / (n, groups), rounded; 0 where the step is 0, which only groups without a range have."""
-    return (values / step.unsqueeze(-1)).nan_to_num(0.0).round().clamp(lowest, highest)
+def _codes(values: Tensor, scale: Tensor, lowest: int, highest: int) -> Tensor:
+    """(n, groups, size) / (n, groups), rounded; 0 for a scale of 0, which only constant groups have."""
+    return (values / scale.unsqueeze(-1)).nan_to_num(0.0).round().clamp(lowest, highest)
 
 
 def _shifted(blocks: Tensor, group: int, bits: int, scale_bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Units of steps and minima, their multiples (n, groups), and codes (n, 256), of value = step * code - minimum."""
+    """Units of scales and minima, their multiples (n, groups), and codes (n, 256): value = scale * code - minimum."""
     values = blocks.to(torch.float64).reshape(len(blocks), BLOCK // group, group)
     top, most = (1 << bits) - 1, (1 << scale_bits) - 1
-    low_unit, lows = _quantize_scales((-values.amin(-1)).clamp(min=0), most)
-    floor = low_unit.to(torch.float64) * lows
-    unit, steps = _quantize_scales((values.amax(-1) + floor).clamp(min=0) / top, most)
-    codes = _codes(values + floor.unsqueeze(-1), unit.to(torch.float64) * steps, 0, top)
-    return unit, low_unit, steps.to(torch.uint8), lows.to(torch.uint8), codes.flatten(1).to(torch.uint8)
+    minimum_unit, minima = _quantize_scales((-values.amin(-1)).clamp(min=0), most)
+    floor = minimum_unit.to(torch.float64) * minima
+    unit, scales = _quantize_scales((values.amax(-1) + floor).clamp(min=0) / top, most)
+    codes = _codes(values + floor.unsqueeze(-1), unit.to(torch.float64) * scales, 0, top)
+    return unit, minimum_unit, scales.to(torch.uint8), minima.to(torch.uint8), codes.flatten(1).to(torch.uint8)
 
 
 def _symmetric(blocks: Tensor, levels: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A unit of steps, its signed multiples (n, 16) and codes 0 .. 2 * levels - 1 around `levels`, in groups of 16.
+    """A unit of scales, its signed multiples (n, 16), and codes 0 .. 2 * levels - 1 around `levels`, in groups of 16.
 
-    There is one more code below zero than above: the sign of the step gives it to the value farthest from zero.
+    There is one more code below zero than above: the sign of the scale assigns it to the value farthest from zero.
     """
     values = blocks.to(torch.float64).reshape(len(blocks), BLOCK // 16, 16)
     high, low = values.amax(-1).clamp(min=0), (-values.amin(-1)).clamp(min=0)
     sign = torch.where(high > low, -1.0, 1.0)
     far, near = torch.maximum(high, low), torch.minimum(high, low)
-    unit, steps = _quantize_scales(torch.maximum(far / levels, near / (levels - 0.5)), most)
-    steps = steps * sign
-    codes = _codes(values, unit.to(torch.float64) * steps, -levels, levels - 1) + levels
-    return unit, steps.to(torch.int8), codes.flatten(1).to(torch.uint8)
+    unit, scales = _quantize_scales(torch.maximum(far / levels, near / (levels - 0.5)), most)
+    scales = scales * sign
+    codes = _codes(values, unit.to(torch.float64) * scales, -levels, levels - 1) + levels
+    return unit, scales.to(torch.int8), codes.flatten(1).to(torch.uint8)
 
 
-def _six_bits(steps: Tensor, lows: Tensor) -> Tensor:
+def _six_bits(scales: Tensor, minima: Tensor) -> Tensor:
     """Eight scales and eight minima in twelve bytes."""
-    upper = torch.cat((steps[:, :4] | ((steps[:, 4:] >> 4) << 6), lows[:, :4] | ((lows[:, 4:] >> 4) << 6)), -1)
-    return torch.cat((upper, (steps[:, 4:] & 15) | ((lows[:, 4:] & 15) << 4)), -1)
+    upper = torch.cat((scales[:, :4] | ((scales[:, 4:] >> 4) << 6), minima[:, :4] | ((minima[:, 4:] >> 4) << 6)), -1)
+    return torch.cat((upper, (scales[:, 4:] & 15) | ((minima[:, 4:] & 15) << 4)), -1)
 
 
 def _q2_k(blocks: Tensor) -> Tensor:
-    unit, low_unit, steps, lows, codes = _shifted(blocks, 16, 2, 4)
+    unit, minimum_unit, scales, minima, codes = _shifted(blocks, 16, 2, 4)
     packed = _pack_planes(codes, 32, 2)
-    return torch.cat((steps | (lows << 4), packed, unit.view(torch.uint8), low_unit.view(torch.uint8)), -1)
+    return torch.cat((scales | (minima << 4), packed, unit.view(torch.uint8), minimum_unit.view(torch.uint8)), -1)
 
 
 def _q3_k(blocks: Tensor) -> Tensor:
-    unit, steps, codes = _symmetric(blocks, 4, 31)
-    six = (steps + 32).to(torch.uint8)
+    unit, scales, codes = _symmetric(blocks, 4, 31)
+    six = (scales + 32).to(torch.uint8)
     scales = torch.cat((_pack_planes(six & 15, 8, 4), _pack_planes(six >> 4, 4, 2)), -1)
     return torch.cat(
         (_pack_planes(codes >> 2, 32, 1), _pack_planes(codes & 3, 32, 2), scales, unit.view(torch.uint8)), -1
@@ -92,17 +92,17 @@ def _q3_k(blocks: Tensor) -> Tensor:
 
 
 def _q45_k(blocks: Tensor, bits: int) -> Tensor:
-    unit, low_unit, steps, lows, codes = _shifted(blocks, 32, bits, 6)
-    parts = [unit.view(torch.uint8), low_unit.view(torch.uint8), _six_bits(steps, lows)]
+    unit, minimum_unit, scales, minima, codes = _shifted(blocks, 32, bits, 6)
+    parts = [unit.view(torch.uint8), minimum_unit.view(torch.uint8), _six_bits(scales, minima)]
     if bits == 5:
         parts.append(_pack_planes(codes >> 4, 32, 1))
     return torch.cat((*parts, _pack_planes(codes & 15, 32, 4)), -1)
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    unit, steps, codes = _symmetric(blocks, 32, 127)
+    unit, scales, codes = _symmetric(blocks, 32, 127)
     low, high = _pack_planes(codes & 15, 64, 4), _pack_planes(codes >> 4, 32, 2)
-    return torch.cat((low, high, steps.view(torch.uint8), unit.view(torch.uint8)), -1)
+    return torch.cat((low, high, scales.view(torch.uint8), unit.view(torch.uint8)), -1)
 
 
 ENCODINGS: dict[str, Callable[[Tensor], Tensor]] = {

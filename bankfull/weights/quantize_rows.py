@@ -1,4 +1,4 @@
-"""Round-to-nearest encodings of the formats with one scale for each row."""
+"""Round-to-nearest quantization to the formats with one scale per row."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ LARGEST_FP8 = 448.0
 
 
 def _int8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    step, codes = signed(rows)
-    return codes, step
+    scale, codes = signed(rows)
+    return codes, scale
 
 
-def _fp8_under(step: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def _fp8_under(scale: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     def encode(rows: Tensor) -> tuple[Tensor, Tensor]:
-        # What rounding carries past the largest code would become NaN.
-        scaled = (rows * inverse(step)).clamp_(-LARGEST_FP8, LARGEST_FP8)
-        return scaled.to(torch.float8_e4m3fn), step.expand(len(rows), 1)
+        # Values rounded past the largest code would become NaN.
+        scaled = (rows * inverse(scale)).clamp_(-LARGEST_FP8, LARGEST_FP8)
+        return scaled.to(torch.float8_e4m3fn), scale.expand(len(rows), 1)
 
     return encode
 
 
 def _fp8_of(rows: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """The whole tensor shares a step: its largest value becomes the largest code."""
+    """One scale for the whole tensor: its absolute maximum becomes the largest code."""
     largest = torch.maximum(rows.amax(), -rows.amin()) if rows.numel() else rows.new_zeros(())
     return _fp8_under(largest / LARGEST_FP8)
 
 
 ENCODINGS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {INT8_ROW: _int8}
 WHOLE_ENCODINGS: dict[str, Callable[[Tensor], Callable[[Tensor], tuple[Tensor, Tensor]]]] = {FP8: _fp8_of}
-"""Those that look at all rows before they encode some."""
+"""Encoders that need all rows before they encode some."""

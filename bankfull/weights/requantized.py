@@ -1,4 +1,4 @@
-"""A model's tensors with their matrices in another weight type."""
+"""A model's tensors with its matrices requantized to another weight type."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _TABLE = re.compile(r"(^|\.)(lm_head|embeddings|embed_\w+)\.weight$")
 
 @dataclass(frozen=True, slots=True)
 class Requantized:
-    """`source` with every matrix stored in the first of `types` whose blocks fit its columns; "keep" fits all, and
+    """`source` with every matrix stored in the first of `types` whose blocks divide its columns; "keep" always fits and
     leaves a matrix as it is.
 
-    Matrices are the two-dimensional tensors that end in ".weight". Embeddings and the head stay as they are unless
-    `tables` is set: they are often kept finer than the rest, and small models lose most by them.
+    Matrices are the two-dimensional tensors whose names end in ".weight". Embeddings and the head are kept unless
+    `tables` is set: they are often stored with more precision, and small models lose most from quantizing them.
     """
 
     source: TensorSource
     types: tuple[str, ...]
     tables: bool = False
     device: torch.device | None = None
-    """Where matrices are rounded, and lie from then on; None = where the source has them."""
+    """Device on which matrices are quantized and stay; None: the source's device."""
 
     def names(self) -> list[str]:
         return self.source.names()
@@ -67,7 +67,7 @@ class Requantized:
         self.source.release()
 
     def kept(self) -> list[str]:
-        """Matrices that none of `types` fits, and that are left as they are."""
+        """Matrices kept as they are because none of `types` fits."""
         return [name for name in self.source.names() if self._meant(name) and self._target(name) is None]
 
     def _meant(self, name: str) -> bool:
@@ -89,20 +89,19 @@ class Requantized:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What a user wants matrices to be rounded to."""
+class QuantizationSpec:
+    """The weight types a user selected for a model's matrices."""
 
     types: tuple[str, ...]
     tables: bool
 
 
-def parse_wish(text: str, device: str = "cpu") -> Wish:
-    """ "int4", "int8:128", "q4_k,q5_0", "q4_k,keep", "q4_0,tables": types in order of preference, what becomes of
-    matrices that none of them fits, and whether embeddings and the head are meant, too.
+def parse_quantization(text: str, device: str = "cpu") -> QuantizationSpec:
+    """ "int4", "int8:128", "q4_k,q5_0", "q4_k,keep", "q4_0,tables": types in order of preference, the fallback for
+    matrices that none of them fits, and whether embeddings and the head are included.
 
-    The integer types fall back to narrower groups by themselves, and then leave a matrix as it is. Where nothing is
-    said of their groups, these are what the kind of `device` is fastest with: 32 columns on a CPU; on a GPU 128 for
-    int4, and the whole row for int8.
+    The integer types fall back to narrower groups by themselves, and then keep a matrix as it is. Without an explicit
+    group size they use the fastest on `device`: 32 columns on a CPU; on a GPU 128 for int4, and the whole row for int8.
     """
     words = [part.strip().lower() for part in text.split(",")]
     types: list[str] = []
@@ -113,7 +112,7 @@ def parse_wish(text: str, device: str = "cpu") -> Wish:
         raise ConfigError(f"Weights cannot be quantized to {text[:40]!r}, which names no type; use {_CHOICES}.")
     if all(name not in _BLOCKS for name in types):
         types.append(KEEP)
-    return Wish(tuple(types), TABLES in words)
+    return QuantizationSpec(tuple(types), TABLES in words)
 
 
 def _types_of(word: str, device: str) -> list[str]:
@@ -137,7 +136,7 @@ def is_matrix(source: TensorSource, name: str) -> bool:
 
 
 def bits_per_weight(source: TensorSource) -> float:
-    """Over all matrices, scales and minima included."""
+    """Average over all matrices, including scales and minima."""
     bits = elements = 0
     for name in source.names():
         if is_matrix(source, name):
@@ -148,13 +147,13 @@ def bits_per_weight(source: TensorSource) -> float:
 
 
 def block_types(source: TensorSource) -> list[str]:
-    """The quantized types that the matrices of a source are stored in."""
+    """Quantized types of a source's matrices."""
     schemes = {source.scheme(name) for name in source.names() if is_matrix(source, name)}
     return sorted(scheme.name for scheme in schemes if not scheme.is_dense)
 
 
 def inner_weights(source: TensorSource) -> int:
-    """How many weights the quantized matrices hold that are neither embeddings nor the head."""
+    """Number of weights in quantized matrices other than embeddings and the head."""
     return sum(
         math.prod(source.shape(name))
         for name in source.names()

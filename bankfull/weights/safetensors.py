@@ -1,4 +1,4 @@
-"""A Hugging Face directory: config.json and safetensors files, one or many, each opened once and when it is needed."""
+"""A Hugging Face directory: config.json and safetensors files, one or many, each opened once and on demand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bankfull.weights.qtensor import QTensor, Scheme
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 << 20
 READ_DTYPES = {scheme.name.upper(): scheme for scheme in SCHEMES}
-# Keys of config.json that say so, with the method that is meant when they do not name one.
+# Keys of config.json that mark quantized weights, and the method they imply if it is not named.
 QUANTIZED = {"quantization_config": "unnamed", "compression_config": "compressed-tensors", "quantization": "mlx"}
 PLAIN_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
@@ -53,7 +53,7 @@ def _refuse_quantized(path: Path, config: Mapping[str, Any]) -> None:
 
 
 class DirectorySource:
-    """The tensors of a directory under the names that they have in its files."""
+    """The tensors of a directory under their names in its files."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -85,7 +85,7 @@ class DirectorySource:
         try:
             tensor = self._shards[file].get_tensor(name)
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-            raise ModelError(f"{file} cannot give the tensor '{name}' ({_short(error)}): download it again") from None
+            raise ModelError(f"{file} cannot read the tensor '{name}' ({_short(error)}): download it again") from None
         self._read.add(name)
         return QTensor.dense(tensor)
 
@@ -93,7 +93,7 @@ class DirectorySource:
         return [name for name in self._file_of if name not in self._read]
 
     def release(self) -> None:
-        """The library maps its files itself, and lets go of what nobody holds."""
+        """Nothing to do: the library maps its files itself and frees unused tensors."""
 
     def _find(self) -> dict[str, str]:
         if (self._path / SINGLE).exists():
@@ -115,8 +115,8 @@ class DirectorySource:
         if not isinstance(mapping, dict) or not mapping:
             raise ModelError(f"{self._path / INDEX} has no weight_map: download it again")
         for file in mapping.values():
-            # A plain name can only be in the directory itself. Where a link there leads is the owner's choice: the
-            # usual download cache is made of links.
+            # A plain name can only be in the directory itself. Symbolic links there are allowed: the usual download
+            # cache consists of them.
             if not isinstance(file, str) or not PLAIN_NAME.fullmatch(file):
                 label = repr(str(file)[:80])
                 raise ModelError(f"{self._path / INDEX} points to {label}, which is not a safetensors file beside it")
@@ -134,7 +134,7 @@ class DirectorySource:
         try:
             return shard.get_slice(name)
         except SafetensorError:
-            raise ModelError(f"{file} lacks the tensor '{name}' that the index promises: download it again") from None
+            raise ModelError(f"{file} lacks the tensor '{name}' that its index lists: download it again") from None
 
     def _shard(self, file: str) -> Any:
         if file not in self._shards:

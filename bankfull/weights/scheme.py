@@ -1,6 +1,6 @@
-"""How the numbers of a tensor are stored, and the one function that gives them back.
+"""Storage schemes of tensors, and how to dequantize them.
 
-`dequantize` is the meaning of a scheme: every kernel that reads the same bytes is tested against it.
+`dequantize` defines a scheme: every kernel that reads the same bytes is tested against it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ Decode = Callable[[Mapping[str, Tensor], tuple[int, ...]], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the tensors that hold a quantized tensor: so many elements of a dtype for each block of numbers, and so
-    many more for each row."""
+    """One of the tensors that hold a quantized tensor, with its element count per block and per row."""
 
     name: str
     dtype: torch.dtype
@@ -27,10 +26,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Two schemes are equal when their name and geometry are; `decode` is determined by the name."""
+    """Two schemes are equal if name and geometry are; `decode` is determined by the name."""
 
     name: str
-    block: int  # elements per block; 1 for dense, and where a row of any length shares what its codes need
+    block: int  # elements per block; 1 for dense schemes and those with one scale per row
     parts: tuple[Part, ...]
     decode: Decode = field(repr=False, compare=False)
 
@@ -40,7 +39,7 @@ class Scheme:
 
     @property
     def is_by_row(self) -> bool:
-        """Is there something, such as a scale, that a whole row shares?"""
+        """Whether some part, for example a scale, is stored per row."""
         return any(part.per_row for part in self.parts)
 
     @property
@@ -48,10 +47,10 @@ class Scheme:
         return sum(part.per_block * part.dtype.itemsize for part in self.parts)
 
     def empty(self, shape: tuple[int, ...], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """The parts of a tensor of that shape, not filled yet."""
+        """Uninitialized parts of a tensor of this shape."""
 
         def size(part: Part) -> tuple[int, ...]:
-            # A single number, which has no dimension, keeps having none.
+            # A scalar without dimensions stays without dimensions.
             return (*shape[:-1], *(columns // self.block * part.per_block + part.per_row for columns in shape[-1:]))
 
         return {part.name: torch.empty(size(part), dtype=part.dtype, device=device) for part in self.parts}
@@ -76,5 +75,5 @@ def block_scheme(name: str, block: int, block_bytes: int, unpack: Callable[[Tens
 
 def half(blocks: Tensor, at: int) -> Tensor:
     """The float16 stored at byte `at` of each block, as float32 (n, 1)."""
-    # A copy of two bytes per block, because a dtype view needs an aligned, dense last dimension.
+    # A copy of two bytes per block, because a dtype view needs an aligned, contiguous last dimension.
     return blocks[:, at : at + 2].contiguous().view(torch.float16).to(torch.float32)

@@ -1,4 +1,4 @@
-"""Where a model's tensors and configuration come from, whatever the files look like."""
+"""A model's tensors and configuration, independent of the file format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ModelFiles", "TensorSource", "normalize_config", "open_model"]
 
 
 class TensorSource(Protocol):
-    """Tensors by their Hugging Face names; data are mapped, and read when they are used."""
+    """Tensors by their Hugging Face names; data are memory-mapped and read on use."""
 
     def names(self) -> list[str]: ...
 
@@ -24,25 +24,25 @@ class TensorSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def scheme(self, name: str) -> Scheme:
-        """How its numbers are stored; like `shape`, without reading them."""
+        """The storage scheme; like `shape`, without reading the data."""
 
     def get(self, name: str) -> QTensor:
-        """The tensor, from now on marked as read; ModelError naming it when there is none."""
+        """The tensor, which is then marked as read; raises ModelError if it does not exist."""
 
     def unread(self) -> list[str]:
-        """What nobody asked for: a forgotten tensor shows here."""
+        """Tensors that were never read, for example forgotten ones."""
 
     def release(self) -> None:
-        """Give back the memory of mapped files, until they are read again: for when weights were copied from them."""
+        """Release the memory of mapped files after weights were copied; they are read again on access."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
     path: Path
     kind: Literal["hf", "gguf"]
-    config: dict[str, Any]  # the vocabulary of a Hugging Face config.json, normalized
+    config: dict[str, Any]  # normalized keys of a Hugging Face config.json
     source: TensorSource
-    generation: dict[str, Any]  # generation_config.json, or {}; of a GGUF file, its end tokens in that vocabulary
+    generation: dict[str, Any]  # generation_config.json, or {}; for a GGUF file, its end tokens
     metadata: Mapping[str, Any]  # GGUF key/values, {} for a directory
 
 

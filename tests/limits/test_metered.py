@@ -25,7 +25,7 @@ from bankfull.runtime.naive import single_batch
 from bankfull.state.spec import layout_of
 from bankfull.state.storage import Storage
 from bankfull.types import Work
-from bankfull.weights.requantized import Requantized, parse_wish
+from bankfull.weights.requantized import Requantized, parse_quantization
 from bankfull.weights.source import open_model
 from tests.limits.models import CONFIGS, LLAMA, save_directory
 
@@ -140,7 +140,7 @@ def test_a_configuration_can_be_metered_in_any_storage_scheme() -> None:
 @pytest.mark.parametrize("wanted", ["int4:64", "int8"])
 def test_weights_rounded_at_load_cost_what_their_groups_store(wanted: str, tmp_path: Path) -> None:
     files = open_model(save_directory(tmp_path / "m", LLAMA))
-    rounded = replace(files, source=Requantized(files.source, parse_wish(wanted).types))
+    rounded = replace(files, source=Requantized(files.source, parse_quantization(wanted).types))
     plain, small = MeteredModel(files), MeteredModel(rounded)
     inner = 3 * (64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 96)  # rows of 64 and 96 inputs
     down = 3 * 64 * 96 if wanted == "int4:64" else 0

@@ -19,7 +19,7 @@ from bankfull.plan.planner import DeploymentPlan, Planner, PlanRequest
 from bankfull.plan.report import later_table, pareto_table, plan_chart, sentences
 from bankfull.plan.sites import Site, sites_of
 from bankfull.plan.traffic import parse_traffic
-from bankfull.weights.requantized import Requantized, parse_wish
+from bankfull.weights.requantized import Requantized, parse_quantization
 from tests.limits.models import LLAMA, RECURRENT
 from tests.plan.machines import MACHINE
 
@@ -158,7 +158,7 @@ def test_ways_to_store_are_those_that_the_loader_has() -> None:
 
 def test_a_quantized_file_is_not_rounded_again() -> None:
     files = files_for_config({**MODEL, "hidden_size": 64, "intermediate_size": 96})
-    wish = parse_wish("int8")
+    wish = parse_quantization("int8")
     rounded = replace(files, source=Requantized(files.source, wish.types, wish.tables))
     assert {stored.quantize for stored in ways_to_store(rounded, "cpu", False)} == {None}
 

@@ -27,7 +27,7 @@ def gguf_bytes(
     value_count: int | None = None,
     alignment: int = 32,
 ) -> bytes:
-    """A GGUF file put together by hand, so that it can say things that no writer would."""
+    """A GGUF file assembled by hand, so that it can contain what no writer would write."""
     values, tensors = list(values), list(tensors)
     counts = (
         len(tensors) if tensor_count is None else tensor_count,
@@ -48,7 +48,7 @@ def text(value: str | bytes) -> bytes:
 
 
 def interleave(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """What the converter does to the rows of q and k for models that rotate neighbouring pairs."""
+    """The converter's row order of q and k for models whose RoPE rotates adjacent pairs."""
     return (
         tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
     )

@@ -1,4 +1,4 @@
-"""Every scheme gives back exactly the numbers that the format's reference implementation gives."""
+"""Every scheme dequantizes to exactly the values of the format's reference implementation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bankfull.weights.qtensor import QTensor
 from tests.quick import examples
 
 BLOCK_FORMATS = [name for name, scheme in SCHEMES.items() if [part.name for part in scheme.parts] == ["blocks"]]
-# Where the float16 scales lie in a block.
+# Offsets of the float16 scales in a block.
 HALVES = {
     "q4_0": [0],
     "q4_1": [0, 2],
@@ -44,7 +44,7 @@ def quantized(blocks: np.ndarray, name: str) -> QTensor:
 
 
 def assert_same_bits(got: torch.Tensor, want: np.ndarray) -> None:
-    """Not a number has no one pattern of bits; everything else has, down to the sign of zero."""
+    """NaN has several bit patterns; everything else has one, down to the sign of zero."""
     assert got.dtype == torch.float32 and tuple(got.shape) == want.shape
     values, nan = got.numpy(), np.isnan(want)
     np.testing.assert_array_equal(np.isnan(values), nan)

@@ -1,4 +1,4 @@
-"""Whole and split GGUF files are read as the writer of the format meant them, and only as far as needed."""
+"""Whole and split GGUF files are read as the format's writer defines them, and only as far as needed."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_parts_that_repeat_or_lack_tensors_are_refused(tmp_path: Path, make: Any
         open_container(tmp_path / "m-00001-of-00002.gguf")
     part(0, 3, ["a"])
     part(1, 3, ["b"])
-    with pytest.raises(ModelError, match="promises 3 tensors but its 2 parts hold 2"):
+    with pytest.raises(ModelError, match="declares 3 tensors but its 2 parts hold 2"):
         open_container(tmp_path / "m-00001-of-00002.gguf")
 
 

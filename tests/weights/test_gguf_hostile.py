@@ -1,4 +1,4 @@
-"""A damaged or malicious GGUF file gives one sentence: no other exception, no large allocation, no stray read."""
+"""A damaged or malicious GGUF file raises one clear error: no other exception, no large allocation, no stray read."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def resident_bytes() -> int:
 
 
 def survives(path: Path) -> bool:
-    """True if the file was refused with a sentence, False if all of it could be read."""
+    """True if the file was rejected with a clear error, False if all of it could be read."""
     try:
         files = open_model(path)
         for key in files.metadata:
@@ -64,7 +64,7 @@ def header_size(path: Path) -> int:
 
 @pytest.mark.parametrize("step", [37, pytest.param(1, marks=FULL)])
 def test_truncation_at_every_byte_is_refused(tiny_gguf: Path, step: int) -> None:
-    """A quick run cuts at every byte of the header, and here and there in the tensors."""
+    """A quick run truncates at every byte of the header, and at some of the tensors."""
     assert not survives(tiny_gguf)
     raw, end = tiny_gguf.read_bytes(), end_of_data(tiny_gguf)
     copy = tiny_gguf.with_name("copy.gguf")
@@ -78,7 +78,7 @@ def test_truncation_at_every_byte_is_refused(tiny_gguf: Path, step: int) -> None
 
 @pytest.mark.parametrize("value", [0x00, 0xFF, None, *(pytest.param(v, marks=FULL) for v in (0x01, 0x7F, 0x80))])
 def test_every_header_byte_may_be_anything(tiny_gguf: Path, value: int | None) -> None:
-    """None turns its lowest bit."""
+    """None flips its lowest bit."""
     raw = tiny_gguf.read_bytes()
     copy = tiny_gguf.with_name("copy.gguf")
     copy.write_bytes(raw)

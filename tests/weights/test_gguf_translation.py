@@ -1,4 +1,4 @@
-"""Models read from GGUF see the tensors and the configuration of the Hugging Face checkpoint that was converted."""
+"""Models read from GGUF get the tensors and the configuration of the Hugging Face checkpoint that was converted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def common(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def state(model: Any) -> dict[str, torch.Tensor]:
-    """The checkpoint's tensors with every one random, biases and norms too, and without the tied copy."""
+    """The checkpoint's tensors, all random including biases and norms, without the tied copy."""
     generator = torch.Generator().manual_seed(3)
     tied = model.config.tie_word_embeddings
     found = {name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")}

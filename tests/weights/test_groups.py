@@ -1,4 +1,4 @@
-"""Group formats: what their bytes mean, how they are made, and that their translation into blocks changes nothing."""
+"""Group formats: the meaning of their bytes, their quantization, and their exact translation into blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def made(name: str, *leading: int, columns: int = 256, seed: int = 0) -> QTensor
 
 
 def meaning(weight: QTensor) -> np.ndarray:
-    """The format's definition, one number at a time."""
+    """The format's definition, one element at a time."""
     codes, scales = weight.parts["codes"].numpy(), weight.parts["scales"].numpy()
     rows, columns = weight.shape
     values = np.empty((rows, columns), np.float32)
@@ -99,8 +99,8 @@ def test_errors_are_within_half_a_step(name: str) -> None:
     encoded = quantize(values, name)
     step = encoded.parts["scales"].abs().float().unsqueeze(-1)
     error = (encoded.dequantize() - values).abs().unflatten(-1, (-1, group))
-    # int4 lacks one code on the side where the extreme is not: up to a whole step there. Scales are float16, where
-    # steps below 2^-14 lose bits.
+    # int4 lacks one code on the side opposite to the extreme: up to a whole step of error there. Scales are float16,
+    # where values below 2^-14 lose bits.
     allowed = 0.5 if name.startswith("int8") else 1.0
     slack = values.abs().unflatten(-1, (-1, group)).amax(-1, keepdim=True) * 2**-10 + 128 * 2**-25
     assert bool((error <= step * allowed + slack).all())

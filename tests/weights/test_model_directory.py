@@ -1,4 +1,4 @@
-"""Hugging Face directories: tensors by name from one file or many, and a sentence for everything else."""
+"""Hugging Face directories: tensors by name from one file or many, and a clear error for everything else."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_paths_that_are_no_model_are_refused(tmp_path: Path) -> None:
 
 
 def read_all(path: Path) -> bool:
-    """True if refused with a sentence, False if everything could be read."""
+    """True if rejected with a clear error, False if everything could be read."""
     try:
         source = open_model(path).source
         for name in source.names():
@@ -310,7 +310,8 @@ print(refused, len(hostile))
 
 
 def test_a_hostile_header_cannot_make_us_allocate(single: Path) -> None:
-    """The process may not grow by more than the file's size and 64 MiB: an attempt would end it without a sentence."""
+    """The process may not grow by more than the file's size and 64 MiB: an attempt would kill it without an error
+    message."""
     warm = "from safetensors import safe_open\nimport bankfull.weights.safetensors\n"
     done = subprocess.run(
         [sys.executable, "-c", warm + BOUNDED, str(single)], capture_output=True, text=True, timeout=120

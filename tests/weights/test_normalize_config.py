@@ -1,4 +1,4 @@
-"""Config files of every age are read in one vocabulary, and absurd ones are refused with a sentence."""
+"""Config files of every age are normalized, and absurd ones are rejected with a clear error."""
 
 from __future__ import annotations
 

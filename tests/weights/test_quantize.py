@@ -1,4 +1,4 @@
-"""Round-to-nearest encodings: the standard bytes where there is one, and errors within half a step."""
+"""Round-to-nearest quantization: the standard bytes where a standard exists, and errors within half a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bankfull.errors import ConfigError, ModelError
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.quantize import TYPES, quantize
-from bankfull.weights.requantized import Requantized, bits_per_weight, block_types, parse_wish
+from bankfull.weights.requantized import Requantized, bits_per_weight, block_types, parse_quantization
 from tests.quick import examples
 
 STANDARD = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
@@ -26,7 +26,7 @@ def reference(values: np.ndarray, name: str) -> np.ndarray:
 
 
 def awkward(columns: int = 256) -> torch.Tensor:
-    """Normal rows over many magnitudes, and rows with zeros, ties, one sign only, and halves of a step."""
+    """Normal rows over many magnitudes, and rows with zeros, ties, one sign only, and half steps."""
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(200, columns, generator=generator) * 10 ** torch.linspace(-4, 3, 200)[:, None]
     ties = torch.where(torch.randn(20, columns, generator=generator) > 0, 1.5, -1.5)
@@ -57,8 +57,8 @@ def test_standard_errors_are_within_half_a_step(name: str) -> None:
     made = quantize(values, name)
     step = steps_of(made)
     error = (made.dequantize() - values).abs().reshape(len(values), -1, 32)
-    # The one code that a symmetric type lacks above zero costs the opposite extreme up to a whole step, and steps and
-    # minima are themselves rounded to float16, where steps below 2^-14 lose bits.
+    # The one code that a symmetric type lacks above zero costs the opposite extreme up to a whole step, and scales and
+    # minima are themselves rounded to float16, where values below 2^-14 lose bits.
     allowed = 1.0 if name in ("q4_0", "q5_0") else 0.5
     slack = values.abs().reshape(len(values), -1, 32).amax(-1, keepdim=True) * 2**-10 + 128 * 2**-25
     assert bool((error <= step * allowed + slack).all())
@@ -85,7 +85,7 @@ def assert_within_half_a_step(made: QTensor, values: torch.Tensor) -> None:
 
 
 def steps_of(made: QTensor) -> torch.Tensor:
-    """(rows, groups, 1): the distance of neighbouring codes, found by asking `dequantize` about codes 0 and 1."""
+    """(rows, groups, 1): the distance of adjacent codes, from dequantizing codes 0 and 1."""
     scheme, blocks = made.scheme, made.parts["blocks"].reshape(-1, made.scheme.block_bytes)
     codes = {
         "q4_0": (2, 18),
@@ -154,7 +154,7 @@ def test_what_cannot_be_stored_is_refused() -> None:
 
 
 class Tensors:
-    """A source in memory."""
+    """A tensor source in memory."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
@@ -206,16 +206,16 @@ def test_only_matrices_are_requantized_and_tables_only_if_asked() -> None:
 
 
 def test_matrices_that_the_first_type_does_not_fit_get_the_second_or_a_refusal() -> None:
-    made = Requantized(source(), parse_wish("Q4_K, q5_0").types)
+    made = Requantized(source(), parse_quantization("Q4_K, q5_0").types)
     assert made.scheme("model.layers.0.mlp.down_proj.weight").name == "q4_k"
     assert made.scheme("model.layers.0.mlp.up_proj.weight").name == "q5_0"
     with pytest.raises(ModelError, match=r"up_proj\.weight has 64 columns"):
         Requantized(source(), ("q4_k",)).get("model.layers.0.mlp.up_proj.weight")
-    kept = Requantized(source(), parse_wish("q4_k,keep").types)
+    kept = Requantized(source(), parse_quantization("q4_k,keep").types)
     assert [kept.scheme(f"model.layers.0.mlp.{n}_proj.weight").name for n in ("down", "up")] == ["q4_k", "f32"]
     for unknown in ("int3", "keep", "q4_0,", ""):
         with pytest.raises(ConfigError, match="cannot be quantized"):
-            parse_wish(unknown)
+            parse_quantization(unknown)
 
 
 def test_bits_per_weight_include_the_scales() -> None:
@@ -224,30 +224,32 @@ def test_bits_per_weight_include_the_scales() -> None:
 
 
 def test_integer_types_fall_back_to_narrower_groups_and_then_keep_a_matrix() -> None:
-    assert parse_wish("int4").types == ("int4_g32", "keep")
-    assert parse_wish("int8:128") == parse_wish("INT8_g128") and parse_wish("int8:128").types == (
+    assert parse_quantization("int4").types == ("int4_g32", "keep")
+    assert parse_quantization("int8:128") == parse_quantization("INT8_g128") and parse_quantization(
+        "int8:128"
+    ).types == (
         "int8_g128",
         "int8_g64",
         "int8_g32",
         "keep",
     )
-    assert parse_wish("int4:64,q8_0").types == ("int4_g64", "int4_g32", "q8_0")
+    assert parse_quantization("int4:64,q8_0").types == ("int4_g64", "int4_g32", "q8_0")
     widths = {"a.weight": 256, "b.weight": 192, "c.weight": 96, "d.weight": 40, "lm_head.weight": 40}
-    made = Requantized(Tensors({n: torch.randn(4, w) for n, w in widths.items()}), parse_wish("int4:128").types)
+    made = Requantized(Tensors({n: torch.randn(4, w) for n, w in widths.items()}), parse_quantization("int4:128").types)
     assert [made.get(name).scheme.name for name in widths] == ["int4_g128", "int4_g64", "int4_g32", "f32", "f32"]
     assert made.kept() == ["d.weight"]
 
 
-def test_tables_are_a_word_of_the_wish() -> None:
-    assert parse_wish("q4_0, tables").tables and not parse_wish("q4_0").tables
+def test_tables_are_an_option_of_the_quantization() -> None:
+    assert parse_quantization("q4_0, tables").tables and not parse_quantization("q4_0").tables
     for unknown in ("tables", "int4:", "int4:48", "int4:x", "int4_g", "int", "int4:64:32"):
         with pytest.raises(ConfigError):
-            parse_wish(unknown)
+            parse_quantization(unknown)
 
 
 def test_the_quantized_types_of_a_source_are_told_without_reading_it() -> None:
     assert block_types(source()) == []
-    assert block_types(Requantized(source(), parse_wish("q4_k,int4:64").types)) == ["int4_g64", "q4_k"]
+    assert block_types(Requantized(source(), parse_quantization("q4_k,int4:64").types)) == ["int4_g64", "q4_k"]
 
 
 def test_bits_per_weight_of_groups() -> None:

@@ -1,4 +1,4 @@
-"""Formats with one scale for each row: what their bytes mean, how they are made, and when they are chosen."""
+"""Formats with one scale per row: the meaning of their bytes, their quantization, and when they are chosen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bankfull.errors import ConfigError
 from bankfull.weights.formats import SCHEMES, rows
 from bankfull.weights.qtensor import QTensor
 from bankfull.weights.quantize import quantize
-from bankfull.weights.requantized import Requantized, bits_per_weight, block_types, parse_wish
+from bankfull.weights.requantized import Requantized, bits_per_weight, block_types, parse_quantization
 from tests.weights.test_quantize import Tensors, awkward
 
 NAMES = [scheme.name for scheme in rows.SCHEMES]
@@ -18,7 +18,7 @@ LARGEST = {"int8_row": 127, "fp8": 448}
 
 
 def values_of(byte: int) -> float:
-    """e4m3fn by its definition; its two NaN excepted."""
+    """e4m3fn by its definition, except for its two NaN."""
     sign, exponent, mantissa = (-1.0) ** (byte >> 7), (byte >> 3) & 15, byte & 7
     return sign * (mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
 
@@ -95,23 +95,26 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_gets_wider_groups_and_whole_rows_unless_told_otherwise() -> None:
-    assert parse_wish("int8", "cuda").types == ("int8_row", "keep")
-    assert parse_wish("int4", "cuda").types == ("int4_g128", "int4_g64", "int4_g32", "keep")
-    assert parse_wish("fp8,tables", "cuda").types == ("fp8", "keep") and parse_wish("fp8,tables", "cuda").tables
+    assert parse_quantization("int8", "cuda").types == ("int8_row", "keep")
+    assert parse_quantization("int4", "cuda").types == ("int4_g128", "int4_g64", "int4_g32", "keep")
+    assert (
+        parse_quantization("fp8,tables", "cuda").types == ("fp8", "keep")
+        and parse_quantization("fp8,tables", "cuda").tables
+    )
     for device in ("cpu", "cuda"):
-        assert parse_wish("int8:32", device).types == ("int8_g32", "keep")
-        assert parse_wish("int4:64", device).types == ("int4_g64", "int4_g32", "keep")
-        assert parse_wish("int8:row", device) == parse_wish("INT8_row", device)
-        assert parse_wish("int8:row", device).types == ("int8_row", "keep")
+        assert parse_quantization("int8:32", device).types == ("int8_g32", "keep")
+        assert parse_quantization("int4:64", device).types == ("int4_g64", "int4_g32", "keep")
+        assert parse_quantization("int8:row", device) == parse_quantization("INT8_row", device)
+        assert parse_quantization("int8:row", device).types == ("int8_row", "keep")
         for unknown in ("int4:row", "int8:rows", "fp8:row", "fp4"):
             with pytest.raises(ConfigError, match="cannot be quantized"):
-                parse_wish(unknown, device)
-    assert parse_wish("int8", "cpu").types == ("int8_g32", "keep")
+                parse_quantization(unknown, device)
+    assert parse_quantization("int8", "cpu").types == ("int8_g32", "keep")
     with pytest.raises(ConfigError, match="on a CPU use int8"):
-        parse_wish("fp8", "cpu")
+        parse_quantization("fp8", "cpu")
 
 
-def test_matrices_are_rounded_where_they_will_be_used() -> None:
+def test_matrices_are_quantized_on_their_final_device() -> None:
     source = Tensors({"a.weight": torch.randn(8, 30), "norm.weight": torch.randn(30)})
     made = Requantized(source, ("int8_row",), device=torch.device("cpu"))
     assert made.scheme("a.weight").name == "int8_row" and made.get("a.weight").device.type == "cpu"

@@ -22,7 +22,7 @@ from bankfull.weights.formats.dense import DTYPES
 from bankfull.weights.hf_config import normalize_config, read_json
 from bankfull.weights.hub import config_from_hub, looks_like_hub_id
 from bankfull.weights.locate import locate
-from bankfull.weights.requantized import Requantized, block_types, parse_wish
+from bankfull.weights.requantized import Requantized, block_types, parse_quantization
 from bankfull.weights.scheme import Scheme
 from bankfull.weights.source import ModelFiles, open_model
 
@@ -125,7 +125,7 @@ def recipe_of(model: ModelFiles | Config, device: str, run: RunConfig | None = N
                 f"{files.path.name} is quantized already ({', '.join(found)}), so that quantize={run.quantize[:40]!r} "
                 "would lose twice; leave the option out, or give an unquantized checkpoint."
             )
-        wish = parse_wish(run.quantize, device)
+        wish = parse_quantization(run.quantize, device)
         files = replace(files, source=Requantized(files.source, wish.types, wish.tables))
     dtype, activations = choose_arithmetic(files, run, device)
     schemes = {name: files.source.scheme(name) for name in files.source.names()}

@@ -1,4 +1,4 @@
-"""Unquantized numbers: one part named "data" that is the tensor itself."""
+"""Unquantized tensors: the single part "data" is the tensor itself."""
 
 from __future__ import annotations
 

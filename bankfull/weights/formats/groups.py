@@ -1,7 +1,7 @@
-"""Whole numbers under one float16 scale for each group of columns: what `--quantize int8` and `int4` make of a matrix.
+"""Integers with one float16 scale per group of columns: the result of `--quantize int8` and `int4`.
 
-Two parts: "codes", int8 (out, in) or, for int4, uint8 (out, in / 2), and "scales", float16 (out, in / group). An int4
-code is stored plus 8; of two neighbouring columns the first lies in the lower half of their byte. Scales have a sign.
+Two parts: "codes", int8 (out, in) or, for int4, uint8 (out, in / 2), and "scales", float16 (out, in / group). int4
+codes are stored plus 8; the first of two adjacent columns is in the lower half of their byte. Scales are signed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def pack_pairs(codes: Tensor) -> Tensor:
 
 
 def _pairs(packed: Tensor) -> Tensor:
-    """What `pack_pairs` packed."""
+    """The inverse of `pack_pairs`."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
@@ -52,13 +52,13 @@ def _scheme(kind: str, group: int) -> Scheme:
 SCHEMES = tuple(_scheme(kind, group) for kind in KINDS for group in sorted(GROUPS))
 _BLOCKS = {scheme.name: scheme for scheme in legacy.SCHEMES}
 _TWIN = {scheme.name: _BLOCKS["q8_0" if scheme.name.startswith("int8") else "q4_0"] for scheme in SCHEMES}
-"""The block format that says the same of each 32 columns."""
+"""The equivalent block format, per 32 columns."""
 
 
 def as_blocks(weight: QTensor) -> QTensor:
-    """The same numbers, bit for bit, as q8_0 or q4_0 blocks, in which each 32 columns repeat their group's scale.
+    """The same values, bit for bit, as q8_0 or q4_0 blocks, each with the scale of its group.
 
-    A weight in any other scheme is given back as it is.
+    A weight in any other scheme is returned as it is.
     """
     twin = _TWIN.get(weight.scheme.name)
     if twin is None:

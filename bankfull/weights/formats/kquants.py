@@ -1,8 +1,8 @@
 """The 256-element super-block formats: a scale per group of 16 or 32 elements, itself quantized against a float16.
 
-Codes are stored in planes: a run of 32 (or 64) bytes holds, at rising bit positions, the codes of consecutive runs of
-as many elements. The order of the multiplications and additions is part of the format: results agree with the
-reference bit for bit in float32.
+Codes are stored in bit planes: a run of 32 (or 64) bytes holds, at rising bit positions, the codes of consecutive runs
+of that many elements. The order of multiplications and additions is part of the format: results are bitwise equal to
+the reference in float32.
 """
 
 from __future__ import annotations
@@ -37,40 +37,40 @@ def six_bit_scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 def _q2_k(blocks: Tensor) -> Tensor:
     scales = blocks[:, 0:16]
-    step = half(blocks, 80) * (scales & 15).to(torch.float32)
+    scale = half(blocks, 80) * (scales & 15).to(torch.float32)
     minimum = half(blocks, 82) * (scales >> 4).to(torch.float32)
     codes = _grouped(planes(blocks[:, 16:80], 32, 2), 16)
-    return (step.unsqueeze(-1) * codes - minimum.unsqueeze(-1)).flatten(1)
+    return (scale.unsqueeze(-1) * codes - minimum.unsqueeze(-1)).flatten(1)
 
 
 def _q3_k(blocks: Tensor) -> Tensor:
     packed = blocks[:, 96:108]
     low, high = planes(packed[:, 0:8], 8, 4), planes(packed[:, 8:12], 4, 2)
-    step = half(blocks, 108) * ((low | (high << 4)).to(torch.float32) - 32)
+    scale = half(blocks, 108) * ((low | (high << 4)).to(torch.float32) - 32)
     # The third bit is stored inverted: it is clear where 4 has to be subtracted.
     codes = planes(blocks[:, 32:96], 32, 2) | (planes(blocks[:, 0:32], 32, 1) << 2)
-    return (step.unsqueeze(-1) * (_grouped(codes, 16) - 4)).flatten(1)
+    return (scale.unsqueeze(-1) * (_grouped(codes, 16) - 4)).flatten(1)
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
     scales, minima = six_bit_scales_and_minima(blocks[:, 4:16])
-    step, minimum = half(blocks, 0) * scales, half(blocks, 2) * minima
+    scale, minimum = half(blocks, 0) * scales, half(blocks, 2) * minima
     codes = _grouped(planes(blocks[:, 16:144], 32, 4), 32)
-    return (step.unsqueeze(-1) * codes - minimum.unsqueeze(-1)).flatten(1)
+    return (scale.unsqueeze(-1) * codes - minimum.unsqueeze(-1)).flatten(1)
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
     scales, minima = six_bit_scales_and_minima(blocks[:, 4:16])
-    step, minimum = half(blocks, 0) * scales, half(blocks, 2) * minima
+    scale, minimum = half(blocks, 0) * scales, half(blocks, 2) * minima
     codes = planes(blocks[:, 48:176], 32, 4) | (planes(blocks[:, 16:48], 32, 1) << 4)
-    return (step.unsqueeze(-1) * _grouped(codes, 32) - minimum.unsqueeze(-1)).flatten(1)
+    return (scale.unsqueeze(-1) * _grouped(codes, 32) - minimum.unsqueeze(-1)).flatten(1)
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
     scales = blocks[:, 192:208].contiguous().view(torch.int8).to(torch.float32)
-    step = half(blocks, 208) * scales
+    scale = half(blocks, 208) * scales
     codes = planes(blocks[:, 0:128], 64, 4) | (planes(blocks[:, 128:192], 32, 2) << 4)
-    return (step.unsqueeze(-1) * (_grouped(codes, 16) - 32)).flatten(1)
+    return (scale.unsqueeze(-1) * (_grouped(codes, 16) - 32)).flatten(1)
 
 
 SCHEMES = (

@@ -1,7 +1,7 @@
 """The five 32-element block formats: one scale (and, for the `_1` kinds, one minimum) per block.
 
-Element i and element i + 16 share byte i of the nibbles. The order of the multiplications and additions is part of
-the format: results agree with the reference bit for bit in float32.
+Element i and element i + 16 share byte i of the nibbles. The order of multiplications and additions is part of the
+format: results are bitwise equal to the reference in float32.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Codes of eight bits under one float32 scale for each row: what `--quantize int8` and `fp8` make of a matrix on a GPU.
+"""8-bit codes with one float32 scale per row: the result of `--quantize int8` and `fp8` on a GPU.
 
-Two parts: "codes" (out, in), int8 or float8_e4m3fn, and "scales" (out, 1). Rows of any length fit. The scale of fp8 is
-the same for all rows of a tensor; it is kept for each, so that rows can be chosen and stacked without dequantizing.
+Two parts: "codes" (out, in), int8 or float8_e4m3fn, and "scales" (out, 1). Any row length is allowed. fp8 has one scale
+per tensor; it is stored per row, so that rows can be selected and stacked without dequantizing.
 """
 
 from __future__ import annotations
