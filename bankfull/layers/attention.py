@@ -85,7 +85,7 @@ class Attention:
             batch.page_tokens[group],
             batch.starts,
             batch.lengths,
-            batch.shares,
+            batch.partition,
         )
 
     def norms(self, rows: int) -> bool:

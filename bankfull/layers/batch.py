@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from bankfull.ops.reference.attention import Shares
+from bankfull.ops.reference.attention import SequencePartition
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class Batch:
     """(n) `kv_len` likewise."""
     kepts: Tensor | None = None
     """(n) `kept` likewise."""
-    shares: Shares | None = None
+    partition: SequencePartition | None = None
     """Which kernel takes which sequence, for a step that is captured for any number of new tokens per sequence."""
     angles: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Cosines and sines of the positions, by the name of the model's RoPE; empty where the model computes them."""

@@ -27,7 +27,7 @@ from bankfull.runtime.rows import Rows
 from bankfull.types import Work
 
 if TYPE_CHECKING:
-    from bankfull.ops.triton.steps import Turning
+    from bankfull.ops.triton.steps import RopeAngles
 
 SIZES = (32, 64, 128, 192, *range(256, 1024, 128), *range(1024, 2048 + 1, 256))
 """Token counts that steps are padded to. Up to about 200 tokens a step is bound by its weights; beyond that, padding
@@ -152,12 +152,12 @@ class Chunks:
                 self.recorded[size, mixed] = RecordedChunks(size, places, mixed, batch)
 
     def _launch(self, kind: RecordedChunks) -> None:
-        from bankfull.ops.triton.chunks import DeviceShares, gather_chunks
+        from bankfull.ops.triton.chunks import DevicePartition, gather_chunks
 
         rows, batch = self._rows, kind.batch
         assert batch.starts is not None and batch.lengths is not None
         ones = self._sent[2, : min(rows.count, kind.tokens)] if kind.mixed else None
-        batch.shares = DeviceShares(batch.starts, kind.places, kind.tokens, ones)
+        batch.partition = DevicePartition(batch.starts, kind.places, kind.tokens, ones)
         gather_chunks(
             self._sent[0],
             batch.starts,
@@ -192,10 +192,10 @@ def blank_angles(ropes: Mapping[str, Rope], tokens: int, device: torch.device) -
     return {name: (cos, sin)}
 
 
-def rotation_of(ropes: Mapping[str, Rope], batch: Batch) -> Turning | None:
+def rotation_of(ropes: Mapping[str, Rope], batch: Batch) -> RopeAngles | None:
     """The RoPE whose angles are computed together with the batch's positions."""
-    from bankfull.ops.triton.steps import Turning
+    from bankfull.ops.triton.steps import RopeAngles
 
     for name, angles in batch.angles.items():
-        return Turning(ropes[name].frequencies, ropes[name].scale, *angles)
+        return RopeAngles(ropes[name].frequencies, ropes[name].scale, *angles)
     return None

@@ -83,8 +83,8 @@ class Requantized:
             if columns % SCHEMES[chosen].block == 0:
                 return SCHEMES[chosen]
         raise ModelError(
-            f"{name} has {columns} columns, which the blocks of {', '.join(self.types)} do not divide; name a type "
-            f"for such matrices behind a comma, or leave them as they are: {self.types[0]},keep."
+            f"{name} has {columns} columns, which the blocks of {', '.join(self.types)} do not divide; add a type "
+            f"for such matrices after a comma, or keep them as they are: {self.types[0]},keep."
         )
 
 

@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bankfull.ops.triton.quantized_layout import LAYOUTS, WordWeight, repacked
-from bankfull.ops.triton.quantized_rows import Cut, few_rows
+from bankfull.ops.triton.quantized_layout import LAYOUTS, WordWeight, repack
+from bankfull.ops.triton.quantized_rows import RowsPlan, few_rows
 from bankfull.ops.triton.quantized_tiles import Tiling, many_rows
 from bankfull.weights.formats import SCHEMES
 from bankfull.weights.qtensor import QTensor
@@ -37,7 +37,7 @@ def random_weight(name: str, outputs: int, columns: int) -> WordWeight:
         else:
             # Bytes below 60 form only finite float16 and float8 numbers.
             part.view(torch.uint8).random_(60)
-    return repacked(QTensor(scheme, parts, (outputs, columns)))
+    return repack(QTensor(scheme, parts, (outputs, columns)))
 
 
 def seconds(product: Product, x: Tensor, weights: list[WordWeight]) -> float:
@@ -64,19 +64,19 @@ def ways(rows: int) -> Iterator[tuple[str, Product]]:
     if rows <= 2:
         for outputs in (2, 4, 8, 16):
             for warps in (1, 2, 4, 8):
-                yield f"rows: {outputs} outputs, {warps} warps", partial(few_rows, cut=Cut(outputs, warps))
+                yield f"rows: {outputs} outputs, {warps} warps", partial(few_rows, plan=RowsPlan(outputs, warps))
     if 1 < rows <= 64:
         block = max(16, 1 << (rows - 1).bit_length())
         for outputs in (64, 128):
             for stages in (3, 4, 6):
-                for shares in (1, 2, 4, 8):
-                    tiling = Tiling(block, outputs, 4, stages, shares=shares)
+                for splits in (1, 2, 4, 8):
+                    tiling = Tiling(block, outputs, 4, stages, splits=splits)
                     yield f"tiles: {tiling}", partial(many_rows, tiling=tiling)
     if rows > 64:
         for block, outputs, warps in ((64, 128, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8), (256, 128, 8)):
             for stages in (2, 3, 4):
                 for late in (True, False):
-                    tiling = Tiling(block, outputs, warps, stages, late, shares=1)
+                    tiling = Tiling(block, outputs, warps, stages, late, splits=1)
                     yield f"tiles: {tiling}", partial(many_rows, tiling=tiling)
 
 

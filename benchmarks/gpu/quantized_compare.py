@@ -16,24 +16,24 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from bankfull.ops.triton.quantized_fp8_rows import Fp8Plan, fp8_rows, supports
+from bankfull.ops.triton.quantized_fp8_rows import plan_for as wide_cut_for
 from bankfull.ops.triton.quantized_rows import few_rows
 from bankfull.ops.triton.quantized_tiles import many_rows
-from bankfull.ops.triton.quantized_wide_rows import WideCut, takes, wide_rows
-from bankfull.ops.triton.quantized_wide_rows import cut_for as wide_cut_for
 from benchmarks.gpu.quantized import TRAFFIC, Product, random_weight, seconds
 
 CUTS = (
-    WideCut(16, 4),
-    WideCut(16, 4, together=4),
-    WideCut(16, 4, 4),
-    WideCut(16, 4, 4, 4),
-    WideCut(32, 4),
-    WideCut(32, 4, 16),
-    WideCut(16, 8),
-    WideCut(16, 8, 4),
-    WideCut(32, 8),
-    WideCut(16, 2),
-    WideCut(16, 16, 4, 1),
+    Fp8Plan(16, 4),
+    Fp8Plan(16, 4, together=4),
+    Fp8Plan(16, 4, 4),
+    Fp8Plan(16, 4, 4, 4),
+    Fp8Plan(32, 4),
+    Fp8Plan(32, 4, 16),
+    Fp8Plan(16, 8),
+    Fp8Plan(16, 8, 4),
+    Fp8Plan(32, 8),
+    Fp8Plan(16, 2),
+    Fp8Plan(16, 16, 4, 1),
 )
 PROCESSES = 14
 LAYERS = 32
@@ -42,7 +42,7 @@ FEW = 64
 """Outputs of the weights that are compiled for."""
 WRONG = 0.01
 """Relative error of the largest result above which a kernel is wrong; bfloat16 is off by less than half of that."""
-Task = tuple[str, int, int, WideCut | None]
+Task = tuple[str, int, int, Fp8Plan | None]
 
 
 def before(rows: int) -> Product:
@@ -51,15 +51,15 @@ def before(rows: int) -> Product:
 
 def compile_one(task: Task) -> str:
     """Runs in its own process."""
-    name, columns, rows, cut = task
+    name, columns, rows, plan = task
     with torch.inference_mode():
         weight = random_weight(name, FEW, columns)
         x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
         try:
-            if cut is None:
+            if plan is None:
                 before(rows)(x, weight, None)
-            elif takes(weight, x.dtype):
-                wide_rows(x, weight, None, cut=cut)
+            elif supports(weight, x.dtype):
+                fp8_rows(x, weight, None, plan=plan)
             torch.cuda.synchronize()
         except Exception as error:  # a tiling that does not fit the device is skipped
             return f"{task}: {error}".splitlines()[0]
@@ -68,7 +68,7 @@ def compile_one(task: Task) -> str:
 
 def compile_all(names: Sequence[str], shapes: Sequence[tuple[int, ...]], rows: int) -> None:
     columns = sorted({shape[1] for shape in shapes}, reverse=True)
-    tasks: list[Task] = [(name, width, rows, cut) for width in columns for cut in (None, *CUTS) for name in names]
+    tasks: list[Task] = [(name, width, rows, plan) for width in columns for plan in (None, *CUTS) for name in names]
     begin = time.perf_counter()
     # A forked child cannot use the CUDA device.
     context = multiprocessing.get_context("spawn")
@@ -91,19 +91,19 @@ def compared_one(name: str, outputs: int, columns: int, rows: int) -> tuple[list
     old = seconds(before(rows), x, weights)
     found: list[tuple[float, float, str]] = []
     now = old
-    for cut in CUTS if takes(first, x.dtype) else ():
-        product = partial(wide_rows, cut=cut)
+    for plan in CUTS if supports(first, x.dtype) else ():
+        product = partial(fp8_rows, plan=plan)
         try:
             error = relative_error(product, x, first, expected)
             if not error <= WRONG:
-                print(f"{name} {outputs} x {columns}: {cut} is wrong by {error:.3g}", flush=True)
+                print(f"{name} {outputs} x {columns}: {plan} is wrong by {error:.3g}", flush=True)
                 continue
             taken = seconds(product, x, weights)
         except (RuntimeError, ValueError) as problem:
-            print(f"{name} {outputs} x {columns}: {cut}: {problem}".splitlines()[0], flush=True)
+            print(f"{name} {outputs} x {columns}: {plan}: {problem}".splitlines()[0], flush=True)
             continue
-        found.append((taken, error, str(cut)))
-        if cut == wide_cut_for(first):
+        found.append((taken, error, str(plan)))
+        if plan == wide_cut_for(first):
             now = taken
 
     def rate(taken: float) -> str:

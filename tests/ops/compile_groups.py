@@ -1,4 +1,4 @@
-"""Launches by which every kernel shows that it compiles. Models are on the meta device: only their shapes count."""
+"""Launches that prove that every kernel compiles. Models are on the meta device: only their shapes matter."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model
 from bankfull.ops import OPERATIONS, Kit, Unnormed, kit_for
 from bankfull.ops.triton import linear as dense
-from bankfull.ops.triton.attention_turn import launch_turn_and_write
-from bankfull.ops.triton.quantized_layout import repacked
+from bankfull.ops.triton.attention_rope import launch_rotate_and_write
+from bankfull.ops.triton.quantized_layout import repack
 from bankfull.ops.triton.quantized_rows import few_rows
 from bankfull.ops.triton.sampling import choose
 from bankfull.runtime.captured import Captured
@@ -38,9 +38,9 @@ from tests.ops.compiled import Launch
 META = torch.device("meta")
 DTYPE = torch.bfloat16
 LAYERS = 2
-"""The first layer of a model has no branch to join; the others are alike."""
+"""The first layer of a model has no residual branch to add; the others are alike."""
 LATER = ([1], [2], [5], [12], [100], [2000], [300] * 4, [700, 1, 1, 1], [256, 3], [33, 9, 1], [40] * 60)
-"""New tokens of the sequences of steps that come while an engine runs."""
+"""New tokens per sequence in steps of a running engine."""
 PAST = (0, 7, 40)
 """Tokens before them."""
 MAMBA = {
@@ -60,9 +60,9 @@ MAMBA = {
     "hidden_act": "silu",
 }
 WEIGHTLESS_SEEDS = 12
-"""Enough for operations without a weight, whose kernels differ by dtype and layout only."""
+"""Enough for operations without a weight, whose kernels differ only by dtype and layout."""
 Two = tuple[Iterable[Launch], Iterable[Launch]]
-"""What is compiled ahead, and what is launched then."""
+"""Launches compiled ahead, and launches made afterwards."""
 
 
 class _Shapes(RandomWeights):
@@ -72,7 +72,7 @@ class _Shapes(RandomWeights):
 
 
 class _Device:
-    """A GPU as far as steps are launched."""
+    """A GPU, as far as launching steps is concerned."""
 
     torch = META
 
@@ -94,7 +94,7 @@ def model_of(config: Mapping[str, Any]) -> tuple[Decoder, Kit]:
 
 
 def start(config: Mapping[str, Any], widths: Sequence[int]) -> Two:
-    """A model: ahead of its start, and then with other rows, prompts and mixtures than were thought of."""
+    """A model: its ahead-of-time compilation, then steps with other row counts, prompts and mixtures than expected."""
     model, kit = model_of(config)
     layout, device = layout_of(model.states(), 16), cast(Any, _Device())
 
@@ -109,7 +109,7 @@ def start(config: Mapping[str, Any], widths: Sequence[int]) -> Two:
 
 
 def drafts() -> Two:
-    """Steps of several tokens for each sequence."""
+    """Steps of several tokens per sequence."""
     model, _ = model_of(SHAPES["llama-3-8b"])
     layout = layout_of(model.states(), 16)
     captured = Captured(Eager(model, layout, Storage(layout, 0, 1, META).layers))
@@ -140,7 +140,7 @@ def quantized(*formats: str) -> Two:
 
 
 def heads(*formats: str) -> Two:
-    """The best output of an 8B model's head for one row, which may come normed or not."""
+    """The argmax of an 8B model's head for one row, with and without a fused norm."""
     made = []
     for name in formats:
         outer, inner = 128256, 4096
@@ -185,7 +185,7 @@ def plans() -> Two:
 
 
 def edges() -> Two:
-    """What no model has yet: types and sizes that differ between tensors, groups smaller than a warp's share."""
+    """Cases that no model has yet: dtypes and sizes that differ between tensors, groups smaller than a warp's part."""
     made: list[Launch] = []
     for q_dtype, dtype, size, values in ((torch.float32, DTYPE, 16, 16), (DTYPE, DTYPE, 128, 64)):
         q, k, v = (torch.empty(9, 2, n, dtype=q_dtype, device=META) for n in (size, size, values))
@@ -193,12 +193,12 @@ def edges() -> Two:
         slots = torch.empty(9, dtype=torch.int64, device=META)
         angles = torch.empty(9, size // 2, dtype=q_dtype, device=META)
         for keep in (False, True):
-            call = partial(launch_turn_and_write, q, k, v, *pages, slots, (angles, angles), None, keep)
+            call = partial(launch_rotate_and_write, q, k, v, *pages, slots, (angles, angles), None, keep)
             made.append((f"{q_dtype} queries of {size}, {dtype} pages, values of {values}, {keep}", call))
     for name in ("int4_g128", "int4_g32", "q4_k", "int8_row"):
         for groups in (1, 3):
             inner = groups * max(64, SCHEMES[name].block)
-            weight = repacked(cases.Maker(0).weight(SCHEMES[name], 9, inner))
+            weight = repack(cases.Maker(0).weight(SCHEMES[name], 9, inner))
             for dtype in (torch.float32, DTYPE):
                 call = partial(few_rows, torch.empty(1, inner, dtype=dtype), weight, None)
                 made.append((f"{name} 9x{inner}, a row of {dtype}", call))
@@ -207,7 +207,7 @@ def edges() -> Two:
 
 @triton.jit
 def refused(x):
-    tl.store(x + tl.arange(0, 3), 0.0)  # 3 is no power of two
+    tl.store(x + tl.arange(0, 3), 0.0)  # 3 is not a power of two
 
 
 def broken() -> Two:

@@ -1,8 +1,8 @@
-"""Kernels compiled for a GPU that is not there: Triton is given a driver that knows a Hopper and launches nothing.
+"""Compile kernels for a GPU that does not exist: Triton gets a driver that describes a Hopper and launches nothing.
 
-The interpreter runs what the compiler refuses (a name that changes its type, a shape that is no power of two, ...), so
-what it has run is not proven to run on a device. Used in a process of its own, without TRITON_INTERPRET:
-python -m tests.ops.compiled GROUP
+The interpreter runs code that the compiler rejects (a name that changes its type, a shape that is not a power of two,
+...), so interpreted tests do not prove that a kernel runs on a device. Use in its own process, without
+TRITON_INTERPRET: python -m tests.ops.compiled GROUP
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from triton.runtime import driver
 
 MULTIPROCESSORS = 132
 SHARED_MEMORY = 227 << 10
-"""As much as one program may ask for."""
+"""Maximum shared memory per program in bytes."""
 RESERVED = 1 << 10
-"""What each program takes of a multiprocessor's beside that."""
+"""Shared memory that each program additionally reserves."""
 MOST_THREADS = 1024
 Launch = tuple[str, Callable[[], object]]
-"""What is launched, in words, and the call that does."""
+"""A description of the launch, and the call that makes it."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class Compiled:
     name: str
     registers: int
     stack: int
-    """Bytes of each thread that found no register: spills, and arrays that are indexed."""
+    """Bytes per thread that are not in registers: spills and indexed arrays."""
     shared: int
 
 
@@ -51,11 +51,11 @@ class Report:
     """Kernels that were not compiled ahead, but by the launch that needed them."""
     errors: list[str] = field(default_factory=list)
     overflowing: list[str] = field(default_factory=list)
-    """Kernels in which a pair of numbers was packed such that one may run over into the other."""
+    """Kernels that pack a pair of values such that one may overflow into the other."""
 
 
 class _Hopper:
-    """As much of a driver as Triton asks for."""
+    """The part of a driver that Triton uses."""
 
     def __init__(self) -> None:
         self.loaded: list[Compiled] = []
@@ -83,7 +83,7 @@ class _Hopper:
 
 
 def resources(binary: bytes) -> tuple[int, int]:
-    """Registers and stack of a kernel, as the assembler noted them."""
+    """Registers and stack of a kernel, from the assembler's notes."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
@@ -95,11 +95,10 @@ def resources(binary: bytes) -> tuple[int, int]:
 
 
 def overflows(assembly: str) -> bool:
-    """Is a pair of 32-bit numbers packed into 64 bits of which the lower one was multiplied, or shifted, in all 64?
+    """Whether a pair of 32-bit values is packed into 64 bits after the lower one was multiplied or shifted in 64 bits.
 
-    A fault of LLVM: a lane of a vector that nobody needs is left undefined, which is fair; but then it is computed in
-    more bits than it has, and what is beyond its 32 lands in its neighbour. The number of a thread times a little stays
-    within its bits.
+    A bug of LLVM: an unused vector lane is left undefined, which is allowed; but then it is computed in more bits than
+    it has, and the excess overflows into its neighbour. A thread index times a small number stays within its bits.
     """
     threads = set(re.findall(r"mov\.u32\s+(%r\d+), %tid\.x;", assembly))
     made = {name: (how, of) for how, name, of in re.findall(r"^\s*([\w.]+)\s+(%rd\d+), (.*);$", assembly, re.MULTILINE)}
@@ -116,19 +115,19 @@ def overflows(assembly: str) -> bool:
 
 
 def fits_twice(kernel: Compiled) -> bool:
-    """Does a multiprocessor have shared memory for two programs of this kernel?"""
+    """Whether a multiprocessor has shared memory for two programs of this kernel."""
     return 2 * (kernel.shared + RESERVED) <= SHARED_MEMORY + RESERVED
 
 
 @contextmanager
 def hopper() -> Iterator[_Hopper]:
-    """Within the block launches compile for Hopper, on tensors of any device, and compute nothing."""
+    """Within the block, launches compile for Hopper, on tensors of any device, and compute nothing."""
     made, before = _Hopper(), driver._active
     driver.set_active(made)
     try:
         with ExitStack() as stack:
             stack.enter_context(_everywhere("overlapped", lambda x: {"OVERLAP": True, "launch_pdl": True}))
-            stack.enter_context(_everywhere("processors", lambda device: MULTIPROCESSORS))
+            stack.enter_context(_everywhere("multiprocessors", lambda device: MULTIPROCESSORS))
             yield made
     finally:
         driver._active = before
@@ -136,7 +135,7 @@ def hopper() -> Iterator[_Hopper]:
 
 @contextmanager
 def _everywhere(name: str, value: Any) -> Iterator[None]:
-    """In each module of the kernels that has imported it."""
+    """Patches the name in each kernel module that has imported it."""
     places = [m for key, m in sys.modules.items() if key.startswith("bankfull.ops.triton") and hasattr(m, name)]
     before = [getattr(place, name) for place in places]
     for place in places:
@@ -149,7 +148,7 @@ def _everywhere(name: str, value: Any) -> Iterator[None]:
 
 
 def compile_all(ahead: Iterable[Launch], launches: Iterable[Launch]) -> Report:
-    """The first ones on all cores at a time, then all in order, to see what was left for them and why."""
+    """Compile the first ones on all cores, then all in order, to see which were not compiled ahead and why."""
     from bankfull.ops.triton.ahead import compiling_ahead
 
     report, asked = Report(), []
@@ -186,7 +185,7 @@ def main(group: str) -> None:
 
 
 def report_on(group: str) -> Report:
-    """Of a process of its own: Triton decides when it is imported whether it interprets."""
+    """Runs in its own process: Triton decides at import whether it interprets."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parents[2]
     ended = subprocess.run(

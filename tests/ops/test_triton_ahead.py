@@ -11,11 +11,11 @@ pytest.importorskip("triton")
 
 from triton.runtime import build
 
-from bankfull.ops.triton.ahead import loading_one_by_one
+from bankfull.ops.triton.ahead import serialized_loading
 
 
 def test_each_thread_gets_the_launcher_that_it_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loaded as Python does it: the one module of that name is filled anew for whoever comes."""
+    """Loaded as Python does it: the single module of that name is refilled on every load."""
     shared, inside = ModuleType("launcher"), Lock()
 
     def load(name: str, path: str) -> ModuleType:
@@ -27,7 +27,7 @@ def test_each_thread_gets_the_launcher_that_it_loaded(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(build, "_load_module_from_path", load)
     paths = list(map(str, range(8)))
-    with loading_one_by_one(), ThreadPoolExecutor(4) as pool:
+    with serialized_loading(), ThreadPoolExecutor(4) as pool:
         loaded = list(pool.map(build._load_module_from_path, ["launcher"] * 8, paths))
     assert [module.launch for module in loaded] == paths
     assert build._load_module_from_path is load

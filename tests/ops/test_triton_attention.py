@@ -1,4 +1,4 @@
-"""The GPU's attention where generated inputs seldom lead: splits, replays, padded rows, many drafts, long pasts."""
+"""Edge cases of attention on a GPU: splits, replays, padded rows, many draft tokens, long pasts."""
 
 from __future__ import annotations
 
@@ -13,29 +13,36 @@ from torch import Tensor
 
 from bankfull.ops import HeadNorms, PagedMeta
 from bankfull.ops.reference.attention import attend, paged_attention, write_pages, write_pages_int8
-from bankfull.ops.triton import attention, attention_decode, attention_map, attention_prefill, pages
+from bankfull.ops.triton import (
+    attention,
+    attention_decode,
+    attention_map,
+    attention_prefill,
+    attention_splits,
+    pages,
+)
 from tests.ops import cases
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 4e-2}
-"""Triton's interpreter cuts numbers off where the device rounds them to bfloat16."""
+"""Triton's interpreter truncates to bfloat16 where the device rounds."""
 SIZE = 16
 
 
-def change_cuts(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
+def change_plans(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
     for name in ("FEW", "FEW_QUERIES", "MANY", "SOME", "LATE"):
-        monkeypatch.setattr(attention_decode, name, replace(getattr(attention_decode, name), **changes))
+        monkeypatch.setattr(attention_splits, name, replace(getattr(attention_splits, name), **changes))
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 16 keys, so that short sequences have several, and scratch that no other test has used."""
-    change_cuts(monkeypatch, tile_bytes=16 * SIZE, most_splits=3, least=1)
-    monkeypatch.setattr(attention_decode, "_scratches", {})
+    """Tiles of 16 keys, so that short sequences have several, and scratch memory that no other test has used."""
+    change_plans(monkeypatch, tile_bytes=16 * SIZE, most_splits=3, least=1)
+    monkeypatch.setattr(attention_splits, "_scratches", {})
 
 
 class Inputs:
-    """One call of `attend`, its pages poisoned wherever nobody may look, the places of new tokens included."""
+    """One call of `attend`; its pages hold NaN wherever no query may read, including the slots of new tokens."""
 
     def __init__(
         self,
@@ -58,7 +65,7 @@ class Inputs:
         monkeypatch.setattr(cases, "sequences", lambda make: bounds)
         make = cases.Maker(seed, dtype)
         self.dtype = held or dtype
-        """Of the coarsest numbers: the tolerance follows from it."""
+        """The narrowest dtype, which determines the tolerance."""
         self.k_pages, self.v_pages, self.meta = cases.paged(make, kv, size, size, window, held or dtype)
         for pages_of in (self.k_pages, self.v_pages):
             write_pages.body(torch.full((sum(counts), kv, size), float("nan")), pages_of, self.meta.slots)
@@ -108,21 +115,21 @@ def lengths_of(meta: PagedMeta) -> Tensor:
 
 
 def was_merged() -> bool:
-    """Did any sequence leave partial results? Their sums start as NaN."""
-    return any(not made.total.isnan().all() for made in attention_decode._scratches.values())
+    """Whether any sequence stored partial results; their sums start as NaN."""
+    return any(not made.total.isnan().all() for made in attention_splits._scratches.values())
 
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = attention_decode.Scratch
+    made = attention_splits.Scratch
 
-    def poisoned(*sizes: Any) -> attention_decode.Scratch:
+    def poisoned(*sizes: Any) -> attention_splits.Scratch:
         scratch = made(*sizes)
-        for part in (scratch.mixed, scratch.peak, scratch.total):
+        for part in (scratch.acc, scratch.peak, scratch.total):
             part.fill_(float("nan"))
         return scratch
 
-    monkeypatch.setattr(attention_decode, "Scratch", poisoned)
+    monkeypatch.setattr(attention_splits, "Scratch", poisoned)
 
 
 @pytest.mark.covering(1)
@@ -134,7 +141,7 @@ def test_a_split_sequence_is_merged(width, dtype, monkeypatch, watched) -> None:
 
 
 def test_sequences_shorter_than_their_splits_leave_some_of_them_empty(monkeypatch, watched) -> None:
-    change_cuts(monkeypatch, programs=16, most_splits=64)
+    change_plans(monkeypatch, programs=16, most_splits=64)
     Inputs([1, 1, 2, 1, 1], [1, 2, 2, 17, 120], monkeypatch, kv=1, groups=3).check()
     assert was_merged()
 
@@ -145,7 +152,7 @@ def test_a_launch_leaves_its_counters_as_it_found_them(monkeypatch, watched) -> 
     for _ in range(2):
         assert torch.equal(made.check(), first), "the same numbers in the same order give the same bits"
     assert was_merged()
-    assert all(not own.arrivals.any() for own in attention_decode._scratches.values())
+    assert all(not own.arrivals.any() for own in attention_splits._scratches.values())
 
 
 def test_only_the_device_knows_how_long_the_sequences_of_a_captured_step_are(monkeypatch, watched) -> None:
@@ -183,7 +190,7 @@ def test_a_chunk_behind_a_long_past_shares_its_batch_with_single_tokens(dtype, m
 
 @pytest.fixture
 def mapped(monkeypatch) -> list[bool]:
-    """Of all keys and values that were to be read by tensor maps: did that go?"""
+    """For each attempt to create a tensor map of keys or values, whether it succeeded."""
     made, found = attention_prefill.tensor_map, []
 
     def noting(rows: Tensor, block: int) -> Any:
@@ -214,7 +221,7 @@ def test_sequences_that_begin_read_their_own_rows_and_find_the_same_bits_as_in_p
     assert seen == [[4, 2], [3, 0, 1]]
     if DEVICE == "cpu" or torch.cuda.get_device_capability() >= (9, 0):
         assert mapped == ([] if dtype is torch.float32 else [size == 32] * 2)
-    # The host need not know that there is nothing before: then pages are read.
+    # The host may not know that there is no past: then pages are read.
     later = replace(made.meta, kv_len=made.meta.kv_len + 1, starts=starts_of(made.meta), lengths=lengths_of(made.meta))
     assert torch.equal(made.check(later), own)
     assert seen[2:] == [[4, 0, 1, 2]]
@@ -260,7 +267,7 @@ def test_queries_that_need_no_change_are_read_where_they_are(monkeypatch) -> Non
 
 
 def test_many_heads_and_drafts_take_several_tiles_of_rows(monkeypatch, watched) -> None:
-    change_cuts(monkeypatch, programs=16, most_splits=64)
+    change_plans(monkeypatch, programs=16, most_splits=64)
     Inputs([16, 5], [75, 20], monkeypatch, kv=1, groups=9, dtype=torch.float16).check()
     assert was_merged()
 
@@ -288,7 +295,7 @@ def test_rounded_pages_are_read_with_their_scales(counts, cap, monkeypatch) -> N
 
 
 @pytest.mark.parametrize("counts", [[2, 1], [30, 1]], ids=["decode", "mixed"])
-def test_integers_that_are_not_on_the_device_are_shipped(counts, monkeypatch) -> None:
+def test_host_integers_are_copied_to_the_device(counts, monkeypatch) -> None:
     made = Inputs(counts, [80, 45], monkeypatch)
     narrow = replace(made.meta, starts=None, lengths=None, pages=made.meta.pages.int(), slots=made.meta.slots.int())
     args = tuple(cases.moved(value, DEVICE) if value is not narrow else value for value in made.args())
@@ -309,31 +316,32 @@ def test_tiles_cover_every_token_once_and_those_with_many_keys_come_first() -> N
 
 
 @pytest.mark.parametrize(("longest", "merged"), [(2 * 16, False), (3 * 16, True)])
-def test_a_sequence_is_split_only_where_it_has_tiles_enough(longest, merged, monkeypatch, watched) -> None:
-    """Six pairs where there are four multiprocessors, two tiles for a split at the least."""
-    monkeypatch.setattr(attention_decode, "processors", lambda device: 4)
-    change_cuts(monkeypatch, least=2, programs=4)
+def test_a_sequence_is_split_only_if_it_has_enough_tiles(longest, merged, monkeypatch, watched) -> None:
+    """Six pairs on four multiprocessors, at least two tiles per split."""
+    for module in (attention_decode, attention_splits):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 4)
+    change_plans(monkeypatch, least=2, programs=4)
     Inputs([1, 1, 1], [longest + 1, 5, 33], monkeypatch).check()
     assert was_merged() == merged
 
 
-def test_the_cut_follows_from_how_many_pairs_and_queries_there_are() -> None:
+def test_the_split_plan_depends_on_pairs_and_queries() -> None:
     found = {
-        (pairs, live): attention_decode.cut_for(pairs, live, 132, True)
+        (pairs, live): attention_splits.split_plan(pairs, live, 132, True)
         for pairs, live in ((8, 4), (8, 2), (64, 4), (132, 2), (133, 4), (264, 1), (265, 4))
     }
     few, queries, many, some, late = (
-        getattr(attention_decode, name) for name in ("FEW", "FEW_QUERIES", "MANY", "SOME", "LATE")
+        getattr(attention_splits, name) for name in ("FEW", "FEW_QUERIES", "MANY", "SOME", "LATE")
     )
     assert list(found.values()) == [few, queries, many, many, some, some, late]
-    assert attention_decode.cut_for(8, 4, 132, False) == late
+    assert attention_splits.split_plan(8, 4, 132, False) == late
 
 
-def test_the_number_of_splits_follows_from_what_a_captured_step_keeps() -> None:
-    assert attention_decode.split_count(1, 1000, 64, 8) == 8
-    assert attention_decode.split_count(3, 1000, 64, 8) == 3
-    assert attention_decode.split_count(1, 100, 64, 8) == 2
-    assert attention_decode.split_count(100, 1000, 64, 8) == 1
+def test_the_number_of_splits_depends_only_on_what_a_captured_step_fixes() -> None:
+    assert attention_splits.split_count(1, 1000, 64, 8) == 8
+    assert attention_splits.split_count(3, 1000, 64, 8) == 3
+    assert attention_splits.split_count(1, 100, 64, 8) == 2
+    assert attention_splits.split_count(100, 1000, 64, 8) == 1
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 0.0, 1e-30])
@@ -358,17 +366,17 @@ def test_what_a_token_leaves_may_be_of_any_shape() -> None:
         assert torch.equal(got.cpu(), expected)
 
 
-def test_what_does_not_fit_is_said_in_a_sentence(monkeypatch) -> None:
+def test_mismatched_inputs_raise_a_clear_error(monkeypatch) -> None:
     made = Inputs([1], [5], monkeypatch)
     q, k_pages, v_pages = (part.to(DEVICE) for part in (made.q, *made.pages))
     meta = cases.moved(made.meta, DEVICE)
-    with pytest.raises(ValueError, match="leaves nothing to look at"):
+    with pytest.raises(ValueError, match="at least 1"):
         attention.run_paged_attention(q, k_pages, v_pages, meta, 1.0, 0)
     with pytest.raises(ValueError, match="positive number"):
         attention.run_paged_attention(q, k_pages, v_pages, meta, 0.0)
     with pytest.raises(ValueError, match="no scales"):
         attention.run_paged_attention(q, k_pages.to(torch.int8), v_pages.to(torch.int8), meta, 1.0)
-    with pytest.raises(ValueError, match="do not fit each other"):
+    with pytest.raises(ValueError, match="do not match"):
         attention.run_paged_attention(q[..., :-1], k_pages, v_pages, meta, 1.0)
-    with pytest.raises(ValueError, match="does not fit pages"):
+    with pytest.raises(ValueError, match="does not match pages"):
         pages.run_write_pages(made.k[..., :-1].to(DEVICE), k_pages, meta.slots)

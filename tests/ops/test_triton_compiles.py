@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for Hopper, and those of a model's start before they are needed. No GPU is used."""
+"""Every Triton kernel compiles for Hopper, those of a model's start ahead of time. No GPU is used."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import pytest
 from tests.ops.compiled import fits_twice, overflows, report_on
 
 SINES = ("rope_angles_kernel", "gather_kernel", "gather_chunks_kernel")
-"""The sine of a large angle takes an array that is indexed, which lies in no register."""
+"""The sine of a large angle uses an indexed array, which is not in registers."""
 TWO_AT_A_TIME = "attention_prefill"
-"""One program multiplies while the other is at its exponentials: both must fit a multiprocessor's shared memory."""
+"""One program runs its GEMM during the other's softmax: both must fit into a multiprocessor's shared memory."""
 FULL = pytest.mark.full
 LONG = pytest.mark.timeout(1800)
 
@@ -48,8 +48,8 @@ def test_a_kernel_that_does_not_compile_is_named_with_the_reason() -> None:
     assert "kernel refused" in error and "power of 2" in error
 
 
-def test_a_pair_that_runs_over_is_seen() -> None:
-    """As it was met: the lower number, which nobody needed, was multiplied in 64 bits."""
+def test_an_overflowing_pair_is_detected() -> None:
+    """As it was found: the lower value, which was unused, was multiplied in 64 bits."""
     packed = """
 	{} 	%rd50, %r61, {};
 	cvt.u64.u32 	%rd51, %r59;

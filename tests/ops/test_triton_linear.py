@@ -1,4 +1,4 @@
-"""Dense linear layers on a GPU: every plan says the same."""
+"""Dense linear layers on a GPU: every plan computes the same."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ def test_each_plan_computes_the_product(plan: linear.Plan, rows: int, outputs: i
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 32])
 @pytest.mark.parametrize("plan", linear.SPLIT, ids=lambda plan: plan.name)
-def test_programs_that_share_the_columns_of_a_tile_leave_their_counters_as_they_found_them(
-    plan: linear.Plan, rows: int
-) -> None:
+def test_split_k_programs_reset_their_counters(plan: linear.Plan, rows: int) -> None:
     numbers = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, 514, generator=numbers).half()[:, 1:-1].to(DEVICE)
     weight, bias = (torch.randn(shape, generator=numbers).half().to(DEVICE) for shape in ((128, 512), (128,)))
@@ -46,7 +44,7 @@ def test_programs_that_share_the_columns_of_a_tile_leave_their_counters_as_they_
 
 
 @pytest.mark.parametrize("plan", linear.SPLIT, ids=lambda plan: plan.name)
-def test_tiles_that_would_not_end_where_the_matrix_does_are_refused(plan: linear.Plan) -> None:
+def test_tiles_that_do_not_divide_the_matrix_are_rejected(plan: linear.Plan) -> None:
     def runs(rows: int = 32, outer: int = 128, inner: int = 512, dtype: torch.dtype = torch.float16) -> bool:
         return linear.can_run(plan, rows, outer, inner, dtype, torch.device("meta"))
 
@@ -56,7 +54,7 @@ def test_tiles_that_would_not_end_where_the_matrix_does_are_refused(plan: linear
         linear.run_plan(plan, torch.zeros(33, 512).half(), torch.zeros(128, 512).half(), None)
 
 
-def test_large_layers_of_some_rows_run_in_tiles_of_ours_where_that_was_measured_to_be_faster(
+def test_large_layers_of_some_rows_use_our_tiles_if_measured_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def plan(rows: int, outer: int, inner: int, dtype: torch.dtype = torch.bfloat16) -> linear.Plan:
@@ -75,12 +73,12 @@ def test_large_layers_of_some_rows_run_in_tiles_of_ours_where_that_was_measured_
     assert plan(32, 6144, 4096) is linear.LIBRARY, "no room"
 
 
-def test_short_rows_have_small_programs_where_that_was_measured_to_be_faster() -> None:
-    """0.6B and 135M; the layers of larger models, and float32, stay as they are."""
+def test_short_rows_use_small_programs_if_measured_faster() -> None:
+    """0.6B and 135M; the layers of larger models, and float32, are unchanged."""
     Shape = linear.Shape
 
     def shape(outputs: int, columns: int, gated: bool = False, wide: bool = False, rows: int = 1) -> linear.Shape:
-        return linear.shape_of(rows, outputs, columns, gated, wide)
+        return linear.rows_shape(rows, outputs, columns, gated, wide)
 
     assert shape(3072, 1024, True) == shape(1536, 576, True) == shape(1536, 576, True, rows=4) == Shape(4, 2)
     assert shape(4096, 1024) == Shape(8, 1) and shape(4096, 1024, rows=2) == Shape(8, 4)
@@ -91,7 +89,7 @@ def test_short_rows_have_small_programs_where_that_was_measured_to_be_faster() -
 
 
 @pytest.mark.parametrize("dtype", linear.DTYPES, ids=str)
-def test_stages_are_as_many_as_there_is_room_for(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipeline_stages_fit_shared_memory(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     for memory in (227 << 10, 99 << 10, 48 << 10):
         monkeypatch.setattr(linear, "shared_memory", lambda device, memory=memory: memory)
         for plan in linear.TILES:
@@ -114,23 +112,23 @@ def test_a_row_is_the_same_alone_and_among_few() -> None:
         assert torch.equal(linear.run_plan(linear.ROWS, x[row : row + 1], weight, None)[0], together[row])
 
 
-def test_programs_take_tiles_in_turns_where_that_was_measured_to_be_faster() -> None:
-    assert linear.takes_turns(1, 8192, 2048, None, "silu")
+def test_the_persistent_kernel_is_used_if_measured_faster() -> None:
+    assert linear.is_persistent(1, 8192, 2048, None, "silu")
     for rows, outputs, width, kind in ((2, 8192, 2048, "silu"), (1, 8191, 2048, "silu"), (1, 8192, 2048, None)):
-        assert not linear.takes_turns(rows, outputs, width, None, kind)
-    assert not linear.takes_turns(1, 8192, 2048, torch.zeros(8192), "silu")
+        assert not linear.is_persistent(rows, outputs, width, None, kind)
+    assert not linear.is_persistent(1, 8192, 2048, torch.zeros(8192), "silu")
 
 
 @pytest.mark.parametrize("normed", [False, True])
-def test_programs_that_take_tiles_in_turns_compute_what_the_body_means(
-    normed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_persistent_kernel_computes_the_body(normed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = torch.Generator().manual_seed(5)
-    outputs, columns = 8195, 1030  # the last tile is not whole, nor is a row of it
-    if DEVICE == "cpu":  # interpreted programs are few and slow: as many turns, of shorter rows
+    outputs, columns = 8195, 1030  # the last tile is partial, and so is a row of it
+    if DEVICE == "cpu":  # interpreted programs are few and slow: as many tiles, of shorter rows
         outputs, columns = 51, 70
-        monkeypatch.setattr(linear, "takes_turns", lambda *asked: True)
-    turns = outputs / linear.LONG_OUT / (linear.LONG_PROGRAMS * linear.processors(torch.device(DEVICE)))
+        monkeypatch.setattr(linear, "is_persistent", lambda *asked: True)
+    turns = (
+        outputs / linear.PERSISTENT_OUT / (linear.PERSISTENT_PROGRAMS * linear.multiprocessors(torch.device(DEVICE)))
+    )
     assert turns > 3
     made = [torch.randn(shape, generator=numbers) for shape in ((1, columns), (1, columns), (columns,))]
     weight = torch.randn(2 * outputs, columns, generator=numbers) / columns**0.5
@@ -146,7 +144,7 @@ def test_programs_that_take_tiles_in_turns_compute_what_the_body_means(
         assert_close(joined, host.joined, torch.float32)
 
 
-def test_a_plan_of_the_table_is_taken_only_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_of_the_table_is_used_only_if_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "lookup", lambda *asked: "rows")
     linear.plan_for.cache_clear()
     assert linear.plan_for(4, 8, 64, torch.float32, torch.device("cpu")) is linear.ROWS
@@ -173,7 +171,7 @@ def test_a_gated_layer_of_some_rows_is_one_kernel(rows: int, kind: str) -> None:
     assert found.shape == expected.shape and (found - expected).norm() < 2e-3 * expected.norm()
 
 
-def test_rows_are_gated_in_tiles_where_that_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_tiles_are_used_if_measured_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     def takes(
         rows: int = 32,
         outputs: int = 14336,
@@ -181,7 +179,7 @@ def test_rows_are_gated_in_tiles_where_that_was_measured_to_be_faster(monkeypatc
         bias: bool = False,
         dtype: torch.dtype = torch.bfloat16,
     ) -> bool:
-        return linear.gates_in_tiles.__wrapped__(rows, outputs, columns, bias, dtype, torch.device("meta"))
+        return linear.fits_gated_tiles.__wrapped__(rows, outputs, columns, bias, dtype, torch.device("meta"))
 
     assert takes() and takes(rows=5)
     assert not any(

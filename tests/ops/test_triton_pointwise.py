@@ -1,4 +1,5 @@
-"""Edges of the small GPU kernels: strided halves, long and odd rows, wide streams, large positions, nothing at all."""
+"""Edge cases of the small GPU kernels: strided halves, long and odd rows, wide streams, large positions, empty
+inputs."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ from tests.ops.cases import moved
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-"""Without a GPU its kernels are interpreted on the host."""
+"""Without a GPU, kernels are interpreted on the host."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: One step in the last place of numbers near one.
+#: One ulp of values near one.
 STEP = {torch.float32: 2e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
@@ -36,7 +37,7 @@ def draw() -> Callable[..., Tensor]:
 
 
 def ran(name: str, *args: Any) -> Any:
-    """What the kernels return, which must have the body's type and shape."""
+    """The kernels' results, which must have the body's dtype and shape."""
     operation = OPERATIONS[name]
     got, expected = operation.providers["triton"].run(*args), operation.body(*args)
     for one, other in zip(_each(got), _each(expected), strict=True):
@@ -56,8 +57,8 @@ def check(name: str, *args: Any, steps: int = 1) -> None:
 
 
 def mostly_equal(got: Tensor, expected: Tensor) -> None:
-    """The same bits but where a root or an exponential differs in its last place and that happens to show: results are
-    rounded where the body rounds. In float32 the last place is all that there is to see."""
+    """Bitwise equal, except where a square root or an exponential differs in its last place and that shows: results are
+    rounded where the body rounds. In float32 every last place shows."""
     if got.dtype is not torch.float32:
         same = (got == expected) | ((got - expected).abs() < 1e-6)
         assert same.float().mean().item() > 0.97
@@ -80,7 +81,7 @@ def test_activations_are_exact_to_rounding(kind: str) -> None:
     got = OPERATIONS["activate"].providers["triton"].run(x, kind).double()
     expected = OPERATIONS["activate"].body(x.double(), kind)
     assert ((got - expected).abs() / x.abs().double().clamp(min=1)).max().item() < 3e-7
-    if kind == "softplus":  # time steps of a recurrence: small ones must be small, not zero
+    if kind == "softplus":  # time steps of a recurrence: small ones must not become zero
         assert ((got - expected).abs() / expected).max().item() < 1e-5
     unusual = torch.tensor([math.nan, 100.0, 0.0, -100.0], device=DEVICE)
     got, expected = ran("activate", unusual, kind)
@@ -91,7 +92,7 @@ def test_activations_are_exact_to_rounding(kind: str) -> None:
 def test_soft_cap_is_straight_near_zero_and_bounded_far_off(dtype: torch.dtype, draw: Callable[..., Tensor]) -> None:
     x = torch.cat((draw(4, 333), 1e-3 * draw(4, 333), 1e4 * draw(4, 333))).to(dtype)
     got, expected = ran("soft_cap", x, 30.0)
-    torch.testing.assert_close(got, expected, rtol=2 * STEP[dtype], atol=4e-6)  # float16 has few bits for small shares
+    torch.testing.assert_close(got, expected, rtol=2 * STEP[dtype], atol=4e-6)  # float16 has few bits for small values
     check("soft_cap", x[:, 5:-1], 30.0)
 
 
@@ -115,7 +116,7 @@ def test_rows_of_every_length(columns: int, dtype: torch.dtype, draw: Callable[.
     x, delta, weight, bias = (draw(*shape, dtype=dtype) for shape in ((2, columns),) * 2 + ((columns,),) * 2)
     check("rms_norm", x, weight, 1e-5)
     check("add_rms_norm", x, delta, weight, 1e-5, 1.0)
-    check("layer_norm", 100 + x, weight, bias, 1e-5, steps=20)  # what is common to all is lost to rounding
+    check("layer_norm", 100 + x, weight, bias, 1e-5, steps=20)  # the common offset is lost to rounding
     check("layer_norm", x, weight, bias, 1e-5)
     (_, got), (_, expected) = ran("add_rms_norm", x, delta, weight, 1e-5)
     mostly_equal(got, expected)
@@ -130,7 +131,7 @@ def test_short_rows_share_a_program_once_there_are_many(dtype: torch.dtype, draw
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_are_normed_and_turned_where_they_lie_in_a_stacked_row(
+def test_heads_in_a_stacked_row_are_normed_and_rotated_in_place(
     dtype: torch.dtype, draw: Callable[..., Tensor]
 ) -> None:
     for tokens, heads, size, half in ((1, 3, 16, 8), (9, 3, 24, 6), (5, 2, 1030, 512)):
@@ -139,20 +140,20 @@ def test_heads_are_normed_and_turned_where_they_lie_in_a_stacked_row(
         for x in (q, k.transpose(0, 1).contiguous().transpose(0, 1), k[..., : 2 * half]):
             check("rms_norm", x, draw(x.shape[-1], dtype=dtype), 1e-6)
             cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-            turned, _ = ran("rotate", x, cos, sin)
-            assert torch.equal(turned, OPERATIONS["rotate"].providers["triton"].run(x.contiguous(), cos, sin))
-            assert torch.equal(turned[..., 2 * half :], x[..., 2 * half :])
-            rounded_once(turned[..., : 2 * half], x, cos, sin)
+            rotated, _ = ran("rotate", x, cos, sin)
+            assert torch.equal(rotated, OPERATIONS["rotate"].providers["triton"].run(x.contiguous(), cos, sin))
+            assert torch.equal(rotated[..., 2 * half :], x[..., 2 * half :])
+            rounded_once(rotated[..., : 2 * half], x, cos, sin)
 
 
-def rounded_once(turned: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """As near to what is exact as its own type allows, but for the last places of products in float32."""
+def rounded_once(rotated: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """As close to the exact result as the dtype allows, except for the last places of float32 products."""
     half = cos.shape[1]
     left, right, c, s = (part.double() for part in (x[..., :half], x[..., half : 2 * half], cos[:, None], sin[:, None]))
     exact = torch.cat((left * c - right * s, right * c + left * s), -1)
     products = torch.cat(((left * c).abs() + (right * s).abs(), (right * c).abs() + (left * s).abs()), -1)
-    allowed = torch.finfo(turned.dtype).eps / 2 * exact.abs() + 2.0**-23 * products
-    assert bool(((turned.double() - exact).abs() <= allowed + torch.finfo(turned.dtype).tiny).all())
+    allowed = torch.finfo(rotated.dtype).eps / 2 * exact.abs() + 2.0**-23 * products
+    assert bool(((rotated.double() - exact).abs() <= allowed + torch.finfo(rotated.dtype).tiny).all())
 
 
 @pytest.mark.parametrize("integers", [torch.int64, torch.int32])
@@ -161,7 +162,7 @@ def test_angles_of_far_positions_are_exact(integers: torch.dtype) -> None:
     frequencies = (1.0 / 500000 ** (torch.arange(33, dtype=torch.float64) / 33)).float().to(DEVICE)
     for scale in (1.0, 1.19):
         cos, sin = OPERATIONS["rope_angles"].providers["triton"].run(positions, frequencies, scale, torch.float32)
-        angles = (positions[:, None].float() * frequencies).double()  # the product itself is rounded to float32
+        angles = (positions[:, None].float() * frequencies).double()  # the product is rounded to float32
         assert (cos.double() - scale * angles.cos()).abs().max().item() < 5e-7
         assert (sin.double() - scale * angles.sin()).abs().max().item() < 5e-7
         check("rope_angles", positions, frequencies, scale, torch.bfloat16)
@@ -178,7 +179,7 @@ def test_rows_of_a_table(stored: torch.dtype, dtype: torch.dtype, draw: Callable
         assert torch.equal(OPERATIONS["embedding"].providers["triton"].run(ids.int(), table, dtype, scale), expected)
 
 
-def test_an_id_that_is_none_reads_the_nearest_row(draw: Callable[..., Tensor]) -> None:
+def test_an_invalid_id_reads_the_nearest_row(draw: Callable[..., Tensor]) -> None:
     run = OPERATIONS["embedding"].providers["triton"].run
     table = draw(7, 40)
     got = run(torch.tensor([-1, 7, 2**40, -(2**62)], device=DEVICE), QTensor.dense(table), torch.float32)
@@ -186,7 +187,7 @@ def test_an_id_that_is_none_reads_the_nearest_row(draw: Callable[..., Tensor]) -
 
 
 def recurrent_meta(counts: list[int], kept: list[int], on_device: bool = True) -> tuple[RecurrentMeta, int]:
-    """Sequence i reads slot i + 1; the slots that it writes follow those that are read."""
+    """Sequence i reads slot i + 1; the slots it writes follow those that are read."""
     q_start, first = np.concatenate(([0], np.cumsum(counts))), len(counts) + 1
     write = torch.zeros(len(counts), max(kept, default=1), dtype=torch.int64)
     for i, many in enumerate(kept):
@@ -207,7 +208,7 @@ def test_recurrences_over_ragged_batches(dtype: torch.dtype, draw: Callable[...,
         meta, slots = recurrent_meta(counts, kept, on_device=len(counts) > 1)
         tokens = sum(counts)
         stacked = draw(tokens, 2 * channels, dtype=dtype)
-        state = draw(slots + 1, channels, width)[..., :-1]  # as a slice of what a slot holds
+        state = draw(slots + 1, channels, width)[..., :-1]  # as a slice of a slot
         weight, bias = draw(channels, width, dtype=dtype), draw(channels, dtype=dtype)
         for own_bias in (bias, None):
             _recurrent("causal_conv", 3, stacked[:, channels:], weight, own_bias, state, meta)
@@ -218,7 +219,7 @@ def test_recurrences_over_ragged_batches(dtype: torch.dtype, draw: Callable[...,
 
 
 def _recurrent(name: str, written: int, *args: Any) -> None:
-    """Outputs and every slot, those that are not to be touched included, are the body's."""
+    """Outputs and all slots, including untouched ones, are the body's."""
     results = []
     for run in (OPERATIONS[name].providers["triton"].run, OPERATIONS[name].body):
         own = list(args)
@@ -235,8 +236,8 @@ def _recurrent(name: str, written: int, *args: Any) -> None:
     assert untouched.any() and torch.equal(state[untouched.to(DEVICE)], args[written][untouched.to(DEVICE)])
 
 
-def test_what_is_captured_may_change_how_many_tokens_a_sequence_has(draw: Callable[..., Tensor]) -> None:
-    """The counts on the device are the truth; those of the host only say how many sequences there are."""
+def test_token_counts_may_change_between_replays(draw: Callable[..., Tensor]) -> None:
+    """The counts on the device are used; those on the host only give the number of sequences."""
     meta, slots = recurrent_meta([3, 2], [2, 1])
     stale = RecurrentMeta(np.array([0, 4, 5]), np.array([1, 1]), meta.read, meta.write, meta.starts, meta.kepts)
     x, weight, state = draw(5, 20), draw(20, 3), draw(slots, 20, 2)
@@ -246,7 +247,7 @@ def test_what_is_captured_may_change_how_many_tokens_a_sequence_has(draw: Callab
     torch.testing.assert_close(there, state, rtol=0, atol=0)
 
 
-def test_nothing_gives_nothing(draw: Callable[..., Tensor]) -> None:
+def test_empty_inputs(draw: Callable[..., Tensor]) -> None:
     none, weight = draw(0, 32), draw(32)
     for kind in KINDS:
         check("activate", none, kind)

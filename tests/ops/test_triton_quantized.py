@@ -1,4 +1,4 @@
-"""Quantized weights on a GPU: that repacking loses nothing, and the edges of their kernels."""
+"""Quantized weights on a GPU: repacking loses nothing, and edge cases of their kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bankfull.ops import Kit, best_output, embedding, gated_linear, linear
 from bankfull.ops.triton import quantized_layout
-from bankfull.ops.triton.quantized_layout import LAYOUTS, repacked
+from bankfull.ops.triton.quantized_layout import LAYOUTS, repack
 from bankfull.ops.triton.quantized_rows import few_rows
 from bankfull.ops.triton.quantized_tiles import many_rows
 from bankfull.weights.formats import SCHEMES
@@ -19,7 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def weight_of(name: str, outer: int, groups: int = 1, seed: int = 0) -> QTensor:
-    """Random codes; where a row has one step, rows of an awkward length."""
+    """Random codes; with one scale per row, rows of an awkward length."""
     scheme = SCHEMES[name]
     inner = scheme.block * groups if scheme.block > 1 else 37 * groups
     return Maker(seed).weight(scheme, outer, inner).to(DEVICE)
@@ -36,10 +36,10 @@ def assert_near(found: Tensor, expected: Tensor, share: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_number_comes_out_of_the_kernels_as_it_was_stored(name: str) -> None:
-    """Times the unit matrix, in float32: bit for bit."""
-    one_is_long = SCHEMES[name].block >= 256 and DEVICE == "cpu"  # where kernels are interpreted
+    """Times the identity matrix, in float32: bitwise equal."""
+    one_is_long = SCHEMES[name].block >= 256 and DEVICE == "cpu"  # slow in the interpreter
     weight = weight_of(name, 5, 1 if one_is_long else 2)
-    packed, values = repacked(weight), weight.dequantize()
+    packed, values = repack(weight), weight.dequantize()
     unit = torch.eye(weight.shape[1], device=DEVICE)
     assert packed.shape == weight.shape
     assert torch.equal(many_rows(unit, packed, None).T, values)
@@ -50,8 +50,8 @@ def test_every_number_comes_out_of_the_kernels_as_it_was_stored(name: str) -> No
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_words_take_about_the_bytes_that_were_stored(name: str) -> None:
     weight = Maker(1).weight(SCHEMES[name], 16, 1024)
-    packed = repacked(weight)
-    # Steps of K-quants are unpacked to bytes, codes of 5 bits take 6, those of 2 and 3 bits take 4.
+    packed = repack(weight)
+    # Scales of K-quants are unpacked to bytes, 5-bit codes take 6 bits, 2- and 3-bit codes take 4.
     spare = {"q2_k": 2.5, "q3_k": 1.2, "q4_k": 0.2, "q5_0": 1.1, "q5_1": 1.1, "q5_k": 1.3}.get(name, 0.0)
     assert weight.nbytes <= packed.nbytes <= weight.nbytes + spare / 8 * 16 * 1024
 
@@ -59,9 +59,9 @@ def test_words_take_about_the_bytes_that_were_stored(name: str) -> None:
 def test_repacking_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("q4_k", "q6_k", "int8_row"):
         weight = weight_of(name, 11)
-        whole = repacked(weight)
+        whole = repack(weight)
         monkeypatch.setattr(quantized_layout, "ELEMENTS_AT_ONCE", 4 * weight.shape[1])
-        pieces = repacked(weight)
+        pieces = repack(weight)
         monkeypatch.undo()
         assert pieces.shape == whole.shape and pieces.nbytes == whole.nbytes
         assert all(torch.equal(a, b) for a, b in zip(whole.tensors(), pieces.tensors(), strict=True))
@@ -89,8 +89,8 @@ def test_one_row_over_several_parts_of_its_columns(name: str, dtype: torch.dtype
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["int4_g128", "int4_g64", "q4_1", "int8_row", "fp8"])
-def test_programs_that_share_columns_add_up(name: str, dtype: torch.dtype) -> None:
-    """Few outputs and many columns, not a whole number of steps; twice the same bits."""
+def test_split_k_sums_add_up(name: str, dtype: torch.dtype) -> None:
+    """Few outputs and many columns, not a whole number of iterations; bitwise equal when repeated."""
     columns = 128 * 17 + (64 if name == "int4_g64" else 0 if name == "int4_g128" else 32)
     weight = Maker(4).weight(SCHEMES[name], 70, columns).to(DEVICE)
     x, bias = normal(9, columns, dtype=dtype), normal(70, dtype=dtype)
@@ -101,7 +101,7 @@ def test_programs_that_share_columns_add_up(name: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("rows", [1, 20])
-def test_what_is_no_number_stays_in_its_row(rows: int) -> None:
+def test_nan_stays_in_its_row(rows: int) -> None:
     for name in ("int4_g128", "int8_row", "fp8"):
         weight = weight_of(name, 30, 3)
         x = normal(rows + 1, weight.shape[1])
@@ -125,7 +125,7 @@ def test_activations_of_any_size_keep_their_digits(size: float) -> None:
             assert_near(run(linear, x, weight), x.double() @ weight.dequantize(torch.float64).T, 1e-5)
 
 
-def test_steps_of_any_size_keep_their_digits() -> None:
+def test_scales_of_any_size_keep_their_digits() -> None:
     for step in (6e-8, 1e-3, 65504.0):
         scheme = SCHEMES["int4_g128"]
         parts = scheme.empty((6, 256), DEVICE)
@@ -140,7 +140,7 @@ def test_steps_of_any_size_keep_their_digits() -> None:
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "softplus"])
-def test_one_row_is_gated_where_it_is_made(kind: str) -> None:
+def test_one_row_is_gated_in_the_same_kernel(kind: str) -> None:
     for name, dtype in (("int4_g128", torch.float32), ("q6_k", torch.bfloat16), ("int8_row", torch.float16)):
         weight = weight_of(name, 22)
         x, bias = normal(1, weight.shape[1], dtype=dtype), normal(22, dtype=dtype)
@@ -149,7 +149,7 @@ def test_one_row_is_gated_where_it_is_made(kind: str) -> None:
         assert_near(found, expected, 2e-5 if dtype == torch.float32 else 2e-2)
 
 
-def test_the_highest_output_is_the_first_of_equals_and_none_where_there_is_no_number() -> None:
+def test_the_argmax_is_the_first_of_equals_and_missing_with_nan() -> None:
     weight = weight_of("int4_g128", 40)
     weight = QTensor.stacked([weight, weight])
     x = normal(4, weight.shape[1])
@@ -167,9 +167,9 @@ def test_rows_of_a_table_are_its_numbers(name: str) -> None:
         assert torch.equal(run(embedding, ids, table, dtype), table.dequantize(dtype)[ids])
 
 
-def test_nothing_and_strides_and_what_does_not_fit() -> None:
+def test_empty_strided_and_mismatched_inputs() -> None:
     weight = weight_of("int4_g64", 6)
-    packed = repacked(weight)
+    packed = repack(weight)
     call = linear.providers["triton-q"].run
     assert call(normal(0, 64), packed).shape == (0, 6)
     wide = normal(3, 2, 131)[..., 3:].flip(0)[..., ::2]

@@ -1,4 +1,4 @@
-"""What surrounds a captured step: gathered from rows, and appended to them, against the same in plain Python."""
+"""Input and output of a captured step: gathered from rows, and appended to them, compared with plain Python."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from bankfull.ops import rope_angles
-from bankfull.ops.triton.steps import BLOCK, Turning, append_tokens, gather_step
+from bankfull.ops.triton.steps import BLOCK, RopeAngles, append_tokens, gather_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LINES, LONGEST = 5, 700
 SPARE = LINES - 1
-"""The line that fills up steps."""
+"""The padding row of steps."""
 
 
 def whole(*shape: int, below: int = 1 << 30, seed: int = 0) -> torch.Tensor:
@@ -42,7 +42,7 @@ def test_a_step_is_gathered_from_its_rows(width: int, page_tokens: tuple[int, ..
         (ids, positions, lengths),
         slots,
         pages,
-        Turning(frequencies, 1.25, cos, sin),
+        RopeAngles(frequencies, 1.25, cos, sin),
     )
     expected = rope_angles.providers["triton"].run(positions, frequencies, 1.25, torch.float16)
     assert torch.equal(cos, expected[0]) and torch.equal(sin, expected[1])
@@ -61,7 +61,7 @@ def test_a_step_is_gathered_from_its_rows(width: int, page_tokens: tuple[int, ..
 
 
 def test_tokens_are_appended_to_their_rows() -> None:
-    """A row that has no token gets one that can be read; beyond the end the last place is written again."""
+    """A row without a token gets a valid one; beyond the end, the last position is overwritten."""
     before = whole(LINES, LONGEST + 1)
     tokens = before.clone()
     known = torch.tensor([3, 9, LONGEST + 4, 1, 2], device=DEVICE)

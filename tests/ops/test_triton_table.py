@@ -1,4 +1,4 @@
-"""The table of the fastest plans: what is written is found, and what is not ours is left alone."""
+"""The table of the fastest plans: written entries are found, and foreign files are ignored."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_file_that_is_not_ours_is_ignored_with_one_line(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_invalid_file_is_ignored_with_one_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
     path, content = path_of(CPU), BAD[name]
     path.parent.mkdir(parents=True)
     path.write_text(content if isinstance(content, str) else json.dumps(content))

@@ -14,7 +14,7 @@ from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
 from bankfull.ops.triton.attention_map import tile_map
-from bankfull.ops.triton.chunks import DeviceShares
+from bankfull.ops.triton.chunks import DevicePartition
 from bankfull.runtime import captured_chunks
 from bankfull.runtime.captured_chunks import SIZES, Chunks, sizes_for
 from bankfull.runtime.forward import Eager
@@ -134,7 +134,7 @@ def test_tiles_are_those_that_the_host_would_list(ones: bool) -> None:
     starts = torch.zeros(8, dtype=torch.int32, device=DEVICE)
     starts[: len(q_start)] = torch.tensor(q_start)
     for tokens in (16, 5):
-        found = DeviceShares(starts, len(counts), 64, starts if ones else None).tiles(tokens).tolist()
+        found = DevicePartition(starts, len(counts), 64, starts if ones else None).tiles(tokens).tolist()
         cut = [i for i, count in enumerate(counts) if count > (1 if ones else 0)]
         expected = tile_map(q_start, np.array(counts), np.array(cut), tokens).tolist()
         used = found[: len(expected)]

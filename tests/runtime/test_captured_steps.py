@@ -11,8 +11,8 @@ from bankfull.layers.build import Build
 from bankfull.layers.decoder import Decoder
 from bankfull.models.registry import build_model
 from bankfull.ops import kit_for
-from bankfull.ops.triton import norm, quantized_turns
-from bankfull.ops.triton.quantized_turns import Turns
+from bankfull.ops.triton import norm, quantized_persistent
+from bankfull.ops.triton.quantized_persistent import GemvPlan
 from bankfull.ops.triton.sampling import choose
 from bankfull.runtime.captured import Captured
 from bankfull.runtime.forward import Eager
@@ -69,7 +69,7 @@ def answers(model: Decoder, prompts: list[int], size: int) -> list[list[int]]:
 @pytest.fixture(autouse=True)
 def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes as long for a tile, whatever its size."""
-    monkeypatch.setattr(quantized_turns, "turns_for", lambda weight, normed=False: Turns(64, 1))
+    monkeypatch.setattr(quantized_persistent, "persistent_plan", lambda weight, normed=False: GemvPlan(64, 1))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Attention over paged keys and values: one variable-length path for prefill, chunks, decoding and verifying."""
+"""Attention over a paged KV cache: one variable-length path for prefill, chunks, decoding and draft verification."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from bankfull.ops.reference.rope import rotate
 from bankfull.ops.registry import op
 
 
-class Shares(Protocol):
-    """Which kernel takes which sequences of a captured step of prompts: only the device knows what the step's `starts`
-    are, so it finds that out itself."""
+class SequencePartition(Protocol):
+    """Assigns the sequences of a captured prefill step to kernels. `starts` is known only on the device, so the
+    assignment is computed there."""
 
-    ones: Tensor | None
-    """Sequences with one new token, filled up with one that has none; None: there are none in steps of this kind."""
+    decodes: Tensor | None
+    """Sequences with one new token, padded with an empty sequence; None if steps of this kind have none."""
 
     def tiles(self, tokens: int) -> Tensor:
-        """Of the other sequences, cut into tiles of so many tokens, as `attention_map.tile_map` lists them."""
+        """The other sequences in tiles of `tokens` query tokens, in the format of `attention_map.tile_map`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PagedMeta:
-    """Where the step's sequences lie in the pages of one group. Integers are host arrays; tensors live on the device.
+    """Location of the step's sequences in the KV pages of one group. Integers are host arrays; tensors are on the
+    device.
 
-    Sequence i owns the queries q_start[i] .. q_start[i+1]; they are the last ones of its kv_len[i] tokens (causal from
-    the right). `pages[i]` is its page table, `slots[t]` the flat place (page * page_tokens + offset) of new token t.
+    Sequence i owns the queries q_start[i] .. q_start[i+1], the last ones of its kv_len[i] tokens (right-aligned causal
+    mask). `pages[i]` is its page table; `slots[t]` is the KV slot (page * page_tokens + offset) of new token t.
     """
 
     q_start: np.ndarray
@@ -41,11 +42,11 @@ class PagedMeta:
     slots: Tensor
     page_tokens: int
     starts: Tensor | None = None
-    """q_start as int32 on the device, for kernels that run there."""
+    """q_start as int32 on the device, for device kernels."""
     lengths: Tensor | None = None
-    """kv_len likewise. A captured step trusts only this one: its host arrays are those of the capture."""
-    shares: Shares | None = None
-    """For a captured step whose sequences have any number of new tokens."""
+    """kv_len as int32 on the device. Captured steps read only this one: their host arrays are those of the capture."""
+    partition: SequencePartition | None = None
+    """Set in captured steps whose sequences have varying numbers of new tokens."""
 
 
 def _write_cost(new: Tensor, pages: Tensor, slots: Tensor) -> Cost:
@@ -54,13 +55,13 @@ def _write_cost(new: Tensor, pages: Tensor, slots: Tensor) -> Cost:
 
 @op(cost=_write_cost, shape=lambda new, pages, slots: None)
 def write_pages(new: Tensor, pages: Tensor, slots: Tensor) -> None:
-    """pages (frames, page_tokens, ...) at flat slots := new (tokens, ...)."""
+    """Store new (tokens, ...) into pages (frames, page_tokens, ...) at the flat KV slots."""
     page_tokens = pages.shape[1]
     pages[slots // page_tokens, slots % page_tokens] = new.to(pages.dtype)
 
 
 LEVELS = 127
-"""Of int8 keys and values on each side of zero."""
+"""Largest magnitude of an int8 KV code."""
 
 
 def _write_int8_cost(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) -> Cost:
@@ -70,8 +71,8 @@ def _write_int8_cost(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) 
 
 @op(cost=_write_int8_cost, shape=lambda new, pages, scales, slots: None)
 def write_pages_int8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) -> None:
-    """As `write_pages`, rounded: pages (frames, page_tokens, heads, size) of int8 codes, and one float32 scale for each
-    token and head (frames, page_tokens, heads). Numbers that are not finite leave a scale that is not finite."""
+    """`write_pages` with quantization: pages (frames, page_tokens, heads, size) hold int8 codes, scales (frames,
+    page_tokens, heads) one float32 scale per token and head. Non-finite inputs produce a non-finite scale."""
     numbers = new.to(torch.float32)
     scale = numbers.abs().amax(-1) / LEVELS
     codes = (numbers / scale.unsqueeze(-1)).nan_to_num(0.0).round().clamp(-LEVELS, LEVELS)
@@ -82,14 +83,14 @@ def write_pages_int8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) 
 
 
 def visible_pairs(queries: int, length: int, window: int | None) -> int:
-    """Query-key pairs that a causal mask (with an optional window) leaves for the last `queries` of `length` tokens."""
+    """Query-key pairs left by a causal mask (with an optional window) for the last `queries` of `length` tokens."""
     past = length - queries
-    whole = queries if window is None else min(max(window - past, 0), queries)  # these see everything before them
+    whole = queries if window is None else min(max(window - past, 0), queries)  # whose window covers the past
     return whole * past + whole * (whole + 1) // 2 + (queries - whole) * (window or 0)
 
 
 def live_from(queries: int, length: int, window: int | None) -> int:
-    """The first position that any of the last `queries` tokens can see."""
+    """First position visible to any of the last `queries` tokens."""
     return 0 if window is None else max(0, length - queries + 1 - window)
 
 
@@ -119,7 +120,7 @@ def _attention_shape(q: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: object,
 
 
 def _numbers(pages: Tensor, scales: Tensor | None, table: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tokens of the pages in `table`, one after the other."""
+    """The dequantized tokens of the pages in `table`, concatenated."""
     numbers = pages[table].flatten(0, 1).to(dtype)
     return numbers if scales is None else numbers * scales[table].flatten(0, 1).to(dtype).unsqueeze(-1)
 
@@ -136,10 +137,10 @@ def paged_attention(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
 ) -> Tensor:
-    """softmax(cap(q k^T * scale) + mask) v for queries (tokens, heads, size); head i reads key head i * K // N.
+    """softmax(cap(q k^T * scale) + mask) v for queries (tokens, heads, size); query head i reads KV head i * K // N.
 
-    Pages may have another dtype than queries; int8 pages come with the scales that `write_pages_int8` left.
-    One sequence at a time: a sequence's result cannot depend on its batch-mates, and only its live pages are touched.
+    Pages may have another dtype than queries; int8 pages need the scales written by `write_pages_int8`.
+    Sequences are computed one by one, so a result never depends on the batch, and only live pages are read.
     """
     page = meta.page_tokens
     exact = torch.promote_types(torch.promote_types(q.dtype, k_pages.dtype), torch.float32)
@@ -154,7 +155,7 @@ def paged_attention(
             for pages, scales in ((k_pages, k_scales), (v_pages, v_scales))
         )
         groups = q.shape[1] // k.shape[1]
-        # (K, groups, queries, size) x (K, size, keys): the heads that share keys go together, keys are never repeated.
+        # (K, groups, queries, size) x (K, size, keys): query heads of one KV head are batched, keys are never repeated.
         grouped = q[first:last].to(exact).unflatten(1, (k.shape[1], groups)).permute(1, 2, 0, 3)
         scores = torch.matmul(grouped, k.permute(1, 2, 0)[:, None]) * scale
         if cap is not None:
@@ -170,7 +171,7 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMS norms over each head of the queries and keys, before they turn."""
+    """RMS norms over each head of the queries and keys, applied before RoPE."""
 
     q: Tensor
     k: Tensor
@@ -191,7 +192,7 @@ def _attend_cost(
     window: int | None = None,
     cap: float | None = None,
 ) -> Cost:
-    """New keys and values are read once, as they come, not once more from their pages."""
+    """New keys and values are counted as read once, not a second time from their pages."""
     cost = _attention_cost(q, k_pages, v_pages, meta, scale, window, cap)
     flops = 0.0
     for x in (q, k):
@@ -215,8 +216,8 @@ def attend(
     window: int | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """All that happens between the projections of an attention layer: queries and keys are normed and turned, keys and
-    values written to their pages, and everything before is attended to. Layers use it where a kernel offers it."""
+    """Everything between the projections of an attention layer: norm and RoPE of queries and keys, KV page writes, and
+    attention. Layers use it where a provider has it as one fused kernel."""
     if norms is not None:
         q, k = (rms_norm.body(x, own, norms.eps, norms.offset) for x, own in ((q, norms.q), (k, norms.k)))
     if angles is not None:

@@ -1,4 +1,4 @@
-"""Triton kernels, registered as provider "triton" for CUDA devices. Imported only where such a device is used."""
+"""Triton kernels, registered as provider "triton" for CUDA devices. Imported only if a CUDA device is used."""
 
 from bankfull.ops.triton import (
     attention,

@@ -1,8 +1,7 @@
-"""Kernels compiled before they are needed, several at a time: where a launch comes first, everything waits for each.
+"""Compile kernels in parallel before their first launch; otherwise each first launch blocks on its compilation.
 
-Triton gives the interpreter free in its passes, and its assembler and the C compiler of its launchers are processes of
-their own, so that threads are enough. What a launch needs is decided by Triton itself: the launch is made as always,
-but goes no further than that.
+Threads suffice: Triton releases the GIL in its passes, and its assembler and the launchers' C compiler are separate
+processes. Triton itself determines what to compile: launches run as usual, but stop before they start the kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _one_at_a_time = Lock()
 
 
 class _Loading:
-    """Where Triton leaves a compilation: with a thread of the pool, which builds the launcher and loads both, too."""
+    """Triton's compile executor: a pool thread compiles the kernel, builds its launcher and loads both."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
@@ -40,10 +39,9 @@ class _Loading:
 
 
 @contextmanager
-def loading_one_by_one() -> Iterator[None]:
-    """All launchers are modules of one name. Python answers whoever loads one again with the module that has this name
-    by now, filled anew: where threads load at once, a kernel gets a launcher that takes other arguments. So each gets
-    a module of its own, filled while nobody else loads."""
+def serialized_loading() -> Iterator[None]:
+    """All launchers are modules of one name, and Python reuses the loaded module of that name. With concurrent loads, a
+    kernel could get a launcher with other arguments. So loads are serialized, and each launcher gets its own module."""
     load, turn = build._load_module_from_path, Lock()
 
     def load_alone(name: str, path: str) -> ModuleType:
@@ -61,8 +59,8 @@ def loading_one_by_one() -> Iterator[None]:
 
 @contextmanager
 def compiling_ahead(device: torch.device, threads: int) -> Iterator[None]:
-    """Within the block this thread's launches compute nothing; at its end all that they need is compiled and loaded.
-    What cannot be compiled is left to the launch that needs it, which says why."""
+    """Within the block, launches of this thread only compile; at its end all their kernels are compiled and loaded.
+    Compile errors are left to the launch that needs the kernel, which raises them."""
     launch, here = JITFunction.run, get_ident()
     met: set[tuple[Any, ...]] = set()
 
@@ -70,7 +68,7 @@ def compiling_ahead(device: torch.device, threads: int) -> Iterator[None]:
         if get_ident() != here:
             return launch(kernel, *args, grid=grid, warmup=warmup, **options)
         call = (id(kernel), *map(_kind, args), *((name, _kind(value)) for name, value in options.items()))
-        if call not in met:  # the layers of a model launch the same again and again
+        if call not in met:  # all layers of a model make the same launches
             met.add(call)
             launch(kernel, *args, grid=grid, warmup=True, **options)
         return None
@@ -81,7 +79,7 @@ def compiling_ahead(device: torch.device, threads: int) -> Iterator[None]:
 
     with (
         _one_at_a_time,
-        loading_one_by_one(),
+        serialized_loading(),
         ThreadPoolExecutor(threads, "compiler", begin) as pool,
         triton.AsyncCompileMode(_Loading(pool), ignore_errors=True),
     ):
@@ -93,7 +91,7 @@ def compiling_ahead(device: torch.device, threads: int) -> Iterator[None]:
 
 
 def _kind(value: Any) -> Any:
-    """As much of an argument as Triton may distinguish."""
+    """The properties of an argument that Triton may specialize on."""
     if isinstance(value, TensorDescriptor):
         return value.base.dtype, *value.block_shape
     return (value.dtype, value.data_ptr() % 16 == 0) if isinstance(value, Tensor) else (type(value), value)

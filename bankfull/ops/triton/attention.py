@@ -1,7 +1,7 @@
-"""Attention over pages on a GPU. Which kernel runs follows from host shapes alone, so a step can be captured.
+"""Paged attention on a GPU. The kernel is chosen from host shapes alone, so a step can be captured.
 
-A sequence with few new tokens is decoded: its keys and values are streamed once, split over the multiprocessors. Others
-go in tiles of queries. A batch of both kinds runs both kernels.
+Sequences with few new tokens use the decode kernel, which streams their KV cache once, split over the multiprocessors.
+Others use the prefill kernel with tiles of queries. A mixed batch runs both.
 """
 
 from __future__ import annotations
@@ -13,53 +13,50 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bankfull.ops.reference.attention import HeadNorms, PagedMeta, Shares, attend, paged_attention
+from bankfull.ops.reference.attention import HeadNorms, PagedMeta, SequencePartition, attend, paged_attention
 from bankfull.ops.triton.attention_decode import MOST_TOKENS, launch_decode
-from bankfull.ops.triton.attention_map import ship, shipped_sequences, shipped_tiles
+from bankfull.ops.triton.attention_map import device_sequences, device_tiles, to_device
 from bankfull.ops.triton.attention_prefill import launch_prefill
+from bankfull.ops.triton.attention_rope import launch_rotate_and_write
 from bankfull.ops.triton.attention_tile import FLOATS
-from bankfull.ops.triton.attention_turn import launch_turn_and_write
+from bankfull.ops.triton.rows import contiguous_rows
 
 LARGEST_HEAD = 256
-"""A tile of it still fits the registers."""
+"""Largest head size whose tile fits into registers."""
 
 
 def _accepts(*, dtype: torch.dtype | None = None, pages: torch.dtype | None = None, **facts: Any) -> bool:
-    """Pages in the dtype of the queries, or in one that loses nothing when it becomes that."""
+    """KV pages in the queries' dtype, in int8, or in a dtype that converts to the queries' dtype without loss."""
     heads = facts.get("heads")
     fits = pages in (None, dtype, torch.int8) or (dtype is torch.float32 and pages in FLOATS)
     return dtype in FLOATS and fits and (heads is None or heads.size <= LARGEST_HEAD)
 
 
 def _accepts_attend(**facts: Any) -> bool:
-    """The operation has no place for scales."""
+    """The fused operation takes no KV scales."""
     return _accepts(**facts) and facts.get("pages") is not torch.int8
-
-
-def _side_by_side(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _check(q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: PagedMeta, window: int | None) -> None:
     page, key_heads, size = k_pages.shape[1:]
     if size != q.shape[2] or v_pages.shape[1:3] != (page, key_heads) or meta.page_tokens != page:
-        raise ValueError("attention: queries, keys, values and page tables have sizes that do not fit each other")
+        raise ValueError("attention: shapes of queries, keys, values and page size do not match")
     if q.shape[1] % key_heads or len(meta.pages) != len(meta.kv_len):
-        raise ValueError("attention: there is not one key head for each group, or not one table for each sequence")
+        raise ValueError("attention: query heads must be a multiple of KV heads, with one page table per sequence")
     if any(part.stride(3) != 1 and part.shape[3] > 1 for part in (k_pages, v_pages)):
-        raise ValueError("attention: the numbers of a head must lie side by side in a page")
+        raise ValueError("attention: each head's elements must be contiguous in a page")
     if window is not None and window < 1:
-        raise ValueError(f"attention: a window of {window} tokens leaves nothing to look at")
+        raise ValueError(f"attention: a window of {window} tokens is too small; use at least 1")
 
 
 def _on_device(meta: PagedMeta, device: torch.device) -> tuple[Tensor, Tensor]:
-    starts = ship(meta.q_start, device) if meta.starts is None else meta.starts
-    lengths = ship(meta.kv_len, device) if meta.lengths is None else meta.lengths
+    starts = to_device(meta.q_start, device) if meta.starts is None else meta.starts
+    lengths = to_device(meta.kv_len, device) if meta.lengths is None else meta.lengths
     return starts, lengths
 
 
 def _fresh(meta: PagedMeta) -> np.ndarray:
-    """Which long sequences surely have nothing before this step: what the host knows of lengths is never too little."""
+    """Long sequences that certainly have no past: the host never underestimates lengths."""
     counts = np.diff(meta.q_start)
     return (counts == meta.kv_len) & (counts > MOST_TOKENS)
 
@@ -76,16 +73,16 @@ def _over_pages(
     cap: float | None,
     own: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Queries that are ready; all keys and values are in their pages. Those of the step are in `own`, too, if given."""
-    if meta.shares is not None:
-        return _by_shares(q, k_pages, v_pages, scales, meta, meta.shares, out, scale, window, cap)
-    counts, table = np.diff(meta.q_start), _side_by_side(meta.pages)
+    """Attention of final queries over pages that hold all keys and values; `own`: also the step's keys and values."""
+    if meta.partition is not None:
+        return _by_partition(q, k_pages, v_pages, scales, meta, meta.partition, out, scale, window, cap)
+    counts, table = np.diff(meta.q_start), contiguous_rows(meta.pages)
     few, fresh = counts <= MOST_TOKENS, _fresh(meta) & (own is not None)
     short, long, new = np.flatnonzero(few), np.flatnonzero(~few & ~fresh), np.flatnonzero(fresh)
     starts, lengths = _on_device(meta, q.device)
     for sequences, (keys, values) in ((long, (k_pages, v_pages)), (new, own or (k_pages, v_pages))):
         if len(sequences):
-            tiles_of = partial(shipped_tiles, meta.q_start, meta.kv_len, sequences, device=q.device)
+            tiles_of = partial(device_tiles, meta.q_start, meta.kv_len, sequences, device=q.device)
             launch_prefill(q, keys, values, scales, table, lengths, tiles_of, out, scale, window, cap)
     if len(short):
         launch_decode(
@@ -98,7 +95,7 @@ def _over_pages(
             meta.slots,
             starts,
             lengths,
-            shipped_sequences(short, q.device) if not few.all() else None,
+            device_sequences(short, q.device) if not few.all() else None,
             int(counts[short].max()),
             out,
             None,
@@ -110,23 +107,23 @@ def _over_pages(
     return out
 
 
-def _by_shares(
+def _by_partition(
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
     scales: tuple[Tensor, Tensor] | None,
     meta: PagedMeta,
-    shares: Shares,
+    partition: SequencePartition,
     out: Tensor,
     scale: float,
     window: int | None,
     cap: float | None,
 ) -> Tensor:
-    """The same where only the device knows which sequences there are. Tokens that fill up the step get no result."""
+    """`_over_pages` for captured steps, whose sequences only the device knows. Padding tokens get no result."""
     assert meta.starts is not None and meta.lengths is not None
-    table = _side_by_side(meta.pages)
-    launch_prefill(q, k_pages, v_pages, scales, table, meta.lengths, shares.tiles, out, scale, window, cap)
-    if shares.ones is not None:
+    table = contiguous_rows(meta.pages)
+    launch_prefill(q, k_pages, v_pages, scales, table, meta.lengths, partition.tiles, out, scale, window, cap)
+    if partition.decodes is not None:
         launch_decode(
             q,
             None,
@@ -137,7 +134,7 @@ def _by_shares(
             meta.slots,
             meta.starts,
             meta.lengths,
-            shares.ones,
+            partition.decodes,
             1,
             out,
             None,
@@ -165,8 +162,8 @@ def run_paged_attention(
     out = torch.empty((*q.shape[:2], v_pages.shape[3]), dtype=q.dtype, device=q.device)
     scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
     if (scales is None) == (k_pages.dtype is torch.int8):
-        raise ValueError(f"attention: pages in {k_pages.dtype} were given {'no ' * (scales is None)}scales")
-    return _over_pages(_side_by_side(q), k_pages, v_pages, scales, meta, out, scale, window, cap)
+        raise ValueError(f"attention: KV pages in {k_pages.dtype} were passed {'no ' * (scales is None)}scales")
+    return _over_pages(contiguous_rows(q), k_pages, v_pages, scales, meta, out, scale, window, cap)
 
 
 @attend.provider("triton", on="cuda", accepts=_accepts_attend)
@@ -184,21 +181,21 @@ def run_attend(
     cap: float | None = None,
 ) -> Tensor:
     _check(q, k_pages, v_pages, meta, window)
-    q, k, v = _side_by_side(q), _side_by_side(k), _side_by_side(v)
+    q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
     if angles is not None:
-        angles = _side_by_side(angles[0]), _side_by_side(angles[1])
+        angles = contiguous_rows(angles[0]), contiguous_rows(angles[1])
     if norms is not None:
-        norms = HeadNorms(_side_by_side(norms.q), _side_by_side(norms.k), norms.eps, norms.offset)
+        norms = HeadNorms(contiguous_rows(norms.q), contiguous_rows(norms.k), norms.eps, norms.offset)
     out = torch.empty((*q.shape[:2], v_pages.shape[3]), dtype=q.dtype, device=q.device)
     width = int(np.diff(meta.q_start).max())
-    if meta.shares is None and width <= MOST_TOKENS:
+    if meta.partition is None and width <= MOST_TOKENS:
         launch_decode(
             q,
             (k, v),
             k_pages,
             v_pages,
             None,
-            _side_by_side(meta.pages),
+            contiguous_rows(meta.pages),
             meta.slots,
             *_on_device(meta, q.device),
             None,
@@ -211,7 +208,7 @@ def run_attend(
             cap,
         )
         return out
-    # Pages of another dtype have rounded what they hold, for every reader alike.
-    keep = meta.shares is None and bool(_fresh(meta).any()) and k_pages.dtype == k.dtype and v_pages.dtype == v.dtype
-    ready, keys = launch_turn_and_write(q, k, v, k_pages, v_pages, meta.slots, angles, norms, keep)
-    return _over_pages(ready, k_pages, v_pages, None, meta, out, scale, window, cap, (keys, v) if keep else None)
+    # Pages of another dtype hold rounded keys and values, and all readers must see the same ones.
+    keep = meta.partition is None and bool(_fresh(meta).any()) and k_pages.dtype == k.dtype and v_pages.dtype == v.dtype
+    rotated, keys = launch_rotate_and_write(q, k, v, k_pages, v_pages, meta.slots, angles, norms, keep)
+    return _over_pages(rotated, k_pages, v_pages, None, meta, out, scale, window, cap, (keys, v) if keep else None)

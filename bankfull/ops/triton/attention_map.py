@@ -1,6 +1,6 @@
-"""Which sequences and which tiles of queries a launch covers: small integers that the host knows and ships.
+"""Sequences and query tiles of a launch, as small integer arrays copied to the device.
 
-They follow from q_start alone, which is true on the host; how long sequences are is read on the device.
+They depend only on q_start, which is exact on the host; sequence lengths are read on the device.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 
 def tile_map(q_start: np.ndarray, kv_len: np.ndarray, sequences: np.ndarray, tokens: int) -> np.ndarray:
-    """(sequence, first token, tokens, tokens from there to the sequence's end) of every tile, those with the most keys
-    first, because what is started last should be short. `kv_len` decides about this order and nothing else."""
+    """(sequence, first token, tokens, tokens from there to the sequence's end) of each tile, those with the most keys
+    first, so that programs that start last are short. `kv_len` affects only this order."""
     widths = np.diff(q_start)
     tiles = -(-widths[sequences] // tokens)
     sequence = np.repeat(sequences, tiles)
@@ -24,8 +24,8 @@ def tile_map(q_start: np.ndarray, kv_len: np.ndarray, sequences: np.ndarray, tok
     return found[np.argsort(left - kv_len[sequence], kind="stable")].astype(np.int32)
 
 
-def ship(values: np.ndarray, device: torch.device) -> Tensor:
-    """To the device without waiting for it: pinned memory is freed by its own event."""
+def to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """Copy to the device without synchronizing; pinned memory is freed by its own event."""
     here = torch.from_numpy(np.array(values, dtype=np.int32))
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
 
@@ -39,24 +39,24 @@ def _bytes(values: np.ndarray) -> bytes:
 
 
 @lru_cache(maxsize=16)
-def _shipped_tiles(
+def _device_tiles(
     q_start: bytes, kv_len: bytes, sequences: bytes, tokens: int, device: torch.device, stream: int
 ) -> Tensor:
     arrays = [np.frombuffer(part, np.int64) for part in (q_start, kv_len, sequences)]
-    return ship(tile_map(arrays[0], arrays[1], arrays[2], tokens), device)
+    return to_device(tile_map(arrays[0], arrays[1], arrays[2], tokens), device)
 
 
 @lru_cache(maxsize=16)
-def _shipped_sequences(sequences: bytes, device: torch.device, stream: int) -> Tensor:
-    return ship(np.frombuffer(sequences, np.int64), device)
+def _device_sequences(sequences: bytes, device: torch.device, stream: int) -> Tensor:
+    return to_device(np.frombuffer(sequences, np.int64), device)
 
 
-def shipped_tiles(
+def device_tiles(
     q_start: np.ndarray, kv_len: np.ndarray, sequences: np.ndarray, tokens: int, device: torch.device
 ) -> Tensor:
-    """The layers of a step ask for the same tiles one after the other: the first one ships them."""
-    return _shipped_tiles(_bytes(q_start), _bytes(kv_len), _bytes(sequences), tokens, device, _stream(device))
+    """All layers of a step use the same tiles; only the first call copies them."""
+    return _device_tiles(_bytes(q_start), _bytes(kv_len), _bytes(sequences), tokens, device, _stream(device))
 
 
-def shipped_sequences(sequences: np.ndarray, device: torch.device) -> Tensor:
-    return _shipped_sequences(_bytes(sequences), device, _stream(device))
+def device_sequences(sequences: np.ndarray, device: torch.device) -> Tensor:
+    return _device_sequences(_bytes(sequences), device, _stream(device))

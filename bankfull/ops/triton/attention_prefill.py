@@ -1,11 +1,11 @@
-"""Attention of sequences with many new tokens: the work is in the products, so a program keeps a tile of queries.
+"""Attention of sequences with many new tokens: flash attention with a tile of queries per program, bound by GEMM.
 
-A tile holds neighbouring tokens and, of each, the heads that share a key head: keys and values that are loaded once
-serve them all. Which tiles there are is known on the host, and crosses as one small array.
+A tile holds adjacent tokens with all query heads of one KV head, so that loaded keys and values serve them all. The
+host computes the list of tiles and copies it as one small array.
 
-Sequences that begin with this step have all their keys and values in the step's own rows, side by side: read there
-instead of in pages, with no page to look up, the same numbers take a fifth less time. Where they lie as a tensor map
-can say it, the card's copy engine fetches them tile by tile, and no thread computes an address.
+Sequences without a past have all keys and values in the step's own rows. Reading these instead of pages avoids page
+table lookups and takes a fifth less time. If a tensor map can describe their layout, the TMA unit loads them tile by
+tile, without address computation in the threads.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bankfull.ops.triton.attention_tile import (
-    absorbed,
     capped,
-    look_up,
-    multiplied_as,
-    places,
+    dot_dtype,
+    load_frames,
+    offsets,
+    online_softmax,
     score_factors,
     store_heads,
 )
@@ -30,7 +30,7 @@ from bankfull.ops.triton.launch import INTERPRETED, overlapped, power_of_two, st
 
 
 @triton.jit
-def walk(
+def attend_keys(
     low,
     high,
     begin,
@@ -59,7 +59,7 @@ def walk(
     window,
     peak,
     total,
-    mixed,
+    acc,
     SIZE: tl.constexpr,
     VALUES: tl.constexpr,
     PADDED: tl.constexpr,
@@ -74,20 +74,20 @@ def walk(
     MAPPED: tl.constexpr,
     BORDER: tl.constexpr,
 ):
-    """The running softmax over the keys low .. high. BORDER: not every query sees each of them; outside of begin .. end
-    there is nothing to read. ALIKE: values lie in their frames as keys do. FRESH: there are no frames; the first key is
-    at the base, or, where the bases are MAPPED, in row `own`."""
+    """Online softmax over the keys low .. high. BORDER: some queries do not see all of these keys, and only keys in
+    begin .. end may be read. ALIKE: keys and values have the same strides. FRESH: no pages; the first key is at the
+    base pointer, or, if the bases are MAPPED, in row `own` of the tensor maps."""
     dims = tl.arange(0, PADDED)
     numbers = tl.arange(0, PADDED_VALUES)
     within = tl.arange(0, BLOCK)
     factor = inner
     if CAPPED:
         factor = 1.0
-    # The pages of a tile are looked up one step before they are needed: no load of the loop waits for another.
+    # Page frames are loaded one iteration ahead, so that no load in the loop depends on another.
     frames = within
     if not FRESH:
-        frames = look_up(table_base, low, begin, tl.minimum(high, end), PAGE, BLOCK)
-    # A border has a tile or two, and its masked values take room of their own: two programs must fit side by side.
+        frames = load_frames(table_base, low, begin, tl.minimum(high, end), PAGE, BLOCK)
+    # A border has one or two tiles, and its masked values need extra shared memory: two programs must fit per SM.
     DEPTH: tl.constexpr = 2 if MAPPED and BORDER else STAGES
     for at in tl.range(low, high, BLOCK, num_stages=DEPTH):
         key = at + within
@@ -96,16 +96,16 @@ def walk(
             keys = k_base.load([own + at, key_head * SIZE])
             values = v_base.load([own + at, key_head * VALUES])
             if BORDER:
-                # Rows of another sequence: their weight is 0, but 0 times what is not finite would be NaN.
+                # Rows of another sequence have weight 0, but 0 times a non-finite value would be NaN.
                 values = tl.where(inside[:, None], values, 0.0)
         else:
             if FRESH:
-                before = (begin * 0 + at).to(tl.int64)  # to the interpreter `at` is a plain number, without a type
+                before = (begin * 0 + at).to(tl.int64)  # in the interpreter `at` is an untyped number
                 k_there = k_base + before * k_place + (within[:, None] * k_place + dims[None, :])
                 v_there = v_base + before * v_place + (within[:, None] * v_place + numbers[None, :])
             else:
-                k_places = places(frames, at, k_frame, k_place, PAGE, BLOCK)
-                v_places = k_places if ALIKE else places(frames, at, v_frame, v_place, PAGE, BLOCK)
+                k_places = offsets(frames, at, k_frame, k_place, PAGE, BLOCK)
+                v_places = k_places if ALIKE else offsets(frames, at, v_frame, v_place, PAGE, BLOCK)
                 k_there = k_base + k_places[:, None] + dims[None, :]
                 v_there = v_base + v_places[:, None] + numbers[None, :]
             if BORDER:
@@ -118,9 +118,9 @@ def walk(
         score = tl.dot(queries, tl.trans(keys.to(PRODUCT)), input_precision="ieee")
         value_scale = None
         if k_scales is not None:
-            scales = k_scales + key_head * k_scale_head + places(frames, at, k_scale_frame, k_scale_place, PAGE, BLOCK)
+            scales = k_scales + key_head * k_scale_head + offsets(frames, at, k_scale_frame, k_scale_place, PAGE, BLOCK)
             score = score * tl.load(scales, mask=inside, other=0.0)[None, :]
-            scales = v_scales + key_head * v_scale_head + places(frames, at, v_scale_frame, v_scale_place, PAGE, BLOCK)
+            scales = v_scales + key_head * v_scale_head + offsets(frames, at, v_scale_frame, v_scale_place, PAGE, BLOCK)
             value_scale = tl.load(scales, mask=inside, other=0.0)
         if CAPPED:
             score = capped(score, inner, outer)
@@ -130,9 +130,9 @@ def walk(
                 seen = seen & (key[None, :] > position[:, None] - window)
             score = tl.where(seen, score, float("-inf"))
         if not FRESH:
-            frames = look_up(table_base, at + BLOCK, begin, tl.minimum(high, end), PAGE, BLOCK)
-        peak, total, mixed = absorbed(score, factor, values.to(PRODUCT), value_scale, peak, total, mixed, BORDER)
-    return peak, total, mixed
+            frames = load_frames(table_base, at + BLOCK, begin, tl.minimum(high, end), PAGE, BLOCK)
+        peak, total, acc = online_softmax(score, factor, values.to(PRODUCT), value_scale, peak, total, acc, BORDER)
+    return peak, total, acc
 
 
 @triton.jit(do_not_specialize=["table_row", "window"])
@@ -183,8 +183,8 @@ def attention_prefill(
     MAPPED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """FRESH: `k_pages` and `v_pages` are the step's own keys and values, a token's `k_place` and `v_place` apart; where
-    they are MAPPED, tensor maps of these."""
+    """FRESH: `k_pages` and `v_pages` are the step's own keys and values with token strides `k_place` and `v_place`, or
+    tensor maps of them if MAPPED."""
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
     tile = tiles + tl.program_id(0) // HEAD_TILES * 4
@@ -207,8 +207,8 @@ def attention_prefill(
     ).to(PRODUCT)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, PADDED_VALUES], tl.float32)
-    # All rows see the tiles of keys in base .. whole; before and behind lie those that only some of them see.
+    acc = tl.zeros([ROWS, PADDED_VALUES], tl.float32)
+    # All rows see the key tiles in base .. whole; the tiles before and after are visible to some rows only.
     end = past + count
     begin = past * 0
     low = begin
@@ -229,7 +229,7 @@ def attention_prefill(
             k_base += own.to(tl.int64) * k_place
             v_base += own.to(tl.int64) * v_place
     if window is not None:
-        peak, total, mixed = walk(
+        peak, total, acc = attend_keys(
             low,
             base,
             begin,
@@ -258,7 +258,7 @@ def attention_prefill(
             window,
             peak,
             total,
-            mixed,
+            acc,
             SIZE,
             VALUES,
             PADDED,
@@ -273,7 +273,7 @@ def attention_prefill(
             MAPPED,
             True,
         )
-    peak, total, mixed = walk(
+    peak, total, acc = attend_keys(
         base,
         whole,
         begin,
@@ -302,7 +302,7 @@ def attention_prefill(
         window,
         peak,
         total,
-        mixed,
+        acc,
         SIZE,
         VALUES,
         PADDED,
@@ -317,7 +317,7 @@ def attention_prefill(
         MAPPED,
         False,
     )
-    peak, total, mixed = walk(
+    peak, total, acc = attend_keys(
         whole,
         end,
         begin,
@@ -346,7 +346,7 @@ def attention_prefill(
         window,
         peak,
         total,
-        mixed,
+        acc,
         SIZE,
         VALUES,
         PADDED,
@@ -361,15 +361,15 @@ def attention_prefill(
         MAPPED,
         True,
     )
-    store_heads(out, mixed, total, token, head, real, out_token, VALUES, PADDED_VALUES)
+    store_heads(out, acc, total, token, head, real, out_token, VALUES, PADDED_VALUES)
 
 
 def tile_shape(padded: int, product_bytes: int) -> tuple[int, int, int, int]:
-    """Rows of queries, keys of one step, warps, stages.
+    """Query rows, keys per iteration, warps, stages.
 
-    Four warps with 64 rows: two such programs fit a multiprocessor, and one multiplies while the other is at its
-    exponentials. On an H200 316 TFLOP/s for 8 x 2048 tokens, against 282 with 128 rows and eight warps.
-    Products of float32 go without the matrix units: small tiles, so that they fit the registers.
+    64 rows with four warps: two programs fit on a multiprocessor, and one runs its GEMM during the other's softmax. On
+    an H200: 316 TFLOP/s for 8 x 2048 tokens, against 282 with 128 rows and eight warps.
+    Float32 products do not use tensor cores: small tiles, to fit into registers.
     """
     if product_bytes == 4:
         return 32, 16, 8, 2
@@ -377,13 +377,13 @@ def tile_shape(padded: int, product_bytes: int) -> tuple[int, int, int, int]:
 
 
 def tensor_map(rows: Tensor, block: int) -> TensorDescriptor | None:
-    """Keys or values of a step, one row for each token, as tiles of `block` rows of one head; None where a map cannot
-    say how they lie: it needs steps of 16 bytes, heads side by side, and a head as wide as its tile."""
+    """Tensor map of a step's keys or values, one row per token, in tiles of `block` rows of one head; None if the
+    layout does not allow it: it needs 16-byte strides, contiguous heads, and a head as wide as its tile."""
     count, heads, size = rows.shape
     token, head, number = rows.stride()
-    side_by_side = number == 1 and (head == size or heads == 1) and token >= heads * size
+    adjacent = number == 1 and (head == size or heads == 1) and token >= heads * size
     aligned = rows.data_ptr() % 16 == 0 and token * rows.element_size() % 16 == 0
-    if not side_by_side or not aligned or size != max(16, power_of_two(size)):
+    if not adjacent or not aligned or size != max(16, power_of_two(size)):
         return None
     return TensorDescriptor(rows, [count, heads * size], [token, 1], [block, size])
 
@@ -401,9 +401,9 @@ def launch_prefill(
     window: int | None,
     cap: float | None,
 ) -> None:
-    """Queries that are ready, in tiles of so many tokens as `tiles_of` is asked for, over pages that hold all keys and
-    values; or, where these have three dimensions, over the step's own. Then the sequences of the tiles must have
-    nothing before."""
+    """Attention of final queries over pages that hold all keys and values, with the tiles that `tiles_of(tokens per
+    tile)` returns. With three dimensions, `keys` and `values` are the step's own, and the sequences of the tiles must
+    have no past."""
     fresh = keys.dim() == 3
     heads, size = q.shape[1:]
     key_heads, numbers = values.shape[-2:]
@@ -418,7 +418,7 @@ def launch_prefill(
     k_strides, v_strides = ((0, *part.stride()[:2]) if fresh else part.stride()[:3] for part in (keys, values))
     options = overlapped(q)
     k_map = v_map = None
-    # Cards that can start a kernel early also have the engine. Other tiles were not measured with it.
+    # GPUs with programmatic dependent launch also have TMA. Other tile sizes were not measured with it.
     if fresh and block == 64 and (INTERPRETED or options["OVERLAP"]):
         k_map, v_map = tensor_map(keys, block), tensor_map(values, block)
     mapped = k_map is not None and v_map is not None
@@ -455,7 +455,7 @@ def launch_prefill(
         rows,
         block,
         stages,
-        multiplied_as(q),
+        dot_dtype(q),
         fresh,
         mapped,
         num_warps=warps,

@@ -1,5 +1,5 @@
-"""What surrounds a captured step of prompts: any sequences, found on the device from the rows and bounds that it was
-sent. There are more places for sequences than a step has, the last one always empty, and more tokens.
+"""Inputs of a captured prefill step, built on the device from the row ids and bounds that the host sends. The step has
+spare sequence places (the last one is always empty) and spare tokens.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import triton.language as tl
 from torch import Tensor
 
 from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
-from bankfull.ops.triton.rope import turned
-from bankfull.ops.triton.steps import Turning
+from bankfull.ops.triton.rope import cos_sin
+from bankfull.ops.triton.steps import RopeAngles
 
 BLOCK = 128
-"""Entries of a page table that are copied at once."""
+"""Page table entries copied per iteration."""
 TOKENS = 16
-"""Of one program that gathers them."""
+"""Tokens per gathering program."""
 TILES = 32
-"""That a program lists at once."""
-USUAL_PLACES = 512
-"""That a program looks at, at the least: one kernel serves every engine with fewer rows, whatever their number."""
+"""Tiles listed per iteration."""
+MIN_PLACES = 512
+"""Minimum sequence places per program, so that all engines with fewer rows share one compiled kernel."""
 
 
 def width_for(places: int) -> int:
-    return max(USUAL_PLACES, power_of_two(places))
+    return max(MIN_PLACES, power_of_two(places))
 
 
 @triton.jit(do_not_specialize=["tokens_stride", "table_stride", "table_width", "half", "count", "places"])
@@ -57,8 +57,8 @@ def gather_chunks_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Programs of TOKENS tokens each, then one for each place of a sequence. FIRST: ids, positions, their angles (where
-    HALF > 0) and lengths, too. Tokens that fill up the step are at position 0 and go to page 0, which nobody reads."""
+    """Programs of TOKENS tokens each, then one per sequence place. FIRST: also ids, positions, their RoPE angles (if
+    HALF > 0) and lengths. Padding tokens have position 0 and go to page 0, which is never read."""
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
     program = tl.program_id(0)
@@ -80,7 +80,7 @@ def gather_chunks_kernel(
             if HALF > 0:
                 part = tl.arange(0, HALF)[None, :]
                 frequency = tl.load(frequencies + part, part < half, 0.0)
-                x, y = turned(position[:, None].to(tl.float32) * frequency)
+                x, y = cos_sin(position[:, None].to(tl.float32) * frequency)
                 there = at[:, None].to(tl.int64) * half + part
                 meant = inside[:, None] & (part < half)
                 tl.store(cos + there, (x * scale).to(cos.dtype.element_ty), meant)
@@ -113,13 +113,12 @@ def gather_chunks(
     into: tuple[Tensor, Tensor, Tensor],
     slots: list[Tensor],
     pages: list[Tensor],
-    turning: Turning | None = None,
+    rope: RopeAngles | None = None,
 ) -> None:
-    """The next starts[i] .. starts[i + 1] tokens of rows[i]: ids, positions and lengths `into` tensors of the caller,
-    `slots` and `pages` likewise for each group, and the positions' angles. A page table is copied as far as it is
-    used."""
+    """Gather the next starts[i] .. starts[i + 1] tokens of rows[i]: ids, positions and lengths `into` the caller's
+    tensors, `slots` and `pages` for each group, and the RoPE angles. Only the used part of a page table is copied."""
     ids, _, lengths = into
-    turns = turning or Turning(reached, 0.0, reached, reached)
+    angles = rope or RopeAngles(reached, 0.0, reached, reached)
     for number, (table, page, there, copies) in enumerate(zip(tables, page_tokens, slots, pages, strict=True)):
         gather_chunks_kernel[(-(-len(ids) // TOKENS) + len(lengths),)](
             rows,
@@ -133,16 +132,16 @@ def gather_chunks(
             table.shape[1],
             there,
             copies,
-            turns.frequencies,
-            len(turns.frequencies),
-            float(turns.scale),
-            turns.cos,
-            turns.sin,
+            angles.frequencies,
+            len(angles.frequencies),
+            float(angles.scale),
+            angles.cos,
+            angles.sin,
             len(ids),
             len(lengths),
             width_for(len(lengths)),
             TOKENS,
-            power_of_two(len(turns.frequencies)) if turning and not number else 0,
+            power_of_two(len(angles.frequencies)) if rope and not number else 0,
             page,
             number == 0,
             BLOCK,
@@ -162,7 +161,7 @@ def query_tiles_kernel(
     TILES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program for each place of a sequence, and one for the tiles that nobody needs."""
+    """One program per sequence place, and one for the unused tiles."""
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
     sequence = tl.program_id(0)
@@ -179,7 +178,7 @@ def query_tiles_kernel(
         for at in range(0, mine, TILES):
             tile = at + tl.arange(0, TILES)
             left = tokens - tile * TOKENS
-            # The last tile of a sequence has the most keys: what is started last should be short.
+            # A sequence's last tile has the most keys and comes first: the programs that start last should be short.
             line = tiles + (before + mine - 1 - tile) * 4
             tl.store(line, tile * 0 + sequence, mask=tile < mine)
             tl.store(line + 1, first + tile * TOKENS, mask=tile < mine)
@@ -194,12 +193,12 @@ def query_tiles_kernel(
                 tl.store(empty + part, spare * 0, mask=spare < count)
 
 
-class DeviceShares:
-    """Which sequences of a step of up to `tokens` tokens are cut into tiles: all, or, where there are `ones`, those
-    with more than one new token. Made anew for each launch: tiles are found once, by the layer that asks first."""
+class DevicePartition:
+    """Selects the sequences of a step of up to `tokens` tokens that are tiled: all, or, if there are `decodes`,
+    those with more than one new token. Created per launch; the first layer that asks computes the tiles for all."""
 
-    def __init__(self, starts: Tensor, places: int, tokens: int, ones: Tensor | None) -> None:
-        self._starts, self._places, self._tokens, self.ones = starts, places, tokens, ones
+    def __init__(self, starts: Tensor, places: int, tokens: int, decodes: Tensor | None) -> None:
+        self._starts, self._places, self._tokens, self.decodes = starts, places, tokens, decodes
         self._found: dict[int, Tensor] = {}
 
     def tiles(self, tokens: int) -> Tensor:
@@ -211,7 +210,7 @@ class DeviceShares:
                 tiles,
                 self._places,
                 count,
-                1 if self.ones is None else 2,
+                1 if self.decodes is None else 2,
                 TOKENS=tokens,
                 PLACES=width_for(self._places),
                 TILES=TILES,

@@ -1,4 +1,4 @@
-"""Rows of a dense table, gathered by id."""
+"""Dense embedding lookup."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bankfull.ops.triton.rows import DTYPES
 from bankfull.weights.qtensor import QTensor
 
 WIDEST = 2048
-"""Columns of a program: two 16-byte loads of 16-bit numbers for each of 128 threads."""
+"""Columns per program: two 16-byte loads of 16-bit elements for each of 128 threads."""
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def embedding_kernel(
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
-    # An id that is none must not read foreign memory; whoever made it answers for what comes of it.
+    # Clamp: an invalid id must not read out of bounds; its result is undefined.
     row = tl.minimum(tl.maximum(tl.load(ids + token).to(tl.int64), 0), count - 1)
     numbers = tl.load(table + row * table_stride + at, inside, 0.0).to(y.dtype.element_ty)
     if SCALED:

@@ -1,15 +1,15 @@
-"""How our Triton kernels are launched: one after the other on a stream, each started while the one before still runs.
+"""Launching our Triton kernels: in order on one stream, each overlapping the tail of the kernel before.
 
-Programmatic dependent launch lets the next kernel begin as soon as the one before has no more programs to start; only
-`wait_for_inputs` holds it back until everything before has finished and can be read. The rules that make it safe, for
-every kernel of this folder:
+With programmatic dependent launch the next kernel starts as soon as the current one has no more programs to start;
+`wait_for_inputs` blocks until all kernels before have finished and their writes are visible. Safety rules for every
+kernel of this folder:
 
 1. Each program calls `wait_for_inputs` before it reads what another kernel may have written, and before it writes.
-   Weights, which never change, may be loaded before: that is the point.
-2. Each program calls `start_next` as early as it likes: whoever starts still waits for our end.
-3. The kernels that a step begins with (`gather_step`, `rope_angles`, `embedding`) call it only after they have waited.
-   So whatever was gathered, or written before the step, is there for every kernel behind them, also before that one
-   waits: lengths, page tables, and the keys and values of earlier steps.
+   Weights never change, so they may be loaded earlier: that is the gain.
+2. Each program may call `start_next` at any time: the next kernel still waits for our end.
+3. The first kernels of a step (`gather_step`, `rope_angles`, `embedding`) call it only after they have waited. So their
+   output, and everything written before the step (lengths, page tables, keys and values of earlier steps), is visible
+   to all later kernels even before these wait.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Kernels run as Python, on host tensors: that is how machines without a GPU test them."""
+"""Kernels run in Triton's interpreter on host tensors: the way to test them without a GPU."""
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def start_next(OVERLAP: tl.constexpr):
 
 
 def overlapped(x: Tensor) -> dict[str, bool]:
-    """The keywords of a launch on the device of `x`; a kernel takes OVERLAP as its last constexpr."""
+    """Launch keywords for the device of `x`; every kernel has OVERLAP as its last constexpr."""
     if INTERPRETED or not x.is_cuda or not _can_overlap(x.device.index or 0):
         return {"OVERLAP": False}
     return {"OVERLAP": True, "launch_pdl": True}
@@ -52,8 +52,8 @@ def _can_overlap(index: int) -> bool:
 
 
 @cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of the device; a few where kernels are interpreted, so that tests cover several programs."""
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of the device; 4 without a CUDA device, so that interpreted tests cover several programs."""
     return 4 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -1,7 +1,7 @@
-"""Dense linear layers on a GPU: our kernel for a few rows, the library's matrix product or tiles of ours for more.
+"""Dense linear layers on a GPU: our GEMV kernel for a few rows, the library's GEMM or our tiles for more.
 
-Which of them runs follows from the number of rows and the shape alone (`heuristic`), or from the table that
-`bankfull tune` measured. Activations are untouched, sums are float32; float32 products are IEEE.
+The kernel is chosen from the row count and the shape alone (`heuristic`), or from the table that `bankfull tune`
+measured. Activations keep their dtype, accumulators are float32; float32 products are IEEE.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from bankfull.ops.reference.linear import (
     normed_linear,
 )
 from bankfull.ops.reference.norm import add_rms_norm
-from bankfull.ops.triton.launch import overlapped, power_of_two, processors
-from bankfull.ops.triton.linear_rows import long_gated_kernel, rows_kernel
+from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two
+from bankfull.ops.triton.linear_rows import persistent_gated_kernel, rows_kernel
 from bankfull.ops.triton.linear_tiles import gated_tiles_kernel, split_tiles_kernel, tiles_kernel
 from bankfull.ops.triton.table import lookup
 from bankfull.weights.qtensor import QTensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 16384
-"""Columns that a program holds at once."""
+"""Maximum columns that a program holds at once."""
 LARGE_WEIGHT, MANY_OUTPUTS = 1 << 24, 65536
-"""Numbers of a weight that our tiles may be faster for, and outputs of a head; smaller ones were not measured."""
+"""Minimum elements of a weight, and outputs of a head, for which our tiles may be faster; smaller ones were not
+measured."""
 
 
 def _accepts(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
@@ -48,24 +49,24 @@ def _accepts_normed(*, weight: QTensor | None = None, **facts: Any) -> bool:
     return _accepts(weight=weight, **facts) and weight is not None and weight.shape[1] <= WIDEST
 
 
-def takes_few(rows: int, columns: int) -> bool:
-    """Does the kernel for a few rows take them? So few that the plain units keep up with memory."""
+def fits_rows_kernel(rows: int, columns: int) -> bool:
+    """Whether `rows_kernel` handles these rows: so few that CUDA cores keep up with memory."""
     return 0 < rows <= FEW_ROWS and columns <= WIDEST
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How `rows_kernel` is cut: outputs per program, and its warps."""
+    """Launch shape of `rows_kernel`: outputs per program, and its warps."""
 
     out: int
     warps: int
 
 
 @cache
-def shape_of(rows: int, outputs: int, columns: int, gated: bool, wide: bool) -> Shape:
-    """About 16 KiB of weights per program: enough requests in flight, and enough programs that they end together.
-    Measured on an H200 over the linears of an 8B model: 94 to 96% of the read bandwidth. Short rows end the sooner the
-    fewer warps wait for each other, as long as there are programs enough: measured over 0.6B and 135M, for one row."""
+def rows_shape(rows: int, outputs: int, columns: int, gated: bool, wide: bool) -> Shape:
+    """About 16 KiB of weights per program: enough loads in flight, and enough programs to finish at the same time.
+    Measured on an H200 over the linears of an 8B model: 94 to 96% of the read bandwidth. Short rows finish sooner with
+    fewer warps that synchronize, if there are enough programs: measured over 0.6B and 135M, for one row."""
     width = power_of_two(columns)
     if not wide and gated and width <= 1024:
         return Shape(4, 2)
@@ -77,13 +78,13 @@ def shape_of(rows: int, outputs: int, columns: int, gated: bool, wide: bool) -> 
     return Shape(max(1, min(held // width, 16)), 16 if width > 8192 else 8 if width > 4096 else 4)
 
 
-LONG_OUT, LONG_PROGRAMS = 2, 2
-"""Outputs of a tile, and programs for each multiprocessor, where programs take tiles in turns."""
+PERSISTENT_OUT, PERSISTENT_PROGRAMS = 2, 2
+"""Outputs of a tile, and programs per multiprocessor, of the persistent kernel."""
 
 
-def takes_turns(rows: int, outputs: int, width: int, bias: Tensor | None, kind: str | None) -> bool:
-    """Is it one row of a gated layer, with several tiles for each program? Then 1% faster on an H200 than programs of
-    one tile; layers that are not gated were not."""
+def is_persistent(rows: int, outputs: int, width: int, bias: Tensor | None, kind: str | None) -> bool:
+    """Whether the persistent kernel runs: one row of a gated layer with several tiles per program. On an H200 it is 1%
+    faster than one tile per program; for ungated layers it is not."""
     return rows == 1 and kind is not None and bias is None and outputs >= 8192 and 2048 <= width <= 4096
 
 
@@ -102,9 +103,9 @@ def few_rows(x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None, kind: st
     joined, norm, eps, offset = (
         (y, y, 0.0, 0.0) if before is None else (before.joined, before.weight, before.eps, before.offset)
     )
-    if takes_turns(count, outputs, width, bias, kind):
-        programs = min(LONG_PROGRAMS * processors(rows.device), -(-outputs // LONG_OUT))
-        long_gated_kernel[(programs,)](
+    if is_persistent(count, outputs, width, bias, kind):
+        programs = min(PERSISTENT_PROGRAMS * multiprocessors(rows.device), -(-outputs // PERSISTENT_OUT))
+        persistent_gated_kernel[(programs,)](
             rows,
             delta,
             joined,
@@ -117,7 +118,7 @@ def few_rows(x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None, kind: st
             outputs,
             columns,
             width,
-            LONG_OUT,
+            PERSISTENT_OUT,
             before is not None,
             offset != 0.0,
             kind,
@@ -125,7 +126,7 @@ def few_rows(x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None, kind: st
             **overlapped(rows),
         )
         return y
-    shape = shape_of(count, outputs, columns, kind is not None, weight.element_size() > 2)
+    shape = rows_shape(count, outputs, columns, kind is not None, weight.element_size() > 2)
     rows_kernel[(-(-outputs // shape.out),)](
         rows,
         rows.stride(0),
@@ -156,8 +157,8 @@ def few_rows(x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None, kind: st
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A way to compute a product. `rows` is the most that it takes, or that a program does at once; `stages` the most
-    parts of its operands that are on their way at a time."""
+    """A way to compute a GEMM. `rows` is the maximum in total, or per program; `stages` the maximum pipeline depth of
+    its operands."""
 
     name: str
     rows: int
@@ -166,13 +167,13 @@ class Plan:
     stages: int = 0
     warps: int = 0
     splits: int = 0
-    """Programs that share a tile's columns, where the weight is the first operand (`split_tiles_kernel`)."""
+    """Split-K: programs that share a tile's columns, with the weight as first operand (`split_tiles_kernel`)."""
     early: int = 0
-    """Lines of 128 bytes of each output that such a program asks for before its input is there."""
+    """Cache lines (128 bytes) of each output that a split-K program prefetches before its input is ready."""
 
 
 MOST_TILE_ROWS = 32
-"""Of the tiles whose first operand is the weight."""
+"""Maximum rows of tiles whose first operand is the weight."""
 
 
 def _split(out: int, splits: int, stages: int, early: int) -> Plan:
@@ -197,22 +198,22 @@ HOPPER_MEMORY = 227 << 10
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have on its multiprocessor."""
+    """Bytes of shared memory available to a program."""
     if device.type != "cuda":
-        return HOPPER_MEMORY  # interpreted, or compiled without a device
+        return HOPPER_MEMORY  # interpreted, or compiled without a GPU
     facts = torch.cuda.get_device_properties(device)
     return int(getattr(facts, "shared_memory_per_block_optin", facts.shared_memory_per_block))
 
 
 def stages_of(plan: Plan, dtype: torch.dtype, device: torch.device) -> int:
-    """How many stages of a plan's tiles there is room for; 0: not even for one."""
+    """Pipeline stages of the plan's tiles that fit into shared memory; 0 if not even one does."""
     stage = (plan.rows + plan.out) * plan.depth * dtype.itemsize
     return min(plan.stages, shared_memory(device) // stage)
 
 
 def can_run(plan: Plan, rows: int, outer: int, inner: int, dtype: torch.dtype, device: torch.device) -> bool:
     if plan is ROWS:
-        return takes_few(rows, inner)
+        return fits_rows_kernel(rows, inner)
     if plan.splits:
         fits = 0 < rows <= plan.rows and outer % plan.out == 0 and inner % (plan.splits * plan.depth) == 0
         return fits and dtype.itemsize == 2 and stages_of(plan, dtype, device) == plan.stages
@@ -220,11 +221,11 @@ def can_run(plan: Plan, rows: int, outer: int, inner: int, dtype: torch.dtype, d
 
 
 def heuristic(rows: int, outer: int, inner: int, dtype: torch.dtype, device: torch.device) -> Plan:
-    """Without a table. For 32 rows our tiles are faster on an H200 for heads and for the layers of 8B, all of them
-    together, as long as there are no more tiles than multiprocessors: a step takes 4.74 ms where it took 5.04 with the
-    library. Beyond that the library was as fast as the best of our tiles, or faster, for nearly all shapes; 5 to 16
-    rows were not measured."""
-    if takes_few(rows, inner):
+    """The plan without a table. For 32 rows on an H200, our tiles are faster for heads and for all layers of 8B
+    together, if there are no more tiles than multiprocessors: a step takes 4.74 ms instead of 5.04 with the library.
+    Beyond that the library was as fast as our best tiles, or faster, for nearly all shapes; 5 to 16 rows were not
+    measured."""
+    if fits_rows_kernel(rows, inner):
         return ROWS
     if not 16 < rows <= MOST_TILE_ROWS or outer * inner < LARGE_WEIGHT:
         return LIBRARY
@@ -250,23 +251,23 @@ def tile_rows(rows: int) -> int:
     return 16 if rows <= 16 else MOST_TILE_ROWS
 
 
-class Sums:
-    """Sums of the programs that share a tile, and how many have left theirs. One stream at a time may use it."""
+class SplitSums:
+    """Partial sums and arrival counters of split-K tiles. It must be used on one stream at a time."""
 
     def __init__(self, device: torch.device, tiles: int, numbers: int) -> None:
         self.partial = torch.empty(tiles * numbers, dtype=torch.float32, device=device)
         self.arrivals = torch.zeros(tiles, dtype=torch.int32, device=device)
 
 
-_sums: dict[tuple[torch.device, int, int], Sums] = {}
+_sums: dict[tuple[torch.device, int, int], SplitSums] = {}
 
 
-def sums_of(device: torch.device, tiles: int, numbers: int) -> Sums:
+def sums_of(device: torch.device, tiles: int, numbers: int) -> SplitSums:
     key = device, tiles, numbers
     if key in _sums:
         return _sums[key]
-    made = Sums(device, tiles, numbers)
-    # While a step is captured nothing runs: zeros appear when it is replayed, so only that step may rely on them.
+    made = SplitSums(device, tiles, numbers)
+    # During capture nothing runs, so the zeros exist only once the graph is replayed: do not share this allocation.
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         _sums[key] = made
     return made
@@ -276,7 +277,7 @@ def run_plan(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     if plan is LIBRARY:
         return torch.nn.functional.linear(x, weight, bias)
     if not can_run(plan, len(x), weight.shape[0], weight.shape[1], x.dtype, x.device):
-        raise ValueError(f"{plan.name} cannot multiply {len(x)} rows of {x.shape[1]} {x.dtype} numbers on {x.device}")
+        raise ValueError(f"{plan.name} cannot multiply {len(x)} rows of {x.shape[1]} {x.dtype} columns on {x.device}")
     if plan is ROWS:
         return few_rows(x, weight, bias, None)
     if x.stride(-1) != 1:
@@ -336,9 +337,11 @@ GATED_OUT, GATED_DEPTH, GATED_STAGES = 64, 128, 4
 
 
 @cache
-def gates_in_tiles(rows: int, outputs: int, columns: int, bias: bool, dtype: torch.dtype, device: torch.device) -> bool:
-    """Does one kernel multiply and gate these rows? On an H200 a step of 8B takes 2.6 to 4.3% less than with a library
-    call and an activation behind it, for 8 to 32 rows, one of 3B 4%. Smaller layers and more rows were not measured."""
+def fits_gated_tiles(
+    rows: int, outputs: int, columns: int, bias: bool, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether one kernel computes GEMM and gate. On an H200 a step of 8B takes 2.6 to 4.3% less than with the library
+    and a separate activation, for 8 to 32 rows; one of 3B 4%. Smaller layers and more rows were not measured."""
     stage = (2 * GATED_OUT + MOST_TILE_ROWS) * GATED_DEPTH * dtype.itemsize
     return (
         FEW_ROWS < rows <= MOST_TILE_ROWS
@@ -388,9 +391,9 @@ def run_linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor
 @gated_linear.provider("triton", on="cuda", accepts=_accepts)
 def run_gated_linear(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Tensor:
     data = weight.parts["data"]
-    if takes_few(*x.shape):
+    if fits_rows_kernel(*x.shape):
         return few_rows(x, data, bias, kind)
-    if gates_in_tiles(len(x), data.shape[0] // 2, data.shape[1], bias is not None, x.dtype, x.device):
+    if fits_gated_tiles(len(x), data.shape[0] // 2, data.shape[1], bias is not None, x.dtype, x.device):
         return gated_tiles(x, data, kind)
     gate, up = run_linear(x, weight, bias).chunk(2, -1)
     return activate_mul.providers["triton"].run(gate, up, kind)
@@ -398,20 +401,20 @@ def run_gated_linear(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str)
 
 @normed_linear.provider("triton", on="cuda", accepts=_accepts_normed)
 def run_normed_linear(x: Unnormed, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    if takes_few(*x.x.shape):
+    if fits_rows_kernel(*x.x.shape):
         return few_rows(x, weight.parts["data"], bias, None)
     return run_linear(read(x), weight, bias)
 
 
 @normed_gated_linear.provider("triton", on="cuda", accepts=_accepts_normed)
 def run_normed_gated_linear(x: Unnormed, weight: QTensor, bias: Tensor | None, kind: str) -> Tensor:
-    if takes_few(*x.x.shape):
+    if fits_rows_kernel(*x.x.shape):
         return few_rows(x, weight.parts["data"], bias, kind)
     return run_gated_linear(read(x), weight, bias, kind)
 
 
 def read(x: Unnormed) -> Tensor:
-    """Where no kernel norms its own input. Layers do not come here: they ask for the row count first."""
+    """Fallback where no kernel fuses the norm. Layers check the row count first, so they do not get here."""
     joined, normed = add_rms_norm.body(x.x, x.delta, x.weight, x.eps, x.offset)
     x.joined.copy_(joined)
     return normed

@@ -1,10 +1,9 @@
-"""Dense linear layers of a few rows: as fast as the weights can be read.
+"""Dense GEMV for a few rows, at the speed of reading the weights.
 
-A program owns a few outputs and asks for all of their weights at once, before it waits for the input: while the kernel
-before still runs, the memory is busy with what this one needs. Products and sums are float32 on the plain units, which
-keep up with memory for a few rows; no output needs more than one program, so nothing is merged. A row's result does not
-depend on how many rows there are, unless it is alone: then twice as many threads sum a wide gated layer, and fewer a
-layer of 1,024 columns and many outputs.
+A program owns a few outputs and loads all of their weights before it waits for the input, so that memory is busy while
+the previous kernel still runs. Products and float32 sums use CUDA cores, which keep up with memory for a few rows; each
+output belongs to one program, so nothing is merged. A row's result does not depend on the number of rows, except for
+one row: then twice as many threads sum a wide gated layer, and fewer a layer of 1,024 columns and many outputs.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from bankfull.ops.triton.pointwise import activation
 
 
 @triton.jit
-def weights_of(weight, weight_stride, own, exist, columns, inside):
-    """Read once per step: nothing of it is worth keeping in the cache."""
+def load_weights(weight, weight_stride, own, exist, columns, inside):
+    """Weights are read once per step, so they are not kept in the cache."""
     places = weight + own[:, None].to(tl.int64) * weight_stride + columns[None, :]
     return tl.load(places, mask=exist[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
 
@@ -38,8 +37,8 @@ def input_row(
     SHIFTED: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """A row of the input as float32 (1, WIDTH). NORM: it is x + delta, which the first program leaves in `joined`,
-    normed; rounded where the operations apart from each other round, so that both say the same."""
+    """An input row as float32 (1, WIDTH). NORM: the norm of x + delta; the first program stores x + delta to `joined`.
+    Rounded like the separate operations, so that results are equal."""
     value = tl.load(x + columns, mask=inside, other=0.0)
     if NORM:
         branch = tl.load(delta + columns, mask=inside, other=0.0)
@@ -56,10 +55,10 @@ def input_row(
 
 
 @triton.jit
-def gated(gate, through, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """f(gate) * through, rounded as if each of them had been stored."""
+def gated(gate, up, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """f(gate) * up, with both rounded to DTYPE first."""
     opened = activation(gate.to(DTYPE).to(tl.float32), KIND).to(DTYPE)
-    return opened.to(tl.float32) * through.to(DTYPE).to(tl.float32)
+    return opened.to(tl.float32) * up.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
@@ -87,16 +86,17 @@ def rows_kernel(
     KIND: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """`outputs` of the result. NORM: the input is x + delta, left in `joined`, normed. KIND: an activation, for which
-    the weight has another `outputs` rows behind the first: f(first) * second. WIDTH: a power of two over COLUMNS."""
+    """`outputs` results per row. NORM: the input is the norm of x + delta, which is stored to `joined`. KIND: an
+    activation f; the weight then has 2 * `outputs` rows, and the result is f(first) * second. WIDTH: a power of two of
+    at least COLUMNS."""
     start_next(OVERLAP)
     columns = tl.arange(0, WIDTH)
     inside = columns < COLUMNS
     own = tl.program_id(0) * OUT + tl.arange(0, OUT)
     exist = own < outputs
-    first = weights_of(weight, weight_stride, own, exist, columns, inside)
+    first = load_weights(weight, weight_stride, own, exist, columns, inside)
     if KIND is not None:
-        second = weights_of(weight, weight_stride, outputs + own, exist, columns, inside)
+        second = load_weights(weight, weight_stride, outputs + own, exist, columns, inside)
     if BIAS:
         first_bias = tl.load(bias + own, mask=exist, other=0.0).to(tl.float32)
         if KIND is not None:
@@ -125,15 +125,15 @@ def rows_kernel(
         if BIAS:
             result += first_bias
         if KIND is not None:
-            through = tl.sum(second.to(tl.float32) * line, 1)
+            up = tl.sum(second.to(tl.float32) * line, 1)
             if BIAS:
-                through += second_bias
-            result = gated(result, through, KIND, dtype)
+                up += second_bias
+            result = gated(result, up, KIND, dtype)
         tl.store(y + row * outputs + own, result.to(dtype), mask=exist)
 
 
 @triton.jit
-def long_gated_kernel(
+def persistent_gated_kernel(
     x,
     delta,
     joined,
@@ -152,16 +152,16 @@ def long_gated_kernel(
     KIND: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One row, gated, of so many outputs that programs take several tiles in turns: the weights of the next one are on
-    their way while this one is summed, and the input is read and normed once."""
+    """One row of a gated layer with many outputs. Persistent programs process several tiles each: the next tile's
+    weights load during the sums of the current one, and the input is read and normed once."""
     start_next(OVERLAP)
     columns = tl.arange(0, WIDTH)
     inside = columns < COLUMNS
     within = tl.arange(0, OUT)
     tile = tl.program_id(0)
     own = tile * OUT + within
-    first = weights_of(weight, weight_stride, own, own < outputs, columns, inside)
-    second = weights_of(weight, weight_stride, outputs + own, own < outputs, columns, inside)
+    first = load_weights(weight, weight_stride, own, own < outputs, columns, inside)
+    second = load_weights(weight, weight_stride, outputs + own, own < outputs, columns, inside)
     gain = columns
     if NORM:
         gain = tl.load(norm + columns, mask=inside, other=0.0)
@@ -172,8 +172,8 @@ def long_gated_kernel(
         own = tile * OUT + within
         tile += tl.num_programs(0)
         ahead = tile * OUT + within
-        next_first = weights_of(weight, weight_stride, ahead, ahead < outputs, columns, inside)
-        next_second = weights_of(weight, weight_stride, outputs + ahead, ahead < outputs, columns, inside)
-        gate, through = tl.sum(first.to(tl.float32) * line, 1), tl.sum(second.to(tl.float32) * line, 1)
-        tl.store(y + own, gated(gate, through, KIND, dtype).to(dtype), mask=own < outputs)
+        next_first = load_weights(weight, weight_stride, ahead, ahead < outputs, columns, inside)
+        next_second = load_weights(weight, weight_stride, outputs + ahead, ahead < outputs, columns, inside)
+        gate, up = tl.sum(first.to(tl.float32) * line, 1), tl.sum(second.to(tl.float32) * line, 1)
+        tl.store(y + own, gated(gate, up, KIND, dtype).to(dtype), mask=own < outputs)
         first, second = next_first, next_second

@@ -1,8 +1,8 @@
-"""Dense linear layers of some rows, in tiles on the matrix units: for shapes that the library cuts badly, and for gated
-layers, whose activation the library leaves to another kernel.
+"""Dense GEMM of some rows in tensor core tiles: for shapes that the library tiles badly, and for gated layers, whose
+activation the library leaves to another kernel.
 
-A program owns some outputs for up to ROWS rows and walks along the columns; weights arrive in stages ahead of their
-products. Results are stored once, sums are float32, so a row's result hangs on the plan alone.
+A program owns some outputs for up to ROWS rows and iterates over the columns; weights are pipelined ahead of their
+products. Sums are float32 and rounded once, so a row's result depends only on the plan.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bankfull.ops.triton.launch import INTERPRETED, start_next, wait_for_inputs
 from bankfull.ops.triton.linear_rows import gated
 
 PLAIN = tl.constexpr(INTERPRETED)
-"""Machine instructions are spelled out only where there is a machine for them."""
+"""In the interpreter, PTX instructions are replaced by plain Triton."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -36,7 +36,7 @@ def tiles_kernel(
     BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """EVEN: the tiles' columns and outputs end where the matrix does, so that only rows are masked."""
+    """EVEN: tiles divide columns and outputs, so that only rows are masked."""
     start_next(OVERLAP)
     own = tl.program_id(0) * OUT + tl.arange(0, OUT)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -62,8 +62,8 @@ def tiles_kernel(
 
 
 @triton.jit
-def fetch_early(places, LINES: tl.constexpr):
-    """Ask for the first LINES lines of 128 bytes behind each of these places, into the cache that all share."""
+def prefetch_l2(places, LINES: tl.constexpr):
+    """Prefetch the first LINES cache lines (128 bytes) at each of these addresses into L2."""
     if not PLAIN and LINES > 0:
         lines = places + tl.arange(0, LINES)[None, :] * (128 // (places.dtype.element_ty.primitive_bitwidth // 8))
         tl.inline_asm_elementwise(
@@ -98,8 +98,8 @@ def split_tiles_kernel(
     BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The weight is the first operand, as in `gated_tiles_kernel`. SPLITS programs share the columns of a tile, `share`
-    each; the one that comes last adds their sums up, always in the same order. Tiles end where the matrix does."""
+    """Split-K with the weight as first operand, as in `gated_tiles_kernel`. SPLITS programs process `share` columns of
+    a tile each; the last one to finish adds their sums in a fixed order. Tiles divide the matrix evenly."""
     start_next(OVERLAP)
     tile, split = tl.program_id(0), tl.program_id(1)
     within = tl.arange(0, OUT)
@@ -108,7 +108,7 @@ def split_tiles_kernel(
     column = split * share + tl.arange(0, DEPTH)
     used = row < rows
     starts = weight + own[:, None].to(tl.int64) * weight_stride
-    fetch_early(starts + split * share, EARLY)
+    prefetch_l2(starts + split * share, EARLY)
     weights = starts + column[None, :]
     inputs = x + row[:, None].to(tl.int64) * x_stride + column[None, :]
     wait_for_inputs(OVERLAP)
@@ -128,14 +128,14 @@ def split_tiles_kernel(
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
         if arrived == SPLITS - 1:
-            # Past the first-level cache: others have written these.
+            # Bypass L1: other programs wrote these.
             whole = tl.load(sums, cache_modifier=".cg")
             for i in tl.static_range(1, SPLITS):
                 whole += tl.load(sums + i * (OUT * ROWS), cache_modifier=".cg")
             if BIAS:
                 whole += tl.load(bias + own).to(tl.float32)[:, None]
             tl.store(places, whole.to(kind), mask=used[None, :])
-            # The next launch, which may be a replay of this one, counts from zero.
+            # Reset for the next launch, which may be a replay of this one.
             tl.store(arrivals + tile, 0)
 
 
@@ -156,25 +156,24 @@ def gated_tiles_kernel(
     KIND: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """f(gate) * up for a weight of `outputs` rows each. The weight is the first operand of the products: the matrix
-    units take 64 rows of that one at the least, and of the other one as few as there are. Tiles end where the matrix
-    does."""
+    """f(gate) * up for a weight of 2 * `outputs` rows. The weight is the first operand, because tensor cores need at
+    least 64 rows there and allow few in the second. Tiles divide the matrix evenly."""
     start_next(OVERLAP)
     own = tl.program_id(0) * OUT + tl.arange(0, OUT)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, DEPTH)
     used = row < rows
-    gates = weight + own[:, None].to(tl.int64) * weight_stride + column[None, :]
-    passes = weight + (outputs + own)[:, None].to(tl.int64) * weight_stride + column[None, :]
+    gate_weights = weight + own[:, None].to(tl.int64) * weight_stride + column[None, :]
+    up_weights = weight + (outputs + own)[:, None].to(tl.int64) * weight_stride + column[None, :]
     inputs = x + row[:, None].to(tl.int64) * x_stride + column[None, :]
     wait_for_inputs(OVERLAP)
     gate = tl.zeros((OUT, ROWS), tl.float32)
-    through = tl.zeros((OUT, ROWS), tl.float32)
+    up = tl.zeros((OUT, ROWS), tl.float32)
     for at in tl.range(0, columns, DEPTH, num_stages=STAGES):
         lines = tl.trans(tl.load(inputs + at, mask=used[:, None], other=0.0))
-        gate = tl.dot(tl.load(gates + at, eviction_policy="evict_first"), lines, gate, input_precision="ieee")
-        through = tl.dot(tl.load(passes + at, eviction_policy="evict_first"), lines, through, input_precision="ieee")
+        gate = tl.dot(tl.load(gate_weights + at, eviction_policy="evict_first"), lines, gate, input_precision="ieee")
+        up = tl.dot(tl.load(up_weights + at, eviction_policy="evict_first"), lines, up, input_precision="ieee")
     dtype: tl.constexpr = y.dtype.element_ty
-    result = gated(gate, through, KIND, dtype)
+    result = gated(gate, up, KIND, dtype)
     places = y + row[None, :].to(tl.int64) * outputs + own[:, None]
     tl.store(places, result.to(dtype), mask=used[None, :])

@@ -1,6 +1,6 @@
-"""Norms. A row that fits into registers is read once, by one program; a longer one is read again for each pass.
+"""Norm kernels. A row that fits into registers is read once by one program; a longer one is read again in each pass.
 
-Rounding is the bodies': the normed row to the type of x before the weight, the joined stream before it is normed.
+Rounding follows the bodies: the normed row is rounded to x's dtype before the weight, the residual sum before the norm.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ import triton.language as tl
 from torch import Tensor
 
 from bankfull.ops.reference.norm import add_rms_norm, layer_norm, rms_norm
-from bankfull.ops.triton.launch import overlapped, power_of_two, processors, start_next, wait_for_inputs
-from bankfull.ops.triton.rows import accepts, computed, ready, side_by_side
+from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.rows import accepts, contiguous_rows, preloadable, supported
 
 LONGEST = 16384
-"""Columns of a row that stays in registers: 32 numbers for each of 512 threads."""
+"""Columns of a row that stays in registers: 32 elements for each of 512 threads."""
 PIECE = 8192
-"""Columns of a longer row that are worked on together."""
+"""Columns per block of a longer row."""
 TILE = 2048
-"""Numbers of a program that takes several short rows, such as heads."""
+"""Elements of a program that handles several short rows, for example heads."""
 
 
 @triton.jit
 def row_start(row, inner, outer_stride, inner_stride):
-    """Where a row begins in a tensor of (outer, inner, columns)."""
+    """Offset of a row in a tensor of (outer, inner, columns)."""
     return (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
 
 
 @triton.jit
 def weighted(x, inverse, weight, offset, HAS_OFFSET: tl.constexpr, ROUNDED: tl.constexpr):
-    """The normed row times its weight; ROUNDED is the type that a norm without an offset takes in between."""
+    """The normed row times its weight; ROUNDED is the intermediate dtype of a norm without offset."""
     y = x * inverse
     if HAS_OFFSET:
         return y * (weight.to(tl.float32) + offset)
@@ -58,7 +58,7 @@ def rms_norm_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """ROWS whole rows. With JOINS a branch `delta` is added first, and the sum stored to `joined`."""
+    """ROWS whole rows. With JOINS, add the branch `delta` first and store the sum to `joined`."""
     at = tl.arange(0, BLOCK)[None, :]
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     inside = (row < rows) & (at < columns)
@@ -72,21 +72,23 @@ def rms_norm_kernel(
         stream = (numbers + branch).to(joined.dtype.element_ty)
         tl.store(joined + out, stream, inside)
         numbers = stream.to(tl.float32)
-        result = weighted(numbers, root(numbers, columns, eps), gain, offset, HAS_OFFSET, joined.dtype.element_ty)
+        result = weighted(
+            numbers, inverse_rms(numbers, columns, eps), gain, offset, HAS_OFFSET, joined.dtype.element_ty
+        )
     else:
-        result = weighted(numbers, root(numbers, columns, eps), gain, offset, HAS_OFFSET, x.dtype.element_ty)
+        result = weighted(numbers, inverse_rms(numbers, columns, eps), gain, offset, HAS_OFFSET, x.dtype.element_ty)
     tl.store(y + out, result.to(y.dtype.element_ty), inside)
 
 
 @triton.jit
-def root(numbers, columns, eps):
+def inverse_rms(numbers, columns, eps):
     """1 / rms of each row."""
     return tl.rsqrt(tl.sum(numbers * numbers, 1, keep_dims=True) / columns + eps)
 
 
 @triton.jit
 def stream_piece(x, delta, start, delta_start, at, inside, JOINS: tl.constexpr, STREAM: tl.constexpr):
-    """Columns `at` of a long row, the branch joined and rounded."""
+    """Columns `at` of a long row after residual add and rounding."""
     numbers = tl.load(x + start + at, inside, 0.0).to(tl.float32)
     if JOINS:
         branch = tl.load(delta + delta_start + at, inside, 0.0).to(tl.float32)
@@ -113,7 +115,7 @@ def long_rms_norm_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One row in pieces. The second pass adds the branch again: reading back what others stored would take a fence."""
+    """One row in blocks. The second pass recomputes the residual sum: reading it back would need a fence."""
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0)
@@ -164,7 +166,7 @@ def layer_norm_kernel(
     wait_for_inputs(OVERLAP)
     numbers = tl.load(x + row_start(row, inner, outer_stride, inner_stride) + at, inside, 0.0).to(tl.float32)
     centred = tl.where(used, numbers - tl.sum(numbers, 1, keep_dims=True) / columns, 0.0)
-    result = centred * root(centred, columns, eps) * gain + shift
+    result = centred * inverse_rms(centred, columns, eps) * gain + shift
     tl.store(y + row.to(tl.int64) * columns + at, result.to(y.dtype.element_ty), inside)
 
 
@@ -204,32 +206,32 @@ def shape_of(x: Tensor) -> tuple[int, int, int, int]:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """x with two or three dimensions, the numbers of each row side by side."""
-    return side_by_side(x if x.dim() in (2, 3) else x.reshape(-1, x.shape[-1]))
+    """x with two or three dimensions and contiguous rows."""
+    return contiguous_rows(x if x.dim() in (2, 3) else x.reshape(-1, x.shape[-1]))
 
 
 def tile(rows: int, columns: int, device: torch.device) -> tuple[int, dict[str, int]]:
-    """How many programs, and how large each is. Two 16-byte loads of 16-bit numbers per thread: enough in flight to
-    stream, few enough that a single row does not wait for them. Short rows share a program once there are many."""
+    """Number of programs and the launch parameters. Two 16-byte loads of 16-bit elements per thread keep enough loads
+    in flight to stream, without delaying a single row. Short rows share a program once there are many."""
     block = power_of_two(columns)
     several = max(1, TILE // block)
-    if rows < 4 * several * processors(device):
+    if rows < 4 * several * multiprocessors(device):
         several = 1
     warps = min(16, max(1, several * block // 512))
     return triton.cdiv(rows, several), {"ROWS": several, "BLOCK": block, "num_warps": warps}
 
 
 def normed(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    """The stream and its norm, in new tensors; without a branch the stream is x itself."""
+    """The residual stream and its norm in new tensors; without a branch the stream is x itself."""
     columns, device = x.shape[-1], x.device
     joined = x.dtype if delta is None else torch.promote_types(x.dtype, delta.dtype)
     stream = x if delta is None else torch.empty(x.shape, dtype=joined, device=device)
-    # The weight widens the result, unless an offset says that all is rounded once, at the end.
+    # The weight's dtype widens the result, except with an offset, where the result is rounded once at the end.
     result = joined if offset else torch.promote_types(joined, weight.dtype)
     y = torch.empty(x.shape, dtype=result, device=device)
     source = rows_of(x)
     rows, inner, outer_stride, inner_stride = shape_of(source)
-    branch = source if delta is None else side_by_side(delta.reshape(rows, columns))
+    branch = source if delta is None else contiguous_rows(delta.reshape(rows, columns))
     operands = source, branch, stream, weight, y
     strides = columns, inner, outer_stride, inner_stride, branch.stride(0), eps, float(offset)
     kinds = {"JOINS": delta is not None, "HAS_OFFSET": bool(offset)}
@@ -245,7 +247,7 @@ def normed(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, offset: 
 
 @rms_norm.provider("triton", on="cuda", accepts=accepts)
 def run_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    if weight.shape != x.shape[-1:] or not computed(x, weight) or not ready(weight):
+    if weight.shape != x.shape[-1:] or not supported(x, weight) or not preloadable(weight):
         return rms_norm.body(x, weight, eps, offset)
     return normed(x, None, weight, eps, offset)[1]
 
@@ -255,7 +257,7 @@ def run_add_rms_norm(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     fits = delta.shape == x.shape and weight.shape == x.shape[-1:]
-    if not fits or not computed(x, delta, weight) or not ready(weight):
+    if not fits or not supported(x, delta, weight) or not preloadable(weight):
         return add_rms_norm.body(x, delta, weight, eps, offset)
     return normed(x, delta, weight, eps, offset)
 
@@ -263,7 +265,7 @@ def run_add_rms_norm(
 @layer_norm.provider("triton", on="cuda", accepts=accepts)
 def run_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     alike = x.dtype == weight.dtype == bias.dtype and weight.shape == bias.shape == x.shape[-1:]
-    if not alike or not computed(x) or not ready(weight, bias):
+    if not alike or not supported(x) or not preloadable(weight, bias):
         return layer_norm.body(x, weight, bias, eps)
     columns = x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)

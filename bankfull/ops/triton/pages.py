@@ -1,4 +1,4 @@
-"""New keys and values go to their pages."""
+"""KV page writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bankfull.ops.triton.attention_tile import FLOATS
 from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
 
 NUMBERS = 4096
-"""Of one program, about."""
+"""Approximate elements per program."""
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -35,7 +35,7 @@ def write_tokens(
     LINES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """LINES pairs (token, head) of one program."""
+    """LINES (token, head) pairs per program."""
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
@@ -44,8 +44,8 @@ def write_tokens(
     met = (token < count)[:, None] & (dims < SIZE)[None, :]
     slot = tl.load(slots + token, mask=token < count, other=0).to(tl.int64)
     x = tl.load(new + (token * new_token + head * new_head)[:, None] + dims[None, :], mask=met, other=0.0)
-    places = slot // PAGE * frame + slot % PAGE * place + head * page_head
-    tl.store(pages + places[:, None] + dims[None, :], x.to(pages.dtype.element_ty), mask=met)
+    offsets = slot // PAGE * frame + slot % PAGE * place + head * page_head
+    tl.store(pages + offsets[:, None] + dims[None, :], x.to(pages.dtype.element_ty), mask=met)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -71,7 +71,7 @@ def round_tokens(
     LINES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The codes and scales of the body, bit for bit: divisions and roundings are the exact ones."""
+    """Codes and scales are bitwise equal to the body's: divisions and roundings are exact."""
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
@@ -88,16 +88,16 @@ def round_tokens(
     code = tl.div_rn(x, tl.broadcast_to(scale[:, None], [LINES, PADDED]))
     code = tl.where(code == code, code, 0.0)
     code = tl.minimum(tl.maximum(code, -LEVELS), LEVELS)
-    # Beside 1.5 * 2^23 there are no fractions: adding it rounds to the nearest whole number, halves to the even one.
+    # Adding 1.5 * 2^23, where float32 has no fraction bits, rounds to nearest, ties to even.
     code = (code + 12582912.0) - 12582912.0
-    places = slot // PAGE * frame + slot % PAGE * place + head * page_head
-    tl.store(pages + places[:, None] + dims[None, :], code.to(tl.int8), mask=met)
-    places = slot // PAGE * scale_frame + slot % PAGE * scale_place + head * scale_head
-    tl.store(scales + places, scale, mask=inside)
+    offsets = slot // PAGE * frame + slot % PAGE * place + head * page_head
+    tl.store(pages + offsets[:, None] + dims[None, :], code.to(tl.int8), mask=met)
+    offsets = slot // PAGE * scale_frame + slot % PAGE * scale_place + head * scale_head
+    tl.store(scales + offsets, scale, mask=inside)
 
 
 def _shape(heads: int, size: int, count: int) -> tuple[int, int, int]:
-    """Padded size, lines of a program, programs."""
+    """Padded head size, (token, head) pairs per program, number of programs."""
     padded = power_of_two(size)
     lines = max(1, min(NUMBERS // padded, 1024))
     return padded, lines, triton.cdiv(count * heads, lines)
@@ -110,11 +110,11 @@ def _accepts(*, dtype: torch.dtype | None = None, pages: torch.dtype | None = No
 @write_pages.provider("triton", on="cuda", accepts=_accepts)
 def run_write_pages(new: Tensor, pages: Tensor, slots: Tensor) -> None:
     if new.shape != (len(slots), *pages.shape[2:]):
-        raise ValueError(f"write_pages: {tuple(new.shape)} does not fit pages of {tuple(pages.shape)}")
-    if new.dim() != 3:  # what a token leaves is one row, whatever its shape
+        raise ValueError(f"write_pages: {tuple(new.shape)} does not match pages {tuple(pages.shape)}")
+    if new.dim() != 3:  # any other shape is written as one row per token
         new, pages = new.reshape(len(new), 1, -1), pages.view(*pages.shape[:2], 1, -1)
     if pages.stride(3) != 1 and pages.shape[3] > 1:
-        raise ValueError("write_pages: the numbers of a head must lie side by side in a page")
+        raise ValueError("write_pages: each head's elements must be contiguous in a page")
     if new.stride(2) != 1:
         new = new.contiguous()
     count, heads, size = new.shape
@@ -139,9 +139,9 @@ def run_write_pages(new: Tensor, pages: Tensor, slots: Tensor) -> None:
 @write_pages_int8.provider("triton", on="cuda", accepts=lambda *, dtype=None, **facts: dtype in FLOATS)
 def run_write_pages_int8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) -> None:
     if new.shape != (len(slots), *pages.shape[2:]) or scales.shape != pages.shape[:3]:
-        raise ValueError(f"write_pages_int8: {tuple(new.shape)} does not fit pages of {tuple(pages.shape)}")
+        raise ValueError(f"write_pages_int8: {tuple(new.shape)} does not match pages {tuple(pages.shape)}")
     if pages.stride(3) != 1 and pages.shape[3] > 1:
-        raise ValueError("write_pages_int8: the numbers of a head must lie side by side in a page")
+        raise ValueError("write_pages_int8: each head's elements must be contiguous in a page")
     if new.stride(2) != 1:
         new = new.contiguous()
     count, heads, size = new.shape

@@ -1,6 +1,6 @@
-"""Number by number: activations, gates, soft caps and sums. All that they cost is the memory they touch.
+"""Pointwise kernels: activations, gates, soft caps and sums. All are memory-bound.
 
-Results are rounded where the bodies round: after each of their steps.
+Results are rounded after the same operations as in the bodies.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from triton.language.extra import libdevice
 
 from bankfull.ops.reference.activation import activate, activate_mul, soft_cap
 from bankfull.ops.reference.norm import add
-from bankfull.ops.triton.launch import INTERPRETED, overlapped, processors, start_next, wait_for_inputs
-from bankfull.ops.triton.rows import accepts, computed, two_dimensional
+from bankfull.ops.triton.launch import INTERPRETED, multiprocessors, overlapped, start_next, wait_for_inputs
+from bankfull.ops.triton.rows import accepts, supported, two_dimensional
 
 LARGE_BLOCK, SMALL_BLOCK = 4096, 1024
-"""Columns of a program: enough for two 16-byte loads of 16-bit numbers per thread and operand where memory is the
-limit; where there is too little work for all multiprocessors, small ones that share it."""
+"""Columns per program. Large: two 16-byte loads of 16-bit elements per thread and operand, to saturate memory. Small:
+to spread little work over all multiprocessors."""
 LARGE_WARPS, SMALL_WARPS = 8, 4
 
 
@@ -32,8 +32,8 @@ else:
 
     @triton.jit
     def quotient(x, y):
-        """To two units in the last place; zero under what is all but infinite. A third of the instructions of `/`,
-        which is what lets activations keep up with memory."""
+        """Accurate to two ulps; 0 for divisors near infinity. A third of the instructions of `/`, so that activations
+        keep up with memory."""
         return libdevice.fast_dividef(x, y)
 
 
@@ -57,8 +57,8 @@ def activation(x, KIND: tl.constexpr):
 
 @triton.jit
 def gelu(x):
-    """x times the normal distribution's share below x. The share past |x| is a polynomial under exp(-x^2 / 2), after
-    Abramowitz and Stegun 7.1.26: within 1.5e-7, as near as float32 is to one, and half as long as the exact one."""
+    """x * Phi(x), Phi the normal CDF. The tail beyond |x| is a polynomial times exp(-x^2 / 2) (Abramowitz and Stegun
+    7.1.26): error at most 1.5e-7, about float32 epsilon, at half the cost of the exact function."""
     size = tl.abs(x)
     t = quotient(1.0, 1.0 + 0.23164189 * size)
     series = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
@@ -68,8 +68,8 @@ def gelu(x):
 
 @triton.jit
 def softplus(x):
-    """max(x, 0) + log(1 + exp(-|x|)), the logarithm as a series that is exact to rounding: the hardware's is too coarse
-    near one. Past torch's threshold of 20 the sum rounds to x by itself."""
+    """max(x, 0) + log(1 + exp(-|x|)). The logarithm is a series exact to rounding, because the hardware's is too coarse
+    near one. Beyond torch's threshold of 20 the sum rounds to x by itself."""
     e = tl.exp(-tl.abs(x))
     s = quotient(e, 2.0 + e)  # log(1 + e) = 2 artanh(s), s <= 1/3
     q = s * s
@@ -79,7 +79,7 @@ def softplus(x):
 
 @triton.jit
 def tanh(x):
-    """By an exponential; near zero, where that cancels, by the series."""
+    """From an exponential; near zero, where that cancels, from the series."""
     e = tl.exp(-2.0 * tl.abs(x))
     far = quotient(1.0 - e, 1.0 + e)
     q = x * x
@@ -89,7 +89,7 @@ def tanh(x):
 
 @triton.jit
 def place(columns, BLOCK: tl.constexpr):
-    """The program's row, and its columns there. Programs walk along rows: neighbours read neighbouring memory."""
+    """The program's row and columns. Adjacent programs read adjacent memory."""
     blocks = tl.cdiv(columns, BLOCK)
     program = tl.program_id(0)
     block = program % blocks
@@ -144,27 +144,27 @@ def add_kernel(x, delta, y, columns, x_stride, delta_stride, BLOCK: tl.constexpr
 
 
 def as_lines(*operands: Tensor) -> list[Tensor]:
-    """The operands as (rows, columns): a single row where all are dense, so that no block is cut short."""
+    """The operands as (rows, columns): one row if all are contiguous, so that no block is partial."""
     if all(x.is_contiguous() for x in operands):
         return [x.view(1, -1) for x in operands]
     return [two_dimensional(x) for x in operands]
 
 
-def shares(line: Tensor) -> tuple[int, dict[str, int]]:
-    """How many programs work on these rows, and the keywords that say how large each is."""
+def launch_size(line: Tensor) -> tuple[int, dict[str, int]]:
+    """Number of programs and the launch parameters."""
     rows, columns = line.shape
-    large = line.numel() >= 2 * LARGE_BLOCK * processors(line.device)
+    large = line.numel() >= 2 * LARGE_BLOCK * multiprocessors(line.device)
     block, warps = (LARGE_BLOCK, LARGE_WARPS) if large else (SMALL_BLOCK, SMALL_WARPS)
     return rows * triton.cdiv(columns, block), {"BLOCK": block, "num_warps": warps}
 
 
 @activate.provider("triton", on="cuda", accepts=accepts)
 def run_activate(x: Tensor, kind: str) -> Tensor:
-    if not computed(x):
+    if not supported(x):
         return activate.body(x, kind)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     (line,) = as_lines(x)
-    programs, size = shares(line)
+    programs, size = launch_size(line)
     if x.numel():
         activate_kernel[(programs,)](line, y, line.shape[1], line.stride(0), kind, **size, **overlapped(x))
     return y
@@ -172,11 +172,11 @@ def run_activate(x: Tensor, kind: str) -> Tensor:
 
 @activate_mul.provider("triton", on="cuda", accepts=accepts)
 def run_activate_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    if gate.shape != up.shape or not computed(gate, up):
+    if gate.shape != up.shape or not supported(gate, up):
         return activate_mul.body(gate, up, kind)
     y = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
     opening, passing = as_lines(gate, up)
-    programs, size = shares(opening)
+    programs, size = launch_size(opening)
     if y.numel():
         activate_mul_kernel[(programs,)](
             opening,
@@ -194,11 +194,11 @@ def run_activate_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 
 @soft_cap.provider("triton", on="cuda", accepts=accepts)
 def run_soft_cap(x: Tensor, cap: float) -> Tensor:
-    if not computed(x):
+    if not supported(x):
         return soft_cap.body(x, cap)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     (line,) = as_lines(x)
-    programs, size = shares(line)
+    programs, size = launch_size(line)
     if x.numel():
         soft_cap_kernel[(programs,)](
             line, y, line.shape[1], line.stride(0), float(cap), 1.0 / cap, **size, **overlapped(x)
@@ -208,11 +208,11 @@ def run_soft_cap(x: Tensor, cap: float) -> Tensor:
 
 @add.provider("triton", on="cuda", accepts=accepts)
 def run_add(x: Tensor, delta: Tensor) -> Tensor:
-    if x.shape != delta.shape or not computed(x, delta):
+    if x.shape != delta.shape or not supported(x, delta):
         return add.body(x, delta)
     y = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, delta.dtype), device=x.device)
     stream, branch = as_lines(x, delta)
-    programs, size = shares(stream)
+    programs, size = launch_size(stream)
     if y.numel():
         add_kernel[(programs,)](
             stream, branch, y, stream.shape[1], stream.stride(0), branch.stride(0), **size, **overlapped(x)

@@ -1,23 +1,23 @@
-"""From words to numbers, in registers: what the kernels over quantized weights share."""
+"""Decoding of packed codes in registers, shared by the kernels over quantized weights."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from bankfull.ops.triton.quantized_layout import TOGETHER
+from bankfull.ops.triton.quantized_layout import INTERLEAVED_ROWS
 
 
 @triton.jit
-def tiny(words, high, J: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr):
+def subnormal(words, high, J: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr):
     """Code j of each word (uint32) as float32, times 2 ** -`exponent`.
 
-    Nothing is converted. Bits below the exponent of a float32 are a number already, if a tiny one: masked where they
-    lie, codes only wait for a factor that makes them large again, and there is always one that they can share. That is
-    one instruction for most codes; the hardware is as fast with such numbers as with others.
+    No conversion instruction is needed. Bits below the exponent field of a float32 form a subnormal number: masked in
+    place, codes only need a power of two to scale them up, and the kernels apply it together with another factor. This
+    takes one instruction for most codes; the hardware handles subnormals at full speed.
     """
     if FLOATS:
-        # Sign, exponent and mantissa go where a float32 has them: the sign is repeated on the way, and masked out.
+        # Sign, exponent and mantissa move to their float32 positions; the shift repeats the sign, which is masked out.
         moved = (words << (24 - 8 * J)).to(tl.int32, bitcast=True) >> 4
         found = (moved & -0x78100000).to(tl.float32, bitcast=True)
     elif BITS == 8:
@@ -31,7 +31,7 @@ def tiny(words, high, J: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr)
 
 @triton.jit
 def masked(words, FROM: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr):
-    """Bits that would reach into the exponent are shifted first: one shift for all of a word's."""
+    """Bits that would reach the exponent field are shifted down first, by one shift per word."""
     moved: tl.constexpr = SHIFT if FROM + WIDTH > 23 else 0
     bits = (words >> moved) & (((1 << WIDTH) - 1) << (FROM - moved))
     return bits.to(tl.float32, bitcast=True)
@@ -39,7 +39,7 @@ def masked(words, FROM: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr):
 
 @triton.constexpr_function
 def place(J, BITS):
-    """The lowest bit of code j, where `tiny` masks it."""
+    """Lowest bit of code j after the mask in `subnormal`."""
     if BITS == 8:
         return 8 * (J % 2)
     return 4 * J if J <= 4 else 4 * J - 12
@@ -55,44 +55,44 @@ def power(n):
     return 2.0**n
 
 
-ROWS_TOGETHER = tl.constexpr(TOGETHER)
+INTERLEAVE = tl.constexpr(INTERLEAVED_ROWS)
 
 
 @triton.jit
-def small_and_outer(bits, outer):
+def nested_scale(bits, outer):
     """A small integer times the float16 in the lower half of a word."""
     return bits.to(tl.float32) * outer.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def steps_and_lows(
-    steps,
-    lows,
-    outer_steps,
+def scales_and_minima(
+    scales,
+    minima,
+    outer_scales,
     output,
     group,
     groups,
     inside,
     NESTED: tl.constexpr,
-    LOWS: tl.constexpr,
+    MINIMA: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Of groups (a row) of outputs (a column, int64), as float32, lows with their sign; without lows the second is
-    nothing to use. `inside` may be None, where everything is."""
-    # Outer steps cover 256 columns.
+    """Scales and minima (signed) as float32 for groups (a row) of outputs (a column, int64); without minima the second
+    result is unused. `inside` may be None if everything is in bounds."""
+    # Outer scales cover 256 columns.
     outers = groups // (256 // GROUP)
     outer = group // (256 // GROUP)
-    if NESTED and LOWS != 0:
-        rows, own = output // ROWS_TOGETHER, output % ROWS_TOGETHER
-        pair = tl.load(steps + (rows * groups + group) * ROWS_TOGETHER + own, inside).to(tl.uint16, bitcast=True)
-        over = tl.load(outer_steps + (rows * outers + outer) * ROWS_TOGETHER + own, inside).to(tl.uint32, bitcast=True)
-        step = small_and_outer(pair & 255, over & 0xFFFF)
-        low = LOWS * small_and_outer(pair >> 8, over >> 16)
+    if NESTED and MINIMA != 0:
+        rows, own = output // INTERLEAVE, output % INTERLEAVE
+        pair = tl.load(scales + (rows * groups + group) * INTERLEAVE + own, inside).to(tl.uint16, bitcast=True)
+        over = tl.load(outer_scales + (rows * outers + outer) * INTERLEAVE + own, inside).to(tl.uint32, bitcast=True)
+        scale = nested_scale(pair & 255, over & 0xFFFF)
+        minimum = MINIMA * nested_scale(pair >> 8, over >> 16)
     else:
-        step = tl.load(steps + output * groups + group, inside).to(tl.float32)
+        scale = tl.load(scales + output * groups + group, inside).to(tl.float32)
         if NESTED:
-            step = step * tl.load(outer_steps + output * outers + outer, inside).to(tl.float32)
-        low = step
-        if LOWS != 0:
-            low = LOWS * tl.load(lows + output * groups + group, inside).to(tl.float32)
-    return step, low
+            scale = scale * tl.load(outer_scales + output * outers + outer, inside).to(tl.float32)
+        minimum = scale
+        if MINIMA != 0:
+            minimum = MINIMA * tl.load(minima + output * groups + group, inside).to(tl.float32)
+    return scale, minimum

@@ -1,7 +1,7 @@
-"""Rows of a quantized table, gathered by id and dequantized on the way, from the bytes as they were stored.
+"""Embedding lookup that dequantizes rows of a quantized table as it was stored.
 
-A step asks for few rows, so nothing is repacked for it: each number finds its own bits, and its neighbours find theirs
-in the same cache lines. The numbers are those of `dequantize`, bit for bit.
+A step reads few rows, so nothing is repacked: each thread extracts its element's bits, and adjacent ones share cache
+lines. Results are bitwise equal to `dequantize`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bankfull.ops.triton.rows import DTYPES
 from bankfull.weights.qtensor import QTensor
 
 WIDEST = 1024
-"""Columns of a program."""
+"""Columns per program."""
 BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
 
 
@@ -30,20 +30,20 @@ def byte(at, inside):
 
 @triton.jit
 def half(at, inside):
-    """The float16 at an address that need not be even."""
+    """The float16 at an address that may be odd."""
     bits = byte(at, inside) | (byte(at + 1, inside) << 8)
     return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def signed(bits):
-    """Eight bits as a whole number."""
+    """Eight bits as a signed integer."""
     return ((bits ^ 128) - 128).to(tl.float32)
 
 
 @triton.jit
 def six_bits(packed, group, inside, MINIMA: tl.constexpr):
-    """Scale (or minimum) `group` of the twelve bytes that hold eight of each."""
+    """Scale (or minimum) `group` of the twelve bytes that pack eight of each."""
     first = packed + 4 * MINIMA + group % 4
     low = byte(first, inside)
     rest = (byte(packed + 8 + group % 4, inside) >> (4 * MINIMA)) & 15
@@ -52,7 +52,7 @@ def six_bits(packed, group, inside, MINIMA: tl.constexpr):
 
 @triton.jit
 def of_32(block, i, inside, SCHEME: tl.constexpr):
-    """Number i of a block of 32."""
+    """Element i of a block of 32."""
     step = half(block, inside)
     if SCHEME == "q8_0":
         number = step * signed(byte(block + 2 + i, inside))
@@ -75,7 +75,7 @@ def of_32(block, i, inside, SCHEME: tl.constexpr):
 
 @triton.jit
 def of_256(block, i, inside, SCHEME: tl.constexpr):
-    """Number i of a block of 256, which keeps codes in planes."""
+    """Element i of a block of 256, whose codes are stored in bit planes."""
     if SCHEME == "q4_k" or SCHEME == "q5_k":
         step = half(block, inside) * six_bits(block + 4, i // 32, inside, 0)
         minimum = half(block + 2, inside) * six_bits(block + 4, i // 32, inside, 1)
@@ -109,7 +109,7 @@ def of_256(block, i, inside, SCHEME: tl.constexpr):
 
 @triton.jit
 def coded(codes, scales, row, at, columns, inside, FOUR: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr):
-    """Codes and scales apart; GROUP 0: one scale for the row."""
+    """Separate codes and scales; GROUP 0: one scale per row."""
     if FOUR:
         code = (byte(codes + row * (columns // 2) + at // 2, inside) >> (at % 2 * 4)) & 15
         number = (code - 8).to(tl.float32)
@@ -146,13 +146,13 @@ def embedding_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """SIZE: numbers that share a scale, or a block of BYTES; 0 for a whole row."""
+    """SIZE: elements per scale, or per block of BYTES; 0: one scale per row."""
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
-    # An id that is none must not read foreign memory; whoever made it answers for what comes of it.
+    # Clamp: an invalid id must not read out of bounds; its result is undefined.
     row = tl.minimum(tl.maximum(tl.load(ids + token).to(tl.int64), 0), count - 1)
     if BYTES == 0:
         found = coded(table, scales, row, at, columns, inside, FOUR, FLOATS, SIZE)

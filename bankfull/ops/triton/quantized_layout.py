@@ -1,11 +1,11 @@
-"""Quantized weights as GPU kernels read them: repacked once, at load, into words of 32 bits that all formats share.
+"""GPU layout of quantized weights: repacked once, at load, into 32-bit words common to all formats.
 
-Columns lie in groups. A word holds eight codes of 4 bits (the lower 4 of a code of 6) or four of 8 bits, the first in
-its lowest bits. Of a group's L words, code i of the lower half of word l and code i of its upper half belong to column
-2 (i L + l) and the one behind it: a thread that loads four neighbouring words needs, for each i, four neighbouring
-pairs of activations, no code ever moves to another thread, and one mask takes both codes of a pair. Steps, and what is
-added to a group's numbers, lie in arrays of their own; where both are small integers, in one, for TOGETHER rows side by
-side: a thread that works on those rows gets all of it by two loads. The numbers are those of `dequantize`, bit for bit.
+Columns are divided into groups. A word holds eight 4-bit codes (for 6-bit codes, the lower 4 bits) or four 8-bit codes,
+the first in its lowest bits. In a group of L words, code i of the lower half of word l and code i of its upper half
+belong to the columns 2 (i L + l) and 2 (i L + l) + 1. So a thread with four adjacent words needs, for each i, four
+adjacent pairs of activations; no code moves between threads; and one mask extracts both codes of a pair. Scales and
+minima are separate arrays; if both are small integers, one array interleaves those of TOGETHER rows, so that a thread
+loads all of them in two loads. Dequantized values are bitwise equal to `dequantize`.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from bankfull.weights.formats.legacy import fifth_bits, nibbles
 from bankfull.weights.qtensor import QTensor
 
 ELEMENTS_AT_ONCE = 1 << 26
-"""Bounds the memory that repacking takes beside the weights: a few bytes for each of these."""
+"""Elements repacked at a time; bounds the temporary memory to a few bytes for each."""
 NARROWEST = 16
-"""Columns that lie together where a whole row shares its step; rows are padded to a multiple of them."""
-TOGETHER = 4
-"""Rows whose small steps and lows lie side by side."""
+"""Minimum group of columns for one scale per row; rows are padded to a multiple of it."""
+INTERLEAVED_ROWS = 4
+"""Rows whose small scales and minima are interleaved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a kernel must know of a layout when it is compiled. A number is step * (code - zero) + low."""
+    """Compile-time properties of a layout. A value is scale * (code - zero) + minimum."""
 
     bits: int
-    """Of a stored code: 4, 8, or 6 (4 bits in the words, 2 in a plane of their own)."""
+    """Bits of a stored code: 4, 8, or 6 (4 bits in the words, 2 in a separate plane)."""
     zero: int = 0
     floats: bool = False
-    """Codes are float8_e4m3fn."""
+    """Whether codes are float8_e4m3fn."""
     nested: bool = False
-    """A group's step (and low) is a small integer, times a float16 for each 256 columns."""
-    lows: int = 0
-    """Of what is added to a group's numbers: its sign, or 0 where there is nothing."""
+    """Whether a group's scale (and minimum) is a small integer, times a float16 per 256 columns."""
+    minima: int = 0
+    """Sign of the minimum added to a group's values; 0 if there is none."""
     by_row: bool = False
-    """One step for a whole row."""
+    """Whether there is one scale per row."""
 
     @property
     def per_word(self) -> int:
@@ -51,25 +51,25 @@ class Form:
 
     @property
     def paired(self) -> bool:
-        """A group's step and low are small integers, and share a word."""
-        return self.nested and self.lows != 0
+        """Whether a group's scale and minimum are small integers that share a word."""
+        return self.nested and self.minima != 0
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Some rows, unpacked. Every tensor is (rows, ...): codes uint8 for each column, the rest for each group, outer
-    ones for each 256 columns."""
+    """Some rows, unpacked. Every tensor is (rows, ...): uint8 codes per column, scales and minima per group, outer
+    scales and minima per 256 columns."""
 
     codes: Tensor
-    steps: Tensor
-    lows: Tensor | None = None
-    outer_steps: Tensor | None = None
-    outer_lows: Tensor | None = None
+    scales: Tensor
+    minima: Tensor | None = None
+    outer_scales: Tensor | None = None
+    outer_minima: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WordWeight:
-    """A matrix in this layout."""
+    """A weight matrix in this layout."""
 
     form: Form
     group: int
@@ -77,18 +77,18 @@ class WordWeight:
     """int32 (out, groups * L)"""
     high: Tensor | None
     """int16 (out, groups * L): the upper 2 bits of the codes in a word."""
-    steps: Tensor
-    """float16 or small integers (out, groups); float32 (out, 1) where a row shares one. Paired with lows: int16
-    (out / TOGETHER, groups, TOGETHER), the step in the lower byte."""
-    lows: Tensor | None
-    outer_steps: Tensor | None
-    """float16 (out, groups of 256). Paired: int32 (out / TOGETHER, groups of 256, TOGETHER), two float16, the step's
+    scales: Tensor
+    """float16 or small integers (out, groups); float32 (out, 1) with one scale per row. Paired with minima: int16
+    (out / TOGETHER, groups, TOGETHER), the scale in the lower byte."""
+    minima: Tensor | None
+    outer_scales: Tensor | None
+    """float16 (out, groups of 256). Paired: int32 (out / TOGETHER, groups of 256, TOGETHER), two float16, the scale's
     first."""
     shape: tuple[int, int]
 
     @property
     def nbytes(self) -> int:
-        tensors = (self.words, self.high, self.steps, self.lows, self.outer_steps)
+        tensors = (self.words, self.high, self.scales, self.minima, self.outer_scales)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
     @property
@@ -96,8 +96,8 @@ class WordWeight:
         return self.words.shape[1] * self.form.per_word // self.group
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """As kernels take them, in order; what is not there is never read."""
-        found = (self.words, self.high, self.steps, self.lows, self.outer_steps)
+        """The tensors in kernel argument order; missing ones are replaced by a dummy that is never read."""
+        found = (self.words, self.high, self.scales, self.minima, self.outer_scales)
         return tuple(self.words if tensor is None else tensor for tensor in found)
 
     def constants(self) -> dict[str, Any]:
@@ -107,19 +107,19 @@ class WordWeight:
             "ZERO": form.zero,
             "FLOATS": form.floats,
             "NESTED": form.nested,
-            "LOWS": form.lows,
+            "MINIMA": form.minima,
             "BY_ROW": form.by_row,
             "GROUP": self.group,
             "PADDED": self.groups * self.group != self.shape[1],
         }
 
 
-def repacked(weight: QTensor) -> WordWeight:
+def repack(weight: QTensor) -> WordWeight:
     form, group, unpack = LAYOUTS[weight.scheme.name]
     outputs, columns = weight.shape
     if form.by_row:
         group = _widest(columns)
-    rows = max(TOGETHER, ELEMENTS_AT_ONCE // columns // TOGETHER * TOGETHER)
+    rows = max(INTERLEAVED_ROWS, ELEMENTS_AT_ONCE // columns // INTERLEAVED_ROWS * INTERLEAVED_ROWS)
     made: WordWeight | None = None
     for first in range(0, outputs, rows):
         piece = _words(form, group, unpack(weight.rows(slice(first, first + rows))))
@@ -133,7 +133,7 @@ def repacked(weight: QTensor) -> WordWeight:
 
 
 def _widest(columns: int) -> int:
-    """How many columns of a row without groups lie together: long runs of activations load best."""
+    """Group width for rows with one scale: long runs of activations load fastest."""
     return next((width for width in (128, 64, 32) if columns % width == 0), NARROWEST)
 
 
@@ -143,44 +143,44 @@ def _words(form: Form, group: int, found: Codes) -> WordWeight:
     if codes.shape[1] % group:
         codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % group), value=form.zero)
     pairs, length = form.per_word // 2, group // form.per_word
-    # (rows, groups, i, l, which half) -> (rows, groups, place in a word, l)
+    # (rows, groups, i, l, half) -> (rows, groups, position in a word, l)
     codes = codes.reshape(len(codes), -1, pairs, length, 2).permute(0, 1, 4, 2, 3)
     codes = codes.reshape(len(codes), -1, 2 * pairs, length)
     high = None
     if form.bits == 6:
         upper = (codes >> 4).unflatten(2, (2, 4))
         fields = upper[..., 0, :] | (upper[..., 1, :] << 2) | (upper[..., 2, :] << 4) | (upper[..., 3, :] << 6)
-        high = _side_by_side(fields).view(torch.int16).flatten(1)
+        high = _word_bytes(fields).view(torch.int16).flatten(1)
         codes = codes & 15
     if form.bits != 8:
         codes = codes[:, :, 0::2] | (codes[:, :, 1::2] << 4)
-    words = _side_by_side(codes).view(torch.int32).flatten(1)
+    words = _word_bytes(codes).view(torch.int32).flatten(1)
 
     def own(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.contiguous()
 
     if form.paired:
         return WordWeight(form, group, words, high, *_paired(found), shape)
-    steps, lows, outer = found.steps.contiguous(), own(found.lows), own(found.outer_steps)
-    return WordWeight(form, group, words, high, steps, lows, outer, shape)
+    scales, minima, outer = found.scales.contiguous(), own(found.minima), own(found.outer_scales)
+    return WordWeight(form, group, words, high, scales, minima, outer, shape)
 
 
 def _paired(found: Codes) -> tuple[Tensor, None, Tensor]:
-    """Steps and lows, and what both are multiplied with, as a `WordWeight` has them."""
-    assert found.lows is not None and found.outer_steps is not None and found.outer_lows is not None
-    small = torch.stack((found.steps, found.lows), -1).view(torch.int16).squeeze(-1)
-    outer = torch.stack((found.outer_steps, found.outer_lows), -1).view(torch.int32).squeeze(-1)
-    return _rows_together(small), None, _rows_together(outer)
+    """Scales with minima, and outer scales with outer minima, as in a paired `WordWeight`."""
+    assert found.minima is not None and found.outer_scales is not None and found.outer_minima is not None
+    small = torch.stack((found.scales, found.minima), -1).view(torch.int16).squeeze(-1)
+    outer = torch.stack((found.outer_scales, found.outer_minima), -1).view(torch.int32).squeeze(-1)
+    return _interleaved(small), None, _interleaved(outer)
 
 
-def _rows_together(of_rows: Tensor) -> Tensor:
-    """(rows, n) as (rows / TOGETHER, n, TOGETHER); rows that fill up the last of them are zero."""
-    full = torch.nn.functional.pad(of_rows, (0, 0, 0, -len(of_rows) % TOGETHER))
-    return full.unflatten(0, (-1, TOGETHER)).transpose(1, 2).contiguous()
+def _interleaved(of_rows: Tensor) -> Tensor:
+    """(rows, n) as (rows / TOGETHER, n, TOGETHER), padded with zero rows."""
+    full = torch.nn.functional.pad(of_rows, (0, 0, 0, -len(of_rows) % INTERLEAVED_ROWS))
+    return full.unflatten(0, (-1, INTERLEAVED_ROWS)).transpose(1, 2).contiguous()
 
 
-def _side_by_side(bytes_: Tensor) -> Tensor:
-    """(rows, groups, bytes of a word, l) with the bytes of a word in neighbouring addresses, the lowest first."""
+def _word_bytes(bytes_: Tensor) -> Tensor:
+    """(rows, groups, bytes of a word, l) with the bytes of a word adjacent, the lowest first."""
     return bytes_.transpose(2, 3).contiguous().flatten(2)
 
 
@@ -188,29 +188,29 @@ def _blank_like(piece: WordWeight, shape: tuple[int, ...]) -> WordWeight:
     def blank(tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
             return None
-        rows = -(-shape[0] // TOGETHER) if tensor.dim() == 3 else shape[0]
+        rows = -(-shape[0] // INTERLEAVED_ROWS) if tensor.dim() == 3 else shape[0]
         return tensor.new_empty(rows, *tensor.shape[1:])
 
-    words, steps = blank(piece.words), blank(piece.steps)
-    assert words is not None and steps is not None
+    words, scales = blank(piece.words), blank(piece.scales)
+    assert words is not None and scales is not None
     return WordWeight(
         piece.form,
         piece.group,
         words,
         blank(piece.high),
-        steps,
-        blank(piece.lows),
-        blank(piece.outer_steps),
+        scales,
+        blank(piece.minima),
+        blank(piece.outer_scales),
         (shape[0], shape[1]),
     )
 
 
 def _copy(piece: WordWeight, made: WordWeight, first: int) -> None:
-    names = ("words", "high", "steps", "lows", "outer_steps")
+    names = ("words", "high", "scales", "minima", "outer_scales")
     for name in names:
         part = getattr(piece, name)
         if part is not None:
-            at = first // TOGETHER if part.dim() == 3 else first
+            at = first // INTERLEAVED_ROWS if part.dim() == 3 else first
             getattr(made, name)[at : at + len(part)] = part
 
 
@@ -228,7 +228,7 @@ def _by_row(weight: QTensor, blocks_of_rows: Tensor) -> Tensor:
 
 
 def _of_blocks(unpack: Callable[[Tensor], tuple[Tensor, ...]]) -> Callable[[QTensor], Codes]:
-    """`unpack` gives the fields of `Codes` for each block."""
+    """`unpack` returns the fields of `Codes` per block."""
     return lambda weight: Codes(*(_by_row(weight, field) for field in unpack(_blocks(weight))))
 
 
@@ -257,7 +257,7 @@ def _q2_k(blocks: Tensor) -> tuple[Tensor, ...]:
     return planes(blocks[:, 16:80], 32, 2), scales & 15, scales >> 4, _half(blocks, 80), _half(blocks, 82)
 
 
-def _q3_k_steps(packed: Tensor) -> Tensor:
+def _q3_k_scales(packed: Tensor) -> Tensor:
     low, high = planes(packed[:, 0:8], 8, 4), planes(packed[:, 8:12], 4, 2)
     return (low | (high << 4)).view(torch.int8) - 32
 
@@ -277,15 +277,15 @@ def _q5_k(blocks: Tensor) -> tuple[Tensor, ...]:
 def _q3_k(weight: QTensor) -> Codes:
     blocks = _blocks(weight)
     codes = planes(blocks[:, 32:96], 32, 2) | (planes(blocks[:, 0:32], 32, 1) << 2)
-    steps, outer = _q3_k_steps(blocks[:, 96:108]), _half(blocks, 108)
-    return Codes(_by_row(weight, codes), _by_row(weight, steps), outer_steps=_by_row(weight, outer))
+    scales, outer = _q3_k_scales(blocks[:, 96:108]), _half(blocks, 108)
+    return Codes(_by_row(weight, codes), _by_row(weight, scales), outer_scales=_by_row(weight, outer))
 
 
 def _q6_k(weight: QTensor) -> Codes:
     blocks = _blocks(weight)
     codes = planes(blocks[:, 0:128], 64, 4) | (planes(blocks[:, 128:192], 32, 2) << 4)
-    steps, outer = blocks[:, 192:208].contiguous().view(torch.int8), _half(blocks, 208)
-    return Codes(_by_row(weight, codes), _by_row(weight, steps), outer_steps=_by_row(weight, outer))
+    scales, outer = blocks[:, 192:208].contiguous().view(torch.int8), _half(blocks, 208)
+    return Codes(_by_row(weight, codes), _by_row(weight, scales), outer_scales=_by_row(weight, outer))
 
 
 def _int4(weight: QTensor) -> Codes:
@@ -303,20 +303,20 @@ def _fp8(weight: QTensor) -> Codes:
 
 LAYOUTS: dict[str, tuple[Form, int, Callable[[QTensor], Codes]]] = {
     "q4_0": (Form(4, 8), 32, _of_blocks(_q4_0)),
-    "q4_1": (Form(4, lows=1), 32, _of_blocks(_q4_1)),
+    "q4_1": (Form(4, minima=1), 32, _of_blocks(_q4_1)),
     "q5_0": (Form(6, 16), 32, _of_blocks(_q5_0)),
-    "q5_1": (Form(6, lows=1), 32, _of_blocks(_q5_1)),
+    "q5_1": (Form(6, minima=1), 32, _of_blocks(_q5_1)),
     "q8_0": (Form(8, 128), 32, _of_blocks(_q8_0)),
-    "q2_k": (Form(4, nested=True, lows=-1), 16, _of_blocks(_q2_k)),
+    "q2_k": (Form(4, nested=True, minima=-1), 16, _of_blocks(_q2_k)),
     "q3_k": (Form(4, 4, nested=True), 16, _q3_k),
-    "q4_k": (Form(4, nested=True, lows=-1), 32, _of_blocks(_q4_k)),
-    "q5_k": (Form(6, nested=True, lows=-1), 32, _of_blocks(_q5_k)),
+    "q4_k": (Form(4, nested=True, minima=-1), 32, _of_blocks(_q4_k)),
+    "q5_k": (Form(6, nested=True, minima=-1), 32, _of_blocks(_q5_k)),
     "q6_k": (Form(6, 32, nested=True), 16, _q6_k),
     **{f"int4_g{group}": (Form(4, 8), group, _int4) for group in (32, 64, 128)},
     **{f"int8_g{group}": (Form(8, 128), group, _int8) for group in (32, 64, 128)},
     "int8_row": (Form(8, 128, by_row=True), 0, _int8),
     "fp8": (Form(8, floats=True, by_row=True), 0, _fp8),
 }
-"""Scheme -> layout, columns that share a step (0: the whole row), and how its rows are unpacked."""
+"""Scheme -> layout, columns per scale (0: the whole row), and the function that unpacks its rows."""
 
-assert BLOCK == 256, "kernels know how many columns share an outer step"
+assert BLOCK == 256, "kernels hard-code the columns per outer scale"

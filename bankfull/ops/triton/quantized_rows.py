@@ -1,12 +1,12 @@
-"""Quantized weights times very few rows: all that it costs is to read the weights once.
+"""Quantized GEMV for very few rows: bound by reading the weights once.
 
-A program owns a few outputs and walks along their columns. A thread holds four neighbouring words of each output: one
-16-byte load, 32 codes of 4 bits. Activations are loaded and widened once for all outputs of a program. What limits the
-speed, next to memory, is how many instructions a code takes: a mask and a multiplication in float32, and with
-activations, addresses and sums between three and four in all. Steps are applied once for each word.
+A program owns a few outputs and iterates over their columns. A thread holds four adjacent words of each output: one
+16-byte load, 32 codes of 4 bits. Activations are loaded and widened once for all outputs of a program. Next to memory,
+instructions per code limit the speed: a mask and a float32 multiplication, and three to four in total with activations,
+addresses and sums. Scales are applied once per word.
 
-The factors that codes wait for (`quantized_codes.tiny`) are given to the activations, all but 2 ** -85, which is taken
-back in the end: so sums are right for activations below 2 ** 63, and none above about 1e-12 loses a bit.
+The factors that scale up codes (`quantized_codes.subnormal`) are applied to the activations, except for 2 ** -85, which
+is undone at the end: so sums are correct for activations below 2 ** 63, and none above about 1e-12 loses a bit.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor
 
 from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
 from bankfull.ops.triton.pointwise import activation
-from bankfull.ops.triton.quantized_codes import exponent, power, steps_and_lows, tiny
+from bankfull.ops.triton.quantized_codes import exponent, power, scales_and_minima, subnormal
 from bankfull.ops.triton.quantized_layout import WordWeight
 
 OUTPUTS, FEW_OUTPUTS = 8, 4
-"""Of a program: the more, the less activations cost; the fewer, the more programs there are."""
+"""Outputs per program: more reduce the cost of activations, fewer give more programs."""
 WORDS_PER_WARP = 128
-"""Of one output at a time: 16 bytes for each thread."""
+"""Words of one output per warp and iteration: 16 bytes per thread."""
 
 SMALL = tl.constexpr(85)
 
@@ -38,54 +38,63 @@ def neighbours(L):
 
 
 @triton.jit
-def loaded(
+def load_words(
     words,
     high,
-    steps,
-    lows,
-    outer_steps,
+    scales,
+    minima,
+    outer_scales,
     outputs,
     valid,
     first,
     groups,
     BITS: tl.constexpr,
     NESTED: tl.constexpr,
-    LOWS: tl.constexpr,
+    MINIMA: tl.constexpr,
     BY_ROW: tl.constexpr,
     GROUP: tl.constexpr,
     W: tl.constexpr,
     L: tl.constexpr,
 ):
-    """Words [outputs, W] from the `first` on, their upper bits, and the steps and lows [outputs, W / L] of their
+    """Words [outputs, W] starting at `first`, their upper bits, and the scales and minima [outputs, W / L] of their
     groups."""
     word = first + tl.arange(0, W)
     inside = valid[:, None] & (word < groups * L)[None, :]
     at = outputs.to(tl.int64)[:, None] * (groups * L) + word[None, :]
-    # Read once for each row: nothing of it is worth keeping in the cache.
+    # Read once per row, so not kept in the cache.
     codes = tl.load(words + at, inside, 0, eviction_policy="evict_first").to(tl.uint32, bitcast=True)
     upper = codes
     if BITS == 6:
         upper = tl.load(high + at, inside, 0).to(tl.uint16, bitcast=True).to(tl.uint32)
-    step = tl.zeros([1, 1], dtype=tl.float32)
-    low = step
+    scale = tl.zeros([1, 1], dtype=tl.float32)
+    minimum = scale
     if not BY_ROW:
         group = first // L + tl.arange(0, W // L)
         known = valid[:, None] & (group < groups)[None, :]
-        step, low = steps_and_lows(
-            steps, lows, outer_steps, outputs.to(tl.int64)[:, None], group[None, :], groups, known, NESTED, LOWS, GROUP
+        scale, minimum = scales_and_minima(
+            scales,
+            minima,
+            outer_scales,
+            outputs.to(tl.int64)[:, None],
+            group[None, :],
+            groups,
+            known,
+            NESTED,
+            MINIMA,
+            GROUP,
         )
-    return codes, upper, step, low
+    return codes, upper, scale, minimum
 
 
 @triton.jit
 def pair_of(x, pair, inside, columns, PADDED: tl.constexpr):
-    """The two activations of each pair, as float32."""
+    """Both activations of each pair, as float32."""
     kind: tl.constexpr = x.dtype.element_ty
     if PADDED or kind == tl.float32:
         column = 2 * pair
         even = tl.load(x + column, inside & (column < columns), 0.0).to(tl.float32)
         odd = tl.load(x + column + 1, inside & (column + 1 < columns), 0.0).to(tl.float32)
-    else:  # two 16-bit numbers are one load, and a bfloat16 is the upper half of a float32
+    else:  # one load for two 16-bit elements; a bfloat16 is the upper half of a float32
         both = tl.load(x.to(tl.pointer_type(tl.uint32)) + pair, inside, 0)
         if kind == tl.bfloat16:
             even = (both << 16).to(tl.float32, bitcast=True)
@@ -101,15 +110,15 @@ def products(
     x,
     codes,
     upper,
-    step,
-    low,
+    scale,
+    minimum,
     first,
     groups,
     columns,
     BITS: tl.constexpr,
     ZERO: tl.constexpr,
     FLOATS: tl.constexpr,
-    LOWS: tl.constexpr,
+    MINIMA: tl.constexpr,
     BY_ROW: tl.constexpr,
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
@@ -117,7 +126,8 @@ def products(
     W: tl.constexpr,
     L: tl.constexpr,
 ):
-    """Of words with their activations, summed over the neighbours that a thread has of a group: [outputs, W / RUN]."""
+    """Products of words with their activations, summed over a thread's adjacent words of a group: [outputs, W /
+    RUN]."""
     word = first + tl.arange(0, W)
     pair = word // L * (GROUP // 2) + word % L
     inside = word < groups * L
@@ -126,25 +136,25 @@ def products(
     pairs: tl.constexpr = GROUP // L // 2
     for i in tl.static_range(pairs):
         even, odd = pair_of(x, pair + i * L, inside, columns, PADDED)
-        if ZERO != 0 or LOWS != 0:
+        if ZERO != 0 or MINIMA != 0:
             whole += (even + odd)[None, :]
         even *= power(exponent(i, BITS, FLOATS) - SMALL)
         odd *= power(exponent(i + pairs, BITS, FLOATS) - SMALL)
-        summed += even[None, :] * tiny(codes, upper, i, BITS, FLOATS)
-        summed += odd[None, :] * tiny(codes, upper, i + pairs, BITS, FLOATS)
+        summed += even[None, :] * subnormal(codes, upper, i, BITS, FLOATS)
+        summed += odd[None, :] * subnormal(codes, upper, i + pairs, BITS, FLOATS)
     run: tl.constexpr = neighbours(L)
     found = tl.sum(tl.reshape(summed, [R, W // run, run]), 2) * power(SMALL)
     whole = tl.sum(tl.reshape(whole, [1, W // run, run]), 2)
     if ZERO != 0:
         found -= ZERO * whole
     if not BY_ROW and run == L:
-        found = found * step
-        if LOWS != 0:
-            found += low * whole
+        found = found * scale
+        if MINIMA != 0:
+            found += minimum * whole
     elif not BY_ROW:
-        found = tl.reshape(found, [R, W // L, L // run]) * step[:, :, None]
-        if LOWS != 0:
-            found += low[:, :, None] * tl.reshape(whole, [1, W // L, L // run])
+        found = tl.reshape(found, [R, W // L, L // run]) * scale[:, :, None]
+        if MINIMA != 0:
+            found += minimum[:, :, None] * tl.reshape(whole, [1, W // L, L // run])
         found = tl.reshape(found, [R, W // run])
     return found
 
@@ -156,9 +166,9 @@ def few_rows_kernel(
     y,
     words,
     high,
-    steps,
-    lows,
-    outer_steps,
+    scales,
+    minima,
+    outer_scales,
     rows,
     outputs,
     columns,
@@ -168,7 +178,7 @@ def few_rows_kernel(
     ZERO: tl.constexpr,
     FLOATS: tl.constexpr,
     NESTED: tl.constexpr,
-    LOWS: tl.constexpr,
+    MINIMA: tl.constexpr,
     BY_ROW: tl.constexpr,
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
@@ -180,7 +190,7 @@ def few_rows_kernel(
     ONCE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """With GATE, the name of an activation, a program's outputs are pairs of a gate and what passes it."""
+    """With GATE, the name of an activation, a program's outputs are pairs of a gate and its factor."""
     start_next(OVERLAP)
     program = tl.program_id(0)
     row = (program % rows).to(tl.int64)
@@ -194,49 +204,66 @@ def few_rows_kernel(
         valid = output < outputs
     x += row * x_stride
 
-    # What never changes is under way before the activations are there.
-    codes, upper, step, low = loaded(
+    # Weights are loaded before the activations are ready.
+    codes, upper, scale, minimum = load_words(
         words,
         high,
-        steps,
-        lows,
-        outer_steps,
+        scales,
+        minima,
+        outer_scales,
         output,
         valid,
         0,
         groups,
         BITS,
         NESTED,
-        LOWS,
+        MINIMA,
         BY_ROW,
         GROUP,
         W,
         L,
     )
     if BY_ROW:
-        of_row = tl.load(steps + output, valid, 0.0)
+        row_scale = tl.load(scales + output, valid, 0.0)
     wait_for_inputs(OVERLAP)
     if ONCE:
         summed = products(
-            x, codes, upper, step, low, 0, groups, columns, BITS, ZERO, FLOATS, LOWS, BY_ROW, GROUP, PADDED, R, W, L
+            x,
+            codes,
+            upper,
+            scale,
+            minimum,
+            0,
+            groups,
+            columns,
+            BITS,
+            ZERO,
+            FLOATS,
+            MINIMA,
+            BY_ROW,
+            GROUP,
+            PADDED,
+            R,
+            W,
+            L,
         )
     else:
         summed = tl.zeros([R, W // neighbours(L)], dtype=tl.float32)
         for first in range(0, groups * L, W):
-            now_codes, now_upper, now_step, now_low = codes, upper, step, low
-            codes, upper, step, low = loaded(
+            now_codes, now_upper, now_step, now_low = codes, upper, scale, minimum
+            codes, upper, scale, minimum = load_words(
                 words,
                 high,
-                steps,
-                lows,
-                outer_steps,
+                scales,
+                minima,
+                outer_scales,
                 output,
                 valid,
                 first + W,
                 groups,
                 BITS,
                 NESTED,
-                LOWS,
+                MINIMA,
                 BY_ROW,
                 GROUP,
                 W,
@@ -254,7 +281,7 @@ def few_rows_kernel(
                 BITS,
                 ZERO,
                 FLOATS,
-                LOWS,
+                MINIMA,
                 BY_ROW,
                 GROUP,
                 PADDED,
@@ -264,7 +291,7 @@ def few_rows_kernel(
             )
     result = tl.sum(summed, 1)
     if BY_ROW:
-        result = result * of_row
+        result = result * row_scale
     if HAS_BIAS:
         result += tl.load(bias + output, valid, 0.0).to(tl.float32)
     kind = y.dtype.element_ty
@@ -278,39 +305,41 @@ def few_rows_kernel(
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How the work is cut: outputs of a program, and its warps."""
+class RowsPlan:
+    """Outputs per program, and its warps."""
 
     outputs: int
     warps: int
 
 
-def cut_for(weight: WordWeight, rows: int) -> Cut:
-    """Measured on an H200 over the shapes of an 8B model (`benchmarks.gpu.quantized --sweep`). Many outputs make many
-    programs, and then one warp each, without barriers between warps, is best; with few, warps share an output's words.
-    Codes of 6 bits need the registers that more outputs would take; 16 outputs overflow them for every format."""
+def plan_for(weight: WordWeight, rows: int) -> RowsPlan:
+    """Measured on an H200 over the shapes of an 8B model (`benchmarks.gpu.quantized --sweep`). Many outputs give many
+    programs, where one warp each, without barriers, is best; with few, warps share an output's words. 6-bit codes need
+    the registers that more outputs would take; 16 outputs spill for every format."""
     outputs, words = rows * weight.shape[0], weight.words.shape[1]
     if weight.form.bits == 6:
-        return Cut(FEW_OUTPUTS, _sharing(words, 4))
+        return RowsPlan(FEW_OUTPUTS, _sharing(words, 4))
     if outputs >= 1 << 14:
-        return Cut(OUTPUTS, 1)
-    return Cut(OUTPUTS, _sharing(words, 2 if outputs > 5000 and weight.form.bits == 4 else 4))
+        return RowsPlan(OUTPUTS, 1)
+    return RowsPlan(OUTPUTS, _sharing(words, 2 if outputs > 5000 and weight.form.bits == 4 else 4))
 
 
 def _sharing(words: int, most: int) -> int:
-    """The most warps that have something to do with an output's words."""
+    """Maximum warps with work in an output's words."""
     return next((warps for warps in (4, 2) if warps <= most and words > warps * WORDS_PER_WARP // 2), 1)
 
 
-def few_rows(x: Tensor, weight: WordWeight, bias: Tensor | None, gate: str = "", cut: Cut | None = None) -> Tensor:
-    """x (rows, columns), dense, times the weight; with `gate`, gated."""
+def few_rows(
+    x: Tensor, weight: WordWeight, bias: Tensor | None, gate: str = "", plan: RowsPlan | None = None
+) -> Tensor:
+    """x (rows, columns), contiguous, times the weight; gated if `gate` is given."""
     outputs, columns = weight.shape
     rows = x.shape[0]
-    cut = cut or cut_for(weight, rows)
+    plan = plan or plan_for(weight, rows)
     y = torch.empty(rows, outputs // 2 if gate else outputs, dtype=x.dtype, device=x.device)
     length, words = weight.group // weight.form.per_word, weight.words.shape[1]
-    width = max(length, min(WORDS_PER_WARP * cut.warps, power_of_two(words)))
-    few_rows_kernel[(rows * triton.cdiv(outputs, cut.outputs),)](
+    width = max(length, min(WORDS_PER_WARP * plan.warps, power_of_two(words)))
+    few_rows_kernel[(rows * triton.cdiv(outputs, plan.outputs),)](
         x,
         x if bias is None else bias,
         y,
@@ -323,11 +352,11 @@ def few_rows(x: Tensor, weight: WordWeight, bias: Tensor | None, gate: str = "",
         **weight.constants(),
         HAS_BIAS=bias is not None,
         GATE=gate,
-        R=cut.outputs,
+        R=plan.outputs,
         W=width,
         L=length,
         ONCE=words <= width,
-        num_warps=cut.warps,
+        num_warps=plan.warps,
         **overlapped(x),
     )
     return y

@@ -1,6 +1,6 @@
-"""Mamba's convolution and scan over ragged batches: a program is a sequence and a block of its channels.
+"""Mamba's convolution and scan over ragged batches: a program handles one sequence and a block of its channels.
 
-How many tokens a sequence has and how many states it keeps is read on the device, so a captured step may change both.
+Token counts and kept states are read on the device, so they may change between replays of a captured step.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ import triton.language as tl
 from torch import Tensor
 
 from bankfull.ops.reference.ssm import RecurrentMeta, causal_conv, selective_scan
-from bankfull.ops.triton.launch import overlapped, power_of_two, processors, start_next, wait_for_inputs
-from bankfull.ops.triton.rows import accepts, computed, ready, side_by_side
+from bankfull.ops.triton.launch import multiprocessors, overlapped, power_of_two, start_next, wait_for_inputs
+from bankfull.ops.triton.rows import accepts, contiguous_rows, preloadable, supported
 
 CONV_CHANNELS, CONV_TOKENS = 128, 8
-"""Of a tile. Where every sequence brings few tokens, a tile is one of them."""
+"""Tile size. A tile has one token if all sequences have few."""
 MOST_PIECES = 32
-"""Programs that share the tokens of one sequence's convolution."""
+"""Maximum programs that share the tokens of one sequence's convolution."""
 SCAN_NUMBERS, FEW_SCAN_NUMBERS = 256, 128
-"""Of a warp's state. The scan is a chain over tokens, so only many small programs fill the device; one warp each, so
-that no token waits at a barrier. The smaller ones where there are few sequences."""
+"""State elements per warp. The scan is sequential over tokens, so only many small programs fill the device; one warp
+each, so that no token waits at a barrier. The smaller size is for few sequences."""
 
 
 @triton.jit
 def past_inputs(state, token, past, channel, channel_stride, place_stride, inside, PAST: tl.constexpr, DTYPE):
-    """Inputs from before the sequence's first token, which is token 0; rounded as inputs are. Zero from there on."""
+    """Inputs before the sequence's first token (token 0), rounded to the input dtype; zero from token 0 on."""
     places = state + past + channel * channel_stride + (token + PAST) * place_stride
     return tl.load(places, inside & (token < 0), 0.0).to(DTYPE).to(tl.float32)
 
 
 @triton.jit
 def new_inputs(x, token, first, channel, x_stride, inside):
-    """Inputs from the first token on, zero before it."""
+    """Inputs from token 0 on; zero before it."""
     return tl.load(x + (first + token) * x_stride + channel, inside & (token >= 0), 0.0).to(tl.float32)
 
 
@@ -60,7 +60,7 @@ def causal_conv_kernel(
     CHANNELS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Axis 0: blocks of channels, 1: sequences, 2: pieces of a sequence, which take its tiles in turns."""
+    """Axis 0: blocks of channels, 1: sequences, 2: programs that take a sequence's tiles round-robin."""
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     used = channel < channels
     sequence, piece = tl.program_id(1), tl.program_id(2)
@@ -70,7 +70,7 @@ def causal_conv_kernel(
         shift = tl.load(bias + channel, used, 0.0).to(tl.float32)
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
-    first = tl.load(starts + sequence).to(tl.int64)  # rows times their strides may not fit into 32 bits
+    first = tl.load(starts + sequence).to(tl.int64)  # row offsets may exceed 32 bits
     count = tl.load(starts + sequence + 1) - tl.load(starts + sequence)
     past = tl.load(read + sequence).to(tl.int64) * slot_stride
     for begin in range(piece * TOKENS, count, tl.num_programs(2) * TOKENS):
@@ -80,7 +80,7 @@ def causal_conv_kernel(
         for tap in tl.static_range(WIDTH):
             factor = tl.load(weight + channel * WIDTH + tap, used, 0.0).to(tl.float32)
             total += factor * new_inputs(x, token - (WIDTH - 1 - tap), first, channel, x_stride, inside)
-        if begin < WIDTH - 1:  # only the first tokens reach back
+        if begin < WIDTH - 1:  # only the first tokens need past inputs
             for tap in tl.static_range(WIDTH - 1):
                 factor = tl.load(weight + channel * WIDTH + tap, used, 0.0).to(tl.float32)
                 before = token - (WIDTH - 1 - tap)
@@ -103,7 +103,7 @@ def causal_conv_kernel(
 
 @triton.jit
 def token_inputs(x, delta, b, c, token, last, channel, at, x_stride, delta_stride, b_stride, c_stride, used, SIZE):
-    """What a token brings to the scan; nothing past the last one."""
+    """A token's inputs of the scan; zeros after the last token."""
     channels, numbers = used & (token < last), (at < SIZE) & (token < last)
     return (
         tl.load(x + token * x_stride + channel, channels, 0.0).to(tl.float32),
@@ -143,19 +143,19 @@ def selective_scan_kernel(
     SIZE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Axis 0: blocks of channels, 1: sequences. The state stays in registers; inputs are loaded two tokens ahead, so
-    that the chain of tokens does not wait for memory."""
+    """Axis 0: blocks of channels, 1: sequences. The state stays in registers; inputs are prefetched two tokens ahead,
+    so that the recurrence does not wait for memory."""
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[:, None]
     at = tl.arange(0, SIZE)[None, :]
     used = channel < channels
     inside = used & (at < size)
     rate = tl.load(a + channel * rate_stride + at * rate_place_stride, inside, 0.0).to(tl.float32)
-    rate *= 1.4426950408889634  # exp(v) is 2^(v log2 e)
+    rate *= 1.4426950408889634  # exp(v) = 2^(v log2 e)
     skip = tl.load(d + channel, used, 0.0).to(tl.float32)
     sequence = tl.program_id(1)
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
-    # 64 bits: rows times their strides may not fit into 32.
+    # 64 bits: row offsets may exceed 32.
     first, last = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1).to(tl.int64)
     kept = tl.load(kepts + sequence)
     own = channel * channel_stride + at * place_stride
@@ -183,13 +183,13 @@ def selective_scan_kernel(
 
 
 def on_device(counts: Tensor | None, host: np.ndarray, like: Tensor) -> Tensor:
-    """Counts where kernels read them; callers that never capture a step may leave them on the host."""
+    """Counts as a device tensor; callers that never capture a step may pass only the host array."""
     return torch.from_numpy(host.astype(np.int32)).to(like.device) if counts is None else counts
 
 
 @causal_conv.provider("triton", on="cuda", accepts=accepts)
 def run_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, meta: RecurrentMeta) -> Tensor:
-    if not computed(x, weight, state) or x.dtype != weight.dtype or not ready(bias):
+    if not supported(x, weight, state) or x.dtype != weight.dtype or not preloadable(bias):
         return causal_conv.body(x, weight, bias, state, meta)
     (tokens, channels), sequences, width = x.shape, len(meta.q_start) - 1, weight.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -197,7 +197,7 @@ def run_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tenso
     longest = tokens - sequences + 1
     several = CONV_TOKENS if longest > 4 else 1
     pieces = max(1, min(MOST_PIECES, triton.cdiv(longest, several)))
-    source = side_by_side(x)
+    source = contiguous_rows(x)
     if y.numel() and sequences:
         causal_conv_kernel[(triton.cdiv(channels, block), sequences, pieces)](
             source,
@@ -227,14 +227,14 @@ def run_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tenso
 def run_selective_scan(
     x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor, meta: RecurrentMeta
 ) -> Tensor:
-    if not computed(x, delta, a, b, c, d, state) or not ready(d):
+    if not supported(x, delta, a, b, c, d, state) or not preloadable(d):
         return selective_scan.body(x, delta, a, b, c, d, state, meta)
     channels, size, sequences = x.shape[1], a.shape[1], len(meta.q_start) - 1
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     inner = power_of_two(size)
-    few = sequences * channels * inner < 4 * SCAN_NUMBERS * processors(x.device)
+    few = sequences * channels * inner < 4 * SCAN_NUMBERS * multiprocessors(x.device)
     block = min(max(1, (FEW_SCAN_NUMBERS if few else SCAN_NUMBERS) // inner), power_of_two(channels))
-    source, step, into, out = (side_by_side(part) for part in (x, delta, b, c))
+    source, step, into, out = (contiguous_rows(part) for part in (x, delta, b, c))
     if y.numel() and sequences:
         selective_scan_kernel[(triton.cdiv(channels, block), sequences)](
             source,

@@ -1,7 +1,7 @@
-"""Rotary positions: the angles of a step, and the turning of heads by them.
+"""RoPE: the angles of a step, and the rotation of heads.
 
-What is turned is computed in float32 and rounded once. The body rounds both products first; a device that fuses one of
-them with the sum would not, so there is nothing to be gained from asking for it.
+The rotation is computed in float32 and rounded once. The body rounds both products first, but a device that fuses a
+multiply-add would not either, so matching it exactly is not attempted.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from triton.language.extra import libdevice
 from bankfull.ops.reference.rope import rope_angles, rotate
 from bankfull.ops.triton.launch import (
     INTERPRETED,
+    multiprocessors,
     overlapped,
     power_of_two,
-    processors,
     start_next,
     wait_for_inputs,
 )
-from bankfull.ops.triton.rows import DTYPES, accepts, ready, side_by_side
+from bankfull.ops.triton.rows import DTYPES, accepts, contiguous_rows, preloadable
 
 if INTERPRETED:
 
     @triton.jit
-    def turned(angle):
+    def cos_sin(angle):
         return tl.cos(angle), tl.sin(angle)
 
 else:
 
     @triton.jit
-    def turned(angle):
-        """cos and sin, exact to rounding: angles are many thousands, and the fast instructions are for small ones."""
+    def cos_sin(angle):
+        """cos and sin, exact to rounding: angles reach many thousands, and the fast instructions need small ones."""
         return libdevice.cos(angle), libdevice.sin(angle)
 
 
@@ -57,7 +57,7 @@ def rope_angles_kernel(
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
     inside = (token < tokens) & (at < half)
     position = tl.load(positions + token, token < tokens, 0).to(tl.float32)
-    x, y = turned(position * frequency)
+    x, y = cos_sin(position * frequency)
     out = token.to(tl.int64) * half + at
     tl.store(cos + out, (x * scale).to(cos.dtype.element_ty), inside)
     tl.store(sin + out, (y * scale).to(sin.dtype.element_ty), inside)
@@ -81,7 +81,7 @@ def rotate_kernel(
     REST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """ROWS heads, of the same token or of neighbours. REST covers the columns that pass through; 0: there are none."""
+    """ROWS heads of one token or of adjacent tokens. REST covers the columns without RoPE; 0 if there are none."""
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -103,12 +103,12 @@ def rotate_kernel(
 
 @rope_angles.provider("triton", on="cuda", accepts=accepts)
 def run_rope_angles(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    if dtype not in DTYPES or frequencies.dtype is not torch.float32 or not ready(frequencies):
+    if dtype not in DTYPES or frequencies.dtype is not torch.float32 or not preloadable(frequencies):
         return rope_angles.body(positions, frequencies, scale, dtype)
     tokens, half = len(positions), len(frequencies)
     cos, sin = (torch.empty(tokens, half, dtype=dtype, device=positions.device) for _ in range(2))
     block = power_of_two(half)
-    # About 512 angles for 128 threads: their many instructions, not memory, are what takes time.
+    # About 512 angles per 128 threads: instructions, not memory, are the bottleneck.
     several = max(1, 512 // block)
     if cos.numel():
         rope_angles_kernel[(triton.cdiv(tokens, several),)](
@@ -135,11 +135,11 @@ def run_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if not fits or not x.dtype == cos.dtype == sin.dtype or x.dtype not in DTYPES:
         return rotate.body(x, cos, sin)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    source, cosines, sines = side_by_side(x), cos.contiguous(), sin.contiguous()
+    source, cosines, sines = contiguous_rows(x), cos.contiguous(), sin.contiguous()
     block, rows = power_of_two(half), tokens * heads
-    # 16 numbers for each of 128 threads where there is plenty; else a warp for every few heads.
+    # 16 elements for each of 128 threads if there are enough rows; otherwise one warp per few heads.
     several = max(1, 2048 // block)
-    few = rows < 4 * several * processors(x.device)
+    few = rows < 4 * several * multiprocessors(x.device)
     several = max(1, 256 // block) if few else several
     if y.numel():
         rotate_kernel[(triton.cdiv(rows, several),)](

@@ -1,4 +1,4 @@
-"""What the row-wise kernels of this folder agree on: the types they compute, and how they see their operands."""
+"""Conventions of the row-wise kernels: dtypes and operand layout."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of operands and results. The arithmetic is float32, so float64 is left to the bodies."""
+"""Dtypes of operands and results. The arithmetic is float32, so float64 is left to the bodies."""
 
 
 def accepts(*, dtype: torch.dtype | None = None, **facts: Any) -> bool:
     return dtype in DTYPES
 
 
-def computed(*operands: Tensor) -> bool:
-    """Are these numbers that the kernels compute? What a model was bound with need not be what a call brings."""
+def supported(*operands: Tensor) -> bool:
+    """Whether the kernels support these dtypes; a call's operands may differ from the facts at binding."""
     return all(x.dtype in DTYPES for x in operands)
 
 
-def ready(*parameters: Tensor | None) -> bool:
-    """May a kernel load these vectors before it has waited for its inputs? A dense copy, made for the call, it may not:
-    that would be an input."""
+def preloadable(*parameters: Tensor | None) -> bool:
+    """Whether a kernel may load these vectors before `wait_for_inputs`. A contiguous copy made for the call would be
+    an input, so it may not."""
     return all(x is None or x.is_contiguous() for x in parameters)
 
 
-def side_by_side(x: Tensor) -> Tensor:
-    """x with the numbers of each row side by side; x itself where they already lie so."""
+def contiguous_rows(x: Tensor) -> Tensor:
+    """x with unit stride in its last dimension; x itself if it already has."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def two_dimensional(x: Tensor) -> Tensor:
-    """x as (rows, columns), the numbers of a row side by side; a view wherever one exists."""
+    """x as (rows, columns) with contiguous rows; a view if possible."""
     if x.dim() == 2:
-        return side_by_side(x)
-    return side_by_side(x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1] if x.dim() else 1))
+        return contiguous_rows(x)
+    return contiguous_rows(x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1] if x.dim() else 1))

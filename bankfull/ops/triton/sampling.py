@@ -1,7 +1,7 @@
 """Sampling on the device: the same tokens as `bankfull.sample` up to the last place of an exponential.
 
-Wishes are read from the table where it lies, by row. No decision of the host hangs on a value of the device, so a call
-can be captured; a replay then follows the table, the rows, the lengths and the scores as they are at that time.
+Sampling parameters are read by row from the table on the device. No host decision depends on device values, so a call
+can be captured; a replay then uses the table, rows, lengths and scores of that time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from bankfull.ops.triton import sampling_kernels as kernels
+from bankfull.ops.triton import sampling_truncation as truncation
 from bankfull.ops.triton.launch import overlapped, power_of_two
+from bankfull.ops.triton.sampling_state import BINS, SHAPE, STATUS
 from bankfull.sample.random import Purpose
 from bankfull.sample.table import SamplingTable
 
@@ -19,14 +21,14 @@ _WAYS, _TILE = 8, 512
 
 
 def best(scores: Tensor) -> Tensor:
-    """The index of each line's highest score, the lowest among equals; -1 where it is not finite or one is NaN."""
+    """Argmax of each row, the first among equals; -1 if the maximum is not finite or any score is NaN."""
     lines = scores.reshape(-1, scores.shape[-1])
     return _Step(lines, draws=False).best().reshape(scores.shape[:-1])
 
 
 def best_of_parts(tops: Tensor, places: Tensor, vocab: int) -> Tensor:
-    """`best`, from the highest score of each part of a line (lines, parts) and the first place that has it; a NaN must
-    have been taken for infinity."""
+    """`best`, from the maximum of each part of a row (lines, parts) and its first index; a NaN must count as
+    infinity."""
     lines, parts = tops.shape
     tokens = torch.empty(lines, dtype=torch.int64, device=tops.device)
     if lines:
@@ -53,25 +55,25 @@ def best_of_parts(tops: Tensor, places: Tensor, vocab: int) -> Tensor:
 
 
 def choose(scores: Tensor, rows: Tensor, table: SamplingTable, length: Tensor) -> Tensor:
-    """One token per line of `scores`, for rows that do not ask for typical sampling. Scores of 16 bits are widened as
-    they are read; wider than float32 they may not be."""
+    """One token per row of `scores`, for rows without typical sampling. 16-bit scores are widened as they are read;
+    float64 is not supported."""
     return choose_captured(scores, rows, table, length, greedy_only=False)
 
 
 def choose_captured(scores: Tensor, rows: Tensor, table: SamplingTable, length: Tensor, *, greedy_only: bool) -> Tensor:
-    """`choose`; where the host knows that all lines are greedy, without what only others need."""
+    """`choose`; if the host knows that all rows are greedy, only the argmax."""
     assert scores.dtype != torch.float64 and rows.dtype == torch.int64
     step = _Step(scores, draws=not greedy_only)
     return step.best() if greedy_only else step.choose(rows.contiguous(), table, length.contiguous())
 
 
 class _Step:
-    """The launches for one batch of lines, and the memory between them."""
+    """The launches for one batch, and the memory between them."""
 
     def __init__(self, scores: Tensor, draws: bool) -> None:
         self.scores = scores if scores.stride(-1) == 1 else scores.contiguous()
         self.lines, self.vocab = scores.shape
-        # Few lines are spread over many programs; many lines keep the device busy with larger blocks.
+        # Few rows are spread over many programs; many rows fill the device with larger blocks.
         self.block = _SMALL_BLOCK if self.lines <= _FEW_LINES else _LARGE_BLOCK
         self.blocks = -(-self.vocab // self.block)
         self.width = power_of_two(max(self.blocks, 32))
@@ -97,12 +99,12 @@ class _Step:
         reals = (table.reals, table.reals.stride(0))
         wholes = (table.wholes, table.wholes.stride(0))
         scores = (self.scores, self.scores.stride(0))
-        shape = self._empty(kernels.SHAPE.value, dtype=torch.float32)
-        status = self._empty(kernels.STATUS.value, dtype=torch.int64)
+        shape = self._empty(SHAPE.value, dtype=torch.float32)
+        status = self._empty(STATUS.value, dtype=torch.int64)
         weights = self._empty(self.blocks, dtype=torch.int64)
         counts = self._empty(self.blocks, dtype=torch.int32)
-        bins = self._empty(self.blocks, kernels.BINS.value, dtype=torch.int32)
-        # Bins are so fine that a cut leaves few candidates. Where it does not, they are read from the scores.
+        bins = self._empty(self.blocks, BINS.value, dtype=torch.int32)
+        # Bins are fine enough that few candidates remain. If there are more, they are read from the scores.
         room = min(self.vocab, max(4096, self.vocab // 8))
         found_keys = self._empty(room, dtype=torch.int32)
 
@@ -131,9 +133,9 @@ class _Step:
             **line,
         )
         kernels.weigh_kernel[per_block](*scores, shape, status, weights, counts, bins, **block)
-        kernels.bracket_kernel[per_line](rows, *reals, *wholes, shape, status, weights, bins, num_warps=4, **line)
-        kernels.collect_kernel[per_block](*scores, shape, status, weights, counts, found_keys, ROOM=room, **block)
-        kernels.cut_kernel[per_line](
+        truncation.bracket_kernel[per_line](rows, *reals, *wholes, shape, status, weights, bins, num_warps=4, **line)
+        truncation.collect_kernel[per_block](*scores, shape, status, weights, counts, found_keys, ROOM=room, **block)
+        truncation.cut_kernel[per_line](
             *scores,
             rows,
             *reals,

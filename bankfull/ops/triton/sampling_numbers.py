@@ -1,7 +1,7 @@
-"""The numbers of `bankfull.sample` inside kernels: integer weights, where a share of them ends, and Philox.
+"""Arithmetic of `bankfull.sample` inside kernels: integer weights, cumulative weight thresholds, and Philox.
 
-A shaped score is never above 0, so kernels work with its distance from 0. The bits of that float, read as an integer,
-are its key: keys have the order of distances, the nearest (best) first, and -0 is 0.
+A normalized score is never above 0, so kernels use its distance from 0. The bits of that float, read as an integer, are
+its key: keys are ordered like distances, the best token first, and -0 equals 0.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import triton.language as tl
 from bankfull.sample.draw import WEIGHT_BITS
 
 FAR = tl.constexpr(0x7F800000)
-"""The key of a token that is banned, or not there."""
+"""The key of a banned or missing token."""
 REACH = tl.constexpr(28.0)
-"""Distances beyond it weigh nothing."""
+"""Distances beyond this have zero weight."""
 
-# exp(-d) is 2**whole * 2**part, with |part| <= 1/2. ln 2 comes in two parts; the first has so few bits that its product
-# with `whole` is exact. Adding 1.5 * 2**23 rounds to an integer, which then stands in the lowest bits.
+# exp(-d) = 2**whole * 2**part, with |part| <= 1/2. ln 2 is split in two; the first part has so few bits that its
+# product with `whole` is exact. Adding 1.5 * 2**23 rounds to an integer, which is then in the lowest bits.
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN2_FIRST = tl.constexpr(0.693145751953125)
 _LN2_REST = tl.constexpr(1.42860677e-06)
@@ -28,7 +28,7 @@ _EXPONENT = tl.constexpr(127 + WEIGHT_BITS)
 
 @triton.jit
 def distance_of(scores, top, temperature):
-    """Rounded where the tensor operations round: after the subtraction and after the division."""
+    """Rounded after the subtraction and after the division, like the tensor operations."""
     return tl.abs(tl.div_rn(top - scores, temperature))
 
 
@@ -39,9 +39,9 @@ def key_of(distance):
 
 @triton.jit
 def strength_of(distance):
-    """exp(-distance) in units of a weight, within 2 units in the last place: a weight is its integer part.
+    """exp(-distance) in units of a weight, within 2 ulps: a weight is its integer part.
 
-    Each step is spelled out, so that every kernel gives the same bits and results fit together.
+    Each operation is explicit, so that every kernel computes the same bits.
     """
     near = tl.minimum(distance, 64.0)
     shifted = tl.fma(near, -_LOG2_E, _ROUNDER)
@@ -58,8 +58,8 @@ def weight_of(distance):
 
 @triton.jit
 def least_reaching(share):
-    """The least integer that, as a float64, is not below `share`: integers above 2**53 are rounded before they are
-    compared, by at most 512."""
+    """The smallest integer that, as a float64, is at least `share`: integers above 2**53 are rounded by at most 512
+    when they are compared."""
     reaching = tl.ceil(share).to(tl.int64)
     below = reaching - 1024
     for _ in range(10):
@@ -72,7 +72,7 @@ def least_reaching(share):
 
 @triton.jit
 def uniform_of(seed, child, position, PURPOSE: tl.constexpr):
-    """float64 in [0, 1): the number of `bankfull.sample.random.uniform`. Words are uint64 below 2**32."""
+    """float64 in [0, 1): the value of `bankfull.sample.random.uniform`. Words are uint64 below 2**32."""
     word = 0xFFFFFFFF
     first = (position & word).to(tl.uint64)
     second = ((position >> 32) & word).to(tl.uint64)

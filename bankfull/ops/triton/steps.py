@@ -1,4 +1,4 @@
-"""What surrounds a captured step: its input gathered from the rows, its tokens appended to them. All on the device."""
+"""Device-side input and output of a captured step: gather its input from the rows, append its tokens to them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import triton.language as tl
 from torch import Tensor
 
 from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
-from bankfull.ops.triton.rope import turned
+from bankfull.ops.triton.rope import cos_sin
 
 BLOCK = 128
-"""Entries of a page table that are copied at once, and lines that get their tokens."""
+"""Page table entries copied, and token rows appended, per iteration."""
 
 
 @dataclass(frozen=True, slots=True)
-class Turning:
-    """By what positions turn, and where their angles go: (tokens, half) each."""
+class RopeAngles:
+    """RoPE parameters, and the output tensors of the angles, (tokens, half) each."""
 
     frequencies: Tensor
     scale: float
@@ -53,8 +53,8 @@ def gather_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per sequence. FIRST: tokens, positions and lengths, too; HALF > 0: the positions' angles, as
-    `rope_angles` has them; PAGE = 0: nothing else."""
+    """One program per sequence. FIRST: also ids, positions and lengths; HALF > 0: also RoPE angles as in `rope_angles`;
+    PAGE = 0: no page table."""
     if HALF > 0:
         at = tl.arange(0, HALF)[None, :]
         frequency = tl.load(frequencies + at, at < half, 0.0)
@@ -72,7 +72,7 @@ def gather_kernel(
         tl.store(positions + out, position, mask=inside)
         tl.store(lengths + sequence, (begin + WIDTH).to(tl.int32))
     if HALF > 0:
-        x, y = turned(position[:, None].to(tl.float32) * frequency)
+        x, y = cos_sin(position[:, None].to(tl.float32) * frequency)
         places = out[:, None].to(tl.int64) * half + at
         meant = inside[:, None] & (at < half)
         tl.store(cos + places, (x * scale).to(cos.dtype.element_ty), meant)
@@ -80,7 +80,7 @@ def gather_kernel(
     if PAGE > 0:
         own = table + row * table_stride
         line = position // PAGE
-        # A place behind the table is nobody's: page 0 takes what must not be kept.
+        # Positions beyond the table go to page 0, whose content is never read.
         page = tl.load(own + line, mask=inside & (line < table_width), other=0)
         tl.store(slots + out, page * PAGE + position % PAGE, mask=inside)
         used = tl.minimum((begin + WIDTH + PAGE - 1) // PAGE, table_width)
@@ -100,12 +100,12 @@ def gather_step(
     into: tuple[Tensor, Tensor, Tensor],
     slots: list[Tensor],
     pages: list[Tensor],
-    turning: Turning | None = None,
+    rope: RopeAngles | None = None,
 ) -> None:
-    """The next `width` tokens of each row: ids, positions and lengths `into` tensors of the caller, `slots` and `pages`
-    likewise for each group, and the positions' angles. A page table is copied as far as it is used."""
+    """Gather the next `width` tokens of each row: ids, positions and lengths `into` the caller's tensors, `slots` and
+    `pages` for each group, and the RoPE angles. Only the used part of a page table is copied."""
     groups = list(zip(tables, page_tokens, slots, pages, strict=True)) or [(tokens, 0, rows, rows)]
-    turns = turning or Turning(tokens, 0.0, tokens, tokens)
+    angles = rope or RopeAngles(tokens, 0.0, tokens, tokens)
     for number, (table, page, places, copies) in enumerate(groups):
         gather_kernel[(len(rows),)](
             rows,
@@ -118,14 +118,14 @@ def gather_step(
             table.shape[1],
             places,
             copies,
-            turns.frequencies,
-            len(turns.frequencies),
-            float(turns.scale),
-            turns.cos,
-            turns.sin,
+            angles.frequencies,
+            len(angles.frequencies),
+            float(angles.scale),
+            angles.cos,
+            angles.sin,
             width,
             power_of_two(width),
-            power_of_two(len(turns.frequencies)) if turning and not number else 0,
+            power_of_two(len(angles.frequencies)) if rope and not number else 0,
             page,
             number == 0,
             BLOCK,
@@ -133,7 +133,7 @@ def gather_step(
         )
 
 
-@triton.jit(do_not_specialize=["lines", "tokens_stride", "spare", "longest", "told_width"])
+@triton.jit(do_not_specialize=["lines", "tokens_stride", "spare", "longest", "ring_width"])
 def append_kernel(
     rows,
     lines,
@@ -144,35 +144,35 @@ def append_kernel(
     reached,
     spare,
     longest,
-    told,
-    told_width,
-    turn,
-    KEPT: tl.constexpr,
+    ring,
+    ring_width,
+    cursor,
+    RING: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program of one warp: whoever counts the turn, all have read it by then."""
+    """One program of one warp, so that all lanes have read the cursor before it advances."""
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
-    now = tl.load(turn)
+    now = tl.load(cursor)
     for first in range(0, lines, BLOCK):
         line = first + tl.arange(0, BLOCK)
         row = tl.load(rows + line, line < lines, spare)
         token = tl.load(chosen + line, line < lines, 0)
-        tl.store(told + now % KEPT * told_width + line, token, line < lines)
+        tl.store(ring + now % RING * ring_width + line, token, line < lines)
         own = row != spare
         at = tl.load(known + row, own, 0)
         tl.store(tokens + row * tokens_stride + tl.minimum(at, longest), tl.maximum(token, 0), own)
         tl.store(known + row, at + 1, own)
         tl.store(reached + row, tl.load(reached + row, own, 0) + 1, own)
-    tl.store(turn, now + 1)
+    tl.store(cursor, now + 1)
 
 
 def append_tokens(
-    rows: Tensor, chosen: Tensor, tokens: Tensor, known: Tensor, reached: Tensor, told: Tensor, turn: Tensor
+    rows: Tensor, chosen: Tensor, tokens: Tensor, known: Tensor, reached: Tensor, ring: Tensor, cursor: Tensor
 ) -> None:
-    """One token more for each row but the last line of the tensors, which only fills up steps. All are told to line
-    `turn` of `told`, which may lie in pinned memory of the host, and begins anew when it is full."""
+    """Append one token to each row, except to the last row of the tensors, which is padding. All tokens are also
+    written to line `cursor` of the ring buffer `ring`, which may lie in pinned host memory."""
     assert chosen.dtype is torch.int64
     append_kernel[(1,)](
         rows,
@@ -184,10 +184,10 @@ def append_tokens(
         reached,
         tokens.shape[0] - 1,
         tokens.shape[1] - 1,
-        told,
-        told.shape[1],
-        turn,
-        KEPT=len(told),
+        ring,
+        ring.shape[1],
+        cursor,
+        RING=len(ring),
         BLOCK=BLOCK,
         num_warps=1,
         **overlapped(rows),

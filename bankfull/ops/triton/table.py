@@ -1,7 +1,7 @@
-"""Which way of computing a linear layer was fastest here: what `bankfull tune` measured, kept between runs.
+"""The fastest plan per linear layer as measured by `bankfull tune`, kept between runs.
 
-A file belongs to one kind of device and to the versions of the compilers that made its kernels; there is no harm in
-losing it. A measured number of rows stands for all smaller ones down to the next.
+A file is valid for one device type and the compiler versions that built its kernels; it is safe to delete. A measured
+row count covers all smaller ones down to the next measured one.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ log = logging.getLogger("bankfull")
 FORMAT = 1
 LARGEST_FILE = 1 << 22
 LONGEST_NAME = 64
-MOST = 1 << 31
-"""A bound on rows, outputs and columns that anybody believes."""
+MAX_SIZE = 1 << 31
+"""Upper bound for plausible rows, outputs and columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The fastest plan for a product of (rows, inner) with (outer, inner)."""
+    """The fastest plan for a GEMM of (rows, inner) with (outer, inner)."""
 
     rows: int
     outer: int
@@ -44,17 +44,17 @@ class Entry:
 
 
 def lookup(rows: int, outer: int, inner: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """The name of the plan; None where nothing was measured. Whoever asks must know the name: the file may be older."""
+    """The plan's name; None if not measured. The caller must validate the name: the file may be older than the code."""
     return _find(rows, outer, inner, dtype, device)
 
 
 def store(entries: Sequence[Entry], device: torch.device) -> Path:
-    """Join what was measured with what is known, the newer counts. OSError where it cannot be written."""
+    """Merge new entries into the file; new ones win. Raises OSError if it cannot be written."""
     known = {(e.rows, e.outer, e.inner, e.dtype): e for e in (*_load(device), *entries)}
     path = path_of(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"identity": identity(device), "linear": [asdict(entry) for entry in known.values()]}, indent=1)
-    # Written whole under another name, then renamed: a reader sees the old file or the new one, never a part.
+    # Write to a temporary file, then rename: a reader never sees a partial file.
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
         file.write(text)
     os.replace(file.name, path)
@@ -63,13 +63,13 @@ def store(entries: Sequence[Entry], device: torch.device) -> Path:
 
 
 def forget() -> None:
-    """Read the files again when they are next asked for."""
+    """Drop the caches, so that files are read again."""
     _find.cache_clear()
     _table.cache_clear()
 
 
 def identity(device: torch.device) -> dict[str, Any]:
-    """What the figures depend on."""
+    """What the measurements depend on."""
     name = torch.cuda.get_device_properties(device).name if device.type == "cuda" else device.type
     return {"format": FORMAT, "device": name, "torch": torch.__version__, "triton": triton.__version__}
 
@@ -90,7 +90,7 @@ def _find(rows: int, outer: int, inner: int, dtype: torch.dtype, device: torch.d
 
 @cache
 def _table(device: torch.device) -> dict[tuple[int, int, str], list[tuple[int, str]]]:
-    """By shape and dtype: plans in the order of their rows."""
+    """Plans by shape and dtype, sorted by rows."""
     table: dict[tuple[int, int, str], list[tuple[int, str]]] = {}
     for entry in _load(device):
         table.setdefault((entry.outer, entry.inner, entry.dtype), []).append((entry.rows, entry.plan))
@@ -106,26 +106,26 @@ def _load(device: torch.device) -> list[Entry]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, RecursionError) as problem:
-        log.warning(f"{path} is not used: {str(problem)[:100]}; `bankfull tune` writes it anew.")
+        log.warning(f"{path} is not used: {str(problem)[:100]}; run `bankfull tune` to rewrite it.")
         return []
 
 
 def _checked(stored: Any, expected: dict[str, Any]) -> list[Entry]:
     if not isinstance(stored, dict) or stored.get("identity") != expected:
-        raise ValueError("it was made for another device or another version")
+        raise ValueError("it was written for another device or version")
     entries = stored.get("linear")
     if not isinstance(entries, list):
-        raise ValueError("it holds no list of plans")
+        raise ValueError("it has no list of plans")
     return [_entry(one) for one in entries]
 
 
 def _entry(stored: Any) -> Entry:
     names = ("rows", "outer", "inner"), ("dtype", "plan")
     if not isinstance(stored, dict) or set(stored) != {*names[0], *names[1]}:
-        raise ValueError("an entry lacks a field, or has one too many")
+        raise ValueError("an entry has missing or unknown fields")
     numbers, words = ([stored[name] for name in group] for group in names)
-    if not all(type(number) is int and 0 < number < MOST for number in numbers):
-        raise ValueError("an entry has a size that is none")
+    if not all(type(number) is int and 0 < number < MAX_SIZE for number in numbers):
+        raise ValueError("an entry has an invalid size")
     if not all(isinstance(word, str) and 0 < len(word) <= LONGEST_NAME for word in words):
-        raise ValueError("an entry has a name that is none")
+        raise ValueError("an entry has an invalid name")
     return Entry(*numbers, *words)

@@ -1,4 +1,4 @@
-"""New queries and keys: normed, turned, and keys and values written to their pages, in one launch."""
+"""New queries and keys: norm, RoPE and KV page writes in one launch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from bankfull.ops.reference.attention import HeadNorms
 from bankfull.ops.triton.launch import overlapped, power_of_two, start_next, wait_for_inputs
 
 NUMBERS = 4096
-"""Of one program: 32 for each of its threads, so that enough loads are in flight."""
+"""Elements per program: 32 for each thread, to keep enough loads in flight."""
 
 
 @triton.jit
 def normed(x, inverse, weight, dims, inside, offset, SHIFTED: tl.constexpr, KIND: tl.constexpr):
-    """x / rms(x) * weight with the roundings of the body of `rms_norm`."""
+    """x / rms(x) * weight, rounded as in the body of `rms_norm`."""
     own = tl.load(weight + dims, mask=inside, other=0.0).to(tl.float32)[None, :]
     if SHIFTED:
         return (x * inverse[:, None] * (offset + own)).to(KIND).to(tl.float32)
@@ -24,7 +24,7 @@ def normed(x, inverse, weight, dims, inside, offset, SHIFTED: tl.constexpr, KIND
 
 
 @triton.jit
-def turned(
+def normed_and_rotated(
     rows,
     inside,
     tokens,
@@ -40,9 +40,9 @@ def turned(
     HALF: tl.constexpr,
     SHIFTED: tl.constexpr,
 ):
-    """Heads that begin at the pointers `rows`, normed (where there is a weight) and turned (where there are angles), in
-    their own dtype. Dimensions are loaded a second time beside their partners: that one comes from the cache, and no
-    number has to move between threads."""
+    """Heads at the pointers `rows` after norm (if there is a weight) and RoPE (if there are angles), in their own
+    dtype.
+    Each dimension's partner is loaded a second time: it comes from the cache, and avoids a shuffle between threads."""
     dims = tl.arange(0, PADDED)
     x = tl.load(rows[:, None] + dims[None, :], mask=inside[:, None] & (dims < SIZE)[None, :], other=0.0)
     KIND: tl.constexpr = x.dtype
@@ -54,14 +54,14 @@ def turned(
         inverse = tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)
         y = normed(x, inverse, weight, dims, dims < SIZE, offset, SHIFTED, KIND)
     if cos is not None:
-        turning = dims < 2 * HALF
+        rotating = dims < 2 * HALF
         partner = tl.where(dims < HALF, dims + HALF, dims - HALF)
-        other = tl.load(rows[:, None] + partner[None, :], mask=inside[:, None] & turning[None, :], other=0.0)
+        other = tl.load(rows[:, None] + partner[None, :], mask=inside[:, None] & rotating[None, :], other=0.0)
         other = other.to(tl.float32)
         if weight is not None:
-            other = normed(other, inverse, weight, partner, turning, offset, SHIFTED, KIND)
+            other = normed(other, inverse, weight, partner, rotating, offset, SHIFTED, KIND)
         angle = dims % HALF
-        met = inside[:, None] & turning[None, :]
+        met = inside[:, None] & rotating[None, :]
         c = tl.load(cos + tokens[:, None] * cos_token + angle[None, :], mask=met, other=1.0).to(tl.float32)
         s = tl.load(sin + tokens[:, None] * sin_token + angle[None, :], mask=met, other=0.0).to(tl.float32)
         y = y * c + tl.where(dims < HALF, -1.0, 1.0)[None, :] * other * s
@@ -69,12 +69,12 @@ def turned(
 
 
 @triton.jit(do_not_specialize=["count"])
-def turn_and_write(
+def rotate_and_write(
     q,
     k,
     v,
-    turned_q,
-    turned_k,
+    rotated_q,
+    rotated_k,
     k_pages,
     v_pages,
     slots,
@@ -88,7 +88,7 @@ def turn_and_write(
     k_head,
     v_token,
     v_head,
-    turned_token,
+    rotated_token,
     k_frame,
     k_place,
     k_page_head,
@@ -112,17 +112,17 @@ def turn_and_write(
     TOKENS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Program (head, tokens): HEADS heads of queries (none of them where they stay as they are), then keys, values.
-    Keys go to `turned_k` as well, where it is given."""
+    """Program (head, tokens): HEADS query heads (0 if queries stay unchanged), then keys, then values. Keys are also
+    stored to `rotated_k` if it is given."""
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
     head = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     inside = token < count
     dims = tl.arange(0, PADDED)
-    # A name has one type in all branches: queries, keys and values may have types and sizes of their own.
+    # Triton gives a name one type in all branches; queries, keys and values may differ in dtype and size.
     if head < HEADS:
-        query = turned(
+        query = normed_and_rotated(
             q + token * q_token + head * q_head,
             inside,
             token,
@@ -138,14 +138,14 @@ def turn_and_write(
             HALF,
             SHIFTED,
         )
-        query_places = turned_q + (token * turned_token + head * SIZE)[:, None] + dims[None, :]
+        query_places = rotated_q + (token * rotated_token + head * SIZE)[:, None] + dims[None, :]
         tl.store(query_places, query, mask=inside[:, None] & (dims < SIZE)[None, :])
     else:
         slot = tl.load(slots + token, mask=inside, other=0).to(tl.int64)
         frame, place = slot // PAGE, slot % PAGE
         if head < HEADS + KEY_HEADS:
             own = head - HEADS
-            key = turned(
+            key = normed_and_rotated(
                 k + token * k_token + own * k_head,
                 inside,
                 token,
@@ -163,8 +163,8 @@ def turn_and_write(
             )
             key_places = k_pages + (frame * k_frame + place * k_place + own * k_page_head)[:, None] + dims[None, :]
             tl.store(key_places, key.to(k_pages.dtype.element_ty), mask=inside[:, None] & (dims < SIZE)[None, :])
-            if turned_k is not None:
-                key_places = turned_k + ((token * KEY_HEADS + own) * SIZE)[:, None] + dims[None, :]
+            if rotated_k is not None:
+                key_places = rotated_k + ((token * KEY_HEADS + own) * SIZE)[:, None] + dims[None, :]
                 tl.store(key_places, key, mask=inside[:, None] & (dims < SIZE)[None, :])
         else:
             own = head - HEADS - KEY_HEADS
@@ -175,7 +175,7 @@ def turn_and_write(
             tl.store(value_places, value.to(v_pages.dtype.element_ty), mask=met)
 
 
-def launch_turn_and_write(
+def launch_rotate_and_write(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -186,21 +186,21 @@ def launch_turn_and_write(
     norms: HeadNorms | None,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The queries as attention wants them, and the keys (only with `keep`); keys and values are in their pages."""
+    """The final queries, and the final keys (only with `keep`); keys and values are written to their pages."""
     count, heads, size = q.shape
     key_heads, values = v.shape[1:]
     changes = angles is not None or norms is not None
-    ready = torch.empty((count, heads, size), dtype=q.dtype, device=q.device) if changes else q
-    ready_keys = torch.empty((count, key_heads, size), dtype=k.dtype, device=k.device) if changes and keep else None
+    rotated = torch.empty((count, heads, size), dtype=q.dtype, device=q.device) if changes else q
+    rotated_keys = torch.empty((count, key_heads, size), dtype=k.dtype, device=k.device) if changes and keep else None
     cos, sin = angles or (None, None)
     padded, padded_values = (max(16, power_of_two(n)) for n in (size, values))
     tokens = NUMBERS // max(padded, padded_values)
-    turn_and_write[((heads if changes else 0) + 2 * key_heads, triton.cdiv(count, tokens))](
+    rotate_and_write[((heads if changes else 0) + 2 * key_heads, triton.cdiv(count, tokens))](
         q,
         k,
         v,
-        ready,
-        ready_keys,
+        rotated,
+        rotated_keys,
         k_pages,
         v_pages,
         slots,
@@ -211,7 +211,7 @@ def launch_turn_and_write(
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
-        ready.stride(0),
+        rotated.stride(0),
         *k_pages.stride()[:3],
         *v_pages.stride()[:3],
         0 if cos is None else cos.stride(0),
@@ -232,4 +232,4 @@ def launch_turn_and_write(
         num_warps=4,
         **overlapped(q),
     )
-    return ready, k if ready_keys is None else ready_keys
+    return rotated, k if rotated_keys is None else rotated_keys

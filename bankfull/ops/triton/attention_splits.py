@@ -1,0 +1,100 @@
+"""Host side of the decode kernel: how sequences are split into programs, and the scratch memory of the splits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from bankfull.ops.triton.launch import multiprocessors
+
+FEW_PAIRS = 32
+"""Largest number of (sequence, KV head) pairs that counts as few."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """How the work is split into programs."""
+
+    tile_bytes: int
+    """Bytes of keys, and again of values, per loop iteration of a program."""
+    stages: int
+    warps: int
+    programs: int
+    """Minimum programs per multiprocessor, while sequences are long enough to split."""
+    most_splits: int = 1 << 30
+    """Maximum splits of a sequence: merging takes longer with each."""
+    least: int = 1
+    """Minimum tiles of a split, except the last one: a shorter sequence is not split."""
+    at_once: int = 8
+    """Partial results loaded together when merging."""
+
+
+FEW = SplitPlan(32768, 1, 8, 4, 16)
+"""For few pairs. Latency to the first tile dominates, and most programs have only one. No stages in shared memory, so
+that neighbouring kernels stay resident on the multiprocessor. Idle programs usefully delay the next kernel, which
+would otherwise compete for memory bandwidth."""
+FEW_QUERIES = SplitPlan(16384, 1, 8, 2, 32, at_once=16)
+"""FEW with at most two queries per KV head, as in 0.6B models: up to 2,048 tokens each program has one tile."""
+MANY = SplitPlan(8192, 3, 4, 4)
+"""Four programs with three stages fit on a multiprocessor; their loads in flight exceed latency times bandwidth."""
+SOME = SplitPlan(16384, 3, 8, 2, least=16)
+"""Up to two pairs per multiprocessor, too many to start early. One program per pair, until the sequence is so long that
+splitting gains more than merging costs."""
+LATE = SplitPlan(8192, 3, 4, 2)
+"""MANY for programs that cannot start before their inputs are ready."""
+MERGED = 4096
+"""Elements of partial results loaded together."""
+
+
+class Scratch:
+    """Partial results, and the number of finished programs per pair (sequence, tile of rows).
+
+    Sized for the maximum number of programs with split sequences, so that one allocation serves every batch and keeps
+    its address for captured steps. It must be used on one stream at a time.
+    """
+
+    def __init__(self, device: torch.device, lines: int, values: int) -> None:
+        programs = 2 * max(plan.programs for plan in (FEW, FEW_QUERIES, MANY, SOME, LATE)) * multiprocessors(device)
+        self.acc = torch.empty(programs * lines * values, dtype=torch.float32, device=device)
+        self.peak = torch.empty(programs * lines, dtype=torch.float32, device=device)
+        self.total = torch.empty_like(self.peak)
+        self.arrivals = torch.zeros(programs, dtype=torch.int32, device=device)
+
+
+_scratches: dict[tuple[torch.device, int, int], Scratch] = {}
+
+
+def scratch(device: torch.device, lines: int, values: int) -> Scratch:
+    key = device, lines, values
+    if key in _scratches:
+        return _scratches[key]
+    made = Scratch(device, lines, values)
+    # During capture nothing runs, so the zeros exist only once the graph is replayed: do not share this allocation.
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        _scratches[key] = made
+    return made
+
+
+def split_count(pairs: int, most_tokens: int, block: int, programs: int) -> int:
+    """Depends only on what a captured step fixes: sequences, heads, and the width of its page tables."""
+    return min(triton.cdiv(programs, pairs), max(1, triton.cdiv(most_tokens, block)))
+
+
+def most_queries(padded: int, product_bytes: int) -> int:
+    """Rows of a query tile. Float32 products do not use tensor cores: small tiles, to fit into registers."""
+    return 16 if product_bytes == 4 else min(64, max(16, 8192 // padded))
+
+
+def tile_keys(padded: int, product_bytes: int, page_bytes: int, tile_bytes: int) -> int:
+    return 16 if product_bytes == 4 else min(128, max(16, tile_bytes // (padded * page_bytes)))
+
+
+def split_plan(pairs: int, live: int, multiprocessors: int, fused: bool) -> SplitPlan:
+    """The plan for `pairs` of sequence and KV head, with `live` queries per KV head."""
+    if not fused or pairs > 2 * multiprocessors:
+        return LATE
+    if pairs > multiprocessors:
+        return SOME
+    return MANY if pairs > FEW_PAIRS else FEW_QUERIES if live <= 2 else FEW
