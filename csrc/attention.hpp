@@ -1,7 +1,7 @@
-// Attention over pages. A row is one query of one head. In each chunk of positions: all scores, their maximum, the
-// exponentials, their sum in sixteen lanes, and the values mixed in the order of positions; then chunks are merged in
-// order. What a row may not see is never added to it, so its bits are the same alone, in a tile, and in any cut of the
-// work: chunks, lanes and the order of values hang on absolute positions only.
+// Paged attention. A row is one query of one head. Each chunk of positions computes all scores, their maximum, the
+// exponentials, their sum in sixteen lanes, and the values weighted in the order of positions; then chunks are merged
+// in order. Masked keys are never added to a row, so its bits are the same alone, in a tile, and for any split of the
+// work: chunks, lanes and the order of values depend only on absolute positions.
 //
 // Included inside a namespace per instruction set.
 
@@ -51,7 +51,7 @@ struct BFloat16 {
     }
 };
 
-// Codes, as whole numbers. Their scales join later: a key's its scores, a value's the weights that it is mixed with.
+// Codes as integers. Scales are applied later: a key's to its scores, a value's to its weights.
 struct Int8 {
     static constexpr int bytes = 1;
     static constexpr bool scaled = true;
@@ -68,8 +68,8 @@ struct Int8 {
     }
 };
 
-static constexpr int64_t KEYS = 32;  // scored at once: two blocks of lanes
-// Rows of queries that are scored together; rows and lanes of values that are mixed together.
+static constexpr int64_t KEYS = 32;  // scored together: two blocks of lanes
+// Query rows scored together; rows and lanes of values accumulated together.
 #if defined(__AVX512F__)
 static constexpr int SCORE_ROWS = 4, MIX_ROWS = 4, MIX_LANES = 4;
 #elif defined(BANKFULL_NEON)
@@ -78,7 +78,7 @@ static constexpr int SCORE_ROWS = 4, MIX_ROWS = 4, MIX_LANES = 1;
 static constexpr int SCORE_ROWS = 2, MIX_ROWS = 2, MIX_LANES = 2;
 #endif
 
-// The rows of an item, and what each of them sees.
+// The rows of an item, and the positions each of them sees.
 struct Rows {
     const AttentionJob& job;
     int64_t token, kv_head, queries, groups, count, position;  // position: of the first query in its sequence
@@ -89,12 +89,12 @@ struct Rows {
         const int64_t all = j.q_start[item.sequence + 1] - j.q_start[item.sequence];
         position = j.kv_len[item.sequence] - all + item.first;
     }
-    // A decode has one query, and no time for divisions.
+    // Decode has one query, and divisions would be too slow.
     int64_t query_of(int64_t row) const { return queries == 1 ? 0 : row / groups; }
     int64_t token_of(int64_t row) const { return token + query_of(row); }
     int64_t head_of(int64_t row) const { return kv_head * groups + row - query_of(row) * groups; }
     const float* query(int64_t row) const { return job.q + token_of(row) * job.q_token + head_of(row) * job.size; }
-    // Positions that the row sees in [begin, end) of a chunk; none when from >= to.
+    // Positions that the row sees in [begin, end) of a chunk; none if from >= to.
     int64_t to(int64_t row, int64_t end) const {
         const int64_t last = position + query_of(row) + 1;
         return last < end ? last : end;
@@ -105,11 +105,11 @@ struct Rows {
     }
 };
 
-// A row's partial result: the mixed values, padded to whole lanes, then maximum and sum.
+// A row's partial result: the weighted values, padded to whole lanes, then maximum and sum.
 static inline int64_t padded_values(const AttentionJob& job) { return (job.values + 15) / 16 * 16; }
 static inline int64_t partial_floats(const AttentionJob& job) { return padded_values(job) + 2; }
 
-// Where widening numbers takes a good part of a product's time, it is done once for all rows of an item if there are many.
+// If widening takes a good part of a product's time, it is done once for all rows of an item with many rows.
 #if defined(BANKFULL_NEON)
 static inline bool widens(int64_t rows) { return rows >= 8; }
 #else
@@ -118,7 +118,7 @@ static inline bool widens(int64_t) { return false; }
 
 struct Work {
     float *keys, *scores, *tails, *partial, *running, *values;
-    uint8_t* nothing;  // a key of zeros, for lanes without one
+    uint8_t* zero_line;  // a zero key, for unused lanes
 
     static int64_t floats(const AttentionJob& job, int64_t rows) {
         return job.size * (KEYS + 1) + rows * (CHUNK + 2 * partial_floats(job)) + CHUNK * 16 +
@@ -132,7 +132,7 @@ struct Work {
         running = partial + rows * partial_floats(job);
         float* zeros = running + rows * partial_floats(job);
         for (int64_t d = 0; d < job.size; ++d) zeros[d] = 0.0f;
-        nothing = reinterpret_cast<uint8_t*>(zeros);
+        zero_line = reinterpret_cast<uint8_t*>(zeros);
         values = zeros + job.size;
     }
 };
@@ -143,7 +143,7 @@ struct Work {
 
 #else
 
-// Sixteen keys side by side: keys[d * KEYS + i] is dimension d of key i.
+// Sixteen keys transposed: keys[d * KEYS + i] is dimension d of key i.
 template <class E>
 static void transpose_keys(const uint8_t* const* at, int64_t size, float* keys) {
     int64_t d = 0;
@@ -161,7 +161,7 @@ static void transpose_keys(const uint8_t* const* at, int64_t size, float* keys) 
         for (int64_t i = 0; i < 16; ++i) keys[d * KEYS + i] = E::one(at[i] + d * E::bytes);
 }
 
-// `key_scales`: of the KEYS keys; null where there are none.
+// `key_scales`: of the KEYS keys; may be null.
 template <int R>
 static void score_rows(const Rows& rows, int64_t row, const float* keys, const float* key_scales, float* scores) {
     const AttentionJob& job = rows.job;
@@ -194,7 +194,7 @@ static void score_rows(const Rows& rows, int64_t row, const float* keys, const f
         }
 }
 
-// Scores of KEYS keys, which lie at `at`, for all rows. How many of them are looked at does not matter here: lanes are keys.
+// Scores of the KEYS keys at `at`, for all rows. Their number does not matter here: lanes are keys.
 template <class E>
 static void score_block(const Rows& rows, const Work& work, const uint8_t* const* at, int64_t, const float* key_scales,
                         float* scores) {
@@ -208,8 +208,8 @@ static void score_block(const Rows& rows, const Work& work, const uint8_t* const
     if (row + 1 == rows.count) score_rows<1>(rows, row, work.keys, key_scales, scores);
 }
 
-// Scores of [from, to) become exponentials over their maximum; lanes of the outer blocks that lie outside become 0.
-static void soften(float* scores, int64_t from, int64_t to, float& maximum, float& total) {
+// Scores of [from, to) become exponentials relative to their maximum; lanes of the outer blocks outside become 0.
+static void exponentiate(float* scores, int64_t from, int64_t to, float& maximum, float& total) {
     const int64_t begin = from / 16 * 16, end = (to + 15) / 16 * 16;
     for (int64_t i = begin; i < from; ++i) scores[i] = -__builtin_inff();
     for (int64_t i = to; i < end; ++i) scores[i] = -__builtin_inff();
@@ -263,7 +263,7 @@ static void mix_tile(float* const* mixed, const float* const* weights, const uin
         for (int c = 0; c < C; ++c) sums[r][c].store(mixed[r] + column + c * 16);
 }
 
-// Where a chunk's values lie: in their pages, and the columns beyond whole lanes in a padded copy.
+// Addresses of a chunk's values: in their pages, and the columns beyond whole lanes in a padded copy.
 struct Values {
     const uint8_t* at[CHUNK];
     const uint8_t* tail[CHUNK];
@@ -282,7 +282,7 @@ static void mix_rows(float* const* mixed, const float* const* weights, const Val
     if (column < values.columns) mix_tile<Float32, R, 1>(mixed, weights, values.tail, 0, column, from, to);
 }
 
-// Rows of a tile see different keys only at the ends: there each goes alone, between them all go together.
+// Rows of a tile see different keys only at the ends: there each row is processed alone, in between all together.
 template <class E, int R>
 static void mix(const Rows& rows, int64_t row, float* partial, const float* scores, const Values& values, int64_t start,
                 int64_t from, int64_t to) {
@@ -306,7 +306,8 @@ static void mix(const Rows& rows, int64_t row, float* partial, const float* scor
     for (int r = 0; r < R; ++r) mix_rows<E, 1>(mixed + r, weights + r, values, end, b[r]);
 }
 
-// Where the positions [from, to) lie. One division, then counting: divisions would cost as much as the products.
+// Addresses of the positions [from, to). One division, then counting: more divisions would cost as much as the
+// products.
 template <class E>
 static void locate(const AttentionJob& job, const Pages& pages, const AttentionItem& item, int64_t from, int64_t to,
                    const uint8_t** at) {
@@ -347,15 +348,15 @@ template <class E>
 static void attend_chunk(const Rows& rows, const AttentionItem& item, int64_t chunk, const Work& work, float* partial) {
     const AttentionJob& job = rows.job;
     const int64_t start = chunk * CHUNK;
-    // What any row of the tile sees: the first row starts first, the last row ends last.
+    // The union of what the rows see: the first row starts first, the last row ends last.
     const int64_t from = rows.from(0, start), to = rows.to(rows.count - 1, start + CHUNK);
 
     for (int64_t block = from / KEYS * KEYS; block < to; block += KEYS) {
         const uint8_t* at[KEYS];
         const int64_t a = block < from ? from : block, b = block + KEYS < to ? block + KEYS : to;
-        for (int64_t i = 0; i < a - block; ++i) at[i] = work.nothing;
+        for (int64_t i = 0; i < a - block; ++i) at[i] = work.zero_line;
         locate<E>(job, job.k, item, a, b, at + (a - block));
-        for (int64_t i = b - block; i < KEYS; ++i) at[i] = work.nothing;
+        for (int64_t i = b - block; i < KEYS; ++i) at[i] = work.zero_line;
         float key_scales[KEYS] = {};
         if constexpr (E::scaled) gather_scales(job, job.k, item, a, b, key_scales + (a - block));
         score_block<E>(rows, work, at, b - block, E::scaled ? key_scales : nullptr, work.scores + block - start);
@@ -380,7 +381,7 @@ static void attend_chunk(const Rows& rows, const AttentionItem& item, int64_t ch
         for (int64_t c = 0; c < mixed; ++c) result[c] = 0.0f;
         const int64_t a = rows.from(row, from) - start, b = rows.to(row, to) - start;
         if (a >= b) continue;
-        soften(weights, a, b, result[mixed], result[mixed + 1]);
+        exponentiate(weights, a, b, result[mixed], result[mixed + 1]);
         if constexpr (E::scaled)
             for (int64_t i = a; i < b; ++i) weights[i] *= value_scales[i];
     }
@@ -395,7 +396,7 @@ static void attend_chunk(const Rows& rows, const AttentionItem& item, int64_t ch
     mix_all<Float32>(rows, partial, work.scores, values, start, from, to);
 }
 
-// The next chunk's partial results join the running ones; rows that see nothing of the chunk are passed over.
+// Merges the next chunk's partial results into the running ones; rows that see zero_line of the chunk are skipped.
 static void join_chunk(const Rows& rows, int64_t chunk, const float* partial, float* running) {
     const AttentionJob& job = rows.job;
     const int64_t mixed = padded_values(job), stride = mixed + 2, start = chunk * CHUNK;
@@ -420,7 +421,7 @@ static void join_chunk(const Rows& rows, int64_t chunk, const float* partial, fl
     }
 }
 
-// Sums over their totals: one row's results, to where the job wants them. An encoded head is whole groups of columns.
+// Normalizes one row's sums by their total and stores them. An encoded head is whole groups of columns.
 static void finish_row(const Rows& rows, int64_t row, float* sum, float total) {
     const AttentionJob& job = rows.job;
     const int64_t token = rows.token_of(row), column = rows.head_of(row) * job.values;
@@ -440,7 +441,7 @@ static void finish_row(const Rows& rows, int64_t row, float* sum, float total) {
     for (int64_t c = 0; c < job.values; c += GROUP) encode_group(sum + c, codes, column + c);
 }
 
-// The rows [first, first + count), whose running results begin at `running`.
+// The rows [first, first + count), whose running results start at `running`.
 static void finish(const Rows& rows, int64_t first, int64_t count, float* running) {
     const int64_t mixed = padded_values(rows.job);
     for (int64_t i = 0; i < count; ++i) {
@@ -482,8 +483,8 @@ static void merge_split(const AttentionJob& job, int64_t begin, int64_t end) {
     }
 }
 
-// Rows that share a piece of work, at most: their scores and sums stay in the nearest cache. Where keys and values are
-// widened for a piece, more rows share that; 36 are whole tiles with one to four query heads for each key head.
+// Maximum rows per work item, so that their scores and sums stay in L1. If keys and values are widened per item, more
+// rows share the widening; 36 is a whole number of tiles for one to four query heads per KV head.
 #if defined(BANKFULL_NEON)
 static int64_t attention_rows(const AttentionJob&) { return 36; }
 #else

@@ -1,5 +1,5 @@
-// Scores with NEON: lanes are dimensions of a head, so keys need not be turned. A score is four sums, of every fourth
-// dimension each, added in one order: the same bits for a row alone and among others.
+// Scores with NEON: lanes are dimensions of a head, so keys need no transpose. A score is four sums, of every fourth
+// dimension each, added in a fixed order: the same bits for a row alone and among others.
 //
 // Included inside a namespace per instruction set.
 
@@ -23,7 +23,7 @@ static inline void score_four(const float* const* q, const uint8_t* const* at, i
             for (int i = 0; i < 4; ++i) sums[r][i] = vfmaq_f32(sums[r][i], each, keys[i]);
         }
     }
-    for (; d < size; ++d)  // a head of another size: what is left joins the first sums
+    for (; d < size; ++d)  // remaining dimensions are added to the first sums
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -69,7 +69,7 @@ static void score_all(const Rows& rows, const uint8_t* const* at, int64_t count,
     if (row + 1 == rows.count) score_rows<E, 1>(rows, row, at, count, key_scales, scores);
 }
 
-// Scores of the first `count` of KEYS keys, which lie at `at`, for all rows.
+// Scores of the first `count` of the KEYS keys at `at`, for all rows.
 template <class E>
 static void score_block(const Rows& rows, const Work& work, const uint8_t* const* at, int64_t count, const float* key_scales,
                         float* scores) {
@@ -86,10 +86,10 @@ static void score_block(const Rows& rows, const Work& work, const uint8_t* const
     score_all<Float32>(rows, wide, count, key_scales, scores);
 }
 
-// exp(x) for x up to 0, in half the instructions of `exponential`: what would be below 2^-124 stays there, which a softmax
-// cannot tell from 0. NaN stays NaN. N registers go step by step together: each step waits for the one before, and a
-// core looks ahead too little to find the next register's steps. A polynomial's terms are loaded each time, since a sum
-// overwrites what it begins with: loads have units of their own, while copying a register takes a product's place.
+// exp(x) for x up to 0, in half the instructions of `exponential`: results below 2^-124 are clamped there, which a
+// softmax cannot distinguish from 0. NaN stays NaN. N registers are interleaved: each step depends on the one before,
+// and the core's window is too small to find the next register's steps. Polynomial terms are reloaded each time,
+// because FMA overwrites its addend: loads have their own units, while a register copy would occupy an FMA slot.
 static inline float32x4_t fresh(const float* four) {
     float32x4_t value;
     asm volatile("ldr %q0, %1" : "=w"(value) : "m"(*reinterpret_cast<const float32x4_t*>(four)));
@@ -120,16 +120,16 @@ static inline void softmax_powers(float32x4_t* x) {
     EACH tail[i] = vfmaq_f32(fresh(SOFTMAX_TERMS[3]), tail[i], x[i]);
     EACH tail[i] = vfmaq_f32(fresh(SOFTMAX_TERMS[4]), tail[i], x[i]);
     EACH x[i] = vfmaq_f32(x[i], n[i], tail[i]);
-    // Only the lowest bits of the whole number are left of `shifted`.
+    // Only the lowest bits of the integer remain in `shifted`.
     EACH shifted[i] = vreinterpretq_f32_s32(vshlq_n_s32(vreinterpretq_s32_f32(shifted[i]), 23));
     EACH x[i] = vaddq_f32(x[i], one);
     EACH x[i] = vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(x[i]), vreinterpretq_s32_f32(shifted[i])));
 #undef EACH
 }
 
-// The next `Blocks` blocks of scores become exponentials over `top`, and join the sums in their order.
+// The next `Blocks` blocks of scores become exponentials relative to `top`, and are added to the sums in order.
 template <int Blocks>
-static inline void soften_blocks(float* scores, float32x4_t top, Lanes& sums) {
+static inline void exponentiate_blocks(float* scores, float32x4_t top, Lanes& sums) {
     float32x4_t weights[4 * Blocks];
 #pragma GCC unroll 8
     for (int i = 0; i < 4 * Blocks; ++i) weights[i] = vsubq_f32(vld1q_f32(scores + 4 * i), top);
@@ -141,7 +141,7 @@ static inline void soften_blocks(float* scores, float32x4_t top, Lanes& sums) {
     }
 }
 
-static void soften(float* scores, int64_t from, int64_t to, float& maximum, float& total) {
+static void exponentiate(float* scores, int64_t from, int64_t to, float& maximum, float& total) {
     const int64_t begin = from / 16 * 16, end = (to + 15) / 16 * 16;
     for (int64_t i = begin; i < from; ++i) scores[i] = -__builtin_inff();
     for (int64_t i = to; i < end; ++i) scores[i] = -__builtin_inff();
@@ -153,8 +153,8 @@ static void soften(float* scores, int64_t from, int64_t to, float& maximum, floa
     const float32x4_t top = vdupq_n_f32(maximum);
     Lanes sums = Lanes::splat(0.0f);
     int64_t i = begin;
-    for (; i + 32 <= end; i += 32) soften_blocks<2>(scores + i, top, sums);
-    if (i < end) soften_blocks<1>(scores + i, top, sums);
+    for (; i + 32 <= end; i += 32) exponentiate_blocks<2>(scores + i, top, sums);
+    if (i < end) exponentiate_blocks<1>(scores + i, top, sums);
     total = sums.sum();
 }
 

@@ -10,26 +10,26 @@
 namespace bankfull {
 namespace {
 
-constexpr int64_t PIECES = 4;        // for each thread: a step's work is cut into so many, where there is as much
-constexpr int64_t LEAST_ROWS = 16;   // of an item, unless there are fewer: keys are read once for all of them
-constexpr int64_t ALONE = 1 << 11;   // multiplications for each row of an item that are done before another thread has
-                                     // woken up: kernels that take more rows at once are faster in proportion
-constexpr int64_t MERGED_ALONE = 1 << 21;  // ... whose partial results are merged before
-// So many sequences that decode hold more than is still near when their next step comes. A thread that has a few of them
-// asks for the next one's pages while it works on one.
+constexpr int64_t PIECES = 4;        // work items per thread, if there is enough work
+constexpr int64_t LEAST_ROWS = 16;   // minimum rows per item, if available: keys are read once for all of them
+constexpr int64_t ALONE = 1 << 11;   // multiplications per row of an item below which one thread finishes before another
+                                     // wakes up: kernels with more rows per item are proportionally faster
+constexpr int64_t MERGED_ALONE = 1 << 21;  // the same for merging partial results
+// From this many decoding sequences on, their KV cache exceeds the CPU caches between steps. A thread with a few of
+// them prefetches the next one's pages while it processes one.
 constexpr int64_t MANY_SEQUENCES = 32, MANY_EACH = 16, FEW_EACH = 4;
 
 void require(bool fine, const char* message) {
     if (!fine) throw std::invalid_argument(message);
 }
 
-// Pages that any query may look at must be there; the others may hold anything.
+// Pages visible to any query must exist; other entries may be invalid.
 void check(const AttentionJob& job, int64_t sequences, int64_t tokens, int64_t width, int64_t frames) {
     require(job.page_tokens > 0 && job.kv_heads > 0 && job.heads > 0 && job.heads % job.kv_heads == 0 && job.size > 0 &&
                 job.values > 0 && job.window >= 0,
-            "paged_attention: the sizes do not fit each other");
+            "paged_attention: sizes do not match");
     require(!job.out.data || job.values % 32 == 0,
-            "paged_attention: results are encoded in groups of 32, and a head has another number of values");
+            "paged_attention: encoded results need a head size that is a multiple of 32");
     require(job.q_start[0] == 0 && job.q_start[sequences] == tokens,
             "paged_attention: q_start does not cover the queries");
     for (int64_t i = 0; i < sequences; ++i) {
@@ -41,7 +41,7 @@ void check(const AttentionJob& job, int64_t sequences, int64_t tokens, int64_t w
         const int64_t* pages = job.table + i * job.table_stride;
         for (int64_t page = seen / job.page_tokens; page * job.page_tokens < length; ++page)
             require(pages[page] >= 0 && pages[page] < frames,
-                    "paged_attention: a page table names a page that is not there");
+                    "paged_attention: a page table entry is out of range");
     }
 }
 
@@ -51,7 +51,7 @@ struct Plan {
     int64_t products = 0;
     bool alone = false;
 
-    // Items of at most `rows` rows, and at least `pieces` of them where there is as much to do.
+    // Items of at most `rows` rows, and at least `pieces` of them if there is enough work.
     void build(const AttentionJob& job, int64_t sequences, int64_t rows, int64_t pieces) {
         tiles.clear();
         items.clear();
@@ -63,7 +63,7 @@ struct Plan {
         int64_t chunks = 0;
         for (int64_t i = 0; i < sequences; ++i) {
             const int64_t queries = job.q_start[i + 1] - job.q_start[i], past = job.kv_len[i] - queries;
-            // The last queries see most: whoever gets them begins with them.
+            // The last queries see the most keys, so they come first.
             for (int64_t first = (queries - 1) / most * most; first >= 0 && queries > 0; first -= most) {
                 const int64_t count = std::min(most, queries - first), end = past + first + count;
                 const int64_t from = job.window ? std::max<int64_t>(0, past + first + 1 - job.window) : 0;
@@ -76,8 +76,8 @@ struct Plan {
                 products += (end - from) * count * job.heads * (job.size + job.values);
             }
         }
-        // A tile with more than its share of the chunks is cut, so that one long sequence keeps every thread busy. Where
-        // there are tiles enough for that, they stay whole: what is cut has to be merged.
+        // A tile with more than its share of the chunks is split, so that one long sequence keeps every thread busy.
+        // With enough tiles for that, they stay whole: splits have to be merged.
         const int64_t share = int64_t(tiles.size()) >= pieces ? chunks : std::max<int64_t>(1, chunks / pieces);
         alone = products <= ALONE * rows;
         const int64_t floats = (job.values + 15) / 16 * 16 + 2;
@@ -127,7 +127,7 @@ void paged_attention(AttentionJob job, PageType type, int64_t sequences, int64_t
     check(job, sequences, tokens, width, frames);
     const Kernels& kernel = kernels();
     const int64_t pieces = PIECES * threads();
-    thread_local Plan plan;  // kept for its memory
+    thread_local Plan plan;  // reuses its memory
     plan.build(job, sequences, kernel.attention_rows[type](job), pieces);
     job.items = plan.items.data();
     job.items_end = job.items + plan.items.size();
@@ -136,7 +136,7 @@ void paged_attention(AttentionJob job, PageType type, int64_t sequences, int64_t
     const int64_t items = int64_t(plan.items.size()), split = int64_t(plan.split.size());
     int64_t piece = items / (4 * pieces) + 1;
     job.ahead = holds_much(sequences, tokens) && split == 0;
-    // The heads of a sequence lie side by side in its pages: whoever has read one of them has the others nearby.
+    // The heads of a sequence are adjacent in its pages: after one of them, the others are in cache.
     if (job.ahead) piece = std::max(piece, job.kv_heads);
     if (piece > job.kv_heads) piece -= piece % job.kv_heads;
     spread({kernel.attention[type], job}, items, plan.alone ? items : piece);

@@ -1,11 +1,11 @@
-// Attention for a whole step: checked, cut into pieces, run, merged. The cut may follow the machine: no bit hangs on it.
+// Attention for a whole step: checked, split, run, merged. The split may depend on the machine: no bit depends on it.
 #pragma once
 
 #include "kernels.hpp"
 
 namespace bankfull {
 
-// `width` pages in each row of the table, all of them under `frames`; std::invalid_argument where the sizes do not fit.
+// The table has `width` pages per row, all below `frames`; throws std::invalid_argument if sizes do not match.
 void paged_attention(AttentionJob job, PageType type, int64_t sequences, int64_t tokens, int64_t width, int64_t frames);
 
 }  // namespace bankfull

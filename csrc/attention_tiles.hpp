@@ -1,20 +1,20 @@
-// Attention over bfloat16 or int8 pages in tiles of sixteen rows and thirty-two bfloat16 (AMX), for heads whose sizes
-// are multiples of 32. Codes times their scales are rounded to bfloat16, a chunk at a time. Queries are rounded to
-// bfloat16, to nearest even; the weights of a softmax are made in bfloat16; sums are float32. A row's total is the sum
-// of these weights: then what a row mixes adds up to one, and a value that all keys share passes unchanged.
+// Attention over bfloat16 or int8 pages in AMX tiles of sixteen rows and thirty-two bfloat16, for head sizes that are
+// multiples of 32. Codes times their scales are rounded to bfloat16, one chunk at a time. Queries are rounded to
+// bfloat16, to nearest even; softmax weights are computed in bfloat16; sums are float32. A row's total is the sum of
+// the rounded weights, so that they add up to one, and a value shared by all keys passes unchanged.
 //
-// Chunks, masks and merging are those of attention.hpp, and so is the promise: a row's bits are the same alone and in
-// any company. There are two ways, and they agree bit for bit: every score, weight and sum is made of the same numbers
-// in the same order, only their places differ.
-//   few rows (attention_tiles_few.hpp):    lanes are keys. Keys are read in their pages, unless those hold codes;
+// Chunks, masks and merging are those of attention.hpp, with the same guarantee: a row's bits are the same alone and in
+// any batch. There are two variants, which agree bit for bit: every score, weight and sum is computed from the same
+// numbers in the same order, only their positions differ.
+//   few rows (attention_tiles_few.hpp):    lanes are keys. Keys are read from their pages, unless those hold codes;
 //                                          values are interleaved in pairs.
 //   many rows (attention_tiles_many.hpp):  lanes are rows, so that no maximum or sum crosses lanes. Keys and transposed
 //                                          values are copied once and used by every sixteen rows.
-// Both compute scores as K Q^T. Then few rows mix P V; many rows V^T P^T, whose P^T is the scores' own shape.
+// Both compute scores as K Q^T. Then few rows compute P V; many rows V^T P^T, where P^T has the layout of the scores.
 //
-// A key that a row does not see may be anything, NaN too: its score is overwritten before it is looked at. Its value
-// meets a weight of 0, so a value that nobody sees is replaced by zeros, and where a value that only some queries of an
-// item see is not finite, the queries go one by one.
+// A masked key may contain anything, even NaN: its score is overwritten before use. Its value is multiplied by 0, so a
+// value that no row sees is replaced by zeros, and if a value that only some queries of an item see is not finite, the
+// queries are processed one by one.
 //
 // Included inside a namespace per instruction set.
 
@@ -26,7 +26,7 @@ namespace attention_tiles {
 #include "attention_tiles_few.hpp"
 #include "attention_tiles_many.hpp"
 
-// Whether the values that only some queries see are finite: weights of 0 then hide them from the others.
+// Whether the values that only some queries see are finite: then weights of 0 mask them for the others.
 static bool hidden_values_are_finite(const Rows& rows, const AttentionItem& item) {
     const AttentionJob& job = rows.job;
     const int64_t last = rows.count - 1, far = INT64_MAX;
@@ -52,8 +52,8 @@ static bool hidden_values_are_finite(const Rows& rows, const AttentionItem& item
     return _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7f80)) == 0;
 }
 
-// `partials`: where the rows' partial results of the first chunk go, and those of the next `step` floats on; null where
-// the item finishes its rows.
+// `partials`: partial results of the first chunk; those of each next chunk are `step` floats later. Null if the item
+// finishes its rows.
 static void attend_item(const AttentionJob& job, const AttentionItem& item, float* partials, int64_t step,
                         Ahead& ahead) {
     const Rows rows(job, item);
@@ -69,7 +69,7 @@ static void attend_item(const AttentionJob& job, const AttentionItem& item, floa
     const Work work(job, rows);
     prepare_queries(rows, work);
     const bool few = rows.count <= FEW_ROWS;
-    // The chunk that opens every row, if one does: there is nothing yet that it could join.
+    // The chunk that is first for every row, if there is one: it needs no merge.
     const int64_t open = rows.from(0, 0) / CHUNK, first = open == rows.from(rows.count - 1, 0) / CHUNK ? open : -1;
     for (int64_t chunk = item.chunk_begin; chunk < item.chunk_end; ++chunk) {
         float* place = partials ? partials + (chunk - item.chunk_begin) * step : nullptr;
@@ -85,7 +85,7 @@ static void attend_item(const AttentionJob& job, const AttentionItem& item, floa
     if (few) return finish(rows, 0, rows.count, work.running);
     for (int64_t row = 0; row < rows.count; row += SIDE) {
         const int64_t count = rows.count - row < SIDE ? rows.count - row : SIDE;
-        turn_result(job, work.running_of(job, row / SIDE), count, work.rows);
+        transpose_result(job, work.running_of(job, row / SIDE), count, work.rows);
         finish(rows, row, count, work.rows);
     }
 }
@@ -94,7 +94,7 @@ static bool fits(const AttentionJob& job) { return job.size % WIDE == 0 && job.v
 
 static int64_t rows(const AttentionJob& job) { return fits(job) ? MANY_ROWS : attention_rows(job); }
 
-// E: the numbers in the pages.
+// E: element type of the pages.
 template <class E>
 static void attend(const AttentionJob& job, int64_t begin, int64_t end) {
     if (!fits(job)) return BANKFULL_ISA_NAME::attend<E>(job, begin, end);

@@ -1,16 +1,16 @@
-// Attention of up to sixteen rows in tiles: decoding, verifying. Lanes are keys.
+// Attention of up to sixteen rows in tiles: decode and draft verification. Lanes are keys.
 //
 // Included inside attention_tiles, after attention_tiles_shared.hpp.
 
-constexpr int64_t NEAR_BYTES = 1 << 19;  // that surely stay in a core's cache while its heads are attended to
+constexpr int64_t NEAR_BYTES = 1 << 19;  // that stay in a core's cache while its heads are processed
 
-// Asks for the keys and values of the sequence that comes next while this one is worked on, a few lines at a time, so
-// that memory and arithmetic work side by side: whoever asks for many at once waits, because a core has only some dozens
-// on their way. They come from several pages in turn, which memory answers faster than one page after the other; from
-// all of a long sequence's at once, more addresses would have to be translated than a core remembers.
+// Prefetches the keys and values of the next sequence while the current one is processed, a few lines at a time, so
+// that memory and arithmetic overlap: many prefetches at once would stall, because a core has only some dozens of
+// outstanding loads. Lines come from several pages in turn, which memory serves faster than page after page; all pages
+// of a long sequence at once would exceed the TLB.
 class Ahead {
   public:
-    // `item` is worked on next. Its heads have the following sequence's lines to ask for, among them.
+    // `item` is processed next. Its heads share the prefetch of the following sequence's lines.
     void follow(const AttentionJob& job, const AttentionItem& item) {
         if (item.kv_head != 0) return;
         page_ = pages_ = row_ = 0;
@@ -45,15 +45,15 @@ class Ahead {
 
   private:
     static constexpr int64_t MOST_PAGES = 64, STREAMS = 8;
-    static constexpr int64_t ASKS = 4;  // at least, for each block of keys: as often are lines asked for
+    static constexpr int64_t ASKS = 4;  // minimum prefetch calls per block of keys
 
     const uint8_t* at_[2 * MOST_PAGES];  // keys and values of each page
-    int64_t pages_ = 0, bytes_ = 0;      // bytes: of one of them
-    int64_t page_ = 0, row_ = 0;         // where to go on: lines of the streams from a page on
-    int64_t rows_ = 0;                   // ... and how many of them at a time
+    int64_t pages_ = 0, bytes_ = 0;      // bytes: per page
+    int64_t page_ = 0, row_ = 0;         // resume position: lines of the streams from this page on
+    int64_t rows_ = 0;                   // ... and lines per call
 };
 
-// Where pages hold whole tiles: a tile lies in one page, and so does what follows the last key.
+// For pages that hold whole tiles: a tile lies in one page, and so does the space after the last key.
 static void find_keys(const AttentionJob& job, const AttentionItem& item, int64_t start, int64_t from, int64_t to,
                       Keys& keys) {
     const int64_t* table = job.table + item.sequence * job.table_stride;
@@ -115,8 +115,8 @@ static void score(const Keys& keys, int64_t from, int64_t to, const uint8_t* que
     if (tile + 1 == end) score_tiles<1>(keys, tile, queries, pieces, scores, ahead);
 }
 
-// Four columns of the scores become rows: rows[r * CHUNK + key].
-static void turn_scores(const float* scores, int64_t from, int64_t to, float* rows) {
+// Transposes four columns of the scores: rows[r * CHUNK + key].
+static void transpose_scores(const float* scores, int64_t from, int64_t to, float* rows) {
     for (int64_t key = from / SIDE * SIDE; key < to; key += SIDE) {
         __m512 v[4];
         for (int64_t i = 0; i < 4; ++i) {
@@ -142,7 +142,7 @@ alignas(64) static constexpr uint16_t LOW_WORDS[] = {
     32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
 
 // One row's weights for the blocks [first, last) of the chunk, of which it sees the keys [from, to).
-static void soften_row(const AttentionJob& job, float* scores, int64_t from, int64_t to, int64_t first, int64_t last,
+static void exponentiate_row(const AttentionJob& job, float* scores, int64_t from, int64_t to, int64_t first, int64_t last,
                        uint8_t* weights, float& maximum, float& total) {
     const int64_t begin = from / WIDE, end = (to + WIDE - 1) / WIDE;
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -188,7 +188,7 @@ static inline void pair_values(const uint8_t* const* at, int64_t byte, uint8_t* 
     }
 }
 
-// N times 32 columns of P V. The next block of values is prepared while tiles are still waiting for this one.
+// N times 32 columns of P V. The next block of values is prepared during the tile products of this one.
 template <int N>
 static void mix_columns(const Work& work, const uint8_t* const* at, int64_t count, int64_t column, int64_t first,
                         int64_t last, float* partial, int64_t stride, Ahead& ahead) {
@@ -216,7 +216,7 @@ static void mix_columns(const Work& work, const uint8_t* const* at, int64_t coun
             _tile_dpbf16ps(3, 7, 4);
         }
     }
-    float* mixed = work.scores;  // no longer needed
+    float* mixed = work.scores;  // scores are no longer needed
     _tile_stored(0, mixed, LINE);
     _tile_stored(1, mixed + SIDE * SIDE, LINE);
     if constexpr (N > 1) {
@@ -252,10 +252,10 @@ static void attend_few(const Rows& rows, const AttentionItem& item, int64_t chun
     find_values(rows, item, start, from, to, work, at);
     for (int64_t row = 0; row < rows.count; ++row) {
         float* scores = work.rows + row % 4 * CHUNK;
-        if (row % 4 == 0) turn_scores(work.scores + row, from - start, to - start, scores);
+        if (row % 4 == 0) transpose_scores(work.scores + row, from - start, to - start, scores);
         const int64_t a = rows.from(row, start) - start, b = rows.to(row, start + CHUNK) - start;
         float* facts = partial + row * stride + job.values;
-        if (a < b) soften_row(job, scores, a, b, first, last, work.weights + row * LINE, facts[0], facts[1]);
+        if (a < b) exponentiate_row(job, scores, a, b, first, last, work.weights + row * LINE, facts[0], facts[1]);
         ahead.ask();
     }
     int64_t column = 0;

@@ -1,19 +1,19 @@
-// Attention of many rows in tiles: prefill. Lanes are rows, sixteen at a time; two sixteens go together, so that a tile
-// of keys or values that was loaded is multiplied twice.
+// Attention of many rows in tiles: prefill. Lanes are rows, sixteen at a time; two blocks of sixteen rows are processed
+// together, so that a loaded tile of keys or values is multiplied twice.
 //
-// Tiles and lanes work side by side: while the weights of two sixteens are made, the next two are scored; while those
-// weights mix the values, the next maxima are found and what was mixed joins what runs.
+// Tile and vector units overlap: while the weights of one pair of blocks are computed, the next pair is scored; while
+// those weights multiply the values, the next maxima are computed and finished sums are merged into the running ones.
 //
 // Included inside attention_tiles, after attention_tiles_shared.hpp.
 
-// What sixteen rows see of a chunk: each row the keys [from, to); some row [seen_from, seen_to), all of them
-// [all_from, all_to).
-struct Sight {
+// Visibility of a chunk for sixteen rows: each row sees the keys [from, to); at least one row sees [seen_from,
+// seen_to), all of them [all_from, all_to).
+struct Visibility {
     __m512i from, to;
     int64_t seen_from, seen_to, all_from, all_to;
-    __mmask16 sees, begins;  // rows that see anything of the chunk; rows whose first chunk it is
+    __mmask16 sees, begins;  // rows that see any key of the chunk; rows that start in it
 
-    Sight(const AttentionJob& job, const int32_t* ends, int64_t start) {
+    Visibility(const AttentionJob& job, const int32_t* ends, int64_t start) {
         constexpr int64_t FAR = 1 << 30;
         const int64_t window = job.window && job.window < FAR ? job.window : FAR;
         to = _mm512_sub_epi32(_mm512_loadu_si512(ends), _mm512_set1_epi32(int32_t(start)));
@@ -27,34 +27,34 @@ struct Sight {
         sees = _mm512_cmpgt_epi32_mask(to, zero) & _mm512_cmplt_epi32_mask(from, _mm512_set1_epi32(int32_t(CHUNK)));
         begins = start == 0 ? __mmask16(-1) : _mm512_cmpge_epi32_mask(from, zero);
     }
-    bool nothing() const { return seen_from >= seen_to; }
+    bool empty() const { return seen_from >= seen_to; }
     int64_t first_block() const { return seen_from / WIDE; }
     int64_t last_block() const { return (seen_to + WIDE - 1) / WIDE; }
 };
 
-// Two sixteens of rows, on their way through a chunk.
+// Two blocks of sixteen rows, in progress within a chunk.
 struct Pair {
-    Sight sights[2];
+    Visibility sights[2];
     int64_t first, last;  // blocks of keys that some row sees
-    float* scores;        // keys, then rows, of one sixteen after the other; later weights, in each block's first half
+    float* scores;        // [block of rows][key][row]; later weights, in each block's first half
     const uint8_t* queries;
-    __m512 most[2][2];  // the largest scores so far: of even keys, and of odd ones
+    __m512 most[2][2];  // running maxima: of even keys, and of odd ones
 
     Pair(const AttentionJob& job, const Work& work, int64_t block, int64_t start)
-        : sights{Sight(job, work.ends + block * SIDE, start), Sight(job, work.ends + (block + 1) * SIDE, start)},
+        : sights{Visibility(job, work.ends + block * SIDE, start), Visibility(job, work.ends + (block + 1) * SIDE, start)},
           first(sights[0].first_block()), last(sights[1].last_block()),
           scores(work.scores + block % 4 * CHUNK * SIDE), queries(work.queries_of(job, block)) {
         for (auto& each : most) each[0] = each[1] = _mm512_set1_ps(-__builtin_inff());
     }
-    bool nothing() const { return first >= last; }
+    bool empty() const { return first >= last; }
     float* scores_of(int64_t i, int64_t block) const { return scores + (i * CHUNK + block * WIDE) * SIDE; }
 
-    // Scores that a row does not see become -infinity; capped, where there is a cap.
+    // Masks scores with -infinity, and applies the soft cap if there is one.
     void hide(const AttentionJob& job) const {
         for (int64_t i = 0; i < 2; ++i) {
-            const Sight& sight = sights[i];
+            const Visibility& visibility = sights[i];
             for (int64_t key = first * WIDE; key < last * WIDE; key += SIDE) {
-                const bool edge = key < sight.all_from || key + SIDE > sight.all_to;
+                const bool edge = key < visibility.all_from || key + SIDE > visibility.all_to;
                 if (!edge && !job.cap) continue;
                 float* at = scores_of(i, key / WIDE) + key % WIDE * SIDE;
                 for (int64_t k = 0; k < SIDE; ++k, at += SIDE) {
@@ -62,7 +62,7 @@ struct Pair {
                     if (job.cap) score = capped(job, score);
                     const __m512i here = _mm512_set1_epi32(int32_t(key + k));
                     const __mmask16 seen =
-                        _mm512_cmple_epi32_mask(sight.from, here) & _mm512_cmpgt_epi32_mask(sight.to, here);
+                        _mm512_cmple_epi32_mask(visibility.from, here) & _mm512_cmpgt_epi32_mask(visibility.to, here);
                     _mm512_store_ps(at, _mm512_mask_blend_ps(seen, _mm512_set1_ps(-__builtin_inff()), score));
                 }
             }
@@ -80,13 +80,13 @@ struct Pair {
 
     __m512 top(int64_t i) const {
         const __m512 all = _mm512_max_ps(most[i][0], most[i][1]);
-        // A row that sees nothing has no maximum: its weights are to be 0, not NaN.
+        // A row that sees nothing has no maximum: its weights must be 0, not NaN.
         const __mmask16 none = _mm512_cmp_ps_mask(all, _mm512_set1_ps(-__builtin_inff()), _CMP_EQ_OQ);
         return _mm512_mask_blend_ps(none, all, _mm512_setzero_ps());
     }
 };
 
-// Scores of a pair that are made between other things, half a tile of keys at a time.
+// Scores of a pair, computed in between other work, half a tile of keys at a time.
 class Scoring {
   public:
     Scoring(const AttentionJob& job, const Keys& keys, const Pair* pair)
@@ -130,8 +130,8 @@ class Scoring {
     const Keys& keys_;
     const Pair* pair_;
     int64_t pieces_;
-    bool resident_;   // queries stay in tiles
-    int64_t others_;  // bytes from the queries of the first sixteen to those of the second
+    bool resident_;   // queries stay in tile registers
+    int64_t others_;  // bytes between the queries of both blocks
     int64_t tile_, end_;
 
     void multiply(int64_t from, int64_t to) const {
@@ -145,8 +145,8 @@ class Scoring {
     }
 };
 
-// Four of a block's sixteen pairs of keys: scores become weights. A pair's weights join the sum of its place in the
-// block, as they do in soften_row.
+// Four of a block's sixteen pairs of keys: scores become weights. A pair's weights are added to the sum of its position
+// in the block, as in exponentiate_row.
 static inline void weigh_pairs(const float* scores, int64_t first, __m512 distance, uint8_t* weights,
                                __m512 (&sums)[SIDE]) {
 #pragma GCC unroll 4
@@ -166,8 +166,8 @@ static inline __m512 sum_up(__m512 (&sums)[SIDE]) {
     return sums[0];
 }
 
-// The scores of a pair become weights; maxima and sums go to `results`, behind the values. Meanwhile `next` is scored.
-static void soften(const AttentionJob& job, const Keys& keys, const Pair& pair, float* const* results,
+// Scores of a pair become weights; maxima and sums go to `results`, after the values. Meanwhile `next` is scored.
+static void exponentiate(const AttentionJob& job, const Keys& keys, const Pair& pair, float* const* results,
                    const Pair* next) {
     Scoring ahead(job, keys, next);
     for (int64_t i = 0; i < 2; ++i) {
@@ -204,13 +204,13 @@ static void turn_values(const AttentionJob& job, const uint8_t* const* at, int64
             }
 }
 
-// join_chunk of attention.hpp, for sixteen rows in lanes: the same operations on the same numbers.
-class Joining {
+// join_chunk of attention.hpp for sixteen rows in lanes: the same operations on the same numbers.
+class Merging {
   public:
-    // `next` may be what runs already: a chunk that opens all of its rows has nothing to join.
-    Joining(const AttentionJob& job, const Sight& sight, const float* next, float* running)
-        : next_(next), running_(running), values_(job.values * SIDE), sees_(sight.sees),
-          merges_(sight.sees & __mmask16(~sight.begins)) {
+    // `next` may be the running result itself: a chunk that is first for all of its rows needs no merge.
+    Merging(const AttentionJob& job, const Visibility& visibility, const float* next, float* running)
+        : next_(next), running_(running), values_(job.values * SIDE), sees_(visibility.sees),
+          merges_(visibility.sees & __mmask16(~visibility.begins)) {
         if (next == running) return;
         const Lanes a = Lanes::load(running + values_), b = Lanes::load(next + values_);
         const Lanes top{_mm512_mask_blend_ps(_mm512_cmp_ps_mask(b.v, a.v, _CMP_GT_OQ), a.v, b.v)};
@@ -222,7 +222,7 @@ class Joining {
     }
     void values(int64_t from, int64_t to) const {
         if (next_ == running_) return;
-        const bool all_merge = merges_ == __mmask16(-1);  // the usual case, where nothing has to be chosen
+        const bool all_merge = merges_ == __mmask16(-1);  // the usual case, without masks
         for (int64_t c = from * SIDE; c < to * SIDE; c += SIDE) {
             const Lanes before = Lanes::load(running_ + c), after = Lanes::load(next_ + c);
             Lanes both = before * old_;
@@ -243,9 +243,9 @@ class Joining {
     }
 };
 
-// V^T P^T, 32 values at a time. Between tiles, `next` is searched for its maxima and the values before are joined.
+// V^T P^T, 32 values at a time. Between tiles, the maxima of `next` are computed and previous values are merged.
 static void mix(const AttentionJob& job, const Work& work, const Pair& pair, float* const* results, Pair* next,
-                const Joining* joins) {
+                const Merging* joins) {
     int64_t sought = next ? next->first : 0;
     const int64_t sought_end = next ? next->last : 0;
     const auto load = [&](int64_t block, int64_t value) {
@@ -267,7 +267,7 @@ static void mix(const AttentionJob& job, const Work& work, const Pair& pair, flo
             _tile_dpbf16ps(1, 5, 6);
             _tile_dpbf16ps(2, 4, 7);
             _tile_dpbf16ps(3, 5, 7);
-            // Before anything is stored: a load waits for every store whose address ends alike.
+            // Before any store: a load waits for every store with the same low address bits.
             if (block + 1 < pair.last)
                 load(block + 1, value);
             else if (value + WIDE < job.values)
@@ -289,8 +289,8 @@ static void mix(const AttentionJob& job, const Work& work, const Pair& pair, flo
     for (int64_t i = 0; joins && i < 2; ++i) joins[i].values(job.values - WIDE, job.values);
 }
 
-// Sixteen rows in lanes become rows as in attention.hpp.
-static void turn_result(const AttentionJob& job, const float* lanes, int64_t count, float* rows) {
+// Transposes sixteen rows in lanes to rows as in attention.hpp.
+static void transpose_result(const AttentionJob& job, const float* lanes, int64_t count, float* rows) {
     const int64_t stride = partial_floats(job);
     for (int64_t c = 0; c < job.values; c += SIDE) {
         __m512i lines[16];
@@ -304,7 +304,7 @@ static void turn_result(const AttentionJob& job, const float* lanes, int64_t cou
     }
 }
 
-// Joins the chunk to what runs, or leaves its partial results at `partials`.
+// Merges the chunk into the running result, or stores its partial results at `partials`.
 static void attend_many(const Rows& rows, const AttentionItem& item, int64_t chunk, const Work& work, float* partials) {
     const AttentionJob& job = rows.job;
     const int64_t start = chunk * CHUNK;
@@ -316,34 +316,34 @@ static void attend_many(const Rows& rows, const AttentionItem& item, int64_t chu
     find_values(rows, item, start, from, to, work, at);
     turn_values(job, at, (from - start) / WIDE, (to - start + WIDE - 1) / WIDE, work.values);
     settle_memory();
-    // Later rows see later keys: the pairs that see anything of the chunk follow each other.
+    // Later rows see later keys: the pairs that see any key of the chunk are consecutive.
     int64_t block = 0;
-    while (Pair(job, work, block, start).nothing()) block += 2;
+    while (Pair(job, work, block, start).empty()) block += 2;
     Pair pair(job, work, block, start);
     Scoring(job, keys, &pair).finish_all();
     pair.hide(job);
     for (int64_t b = pair.first; b < pair.last; ++b) pair.find_most(b);
     for (;; block += 2) {
         Pair next = block + 2 < work.blocks ? Pair(job, work, block + 2, start) : pair;
-        const bool goes_on = block + 2 < work.blocks && !next.nothing();
+        const bool goes_on = block + 2 < work.blocks && !next.empty();
         float *running[2], *results[2];
         for (int64_t i = 0; i < 2; ++i) {
-            const Sight& sight = pair.sights[i];
+            const Visibility& visibility = pair.sights[i];
             running[i] = work.running_of(job, block + i);
-            const bool opens = !partials && (sight.sees & sight.begins) == __mmask16(-1);
+            const bool opens = !partials && (visibility.sees & visibility.begins) == __mmask16(-1);
             results[i] = opens ? running[i] : work.partial_of(job, i);
         }
-        soften(job, keys, pair, results, goes_on ? &next : nullptr);
+        exponentiate(job, keys, pair, results, goes_on ? &next : nullptr);
         if (goes_on) next.hide(job);
         settle_memory();
         if (partials) {
             mix(job, work, pair, results, goes_on ? &next : nullptr, nullptr);
             for (int64_t i = 0; i < 2; ++i) {
                 const int64_t row = (block + i) * SIDE, left = rows.count - row;
-                turn_result(job, results[i], left < SIDE ? left : SIDE, partials + row * partial_floats(job));
+                transpose_result(job, results[i], left < SIDE ? left : SIDE, partials + row * partial_floats(job));
             }
         } else {
-            const Joining joins[2] = {{job, pair.sights[0], results[0], running[0]},
+            const Merging joins[2] = {{job, pair.sights[0], results[0], running[0]},
                                       {job, pair.sights[1], results[1], running[1]}};
             mix(job, work, pair, results, goes_on ? &next : nullptr, joins);
         }

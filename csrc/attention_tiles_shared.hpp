@@ -1,4 +1,4 @@
-// What few and many rows in tiles have in common: shapes and places of tiles, rounding, where keys and values lie.
+// Shared by few and many rows in tiles: tile shapes and layouts, rounding, addresses of keys and values.
 //
 // Included inside attention_tiles.
 
@@ -7,12 +7,12 @@ constexpr int64_t WIDE = 32;     // bfloat16 in a row of a tile
 constexpr int64_t LINE = 64;     // bytes in a row of a tile
 constexpr int64_t TILE = 1024;   // bytes of a tile
 constexpr int64_t BLOCKS = CHUNK / WIDE;
-constexpr int64_t FEW_ROWS = 16;  // up to which turning the scores is cheaper than turning the values
+constexpr int64_t FEW_ROWS = 16;  // up to which transposing scores is cheaper than transposing values
 constexpr int64_t MANY_ROWS = 384;
-constexpr float LARGEST_SCALE = 0x1p120f;  // whose products with codes are surely finite in bfloat16
+constexpr float LARGEST_SCALE = 0x1p120f;  // whose products with codes are always finite in bfloat16
 constexpr float LOG2_OF_E = 0x1.715476p0f, LOG_OF_2 = 0x1.62e430p-1f;
 
-// As LDTILECFG reads it. In static memory: a compiler does not see that the instruction reads.
+// Configuration for LDTILECFG. In static memory: the compiler does not know that the instruction reads it.
 struct Shapes {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
@@ -20,34 +20,34 @@ struct Shapes {
 };
 alignas(64) static const Shapes SHAPES = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 
-// Nor does it see that loading a tile reads memory: what was stored before must be there.
+// Nor does it know that a tile load reads memory: earlier stores must be complete.
 static inline void settle_memory() { asm volatile("" ::: "memory"); }
 
 static inline __m512i load_line(const uint8_t* p) { return _mm512_loadu_si512(p); }
 static inline void store_line(uint8_t* p, __m512i line) { _mm512_storeu_si512(p, line); }
 
-// Two vectors of sixteen as thirty-two bfloat16.
+// Two vectors of sixteen floats as thirty-two bfloat16.
 static inline __m512i narrow(__m512 low, __m512 high) { return __m512i(_mm512_cvtne2ps_pbh(high, low)); }
 
-// Weights 2^(score - top) in bfloat16, made of whole numbers: between instructions for tiles, a core multiplies floats on
-// one port and works with whole numbers on two.
+// Weights 2^(score - top) in bfloat16, by integer arithmetic: between tile instructions, a core has one port for float
+// products and two for integers.
 //
-// A float32 from 2^16 on counts in units of 2^-7. Adding HIGHEST - top to a score leaves, in its last sixteen bits, the
-// bfloat16 with the exponent of 2^(score - top), and with its fraction where the mantissa belongs: a straight line from
-// one power of two to the next. What is less than 2^-127, or nothing, stays at LOWEST, which ends in zeros.
+// A float32 from 2^16 on counts in units of 2^-7. Adding HIGHEST - top to a score leaves in its last sixteen bits the
+// bfloat16 with the exponent of 2^(score - top) and the fraction as mantissa: a linear interpolation between powers of
+// two. Results below 2^-127, or masked ones, are clamped to LOWEST, which ends in zeros.
 constexpr float LOWEST = 0x1.8p16f, HIGHEST = LOWEST + 127.0f;
 
 static inline __m512 distance_from(__m512 top) { return _mm512_sub_ps(_mm512_set1_ps(HIGHEST), top); }
 
-// The maximum that such a distance stands for: the nearest one in units of 2^-7.
+// The maximum that corresponds to this distance, rounded to a unit of 2^-7.
 static inline __m512 top_of(__m512 distance) { return _mm512_sub_ps(_mm512_set1_ps(HIGHEST), distance); }
 
 static inline __m512i straight(__m512 score, __m512 distance) {
     return _mm512_castps_si512(_mm512_max_ps(_mm512_add_ps(score, distance), _mm512_set1_ps(LOWEST)));
 }
 
-// How far the line is above the curve, for every two of its 128 steps. What comes of it is off by 0.72% at most and by
-// 0.23% in the mean square, where rounding the power itself to bfloat16 would be off by 0.39% and 0.17%.
+// Difference of interpolation and curve, for every two of its 128 steps. The corrected weight is off by at most 0.72%,
+// and 0.23% in the mean square; rounding the exact power to bfloat16 would be off by 0.39% and 0.17%.
 alignas(64) static constexpr uint8_t ABOVE[64] = {
     0, 1, 1, 2, 2, 3, 4, 4, 5, 5, 5, 6, 6, 7, 7, 8,
     8, 8, 9, 9, 9, 9, 10, 10, 10, 10, 10, 11, 11, 11, 11, 11,
@@ -65,15 +65,15 @@ static inline __m512i bend(__m512i lines) {
     return _mm512_sub_epi16(lines, _mm512_maskz_permutexvar_epi8(low_bytes, steps, _mm512_load_si512(ABOVE)));
 }
 
-// Adds the pairs of weights to sixteen sums. The instruction for pairs would do: behind tiles it waits for hundreds of
-// cycles.
+// Adds the pairs of weights to sixteen sums. The dot product instruction for pairs would stall for hundreds of cycles
+// after tile instructions.
 static inline __m512 add_pairs(__m512 sums, __m512i weights) {
     const __m512i even = _mm512_slli_epi32(weights, 16);
     const __m512i odd = _mm512_and_si512(weights, _mm512_set1_epi32(int32_t(0xffff0000)));
     return _mm512_add_ps(sums, _mm512_add_ps(_mm512_castsi512_ps(even), _mm512_castsi512_ps(odd)));
 }
 
-// Sixteen lines of sixteen 32-bit numbers: rows become columns.
+// Transposes sixteen lines of sixteen 32-bit elements.
 static inline void transpose(__m512i (&r)[16]) {
     __m512i t[16];
 #pragma GCC unroll 8
@@ -102,25 +102,25 @@ static inline void transpose(__m512i (&r)[16]) {
     for (int i = 0; i < 16; ++i) r[i] = t[i];
 }
 
-// Where a chunk's keys lie: piece d of tile t (dimensions 32 d and on of the keys 16 t and on).
+// Addresses of a chunk's keys: piece d of tile t (dimensions from 32 d of the keys from 16 t).
 struct Keys {
     const uint8_t* tiles[CHUNK / SIDE];
     int64_t piece, stride;
 };
 
 struct Work {
-    uint8_t *queries;  // of sixteen rows and 32 dimensions: pairs of dimensions, then rows
-    uint8_t *keys;     // copies, where pages cannot be read as they are: 16 keys and 32 dimensions after each other
-    uint8_t *values;   // of 32 keys: 16 values in pairs of keys (few rows), or the keys of each value (many)
-    uint8_t *weights;  // few rows: of 32 keys, rows of keys. Many have them in the scores: pairs of keys, then rows
-    float *scores;     // of sixteen rows: keys, then rows. Many rows: of thirty-two, and of the next thirty-two
-    float *rows;       // sixteen rows one after the other: scores, mixed values or results
+    uint8_t *queries;  // per sixteen rows and 32 dimensions: [pair of dimensions][row]
+    uint8_t *keys;     // copies, if pages cannot be read in place: tiles of 16 keys and 32 dimensions
+    uint8_t *values;   // per 32 keys: 16 values in pairs of keys (few rows), or the keys of each value (many)
+    uint8_t *weights;  // few rows: per 32 keys, [row][key]. Many rows keep them in the scores: [pair of keys][row]
+    float *scores;     // per sixteen rows: [key][row]. Many rows: of thirty-two rows, and of the next thirty-two
+    float *rows;       // sixteen consecutive rows: scores, weighted values or results
     float *partial, *running;  // few rows: as in attention.hpp. Many: values, maximum and sum of sixteen rows in lanes
-    int32_t *ends;     // of each row: the position after its own
-    uint8_t *widened;  // a chunk's values, where pages hold codes
-    const uint8_t* nothing;  // a key or value of zeros
+    int32_t *ends;     // per row: the position after its own
+    uint8_t *widened;  // a chunk's values, if pages hold codes
+    const uint8_t* zero_line;  // a zero key or value
 
-    int64_t blocks;    // of sixteen rows: an even number of them, unless rows are few
+    int64_t blocks;    // of sixteen rows; even, except for few rows
 
     Work(const AttentionJob& job, const Rows& all) : blocks(all.count <= FEW_ROWS ? 1 : (all.count + 31) / 32 * 2) {
         const int64_t floats = partial_floats(job);
@@ -139,7 +139,7 @@ struct Work {
             parts[i] = next;
             next += (bytes[i] + LINE - 1) / LINE * LINE;
         }
-        queries = parts[0], keys = parts[1], values = parts[2], weights = parts[3], nothing = parts[9];
+        queries = parts[0], keys = parts[1], values = parts[2], weights = parts[3], zero_line = parts[9];
         widened = parts[10];
         scores = reinterpret_cast<float*>(parts[4]), rows = reinterpret_cast<float*>(parts[5]);
         partial = reinterpret_cast<float*>(parts[6]), running = reinterpret_cast<float*>(parts[7]);
@@ -157,7 +157,7 @@ struct Work {
     }
 };
 
-// Scaled here unless a cap stands between scale and softmax. The softmax counts in powers of two.
+// Scaled here, unless a soft cap comes between scale and softmax. The softmax uses powers of two.
 static void prepare_queries(const Rows& rows, const Work& work) {
     const AttentionJob& job = rows.job;
     const __m512 scale = _mm512_set1_ps(job.cap ? 1.0f : job.scale * LOG2_OF_E);
@@ -178,13 +178,13 @@ static void prepare_queries(const Rows& rows, const Work& work) {
     }
 }
 
-// Addresses of a whole chunk's keys or values; what nobody sees is a line of zeros.
+// Addresses of a whole chunk's keys or values; positions that no row sees point to zeros.
 template <class E>
 static void locate_chunk(const Rows& rows, const Pages& pages, const AttentionItem& item, int64_t start, int64_t from,
-                         int64_t to, const uint8_t* nothing, const uint8_t** at) {
-    for (int64_t i = 0; i < from - start; ++i) at[i] = nothing;
+                         int64_t to, const uint8_t* zero_line, const uint8_t** at) {
+    for (int64_t i = 0; i < from - start; ++i) at[i] = zero_line;
     locate<E>(rows.job, pages, item, from, to, at + (from - start));
-    for (int64_t i = to - start; i < CHUNK; ++i) at[i] = nothing;
+    for (int64_t i = to - start; i < CHUNK; ++i) at[i] = zero_line;
 }
 
 // Thirty-two codes times their scale.
@@ -192,12 +192,12 @@ static inline __m512i widen(const uint8_t* codes, __m512 scale) {
     return narrow(_mm512_mul_ps(Int8::load(codes).v, scale), _mm512_mul_ps(Int8::load(codes + SIDE).v, scale));
 }
 
-// The same for values, in bfloat16 whatever the pages hold.
+// The same for values, in bfloat16 for any page type.
 static void find_values(const Rows& rows, const AttentionItem& item, int64_t start, int64_t from, int64_t to,
                         const Work& work, const uint8_t** at) {
     const AttentionJob& job = rows.job;
-    if (!job.v.scales) return locate_chunk<BFloat16>(rows, job.v, item, start, from, to, work.nothing, at);
-    locate_chunk<Int8>(rows, job.v, item, start, from, to, work.nothing, at);
+    if (!job.v.scales) return locate_chunk<BFloat16>(rows, job.v, item, start, from, to, work.zero_line, at);
+    locate_chunk<Int8>(rows, job.v, item, start, from, to, work.zero_line, at);
     float scales[CHUNK];
     gather_scales(job, job.v, item, from, to, scales);
     for (int64_t i = from - start; i < to - start; ++i) {
@@ -214,10 +214,10 @@ static void copy_keys(const Rows& rows, const AttentionItem& item, int64_t start
     const uint8_t* at[CHUNK];
     float scales[CHUNK] = {};
     if (job.k.scales) {
-        locate_chunk<Int8>(rows, job.k, item, start, from, to, work.nothing, at);
+        locate_chunk<Int8>(rows, job.k, item, start, from, to, work.zero_line, at);
         gather_scales(job, job.k, item, from, to, scales + (from - start));
     } else {
-        locate_chunk<BFloat16>(rows, job.k, item, start, from, to, work.nothing, at);
+        locate_chunk<BFloat16>(rows, job.k, item, start, from, to, work.zero_line, at);
     }
     keys.piece = TILE;
     keys.stride = LINE;

@@ -1,9 +1,9 @@
-// The highest of some scores. Included inside a namespace per instruction set.
+// Argmax of scores. Included inside a namespace per instruction set.
 
-// The lowest index among equals; -1 where a score is NaN or the highest is not finite.
+// The lowest index among equals; -1 if a score is NaN or the maximum is not finite.
 static Best best_of(const float* x, int64_t count) {
     const Lanes zero = Lanes::splat(0.0f);
-    Lanes most = Lanes::splat(-__builtin_inff()), odd = zero;  // odd leaves 0 when anything is not finite
+    Lanes most = Lanes::splat(-__builtin_inff()), odd = zero;  // odd becomes nonzero or NaN if any score is not finite
     int64_t i = 0;
     for (; i + 16 <= count; i += 16) {
         const Lanes each = Lanes::load(x + i);
@@ -15,7 +15,7 @@ static Best best_of(const float* x, int64_t count) {
         highest = x[i] > highest ? x[i] : highest;
         rest += x[i] - x[i];
     }
-    if (rest != 0.0f) {  // NaN, or an infinity: -inf may stand among finite scores
+    if (rest != 0.0f) {  // NaN or infinity; -inf is allowed among finite scores
         for (int64_t j = 0; j < count; ++j)
             if (!(x[j] <= __FLT_MAX__)) return {x[j], -1};
         highest = x[0];

@@ -1,4 +1,4 @@
-// Packed weights, for Python. Tensors come as addresses, as in module.cpp.
+// Packed weights for Python. Tensors are passed as addresses, as in module.cpp.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -10,7 +10,7 @@
 #include "isa.hpp"
 #include "bindings.hpp"
 #include "operations.hpp"
-#include "mixing.hpp"
+#include "hadamard.hpp"
 #include "packing.hpp"
 
 namespace nb = nanobind;
@@ -33,12 +33,12 @@ const PackLayout& layout_of(int pack) {
 }
 
 void require_whole_blocks(int pack, int64_t outputs, int64_t inner) {
-    require(outputs >= 0 && layout_of(pack).holds(inner), "packed weights: not whole blocks");
+    require(outputs >= 0 && layout_of(pack).holds(inner), "packed weights: K is not a multiple of whole blocks");
 }
 
-// Codes are multiplied with codes.
+// int8 codes are not multiplied with dense weights.
 void require_products(int pack, bool tiles) {
-    require(tiles || !layout_of(pack).dense(), "packed weights: dense ones are multiplied with tiles only");
+    require(tiles || !layout_of(pack).dense(), "packed weights: dense weights are multiplied with tiles only");
 }
 
 int64_t bytes_of(int pack, int64_t outputs, int64_t inner) {
@@ -61,27 +61,27 @@ void unpack(int pack, uintptr_t weight, uintptr_t out, int64_t outputs, int64_t 
     unpack_weights(pack, pointer<uint8_t>(weight), pointer<float>(out), outputs, inner);
 }
 
-int64_t mixed_bytes_of(int pack, int64_t outputs, int64_t inner) {
+int64_t hadamard_bytes_of(int pack, int64_t outputs, int64_t inner) {
     require_whole_blocks(pack, outputs, inner);
-    return mixed_bytes(pack, outputs, inner);
+    return hadamard_bytes(pack, outputs, inner);
 }
 
-void mix(int pack, uintptr_t weight, uintptr_t mixed, int64_t outputs, int64_t inner) {
-    require(mixed_bytes_of(pack, outputs, inner) > 0 || outputs == 0, "mix: these weights cannot be mixed");
+void hadamard(int pack, uintptr_t weight, uintptr_t copy, int64_t outputs, int64_t inner) {
+    require(hadamard_bytes_of(pack, outputs, inner) > 0 || outputs == 0, "hadamard: these weights have no Hadamard copy");
     if (outputs == 0) return;
-    require(weight && mixed, "mix: a null address");
-    mix_weights(pack, pointer<uint8_t>(weight), pointer<uint8_t>(mixed), outputs, inner);
+    require(weight && copy, "hadamard: a null address");
+    hadamard_weights(pack, pointer<uint8_t>(weight), pointer<uint8_t>(copy), outputs, inner);
 }
 
 Encoded encoded_at(uintptr_t address, int64_t stride, int64_t columns, bool tiles) {
     require(address % 4 == 0 && stride % 4 == 0 && stride >= encoded_stride(columns),
-            "encoded rows: too short a stride, or not on multiples of four bytes");
+            "encoded rows: the stride is too short, or not a multiple of four bytes");
     return {pointer<uint8_t>(address), stride, tiles ? Activations::Tiles : Activations::Codes};
 }
 
 void encode(uintptr_t x, int64_t x_stride, int64_t rows, int64_t columns, uintptr_t out, int64_t out_stride,
             bool tiles) {
-    require(rows >= 0 && columns > 0 && (tiles || columns % 32 == 0), "encode: groups are 32 columns");
+    require(rows >= 0 && columns > 0 && (tiles || columns % 32 == 0), "encode: codes need a multiple of 32 columns");
     if (rows == 0) return;
     require(x && out, "encode: a null address");
     run_encode({pointer<float>(x), x_stride, columns, encoded_at(out, out_stride, columns, tiles)}, rows);
@@ -91,25 +91,25 @@ using Part = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t, int64_t, int
 
 void packed_linear(bool tiles, uintptr_t x, int64_t x_stride, int64_t rows, int64_t inner,
                    const std::vector<Part>& given, int gate, uintptr_t out, int64_t out_stride, bool out_tiles) {
-    require(rows >= 0 && inner > 0, "packed_linear: the sizes must be positive");
+    require(rows >= 0 && inner > 0, "packed_linear: sizes must be positive");
     std::vector<PackedPart> parts;
-    for (const auto& [weight, mixed, bias, y, y_stride, outputs, pack] : given) {
+    for (const auto& [weight, hadamard, bias, y, y_stride, outputs, pack] : given) {
         require_whole_blocks(pack, outputs, inner);
         require_products(pack, tiles);
         require(weight || outputs == 0, "packed_linear: a null address");
-        require(!mixed || mixed_bytes(pack, outputs, inner) > 0, "packed_linear: these weights are not mixed");
+        require(!hadamard || hadamard_bytes(pack, outputs, inner) > 0, "packed_linear: these weights have no Hadamard copy");
         require((y && y_stride >= outputs) || gate >= 0 || rows == 0 || outputs == 0,
                 "packed_linear: no room for the results");
         parts.push_back({pointer<uint8_t>(weight), pointer<float>(bias), pointer<float>(y), y_stride, outputs, pack,
-                         pointer<uint8_t>(mixed)});
+                         pointer<uint8_t>(hadamard)});
     }
     Encoded target{};
     if (gate >= 0) {
         require(gate == SILU || gate == GELU || gate == GELU_TANH || gate == RELU, "packed_linear: unknown gate");
-        require(parts.size() == 2 && parts[0].outputs == parts[1].outputs, "packed_linear: a gate has two equal parts");
+        require(parts.size() == 2 && parts[0].outputs == parts[1].outputs, "packed_linear: a gate needs two equal parts");
         require(out || (parts[0].y && parts[0].y_stride >= parts[0].outputs), "packed_linear: no room for the results");
         if (out) {
-            require(parts[0].outputs % 32 == 0, "packed_linear: encoded results come in groups of 32");
+            require(parts[0].outputs % 32 == 0, "packed_linear: encoded results need groups of 32");
             target = encoded_at(out, out_stride, parts[0].outputs, out_tiles);
         }
     }
@@ -118,23 +118,23 @@ void packed_linear(bool tiles, uintptr_t x, int64_t x_stride, int64_t rows, int6
     run_packed({encoded_at(x, x_stride, inner, tiles), rows, inner, parts.data(), int64_t(parts.size()), gate, target, {}});
 }
 
-// The best output of each row of floats, as int64; see run_packed_best.
-void packed_best(uintptr_t x, int64_t rows, int64_t inner, uintptr_t weight, uintptr_t mixed, uintptr_t bias,
+// Argmax over the outputs of each float row, as int64; see run_packed_best.
+void packed_best(uintptr_t x, int64_t rows, int64_t inner, uintptr_t weight, uintptr_t hadamard, uintptr_t bias,
                  int64_t outputs, int pack, bool int8, uintptr_t best) {
-    require(rows >= 0 && inner > 0 && outputs > 0, "packed_best: the sizes must be positive");
+    require(rows >= 0 && inner > 0 && outputs > 0, "packed_best: sizes must be positive");
     require_whole_blocks(pack, outputs, inner);
     const Activations kind = encoding_of(rows, int8 ? Rounding::Int8 : Rounding::BFloat16);
     require_products(pack, kind == Activations::Tiles);
     if (rows == 0) return;
     require(x && weight && best, "packed_best: a null address");
     const int64_t stride = encoded_stride(inner);
-    thread_local std::vector<uint8_t> memory;  // kept; rows begin on multiples of 64 bytes
+    thread_local std::vector<uint8_t> memory;  // reused; rows start at multiples of 64 bytes
     if (int64_t(memory.size()) < rows * stride + 64) memory.resize(size_t(rows * stride + 64));
     uint8_t* rows_at = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
     const Encoded encoded{rows_at, stride, kind};
     run_encode({pointer<float>(x), inner, inner, encoded}, rows);
     const PackedPart part{pointer<uint8_t>(weight), pointer<float>(bias), nullptr, 0, outputs, pack,
-                          pointer<uint8_t>(mixed)};
+                          pointer<uint8_t>(hadamard)};
     run_packed_best({encoded, rows, inner, &part, 1, -1, {}, {}}, pointer<int64_t>(best));
 }
 
@@ -150,21 +150,21 @@ nb::dict packs() {
 void bind_packed(nb::module_& m) {
     using Free = nb::call_guard<nb::gil_scoped_release>;
     m.def("packs", &packs, "name -> (pack, weights of one output per block, bytes per block of sixteen outputs)");
-    m.def("pack_of", &pack_of, "the pack that holds a format's weights exactly, or -1");
+    m.def("pack_of", &pack_of, "the pack that represents a format exactly, or -1");
     m.def("packed_bytes", &bytes_of, "pack, outputs, inner");
     m.def("pack", &pack, Free(), "format, blocks, out: addresses; outputs, inner");
     m.def("unpack", &unpack, Free(), "pack, weight, out (floats): addresses; outputs, inner");
-    m.def("mixed_bytes", &mixed_bytes_of, "pack, outputs, inner: of a copy for many rows; 0: there is none here");
-    m.def("mix", &mix, Free(), "pack, weight, the copy: addresses; outputs, inner");
-    m.def("encoded_stride", &encoded_stride, "bytes from one encoded row of so many columns to the next");
+    m.def("hadamard_bytes", &hadamard_bytes_of, "pack, outputs, inner: bytes of the Hadamard copy; 0: none on this machine");
+    m.def("hadamard", &hadamard, Free(), "pack, weight, the copy: addresses; outputs, inner");
+    m.def("encoded_stride", &encoded_stride, "columns: bytes between encoded rows");
     m.def("encode", &encode, Free(),
           "x, its stride in floats, rows, columns, out, its stride in bytes, tiles (or codes)");
     m.def("packed_linear", &packed_linear, Free(),
-          "tiles (or codes), x, its stride in bytes, rows, inner, parts: (weight, its mixed copy (0: none), bias (0: none), y, y's stride in "
+          "tiles (or codes), x, its stride in bytes, rows, inner, parts: (weight, its Hadamard copy (0: none), bias (0: none), y, y's stride in "
           "floats, outputs, pack), gate (-1: none), out (0: float results), its stride in bytes, tiles (or codes)");
     m.def("packed_best", &packed_best, Free(),
-          "x (floats), rows, inner, weight, its mixed copy (0: none), bias (0: none), outputs, pack, int8 (or bfloat16 for "
+          "x (floats), rows, inner, weight, its Hadamard copy (0: none), bias (0: none), outputs, pack, int8 (or bfloat16 for "
           "any rows), best (int64)");
     m.def("tile_rows", [] { return kernels().tile_rows; },
-          "from so many rows on, tiles are faster than codes; 0: never");
+          "row count from which tiles are faster than codes; 0: never");
 }

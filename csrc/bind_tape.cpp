@@ -22,7 +22,7 @@ using PagesTuple = std::tuple<At, PageStrides, At, PageStrides>;
 
 Place place(const At& at) {
     const int kind = std::get<0>(at);
-    if (kind < Place::NONE || kind > Place::INPUT) throw std::invalid_argument("tape: an unknown kind of place");
+    if (kind < Place::NONE || kind > Place::INPUT) throw std::invalid_argument("tape: unknown kind of place");
     return {Place::Kind(kind), std::get<1>(at), std::get<2>(at)};
 }
 
@@ -30,21 +30,21 @@ PagesAt pages(const PagesTuple& p) {
     return {place(std::get<0>(p)), std::get<1>(p), place(std::get<2>(p)), std::get<3>(p)};
 }
 
-// Codes mean nothing without their scales.
+// int8 codes need their scales.
 PageType type_of(int type, const PagesAt& pages) {
     if (type < 0 || type >= PAGE_TYPES || (type == PAGES_INT8) != (pages.scales.kind != Place::NONE))
-        throw std::invalid_argument("tape: an unknown type of pages, or scales that do not belong to it");
+        throw std::invalid_argument("tape: unknown page type, or scales that do not match it");
     return PageType(type);
 }
 
 Format format_of(int format) {
-    if (format < 0 || format >= FORMATS) throw std::invalid_argument("tape: an unknown weight format");
+    if (format < 0 || format >= FORMATS) throw std::invalid_argument("tape: unknown weight format");
     return Format(format);
 }
 
 void require_pack(int pack, bool int8) {
     if (pack < 0 || pack >= PACKS || (int8 && LAYOUTS[pack].dense()))
-        throw std::invalid_argument("tape: an unknown pack, or one that is not multiplied in int8");
+        throw std::invalid_argument("tape: unknown pack, or one without int8 products");
 }
 
 template <class T>
@@ -55,7 +55,7 @@ T& append(Tape& tape, const std::string& name) {
     return instruction;
 }
 
-// The product that the tape ends with, if it makes what the intake takes in, and in whole units.
+// The tape's last packed step, if it computes the inputs of this intake, in whole units.
 PackedStep& product_for(const Tape& tape, const IntakeStep& intake) {
     auto* packed = dynamic_cast<PackedStep*>(tape.last());
     const int64_t queries = intake.heads * intake.size, keys = intake.kv_heads * intake.size;
@@ -63,7 +63,7 @@ PackedStep& product_for(const Tape& tape, const IntakeStep& intake) {
     const bool fits = packed && packed->gate < 0 && packed->parts.size() == 3 && packed->parts[0].outputs == queries &&
                       packed->parts[1].outputs == keys && packed->parts[2].outputs == values;
     if (!fits || intake.size % UNIT_OUTPUTS || intake.values % UNIT_OUTPUTS)
-        throw std::invalid_argument("tape: the product before does not make what attention takes in");
+        throw std::invalid_argument("tape: the previous packed step does not compute the inputs of the intake");
     return *packed;
 }
 
@@ -90,7 +90,7 @@ void bind_tape(nb::module_& m) {
              [](const Tape& tape, uintptr_t arena, int64_t tokens, int64_t sequences,
                 const std::vector<std::tuple<uintptr_t, int64_t>>& inputs, int64_t begin, int64_t end, bool timed) {
                  if (tokens < 0 || sequences < 0 || int64_t(inputs.size()) != tape.inputs)
-                     throw std::invalid_argument("tape: the step does not bring what the tape reads");
+                     throw std::invalid_argument("tape: the step's inputs do not match the tape");
                  std::vector<Input> found;
                  found.reserve(inputs.size());
                  for (const auto& input : inputs) found.push_back({std::get<0>(input), std::get<1>(input)});
@@ -159,23 +159,23 @@ void bind_tape(nb::module_& m) {
                  tape.round(int8 ? Rounding::Int8 : Rounding::BFloat16);
                  auto& made = append<PackedStep>(tape, name);
                  made.x = place(x), made.encoded = place(encoded), made.inner = inner, made.gate = gate;
-                 for (const auto& [weight, mixed, bias, y, y_stride, outputs, pack] : parts) {
+                 for (const auto& [weight, hadamard, bias, y, y_stride, outputs, pack] : parts) {
                      require_pack(pack, int8);
-                     made.parts.push_back({place(weight), place(mixed), place(bias), place(y), y_stride, outputs, pack});
+                     made.parts.push_back({place(weight), place(hadamard), place(bias), place(y), y_stride, outputs, pack});
                  }
              },
              nb::arg("name"), nb::arg("x"), nb::arg("encoded"), nb::arg("inner"), nb::arg("parts"), nb::arg("gate"),
              nb::arg("int8"))
         .def("packed_head",
-             [](Tape& tape, const std::string& name, At x, At weight, At mixed, At bias, At chosen, int64_t inner,
+             [](Tape& tape, const std::string& name, At x, At weight, At hadamard, At bias, At chosen, int64_t inner,
                 int64_t outputs, int pack, bool int8) {
                  require_pack(pack, int8);
                  tape.round(int8 ? Rounding::Int8 : Rounding::BFloat16);
                  auto& made = append<PackedHeadStep>(tape, name);
-                 made.x = place(x), made.weight = place(weight), made.mixed = place(mixed), made.bias = place(bias);
+                 made.x = place(x), made.weight = place(weight), made.hadamard = place(hadamard), made.bias = place(bias);
                  made.chosen = place(chosen), made.inner = inner, made.outputs = outputs, made.pack = pack;
              },
-             nb::arg("name"), nb::arg("x"), nb::arg("weight"), nb::arg("mixed"), nb::arg("bias"), nb::arg("chosen"),
+             nb::arg("name"), nb::arg("x"), nb::arg("weight"), nb::arg("hadamard"), nb::arg("bias"), nb::arg("chosen"),
              nb::arg("inner"), nb::arg("outputs"), nb::arg("pack"), nb::arg("int8"))
         .def("head",
              [](Tape& tape, const std::string& name, At x, At weight, At bias, At chosen, int format, int64_t x_stride,
@@ -189,7 +189,7 @@ void bind_tape(nb::module_& m) {
              nb::arg("x_stride"), nb::arg("outputs"), nb::arg("inner"), nb::arg("row_bytes"))
         .def("pointwise",
              [](Tape& tape, const std::string& name, At x, At factor, At y, int kind, int64_t per_token, float parameter) {
-                 if (kind < 0 || kind >= POINTWISE) throw std::invalid_argument("tape: an unknown function");
+                 if (kind < 0 || kind >= POINTWISE) throw std::invalid_argument("tape: unknown function");
                  auto& made = append<PointwiseStep>(tape, name);
                  made.x = place(x), made.factor = place(factor), made.y = place(y);
                  made.kind = Pointwise(kind), made.per_token = per_token, made.parameter = parameter;
@@ -238,7 +238,7 @@ void bind_tape(nb::module_& m) {
              nb::arg("slots"), nb::arg("k_pages"), nb::arg("v_pages"), nb::arg("q_token"), nb::arg("k_token"),
              nb::arg("v_token"), nb::arg("turned_token"), nb::arg("frames"), nb::arg("page_tokens"), nb::arg("heads"),
              nb::arg("kv_heads"), nb::arg("size"), nb::arg("values"), nb::arg("half"), nb::arg("type"), nb::arg("joined"),
-             "joined: a part of the packed instruction before, which makes q, k and v")
+             "joined: fused into the previous packed instruction, which computes q, k and v")
         .def("attention",
              [](Tape& tape, const std::string& name, At q, At y, At encoded, At q_start, At kv_len, At table,
                 PagesTuple k_pages, PagesTuple v_pages, int64_t q_token, int64_t frames, int64_t page_tokens, int64_t heads,
@@ -281,17 +281,17 @@ void bind_tape(nb::module_& m) {
              nb::arg("slots"), nb::arg("channels"), nb::arg("size"), nb::arg("b_token"), nb::arg("c_token"));
 
     using TableTuple = std::tuple<uintptr_t, int64_t, int64_t>;
-    using WishesTuple = std::tuple<std::tuple<uintptr_t, int64_t, std::tuple<int64_t, int64_t, int64_t>>,
+    using ParamsTuple = std::tuple<std::tuple<uintptr_t, int64_t, std::tuple<int64_t, int64_t, int64_t>>,
                                    std::tuple<uintptr_t, int64_t, std::tuple<int64_t, int64_t, int64_t, int64_t>>, uint32_t>;
     nb::class_<ChoosingStep>(m, "ChoosingStep")
         .def("__init__",
              [](ChoosingStep* self, const Tape& tape, At chosen, int64_t rows, int64_t longest, uintptr_t tokens,
-                uintptr_t known, uintptr_t computed, const std::vector<TableTuple>& tables, const WishesTuple& wishes) {
+                uintptr_t known, uintptr_t computed, const std::vector<TableTuple>& tables, const ParamsTuple& params) {
                  RowsAt at{rows, longest, reinterpret_cast<int64_t*>(tokens), reinterpret_cast<int64_t*>(known),
                            reinterpret_cast<int64_t*>(computed), {}};
                  for (const auto& [pages, width, page_tokens] : tables)
                      at.tables.push_back({reinterpret_cast<const int64_t*>(pages), width, page_tokens});
-                 const auto& [of_reals, of_wholes, purpose] = wishes;
+                 const auto& [of_reals, of_wholes, purpose] = params;
                  const auto& [reals, real_columns, real] = of_reals;
                  const auto& [wholes, whole_columns, whole] = of_wholes;
                  const auto [temperature, top_p, min_p] = real;
@@ -302,8 +302,8 @@ void bind_tape(nb::module_& m) {
                                           purpose});
              },
              nb::arg("tape"), nb::arg("chosen"), nb::arg("rows"), nb::arg("longest"), nb::arg("tokens"), nb::arg("known"),
-             nb::arg("computed"), nb::arg("tables"), nb::arg("wishes"), nb::keep_alive<1, 2>(),
-             "wishes: (address, columns, those of temperature, top_p, min_p), (address, columns, those of top_k, seed, child, "
+             nb::arg("computed"), nb::arg("tables"), nb::arg("params"), nb::keep_alive<1, 2>(),
+             "params: (address, columns, columns of temperature, top_p, min_p), (address, columns, those of top_k, seed, child, "
              "greedy), purpose")
         .def("run",
              [](ChoosingStep& step, uintptr_t arena, const std::vector<int64_t>& rows, bool timed) {

@@ -1,4 +1,4 @@
-// The parts of the Python module that have a file of their own.
+// Parts of the Python module with their own file.
 #pragma once
 
 #include <nanobind/nanobind.h>

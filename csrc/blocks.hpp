@@ -1,5 +1,5 @@
-// The weight formats: how one block of bytes becomes floats. Products and sums are rounded one by one (the build turns
-// contraction off), in the order of the reference, so the floats equal the reference bit for bit.
+// Weight formats: decoding one block of bytes to floats. Products and sums are rounded one by one (the build disables
+// contraction), in the order of the reference, so results are bitwise equal to it.
 //
 // Included inside a namespace per instruction set.
 
@@ -18,7 +18,7 @@ struct AsBF16 {
     static void decode(const uint8_t* p, float* w) { Lanes::load_bfloat(p).store(w); }
 };
 
-// Blocks of 32: scale, perhaps minimum, perhaps 32 fifth bits, then 16 bytes whose low nibbles are the first half.
+// Blocks of 32: scale, optional minimum, optional 32 fifth bits, then 16 bytes whose low nibbles are the first half.
 
 static inline void scaled(float d, Bytes signed_bytes, float* w) {
     (Lanes::splat(d) * Lanes::from_signed(signed_bytes)).store(w);
@@ -89,8 +89,8 @@ struct AsQ8_0 {
     }
 };
 
-// Blocks of 256: sixteen pieces of 16 weights. Two neighbouring pieces are a run of 32; runs share bytes bit-wise.
-// Unrolled, so that shifts have constant counts: bytes have no shift of their own.
+// Blocks of 256: sixteen pieces of 16 weights. Two adjacent pieces are a run of 32; runs share bytes bit-wise.
+// Unrolled, so that shift counts are constant: there is no byte-wise shift instruction.
 
 struct AsQ2_K {
     static constexpr int block = 256, bytes = 84;
@@ -122,7 +122,7 @@ struct AsQ3_K {
     }
 };
 
-// Q4_K and Q5_K pack eight 6-bit scales and eight 6-bit minimums into 12 bytes.
+// Q4_K and Q5_K pack eight 6-bit scales and eight 6-bit minima into 12 bytes.
 static inline void six_bits(const uint8_t* p, int i, int& scale, int& minimum) {
     if (i < 4) {
         scale = p[i] & 63;

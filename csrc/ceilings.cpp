@@ -1,4 +1,4 @@
-// What the machine's ceilings are measured with, on all threads of the pool. The clock is Python's.
+// Measurements of the machine's ceilings, on all threads of the pool. Python does the timing.
 #include <nanobind/nanobind.h>
 
 #include <mutex>
@@ -14,7 +14,7 @@ using namespace bankfull;
 namespace {
 
 constexpr int64_t LINE = 64, PIECE_LINES = 4096;
-constexpr int64_t PIECES = 8;  // for each thread: a late one costs little
+constexpr int64_t PIECES = 8;  // per thread: a late one costs little
 
 void require(bool fine, const char* message) {
     if (!fine) throw std::invalid_argument(message);
@@ -40,7 +40,7 @@ double read_memory(uintptr_t address, int64_t bytes, bool ahead) {
     return sum;
 }
 
-// Every thread reads a share of its own again and again: what the caches near it give, without waking up in between.
+// Every thread reads its own share repeatedly: the bandwidth of its caches, without wake-ups in between.
 double read_again(uintptr_t address, int64_t bytes, int64_t rounds, bool ahead) {
     require(address && address % LINE == 0 && bytes >= 0 && bytes % LINE == 0, "read_again: not whole lines of 64 bytes");
     require(rounds > 0, "read_again: no rounds");
@@ -71,7 +71,7 @@ double read_again(uintptr_t address, int64_t bytes, int64_t rounds, bool ahead) 
 }
 
 double multiply(int arithmetic, int64_t rounds) {
-    require(arithmetic >= 0 && arithmetic < ARITHMETICS && rounds > 0, "multiply: an unknown arithmetic, or no rounds");
+    require(arithmetic >= 0 && arithmetic < ARITHMETICS && rounds > 0, "multiply: unknown arithmetic, or no rounds");
     const Multiplication& chosen = kernels().multiply[arithmetic];
     if (!chosen.run) return 0;
     struct Job {
@@ -99,8 +99,8 @@ nb::dict arithmetics() {
 
 void bind_ceilings(nb::module_& m) {
     using Free = nb::call_guard<nb::gil_scoped_release>;
-    m.def("read_memory", &read_memory, Free(), "address, bytes: whole lines of 64; ask for lines ahead of their use? The sum of the floats there");
-    m.def("read_again", &read_again, Free(), "address, bytes, rounds, ahead: as read_memory, but each thread reads a share of its own so many times");
-    m.def("multiply", &multiply, Free(), "arithmetic, rounds; how many multiplications and additions that were");
-    m.def("arithmetics", &arithmetics, "name -> the code that multiply takes, for those that the instruction set has");
+    m.def("read_memory", &read_memory, Free(), "address, bytes (whole cache lines), prefetch; returns the sum of the floats");
+    m.def("read_again", &read_again, Free(), "address, bytes, rounds, prefetch: as read_memory, but each thread reads its own share `rounds` times");
+    m.def("multiply", &multiply, Free(), "arithmetic, rounds; returns the number of multiplications and additions");
+    m.def("arithmetics", &arithmetics, "name -> code for multiply, for those that the instruction set supports");
 }

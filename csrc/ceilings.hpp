@@ -1,5 +1,5 @@
-// What a machine's ceilings are measured with: nothing but reading, nothing but multiplying. Products are returned so that
-// nothing is optimized away; their sums begin with different values, else a compiler would see that they are all one.
+// Kernels that measure the machine's ceilings: only reads, or only multiplications. Results are returned so that
+// nothing is optimized away; sums start with different values, so that a compiler cannot merge them.
 //
 // Included inside a namespace per instruction set.
 
@@ -13,8 +13,8 @@ static constexpr int READ_SUMS = 4, PRODUCT_SUMS = 6;
 static constexpr int READ_SUMS = 2, PRODUCT_SUMS = 3;
 #endif
 
-// The sum of lines of 64 bytes. Ahead: how many bytes before its use a line is asked for, into the second-level cache, and
-// then once more, near, as packed weights are; 0: that is left to the processor.
+// The sum of cache lines of 64 bytes. Ahead: prefetch distance in bytes into L2, and then again at a short distance, as
+// for packed weights; 0: left to the hardware prefetcher.
 template <int Ahead>
 static float read_lines(const float* data, int64_t begin, int64_t end) {
     Lanes sums[READ_SUMS];
@@ -38,7 +38,7 @@ static float read_lines(const float* data, int64_t begin, int64_t end) {
 }
 
 static float multiply_float32(int64_t rounds) {
-    const Lanes half_of = Lanes::splat(0.5f), one = Lanes::splat(1.0f);  // every sum nears 2
+    const Lanes half_of = Lanes::splat(0.5f), one = Lanes::splat(1.0f);  // every sum converges to 2
     Lanes sums[PRODUCT_SUMS];
 #pragma GCC unroll 16
     for (int i = 0; i < PRODUCT_SUMS; ++i) sums[i] = Lanes::splat(float(i));
@@ -46,7 +46,7 @@ static float multiply_float32(int64_t rounds) {
 #pragma GCC unroll 16
         for (int i = 0; i < PRODUCT_SUMS; ++i) {
 #if defined(BANKFULL_NEON)
-            sums[i].add_product(half_of, one);  // in place: there is no other form
+            sums[i].add_product(half_of, one);  // in place: the only form of the instruction
 #else
             Lanes next = one;
             next.add_product(sums[i], half_of);
@@ -62,7 +62,7 @@ static float multiply_float32(int64_t rounds) {
 
 static constexpr double TILE_PRODUCTS = 4 * 16 * 16;  // four tiles of sums
 
-// Eight whole tiles: 0 to 3 are sums, 4 to 7 operands, all of whose pairs of bytes are the same.
+// Eight full tiles: 0 to 3 are sums, 4 to 7 operands, all of whose byte pairs are equal.
 static inline void load_operands(uint16_t pair) {
     struct alignas(64) Shapes {
         uint8_t palette, start, reserved[14];
@@ -76,7 +76,7 @@ static inline void load_operands(uint16_t pair) {
     }
     uint16_t line[16 * 32];
     for (uint16_t& each : line) each = pair;
-    asm volatile("" : : "r"(&shapes), "r"(line) : "memory");  // the compiler does not know that tiles read memory
+    asm volatile("" : : "r"(&shapes), "r"(line) : "memory");  // the compiler does not know that tile loads read memory
     _tile_loadconfig(&shapes);
     _tile_zero(0);
     _tile_zero(1);

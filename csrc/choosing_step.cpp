@@ -14,34 +14,34 @@ void require(bool fine, const char* message) {
 
 }  // namespace
 
-ChoosingStep::ChoosingStep(const Tape& tape, Place chosen, RowsAt rows, WishesAt wishes)
-    : tape_(tape), chosen_(chosen), rows_(std::move(rows)), at_(wishes) {
-    require(tape.inputs == SINGLE + 2 * int64_t(rows_.tables.size()), "choosing step: the tape reads something else");
-    require(chosen.kind == Place::ARENA, "choosing step: the tape leaves no tokens");
+ChoosingStep::ChoosingStep(const Tape& tape, Place chosen, RowsAt rows, ParamsAt params)
+    : tape_(tape), chosen_(chosen), rows_(std::move(rows)), at_(params) {
+    require(tape.inputs == SINGLE + 2 * int64_t(rows_.tables.size()), "choosing step: the tape has unexpected inputs");
+    require(chosen.kind == Place::ARENA, "choosing step: the tape outputs no tokens");
     require(rows_.count > 0 && rows_.longest > 0 && rows_.tokens && rows_.known && rows_.computed,
-            "choosing step: the rows have no memory");
+            "choosing step: the rows have a null address");
     for (const RowsAt::Table& table : rows_.tables)
-        require(table.pages && table.width > 0 && table.page_tokens > 0, "choosing step: a table has no memory");
-    require(at_.reals && at_.wholes, "choosing step: the wishes have no memory");
+        require(table.pages && table.width > 0 && table.page_tokens > 0, "choosing step: a page table has no memory or size");
+    require(at_.reals && at_.wholes, "choosing step: the sampling parameters have a null address");
     for (const int64_t column : {at_.temperature, at_.top_p, at_.min_p})
-        require(column >= 0 && column < at_.real_columns, "choosing step: the wishes have no such column");
+        require(column >= 0 && column < at_.real_columns, "choosing step: a sampling parameter's column is out of range");
     for (const int64_t column : {at_.top_k, at_.seed, at_.child, at_.greedy})
-        require(column >= 0 && column < at_.whole_columns, "choosing step: the wishes have no such column");
+        require(column >= 0 && column < at_.whole_columns, "choosing step: a sampling parameter's column is out of range");
 }
 
 void ChoosingStep::gather(const std::vector<int64_t>& rows) {
     const int64_t count = int64_t(rows.size()), groups = int64_t(rows_.tables.size());
     int64_t furthest = 0;
     for (const int64_t row : rows) {
-        require(row >= 0 && row < rows_.count, "choosing step: there is no such row");
+        require(row >= 0 && row < rows_.count, "choosing step: a row is out of range");
         const int64_t position = rows_.computed[row];
         require(position >= 0 && position < rows_.known[row] && rows_.known[row] < rows_.longest,
-                "choosing step: a row has no token to run, or no room for another");
+                "choosing step: a row has no token to compute, or no room for another");
         furthest = std::max(furthest, position);
     }
     int64_t size = (SINGLE + groups) * count + 1;
     for (const RowsAt::Table& table : rows_.tables) {
-        require(furthest / table.page_tokens < table.width, "choosing step: a row is longer than its table");
+        require(furthest / table.page_tokens < table.width, "choosing step: a row is longer than its page table");
         size += count * (furthest / table.page_tokens + 1);
     }
     if (int64_t(numbers_.size()) < size) numbers_.resize(size_t(size));
@@ -78,20 +78,20 @@ void ChoosingStep::gather(const std::vector<int64_t>& rows) {
     }
 }
 
-// Does any row want another token than the likeliest? Rows were checked by `gather`.
-bool ChoosingStep::gather_wishes(const std::vector<int64_t>& rows) {
+// Whether any row is sampled instead of greedy. Rows were checked by `gather`.
+bool ChoosingStep::gather_params(const std::vector<int64_t>& rows) {
     bool any = false;
-    wishes_.clear();
+    params_.clear();
     for (const int64_t row : rows) {
         const double* reals = at_.reals + row * at_.real_columns;
         const int64_t* wholes = at_.wholes + row * at_.whole_columns;
-        // The position of the token that is chosen: behind the one that runs.
-        const SampleWish wish{reals[at_.temperature], wholes[at_.top_k], reals[at_.top_p], reals[at_.min_p],
+        // The position of the chosen token: after the one being computed.
+        const SamplingParams params{reals[at_.temperature], wholes[at_.top_k], reals[at_.top_p], reals[at_.min_p],
                               wholes[at_.seed], wholes[at_.child], rows_.computed[row] + 1, wholes[at_.greedy] != 0};
-        require(wish.greedy || (wish.temperature > 0.0 && wish.top_k > 0),
+        require(params.greedy || (params.temperature > 0.0 && params.top_k > 0),
                 "choosing step: temperature and top_k must be positive");
-        any |= !wish.greedy;
-        wishes_.push_back(wish);
+        any |= !params.greedy;
+        params_.push_back(params);
     }
     return any;
 }
@@ -99,9 +99,9 @@ bool ChoosingStep::gather_wishes(const std::vector<int64_t>& rows) {
 std::vector<int64_t> ChoosingStep::run(uint8_t* arena, const std::vector<int64_t>& rows, bool timed) {
     if (rows.empty()) return {};
     gather(rows);
-    const bool sampled = gather_wishes(rows);
+    const bool sampled = gather_params(rows);
     const int64_t count = int64_t(rows.size());
-    const Choice choice{wishes_.data(), at_.purpose};
+    const Choice choice{params_.data(), at_.purpose};
     Step step{count, count, arena, inputs_.data()};
     if (sampled) step.choice = &choice;
     tape_.replay(step, 0, int64_t(tape_.instructions().size()), timed);
@@ -109,7 +109,7 @@ std::vector<int64_t> ChoosingStep::run(uint8_t* arena, const std::vector<int64_t
     std::vector<int64_t> chosen(found, found + count);
     for (int64_t i = 0; i < count; ++i) {
         const int64_t row = rows[size_t(i)];
-        // A row without a token to choose is about to end; until then what it reads must be a token.
+        // A row without a choosable token is about to end; until then its input must be a valid token.
         rows_.tokens[row * rows_.longest + rows_.known[row]++] = std::max<int64_t>(chosen[size_t(i)], 0);
         ++rows_.computed[row];
     }

@@ -1,5 +1,5 @@
-// A whole step of decoding in one call: what the rows' next tokens need is gathered, the tape replayed, and the token that
-// each row chooses appended to it.
+// A whole decode step in one call: gathers the inputs of the rows' next tokens, replays the tape, and appends each
+// row's sampled token.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace bankfull {
 
-// The permanent rows of a runner, one line each. All memory belongs to the caller.
+// The permanent rows of a runner. All memory belongs to the caller.
 struct RowsAt {
     struct Table {
         const int64_t* pages;
@@ -17,13 +17,13 @@ struct RowsAt {
     };
     int64_t count, longest;
     int64_t* tokens;    // (count, longest)
-    int64_t* known;     // how many of a row's tokens are there
-    int64_t* computed;  // how many of them have run
+    int64_t* known;     // number of known tokens per row
+    int64_t* computed;  // number of computed tokens per row
     std::vector<Table> tables;
 };
 
-// What the rows ask of their sampler: two tables with a line for each, and which of their columns say what.
-struct WishesAt {
+// Sampling parameters of the rows: two tables with one line per row, and the column of each parameter.
+struct ParamsAt {
     const double* reals;
     const int64_t* wholes;
     int64_t real_columns, whole_columns;
@@ -34,23 +34,23 @@ struct WishesAt {
 
 class ChoosingStep {
   public:
-    // `chosen`: where the tape leaves the tokens. It must read tokens, positions, q_start, kv_len, and then of each table
-    // the pages, and of each table the places of the new tokens: in this order, and nothing else.
-    ChoosingStep(const Tape& tape, Place chosen, RowsAt rows, WishesAt wishes);
-    // One token of each of `rows`, which must differ; -1 where there is none to choose. Throws std::invalid_argument
+    // `chosen`: the tape's output tokens. The tape must read tokens, positions, q_start, kv_len, then the pages of each
+    // table, then the slots of each table: in this order, and nothing else.
+    ChoosingStep(const Tape& tape, Place chosen, RowsAt rows, ParamsAt params);
+    // One token for each of `rows`, which must be distinct; -1 if none can be chosen. Throws std::invalid_argument
     // before anything has changed.
     std::vector<int64_t> run(uint8_t* arena, const std::vector<int64_t>& rows, bool timed);
 
   private:
     void gather(const std::vector<int64_t>& rows);
-    bool gather_wishes(const std::vector<int64_t>& rows);
+    bool gather_params(const std::vector<int64_t>& rows);
 
     const Tape& tape_;
     Place chosen_;
     RowsAt rows_;
-    WishesAt at_;
-    std::vector<SampleWish> wishes_;
-    std::vector<int64_t> numbers_;  // all inputs after each other; kept for its memory
+    ParamsAt at_;
+    std::vector<SamplingParams> params_;
+    std::vector<int64_t> numbers_;  // all inputs, concatenated; reuses its memory
     std::vector<Input> inputs_;
 };
 

@@ -1,6 +1,6 @@
-// Dense weights times rows of bfloat16 by BFMMLA: two rows times two outputs, four columns at once. For any number of rows,
-// so a row has the same bits alone and in any batch; but not those of other instruction sets, because the instruction
-// rounds its sums in a way of its own.
+// Dense weights times rows of bfloat16 by BFMMLA: two rows times two outputs, four columns at once. Used for any row
+// count, so a row has the same bits alone and in any batch; but they differ from other instruction sets, because the
+// instruction rounds its sums differently.
 //
 // Included inside a namespace per instruction set.
 
@@ -8,14 +8,14 @@
 
 static constexpr int64_t BFMMLA_ROWS = 4;
 
-// Rows that are missing are read as the first one, and nobody reads their sums. sums: rows of 32 floats, of which sixteen
-// are written.
+// Missing rows are read as the first one, and their sums are ignored. sums: rows of 32 floats, of which sixteen are
+// written.
 template <int Pairs>
 static void multiply_bfmmla(const uint8_t* pack, const uint8_t* const* rows, int64_t columns, float* sums) {
     float32x4_t found[Pairs][8];
     for (int pair = 0; pair < Pairs; ++pair)
         for (int i = 0; i < 8; ++i) found[pair][i] = vdupq_n_f32(0.0f);
-    for (int64_t k = 0; k < columns; k += 4, pack += 128) {  // two lines, of two columns each
+    for (int64_t k = 0; k < columns; k += 4, pack += 128) {  // two lines of two columns each
         __builtin_prefetch(pack + AHEAD);
         __builtin_prefetch(pack + AHEAD + 64);
         bfloat16x8_t two[Pairs];

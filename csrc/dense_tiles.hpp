@@ -1,5 +1,5 @@
-// Dense weights times rows of bfloat16, in tile registers: panels are read where they lie. Sums are float32 in the order
-// of k, whatever the shape of a tile: a row has the same bits alone and in any batch, and in packed_floats.hpp.
+// Dense weights times rows of bfloat16 in tile registers: panels are read in place. Sums are float32 in the order of k,
+// for any tile shape: a row has the same bits alone and in any batch, and as in packed_floats.hpp.
 //
 // Included inside a namespace per instruction set.
 
@@ -14,7 +14,7 @@ struct DenseBlock {
     static constexpr int64_t line = UNIT_OUTPUTS * sizeof(float);
     bool tall() const { return rows > 16; }
 
-    // Fetch: weights come from memory, and those further on are asked for.
+    // Fetch: weights come from memory, so later ones are prefetched.
     template <bool Fetch>
     void multiply(const uint8_t* left, const uint8_t* right, int64_t columns) const {
         _tile_zero(0);

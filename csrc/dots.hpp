@@ -1,9 +1,9 @@
-// Products of weights' codes and activations' codes, sixteen outputs at a time. Sums of integers are exact, so every
-// instruction set gives the same ones. Activations' codes are -127 to 127; add_dot<true> takes all codes of weights,
+// Dot products of weight codes and activation codes, sixteen outputs at a time. Integer sums are exact, so every
+// instruction set gives the same result. Activation codes are -127 to 127; add_dot<true> accepts all weight codes,
 // add_dot<false> those up to 127.
 //
-// Quads are sixteen lanes of four unsigned codes (with NEON four, a quarter of a line); Sums are sixteen int32. masked and with shift to the right, or to the
-// left where Right is negative; bits that come from a neighbouring byte must be masked.
+// Quads are sixteen lanes of four unsigned codes (with NEON four lanes, a quarter of a line); Sums are sixteen int32.
+// masked and with shift right, or left if Right is negative; bits shifted in from an adjacent byte must be masked.
 //
 // Included inside a namespace per instruction set.
 
@@ -46,7 +46,7 @@ struct Sums {
 #if defined(__AVX512VNNI__)
         v = _mm512_dpbusd_epi32(v, q.v, x);
 #else
-        if constexpr (Full) {  // sums of two products do not fit 16 bits
+        if constexpr (Full) {  // sums of two products overflow 16 bits
             const __m512i even = _mm512_madd_epi16(_mm512_and_si512(q.v, _mm512_set1_epi16(255)),
                                                    _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
             const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(q.v, 8), _mm512_srai_epi16(x, 8));
@@ -91,7 +91,7 @@ struct Sums {
 #if defined(__AVXVNNI__)
         return _mm256_dpbusd_avx_epi32(v, q, x);
 #else
-        if constexpr (Full) {  // sums of two products do not fit 16 bits
+        if constexpr (Full) {  // sums of two products overflow 16 bits
             const __m256i even = _mm256_madd_epi16(_mm256_and_si256(q, _mm256_set1_epi16(255)),
                                                    _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
             const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(q, 8), _mm256_srai_epi16(x, 8));
@@ -155,7 +155,7 @@ struct Sums {
         for (int i = 0; i < 4; ++i) lanes.v[i] = __builtin_convertvector(v[i], Lanes::Four);
         return lanes;
     }
-    // Plus the sums of neighbouring products, each of which fits 16 bits.
+    // Plus the sums of adjacent products, each of which fits 16 bits.
     static Four plus_pairs(Four sums, Eight codes, Eight x) {
 #if defined(__SSE2__)
         return sums + reinterpret_cast<Four>(_mm_madd_epi16(reinterpret_cast<__m128i>(codes), reinterpret_cast<__m128i>(x)));

@@ -1,8 +1,8 @@
-// Products of codes with NEON, see dots.hpp. Quads are one register here: four consecutive k of four outputs, a quarter of
-// a line. A codes' product takes a quad of activations out of a register by its number, so a group of activations is
-// loaded once for all outputs.
+// Dot products of codes with NEON, see dots.hpp. Quads are one register here: four consecutive k of four outputs, a
+// quarter of a line. A dot product selects a quad of activations from a register by its index, so a group of
+// activations is loaded once for all outputs.
 //
-// Codes of weights are multiplied as signed numbers. Those of 8 bits do not fit, so 128 is taken off: `signed_codes`.
+// Weight codes are multiplied as signed integers. 8-bit codes do not fit, so 128 is subtracted: `signed_codes`.
 //
 // Included inside a namespace per instruction set.
 
@@ -31,7 +31,7 @@ struct Quads {
     }
 };
 
-// Four sums plus the products of four codes each with quad Lane of sixteen activations.
+// Four sums plus the dot products of four codes each with quad Lane of sixteen activations.
 template <int Lane>
 static inline int32x4_t plus_dot(int32x4_t sums, int8x16_t codes, int8x16_t x) {
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -44,7 +44,7 @@ static inline int32x4_t plus_dot(int32x4_t sums, int8x16_t codes, int8x16_t x) {
 #endif
 }
 
-// The same where the number is known only once loops are unrolled.
+// The same for a lane known only after loop unrolling.
 static inline int32x4_t plus_dot(int32x4_t sums, int8x16_t codes, int8x16_t x, int lane) {
     switch (lane) {
         case 0: return plus_dot<0>(sums, codes, x);

@@ -1,10 +1,10 @@
-// What happens to the sums of a unit: bias, gate, and the form in which they leave.
+// Fused epilogue of a unit's sums: bias, gate, and output encoding.
 // Included inside a namespace per instruction set.
 
 // One unit of a job: the same outputs of one part, or of both parts of a gate.
 struct Unit {
     const PackedPart* parts;
-    int64_t count, number;  // of parts; the unit's place in its part
+    int64_t count, number;  // of parts; index of the unit in its part
 
     const uint8_t* pack(const PackedJob& job, int64_t part, int64_t half) const {
         return parts[part].weight + (number * 2 + half) * LAYOUTS[parts[part].pack].bytes(job.inner);
@@ -27,7 +27,7 @@ static inline Lanes gate_of(int function, Lanes x) {
     }
 }
 
-// Sums as most products leave them: for each part, rows of 32 floats; the second part's begin `apart` floats behind.
+// Sums as most GEMM kernels store them: for each part, rows of 32 floats; the second part starts `apart` floats later.
 struct FloatSums {
     const float* data;
     int64_t apart;
@@ -37,17 +37,17 @@ struct FloatSums {
     }
 };
 
-// What becomes of a unit's sums. Made once for a unit, whose rows then leave some at a time.
+// The epilogue of a unit, created once; its rows are stored in batches.
 template <class Sums>
-class Results {
+class Epilogue {
     const PackedJob* job = nullptr;
     Unit unit{};
     Sums sums{};
     Lanes biases[2][2];
 
   public:
-    Results() = default;
-    Results(const PackedJob& of, const Unit& own, const Sums& found) : job(&of), unit(own), sums(found) {
+    Epilogue() = default;
+    Epilogue(const PackedJob& of, const Unit& own, const Sums& found) : job(&of), unit(own), sums(found) {
         for (int64_t part = 0; part < unit.count; ++part)
             for (int64_t half = 0; half < 2; ++half) {
                 const float* bias = unit.parts[part].bias;
@@ -56,12 +56,12 @@ class Results {
             }
     }
 
-    // Rows [row, row + rows) of the job, whose sums are those from `from` on.
-    void leave(int64_t row, int64_t rows, int64_t from = 0) const {
+    // Rows [row, row + rows) of the job, whose sums start at `from`.
+    void store(int64_t row, int64_t rows, int64_t from = 0) const {
         if (unit.count == 2)
-            leave_as<true>(row, rows, from);
+            store_as<true>(row, rows, from);
         else
-            leave_as<false>(row, rows, from);
+            store_as<false>(row, rows, from);
     }
 
   private:
@@ -73,7 +73,7 @@ class Results {
     }
 
     template <bool Gated>
-    void leave_as(int64_t row, int64_t rows, int64_t from) const {
+    void store_as(int64_t row, int64_t rows, int64_t from) const {
         const int64_t first = unit.number * UNIT_OUTPUTS, outputs = unit.parts->outputs;
         const bool encoded = Gated && job->out.data;
         for (int64_t r = 0; r < rows; ++r) {
@@ -97,31 +97,31 @@ class Results {
 
 template <class Sums>
 static void finish(const PackedJob& job, const Unit& unit, int64_t row, int64_t rows, const Sums& sums) {
-    Results<Sums>(job, unit, sums).leave(row, rows);
+    Epilogue<Sums>(job, unit, sums).store(row, rows);
 }
 
-// Results on their way out: some rows at a time, while tiles make the sums of the next block.
+// Deferred stores: some rows at a time, while the matrix tiles compute the sums of the next block.
 template <class Sums>
-class Leaving {
-    Results<Sums> results;
+class DeferredStores {
+    Epilogue<Sums> epilogue;
     int64_t row = 0, from = 0, rows = 0, pace = 0;
 
   public:
-    // `times`: how often there will be an opportunity.
-    void begin(const Results<Sums>& found, int64_t first, int64_t count, int64_t times) {
-        results = found, row = first, from = 0, rows = count;
+    // `times`: expected number of calls of advance().
+    void begin(const Epilogue<Sums>& found, int64_t first, int64_t count, int64_t times) {
+        epilogue = found, row = first, from = 0, rows = count;
         pace = (count + times - 1) / times;
     }
-    void some() {
-        if (rows > 0) leave(rows < pace ? rows : pace);
+    void advance() {
+        if (rows > 0) store(rows < pace ? rows : pace);
     }
-    void rest() {
-        if (rows > 0) leave(rows);
+    void flush() {
+        if (rows > 0) store(rows);
     }
 
   private:
-    void leave(int64_t count) {
-        results.leave(row, count, from);
+    void store(int64_t count) {
+        epilogue.store(row, count, from);
         row += count, from += count, rows -= count;
     }
 };

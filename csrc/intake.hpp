@@ -1,8 +1,8 @@
-// What attention takes in: new queries are turned, new keys are turned and stored, new values are stored. Either each token
-// in one pass, or each head as soon as its numbers are there. Included inside a namespace per instruction set.
+// Attention intake: RoPE for new queries and keys, and KV page writes. Either per token in one pass, or per head as
+// soon as its values are ready. Included inside a namespace per instruction set.
 
 // `turned` may be x itself: both halves of a pair are read before either is written.
-static inline void turn_head(const float* x, const float* cos, const float* sin, int64_t half, int64_t size, float* turned) {
+static inline void rotate_head(const float* x, const float* cos, const float* sin, int64_t half, int64_t size, float* turned) {
     for (int64_t i = 0; i < half; i += 16) {
         const int64_t count = half - i;
         const Lanes c = load_some(cos + i, count), s = load_some(sin + i, count);
@@ -24,8 +24,8 @@ static inline void store_bfloats(const float* x, int64_t size, uint8_t* place) {
     }
 }
 
-// Returns the scale: the largest magnitude over 127. Magnitudes are compared by their bits, where NaN is above infinity:
-// then a scale tells of every number that is not finite. Codes of such a head are 0, as are those of a head of zeros.
+// Returns the scale: absolute maximum over 127. Magnitudes are compared by their bits, where NaN is above infinity, so
+// that non-finite values show in the scale. Codes of a non-finite head and of an all-zero head are 0.
 static inline float store_codes(const float* x, int64_t size, uint8_t* place) {
     int32_t most = 0;
     for (int64_t i = 0; i < size; ++i) {
@@ -37,7 +37,7 @@ static inline float store_codes(const float* x, int64_t size, uint8_t* place) {
     float scale;
     __builtin_memcpy(&scale, &most, 4);
     scale /= 127.0f;
-    // A scale that underflowed gives quotients beyond 127. NaN passes the bounds, and is stored as 0.
+    // A scale that underflowed gives quotients beyond 127. NaN passes the bounds and is stored as 0.
     const Lanes divisor = Lanes::splat(scale), highest = Lanes::splat(127.0f), lowest = Lanes::splat(-127.0f);
     for (int64_t i = 0; i < size; i += 16) {
         const Lanes quotient = load_some(x + i, size - i) / divisor;
@@ -66,19 +66,19 @@ static inline void store_head(const Pages& pages, PageType type, int64_t frame, 
         __builtin_memcpy(place, x, size_t(size) * sizeof(float));
 }
 
-// Heads [first, last) of a token: those of queries, then those of keys, then those of values. `room`: a head's numbers.
-static inline void take_heads(const IntakeJob& job, int64_t token, int64_t first, int64_t last, float* room) {
+// Heads [first, last) of a token: queries, then keys, then values. `room`: a buffer for one head.
+static inline void process_heads(const IntakeJob& job, int64_t token, int64_t first, int64_t last, float* room) {
     const float *cos = job.cos + token * job.half, *sin = job.sin + token * job.half;
     const int64_t frame = job.slots[token] / job.page_tokens, offset = job.slots[token] % job.page_tokens;
     for (int64_t number = first; number < last; ++number) {
         int64_t head = number;
         if (head < job.heads) {
             if (job.half)
-                turn_head(job.q + token * job.q_token + head * job.size, cos, sin, job.half, job.size,
+                rotate_head(job.q + token * job.q_token + head * job.size, cos, sin, job.half, job.size,
                           job.turned + token * job.turned_token + head * job.size);
         } else if ((head -= job.heads) < job.kv_heads) {
             const float* k = job.k + token * job.k_token + head * job.size;
-            if (job.half) turn_head(k, cos, sin, job.half, job.size, room);
+            if (job.half) rotate_head(k, cos, sin, job.half, job.size, room);
             store_head(job.k_pages, job.type, frame, offset, head, job.half ? room : k, job.size);
         } else {
             head -= job.kv_heads;
@@ -90,10 +90,10 @@ static inline void take_heads(const IntakeJob& job, int64_t token, int64_t first
 
 static void intake(const IntakeJob& job, int64_t begin, int64_t end) {
     float* room = scratch(job.size);
-    for (int64_t token = begin; token < end; ++token) take_heads(job, token, 0, job.all_heads(), room);
+    for (int64_t token = begin; token < end; ++token) process_heads(job, token, 0, job.all_heads(), room);
 }
 
 static void intake_head(const IntakeJob& job, int64_t head, int64_t begin, int64_t end) {
     float* room = scratch(job.size);
-    for (int64_t token = begin; token < end; ++token) take_heads(job, token, head, head + 1, room);
+    for (int64_t token = begin; token < end; ++token) process_heads(job, token, head, head + 1, room);
 }

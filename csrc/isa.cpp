@@ -28,7 +28,7 @@ struct Isa {
 
 #if defined(__x86_64__)
 
-// Leaf 7 names what the compiler's own test does not know yet.
+// CPUID leaf 7, for features that the compiler's own test does not know yet.
 struct Leaf7 {
     unsigned ecx0 = 0, edx0 = 0, eax1 = 0;
     Leaf7() {
@@ -43,7 +43,7 @@ struct Leaf7 {
     bool tiles() const { return (edx0 >> 24 & 1) && (edx0 >> 22 & 1) && (edx0 >> 25 & 1); }  // tile, bf16, int8
 };
 
-// Tiles are eight KiB of registers: the system saves them only for a process that has asked.
+// Tiles are eight KiB of registers: the kernel saves them only for a process that has requested them.
 bool tiles_are_permitted() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
     constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
@@ -55,7 +55,7 @@ bool tiles_are_permitted() {
 
 #elif defined(__aarch64__)
 
-// What lies beyond the baseline. The numbers are those of the kernel's interface; old headers lack the later ones.
+// Extensions beyond the baseline. The numbers are from the kernel's interface; old headers lack the later ones.
 struct Extensions {
     bool dotprod = false, i8mm = false, bf16 = false;
     Extensions() {
@@ -81,7 +81,7 @@ struct Extensions {
 
 #endif
 
-// The build says which sets it has: SET(generic) SET(avx2) and so on.
+// The build lists its instruction sets: SET(generic) SET(avx2) and so on.
 #define SET(name) {#name, kernels_##name},
 constexpr Isa COMPILED[] = {BANKFULL_COMPILED};
 #undef SET
@@ -138,7 +138,7 @@ std::string current_isa() { return chosen().load()->name; }
 void set_isa(const std::string& name) {
     for (const Isa& isa : isas())
         if (name == isa.name) return chosen().store(&isa);
-    throw std::invalid_argument("this processor has no kernels named '" + name + "'");
+    throw std::invalid_argument("this CPU has no kernels named '" + name + "'");
 }
 
 const Kernels& kernels() { return chosen().load(std::memory_order_relaxed)->table(); }

@@ -1,4 +1,4 @@
-// Which instruction set runs: the best one that this processor has, unless one is forced.
+// The active instruction set: the best one that this CPU supports, unless one is forced.
 #pragma once
 
 #include <string>
@@ -8,9 +8,9 @@
 
 namespace bankfull {
 
-std::vector<std::string> available_isas();  // best first; "generic" is always there
+std::vector<std::string> available_isas();  // best first; "generic" is always available
 std::string current_isa();
-void set_isa(const std::string& name);  // std::invalid_argument where this processor does not have it
+void set_isa(const std::string& name);  // std::invalid_argument if this CPU does not support it
 const Kernels& kernels();
 
 }  // namespace bankfull

@@ -1,4 +1,4 @@
-// What kernels are told: plain records of addresses and sizes, shared by every instruction set.
+// Kernel arguments: plain structs of addresses and sizes, shared by every instruction set.
 #pragma once
 
 #include <cstdint>
@@ -8,29 +8,29 @@ namespace bankfull {
 // y[row][o] = sum_k x[row][k] * weight[o][k] + bias[o], for the outputs [begin, end).
 struct LinearJob {
     const float* x;
-    int64_t x_stride;  // floats from one row to the next
+    int64_t x_stride;  // in floats
     const uint8_t* weight;
     const float* bias;  // may be null
     float* y;
     int64_t rows, outputs, inner, row_bytes;
 };
 
-// Rows of activations in the form that packed weights are multiplied with; activations.hpp says how they lie.
+// Encodings of activation rows for packed weights; activations.hpp defines the layouts.
 enum class Activations : int {
-    Codes,  // int8 codes and a scale for each group of 32
+    Codes,  // int8 codes and a scale per group of 32
     Tiles,  // bfloat16
-    Mixed,  // int8 codes of mixed columns and a scale for each row; made of one of the others, see mixing.hpp
+    Hadamard,  // Hadamard-transformed int8 codes, one scale per row; made from one of the others, see hadamard.hpp
 };
 
-// How far a model's activations may be rounded on their way into a product.
+// How far activations may be rounded before GEMM.
 enum class Rounding : int {
-    Int8,      // to codes in steps of few rows, to bfloat16 in others
+    Int8,      // to int8 codes in steps of few rows, else to bfloat16
     BFloat16,  // to bfloat16 in every step
 };
 
 struct Encoded {
     uint8_t* data;  // null: results stay float32
-    int64_t stride;  // bytes from one row to the next
+    int64_t stride;  // in bytes
     Activations kind;
 };
 
@@ -45,15 +45,15 @@ struct PackedPart {
     const uint8_t* weight;
     const float* bias;  // may be null
     float* y;
-    int64_t y_stride;  // floats from one row to the next
+    int64_t y_stride;  // in floats
     int64_t outputs;
     int pack;  // Pack
-    const uint8_t* mixed;  // a second copy for many rows, see mixing.hpp; null: there is none
+    const uint8_t* hadamard;  // Hadamard-transformed copy for many rows, see hadamard.hpp; may be null
 };
 
-// y[row][o] = sum_k x[row][k] * weight[o][k] + bias[o] for each part. A unit is 32 outputs of one part; the units of all
-// parts are counted in a row, each part beginning a new one. Gated: there are two parts of equal size, whose y are not
-// used; out[row][o] = f(first) * second, encoded, or as floats where out.data is null and first.y is not.
+// y[row][o] = sum_k x[row][k] * weight[o][k] + bias[o] for each part. A unit is 32 outputs of one part; units are
+// numbered across all parts, each part starting a new one. Gated: there are two parts of equal size, whose y are not
+// used; out[row][o] = f(first) * second, encoded, or as floats if out.data is null and first.y is not.
 struct PackedJob {
     Encoded x;
     int64_t rows, inner;
@@ -61,42 +61,42 @@ struct PackedJob {
     int64_t count;
     int gate;  // a Pointwise, or -1: no gate
     Encoded out;
-    Encoded mixed;  // x once more, for the parts that have mixed weights; run_packed makes it
+    Encoded hadamard;  // transformed x for parts with Hadamard weights; set by run_packed
 };
 
-// Rows [begin, end) become Mixed.
-struct MixRowsJob {
+// Hadamard-transforms rows [begin, end).
+struct HadamardRowsJob {
     Encoded x, out;
     int64_t columns;
 };
 
-// Packed weights become mixed ones, for the packs [begin, end).
-struct MixWeightsJob {
+// Hadamard-transforms packed weights, for the packs [begin, end).
+struct HadamardWeightsJob {
     const uint8_t* weight;
     int pack;  // Pack
     int64_t inner;
-    uint8_t* mixed;
+    uint8_t* hadamard;
 };
 
-// What a row asks of its sampler: neutral values change nothing (1, the vocabulary, 1, 0).
-struct SampleWish {
+// Sampling parameters of a row; neutral values (1, the vocabulary size, 1, 0) change nothing.
+struct SamplingParams {
     double temperature;
     int64_t top_k;
     double top_p, min_p;
-    int64_t seed, child, position;  // which random number
+    int64_t seed, child, position;  // select the random number
     bool greedy;
 };
 
-// Rows that choose their tokens each in its own way. `purpose` is a part of which random number.
+// Rows with individual sampling parameters. `purpose` is part of the random number's key.
 struct Choice {
-    const SampleWish* wishes;  // one for each row
+    const SamplingParams* params;  // one per row
     uint32_t purpose;
 };
 
-// One token per row of scores, for the rows [begin, end); -1 where no score is usable.
+// One token per row of scores, for the rows [begin, end); -1 if no score is usable.
 struct SampleJob {
     const float* scores;
-    const float* maxima;  // of the blocks of each row, see SCORE_BLOCK; null where they are not known yet
+    const float* maxima;  // per block of each row, see SCORE_BLOCK; null if not computed yet
     Choice choice;
     int64_t* tokens;
     int64_t vocab;
@@ -110,10 +110,10 @@ struct Best {
 // y = x / rms(x) * (weight + offset), for the rows [begin, end).
 struct NormJob {
     const float* x;
-    const float* delta;  // joins x first, if there is one; the sum goes to `joined`
+    const float* delta;  // added to x first if not null; the sum goes to `joined`
     float* joined;
     const float* weight;
-    float* y;  // null where the result is only wanted encoded
+    float* y;  // null if only the encoded result is wanted
     int64_t columns;
     float eps, offset;
     Encoded out;
@@ -135,7 +135,7 @@ struct PointwiseJob {
     float parameter;
 };
 
-// The first 2 * half dimensions of every head are turned, for the tokens [begin, end).
+// RoPE on the first 2 * half dimensions of every head, for the tokens [begin, end).
 struct RotateJob {
     const float *x, *cos, *sin;
     float* y;
@@ -151,7 +151,7 @@ struct AnglesJob {
     float scale;
 };
 
-// Rows of a table in blocks, as floats, for the tokens [begin, end).
+// Rows of a quantized table as floats, for the tokens [begin, end).
 struct EmbeddingJob {
     const int64_t* ids;
     const uint8_t* table;
@@ -164,17 +164,17 @@ enum PageType : int { PAGES_F32, PAGES_BF16, PAGES_INT8, PAGE_TYPES };
 
 constexpr int64_t number_bytes(PageType type) { return type == PAGES_F32 ? 4 : type == PAGES_BF16 ? 2 : 1; }
 
-// Keys or values in their pages; a head's numbers lie side by side. Where they are int8 codes, each head of a token has
-// a scale. Strides are counted in numbers, those of scales in floats.
+// Keys or values in their pages; a head's elements are contiguous. int8 codes have one scale per token and head.
+// Strides are in elements, those of scales in floats.
 struct Pages {
     uint8_t* data;
     int64_t frame, token, head;
-    float* scales;  // null: the numbers are what they say
+    float* scales;  // null: pages hold floats
     int64_t scale_frame, scale_token, scale_head;
 };
 
-// Queries, keys and values of new tokens on their way into attention. Keys and values go to their pages. Token strides
-// are in floats.
+// Queries, keys and values of new tokens before attention. Keys and values go to their pages. Token strides are in
+// floats.
 struct IntakeJob {
     const float *q, *k, *v;  // v may be null
     int64_t q_token, k_token, v_token;
@@ -183,16 +183,16 @@ struct IntakeJob {
     int64_t turned_token;
     Pages k_pages, v_pages;
     const int64_t* slots;  // page * page_tokens + offset, below `places`
-    int64_t places, page_tokens, heads, kv_heads, size, values, half;  // half 0: nothing is turned
+    int64_t places, page_tokens, heads, kv_heads, size, values, half;  // half 0: no RoPE
     PageType type;
 
     int64_t all_heads() const { return heads + (v ? 2 : 1) * kv_heads; }
 };
 
-// Queries [first, first + queries) of a sequence and all the heads that share one key head, over chunks of its keys.
+// Queries [first, first + queries) of a sequence and all query heads of one KV head, over chunks of its keys.
 struct AttentionItem {
     int64_t sequence, kv_head, first, queries, chunk_begin, chunk_end;
-    int64_t partial;  // where its chunks' partial results go, in floats; -1: it owns all chunks and finishes the rows
+    int64_t partial;  // offset of its chunks' partial results, in floats; -1: it owns all chunks and finishes its rows
 };
 
 struct AttentionJob {
@@ -201,17 +201,17 @@ struct AttentionJob {
     Pages k, v;
     const int64_t *q_start, *kv_len, *table;
     int64_t table_stride, page_tokens, heads, kv_heads, size, values;
-    int64_t q_token;  // floats from one token's queries to the next
-    Encoded out;  // with data: results go there, encoded, and y is not written
+    int64_t q_token;  // in floats
+    Encoded out;  // if data is set, results are encoded there and y is not written
     int64_t window;  // 0: none
     float scale, cap;  // cap 0: none
     const AttentionItem *items, *items_end;
-    const AttentionItem* split;  // the whole of what was cut into several items
+    const AttentionItem* split;  // the unsplit form of what was split into several items
     float* partials;
-    bool ahead;  // kernels may ask for the next sequence's keys and values while they work on one
+    bool ahead;  // kernels may prefetch the next sequence's keys and values
 };
 
-// Where sequences' recurrent states lie; as RecurrentMeta.
+// Slots of the sequences' recurrent states; as RecurrentMeta.
 struct RecurrentPlan {
     const int64_t *q_start, *kept, *read, *write;
     int64_t sequences, write_stride, channels;
@@ -229,7 +229,7 @@ struct ScanJob {
     RecurrentPlan plan;
     const float *x, *delta, *a, *b, *c, *d;
     float *state, *y;
-    int64_t size, b_token, c_token;  // floats from one token of b and c to the next
+    int64_t size, b_token, c_token;  // token strides of b and c in floats
 };
 
 }  // namespace bankfull

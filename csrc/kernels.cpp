@@ -1,8 +1,8 @@
-// Compiled once per instruction set, with BANKFULL_ISA_NAME naming it: the table of that set's kernels.
+// Compiled once per instruction set, which BANKFULL_ISA_NAME names: the set's kernel table.
 #include <cstddef>
 
 #include "kernels.hpp"
-#include "mixing.hpp"
+#include "hadamard.hpp"
 #include "packing.hpp"
 
 #if defined(__x86_64__)
@@ -31,7 +31,7 @@ namespace bankfull::BANKFULL_ISA_NAME {
 #include "packed_tiles.hpp"
 #include "dense_tiles.hpp"
 #include "dense_bfmmla.hpp"
-#include "mixed_tiles.hpp"
+#include "hadamard_tiles.hpp"
 #include "packed.hpp"
 #include "sampling.hpp"
 #include "rope.hpp"
@@ -83,7 +83,7 @@ static constexpr Kernels build() {
     table.tile_rows = TILE_ROWS;
     table.packed = packed;
     table.encode = encode;
-    offer_mixing(table);
+    offer_hadamard(table);
     table.best_of = best_of;
     table.block_maxima = block_maxima;
     table.collect = collect;

@@ -1,14 +1,14 @@
-// What one instruction set offers: a table of kernels. Each instruction set compiles kernels.cpp once into its own table.
+// The kernel table of one instruction set. kernels.cpp is compiled once per instruction set, into its own table.
 #pragma once
 
 #include "jobs.hpp"
 
 namespace bankfull {
 
-// Positions are cut into chunks, counted from 0: softmax runs inside a chunk, and chunks are merged in order.
+// Positions are divided into chunks, counted from 0: softmax runs within a chunk, and chunks are merged in order.
 constexpr int64_t CHUNK = 128;
 
-// Scores of a vocabulary are looked at in blocks of so many.
+// Scores per block of the vocabulary.
 constexpr int64_t SCORE_BLOCK = 128;
 
 enum Pointwise : int { SILU, GELU, GELU_TANH, RELU, SOFTPLUS, SOFT_CAP, PLUS, POINTWISE };
@@ -20,19 +20,19 @@ struct FormatFacts {
     int bytes;  // bytes in a block
 };
 
-// Weights repacked for products: sixteen outputs side by side, see packing.hpp. The number is the bits of a code; the
-// letters say what goes with the codes: M a minimum, S an integer scale for each group, K is both. PACK16 is dense.
+// Weights repacked for GEMM in panels of sixteen outputs, see packing.hpp. The number is the bits of a code; the
+// letters name the metadata: M a minimum, S an integer scale per group, K both. PACK16 is dense.
 enum Pack : int { PACK4, PACK4M, PACK4K, PACK4S, PACK4SM, PACK5, PACK5M, PACK5K, PACK6S, PACK8, PACK16, PACKS };
 
-// Bytes from one encoded row to the next, whichever form it has: an odd number of lines, so that the same columns of
-// many rows do not compete for the same places of a cache.
+// Bytes between encoded rows, in any format: an odd number of cache lines, so that the same columns of many rows do not
+// compete for the same cache sets.
 constexpr int64_t encoded_stride(int64_t columns) {
 #if defined(__aarch64__)
-    const int64_t rests = columns;  // see activations.hpp
+    const int64_t remainders = columns;  // see activations.hpp
 #else
-    const int64_t rests = 0;
+    const int64_t remainders = 0;
 #endif
-    const int64_t codes = columns + columns / 32 * 4 + columns / 16 * 4 + rests, tiles = (columns + 31) / 32 * 64;
+    const int64_t codes = columns + columns / 32 * 4 + columns / 16 * 4 + remainders, tiles = (columns + 31) / 32 * 64;
     return (((codes > tiles ? codes : tiles) + 63) / 64 | 1) * 64;
 }
 
@@ -42,24 +42,24 @@ struct PackFacts {
     int bytes;  // bytes of a block: sixteen outputs, scales and codes
 };
 
-// How numbers are multiplied, for the machine's ceilings.
+// Data types of multiplication, for the machine's ceilings.
 enum Arithmetic : int { FLOAT32, BFLOAT16, INT8, ARITHMETICS };
 
 struct Multiplication {
-    float (*run)(int64_t rounds);  // null where the instruction set has no such products
-    double operations;             // of a round
+    float (*run)(int64_t rounds);  // null if the instruction set does not support it
+    double operations;             // per round
 };
 
 struct Kernels {
     FormatFacts facts[FORMATS];
     PackFacts packs[PACKS];
-    int64_t tile_rows;  // from so many rows on, activations are Tiles and the products run in tiles; 0: never
+    int64_t tile_rows;  // row count from which activations are Tiles and GEMM uses matrix tiles; 0: never
     void (*packed)(const PackedJob&, int64_t begin, int64_t end);  // units of 32 outputs, counted over all parts
     void (*encode)(const EncodeJob&, int64_t begin, int64_t end);  // rows
-    Activations mixed_of;  // the form of rows that are mixed
-    int64_t mixed_rows;    // from so many rows on
-    void (*mix_rows)(const MixRowsJob&, int64_t begin, int64_t end);        // null where int8 has no gain
-    void (*mix_weights)(const MixWeightsJob&, int64_t begin, int64_t end);  // the same
+    Activations hadamard_form;  // format of Hadamard-transformed rows
+    int64_t hadamard_min_rows;    // row count from which they are used
+    void (*hadamard_rows)(const HadamardRowsJob&, int64_t begin, int64_t end);        // null if int8 gains nothing
+    void (*hadamard_weights)(const HadamardWeightsJob&, int64_t begin, int64_t end);  // likewise
     void (*linear[FORMATS])(const LinearJob&, int64_t begin, int64_t end);
     void (*dequantize[FORMATS])(const uint8_t* blocks, float* out, int64_t count);
     void (*embedding[FORMATS])(const EmbeddingJob&, int64_t begin, int64_t end);
@@ -74,12 +74,12 @@ struct Kernels {
     void (*layer_norm)(const LayerNormJob&, int64_t begin, int64_t end);
     void (*pointwise[POINTWISE])(const PointwiseJob&, int64_t begin, int64_t end);
     void (*rotate)(const RotateJob&, int64_t begin, int64_t end);
-    void (*attention[PAGE_TYPES])(const AttentionJob&, int64_t begin, int64_t end);  // items
-    int64_t (*attention_rows[PAGE_TYPES])(const AttentionJob&);  // queries x heads of an item, at most
-    void (*merge)(const AttentionJob&, int64_t begin, int64_t end);                  // of `split`
+    void (*attention[PAGE_TYPES])(const AttentionJob&, int64_t begin, int64_t end);  // work items
+    int64_t (*attention_rows[PAGE_TYPES])(const AttentionJob&);  // maximum queries x heads of a work item
+    void (*merge)(const AttentionJob&, int64_t begin, int64_t end);                  // of split queries
     void (*causal_conv)(const ConvJob&, int64_t begin, int64_t end);
     void (*selective_scan)(const ScanJob&, int64_t begin, int64_t end);
-    float (*read_lines[2])(const float* data, int64_t begin, int64_t end);  // of 64 bytes; [1] asks for them ahead
+    float (*read_lines[2])(const float* data, int64_t begin, int64_t end);  // cache lines; [1] prefetches
     Multiplication multiply[ARITHMETICS];
 };
 

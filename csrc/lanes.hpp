@@ -1,10 +1,10 @@
-// Sixteen float lanes, whatever the register width. Every kernel sums into sixteen lanes and folds them in one order, so
-// a result depends neither on the width (avx2 and avx512 agree bit for bit) nor on threads or batch-mates.
+// Sixteen float lanes, independent of the register width. Every kernel accumulates in sixteen lanes and reduces them in
+// one order, so a result depends neither on the width (avx2 and avx512 are bitwise identical) nor on threads or batch.
 //
-// Included inside a namespace per instruction set: nothing here may be shared between two of them, because the linker
+// Included inside a namespace per instruction set. Nothing here may be shared between two of them, because the linker
 // would keep one copy of a shared inline function, compiled for either.
 //
-// larger and smaller give their second operand where either is NaN. power_of_two takes whole numbers, -126 to 127.
+// larger and smaller return their second operand if either is NaN. power_of_two takes integers from -126 to 127.
 
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 
@@ -33,14 +33,14 @@ static inline float half(const uint8_t* p) {
 
 #endif
 
-// What encoding activations needs, where no instruction does it at once.
+// Encoding of activations for instruction sets without a direct instruction.
 template <class L>
 static inline int32_t store_codes_one_by_one(const L& lanes, int8_t* p) {
     float each[16];
     lanes.store(each);
     int32_t sum = 0;
     for (int i = 0; i < 16; ++i) {
-        const float shifted = each[i] + 0x1.8p23f;  // rounds to a whole number, ties to even
+        const float shifted = each[i] + 0x1.8p23f;  // rounds to an integer, ties to even
         int32_t bits;
         __builtin_memcpy(&bits, &shifted, 4);
         const int32_t whole = each[i] == each[i] ? bits - 0x4b400000 : 0;
@@ -182,8 +182,8 @@ typedef float FourFloats __attribute__((vector_size(16)));
 typedef uint32_t FourBits __attribute__((vector_size(16)));
 typedef int32_t FourWhole __attribute__((vector_size(16)));
 
-// float16 numbers. Read with float's exponent bias and scaled by 2^112 they are exact, subnormal ones too; the exponent of
-// an infinity or a NaN becomes all ones.
+// float16 values. Read with float's exponent bias and scaled by 2^112 they are exact, including subnormals; the
+// exponent of an infinity or a NaN becomes all ones.
 static inline FourFloats halves(FourBits bits) {
     const FourBits size = (bits & 0x7fff) << 13;
     const FourBits scaled = reinterpret_cast<FourBits>(reinterpret_cast<FourFloats>(size) * 0x1p112f);
@@ -249,7 +249,7 @@ struct Lanes {
     static Lanes smaller(const Lanes& a, const Lanes& b) { return below(a, b, a, b); }
     Lanes power_of_two() const {
         return each_four([this](int i) {
-            const Four n = v[i / 4] == v[i / 4] ? v[i / 4] : Four{};  // NaN is no whole number
+            const Four n = v[i / 4] == v[i / 4] ? v[i / 4] : Four{};  // NaN has no integer value
             return reinterpret_cast<Four>((__builtin_convertvector(n, FourWhole) + 127) << 23);
         });
     }

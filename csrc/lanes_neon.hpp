@@ -8,7 +8,7 @@ static inline float half(const uint8_t* p) {
 
 struct Lanes {
     float32x4_t v[4];
-    // Copied one by one: as a whole, four registers are one large number to GCC, which it keeps in memory.
+    // Copied register by register: GCC treats the whole as one large value and keeps it in memory.
     Lanes() = default;
     Lanes(float32x4_t a, float32x4_t b, float32x4_t c, float32x4_t d) {
         v[0] = a;
@@ -71,7 +71,7 @@ struct Lanes {
         return {four_below(a.v[0], b.v[0], yes.v[0], no.v[0]), four_below(a.v[1], b.v[1], yes.v[1], no.v[1]),
                  four_below(a.v[2], b.v[2], yes.v[2], no.v[2]), four_below(a.v[3], b.v[3], yes.v[3], no.v[3])};
     }
-    // Comparisons, not fmax and fmin: those give NaN where either operand is.
+    // Comparisons instead of fmax and fmin, which return NaN if either operand is NaN.
     static Lanes larger(const Lanes& a, const Lanes& b) { return below(b, a, a, b); }
     static Lanes smaller(const Lanes& a, const Lanes& b) { return below(a, b, a, b); }
     static float32x4_t power(float32x4_t n) {

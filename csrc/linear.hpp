@@ -1,10 +1,10 @@
-// Linear layers: each block of weights is decoded once and multiplied with every activation row of the tile.
+// Linear layers: each weight block is decoded once and multiplied with every activation row of the tile.
 //
-// One result is always sixteen lanes, filled in the order of k and folded once: the tile's shape never shows in it.
-// Loops over a tile say that they are to be unrolled: else GCC keeps sums that take several registers in memory.
+// Each result is accumulated in sixteen lanes in the order of k and reduced once, so the tile shape never affects it.
+// Loops over a tile are explicitly unrolled; otherwise GCC keeps accumulators of several registers in memory.
 // Included inside a namespace per instruction set.
 
-// The tile of prefill: its sums should fit the registers.
+// The prefill tile: its accumulators should fit into registers.
 #if defined(__AVX512F__)
 static constexpr int TILE = 4;
 #else
@@ -17,7 +17,7 @@ static inline void store_tile(const LinearJob& job, const Lanes* sums, int64_t r
     for (int r = 0; r < R; ++r) job.y[(row + r) * job.outputs + output] = sums[r].sum() + bias;
 }
 
-// Few rows (decoding): memory-bound, so decoded weights never leave the first-level cache.
+// Few rows (decode): memory-bound, so decoded weights stay in L1.
 template <class F, int R>
 static void few_rows(const LinearJob& job, int64_t begin, int64_t end) {
     for (int64_t output = begin; output < end; ++output) {

@@ -1,5 +1,5 @@
-// Transcendental functions on lanes, to about one unit in the last place. Tails run on padded lanes, so where an element
-// lies never shows in its bits. Coefficients are minimax fits of the function named beside them.
+// Transcendental functions on lanes, accurate to about one ulp. Remainders run on padded lanes, so an element's
+// position never affects its bits. Coefficients are minimax fits of the function named beside them.
 //
 // Included inside a namespace per instruction set.
 
@@ -15,14 +15,14 @@ static inline Lanes polynomial(Lanes x, const float (&c)[N]) {
     return sum;
 }
 
-// Inlined always: sixteen lanes may be four registers, which a call would pass through memory.
+// Always inlined: sixteen lanes may be four registers, which a call would pass through memory.
 __attribute__((always_inline)) static inline Lanes exponential(Lanes x) {
-    // Beyond these the result is 0 or infinity anyway; between them the exponent fits two factors.
+    // Beyond these bounds the result is 0 or infinity anyway; within them the exponent fits two factors.
     x = Lanes::smaller(Lanes::splat(89.0f), Lanes::larger(Lanes::splat(-105.0f), x));
-    const Lanes shift = Lanes::splat(0x1.8p23f);  // adding it rounds to a whole number
+    const Lanes shift = Lanes::splat(0x1.8p23f);  // adding it rounds to an integer
     const Lanes n = (x * Lanes::splat(0x1.715476p0f) + shift) - shift;
     Lanes r = x;
-    r.add_product(n, Lanes::splat(-0.693359375f));  // few bits: exact without fusing too
+    r.add_product(n, Lanes::splat(-0.693359375f));  // few bits: exact even without FMA
     r.add_product(n, Lanes::splat(0x1.bd0106p-13f));
     static constexpr float tail[] = {0x1.fffffcp-2f, 0x1.555492p-3f, 0x1.5558f2p-5f, 0x1.1239e4p-7f, 0x1.6a2430p-10f};
     Lanes p = r;  // exp(r) = 1 + r + r^2 tail(r)
@@ -57,7 +57,7 @@ static inline Lanes error_complement(Lanes x) {
     static constexpr float tail[] = {0x1.946f22p-3f, 0x1.93f92p-3f,  0x1.7ef876p-3f,  0x1.3de956p-3f, 0x1.1412e6p-3f,
                                      0x1.b720b8p-4f, -0x1.a34ebap-5f, 0x1.969c24p-3f, -0x1.53f3ecp-3f, 0x1.44f892p-5f};
     const Lanes zero = Lanes::splat(0.0f), one = Lanes::splat(1.0f);
-    x = Lanes::smaller(Lanes::splat(11.0f), x);  // where it is 0; NaN passes
+    x = Lanes::smaller(Lanes::splat(11.0f), x);  // where erfc is 0; NaN passes
     Lanes below = one;
     below.add_product(x, Lanes::splat(0.35f));
     const Lanes t = one / below;

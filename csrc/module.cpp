@@ -1,5 +1,5 @@
-// The Python module. Tensors come as addresses: the wrappers in bankfull/ops/native check type, layout and size of what
-// they pass, and an address costs a tenth of a DLPack exchange, which a decoding step would pay hundreds of times.
+// The Python module. Tensors are passed as addresses: the wrappers in bankfull/ops/native check type, layout and size,
+// and an address costs a tenth of a DLPack exchange, which a decode step would pay hundreds of times.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -46,7 +46,7 @@ T* pointer(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-// A one-dimensional int64 array of numpy, held while its address is used. Needs the GIL at both ends.
+// A one-dimensional int64 numpy array, held while its address is used. Construction and destruction need the GIL.
 class Integers {
   public:
     explicit Integers(nb::handle array) {
@@ -55,7 +55,7 @@ class Integers {
         const bool whole = (format[0] == 'l' || format[0] == 'q') && format[1] == 0 && view_.itemsize == 8;
         if (view_.ndim == 1 && whole) return;
         PyBuffer_Release(&view_);
-        throw std::invalid_argument("expected a dense one-dimensional array of int64");
+        throw std::invalid_argument("expected a contiguous one-dimensional array of int64");
     }
     ~Integers() { PyBuffer_Release(&view_); }
     Integers(const Integers&) = delete;
@@ -70,7 +70,7 @@ class Integers {
 void linear(int format, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t y, int64_t rows, int64_t outputs,
             int64_t inner) {
     const FormatFacts& f = facts(format);
-    require(rows >= 0 && outputs >= 0 && inner > 0 && inner % f.block == 0, "linear: the sizes do not fit the format");
+    require(rows >= 0 && outputs >= 0 && inner > 0 && inner % f.block == 0, "linear: sizes do not match the format");
     if (rows == 0 || outputs == 0) return;
     require(x && weight && y, "linear: a null address");
     const LinearJob job{pointer<float>(x), inner, pointer<uint8_t>(weight), pointer<float>(bias), pointer<float>(y), rows, outputs,
@@ -82,17 +82,17 @@ void linear(int format, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t
 void linear_best(int format, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t best, int64_t rows, int64_t outputs,
                  int64_t inner) {
     const FormatFacts& f = facts(format);
-    require(rows >= 0 && outputs > 0 && inner > 0 && inner % f.block == 0, "linear_best: the sizes do not fit the format");
+    require(rows >= 0 && outputs > 0 && inner > 0 && inner % f.block == 0, "linear_best: sizes do not match the format");
     if (rows == 0) return;
     require(x && weight && best, "linear_best: a null address");
     run_linear_best({pointer<float>(x), inner, pointer<uint8_t>(weight), pointer<float>(bias), nullptr, rows, outputs, inner,
                      inner / f.block * f.bytes}, Format(format), pointer<int64_t>(best));
 }
 
-// delta and joined may both be 0: then nothing joins x.
+// delta and joined may both be 0: no residual add.
 void rms_norm(uintptr_t x, uintptr_t delta, uintptr_t joined, uintptr_t weight, uintptr_t y, int64_t rows,
               int64_t columns, float eps, float offset) {
-    require(rows >= 0 && columns > 0, "rms_norm: the sizes must be positive");
+    require(rows >= 0 && columns > 0, "rms_norm: sizes must be positive");
     if (rows == 0) return;
     require(x && weight && y && !delta == !joined, "rms_norm: a null address");
     const NormJob job{pointer<float>(x),      pointer<float>(delta), pointer<float>(joined),
@@ -102,7 +102,7 @@ void rms_norm(uintptr_t x, uintptr_t delta, uintptr_t joined, uintptr_t weight, 
 }
 
 void layer_norm(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t y, int64_t rows, int64_t columns, float eps) {
-    require(rows >= 0 && columns > 0, "layer_norm: the sizes must be positive");
+    require(rows >= 0 && columns > 0, "layer_norm: sizes must be positive");
     if (rows == 0) return;
     require(x && weight && bias && y, "layer_norm: a null address");
     const LayerNormJob job{pointer<float>(x), pointer<float>(weight), pointer<float>(bias), pointer<float>(y), columns, eps};
@@ -119,7 +119,7 @@ void pointwise(int kind, uintptr_t x, uintptr_t factor, uintptr_t y, int64_t cou
 
 void rotate(uintptr_t x, uintptr_t cos, uintptr_t sin, uintptr_t y, int64_t tokens, int64_t heads,
             int64_t size, int64_t half) {
-    require(tokens >= 0 && heads > 0 && half >= 0 && 2 * half <= size, "rotate: the sizes do not fit each other");
+    require(tokens >= 0 && heads > 0 && half >= 0 && 2 * half <= size, "rotate: sizes do not match");
     if (tokens == 0) return;
     require(x && cos && sin && y, "rotate: a null address");
     const RotateJob job{pointer<float>(x), pointer<float>(cos), pointer<float>(sin), pointer<float>(y),
@@ -129,7 +129,7 @@ void rotate(uintptr_t x, uintptr_t cos, uintptr_t sin, uintptr_t y, int64_t toke
 
 void rope_angles(uintptr_t positions, uintptr_t frequencies, uintptr_t cos, uintptr_t sin, int64_t tokens, int64_t half,
                  float scale) {
-    require(tokens >= 0 && half >= 0, "rope_angles: the sizes must not be negative");
+    require(tokens >= 0 && half >= 0, "rope_angles: sizes must not be negative");
     if (tokens == 0 || half == 0) return;
     require(positions && frequencies && cos && sin, "rope_angles: a null address");
     run_angles({pointer<int64_t>(positions), pointer<float>(frequencies), pointer<float>(cos), pointer<float>(sin), half,
@@ -139,7 +139,7 @@ void rope_angles(uintptr_t positions, uintptr_t frequencies, uintptr_t cos, uint
 void embedding(int format, uintptr_t ids, uintptr_t table, uintptr_t y, int64_t tokens, int64_t count, int64_t columns,
                float scale) {
     const FormatFacts& f = facts(format);
-    require(tokens >= 0 && count >= 0 && columns > 0 && columns % f.block == 0, "embedding: the sizes do not fit the format");
+    require(tokens >= 0 && count >= 0 && columns > 0 && columns % f.block == 0, "embedding: sizes do not match the format");
     if (tokens == 0) return;
     require(ids && table && y, "embedding: a null address");
     run_embedding({pointer<int64_t>(ids), pointer<uint8_t>(table), pointer<float>(y), count, columns,
@@ -154,8 +154,8 @@ void write_tokens(uintptr_t rows, uintptr_t pages, uintptr_t slots, int64_t toke
                 tokens, frames);
 }
 
-// Addresses and strides of pages (frames, tokens, heads, numbers) and of their scales (frames, tokens, heads), which may
-// be 0: none.
+// Addresses and strides of pages (frames, tokens, heads, elements) and of their scales (frames, tokens, heads), which
+// may be 0: none.
 using Strides = std::tuple<int64_t, int64_t, int64_t, int64_t>;
 using ScaleStrides = std::tuple<int64_t, int64_t, int64_t>;
 using PagesTuple = std::tuple<uintptr_t, Strides, uintptr_t, ScaleStrides>;
@@ -163,14 +163,14 @@ using PagesTuple = std::tuple<uintptr_t, Strides, uintptr_t, ScaleStrides>;
 Pages pages_at(const PagesTuple& pages, int type) {
     const auto& [address, strides, scales, scale_strides] = pages;
     require(type >= 0 && type < PAGE_TYPES && address, "pages: an unknown type, or a null address");
-    require((type == PAGES_INT8) == (scales != 0), "pages: int8 codes come with scales, and other numbers without");
+    require((type == PAGES_INT8) == (scales != 0), "pages: int8 pages need scales, other types must not have them");
     return {pointer<uint8_t>(address), std::get<0>(strides), std::get<1>(strides), std::get<2>(strides),
             pointer<float>(scales), std::get<0>(scale_strides), std::get<1>(scale_strides), std::get<2>(scale_strides)};
 }
 
 void round_tokens(uintptr_t rows, const PagesTuple& pages, uintptr_t slots, int64_t tokens, int64_t heads, int64_t size,
                   int64_t frames, int64_t page_tokens) {
-    require(heads > 0 && size > 0 && frames >= 0 && page_tokens > 0, "write_pages_int8: the sizes must be positive");
+    require(heads > 0 && size > 0 && frames >= 0 && page_tokens > 0, "write_pages_int8: sizes must be positive");
     if (tokens == 0) return;
     require(rows && slots, "write_pages_int8: a null address");
     IntakeJob job{};
@@ -191,7 +191,7 @@ void attention(int type, uintptr_t q, const PagesTuple& k, const PagesTuple& v, 
                int64_t tokens, int64_t heads, int64_t kv_heads, int64_t size, int64_t values, float scale,
                int64_t window, float cap) {
     const Integers starts(q_start), lengths(kv_len);
-    require(starts.size() == lengths.size() + 1, "paged_attention: q_start has one entry more than kv_len");
+    require(starts.size() == lengths.size() + 1, "paged_attention: q_start must have one entry more than kv_len");
     if (tokens == 0) return;
     require(q && y && table, "paged_attention: a null address");
     const AttentionJob job{pointer<float>(q), pointer<float>(y), pages_at(k, type), pages_at(v, type),
@@ -203,7 +203,7 @@ void attention(int type, uintptr_t q, const PagesTuple& k, const PagesTuple& v, 
 
 RecurrentPlan plan_of(const Integers& starts, const Integers& kept, uintptr_t read, uintptr_t write, int64_t write_stride,
                       int64_t most, int64_t slots, int64_t tokens, int64_t channels) {
-    require(starts.size() == kept.size() + 1, "recurrent: q_start has one entry more than kept");
+    require(starts.size() == kept.size() + 1, "recurrent: q_start must have one entry more than kept");
     return checked_plan({starts.data(), kept.data(), pointer<int64_t>(read), pointer<int64_t>(write), kept.size(),
                          write_stride, channels}, most, slots, tokens);
 }
@@ -212,7 +212,7 @@ void causal_conv(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t state,
                  nb::handle kept, uintptr_t read, uintptr_t write, int64_t write_stride, int64_t most, int64_t slots,
                  int64_t tokens, int64_t channels, int64_t width) {
     const Integers starts(q_start), counts(kept);
-    require(channels > 0 && width > 0, "causal_conv: the sizes must be positive");
+    require(channels > 0 && width > 0, "causal_conv: sizes must be positive");
     if (tokens == 0) return;
     require(x && weight && (state || width == 1) && y && read, "causal_conv: a null address");
     const ConvJob job{plan_of(starts, counts, read, write, write_stride, most, slots, tokens, channels),
@@ -227,7 +227,7 @@ void selective_scan(uintptr_t x, uintptr_t delta, uintptr_t a, uintptr_t b, uint
                     uintptr_t write, int64_t write_stride, int64_t most, int64_t slots, int64_t tokens, int64_t channels,
                     int64_t size) {
     const Integers starts(q_start), counts(kept);
-    require(channels > 0 && size > 0, "selective_scan: the sizes must be positive");
+    require(channels > 0 && size > 0, "selective_scan: sizes must be positive");
     if (tokens == 0) return;
     require(x && delta && a && b && c && d && state && y && read, "selective_scan: a null address");
     const ScanJob job{plan_of(starts, counts, read, write, write_stride, most, slots, tokens, channels),
@@ -246,21 +246,21 @@ void dequantize(int format, uintptr_t blocks, uintptr_t out, int64_t count) {
 // `reals`: temperature, top_p, min_p; `wholes`: top_k, seed, child, position, greedy: one row of each per row of logits.
 void sample(uintptr_t logits, uintptr_t reals, uintptr_t wholes, uintptr_t tokens, int64_t rows, int64_t vocab,
             uint32_t purpose) {
-    require(rows >= 0 && vocab > 0, "sample: the sizes must be positive");
+    require(rows >= 0 && vocab > 0, "sample: sizes must be positive");
     if (rows == 0) return;
     require(logits && reals && wholes && tokens, "sample: a null address");
-    std::vector<SampleWish> wishes;
-    wishes.reserve(size_t(rows));
+    std::vector<SamplingParams> params;
+    params.reserve(size_t(rows));
     for (int64_t i = 0; i < rows; ++i) {
         const double* real = pointer<double>(reals) + i * 3;
         const int64_t* whole = pointer<int64_t>(wholes) + i * 5;
         require(real[0] > 0 && whole[0] > 0, "sample: temperature and top_k must be positive");
-        wishes.push_back({real[0], whole[0], real[1], real[2], whole[1], whole[2], whole[3], whole[4] != 0});
+        params.push_back({real[0], whole[0], real[1], real[2], whole[1], whole[2], whole[3], whole[4] != 0});
     }
-    run_sample({pointer<float>(logits), nullptr, {wishes.data(), purpose}, pointer<int64_t>(tokens), vocab}, rows);
+    run_sample({pointer<float>(logits), nullptr, {params.data(), purpose}, pointer<int64_t>(tokens), vocab}, rows);
 }
 
-// A wish: the system may decline it, and where it knows no such thing nothing happens.
+// Advice that the system may decline; does nothing where it is unsupported.
 void advise_large_pages(uintptr_t address, int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
     constexpr uintptr_t PAGE = 4096;
@@ -271,8 +271,9 @@ void advise_large_pages(uintptr_t address, int64_t bytes) {
 #endif
 }
 
-// Memory that was not touched yet is committed, zeroed, by all threads; what was keeps its content. False where the system
-// cannot: then it commits a page when that is first written.
+// Commits untouched memory, zeroed, with all threads; touched memory keeps its content. Returns false if the system
+// cannot:
+// then it commits each page on first write.
 bool commit_memory(uintptr_t address, int64_t bytes) {
 #if defined(__linux__)
     constexpr int POPULATE_WRITE = 23;  // MADV_POPULATE_WRITE, which older headers lack
@@ -297,13 +298,13 @@ bool commit_memory(uintptr_t address, int64_t bytes) {
 #endif
 }
 
-// Memory that was not touched yet comes from these nodes in turn, page by page. 0, or the system's error number; ENOSYS
-// where it knows no nodes.
+// Interleaves untouched memory over these NUMA nodes, page by page. Returns 0, or the system's errno; ENOSYS if it does
+// not support NUMA.
 int interleave(uintptr_t address, int64_t bytes, const std::vector<int>& nodes) {
     constexpr int MOST_NODES = 1024, BITS = 8 * sizeof(unsigned long);
     unsigned long mask[MOST_NODES / BITS] = {};
     for (const int node : nodes) {
-        require(node >= 0 && node < MOST_NODES, "interleave: there are not so many nodes");
+        require(node >= 0 && node < MOST_NODES, "interleave: a NUMA node is out of range");
         mask[node / BITS] |= 1ul << node % BITS;
     }
 #if defined(SYS_mbind)
@@ -318,7 +319,7 @@ int interleave(uintptr_t address, int64_t bytes, const std::vector<int>& nodes) 
 #endif
 }
 
-// How memory at an address is placed: the system's number of the policy, or minus its error number.
+// The memory policy at an address: the system's number of the policy, or -errno.
 int placement(uintptr_t address) {
 #if defined(SYS_get_mempolicy)
     constexpr unsigned long MPOL_F_ADDR = 2;
@@ -366,7 +367,7 @@ nb::dict page_types() {
 
 NB_MODULE(_native, m) {
     using Free = nb::call_guard<nb::gil_scoped_release>;
-    m.doc() = "Kernels for CPUs. Call them through bankfull.ops: addresses are not checked here.";
+    m.doc() = "CPU kernels. Call them through bankfull.ops: addresses are not checked here.";
     m.def("linear", &linear, Free(), "format, x, weight, bias (0: none), y: addresses; rows, outputs, inner");
     m.def("linear_best", &linear_best, Free(),
           "format, x, weight, bias (0: none), best (int64): addresses; rows, outputs, inner");
@@ -380,7 +381,7 @@ NB_MODULE(_native, m) {
           "rows, pages, slots: addresses; tokens, bytes of a row, frames, page_tokens, bytes of a frame and of a token");
     m.def("write_pages_int8", &round_tokens, Free(),
           "rows, pages (address, strides, scales' address and strides), slots, tokens, heads, size, frames, page_tokens");
-    m.def("page_types", &page_types, "name -> the code that paged_attention takes");
+    m.def("page_types", &page_types, "name -> code for paged_attention");
     m.def("paged_attention", &attention,
           "type of the pages, q, k and v (address, strides, scales' address and strides), y, q_start, kv_len, table, its "
           "stride and width, "
@@ -391,20 +392,20 @@ NB_MODULE(_native, m) {
     m.def("selective_scan", &selective_scan,
           "x, delta, a, b, c, d, state, y, token strides of b and c, q_start, kept, read, write, its stride and width, "
           "slots, tokens, channels, size");
-    m.def("functions", &functions, "name -> the code that pointwise takes");
-    m.def("dequantize", &dequantize, Free(), "format, blocks, out: addresses; how many blocks");
+    m.def("functions", &functions, "name -> code for pointwise");
+    m.def("dequantize", &dequantize, Free(), "format, blocks, out: addresses; number of blocks");
     m.def("sample", &sample, Free(),
           "logits, reals (temperature, top_p, min_p), wholes (top_k, seed, child, position, greedy), tokens: addresses; "
           "rows, vocab, purpose");
     m.def("formats", &formats, "name -> (format, weights per block, bytes per block)");
-    m.def("isas", &available_isas, "the instruction sets of this processor, best first");
+    m.def("isas", &available_isas, "the instruction sets of this CPU, best first");
     m.def("isa", &current_isa);
     m.def("set_isa", &set_isa);
     bind_tape(m);
-    m.def("advise_large_pages", &advise_large_pages, "address, bytes: memory that will be read again and again");
-    m.def("commit_memory", &commit_memory, Free(), "address, bytes: memory that is about to be written; did the system?");
-    m.def("interleave", &interleave, "address, bytes, nodes: untouched memory comes from these nodes in turn; 0 or errno");
-    m.def("placement", &placement, "address: the number of its memory policy (3: in turn), or minus errno");
+    m.def("advise_large_pages", &advise_large_pages, "address, bytes: requests huge pages for untouched memory");
+    m.def("commit_memory", &commit_memory, Free(), "address, bytes: commits memory before it is written; false if unsupported");
+    m.def("interleave", &interleave, "address, bytes, nodes: interleaves untouched memory over NUMA nodes; 0 or errno");
+    m.def("placement", &placement, "address: the number of its memory policy (3: interleave), or -errno");
     m.def("threads", &threads, Free());
     m.def("set_threads", &set_thread_count, Free());
     bind_packed(m);

@@ -1,4 +1,4 @@
-// Normalisations. Included inside a namespace per instruction set.
+// Normalization. Included inside a namespace per instruction set.
 
 static void rms_norm(const NormJob& job, int64_t begin, int64_t end) {
     const int64_t columns = job.columns, whole = columns / 16 * 16;
@@ -32,7 +32,7 @@ static void layer_norm(const LayerNormJob& job, int64_t begin, int64_t end) {
         Lanes sums = Lanes::splat(0.0f);
         for (int64_t i = 0; i < columns; i += 16) sums = sums + load_some(x + i, columns - i);
         const float mean = sums.sum() / float(columns);
-        // Around the mean, in a second pass: the difference of two large sums would lose what it is after.
+        // Second pass around the mean: the difference of two large sums would cancel.
         Lanes squares = Lanes::splat(0.0f);
         for (int64_t i = 0; i < columns; i += 16) {
             float padded[16];

@@ -8,15 +8,15 @@
 #include <vector>
 
 #include "isa.hpp"
-#include "mixing.hpp"
+#include "hadamard.hpp"
 #include "running_top.hpp"
 #include "threads.hpp"
 
 namespace bankfull {
 namespace {
 
-constexpr int64_t PIECE_WORK = 16384;  // multiplications that are worth a hand-over between threads
-constexpr int64_t PIECE_ROW_WORK = 4096;  // the same for work that makes several passes over each number
+constexpr int64_t PIECE_WORK = 16384;  // multiplications worth handing to another thread
+constexpr int64_t PIECE_ROW_WORK = 4096;  // the same for several passes over each element
 constexpr int64_t PIECE_EXPONENTIALS = 4096;
 
 template <class Job>
@@ -32,7 +32,7 @@ void spread(void (*kernel)(const Job&, int64_t, int64_t), const Job& job, int64_
     }, &pair);
 }
 
-// So many rows at a time are worth a hand-over; half of them, where else some threads would have none.
+// Rows per piece that are worth handing over; half of them if some threads would otherwise have none.
 int64_t piece_for(int64_t rows, int64_t worth) {
     const int64_t all = threads();
     return rows > worth && rows < worth * all ? std::max((rows + all - 1) / all, (worth + 1) / 2) : worth;
@@ -54,7 +54,7 @@ void angles(const AnglesJob& job, int64_t begin, int64_t end) {
 }  // namespace
 
 void run_linear(const LinearJob& job, Format format) {
-    // A multiple of four outputs, so that prefill's tiles stay whole.
+    // A multiple of four outputs, so that prefill tiles stay whole.
     spread(kernels().linear[format], job, job.outputs, (PIECE_WORK / (job.inner * job.rows) + 4) / 4 * 4);
 }
 
@@ -62,22 +62,22 @@ namespace {
 
 struct NormedAndMixed {
     const NormJob& norm;
-    const MixRowsJob& mixing;
+    const HadamardRowsJob& transform;
 };
 
 void norm_and_mix(const NormedAndMixed& both, int64_t begin, int64_t end) {
     kernels().rms_norm(both.norm, begin, end);
-    kernels().mix_rows(both.mixing, begin, end);
+    kernels().hadamard_rows(both.transform, begin, end);
 }
 
 }  // namespace
 
-void run_rms_norm(const NormJob& job, int64_t rows, const MixRowsJob* mixing) {
+void run_rms_norm(const NormJob& job, int64_t rows, const HadamardRowsJob* transform) {
     const int64_t piece = piece_for(rows, PIECE_ROW_WORK / job.columns + 1);
-    if (!mixing) return spread(kernels().rms_norm, job, rows, piece);
-    // Rows of a block share the line of their scales.
-    const bool blocks = rows >= 4 * MIXED_BLOCK * threads();
-    spread(norm_and_mix, NormedAndMixed{job, *mixing}, rows, blocks ? MIXED_BLOCK : piece);
+    if (!transform) return spread(kernels().rms_norm, job, rows, piece);
+    // Rows of a block share the cache line of their scales.
+    const bool blocks = rows >= 4 * HADAMARD_BLOCK * threads();
+    spread(norm_and_mix, NormedAndMixed{job, *transform}, rows, blocks ? HADAMARD_BLOCK : piece);
 }
 
 void run_layer_norm(const LayerNormJob& job, int64_t rows) {
@@ -103,7 +103,7 @@ void run_embedding(const EmbeddingJob& job, Format format, int64_t tokens) {
 
 const IntakeJob& checked_intake(const IntakeJob& job, int64_t tokens) {
     for (int64_t i = 0; i < tokens; ++i)
-        require(job.slots[i] >= 0 && job.slots[i] < job.places, "write_pages: a slot names a page that is not there");
+        require(job.slots[i] >= 0 && job.slots[i] < job.places, "write_pages: a slot is out of range");
     return job;
 }
 
@@ -119,12 +119,12 @@ struct FloatHead {
     Format format;
 };
 
-// Outputs that exist at once, on each thread: few where there are few rows, whose pieces are then even for many threads.
+// Outputs that exist at once per thread: fewer for few rows, so that many threads get equal pieces.
 constexpr int64_t UNIT = 32, WIDTH = 16 * UNIT, NARROW = 4 * UNIT, NARROW_ROWS = 4;
 
 int64_t width_for(int64_t rows) { return rows <= NARROW_ROWS ? NARROW : WIDTH; }
 
-// Outputs [first, last) of each row, which begins where the one before ends.
+// Outputs [first, last) of each row, stored contiguously.
 void some_outputs(const PackedJob& job, int64_t first, int64_t last, float* y) {
     PackedPart part = *job.parts;
     part.y = y - first;
@@ -147,10 +147,10 @@ template <class Job>
 struct BestJob {
     const Job& job;
     int64_t rows, outputs;
-    Best* found;  // for each piece of the outputs and each row
+    Best* found;  // per piece of the outputs and row
 };
 
-// Not `scratch`: the kernels below use that.
+// Separate from `scratch`, which the kernels below use.
 float* outputs_of_this_thread(int64_t floats) {
     thread_local std::vector<float> outputs;
     if (int64_t(outputs.size()) < floats) outputs.resize(size_t(floats));
@@ -175,14 +175,14 @@ void best_of_pieces(const BestJob<Job>& all, int64_t begin, int64_t end) {
 template <class Job>
 void run_best(const Job& job, int64_t rows, int64_t outputs, int64_t* best) {
     const int64_t pieces = (outputs + width_for(rows) - 1) / width_for(rows);
-    thread_local std::vector<Best> found;  // kept for its memory
+    thread_local std::vector<Best> found;  // reuses its memory
     if (int64_t(found.size()) < pieces * rows) found.resize(size_t(pieces * rows));
     spread(best_of_pieces<Job>, BestJob<Job>{job, rows, outputs, found.data()}, pieces, 1);
     for (int64_t row = 0; row < rows; ++row) {
         Best most{-std::numeric_limits<float>::infinity(), -1};
         for (int64_t piece = 0; piece < pieces; ++piece) {
             const Best& next = found[size_t(piece * rows + row)];
-            const bool spoilt = next.index < 0 && !(next.value < 0.0f);  // NaN or +inf, not a piece of -inf alone
+            const bool spoilt = next.index < 0 && !(next.value < 0.0f);  // NaN or +inf, but not a piece of only -inf
             if (spoilt || next.value > most.value) most = next;
             if (spoilt) break;
         }
@@ -194,12 +194,12 @@ template <class Job>
 struct ScoresJob {
     const Job& job;
     int64_t rows, outputs;
-    float *scores, *maxima;  // of each row
+    float *scores, *maxima;  // per row
 };
 
 template <class Job>
 void scores_of_pieces(const ScoresJob<Job>& all, int64_t begin, int64_t end) {
-    static_assert(WIDTH % SCORE_BLOCK == 0 && NARROW % SCORE_BLOCK == 0, "a block of scores is made in one piece");
+    static_assert(WIDTH % SCORE_BLOCK == 0 && NARROW % SCORE_BLOCK == 0, "a block of scores must lie in one piece");
     const int64_t most = width_for(all.rows);
     float* y = outputs_of_this_thread(all.rows * most);
     const int64_t blocks = (all.outputs + SCORE_BLOCK - 1) / SCORE_BLOCK;
@@ -217,7 +217,7 @@ template <class Job>
 struct TopJob {
     const Job& job;
     int64_t rows, outputs;
-    std::deque<RunningTop>& tops;  // one for each row
+    std::deque<RunningTop>& tops;  // one per row
 };
 
 template <class Job>
@@ -235,20 +235,20 @@ void tops_of_pieces(const TopJob<Job>& all, int64_t begin, int64_t end) {
     }
 }
 
-// Without storing all scores, where each row wants one of a few; false where that could not be told.
+// Without storing all scores, if every row needs only a few of them; returns false if that was not enough.
 template <class Job>
 bool choose_from_top(const Job& job, int64_t rows, int64_t outputs, const Choice& choice, int64_t* tokens) {
     constexpr int64_t FEW = 128;
     for (int64_t row = 0; row < rows; ++row)
-        if (!choice.wishes[row].greedy && choice.wishes[row].top_k > FEW) return false;
-    thread_local std::deque<RunningTop> tops;  // kept for their memory
+        if (!choice.params[row].greedy && choice.params[row].top_k > FEW) return false;
+    thread_local std::deque<RunningTop> tops;  // reuses its memory
     while (int64_t(tops.size()) < rows) tops.emplace_back();
     for (int64_t row = 0; row < rows; ++row)
-        tops[size_t(row)].begin(choice.wishes[row].greedy ? 1 : choice.wishes[row].top_k);
+        tops[size_t(row)].begin(choice.params[row].greedy ? 1 : choice.params[row].top_k);
     spread(tops_of_pieces<Job>, TopJob<Job>{job, rows, outputs, tops}, (outputs + width_for(rows) - 1) / width_for(rows), 1);
     bool known = true;
     for (int64_t row = 0; row < rows && known; ++row)
-        known = tops[size_t(row)].choose(choice.wishes[row], choice.purpose, tokens[row]);
+        known = tops[size_t(row)].choose(choice.params[row], choice.purpose, tokens[row]);
     return known;
 }
 
@@ -256,7 +256,7 @@ template <class Job>
 void run_choice(const Job& job, int64_t rows, int64_t outputs, const Choice& choice, int64_t* tokens) {
     if (choose_from_top(job, rows, outputs, choice, tokens)) return;
     const int64_t pieces = (outputs + width_for(rows) - 1) / width_for(rows), blocks = (outputs + SCORE_BLOCK - 1) / SCORE_BLOCK;
-    thread_local std::vector<float> scores, maxima;  // kept for their memory
+    thread_local std::vector<float> scores, maxima;  // reuse their memory
     if (int64_t(scores.size()) < rows * outputs) scores.resize(size_t(rows * outputs));
     if (int64_t(maxima.size()) < rows * blocks) maxima.resize(size_t(rows * blocks));
     spread(scores_of_pieces<Job>, ScoresJob<Job>{job, rows, outputs, scores.data(), maxima.data()}, pieces, 1);
@@ -266,7 +266,7 @@ void run_choice(const Job& job, int64_t rows, int64_t outputs, const Choice& cho
 }  // namespace
 
 void run_packed_choice(const PackedJob& job, const Choice& choice, int64_t* tokens) {
-    run_choice(with_mixed_rows(job), job.rows, job.parts->outputs, choice, tokens);
+    run_choice(with_hadamard_rows(job), job.rows, job.parts->outputs, choice, tokens);
 }
 
 void run_linear_choice(const LinearJob& job, Format format, const Choice& choice, int64_t* tokens) {
@@ -274,7 +274,7 @@ void run_linear_choice(const LinearJob& job, Format format, const Choice& choice
 }
 
 void run_packed_best(const PackedJob& job, int64_t* best) {
-    run_best(with_mixed_rows(job), job.rows, job.parts->outputs, best);
+    run_best(with_hadamard_rows(job), job.rows, job.parts->outputs, best);
 }
 
 void announce_packed_head(const PackedJob& job) { announce_packed(job, width_for(job.rows) / UNIT); }
@@ -289,10 +289,10 @@ RecurrentPlan checked_plan(const RecurrentPlan& plan, int64_t most, int64_t slot
         const int64_t count = plan.q_start[i + 1] - plan.q_start[i];
         require(count >= 0 && plan.kept[i] >= 0 && plan.kept[i] <= count && plan.kept[i] <= most,
                 "recurrent: more states are kept than there are tokens or slots");
-        require(plan.read[i] >= 0 && plan.read[i] < slots, "recurrent: a slot is read that is not there");
+        require(plan.read[i] >= 0 && plan.read[i] < slots, "recurrent: a slot to read is out of range");
         for (int64_t j = 0; j < plan.kept[i]; ++j) {
             const int64_t slot = plan.write[i * plan.write_stride + j];
-            require(slot >= 0 && slot < slots, "recurrent: a slot is written that is not there");
+            require(slot >= 0 && slot < slots, "recurrent: a slot to write is out of range");
         }
     }
     return plan;

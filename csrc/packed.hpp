@@ -1,13 +1,13 @@
 // Linear layers over packed weights. Included inside a namespace per instruction set.
 
-// How many units from this one on are of the same part.
+// Number of consecutive units of the same part, starting at this one.
 static inline int64_t units_alike(const PackedJob& job, int64_t number) {
     const Unit unit = unit_at(job, number);
     return units_of(unit.parts->outputs) - unit.number;
 }
 
-// Tiles take weights in blocks from so many rows on, measured; the fewer, the more widening a panel costs. Dense weights
-// they read at the speed of memory already for one row.
+// Row count from which tiles multiply block-quantized weights, measured; with fewer rows, widening a panel costs more.
+// Dense weights are read at memory speed even for one row.
 static constexpr int64_t BLOCK_TILE_ROWS = 3;
 
 static void packed_bfloats(const PackedJob& job, int64_t begin, int64_t end) {
@@ -23,20 +23,20 @@ static void packed_bfloats(const PackedJob& job, int64_t begin, int64_t end) {
     packed_floats(job, begin, end);
 }
 
-// Both parts of a gate are made in one way.
-static bool is_mixed(const PackedJob& job, const Unit& unit) {
-    int64_t mixed = 0;
-    for (int64_t part = 0; part < unit.count; ++part) mixed += unit.parts[part].mixed != nullptr;
-    return job.mixed.data && mixed == unit.count;
+// Both parts of a gate use the same method.
+static bool uses_hadamard(const PackedJob& job, const Unit& unit) {
+    int64_t hadamard = 0;
+    for (int64_t part = 0; part < unit.count; ++part) hadamard += unit.parts[part].hadamard != nullptr;
+    return job.hadamard.data && hadamard == unit.count;
 }
 
 static void packed(const PackedJob& job, int64_t begin, int64_t end) {
     const bool codes = job.x.kind == Activations::Codes;
-    if (codes && !job.mixed.data) return packed_codes(job, begin, end);
+    if (codes && !job.hadamard.data) return packed_codes(job, begin, end);
     while (begin < end) {
         const int64_t alike = units_alike(job, begin), stop = end - begin < alike ? end : begin + alike;
-        if (is_mixed(job, unit_at(job, begin)))
-            packed_mixed(job, begin, stop);
+        if (uses_hadamard(job, unit_at(job, begin)))
+            packed_hadamard(job, begin, stop);
         else if (codes)
             packed_codes(job, begin, stop);
         else

@@ -1,5 +1,5 @@
-// Packed weights times rows of int8 codes. A group's products are summed as integers, exactly; groups are added as
-// floats in the order of k, whatever the rows of a tile: a row has the same bits alone and in any batch.
+// Packed weights times rows of int8 codes. A group's products are summed exactly as integers; groups are added as
+// floats in the order of k, for any tile shape: a row has the same bits alone and in any batch.
 //
 // Included inside a namespace per instruction set.
 
@@ -9,9 +9,9 @@
 
 #else
 
-// Rows that share the unpacked codes: their sums should fit the registers. Up to BOTH_ROWS of them are multiplied with both
-// packs of a unit at once: they share what is read of a row, and sums of one pack are not waited for. Totals are touched
-// once in a group, so that it does not matter if those have no registers left (5% faster for 1 row, 20% for 8).
+// Rows that share unpacked codes: their sums should fit into registers. Up to BOTH_ROWS of them are multiplied with
+// both packs of a unit at once: they share the loads of a row, and the two packs' sums are independent. Totals are
+// updated once per group, so it does not matter if they spill (5% faster for 1 row, 20% for 8).
 #if defined(__AVX512F__)
 static constexpr int64_t CODE_ROWS = 8, BOTH_ROWS = 8;
 #elif defined(__AVX2__)
@@ -20,22 +20,22 @@ static constexpr int64_t CODE_ROWS = 4, BOTH_ROWS = 3;
 static constexpr int64_t CODE_ROWS = 2, BOTH_ROWS = 1;
 #endif
 
-// Bytes: how far ahead of its use a line is asked for, into the second-level cache. The first-level one would have to give
-// up others for it, and a core has fewer requests on their way to that one: 5 to 7% slower from memory.
+// Prefetch distance into L2, in bytes. Prefetching into L1 would evict other lines, and a core has fewer outstanding
+// loads to it: 5 to 7% slower from memory.
 static constexpr int64_t AHEAD = 32768;
-// ... and into the first-level one, from there: another 4 to 8%. Half or twice as far gained less.
+// ... and from there into L1: another 4 to 8%. Half or twice this distance gained less.
 static constexpr int64_t SOON = 2048;
 
 struct CodeRows {
     const uint8_t* data;
     int64_t stride, inner;
-    // What a group's sum begins with (an int32), or what the group's minimum is multiplied with (a float).
+    // Initial value of a group's sum (int32), or the factor of the group's minimum (float).
     const float* corrections;
 
     int64_t corrections_stride() const { return inner / 16; }
 };
 
-// One pack, or two that lie side by side. sums: rows of 32 floats, of which sixteen are written for each.
+// One pack, or two adjacent ones. sums: rows of 32 floats, of which sixteen are written per pack.
 template <Pack P, int R, int Packs>
 static void multiply_packs(const uint8_t* pack, const CodeRows& x, float* sums) {
     constexpr PackLayout layout = LAYOUTS[P];
@@ -103,7 +103,7 @@ static void multiply_unit(const uint8_t* packs, const CodeRows& x, float* sums) 
     }
 }
 
-// A template for each number of rows.
+// One template instance per row count.
 struct Multiply {
     void (*rows[CODE_ROWS])(const uint8_t* packs, const CodeRows& x, float* sums);
 };

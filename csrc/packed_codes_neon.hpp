@@ -1,20 +1,20 @@
 // Packed weights times rows of int8 codes with NEON, see packed_codes.hpp.
 //
-// Few rows: codes of weights are unpacked on their way into the products. Many rows: a pack is unpacked once into panels
-// of signed bytes and float scales, which stay near while rows pass by, four at a time. Both do the same arithmetic in
-// the same order, so a row has the same bits in either.
+// Few rows: weight codes are unpacked on their way into the products. Many rows: a pack is unpacked once into panels of
+// signed bytes and float scales, which stay in cache while rows are processed, four at a time. Both do the same
+// arithmetic in the same order, so a row has the same bits in either.
 //
-// Sums of integers begin with the bits of a float whose last digit stands for one: such a sum, read as a float, is that
-// float plus the sum. Taking the float away again is exact, and cheaper than a conversion, which a Neoverse-N1 does at a
+// Integer sums start with the bits of a float whose last digit stands for one: such a sum, read as a float, is that
+// float plus the sum. Subtracting the float is exact, and cheaper than a conversion, which a Neoverse-N1 does at a
 // quarter of the rate.
 //
 // Included inside a namespace per instruction set.
 
 static constexpr float SHIFT = 0x1.8p23f;
-static constexpr int32_t SHIFT_BITS = 0x4b400000;  // the bits of SHIFT; sums of a group are far below 2^22
+static constexpr int32_t SHIFT_BITS = 0x4b400000;  // bits of SHIFT; a group's sums are far below 2^22
 
 static constexpr int64_t CODE_ROWS = 4;
-// Bytes: how far ahead of its use a line is asked for, into the second-level cache, and then into the first.
+// Prefetch distances into L2 and then into L1, in bytes.
 static constexpr int64_t AHEAD = 16384, SOON = 1024;
 
 static inline void fetch(const uint8_t* line) {
@@ -22,18 +22,17 @@ static inline void fetch(const uint8_t* line) {
     __builtin_prefetch(line + SOON);
 }
 
-// What four rows bring along for each group of columns, the rows' numbers side by side. Those of a row that is not there are
-// not read.
+// Per-group data of four rows, interleaved by row. Entries of missing rows are not read.
 struct GroupNumbers {
     float scales[4];
-    // What a minimum is multiplied with (a float), or what a sum begins with (an int32).
+    // Factor of a minimum (float), or initial value of a sum (int32).
     float corrections[4];
 };
 
 struct CodeRows {
     const uint8_t* data;
     int64_t stride, inner;
-    const GroupNumbers* numbers;  // of each group
+    const GroupNumbers* numbers;  // per group
 
     const int8_t* row(int r) const { return reinterpret_cast<const int8_t*>(data + r * stride); }
 };
@@ -42,9 +41,9 @@ struct CodeRows {
 template <Pack P>
 static void number_row(const Codes& row, int64_t groups, int64_t r, GroupNumbers* numbers) {
     constexpr PackLayout layout = LAYOUTS[P];
-    // Codes of 8 bits are signed already.
+    // 8-bit codes are signed already.
     constexpr int32_t offset = layout.bits == 8 ? 0 : layout.offset;
-    constexpr bool wide = layout.group == GROUP;  // else two groups share a scale
+    constexpr bool wide = layout.group == GROUP;  // otherwise two groups share a scale
     int64_t i = 0;
     for (; i + 4 <= groups; i += 4) {
         float32x4_t scale;
@@ -81,7 +80,7 @@ static void number_row(const Codes& row, int64_t groups, int64_t r, GroupNumbers
     }
 }
 
-// For all rows of a job: so many groups of the first four rows, then of the next four.
+// For all rows of a job: the groups of the first four rows, then of the next four.
 template <Pack P>
 static void number_groups(const PackedJob& job, GroupNumbers* numbers) {
     const int64_t groups = job.inner / LAYOUTS[P].group;
@@ -90,7 +89,7 @@ static void number_groups(const PackedJob& job, GroupNumbers* numbers) {
                       numbers + row / CODE_ROWS * groups);
 }
 
-// The sums of a group join a row's total: scales and minimums are those of one register's outputs.
+// Adds the sums of a group to a row's total: scales and minima are those of one register's outputs.
 template <bool Minimum>
 static inline float32x4_t plus_group(float32x4_t total, int32x4_t sums, float32x4_t scale, float32x4_t minimum,
                                      float row_scale, float correction) {
@@ -157,23 +156,23 @@ static void multiply_few(const uint8_t* pack, const CodeRows& x, float* sums) {
     for (int r = 0; r < R; ++r) totals[r].store(sums + r * UNIT_OUTPUTS);
 }
 
-// Eight outputs of a pack, unpacked, as products read them from front to back: for each group the codes of its quads, 32
-// bytes each, with the offset taken off; eight float scales; each scale times -SHIFT; eight float minimums where there are
-// some. The product with -SHIFT is exact (a scale has at most 19 bits), so adding it to a scale times a sum that began
+// Eight outputs of a pack, unpacked in the order in which products read them: for each group the codes of its quads, 32
+// bytes each, with the offset subtracted; eight float scales; each scale times -SHIFT; eight float minima if there are
+// any. The product with -SHIFT is exact (a scale has at most 19 bits), so adding it to a scale times a sum that started
 // with SHIFT gives, rounded once, the scale times the sum: one instruction instead of two.
 static constexpr int64_t PANEL_OUTPUTS = 8, UNIT_PANELS = UNIT_OUTPUTS / PANEL_OUTPUTS;
 template <int Group, bool Minimum>
 static constexpr int64_t GROUP_BYTES = Group * PANEL_OUTPUTS + (Minimum ? 96 : 64);
-static constexpr int64_t READ_AHEAD = 32;  // bytes that may be read behind a panel, and are not used
+static constexpr int64_t READ_AHEAD = 32;  // unused bytes that may be read past a panel
 
-// Both panels of a pack; the second one begins `apart` bytes behind the first.
+// Both panels of a pack; the second one starts `apart` bytes after the first.
 template <Pack P>
 static void unpack_panels(const uint8_t* pack, int64_t inner, uint8_t* panel, int64_t apart) {
     constexpr PackLayout layout = LAYOUTS[P];
     using Code = Coded<layout.bits>;
     constexpr int step = Code::step < layout.group ? Code::step : layout.group;
     constexpr int64_t scales_at = layout.group * PANEL_OUTPUTS;
-    const int8x16_t offset = vdupq_n_s8(layout.bits == 8 ? 0 : layout.offset);  // codes of 8 bits are signed already
+    const int8x16_t offset = vdupq_n_s8(layout.bits == 8 ? 0 : layout.offset);  // 8-bit codes are signed already
     const uint8_t *scales = pack, *codes = pack + layout.codes_at(inner);
     for (int64_t k = 0; k < inner; scales += layout.scale_bytes())
         for (int group = 0; group < layout.groups(); ++group, k += layout.group) {
@@ -201,16 +200,16 @@ static void unpack_panels(const uint8_t* pack, int64_t inner, uint8_t* panel, in
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 
-// Two outputs' eight columns times those of two rows, four sums at once: row 0 with both outputs, row 1 with both. Quads of
-// four outputs become such pairs by taking words of two neighbouring quads in turn.
-// Four rows. sums: rows of 32 floats, of which eight are written.
+// Eight columns of two outputs times those of two rows, four sums per instruction (SMMLA): row 0 with both outputs, row
+// 1 with both. Quads of four outputs become such pairs by zipping words of two adjacent quads. Four rows. sums: rows of
+// 32 floats, of which eight are written.
 template <int Group, bool Minimum>
 static void multiply_panel(const uint8_t* panel, const CodeRows& x, float* sums) {
-    float32x4_t totals[2][4];  // of two rows and two outputs each
+    float32x4_t totals[2][4];  // two rows and two outputs each
     for (int pair = 0; pair < 2; ++pair)
         for (int i = 0; i < 4; ++i) totals[pair][i] = vdupq_n_f32(0.0f);
     const GroupNumbers* numbers = x.numbers;
-    const auto both = [](float32x4_t four, int first) {  // numbers of two rows, each twice
+    const auto both = [](float32x4_t four, int first) {  // values of two rows, each twice
         const float32x2_t two = first ? vget_high_f32(four) : vget_low_f32(four);
         return vcombine_f32(vdup_lane_f32(two, 0), vdup_lane_f32(two, 1));
     };
@@ -262,13 +261,13 @@ static void multiply_panel(const uint8_t* panel, const CodeRows& x, float* sums)
 
 #elif defined(__ARM_FEATURE_DOTPROD)
 
-// Written out, because compilers move loads ahead until sums have no registers left, which costs half of the speed. Loads
-// stand well before their use all the same: while products wait in a full queue, nothing behind them is begun. What sums
-// begin with is loaded, however often: loads have units of their own, while copying a register takes a product's place.
+// In assembly, because compilers hoist loads until sums spill, which costs half of the speed. Loads still stand well
+// before their use: while products wait in a full queue, nothing after them is issued. Initial sums are always loaded:
+// loads have their own units, while a register copy would occupy a product's slot.
 //
 // Registers 0 to 7 are the sums of a group (four rows of the first four outputs, then of the others), 8 to 11 sixteen
-// columns of the rows, 12 to 15 weights, 16 to 23 the totals, 24 to 27 the next sixteen columns, 28 and 29 scales, 30 the
-// rows' scales. Sums times scales take the place of columns that are done with.
+// columns of the rows, 12 to 15 weights, 16 to 23 the totals, 24 to 27 the next sixteen columns, 28 and 29 scales, 30
+// the rows' scales. Sums times scales replace columns that are no longer needed.
 #define DOT(sum, weights, row, lane) "sdot v" #sum ".4s, v" #weights ".16b, v" #row ".4b[" #lane "]\n"
 #define QUAD(w, v, a, b, c, d, lane, FIRST, SECOND, THIRD, FOURTH)                                               \
     DOT(0, w, a, lane) DOT(1, w, b, lane) FIRST DOT(2, w, c, lane) DOT(3, w, d, lane) SECOND                     \
@@ -284,12 +283,12 @@ static void multiply_panel(const uint8_t* panel, const CodeRows& x, float* sums)
     SCALED(a, e, scales) SCALED(b, f, scales) SCALED(c, g, scales) SCALED(d, h, scales)
 #define FOUR_TOTALS(a, b, c, d, e, f, g, h, numbers) \
     TOTAL(a, e, numbers, 0) TOTAL(b, f, numbers, 1) TOTAL(c, g, numbers, 2) TOTAL(d, h, numbers, 3)
-// Minimums come first: they keep the units busy until the sums of the group before are there.
+// Minima come first: they keep the units busy until the sums of the previous group are ready.
 #define MINIMUMS(at)                                                                                             \
     LOAD_TWO(24, 25, panel, at) LOAD(26, numbers, 16)                                                            \
     FOUR_TOTALS(16, 17, 18, 19, 24, 24, 24, 24, 26) FOUR_TOTALS(20, 21, 22, 23, 25, 25, 25, 25, 26)
 #define NO_MINIMUMS(at) ""
-// Groups of 32 columns: shifts are at 288 of a panel's group, minimums at 320; BYTES to the next.
+// Groups of 32 columns: shifts are at byte 288 of a panel's group, minima at 320; BYTES to the next.
 #define GROUP_OF_32(FIRST, BYTES)                                                                                \
     FIRST(320)                                                                                                   \
     EVEN(32, 8, 9, 10, 11, 0, NOTHING, NOTHING, NOTHING)                                                         \
@@ -337,8 +336,8 @@ static void multiply_panel(const uint8_t* panel, const CodeRows& x, float* sums)
           "v13", "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26",      \
           "v27", "v28", "v29", "v30")
 
-// Four rows. sums: rows of 32 floats, of which eight are written. Behind the last group the next columns of rows are read,
-// which are the rows' scales, and the next weights: see READ_AHEAD.
+// Four rows. sums: rows of 32 floats, of which eight are written. After the last group, the reads ahead touch the rows'
+// scales, which follow their columns, and the next weights: see READ_AHEAD.
 template <int Group, bool Minimum>
 static void multiply_panel(const uint8_t* panel, const CodeRows& x, float* sums) {
     const int8_t *a = x.row(0), *b = x.row(1), *c = x.row(2), *d = x.row(3);
@@ -346,7 +345,7 @@ static void multiply_panel(const uint8_t* panel, const CodeRows& x, float* sums)
     int64_t groups = x.inner / Group;
     static_assert(UNIT_OUTPUTS * sizeof(float) == 128 && sizeof(GroupNumbers) == 32 && GROUP_BYTES<32, true> == 352 &&
                       GROUP_BYTES<32, false> == 320 && GROUP_BYTES<16, true> == 224 && GROUP_BYTES<16, false> == 192,
-                  "as the instructions below know it");
+                  "as hard-coded in the instructions below");
     alignas(32) static constexpr float shift[8] = {SHIFT, SHIFT, SHIFT, SHIFT, SHIFT, SHIFT, SHIFT, SHIFT};
     if constexpr (Group == 32 && Minimum) MULTIPLY(GROUP_OF_32, MINIMUMS, 32, 352);
     if constexpr (Group == 32 && !Minimum) MULTIPLY(GROUP_OF_32, NO_MINIMUMS, 32, 320);
@@ -405,11 +404,11 @@ static void multiply_panel(const uint8_t* panel, const CodeRows& x, float* sums)
 
 #endif
 
-// What one form of packed weights offers.
+// The kernels of one packed format.
 struct CodeKernels {
     int group;
     void (*number_groups)(const PackedJob& job, GroupNumbers* numbers);
-    void (*few[CODE_ROWS])(const uint8_t* pack, const CodeRows& x, float* sums);  // a template for each number of rows
+    void (*few[CODE_ROWS])(const uint8_t* pack, const CodeRows& x, float* sums);  // by row count
     void (*unpack)(const uint8_t* pack, int64_t inner, uint8_t* panel, int64_t apart);
     void (*multiply)(const uint8_t* panel, const CodeRows& x, float* sums);
 };
@@ -431,12 +430,12 @@ static constexpr CodeKernels CODE_KERNELS[PACKS] = {
     code_kernels<PACK6S>(), code_kernels<PACK8>(),
 };
 
-// The numbers of all rows, in memory of the caller; made again only where another form of weights follows.
+// Per-group data of all rows, in the caller's memory; recomputed only if another packed format follows.
 class NumberedRows {
   public:
     NumberedRows(const PackedJob& job, GroupNumbers* memory) : job_(job), memory_(memory) {}
     static int64_t count(const PackedJob& job) { return (job.rows + CODE_ROWS - 1) / CODE_ROWS * (job.inner / 16); }
-    // Four rows from `row` on, which is a multiple of four.
+    // Four rows starting at `row`, a multiple of four.
     CodeRows from(int64_t row, int pack) {
         if (pack_ != pack) CODE_KERNELS[pack].number_groups(job_, memory_);
         pack_ = pack;
@@ -450,14 +449,14 @@ class NumberedRows {
     int pack_ = -1;
 };
 
-// Rows that pass by a panel before the next one's turn: these rows and a panel should fit the first-level cache.
+// Rows per pass over a panel: these rows and a panel should fit into L1.
 static constexpr int64_t PANEL_ROWS = 16;
 
 static void packed_codes(const PackedJob& job, int64_t begin, int64_t end) {
-    const bool panels = job.rows >= 2 * CODE_ROWS;  // else unpacking a pack takes longer than it saves
+    const bool panels = job.rows >= 2 * CODE_ROWS;  // otherwise unpacking a pack costs more than it saves
     const int64_t count = NumberedRows::count(job);
     const int64_t room = panels ? job.inner / 16 * GROUP_BYTES<16, true> + READ_AHEAD : 0;
-    // For each part of a gate: the numbers of its rows, and panels of both packs of a unit.
+    // For each part of a gate: the per-group data of its rows, and panels of both packs of a unit.
     uint8_t* memory =
         reinterpret_cast<uint8_t*>(scratch((count * int64_t(sizeof(GroupNumbers)) + UNIT_PANELS * room) / 2));
     GroupNumbers* numbers = reinterpret_cast<GroupNumbers*>(memory);

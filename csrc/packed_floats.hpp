@@ -1,14 +1,14 @@
-// Packed weights times rows of bfloat16, in float32 products: few rows, and any number of them where there are no tiles.
+// Packed weights times rows of bfloat16 in float32: few rows, or any number of rows on machines without tiles.
 //
-// Dense weights are summed as tile registers sum them: products of even and of odd k apart over 32 columns, then both
-// together, then onto the sum of the columns before. Products of two bfloat16 numbers are exact, so a row has the same
-// bits here and in tiles, fused or not, on every instruction set; but numbers below 2^-126, which tiles take for 0.
-// Weights in blocks: a group's codes times the row, then times the group's scale, in the order of k.
-// Either way a row has the same bits alone and in any batch.
+// Dense weights are accumulated like tile registers do: products of even and of odd k separately over 32 columns, then
+// both added, then added to the sum of the columns before. Products of two bfloat16 values are exact, so a row has the
+// same bits here and in tiles, with or without FMA, on every instruction set; except for values below 2^-126, which
+// tiles flush to 0. Block-quantized weights: a group's codes times the row, then times the group's scale, in the order
+// of k. Either way a row has the same bits alone and in any batch.
 //
 // Included inside a namespace per instruction set.
 
-// Rows that share the widened weights: their sums should fit the registers. Those of blocks take more of them.
+// Rows that share widened weights: their sums should fit into registers. Block-quantized weights need more of them.
 #if defined(__AVX512F__)
 static constexpr int64_t FLOAT_ROWS = 8, BLOCK_ROWS = 8;
 #elif defined(__AVX2__)
@@ -18,11 +18,11 @@ static constexpr int64_t FLOAT_ROWS = 6, BLOCK_ROWS = 2;
 #else
 static constexpr int64_t FLOAT_ROWS = 2, BLOCK_ROWS = 2;
 #endif
-static constexpr int64_t WIDENED_FLOATS = 131072;  // of rows that are widened at once; they should fit a cache
+static constexpr int64_t WIDENED_FLOATS = 131072;  // of rows widened at once; they should fit into cache
 
 #if !defined(BANKFULL_NEON)
 
-// Sixteen outputs' weights for two consecutive k.
+// Weights of sixteen outputs for two consecutive k.
 struct Pair {
     Lanes even, odd;
 
@@ -50,7 +50,7 @@ struct Pair {
 
 #endif
 
-// How many Quads hold a line's sixteen outputs.
+// Number of Quads per line of sixteen outputs.
 #if defined(BANKFULL_NEON)
 static constexpr int COLUMNS = 4;
 #else
@@ -103,7 +103,7 @@ struct FloatRows {
     static int64_t room(int64_t inner) { return padded(inner) / 16 * 17; }
     const float* row(int64_t number) const { return data + number * stride; }
     FloatRows from(int64_t number) const { return {row(number), stride, columns}; }
-    // Of `group` columns from k on.
+    // Sum of `group` columns starting at k.
     float sum(int64_t number, int64_t k, int group) const {
         const float* sums = row(number) + columns + k / 16;
         return group == 16 ? sums[0] : sums[0] + sums[1];
@@ -121,7 +121,7 @@ static void widen_row(const uint8_t* encoded, int64_t columns, float* out) {
 // sums: rows of 32 floats, of which sixteen are written.
 #if defined(BANKFULL_NEON)
 
-// Sixteen outputs at once, or eight where more rows take the registers.
+// Sixteen outputs at once, or eight if more rows need the registers.
 template <int R>
 static void multiply_dense(const uint8_t* pack, const FloatRows& x, float* sums) {
     constexpr int C = R > 3 ? 2 : 4;
@@ -258,7 +258,7 @@ static void multiply_floats(const uint8_t* pack, const FloatRows& x, float* sums
     }
 }
 
-// A template for each number of rows.
+// One template instance per row count.
 struct FloatMultiply {
     void (*rows[FLOAT_ROWS])(const uint8_t* pack, const FloatRows& x, float* sums);
 };

@@ -5,29 +5,29 @@
 #include <vector>
 
 #include "isa.hpp"
-#include "mixing.hpp"
+#include "hadamard.hpp"
 #include "packing.hpp"
 #include "threads.hpp"
 
 namespace bankfull {
 namespace {
 
-constexpr int64_t PIECE_WEIGHTS = 16384, PIECE_VALUES = 8192;  // worth a hand-over between threads
-constexpr int64_t MIXED_VALUES = 2048;  // the same for numbers that are mixed
+constexpr int64_t PIECE_WEIGHTS = 16384, PIECE_VALUES = 8192;  // minimum worth handing to another thread
+constexpr int64_t HADAMARD_VALUES = 2048;  // the same for the Hadamard transform
 constexpr int64_t PIECE_UNITS = 8;
-constexpr int64_t FEW_ROWS = 64, SHARING_UNITS = 4;  // more rows than these are read for so many units
-// Rows that all dense weights of a job share should fit the second-level cache: so many bytes of them. But with fewer than
-// so many rows at a time, weights would be read too often.
+constexpr int64_t FEW_ROWS = 64, SHARING_UNITS = 4;  // with more rows than these, this many units share the reads
+// Rows shared by all dense weights of a job should fit into L2: this many bytes. But with fewer rows at a time, weights
+// would be read too often.
 constexpr int64_t CACHED_ROW_BYTES = 1 << 20, LEAST_ROWS = 128;
-constexpr int64_t SHARED_ROWS = 128;  // for each thread: from here on, rows of its own are worth widening all panels
-constexpr int64_t LEAST_PART = 32;    // rows that share a tile of weights
-constexpr int64_t ANNOUNCED_ROWS = 128;  // with more, products take longer than reading the weights
-constexpr int64_t MIXED_GROUP_BYTES = 256 << 10;  // of units that stay in the second-level cache for all rows
+constexpr int64_t SHARED_ROWS = 128;  // per thread: from here on, own rows are worth widening all panels
+constexpr int64_t LEAST_PART = 32;    // minimum rows that share a tile of weights
+constexpr int64_t ANNOUNCED_ROWS = 128;  // with more rows, GEMM takes longer than reading the weights
+constexpr int64_t HADAMARD_GROUP_BYTES = 256 << 10;  // of units that stay in L2 for all rows
 
-// At least `worth` rows at a time, and sixteen where every thread has several times as many: those of a block share lines.
+// At least `worth` rows at a time, and sixteen if every thread has several times as many: rows of a block share lines.
 int64_t piece_of_rows(int64_t rows, int64_t worth) {
     const int64_t each = rows / (4 * threads());
-    return each >= MIXED_BLOCK ? MIXED_BLOCK : worth;
+    return each >= HADAMARD_BLOCK ? HADAMARD_BLOCK : worth;
 }
 
 int64_t count_units(const PackedJob& job) {
@@ -43,13 +43,13 @@ bool all_dense(const PackedJob& job) {
     return true;
 }
 
-// The rows [first, first + rows) of a job; `parts` is where its parts go.
+// The rows [first, first + rows) of a job; its parts are stored in `parts`.
 PackedJob rows_from(const PackedJob& job, int64_t first, int64_t rows, PackedPart* parts) {
     PackedJob some = job;
     some.rows = rows;
     some.parts = parts;
     some.x.data += first * job.x.stride;
-    if (some.mixed.data) some.mixed.data += first * job.mixed.stride;  // `first` is a multiple of whole blocks
+    if (some.hadamard.data) some.hadamard.data += first * job.hadamard.stride;  // `first` is a multiple of whole blocks
     if (some.out.data) some.out.data += first * job.out.stride;
     for (int64_t i = 0; i < job.count; ++i) {
         parts[i] = job.parts[i];
@@ -58,17 +58,17 @@ PackedJob rows_from(const PackedJob& job, int64_t first, int64_t rows, PackedPar
     return some;
 }
 
-// Heads that attention takes in. Threads take units as they can, so each head counts those that are still to come; who
-// brings the last one takes in the head.
+// Heads of an attention intake. Threads take units in any order, so each head counts its missing units; the thread that
+// completes the last one takes in the head.
 class Arrivals {
   public:
     explicit Arrivals(const IntakeJob& intake) : intake_(intake) {}
 
-    // Before the first unit of some rows: those from `first` on, `each` of them in every share.
+    // Call before the first unit of some rows: those from `first` on, `each` of them per share.
     void expect(int64_t first, int64_t each, int64_t rows) {
         first_ = first, each_ = each, last_ = first + rows;
         const int64_t heads = intake_.all_heads(), all = heads * ((rows + each - 1) / each);
-        thread_local std::unique_ptr<std::atomic<int32_t>[]> memory;  // kept
+        thread_local std::unique_ptr<std::atomic<int32_t>[]> memory;  // reused
         thread_local int64_t size = 0;
         if (size < all) {
             memory.reset(new std::atomic<int32_t>[size_t(all)]);
@@ -78,12 +78,12 @@ class Arrivals {
         for (int64_t i = 0; i < all; ++i) missing_[i].store(int32_t(units_in(i % heads)), std::memory_order_relaxed);
     }
 
-    // Units [begin, end) of a share's rows are there.
-    void came(int64_t share, int64_t begin, int64_t end) const {
+    // Units [begin, end) of a share's rows are complete.
+    void arrived(int64_t share, int64_t begin, int64_t end) const {
         const int64_t queries = intake_.heads * units_in(0), keys = intake_.kv_heads * units_in(0);
         std::atomic<int32_t>* missing = missing_ + share * intake_.all_heads();
         while (begin < end) {
-            const bool value = begin >= queries + keys;  // units of keys follow those of queries, and have as many
+            const bool value = begin >= queries + keys;  // units of keys follow those of queries
             const int64_t base = value ? queries + keys : 0, each = units_in(value ? intake_.heads + intake_.kv_heads : 0);
             const int64_t number = (begin - base) / each, behind = base + (number + 1) * each;
             const int64_t head = number + (value ? intake_.heads + intake_.kv_heads : 0);
@@ -103,7 +103,7 @@ class Arrivals {
     }
 
     const IntakeJob& intake_;
-    std::atomic<int32_t>* missing_ = nullptr;  // units, for each head of each share
+    std::atomic<int32_t>* missing_ = nullptr;  // units per head and share
     int64_t first_ = 0, each_ = 0, last_ = 0;
 };
 
@@ -112,14 +112,14 @@ struct UnitsJob {
     const Arrivals* arrivals;  // may be null
 };
 
-// Units that share what is read of many rows. Mixed ones should stay in the second-level cache beside them.
+// Units that share the reads of many rows. Hadamard-transformed ones should stay in L2 beside them.
 int64_t sharing_units(const PackedJob& job) {
-    const int64_t fitting = MIXED_GROUP_BYTES / (2 * mixed_pack_bytes(job.inner) * (job.gate >= 0 ? 2 : 1));
-    return !job.mixed.data || fitting > SHARING_UNITS ? SHARING_UNITS : fitting > 1 ? fitting : 1;
+    const int64_t fitting = HADAMARD_GROUP_BYTES / (2 * hadamard_pack_bytes(job.inner) * (job.gate >= 0 ? 2 : 1));
+    return !job.hadamard.data || fitting > SHARING_UNITS ? SHARING_UNITS : fitting > 1 ? fitting : 1;
 }
 
-// Units that a thread takes at a time. A handful of pieces for each thread evens out what the machine does meanwhile; with
-// many rows the units of a piece share what is read of these, or made of them once for a piece.
+// Units that a thread takes at a time. A handful of pieces per thread balances the load; with many rows the units of a
+// piece share the reads of rows, and what is computed from them once per piece.
 int64_t piece_of(const PackedJob& job, int64_t units) {
     const int64_t weights = UNIT_OUTPUTS * job.inner * (job.gate >= 0 ? 2 : 1), count = threads();
     const int64_t least = (PIECE_WEIGHTS + weights - 1) / weights;
@@ -129,7 +129,7 @@ int64_t piece_of(const PackedJob& job, int64_t units) {
     return capped > least ? capped : least;
 }
 
-// Rows of the job are those from `first` on of all, where there are arrivals.
+// With arrivals, the rows of the job start at `first` of all rows.
 void run_units(const PackedJob& job, Arrivals* arrivals, int64_t first = 0) {
     if (arrivals) arrivals->expect(first, job.rows, job.rows);
     const int64_t units = count_units(job);
@@ -137,11 +137,11 @@ void run_units(const PackedJob& job, Arrivals* arrivals, int64_t first = 0) {
     parallel(units, piece_of(job, units), [](const void* p, int64_t begin, int64_t end) {
         const UnitsJob& all = *static_cast<const UnitsJob*>(p);
         kernels().packed(all.job, begin, end);
-        if (all.arrivals) all.arrivals->came(0, begin, end);
+        if (all.arrivals) all.arrivals->arrived(0, begin, end);
     }, &both);
 }
 
-// So many rows after the other, each time all units.
+// At most `most` rows after the other, each time all units.
 void run_in_turn(const PackedJob& job, int64_t most, Arrivals* arrivals) {
     thread_local std::vector<PackedPart> parts;  // kept for its memory
     parts.resize(size_t(job.count));
@@ -149,7 +149,7 @@ void run_in_turn(const PackedJob& job, int64_t most, Arrivals* arrivals) {
         run_units(rows_from(job, first, job.rows - first < most ? job.rows - first : most, parts.data()), arrivals, first);
 }
 
-// A job's rows in as many parts as there are threads, each of them with all units, `group` of them at a time.
+// A job's rows in as many parts as there are threads, each with all units, `group` of them at a time.
 struct RowShares {
     std::vector<PackedJob> jobs;
     std::vector<PackedPart> parts;
@@ -157,10 +157,10 @@ struct RowShares {
     const Arrivals* arrivals;  // may be null
 };
 
-// Each thread has rows of its own: it wrote them, and will read what becomes of them. Every panel is widened by every
-// thread, which many rows make worth it.
+// Each thread has its own rows: it wrote them, and will read their results. Every panel is widened by every thread,
+// which many rows make worthwhile.
 void run_shares(const PackedJob& job, int64_t count, int64_t group, Arrivals* arrivals) {
-    thread_local RowShares shares;  // kept for its memory
+    thread_local RowShares shares;  // reuses its memory
     shares.units = count_units(job);
     shares.group = group;
     shares.groups = (shares.units + group - 1) / group;
@@ -178,66 +178,66 @@ void run_shares(const PackedJob& job, int64_t count, int64_t group, Arrivals* ar
             const int64_t share = begin / all.groups, unit = begin % all.groups * all.group;
             const int64_t stop = unit + all.group < all.units ? unit + all.group : all.units;
             kernels().packed(all.jobs[size_t(share)], unit, stop);
-            if (all.arrivals) all.arrivals->came(share, unit, stop);
+            if (all.arrivals) all.arrivals->arrived(share, unit, stop);
         }
     }, &shares);
 }
 
-// In how many parts a job's rows are cut, each with all units; 1: every piece has all rows. With rows enough for every thread
-// each gets its own. Else what the busiest thread has to do decides, by a rough count in nanoseconds: products; widening,
-// which is as much as products of so many rows; weights, which stream from memory meanwhile; and rows, which other threads
-// have just written, and which come before the first product.
+// Number of parts into which a job's rows are split, each with all units; 1: every piece has all rows. With enough rows
+// every thread gets its own. Otherwise a rough cost model of the busiest thread in nanoseconds decides: GEMM; widening,
+// which costs as much as the GEMM of some rows; weights, which stream from memory meanwhile; and rows just written by
+// other threads, which are read before the first product.
 int64_t parts_of_rows(const PackedJob& job) {
     if (job.x.kind != Activations::Tiles || job.rows < 2 * LEAST_PART) return 1;
     const int64_t count = threads();
     if (job.rows >= SHARED_ROWS * count) return count;
-    constexpr double MIXED_PRODUCTS = 700, PRODUCTS = 350, BYTES = 10;  // in a nanosecond: multiplications, bytes
-    constexpr double WIDENING = 64, WORTH = 0.92;                       // rows; the share of the time that a cut must reach
+    constexpr double HADAMARD_PRODUCTS = 700, PRODUCTS = 350, BYTES = 10;  // in a nanosecond: multiplications, bytes
+    constexpr double WIDENING = 64, WORTH = 0.92;                       // rows; fraction of the time that a split must reach
     const int64_t units = count_units(job);
     const double unit = double(UNIT_OUTPUTS * job.inner * (job.gate >= 0 ? 2 : 1)), inner = double(job.inner);
-    const bool mixed = job.mixed.data != nullptr;
+    const bool hadamard = job.hadamard.data != nullptr;
     int64_t best = 1;
     double least = 0;
     for (int64_t parts = 1; parts <= count && job.rows >= parts * LEAST_PART; parts *= 2) {
         const double rows = double(job.rows) / double(parts), own = double((units * parts + count - 1) / count);
-        const double products = own * unit * (mixed ? rows / MIXED_PRODUCTS : (rows + WIDENING) / PRODUCTS);
-        const double weights = own * unit * (mixed ? 1.0 : 0.5) / BYTES, read = rows * inner * (mixed ? 1.0 : 2.0) / BYTES;
+        const double products = own * unit * (hadamard ? rows / HADAMARD_PRODUCTS : (rows + WIDENING) / PRODUCTS);
+        const double weights = own * unit * (hadamard ? 1.0 : 0.5) / BYTES, read = rows * inner * (hadamard ? 1.0 : 2.0) / BYTES;
         const double time = (products > weights ? products : weights) + read;
         if (parts == 1 || time < WORTH * least) best = parts, least = time;
     }
     return best;
 }
 
-bool wants_mixed_rows(const PackedJob& job) {
-    if (!kernels().mix_rows || job.x.kind != kernels().mixed_of || job.rows < kernels().mixed_rows) return false;
-    int64_t mixed = 0;
-    for (int64_t i = 0; i < job.count; ++i) mixed += job.parts[i].mixed != nullptr;
-    return job.gate >= 0 ? mixed == job.count : mixed > 0;
+bool wants_hadamard_rows(const PackedJob& job) {
+    if (!kernels().hadamard_rows || job.x.kind != kernels().hadamard_form || job.rows < kernels().hadamard_min_rows) return false;
+    int64_t hadamard = 0;
+    for (int64_t i = 0; i < job.count; ++i) hadamard += job.parts[i].hadamard != nullptr;
+    return job.gate >= 0 ? hadamard == job.count : hadamard > 0;
 }
 
-// Where a job's mixed rows go.
-Encoded room_for_mixed(const PackedJob& job) {
-    const int64_t stride = mixed_stride(job.inner), blocks = (job.rows + MIXED_BLOCK - 1) / MIXED_BLOCK;
-    thread_local std::vector<uint8_t> memory;  // kept; blocks begin on multiples of 64 bytes
-    const size_t room = size_t(blocks * MIXED_BLOCK * stride + 64);
+// Buffer for a job's Hadamard-transformed rows.
+Encoded room_for_hadamard(const PackedJob& job) {
+    const int64_t stride = hadamard_stride(job.inner), blocks = (job.rows + HADAMARD_BLOCK - 1) / HADAMARD_BLOCK;
+    thread_local std::vector<uint8_t> memory;  // reused; blocks start at multiples of 64 bytes
+    const size_t room = size_t(blocks * HADAMARD_BLOCK * stride + 64);
     if (memory.size() < room) memory.resize(room);
-    return {memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64, stride, Activations::Mixed};
+    return {memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64, stride, Activations::Hadamard};
 }
 
-// All rows, before the first product: a row's scale is known only when the row is.
-Encoded mixed_rows(const PackedJob& job) {
-    const MixRowsJob rows{job.x, room_for_mixed(job), job.inner};
-    parallel(job.rows, piece_of_rows(job.rows, MIXED_VALUES / job.inner + 1), [](const void* p, int64_t begin, int64_t end) {
-        kernels().mix_rows(*static_cast<const MixRowsJob*>(p), begin, end);
+// All rows, before the first product: a row's scale depends on the whole row.
+Encoded transformed_rows(const PackedJob& job) {
+    const HadamardRowsJob rows{job.x, room_for_hadamard(job), job.inner};
+    parallel(job.rows, piece_of_rows(job.rows, HADAMARD_VALUES / job.inner + 1), [](const void* p, int64_t begin, int64_t end) {
+        kernels().hadamard_rows(*static_cast<const HadamardRowsJob*>(p), begin, end);
     }, &rows);
     return rows.out;
 }
 
-// Units that a thread takes at a time, for all rows of one of so many parts.
+// Units that a thread takes at a time, for all rows of one part.
 int64_t group_of(const PackedJob& job, int64_t parts) {
-    const int64_t count = threads(), even = count_units(job) * parts / ((job.mixed.data ? 2 : 4) * count);
-    const int64_t bytes = 2 * mixed_pack_bytes(job.inner) * (job.gate >= 0 ? 2 : 1);
-    int64_t group = job.mixed.data ? MIXED_GROUP_BYTES / bytes : SHARING_UNITS;
+    const int64_t count = threads(), even = count_units(job) * parts / ((job.hadamard.data ? 2 : 4) * count);
+    const int64_t bytes = 2 * hadamard_pack_bytes(job.inner) * (job.gate >= 0 ? 2 : 1);
+    int64_t group = job.hadamard.data ? HADAMARD_GROUP_BYTES / bytes : SHARING_UNITS;
     if (parts < count && group > even) group = even;
     return group > 1 ? group : 1;
 }
@@ -247,38 +247,38 @@ void run_packed(const PackedJob& given, Arrivals* arrivals) {
         const int64_t fitting = CACHED_ROW_BYTES / (2 * given.inner) / 32 * 32;
         return run_in_turn(given, fitting < LEAST_ROWS ? LEAST_ROWS : fitting, arrivals);
     }
-    const PackedJob job = with_mixed_rows(given);
+    const PackedJob job = with_hadamard_rows(given);
     const int64_t parts = parts_of_rows(job);
     if (parts > 1) return run_shares(job, parts, group_of(job, parts), arrivals);
     run_units(job, arrivals);
 }
 
-// Rows that were mixed when they were encoded, for the job that comes next.
-struct MixedBefore {
-    MixRowsJob mixing;
-    int64_t rows = 0;  // 0: there are none
+// Rows that were Hadamard-transformed when they were encoded, for the next job.
+struct HadamardBefore {
+    HadamardRowsJob transform;
+    int64_t rows = 0;  // 0: none
 
     bool are_of(const PackedJob& job) const {
-        return rows == job.rows && mixing.x.data == job.x.data && mixing.columns == job.inner;
+        return rows == job.rows && transform.x.data == job.x.data && transform.columns == job.inner;
     }
 };
-thread_local MixedBefore mixed_before;
+thread_local HadamardBefore hadamard_done;
 
 }  // namespace
 
-bool mix_before(const PackedJob& next, MixRowsJob& mixing) {
-    if (!wants_mixed_rows(next)) return false;
-    mixing = {next.x, room_for_mixed(next), next.inner};
-    mixed_before = {mixing, next.rows};
+bool hadamard_before(const PackedJob& next, HadamardRowsJob& transform) {
+    if (!wants_hadamard_rows(next)) return false;
+    transform = {next.x, room_for_hadamard(next), next.inner};
+    hadamard_done = {transform, next.rows};
     return true;
 }
 
-void forget_mixed_rows() { mixed_before.rows = 0; }
+void drop_hadamard_rows() { hadamard_done.rows = 0; }
 
-PackedJob with_mixed_rows(const PackedJob& given) {
+PackedJob with_hadamard_rows(const PackedJob& given) {
     PackedJob job = given;
-    if (wants_mixed_rows(job)) job.mixed = mixed_before.are_of(job) ? mixed_before.mixing.out : mixed_rows(job);
-    forget_mixed_rows();
+    if (wants_hadamard_rows(job)) job.hadamard = hadamard_done.are_of(job) ? hadamard_done.transform.out : transformed_rows(job);
+    drop_hadamard_rows();
     return job;
 }
 
@@ -292,11 +292,11 @@ void run_packed(const PackedJob& job, const IntakeJob& intake) {
 void announce_packed(const PackedJob& job, int64_t piece) {
     Coming coming;
     if (job.rows <= ANNOUNCED_ROWS && !all_dense(job) && job.count <= Coming::MOST) {
-        const bool mixed = wants_mixed_rows(job);
+        const bool hadamard = wants_hadamard_rows(job);
         for (int64_t i = 0; i < job.count; ++i) {
             const PackedPart& part = job.parts[i];
-            if (mixed && part.mixed)
-                coming.runs[i] = {part.mixed, units_of(part.outputs), 2 * mixed_pack_bytes(job.inner)};
+            if (hadamard && part.hadamard)
+                coming.runs[i] = {part.hadamard, units_of(part.outputs), 2 * hadamard_pack_bytes(job.inner)};
             else
                 coming.runs[i] = {part.weight, units_of(part.outputs), 2 * LAYOUTS[part.pack].bytes(job.inner)};
         }

@@ -1,25 +1,25 @@
-// Packed linear layers, cut over the threads.
+// Packed linear layers, split over the threads.
 #pragma once
 
 #include "jobs.hpp"
 
 namespace bankfull {
 
-// The sizes must fit: a K that the packs hold, encoded rows of the job's kind, codes only for weights in blocks.
+// Sizes must match: a K that the packs support, encoded rows of the job's kind, codes only for block-quantized weights.
 void run_packed(const PackedJob& job);
-// The same, and attention takes in what the three parts make: each head as soon as it is there, by the thread that finished
-// it. Heads must be whole units; the intake was checked.
+// The same for fused q, k and v projections with attention intake: each head is taken in as soon as it is complete, by
+// the thread that finished it. Heads must be whole units; the intake was checked.
 void run_packed(const PackedJob& job, const IntakeJob& intake);
-// The job with its rows mixed, if there are many and weights that were mixed for them. Good until the next call.
-PackedJob with_mixed_rows(const PackedJob& job);
-// For whoever encodes the rows of a job that comes next: does it want them mixed? Then `mixing` must be done before it runs,
-// which with_mixed_rows relies on, once.
-bool mix_before(const PackedJob& next, MixRowsJob& mixing);
-void forget_mixed_rows();
-// Threads that wait for this job fetch their first weights meanwhile, see threads.hpp.
-// `piece`: units, where the job is not cut by run_packed.
+// The job with Hadamard-transformed rows, if there are many and weights for them. Valid until the next call.
+PackedJob with_hadamard_rows(const PackedJob& job);
+// For the encoder of the next job's rows: whether that job needs them Hadamard-transformed. If so, `transform` must be
+// done before it runs; with_hadamard_rows relies on it once.
+bool hadamard_before(const PackedJob& next, HadamardRowsJob& transform);
+void drop_hadamard_rows();
+// Threads waiting for this job prefetch their first weights, see threads.hpp.
+// `piece`: units, if the job is not split by run_packed.
 void announce_packed(const PackedJob& job, int64_t piece = 0);
-// How activations of a step with so many rows are encoded.
+// Encoding of activations in a step with this many rows.
 Activations encoding_of(int64_t rows, Rounding rounding);
 void run_encode(const EncodeJob& job, int64_t rows);
 

@@ -1,19 +1,18 @@
-// Packed weights times rows of bfloat16, in tile registers: a unit's weights are widened into a panel once, which all
-// rows then share. Sums are float32 in the order of k, whatever the shape of a tile: a row has the same bits alone and
-// in any batch.
+// Packed weights times rows of bfloat16 in tile registers: a unit's weights are widened into a panel once, which all
+// rows share. Sums are float32 in the order of k, for any tile shape: a row has the same bits alone and in any batch.
 //
 // Included inside a namespace per instruction set.
 
 #if defined(__AMX_BF16__)
 
-static constexpr int64_t TILE_ROWS = 14;  // measured: from here on, tiles beat codes
+static constexpr int64_t TILE_ROWS = 14;  // measured: from this row count on, tiles beat codes
 
-static constexpr int64_t PANEL_K = 2048;     // so many columns of a unit fit the second-level cache beside the rows
-static constexpr int64_t CHUNK_ROWS = 1024;  // so many rows' sums do
-static constexpr int64_t TALL_ROWS = 64;     // so many are multiplied while a panel is widened
-static constexpr int64_t SLICE_K = 32;       // so many columns are a tile's; they are widened at a time
+static constexpr int64_t PANEL_K = 2048;     // columns of a unit that fit into L2 beside the rows
+static constexpr int64_t CHUNK_ROWS = 1024;  // rows whose sums fit into L2
+static constexpr int64_t TALL_ROWS = 64;     // rows multiplied while a panel is widened
+static constexpr int64_t SLICE_K = 32;       // columns of a tile, widened at a time
 static constexpr int64_t PANEL_PACK = PANEL_K * PACK_OUTPUTS;  // bfloat16 numbers
-static constexpr int64_t GROUP_PANELS = 4;   // so many panels of units that share their rows do, with a few rows and sums
+static constexpr int64_t GROUP_PANELS = 4;   // panels of units sharing rows that fit into L2, with a few rows and sums
 
 struct alignas(64) TileShape {
     uint8_t palette, start, reserved[14];
@@ -22,7 +21,7 @@ struct alignas(64) TileShape {
 };
 
 struct TileShapes {
-    TileShape of[TALL_ROWS + 1];  // by the number of rows
+    TileShape of[TALL_ROWS + 1];  // by row count
 };
 
 static constexpr TileShape tile_shape(const int (&heights)[8]) {
@@ -38,9 +37,10 @@ static constexpr TileShape tile_shape(const int (&heights)[8]) {
 // Up to 32 rows: tiles 0 to 3 are sums (two of rows by two of outputs), 4 rows, 5 a lower block of another height, 6
 // and 7 weights. Up to 64: tiles 0 to 3 are sums of one pack, 4 sixteen rows, 5 last rows of another height, 7 weights.
 //
-// Rows pass through one tile where they can, because a core seems to have few more tiles than have names, and half of
-// them while its other thread works: what is in use is then not renamed, and a load waits for the product before it.
-// With all eight tiles in use, four loads and four products took 210 cycles instead of 50; with seven 145, with six 125.
+// Rows use a single tile if possible, because a core seems to have few more physical than architectural tiles, and half
+// of them while its other hardware thread runs: tiles in use are then not renamed, and a load waits for the previous
+// product. With all eight tiles in use, four loads and four products took 210 cycles instead of 50; with seven 145,
+// with six 125.
 static constexpr TileShapes tile_shapes() {
     TileShapes shapes{};
     for (int rows = 1; rows <= 32; ++rows) {
@@ -54,17 +54,17 @@ static constexpr TileShapes tile_shapes() {
     return shapes;
 }
 
-// In memory for good: the compiler does not know that loading a shape reads it.
+// In static memory: the compiler does not know that loading a configuration reads it.
 static constexpr TileShapes TILE_SHAPES = tile_shapes();
 
-// Nor does it know that tiles are loaded from memory and stored to it.
+// Nor does it know that tile instructions load from and store to memory.
 static inline void settle_memory() { asm volatile("" ::: "memory"); }
 
-// Bytes become floats by moving: a code in the upper bits of a mantissa, under a fixed exponent, is a power of two plus
-// the code times another. What weights are scaled and raised by takes both into account.
+// Bytes become floats by permutation: a code in the upper mantissa bits, under a fixed exponent, is a power of two plus
+// the code times another. The weights' scales and offsets account for both.
 template <int Bits>
 struct Moved {
-    static constexpr int place = 2, left = 7 - Bits;  // the byte of the float; the shift that leaves its top bit free
+    static constexpr int place = 2, left = 7 - Bits;  // byte of the float; shift that keeps its top bit free
     static constexpr int32_t exponent = 0x42000000;   // 32 + code * 2^(5 - Bits)
     static constexpr float zero = 32.0f, unit = 32.0f / float(1 << Bits);
 };
@@ -76,7 +76,7 @@ struct Moved<8> {
     static constexpr float zero = 32768.0f, unit = 1.0f;
 };
 
-// In each of sixteen lanes, one byte is byte `From` of the codes; the others are those of the fixed exponent.
+// In each of sixteen lanes, one byte is byte `From` of the codes; the others belong to the fixed exponent.
 template <int Bits, int From>
 static inline __m512 moved(__m512i codes) {
     constexpr int to = Moved<Bits>::place;
@@ -87,7 +87,7 @@ static inline __m512 moved(__m512i codes) {
     return _mm512_castsi512_ps(_mm512_mask_shuffle_epi8(exponent, places, codes, order));
 }
 
-// Weights of sixteen outputs for two k, rounded to the nearest bfloat16 and laid side by side.
+// Weights of sixteen outputs for two k, rounded to nearest bfloat16 and interleaved.
 static inline void store_pair(__m512 even, __m512 odd, uint16_t* panel) {
     const __m512i half = _mm512_set1_epi32(0x8000);
     const __m512i order = _mm512_set4_epi32(0x0f0e, 0x0b0a, 0x0706, 0x0302);
@@ -96,14 +96,14 @@ static inline void store_pair(__m512 even, __m512 odd, uint16_t* panel) {
     _mm512_store_si512(panel, _mm512_mask_shuffle_epi8(second, 0x3333333333333333ull, first, order));
 }
 
-// SLICE_K columns of a pack from column k on: `sink(i, ...)` gets the weights of the columns i to i + 3 behind k.
+// SLICE_K columns of a pack starting at k: `sink(i, ...)` gets the weights of the columns k + i to k + i + 3.
 template <Pack P, class Sink>
 static inline void read_slice(const uint8_t* pack, int64_t inner, int64_t k, const Sink& sink) {
     constexpr PackLayout layout = LAYOUTS[P];
     using Code = Coded<layout.bits>;
     using Move = Moved<layout.bits>;
     constexpr int step = Code::step < layout.group ? Code::step : layout.group;
-    const int64_t ahead = 2 * layout.bytes(inner);  // the same place in the next unit, which is read next
+    const int64_t ahead = 2 * layout.bytes(inner);  // same position in the next unit, which is read next
     const uint8_t* scales = pack + k / layout.block * layout.scale_bytes();
     const uint8_t* codes = pack + layout.codes_at(inner) + k * PACK_OUTPUTS * layout.bits / 8;
     const int first = int(k % layout.block / layout.group);
@@ -133,13 +133,13 @@ static inline void read_slice(const uint8_t* pack, int64_t inner, int64_t k, con
     }
 }
 
-// The same, rounded and in pairs: [k / 2][output][2]. `meanwhile(i)` is called behind each quarter.
+// The same, rounded and in pairs: [k / 2][output][2]. `meanwhile(i)` is called after each quarter.
 template <Pack P, class Meanwhile>
 static inline void widen(const uint8_t* pack, int64_t inner, int64_t k, uint16_t* panel, const Meanwhile& meanwhile) {
     read_slice<P>(pack, inner, k, [&](int i, __m512 a, __m512 b, __m512 c, __m512 d) {
         store_pair(a, b, panel + 16 * i);
         store_pair(c, d, panel + 16 * i + 32);
-        const int behind = i + 4;  // columns that are done
+        const int behind = i + 4;  // columns done
         if (behind % (SLICE_K / 4) == 0) meanwhile(behind / (SLICE_K / 4) - 1);
     });
 }
@@ -174,7 +174,7 @@ struct TileBlock {
     static constexpr int64_t line = UNIT_OUTPUTS * sizeof(float);
     bool tall() const { return rows > 16; }
 
-    // `more`: sums already hold the columns before.
+    // `more`: sums already contain the previous columns.
     void begin(bool more) const {
         if (more) {
             _tile_loadd(0, sums, line);
@@ -191,7 +191,7 @@ struct TileBlock {
         }
     }
 
-    // Columns [k, k + 32), whose weights in the second pack lie PANEL_PACK behind those in the first.
+    // Columns [k, k + 32); their weights in the second pack are PANEL_PACK after those in the first.
     void multiply(const uint16_t* weights, int64_t k) const {
         multiply_upper(x + 2 * k, stride, weights, weights + PANEL_PACK);
         multiply_lower(x + 2 * k, stride, rows);
@@ -268,15 +268,15 @@ private:
     float* last_sums() const { return sums + last() * UNIT_OUTPUTS; }
 };
 
-// One part of a unit, over the columns [begin, end): its two packs on their way into a panel. The first rows are
-// multiplied meanwhile, one slice behind: one needs the tiles, the other does not. They alternate within a slice,
-// because a core looks only a few hundred instructions ahead for something that it can already do.
+// One part of a unit, over the columns [begin, end): widens its two packs into a panel. Meanwhile the first rows are
+// multiplied, one slice behind: tile and vector units overlap. Both alternate within a slice, because a core's window
+// is only a few hundred instructions.
 struct Widening {
     const uint8_t* packs[2];
     int pack;
     int64_t inner, begin, end;
     uint16_t* panel;
-    bool once;  // no other rows follow: two slices are enough of a panel, and stay in the nearest cache
+    bool once;  // no other rows follow: two slices of a panel suffice, and stay in L1
 
     int64_t columns() const { return end - begin; }
     uint16_t* slice(int64_t half, int64_t k) const {
@@ -322,7 +322,7 @@ struct Widening {
         }
     }
 
-    // Rows that follow: the panel is there. `meanwhile` is called behind each slice.
+    // Following rows: the panel is complete. `meanwhile` is called after each slice.
     template <class Meanwhile>
     void multiply_again(const TileBlock& block, const Meanwhile& meanwhile) const {
         block.begin(begin > 0);
@@ -348,12 +348,13 @@ static constexpr void (*MULTIPLY_FIRST[PACKS])(const Widening&, const uint8_t*, 
     multiply_first<PACK6S>, multiply_first<PACK8>,
 };
 
-// Rows are read for all units of a group at once: where many threads share them, a row comes from a far cache, and reading
-// it again for each unit took longer than multiplying it.
+// Rows are read once for all units of a group: with many threads, a row comes from a distant cache, and reading it
+// again for each unit took longer than multiplying it.
 static void packed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
     const int64_t parts = job.gate >= 0 ? 2 : 1;
     const int64_t most = job.rows > TALL_ROWS ? GROUP_PANELS / parts : 1, group = end - begin < most ? end - begin : most;
-    // Sums wait for the rest of K, or for the gate's other part; else only until the next block's are made.
+    // Sums are kept for the rest of K, or for the gate's other part; otherwise only until the next block's sums are
+    // computed.
     const bool wait = job.inner > PANEL_K || parts > 1;
     const int64_t chunk = wait ? (job.rows < CHUNK_ROWS ? (job.rows + 31) / 32 * 32 : CHUNK_ROWS) : 2 * TALL_ROWS;
     const int64_t apart = chunk * UNIT_OUTPUTS, each = wait ? parts * apart : 0;  // floats
@@ -376,7 +377,7 @@ static void packed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
                     widenings[i] = {{unit.pack(job, part, 0), unit.pack(job, part, 1)}, unit.parts[part].pack, job.inner,
                                     k, stop, panels + 2 * i * PANEL_PACK, last - first <= TALL_ROWS};
                 }
-                Leaving<FloatSums> leaving;
+                DeferredStores<FloatSums> deferred;
                 int64_t turn = 0;
                 for (int64_t row = first, rows; row < last; row += rows) {
                     const int64_t most_rows = row == first ? TALL_ROWS : 32;
@@ -390,15 +391,15 @@ static void packed_tiles(const PackedJob& job, int64_t begin, int64_t end) {
                         if (row == first)
                             MULTIPLY_FIRST[widenings[i].pack](widenings[i], x, job.x.stride, rows, target);
                         else
-                            widenings[i].multiply_again(TileBlock{x, job.x.stride, rows, target}, [&] { leaving.some(); });
+                            widenings[i].multiply_again(TileBlock{x, job.x.stride, rows, target}, [&] { deferred.advance(); });
                         settle_memory();
-                        leaving.rest();
+                        deferred.flush();
                         if (stop == job.inner && i % parts == parts - 1)
-                            leaving.begin({job, units[i / parts], FloatSums{own, apart}}, row, rows, (stop - k) / SLICE_K);
+                            deferred.begin({job, units[i / parts], FloatSums{own, apart}}, row, rows, (stop - k) / SLICE_K);
                         turn ^= TALL_ROWS;
                     }
                 }
-                leaving.rest();
+                deferred.flush();
             }
         }
     }

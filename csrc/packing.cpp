@@ -8,7 +8,7 @@
 namespace bankfull {
 namespace {
 
-// One output's block of a pack: what GGUF's block says, in the pack's terms.
+// One output's block of a pack: the contents of a GGUF block in the pack's terms.
 struct Block {
     uint8_t codes[256];
     uint16_t d, m;  // float16
@@ -21,7 +21,7 @@ uint16_t half_at(const uint8_t* p) {
     return bits;
 }
 
-// The readers: one for each GGUF format. Where a byte holds several weights, they lie half a run apart.
+// The readers, one per GGUF format. If a byte holds several weights, they are half a run apart.
 
 void read_nibbles(const uint8_t* p, uint8_t* codes) {
     for (int i = 0; i < 16; ++i) {
@@ -140,7 +140,7 @@ Source source_of(int format) {
 
 // Lane `output` of a block, in both directions.
 
-// Visits the pieces of a code: calls piece(byte of the block, its bit, the code's bit, how many bits).
+// Visits the pieces of a code: calls piece(byte of the block, its bit, the code's bit, number of bits).
 template <class Piece>
 void each_piece(const PackLayout& layout, int k, int output, Piece piece) {
     const int quad = k / 4, lane = output * 4 + k % 4;
@@ -164,13 +164,13 @@ uint32_t four_codes(const uint8_t* p) {
 
 void put(uint8_t* p, uint32_t word) { std::memcpy(p, &word, 4); }
 
-// The low four bits of two quads in each word, and so on for 8 k each.
+// The low four bits of two quads per word, and so on for 8 k each.
 void write_nibbles(const uint8_t* codes, int count, uint8_t* out) {
     for (int k = 0; k < count; k += 8, out += 64)
         put(out, (four_codes(codes + k) & 0x0f0f0f0f) | (four_codes(codes + k + 4) & 0x0f0f0f0f) << 4);
 }
 
-// A block's codes where each_piece finds them, four at a time: they lie side by side.
+// A block's codes at the positions of each_piece, four at a time: they are adjacent.
 void write_codes(const PackLayout& layout, const uint8_t* codes, uint8_t* out) {
     switch (layout.bits) {
         case 4: return write_nibbles(codes, layout.block, out);
@@ -233,7 +233,7 @@ struct PackingJob {
 
 int64_t dense_place(int64_t k, int64_t output) { return k / 2 * 64 + output % PACK_OUTPUTS * 4 + k % 2 * 2; }
 
-// Pairs of k lie together on both sides; an odd last one is alone.
+// Pairs of k are adjacent on both sides; an odd last one is alone.
 void write_dense(const PackingJob& job, int64_t begin, int64_t end) {
     const int64_t size = job.layout.bytes(job.inner), step = job.layout.block;
     std::memset(job.packed + begin * size, 0, size_t((end - begin) * size));
@@ -259,7 +259,7 @@ void read_dense(const PackLayout& layout, const uint8_t* packed, float* out, int
 
 void write_packs(const PackingJob& job, int64_t begin, int64_t end) {
     const int64_t blocks = job.inner / job.layout.block, size = job.layout.bytes(job.inner);
-    // The last pack may have fewer outputs than places.
+    // The last pack may have fewer than sixteen outputs.
     if (end * PACK_OUTPUTS > job.outputs) std::memset(job.packed + begin * size, 0, size_t((end - begin) * size));
     Block block = {};
     for (int64_t i = begin * PACK_OUTPUTS; i < end * PACK_OUTPUTS && i < job.outputs; ++i) {

@@ -1,22 +1,20 @@
-// Packed weights: how they lie, and how GGUF blocks and dense rows become them. Plain facts, shared by every
-// instruction set.
+// Packed weights: their layout, and how GGUF blocks and dense rows are packed. Shared by every instruction set.
 //
-// A pack is sixteen outputs side by side, over all of K: first the scales of all its blocks, up to a multiple of 64
-// bytes, then the codes of all its blocks. Outputs are padded to whole units of two packs with weights that are zero.
+// A pack is a panel of sixteen outputs over all of K: first the scales of all its blocks, up to a multiple of 64 bytes,
+// then the codes of all its blocks. Outputs are padded to whole units of two packs with zero weights.
 //
-// A block's scales: sixteen float16 d; sixteen float16 m where there is a minimum; then, where groups have integers of
-// their own, sixteen bytes of scales for each group, and then sixteen bytes of minimums for each group.
-// A block's codes: unsigned, in quads of four consecutive k; lane o of a quad is the four codes of output o, one byte
-// each. Quads follow each other in the order of k. 8 bits: a line of 64 bytes is a quad. 4 bits: the low nibbles of a
-// line are a quad, the high ones the next. 5 bits: four lines of nibbles, then one whose bits 0 to 7 are the fifth bits
-// of the eight quads. 6 bits: two lines of nibbles, then one whose four pairs of bits are the fifth and sixth bits of
-// the four quads.
+// A block's scales: sixteen float16 d; sixteen float16 m if there is a minimum; then, for groups with integer scales,
+// sixteen bytes of scales per group, and then sixteen bytes of minima per group. A block's codes: unsigned, in quads of
+// four consecutive k; lane o of a quad is the four codes of output o, one byte each. Quads are stored in the order of
+// k. 8 bits: a line of 64 bytes is a quad. 4 bits: the low nibbles of a line are a quad, the high ones the next. 5
+// bits: four lines of nibbles, then one whose bits 0 to 7 are the fifth bits of the eight quads. 6 bits: two lines of
+// nibbles, then one whose four pairs of bits are the fifth and sixth bits of the four quads.
 //
-// A weight is (d * scale) * (code - offset), then plus m, or minus m * minimum: rounded in this order it is the number
-// that GGUF's block stands for, bit for bit.
+// A weight is (d * scale) * (code - offset), then plus m, or minus m * minimum: rounded in this order, it is bitwise
+// equal to the value of the GGUF block.
 //
-// A dense pack has no scales. Its lines of 64 bytes are the bfloat16 weights of two consecutive k, an output's two side by
-// side: what tile registers multiply with, read in place. Behind the last k follow zeros up to whole blocks of K.
+// A dense pack has no scales. Its lines of 64 bytes are the bfloat16 weights of two consecutive k, both of an output
+// adjacent: the layout that tile registers read in place. The last k is followed by zeros up to whole blocks of K.
 #pragma once
 
 #include "kernels.hpp"
@@ -25,19 +23,19 @@ namespace bankfull {
 
 constexpr int64_t PACK_OUTPUTS = 16, UNIT_OUTPUTS = 32;
 
-// Integers that go with each group of a block.
+// Integer scales per group of a block.
 enum class Fine : int {
     None,
     Signed,    // int8 scales
-    Unsigned,  // uint8 scales and minimums
-    Nibbles,   // scales in the low, minimums in the high nibbles of the same bytes
+    Unsigned,  // uint8 scales and minima
+    Nibbles,   // scales in the low, minima in the high nibbles of the same bytes
 };
 
 struct PackLayout {
     const char* name;
-    int block, group;  // weights of one output that share d, and that share one sum of integers
+    int block, group;  // weights of one output per d, and per integer sum
     int bits, offset;
-    int minimum;  // 0: none, 1: added, -1: taken away
+    int minimum;  // 0: none, 1: added, -1: subtracted
     Fine fine;
 
     constexpr bool dense() const { return bits == 16; }
@@ -67,10 +65,10 @@ constexpr int64_t packed_bytes(int pack, int64_t outputs, int64_t inner) {
     return units_of(outputs) * 2 * LAYOUTS[pack].bytes(inner);
 }
 
-// The pack that holds a format's weights exactly; -1: there is none.
+// The pack that holds a format's weights exactly; -1 if there is none.
 int pack_of(int format);
 
-// Rows of a format, one row per output, become packs of pack_of(format). Both ways need a K that the pack holds.
+// Rows of a format, one per output, become packs of pack_of(format). Both directions need a K that the pack supports.
 void pack_weights(int format, const uint8_t* blocks, uint8_t* out, int64_t outputs, int64_t inner);
 void unpack_weights(int pack, const uint8_t* packed, float* out, int64_t outputs, int64_t inner);
 

@@ -1,6 +1,6 @@
-// How kernels read packed weights, see packing.hpp. Included inside a namespace per instruction set.
+// Reading packed weights, see packing.hpp. Included inside a namespace per instruction set.
 
-// The codes of `step` consecutive k, which take `bytes`.
+// The codes of `step` consecutive k, which occupy `bytes`.
 template <int Bits>
 struct Coded;
 
@@ -51,7 +51,7 @@ struct Coded<8> {
     static void unpack(const uint8_t* p, Quads* quads) { quads[0] = Quads::load(p); }
 };
 
-// Scales and minimums of sixteen outputs, for a group of the block whose scales lie at p.
+// Scales and minima of sixteen outputs, for a group of the block whose scales are at p.
 template <Pack P>
 struct PackScales {
     static constexpr PackLayout layout = LAYOUTS[P];
@@ -65,7 +65,7 @@ struct PackScales {
         return d;
     }
 
-    // To be added or taken away, as the layout says.
+    // Added or subtracted, depending on the layout.
     static Lanes minimum(const uint8_t* p, int group) {
         const Lanes m = Lanes::load_half(p + 32);
         const uint8_t* fine = p + layout.fine_at() + 16 * group;

@@ -9,11 +9,11 @@ namespace bankfull {
 
 void write_pages(const WriteJob& job, int64_t tokens, int64_t frames) {
     constexpr int64_t PIECE_BYTES = 1 << 16;
-    if (job.page_tokens <= 0 || job.bytes < 0) throw std::invalid_argument("write_pages: the sizes must be positive");
+    if (job.page_tokens <= 0 || job.bytes < 0) throw std::invalid_argument("write_pages: sizes must be positive");
     const int64_t places = frames * job.page_tokens;
     for (int64_t i = 0; i < tokens; ++i)
         if (job.slots[i] < 0 || job.slots[i] >= places)
-            throw std::invalid_argument("write_pages: a slot names a page that is not there");
+            throw std::invalid_argument("write_pages: a slot is out of range");
     parallel(tokens, PIECE_BYTES / (job.bytes + 1) + 1, [](const void* p, int64_t begin, int64_t end) {
         const WriteJob& j = *static_cast<const WriteJob*>(p);
         for (int64_t i = begin; i < end; ++i) {

@@ -6,7 +6,7 @@ struct Silu {
     }
 };
 
-// x times the share of a normal distribution below x. Its other side is half of erfc(|x| / sqrt 2), which keeps its digits.
+// x * Phi(x), Phi the normal CDF. The tail is half of erfc(|x| / sqrt 2), which keeps its precision.
 struct Gelu {
     static Lanes of(Lanes x, float) {
         const Lanes zero = Lanes::splat(0.0f), one = Lanes::splat(1.0f);
@@ -16,7 +16,7 @@ struct Gelu {
     }
 };
 
-// x (1 + tanh u) / 2 = x / (1 + exp(-2 u)): without the cancellation of 1 + tanh.
+// x (1 + tanh u) / 2 = x / (1 + exp(-2 u)): avoids the cancellation of 1 + tanh.
 struct GeluTanh {
     static Lanes of(Lanes x, float) {
         const Lanes cubic = x + Lanes::splat(0.044715f) * (x * x * x);

@@ -1,4 +1,4 @@
-// Mamba's convolution and scan, for sequences x blocks of sixteen channels: job item i is sequence i / blocks, block
+// Mamba's convolution and scan, over sequences x blocks of sixteen channels: work item i is sequence i / blocks, block
 // i % blocks. A token's arithmetic is the same whether its past comes from the same call or from a slot.
 //
 // Included inside a namespace per instruction set.
@@ -7,7 +7,7 @@ static void causal_conv(const ConvJob& job, int64_t begin, int64_t end) {
     const RecurrentPlan& plan = job.plan;
     const int64_t channels = plan.channels, width = job.width, past = width - 1;
     const int64_t blocks = (channels + 15) / 16;
-    // Both transposed: taps[k] and line[k] are sixteen channels.
+    // Both transposed: taps[k] and line[k] hold sixteen channels.
     float* taps = scratch((2 * width) * 16);
     float* line = taps + width * 16;
     for (int64_t item = begin; item < end; ++item) {

@@ -1,4 +1,4 @@
-// Rotary positions. Products and differences are rounded one by one, as the reference rounds them: equal bit for bit.
+// RoPE. Products and differences are rounded one by one, as in the reference: bitwise equal.
 // Included inside a namespace per instruction set.
 
 static void rotate(const RotateJob& job, int64_t begin, int64_t end) {

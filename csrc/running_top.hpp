@@ -1,5 +1,5 @@
-// The best scores of one row while its scores are made, piece by piece, in any order and on any thread. What cannot be among
-// the best any more is forgotten.
+// The best scores of one row while its scores are computed, in pieces, in any order and on any thread. Scores that can
+// no longer be among the best are dropped.
 #pragma once
 
 #include <mutex>
@@ -11,17 +11,17 @@ namespace bankfull {
 
 class RunningTop {
   public:
-    // A new row, of which `most` scores are wanted.
+    // Starts a new row; `most` scores are wanted.
     void begin(int64_t most);
-    // Scores [first, first + width), and the maxima of their blocks. Several threads may call this at once.
+    // Adds scores [first, first + width) and the maxima of their blocks. Thread-safe.
     void add(const float* scores, const float* maxima, int64_t first, int64_t width);
-    // The token that the wish chooses, among no more than `most`; -1 where no score is usable. False where a score was
-    // forgotten that might round to the same as the last one wanted: then all scores are needed.
-    bool choose(const SampleWish& wish, uint32_t purpose, int64_t& token);
+    // The token sampled among no more than `most` scores; -1 if no score is usable. Returns false if a dropped score
+    // might round to the same value as the last wanted one: then all scores are needed.
+    bool choose(const SamplingParams& params, uint32_t purpose, int64_t& token);
 
   private:
-    void raise_border(const float* scores, const float* maxima, int64_t width);
-    void forget();
+    void raise_threshold(const float* scores, const float* maxima, int64_t width);
+    void prune();
 
     struct Kept {
         int64_t id;
@@ -29,11 +29,11 @@ class RunningTop {
     };
     std::mutex busy_;
     int64_t most_ = 0;
-    size_t enough_ = 0;          // when so many are kept, it is time to forget some
-    float border_ = 0.0f;        // nothing of at least this score was forgotten
-    float highest_ = 0.0f;       // infinity where a score was NaN
-    std::vector<float> known_;   // `most` scores at the most, the lowest in front: so many are at least as high
-    std::vector<float> found_;   // kept for their memory
+    size_t enough_ = 0;          // number of kept scores that triggers pruning
+    float threshold_ = 0.0f;        // no score of at least this value was dropped
+    float highest_ = 0.0f;       // infinity if a score was NaN
+    std::vector<float> known_;   // min-heap of up to `most` scores, a lower bound of the best
+    std::vector<float> found_;   // reused buffers
     std::vector<int64_t> places_;
     std::vector<Kept> kept_;
 };

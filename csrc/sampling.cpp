@@ -1,8 +1,7 @@
-// From scores to one token: temperature, top-k, top-p, min-p, and a draw by inverse CDF over integer weights in the order
-// of ids. Sums are of integers, so no order of summation shows in a result.
+// From scores to one token: temperature, top-k, top-p, min-p, and a draw by inverse CDF over integer weights in the
+// order of ids. Sums are integers, so the order of summation does not affect results.
 //
-// Whatever cuts the distribution mostly tells a score that all that is kept will reach. What does is collected; all else
-// happens among these few.
+// Truncation usually gives a minimum score of all kept tokens. Only tokens that reach it are collected and processed.
 #include "operations.hpp"
 
 #include <algorithm>
@@ -21,11 +20,11 @@ namespace {
 constexpr int BUCKETS = 1024;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 constexpr float LOWEST = -28.0f;   // exp of it, in fixed point, is zero
-constexpr double ROUNDING = 1e-4;  // more than an exponential and the score before it can be off
-constexpr double ONE = 0x1p40;     // the weight of the highest score
+constexpr double ROUNDING = 1e-4;  // above the error of an exponential and its argument
+constexpr double ONE = 0x1p40;     // weight of the maximum score
 
 struct Candidate {
-    float score;  // shaped: the highest is 0
+    float score;  // normalized: the maximum is 0
     int64_t id, weight;
 };
 
@@ -34,10 +33,10 @@ bool goes_before(const Candidate& a, const Candidate& b) {
     return a.score > b.score || (a.score == b.score && a.id < b.id);
 }
 
-// Philox-4x32-10: the first two words of the block that seed, position, child and purpose name.
-double uniform_of(const SampleWish& wish, uint32_t purpose) {
-    uint32_t counter[4] = {uint32_t(wish.position), uint32_t(uint64_t(wish.position) >> 32), uint32_t(wish.child), purpose};
-    uint32_t key[2] = {uint32_t(wish.seed), uint32_t(uint64_t(wish.seed) >> 32)};
+// Philox-4x32-10: the first two words of the block identified by seed, position, child and purpose.
+double uniform_of(const SamplingParams& params, uint32_t purpose) {
+    uint32_t counter[4] = {uint32_t(params.position), uint32_t(uint64_t(params.position) >> 32), uint32_t(params.child), purpose};
+    uint32_t key[2] = {uint32_t(params.seed), uint32_t(uint64_t(params.seed) >> 32)};
     for (int round = 0; round < 10; ++round) {
         const uint64_t left = uint64_t(0xD2511F53u) * counter[0], right = uint64_t(0xCD9E8D57u) * counter[2];
         const uint32_t next[4] = {uint32_t(right >> 32) ^ counter[1] ^ key[0], uint32_t(right),
@@ -49,27 +48,27 @@ double uniform_of(const SampleWish& wish, uint32_t purpose) {
     return double(uint64_t(counter[0] >> 5) << 26 | counter[1] >> 6) * 0x1p-53;
 }
 
-// Where in weights that sum up to `total` the random number points.
+// Position in weights with sum `total` selected by the random number.
 int64_t place_in(int64_t total, double uniform) { return std::min(int64_t(uniform * double(total)), total - 1); }
 
-// One row, and a thread's memory for it.
+// One row, with reusable per-thread buffers.
 class Row {
   public:
-    int64_t choose(const float* scores, const float* maxima, int64_t count, const SampleWish& wish, uint32_t purpose) {
+    int64_t choose(const float* scores, const float* maxima, int64_t count, const SamplingParams& params, uint32_t purpose) {
         scores_ = scores, maxima_ = maxima, count_ = count, blocks_ = (count + SCORE_BLOCK - 1) / SCORE_BLOCK;
         highest_ = *std::max_element(maxima, maxima + blocks_);
         if (!(std::fabs(highest_) <= std::numeric_limits<float>::max())) return -1;
-        if (wish.greedy) return first_of_highest();
-        temperature_ = float(wish.temperature);
-        const double uniform = uniform_of(wish, purpose);
-        const int64_t floor = int64_t(wish.min_p * ONE);
-        if (wish.top_k < count) {
-            gather(rank_reaches(std::min(wish.top_k, blocks_)));
-            if (taken_ < wish.top_k) take_all();
-            keep_best(wish);
-        } else if (wish.top_p < 1.0) {
-            const double total = double(sum_blocks()), goal = wish.top_p * total;
-            gather(rank_reaches((blocks_ + 1) / 2));  // mostly the few that stand out are enough
+        if (params.greedy) return first_of_highest();
+        temperature_ = float(params.temperature);
+        const double uniform = uniform_of(params, purpose);
+        const int64_t floor = int64_t(params.min_p * ONE);
+        if (params.top_k < count) {
+            gather(rank_reaches(std::min(params.top_k, blocks_)));
+            if (taken_ < params.top_k) take_all();
+            keep_best(params);
+        } else if (params.top_p < 1.0) {
+            const double total = double(sum_blocks()), goal = params.top_p * total;
+            gather(rank_reaches((blocks_ + 1) / 2));  // usually the few highest are enough
             if (double(std::accumulate(weights_.begin(), weights_.begin() + taken_, int64_t(0))) < goal) take_all();
             keep(count, goal);
         } else if (floor > 0) {
@@ -80,28 +79,28 @@ class Row {
         return draw(floor, uniform);
     }
 
-    // The same among some tokens in the order of ids, which are all whose score is at least `complete`, for a wish with
-    // top-k. -1 where others might be among the best.
+    // `choose` for top-k among tokens in the order of ids, which include all with a score of at least `complete`.
+    // Returns -1 if other tokens might be among the best.
     template <class Each>
-    int64_t choose_among(const std::vector<Each>& some, float complete, float highest, const SampleWish& wish,
+    int64_t choose_among(const std::vector<Each>& some, float complete, float highest, const SamplingParams& params,
                          uint32_t purpose) {
         make_room(int64_t(some.size()));
         for (size_t i = 0; i < some.size(); ++i) {
             found_[i] = some[i].score;
             places_[i] = some[i].id;
         }
-        highest_ = highest, temperature_ = float(wish.temperature);
+        highest_ = highest, temperature_ = float(params.temperature);
         take(int64_t(some.size()), -INFINITE);
-        const float lowest = keep_best(wish);
-        return border_of(lowest) < complete ? -1 : draw(int64_t(wish.min_p * ONE), uniform_of(wish, purpose));
+        const float lowest = keep_best(params);
+        return threshold_of(lowest) < complete ? -1 : draw(int64_t(params.min_p * ONE), uniform_of(params, purpose));
     }
 
   private:
     // Returns the score of the last of the `top_k` best.
-    float keep_best(const SampleWish& wish) {
-        const int64_t inside = keep(wish.top_k, INFINITE);
+    float keep_best(const SamplingParams& params) {
+        const int64_t inside = keep(params.top_k, INFINITE);
         const float lowest = lowest_found();
-        if (wish.top_p < 1.0) keep(taken_, wish.top_p * double(inside));
+        if (params.top_p < 1.0) keep(taken_, params.top_p * double(inside));
         return lowest;
     }
 
@@ -110,7 +109,7 @@ class Row {
         return std::find(scores_ + block * SCORE_BLOCK, scores_ + count_, highest_) - scores_;
     }
 
-    // A score that at least `rank` tokens reach, of as many as there are blocks.
+    // A score that at least `rank` tokens reach; rank is at most the number of blocks.
     float rank_reaches(int64_t rank) {
         ranked_maxima_.assign(maxima_, maxima_ + blocks_);
         std::nth_element(ranked_maxima_.begin(), ranked_maxima_.begin() + (rank - 1), ranked_maxima_.end(),
@@ -118,9 +117,9 @@ class Row {
         return (ranked_maxima_[size_t(rank - 1)] - highest_) / temperature_;
     }
 
-    // All that is at least as high once it is shaped was at least this high before: a little lower than one would think,
-    // because different scores may round to the same.
-    float border_of(float least) const {
+    // Lower bound of raw scores whose normalized score is at least `least`, with a margin because different scores may
+    // round to the same value.
+    float threshold_of(float least) const {
         const double width = -double(least) * temperature_;
         return std::nextafter(float(highest_ - width * (1.0 + 0x1p-20) - temperature_ * 0x1p-140), -INFINITE);
     }
@@ -132,13 +131,13 @@ class Row {
         weights_.resize(size_t(count));
     }
 
-    // All tokens of at least this score, in the order of ids.
+    // Collects all tokens of at least this score, in the order of ids.
     void gather(float least) {
         make_room(count_);
-        take(kernels().collect(scores_, maxima_, count_, border_of(least), found_.data(), places_.data()), least);
+        take(kernels().collect(scores_, maxima_, count_, threshold_of(least), found_.data(), places_.data()), least);
     }
 
-    // The first of what was found become the candidates, if they are at least so high.
+    // The first `found` entries become candidates if their score is at least `least`.
     void take(int64_t found, float least) {
         kernels().weigh(found_.data(), found, highest_, temperature_, found_.data(), weights_.data());
         taken_ = 0;
@@ -152,7 +151,7 @@ class Row {
         taken_ = count_;
     }
 
-    // Without a branch, because half of a long list may go.
+    // Branch-free, because half of a long list may be dropped.
     void copy_candidate(int64_t from, bool stays) {
         found_[size_t(taken_)] = found_[size_t(from)];
         places_[size_t(taken_)] = places_[size_t(from)];
@@ -171,10 +170,11 @@ class Row {
         return *std::min_element(lowest, lowest + LANES);
     }
 
-    // Drops all candidates but the `most` best and, of these, the fewest whose weight reaches `goal`; one is always kept.
-    // Returns the weight that is left. Only the bucket in which the border lies is sorted.
+    // Drops all candidates but the `most` best and, of these, the fewest whose weight reaches `goal`; at least one is
+    // kept.
+    // Returns the remaining weight. Only the bucket that contains the cutoff is sorted.
     int64_t keep(int64_t most, double goal) {
-        // Lower buckets have higher scores only. What weighs nothing shares the last one.
+        // Lower buckets have strictly higher scores. Tokens with zero weight share the last bucket.
         const float lowest = std::min(std::max(lowest_found(), LOWEST), -1e-30f), scale = float(BUCKETS) / lowest;
         const auto bucket_of = [scale](float score) { return std::min(int(std::max(score, LOWEST) * scale), BUCKETS - 1); };
         int64_t counts[BUCKETS] = {}, weights[BUCKETS] = {};
@@ -194,7 +194,7 @@ class Row {
         for (size_t i = 0; i < size_t(taken_); ++i)
             if (bucket_of(found_[i]) == border) ranked_.push_back({found_[i], places_[i], weights_[i]});
         std::sort(ranked_.begin(), ranked_.end(), goes_before);
-        // A token is kept when what lies before it has not reached the goal.
+        // A token is kept if the weight before it has not reached the goal.
         Candidate last{INFINITE, 0, 0};
         for (const Candidate& each : ranked_) {
             if (kept == most || (double(sum) >= goal && kept > 0)) break;
@@ -245,11 +245,11 @@ class Row {
     const float *scores_ = nullptr, *maxima_ = nullptr;
     int64_t count_ = 0, blocks_ = 0;
     float highest_ = 0.0f, temperature_ = 1.0f;
-    // The candidates, in the order of ids: their scores, shaped, their ids and their weights.
+    // The candidates in the order of ids: normalized scores, ids and weights.
     int64_t taken_ = 0;
     std::vector<float> found_;
     std::vector<int64_t> places_, weights_;
-    // Kept for their memory.
+    // Reused buffers.
     std::vector<float> ranked_maxima_;
     std::vector<int64_t> sums_;
     std::vector<Candidate> ranked_;
@@ -272,7 +272,7 @@ void sample(const SampleJob& job, int64_t begin, int64_t end) {
             kernels().block_maxima(scores, job.vocab, own.data());
             maxima = own.data();
         }
-        job.tokens[i] = row.choose(scores, maxima, job.vocab, job.choice.wishes[i], job.choice.purpose);
+        job.tokens[i] = row.choose(scores, maxima, job.vocab, job.choice.params[i], job.choice.purpose);
     }
 }
 
@@ -281,25 +281,25 @@ void sample(const SampleJob& job, int64_t begin, int64_t end) {
 void RunningTop::begin(int64_t most) {
     most_ = most;
     enough_ = size_t(4 * most + 2 * SCORE_BLOCK);
-    border_ = highest_ = -INFINITE;
+    threshold_ = highest_ = -INFINITE;
     known_.clear();
     kept_.clear();
 }
 
 void RunningTop::add(const float* scores, const float* maxima, int64_t first, int64_t width) {
     const std::lock_guard<std::mutex> alone(busy_);
-    raise_border(scores, maxima, width);
+    raise_threshold(scores, maxima, width);
     if (int64_t(found_.size()) < width) {
         found_.resize(size_t(width));
         places_.resize(size_t(width));
     }
-    const int64_t taken = kernels().collect(scores, maxima, width, border_, found_.data(), places_.data());
+    const int64_t taken = kernels().collect(scores, maxima, width, threshold_, found_.data(), places_.data());
     for (size_t i = 0; i < size_t(taken); ++i) kept_.push_back({first + places_[i], found_[i]});
-    if (kept_.size() > enough_) forget();
+    if (kept_.size() > enough_) prune();
 }
 
-// Every one of `known_` stands for a token of its own, so `most` of them are a bound for the last one wanted.
-void RunningTop::raise_border(const float* scores, const float* maxima, int64_t width) {
+// Each of `known_` belongs to a different token, so `most` of them bound the last wanted score.
+void RunningTop::raise_threshold(const float* scores, const float* maxima, int64_t width) {
     const int64_t blocks = (width + SCORE_BLOCK - 1) / SCORE_BLOCK;
     for (int64_t i = 0; i < blocks; ++i) highest_ = std::max(highest_, maxima[i]);
     if (highest_ == INFINITE) return;
@@ -320,27 +320,27 @@ void RunningTop::raise_border(const float* scores, const float* maxima, int64_t 
             std::push_heap(known_.begin(), known_.end(), higher);
         }
     }
-    // A little lower than the bound: shaped, other scores may round to the same.
+    // Slightly below the bound: different scores may round to the same normalized value.
     if (int64_t(known_.size()) == most_)
-        border_ = std::max(border_, known_.front() - std::max(1.0f, std::fabs(known_.front())) * 0x1p-12f);
+        threshold_ = std::max(threshold_, known_.front() - std::max(1.0f, std::fabs(known_.front())) * 0x1p-12f);
 }
 
-void RunningTop::forget() {
-    const auto low = [this](const Kept& each) { return each.score < border_; };
+void RunningTop::prune() {
+    const auto low = [this](const Kept& each) { return each.score < threshold_; };
     kept_.erase(std::remove_if(kept_.begin(), kept_.end(), low), kept_.end());
     enough_ = std::max(enough_, 2 * kept_.size());
 }
 
-bool RunningTop::choose(const SampleWish& wish, uint32_t purpose, int64_t& token) {
+bool RunningTop::choose(const SamplingParams& params, uint32_t purpose, int64_t& token) {
     token = -1;
     if (!(std::fabs(highest_) <= std::numeric_limits<float>::max())) return true;
-    forget();
+    prune();
     std::sort(kept_.begin(), kept_.end(), [](const Kept& a, const Kept& b) { return a.id < b.id; });
-    if (wish.greedy) {
+    if (params.greedy) {
         token = std::find_if(kept_.begin(), kept_.end(), [this](const Kept& each) { return each.score == highest_; })->id;
         return true;
     }
-    token = row_of_this_thread().choose_among(kept_, border_, highest_, wish, purpose);
+    token = row_of_this_thread().choose_among(kept_, threshold_, highest_, params, purpose);
     return token >= 0;
 }
 

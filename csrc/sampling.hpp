@@ -1,7 +1,7 @@
-// The passes over a whole vocabulary that sampling needs; what is done with them is in sampling.cpp. A block is SCORE_BLOCK
-// scores. Included inside a namespace per instruction set.
+// Passes over the whole vocabulary for sampling.cpp. A block is SCORE_BLOCK scores. Included inside a namespace per
+// instruction set.
 
-// Which lanes are at least as high: lane i is bit i.
+// Mask of lanes that are at least `least`: lane i is bit i.
 static inline uint32_t lanes_reaching(Lanes each, Lanes least) {
 #if defined(__AVX512F__)
     return _mm512_cmp_ps_mask(each.v, least.v, _CMP_GE_OQ);
@@ -24,11 +24,11 @@ static inline uint32_t lanes_reaching(Lanes each, Lanes least) {
 #endif
 }
 
-// The highest score of each block; infinity where one is NaN.
+// The maximum score of each block; infinity if one is NaN.
 static void block_maxima(const float* scores, int64_t count, float* maxima) {
     for (int64_t first = 0; first < count; first += SCORE_BLOCK) {
         const int64_t last = first + SCORE_BLOCK < count ? first + SCORE_BLOCK : count;
-        Lanes most = Lanes::splat(-__builtin_inff()), odd = Lanes::splat(0.0f);  // odd leaves 0 when anything is not finite
+        Lanes most = Lanes::splat(-__builtin_inff()), odd = Lanes::splat(0.0f);  // odd: not 0 if any is not finite
         int64_t i = first;
         for (; i + 16 <= last; i += 16) {
             const Lanes each = Lanes::load(scores + i);
@@ -46,7 +46,7 @@ static void block_maxima(const float* scores, int64_t count, float* maxima) {
     }
 }
 
-// Scores of at least `least` and their places, in order. Only blocks whose maximum reaches it are looked at.
+// Scores of at least `least` and their indices, in order. Blocks with a lower maximum are skipped.
 static int64_t collect(const float* scores, const float* maxima, int64_t count, float least, float* found, int64_t* places) {
     const Lanes border = Lanes::splat(least);
     int64_t taken = 0;
@@ -69,7 +69,7 @@ static int64_t collect(const float* scores, const float* maxima, int64_t count, 
     return taken;
 }
 
-// Weights: powers up to 1 in fixed point with 40 bits.
+// Weights: exponentials up to 1 in fixed point with 40 bits.
 #if defined(__AVX512DQ__)
 
 struct WeightSum {
@@ -93,7 +93,8 @@ static inline void store_weights(Lanes power, int64_t* weights) {
 
 #if defined(__AVX2__)
 
-// A weight is cut into two numbers of 20 bits, because no instruction makes integers of 64. A block's sums of them fit 32.
+// A weight is split into two 20-bit integers, because there is no conversion to 64-bit integers. A block's sums fit 32
+// bits.
 struct WeightSum {
     __m256i high = _mm256_setzero_si256(), low = _mm256_setzero_si256();
     void add(__m256 power) {
@@ -155,7 +156,7 @@ static inline void store_weights(const Lanes& power, int64_t* weights) {
 
 #endif
 
-// exp of scores over the highest, divided by the temperature: of sixteen, or 0 beyond the first `count`.
+// exp((score - maximum) / temperature) of sixteen scores, 0 beyond the first `count`.
 static inline Lanes powers_of(const float* scores, int64_t count, Lanes top, Lanes heat) {
     if (count >= 16) return exponential((Lanes::load(scores) - top) / heat);
     float power[16] = {};
@@ -163,7 +164,7 @@ static inline Lanes powers_of(const float* scores, int64_t count, Lanes top, Lan
     return Lanes::load(power);
 }
 
-// Scores over the highest, divided by the temperature, and their weights.
+// (score - maximum) / temperature, and the weights.
 static void weigh(const float* scores, int64_t count, float highest, float temperature, float* shaped, int64_t* weights) {
     const Lanes top = Lanes::splat(highest), heat = Lanes::splat(temperature);
     for (int64_t i = 0; i < count; i += 16) {
@@ -179,7 +180,7 @@ static void weigh(const float* scores, int64_t count, float highest, float tempe
     }
 }
 
-// The sum of each block's weights, as `weigh` makes them.
+// The sum of each block's weights, as computed by `weigh`.
 static void block_weights(const float* scores, int64_t count, float highest, float temperature, int64_t* sums) {
     const Lanes top = Lanes::splat(highest), heat = Lanes::splat(temperature);
     for (int64_t first = 0; first < count; first += SCORE_BLOCK) {

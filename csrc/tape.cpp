@@ -31,20 +31,20 @@ void Tape::add(std::unique_ptr<Instruction> instruction, std::string name) {
 
 void Tape::round(Rounding rounding) {
     if (rounding_ && *rounding_ != rounding)
-        throw std::invalid_argument("tape: activations of one tape are rounded in one way");
+        throw std::invalid_argument("tape: all instructions must round activations in the same way");
     rounding_ = rounding;
 }
 
 void Tape::replay(const Step& given, int64_t begin, int64_t end, bool timed) const {
     if (begin < 0 || begin > end || end > int64_t(instructions_.size()))
-        throw std::invalid_argument("tape: there are not so many instructions");
+        throw std::invalid_argument("tape: an instruction index is out of range");
     const struct Forgetting {
-        ~Forgetting() { forget_mixed_rows(); }
-    } forgetting;  // what was mixed for an instruction that did not come to run
+        ~Forgetting() { drop_hadamard_rows(); }
+    } forgetting;  // drops transformed rows of an instruction that did not run
     Step step = given;
     step.rounding = rounding_.value_or(Rounding::Int8);
-    // While an instruction runs, threads that are done with it look forward to the next one that reads weights; behind the
-    // last one, to the next step's first.
+    // While an instruction runs, idle threads prefetch for the next one that reads weights; after the last one, for the
+    // next step's first.
     const int64_t count = int64_t(instructions_.size());
     int64_t announced = begin;
     for (int64_t i = begin; i < end; ++i) {
@@ -77,12 +77,12 @@ void AnglesStep::run(const Step& step) const {
 }
 
 void NormStep::run(const Step& step) const {
-    MixRowsJob mixing;
-    const bool mixes = per_token == 1 && encoded.kind != Place::NONE && step.next &&
-                       step.next->wants_mixed(step, encoded, mixing);
+    HadamardRowsJob transform;
+    const bool transforms = per_token == 1 && encoded.kind != Place::NONE && step.next &&
+                       step.next->wants_hadamard(step, encoded, transform);
     run_rms_norm({x.in<float>(step), delta.in<float>(step), joined.in<float>(step), weight.in<float>(step),
                   y.in<float>(step), columns, eps, offset, encoded_at(encoded, step, columns)},
-                 step.tokens * per_token, mixes ? &mixing : nullptr);
+                 step.tokens * per_token, transforms ? &transform : nullptr);
 }
 
 void LayerNormStep::run(const Step& step) const {
@@ -100,10 +100,10 @@ void EncodeStep::run(const Step& step) const {
 }
 
 PackedJob PackedStep::job(const Step& step, PackedPart (&found)[MOST]) const {
-    if (parts.size() > MOST) throw std::invalid_argument("tape: too many weights share their activations");
+    if (parts.size() > MOST) throw std::invalid_argument("tape: too many weights share one input");
     for (size_t i = 0; i < parts.size(); ++i)
         found[i] = {parts[i].weight.in<uint8_t>(step), parts[i].bias.in<float>(step), parts[i].y.in<float>(step),
-                    parts[i].y_stride, parts[i].outputs, parts[i].pack, parts[i].mixed.in<uint8_t>(step)};
+                    parts[i].y_stride, parts[i].outputs, parts[i].pack, parts[i].hadamard.in<uint8_t>(step)};
     return {encoded_at(x, step, inner), step.tokens, inner, found, int64_t(parts.size()), gate,
             encoded_at(encoded, step, parts[0].outputs), {}};
 }
@@ -122,13 +122,13 @@ bool PackedStep::announce(const Step& step) const {
     return true;
 }
 
-bool PackedStep::wants_mixed(const Step& step, const Place& rows, MixRowsJob& mixing) const {
+bool PackedStep::wants_hadamard(const Step& step, const Place& rows, HadamardRowsJob& transform) const {
     PackedPart found[MOST];
-    return x == rows && mix_before(job(step, found), mixing);
+    return x == rows && hadamard_before(job(step, found), transform);
 }
 
 PackedPart PackedHeadStep::part(const Step& step) const {
-    return {weight.in<uint8_t>(step), bias.in<float>(step), nullptr, 0, outputs, pack, mixed.in<uint8_t>(step)};
+    return {weight.in<uint8_t>(step), bias.in<float>(step), nullptr, 0, outputs, pack, hadamard.in<uint8_t>(step)};
 }
 
 PackedJob PackedHeadStep::job(const Step& step, const PackedPart& part) const {
@@ -149,9 +149,9 @@ bool PackedHeadStep::announce(const Step& step) const {
     return true;
 }
 
-bool PackedHeadStep::wants_mixed(const Step& step, const Place& rows, MixRowsJob& mixing) const {
+bool PackedHeadStep::wants_hadamard(const Step& step, const Place& rows, HadamardRowsJob& transform) const {
     const PackedPart own = part(step);
-    return x == rows && mix_before(job(step, own), mixing);
+    return x == rows && hadamard_before(job(step, own), transform);
 }
 
 void HeadStep::run(const Step& step) const {

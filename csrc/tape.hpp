@@ -1,6 +1,6 @@
-// The tape: a step of a model as a flat list of kernels. Arguments are fixed addresses, places in an arena whose size
-// follows the step's tokens, or inputs of the step; so one tape serves every batch, and a replay neither allocates nor
-// asks an interpreter.
+// The tape: a step of a model as a flat list of kernels. Arguments are fixed addresses, offsets in an arena that scales
+// with the step's tokens, or inputs of the step; so one tape serves every batch, and a replay neither allocates nor
+// calls the interpreter.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace bankfull {
 
 struct Input {
     uintptr_t address;
-    int64_t width;  // columns, where it has two dimensions
+    int64_t width;  // columns, if two-dimensional
 };
 
 class Instruction;
@@ -25,14 +25,14 @@ struct Step {
     int64_t tokens, sequences;
     uint8_t* arena;
     const Input* inputs;
-    Rounding rounding = Rounding::Int8;  // the tape's own, whatever the caller says
-    const Choice* choice = nullptr;  // how each token's next one is chosen; null: it is the likeliest
-    const Instruction* next = nullptr;  // what runs behind the instruction that runs; the tape says
+    Rounding rounding = Rounding::Int8;  // set by the tape, not by the caller
+    const Choice* choice = nullptr;  // how next tokens are sampled; null: greedy
+    const Instruction* next = nullptr;  // the instruction after the current one; set by the tape
 };
 
 struct Place {
     enum Kind : int { NONE, FIXED, ARENA, INPUT } kind = NONE;
-    int64_t value = 0;   // an address; bytes of arena before it, per token; or an input's number
+    int64_t value = 0;   // an address; preceding arena bytes per token; or the index of an input
     int64_t offset = 0;  // bytes
 
     template <class T>
@@ -54,15 +54,16 @@ class Instruction {
   public:
     virtual ~Instruction() = default;
     virtual void run(const Step& step) const = 0;
-    // Does it tell waiting threads what it will read? See threads.hpp.
+    // Announces the memory it will read to waiting threads, see threads.hpp; returns whether it did.
     virtual bool announce(const Step&) const { return false; }
-    // Does it read these encoded rows, and want them mixed? Then whoever encodes them does that as well, as `mixing` says.
-    virtual bool wants_mixed(const Step&, const Place& rows, MixRowsJob& mixing) const {
-        (void)rows, (void)mixing;
+    // Whether it reads these encoded rows and needs them Hadamard-transformed. If so, their encoder transforms them by
+    // `transform`.
+    virtual bool wants_hadamard(const Step&, const Place& rows, HadamardRowsJob& transform) const {
+        (void)rows, (void)transform;
         return false;
     }
     std::string name;
-    mutable int64_t nanoseconds = 0, runs = 0;  // while the tape is timed
+    mutable int64_t nanoseconds = 0, runs = 0;  // of timed replays
 };
 
 class Tape {
@@ -71,13 +72,13 @@ class Tape {
     Tape(const Tape&) = delete;
     Tape& operator=(const Tape&) = delete;
     void add(std::unique_ptr<Instruction> instruction, std::string name);
-    // Instructions [begin, end), in order.
+    // Runs instructions [begin, end), in order.
     void replay(const Step& step, int64_t begin, int64_t end, bool timed) const;
     const std::vector<std::unique_ptr<Instruction>>& instructions() const { return instructions_; }
     Instruction* last() const { return instructions_.empty() ? nullptr : instructions_.back().get(); }
-    // What packed weights are multiplied with; those of one tape must agree.
+    // Rounding of activations for packed weights; all instructions of a tape must agree.
     void round(Rounding rounding);
-    int64_t inputs = 0;  // how many a step must bring
+    int64_t inputs = 0;  // number of inputs of a step
 
   private:
     std::vector<std::unique_ptr<Instruction>> instructions_;
@@ -101,7 +102,7 @@ struct AnglesStep : Instruction {
 
 struct NormStep : Instruction {
     Place x, delta, joined, weight, y, encoded;
-    int64_t per_token, columns;  // rows of a token (1, or its heads), and their size
+    int64_t per_token, columns;  // rows per token (1, or its heads), and their size
     float eps, offset;
     void run(const Step& step) const override;
 };
@@ -126,14 +127,14 @@ struct EncodeStep : Instruction {
     void run(const Step& step) const override;
 };
 
-// The output that each token's next one is: see run_packed_best and run_packed_choice.
+// Sampled or best output per token: see run_packed_best and run_packed_choice.
 struct PackedHeadStep : Instruction {
-    Place x, weight, mixed, bias, chosen;
+    Place x, weight, hadamard, bias, chosen;
     int64_t inner, outputs;
     int pack;
     void run(const Step& step) const override;
     bool announce(const Step& step) const override;
-    bool wants_mixed(const Step& step, const Place& rows, MixRowsJob& mixing) const override;
+    bool wants_hadamard(const Step& step, const Place& rows, HadamardRowsJob& transform) const override;
 
   private:
     PackedPart part(const Step& step) const;
@@ -163,7 +164,7 @@ struct RotateStep : Instruction {
 
 using PageStrides = std::tuple<int64_t, int64_t, int64_t>;  // frame, token, head
 
-// Pages of one layer, as Pages: `address` of the first number, `scales` of the first scale if there are any.
+// Pages of one layer, as Pages: `address` of the first element, `scales` of the first scale if there are any.
 struct PagesAt {
     Place address;
     PageStrides strides;
@@ -191,7 +192,7 @@ struct IntakeStep : Instruction {
 
 struct PackedStep : Instruction {
     struct Part {
-        Place weight, mixed, bias, y;
+        Place weight, hadamard, bias, y;
         int64_t y_stride, outputs;
         int pack;
     };
@@ -199,10 +200,10 @@ struct PackedStep : Instruction {
     int64_t inner;
     std::vector<Part> parts;
     int gate = -1;
-    std::unique_ptr<IntakeStep> intake;  // what attention takes in of the three parts, if it does
+    std::unique_ptr<IntakeStep> intake;  // fused attention intake of the three parts; may be null
     void run(const Step& step) const override;
     bool announce(const Step& step) const override;
-    bool wants_mixed(const Step& step, const Place& rows, MixRowsJob& mixing) const override;
+    bool wants_hadamard(const Step& step, const Place& rows, HadamardRowsJob& transform) const override;
 
   private:
     static constexpr size_t MOST = 8;

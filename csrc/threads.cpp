@@ -19,8 +19,8 @@
 namespace bankfull {
 namespace {
 
-// What this process may run on. Quotas and cores that share their parts are Python's business (ops/native/cores.py), which
-// sets the number before anything runs.
+// CPUs that this process may run on. Quotas and SMT are handled in Python (ops/native/cores.py), which sets the number
+// before anything runs.
 int usable_processors() {
 #if defined(__linux__)
     cpu_set_t set;
@@ -38,16 +38,16 @@ void relax() {
 #endif
 }
 
-// Two lines: processors fetch them in pairs.
+// Two cache lines: CPUs prefetch them in pairs.
 constexpr size_t APART = 128;
 
 constexpr int64_t LINE = 64;
-constexpr int64_t FETCHED = 256 << 10;  // bytes of its share that a thread fetches at most: a part of its second-level cache
+constexpr int64_t FETCHED = 256 << 10;  // maximum bytes prefetched per thread: a part of its L2
 
-// What a thread fetches while it waits: the beginning of its share of a coming job.
-class Fetching {
+// What a thread prefetches while it waits: the start of its share of a coming job.
+class Prefetcher {
   public:
-    // The same job as before: what was fetched is not fetched again.
+    // For the same job as before, prefetched lines are not prefetched again.
     void begin(const Coming& coming, int64_t self, int64_t all) {
         if (coming.count == 0) return clear();
         if (coming.runs[0].data == job_) return;
@@ -67,8 +67,8 @@ class Fetching {
     }
     void clear() { count_ = 0, job_ = nullptr; }
     bool done() const { return count_ == 0; }
-    // A few lines more, of every range in turn.
-    void some() {
+    // A few more lines of every range in turn.
+    void advance() {
         for (int i = 0; i < count_;) {
             Range& range = ranges_[i];
             for (int line = 0; line < 4 && range.left > 0; ++line, range.at += LINE, range.left -= LINE)
@@ -95,7 +95,7 @@ thread_local Coming coming_to_caller;
 
 class Pool {
   public:
-    // `usable`: processors.
+    // `usable`: number of CPUs.
     Pool(int threads, int usable) : shares_(size_t(threads)), patience_(threads > 4 && threads <= usable ? LONG : SHORT) {
         for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { serve(i); });
     }
@@ -121,34 +121,34 @@ class Pool {
         if (coming_.count != coming_to_caller.count || coming_.runs[0].data != coming_to_caller.runs[0].data)
             coming_ = coming_to_caller;
         const uint32_t open = turn_.load(std::memory_order_relaxed) + 1;
-        turn_.store(open);  // sequentially consistent with sleepers_: one of the two sides sees the other
+        turn_.store(open);  // sequentially consistent with sleepers_: at least one side sees the other
         if (sleepers_.load() > 0) {
             { std::lock_guard<std::mutex> lock(mutex_); }
             wake_.notify_all();
         }
         work(0, open);
         turn_.store(open + 1);
-        fetching_.begin(coming_, 0, threads());
+        prefetcher_.begin(coming_, 0, threads());
         for (size_t i = 1; i < shares_.size(); ++i) wait_for(shares_[i]);
     }
 
   private:
-    // How long a worker waits awake. A host takes some hundred microseconds between two steps, and a millisecond where many
-    // requests share them; waking up many threads takes a step's time. Few processors have other things to do meanwhile.
+    // How long a worker spins. The host takes some hundred microseconds between two steps, and a millisecond with many
+    // requests; waking many threads takes as long as a step. On few CPUs, others need them meanwhile.
     static constexpr std::chrono::microseconds SHORT{300}, LONG{2000};
-    static constexpr std::chrono::microseconds ALONE{50};  // ... and without asking whether others want its processor
-    static constexpr int SPINS = 2000;  // some tens of microseconds: the end of a piece that another thread has begun
+    static constexpr std::chrono::microseconds ALONE{50};  // ... and without yielding its CPU
+    static constexpr int SPINS = 2000;  // some tens of microseconds: the rest of another thread's piece
 
-    // A thread's line: what it has taken of its share, and whether it is at work.
+    // A thread's cache line: the pieces taken from its share, and whether it is working.
     struct alignas(APART) Share {
-        std::atomic<uint64_t> taken{0};  // the turn in the upper half, pieces in the lower; of another turn: none yet
+        std::atomic<uint64_t> taken{0};  // turn in the upper half, taken pieces in the lower; for another turn: none yet
         alignas(APART) std::atomic<bool> inside{false};
     };
 
     void wait_for(const Share& share) {
         for (int spins = 0; share.inside.load(std::memory_order_acquire); ++spins) {
-            if (!fetching_.done())
-                fetching_.some();
+            if (!prefetcher_.done())
+                prefetcher_.advance();
             else if (spins < SPINS)
                 relax();
             else
@@ -156,7 +156,7 @@ class Pool {
         }
     }
 
-    // The next piece of a share, counted in the share; -1: all are taken.
+    // The next piece of a share, as an index in the share; -1 if all are taken.
     static int64_t take(Share& share, uint32_t turn, int64_t pieces) {
         uint64_t seen = share.taken.load(std::memory_order_relaxed);
         for (;;) {
@@ -168,8 +168,8 @@ class Pool {
         }
     }
 
-    // A worker's own share first, then what others have left: whoever wrote some rows is likely to read them again, and
-    // has them in its own cache.
+    // A worker takes its own share first, then what others have left: the thread that wrote some rows is likely to read
+    // them again, and has them in its cache.
     void work(int64_t self, uint32_t turn) {
         const int64_t all = threads();
         for (int64_t i = 0; i < all; ++i) {
@@ -185,34 +185,34 @@ class Pool {
 
     static bool is_new(uint32_t turn, uint32_t done) { return (turn & 1) != 0 && turn != done; }
 
-    // Is there a new job within the time that a host takes between two steps?
-    bool soon(uint32_t done, bool woken, Fetching& fetching) const {
+    // Whether a new job arrives within the time that a host takes between two steps.
+    bool soon(uint32_t done, bool woken, Prefetcher& prefetcher) const {
         const auto begun = std::chrono::steady_clock::now();
         auto now = begun;
         do {
-            // The caller may be the one whose processor this is: whoever wakes up does so in the place of somebody.
+            // The caller may need this CPU: a woken thread runs instead of another one.
             if (woken || now > begun + ALONE) std::this_thread::yield();
             for (int spins = 0; spins < 64; ++spins) {
                 if (is_new(turn_.load(std::memory_order_acquire), done)) return true;
-                if (fetching.done())
+                if (prefetcher.done())
                     relax();
                 else
-                    fetching.some();
+                    prefetcher.advance();
             }
             now = std::chrono::steady_clock::now();
         } while (now < begun + patience_);
         return is_new(turn_.load(), done);
     }
 
-    // A job's fields may be read only while `inside` is set and the turn was open behind that: the caller closes the turn
-    // before it looks at `inside`, and changes the fields when it has seen everybody outside.
+    // A job's fields may be read only while `inside` is set and the turn was open after that: the caller closes the
+    // turn before it reads `inside`, and changes the fields only once all workers are outside.
     void serve(int self) {
         Share& own = shares_[size_t(self)];
-        Fetching fetching;
+        Prefetcher prefetcher;
         uint32_t done = 0;
         bool woken = false;
         for (;;) {
-            woken = !soon(done, woken, fetching);
+            woken = !soon(done, woken, prefetcher);
             if (woken) {
                 std::unique_lock<std::mutex> lock(mutex_);
                 sleepers_.fetch_add(1);
@@ -224,22 +224,22 @@ class Pool {
             const uint32_t turn = turn_.load();
             if (turn & 1) {
                 work(self, turn);
-                fetching.begin(coming_, self, threads());
+                prefetcher.begin(coming_, self, threads());
                 done = turn;
             }
             own.inside.store(false, std::memory_order_release);
         }
     }
 
-    // A job. No thread writes these while others read them.
+    // The job. No thread writes these while others read them.
     alignas(APART) Task task_ = nullptr;
     const void* job_ = nullptr;
     int64_t count_ = 0, piece_ = 1, pieces_ = 0;
     Coming coming_;
-    Fetching fetching_;  // the caller's
-    std::vector<Share> shares_;  // one for each thread
+    Prefetcher prefetcher_;  // the caller's
+    std::vector<Share> shares_;  // one per thread
     const std::chrono::microseconds patience_;
-    alignas(APART) std::atomic<uint32_t> turn_{0};  // odd while a job takes helpers
+    alignas(APART) std::atomic<uint32_t> turn_{0};  // odd while a job accepts helpers
     alignas(APART) std::atomic<int> sleepers_{0};
     std::atomic<bool> stop_{false};
     std::mutex mutex_;
@@ -254,7 +254,7 @@ struct Shared {
 
 // Never destroyed: workers may still sleep in it while the process exits.
 Shared* shared = new Shared;
-std::atomic<int> wanted{0};  // threads; 0: nobody has said
+std::atomic<int> wanted{0};  // threads; 0: not set
 
 int usable() {
     static const int count = usable_processors();
@@ -270,7 +270,7 @@ Pool& pool() {
     const int count = count_of_threads();
     if (!shared->pool || shared->pool->threads() != count) {
 #if defined(__unix__) || defined(__APPLE__)
-        // A forked child has the caller's thread only: it starts over with an empty pool of its own.
+        // A forked child has only the caller's thread: it starts over with its own empty pool.
         static const int registered = pthread_atfork(nullptr, nullptr, [] { shared = new Shared; });
         (void)registered;
 #endif

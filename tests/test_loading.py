@@ -238,7 +238,7 @@ def test_values_and_down_projections_are_never_copied_for_many_rows() -> None:
             "down": block.feed.down,
             "head": model.head.project,
         }
-        return [name for name, layer in layers.items() if layer.weight.mixed is not None]
+        return [name for name, layer in layers.items() if layer.weight.hadamard is not None]
 
     assert mixed("int8") == (["q", "k", "o", "gate", "up", "head"] if native.copies_weights() else [])
     assert mixed("int8-few") == []

@@ -1,4 +1,4 @@
-"""The C++ kernels: equal to the reference, whatever the instruction set, the threads or the batch-mates."""
+"""The C++ kernels: equal to the reference for any instruction set, number of threads and batch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from bankfull.weights.qtensor import QTensor  # noqa: E402
 BLOCKS = sorted(name for name in FORMATS if not SCHEMES[name].is_dense)
 ISAS: list[str] = _native.isas()
 
-# Byte positions of the float16 scales in each block.
+# Byte offsets of the float16 scales in each block.
 SCALES = {
     "q4_0": [0],
     "q4_1": [0, 2],
@@ -84,7 +84,7 @@ def threads() -> Iterator[None]:
 
 
 def weight_of(name: str, outputs: int, inner: int, seed: int = 0, scale: float = 0.05) -> QTensor:
-    """Every bit pattern of the quants is equally likely; scales are random, of both signs."""
+    """Every bit pattern of the codes is equally likely; scales are random, of both signs."""
     rng = np.random.default_rng(seed)
     scheme = SCHEMES[name]
     if scheme.is_dense:
@@ -117,7 +117,7 @@ def test_the_formats_agree_with_the_schemes() -> None:
         scheme = SCHEMES[name]
         assert block_bytes * scheme.block == scheme.block_bytes * block
         assert scheme.is_dense or scheme.block == block
-    translated = {scheme.name for scheme in groups.SCHEMES}  # into blocks, when a model is built
+    translated = {scheme.name for scheme in groups.SCHEMES}  # to blocks, when a model is built
     for_a_gpu = {scheme.name for scheme in rows.SCHEMES}
     assert set(FORMATS) == set(SCHEMES) - {"f64"} - translated - for_a_gpu
 
@@ -142,7 +142,7 @@ def test_every_half_precision_number_is_read_exactly(isa: str) -> None:
     finite = torch.isfinite(expected)
     assert_same_bits(got[finite], expected[finite])
     assert torch.equal(got.isnan(), expected.isnan()) and torch.equal(got.isposinf(), expected.isposinf())
-    # As a block's scale too, where another instruction converts it: q4_0 with every quant 9, which stands for 1.
+    # Also as a block's scale, which another instruction converts: q4_0 with every code 9, which represents 1.
     blocks = torch.full((65536, 18), 0x99, dtype=torch.uint8)
     blocks[:, :2] = halves.reshape(-1, 1).view(torch.uint8)
     scales = dequantize(QTensor(SCHEMES["q4_0"], {"blocks": blocks}, (65536, 32)))[:, 7].reshape(256, 256)
@@ -154,7 +154,7 @@ def test_every_half_precision_number_is_read_exactly(isa: str) -> None:
 def test_linear_is_the_body_within_float32_rounding(name: str, rows: int, isa: str) -> None:
     weight, x, bias = weight_of(name, 37, 512), rows_of(rows, 512), rows_of(37, seed=2)
     exact = linear.body(x.double(), weight, bias.double())
-    # The error of a float32 sum is bounded by the sum of the magnitudes, however much they cancel.
+    # The error of a float32 sum is bounded by the sum of the magnitudes, regardless of cancellation.
     magnitude = x.double().abs() @ weight.dequantize(torch.float64).abs().T + bias.double().abs()
     assert ((native_linear(x, weight, bias).double() - exact).abs() <= 40 * 2**-24 * magnitude).all()
 
@@ -213,7 +213,7 @@ def test_any_shape_stride_and_bias_is_accepted(
     torch.testing.assert_close(got.float(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_what_the_kernels_cannot_do_is_left_to_the_body() -> None:
+def test_unsupported_cases_are_left_to_the_body() -> None:
     def chosen(operation: Operation, **facts: object) -> list[str]:
         kit = Kit("cpu", ("native",))
         kit.bind(operation, **facts)
@@ -229,7 +229,7 @@ def test_what_the_kernels_cannot_do_is_left_to_the_body() -> None:
     assert chosen(linear, dtype=torch.float32, weight=weight) == ["native"]
 
 
-def test_an_input_of_the_wrong_width_or_type_is_refused() -> None:
+def test_an_input_of_the_wrong_width_or_type_is_rejected() -> None:
     weight = weight_of("q8_0", 8, 64)
     run = linear.providers["native"].run
     with pytest.raises(ValueError, match="96 columns"):
@@ -290,7 +290,7 @@ def test_callers_on_several_threads_do_not_disturb_each_other(threads: None) -> 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_forked_child_computes() -> None:
-    # In a process of its own, because forking the test runner with its threads is what this guards against.
+    # In its own process, because forking the test runner with its threads is what this guards against.
     code = (
         "import os, torch\n"
         "from bankfull import _native\n"
@@ -331,7 +331,7 @@ def test_an_unknown_instruction_set_is_an_error_sentence() -> None:
     assert "ConfigError: BANKFULL_ISA='mmx' is not available on this machine; use " in done.stderr
 
 
-def test_thread_counts_out_of_range_are_refused() -> None:
+def test_thread_counts_out_of_range_are_rejected() -> None:
     for count in (0, -1, 4096):
         with pytest.raises(ValueError, match="1 to 1024"):
             native.set_threads(count)
@@ -339,7 +339,7 @@ def test_thread_counts_out_of_range_are_refused() -> None:
             _native.set_threads(count)
 
 
-# ---- attention, recurrences and the pointwise rest -----------------------------------------------------------------
+# ---- attention, recurrences and pointwise operations -----------------------------------------------------------------
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -356,17 +356,17 @@ class Sequence:
     table: Tensor
     page: int
     scales: tuple[Tensor, ...] = ()
-    """Of keys and values in int8."""
+    """Scales of int8 keys and values."""
 
     def attend(self, start: int, stop: int, window: int | None = None, cap: float | None = None) -> Tensor:
-        """The queries [start, stop), with nothing after them in sight."""
+        """The queries [start, stop), without later tokens."""
         places = torch.arange(start, stop)
         meta = PagedMeta(np.array([0, stop - start]), np.array([stop]), self.table, places, self.page)
         run, scale = paged_attention.providers["native"].run, self.q.shape[-1] ** -0.5
         return run(self.q[start:stop], self.k_pages, self.v_pages, meta, scale, window, cap, *self.scales)
 
     def rounded(self) -> Sequence:
-        """The same in int8."""
+        """The same with int8 pages."""
         places = torch.arange(self.k_pages.shape[0] * self.page)
         pages, scales = [], []
         for numbers in (self.k_pages, self.v_pages):
@@ -426,7 +426,7 @@ def test_attention_of_any_head_shape_is_the_body_and_keeps_its_bits(
 def test_attention_over_int8_pages_is_the_body_and_keeps_its_bits(
     heads: tuple[int, int], sizes: tuple[int, int], isa: str
 ) -> None:
-    """Of head shapes that no tiles are for."""
+    """For head sizes without tiles."""
     sequence = sequence_of(140, *heads, *sizes, page=5).rounded()
     whole = sequence.attend(0, 140)
     assert same_bits(torch.cat([sequence.attend(i, i + 1) for i in range(140)]), whole)
@@ -437,7 +437,7 @@ def test_attention_over_int8_pages_is_the_body_and_keeps_its_bits(
 
 
 def test_attention_does_not_depend_on_threads_nor_on_batch_mates(threads: None) -> None:
-    """A long decode is cut over threads, and cut otherwise beside a prefill: neither shows."""
+    """A long decode is split over threads, and differently beside a prefill: neither affects the bits."""
     lengths, queries = [3000, 200, 1, 777], [1, 200, 1, 3]
     sequences = [sequence_of(n, 9, 3, 64, 64, seed=i) for i, n in enumerate(lengths)]
     _native.set_threads(1)
@@ -467,8 +467,8 @@ def test_avx2_and_avx512_attend_bit_for_bit_alike(any_isa: None) -> None:
     assert same_bits(*results)
 
 
-def test_what_a_query_may_not_see_cannot_touch_it(isa: str) -> None:
-    """Pages behind the window and tokens after the query hold NaN, also within the same page and tile."""
+def test_masked_keys_do_not_affect_a_query(isa: str) -> None:
+    """Pages before the window and tokens after the query hold NaN, also within the same page and tile."""
     sequence = sequence_of(200)
     expected = sequence.attend(180, 190, 30)
     for at in [*range(151), *range(190, 200)]:
@@ -481,29 +481,29 @@ def test_what_a_query_may_not_see_cannot_touch_it(isa: str) -> None:
     assert same_bits(spoilt[:5], expected[:5]) and spoilt[5:].isnan().all()
 
 
-def test_attention_refuses_page_tables_and_shapes_that_do_not_fit() -> None:
+def test_attention_rejects_invalid_page_tables_and_shapes() -> None:
     sequence = sequence_of(40)
     sequence.table[0, 1] = 99
-    with pytest.raises(ValueError, match="page that is not there"):
+    with pytest.raises(ValueError, match="out of range"):
         sequence.attend(39, 40)
-    sequence.attend(39, 40, 3)  # behind the window a table may hold anything
+    sequence.attend(39, 40, 3)  # entries before the window may be invalid
     with pytest.raises(ValueError, match="longer than its pages"):
         replace(sequence, table=sequence.table[:, :2]).attend(39, 40)
-    with pytest.raises(ValueError, match="side by side"):
+    with pytest.raises(ValueError, match="contiguous"):
         replace(sequence, k_pages=sequence.k_pages.repeat_interleave(2, -1)[..., ::2]).attend(0, 4)
     with pytest.raises(ValueError, match="float16"):
         replace(sequence, k_pages=sequence.k_pages.half()).attend(0, 4)
     rounded = sequence_of(40).rounded()
     with pytest.raises(ValueError, match="no scales"):
         replace(rounded, scales=()).attend(0, 4)
-    with pytest.raises(ValueError, match="given scales"):
+    with pytest.raises(ValueError, match="passed scales"):
         replace(sequence, scales=rounded.scales).attend(0, 4)
-    with pytest.raises(ValueError, match="one float32 scale for each"):
+    with pytest.raises(ValueError, match="one per token and head"):
         replace(rounded, scales=(rounded.scales[0], rounded.scales[1][..., :1])).attend(0, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_write_pages_moves_bytes_and_refuses_other_places(dtype: torch.dtype, threads: None) -> None:
+def test_write_pages_copies_bytes_and_rejects_invalid_slots(dtype: torch.dtype, threads: None) -> None:
     run = write_pages.providers["native"].run
     frames = torch.zeros(9, 2, 16, 12, dtype=dtype)
     pages = frames[:, 1].unflatten(-1, (3, 4))
@@ -513,14 +513,14 @@ def test_write_pages_moves_bytes_and_refuses_other_places(dtype: torch.dtype, th
     run(new, pages, slots)
     assert torch.equal(pages, expected) and not frames[:, 0].any()
     for wrong in (-1, 9 * 16):
-        with pytest.raises(ValueError, match="not there"):
+        with pytest.raises(ValueError, match="out of range"):
             run(new[:2], pages, torch.tensor([0, wrong]))
     assert torch.equal(pages, expected)
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 64, 100])
 def test_int8_pages_are_written_as_the_body_does_bit_for_bit(size: int, isa: str) -> None:
-    """Every magnitude, subnormal ones too; zeros, and numbers that are none."""
+    """Every magnitude, including subnormals; zeros, and values that are not finite."""
     random = torch.Generator().manual_seed(size)
     new = torch.randn(100, 3, size, generator=random) * 10.0 ** torch.randint(-44, 37, (100, 3, 1), generator=random)
     new[:20] = torch.randint(-254, 255, (20, 3, size), generator=random) / 2  # ties
@@ -541,9 +541,9 @@ def test_int8_pages_are_written_as_the_body_does_bit_for_bit(size: int, isa: str
     assert torch.equal(found[1].isnan(), expected[1].isnan()) and torch.equal(found[1].isfinite(), finite)
     assert same_bits(found[1][finite], expected[1][finite])
     for wrong in (-1, 9 * 16):
-        with pytest.raises(ValueError, match="not there"):
+        with pytest.raises(ValueError, match="out of range"):
             run(new[:2], *found, torch.tensor([0, wrong]))
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(ValueError, match="does not match"):
         run(new[:, :2], *found, slots)
 
 
@@ -554,7 +554,7 @@ def test_rotate_is_the_body_bit_for_bit(isa: str) -> None:
 
 
 def ulps(got: Tensor, exact: Tensor) -> float:
-    """The largest error in units of the last place of the exact result."""
+    """The largest error in ulps of the exact result."""
     unit = 2.0 ** (exact.abs().clamp_min(2.0**-126).log2().floor() - 23)
     return float(((got.double() - exact) / unit).abs().max())
 
@@ -619,7 +619,7 @@ def test_layer_norm_is_the_body_within_float32_rounding(columns: int, isa: str) 
 
 
 def stepped(run: Callable[..., Tensor], inputs: list[Tensor], state: Tensor, cuts: list[int]) -> Tensor:
-    """Runs tokens in pieces that end at `cuts`; the state wanders from slot to slot."""
+    """Runs tokens in pieces that end at `cuts`; the state moves from slot to slot."""
     out, slot, begin = [], 0, 0
     for end in cuts:
         meta = RecurrentMeta(
@@ -655,11 +655,11 @@ def test_recurrences_are_the_same_bits_in_one_pass_in_chunks_and_token_by_token(
         assert all(same_bits(one, results[0]) for one in results)
 
 
-def test_recurrences_refuse_slots_that_are_not_there() -> None:
+def test_recurrences_reject_invalid_slots() -> None:
     x, state, run = rows_of(1, 4), torch.zeros(3, 4, 1), causal_conv.providers["native"].run
     for read, write in ((3, 1), (-1, 1), (0, 3)):
         meta = RecurrentMeta(np.array([0, 1]), np.array([1]), torch.tensor([read]), torch.tensor([[write]]))
-        with pytest.raises(ValueError, match="not there"):
+        with pytest.raises(ValueError, match="out of range"):
             run(x, rows_of(4, 2), None, state, meta)
     meta = RecurrentMeta(np.array([0, 1]), np.array([2]), torch.tensor([0]), torch.tensor([[1, 2]]))
     with pytest.raises(ValueError, match="more states"):
@@ -667,7 +667,7 @@ def test_recurrences_refuse_slots_that_are_not_there() -> None:
 
 
 @pytest.mark.parametrize("columns", (1, 15, 16, 100, 576))
-def test_joining_a_branch_and_norming_are_the_same_bits_in_one_pass(columns: int, isa: str) -> None:
+def test_fused_residual_add_and_norm_are_bitwise_equal(columns: int, isa: str) -> None:
     from bankfull.ops.native.norm import run_add_rms_norm, run_rms_norm
 
     generator = torch.Generator().manual_seed(columns)

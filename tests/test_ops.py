@@ -1,4 +1,4 @@
-"""Every operation x provider on this machine x generated input against the body; the bodies against an oracle."""
+"""Every operation x provider on this machine x generated input compared with the body; the bodies with an oracle."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.ops.compare import assert_close, tensors
 SEEDS = range(len(cases.FLOATS) * len(SCHEMES))
 """Each dtype with each weight scheme."""
 FEW_SEEDS, FEWER_SEEDS = range(16), range(8)
-"""Enough for the kernels of operations without a weight; float64, which they decline, is among them."""
+"""Enough for the kernels of operations without a weight; includes float64, which they reject."""
 EACH_SCHEME = [len(cases.FLOATS) * scheme + scheme % 2 for scheme in range(len(SCHEMES))]
-"""Once, in float32 and bfloat16 by turns."""
+"""Once per scheme, alternating float32 and bfloat16."""
 INTERPRETED_IN_FULL = [] if torch.cuda.is_available() else [pytest.mark.full]
 THERE = {"cpu": "cpu", "cuda": "cuda" if torch.cuda.is_available() else "cpu"}
-"""Where the inputs of a provider must lie: kernels of an absent GPU are interpreted on the host."""
+"""Device of a provider's inputs: without a GPU, its kernels are interpreted on the host."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +45,9 @@ def has_weight(operation: Operation) -> bool:
 
 
 def seeds_for(operation: Operation, provider: Provider) -> Iterator[Any]:
-    """Kernels that are interpreted are slow, and others are compiled anew for most shapes: they meet every dtype, and
-    every scheme where there is one, but fewer shapes."""
+    """Interpreted kernels are slow, and others are recompiled for most shapes: they get every dtype, and every scheme
+    if
+    there is one, but fewer shapes."""
     name = f"{operation.name}-{provider.name}"
     if provider.on != "cuda":
         yield pytest.param(operation, provider, SEEDS, id=name)
@@ -80,9 +81,9 @@ def test_a_provider_computes_what_the_body_means(
         for i in range(len(given.args)):
             if isinstance(given.args[i], Unnormed):
                 assert_close(given.args[i].joined, reference.args[i].joined, given.dtype)
-            if isinstance(given.args[i], torch.Tensor):  # what is not meant to be written must be as it was
+            if isinstance(given.args[i], torch.Tensor):  # arguments that are not written must be unchanged
                 assert_close(given.args[i], reference.args[i], given.dtype)
-    if operation.name in ("linear_mixed", "best_output_mixed") and not native.copies_weights():
+    if operation.name in ("linear_hadamard", "best_output_hadamard") and not native.copies_weights():
         pytest.skip("this instruction set has no int8 tiles")
     assert accepted, f"{provider.name} accepts none of the generated inputs of {operation.name}"
 
@@ -120,7 +121,7 @@ def test_the_meter_returns_the_shapes_and_dtypes_of_the_body(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "per_token"), [("causal_conv", (0,)), ("selective_scan", (0, 1, 3, 4))])
 def test_every_kept_slot_continues_its_sequence(name: str, per_token: tuple[int, ...]) -> None:
-    """Whatever number of drafts was accepted, the slot behind them leads to the same outputs and the same state."""
+    """Whatever number of draft tokens was accepted, the slot after them leads to the same outputs and state."""
     continued = 0
     for seed in range(20):
         made = cases.case(name, seed, torch.float64)

@@ -1,4 +1,4 @@
-"""Packed weights: exact repacking, and products that are the same whatever the rows, the threads or the batch-mates."""
+"""Packed weights: exact repacking, and products that are bitwise equal for any rows, threads and batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _native = pytest.importorskip("bankfull._native", reason="the native extension w
 
 from bankfull.ops.native import copies_weights  # noqa: E402
 from bankfull.ops.native.checks import address  # noqa: E402
-from bankfull.ops.native.packed import pack_and_mix, run_linear_mixed  # noqa: E402
+from bankfull.ops.native.packed import pack_with_hadamard, run_linear_hadamard  # noqa: E402
 from bankfull.weights.formats import SCHEMES  # noqa: E402
 from bankfull.weights.qtensor import QTensor  # noqa: E402
 from bankfull.weights.quantize import quantize  # noqa: E402
@@ -79,7 +79,7 @@ class Packed:
 
 @dataclass(slots=True)
 class Rows:
-    """Encoded rows, and the numbers that they stand for."""
+    """Encoded rows, and the values they represent."""
 
     data: Tensor
     columns: int
@@ -109,7 +109,7 @@ class Rows:
 
 
 def run(x: Rows, *weights: Packed, biases: tuple[Tensor | None, ...] = (), gate: str | None = None) -> list[Tensor]:
-    """Results lie in the middle of wider, poisoned rows; nothing around them may change."""
+    """Results lie inside wider rows filled with NaN; nothing around them may change."""
     results = [torch.full((len(x.data) + 1, w.outputs + 24), POISON) for w in weights]
     parts = [
         (w.data.data_ptr(), 0, address(bias), y[:, 8:].data_ptr(), y.stride(0), w.outputs, w.pack)
@@ -147,7 +147,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def assert_close(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tolerance: float) -> None:
-    """The error of a sum is bounded by the sum of the magnitudes, however much they cancel."""
+    """The error of a sum is bounded by the sum of the magnitudes, regardless of cancellation."""
     exact, magnitude = x @ weight.T, x.abs() @ weight.abs().T
     if bias is not None:
         exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
@@ -179,7 +179,7 @@ def test_a_pack_takes_the_bits_of_its_codes_and_scales() -> None:
     for name, (code, block, size) in FORMATS.items():
         pack = _native.pack_of(code)
         assert (pack < 0) == (name in ("f32", "f16"))
-        if pack >= 0:  # codes of two and three bits take four; integer scales take whole bytes
+        if pack >= 0:  # 2- and 3-bit codes take four bits; integer scales take whole bytes
             spare = {"q2_k": 2, "q3_k": 1.25}.get(name, 0.25)
             assert list(bits.values())[pack] <= 8 * size / block + spare
 
@@ -205,7 +205,7 @@ def test_codes_are_the_nearest_multiples_of_a_group_s_scale(isa: str) -> None:
     assert same_bits(scales, most / 127)
     expected = torch.round(groups.double() / most.double().clamp_min(1e-30)[..., None] * 127)
     error = (codes.unflatten(1, (-1, 32)) - expected).abs()
-    assert error.max() <= 1 and (error > 0).float().mean() < 1e-3  # the quotient may fall on either side of a half
+    assert error.max() <= 1 and (error > 0).float().mean() < 1e-3  # the quotient may round either way at a tie
     assert torch.equal(sums, codes.int().unflatten(1, (-1, 16)).sum(-1).int())
     assert codes.min() >= -127
 
@@ -232,7 +232,7 @@ def test_codes_times_packs_are_the_exact_products_within_float32_rounding(name: 
 
 @pytest.mark.parametrize("name", PACKED)
 def test_extreme_codes_do_not_overflow(name: str, isa: str) -> None:
-    """All bits set in weights and activations at their largest: the sums of products are as large as can be."""
+    """All bits set in weights and activations at their maximum: the sums of products are as large as possible."""
     weight = weight_of(name, 16, 512)
     blocks = weight.parts["blocks"].view(-1, SCHEMES[name].block_bytes)
     kept = blocks.clone()
@@ -263,7 +263,7 @@ def test_a_row_is_the_same_bits_alone_and_in_any_batch(name: str, isa: str) -> N
 
 
 def test_a_row_of_tiles_is_the_same_bits_in_any_batch(tiles: None) -> None:
-    """Of three or more: fewer are not multiplied in tiles."""
+    """Three or more rows: fewer are not multiplied in tiles."""
     weight, x = Packed.of(weight_of("q4_1", 40, 2176)), rows_of(99, 2176)
     few = torch.cat([run(Rows.of(rows, tiles=True), weight)[0] for rows in x.split(3)])
     for size in (6, 15, 16, 17, 31, 32, 33, 99):
@@ -283,7 +283,7 @@ def test_instruction_sets_agree_bit_for_bit(name: str, any_isa: None) -> None:
     weight, x, results = Packed.of(weight_of(name, 33, 768)), rows_of(7, 768), []
     for isa in ISAS:
         _native.set_isa(isa)
-        if isa != "generic":  # it does not fuse
+        if isa != "generic":  # it has no FMA
             results.append(run(Rows.of(x), weight)[0])
     assert all(same_bits(one, results[0]) for one in results)
 
@@ -333,10 +333,10 @@ def test_a_gate_is_the_function_of_one_product_times_the_other(gate: str, on_til
             assert same_bits(got.data[:, :meant], Rows.of(plain, tiles).data[:, :meant])
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- rejected inputs ------------------------------------------------------------------------------------------------
 
 
-def test_sizes_that_do_not_fit_are_refused() -> None:
+def test_mismatched_sizes_are_rejected() -> None:
     weight, x = Packed.of(weight_of("q4_1", 40, 64)), Rows.of(rows_of(2, 64))
     with pytest.raises(ValueError, match="groups of 32"):
         run_encoded(x, weight, weight, "silu", False)
@@ -371,11 +371,11 @@ def test_infinite_activations_end_in_nan_not_in_numbers(isa: str) -> None:
 
 @pytest.mark.skipif(not copies_weights(), reason="this instruction set has no int8 tiles")
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
-def test_a_mixed_row_that_is_not_finite_says_so_and_spares_the_others(poison: float) -> None:
-    weight = pack_and_mix(quantize(torch.randn(40, 192), "q8_0"))
+def test_a_hadamard_row_that_is_not_finite_stays_so_and_does_not_affect_others(poison: float) -> None:
+    weight = pack_with_hadamard(quantize(torch.randn(40, 192), "q8_0"))
     x = torch.randn(20, 192)
-    clean = run_linear_mixed(x, weight)
+    clean = run_linear_hadamard(x, weight)
     x[7, 100] = poison
-    found = run_linear_mixed(x, weight)
+    found = run_linear_hadamard(x, weight)
     assert not found[7].isfinite().any()
     assert torch.equal(found[:7], clean[:7]) and torch.equal(found[8:], clean[8:])

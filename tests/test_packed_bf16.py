@@ -1,4 +1,4 @@
-"""Packed weights times rows of bfloat16: dense ones have the same bits everywhere, those in blocks in any batch."""
+"""Packed weights times rows of bfloat16: dense ones are bitwise equal everywhere, quantized ones in any batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.test_native import ISAS, rows_of, weight_of  # noqa: E402
 from tests.test_packed import PACKED, Packed, Rows, assert_close, run, run_encoded, same_bits  # noqa: E402
 
 BLOCKS_TOLERANCE = 2.0**-9 + 1e-5
-"""Tiles round such weights to the nearest bfloat16."""
+"""Tiles round block-quantized weights to the nearest bfloat16."""
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,7 @@ def test_blocks_times_rows_of_bfloat16_are_the_exact_products_within_its_roundin
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", ["q4_1", "q5_k", "q6_k"])
-def test_a_row_times_blocks_is_the_same_bits_in_any_batch_on_either_side_of_the_border(name: str, isa: str) -> None:
+def test_a_row_times_blocks_is_the_same_bits_in_any_batch_on_either_side_of_the_threshold(name: str, isa: str) -> None:
     _native.set_isa(isa)
     weight, x = Packed.of(weight_of(name, 40, 512)), rows_of(66, 512)
     few, many = [
@@ -117,14 +117,14 @@ def test_a_row_times_blocks_is_the_same_bits_in_any_batch_on_either_side_of_the_
         for sizes in ((1, 2), (3, 6, 11, 22, 33, 66))
     ]
     assert all(same_bits(one, few[0]) for one in few) and all(same_bits(one, many[0]) for one in many)
-    assert isa == "amx" or same_bits(few[0], many[0])  # without tiles there is no border
+    assert isa == "amx" or same_bits(few[0], many[0])  # without tiles there is no threshold
 
 
 @pytest.mark.skipif("avx512" not in ISAS, reason="this processor has no AVX-512")
 @pytest.mark.parametrize("name", PACKED)
 def test_instruction_sets_without_tiles_agree_bit_for_bit(name: str) -> None:
     weight, x, results = Packed.of(weight_of(name, 33, 768)), rows_of(7, 768), []
-    for isa in set(ISAS) - {"amx", "generic"}:  # one has tiles, the other does not fuse
+    for isa in set(ISAS) - {"amx", "generic"}:  # one has tiles, the other no FMA
         _native.set_isa(isa)
         results.append(run(Rows.of(x, tiles=True), weight)[0])
     assert all(same_bits(one, results[0]) for one in results)
@@ -147,7 +147,7 @@ def test_dense_weights_and_blocks_share_rows_and_gates(names: tuple[str, str], r
     gated = run(x, *map(Packed.of, weights), biases=biases, gate="relu")[0]
     if names == ("bf16", "bf16"):
         assert same_bits(gated, apart[0].relu() * apart[1])
-    # A mixed gate may round its blocks otherwise.
+    # A mixed gate may round its blocks differently.
     sizes = [x.values().abs() @ weight.dequantize(torch.float64).abs().T + 10 for weight in weights]
     error = (gated - apart[0].relu() * apart[1]).abs()
     assert (error <= 2 * BLOCKS_TOLERANCE * sizes[0] * sizes[1]).all()

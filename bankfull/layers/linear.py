@@ -15,14 +15,14 @@ from bankfull.ops import (
     Unnormed,
     best_output,
     best_output_bf16,
+    best_output_hadamard,
     best_output_int8,
-    best_output_mixed,
     embedding,
     gated_linear,
     linear,
     linear_bf16,
+    linear_hadamard,
     linear_int8,
-    linear_mixed,
     normed_best_output,
     normed_gated_linear,
     normed_linear,
@@ -146,8 +146,8 @@ def _operations(build: Build, weight: QTensor, mixes: bool) -> tuple[Operation, 
         return linear_bf16, best_output_bf16
     if activations not in (INT8, INT8_FEW) or not _rounds(weight):
         return linear, best_output
-    mixed = mixes and activations == INT8 and build.kit.offers(linear_mixed, dtype=build.dtype, weight=weight)
-    return (linear_mixed, best_output_mixed) if mixed else (linear_int8, best_output_int8)
+    mixed = mixes and activations == INT8 and build.kit.offers(linear_hadamard, dtype=build.dtype, weight=weight)
+    return (linear_hadamard, best_output_hadamard) if mixed else (linear_int8, best_output_int8)
 
 
 def _rounds(weight: QTensor) -> bool:

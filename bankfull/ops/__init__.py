@@ -1,4 +1,4 @@
-"""Every operation that a model may use. Importing this package registers the bodies and the providers that exist."""
+"""Every operation that a model may use. Importing this package registers the torch bodies and the providers."""
 
 from bankfull.ops.cost import Cost
 from bankfull.ops.reference.activation import ACTIVATIONS, activate, activate_mul, soft_cap
@@ -14,14 +14,14 @@ from bankfull.ops.reference.linear import (
     Unnormed,
     best_output,
     best_output_bf16,
+    best_output_hadamard,
     best_output_int8,
-    best_output_mixed,
     embedding,
     gated_linear,
     linear,
     linear_bf16,
+    linear_hadamard,
     linear_int8,
-    linear_mixed,
     normed_best_output,
     normed_gated_linear,
     normed_linear,
@@ -49,7 +49,7 @@ __all__ = [
     "best_output",
     "best_output_bf16",
     "best_output_int8",
-    "best_output_mixed",
+    "best_output_hadamard",
     "causal_conv",
     "embedding",
     "gated_linear",
@@ -58,7 +58,7 @@ __all__ = [
     "linear",
     "linear_bf16",
     "linear_int8",
-    "linear_mixed",
+    "linear_hadamard",
     "normed_best_output",
     "normed_gated_linear",
     "normed_linear",
@@ -72,4 +72,4 @@ __all__ = [
     "write_pages_int8",
 ]
 
-from bankfull.ops import native as _native_providers  # noqa: F401  (last: kernels register with the bodies)
+from bankfull.ops import native as _native_providers  # noqa: F401  (last: providers attach to the operations above)

@@ -1,4 +1,4 @@
-"""What an operation must do at the very least: the one source of truth for every "% of limit" that we show."""
+"""The minimum work of an operation: the single source of every "% of limit" that we show."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Arithmetic and memory traffic of one call, each operand moved once: a lower bound, not a measurement."""
+    """FLOPs and memory traffic of one call with each operand moved once: a lower bound, not a measurement."""
 
     flops: float = 0.0
     read: float = 0.0
@@ -20,7 +20,7 @@ class Cost:
 
     @property
     def intensity(self) -> float:
-        """Operations per byte; infinite for work that touches no memory."""
+        """Arithmetic intensity in FLOPs per byte; infinite for work without memory traffic."""
         return self.flops / self.bytes if self.bytes else float("inf")
 
     def __add__(self, other: Cost) -> Cost:
@@ -30,12 +30,12 @@ class Cost:
         return Cost(self.flops * times, self.read * times, self.write * times)
 
     def seconds(self, flops_per_second: float, bytes_per_second: float) -> float:
-        """The shortest time that a machine with these ceilings can take (FACTS: the roofline)."""
+        """Roofline bound: the shortest time on a machine with these ceilings."""
         return max(self.flops / flops_per_second, self.bytes / bytes_per_second)
 
 
 def nbytes(*operands: Any) -> int:
-    """The bytes of tensors and quantized tensors; None counts nothing."""
+    """Total size of tensors and quantized tensors in bytes; None counts as 0."""
     total = 0
     for operand in operands:
         if operand is None:

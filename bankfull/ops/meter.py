@@ -1,4 +1,4 @@
-"""The fourth provider: tensors are meta, integers are real; operations record their cost instead of computing."""
+"""The fourth provider: on meta tensors with real integers, operations record their cost instead of computing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Ledger:
         self.calls[name] = self.calls.get(name, 0) + calls
 
     def merge(self, other: Ledger, part: str = "") -> None:
-        """Add another ledger's entries; with `part`, under "part/name"."""
+        """Add another ledger's entries, named "part/name" if `part` is given."""
         for name, cost in list(other.total.items()):
             self.record(f"{part}/{name}" if part else name, cost, other.calls[name])
 
@@ -30,7 +30,7 @@ class Ledger:
 
 
 class Meter(Kit):
-    """A kit whose every binding writes to one ledger."""
+    """A kit whose bound operations all record into one ledger."""
 
     def __init__(self) -> None:
         super().__init__("meta", ())
@@ -44,6 +44,6 @@ class Meter(Kit):
         return run
 
     def take(self) -> Ledger:
-        """The ledger so far; the next operations start a new one."""
+        """Return the current ledger and start a new one."""
         done, self.ledger = self.ledger, Ledger()
         return done

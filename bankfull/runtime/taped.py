@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bankfull.layers.batch import Batch
-from bankfull.ops.native.sampling import wishes_at
+from bankfull.ops.native.sampling import params_at
 from bankfull.ops.native.tape import Recorder, RowsAt, Tape
 from bankfull.ops.native.tape.instruction import Break
 from bankfull.ops.native.tape.origins import Origins, line_of
@@ -56,7 +56,7 @@ class Taped:
                 rows.known.data_ptr(),
                 rows.computed.ctypes.data,
                 tables,
-                wishes_at(rows.sampling),
+                params_at(rows.sampling),
             )
         )
         return None if run is None else lambda lines: run(lines, self.timed)

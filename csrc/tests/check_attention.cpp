@@ -1,4 +1,4 @@
-// Rotary positions, pages, and attention over them.
+// RoPE, KV pages, and paged attention.
 #include "attention_plan.hpp"
 #include "kernel_checks.hpp"
 #include "pages.hpp"
@@ -26,14 +26,14 @@ struct Angles {
     Array<float> cos, sin;
 };
 
-// A head's dimension `i`, turned.
+// Dimension `i` of a head after RoPE.
 double turned(const float* head, const float* cos, const float* sin, int64_t half, int64_t i) {
     if (i >= 2 * half) return head[i];
     if (i < half) return double(head[i]) * cos[i] - double(head[i + half]) * sin[i];
     return double(head[i]) * cos[i - half] + double(head[i - half]) * sin[i - half];
 }
 
-// Keys or values of one layer in pages, in either type; what is not written is NaN.
+// Keys or values of one layer in pages, in either type; unwritten elements are NaN.
 struct Store {
     Store(int64_t pages, int64_t tokens, int64_t kv_heads, int64_t numbers, bool in_bfloat)
         : frames(pages), page_tokens(tokens), heads(kv_heads), size(numbers), narrow(in_bfloat),
@@ -68,11 +68,11 @@ struct Store {
     Array<uint8_t> bytes;
 };
 
-// Sequences of any length over shuffled pages; pages that nobody may look at do not exist.
+// Sequences of any length over shuffled pages; page table entries outside of all windows are invalid.
 void check_attention(Random& random, PageType type) {
     static constexpr int64_t sizes[] = {8, 20, 32, 64, 64, 96};
     static constexpr int64_t lengths_of_pages[] = {1, 4, 5, 16, 32, 48};
-    const bool many = random.one_in(8);  // sequences that decode: the next one's pages are asked for
+    const bool many = random.one_in(8);  // many decoding sequences: pages are prefetched
     const int64_t sequences = many ? random.between(40, 48) : random.between(1, 3), kv_heads = random.between(1, 2);
     const int64_t groups = random.between(1, many ? 2 : 5);
     const int64_t heads = kv_heads * groups, size = random.any_of(sizes), values = random.one_in(2) ? size : random.any_of(sizes);
@@ -114,7 +114,7 @@ void check_attention(Random& random, PageType type) {
     job.q_token = q_token, job.window = window, job.scale = scale, job.cap = cap;
     paged_attention(job, type, sequences, tokens, width, frames);
 
-    // Tiles round queries and weights: the largest of values that are drawn so is about 4.
+    // Tiles round queries and weights: the maximum of values drawn this way is about 4.
     const double error = narrow && kernels().tile_rows > 0 && size % 32 == 0 && values % 32 == 0 ? 0.05 : 2e-5;
     for (int64_t i = 0; i < sequences; ++i)
         for (int64_t token = q_start[size_t(i)]; token < q_start[size_t(i) + 1]; ++token)
@@ -218,13 +218,13 @@ void check_intake(Random& random) {
         for (int64_t head = 0; head < heads && half; ++head)
             for (int64_t i = 0; i < size; ++i) {
                 const int64_t at = token * q_token + head * size;
-                expect_close(job.turned[at + i], turned(before.data() + at, cos, sin, half, i), 1e-6, "turned query", i);
+                expect_close(job.turned[at + i], turned(before.data() + at, cos, sin, half, i), 1e-6, "rotated query", i);
             }
     }
 }
 
-// Heads that go on from the product which makes them: what both give one after the other, bit for bit. Rows of every
-// number, so that they are cut in every way.
+// Intake fused into the packed step: bitwise equal to both run separately. Any number of rows, so that they are split
+// in every way.
 void check_joined_intake(Random& random) {
     static constexpr int formats[] = {Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, BF16};
     static constexpr int64_t sizes[] = {32, 64, 96}, most[] = {3, 40, 140, 900};
@@ -286,13 +286,13 @@ void check_joined_intake(Random& random) {
     };
     const Side apart = side(false), together = side(true);
     for (size_t i = 0; i < 3; ++i)
-        expect_same_bits(together.made[i].data(), apart.made[i].data(), apart.made[i].size(), "joined: what was made");
-    expect_same_bits(together.keys.bytes.data(), apart.keys.bytes.data(), apart.keys.bytes.size(), "joined: stored keys");
+        expect_same_bits(together.made[i].data(), apart.made[i].data(), apart.made[i].size(), "fused: projections");
+    expect_same_bits(together.keys.bytes.data(), apart.keys.bytes.data(), apart.keys.bytes.size(), "fused: stored keys");
     expect_same_bits(together.stored.bytes.data(), apart.stored.bytes.data(), apart.stored.bytes.size(),
-                     "joined: stored values");
+                     "fused: stored values");
 }
 
-// What a layer stores without turning it, as WriteStep asks for it.
+// Page writes without RoPE, as in WriteStep.
 void check_write(Random& random) {
     const int64_t tokens = random.between(1, 20), page_tokens = random.between(1, 6), heads = random.between(1, 4);
     const int64_t size = random.between(1, 90), row = heads * size + random.between(0, 3), frames = tokens / page_tokens + 2;
@@ -309,7 +309,7 @@ void check_write(Random& random) {
         for (int64_t i = 0; i < heads * size; ++i) {
             const float value = rows[token * row + i];
             expect_close(store.read(store.at(slots[size_t(token)], i / size, i % size)),
-                         narrow ? bfloat_value(to_bfloat(value)) : value, 0, "written number", i);
+                         narrow ? bfloat_value(to_bfloat(value)) : value, 0, "written element", i);
         }
 }
 

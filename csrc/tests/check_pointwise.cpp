@@ -71,8 +71,8 @@ void check_pointwise(Random& random) {
         for (int64_t i = 0; i < count; ++i) {
             const double alone = function_of(kind, x[i], job.parameter);
             const double want = kind == PLUS ? double(x[i]) + factor[i] : multiplies ? alone * factor[i] : alone;
-            // An exponential of u is off by the roundings of u; one that leaves the range of floats is 0 or infinity.
-            // An exponential is as exact as what it is taken of: a square, or a cube.
+            // An exponential of u inherits the rounding error of u; one out of range is 0 or infinity.
+            // Its error is relative to the argument: a square, or a cube.
             const double taken = kind == GELU ? x[i] * x[i] : kind == GELU_TANH ? 0.1 * std::fabs(x[i] * x[i] * x[i]) : 0;
             const double error = 4e-7 * (1 + taken);
             expect_close(y[i], want, error * std::fabs(want) + 1e-36, "pointwise", i);

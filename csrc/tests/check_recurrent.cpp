@@ -27,7 +27,7 @@ struct Recurrence {
         return checked_plan(made, most, slots, tokens());
     }
     int64_t tokens() const { return q_start.back(); }
-    // Where the state after a token goes; -1: nowhere.
+    // The slot of the state after a token; -1 if it is not kept.
     int64_t slot_after(int64_t sequence, int64_t token) const {
         const int64_t j = kept[size_t(sequence)] - (q_start[size_t(sequence) + 1] - token);
         return j < 0 ? -1 : write[size_t(sequence * most + j)];

@@ -1,4 +1,4 @@
-// Weights in every form, activations, and the linear layers over them.
+// Weights in every format, activations, and the linear layers over them.
 #include <stdexcept>
 
 #include "kernel_checks.hpp"
@@ -8,7 +8,7 @@ namespace {
 
 constexpr Activations KINDS[] = {Activations::Codes, Activations::Tiles};
 
-// Rows of every size: zeros, numbers too small for a scale's inverse, and everyday ones.
+// Rows of every magnitude: zeros, values too small for a scale's inverse, and ordinary ones.
 Array<float> rows_of_all_sizes(Random& random, int64_t count) {
     static constexpr float spreads[] = {0.0f, 1e-44f, 1e-37f, 1e-30f, 0.01f, 1.0f, 1.0f, 1.0f, 3e4f, 1e37f};
     Array<float> x(count);
@@ -24,7 +24,7 @@ Array<float> rows_of_all_sizes(Random& random, int64_t count) {
 void check_packed(Random& random, Activations kind) {
     static constexpr int blocks[] = {Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K};
     static constexpr int gates[] = {SILU, GELU, GELU_TANH, RELU};
-    const bool long_rows = random.one_in(8);  // more than the tiles take at once
+    const bool long_rows = random.one_in(8);  // more than tiles process at once
     const int64_t inner = 256 * (long_rows ? 9 : random.between(1, 3)), rows = random.between(1, random.one_in(3) ? 70 : 9);
     const int gate = random.one_in(3) ? random.any_of(gates) : -1;
     const int64_t count = gate >= 0 ? 2 : random.between(1, 3);
@@ -71,7 +71,7 @@ void check_packed(Random& random, Activations kind) {
                         largest = std::max<double>(largest, std::fabs(weight.row(o)[k]));
                         sum.add(encoded.value(row, k) * weight.row(o)[k]);
                     }
-                    double spread = 0;  // scales and minimums are summed apart: they may cancel
+                    double spread = 0;  // scales and minima are summed separately: they may cancel
                     for (int64_t k = 0; k < inner; ++k) spread += std::fabs(encoded.value(row, k)) * largest;
                     if (parts[size_t(i + side)].bias) sum.add(parts[size_t(i + side)].bias[o]);
                     values[side] = sum.value;
@@ -110,7 +110,7 @@ int64_t plain_best(const float* scores, int64_t count) {
 
 }  // namespace
 
-// Two readers of the same blocks, written apart from each other.
+// Two independent decoders of the same blocks.
 void check_formats(Random& random) {
     for (int format = 0; format < FORMATS; ++format) {
         const FormatFacts& facts = kernels().facts[format];
@@ -175,7 +175,7 @@ void check_embedding(Random& random) {
         ids[0] = random.one_in(2) ? -1 : table.outputs;
         try {
             run_embedding(job, Format(format), tokens);
-            expect(false, "an id outside of the table is refused");
+            expect(false, "an id outside of the table is rejected");
         } catch (const std::invalid_argument&) {
         }
     }
@@ -193,7 +193,7 @@ void check_encode(Random& random) {
         run_encode(job, rows);
         for (int64_t row = 0; row < rows; ++row) {
             const float* of = x.data() + row * stride;
-            // The instruction that rounds to bfloat16 takes subnormal numbers for 0.
+            // The instruction that rounds to bfloat16 flushes subnormals to 0.
             for (int64_t i = 0; i < columns && kind == Activations::Tiles; ++i)
                 expect_close(encoded.value(row, i), bfloat_value(to_bfloat(of[i])),
                              std::fabs(of[i]) < 0x1p-126f ? 0x1p-126 : 0, "bfloat16", i);
@@ -209,7 +209,7 @@ void check_encode(Random& random) {
                 expect_close(encoded.scale(row, group), most / 127.0f, 0, "scale", group);
                 expect_close(encoded.sum(row, group), sums[0], 0, "sum of codes", group);
                 expect_close(encoded.sum(row, group + 16), sums[1], 0, "sum of codes", group + 16);
-                // Groups that are too small for the inverse of a scale become zeros.
+            // Groups that are too small for the inverse of a scale become zeros.
                 const double error = std::max<double>(most / 127.0 * 0.5001, 0x1p-120);
                 for (int64_t i = group; i < group + 32; ++i) {
                     expect(std::abs(encoded.code(row, i)) <= 127, "a code is -127 to 127");
@@ -224,21 +224,21 @@ void check_packed_linear(Random& random) {
     for (const Activations kind : KINDS) check_packed(random, kind);
 }
 
-// A wish with each of its parts, or without.
-static SampleWish any_wish(Random& random, int64_t vocab, bool with_top_k) {
-    SampleWish wish{};
+// Sampling parameters, each of them set or neutral.
+static SamplingParams any_params(Random& random, int64_t vocab, bool with_top_k) {
+    SamplingParams params{};
     static constexpr double temperatures[] = {0.01, 0.7, 1.0, 30.0}, shares[] = {1.0, 1.0, 0.9, 0.3}, floors[] = {0.0, 0.0, 0.1};
-    wish.greedy = random.one_in(4);
-    wish.temperature = random.any_of(temperatures);
-    wish.top_p = random.any_of(shares);
-    wish.min_p = random.any_of(floors);
-    wish.top_k = with_top_k ? std::min(vocab, random.between(1, 60)) : vocab;
-    wish.seed = random.between(0, 1 << 30);
-    return wish;
+    params.greedy = random.one_in(4);
+    params.temperature = random.any_of(temperatures);
+    params.top_p = random.any_of(shares);
+    params.min_p = random.any_of(floors);
+    params.top_k = with_top_k ? std::min(vocab, random.between(1, 60)) : vocab;
+    params.seed = random.between(0, 1 << 30);
+    return params;
 }
 
-// Choosing while outputs are made gives what choosing among all of them gives: also where one lies so far above that the
-// others round to the same.
+// Sampling while outputs are computed equals sampling from all of them, even if one is so far above that the others
+// round to the same value.
 static void check_choice(Random& random) {
     const Weight weight(random, Q8_0, random.between(1, 1300), 32);
     const int64_t rows = random.between(1, 6), outputs = weight.outputs;
@@ -259,28 +259,28 @@ static void check_choice(Random& random) {
     run_packed(job);
     if (random.one_in(8)) y[0] = NOT_A_NUMBER;
     for (const bool with_top_k : {true, false}) {
-        std::vector<SampleWish> wishes;
-        for (int64_t row = 0; row < rows; ++row) wishes.push_back(any_wish(random, outputs, with_top_k));
-        const Choice choice{wishes.data(), 7};
+        std::vector<SamplingParams> params;
+        for (int64_t row = 0; row < rows; ++row) params.push_back(any_params(random, outputs, with_top_k));
+        const Choice choice{params.data(), 7};
         Array<int64_t> tokens(rows), expected(rows);
         run_sample({y.data(), nullptr, choice, expected.data(), outputs}, rows);
-        expect(y[0] == y[0] || expected[0] == -1, "nothing is chosen beside a NaN");
+        expect(y[0] == y[0] || expected[0] == -1, "no token is chosen if a score is NaN");
         run_packed_choice(job, choice, tokens.data());
         for (int64_t row = y[0] == y[0] ? 0 : 1; row < rows; ++row)
             expect_close(double(tokens[row]), double(expected[row]), 0, "choice", row);
     }
 }
 
-// Rows and weights are rounded to 8 bits behind a Hadamard transform: a product may be off by half a step of either for
-// each column. Parts without a mixed copy, and too few rows, go their own way beside it.
-void check_mixed_linear(Random& random) {
+// Rows and weights are quantized to int8 after a Hadamard transform: a product may be off by half a step of either per
+// column. Parts without a transformed copy, and too few rows, use the other kernels in the same job.
+void check_hadamard_linear(Random& random) {
     static constexpr int formats[] = {Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K};
     static constexpr int gates[] = {SILU, GELU, GELU_TANH, RELU};
     const int64_t inner = 256 * random.between(1, 3), rows = random.between(14, random.one_in(4) ? 700 : 70);
     const int gate = random.one_in(3) ? random.any_of(gates) : -1;
     const int64_t count = gate >= 0 ? 2 : random.between(1, 3), gated = random.between(1, 100);
     const Array<float> x = normals(random, rows * inner);
-    EncodedRows encoded(rows, inner, kernels().mix_rows ? kernels().mixed_of : Activations::Tiles);
+    EncodedRows encoded(rows, inner, kernels().hadamard_rows ? kernels().hadamard_form : Activations::Tiles);
     EncodeJob encode{};
     encode.x = x.data(), encode.x_stride = inner, encode.columns = inner, encode.out = encoded.place();
     run_encode(encode, rows);
@@ -294,9 +294,9 @@ void check_mixed_linear(Random& random) {
         const Weight& weight = weights.back();
         packs.push_back(packed(weight));
         const int pack = pack_of(weight.format);
-        const int64_t size = gate >= 0 || !random.one_in(4) ? mixed_bytes(pack, weight.outputs, inner) : 0;
+        const int64_t size = gate >= 0 || !random.one_in(4) ? hadamard_bytes(pack, weight.outputs, inner) : 0;
         copies.emplace_back(size, 64);
-        if (size) mix_weights(pack, packs.back().data(), copies.back().data(), weight.outputs, inner);
+        if (size) hadamard_weights(pack, packs.back().data(), copies.back().data(), weight.outputs, inner);
         biases.push_back(maybe_bias(random, weight.outputs));
         results.emplace_back(rows * weight.outputs);
         parts.push_back({packs.back().data(), address_of(biases.back()), results.back().data(), weight.outputs,
@@ -307,7 +307,7 @@ void check_mixed_linear(Random& random) {
     job.gate = gate;
     run_packed(job);
 
-    const auto mixed = [inner](auto&& value) {
+    const auto hadamard = [inner](auto&& value) {
         std::vector<double> all;
         for (int64_t k = 0; k < inner; ++k) {
             double sum = 0;
@@ -320,10 +320,10 @@ void check_mixed_linear(Random& random) {
     const auto half_step = [&encoded](const std::vector<double>& all) {
         double largest = 0;
         for (const double each : all) largest = std::max(largest, std::fabs(each));
-        return largest / 254 * (encoded.kind == Activations::Codes ? 1.05 : 1.001);  // rests are rounded, too
+        return largest / 254 * (encoded.kind == Activations::Codes ? 1.05 : 1.001);  // remainders are rounded, too
     };
     for (int64_t row = 0; row < rows; row += rows > 70 ? 37 : 3) {
-        const auto a = mixed([&](int64_t k) {
+        const auto a = hadamard([&](int64_t k) {
             return encoded.kind == Activations::Codes ? double(x[row * inner + k]) : encoded.value(row, k);
         });
         const double a_step = half_step(a);
@@ -332,7 +332,7 @@ void check_mixed_linear(Random& random) {
                 double values[2] = {}, errors[2] = {};
                 for (int64_t side = 0; side < (gate >= 0 ? 2 : 1); ++side) {
                     const Weight& weight = weights[size_t(i + side)];
-                    const auto b = mixed([&](int64_t k) { return double(weight.row(o)[k]); });
+                    const auto b = hadamard([&](int64_t k) { return double(weight.row(o)[k]); });
                     const double b_step = half_step(b);
                     for (int64_t k = 0; k < inner; ++k) {
                         values[side] += a[size_t(k)] * b[size_t(k)];
@@ -348,7 +348,7 @@ void check_mixed_linear(Random& random) {
                             2 * errors[0] * errors[1] + FINE * std::fabs(want);
                 }
                 const int64_t place = row * weights[size_t(i)].outputs + o;
-                expect_close(results[size_t(i)][place], want, error, "mixed weights", place);
+                expect_close(results[size_t(i)][place], want, error, "Hadamard weights", place);
             }
     }
 

@@ -1,4 +1,4 @@
-// What the test programs share: random operands in fenced memory, and verdicts that are counted.
+// Shared by the test programs: random operands in guarded memory, and counted verdicts.
 #pragma once
 
 #include <sys/mman.h>
@@ -16,7 +16,7 @@
 
 namespace checks {
 
-// The same numbers on every machine.
+// The same sequence on every machine.
 class Random {
   public:
     explicit Random(uint64_t seed) : state_(seed) {}
@@ -44,8 +44,8 @@ class Random {
     uint64_t state_;
 };
 
-// An array that ends where memory ends: a kernel that goes beyond it stops the program, whatever instruction it uses.
-// The address sanitizer guards both ends of what the heap gives, so there the heap gives it.
+// An array that ends at the end of mapped memory: an overrun stops the program, whatever instruction causes it. The
+// address sanitizer guards both ends of heap memory, so with it the heap is used.
 template <class T>
 class Array {
   public:
@@ -109,7 +109,7 @@ inline Array<float> normals(Random& random, int64_t count, float spread = 1.0f) 
     return numbers;
 }
 
-// How many checks there were, and how many failed: of each thing that is checked, the first few failures are printed.
+// Counts checks and failures; the first few failures of each subject are printed.
 class Verdicts {
   public:
     static Verdicts& all() {
@@ -119,9 +119,9 @@ class Verdicts {
     void begin(std::string about) {
         about_ = std::move(about);
         told_ = 0;
-#if !defined(__SANITIZE_ADDRESS__)  // which tells more
+#if !defined(__SANITIZE_ADDRESS__)  // which reports more
         std::signal(SIGSEGV, [](int) {
-            std::fprintf(stderr, "%s: an operand was left, or an address is wrong\n", all().about_.c_str());
+            std::fprintf(stderr, "%s: access out of bounds\n", all().about_.c_str());
             _exit(1);
         });
 #endif
@@ -132,7 +132,7 @@ class Verdicts {
         ++failed_;
         if (++told_ <= 3) std::fprintf(stderr, "%s: %s\n", about_.c_str(), message.c_str());
     }
-    // The program's last line and its exit status.
+    // Prints the last line and returns the exit status.
     int report(const char* program) const {
         std::printf("%s: %lld checks, %lld failed\n", program, static_cast<long long>(made_),
                     static_cast<long long>(failed_));
@@ -150,7 +150,7 @@ inline std::string number(double value) {
     return text;
 }
 
-// Within `tolerance` of what is wanted; NaN is close to NaN only.
+// Within `tolerance` of the expected value; NaN is close to NaN only.
 inline void expect_close(double got, double want, double tolerance, const char* what, int64_t place) {
     if (std::fabs(got - want) <= tolerance || (std::isnan(got) && std::isnan(want)) || got == want)
         return Verdicts::all().pass();
@@ -160,7 +160,7 @@ inline void expect_close(double got, double want, double tolerance, const char* 
 
 inline void expect(bool fine, const char* promise) {
     if (fine) return Verdicts::all().pass();
-    Verdicts::all().fail(std::string("it does not hold that ") + promise);
+    Verdicts::all().fail(std::string("violated: ") + promise);
 }
 
 template <class T>

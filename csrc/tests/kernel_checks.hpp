@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "operands.hpp"
-#include "mixing.hpp"
+#include "hadamard.hpp"
 #include "operations.hpp"
 
 namespace checks {
@@ -16,7 +16,7 @@ void check_linear(Random& random);
 void check_embedding(Random& random);
 void check_encode(Random& random);
 void check_packed_linear(Random& random);
-void check_mixed_linear(Random& random);
+void check_hadamard_linear(Random& random);
 void check_best(Random& random);
 void check_norms(Random& random);
 void check_pointwise(Random& random);
@@ -29,14 +29,14 @@ void check_conv(Random& random);
 void check_scan(Random& random);
 
 constexpr float INFINITE = std::numeric_limits<float>::infinity(), NOT_A_NUMBER = std::numeric_limits<float>::quiet_NaN();
-constexpr double FINE = 4e-6;  // of the sizes summed: a thousand terms in sixteen lanes
+constexpr double FINE = 4e-6;  // relative to the summed magnitudes: a thousand terms in sixteen lanes
 constexpr double BFLOAT = 0x1p-8;
 
 // A bias, or none.
 inline Array<float> maybe_bias(Random& random, int64_t count) { return normals(random, random.one_in(2) ? count : 0); }
 inline const float* address_of(const Array<float>& maybe) { return maybe.size() ? maybe.data() : nullptr; }
 
-// `count` different numbers below `most`.
+// `count` distinct integers below `most`.
 inline std::vector<int64_t> distinct(Random& random, int64_t count, int64_t most) {
     std::vector<int64_t> numbers;
     for (int64_t i = 0; i < most; ++i) numbers.push_back(i);

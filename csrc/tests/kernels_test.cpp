@@ -2,7 +2,7 @@
 //
 //     kernels_test [ROUNDS [SEED]]
 //
-// A failure names the instruction set, the operation and the round; the same seed makes the same numbers again.
+// A failure names the instruction set, the operation and the round; the same seed reproduces it.
 #include "kernel_checks.hpp"
 #include "threads.hpp"
 
@@ -21,13 +21,13 @@ constexpr Operation OPERATIONS[] = {
     {"embedding", check_embedding},
     {"encode", check_encode},
     {"packed linear", check_packed_linear},
-    {"mixed linear", check_mixed_linear},
+    {"Hadamard linear", check_hadamard_linear},
     {"best", check_best},
     {"norms", check_norms},
     {"pointwise", check_pointwise},
     {"rotate", check_rotate},
     {"intake", check_intake},
-    {"joined intake", check_joined_intake},
+    {"fused intake", check_joined_intake},
     {"write", check_write},
     {"attention", check_attention_over_pages},
     {"causal_conv", check_conv},

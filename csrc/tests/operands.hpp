@@ -1,4 +1,4 @@
-// Random weights and rows of activations, and what they mean as numbers: written out plainly, apart from the kernels.
+// Random weights and activation rows, and their values: written as plain loops, independent of the kernels.
 #pragma once
 
 #include "checks.hpp"
@@ -22,7 +22,7 @@ inline double bfloat_value(uint16_t bits) {
     return value;
 }
 
-// Rounded to the nearest bfloat16, ties to even, by looking at both neighbours.
+// Rounded to the nearest bfloat16, ties to even, by comparing both neighbours.
 inline uint16_t to_bfloat(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
@@ -31,13 +31,13 @@ inline uint16_t to_bfloat(float value) {
     return under < over || (under == over && below % 2 == 0) ? below : above;
 }
 
-// From 2^-12 to 2, either sign, and now and then one that is subnormal.
+// From 2^-12 to 2, either sign, occasionally subnormal.
 inline uint16_t random_half(Random& random) {
     const int64_t exponent = random.one_in(20) ? 0 : random.between(4, 15);
     return uint16_t(random.between(0, 1) << 15 | exponent << 10 | random.between(0, 1023));
 }
 
-// Bytes from a block's start to its float16 numbers; -1: it has none, or no second one.
+// Byte offsets of a block's float16 values; -1: it has none, or no second one.
 struct HalvesAt {
     int first, second;
 };
@@ -53,7 +53,7 @@ inline HalvesAt halves_of(int format) {
     }
 }
 
-// Any bytes are a block, but its scales should be finite.
+// Any bytes are a valid block, but its scales should be finite.
 inline Array<uint8_t> random_blocks(Random& random, int format, int64_t count) {
     const FormatFacts& facts = kernels().facts[format];
     Array<uint8_t> blocks(count * facts.bytes);
@@ -77,7 +77,7 @@ inline Array<uint8_t> random_blocks(Random& random, int format, int64_t count) {
     return blocks;
 }
 
-// A weight in a format's blocks, and as numbers.
+// A weight in a format's blocks, and its values.
 struct Weight {
     Weight(Random& random, int of, int64_t rows, int64_t columns)
         : format(of), outputs(rows), inner(columns), blocks(random_blocks(random, of, count())), floats(rows * columns) {
@@ -99,7 +99,7 @@ inline Array<uint8_t> packed(const Weight& weight) {
     return packs;
 }
 
-// Encoded rows, and what a number of them stands for.
+// Encoded rows, and the values of their elements.
 struct EncodedRows {
     EncodedRows(int64_t count, int64_t size, Activations form)
         : rows(count), columns(size), kind(form), bytes(count * encoded_stride(size), 64) {}
@@ -116,7 +116,7 @@ struct EncodedRows {
         if (kind == Activations::Codes) return double(code(number, column)) * scale(number, column);
         return bfloat_value(reinterpret_cast<const uint16_t*>(row(number))[column]);
     }
-    // Bytes of a row that mean something; the rest is room.
+    // Bytes of a row that carry data; the rest is padding.
     int64_t used() const {
         return kind == Activations::Codes ? columns + columns / 8 + columns / 4 : (columns + 31) / 32 * 64;
     }
@@ -130,7 +130,7 @@ inline void expect_same_rows(const EncodedRows& got, const EncodedRows& want, co
     for (int64_t row = 0; row < got.rows; ++row) expect_same_bits(got.row(row), want.row(row), want.used(), what);
 }
 
-// A sum of products in double precision, and the sum of their sizes: what a float sum may be off by grows with it.
+// A sum of products in double precision, and the sum of their magnitudes: a float sum's error grows with it.
 struct Sum {
     double value = 0, size = 0;
     void add(double term) {

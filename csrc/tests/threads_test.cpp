@@ -1,10 +1,10 @@
-// The pool, the kernels and the tape, driven by several threads at once: results must be the bits of one thread alone.
-// Built with the thread sanitizer, it also shows that nobody reads what another may still write.
+// The pool, the kernels and the tape, driven by several threads at once: results must be bitwise equal to one thread's.
+// Built with the thread sanitizer, it also finds data races.
 //
 //     threads_test [fork | time]
 //
-// With `fork`, what a forked child can still do. Neither the thread sanitizer nor an emulator follows threads there. With
-// `time`, what a job costs beside its work, for 1, 2, 4, ... threads; nothing is checked.
+// With `fork`, what a forked child can still do: neither the thread sanitizer nor an emulator supports threads there.
+// With `time`, the overhead of a job for 1, 2, 4, ... threads; nothing is checked.
 #include <sys/wait.h>
 
 #include <atomic>
@@ -26,7 +26,7 @@ using namespace checks;
 constexpr int POOL = 3;
 constexpr int64_t ROUNDS = 300;
 
-// Each body on a thread of its own; they count what went wrong.
+// Each body on its own thread; they count errors.
 void in_callers(const std::vector<void (*)(Random&, std::atomic<int64_t>&)>& bodies, const char* promise) {
     std::atomic<int64_t> wrong{0};
     std::vector<std::thread> callers;
@@ -39,14 +39,14 @@ void in_callers(const std::vector<void (*)(Random&, std::atomic<int64_t>&)>& bod
     expect(wrong == 0, promise);
 }
 
-// Long enough, now and then, for the pool's threads to fall asleep.
+// Occasionally long enough for the pool's threads to fall asleep.
 void pause(Random& random) {
     if (random.one_in(5)) std::this_thread::sleep_for(std::chrono::microseconds(random.between(0, 800)));
 }
 
 // ---- the pool -------------------------------------------------------------------------------------------------------
 
-// Plain integers: a piece that is run twice, or seen too late by the caller, is a wrong sum and a data race.
+// Plain integers: a piece that runs twice, or is seen too late by the caller, is a wrong sum and a data race.
 void count_pieces(Random& random, std::atomic<int64_t>& wrong) {
     for (int64_t round = 0; round < ROUNDS; ++round) {
         std::vector<int64_t> visits(size_t(random.between(0, 300)));
@@ -67,7 +67,7 @@ void change_threads(Random& random, std::atomic<int64_t>& wrong) {
     }
 }
 
-// Announcements name memory that may be anything: they change nothing but what caches hold.
+// Announcements may name any memory: they change nothing but the contents of caches.
 void announce_and_count(Random& random, std::atomic<int64_t>& wrong) {
     std::vector<uint8_t> weights(1 << 20);
     for (int64_t round = 0; round < ROUNDS / 10; ++round) {
@@ -91,9 +91,9 @@ void announce_and_count(Random& random, std::atomic<int64_t>& wrong) {
 
 void check_pool() {
     set_threads(POOL);
-    in_callers({count_pieces, count_pieces, count_pieces}, "every piece is run once, whoever calls");
-    in_callers({count_pieces, announce_and_count, announce_and_count}, "every piece is run once, whatever is announced");
-    in_callers({count_pieces, announce_and_count, change_threads}, "every piece is run once while the pool is replaced");
+    in_callers({count_pieces, count_pieces, count_pieces}, "every piece runs once with several callers");
+    in_callers({count_pieces, announce_and_count, announce_and_count}, "every piece runs once with any announcement");
+    in_callers({count_pieces, announce_and_count, change_threads}, "every piece runs once while the pool is replaced");
     set_threads(POOL);
 }
 
@@ -101,7 +101,7 @@ void check_pool() {
 
 constexpr int64_t HIDDEN = 256, HEADS = 4, KV_HEADS = 2, SIZE = 64, WIDE = 512, VOCABULARY = 50, PAGE = 16, FRAMES = 20;
 
-// One after the other, each for all tokens: nothing shares a place.
+// Consecutive buffers, each for all tokens: nothing overlaps.
 class Arena {
   public:
     Place floats(int64_t per_token) { return take(per_token * 4); }
@@ -122,7 +122,7 @@ enum Inputs : int64_t { IDS, POSITIONS, SLOTS, STARTS, LENGTHS, TABLE, KEYS, VAL
 Place fixed(const void* address) { return {Place::FIXED, int64_t(reinterpret_cast<uintptr_t>(address)), 0}; }
 Place input(Inputs number) { return {Place::INPUT, number, 0}; }
 
-// A layer of a Llama with packed weights. Steps bring their own pages, so that several can run at once.
+// A Llama layer with packed weights. Each step has its own pages, so that several can run at once.
 struct Layer {
     explicit Layer(Random random)
         : table(random, Q8_0, VOCABULARY, HIDDEN), norm(normals(random, HIDDEN)), frequencies(SIZE / 2) {
@@ -131,7 +131,7 @@ struct Layer {
         const Place x = arena.floats(HIDDEN), joined = arena.floats(HIDDEN), branch = arena.floats(HIDDEN);
         const Place cos = arena.floats(SIZE / 2), sin = arena.floats(SIZE / 2), normed = arena.encoded(HIDDEN);
         const Place q = arena.floats(HEADS * SIZE), k = arena.floats(KV_HEADS * SIZE), v = arena.floats(KV_HEADS * SIZE);
-        const Place mixed = arena.encoded(HEADS * SIZE), gated = arena.encoded(WIDE);
+        const Place hadamard = arena.encoded(HEADS * SIZE), gated = arena.encoded(WIDE);
         result = arena.floats(HIDDEN);
         per_token = arena.per_token();
 
@@ -154,14 +154,14 @@ struct Layer {
         intake->size = intake->values = SIZE, intake->half = SIZE / 2, intake->type = PAGES_BF16;
         static_cast<PackedStep&>(*tape.last()).intake = std::move(intake);
         auto attention = std::make_unique<AttentionStep>();
-        attention->q = q, attention->encoded = mixed, attention->q_start = input(STARTS);
+        attention->q = q, attention->encoded = hadamard, attention->q_start = input(STARTS);
         attention->kv_len = input(LENGTHS), attention->table = input(TABLE);
         attention->k_pages = pages(KEYS), attention->v_pages = pages(VALUES), attention->q_token = HEADS * SIZE;
         attention->frames = FRAMES, attention->page_tokens = PAGE, attention->heads = HEADS, attention->kv_heads = KV_HEADS;
         attention->size = attention->values = SIZE, attention->window = 0, attention->scale = 0.125f, attention->cap = 0.0f;
         attention->type = PAGES_BF16;
         tape.add(std::move(attention), "attention");
-        add_packed(random, mixed, HEADS * SIZE, {{Q5_K, HIDDEN, branch}});
+        add_packed(random, hadamard, HEADS * SIZE, {{Q5_K, HIDDEN, branch}});
         add_norm(x, branch, joined, normed);
         add_packed(random, normed, HIDDEN, {{Q4_0, WIDE, {}}, {Q8_0, WIDE, {}}}, SILU, gated);
         add_packed(random, gated, WIDE, {{Q3_K, HIDDEN, result}});
@@ -303,7 +303,7 @@ constexpr Computation COMPUTATIONS[] = {
     {"a layer on a tape", run_layer}, {"a linear layer", run_floats}, {"the best output", run_head}, {"a scan", run_scan}};
 constexpr uint64_t SEEDS = 3;
 
-std::vector<std::vector<float>> alone;  // of each computation and seed: what one thread gives
+std::vector<std::vector<float>> alone;  // single-threaded result per computation and seed
 
 void compute(Random& random, std::atomic<int64_t>& wrong) {
     for (int64_t round = 0; round < ROUNDS / 10; ++round) {
@@ -326,12 +326,12 @@ void check_computations() {
             expect(std::isfinite(size) && size > 0, computation.name);
         }
     set_threads(POOL);
-    in_callers({compute, compute, compute}, "the results of several callers are the bits of one thread");
-    in_callers({compute, compute, change_threads}, "results are the same bits while the pool is replaced");
+    in_callers({compute, compute, compute}, "results of several callers are bitwise equal to one thread's");
+    in_callers({compute, compute, change_threads}, "results are bitwise equal while the pool is replaced");
     set_threads(POOL);
 }
 
-// A child has none of its parent's threads, and the lock may have been held by one of them.
+// A child has none of its parent's threads, and one of them may have held the lock.
 void check_fork() {
     set_threads(POOL);
     const std::vector<float> want = run_floats(0);
@@ -354,9 +354,9 @@ void check_fork() {
     busy.join();
 }
 
-// ---- the time of a hand-over ------------------------------------------------------------------------------------------
+// ---- the overhead of a job ------------------------------------------------------------------------------------------
 
-// Microseconds of a job of so many pieces, each of which takes `work` of them.
+// Microseconds of a job of this many pieces, each of which takes `work` of them.
 double job_time(int64_t pieces, int work, int rounds, std::chrono::microseconds pause_before) {
     std::chrono::steady_clock::duration taken{};
     for (int i = 0; i < rounds; ++i) {

@@ -28,20 +28,20 @@ NAN = float("nan")
 class Case:
     args: tuple[Any, ...]
     dtype: torch.dtype
-    """Of the arithmetic: the tolerance follows from it."""
+    """Dtype of the arithmetic, which determines the tolerance."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What a layer would tell when it binds the operation."""
+    """Facts that a layer would pass when it binds the operation."""
     written: tuple[int, ...] = ()
-    """Arguments that the operation writes to."""
+    """Indices of arguments that the operation writes to."""
     provided: torch.dtype | None = None
-    """Of a provider's arithmetic, where that may be coarser than the body's."""
+    """Dtype of a provider's arithmetic, if it may be coarser than the body's."""
 
     def to(self, device: str) -> Case:
         return replace(self, args=tuple(moved(arg, device) for arg in self.args))
 
 
 def moved(value: Any, device: str) -> Any:
-    """An argument on another device, its layout in memory included."""
+    """An argument on another device, with the same memory layout."""
     if isinstance(value, Tensor):
         if device == "meta":
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
@@ -64,8 +64,9 @@ def moved(value: Any, device: str) -> Any:
 
 
 class Maker:
-    """Draws from one seed: sizes from `pick`, numbers from torch's generator. dtypes and weight schemes take turns, so
-    that as many consecutive seeds as there are combinations meet them all."""
+    """Draws from one seed: sizes from `pick`, values from torch's generator. dtypes and weight schemes alternate, so
+    that
+    consecutive seeds cover all combinations."""
 
     def __init__(self, seed: int, dtype: torch.dtype | None = None) -> None:
         self.seed, self.pick = seed, Random(seed)
@@ -76,7 +77,7 @@ class Maker:
         return self.pick.randint(low, high)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Half of the time not contiguous: a slice of something larger, or a transposed one."""
+        """Non-contiguous half of the time: a slice of something larger, or a transposed tensor."""
         layout = self.pick.choice(("dense", "dense", "sliced", "transposed"))
         if layout == "dense" or not shape:
             drawn = torch.randn(shape, generator=self.numbers, dtype=torch.float64)
@@ -99,7 +100,7 @@ class Maker:
         return schemes[self.seed // len(FLOATS) % len(schemes)]
 
     def weight(self, scheme: Scheme, outer: int, inner: int) -> QTensor:
-        """Random values in a dense scheme; in a block scheme random codes, under scales that keep values near one."""
+        """Random values in a dense scheme; in a block scheme random codes, with scales that keep values near one."""
         if scheme.is_dense:
             data = torch.randn(outer, inner, generator=self.numbers, dtype=torch.float64).to(DTYPES[scheme.name])
             return QTensor(scheme, {"data": data}, (outer, inner))
@@ -119,7 +120,7 @@ class Maker:
         return QTensor(scheme, {"blocks": blocks}, (outer, inner))
 
 
-#: Where the blocks keep their float16 scales, and about the largest product of code and inner scale.
+#: Offsets of the blocks' float16 scales, and roughly the largest product of code and inner scale.
 _HALVES = {
     "q4_0": (0,),
     "q4_1": (0, 2),
@@ -146,7 +147,7 @@ _LARGEST = {
 }
 _CODED = {scheme.name: 128 if scheme.name.startswith("int8") else 8 for scheme in groups.SCHEMES}
 _CODED |= {rows.INT8_ROW: 128, rows.FP8: 448}
-"""The largest code of each scheme that keeps codes and scales apart."""
+"""The largest code of each scheme with separate codes and scales."""
 
 
 def linear(make: Maker) -> Case:
@@ -160,7 +161,7 @@ def linear(make: Maker) -> Case:
 
 
 def linear_int8(make: Maker) -> Case:
-    """Few rows: many may be kept finer than the operation says."""
+    """Few rows: with many, a kernel may be more precise than the operation."""
     scheme = make.scheme()
     inner = 32 * make.size(1, 9) if scheme.block == 1 else scheme.block * make.size(1, 3)
     weight = make.weight(scheme, make.size(1, 70), inner)
@@ -168,8 +169,8 @@ def linear_int8(make: Maker) -> Case:
     return Case((make.normal(make.size(1, 8), inner), weight, bias), make.dtype, {"weight": weight})
 
 
-def linear_mixed(make: Maker) -> Case:
-    """Many rows, which bfloat16 holds: few may be taken as `linear_int8` does, and any may be rounded to it first."""
+def linear_hadamard(make: Maker) -> Case:
+    """Many rows in bfloat16: with few, a kernel may compute `linear_int8`, and any may be rounded to bfloat16 first."""
     scheme = make.scheme()
     inner = math.lcm(scheme.block, 64) * make.size(1, 3)
     weight = make.weight(scheme, make.size(1, 70), inner)
@@ -179,13 +180,13 @@ def linear_mixed(make: Maker) -> Case:
 
 
 def linear_bf16(make: Maker) -> Case:
-    """A kernel may round weights in blocks, too."""
+    """A kernel may also round block-quantized weights."""
     made = linear(make)
     return made if made.args[1].is_dense else replace(made, provided=torch.bfloat16)
 
 
 def clear_winner(made: Case, make: Maker) -> Case:
-    """Outputs so far apart that no rounding changes their order; in float64 any."""
+    """Outputs so far apart that rounding does not change their order; in float64 any."""
     x, weight, _ = made.args
     bias = make.normal(weight.shape[0]) if make.dtype == torch.float64 else None
     if bias is None:
@@ -206,8 +207,8 @@ def best_output_int8(make: Maker) -> Case:
     return clear_winner(linear_int8(make), make)
 
 
-def best_output_mixed(make: Maker) -> Case:
-    return clear_winner(linear_mixed(make), make)
+def best_output_hadamard(make: Maker) -> Case:
+    return clear_winner(linear_hadamard(make), make)
 
 
 def gated_linear(make: Maker) -> Case:
@@ -220,7 +221,7 @@ def gated_linear(make: Maker) -> Case:
 
 
 def unnormed(make: Maker, rows: int, inner: int) -> Unnormed:
-    """`joined` is poisoned: the operation has to fill it."""
+    """`joined` is filled with NaN: the operation must overwrite it."""
     x, delta = make.normal(rows, inner), make.normal(rows, inner)
     return Unnormed(
         x, delta, make.normal(inner), 1e-5, make.pick.choice((0.0, 1.0)), torch.full((rows, inner), NAN, dtype=x.dtype)
@@ -308,7 +309,7 @@ def rotate(make: Maker) -> Case:
 
 
 def sequences(make: Maker, most: int = 40) -> tuple[np.ndarray, np.ndarray]:
-    """q_start and kv_len of one to five ragged sequences with at most `most` queries in all."""
+    """q_start and kv_len of one to five ragged sequences with at most `most` queries in total."""
     counts = [make.size(1, max(1, most // 5)) if make.size(0, 1) else 1 for _ in range(make.size(1, 5))]
     lengths = [count + make.pick.choice((0, make.size(0, 60))) for count in counts]
     return np.concatenate(([0], np.cumsum(counts))), np.array(lengths)
@@ -317,7 +318,7 @@ def sequences(make: Maker, most: int = 40) -> tuple[np.ndarray, np.ndarray]:
 def paged(
     make: Maker, kv: int, size: int, values: int, window: int | None, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, PagedMeta]:
-    """Pages as the pools lay them out: strided frames in any order, poisoned wherever no sequence may look."""
+    """Pages as the pools lay them out: strided frames in any order, filled with NaN where no sequence may read."""
     dtype = dtype or make.dtype
     page = make.pick.choice((1, 3, 16))
     q_start, kv_len = sequences(make)
@@ -332,7 +333,7 @@ def paged(
     for i, (count, length) in enumerate(zip(np.diff(q_start).tolist(), kv_len.tolist(), strict=True)):
         table[i, : used[i]] = torch.tensor([order.pop() for _ in range(used[i])])
         seen = 0 if window is None else max(0, length - count + 1 - window)
-        # A page is free again once all of it has left every window: then nothing may read it.
+        # A page is free again once it has left every window: then it must not be read.
         live = range(seen // page * page, length)
         for at in live:
             frame = table[i, at // page]
@@ -345,7 +346,7 @@ def paged(
 
 
 def on_device(counts: np.ndarray) -> Tensor:
-    """As the kernels of an accelerator read them."""
+    """Counts as GPU kernels read them."""
     return torch.from_numpy(counts.astype(np.int32))
 
 
@@ -373,7 +374,7 @@ def attend(make: Maker) -> Case:
     heads = Heads(kv * groups, kv, size, size**-0.5, window, cap)
     k_pages, v_pages, meta = paged(make, kv, size, size, window)
     tokens = int(meta.q_start[-1])
-    # As a stacked projection leaves them: side by side in one row.
+    # As a stacked projection leaves them: adjacent in one row.
     q, k, v = make.normal(tokens, kv * (groups + 2), size).split((kv * groups, kv, kv), 1)
     turns = make.normal(tokens, make.pick.choice((size // 2, size // 4)), dtype=torch.float64)
     angles = make.pick.choice((None, (turns.cos().to(make.dtype), turns.sin().to(make.dtype))))
@@ -383,7 +384,7 @@ def attend(make: Maker) -> Case:
 
 
 def rounded(make: Maker, pages: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales in the place of numbers; where the numbers were poisoned, the scales are."""
+    """Codes and scales instead of values; NaN values become NaN scales."""
     codes = torch.empty(*pages.shape[:-1], pages.shape[-1] + 3, dtype=torch.int8)[..., 1:-2]
     codes.random_(-127, 128, generator=make.numbers)
     scales = torch.rand(pages.shape[:-1], generator=make.numbers).add(0.5).div(64)
@@ -397,7 +398,7 @@ def write_pages(make: Maker) -> Case:
 
 
 def write_pages_int8(make: Maker) -> Case:
-    """New numbers of many magnitudes, and now and then nothing but zeros."""
+    """New values of many magnitudes, occasionally only zeros."""
     kv, size = make.size(1, 4), make.size(1, 33)
     k_pages, _, meta = paged(make, kv, size, size, None)
     new = make.normal(len(meta.slots), kv, size) * 10.0 ** make.size(-6, 6)
@@ -406,7 +407,7 @@ def write_pages_int8(make: Maker) -> Case:
 
 
 def recurrent(make: Maker) -> tuple[RecurrentMeta, int]:
-    """Reads anywhere, slot 0 (the state before the first token) included; writes elsewhere; several states kept."""
+    """Reads any slot, including slot 0 (the state before the first token); writes other slots; keeps several states."""
     counts = [make.size(1, 9) if make.size(0, 1) else 1 for _ in range(make.size(1, 4))]
     kept = [make.size(1, min(count, 4)) for count in counts]
     slots = 2 + len(counts) + sum(kept)
@@ -424,7 +425,7 @@ def recurrent(make: Maker) -> tuple[RecurrentMeta, int]:
 def causal_conv(make: Maker) -> Case:
     meta, slots = recurrent(make)
     channels, width = make.size(1, 40), make.size(2, 5)
-    # What a slot holds is as wide as the recurrence's own state, whatever the activations are.
+    # A slot has the dtype of the recurrent state, independent of the activations.
     state = make.state(slots, channels, width - 1)
     bias = make.normal(channels) if make.size(0, 1) else None
     x = make.normal(int(meta.q_start[-1]), channels)
@@ -449,11 +450,11 @@ GENERATORS: dict[str, Callable[[Maker], Case]] = {
         linear,
         linear_bf16,
         linear_int8,
-        linear_mixed,
+        linear_hadamard,
         best_output,
         best_output_bf16,
         best_output_int8,
-        best_output_mixed,
+        best_output_hadamard,
         gated_linear,
         normed_linear,
         normed_best_output,

@@ -1,4 +1,4 @@
-"""How close is close enough."""
+"""Tolerances of comparisons."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Largest error as a share of the largest value of the expected tensor.
+#: Largest error relative to the largest expected value.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
@@ -18,7 +18,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def assert_close(got: Any, expected: Any, dtype: torch.dtype) -> None:
-    """Tensor by tensor; NaN (poison) must stay where it was, and be nowhere else."""
+    """Tensor by tensor; NaN must appear exactly where it is expected."""
     found, wanted = tensors(got), tensors(expected)
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):

@@ -1,4 +1,4 @@
-"""What the operations mean, said once more: numpy, float64, one token, head or channel at a time."""
+"""Independent definitions of the operations: numpy, float64, one token, head or channel at a time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def linear_bf16(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array
 
 
 def linear_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
-    """Codes are rounded in the precision of the operation: a tie must fall the same way."""
+    """Codes are rounded in the operation's precision: a tie must fall the same way."""
     rows = x.numpy().copy() if x.dtype == torch.float64 else x.to(torch.float32).numpy().copy()
     for row in rows.reshape(-1, rows.shape[-1]):
         for at in range(0, len(row), 32):
@@ -43,9 +43,10 @@ def linear_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array
     return linear(torch.from_numpy(rows).to(x.dtype), weight, bias)
 
 
-def mixed_rows(x: Tensor) -> Array:
-    """Column j of 64 is the sum of all whose signs are the parities of the bits that j shares with them, over 8; added
-    up and rounded in the precision of the operation, to codes with one scale for each row."""
+def hadamard_rows(x: Tensor) -> Array:
+    """Column j of 64 is the sum of all columns, with the parity of the common bits of both indices as sign, over 8;
+    summed
+    and rounded in the operation's precision, to codes with one scale per row."""
     rows = x.numpy().copy() if x.dtype == torch.float64 else x.to(torch.float32).numpy().copy()
     for row in rows.reshape(-1, rows.shape[-1]):
         for at in range(0, len(row), 64):
@@ -60,8 +61,8 @@ def mixed_rows(x: Tensor) -> Array:
     return rows
 
 
-def linear_mixed(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
-    out = mixed_rows(x).astype(np.float64) @ mixed_rows(weight.dequantize(x.dtype)).astype(np.float64).T
+def linear_hadamard(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
+    out = hadamard_rows(x).astype(np.float64) @ hadamard_rows(weight.dequantize(x.dtype)).astype(np.float64).T
     return out if bias is None else out + f64(bias)
 
 
@@ -77,8 +78,8 @@ def best_output_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> 
     return linear_int8(x, weight, bias).argmax(-1)
 
 
-def best_output_mixed(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
-    return linear_mixed(x, weight, bias).argmax(-1)
+def best_output_hadamard(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Array:
+    return linear_hadamard(x, weight, bias).argmax(-1)
 
 
 def gated_linear(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Array:
@@ -118,7 +119,7 @@ def add(x: Tensor, delta: Tensor) -> Array:
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Array, Array]:
-    # The stream is rounded to its dtype before it is normed: that is what the next block sees.
+    # The residual stream is rounded to its dtype before the norm: the next block sees the rounded one.
     rows = f64(x + delta)
     gain = f64(weight)
     return f64(x) + f64(delta), rows / np.sqrt((rows**2).mean(-1, keepdims=True) + eps) * (gain + offset)
@@ -135,7 +136,7 @@ def soft_cap(x: Tensor, cap: float) -> Array:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Array:
-    """Each pair of dimensions is a complex number, turned by multiplication."""
+    """Each pair of dimensions is a complex number, rotated by multiplication."""
     out, half = f64(x), cos.shape[1]
     turn = (f64(cos) + 1j * f64(sin))[:, None]
     turned = (out[..., :half] + 1j * out[..., half : 2 * half]) * turn
@@ -153,7 +154,7 @@ def write_pages(new: Tensor, pages: Tensor, slots: Tensor) -> Array:
 
 
 def write_pages_int8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) -> tuple[Array, Array]:
-    """Codes and scales afterwards. The arithmetic is float32: which side of a half a number falls on is defined."""
+    """Codes and scales afterwards. The arithmetic is float32, so that ties are well defined."""
     codes, steps, numbers = pages.numpy().copy(), scales.numpy().copy(), new.to(torch.float32).numpy()
     for token, slot in enumerate(slots.tolist()):
         page, offset = divmod(slot, codes.shape[1])
@@ -175,7 +176,7 @@ def paged_attention(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
 ) -> Array:
-    """A dense softmax over exactly the keys that a query may see."""
+    """A dense softmax over exactly the visible keys."""
     queries, keys, values = f64(q), f64(k_pages), f64(v_pages)
     if k_scales is not None and v_scales is not None:
         keys, values = keys * f64(k_scales)[..., None], values * f64(v_scales)[..., None]
@@ -210,7 +211,7 @@ def attend(
     window: int | None = None,
     cap: float | None = None,
 ) -> tuple[Array, Array, Array]:
-    """The outputs, and both kinds of pages afterwards; between its parts a number is rounded as activations are."""
+    """The outputs, and both kinds of pages afterwards; intermediate results are rounded like activations."""
 
     def turned(x: Tensor, weight: Tensor | None) -> Tensor:
         if weight is not None and norms is not None:
@@ -265,7 +266,7 @@ def selective_scan(
 
 
 def rope_angles(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Array, Array]:
-    # The product is rounded as the frequencies are: that rounding is part of what models were trained with.
+    # The product is rounded to the frequencies' dtype: models were trained with that rounding.
     angles = f64(positions[:, None].to(frequencies.dtype) * frequencies[None, :])
     return np.cos(angles) * scale, np.sin(angles) * scale
 
@@ -300,11 +301,11 @@ ORACLES: dict[str, Callable[..., Any]] = {
         linear,
         linear_bf16,
         linear_int8,
-        linear_mixed,
+        linear_hadamard,
         best_output,
         best_output_bf16,
         best_output_int8,
-        best_output_mixed,
+        best_output_hadamard,
         gated_linear,
         normed_linear,
         normed_best_output,

@@ -1,4 +1,4 @@
-"""How many threads a process gets, told from trees that look like the system's own."""
+"""The thread count of a process, from directory trees that imitate the system's."""
 
 import mmap
 import subprocess
@@ -50,22 +50,22 @@ def old(folder: str, quota: int) -> dict[str, str]:
         ({}, None),
     ],
 )
-def test_the_tightest_quota_of_all_control_groups_around_a_process_counts(
+def test_the_tightest_quota_of_a_cgroup_and_its_ancestors_counts(
     tmp_path: Path, files: dict[str, str], expected: float | None
 ) -> None:
     assert tree(tmp_path, files).quota() == expected
 
 
 @pytest.mark.parametrize(("quota", "threads"), [("200000", 2), ("250000", 2), ("50000", 1), ("6400000", 64)])
-def test_a_container_gets_the_threads_that_its_quota_pays_for(
+def test_a_container_gets_the_threads_of_its_cpu_quota(
     tmp_path: Path, sixty_four: None, quota: str, threads: int
 ) -> None:
     machine = tree(tmp_path, {"proc/cgroup": "0::/", "sys/fs/cgroup/cpu.max": f"{quota} 100000"})
-    assert cores.suitable(None, machine).threads == threads
+    assert cores.choose_threads(None, machine).threads == threads
 
 
 class Instruments:
-    """Kernels whose speed is made up: `reads` and `products` of n threads."""
+    """Kernels with made-up speed: `reads` and `products` of n threads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, reads: dict[int, float], products: dict[int, float]) -> None:
         self.reads, self.products, self.count, self.now, self.asked = reads, products, 5, 0.0, 0
@@ -102,7 +102,7 @@ PAIRS = {f"sys/devices/system/cpu/cpu{n}/topology/core_cpus_list": f"{n % 32},{n
         ({32: 10.0, 64: 8.0}, {32: 10.0, 64: 12.0}, 32),
     ],
 )
-def test_the_second_thread_of_a_core_is_used_where_it_measures_faster(
+def test_smt_is_used_if_it_measures_faster(
     tmp_path: Path,
     sixty_four: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -111,18 +111,18 @@ def test_the_second_thread_of_a_core_is_used_where_it_measures_faster(
     threads: int,
 ) -> None:
     instruments = Instruments(monkeypatch, reads, products)
-    chosen = cores.suitable(instruments, tree(tmp_path, PAIRS))  # type: ignore[arg-type]
+    chosen = cores.choose_threads(instruments, tree(tmp_path, PAIRS))  # type: ignore[arg-type]
     assert chosen.threads == threads
-    assert "32 cores" in chosen.why or "one for each core" in chosen.why
+    assert "32 cores" in chosen.why or "one per core" in chosen.why
     assert instruments.count == 5, "the number of threads is as it was"
 
 
-def test_nothing_is_measured_where_a_quota_leaves_no_choice(
+def test_nothing_is_measured_if_a_quota_leaves_no_choice(
     tmp_path: Path, sixty_four: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     instruments = Instruments(monkeypatch, {}, {})
     machine = tree(tmp_path, {**PAIRS, "proc/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "800000 100000"})
-    assert cores.suitable(instruments, machine).threads == 8  # type: ignore[arg-type]
+    assert cores.choose_threads(instruments, machine).threads == 8  # type: ignore[arg-type]
     assert instruments.asked == 0
 
 
@@ -164,7 +164,7 @@ def test_a_wrong_environment_is_one_sentence(value: str) -> None:
 
 
 @pytest.mark.parametrize("value", [0, -2, 1.5, True, "4"])
-def test_a_wrong_option_is_refused(value: object) -> None:
+def test_a_wrong_option_is_rejected(value: object) -> None:
     with pytest.raises(ConfigError, match="threads="):
         RunConfig(threads=value)  # type: ignore[arg-type]
 
@@ -174,15 +174,15 @@ def test_a_model_takes_the_number_of_threads() -> None:
     try:
         bankfull.LLM(str(speaking_folder()), device="cpu", memory="8MiB", threads=1)
         assert extension.threads() == 1
-        assert extension.thread_choice().why == "an option says so"
+        assert extension.thread_choice().why == "set by an option"
     finally:
         extension.set_threads(before)
 
 
-# ---- memory nodes ---------------------------------------------------------------------------------------------------
+# ---- NUMA nodes ----------------------------------------------------------------------------------------------------
 
 
-def test_nodes_are_those_of_the_processors_that_may_be_used(tmp_path: Path) -> None:
+def test_numa_nodes_are_those_of_the_usable_cpus(tmp_path: Path) -> None:
     at = "sys/devices/system/node"
     machine = tree(tmp_path, {f"{at}/node0/cpulist": "0-3,8", f"{at}/node1/cpulist": "4-7", f"{at}/node2/cpulist": ""})
     assert machine.nodes([1, 2]) == (0,)
@@ -192,9 +192,9 @@ def test_nodes_are_those_of_the_processors_that_may_be_used(tmp_path: Path) -> N
 
 @pytest.mark.skipif(extension.kernels is None, reason="the native kernels were not built")
 class TestPlacement:
-    IN_TURN, NOT_ALLOWED = 3, (1, 38)  # the system's policy; EPERM and ENOSYS, where a sandbox forbids the call
+    IN_TURN, NOT_ALLOWED = 3, (1, 38)  # the system's policy; EPERM and ENOSYS if a sandbox forbids the call
 
-    def test_memory_is_placed_in_turn_and_keeps_its_numbers(self) -> None:
+    def test_memory_is_interleaved_and_keeps_its_contents(self) -> None:
         kernels = extension.kernels
         assert kernels is not None
         own = mmap.mmap(-1, 64 * mmap.PAGESIZE)
@@ -207,16 +207,16 @@ class TestPlacement:
         memory.fill_(7)
         assert int(memory.sum()) == 7 * memory.numel()
 
-    def test_a_node_that_is_not_there_is_an_error(self) -> None:
+    def test_a_missing_node_is_an_error(self) -> None:
         kernels = extension.kernels
         assert kernels is not None
         own = mmap.mmap(-1, 4 * mmap.PAGESIZE)
         memory = torch.frombuffer(own, dtype=torch.uint8)
         assert kernels.interleave(memory.data_ptr(), memory.numel(), [1023]) != 0
-        with pytest.raises(ValueError, match="not so many nodes"):
+        with pytest.raises(ValueError, match="out of range"):
             kernels.interleave(memory.data_ptr(), memory.numel(), [1024])
 
-    def test_weights_and_pages_are_spread_where_there_are_several_nodes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_weights_and_pages_are_interleaved_over_several_nodes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from bankfull.ops.native import memory
 
         asked: list[tuple[int, int, list[int]]] = []
@@ -237,7 +237,7 @@ class TestPlacement:
         frames = llm.loaded.frontend.engine.runner.storage.frames
         assert (frames.data_ptr(), frames.numel(), [0, 1]) in asked
 
-    def test_what_the_system_declines_is_said_once(
+    def test_a_refusal_of_the_system_is_logged_once(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         from bankfull.ops.native import memory

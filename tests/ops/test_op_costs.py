@@ -1,4 +1,4 @@
-"""Declared costs against what the bodies really do."""
+"""Declared costs compared with what the bodies do."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def counted_flops(name: str, args: tuple[Any, ...]) -> int:
 
 
 def touched(name: str, made: cases.Case) -> tuple[int, int]:
-    """Bytes that the body reads and writes, seen from outside: an element is read when a result depends on it (its
-    gradient is not zero), and written when it is new or has changed."""
+    """Bytes that the body reads and writes, observed from outside: an element is read if a result depends on it
+    (nonzero
+    gradient), and written if it is new or has changed."""
     leaves: dict[int, Tensor] = {}
     args = list(made.args)
     for i, arg in enumerate(args):
@@ -56,21 +57,23 @@ def touched(name: str, made: cases.Case) -> tuple[int, int]:
 
 
 def settled(name: str, made: cases.Case) -> bool:
-    """Leaves out inputs for which "each operand moves once" and "what results depend on" are different questions."""
+    """Excludes inputs for which "each operand moves once" and "results depend on it" differ."""
     if name in ("causal_conv", "selective_scan"):
-        return len(set(made.args[-1].read.tolist())) == len(made.args[-1].read)  # a slot read by two is moved twice
+        return len(set(made.args[-1].read.tolist())) == len(
+            made.args[-1].read
+        )  # a slot read by two sequences moves twice
     if name == "embedding":
-        return len(set(made.args[0].tolist())) == len(made.args[0])  # so is a row
+        return len(set(made.args[0].tolist())) == len(made.args[0])  # so does a row
     if name in ("activate", "activate_mul", "gated_linear"):
-        return made.args[-1] != "relu"  # flat: nothing depends on half of the inputs
+        return made.args[-1] != "relu"  # flat: half of the inputs have no gradient
     if name == "soft_cap":
-        return made.args[1] > 10  # a low cap is flat far out
+        return made.args[1] > 10  # a low cap is flat for large inputs
     if name in ("rms_norm", "add_rms_norm", "layer_norm"):
-        return made.args[0].shape[-1] > 2  # one number is its own mean, of two only the order matters
+        return made.args[0].shape[-1] > 2  # one element is its own mean; for two only their order matters
     if name == "paged_attention":
         if made.facts["pages"] is torch.int8:
-            return False  # whole numbers have no gradient
-        meta, window = made.args[3], made.args[5]  # a query that sees one key takes its value, whatever the two are
+            return False  # integers have no gradient
+        meta, window = made.args[3], made.args[5]  # a query that sees one key ignores the key
         return window != 1 and bool((meta.kv_len > np.diff(meta.q_start)).all())
     return True
 
@@ -78,17 +81,17 @@ def settled(name: str, made: cases.Case) -> bool:
 NO_SLOPE = {
     "linear_bf16",
     "linear_int8",
-    "linear_mixed",
+    "linear_hadamard",
     "best_output",
     "best_output_bf16",
     "best_output_int8",
-    "best_output_mixed",
+    "best_output_hadamard",
 }
-"""Rounding and choosing: no gradient tells what they read. They are linear layers that write something else."""
+"""Rounding and argmax: they have no gradient. They are linear layers with another output."""
 
 
 @pytest.mark.parametrize("name", sorted(NO_SLOPE))
-def test_a_rounded_or_chosen_linear_reads_what_a_linear_reads(name: str) -> None:
+def test_a_rounded_linear_or_argmax_reads_what_a_linear_reads(name: str) -> None:
     for seed in range(20):
         made = cases.case(name, seed)
         cost, plain = OPERATIONS[name].cost(*made.args), OPERATIONS["linear"].cost(*made.args)
@@ -97,11 +100,11 @@ def test_a_rounded_or_chosen_linear_reads_what_a_linear_reads(name: str) -> None
 
 
 COMPOSED = {"attend", "normed_linear", "normed_best_output", "normed_gated_linear"}
-"""Their operands lie inside records, where no gradient is asked for: compared with their parts instead."""
+"""Their operands are inside records, which have no gradient: compared with their parts instead."""
 
 
 @pytest.mark.parametrize("name", ["linear", "best_output", "gated_linear"])
-def test_norming_inside_a_linear_saves_the_way_through_memory(name: str) -> None:
+def test_a_fused_norm_saves_memory_traffic(name: str) -> None:
     for seed in range(40):
         made = cases.case(f"normed_{name}", seed)
         x, *others = made.args
@@ -146,7 +149,7 @@ def test_state_in_another_dtype_is_moved_in_that_dtype() -> None:
     assert OPERATIONS["write_pages"].cost(new, pages, slots) == Cost(0, 3 * 2 * 5 * 4 + 3 * 8, 3 * 2 * 5 * 2)
 
 
-def test_rounded_state_costs_a_byte_a_number_and_a_scale_a_head() -> None:
+def test_int8_state_costs_a_byte_per_element_and_a_scale_per_head() -> None:
     new, slots = torch.zeros(3, 2, 5, dtype=torch.bfloat16), torch.tensor([1, 9, 30])
     pages, scales = torch.zeros(4, 8, 2, 5, dtype=torch.int8), torch.zeros(4, 8, 2)
     written = OPERATIONS["write_pages_int8"].cost(new, pages, scales, slots)
@@ -178,7 +181,7 @@ def test_attention_one_token_at_a_time_declares_what_torch_counts() -> None:
 
 
 def test_attention_of_many_tokens_declares_only_the_visible_part_of_what_the_body_computes() -> None:
-    """The body multiplies the whole rectangle and masks it; the cost is what remains, the least that must be done."""
+    """The body multiplies the whole rectangle and masks it; the cost is the visible part, the minimum."""
     for seed in range(40):
         args = cases.case("paged_attention", seed).args
         q, meta, window = args[0], args[3], args[5]
@@ -218,7 +221,7 @@ def test_a_ledger_adds_up_calls_and_costs_by_operation() -> None:
 
 
 def test_attending_reads_each_key_once_whether_new_or_old() -> None:
-    """What it writes to the pages it need not read from there; everything else is that of its parts."""
+    """Keys and values written to the pages are not read from there; the rest is the cost of its parts."""
     for seed in range(40):
         made = cases.case("attend", seed)
         q, k, v, k_pages, v_pages, meta, angles, norms, scale, window, cap = made.args

@@ -1,6 +1,6 @@
-"""The CPU kernels of csrc/, registered as provider "native" where the extension was built.
+"""The CPU kernels of csrc/, registered as provider "native" if the extension was built.
 
-Without it everything still works, on the torch bodies; `status` is the one line that says so.
+Without the extension the torch bodies run, and `status` returns a line that reports it.
 """
 
 from bankfull.ops.native.cores import nodes as memory_nodes

@@ -16,7 +16,7 @@ _native = required()
 CODES: dict[str, int] = _native.functions()
 
 GATES = frozenset(CODES[kind] for kind in ("silu", "gelu", "gelu_tanh", "relu"))
-"""What packed weights can apply to a gate on their way out."""
+"""Activations that packed GEMMs can fuse into their epilogue for gated layers."""
 
 
 def _accepts(*, dtype: torch.dtype | None = None, **facts: Any) -> bool:

@@ -1,6 +1,6 @@
-"""Attention over pages, and the pages' writer, in C++.
+"""Paged attention and KV page writes in C++.
 
-Every query's result is the same bits alone, in a chunk and in a batch, for any number of threads.
+A query's result is bitwise identical alone, in a chunk and in a batch, for any number of threads.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from bankfull.ops.reference.attention import PagedMeta, paged_attention, write_p
 _native = required()
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""Of queries. The arithmetic is float32."""
+"""Dtypes of queries. The arithmetic is float32."""
 PAGES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _native.page_types().items()}
-"""Of pages, whatever queries are -> the code of the C++ side."""
+"""Dtypes of KV pages, independent of the queries' dtype -> code in C++."""
 
 
 def _accepts(*, dtype: torch.dtype | None = None, pages: torch.dtype | None = None, **facts: Any) -> bool:
@@ -27,15 +27,15 @@ def _accepts(*, dtype: torch.dtype | None = None, pages: torch.dtype | None = No
 
 
 def _placed(pages: Tensor, scales: Tensor | None) -> tuple[int, tuple[int, ...], int, tuple[int, ...]]:
-    """Addresses and strides, as the C++ side takes them, of pages that it can read."""
+    """Addresses and strides of the pages and scales for C++, after checking that the kernels can read them."""
     if not pages.is_cpu or (pages.stride(3) != 1 and pages.shape[3] > 1):
-        raise ValueError("the numbers of a head must lie side by side in a page, in host memory")
+        raise ValueError("KV pages must be in host memory, with each head's elements contiguous")
     if (scales is not None) != (pages.dtype is torch.int8):
-        raise ValueError(f"pages in {pages.dtype} were given {'no ' * (scales is None)}scales")
+        raise ValueError(f"KV pages in {pages.dtype} were passed {'no ' * (scales is None)}scales")
     if scales is None:
         return pages.data_ptr(), pages.stride(), 0, (0, 0, 0)
     if scales.shape != pages.shape[:3] or scales.dtype is not torch.float32 or not scales.is_cpu:
-        raise ValueError("there is not one float32 scale for each token and head of the pages")
+        raise ValueError("KV scales must be float32 in host memory, one per token and head of the pages")
     return pages.data_ptr(), pages.stride(), scales.data_ptr(), scales.stride()
 
 
@@ -55,15 +55,15 @@ def run_paged_attention(
     frames, page_tokens, kv, key_size = k_pages.shape
     values = v_pages.shape[3]
     if key_size != size or v_pages.shape[:3] != (frames, page_tokens, kv) or meta.page_tokens != page_tokens:
-        raise ValueError("paged_attention: queries, keys, values and page tables have sizes that do not fit each other")
+        raise ValueError("paged_attention: shapes of queries, keys, values and page size do not match")
     dtype = k_pages.dtype
     if dtype not in PAGES or v_pages.dtype != dtype:
         raise ValueError(f"paged_attention: no kernel reads keys in {dtype} and values in {v_pages.dtype}")
     if window is not None and window < 1:
-        raise ValueError(f"paged_attention: a window of {window} tokens leaves nothing to look at")
+        raise ValueError(f"paged_attention: a window of {window} tokens is too small; use at least 1")
     rows, table = float_rows(q), integers(meta.pages)
     if table.dim() != 2 or table.shape[0] != len(meta.kv_len):
-        raise ValueError("paged_attention: there is not one page table for each sequence")
+        raise ValueError("paged_attention: page tables must have one row per sequence")
     y = torch.empty(tokens, heads, values)
     _native.paged_attention(
         PAGES[dtype],
@@ -92,7 +92,7 @@ def run_paged_attention(
 
 @write_pages.provider("native", on="cpu", accepts=lambda **facts: isa_is_chosen())
 def run_write_pages(new: Tensor, pages: Tensor, slots: Tensor) -> None:
-    """Bytes move, so every type of number will do."""
+    """Copies bytes, so any dtype works."""
     if new.dtype is not pages.dtype:
         new = new.to(pages.dtype)
     if not new.is_contiguous():
@@ -101,11 +101,11 @@ def run_write_pages(new: Tensor, pages: Tensor, slots: Tensor) -> None:
     tokens = new.shape[0]
     places = integers(slots)
     if new.shape[1:] != shape[2:] or places.shape != (tokens,) or not (new.is_cpu and pages.is_cpu):
-        raise ValueError(f"write_pages: {tuple(new.shape)} does not fit pages of {tuple(shape)} and {len(slots)} slots")
+        raise ValueError(f"write_pages: {tuple(new.shape)} does not match pages {tuple(shape)} and {len(slots)} slots")
     inner = 1
     for size, stride in zip(reversed(shape[2:]), reversed(strides[2:]), strict=True):
         if stride != inner and size > 1:
-            raise ValueError("write_pages: a token's numbers must lie side by side in a page")
+            raise ValueError("write_pages: a token's elements must be contiguous in a page")
         inner *= size
     _native.write_pages(
         new.data_ptr(),
@@ -122,13 +122,13 @@ def run_write_pages(new: Tensor, pages: Tensor, slots: Tensor) -> None:
 
 @write_pages_int8.provider("native", on="cpu", accepts=lambda **facts: isa_is_chosen())
 def run_write_pages_int8(new: Tensor, pages: Tensor, scales: Tensor, slots: Tensor) -> None:
-    """The body's codes and scales, bit for bit."""
+    """Codes and scales are bitwise equal to the body's."""
     frames, page_tokens, heads, size = pages.shape
     rows, places = new.to(torch.float32).contiguous(), integers(slots)
     tokens = rows.shape[0]
     if rows.shape[1:] != (heads, size) or places.shape != (tokens,) or not new.is_cpu:
         raise ValueError(
-            f"write_pages_int8: {tuple(new.shape)} does not fit pages of {tuple(pages.shape)} and {len(slots)} slots"
+            f"write_pages_int8: {tuple(new.shape)} does not match pages {tuple(pages.shape)} and {len(slots)} slots"
         )
     _native.write_pages_int8(
         rows.data_ptr(), _placed(pages, scales), places.data_ptr(), tokens, heads, size, frames, page_tokens

@@ -1,8 +1,8 @@
-"""How many threads this process should use, and which memory nodes its processors have.
+"""Number of compute threads for this process, and the NUMA nodes of its CPUs.
 
-A thread for each processor that the process may run on, but no more than its control group's quota pays for: threads
-that are stopped in the middle of a step hold up all others. Where two processors are threads of one core, a short
-measurement decides whether the second one is worth a thread.
+One thread per CPU in the affinity mask, but no more than the cgroup CPU quota covers: a thread that is throttled in the
+middle of a step delays all others. With SMT, a short measurement decides whether the second hardware thread of a core
+is worth using.
 """
 
 from __future__ import annotations
@@ -15,28 +15,30 @@ from pathlib import Path, PurePosixPath
 from time import perf_counter
 from types import ModuleType
 
-WORTH = 1.1
-"""Both threads of a core are used where they do so much more than one, in reading or in products, ..."""
-NO_LOSS = 0.97
-"""... and lose no more than this in the other."""
+SMT_GAIN = 1.1
+"""Both hardware threads of a core are used if they reach this multiple of one thread's rate in reads or GEMM, ..."""
+SMT_LOSS = 0.97
+"""... and at least this fraction of it in the other."""
 READ_BYTES = 64 << 20
+MEASURE_SECONDS = 0.004
+"""Minimum duration of one GEMM measurement."""
 TURN_SECONDS = 0.004
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where the system tells what there is; tests bring a tree of their own."""
+    """Topology and cgroup limits as the kernel reports them; tests pass a directory tree of their own."""
 
     system: Path = Path("/sys")
     process: Path = Path("/proc/self")
 
     def quota(self) -> float | None:
-        """Processors that control groups pay for, the nearest and all around it; None: no limit."""
+        """CPUs granted by the tightest quota among the process's cgroup and its ancestors; None without a limit."""
         found = [limit for folder in self._groups() if (limit := _limit(folder)) is not None]
         return min(found, default=None)
 
     def cores(self, processors: Iterable[int]) -> int:
-        """Cores behind these processors; a core may have several."""
+        """Number of physical cores of these CPUs; a core may have several CPUs."""
         found = set()
         for number in processors:
             topology = self.system / "devices/system/cpu" / f"cpu{number}" / "topology"
@@ -45,7 +47,7 @@ class Machine:
         return len(found)
 
     def nodes(self, processors: Iterable[int]) -> tuple[int, ...]:
-        """Memory nodes that these processors belong to."""
+        """NUMA nodes of these CPUs."""
         allowed, found = set(processors), []
         for folder in sorted((self.system / "devices/system/node").glob("node[0-9]*")):
             if allowed & set(_numbers(_read(folder / "cpulist") or "")):
@@ -53,8 +55,8 @@ class Machine:
         return tuple(sorted(found))
 
     def _groups(self) -> Iterator[Path]:
-        """Folders of the process's control groups and of all around them. In a namespace of its own a process may be
-        told a path that is not mounted: then the mount itself is all there is."""
+        """Directories of the process's cgroups and their ancestors. In a cgroup namespace the reported path may not be
+        mounted; the mount point is then the only one that exists."""
         mount = self.system / "fs/cgroup"
         for line in (_read(self.process / "cgroup") or "0::/").splitlines():
             _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -69,13 +71,13 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ThreadChoice:
     threads: int
     why: str
 
 
 def processors() -> tuple[int, ...]:
-    """Those that this process may run on."""
+    """CPUs in this process's affinity mask."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
@@ -83,33 +85,33 @@ def processors() -> tuple[int, ...]:
 
 @cache
 def nodes() -> tuple[int, ...]:
-    """The memory nodes of the processors that this process may run on; none where the system tells nothing."""
+    """NUMA nodes of the CPUs in this process's affinity mask; empty if the system does not report them."""
     return Machine().nodes(processors())
 
 
-def suitable(kernels: ModuleType | None, machine: Machine | None = None) -> Choice:
-    """What suits this process. Measures where that has to decide; the kernels' number of threads stays as it was."""
+def choose_threads(kernels: ModuleType | None, machine: Machine | None = None) -> ThreadChoice:
+    """The thread count for this process. Measures SMT if needed; the kernels' current thread count is restored."""
     machine = machine or Machine()
     own = processors()
     cores, quota = machine.cores(own), machine.quota()
-    paid = len(own) if quota is None else max(1, int(quota + 1e-6))
-    if paid < min(cores, len(own)):
-        return Choice(paid, f"the control group's quota pays for {quota:g} of {len(own)} processors")
+    granted = len(own) if quota is None else max(1, int(quota + 1e-6))
+    if granted < min(cores, len(own)):
+        return ThreadChoice(granted, f"the cgroup's CPU quota grants {quota:g} of {len(own)} CPUs")
     if cores == len(own):
-        return Choice(cores, f"the process may run on {len(own)} processors")
-    both = min(paid, len(own))
+        return ThreadChoice(cores, f"the process may run on {len(own)} CPUs")
+    both = min(granted, len(own))
     if kernels is None or both == cores:
-        return Choice(cores, f"one for each core of {len(own)} processors")
-    products, reads = compare(kernels, cores, both)
-    gains = f"a thread for every processor gave {products:.2f}x of the products and {reads:.2f}x of the reads"
-    if max(products, reads) >= WORTH and min(products, reads) >= NO_LOSS:
-        return Choice(both, f"{cores} cores; {gains}")
-    return Choice(cores, f"one for each core of {len(own)} processors; {gains}")
+        return ThreadChoice(cores, f"one per core of {len(own)} CPUs")
+    gemm, reads = compare(kernels, cores, both)
+    gains = f"one thread per CPU reached {gemm:.2f}x of the GEMM rate and {reads:.2f}x of the read rate"
+    if max(gemm, reads) >= SMT_GAIN and min(gemm, reads) >= SMT_LOSS:
+        return ThreadChoice(both, f"{cores} cores; {gains}")
+    return ThreadChoice(cores, f"one per core of {len(own)} CPUs; {gains}")
 
 
 def compare(kernels: ModuleType, few: int, many: int) -> tuple[float, float]:
-    """What `many` threads do of what `few` do: products in registers, and reads from memory. Best of three turns each,
-    in alternation, some hundredths of a second in all."""
+    """Rates of `many` threads relative to `few`: multiply-adds in registers, and memory reads. Best of three
+    alternating measurements each, some hundredths of a second in total."""
     import torch
 
     before = kernels.threads()
@@ -126,12 +128,12 @@ def compare(kernels: ModuleType, few: int, many: int) -> tuple[float, float]:
     try:
         kernels.set_threads(few)
         rounds = 1024
-        while _seconds(multiply) < TURN_SECONDS:
+        while _seconds(multiply) < MEASURE_SECONDS:
             rounds *= 2
         for _ in range(3):
             for count, rates in best.items():
                 kernels.set_threads(count)
-                operations = multiply()  # threads start, or wake up
+                operations = multiply()  # warm-up: threads start or wake up
                 rates[0] = max(rates[0], operations / _seconds(multiply))
                 rates[1] = max(rates[1], READ_BYTES / _seconds(read))
     finally:
@@ -146,7 +148,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _limit(folder: Path) -> float | None:
-    """Of one control group, in either generation of the interface."""
+    """CPU quota of one cgroup directory, v2 or v1."""
     try:
         if (both := _read(folder / "cpu.max")) is not None:
             most, period = both.split()[:2]
@@ -167,7 +169,7 @@ def _read(path: Path) -> str | None:
 
 
 def _numbers(text: str) -> Iterator[int]:
-    """Of a list such as 0-3,8."""
+    """CPUs of a list like 0-3,8."""
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)

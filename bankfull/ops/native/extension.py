@@ -1,4 +1,4 @@
-"""The compiled module, where there is one: is it here, which instruction set runs, on how many threads."""
+"""The compiled module if it exists: whether it is available, its instruction set and its thread count."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ except ImportError as error:
 
 
 def status() -> str | None:
-    """One line when the kernels are missing, None when they are there."""
+    """One line if the kernels are missing, else None."""
     if kernels is not None:
         return None
     if isinstance(_missing, ModuleNotFoundError):
@@ -37,7 +37,7 @@ def status() -> str | None:
 
 
 def required() -> ModuleType:
-    """The kernels, for modules that are imported only where they exist."""
+    """The kernels, for modules that are imported only if they exist."""
     if kernels is None:
         raise ImportError(status())
     return kernels
@@ -45,8 +45,8 @@ def required() -> ModuleType:
 
 @cache
 def notify() -> None:
-    """For whoever builds a kit for the CPU: checks BANKFULL_ISA and BANKFULL_THREADS, chooses the threads, and prints
-    `status` to stderr, once per process."""
+    """Check BANKFULL_ISA and BANKFULL_THREADS, choose the thread count, and print `status` to stderr, once per process.
+    Call it before a kit for the CPU is built."""
     select_isa()
     thread_choice()
     line = status()
@@ -56,11 +56,11 @@ def notify() -> None:
 
 @cache
 def select_isa() -> str | None:
-    """Apply BANKFULL_ISA and return the instruction set that runs; called before a kernel is chosen."""
+    """Apply BANKFULL_ISA and return the active instruction set; called before a kernel is chosen."""
     wanted = os.environ.get(ISA_VARIABLE, "")
     if kernels is None:
         if wanted:
-            raise ConfigError(f"{ISA_VARIABLE}={wanted!r} has nothing to choose from: {status()}")
+            raise ConfigError(f"{ISA_VARIABLE}={wanted!r} has no effect: {status()}")
         return None
     available: list[str] = kernels.isas()
     if wanted and wanted not in available:
@@ -72,20 +72,21 @@ def select_isa() -> str | None:
 
 
 def copies_weights() -> bool:
-    """Do products of many rows have a second copy of quantized weights here (csrc/mixing.hpp)?"""
-    return select_isa() is not None and required().mixed_bytes(0, 32, 64) > 0
+    """Whether GEMMs of many rows use a second copy of quantized weights on this machine (csrc/hadamard.hpp)."""
+    return select_isa() is not None and required().hadamard_bytes(0, 32, 64) > 0
 
 
-_chosen: cores.Choice | None = None
+_chosen: cores.ThreadChoice | None = None
 
 
 def threads() -> int:
-    """How many threads compute, the caller's included."""
+    """Number of compute threads, including the caller."""
     return thread_choice().threads
 
 
-def thread_choice() -> cores.Choice:
-    """How many threads compute, and why: as it was set, else BANKFULL_THREADS, else what suits, which is found once."""
+def thread_choice() -> cores.ThreadChoice:
+    """The thread count and its reason: `set_threads` if called, else BANKFULL_THREADS, else chosen once
+    automatically."""
     if _chosen is None:
         wanted = os.environ.get(THREADS_VARIABLE, "")
         if wanted:
@@ -93,21 +94,21 @@ def thread_choice() -> cores.Choice:
                 raise ConfigError(
                     f"{THREADS_VARIABLE}={wanted!r} is not a number of threads; use 1 to {MOST_THREADS}, or unset it."
                 )
-            _use(cores.Choice(int(wanted), f"{THREADS_VARIABLE} says so"))
+            _use(cores.ThreadChoice(int(wanted), f"set by {THREADS_VARIABLE}"))
         else:
-            _use(cores.suitable(kernels))
+            _use(cores.choose_threads(kernels))
     assert _chosen is not None
     return _chosen
 
 
 def set_threads(count: int) -> None:
-    """Set how many threads compute, for the kernels and for the torch bodies between them."""
+    """Set the number of compute threads of the kernels and of torch."""
     if not 1 <= count <= MOST_THREADS:
         raise ConfigError(f"threads={count} is out of range; use 1 to {MOST_THREADS}.")
-    _use(cores.Choice(count, "an option says so"))
+    _use(cores.ThreadChoice(count, "set by an option"))
 
 
-def _use(choice: cores.Choice) -> None:
+def _use(choice: cores.ThreadChoice) -> None:
     global _chosen
     _chosen = choice
     if kernels is not None:

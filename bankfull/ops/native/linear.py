@@ -1,6 +1,6 @@
 """Linear layers and embeddings over GGUF blocks and dense weights, in C++.
 
-A row's result is the same bits whether it is computed alone or in a batch, and for any number of threads.
+A row's result is bitwise identical alone and in a batch, and for any number of threads.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 from bankfull.ops.native.checks import address, float_rows, integers, isa_is_chosen
 from bankfull.ops.native.extension import required
 from bankfull.ops.reference.linear import best_output, embedding, linear
+from bankfull.ops.reference.shapes import check_linear
 from bankfull.weights.qtensor import QTensor
 
 _native = required()
@@ -21,7 +22,7 @@ FORMATS: dict[str, tuple[int, int, int]] = _native.formats()
 """Scheme name -> (code of the format, weights per block, bytes per block)."""
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""Of activations. The arithmetic is float32; bfloat16 is widened on the way in and rounded once on the way out."""
+"""Dtypes of activations. The arithmetic is float32; bfloat16 is widened on input and rounded once on output."""
 
 
 def storage_of(weight: QTensor) -> Tensor:
@@ -32,25 +33,17 @@ def accepts(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, 
     if dtype not in DTYPES or not isinstance(weight, QTensor) or weight.scheme.name not in FORMATS:
         return False
     if weight.is_dense and dtype != torch.float32:
-        return False  # torch multiplies 16-bit matrices on units that these kernels do not use
+        return False  # torch uses 16-bit matrix units that these kernels do not use
     block = FORMATS[weight.scheme.name][1]
     storage = storage_of(weight)
     fits = len(weight.shape) == 2 and weight.shape[1] > 0 and weight.shape[1] % block == 0
     return fits and storage.is_cpu and storage.is_contiguous() and isa_is_chosen()
 
 
-def _check(x: Tensor, weight: QTensor, bias: Tensor | None) -> None:
-    outputs, inner = weight.shape
-    if x.shape[-1] != inner:
-        raise ValueError(f"linear: the input has {x.shape[-1]} columns, the weight {inner}")
-    if bias is not None and bias.shape != (outputs,):
-        raise ValueError(f"linear: the bias has shape {tuple(bias.shape)}, the weight {outputs} outputs")
-
-
 @linear.provider("native", on="cpu", accepts=accepts)
 def run_linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     outputs, inner = weight.shape
-    _check(x, weight, bias)
+    check_linear(x, weight.shape, bias)
     rows = float_rows(x)
     y = torch.empty(*x.shape[:-1], outputs, dtype=torch.float32)
     wide_bias = None if bias is None else float_rows(bias)
@@ -68,14 +61,14 @@ def run_linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor
 
 
 def _accepts_best(*, dtype: torch.dtype | None = None, **facts: Any) -> bool:
-    # Of 16-bit results several may be equal, and the first of them counts: that takes the rounded ones.
+    # The first of equal outputs wins, and rounding to 16 bits creates ties that float32 outputs do not show.
     return dtype is torch.float32 and accepts(dtype=dtype, **facts)
 
 
 @best_output.provider("native", on="cpu", accepts=_accepts_best)
 def run_best_output(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
     outputs, inner = weight.shape
-    _check(x, weight, bias)
+    check_linear(x, weight.shape, bias)
     rows = float_rows(x)
     best = torch.empty(x.shape[:-1], dtype=torch.int64)
     wide_bias = None if bias is None else float_rows(bias)
@@ -93,7 +86,7 @@ def run_best_output(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> T
 
 
 def dequantize(weight: QTensor) -> Tensor:
-    """The weights as float32: what the kernels multiply with, equal to `weight.dequantize()` bit for bit."""
+    """The weights as float32, bitwise equal to `weight.dequantize()`: the values that the kernels multiply."""
     code, block, _ = FORMATS[weight.scheme.name]
     storage = storage_of(weight).contiguous()
     out = torch.empty(weight.shape, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Normalisations in C++."""
+"""Normalization in C++."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _native = required()
 
 
 def _accepts(*, dtype: torch.dtype | None = None, weight: Any = None, **facts: Any) -> bool:
-    # A wider weight would widen the result, which the body does and the kernel does not.
+    # The body widens its result to a wider weight's dtype; the kernel does not.
     narrow = weight is None or getattr(weight, "dtype", None) in WIDENED
     return dtype == torch.float32 and narrow and isa_is_chosen()
 
@@ -39,7 +39,7 @@ def run_add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     columns = weight.shape[0]
     if x.shape[-1] != columns or delta.shape != x.shape:
-        raise ValueError(f"add_rms_norm: {tuple(x.shape)}, {tuple(delta.shape)} and a weight of {columns} do not fit")
+        raise ValueError(f"add_rms_norm: {tuple(x.shape)}, {tuple(delta.shape)} and a weight of {columns} do not match")
     rows, branch, gain = float_rows(x), float_rows(delta), float_rows(weight)
     joined, y = torch.empty_like(rows), torch.empty_like(rows)
     _native.rms_norm(
@@ -72,7 +72,7 @@ def run_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tenso
 @add.provider("native", on="cpu", accepts=_accepts)
 def run_add(x: Tensor, delta: Tensor) -> Tensor:
     if x.dtype is not torch.float32 or delta.dtype is not torch.float32 or x.shape != delta.shape:
-        return add.body(x, delta)  # the stream may be wider than the branch
+        return add.body(x, delta)  # the residual stream may have a wider dtype than the branch
     rows, branch = float_rows(x), float_rows(delta)
     y = torch.empty_like(rows)
     _native.pointwise(CODES["plus"], rows.data_ptr(), branch.data_ptr(), y.data_ptr(), rows.numel(), 0.0)

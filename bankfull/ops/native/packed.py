@@ -1,14 +1,15 @@
-"""Linear layers in narrow arithmetic: weights repacked once, activations encoded on the way in.
+"""Linear layers with bfloat16 or int8 activations: weights are repacked once, activations are encoded per call.
 
-`linear_bf16`: any number of rows is multiplied as bfloat16, in tiles where the processor has them. With dense weights a
-row's result is the same bits on every processor.
+`linear_bf16`: any number of rows is multiplied in bfloat16, with matrix tiles if the CPU has them. With dense weights a
+row's result is bitwise identical on every CPU.
 
-`linear_int8`: few rows are multiplied as int8 codes with a scale for each group of 32, which is the operation's body.
-Many rows, where the processor has tiles, are multiplied as bfloat16, which loses less: `tile_rows` tells from how many.
+`linear_int8`: few rows are multiplied as int8 with one scale per group of 32, as in the operation's body. From
+`tile_rows` rows on, CPUs with matrix tiles multiply in bfloat16, which loses less precision.
 
-`linear_mixed`: the same for few rows; many are multiplied as int8, with a second copy of the weight: csrc/mixing.hpp.
+`linear_hadamard`: the same for few rows; many rows are Hadamard-transformed and multiplied as int8 with a second copy
+of the weight (csrc/hadamard.hpp).
 
-A row's result is the same bits for any number of threads and, on either side of that border, in any batch.
+On either side of that row threshold, a row's result is bitwise identical in any batch and for any number of threads.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from bankfull.ops.native.linear import FORMATS, storage_of
 from bankfull.ops.native.memory import Slabs
 from bankfull.ops.reference.linear import (
     best_output_bf16,
+    best_output_hadamard,
     best_output_int8,
-    best_output_mixed,
     linear_bf16,
+    linear_hadamard,
     linear_int8,
-    linear_mixed,
 )
+from bankfull.ops.reference.shapes import check_linear
 from bankfull.weights.qtensor import QTensor
 
 _native = required()
@@ -39,13 +41,13 @@ _slabs, _copies = Slabs(), Slabs()
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """Sixteen outputs side by side, in the layout `pack` of csrc/packs.hpp. The numbers are those of the file."""
+    """Panels of sixteen outputs in the layout `pack` of csrc/packs.hpp. The values are those of the file."""
 
     data: Tensor
     pack: int
     shape: tuple[int, int]
-    mixed: Tensor | None = None
-    """A copy of a byte for each weight, for many rows."""
+    hadamard: Tensor | None = None
+    """int8 copy of the Hadamard-transformed weight, one byte per weight, for many rows."""
 
     @property
     def nbytes(self) -> int:
@@ -66,11 +68,11 @@ def pack(weight: QTensor) -> PackedWeight:
     return PackedWeight(data, layout, (outputs, inner))
 
 
-def pack_and_mix(weight: QTensor) -> PackedWeight:
+def pack_with_hadamard(weight: QTensor) -> PackedWeight:
     packed = pack(weight)
-    copy = _copies.take(int(_native.mixed_bytes(packed.pack, *packed.shape)))
-    _native.mix(packed.pack, address(packed.data), address(copy), *packed.shape)
-    return replace(packed, mixed=copy)
+    copy = _copies.take(int(_native.hadamard_bytes(packed.pack, *packed.shape)))
+    _native.hadamard(packed.pack, address(packed.data), address(copy), *packed.shape)
+    return replace(packed, hadamard=copy)
 
 
 def _accepts_bf16(*, dtype: torch.dtype | None = None, weight: QTensor | None = None, **facts: Any) -> bool:
@@ -86,24 +88,16 @@ def _accepts_int8(*, weight: QTensor | None = None, **facts: Any) -> bool:
     return weight is not None and _accepts_bf16(weight=weight, **facts) and not weight.is_dense
 
 
-def _accepts_mixed(*, weight: QTensor | None = None, **facts: Any) -> bool:
+def _accepts_hadamard(*, weight: QTensor | None = None, **facts: Any) -> bool:
     if weight is None or not _accepts_int8(weight=weight, **facts):
         return False
     layout = int(_native.pack_of(FORMATS[weight.scheme.name][0]))
-    return int(_native.mixed_bytes(layout, *weight.shape)) > 0
-
-
-def _check(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> None:
-    outputs, inner = weight.shape
-    if x.shape[-1] != inner:
-        raise ValueError(f"linear: the input has {x.shape[-1]} columns, the weight {inner}")
-    if bias is not None and bias.shape != (outputs,):
-        raise ValueError(f"linear: the bias has shape {tuple(bias.shape)}, the weight {outputs} outputs")
+    return int(_native.hadamard_bytes(layout, *weight.shape)) > 0
 
 
 def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -> Tensor:
     outputs, inner = weight.shape
-    _check(x, weight, bias)
+    check_linear(x, weight.shape, bias)
     rows = float_rows(x)
     count, stride = rows.numel() // inner, int(_native.encoded_stride(inner))
     tiles = not int8 or 0 < _native.tile_rows() <= count
@@ -111,14 +105,22 @@ def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -
     _native.encode(address(rows), inner, count, inner, address(encoded), stride, tiles)
     y = torch.empty(*x.shape[:-1], outputs, dtype=torch.float32)
     wide_bias = None if bias is None else float_rows(bias)
-    part = (address(weight.data), address(weight.mixed), address(wide_bias), address(y), outputs, outputs, weight.pack)
+    part = (
+        address(weight.data),
+        address(weight.hadamard),
+        address(wide_bias),
+        address(y),
+        outputs,
+        outputs,
+        weight.pack,
+    )
     _native.packed_linear(tiles, address(encoded), stride, count, inner, [part], -1, 0, 0, False)
     return y
 
 
 def _best(x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -> Tensor:
     outputs, inner = weight.shape
-    _check(x, weight, bias)
+    check_linear(x, weight.shape, bias)
     rows = float_rows(x)
     best = torch.empty(x.shape[:-1], dtype=torch.int64)
     wide_bias = None if bias is None else float_rows(bias)
@@ -127,7 +129,7 @@ def _best(x: Tensor, weight: PackedWeight, bias: Tensor | None, int8: bool) -> T
         best.numel(),
         inner,
         address(weight.data),
-        address(weight.mixed),
+        address(weight.hadamard),
         address(wide_bias),
         outputs,
         weight.pack,
@@ -152,8 +154,8 @@ def run_linear_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None = None)
     return _product(x, weight, bias, int8=True)
 
 
-@linear_mixed.provider("native", on="cpu", accepts=_accepts_mixed, prepare=pack_and_mix)
-def run_linear_mixed(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+@linear_hadamard.provider("native", on="cpu", accepts=_accepts_hadamard, prepare=pack_with_hadamard)
+def run_linear_hadamard(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     return _product(x, weight, bias, int8=True)
 
 
@@ -162,6 +164,6 @@ def run_best_output_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None = 
     return _best(x, weight, bias, int8=True)
 
 
-@best_output_mixed.provider("native", on="cpu", accepts=_accepts_mixed, prepare=pack_and_mix)
-def run_best_output_mixed(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+@best_output_hadamard.provider("native", on="cpu", accepts=_accepts_hadamard, prepare=pack_with_hadamard)
+def run_best_output_hadamard(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     return _best(x, weight, bias, int8=True)

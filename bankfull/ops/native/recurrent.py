@@ -1,4 +1,4 @@
-"""Mamba's convolution and scan in C++: the same bits for a sequence in one call, in chunks and token by token."""
+"""Mamba's convolution and scan in C++, bitwise identical in one call, in chunks and token by token."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def _accepts(*, dtype: torch.dtype | None = None, **facts: Any) -> bool:
 
 
 def _slots(meta: RecurrentMeta) -> tuple[Tensor, Tensor, int]:
-    """read, write, and how many slots a sequence may write."""
+    """Slots to read, slots to write, and the number of slots a sequence may write."""
     read, write = integers(meta.read), integers(meta.write)
     sequences = len(meta.kept)
     if read.shape != (sequences,) or write.dim() != 2 or write.shape[0] != sequences:
-        raise ValueError("recurrent: there is not one slot to read and one row of slots to write for each sequence")
+        raise ValueError("recurrent: each sequence needs one slot to read and one row of slots to write")
     return read, write, write.shape[1]
 
 
@@ -32,9 +32,9 @@ def run_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tenso
     tokens, channels = x.shape
     width = weight.shape[1]
     if weight.shape[0] != channels or state.shape[1:] != (channels, width - 1):
-        raise ValueError(f"causal_conv: {channels} channels do not fit a state of shape {tuple(state.shape)}")
+        raise ValueError(f"causal_conv: {channels} channels do not match a state of shape {tuple(state.shape)}")
     if bias is not None and bias.shape != (channels,):
-        raise ValueError(f"causal_conv: {channels} channels do not fit a bias of shape {tuple(bias.shape)}")
+        raise ValueError(f"causal_conv: {channels} channels do not match a bias of shape {tuple(bias.shape)}")
     rows, taps, wide_bias = float_rows(x), float_rows(weight), None if bias is None else float_rows(bias)
     read, write, most = _slots(meta)
     y = torch.empty_like(rows)
@@ -59,7 +59,7 @@ def run_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tenso
 
 
 def _token_rows(x: Tensor) -> Tensor:
-    """x itself where each row is dense: b and c are slices of one projection."""
+    """x itself if each row is contiguous: b and c are slices of one projection."""
     if x.dtype is torch.float32 and x.is_cpu and x.stride(1) == 1:
         return x
     return float_rows(x)
@@ -74,7 +74,7 @@ def run_selective_scan(
     fits = a.shape[0] == channels and state.shape[1:] == (channels, size) and d.shape == (channels,)
     if not fits or delta.shape != x.shape or b.shape != (tokens, size) or c.shape != (tokens, size):
         raise ValueError(
-            f"selective_scan: {channels} channels x {size} do not fit a state of shape {tuple(state.shape)}"
+            f"selective_scan: {channels} channels x {size} do not match a state of shape {tuple(state.shape)}"
         )
     rows, steps, decay, skip = float_rows(x), float_rows(delta), float_rows(a), float_rows(d)
     into, out = _token_rows(b), _token_rows(c)

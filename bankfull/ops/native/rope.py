@@ -1,4 +1,4 @@
-"""Rotary positions in C++: turning equals the body bit for bit, angles to the last place."""
+"""RoPE in C++: the rotation is bitwise equal to the body, the angles agree to the last place."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     tokens, heads, size = x.shape
     half = cos.shape[1]
     if cos.shape != sin.shape or cos.shape[0] != tokens or 2 * half > size:
-        raise ValueError(f"rotate: angles of shape {tuple(cos.shape)} do not fit heads of shape {tuple(x.shape)}")
+        raise ValueError(f"rotate: angles of shape {tuple(cos.shape)} do not match heads of shape {tuple(x.shape)}")
     rows, cosines, sines = float_rows(x), float_rows(cos), float_rows(sin)
     y = torch.empty_like(rows)
     if heads:

@@ -13,12 +13,13 @@ from bankfull.sample.table import CHILD, GREEDY, MIN_P, SEED, TEMPERATURE, TOP_K
 _native = required()
 _REALS, _WHOLES = [TEMPERATURE, TOP_P, MIN_P], [TOP_K, SEED, CHILD]
 _At = tuple[int, int, tuple[int, ...]]
-WishesAt = tuple[_At, _At, int]
-"""Where the wishes of all rows lie, reals and wholes: address, columns, and which of these are meant; the purpose."""
+ParamsAt = tuple[_At, _At, int]
+"""Location of the sampling parameters of all rows: address, column count and used columns of reals and of integers, and
+the RNG purpose."""
 
 
-def wishes_at(table: SamplingTable) -> WishesAt:
-    """For kernels that read the table in place: its tensors must stay."""
+def params_at(table: SamplingTable) -> ParamsAt:
+    """For kernels that read the table in place; its tensors must stay alive."""
     assert table.reals.is_contiguous() and table.wholes.is_contiguous()
     return (
         (table.reals.data_ptr(), table.reals.shape[1], tuple(_REALS)),
@@ -28,13 +29,13 @@ def wishes_at(table: SamplingTable) -> WishesAt:
 
 
 def choose(scores: Tensor, rows: Tensor, table: SamplingTable, length: Tensor) -> Tensor:
-    """One token per line of float32 `scores`, for rows that do not ask for typical sampling."""
+    """One token per row of float32 `scores`, for rows without typical sampling."""
     dense = float_rows(scores)
     reals = table.reals[rows][:, _REALS].contiguous()
     wholes = table.wholes[rows]
-    asked = torch.cat((wholes[:, _WHOLES], length[:, None], wholes[:, GREEDY, None]), 1).contiguous()
+    wanted = torch.cat((wholes[:, _WHOLES], length[:, None], wholes[:, GREEDY, None]), 1).contiguous()
     tokens = torch.empty(len(dense), dtype=torch.int64)
     _native.sample(
-        dense.data_ptr(), reals.data_ptr(), asked.data_ptr(), tokens.data_ptr(), *dense.shape, int(Purpose.TOKEN)
+        dense.data_ptr(), reals.data_ptr(), wanted.data_ptr(), tokens.data_ptr(), *dense.shape, int(Purpose.TOKEN)
     )
     return tokens

@@ -1,1 +1,1 @@
-"""The bodies: what each operation means, in torch."""
+"""The torch bodies: each one defines the meaning of its operation."""

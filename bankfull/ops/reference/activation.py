@@ -18,7 +18,7 @@ _KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.nn.functional.relu,
     "softplus": torch.nn.functional.softplus,
 }
-#: The names that checkpoints use for the same functions.
+#: Activation names in checkpoints -> our names.
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -36,7 +36,7 @@ def activate(x: Tensor, kind: str) -> Tensor:
 
 @op(cost=lambda gate, up, kind: Cost(9.0 * gate.numel(), nbytes(gate, up), nbytes(gate)), shape=like_first)
 def activate_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """f(gate) * up: the gated feed-forward layer between its linears."""
+    """f(gate) * up: the pointwise part of a gated feed-forward layer."""
     return _KINDS[kind](gate) * up
 
 

@@ -26,7 +26,7 @@ def _linear_shape(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Ten
 
 @op(cost=_linear_cost, shape=_linear_shape)
 def linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, with activations untouched (weight-only arithmetic)."""
+    """x @ weight.T + bias, weight-only quantization: activations keep their dtype."""
     return torch.nn.functional.linear(x, weight.dequantize(x.dtype), bias)
 
 
@@ -41,23 +41,23 @@ def _best_shape(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tenso
 
 
 def highest(scores: Tensor) -> Tensor:
-    """The index of each line's highest score, the lowest among equals; -1 where it is not finite or one is NaN."""
+    """Argmax of each row, the first among equals; -1 if the maximum is not finite or any score is NaN."""
     top, index = scores.max(-1)
     return torch.where(top.isfinite(), index, -1)
 
 
 @op(cost=_best_cost, shape=_best_shape)
 def best_output(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """Which output of `linear` is highest: greedy decoding needs no more of a head, and a kernel stores no more."""
+    """Argmax over the outputs of `linear`: greedy decoding needs no logits, so a kernel stores none."""
     return highest(linear.body(x, weight, bias))
 
 
 GROUP = 32
-"""Activations that share a scale."""
+"""Activations per quantization group."""
 
 
-def rounded(x: Tensor) -> Tensor:
-    """x as int8 codes times a scale for each group of columns: the largest of a group is 127."""
+def quantized_groups(x: Tensor) -> Tensor:
+    """x quantized to int8 with one scale per group of columns (absolute maximum -> 127) and dequantized."""
     groups = wide(x).unflatten(-1, (-1, GROUP))
     largest = groups.abs().amax(-1, keepdim=True)
     inverse = torch.where(largest > 0, 127 / largest, 0)
@@ -66,63 +66,63 @@ def rounded(x: Tensor) -> Tensor:
 
 @op(cost=_linear_cost, shape=_linear_shape)
 def linear_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """The lossy one: activations are rounded to 8 bits, in groups of 32 columns, before they are multiplied. A kernel
-    may keep them finer (bfloat16) where many rows make that no slower."""
-    return torch.nn.functional.linear(rounded(x), weight.dequantize(x.dtype), bias)
+    """Lossy: activations are quantized to int8 in groups of 32 columns before the GEMM. A kernel may keep them in
+    bfloat16 where that is no slower for many rows."""
+    return torch.nn.functional.linear(quantized_groups(x), weight.dequantize(x.dtype), bias)
 
 
-MIXED = 64
-"""Columns that are mixed with each other."""
+HADAMARD_BLOCK = 64
+"""Columns per block of the Hadamard transform."""
 
 
-def mixed(x: Tensor) -> Tensor:
-    """Each 64 columns are replaced by their sums with the signs of a Hadamard matrix: products of two that are mixed
-    stay what they were, and what was in one large column is in all of them."""
-    blocks = wide(x).unflatten(-1, (-1, MIXED))
-    for bit in range(MIXED.bit_length() - 1):
+def hadamard(x: Tensor) -> Tensor:
+    """Orthonormal Hadamard transform of each block of 64 columns. It preserves dot products of transformed vectors and
+    spreads an outlier column over its block."""
+    blocks = wide(x).unflatten(-1, (-1, HADAMARD_BLOCK))
+    for bit in range(HADAMARD_BLOCK.bit_length() - 1):
         pairs = blocks.unflatten(-1, (-1, 2, 1 << bit))
         first, second = pairs.unbind(-2)
         blocks = torch.stack((first + second, first - second), -2).flatten(-3)
-    return blocks.flatten(-2) / MIXED**0.5
+    return blocks.flatten(-2) / HADAMARD_BLOCK**0.5
 
 
-def rounded_rows(x: Tensor) -> Tensor:
-    """x as int8 codes times a scale for each row: its largest is 127."""
+def quantized_rows(x: Tensor) -> Tensor:
+    """x quantized to int8 with one scale per row (absolute maximum -> 127) and dequantized."""
     largest = x.abs().amax(-1, keepdim=True)
-    inverse = torch.where(largest > 0, x.new_tensor(127) / largest, 0)  # one rounding: 127 / largest would have two
+    inverse = torch.where(largest > 0, x.new_tensor(127) / largest, 0)  # a Python 127 / largest would round twice
     return (x * inverse).round() * (largest / 127)
 
 
 @op(cost=_linear_cost, shape=_linear_shape)
-def linear_mixed(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """The lossy one for many rows: activations and weights are mixed, then rounded to 8 bits with one scale for each
-    row and each output. A kernel may round activations to bfloat16 first, and take few rows as `linear_int8` does."""
-    rows, weights = rounded_rows(mixed(x)), rounded_rows(mixed(weight.dequantize(x.dtype)))
+def linear_hadamard(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+    """Lossy, for many rows: activations and weights are Hadamard-transformed, then quantized to int8 with one scale per
+    row and per output. A kernel may round activations to bfloat16 first, and compute few rows as `linear_int8`."""
+    rows, weights = quantized_rows(hadamard(x)), quantized_rows(hadamard(weight.dequantize(x.dtype)))
     return torch.nn.functional.linear(rows, weights, None if bias is None else wide(bias)).to(x.dtype)
 
 
 @op(cost=_best_cost, shape=_best_shape)
 def best_output_int8(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """Which output of `linear_int8` is highest."""
+    """Argmax over the outputs of `linear_int8`."""
     return highest(linear_int8.body(x, weight, bias))
 
 
 @op(cost=_best_cost, shape=_best_shape)
-def best_output_mixed(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """Which output of `linear_mixed` is highest."""
-    return highest(linear_mixed.body(x, weight, bias))
+def best_output_hadamard(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+    """Argmax over the outputs of `linear_hadamard`."""
+    return highest(linear_hadamard.body(x, weight, bias))
 
 
 @op(cost=_linear_cost, shape=_linear_shape)
 def linear_bf16(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """Activations are rounded to bfloat16 before they are multiplied; products are summed as wide as x is. A kernel may
-    round weights that lie in blocks to bfloat16, too."""
+    """Activations are rounded to bfloat16 before the GEMM; the accumulator has the dtype of x. A kernel may also round
+    block-quantized weights to bfloat16."""
     return torch.nn.functional.linear(x.to(torch.bfloat16).to(x.dtype), weight.dequantize(x.dtype), bias)
 
 
 @op(cost=_best_cost, shape=_best_shape)
 def best_output_bf16(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """Which output of `linear_bf16` is highest."""
+    """Argmax over the outputs of `linear_bf16`."""
     return highest(linear_bf16.body(x, weight, bias))
 
 
@@ -138,8 +138,8 @@ def _gated_shape(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> 
 
 @op(cost=_gated_cost, shape=_gated_shape)
 def gated_linear(x: Tensor, weight: QTensor, bias: Tensor | None, kind: str) -> Tensor:
-    """f(gate) * up, where the first half of the weight's rows gives the gate and the second half what passes it.
-    Layers use it where a kernel offers it."""
+    """f(gate) * up, where the first half of the weight's rows computes the gate and the second half `up`. Layers use it
+    where a provider has it as one fused kernel."""
     gate, up = linear.body(x, weight, bias).chunk(2, -1)
     return activate_mul.body(gate, up, kind)
 
@@ -148,14 +148,14 @@ FEW_ROWS = 4
 
 
 def normed_rows(weight: QTensor) -> int:
-    """Layers let a linear norm its own input up to so many rows: each program of a kernel does it again."""
+    """Largest row count for which layers fuse the norm into the linear: each program of the kernel repeats the norm."""
     return FEW_ROWS if weight.is_dense else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Unnormed:
-    """An input whose branch has not joined the stream, and which is not normed yet: whoever reads it does both, and
-    leaves the stream with the branch in `joined`. It has exactly one reader."""
+    """The input of a linear before residual add and norm. Its reader does both and stores the new residual stream in
+    `joined`. There must be exactly one reader."""
 
     x: Tensor
     delta: Tensor
@@ -165,7 +165,7 @@ class Unnormed:
     joined: Tensor
 
     def read(self) -> Tensor:
-        """The meaning: join, then norm."""
+        """Reference: residual add, then norm."""
         self.joined.copy_(self.x + self.delta)
         return rms_norm.body(self.joined, self.weight, self.eps, self.offset)
 
@@ -179,7 +179,7 @@ class Unnormed:
     shape=lambda x, weight, bias=None: _linear_shape(x.x, weight, bias),
 )
 def normed_linear(x: Unnormed, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """`linear` that norms its own input. Layers use it where a kernel offers it."""
+    """`linear` with a fused input norm. Layers use it where a provider has it."""
     return linear.body(x.read(), weight, bias)
 
 
@@ -188,7 +188,7 @@ def normed_linear(x: Unnormed, weight: QTensor, bias: Tensor | None = None) -> T
     shape=lambda x, weight, bias=None: _best_shape(x.x, weight, bias),
 )
 def normed_best_output(x: Unnormed, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """`best_output` that norms its own input. A head uses it where a kernel offers it."""
+    """`best_output` with a fused input norm. Heads use it where a provider has it."""
     return best_output.body(x.read(), weight, bias)
 
 
@@ -197,7 +197,7 @@ def normed_best_output(x: Unnormed, weight: QTensor, bias: Tensor | None = None)
     shape=lambda x, weight, bias, kind: _gated_shape(x.x, weight, bias, kind),
 )
 def normed_gated_linear(x: Unnormed, weight: QTensor, bias: Tensor | None, kind: str) -> Tensor:
-    """`gated_linear` that norms its own input."""
+    """`gated_linear` with a fused input norm."""
     return gated_linear.body(x.read(), weight, bias, kind)
 
 
@@ -213,6 +213,6 @@ def _embedding_shape(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: flo
 
 @op(cost=_embedding_cost, shape=_embedding_shape)
 def embedding(ids: Tensor, table: QTensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    """Only the rows asked for are read and dequantized."""
+    """Read and dequantize only the rows of `ids`."""
     rows = table.rows(ids).dequantize(dtype)
     return rows if scale == 1.0 else rows * scale

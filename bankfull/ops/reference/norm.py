@@ -1,4 +1,4 @@
-"""Normalisations, and how branches join the residual stream. Reductions run in at least float32."""
+"""Normalization and residual adds. Reductions run in at least float32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bankfull.ops.registry import op
 
 
 def wide(x: Tensor) -> Tensor:
-    """At least float32: what reductions and exponentials are computed in."""
+    """x in at least float32, the precision of reductions and exponentials."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 @op(cost=lambda x, delta: Cost(1.0 * x.numel(), nbytes(x, delta), nbytes(x)), shape=like_first)
 def add(x: Tensor, delta: Tensor) -> Tensor:
-    """A branch joins the stream, which may be wider than the branch."""
+    """Residual add; the stream may have a wider dtype than the branch."""
     return x + delta
 
 
@@ -45,7 +45,7 @@ def _add_rms_norm_shape(x: Tensor, *rest: object, **more: object) -> tuple[Tenso
 
 @op(cost=_add_rms_norm_cost, shape=_add_rms_norm_shape)
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """The stream with a branch joined, and its norm: what the next branch reads."""
+    """The new residual stream, and its norm as input of the next branch."""
     x = x + delta
     return x, rms_norm.body(x, weight, eps, offset)
 

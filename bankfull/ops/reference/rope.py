@@ -1,4 +1,4 @@
-"""Rotary position embedding, half-split pairing (dimension i turns with i + n/2)."""
+"""RoPE with half-split pairing: dimension i rotates with i + n/2."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _angles_shape(positions: Tensor, frequencies: Tensor, scale: float, dtype: t
 
 @op(cost=_angles_cost, shape=_angles_shape)
 def rope_angles(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of position x frequency, once per step for every layer that shares the frequencies."""
+    """cos and sin of position x frequency, computed once per step for all layers with these frequencies."""
     angles = positions[:, None].to(frequencies.dtype) * frequencies[None, :]
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
@@ -33,7 +33,7 @@ def _rotate_cost(x: Tensor, cos: Tensor, sin: Tensor) -> Cost:
 
 @op(cost=_rotate_cost, shape=like_first)
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first 2 * cos.shape[1] dimensions of every head of x (tokens, heads, size); the rest passes through."""
+    """Apply RoPE to the first 2 * cos.shape[1] dimensions of each head of x (tokens, heads, size); copy the rest."""
     half = cos.shape[1]
     cos, sin = cos[:, None, :], sin[:, None, :]
     left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

@@ -1,7 +1,7 @@
 """Recurrent mixers: a short causal convolution and Mamba's selective scan.
 
-A sequence reads the state that an earlier step left in one slot and writes the state after each of its last tokens into
-other slots, so that rolling back rejected drafts is choosing another slot. The two are never the same slot.
+Each sequence reads its previous state from one slot and writes the states after its last tokens to other slots, so
+rolling back rejected draft tokens only selects another slot. A step never reads and writes the same slot.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from bankfull.ops.registry import op
 
 @dataclass(frozen=True, slots=True)
 class RecurrentMeta:
-    """q_start as in PagedMeta; read[i] is sequence i's slot; the state after its j-th last token goes to
-    write[i, kept[i] - j] for j = kept[i] .. 1. Slots are device tensors, counts are host arrays."""
+    """q_start as in PagedMeta; sequence i reads its state from slot read[i]; the state after its j-th last token goes
+    to write[i, kept[i] - j] for j = kept[i] .. 1. Slots are device tensors, counts are host arrays."""
 
     q_start: np.ndarray
     kept: np.ndarray
     read: Tensor
     write: Tensor
     starts: Tensor | None = None
-    """q_start as int32 on the device, for kernels that run there."""
+    """q_start as int32 on the device, for device kernels."""
     kepts: Tensor | None = None
-    """kept likewise."""
+    """kept as int32 on the device."""
 
 
 def _moved(state: Tensor, meta: RecurrentMeta) -> tuple[int, int]:
-    """Bytes of state read and written: one slot in, `kept` slots out, for each sequence."""
+    """Bytes of state read and written: each sequence reads one slot and writes `kept` slots."""
     slot = nbytes(state[0])
     return len(meta.kept) * slot, int(meta.kept.sum()) * slot
 
@@ -46,7 +46,7 @@ def _conv_cost(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, me
 
 @op(cost=_conv_cost, shape=like_first)
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, meta: RecurrentMeta) -> Tensor:
-    """Depthwise convolution over each sequence; state (slots, channels, width - 1) holds the last inputs."""
+    """Depthwise convolution over each sequence; state (slots, channels, width - 1) holds the previous inputs."""
     out = torch.empty_like(x)
     width = weight.shape[1]
     for i, kept in enumerate(meta.kept.tolist()):

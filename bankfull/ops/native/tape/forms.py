@@ -181,7 +181,7 @@ def _packed(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: 
             "x": encoded,
             "weight0": Fixed(weight.data),
             "bias0": _floats(bias),
-            "mixed0": None if weight.mixed is None else Fixed(weight.mixed),
+            "hadamard0": None if weight.hadamard is None else Fixed(weight.hadamard),
         },
         {"y0": rec.view(out[0]), "encoded": None},
         inner=inner,
@@ -203,7 +203,7 @@ def linear_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bi
 
 
 @form
-def linear_mixed(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+def linear_hadamard(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
     return _packed(rec, out, x, weight, bias, int8=True)
 
 
@@ -218,7 +218,7 @@ def _packed_best(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, b
             "x": encoded,
             "weight": Fixed(weight.data),
             "bias": _floats(bias),
-            "mixed": None if weight.mixed is None else Fixed(weight.mixed),
+            "hadamard": None if weight.hadamard is None else Fixed(weight.hadamard),
         },
         {"chosen": rec.view(out[0])},
         label="head",
@@ -241,7 +241,9 @@ def best_output_int8(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeigh
 
 
 @form
-def best_output_mixed(rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> bool:
+def best_output_hadamard(
+    rec: Recorder, out: Outputs, x: Tensor, weight: PackedWeight, bias: Tensor | None = None
+) -> bool:
     return _packed_best(rec, out, x, weight, bias, int8=True)
 
 

@@ -61,7 +61,7 @@ def _share_activations(nodes: list[Node]) -> list[Node]:
             continue
         number = len(leader.facts["parts"])
         leader.facts["parts"] += packed.facts["parts"]
-        for name in ("weight", "mixed", "bias"):
+        for name in ("weight", "hadamard", "bias"):
             leader.reads[f"{name}{number}"] = packed.reads[f"{name}0"]
         leader.writes[f"y{number}"] = packed.writes["y0"]
     return kept

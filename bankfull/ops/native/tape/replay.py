@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bankfull.ops.native.extension import required
 from bankfull.ops.native.memory import in_large_pages
-from bankfull.ops.native.sampling import WishesAt
+from bankfull.ops.native.sampling import ParamsAt
 from bankfull.ops.native.tape.fuse import fuse
 from bankfull.ops.native.tape.instruction import Break, Input, Instruction, Node, Operand, ValueColumns
 from bankfull.ops.native.tape.layout import lay_out
@@ -44,7 +44,7 @@ class RowsAt:
     computed: int
     tables: Sequence[tuple[int, int, int]]
     """Address of the page tables, their columns, and tokens of a page, for each paged group."""
-    wishes: WishesAt
+    params: ParamsAt
 
 
 class Tape:
@@ -125,7 +125,7 @@ class Tape:
             rows.known,
             rows.computed,
             list(rows.tables),
-            rows.wishes,
+            rows.params,
         )
 
         def run(lines: Sequence[int], timed: bool = False) -> list[int]:
@@ -174,7 +174,7 @@ class Tape:
         places = {name: self._place(operand) for name, operand in own.items()}
         if node.kind == "packed":
             facts["parts"] = [
-                (*(places.pop(f"{name}{i}") for name in ("weight", "mixed", "bias", "y")), outputs, outputs, pack)
+                (*(places.pop(f"{name}{i}") for name in ("weight", "hadamard", "bias", "y")), outputs, outputs, pack)
                 for i, (outputs, pack) in enumerate(facts["parts"])
             ]
         for name in ("", "k_", "v_"):

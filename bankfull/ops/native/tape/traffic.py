@@ -72,7 +72,7 @@ def _traffic(node: Node) -> Traffic:
         per_token += _stored(node)
     elif node.kind == "packed":
         for number in range(len(facts["parts"])):
-            weights.pop(f"mixed{number}", None)  # read instead of the weight itself when many rows are batched
+            weights.pop(f"hadamard{number}", None)  # read instead of the weight itself when many rows are batched
         if (intake := facts.get("intake")) is not None:
             per_token += _stored(intake)
         flops = 2 * facts["inner"] * _outputs(node)

@@ -1,12 +1,12 @@
-// Many rows times mixed weights with dot products, see mixing.hpp. Rows are mixed of their codes and rests. Sums are exact
-// integers, so a row has the same bits in any batch of as many rows.
+// Many rows times Hadamard-transformed weights with dot products, see hadamard.hpp. Rows are transformed from their
+// codes and remainders. Sums are exact integers, so a row has the same bits in any batch of as many rows.
 //
 // Included inside a namespace per instruction set.
 
-static constexpr int64_t MIXED_ROWS = 8;  // from here on, mixing rows is worth it; measured
+static constexpr int64_t HADAMARD_MIN_ROWS = 8;  // measured: row count from which the transform pays off
 
-// Sums and differences of those whose numbers differ in one bit: of four registers, and of the lanes of one.
-static inline void mix_four(float32x4_t& a, float32x4_t& b, float32x4_t& c, float32x4_t& d) {
+// Butterflies of elements whose indices differ in one bit: of four registers, and of the lanes of one.
+static inline void hadamard_four(float32x4_t& a, float32x4_t& b, float32x4_t& c, float32x4_t& d) {
     const float32x4_t sum = vaddq_f32(a, b), difference = vsubq_f32(a, b);
     const float32x4_t other_sum = vaddq_f32(c, d), other_difference = vsubq_f32(c, d);
     a = vaddq_f32(sum, other_sum);
@@ -15,7 +15,7 @@ static inline void mix_four(float32x4_t& a, float32x4_t& b, float32x4_t& c, floa
     d = vsubq_f32(difference, other_difference);
 }
 
-static inline float32x4_t mix_lanes(float32x4_t v) {
+static inline float32x4_t hadamard_lanes(float32x4_t v) {
     const float32x4_t one = {1, -1, 1, -1}, two = {1, 1, -1, -1};
     v = vfmaq_f32(vrev64q_f32(v), v, one);
     return vfmaq_f32(vextq_f32(v, v, 2), v, two);
@@ -23,68 +23,68 @@ static inline float32x4_t mix_lanes(float32x4_t v) {
 
 static inline uint32x4_t magnitude(float32x4_t v) { return vreinterpretq_u32_f32(vabsq_f32(v)); }
 
-// Magnitudes are compared by their bits, where NaN is above infinity: then a scale, and with it all of a row's results,
-// tells of every number that is not finite.
+// Magnitudes are compared by their bits, where NaN is above infinity, so that non-finite values show in the scale and
+// in all of a row's results.
 static inline float float_of(uint32_t bits) {
     float value;
     __builtin_memcpy(&value, &bits, 4);
     return value;
 }
 
-// `mixed` is room for a row of floats.
-static void mix_row(const Codes& row, int64_t columns, float* mixed, uint8_t* codes, float* scale) {
+// `hadamard` is a buffer for one row of floats.
+static void hadamard_row(const Codes& row, int64_t columns, float* hadamard, uint8_t* codes, float* scale) {
     uint32x4_t most = vdupq_n_u32(0);
-    for (int64_t k = 0; k < columns; k += MIXED_COLUMNS) {
+    for (int64_t k = 0; k < columns; k += HADAMARD_COLUMNS) {
         Lanes v[4];
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
             v[i] = Lanes::from_signed(load_bytes(reinterpret_cast<const uint8_t*>(row.codes) + k + 16 * i));
-            v[i].add_product(Lanes::from_signed(load_bytes(reinterpret_cast<const uint8_t*>(row.rests) + k + 16 * i)),
+            v[i].add_product(Lanes::from_signed(load_bytes(reinterpret_cast<const uint8_t*>(row.remainders) + k + 16 * i)),
                              Lanes::splat(1.0f / 254.0f));
             v[i] = v[i] * Lanes::splat(row.scales[(k + 16 * i) / GROUP]);
         }
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) mix_four(v[0].v[i], v[1].v[i], v[2].v[i], v[3].v[i]);
+        for (int i = 0; i < 4; ++i) hadamard_four(v[0].v[i], v[1].v[i], v[2].v[i], v[3].v[i]);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
-            mix_four(v[i].v[0], v[i].v[1], v[i].v[2], v[i].v[3]);
+            hadamard_four(v[i].v[0], v[i].v[1], v[i].v[2], v[i].v[3]);
 #pragma GCC unroll 4
             for (int j = 0; j < 4; ++j) {
-                v[i].v[j] = mix_lanes(v[i].v[j]);
+                v[i].v[j] = hadamard_lanes(v[i].v[j]);
                 most = vmaxq_u32(most, magnitude(v[i].v[j]));
             }
-            v[i].store(mixed + k + 16 * i);
+            v[i].store(hadamard + k + 16 * i);
         }
     }
     const float largest = float_of(vmaxvq_u32(most));
     *scale = largest / 127.0f;
     const Lanes inverse = Lanes::splat(largest > SMALLEST ? 127.0f / largest : 0.0f);
-    for (int64_t k = 0; k < columns; k += MIXED_COLUMNS, codes += MIXED_BLOCK * MIXED_COLUMNS)
+    for (int64_t k = 0; k < columns; k += HADAMARD_COLUMNS, codes += HADAMARD_BLOCK * HADAMARD_COLUMNS)
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i)
-            (Lanes::load(mixed + k + 16 * i) * inverse).store_codes(reinterpret_cast<int8_t*>(codes) + 16 * i);
+            (Lanes::load(hadamard + k + 16 * i) * inverse).store_codes(reinterpret_cast<int8_t*>(codes) + 16 * i);
 }
 
-// Rows that a last block lacks are not written: they are multiplied like the others, and nobody reads what comes of it.
-static void mix_rows(const MixRowsJob& job, int64_t begin, int64_t end) {
-    float* mixed = scratch(job.columns);
+// Missing rows of the last block are not written: they are multiplied like the others, and their results are ignored.
+static void hadamard_rows(const HadamardRowsJob& job, int64_t begin, int64_t end) {
+    float* hadamard = scratch(job.columns);
     for (int64_t row = begin; row < end; ++row) {
-        uint8_t* block = job.out.data + row / MIXED_BLOCK * MIXED_BLOCK * job.out.stride;
-        const int64_t number = row % MIXED_BLOCK;
-        mix_row(Codes(job.x.data + row * job.x.stride, job.columns), job.columns, mixed, block + number * MIXED_COLUMNS,
-                reinterpret_cast<float*>(block + MIXED_BLOCK * job.columns) + number);
+        uint8_t* block = job.out.data + row / HADAMARD_BLOCK * HADAMARD_BLOCK * job.out.stride;
+        const int64_t number = row % HADAMARD_BLOCK;
+        hadamard_row(Codes(job.x.data + row * job.x.stride, job.columns), job.columns, hadamard, block + number * HADAMARD_COLUMNS,
+                reinterpret_cast<float*>(block + HADAMARD_BLOCK * job.columns) + number);
     }
 }
 
-// Eight columns, `Apart` of each other, mixed among themselves; lanes are outputs here.
+// Hadamard transform of eight columns, `Apart` apart; lanes are outputs here.
 template <int64_t Apart>
-static inline void mix_eight(float* first) {
+static inline void hadamard_eight(float* first) {
     for (int64_t output = 0; output < PACK_OUTPUTS; output += 4) {
         float32x4_t v[8];
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i) v[i] = vld1q_f32(first + i * Apart * PACK_OUTPUTS + output);
-        mix_four(v[0], v[1], v[2], v[3]);
-        mix_four(v[4], v[5], v[6], v[7]);
+        hadamard_four(v[0], v[1], v[2], v[3]);
+        hadamard_four(v[4], v[5], v[6], v[7]);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
             vst1q_f32(first + i * Apart * PACK_OUTPUTS + output, vaddq_f32(v[i], v[i + 4]));
@@ -124,42 +124,42 @@ static void widen_pack(const uint8_t* pack, int64_t inner, float* columns) {
 }
 
 template <Pack P>
-static void mix_pack(const uint8_t* pack, int64_t inner, uint8_t* mixed) {
+static void hadamard_pack(const uint8_t* pack, int64_t inner, uint8_t* hadamard) {
     float* columns = scratch(inner * PACK_OUTPUTS);
     widen_pack<P>(pack, inner, columns);
     uint32x4_t most[4] = {vdupq_n_u32(0), vdupq_n_u32(0), vdupq_n_u32(0), vdupq_n_u32(0)};
-    for (int64_t k = 0; k < inner; k += MIXED_COLUMNS) {
+    for (int64_t k = 0; k < inner; k += HADAMARD_COLUMNS) {
         float* block = columns + k * PACK_OUTPUTS;
-        for (int64_t i = 0; i < 8; ++i) mix_eight<8>(block + i * PACK_OUTPUTS);
-        for (int64_t i = 0; i < MIXED_COLUMNS; i += 8) mix_eight<1>(block + i * PACK_OUTPUTS);
-        for (int64_t i = 0; i < MIXED_COLUMNS; ++i)
+        for (int64_t i = 0; i < 8; ++i) hadamard_eight<8>(block + i * PACK_OUTPUTS);
+        for (int64_t i = 0; i < HADAMARD_COLUMNS; i += 8) hadamard_eight<1>(block + i * PACK_OUTPUTS);
+        for (int64_t i = 0; i < HADAMARD_COLUMNS; ++i)
 #pragma GCC unroll 4
             for (int j = 0; j < 4; ++j) most[j] = vmaxq_u32(most[j], magnitude(vld1q_f32(block + i * PACK_OUTPUTS + 4 * j)));
     }
     float largest[16], inverse[16];
     for (int j = 0; j < 4; ++j) vst1q_f32(largest + 4 * j, vreinterpretq_f32_u32(most[j]));
     for (int i = 0; i < 16; ++i) {
-        const float scale = largest[i] * (1.0f / 127.0f / float(MIXED_COLUMNS));
-        __builtin_memcpy(mixed + 4 * i, &scale, 4);
+        const float scale = largest[i] * (1.0f / 127.0f / float(HADAMARD_COLUMNS));
+        __builtin_memcpy(hadamard + 4 * i, &scale, 4);
         inverse[i] = largest[i] > SMALLEST ? 127.0f / largest[i] : 0.0f;
     }
-    int8_t* quads = reinterpret_cast<int8_t*>(mixed + PACK_OUTPUTS * sizeof(float));
+    int8_t* quads = reinterpret_cast<int8_t*>(hadamard + PACK_OUTPUTS * sizeof(float));
     const Lanes factor = Lanes::load(inverse);
     for (int64_t k = 0; k < inner; k += 4, quads += 64) {
         int8_t codes[4][16];
         for (int i = 0; i < 4; ++i) (Lanes::load(columns + (k + i) * PACK_OUTPUTS) * factor).store_codes(codes[i]);
         const int8x16x4_t four = {{vld1q_s8(codes[0]), vld1q_s8(codes[1]), vld1q_s8(codes[2]), vld1q_s8(codes[3])}};
-        vst4q_s8(quads, four);  // the four codes of an output side by side
+        vst4q_s8(quads, four);  // the four codes of an output are adjacent
     }
 }
 
-#include "mixed_weights.hpp"
+#include "hadamard_weights.hpp"
 
-// Sums of four rows and both packs of a unit, as integers.
-struct MixedSums {
+// Integer sums of four rows and both packs of a unit.
+struct HadamardSums {
     const int32_t* data;  // for each part, four rows of 32
     const float* row_scales;
-    Lanes scales[2][2];  // of each part's packs
+    Lanes scales[2][2];  // per part and pack
 
     Lanes at(int64_t part, int64_t row, int64_t half) const {
         const int32_t* place = data + (part * 4 + row) * UNIT_OUTPUTS + half * PACK_OUTPUTS;
@@ -169,9 +169,9 @@ struct MixedSums {
     }
 };
 
-// Four rows, which lie 64 bytes from each other, times one pack. sums: rows of 32, of which sixteen are written.
-// Registers 0 to 3 are rows, 4 to 7 weights, 16 to 31 sums. `Fetch`: weights come from memory, and those further on are
-// asked for; else they are near.
+// Four rows, 64 bytes apart, times one pack. sums: rows of 32, of which sixteen are written. Registers 0 to 3 are rows,
+// 4 to 7 weights, 16 to 31 sums. `Fetch`: weights come from memory, so later ones are prefetched; otherwise they are in
+// cache.
 #define DOT(sum, weights, row, lane) "sdot v" #sum ".4s, v" #weights ".16b, v" #row ".4b[" #lane "]\n"
 #define DOTS(a, b, c, d, weights, lane) DOT(a, weights, 0, lane) DOT(b, weights, 1, lane) DOT(c, weights, 2, lane) DOT(d, weights, 3, lane)
 #define FETCHED "prfm pldl2keep, [%[w], %[ahead]]\nprfm pldl1keep, [%[w], %[soon]]\n"
@@ -199,8 +199,8 @@ struct MixedSums {
           "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31")
 template <bool Fetch>
 static void multiply_mixed(const uint8_t* x, const uint8_t* w, int64_t inner, int32_t* sums) {
-    static_assert(MIXED_COLUMNS == 64 && MIXED_BLOCK == 16 && UNIT_OUTPUTS == 32, "as the instructions know it");
-    int64_t blocks = inner / MIXED_COLUMNS;
+    static_assert(HADAMARD_COLUMNS == 64 && HADAMARD_BLOCK == 16 && UNIT_OUTPUTS == 32, "as hard-coded in the instructions");
+    int64_t blocks = inner / HADAMARD_COLUMNS;
     if constexpr (Fetch) MULTIPLY(FETCHED);
     if constexpr (!Fetch) MULTIPLY(NEAR);
 }
@@ -214,38 +214,38 @@ static void multiply_mixed(const uint8_t* x, const uint8_t* w, int64_t inner, in
 #undef STORE
 #undef MULTIPLY
 
-// All rows for a unit, then for the next: a unit's weights stay in the first-level cache.
-static void packed_mixed(const PackedJob& job, int64_t begin, int64_t end) {
+// All rows for a unit, then for the next: a unit's weights stay in L1.
+static void packed_hadamard(const PackedJob& job, int64_t begin, int64_t end) {
     alignas(64) int32_t sums[2][4 * UNIT_OUTPUTS];
-    const int64_t block = MIXED_BLOCK * job.mixed.stride;
+    const int64_t block = HADAMARD_BLOCK * job.hadamard.stride;
     for (int64_t number = begin; number < end; ++number) {
         const Unit unit = unit_at(job, number);
-        MixedSums own{sums[0], nullptr, {}};
+        HadamardSums own{sums[0], nullptr, {}};
         const uint8_t* packs[2][2];
         for (int64_t part = 0; part < unit.count; ++part)
             for (int64_t half = 0; half < 2; ++half) {
-                const uint8_t* pack = unit.parts[part].mixed + (unit.number * 2 + half) * mixed_pack_bytes(job.inner);
+                const uint8_t* pack = unit.parts[part].hadamard + (unit.number * 2 + half) * hadamard_pack_bytes(job.inner);
                 own.scales[part][half] = Lanes::load(reinterpret_cast<const float*>(pack));
                 packs[part][half] = pack + PACK_OUTPUTS * sizeof(float);
             }
         for (int64_t row = 0; row < job.rows; row += 4) {
             const int64_t rows = job.rows - row < 4 ? job.rows - row : 4;
-            const uint8_t* rows_at = job.mixed.data + row / MIXED_BLOCK * block;
+            const uint8_t* rows_at = job.hadamard.data + row / HADAMARD_BLOCK * block;
             for (int64_t part = 0; part < unit.count; ++part)
                 for (int64_t half = 0; half < 2; ++half)
-                    if (const uint8_t* x = rows_at + row % MIXED_BLOCK * MIXED_COLUMNS; row == 0)
+                    if (const uint8_t* x = rows_at + row % HADAMARD_BLOCK * HADAMARD_COLUMNS; row == 0)
                         multiply_mixed<true>(x, packs[part][half], job.inner, sums[part] + half * PACK_OUTPUTS);
                     else
                         multiply_mixed<false>(x, packs[part][half], job.inner, sums[part] + half * PACK_OUTPUTS);
-            own.row_scales = reinterpret_cast<const float*>(rows_at + MIXED_BLOCK * job.inner) + row % MIXED_BLOCK;
+            own.row_scales = reinterpret_cast<const float*>(rows_at + HADAMARD_BLOCK * job.inner) + row % HADAMARD_BLOCK;
             finish(job, unit, row, rows, own);
         }
     }
 }
 
-static constexpr void offer_mixing(Kernels& table) {
-    table.mix_rows = mix_rows;
-    table.mix_weights = mix_weights;
-    table.mixed_of = Activations::Codes;
-    table.mixed_rows = MIXED_ROWS;
+static constexpr void offer_hadamard(Kernels& table) {
+    table.hadamard_rows = hadamard_rows;
+    table.hadamard_weights = hadamard_weights;
+    table.hadamard_form = Activations::Codes;
+    table.hadamard_min_rows = HADAMARD_MIN_ROWS;
 }
