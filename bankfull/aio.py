@@ -1,4 +1,4 @@
-"""The same loop for asyncio: it runs on a thread of its own, and answers arrive as async iterators."""
+"""The engine for asyncio: the loop runs on its own thread, and answers are async iterators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Listener = Callable[[Delta | BaseException], None]
 
 
 class AsyncEngine:
-    """Wraps an `LLM`; only the loop's thread touches it from then on."""
+    """Wraps an `LLM`, which only the loop's thread may use from then on."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
@@ -29,9 +29,9 @@ class AsyncEngine:
         self._listeners: dict[Hashable, Listener] = {}
         self._numbers = count()
         self._ended: str | None = None
-        """Why nobody will answer any more."""
+        """Why the engine no longer accepts requests."""
         self._waiting: dict[Hashable, Listener] = {}
-        """All who wait, also those of whom the loop's thread has not heard yet."""
+        """All waiting callers, including those that the loop's thread has not received yet."""
         self._thread = threading.Thread(target=self._run, name="bankfull-engine", daemon=True)
         self._thread.start()
 
@@ -43,17 +43,17 @@ class AsyncEngine:
         request_id: Hashable | None = None,
         **how: Any,
     ) -> AsyncIterator[Delta]:
-        """Pieces of the answer as they come; leaving the iterator aborts the request."""
+        """The answer in pieces, as they are generated; leaving the iterator aborts the request."""
         params = sampling_params or self.llm.default_params()
         request = ("async", next(self._numbers)) if request_id is None else request_id
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
 
         def listen(item: Delta | BaseException) -> None:
-            with suppress(RuntimeError):  # the caller's event loop is closed: nobody listens any more
+            with suppress(RuntimeError):  # the caller's event loop is closed
                 loop.call_soon_threadsafe(queue.put_nowait, item)
 
-        # Tokenizing and compiling a grammar may take long: neither the event loop nor the engine's waits for it.
+        # Tokenizing and compiling a grammar may be slow, so neither the event loop nor the engine's loop waits for it.
         prepared = await asyncio.to_thread(self._front.prepare, prompt, params, **how)
 
         def submit() -> None:
@@ -81,7 +81,7 @@ class AsyncEngine:
             self._loop.post(lambda: self._forget(request))
 
     async def abort(self, request_id: Hashable) -> None:
-        """End a request early; its iterator gets a last piece with finish_reason "abort"."""
+        """Abort a request; its iterator gets a last piece with finish_reason "abort"."""
         self._loop.post(lambda: self._tell(self._front.abort(request_id)))
 
     def close(self) -> None:

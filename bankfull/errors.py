@@ -1,7 +1,7 @@
-"""What can be wrong with what a user gave us.
+"""Errors in a user's input.
 
-Every message is one sentence that names the input and the way out. The command line prints the sentence and exits
-with code 2; Python callers catch `BankfullError`, which is a `ValueError`. A bug in the engine is never one of these.
+Every message is one sentence that names the input and the solution. The command line prints the sentence and exits with
+code 2; Python callers catch `BankfullError`, which is a `ValueError`. A bug in the engine never raises one of these.
 """
 
 
@@ -18,4 +18,4 @@ class ModelError(BankfullError):
 
 
 class RequestError(BankfullError):
-    """One request cannot be served; the others go on."""
+    """One request cannot be served; the others continue."""

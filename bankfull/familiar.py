@@ -1,7 +1,7 @@
-"""Names of other libraries (transformers, vLLM, SGLang, llama.cpp) for our options, and what their values mean here.
+"""Options by the names of other libraries (transformers, vLLM, SGLang, llama.cpp), translated to bankfull's.
 
-A name that has a meaning here is translated; a value that asks for what this engine does anyway is dropped; any other
-is refused in one sentence. Nothing is ignored. The command line's hints follow from the same tables.
+A name with an equivalent is translated. A value that asks for what this engine always does is dropped. Any other is
+refused in one sentence: nothing is ignored.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from bankfull.errors import BankfullError, ConfigError, RequestError
 
 Own = dict[str, Any]
 Reading = Callable[[str, Any], Own]
-"""A name and its value become options of ours; what cannot raises a ValueError that says why and what to do."""
+"""Translates a name and its value to bankfull's options; raises a ValueError with the reason and the alternative."""
 
 CHOSEN_BY_DEVICE = ("rows", "step_tokens")
-"""Options that each kind of device has a default of its own for."""
+"""Options whose default depends on the device."""
 
 DTYPES = {
     "half": "float16",
@@ -32,7 +32,7 @@ DTYPES = {
 
 
 def engine_options(given: Mapping[str, Any]) -> Own:
-    """The options of an `LLM`, whoever's names they were given by."""
+    """The options of an `LLM` under bankfull's names."""
     return _translated(given, ENGINE, ConfigError)
 
 
@@ -46,7 +46,9 @@ def configure(given: Mapping[str, Any]) -> tuple[RunConfig, SchedConfig, StateCo
         if name in CHOSEN_BY_DEVICE and not value:
             if value is None:
                 continue
-            raise ConfigError(f"{name}={value!r} must be a whole number of at least 1; leave it out for what suits.")
+            raise ConfigError(
+                f"{name}={value!r} must be a whole number of at least 1; leave it out for the device's default."
+            )
         for names, part in zip(owned, sorted_out, strict=True):
             if name in names:
                 part[name] = value
@@ -58,7 +60,7 @@ def configure(given: Mapping[str, Any]) -> tuple[RunConfig, SchedConfig, StateCo
 
 
 def sampling_options(given: Mapping[str, Any]) -> Own:
-    """The options of a `SamplingParams`, whoever's names they were given by."""
+    """The options of a `SamplingParams` under bankfull's names."""
     if given.get("do_sample") is True and given.get("temperature") == 0:
         raise RequestError("do_sample=True samples, but temperature=0 is greedy; give a temperature above 0.")
     return _translated(given, SAMPLING, RequestError)
@@ -75,7 +77,7 @@ def _translated(given: Mapping[str, Any], table: Mapping[str, Reading], error: t
         for own, what in meant.items():
             if own in made and made[own] != what:
                 raise error(
-                    f"{by[own]}={_shown(given[by[own]])} and {name}={_shown(value)} both say what {own} is; give one."
+                    f"{by[own]}={_shown(given[by[own]])} and {name}={_shown(value)} both set {own}; give one of them."
                 )
             made[own], by[own] = what, name
     return made
@@ -86,7 +88,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-# -- kinds of reading
+# -- translations
 
 
 def _is(own: str) -> Reading:
@@ -98,7 +100,7 @@ def _if_given(own: str) -> Reading:
 
 
 def _only(*values: object, else_: str) -> Reading:
-    """What these values ask for is done anyway."""
+    """These values ask for what the engine always does."""
 
     def read(name: str, value: Any) -> Own:
         if any(value is one or (value == one and not isinstance(value, bool)) for one in values):
@@ -113,7 +115,7 @@ def _never(why: str) -> Reading:
 
 
 def _rounding(own: str) -> Reading:
-    """load_in_8bit and its like."""
+    """load_in_8bit and load_in_4bit."""
 
     def read(name: str, value: Any) -> Own:
         if value is None or value is False:
@@ -135,7 +137,7 @@ def _quantization_config(name: str, value: Any) -> Own:
         if (value.get(key) if isinstance(value, Mapping) else getattr(value, key, None))
     ]
     if len(found) != 1:
-        raise ValueError("has no meaning here; give quantize='int8' or quantize='int4'")
+        raise ValueError("is not supported; give quantize='int8' or quantize='int4'")
     return {"quantize": found[0]}
 
 
@@ -145,8 +147,8 @@ def _quantization(name: str, value: Any) -> Own:
     if value == "fp8":
         return {"quantize": "fp8"}
     raise ValueError(
-        "is not supported: a quantized checkpoint is recognized by itself, so leave it out; to round another one at "
-        "load, give quantize='int8', 'int4' or 'fp8'"
+        "is not supported: the format of a quantized checkpoint is detected, so leave it out; to quantize another one "
+        "at load, give quantize='int8', 'int4' or 'fp8'"
     )
 
 
@@ -154,7 +156,9 @@ def _dtype(own: str) -> Reading:
     def read(name: str, value: Any) -> Own:
         if value is None:
             return {}
-        text = str(value).removeprefix("torch.")  # a torch.dtype is known by its name: nothing here imports torch
+        text = str(value).removeprefix(
+            "torch."
+        )  # a torch.dtype is identified by its name, so that torch is not imported
         return {own: DTYPES.get(text, text)}
 
     return read
@@ -168,7 +172,9 @@ def _device_map(name: str, value: Any) -> Own:
     if isinstance(value, Mapping) and list(value) == [""]:
         value = value[""]
     if isinstance(value, Mapping) or value in ("balanced", "balanced_low_0", "sequential"):
-        raise ValueError("spreads a model over devices, and one runs all of it here; give 'auto', 'cpu' or 'cuda'")
+        raise ValueError(
+            "splits a model across devices, but one device runs the whole model; give 'auto', 'cpu' or 'cuda'"
+        )
     return _device(name, value)
 
 
@@ -183,7 +189,9 @@ def _gpu_layers(name: str, value: Any) -> Own:
         return {}
     if value == 0 and value is not False:
         return {"device": "cpu"}
-    raise ValueError("splits a model between CPU and GPU, and one runs all of it here; give device='cuda' or 'cpu'")
+    raise ValueError(
+        "splits a model between CPU and GPU, but one device runs the whole model; give device='cuda' or 'cpu'"
+    )
 
 
 def _do_sample(name: str, value: Any) -> Own:
@@ -195,14 +203,14 @@ def _do_sample(name: str, value: Any) -> Own:
 
 
 _ONE_DEVICE = "is not supported: one device runs the whole model; leave it out, and start one server for each device"
-_NO_DRAFTS = "is not supported: drafts of another model cannot be asked for yet; leave it out"
+_NO_DRAFTS = "is not supported: speculative decoding is not available yet; leave it out"
 _NO_ADAPTERS = "is not supported: adapters cannot be loaded yet; merge them into the checkpoint, and leave it out"
 _NO_BEAMS = "is not supported: there is no beam search; ask for several samples with n and a temperature above 0"
-_KERNELS = "is not supported: the fastest kernels for this machine are chosen by themselves; leave it out"
-_CHUNKS = "is not supported: long prompts always come in chunks; leave it out"
-_CAPTURED = "is not supported: steps are captured wherever the device can; leave it out"
+_KERNELS = "is not supported: the fastest kernels for this machine are chosen automatically; leave it out"
+_CHUNKS = "is not supported: long prompts are always split into chunks; leave it out"
+_CAPTURED = "is not supported: steps are captured wherever the device supports it; leave it out"
 _TOKENIZER = "is not supported: the tokenizer comes with the model; leave it out"
-_NO_CODE = "is not supported: code that a checkpoint brings is never run; leave it out"
+_NO_CODE = "is not supported: code from a checkpoint is never run; leave it out"
 
 ENGINE: dict[str, Reading] = {
     "dtype": _dtype("dtype"),
@@ -241,14 +249,14 @@ ENGINE: dict[str, Reading] = {
     "enforce_eager": _only(False, None, else_=_CAPTURED),
     "attn_implementation": _never(_KERNELS),
     "attention_backend": _never(_KERNELS),
-    "low_cpu_mem_usage": _only(True, None, else_="is not supported: weights are never held twice; leave it out"),
+    "low_cpu_mem_usage": _only(True, None, else_="is not supported: weights are never loaded twice; leave it out"),
     "use_safetensors": _only(True, None, else_="is not supported: pickled weights are never read; leave it out"),
     "tokenizer": _never(_TOKENIZER),
     "tokenizer_mode": _only("auto", None, else_=_TOKENIZER),
-    "load_format": _only("auto", None, else_="is not supported: the format is recognized by itself; leave it out"),
+    "load_format": _only("auto", None, else_="is not supported: the format is detected automatically; leave it out"),
     "enable_lora": _only(False, None, else_=_NO_ADAPTERS),
     "speculative_config": _never(_NO_DRAFTS),
-    "swap_space": _only(0, None, else_="is not supported: what has no room is computed again; leave it out"),
+    "swap_space": _only(0, None, else_="is not supported: preempted sequences are recomputed; leave it out"),
     "cpu_offload_gb": _only(0, None, else_="is not supported: weights stay on the device; quantize, or leave it out"),
 }
 
@@ -260,13 +268,13 @@ SAMPLING: dict[str, Reading] = {
     "do_sample": _do_sample,
     "stop_strings": _if_given("stop"),
     "suppress_tokens": _if_given("banned_token_ids"),
-    "max_length": _never("counts the prompt, too; give max_tokens, which counts what follows it"),
+    "max_length": _never("includes the prompt; give max_tokens, which counts generated tokens only"),
     "num_beams": _only(1, None, else_=_NO_BEAMS),
     "use_beam_search": _only(False, None, else_=_NO_BEAMS),
     "length_penalty": _only(1.0, 1, None, else_=_NO_BEAMS),
     "no_repeat_ngram_size": _only(0, None, else_="is not supported; give repetition_penalty"),
-    "eos_token_id": _never("is not supported: the model's own end is known; give stop_token_ids for further ones"),
-    "pad_token_id": _never("has no use here: nothing is padded; leave it out"),
+    "eos_token_id": _never("is not supported: the model's end tokens are known; give stop_token_ids for more"),
+    "pad_token_id": _never("is not supported: nothing is padded; leave it out"),
     "guided_decoding": _never("is not supported; give structured=StructuredOutput(json=...)"),
     "structured_outputs": _never("is not supported; give structured=StructuredOutput(json=...)"),
 }

@@ -1,4 +1,4 @@
-"""The offline API, in the shape that vLLM's users know."""
+"""The offline API, similar to vLLM's `LLM`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from bankfull.errors import RequestError
 from bankfull.familiar import configure
-from bankfull.frontend import Pending, Prompt
+from bankfull.frontend import Frontend, Pending, Prompt
 from bankfull.loading import Loaded, load
 from bankfull.outputs import Delta, EmbeddingOutput, RequestOutput, ScoreOutput
 from bankfull.sample.params import SamplingParams
@@ -20,10 +20,13 @@ from bankfull.sched.policies import policy_of
 Messages = Sequence[Mapping[str, Any]]
 Progress = Callable[[RequestOutput], None]
 
+LONGEST_SLEEP = 0.05
+"""Seconds after which an idle loop looks again, for interrupts."""
+
 
 class LLM:
-    """A model on this machine. `model` is a path, a hub id or a short name; the default is `smollm2`. Names of other
-    libraries for the same options are understood, too (`bankfull.familiar`)."""
+    """A model on this machine. `model` is a path, a hub id or a short name; the default is `smollm2`. Options may have
+    the names of other libraries (`bankfull.familiar`)."""
 
     def __init__(
         self,
@@ -50,14 +53,14 @@ class LLM:
         return self.loaded.sizes.max_len
 
     def default_params(self) -> SamplingParams:
-        """How tokens are chosen where a call does not say: as the model recommends (see docs/sampling.md)."""
+        """The sampling parameters of calls without any: the model's recommendation (see docs/sampling.md)."""
         return self._recommended
 
     @cached_property
     def _recommended(self) -> SamplingParams:
         return SamplingParams(**recommended(self.loaded.files, chats=self.loaded.template is not None))
 
-    # -- what to ask
+    # -- requests
 
     def generate(
         self,
@@ -68,7 +71,7 @@ class LLM:
         use_tqdm: bool = False,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
-        """One output per prompt, in order. A prompt that cannot be served raises before anything has run."""
+        """One output per prompt, in order. If a prompt cannot be served, this raises before any of them runs."""
         many = as_prompts(prompts)
         params = self._params_for(len(many), sampling_params)
         if priority is not None and len(priority) != len(many):
@@ -89,18 +92,18 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
-        """As generate(), for one conversation or several, written with the model's chat template."""
+        """Like generate(), for one conversation or several, formatted with the model's chat template."""
         several = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
         how = {"tools": tools, "add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
         prompts = [self._front.encode_chat(m, **how) for m in several]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, progress=progress)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **how: Any) -> Iterator[Delta]:
-        """Pieces of the answer as they come. Closing the iterator aborts the request."""
+        """The answer in pieces, as they are generated. Closing the iterator aborts the request."""
         request = self._front.submit(prompt, sampling_params or self.default_params(), **how)
         try:
             while not self._front.pending[request].result.finished:
-                for delta in self._advance():
+                for delta in advance(self._front):
                     if delta.request_id == request:
                         yield delta
         finally:
@@ -108,7 +111,7 @@ class LLM:
             self._front.pending.pop(request, None)
 
     def score(self, texts: Prompt | Sequence[Prompt]) -> list[ScoreOutput]:
-        """The log-probability of every token of a text after its first."""
+        """The logprob of every token of a text after the first."""
         many = as_prompts(texts)
         params = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
         outputs = self._finish(self._submit_all(many, [params] * len(many), [0] * len(many)), None)
@@ -124,7 +127,7 @@ class LLM:
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "last", normalize: bool = True
     ) -> list[EmbeddingOutput]:
-        """Hidden states after the last norm: of the last token, or their mean over the prompt."""
+        """Hidden states after the last norm: of the last token, or the mean over the prompt."""
         if pooling not in ("last", "mean"):
             raise RequestError(f"pooling={pooling!r} is unknown; use 'last' or 'mean'.")
         many = as_prompts(prompts)
@@ -138,7 +141,7 @@ class LLM:
             outputs.append(EmbeddingOutput(result.request_id, result.prompt_token_ids, vector, result.metrics))
         return outputs
 
-    # -- how it runs
+    # -- the loop
 
     def _params_for(self, count: int, given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
         if given is None:
@@ -170,11 +173,11 @@ class LLM:
     def _finish(self, ids: Sequence[Hashable], progress: Progress | None) -> list[RequestOutput]:
         """Run until all of `ids` have ended."""
         scheduler = self._front.engine.scheduler
-        scheduler.sealed = True  # nothing more will come before these are done
+        scheduler.sealed = True  # no request arrives before these are finished
         waiting = set(ids)
         try:
             while waiting:
-                ended = {d.request_id for d in self._advance() if d.finish_reason} & waiting
+                ended = {d.request_id for d in advance(self._front) if d.finish_reason} & waiting
                 for request in ended:
                     result = self._front.pending[request].result
                     if result.finished:
@@ -190,17 +193,17 @@ class LLM:
             scheduler.sealed = False
         return [self._front.take(request) for request in ids]
 
-    def _advance(self) -> list[Delta]:
-        deltas = self._front.step()
-        if not deltas and self._front.engine.busy:
-            wake = self._front.engine.wake_at()
-            if wake is not None:
-                time.sleep(max(0.0, min(wake - time.monotonic(), 0.05)))
-        return deltas
+
+def advance(front: Frontend) -> list[Delta]:
+    """Run one step of the engine; sleep briefly when nothing can run yet."""
+    deltas = front.step()
+    if not deltas and front.engine.busy and (wake := front.engine.wake_at()) is not None:
+        time.sleep(max(0.0, min(wake - time.monotonic(), LONGEST_SLEEP)))
+    return deltas
 
 
 def embedding_of(pending: Pending, pooling: str, normalize: bool) -> list[float]:
-    """The vector of a request that was pooled and has ended."""
+    """The vector of a finished request with pooling."""
     vector = sum(pending.pooled.values())
     if pooling == "mean":
         vector = vector / len(pending.result.prompt_token_ids)
@@ -211,7 +214,7 @@ def embedding_of(pending: Pending, pooling: str, normalize: bool) -> list[float]
 
 @contextmanager
 def _progress_bar(count: int, also: Progress | None) -> Iterator[Progress]:
-    """Requests that are done, on stderr."""
+    """A progress bar of finished requests, on stderr."""
     from rich.console import Console
     from rich.progress import Progress as Bar
 
@@ -227,11 +230,11 @@ def _progress_bar(count: int, also: Progress | None) -> Iterator[Progress]:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A text, a dict or a list of token ids is one prompt; any other sequence holds several."""
+    """A string, a dict or a list of token ids is one prompt; any other sequence contains several."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Sequence):
-        raise RequestError(f"Prompts are texts, lists of token ids or dicts, not {type(prompts).__name__}.")
+        raise RequestError(f"Prompts must be strings, lists of token ids or dicts, not {type(prompts).__name__}.")
     if prompts and all(isinstance(p, int) for p in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -1,5 +1,4 @@
-"""Where the program keeps things: what it may lose (measurements), what users gave it (files of batches), and what they
-tell it (configuration)."""
+"""The program's directories: cache (measurements, which may be lost), data (files and batches) and configuration."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def _own(variable: str, shared_variable: str, usual: str, what: str) -> Path:
     if own:
         return Path(own)
     shared = os.environ.get(shared_variable, "")
-    # A relative path there is invalid and to be ignored (XDG Base Directory Specification).
+    # The XDG Base Directory Specification says that a relative path is invalid and must be ignored.
     if os.path.isabs(shared):
         return Path(shared) / "bankfull"
     try:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The entry point. Leaves with the command's exit code: 2 for input that cannot be served, 130 after Ctrl-C."""
+    """The entry point. Exits with the command's code: 2 for input that cannot be served, 130 after Ctrl-C."""
     from bankfull.cli.app import run_command
 
     raise SystemExit(run_command(arguments))

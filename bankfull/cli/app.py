@@ -35,9 +35,9 @@ COMMANDS = (
     "doctor",
     "key",
 )
-"""Each is a function in the module of its name."""
+"""Commands: each is a function in the module of the same name."""
 GROUPS = ("batch", "bench", "data")
-"""Each is a `typer.Typer` with commands of its own, in the module of its name."""
+"""Groups of commands: each is a `typer.Typer` in the module of the same name."""
 
 
 def make_app(names: Sequence[str] = (*COMMANDS, *GROUPS)) -> typer.Typer:
@@ -92,18 +92,18 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _discard_output()
         return 1
-    except SystemExit as leaving:  # typer's own answer to a reader that has gone
+    except SystemExit as leaving:  # typer's reaction to a closed pipe
         _discard_output()
         return leaving.code if isinstance(leaving.code, int) else 1
     except Exception as error:
-        # Typer's errors of usage have no public class, but these two names in every version.
+        # Typer's usage errors have no public class, but have these two attributes in every version.
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
             return _refuse(_unknown_option(error) or error.format_message())
         raise
 
 
 def _unknown_option(error: Any) -> str | None:
-    """What to say of an option that the command does not have; None where something else is wrong."""
+    """The message for an option that the command does not have; None for other errors."""
     option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
     if option is None or context is None or not hasattr(error, "possibilities"):
         return None
@@ -117,7 +117,7 @@ def _unknown_option(error: Any) -> str | None:
 
 
 def _all_commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """With those below it; none that only holds others."""
+    """The command and all commands below it, without groups."""
     below = getattr(command, "commands", None)
     if below is None:
         yield name, command
@@ -136,6 +136,6 @@ def _refuse(problem: object) -> int:
 
 
 def _discard_output() -> None:
-    """Nobody reads any more: what is still buffered goes nowhere, so that leaving does not fail a second time."""
+    """The reader has closed the pipe: discard buffered output, so that exiting does not fail a second time."""
     with suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""`bankfull batch`: files of requests for a running server, from submitting to the results."""
+"""`bankfull batch`: submit files of requests to a running server, and fetch the results."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ POLL_SECONDS = 1.0
 batch = typer.Typer(
     rich_markup_mode=None,
     no_args_is_help=True,
-    help="Run a file of requests on a server in its idle time. BANKFULL_API_KEY is the key, if one is needed.",
+    help="Run a file of requests on a server in its idle time. Set BANKFULL_API_KEY if the server needs a key.",
 )
 
-Url = Annotated[str, typer.Option(help="Of the server.", envvar="BANKFULL_URL")]
-Id = Annotated[str, typer.Argument(help="Of the batch: batch_...")]
+Url = Annotated[str, typer.Option(help="Address of the server.", envvar="BANKFULL_URL")]
+Id = Annotated[str, typer.Argument(help="The id of the batch: batch_...")]
 LOCAL = "http://127.0.0.1:8000"
 
 
@@ -39,10 +39,13 @@ def submit(
     *,
     url: Url = LOCAL,
     endpoint: Annotated[
-        str | None, typer.Option(help="/v1/chat/completions, ...", show_default="that of the first line")
+        str | None,
+        typer.Option(
+            help="API path of the requests: /v1/chat/completions, ...", show_default="the url of the first line"
+        ),
     ] = None,
-    window: Annotated[str, typer.Option(help="After this time the batch expires.")] = "24h",
-    wait: Annotated[bool, typer.Option("--wait", help="Until it has ended, with a progress bar.")] = False,
+    window: Annotated[str, typer.Option(help="Time after which the batch expires.")] = "24h",
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the batch has ended, with a progress bar.")] = False,
     json: Json = False,
 ) -> int:
     """Upload a file of requests, start a batch, and print its id."""
@@ -63,17 +66,17 @@ def submit(
 
 @batch.command()
 def status(
-    id: Annotated[str | None, typer.Argument(help="Of the batch; without one, the newest are listed.")] = None,
+    id: Annotated[str | None, typer.Argument(help="The id of the batch; lists the newest batches if omitted.")] = None,
     *,
     url: Url = LOCAL,
-    wait: Annotated[bool, typer.Option("--wait", help="Until it has ended, with a progress bar.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the batch has ended, with a progress bar.")] = False,
     json: Json = False,
 ) -> None:
-    """How far a batch is."""
+    """Show the progress of a batch."""
     service = _service(url)
     if id is None:
         if wait:
-            raise ConfigError("--wait needs the id of a batch.")
+            raise ConfigError("--wait needs the id of a batch; give it as the argument.")
         _show(service.call("GET", "/v1/batches?limit=100")["data"], json)
         return
     found = _batch(service, id)
@@ -84,19 +87,19 @@ def status(
 def fetch(
     id: Id,
     *,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Where the results go; - is stdout.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="File for the results; - is stdout.")],
     errors: Annotated[
-        Path | None, typer.Option(help="Where the failures go.", show_default="the output's name with .errors")
+        Path | None, typer.Option(help="File for the errors.", show_default="the output file with .errors appended")
     ] = None,
     url: Url = LOCAL,
-    wait: Annotated[bool, typer.Option("--wait", help="Until it has ended, with a progress bar.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the batch has ended, with a progress bar.")] = False,
 ) -> int:
     """Download the results of a batch that has ended. The exit code is 1 if any of its requests failed."""
     service = _service(url)
     found = _batch(service, id)
     found = _waited(service, found) if wait else found
     if found["status"] not in ENDED:
-        raise RequestError(f"The batch is {found['status']}; come back later, or use --wait.")
+        raise RequestError(f"The batch is {found['status']}; try again later, or use --wait.")
     if found["status"] == "failed":
         raise RequestError(f"The batch failed: {_first_problem(found)}")
     to_stdout = str(output) == "-"
@@ -106,14 +109,14 @@ def fetch(
     target = errors or (None if to_stdout else output.with_name(output.name + ".errors"))
     if target is not None:
         _download(service, found["error_file_id"], target)
-    where = f"see {target}" if target is not None else "name a file for them with --errors"
+    where = f"see {target}" if target is not None else "give a file for them with --errors"
     say(f"bankfull: {found['request_counts']['failed']} requests failed; {where}.")
     return 1
 
 
 @batch.command()
 def cancel(id: Id, *, url: Url = LOCAL, json: Json = False) -> None:
-    """Stop a batch; what it has done so far can be fetched."""
+    """Stop a batch. The results so far can still be fetched."""
     service = _service(url)
     _show([service.call("POST", f"/v1/batches/{quote(id, safe='')}/cancel")], json, single=True)
 
@@ -157,7 +160,7 @@ def _show(batches: list[Any], json: bool, single: bool = False, details: bool = 
 
 
 def _first_problem(found: Any) -> str:
-    return _told(((found["errors"] or {}).get("data") or [{"message": "no reason is known."}])[0])
+    return _told(((found["errors"] or {}).get("data") or [{"message": "the server gives no reason."}])[0])
 
 
 def _told(problem: Any) -> str:
@@ -173,11 +176,11 @@ def _first_url(file: Path) -> str:
     except OSError as error:
         raise ConfigError(f"The input {file} cannot be read: {error.strerror or error}.") from None
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise RequestError(f"The first line of {file} is no request with a url; name the --endpoint.") from None
+        raise RequestError(f"The first line of {file} is not a request with a url; give --endpoint.") from None
 
 
 def _download(service: Service, id: str | None, target: Path) -> None:
-    """Whole or not at all: under another name until it is complete."""
+    """Write atomically: the file has a temporary name until it is complete."""
     if str(target) == "-":
         if id is not None:
             service.download(id, sys.stdout.buffer)

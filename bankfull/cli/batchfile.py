@@ -1,7 +1,7 @@
-"""The two files of an offline batch: requests in, results out, both a JSON object per line, in the same order.
+"""The two files of an offline batch: requests and results, one JSON object per line, in the same order.
 
-Every result says which request it answers (`index`) and a digest of it (`input`), so that a run that was cut off goes
-on where it stopped, and never behind results of other requests.
+Every result has the index and a digest of its request, so that an interrupted run resumes where it stopped, and never
+appends to the results of other requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KEYS = ("prompt", "messages", "prompt_token_ids")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line of input. `problem` says what is wrong with it, if anything is."""
+    """One line of input. `problem` is the reason why it cannot be served, if there is one."""
 
     index: int
     digest: str
@@ -39,7 +39,7 @@ class Record:
 
 
 def read_records(path: Path, setting: str) -> Iterator[Record]:
-    """Blank lines are skipped. `setting` is what else the results depend on: it is part of every digest."""
+    """Blank lines are skipped. `setting` holds the other options that change results; it is part of every digest."""
     try:
         file = path.open("rb")
     except OSError as error:
@@ -53,7 +53,7 @@ def read_records(path: Path, setting: str) -> Iterator[Record]:
 
 
 def count_records(path: Path) -> int | None:
-    """None where reading would use the input up."""
+    """None for an input that can be read only once."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
@@ -61,7 +61,7 @@ def count_records(path: Path) -> int | None:
 
 
 def _lines(file: IO[bytes], path: Path) -> Iterator[bytes | None]:
-    """None stands for a line that is too long to be held."""
+    """None stands for a line that is too long."""
     try:
         while line := file.readline(LONGEST_LINE + 1):
             whole = len(line) <= LONGEST_LINE
@@ -107,7 +107,7 @@ def _checked(index: int, digest: str, value: Any) -> Record:
 
 
 class Results:
-    """The output file: opened for one process, checked against the input, and continued."""
+    """The output file: locked by one process, checked against the input, and resumed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -128,9 +128,9 @@ class Results:
         self._file.close()
 
     def resume(self, records: Iterator[Record]) -> tuple[int, int]:
-        """Pass over the records that have results; how many these are, and how many of them are errors.
+        """Skip the records that have results; return their number and the number of errors among them.
 
-        Half a line at the end, from a run that was killed, is cut off.
+        An incomplete last line, left by a run that was killed, is removed.
         """
         done = errors = end = 0
         self._file.seek(0)
@@ -138,7 +138,7 @@ class Results:
             result = _result(line)
             if result is None:
                 if line.endswith(b"\n") or self._file.read(1):
-                    raise ConfigError(f"Line {done + 1} of {self._path} is no result; choose another output.")
+                    raise ConfigError(f"Line {done + 1} of {self._path} is not a result; choose another output.")
                 break
             record = next(records, None)
             if record is None or (result.get("index"), result.get("input")) != (record.index, record.digest):

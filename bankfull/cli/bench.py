@@ -1,4 +1,4 @@
-"""`bankfull bench`: how fast a model runs here, and how well a server serves it, beside what the machine could do."""
+"""`bankfull bench`: measure a model or a server, next to the machine's limits."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ if TYPE_CHECKING:
     from bankfull.bench.report.report import LoadReport
 
 REQUESTS = 8
-"""At once, where throughput is asked for and nothing is said."""
+"""Default number of concurrent requests for `bench throughput`."""
 
 bench = typer.Typer(
     rich_markup_mode=None,
-    help="Measure a model here (latency, throughput), or any server from outside (serve, sweep, compare). "
-    "BANKFULL_API_KEY is the server's key, if it needs one.",
+    help="Measure a model in this process (latency, throughput) or any server over HTTP (serve, sweep, compare). "
+    "Set BANKFULL_API_KEY if the server needs a key.",
 )
 
 
 @bench.callback(invoke_without_command=True)
 def kinds(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
-        raise ConfigError(f"Say which kind of benchmark: {', '.join(command.__name__ for command in COMMANDS)}.")
+        raise ConfigError(f"Choose a benchmark: {', '.join(command.__name__ for command in COMMANDS)}.")
 
 
-PromptLen = Annotated[int, typer.Option(help="Tokens of each prompt.")]
+PromptLen = Annotated[int, typer.Option(help="Tokens in each prompt.")]
 OutputLen = Annotated[int, typer.Option(help="Tokens generated for each prompt.")]
-Reps = Annotated[int, typer.Option(help="Repetitions, after one that warms up.")]
-Seed = Annotated[int, typer.Option(help="Of the random prompts, and of sampling.")]
-Temperature = Annotated[float, typer.Option(help="0 = greedy decoding; above it, tokens are sampled.")]
-TopK = Annotated[int, typer.Option(help="Sample among the k likeliest tokens; 0 = all.")]
-TopP = Annotated[float, typer.Option(help="Sample among the likeliest tokens of this share.")]
-Profile = Annotated[
-    bool, typer.Option("--profile", help="Run once more and show where the time of a step goes, kernel by kernel.")
+Reps = Annotated[int, typer.Option(help="Repetitions after one warm-up run.")]
+Seed = Annotated[int, typer.Option(help="Random seed of the prompts and of sampling.")]
+Temperature = Annotated[float, typer.Option(help="0: greedy decoding; above 0: sampling.")]
+TopK = Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: all.")]
+TopP = Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")]
+Profile = Annotated[bool, typer.Option("--profile", help="Run once more and show the time of each kernel of a step.")]
+Markdown = Annotated[Path | None, typer.Option(help="Write the report to this Markdown file.")]
+Html = Annotated[Path | None, typer.Option(help="Write the report with charts to this self-contained HTML file.")]
+Result = Annotated[
+    Path | None, typer.Option(help="Write the results to this JSON file, with the field names of vllm bench serve.")
 ]
-Markdown = Annotated[Path | None, typer.Option(help="A file for the report as Markdown.")]
-Html = Annotated[Path | None, typer.Option(help="A file for the report with charts, which needs nothing but itself.")]
-Result = Annotated[Path | None, typer.Option(help="A file for the JSON object, under the names of vllm bench serve.")]
-Details = Annotated[bool, typer.Option("--details", help="Put the times of each request into the JSON object, too.")]
+Details = Annotated[bool, typer.Option("--details", help="Include the times of each request in the JSON object.")]
 
 
 def latency(
@@ -77,11 +77,11 @@ def latency(
     profile: Profile = False,
     json: Json = False,
 ) -> None:
-    """Measure one stream: prefill and decoding, beside this machine's limit.
+    """Measure prefill and decode of one stream, next to this machine's limit.
 
-    Prompts are random token ids and all different. The machine's own ceilings are measured in the same run, once
-    before and once after, and the better ones are used. The host's share is the time outside of the tape's kernels and
-    the head's: planning, choosing tokens, text, and operations that break off the tape.
+    Prompts are distinct sequences of random token ids. The machine's limits are measured in the same run, before and
+    after, and the better values are used. The host's share is the time outside the kernels of a captured step:
+    scheduling, sampling, detokenization, and operations that cannot be captured.
     """
     from bankfull.bench.offline import OfflineLoad
 
@@ -95,7 +95,7 @@ def throughput(
     engine: EngineOptions,
     prompt_len: PromptLen = 128,
     output_len: OutputLen = 128,
-    concurrency: Annotated[int, typer.Option(help="Requests at once.")] = REQUESTS,
+    concurrency: Annotated[int, typer.Option(help="Concurrent requests.")] = REQUESTS,
     reps: Reps = 5,
     seed: Seed = 0,
     temperature: Temperature = 0.0,
@@ -104,7 +104,7 @@ def throughput(
     profile: Profile = False,
     json: Json = False,
 ) -> None:
-    """Measure many requests at once, beside this machine's limit. All else is as for latency."""
+    """Measure many concurrent requests, next to this machine's limit. Everything else is as for latency."""
     from bankfull.bench.offline import OfflineLoad
 
     load = OfflineLoad(prompt_len, output_len, concurrency, reps, seed, temperature, top_k, top_p)
@@ -151,10 +151,11 @@ def serve(
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Ask a running server at a given rate, whatever becomes of it, and measure TTFT, TPOT, ITL, E2E and goodput.
+    """Send requests to a running server at a given rate, and measure TTFT, TPOT, ITL, E2E and goodput.
 
-    The client is open-loop: requests come when they are due, and a request's time counts from then. A server of ours
-    tells how much of its machine it used; energy is measured where this machine tells it and the server runs on it.
+    The client is open-loop: it sends each request at its scheduled time, however slow the server is, and measures from
+    that time. A bankfull server also reports its use of the machine. Energy is measured if the server runs on this
+    machine and the machine has readable counters.
     """
     from bankfull.bench.load.run import LoadRunner
     from bankfull.bench.report.json_fields import as_vllm
@@ -182,26 +183,30 @@ def sweep(
     url: Url = LOCAL,
     model: Name = None,
     work: WorkOptions,
-    slo: Annotated[str, typer.Option("--slo", help='Objectives of each request: "ttft=500ms, tpot=50ms".')],
-    target: Annotated[float, typer.Option(help="The part of the requests that must meet every objective.")] = 0.9,
-    first_rate: Annotated[float, typer.Option(help="Requests per second to begin with.")] = 1.0,
-    highest_rate: Annotated[float, typer.Option(help="Nothing above it is tried.")] = 1000.0,
-    precision: Annotated[float, typer.Option(help="How near to a rate that fails the answer must be.")] = 0.05,
-    confirmations: Annotated[int, typer.Option(help="Further runs that the answer must pass.")] = 2,
-    seconds: Annotated[float, typer.Option(help="Of each trial: as many requests come as the rate says.")] = 30.0,
-    least_requests: Annotated[int, typer.Option(help="Of each trial.")] = 50,
+    slo: Annotated[str, typer.Option("--slo", help='Latency objectives of each request: "ttft=500ms, tpot=50ms".')],
+    target: Annotated[float, typer.Option(help="Fraction of the requests that must meet every objective.")] = 0.9,
+    first_rate: Annotated[float, typer.Option(help="First rate to try, in requests per second.")] = 1.0,
+    highest_rate: Annotated[float, typer.Option(help="Highest rate to try.")] = 1000.0,
+    precision: Annotated[
+        float, typer.Option(help="Largest relative gap between the answer and a rate that fails.")
+    ] = 0.05,
+    confirmations: Annotated[int, typer.Option(help="Confirmation runs that the answer must pass.")] = 2,
+    seconds: Annotated[float, typer.Option(help="Duration of each trial in seconds.")] = 30.0,
+    least_requests: Annotated[int, typer.Option(help="Fewest requests of each trial.")] = 50,
     arrivals: Annotated[str, typer.Option(help="poisson, gamma (with --burstiness) or constant.")] = "poisson",
-    burstiness: Annotated[float, typer.Option(help="Of gamma arrivals.")] = 1.0,
+    burstiness: Annotated[
+        float, typer.Option(help="Shape of gamma arrivals: below 1 they are bursty, above 1 even.")
+    ] = 1.0,
     price: PricePerHour = None,
     price_of_device: DeviceName = None,
     model_files: ModelFiles = None,
     html: Html = None,
     json: Json = False,
 ) -> int:
-    """Find the highest rate that a running server sustains while its requests meet their objectives.
+    """Find the highest request rate at which a running server meets the latency objectives.
 
-    Rates double, then halve the gap, until the answer is near enough to a rate that fails; then it must pass again.
-    Each trial has other prompts and arrivals.
+    The rate doubles until a trial fails; then bisection narrows the gap. Confirmation runs check the answer. Each trial
+    uses new prompts and arrival times.
     """
     from dataclasses import replace
 
@@ -213,7 +218,9 @@ def sweep(
     from bankfull.cli.terminal import print_table, progress
 
     if work.trace is not None or work.requests is not None:
-        raise ConfigError("A sweep chooses times and numbers of requests itself: leave out --trace and --requests.")
+        raise ConfigError(
+            "A sweep chooses arrival times and the number of requests itself; leave out --trace and --requests."
+        )
     if not 0 < seconds <= 86400 or least_requests < 1:
         raise ConfigError(f"--seconds {seconds} and --least-requests {least_requests} must be above 0.")
     search = Search(first_rate, highest_rate, target, precision, confirmations)
@@ -252,27 +259,28 @@ def sweep(
 
 def compare(
     *,
-    model: Annotated[str, typer.Option("-m", "--model", help="That the servers run which are started.")] = "smollm2",
+    model: Annotated[str, typer.Option("-m", "--model", help="The model that the started servers run.")] = "smollm2",
     ours: Annotated[
-        str | None, typer.Option(help="An address or a command with {port}.", show_default="bankfull serve")
+        str | None,
+        typer.Option(help="This engine: an address, or a command with {port}.", show_default="bankfull serve"),
     ] = None,
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            help="name=http://host:port, or name='command ... {model} ... --port {port}'; several times for several.",
-            show_default="those that are installed",
+            help="name=http://host:port, or name='command ... {model} ... --port {port}'; may be given several times.",
+            show_default="the installed ones",
         ),
     ] = None,
-    pairs: Annotated[int, typer.Option(help="Alternating pairs of runs.")] = 7,
+    pairs: Annotated[int, typer.Option(help="Number of alternating pairs of runs.")] = 7,
     work: WorkOptions,
     arrivals: ArrivalOptions,
     slo: SloText = None,
     json: Json = False,
 ) -> int:
-    """Serve a model with this engine and with peers, ask each the same in turn, and print the ratios.
+    """Serve a model with this engine and with other engines, send each the same requests, and print the ratios.
 
-    Each pair has other prompts, both sides the same; who is first alternates; who has no turn is stopped. The ratio is
-    the median over the pairs.
+    Engines run in alternating pairs: both sides of a pair get the same prompts, each pair has new ones, and the order
+    alternates. The idle engine is paused with SIGSTOP. The result is the median ratio of the pairs.
     """
     from bankfull.bench.compare import servers as side_by_side
     from bankfull.bench.compare.tables import notes, problems, ratio_table
@@ -285,7 +293,7 @@ def compare(
     peers = [side_by_side.parse_contender(text) for text in peer or ()] or side_by_side.installed_peers()
     if not peers:
         known = ", ".join(how.split()[0] for how in side_by_side.KNOWN_PEERS.values())
-        raise ConfigError(f"No peer is installed ({known}); name one with --peer name=http://host:port.")
+        raise ConfigError(f"No peer is installed ({known}); give one with --peer name=http://host:port.")
     if pairs < 1:
         raise ConfigError(f"--pairs {pairs} must be at least 1.")
     load = side_by_side.plain_text(load_of(work, arrivals, slo))

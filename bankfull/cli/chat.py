@@ -1,4 +1,4 @@
-"""`bankfull chat`: a conversation, in a terminal or through a pipe."""
+"""`bankfull chat`: a conversation on a terminal or through a pipe."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def chat(
     sampling: ChatSampling,
     no_limit: NoLimit = False,
 ) -> int | None:
-    """Talk with a model.
+    """Chat with a model.
 
-    A line that ends in a backslash goes on in the next one. Ctrl-C stops an answer, /quit or Ctrl-D the program, /help
-    shows the other commands. Piped input works too: one message or command per line; the exit code is then 2 if one of
-    them was refused.
+    A line that ends with a backslash continues on the next line. Ctrl-C stops an answer, /quit or Ctrl-D ends the
+    program, and /help lists the other commands. Input may also come from a pipe, one message or command per line; the
+    exit code is 2 if one of them was refused.
     """
     from dataclasses import replace
 
@@ -28,13 +28,13 @@ def chat(
 
     llm = engine.load(chats=True)
     if llm.loaded.template is None:
-        raise RequestError(f"The model {engine.model!r} has no chat template; use `bankfull run --raw` with it.")
+        raise RequestError(f"The model {engine.model!r} has no chat template; use `bankfull run --raw`.")
     params = replace(sampling.params(llm), **sampling.limit(sampling.usual))
 
-    from bankfull.cli.conversation import Conversation
+    from bankfull.cli.conversation import ChatSession
     from bankfull.cli.lines import lines_of_stdin
     from bankfull.cli.speed import limit_of
 
-    talk = Conversation(llm, engine.model, params, limit_of(llm, not no_limit), system)
+    talk = ChatSession(llm, engine.model, params, limit_of(llm, not no_limit), system)
     with lines_of_stdin() as lines:
         return talk.hold(lines)

@@ -1,4 +1,4 @@
-"""A conversation with a model: messages, the commands that begin with a slash, and one answer after the other."""
+"""An interactive conversation: messages, slash commands and answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bankfull.cli.answer import Watch, answer, cut_off
+from bankfull.cli.answer import StepLog, answer, cut_off
 from bankfull.cli.sampling import params_from
 from bankfull.cli.speed import Limit, speed_of
 from bankfull.cli.terminal import say, write_text
@@ -18,24 +18,24 @@ from bankfull.sample.params import SamplingParams
 
 HELP = """\
 /help                  this list
-/reset                 forget the conversation; the system message stays
-/system [TEXT]         set the system message, or without TEXT remove it
-/params [NAME=VALUE]   show or change how tokens are chosen, such as /params temperature=0.7 max_tokens=100
-/save FILE             keep the conversation in a file
-/load FILE             go on with a conversation that was kept
-/quit                  leave (Ctrl-D does too)
-A line that ends in \\ goes on in the next; // at the beginning stands for a message that begins with /."""
-MORE = "/params max_tokens=N allows more, max_tokens=none as many as the context holds"
+/reset                 clear the conversation; the system message stays
+/system [TEXT]         set the system message; without TEXT, remove it
+/params [NAME=VALUE]   show or change sampling parameters: /params temperature=0.7 max_tokens=100
+/save FILE             save the conversation to a file
+/load FILE             continue a saved conversation
+/quit                  quit (also Ctrl-D)
+A line that ends with \\ continues on the next line. A message that begins with / is written with // instead."""
+MORE = "/params max_tokens=N raises the limit, max_tokens=none removes it"
 LARGEST_FILE = 64 << 20
 ROLES = ("system", "user", "assistant")
 
 Message = dict[str, Any]
 
 
-class Conversation:
+class ChatSession:
     def __init__(self, llm: LLM, model: str, params: SamplingParams, limit: Limit | None, system: str | None) -> None:
         self._llm, self._model, self._params, self._limit = llm, model, params, limit
-        self._watch = Watch(llm)
+        self._watch = StepLog(llm)
         self._system = system
         self._messages: list[Message] = []
         self._commands: dict[str, Callable[[str], None]] = {
@@ -48,7 +48,7 @@ class Conversation:
         }
 
     def hold(self, lines: Iterator[str]) -> int:
-        """Until the lines end; 2 if one of them was refused."""
+        """Run until the lines end. The exit code is 2 if one of them was refused."""
         code = 0
         for line in lines:
             text = line.strip()
@@ -67,24 +67,24 @@ class Conversation:
         if text.startswith("/") and not text.startswith("//"):
             name, _, rest = text[1:].partition(" ")
             if name not in self._commands:
-                raise RequestError(f"There is no command /{name[:40]}; /help lists them all.")
+                raise RequestError(f"There is no command /{name[:40]}; /help lists the commands.")
             self._commands[name](rest.strip())
             return
         self._answer(line[line.index("/") + 1 :] if text.startswith("//") else line)
 
-    # -- talking
+    # -- messages
 
     def _answer(self, text: str) -> None:
-        """A message that cannot be answered is not kept, so that the conversation can go on."""
+        """A message that cannot be answered is dropped, so that the conversation can continue."""
         said: Message = {"role": "user", "content": text}
         ids = self._llm.loaded.frontend.encode_chat([*self._opening(), *self._messages, said])
         context = self._llm.max_model_len
         if len(ids) >= context:
             raise RequestError(
                 f"The conversation has {len(ids)} tokens with this message, but the context holds {context}; "
-                "type /reset to begin anew, or say it in fewer words."
+                "type /reset to clear it, or send a shorter message."
             )
-        # The limit holds for each turn, and fewer tokens may be left for this one.
+        # The limit applies to each turn, and the context may have fewer tokens left.
         asked, left = self._params.max_tokens, context - len(ids)
         most = left if asked is None else min(asked, left)
         params = replace(self._params, max_tokens=most, min_tokens=min(self._params.min_tokens, most))
@@ -94,7 +94,7 @@ class Conversation:
         if output.error:
             raise RequestError(output.error)
         self._messages += [said, {"role": "assistant", "content": output.text}]
-        if ended := cut_off(made.result, context, more=MORE, anew="type /reset to begin anew"):
+        if ended := cut_off(made.result, context, more=MORE, anew="type /reset to clear the conversation"):
             say(f"bankfull: {ended}")
         say(speed_of(made, self._limit).line())
 
@@ -105,21 +105,21 @@ class Conversation:
 
     def _reset(self, rest: str) -> None:
         self._messages = []
-        say("bankfull: the conversation is forgotten.")
+        say("bankfull: conversation cleared.")
 
     def _set_system(self, rest: str) -> None:
         self._system = rest or None
-        say(f"bankfull: the system message is {'set' if rest else 'removed'}; the conversation goes on.")
+        say(f"bankfull: system message {'set' if rest else 'removed'}; the conversation continues.")
 
     def _change_params(self, rest: str) -> None:
         changes = {}
         for pair in rest.split():
             name, equals, value = pair.partition("=")
             if not equals:
-                raise RequestError(f"{pair!r} is no NAME=VALUE; write for example /params temperature=0.7.")
+                raise RequestError(f"{pair!r} is not NAME=VALUE; use for example /params temperature=0.7.")
             changes[name] = None if (name, value) == ("max_tokens", "none") else _value(value)
         if changes.get("n", 1) != 1:
-            raise RequestError("A conversation goes on with one answer, so n stays 1.")
+            raise RequestError("A conversation has one answer per turn, so n must be 1.")
         params = params_from(self._params, changes)
         self._llm.loaded.frontend.engine.check_sampling(params)
         self._params = params
@@ -130,20 +130,20 @@ class Conversation:
     def _save(self, rest: str) -> None:
         path = _path(rest, "/save")
         if path.exists():
-            _read(path)  # only an earlier conversation may be written over
+            _read(path)  # only a saved conversation may be overwritten
         kept = {"model": self._model, "messages": [*self._opening(), *self._messages]}
         try:
             path.write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n")
         except OSError as error:
             raise RequestError(f"{path} cannot be written: {error.strerror or error}.") from None
-        say(f"bankfull: {len(self._messages)} messages are kept in {path}.")
+        say(f"bankfull: {len(self._messages)} messages saved to {path}.")
 
     def _load(self, rest: str) -> None:
         path = _path(rest, "/load")
         messages = _read(path)
         self._system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else None
         self._messages = messages
-        say(f"bankfull: {len(messages)} messages of {path} are the conversation now.")
+        say(f"bankfull: {len(messages)} messages loaded from {path}.")
 
 
 def _value(text: str) -> Any:
@@ -155,7 +155,7 @@ def _value(text: str) -> Any:
 
 def _path(text: str, command: str) -> Path:
     if not text or "\0" in text:
-        raise RequestError(f"{command} needs the name of a file, such as {command} talk.json.")
+        raise RequestError(f"{command} needs a file name, for example {command} talk.json.")
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -163,7 +163,7 @@ def _path(text: str, command: str) -> Path:
 
 
 def _read(path: Path) -> list[Message]:
-    """The messages of a file that /save has written, or that somebody wrote like one."""
+    """The messages of a file in the format of /save."""
     try:
         if path.stat().st_size > LARGEST_FILE or not path.is_file():
             raise RequestError(f"{path} is no conversation that /save has written; choose another file.")

@@ -1,4 +1,4 @@
-"""`bankfull data`: the files and batches of a server that does not run."""
+"""`bankfull data`: check and repair the files and batches of a stopped server."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from bankfull.errors import ConfigError
 data = typer.Typer(
     rich_markup_mode=None,
     no_args_is_help=True,
-    help="Check, repair and adopt the files and batches that a server keeps. Nothing is ever destroyed.",
+    help="Check, repair and adopt the files and batches of a server. Nothing is ever deleted.",
 )
 
 Folder = Annotated[
-    Path | None, typer.Option(help="As for `bankfull serve`.", show_default="that of a server on the port")
+    Path | None,
+    typer.Option(
+        help="The data directory, as for `bankfull serve`.", show_default="the directory of a server on --port"
+    ),
 ]
-Port = Annotated[int, typer.Option(help="Of the server whose data it is.")]
+Port = Annotated[int, typer.Option(help="The port of the server that owns the data.")]
 
 
 @data.command()
 def check(*, data_dir: Folder = None, port: Port = 8000, json: Json = False) -> int:
-    """Look for damage. Changes nothing; the exit code is 1 if there is any.
+    """Look for damage without changing anything. The exit code is 1 if there is any.
 
-    Beside a running server the database is checked, and not whether files have no entry.
+    While the server runs, only the database is checked, not whether every file has an entry.
     """
     from bankfull.serve.data import maintenance
 
@@ -44,7 +47,7 @@ def check(*, data_dir: Folder = None, port: Port = 8000, json: Json = False) -> 
     else:
         print(f"{folder}: no damage was found.")
     for owner in report.owners:
-        lost = "; nobody can read them until they are adopted" if owner.by_position else ""
+        lost = "; no key can read them until they are adopted" if owner.by_position else ""
         print(f"  {owner.name or '(no key)'}: {owner.files} files, {owner.bytes} bytes, {owner.batches} batches{lost}")
     if report.set_aside:
         print(f"Set aside in {folder / 'set-aside'}:")
@@ -55,7 +58,7 @@ def check(*, data_dir: Folder = None, port: Port = 8000, json: Json = False) -> 
 
 @data.command()
 def repair(*, data_dir: Folder = None, port: Port = 8000, json: Json = False) -> None:
-    """Save what can be read into a new database. The old one, and files without an entry, are set aside."""
+    """Copy everything readable into a new database. The old one, and files without an entry, are set aside."""
     from bankfull.serve.data import maintenance
 
     folder = _folder(data_dir, port)
@@ -69,16 +72,16 @@ def repair(*, data_dir: Folder = None, port: Port = 8000, json: Json = False) ->
 
 @data.command()
 def adopt(
-    what: Annotated[list[str], typer.Argument(help="Owners, or files that were set aside, as `check` lists them.")],
+    what: Annotated[list[str], typer.Argument(help="Owners or set-aside files, as listed by `check`.")],
     *,
     owner: Annotated[
-        str | None, typer.Option(help="The name of a key.", show_default="the key in BANKFULL_API_KEY")
+        str | None, typer.Option(help="The name of the key.", show_default="the key in BANKFULL_API_KEY")
     ] = None,
     data_dir: Folder = None,
     port: Port = 8000,
     json: Json = False,
 ) -> None:
-    """Give what nobody can read to a key: `bankfull data adopt environment-1 --owner alice`."""
+    """Assign data without a valid key to a key: `bankfull data adopt environment-1 --owner alice`."""
     from bankfull.serve.data import maintenance
 
     name = _own_name() if owner is None else owner
@@ -97,5 +100,5 @@ def _own_name() -> str:
 
     keys = keys_of_environment(os.environ)
     if len(keys) != 1:
-        raise ConfigError(f"Name the key that is to own it with --owner, or set {ENVIRONMENT} to that one key.")
+        raise ConfigError(f"Give the key that will own the data with --owner, or set {ENVIRONMENT} to that one key.")
     return keys[0].name

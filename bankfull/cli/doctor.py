@@ -1,4 +1,4 @@
-"""`bankfull doctor`: what a bug report needs to know of this machine, and nothing that is nobody's business."""
+"""`bankfull doctor`: the facts about this machine that a bug report needs, and no private data."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _cache() -> dict[str, Any]:
 
 
 def _without_home(path: Path) -> str:
-    """A report is public: the name of a user's home is not part of it."""
+    """A report is public, so the user's home directory is left out."""
     try:
         return str(Path("~") / path.relative_to(Path.home()))
     except (ValueError, RuntimeError):
@@ -138,7 +138,7 @@ def _without_home(path: Path) -> str:
 
 
 def _limits() -> dict[str, Any]:
-    """What was measured earlier: a report does not wait for a measurement."""
+    """Stored measurements only: a report does not wait for a new one."""
     from bankfull.errors import ConfigError
     from bankfull.limits.machine.ceilings import known
 
@@ -146,7 +146,7 @@ def _limits() -> dict[str, Any]:
         found = known()
     except ConfigError:
         found = None
-    return found.as_json() if found is not None else {"measured": "no; `bankfull limits` does it"}
+    return found.as_json() if found is not None else {"measured": "no; run `bankfull limits`"}
 
 
 def _shown(value: object, absent: str = "not installed") -> object:

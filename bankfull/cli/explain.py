@@ -1,4 +1,4 @@
-"""`bankfull explain`: where the time of one request went, beside the machine's limit, and what would change it."""
+"""`bankfull explain`: the time of each phase of a request, next to the machine's limit, and what would reduce it."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ SHORTEST_PROMPT = 128
 
 def explain(
     prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; without one, random tokens.", show_default=False)
+        str | None, typer.Argument(help="The prompt; random tokens if omitted.", show_default=False)
     ] = None,
     *,
     engine: EngineOptions,
-    prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of a random prompt.")] = SHORTEST_PROMPT,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 64,
+    prompt_len: Annotated[int, typer.Option(min=1, help="Tokens in a random prompt.")] = SHORTEST_PROMPT,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 64,
     streams: Annotated[
-        int, typer.Option(min=1, max=4096, help="Requests at once: this one, and others with random prompts.")
+        int, typer.Option(min=1, max=4096, help="Concurrent requests: this one, and others with random prompts.")
     ] = 1,
     saved: Annotated[
         str | None,
         typer.Option(
-            help='Explain a saved answer of the API instead, asked for with "explain": true; - is stdin.',
+            help='Explain a saved API response, requested with "explain": true; - is stdin.',
             show_default=False,
         ),
     ] = None,
     url: Annotated[
         str | None,
-        typer.Option(help="Ask a server instead: http://127.0.0.1:8000.", show_default=False),
+        typer.Option(help="Send the request to a server: http://127.0.0.1:8000.", show_default=False),
     ] = None,
     key: Annotated[str | None, typer.Option(help="The server's API key.", show_default=False)] = None,
     json: Json = False,
 ) -> None:
-    """Say why a request was slow: queue, prefill, decode with its batch-mates, the host, each beside its limit.
+    """Show why a request was slow: queue, prefill, decode, batch and host, each next to its limit.
 
-    Runs the request here, or asks a running server for its account of one. The advice follows from the numbers: every
-    saving is the difference of two runs of the meter.
+    The request runs in this process or on a running server. Each piece of advice has a number: the predicted saving, as
+    the difference of two runs of the cost model.
     """
     from bankfull.errors import ConfigError
 
     if saved is not None and url is not None:
-        raise ConfigError("--saved and --url were both given; give one of the two.")
+        raise ConfigError("--saved and --url exclude each other; give one of the two.")
     if saved is not None:
         found = {"the request": _saved(saved)}
     elif url is not None:
@@ -90,7 +90,7 @@ def _ran(
 
 
 def _prompts(llm: LLM, prompt: str | None, length: int, streams: int) -> list[Any]:
-    """The one that is explained first; the others share no prefix with it."""
+    """The prompt to explain comes first; the others share no prefix with it."""
     import random
 
     front = llm.loaded.frontend
@@ -125,11 +125,11 @@ def _in_answer(text: str, where: str) -> Explanation:
     try:
         body = json_text.loads(text)
         account = body.get("explain", body.get("request", body)) if isinstance(body, dict) else body
-        # Completions have one account for each of their prompts.
+        # A completions response has one explanation for each prompt.
         return msgspec.convert(account[0] if isinstance(account, list) else account, Explanation)
     except (ValueError, IndexError, msgspec.ValidationError, RecursionError):
         raise ConfigError(
-            f'{where} holds no account of a request: ask the API with "explain": true, or save what '
+            f'{where} holds no explanation of a request: send "explain": true with the request, or save what '
             "`bankfull explain --json` prints."
         ) from None
 
@@ -141,9 +141,9 @@ def _asked(url: str, key: str | None, prompt: str | None, max_tokens: int) -> Ex
     from bankfull.errors import ConfigError, RequestError
 
     if prompt is None:
-        raise RequestError("A server needs a prompt: write it behind `bankfull explain`.")
+        raise RequestError("A server needs a prompt; give it after `bankfull explain`.")
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{url[:80]!r} is no address of a server: begin it with http:// or https://.")
+        raise ConfigError(f"{url[:80]!r} is not the address of a server; it must begin with http:// or https://.")
     body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens, "explain": True}
     headers = {"content-type": "application/json"} | ({} if key is None else {"authorization": f"Bearer {key}"})
     place = url.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
@@ -151,7 +151,7 @@ def _asked(url: str, key: str | None, prompt: str | None, max_tokens: int) -> Ex
         with urlopen(Request(place, json_text.dumps(body).encode(), headers)) as answer:
             text: str = answer.read().decode()
     except HTTPError as error:
-        raise RequestError(f"The server refuses ({error.code}): {_problem(error.read())}") from None
+        raise RequestError(f"The server refused the request ({error.code}): {_problem(error.read())}") from None
     except (URLError, OSError, ValueError) as error:
         raise RequestError(f"{url} does not answer: {getattr(error, 'reason', error)}.") from None
     return _in_answer(text, url)

@@ -1,4 +1,4 @@
-"""`bankfull generate`: a file of requests in, a file of results out."""
+"""`bankfull generate`: answer a file of requests offline."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from bankfull.sample.params import SamplingParams
 
 WINDOW_ROWS = 4
-"""Requests in the engine or waiting for an earlier one to be written, for each row: what bounds the memory."""
+"""Requests per row that run or wait for an earlier result to be written; bounds the memory."""
 
 
 def generate(
     input: Annotated[Path, typer.Option("-i", "--input", help="A file with one JSON object per line.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="A file for the results, in the order of the input.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="The file for the results, in the order of the input.")
+    ],
     engine: EngineOptions,
     sampling: SamplingOptions,
     *,
@@ -33,10 +35,10 @@ def generate(
 ) -> int | None:
     """Answer a file of requests.
 
-    Each input line has a "prompt" (given to the model as it is), "messages" (written with the chat template) or
-    "prompt_token_ids", and may have an "id" and sampling "params" of its own. Each output line has the index of its
-    request, its id, and a text, or an "error" when that request cannot be served: the others go on, the exit code is 0,
-    and the last line on stderr counts them. A run that was cut off is resumed by running it again.
+    Each input line has a "prompt" (used as it is), "messages" (formatted with the chat template) or "prompt_token_ids",
+    and may have an "id" and its own sampling "params". Each output line has the index and the id of its request, and a
+    text, or an "error" if the request cannot be served. Errors do not stop the other requests: the exit code is 0, and
+    the last line on stderr counts them. To resume an interrupted run, run it again.
     """
     from bankfull.cli.batchfile import Results, count_records, read_records
     from bankfull.cli.terminal import progress, say
@@ -52,12 +54,12 @@ def generate(
         done, errors = results.resume(records)
         total = count_records(input)
         if done:
-            say(f"bankfull: {done} results are in {output} already; going on behind them.")
+            say(f"bankfull: {done} results are already in {output}; resuming after them.")
         if done == total:
-            say(f"bankfull: nothing is left to do ({errors} errors).")
+            say(f"bankfull: nothing left to do ({errors} errors).")
             return None
         llm = engine.load()
-        batch = Batch(llm, sampling.params(llm), wants_limit=not no_limit)
+        batch = OfflineBatch(llm, sampling.params(llm), wants_limit=not no_limit)
         with progress("requests", total, done) as advance:
             for result in batch.results(records):
                 results.append(result)
@@ -67,24 +69,25 @@ def generate(
     return None
 
 
-class Batch:
-    """Requests through the engine, a window of them at a time."""
+class OfflineBatch:
+    """Runs requests through the engine, a window of them at a time."""
 
     def __init__(self, llm: LLM, params: SamplingParams, *, wants_limit: bool) -> None:
-        from bankfull.cli.answer import Watch
+        from bankfull.cli.answer import StepLog
         from bankfull.cli.speed import limit_of
 
         self._llm, self._params = llm, params
         self._window = WINDOW_ROWS * llm.loaded.sizes.rows
-        self._watch, self._limit = Watch(llm), limit_of(llm, wants_limit)
+        self._watch, self._limit = StepLog(llm), limit_of(llm, wants_limit)
         if self._limit is not None:
-            self._limit.seconds([])  # a measurement of the machine must not count as time of the batch
+            self._limit.seconds([])  # measure the machine before the clock of the batch starts
         self._begun = time.monotonic()
         self._tokens, self._steps, self._limit_seconds = 0, 0, 0.0
 
     def results(self, records: Iterator[Record]) -> Iterator[dict[str, Any]]:
-        """In the order of the records, each as soon as it and all before it are there."""
-        from bankfull.cli.answer import interrupts, step
+        """Results in the order of the records, each as soon as it and all earlier ones are complete."""
+        from bankfull.cli.answer import interrupts
+        from bankfull.llm import advance
 
         front = self._llm.loaded.frontend
         open_: deque[tuple[Record, Hashable | None, dict[str, Any] | None]] = deque()
@@ -106,7 +109,7 @@ class Batch:
                     if interrupted():
                         raise KeyboardInterrupt
                     if open_:
-                        step(front)
+                        advance(front)
                         self._account()
         finally:
             front.engine.scheduler.sealed = False
@@ -116,7 +119,7 @@ class Batch:
                     front.pending.pop(request, None)
 
     def _submit(self, record: Record) -> tuple[Hashable | None, dict[str, Any] | None]:
-        """The number of the request, or why there is none."""
+        """The id of the request, or the error if it cannot be served."""
         from bankfull.cli.sampling import params_from
         from bankfull.errors import BankfullError
 
@@ -140,7 +143,7 @@ class Batch:
         return _as_result(record, result)
 
     def _account(self) -> None:
-        """The shapes of the steps are summed up at once, so that they do not pile up."""
+        """Add up the steps' limits at once, so that the list of shapes stays short."""
         steps = self._watch.take()
         self._steps += len(steps)
         if self._limit is not None:

@@ -1,11 +1,10 @@
-"""What to use in the place of an option that does not exist: by its meaning where other engines have it, by its
-spelling only where a letter or two are wrong."""
+"""Suggestions for options that do not exist: by meaning for options of other engines, by spelling for typing errors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-#: Names that vLLM, SGLang, llama.cpp and transformers have for what is here under another one, and its value, if any.
+#: Options of vLLM, SGLang, llama.cpp and transformers that have another name here, with the value, if any.
 SAME = {
     "--max-new-tokens": "--max-tokens",
     "--n-predict": "--max-tokens",
@@ -78,15 +77,15 @@ SAME = {
     "-t": "--threads",
 }
 
-_DRAFTS = "speculative decoding cannot be chosen here yet; leave it out"
+_DRAFTS = "speculative decoding is not available yet; leave it out"
 _DEVICES = "one device runs the whole model; start one server for each, with --device cuda:N, behind a load balancer"
 _SPLIT = "one device runs the whole model; choose it with --device cuda or --device cpu"
-_BY_TEMPLATE = "it follows from the model's chat template, and /v1/models tells which it is; leave it out"
+_BY_TEMPLATE = "the model's chat template decides, and /v1/models reports it; leave it out"
 _OVER_THE_API = "it is a field of a request; send response_format or structured_outputs to `bankfull serve`"
 _ADAPTERS = "adapters cannot be loaded yet; merge them into the checkpoint"
-_KERNELS = "the fastest kernels for this machine are chosen by themselves; leave it out"
-_ALWAYS = "that is always so here; leave it out"
-#: What is not here under any name, and what to do instead.
+_KERNELS = "the fastest kernels for this machine are chosen automatically; leave it out"
+_ALWAYS = "this engine always does that; leave it out"
+#: Options with no equivalent, and the alternative.
 ABSENT = {
     **dict.fromkeys(
         (
@@ -167,18 +166,18 @@ ABSENT = {
         _ALWAYS,
     ),
     **dict.fromkeys(("--attention-backend", "--attn-implementation", "--sampling-backend"), _KERNELS),
-    "--enforce-eager": "steps are captured wherever the device can; leave it out",
-    "--trust-remote-code": "code that a checkpoint brings is never run; leave it out",
-    "--do-sample": "--temperature above 0 samples, and --temperature 0 is greedy",
-    "--num-beams": "there is no beam search; ask for several samples with -n and --temperature",
+    "--enforce-eager": "steps are captured wherever the device supports it; leave it out",
+    "--trust-remote-code": "code from a checkpoint is never run; leave it out",
+    "--do-sample": "use --temperature: above 0 samples, 0 is greedy",
+    "--num-beams": "there is no beam search; use -n and --temperature for several samples",
     "--tokenizer": "the tokenizer comes with the model; leave it out",
     "--prompt": 'the prompt is an argument, as in bankfull run "What is a river?"',
     "-p": 'the prompt is an argument, as in bankfull run "What is a river?"',
     "--interactive": "that is the command bankfull chat",
     "--conversation": "that is the command bankfull chat",
     "-cnv": "that is the command bankfull chat",
-    "--swap-space": "what has no room is computed again; leave it out",
-    "--scheduling-policy": "a request's field `priority` decides; leave it out",
+    "--swap-space": "preempted sequences are recomputed; leave it out",
+    "--scheduling-policy": "the field `priority` of a request decides; leave it out",
     "--download-dir": "set the environment's BANKFULL_CACHE to a directory",
     "--cache-dir": "set the environment's BANKFULL_CACHE to a directory",
     "--mlock": "weights are read into memory and stay there; leave it out",
@@ -187,8 +186,8 @@ ABSENT = {
 
 
 def about_unknown(option: str, own: Sequence[str], elsewhere: Mapping[str, Sequence[str]], command: str) -> str:
-    """One sentence. `own`: the options of `command`; `elsewhere`: those of other commands, and which have them."""
-    said = f"There is no option {option} in `{command}`"
+    """One sentence. `own`: the options of `command`; `elsewhere`: options of other commands, with these commands."""
+    said = f"`{command}` has no option {option}"
     if option in ABSENT:
         return f"{said}: {ABSENT[option]}."
     if option in SAME:
@@ -196,13 +195,13 @@ def about_unknown(option: str, own: Sequence[str], elsewhere: Mapping[str, Seque
         if all(name in own for name in names):
             return f"{said}: use {SAME[option]}."
         if all(name in elsewhere for name in names):
-            return f"{said}: it would be {SAME[option]}, an option of {_commands(elsewhere[names[0]])}."
+            return f"{said}: the equivalent {SAME[option]} is an option of {_commands(elsewhere[names[0]])}."
     if option in elsewhere:
-        return f"{said}: it is one of {_commands(elsewhere[option])}."
+        return f"{said}: it is an option of {_commands(elsewhere[option])}."
     near = sorted((name for name in own if _misspelt(option, name)), key=lambda name: (_distance(option, name), name))
     if near:
         return f"{said}: did you mean {near[0]}?"
-    return f"{said}: `{command} --help` lists those that there are."
+    return f"{said}: `{command} --help` lists its options."
 
 
 def _commands(names: Sequence[str]) -> str:
@@ -211,13 +210,13 @@ def _commands(names: Sequence[str]) -> str:
 
 
 def _misspelt(given: str, known: str) -> bool:
-    """A letter is wrong, missing, too many or in another's place; two in a long name."""
+    """Whether one letter is wrong, missing, extra or swapped; two in a long name."""
     length = len(known.lstrip("-"))
     return length > 2 and _distance(given, known) <= (1 if length < 8 else 2)
 
 
 def _distance(one: str, other: str) -> int:
-    """Letters to change, to add, to leave out or to swap with their neighbour until one word is the other."""
+    """Edit distance: letters changed, added, removed, or swapped with their neighbour."""
     before: list[int] = []
     last = list(range(len(other) + 1))
     for i, a in enumerate(one, 1):

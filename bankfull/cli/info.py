@@ -1,4 +1,4 @@
-"""`bankfull info`: what a model is, and what bounds it on this machine, without reading its weights."""
+"""`bankfull info`: describe a model and its limits on this machine without reading its weights."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def info(
     ] = "smollm2",
     *,
     roofline: Annotated[
-        bool, typer.Option("--roofline", help="What bounds each operation on this machine, and the shortest times.")
+        bool, typer.Option("--roofline", help="Show what bounds each operation on this machine, and the least times.")
     ] = False,
-    dtype: Annotated[str | None, typer.Option(help="Of the computation.", show_default="as saved")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Dtype of the computation.", show_default="as saved")] = None,
     json: Json = False,
 ) -> None:
-    """Describe a model: its shape, its bytes, its state per token, and what a token costs."""
+    """Describe a model: its shape, its size, its state per token, and the cost of a token."""
     from bankfull.cli.terminal import print_table
     from bankfull.limits.model.info import describe
     from bankfull.weights.locate import locate

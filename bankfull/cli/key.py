@@ -9,21 +9,26 @@ import typer
 
 
 def key(
-    name: Annotated[str, typer.Argument(help="Who will use it; shown in logs.")],
+    name: Annotated[str, typer.Argument(help="Name of the key's user; shown in logs.")],
     *,
-    requests: Annotated[int | None, typer.Option(min=1, help="Per minute.", show_default="no limit")] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Per minute, prompts and answers together.", show_default="no limit")
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Rate limit: requests per minute.", show_default="no limit")
     ] = None,
-    admin: Annotated[bool, typer.Option("--admin", help="May also empty the prefix cache.")] = False,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Rate limit: tokens per minute, prompts and answers together.", show_default="no limit"
+        ),
+    ] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="Allow the key to clear the prefix cache.")] = False,
 ) -> None:
-    """Make an API key: `bankfull key alice >> keys.txt`.
+    """Create an API key: `bankfull key alice >> keys.txt`.
 
-    The line for the key file goes to stdout; it holds only a hash. The key itself is shown on stderr, this one time.
+    The line for the key file goes to stdout and contains only a hash. The key itself is printed to stderr, once.
     """
     from bankfull.serve.guard.keys import new_key
 
     secret, made = new_key(name, requests=requests, tokens=tokens, admin=admin)
     print(made.line)
     sys.stdout.flush()
-    print(f"The key of {made.name}, which nobody can show you again: {secret}", file=sys.stderr)
+    print(f"The key of {made.name}, shown only once: {secret}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`bankfull limits`: what this machine can do at its best, and what others could."""
+"""`bankfull limits`: the measured peak bandwidth and arithmetic of this machine, or the catalogue's for another."""
 
 from __future__ import annotations
 
@@ -17,30 +17,34 @@ if TYPE_CHECKING:
 
 CatalogueFile = Annotated[
     Path | None,
-    typer.Option("--catalogue", help="A file of devices, beside those that are known.", show_default=False),
+    typer.Option("--catalogue", help="A file with more devices for the catalogue.", show_default=False),
 ]
-"""An option that other commands share."""
+"""An option shared with other commands."""
 
 
 def limits(
     device: Annotated[
-        str, typer.Option(help="cpu, cuda or cuda:N are measured; any other name is looked up in the catalogue.")
+        str, typer.Option(help="cpu, cuda or cuda:N: measured. Any other name: looked up in the catalogue.")
     ] = "cpu",
-    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, whatever was measured before.")] = False,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, even if results are stored.")] = False,
     threads: Threads = None,
     svg: Annotated[
-        Path | None, typer.Option(help="Write the roofline to this file as SVG.", show_default=False)
+        Path | None, typer.Option(help="Write the roofline chart to this SVG file.", show_default=False)
     ] = None,
     png: Annotated[
         Path | None,
-        typer.Option(help="Write it as PNG; needs pip install 'bankfull[charts]'.", show_default=False),
+        typer.Option(
+            help="Write the roofline chart to this PNG file; needs pip install 'bankfull[charts]'.", show_default=False
+        ),
     ] = None,
     catalogue: CatalogueFile = None,
-    devices: Annotated[bool, typer.Option("--list", help="List the catalogue's devices; measure nothing.")] = False,
+    devices: Annotated[bool, typer.Option("--list", help="List the devices of the catalogue and exit.")] = False,
     json: Json = False,
 ) -> None:
-    """Measure how fast this machine, or its GPU, reads from caches, memory and disk, and multiplies matrices; draw its
-    roofline. The figures are kept. Or look up another machine's.
+    """Measure the peak bandwidth and arithmetic of this machine or its GPU, and draw its roofline.
+
+    Caches, memory, disk and matrix products are measured once, and the results are stored. The limits of other machines
+    come from the catalogue.
     """
     check_pictures(svg, png)
     if threads is not None:
@@ -75,7 +79,7 @@ def limits(
 
 
 def is_here(device: str) -> bool:
-    """Whether it is a device of this machine."""
+    """Whether the name means a device of this machine."""
     return device in ("auto", "cpu", "cuda") or device.startswith("cuda:")
 
 
@@ -93,7 +97,7 @@ def measure(device: str, refresh: bool) -> tuple[Ceilings, Levels]:
         advance(0, "reading and multiplying")
         found = of_device(opened, refresh)
         if found is None:
-            raise ConfigError(f"{device} has too little free memory to be measured; end what else runs there.")
+            raise ConfigError(f"{device} has too little free memory for the measurement; stop other programs on it.")
         around = levels.measure(opened, found, refresh, lambda done, note: advance(done + 1, note))
     best, around = levels.joined(found, around)
     if best != found:
@@ -122,7 +126,7 @@ def as_json(levels: Levels) -> dict[str, Any]:
 
 
 def check_pictures(svg: Path | None, png: Path | None) -> None:
-    """Before anything is measured."""
+    """Check the file names before anything is measured."""
     if svg is None and png is None:
         return
     from bankfull.errors import ConfigError

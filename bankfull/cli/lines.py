@@ -1,4 +1,4 @@
-"""The lines of a conversation: edited and remembered at a terminal, read as they are from a pipe."""
+"""The input lines of a conversation: with editing and history on a terminal, unchanged from a pipe."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def lines_of_stdin() -> Iterator[Iterator[str]]:
 
 
 def joined(lines: Iterator[str]) -> Iterator[str]:
-    """A line that ends in a backslash goes on in the next."""
+    """A line that ends with a backslash continues on the next line."""
     parts: list[str] = []
     for line in lines:
         if line.endswith("\\"):
@@ -39,7 +39,7 @@ def joined(lines: Iterator[str]) -> Iterator[str]:
 def _piped() -> Iterator[str]:
     while line := sys.stdin.readline(LONGEST_LINE + 1):
         if len(line) > LONGEST_LINE:
-            raise RequestError(f"A line on stdin is longer than {LONGEST_LINE} characters; break it up.")
+            raise RequestError(f"A line on stdin is longer than {LONGEST_LINE} characters; split it.")
         yield line.removesuffix("\n")
 
 
@@ -50,13 +50,13 @@ def _typed() -> Iterator[str]:
         except EOFError:
             print()
             return
-        except KeyboardInterrupt:  # throws away the line that is being typed
+        except KeyboardInterrupt:  # discards the line being typed
             print()
 
 
 @contextmanager
 def _history() -> Iterator[None]:
-    """Lines of earlier conversations, where Python was built with readline and the cache can be written."""
+    """History of earlier conversations, if Python has readline and the cache is writable."""
     readline: Any
     try:
         import readline
@@ -75,4 +75,4 @@ def _history() -> Iterator[None]:
         if file is not None:
             with suppress(OSError):
                 readline.write_history_file(file)
-                file.chmod(0o600)  # what was said is private
+                file.chmod(0o600)  # the history is private

@@ -1,4 +1,4 @@
-"""Options of the commands that ask a running server, and what becomes of them."""
+"""Options of the commands that measure a running server."""
 
 from __future__ import annotations
 
@@ -21,67 +21,73 @@ if TYPE_CHECKING:
 LOCAL = "http://127.0.0.1:8000"
 REQUESTS = 100
 
-Url = Annotated[str, typer.Option(help="Of any OpenAI-compatible server.", envvar="BANKFULL_URL")]
+Url = Annotated[str, typer.Option(help="Address of an OpenAI-compatible server.", envvar="BANKFULL_URL")]
 Name = Annotated[
-    str | None, typer.Option("-m", "--model", help="The model's name there.", show_default="the first that it names")
+    str | None,
+    typer.Option("-m", "--model", help="The model's name on the server.", show_default="the first model listed"),
 ]
 ModelFiles = Annotated[
     Path | None,
     typer.Option(
-        help="The served model's files here, for the shortest possible times of a server on this machine.",
-        show_default="those that a server of ours names",
+        help="The served model's files on this machine, to compute the limits of a local server.",
+        show_default="as reported by a bankfull server",
     ),
 ]
-PricePerHour = Annotated[float | None, typer.Option("--price", help="Of the serving machine, by the hour.")]
+PricePerHour = Annotated[float | None, typer.Option("--price", help="Price of the serving machine per hour.")]
 DeviceName = Annotated[
-    str | None, typer.Option("--price-of", help="Take the price by the hour from this entry of the catalogue.")
+    str | None, typer.Option("--price-of", help="Device of the catalogue whose price per hour is used.")
 ]
 SloText = Annotated[
-    str | None, typer.Option("--slo", help='Objectives of each request: "ttft=500ms, tpot=50ms" (also itl, e2e).')
+    str | None,
+    typer.Option("--slo", help='Latency objectives of each request: "ttft=500ms, tpot=50ms" (also itl, e2e).'),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkOptions:
-    """What is asked."""
+    """The requests."""
 
     requests: Annotated[
-        int | None, typer.Option(help="Conversations.", show_default=f"{REQUESTS}, or all of a trace")
+        int | None, typer.Option(help="Number of conversations.", show_default=f"{REQUESTS}, or all of a trace")
     ] = None
-    input_len: Annotated[str, typer.Option(help="Tokens of a prompt: 512, 100-900, 512~0.8 (log-normal).")] = "512"
+    input_len: Annotated[str, typer.Option(help="Tokens in a prompt: 512, 100-900, 512~0.8 (log-normal).")] = "512"
     output_len: Annotated[
-        str | None, typer.Option(help="Tokens of an answer, likewise.", show_default="128, or as recorded")
+        str | None, typer.Option(help="Tokens in an answer, in the same form.", show_default="128, or as recorded")
     ] = None
-    prefixes: Annotated[int, typer.Option(help="So many prefixes are shared by all prompts.")] = 0
-    prefix_len: Annotated[int, typer.Option(help="Tokens of each shared prefix.")] = 0
-    turns: Annotated[int, typer.Option(help="Questions of each conversation.")] = 1
-    pause: Annotated[float, typer.Option(help="Seconds between an answer and the next question.")] = 0.0
-    sharegpt: Annotated[Path | None, typer.Option(help="A file of conversations in ShareGPT's form.")] = None
+    prefixes: Annotated[int, typer.Option(help="Number of distinct shared prefixes among the prompts.")] = 0
+    prefix_len: Annotated[int, typer.Option(help="Tokens in each shared prefix.")] = 0
+    turns: Annotated[int, typer.Option(help="User turns in each conversation.")] = 1
+    pause: Annotated[float, typer.Option(help="Seconds between an answer and the next turn.")] = 0.0
+    sharegpt: Annotated[Path | None, typer.Option(help="A file of conversations in ShareGPT format.")] = None
     trace: Annotated[
-        Path | None, typer.Option(help="Recorded times and lengths: JSON lines as of Mooncake, .csv as of Azure.")
+        Path | None,
+        typer.Option(help="A file of recorded arrival times and lengths: Mooncake JSON lines or Azure .csv."),
     ] = None
-    trace_speed: Annotated[float, typer.Option(help="Replay it so many times as fast.")] = 1.0
-    prompts: Annotated[str, typer.Option(help="ids, text, or auto: ids where the server tells some.")] = "auto"
-    api: Annotated[str, typer.Option(help="completions or chat.")] = "completions"
-    extra_body: Annotated[str | None, typer.Option(help='More fields of each body, as JSON: {"top_p": 0.9}.')] = None
-    no_ignore_eos: Annotated[
-        bool, typer.Option("--no-ignore-eos", help="Let answers end where the model ends them.")
-    ] = False
+    trace_speed: Annotated[float, typer.Option(help="Speed-up of the trace.")] = 1.0
+    prompts: Annotated[
+        str, typer.Option(help="Prompts as ids, text, or auto: ids if the server reports token ids.")
+    ] = "auto"
+    api: Annotated[str, typer.Option(help="API to call: completions or chat.")] = "completions"
+    extra_body: Annotated[
+        str | None, typer.Option(help='Extra fields of each request body, as JSON: {"top_p": 0.9}.')
+    ] = None
+    no_ignore_eos: Annotated[bool, typer.Option("--no-ignore-eos", help="Let the model end its answers.")] = False
     max_concurrency: Annotated[
-        int | None, typer.Option(help="Requests on their way at once; others wait, and it counts.", show_default="any")
+        int | None,
+        typer.Option(help="Most concurrent requests; waiting time beyond them is measured.", show_default="any"),
     ] = None
-    timeout: Annotated[float, typer.Option(help="Seconds until a request counts as failed.")] = 600.0
-    seed: Annotated[int, typer.Option(help="Of prompts, lengths and arrivals.")] = 0
+    timeout: Annotated[float, typer.Option(help="Seconds after which a request counts as failed.")] = 600.0
+    seed: Annotated[int, typer.Option(help="Random seed of prompts, lengths and arrivals.")] = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalOptions:
-    """When it is asked."""
+    """Arrival times of the requests."""
 
-    rate: Annotated[float, typer.Option(help="Conversations per second; inf: all at once.")] = 1.0
+    rate: Annotated[float, typer.Option(help="Conversations per second; inf: all at the start.")] = 1.0
     arrivals: Annotated[str, typer.Option(help="poisson, gamma (with --burstiness) or constant.")] = "poisson"
     burstiness: Annotated[
-        float, typer.Option(help="Of gamma arrivals: below 1 they come in bursts, above 1 evenly.")
+        float, typer.Option(help="Shape of gamma arrivals: below 1 they are bursty, above 1 even.")
     ] = 1.0
 
 
@@ -93,7 +99,7 @@ def load_of(work: WorkOptions, arrivals: ArrivalOptions, slo: str | None) -> Loa
     from bankfull.bench.load.workloads import RecordedTrace, ShareGpt, Synthetic, Workload, parse_lengths
 
     if work.sharegpt is not None and work.trace is not None:
-        raise ConfigError("Give one of --sharegpt and --trace: a run has one workload.")
+        raise ConfigError("--sharegpt and --trace exclude each other; give one of the two.")
     output = None if work.output_len is None else parse_lengths(work.output_len)
     count = REQUESTS if work.requests is None else work.requests
     workload: Workload
@@ -139,7 +145,7 @@ def price_of(per_hour: float | None, device: str | None) -> Price | None:
     from bankfull.bench.report.report import Price
 
     if per_hour is not None and device is not None:
-        raise ConfigError("Give one of --price and --price-of: a machine has one price.")
+        raise ConfigError("--price and --price-of exclude each other; give one of the two.")
     if per_hour is not None:
         if not 0 <= per_hour < float("inf"):
             raise ConfigError(f"--price {per_hour} must be a number of at least 0.")
@@ -153,9 +159,9 @@ def _from_catalogue(device: str) -> Price:
 
     found = load().find(device)
     if found.dollars_per_hour is None:
-        raise ConfigError(f"The catalogue has no price of {found.name}; give one with --price.")
+        raise ConfigError(f"The catalogue has no price for {found.name}; give one with --price.")
     doubt = "" if found.price_source else ", an assumption"
-    return Price(found.dollars_per_hour, f"the catalogue's for {found.name}{doubt}")
+    return Price(found.dollars_per_hour, f"catalogue price of {found.name}{doubt}")
 
 
 def write_files(
@@ -179,7 +185,7 @@ def save_text(path: Path, text: str) -> None:
     try:
         path.write_text(text)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}; name another file.") from None
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}; choose another file.") from None
 
 
 def _fields(text: str | None) -> dict[str, Any]:
@@ -190,5 +196,5 @@ def _fields(text: str | None) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise ConfigError(f"--extra-body {text!r} is no JSON object.")
+        raise ConfigError(f"--extra-body {text!r} is not a JSON object.")
     return found

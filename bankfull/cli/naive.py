@@ -1,4 +1,4 @@
-"""The baseline that the engine is compared with: greedy, and the whole sequence runs again for each token."""
+"""The slow baseline for comparisons: greedy, without a KV cache, so each token runs the whole sequence again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from bankfull.cli.answer import Answer, interrupts
+from bankfull.cli.answer import FinishedAnswer, interrupts
 from bankfull.errors import ConfigError
 from bankfull.frontend import Prompt
 from bankfull.limits.meter.step import StepShape
@@ -22,18 +22,22 @@ def check_naive(given: dict[str, Any]) -> None:
     odd = [name for name, value in given.items() if name not in UNDERSTOOD and (name, value) != ("temperature", 0.0)]
     if odd:
         shown = ", ".join("--" + name.replace("_", "-") for name in odd)
-        raise ConfigError(f"--naive decodes greedily and knows nothing of {shown}; leave out one or the other.")
+        raise ConfigError(f"--naive decodes greedily and does not support {shown}; leave out one of the two.")
 
 
-def naive_answer(llm: LLM, prompt: Prompt, given: dict[str, Any], show: Callable[[Delta], None] | None) -> Answer:
-    """The same answer as greedy decoding by the engine, up to rounding."""
+def naive_answer(
+    llm: LLM, prompt: Prompt, given: dict[str, Any], show: Callable[[Delta], None] | None
+) -> FinishedAnswer:
+    """The engine's greedy answer, up to rounding."""
     from bankfull.runtime.naive import generate
 
     front = llm.loaded.frontend
     text, ids = front.encode(prompt)
     room = front.max_len - len(ids)
     if given.get("max_tokens", 1) > room:
-        raise ConfigError(f"The prompt leaves room for {room} tokens, fewer than asked for; lower --max-tokens.")
+        raise ConfigError(
+            f"The prompt leaves room for {room} tokens, fewer than --max-tokens asks for; lower --max-tokens."
+        )
     stop_ids = frozenset[int]() if given.get("ignore_eos") else llm.tokenizer.eos_ids
     output, detokenizer = CompletionOutput(0), Detokenizer(llm.tokenizer)
     result = RequestOutput(0, text, ids, [output], metrics=Metrics(time.time()))
@@ -58,6 +62,6 @@ def naive_answer(llm: LLM, prompt: Prompt, given: dict[str, Any], show: Callable
     metrics.finished = time.monotonic() - begun
     output.token_ids = tokens[len(ids) :]
     result.finished = True
-    # The limit is that of decoding as it should be: each token once, behind a state that is kept.
+    # The limit is that of decoding with a KV cache: each token is computed once.
     steps = [StepShape.decode(1, length) for length in range(len(ids) + 1, len(tokens))]
-    return Answer(result, [StepShape.prefill(len(ids))], steps, stopped)
+    return FinishedAnswer(result, [StepShape.prefill(len(ids))], steps, stopped)

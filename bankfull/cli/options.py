@@ -1,4 +1,4 @@
-"""Options that several commands share, as dataclasses, and the decorator that spreads them over a command line."""
+"""Options shared by several commands, as dataclasses, and the decorator that turns their fields into options."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ Model = Annotated[
     typer.Option("-m", "--model", help="A directory, a .gguf file, a hub id (org/name), or a short name (smollm2)."),
 ]
 Dtype = Annotated[
-    str, typer.Option(help="auto, float32 (exact: nothing is rounded on the way), bfloat16, float16 or float64.")
+    str, typer.Option(help="auto, float32 (exact: no intermediate rounding), bfloat16, float16 or float64.")
 ]
 KvDtype = Annotated[
-    str, typer.Option(help="Of keys and values: auto, float32, bfloat16, or int8 (near a quarter of float32; lossy).")
+    str,
+    typer.Option(help="Format of the KV cache: auto, float32, bfloat16, or int8 (about a quarter of float32; lossy)."),
 ]
 Activations = Annotated[
     str,
     typer.Option(
-        help="What weights are multiplied with: int8 (quantized weights only; lossy; a copy of a byte for each weight "
-        "makes steps of many rows faster), int8-few (int8 for few rows, bf16 for many, no copy), bf16 (dense weights "
-        "become bfloat16, too) or float. auto, on a CPU: int8 for quantized weights (int8-few where the copy would "
-        "take more than a quarter of the free memory), bf16 for a checkpoint in bfloat16, but float, which is exact, "
-        "with --dtype float32."
+        help="Format of activations in matrix products: int8 (quantized weights only; lossy; a second copy of the "
+        "weights, one byte each, makes large batches faster), int8-few (int8 for few rows, bf16 for many, no copy), "
+        "bf16 (dense weights become bfloat16, too) or float. auto, on a CPU: int8 for quantized weights (int8-few if "
+        "the copy would take more than a quarter of the free memory), bf16 for a checkpoint in bfloat16, and float, "
+        "which is exact, with --dtype float32."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
@@ -42,48 +43,49 @@ NoLimit = Annotated[bool, typer.Option("--no-limit", help="Do not compare the sp
 
 Threads = Annotated[
     int | None,
-    typer.Option(
-        min=1, help="That compute on the CPU.", show_default="BANKFULL_THREADS, else what the process may use"
-    ),
+    typer.Option(min=1, help="CPU threads.", show_default="BANKFULL_THREADS, or all cores available to the process"),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Which model runs, and how."""
+    """The model and the engine's configuration."""
 
     model: Model = "smollm2"
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
     dtype: Dtype = "auto"
     max_model_len: Annotated[
-        int | None, typer.Option(help="Longest sequence, prompt included.", show_default="the model's")
+        int | None, typer.Option(help="Most tokens of a sequence, including the prompt.", show_default="the model's")
     ] = None
     memory: Annotated[
         str | None,
-        typer.Option(help="For the state of sequences: 2GiB, 50% of what is free.", show_default="automatic"),
+        typer.Option(
+            help="Memory for the KV cache and other state: 2GiB, or 50% of the free memory.", show_default="automatic"
+        ),
     ] = None
     rows: Annotated[
-        int | None, typer.Option(help="Sequences that run at once.", show_default="64 on a CPU, 256 on a GPU")
+        int | None, typer.Option(help="Most sequences in the batch.", show_default="64 on a CPU, 256 on a GPU")
     ] = None
     step_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Tokens computed in one step.", show_default="128 for each CPU thread, 512 to 2048; 8192 on a GPU"
+            help="Most tokens computed in one step.", show_default="128 for each CPU thread, 512 to 2048; 8192 on a GPU"
         ),
     ] = None
-    page_tokens: Annotated[int, typer.Option(help="Tokens per page of state.")] = 16
-    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Never reuse a prefix's state.")] = False
+    page_tokens: Annotated[int, typer.Option(help="Tokens per page of the KV cache.")] = 16
+    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Turn off the prefix cache.")] = False
     depth: Annotated[
-        int | None, typer.Option(help="Steps that the host runs behind the device: 0 or 1.", show_default="by device")
+        int | None,
+        typer.Option(help="Steps that the host may lag behind the device: 0 or 1.", show_default="by device"),
     ] = None
     providers: Annotated[str, typer.Option(help="auto (the fastest kernels) or torch (the reference).")] = "auto"
-    expand: Annotated[bool, typer.Option("--expand", help="Dequantize weights at load; needs more memory.")] = False
+    expand: Annotated[bool, typer.Option("--expand", help="Dequantize the weights at load; needs more memory.")] = False
     quantize: Annotated[
         str | None,
         typer.Option(
-            help="Round an unquantized checkpoint's matrices at load (lossy): int8, int4, int4:64 (a scale for each 64 "
-            "columns; or 32, a CPU's default, or 128, a GPU's), int8:row (a scale for each row, a GPU's int8), fp8 (on "
-            "a GPU), or a block type such as q4_k,keep. Embeddings and head, too: int4,tables.",
+            help="Quantize the matrices of an unquantized checkpoint at load (lossy): int8, int4, int4:64 (groups of "
+            "64 columns; 32 is the default on a CPU, 128 on a GPU), int8:row (one scale per row, the int8 of a GPU), "
+            "fp8 (on a GPU), or a GGUF type such as q4_k,keep. int4,tables quantizes the embeddings and the head, too.",
             show_default=False,
         ),
     ] = None
@@ -92,12 +94,12 @@ class EngineOptions:
     threads: Threads = None
 
     def rounding(self) -> dict[str, str]:
-        """What was asked for that changes results, under the names of RunConfig."""
+        """The given options that change results, under the names of RunConfig."""
         asked = {"quantize": self.quantize, "kv_dtype": self.kv_dtype, "activations": self.activations}
         return {name: value for name, value in asked.items() if value not in (None, "auto")}
 
     def options(self) -> dict[str, Any]:
-        """All but the model, under the names that `LLM` takes."""
+        """All options but the model, under the names of `LLM`."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         del named["model"]
         named["prefix_cache"] = not named.pop("no_prefix_cache")
@@ -133,7 +135,7 @@ NO_LIMIT = 0
 
 
 def _token_limit(value: str) -> int:
-    """What --max-tokens takes: a number, or `none` for as many as the context holds."""
+    """The value of --max-tokens: a number, or `none` for no limit but the context."""
     if value == "none":
         return NO_LIMIT
     try:
@@ -141,7 +143,7 @@ def _token_limit(value: str) -> int:
     except ValueError:
         limit = 0
     if limit < 1:
-        raise typer.BadParameter(f"{value[:40]!r} is no number of at least 1; give one, or none.")
+        raise typer.BadParameter(f"{value[:40]!r} is not a number of at least 1; give one, or none.")
     return limit
 
 
@@ -150,39 +152,45 @@ def _max_tokens(usual: str) -> Any:
         parser=_token_limit,
         metavar="N|none",
         show_default=usual,
-        help="Tokens to generate at most; none = until the context is full.",
+        help="Most tokens to generate; none: until the context is full.",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How tokens are chosen. What is not given is as the model recommends (`bankfull.sample.recommended`)."""
+    """Sampling parameters. The model's recommendation replaces those not given (`bankfull.sample.recommended`)."""
 
     temperature: Annotated[
-        float | None, typer.Option(help="0 = always the likeliest token.", show_default="the model's own, else 0.7")
+        float | None, typer.Option(help="0: greedy decoding.", show_default="the model's recommendation, or 0.7")
     ] = None
-    top_k: Annotated[int | None, typer.Option(help="Only the k likeliest tokens; 0 = all.", show_default=False)] = None
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample from the k most likely tokens; 0: all.", show_default=False)
+    ] = None
     top_p: Annotated[
         float | None,
         typer.Option(
-            help="Only the likeliest tokens with this much probability.", show_default="the model's own, else 0.9"
+            help="Sample from the most likely tokens with this total probability.",
+            show_default="the model's recommendation, or 0.9",
         ),
     ] = None
     min_p: Annotated[
-        float | None, typer.Option(help="Only tokens at least this likely, relative to the best.", show_default=False)
+        float | None,
+        typer.Option(help="Least probability of a token, relative to the most likely one.", show_default=False),
     ] = None
-    repetition_penalty: Annotated[float | None, typer.Option(help="1 = none.", show_default=False)] = None
-    presence_penalty: Annotated[float | None, typer.Option(help="0 = none.", show_default=False)] = None
-    frequency_penalty: Annotated[float | None, typer.Option(help="0 = none.", show_default=False)] = None
+    repetition_penalty: Annotated[float | None, typer.Option(help="1: no penalty.", show_default=False)] = None
+    presence_penalty: Annotated[float | None, typer.Option(help="0: no penalty.", show_default=False)] = None
+    frequency_penalty: Annotated[float | None, typer.Option(help="0: no penalty.", show_default=False)] = None
     max_tokens: Annotated[int | None, _max_tokens("none")] = None
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", show_default="random")] = None
+    seed: Annotated[int | None, typer.Option(help="Random seed; makes sampling repeatable.", show_default="random")] = (
+        None
+    )
     stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; may be given several times.", show_default=False)
+        list[str] | None, typer.Option(help="Stop string; may be given several times.", show_default=False)
     ] = None
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end of text.")] = False
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after the end-of-text token.")] = False
 
     def given(self) -> dict[str, Any]:
-        """Only what the user asked for, under the names of SamplingParams."""
+        """The given options, under the names of SamplingParams."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if values["max_tokens"] == NO_LIMIT:
             del values["max_tokens"]
@@ -196,12 +204,12 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True)
 class LimitedSampling(SamplingOptions):
-    """For somebody who waits: an answer has a limit unless another one, or none, is asked for."""
+    """Interactive commands: an answer has a default limit."""
 
     usual: ClassVar[int]
 
     def limit(self, room: int) -> dict[str, Any]:
-        """`max_tokens` where nothing was said about it; `room` is what the context has left."""
+        """The default of `max_tokens`, if it was not given; `room` is the number of tokens left in the context."""
         return {"max_tokens": min(self.usual, room)} if self.max_tokens is None and room > 0 else {}
 
 

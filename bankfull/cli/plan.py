@@ -1,4 +1,4 @@
-"""`bankfull plan`: which configuration serves a traffic, predicted before anything is bought or started."""
+"""`bankfull plan`: predict which configuration serves a given traffic, before anything is bought or started."""
 
 from __future__ import annotations
 
@@ -22,56 +22,59 @@ def plan(
     traffic: Annotated[
         str,
         typer.Option(
-            help='What comes: "rate=5/s, in=1000, out=200". Lengths may be ranges (in=200-2000); further shared=150 '
-            "(tokens that all prompts begin with), arrivals=poisson|gamma|constant, burstiness=0.5."
+            help='Expected traffic: "rate=5/s, in=1000, out=200". Lengths may be ranges (in=200-2000); also shared=150 '
+            "(tokens of a common prefix), arrivals=poisson|gamma|constant, burstiness=0.5."
         ),
     ],
     slo: Annotated[
         str | None,
         typer.Option(
-            help='What requests must keep: "ttft=500ms, tpot=50ms" (ttft, tpot, itl, e2e). Without it, what a '
-            "token takes decides.",
+            help='Latency objectives: "ttft=500ms, tpot=50ms" (ttft, tpot, itl, e2e). Without them, the '
+            "time per token decides.",
             show_default="none",
         ),
     ] = None,
-    attainment: Annotated[str, typer.Option(help="The part of the requests that must keep it.")] = "90%",
+    attainment: Annotated[str, typer.Option(help="Fraction of the requests that must meet the objectives.")] = "90%",
     devices: Annotated[
-        str, typer.Option(help="auto, cpu or cuda (this machine), and names of the catalogue: h100,l4,cpu.")
+        str, typer.Option(help="auto, cpu or cuda (this machine), or devices of the catalogue: h100,l4,cpu.")
     ] = "auto",
     goal: Annotated[
         str | None,
         typer.Option(
-            help="What to recommend for: goodput, cost (dollars per output token), efficiency (device time per output "
-            "token) or latency.",
+            help="Goal of the recommendation: goodput, cost (dollars per output token), efficiency (device time per "
+            "output token) or latency.",
             show_default="goodput; without --slo cost, or efficiency where prices are unknown",
         ),
     ] = None,
-    most: Annotated[int, typer.Option(help="Replicas at most, on devices of the catalogue.")] = 8,
+    most: Annotated[int, typer.Option(help="Most replicas, on devices of the catalogue.")] = 8,
     price: Annotated[
-        float | None, typer.Option(help="Of this machine, in dollars per hour.", show_default="unknown")
+        float | None, typer.Option(help="Price of this machine in dollars per hour.", show_default="unknown")
     ] = None,
     catalogue: Annotated[
-        str | None, typer.Option(help="A file of further devices, of the catalogue's form.", show_default=False)
+        str | None, typer.Option(help="A file with more devices, in the catalogue's format.", show_default=False)
     ] = None,
-    lossless: Annotated[bool, typer.Option("--lossless", help="Leave out whatever rounds weights or keys.")] = False,
-    requests: Annotated[int, typer.Option(help="Of the longest simulations, and of --verify.")] = 200,
-    seed: Annotated[int, typer.Option(help="Of arrivals and lengths.")] = 0,
-    no_calibrate: Annotated[
-        bool, typer.Option("--no-calibrate", help="Time no steps on this machine: take usual efficiency factors.")
+    lossless: Annotated[
+        bool, typer.Option("--lossless", help="Leave out configurations that quantize weights or the KV cache.")
     ] = False,
-    refresh: Annotated[bool, typer.Option("--refresh", help="Calibrate again, whatever was measured before.")] = False,
+    requests: Annotated[int, typer.Option(help="Requests in the longest simulation and in --verify.")] = 200,
+    seed: Annotated[int, typer.Option(help="Random seed of arrivals and lengths.")] = 0,
+    no_calibrate: Annotated[
+        bool, typer.Option("--no-calibrate", help="Measure nothing on this machine; use typical efficiency factors.")
+    ] = False,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Calibrate again, even if results are stored.")] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Run the recommendation here, and compare with what was predicted.")
+        bool,
+        typer.Option("--verify", help="Run the recommendation on this machine, and compare it with the prediction."),
     ] = False,
     chart: Annotated[
-        str | None, typer.Option(help="Draw the choices to this .svg or .png file.", show_default=False)
+        str | None, typer.Option(help="Draw the configurations to this .svg or .png file.", show_default=False)
     ] = None,
     json: Json = False,
 ) -> None:
-    """Predict how a model would serve a traffic, on this machine or on others, and recommend a configuration.
+    """Predict how a model would serve a traffic on this machine or on others, and recommend a configuration.
 
-    The times of steps come from the model's roofline; on this machine an efficiency factor for each kind of operation
-    is calibrated by short runs, once. Queueing is simulated with the engine's own scheduler.
+    Step times come from the model's roofline, scaled by an efficiency factor for each kind of operation; short runs
+    calibrate the factors of this machine once. The engine's own scheduler simulates queueing.
     """
     from bankfull.bench.load.slo import Slo, parse_slo
     from bankfull.cli.terminal import print_table, progress
@@ -105,7 +108,7 @@ def plan(
         from bankfull.plan.verify import verify as run_here
 
         if found.recommended is None:
-            raise ConfigError("There is nothing to verify: no configuration fits.")
+            raise ConfigError("There is nothing to verify: no configuration fits; change --traffic or --slo.")
         with progress("requests", requests) as advance:
             compared = run_here(found.recommended, request.traffic, objectives, requests, seed, advance)
     if json:
@@ -131,12 +134,12 @@ def _share(text: str) -> float:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(%?)", text.strip())
     value = float(match[1]) / (100 if match[2] else 1) if match else 0.0
     if not 0 < value <= 1:
-        raise ConfigError(f"--attainment {text[:40]!r} is no part of the requests; write 99% or 0.99.")
+        raise ConfigError(f"--attainment {text[:40]!r} is not a fraction of the requests; use for example 99% or 0.99.")
     return value
 
 
 def _finite(value: object) -> object:
-    """JSON has no infinity: what never happened is null."""
+    """JSON has no infinity, so an event that never happens is null."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Options of `bankfull serve` about who may ask, from where, and what is written down about it."""
+"""Options of `bankfull serve` for authentication, network access and logging."""
 
 from __future__ import annotations
 
@@ -18,40 +18,54 @@ class ProtectionOptions:
     api_key_file: Annotated[
         Path | None,
         typer.Option(
-            help="Lines that `bankfull key` has printed. BANKFULL_API_KEY may hold keys too.", show_default=False
+            help="File of lines printed by `bankfull key`. BANKFULL_API_KEY may hold keys, too.", show_default=False
         ),
     ] = None
-    no_auth: Annotated[bool, typer.Option("--no-auth", help="Let everybody in, also from other machines.")] = False
+    no_auth: Annotated[
+        bool, typer.Option("--no-auth", help="Accept requests without a key, also from other machines.")
+    ] = False
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A name that this server goes by; may be given several times.", show_default="this machine's"
-        ),
+        typer.Option(help="Host name of this server; may be given several times.", show_default="this machine's"),
     ] = None
     cors_origin: Annotated[
         list[str] | None,
-        typer.Option(help="Web pages that may call, such as https://app.example.org.", show_default="none"),
+        typer.Option(
+            help="Origin of web pages that may call the API, such as https://app.example.org.", show_default="none"
+        ),
     ] = None
     share_prefix_cache: Annotated[
-        bool, typer.Option("--share-prefix-cache", help="Between keys: quicker, but they can tell what others asked.")
+        bool,
+        typer.Option(
+            "--share-prefix-cache",
+            help="Share the prefix cache between keys: faster, but timing reveals what other keys sent.",
+        ),
     ] = False
-    max_connections: Annotated[int, typer.Option(help="Beyond them, one that waits is closed for one that comes.")] = (
-        8192
-    )
+    max_connections: Annotated[
+        int, typer.Option(help="Most connections; beyond them, an idle one is closed for a new one.")
+    ] = 8192
     connections_per_address: Annotated[
         int | None,
-        typer.Option(help="The same for one address; 0: no limit, behind a proxy.", show_default="a quarter of all"),
+        typer.Option(
+            help="Most connections per client address; 0: no limit (behind a proxy).",
+            show_default="a quarter of --max-connections",
+        ),
     ] = None
     tls_certificate: Annotated[
-        Path | None, typer.Option(help="Serve over TLS. Replaced files are read again.", show_default=False)
+        Path | None, typer.Option(help="TLS certificate; reloaded when the file changes.", show_default=False)
     ] = None
-    tls_key: Annotated[Path | None, typer.Option(help="The certificate's key.", show_default=False)] = None
+    tls_key: Annotated[Path | None, typer.Option(help="Private key of the certificate.", show_default=False)] = None
     tls_client_ca: Annotated[
-        Path | None, typer.Option(help="Only clients with a certificate signed by these.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="CA certificates; only clients with a certificate signed by them may connect.", show_default=False
+        ),
     ] = None
     log_json: Annotated[bool, typer.Option("--log-json", help="Write logs as JSON.")] = False
-    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write what was asked into the log.")] = False
-    vllm_metrics: Annotated[bool, typer.Option("--vllm-metrics", help="Offer metrics under vLLM's names, too.")] = False
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log.")] = False
+    vllm_metrics: Annotated[bool, typer.Option("--vllm-metrics", help="Also export metrics under vLLM's names.")] = (
+        False
+    )
 
     def protection(self, host: str) -> Protection:
         from bankfull.serve.guard.checks import access_policy
@@ -60,7 +74,7 @@ class ProtectionOptions:
         from bankfull.serve.guard.layers import Protection
         from bankfull.serve.guard.tls import Tls
 
-        # Taken out of the environment: the engine's process needs no keys.
+        # Removed from the environment: the engine process needs no keys.
         keyring = Keyring(keys_of_environment(os.environ), self.api_key_file)
         os.environ.pop("BANKFULL_API_KEY", None)
         access = access_policy(

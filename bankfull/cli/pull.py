@@ -1,4 +1,4 @@
-"""`bankfull pull`: have a model's files on this machine before they are needed."""
+"""`bankfull pull`: download a model before it is needed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import typer
 def pull(
     model: Annotated[str, typer.Argument(help="A hub id (org/name), or a short name (smollm2).")] = "smollm2",
 ) -> None:
-    """Download a model if it is not here yet, and print where it is.
+    """Download a model unless it is cached, and print its path.
 
-    A model with a short name is checked against its pinned SHA-256, also when it was here already.
+    A model with a short name is verified against its pinned SHA-256, even if it is cached.
     """
     from bankfull.weights.fetch import SHORT_NAMES, verify
     from bankfull.weights.locate import locate

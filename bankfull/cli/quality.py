@@ -1,4 +1,4 @@
-"""`bankfull quality`: what quantized weights, kernels and dtypes cost, against a reference on the same text."""
+"""`bankfull quality`: the loss from quantized weights, kernels and dtypes, against a reference on the same text."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ LARGEST_TEXT = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class QualityOptions:
-    """How the model runs, and what it is compared with, on which text."""
+    """Options of the model, the reference and the text."""
 
     against: Annotated[
         str | None,
-        typer.Option(help="A reference with the same vocabulary.", show_default="the model itself, dequantized"),
+        typer.Option(help="Reference model with the same vocabulary.", show_default="the model itself, dequantized"),
     ] = None
     quantize: Annotated[
         str | None,
         typer.Option(
-            help="Round the model's matrices to this weight type first: int8, int4, int4:64, fp8, q8_0, ...; behind a "
-            "comma what becomes of matrices that it does not fit (q4_k,q5_0 or q4_k,keep).",
+            help="Quantize the model's matrices first: int8, int4, int4:64, fp8, q8_0, ...; after a comma, the "
+            "type for matrices whose shape does not fit (q4_k,q5_0 or q4_k,keep).",
             show_default=False,
         ),
     ] = None
     tables: Annotated[
-        bool, typer.Option("--tables", help="With --quantize: round the embeddings and the head, too.")
+        bool, typer.Option("--tables", help="With --quantize: quantize the embeddings and the head, too.")
     ] = False
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
     dtype: Dtype = "auto"
@@ -47,18 +47,20 @@ class QualityOptions:
     kv_dtype: KvDtype = "auto"
     activations: Activations = "auto"
     text: Annotated[
-        Path | None, typer.Option(help="A UTF-8 file to evaluate on.", show_default="the text of the package")
+        Path | None, typer.Option(help="A UTF-8 file to evaluate on.", show_default="a text of the package")
     ] = None
     window: Annotated[
         int | None,
-        typer.Option(min=2, help="Tokens that are seen together.", show_default="512, or the model's context"),
+        typer.Option(min=2, help="Tokens in one evaluation window.", show_default="512, or the model's context"),
     ] = None
     chunk: Annotated[
-        int | None, typer.Option(min=1, help="Tokens that the model computes at once.", show_default="the window")
+        int | None, typer.Option(min=1, help="Tokens that the model computes in one step.", show_default="the window")
     ] = None
     chunks: Annotated[
         bool,
-        typer.Option("--chunks", help="Compare the model with itself, too: 8, 64 and all tokens at once with one."),
+        typer.Option(
+            "--chunks", help="Also compare the model with itself: steps of 8, 64 and all tokens with steps of one."
+        ),
     ] = False
 
 
@@ -70,7 +72,7 @@ def quality(
     options: QualityOptions,
     json: Json = False,
 ) -> None:
-    """Measure the quality of a model as it runs: perplexity, and how far its predictions are from a reference's.
+    """Measure the quality of a model as it runs: perplexity, and KL divergence from a reference.
 
     The reference computes in float32 with dequantized weights and no fast kernels.
     """
@@ -141,12 +143,12 @@ def _prepare(model: str, options: QualityOptions) -> Pair:
         activations=options.activations,
     )
     if options.tables and options.quantize is None:
-        raise ConfigError("--tables says what --quantize rounds; give --quantize, too.")
+        raise ConfigError("--tables extends --quantize; give --quantize, too.")
     device = open_device(options.device)
     wish = None if options.quantize is None else parse_quantization(options.quantize, device.kind)
     texts = _texts(options.text)
     against = model if options.against is None else options.against
-    # Opened twice: a source keeps account of what was read, one model at a time.
+    # Opened twice: a source tracks the tensors that one model has read.
     files, reference_files = open_model(locate(model)), open_model(locate(against))
     tokenizer, _ = load_tokenizer(files)
     if options.against is not None:
@@ -245,7 +247,7 @@ def _quality_table(facts: dict[str, Any], found: Quality) -> Any:
         "time": f"{found.seconds:.1f} s, reference {found.reference_seconds:.1f} s",
     }
     for name, value in rows.items():
-        # Text, never markup: names come from the user.
+        # Plain text, never markup: names come from the user.
         table.add_row(name, Text(value))
     return table
 

@@ -1,4 +1,4 @@
-"""`bankfull roofline`: what bounds a model on this machine, or on any in the catalogue, told from its configuration."""
+"""`bankfull roofline`: what bounds a model on this machine or on one of the catalogue, from its configuration."""
 
 from __future__ import annotations
 
@@ -25,30 +25,36 @@ def roofline(
     ] = "smollm2",
     *,
     device: Annotated[
-        str, typer.Option(help="auto, cpu or cuda (measured here), or a name of the catalogue: h200, l4, ...")
+        str,
+        typer.Option(help="auto, cpu or cuda (measured on this machine), or a device of the catalogue: h200, l4, ..."),
     ] = "auto",
-    batch: Annotated[str, typer.Option(help="Sequences that decode at once; several with commas.")] = "1",
+    batch: Annotated[str, typer.Option(help="Sequences in the batch; several values separated by commas.")] = "1",
     context: Annotated[
-        str | None, typer.Option(help="Tokens that each of them sees; several with commas.", show_default="1024")
+        str | None,
+        typer.Option(
+            help="Tokens in the context of each sequence; several values separated by commas.", show_default="1024"
+        ),
     ] = None,
     prompt: Annotated[
-        int | None, typer.Option(help="Tokens of the prompt that is computed in one step.", show_default="1024")
+        int | None, typer.Option(help="Tokens of a prompt computed in one step.", show_default="1024")
     ] = None,
     catalogue: Annotated[
-        str | None, typer.Option(help="A file of further devices, of the catalogue's form.", show_default=False)
+        str | None, typer.Option(help="A file with more devices, in the catalogue's format.", show_default=False)
     ] = None,
     dtype: Dtype = "auto",
-    quantize: Annotated[str | None, typer.Option(help="As for `run`: int8, int4, ...", show_default=False)] = None,
+    quantize: Annotated[
+        str | None, typer.Option(help="Weight format, as for `run`: int8, int4, ...", show_default=False)
+    ] = None,
     kv_dtype: KvDtype = "auto",
     activations: Activations = "auto",
-    draw: Annotated[bool, typer.Option("--draw", help="Draw the charts here, too.")] = False,
-    charts: Annotated[str | None, typer.Option(help="A folder to keep the charts in.", show_default=False)] = None,
-    picture: Annotated[str, typer.Option(help="What the charts are kept as: svg or png.")] = "svg",
+    draw: Annotated[bool, typer.Option("--draw", help="Draw the charts in the terminal, too.")] = False,
+    charts: Annotated[str | None, typer.Option(help="Directory for the charts.", show_default=False)] = None,
+    picture: Annotated[str, typer.Option(help="File format of the charts: svg or png.")] = "svg",
     json: Json = False,
 ) -> None:
-    """Show what bounds each operation of a model, and what batching, storage and architecture would change.
+    """Show what bounds each operation of a model, and what batching, quantization and architecture would change.
 
-    No weights are needed: a config.json is enough, also of models that this machine could never hold.
+    No weights are needed: a config.json is enough, even for models that this machine cannot hold.
     """
     from bankfull.config import RunConfig
     from bankfull.errors import ConfigError
@@ -57,7 +63,7 @@ def roofline(
     from bankfull.limits.model.recipe import open_model_or_config, recipe_of
 
     if picture not in PICTURES:
-        raise ConfigError(f"picture is {picture[:40]!r}; use svg or png.")
+        raise ConfigError(f"--picture {picture[:40]!r} is not a known format; use svg or png.")
     subject = open_model_or_config(model)
     machine = machine_of(device, catalogue)
     recipe = recipe_of(
@@ -104,7 +110,9 @@ def _keep(found: ModelRoofline, folder: str, picture: str) -> None:
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be made a folder: {error.strerror or error}; name another one.") from None
+        raise ConfigError(
+            f"{folder} cannot be made a directory: {error.strerror or error}; choose another one."
+        ) from None
     for name, chart in charts_of(found).items():
         save(chart, place / f"{name}.{picture}")
-        say(f"bankfull: {place / f'{name}.{picture}'} is written")
+        say(f"bankfull: {place / f'{name}.{picture}'} written")

@@ -11,30 +11,30 @@ import typer
 from bankfull.cli.options import EngineOptions, Json, NoLimit, RunSampling
 
 if TYPE_CHECKING:
-    from bankfull.cli.answer import Answer
+    from bankfull.cli.answer import FinishedAnswer
     from bankfull.cli.speed import Speed
     from bankfull.frontend import Prompt
     from bankfull.llm import LLM
 
-MORE = "--max-tokens N allows more, --max-tokens none as many as the context holds"
+MORE = "--max-tokens N raises the limit, --max-tokens none removes it"
 
 
 def run(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing reads it from stdin.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; read from stdin if omitted or -.")] = None,
     *,
     engine: EngineOptions,
     system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without chat template.")] = False,
-    n: Annotated[int, typer.Option("-n", "--n", help="Different answers; shown when all are there.")] = 1,
+    raw: Annotated[bool, typer.Option("--raw", help="Use the prompt as it is, without the chat template.")] = False,
+    n: Annotated[int, typer.Option("-n", "--n", help="Number of answers; printed when all are complete.")] = 1,
     sampling: RunSampling,
     json: Json = False,
     no_limit: NoLimit = False,
-    naive: Annotated[bool, typer.Option("--naive", help="The slow baseline: greedy, no cache.")] = False,
+    naive: Annotated[bool, typer.Option("--naive", help="Run the slow baseline: greedy, without a KV cache.")] = False,
 ) -> int | None:
-    """Answer one prompt, and say how fast that was.
+    """Answer one prompt, and report the speed.
 
-    The text streams to stdout, and one line about the speed follows on stderr. The prompt is written with the model's
-    chat template, if it has one. Sampling is as the model recommends; --temperature 0 is greedy and exact.
+    The text streams to stdout; one line about the speed follows on stderr. The model's chat template, if any, formats
+    the prompt. Sampling follows the model's recommendation; --temperature 0 is greedy and exact.
     """
     from bankfull.cli.sampling import params_from
     from bankfull.cli.terminal import say, write_text
@@ -44,7 +44,7 @@ def run(
     if not text:
         raise RequestError("The prompt is empty; give at least one character.")
     if raw and system is not None:
-        raise ConfigError("--system needs the chat template, which --raw leaves out; give one of the two.")
+        raise ConfigError("--system needs the chat template, which --raw turns off; give one of the two.")
     given = sampling.given() | ({"n": n} if n != 1 else {})
     if naive:
         from bankfull.cli.naive import check_naive
@@ -56,7 +56,7 @@ def run(
     given |= sampling.limit(front.max_len - len(front.encode(asked)[1]))
     params = params_from(llm.default_params(), given)
 
-    from bankfull.cli.answer import Watch, answer, cut_off
+    from bankfull.cli.answer import StepLog, answer, cut_off
     from bankfull.cli.speed import limit_of, speed_of
 
     streams = not json and n == 1
@@ -66,7 +66,7 @@ def run(
 
         made = naive_answer(llm, asked, given, show)
     else:
-        made = answer(llm, asked, params, Watch(llm), show)
+        made = answer(llm, asked, params, StepLog(llm), show)
     if not json:
         _finish_text(made, streamed=streams)
     if problem := next((o.error for o in made.result.outputs if o.error), None):
@@ -77,7 +77,7 @@ def run(
     if json:
         print(json_text.dumps(_as_json(engine.model, made, speed), ensure_ascii=False))
     else:
-        if ended := cut_off(made.result, llm.max_model_len, more=MORE, anew="shorten the prompt for a longer one"):
+        if ended := cut_off(made.result, llm.max_model_len, more=MORE, anew="shorten the prompt for a longer answer"):
             say(f"bankfull: {ended}")
         say(speed.line())
     return None
@@ -90,7 +90,7 @@ def _prompt_text(prompt: str | None) -> str:
     if prompt is not None and prompt != "-":
         return prompt
     if prompt is None and sys.stdin.isatty():
-        raise RequestError("No prompt was given; write it after `bankfull run`, or pipe it in.")
+        raise RequestError("No prompt was given; give it after `bankfull run`, or pipe it in.")
     return read_input()
 
 
@@ -99,13 +99,15 @@ def _as_asked(llm: LLM, text: str, system: str | None, raw: bool) -> Prompt:
 
     if raw or llm.loaded.template is None:
         if system is not None:
-            raise ConfigError("This model has no chat template, so --system has no place; write it into the prompt.")
+            raise ConfigError(
+                "This model has no chat template, so --system cannot be used; put the text into the prompt."
+            )
         return text
     opening = [] if system is None else [{"role": "system", "content": system}]
     return llm.loaded.frontend.encode_chat([*opening, {"role": "user", "content": text}])
 
 
-def _finish_text(made: Answer, streamed: bool) -> None:
+def _finish_text(made: FinishedAnswer, streamed: bool) -> None:
     from bankfull.cli.terminal import write_text
 
     outputs = made.result.outputs
@@ -117,7 +119,7 @@ def _finish_text(made: Answer, streamed: bool) -> None:
             write_text("\n")
 
 
-def _as_json(model: str, made: Answer, speed: Speed) -> dict[str, Any]:
+def _as_json(model: str, made: FinishedAnswer, speed: Speed) -> dict[str, Any]:
     first, *others = samples = [
         {"text": o.text, "token_ids": o.token_ids, "finish_reason": o.finish_reason, "stop_reason": o.stop_reason}
         for o in made.result.outputs

@@ -1,4 +1,4 @@
-"""From what a user or a file says about sampling to checked SamplingParams."""
+"""Sampling options from the command line or a file become checked SamplingParams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ONLY_WHEN_SAMPLING = ("top_k", "top_p", "min_p", "typical_p")
 
 
 def params_from(base: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
-    """`base`, changed by `given`; whatever is unknown or out of range is a RequestError."""
+    """`base` with the values of `given`. A RequestError names a parameter that is unknown or out of range."""
     changes = dict(given)
     for name in changes:
         if name not in KNOWN:
@@ -42,5 +42,5 @@ def _structured(form: Mapping[str, Any]) -> StructuredOutput:
 
 
 def _token(key: object) -> object:
-    """JSON writes the keys of an object as texts."""
+    """Token ids as integers: the keys of a JSON object are strings."""
     return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key

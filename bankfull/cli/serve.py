@@ -1,4 +1,4 @@
-"""`bankfull serve`: a model behind OpenAI's API."""
+"""`bankfull serve`: serve a model with an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -14,57 +14,58 @@ from bankfull.cli.protection import ProtectionOptions
 
 def serve(
     served: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="What to serve, as for --model.", show_default="smollm2")
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="The model to serve, as for --model.", show_default="smollm2"),
     ] = None,
     *,
     engine: EngineOptions,
-    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes any that is free.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.")] = 8000,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
-            help="What clients call the model; may be given several times.", show_default="the name given here"
+            help="Name of the model in the API; may be given several times.", show_default="the name given as argument"
         ),
     ] = None,
     no_generation_config: Annotated[
-        bool, typer.Option("--no-generation-config", help="Ignore the sampling that the model recommends.")
+        bool, typer.Option("--no-generation-config", help="Ignore the sampling parameters that the model recommends.")
     ] = False,
     queue_requests: Annotated[
-        int | None, typer.Option(help="Samples that may wait beyond those that run.", show_default="as many again")
+        int | None, typer.Option(help="Most sequences waiting in the queue.", show_default="as many as --rows")
     ] = None,
-    max_body_bytes: Annotated[int, typer.Option(help="Larger calls are refused.")] = 4 << 20,
+    max_body_bytes: Annotated[int, typer.Option(help="Largest request body; larger ones are refused.")] = 4 << 20,
     data_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Where files and batches survive the server; one server at a time.",
-            show_default="by port, in the user's data directory; with port 0 a temporary one",
+            help="Directory for files and batches; one server at a time.",
+            show_default="per port, in the user's data directory; temporary with port 0",
         ),
     ] = None,
-    grace: Annotated[float, typer.Option(help="Seconds that running answers get when the server is stopped.")] = 30.0,
+    grace: Annotated[float, typer.Option(help="Seconds to finish running requests when the server stops.")] = 30.0,
     stall_seconds: Annotated[
-        float, typer.Option(help="An engine with work that makes no progress for so long is started again; 0: never.")
+        float, typer.Option(help="Seconds without progress after which a busy engine is restarted; 0: never.")
     ] = 60.0,
     step_ms: Annotated[
         float,
         typer.Option(
-            help="While others decode, prompts are cut so that a step takes about so many milliseconds here; "
-            "alone, four times as many; 0: only --step-tokens cuts them."
+            help="Target milliseconds of a step that decodes: prompts are split into chunks to meet it. "
+            "Steps without decodes may take four times as long. 0: only --step-tokens limits chunks."
         ),
     ] = 250.0,
     give_up_after: Annotated[
         float,
         typer.Option(
-            help="An engine that has died and is not loaded again for so many seconds ends the server with an error: "
-            "give it more than a load takes. 0: it is tried for ever."
+            help="Seconds to restart an engine that died, after which the server exits with an error. "
+            "Must be longer than loading the model takes. 0: no time-out."
         ),
     ] = 0.0,
     protection: ProtectionOptions,
 ) -> None:
-    """Serve a model over HTTP, as OpenAI's clients expect it.
+    """Serve a model over HTTP with an OpenAI-compatible API.
 
-    The engine runs in a process of its own and is started again if it dies. /ready tells when the model is loaded,
-    /openapi.json what there is. Ctrl-C or SIGTERM lets running answers finish. SIGHUP reads keys and certificates
-    again, without an end.
+    The engine runs in a separate process and is restarted if it dies. /ready reports when the model is loaded, and
+    /openapi.json describes the API. Ctrl-C or SIGTERM stops the server after running requests have finished. SIGHUP
+    reloads keys and certificates.
     """
     from bankfull import paths
     from bankfull.errors import ConfigError

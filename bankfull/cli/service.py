@@ -1,4 +1,4 @@
-"""A running server, as the command line talks to it."""
+"""HTTP client of the command line for a running bankfull server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Service:
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url!r} is no address of a server; give one like http://127.0.0.1:8000.")
+            raise ConfigError(f"{url!r} is not the address of a server; use for example http://127.0.0.1:8000.")
         try:
             self._port = parts.port
         except ValueError:
@@ -38,7 +38,7 @@ class Service:
         return _document(self._answer(method, path, data, headers).read())
 
     def upload(self, file: Path) -> Any:
-        """Streamed: the file is never held in memory."""
+        """Upload a file as a stream: it is never held in memory."""
         try:
             stream, size = file.open("rb"), file.stat().st_size
         except OSError as error:
@@ -70,7 +70,9 @@ class Service:
             headers = {**headers, "authorization": f"Bearer {key}"}
         connection = self._kind(self._host, self._port, timeout=TIMEOUT)
         try:
-            with suppress(BrokenPipeError, ConnectionResetError):  # refused before all was sent: the answer tells why
+            with suppress(
+                BrokenPipeError, ConnectionResetError
+            ):  # refused before the whole body was sent: the response has the reason
                 connection.request(method, self._prefix + path, body, headers)
             answer = connection.getresponse()
         except (OSError, http.client.HTTPException, UnicodeEncodeError, ValueError) as error:
@@ -94,7 +96,7 @@ def _document(data: bytes) -> Any:
     try:
         return json.loads(data)
     except ValueError:
-        raise RequestError("The server's answer is not JSON; is it a bankfull server?") from None
+        raise RequestError("The server's response is not JSON; is it a bankfull server?") from None
 
 
 def _problem(status: int, data: bytes) -> str:

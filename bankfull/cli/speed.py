@@ -1,4 +1,4 @@
-"""How fast an answer came, and how near that is to what the machine could do at best."""
+"""The speed of an answer, in tokens per second and as a fraction of the machine's limit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from bankfull.cli.answer import Answer
+from bankfull.cli.answer import FinishedAnswer
 from bankfull.cli.terminal import say
 from bankfull.limits.meter.step import StepShape
 from bankfull.llm import LLM
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 class Limit:
     """The shortest time that steps of one model can take on this machine.
 
-    Nothing happens before the first question; the machine is measured then if nobody has yet.
+    The first call measures the machine if no measurement is stored.
     """
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
 
     def seconds(self, steps: Sequence[StepShape]) -> float | None:
-        """None where the device has no room left to be measured."""
+        """None if the device has too little free memory for a measurement."""
         if self._known is None:
             return None
         form, ceilings, peak = self._known
@@ -58,7 +58,7 @@ class Limit:
 
 
 def limit_of(llm: LLM, wanted: bool) -> Limit | None:
-    """None where it is not wanted."""
+    """None unless `wanted`."""
     return Limit(llm) if wanted else None
 
 
@@ -68,11 +68,11 @@ class Speed:
     cached_tokens: int
     output_tokens: int
     ttft: float | None
-    """Seconds until the first token."""
+    """Seconds to the first token."""
     total: float | None
-    """Seconds until the last one."""
+    """Seconds to the last token."""
     limit: float | None
-    """The shortest time, in seconds, that the machine could have taken for all tokens after the first."""
+    """Least seconds that the machine needs for all tokens after the first."""
 
     @property
     def decode_seconds(self) -> float | None:
@@ -114,7 +114,7 @@ def percentage(percent: float) -> str:
     return f"{percent:.0f}%" if percent >= 10 else f"{percent:.1f}%"
 
 
-def speed_of(answer: Answer, limit: Limit | None) -> Speed:
+def speed_of(answer: FinishedAnswer, limit: Limit | None) -> Speed:
     metrics = answer.result.metrics
     bound = limit.seconds(answer.decode_steps) if limit is not None and answer.decode_steps else None
     return Speed(

@@ -1,4 +1,4 @@
-"""What differs between a terminal and a pipe: reading prompts, printing what a model wrote, showing progress."""
+"""Input, output and progress, for terminals and pipes."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from bankfull.errors import RequestError
 LARGEST_INPUT = 64 << 20
 SECONDS_BETWEEN_LINES = 30.0
 
-# A model may write escape sequences, which a terminal would obey. Control characters show as their symbols instead.
+# A model may generate escape sequences, which a terminal would execute: control characters are shown as symbols.
 _CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _CONTROLS |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 def say(text: str) -> None:
-    """A line about the run, beside its output."""
+    """Print a line about the run to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def write_text(text: str) -> None:
-    """What a model wrote, at once, to stdout."""
+    """Print generated text to stdout and flush."""
     sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def read_input() -> str:
-    """All of stdin, without the newline that ends it."""
+    """All of stdin, without the final newline."""
     stream: IO[Any] = getattr(sys.stdin, "buffer", sys.stdin)
     data = stream.read(LARGEST_INPUT + 1)
     if len(data) > LARGEST_INPUT:
@@ -43,12 +43,12 @@ def read_input() -> str:
 
 
 Advance = Callable[[int, str], None]
-"""Called with how many are done, and a note."""
+"""Called with the number of finished items and a note."""
 
 
 @contextmanager
 def progress(what: str, total: int | None, done: int = 0) -> Iterator[Advance]:
-    """On a terminal a bar, elsewhere a line from time to time; on stderr."""
+    """Progress on stderr: a bar on a terminal, otherwise a line every few seconds."""
     if not sys.stderr.isatty():
         last = time.monotonic()
 
@@ -76,7 +76,7 @@ def progress(what: str, total: int | None, done: int = 0) -> Iterator[Advance]:
 
 
 def print_table(table: Any) -> None:
-    """A rich table: with its frame on a terminal, as bare columns elsewhere."""
+    """Print a rich table: framed on a terminal, otherwise as plain columns."""
     from rich.console import Console
 
     if sys.stdout.isatty():

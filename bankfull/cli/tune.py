@@ -1,4 +1,4 @@
-"""`bankfull tune`: which of a GPU's kernels computes the model's linear layers fastest, for every number of rows."""
+"""`bankfull tune`: find the fastest GPU kernel for each linear layer of a model and each number of rows."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ MOST_ROWS = 1 << 16
 
 def tune(
     model: Model = "smollm2",
-    device: Annotated[str, typer.Option(help="cuda or cuda:N.")] = "cuda",
+    device: Annotated[str, typer.Option(help="The GPU: cuda or cuda:N.")] = "cuda",
     dtype: Dtype = "auto",
-    rows: Annotated[str, typer.Option(help="Numbers of rows to measure, with commas between them.")] = ROWS,
+    rows: Annotated[str, typer.Option(help="Numbers of rows to measure, separated by commas.")] = ROWS,
     json: Json = False,
 ) -> None:
-    """Time every kernel on every shape of the model's dense linear layers; what is fastest is kept and used from then
-    on, on this kind of device and with these versions. Without it, a rule of thumb decides.
+    """Time every kernel on every shape of the model's dense linear layers, and store the fastest.
+
+    The results are used from then on, on this kind of device with these library versions. Without them, a heuristic
+    chooses the kernels.
     """
     counts = parse_rows(rows)
     import torch
@@ -51,7 +53,9 @@ def tune(
     chosen = choose_dtype(dtype, files, found.kind)
     shapes = shapes_of(files, str(chosen).removeprefix("torch."))
     if not shapes:
-        raise ConfigError(f"{model} has no dense linear layers: what is quantized has one kernel only, and no choice.")
+        raise ConfigError(
+            f"{model} has no dense linear layers, and quantized layers have only one kernel: there is nothing to tune."
+        )
     linears: Any = import_module("bankfull.ops.triton.linear")
     cache = torch.cuda.get_device_properties(found.torch).L2_cache_size
     timings = []
@@ -64,12 +68,14 @@ def tune(
     try:
         path = table.store([timing.entry for timing in timings], found.torch)
     except OSError as error:
-        raise ConfigError(f"The table cannot be kept: {error.strerror or error}; set BANKFULL_CACHE.") from None
+        raise ConfigError(
+            f"The table cannot be written: {error.strerror or error}; set BANKFULL_CACHE to another directory."
+        ) from None
     if json:
         print(json_text.dumps({"table": str(path), "timings": [as_json(timing) for timing in timings]}))
         return
     print_table(timings_table(timings))
-    say(f"bankfull: {len(timings)} plans are kept in {path}")
+    say(f"bankfull: {len(timings)} plans are stored in {path}")
 
 
 def parse_rows(text: str) -> list[int]:
@@ -78,7 +84,9 @@ def parse_rows(text: str) -> list[int]:
     words = [word.strip() for word in text.split(",")]
     counts = {int(word) for word in words if len(word) < 9 and word.isascii() and word.isdecimal()}
     if len(counts) != len(words) or not all(1 <= count <= MOST_ROWS for count in counts):
-        raise ConfigError(f"--rows {text[:40]!r} is not a list of different numbers from 1 to {MOST_ROWS}; use {ROWS}.")
+        raise ConfigError(
+            f"--rows {text[:40]!r} is not a list of distinct numbers from 1 to {MOST_ROWS}; use for example {ROWS}."
+        )
     return sorted(counts)
 
 

@@ -1,4 +1,4 @@
-"""Token ids to text while they arrive."""
+"""Streaming detokenization."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 class Detokenizer:
-    """Emits text as soon as its characters are whole; all that it emits together is `Tokenizer.decode` of all ids.
+    """Emits text as soon as its characters are complete; the concatenation is `Tokenizer.decode` of all ids.
 
-    Each token is read once and at most three bytes wait, so the cost is linear however long the text becomes.
+    Each token is read once and at most three bytes are held back, so the cost is linear in the length of the text.
     """
 
     __slots__ = ("_decoder", "_drop_space", "_separator", "_skipped", "_tokenizer")
@@ -26,7 +26,7 @@ class Detokenizer:
         self._separator = b""
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that is certain now that `ids` have arrived."""
+        """The text that is complete after `ids`."""
         data = bytearray()
         for id in ids:
             if id not in self._skipped:
@@ -36,7 +36,7 @@ class Detokenizer:
         return self._emit(self._decoder.decode(bytes(data)))
 
     def finish(self) -> str:
-        """What was held back: the beginning of a character that never came."""
+        """The held-back bytes: the beginning of a character that was never completed."""
         return self._emit(self._decoder.decode(b"", final=True))
 
     def _emit(self, text: str) -> str:

@@ -1,7 +1,7 @@
-"""Tools for a model whose chat template has no place for them: a conversation in which plain messages tell of them.
+"""Tools for a model whose chat template does not support them: plain messages describe them instead.
 
-Tools are described in the system message, earlier calls are part of what the assistant said, and results are part of
-what the user says: roles that every template knows, in the order that the strictest ones ask for.
+The system message describes the tools, assistant messages contain the calls, and user messages the results: every
+template supports these roles, in the order that the strictest templates require.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Message = dict[str, Any]
 def with_tools_as_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, takes_system: bool
 ) -> list[Message]:
-    """The conversation with tools, calls and results as text; all of it in plain JSON values. `takes_system`: whether
-    the template has a place for a system message; without one the tools are described to the first user."""
+    """The conversation with tools, calls and results as text, in plain JSON values. `takes_system`: whether the
+    template supports a system message; otherwise the first user message describes the tools."""
     made = _spoken(messages)
     if tools:
         _describe(made, "\n".join([_OFFER, *map(_tool, tools), _HOW]), takes_system)
@@ -39,7 +39,7 @@ def _spoken(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     made: list[Message] = []
     names: dict[object, object] = {}
     results: list[str] = []
-    """One turn of the user's: results, and what the user says behind them."""
+    """One user turn: tool results, then the user's message."""
     for message in messages:
         role, calls = message.get("role"), message.get("tool_calls")
         if role == "tool":
@@ -63,7 +63,7 @@ def _turn(texts: Sequence[str]) -> list[Message]:
 
 
 def _describe(messages: list[Message], description: str, takes_system: bool) -> None:
-    """Behind what the conversation's own system message says, or in front of its first question."""
+    """Append to the system message, or prepend to the first user message."""
     if takes_system and messages and messages[0].get("role") == "system":
         messages[0]["content"] = _joined(_text(messages[0].get("content")), description, between="\n\n")
         return
@@ -96,7 +96,7 @@ def _result(message: Mapping[str, Any], names: Mapping[object, object]) -> str:
 
 
 def _function(value: object) -> Mapping[str, Any]:
-    """Of a tool or a call; both may be wrapped as {"type": "function", "function": ...}."""
+    """The function of a tool or a call; either may be wrapped as {"type": "function", "function": ...}."""
     inner = _field(value, "function")
     found = inner if isinstance(inner, Mapping) else value
     return found if isinstance(found, Mapping) else {}
@@ -107,7 +107,7 @@ def _field(value: object, name: str) -> object:
 
 
 def _text(content: object) -> str:
-    """Of a message: one text, or a list of parts that have one."""
+    """The text of a message: a string, or a list of parts with text."""
     if isinstance(content, list):
         return "\n".join(str(part["text"]) for part in content if isinstance(part, Mapping) and "text" in part)
     return content if isinstance(content, str) else ""
@@ -122,7 +122,7 @@ def _json(value: object) -> str:
 
 
 def _is_json(text: str) -> bool:
-    """Whether it is an object or a list that can stand in other JSON as it is."""
+    """Whether the text is a JSON object or list that can be embedded in other JSON."""
     if not text.lstrip().startswith(("{", "[")):
         return False
     try:

@@ -2,9 +2,9 @@
 
 Two kinds of vocabulary: "gpt2" (byte-level pieces and a merge list) and "llama" (SentencePiece pieces with scores).
 
-What ends a text: the ids that the file names as end of text, of turn or of message, and every control token with one
-of the names in `END_NAMES`, because many files name only one of the tokens that their model ends with. One exception:
-where both <|return|> and <|call|> exist, <|end|> only closes a message and the answer goes on.
+End tokens: the ids that the file declares as end of text, turn or message, and every control token whose name is in
+`END_NAMES`, because many files declare only one of their model's end tokens. One exception: if both <|return|> and
+<|call|> exist, <|end|> only closes a message, and generation continues.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bankfull.errors import ModelError
 from bankfull.text.pretokenize import family_named
 from bankfull.text.spm import sentencepiece_backend
 from bankfull.text.tokenizer import Tokenizer
-from bankfull.text.vocabulary import Kind, Vocabulary, sequence
+from bankfull.text.vocabulary import GgufVocabulary, Kind, sequence
 
 END_NAMES = frozenset(
     {
@@ -56,7 +56,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
 
 def _byte_level(metadata: Mapping[str, object]) -> Tokenizer:
     family = family_named(metadata.get("tokenizer.ggml.pre"))
-    vocabulary = Vocabulary(metadata, searched_normalised=False)
+    vocabulary = GgufVocabulary(metadata, searched_normalised=False)
     merges = _pairs(sequence(metadata, "tokenizer.ggml.merges"))
     try:
         model = models.BPE(vocab=vocabulary.ids, merges=merges, ignore_merges=family.whole_words)
@@ -81,7 +81,7 @@ def _byte_level(metadata: Mapping[str, object]) -> Tokenizer:
 
 
 def _sentencepiece(metadata: Mapping[str, object]) -> Tokenizer:
-    vocabulary = Vocabulary(metadata, searched_normalised=True)
+    vocabulary = GgufVocabulary(metadata, searched_normalised=True)
     scores = sequence(metadata, "tokenizer.ggml.scores")
     if len(scores) != len(vocabulary) or not all(isinstance(score, (int, float)) for score in scores):
         raise ModelError(
@@ -94,7 +94,7 @@ def _sentencepiece(metadata: Mapping[str, object]) -> Tokenizer:
             "supported for SentencePiece BPE: use the model's tokenizer.json"
         )
     space_prefix = _flag(metadata, "add_space_prefix", True)
-    # Files that leave the ids out mean SentencePiece's own defaults.
+    # Files without these ids mean SentencePiece's defaults.
     bos_id = _id(metadata, "bos_token_id", vocabulary, 1)
     return Tokenizer(
         sentencepiece_backend(vocabulary, [float(score) for score in scores], space_prefix=space_prefix),  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def _sentencepiece(metadata: Mapping[str, object]) -> Tokenizer:
 
 
 def _pairs(merges: Sequence[object]) -> list[tuple[str, str]]:
-    # No piece contains a space: a byte-level vocabulary writes it as another character.
+    # No piece contains a space: a byte-level vocabulary maps it to another character.
     parts = [str(merge).partition(" ") for merge in merges]
     for merge, (left, _, right) in zip(merges, parts, strict=True):
         if not (left and right) or " " in right:
@@ -117,7 +117,7 @@ def _pairs(merges: Sequence[object]) -> list[tuple[str, str]]:
     return [(left, right) for left, _, right in parts]
 
 
-def _ends(metadata: Mapping[str, object], vocabulary: Vocabulary, default: int | None = None) -> set[int]:
+def _ends(metadata: Mapping[str, object], vocabulary: GgufVocabulary, default: int | None = None) -> set[int]:
     declared = {_id(metadata, key, vocabulary, default if key == "eos_token_id" else None) for key in _END_KEYS}
     named = END_NAMES.intersection(vocabulary.of(Kind.CONTROL))
     if {"<|return|>", "<|call|>"} <= named:
@@ -125,7 +125,7 @@ def _ends(metadata: Mapping[str, object], vocabulary: Vocabulary, default: int |
     return {id for id in declared if id is not None} | {vocabulary.ids[token] for token in named}
 
 
-def _id(metadata: Mapping[str, object], key: str, vocabulary: Vocabulary, default: int | None = None) -> int | None:
+def _id(metadata: Mapping[str, object], key: str, vocabulary: GgufVocabulary, default: int | None = None) -> int | None:
     value = metadata.get(f"tokenizer.ggml.{key}", default)
     if value is None:
         return None

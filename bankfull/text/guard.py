@@ -1,10 +1,9 @@
-"""Text that spells a special token must be able to stay text.
+"""Keep the spelling of a special token in user text from becoming that token.
 
-A special token is cut out of a text before anything else, wherever its spelling occurs. To keep a spelling as text, a
-private marker (a Unicode noncharacter that the text does not contain) is put inside it, so that it is no longer found;
-a copy of the tokenizer whose first normalisation step deletes the marker then reads the text as if it had never been
-there. Every other rule of the tokenizer stays in force, so marked and plain text get the same ids but for the token
-that was not to be.
+A tokenizer first splits a text at the spellings of its special tokens. To keep a spelling as text, a marker (a Unicode
+noncharacter that the text does not contain) is inserted into it, so that it is not found. A copy of the tokenizer,
+whose first normalization step deletes the marker, then encodes the text. Every other rule of the tokenizer applies, so
+the ids differ from those of the plain text only at the suppressed token.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from bankfull.errors import RequestError
 from bankfull.text.noncharacters import NONCHARACTERS
 
 LONG_TEXT = 2000
-"""Characters from which on encoding could hold up other threads."""
+"""Characters above which encoding could block other threads noticeably."""
 SEARCHED = 1 << 16
-"""Characters that are searched in one go."""
+"""Characters searched in one call."""
 
 
 class SpecialGuard:
-    """Finds the spellings of special tokens, breaks them with a marker, and encodes what was marked."""
+    """Finds the spellings of special tokens, breaks them with a marker, and encodes the marked text."""
 
     def __init__(self, backend: tokenizers.Tokenizer, spellings: Iterable[str]) -> None:
         self._backend = backend
         self._spellings = sorted({spelling for spelling in spellings if spelling}, key=len, reverse=True)
         alternatives = "|".join(map(re.escape, self._spellings))
         self._pattern = re.compile(f"({alternatives})") if self._spellings else None
-        # Where a string may be glued to another one by a template, half a spelling is already too much. A part that is
-        # all letters and digits is left alone: it would mark ordinary words such as role names.
+        # A template may concatenate two strings, so a part of a spelling at an edge is marked, too. Parts of only
+        # letters and digits are not: they would mark ordinary words such as role names.
         self._heads = sorted(_parts(spelling[:cut] for spelling in self._spellings for cut in range(1, len(spelling))))
         self._tails = sorted(_parts(spelling[cut:] for spelling in self._spellings for cut in range(1, len(spelling))))
         self._heads_tuple, self._tails_tuple = tuple(self._heads), tuple(self._tails)
@@ -44,7 +43,7 @@ class SpecialGuard:
         self._marker = ""
 
     def split(self, text: str) -> list[str]:
-        """Text and spellings in turn, beginning and ending with (maybe empty) text."""
+        """Text and spellings in alternation, beginning and ending with text, which may be empty."""
         parts, behind = [], 0
         for found in self._found(text):
             parts += [text[behind : found.start()], found[0]]
@@ -52,16 +51,16 @@ class SpecialGuard:
         return [*parts, text[behind:]]
 
     def spells(self, text: str) -> bool:
-        """Whether a special token would be cut out of `text`."""
+        """Whether `text` contains the spelling of a special token."""
         return next(self._found(text), None) is not None
 
     def _found(self, text: str) -> Iterator[re.Match[str]]:
-        """All spellings in `text`. It is searched in pieces: many a `<` costs time, in which no other thread runs."""
+        """All spellings in `text`. It is searched in pieces, because the search holds the interpreter's lock."""
         if self._pattern is None:
             return
         start, longest = 0, len(self._spellings[0])
         while start < len(text):
-            # Whatever begins before `end` is seen whole.
+            # A spelling that begins before `end` is seen completely.
             end = start + SEARCHED
             found = self._pattern.search(text, start, end + longest)
             if found is None or found.start() >= end:
@@ -84,12 +83,12 @@ class SpecialGuard:
             if marker not in used:
                 return marker
         raise RequestError(
-            "the text spells a special token and contains all 66 Unicode noncharacters, so none is left to keep the "
-            "spelling as text: remove one of them"
+            "the text contains a special token and all 66 Unicode noncharacters, so no marker is left to keep the "
+            "token as text: remove a noncharacter"
         )
 
     def mark(self, text: str, marker: str, *, edges: bool = False) -> str:
-        """`text` with `marker` inside every spelling, and with `edges` beside parts of spellings at its two ends."""
+        """`text` with `marker` inside every spelling and, with `edges`, next to partial spellings at both ends."""
         parts = self.split(text)
         if len(parts) > 1:
             text = "".join(_broken(part, marker) if index % 2 else part for index, part in enumerate(parts))
@@ -103,7 +102,7 @@ class SpecialGuard:
         return text
 
     def encode(self, text: str, marker: str) -> list[int]:
-        """The ids of a marked text, the markers removed."""
+        """The ids of a marked text, without the markers."""
         with self._lock:
             if self._marked is None:
                 self._marked = _copy_with_raw_specials(self._backend)
@@ -117,7 +116,7 @@ class SpecialGuard:
 
 
 def encode_with(backend: tokenizers.Tokenizer, text: str) -> list[int]:
-    """The library lets other threads run only while it encodes a batch, which costs a little more."""
+    """The library releases the interpreter only while it encodes a batch, which costs slightly more."""
     if len(text) > LONG_TEXT:
         ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
     else:
@@ -135,14 +134,14 @@ def _broken(spelling: str, marker: str) -> str:
             f"the text contains {spelling!r}, which is a special token of this model in one character and cannot be "
             "kept as text: remove it"
         )
-    # Behind the first character: no spelling can then begin here, whatever follows.
+    # After the first character: then no spelling can begin here.
     return spelling[0] + marker + spelling[1:]
 
 
 def _copy_with_raw_specials(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A tokenizer of its own around the same model, as far as encoding goes."""
+    """A second tokenizer with the same model, for encoding only."""
     added = backend.get_added_tokens_decoder()
-    # A special token that is searched in normalised text would be found again once the marker is gone.
+    # A special token that is matched in normalized text would match again after the marker is removed.
     tokens = [_raw(added[id]) if added[id].special else added[id] for id in sorted(added)]
     copy = tokenizers.Tokenizer(backend.model)
     if backend.normalizer is not None:
@@ -154,7 +153,7 @@ def _copy_with_raw_specials(backend: tokenizers.Tokenizer) -> tokenizers.Tokeniz
         id: token.content for id, token in added.items()
     }:
         return copy
-    # Added tokens whose ids have gaps cannot be added again one by one; the full description carries the ids.
+    # Added tokens with gaps between their ids cannot be added one by one; the full description has the ids.
     description = json.loads(backend.to_str())
     for token in description["added_tokens"]:
         token["normalized"] = token["normalized"] and not token["special"]

@@ -19,7 +19,7 @@ _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token",
 
 
 class Files(Protocol):
-    """What is read of a model's files: `bankfull.weights.source.ModelFiles` has it."""
+    """The parts of a model's files that are read here: a `ModelFiles` or a `TextFiles`."""
 
     @property
     def path(self) -> Path: ...
@@ -70,8 +70,8 @@ def _from_directory(files: Files) -> tuple[Tokenizer, ChatTemplate | None]:
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exceptions
-        raise ModelError(f"{path} is no readable tokenizer: {error}") from None
-    # A stored limit on the length of a text belongs to training; here it would cut prompts without a word.
+        raise ModelError(f"{path} is not a readable tokenizer: {error}") from None
+    # A stored length limit is for training; here it would silently truncate prompts.
     backend.no_truncation()
     backend.no_padding()
     settings = {**_read(folder / "special_tokens_map.json"), **_read(folder / "tokenizer_config.json")}
@@ -96,7 +96,7 @@ def _from_directory(files: Files) -> tuple[Tokenizer, ChatTemplate | None]:
 
 
 def _make_special(backend: tokenizers.Tokenizer, tokens: Mapping[str, str], settings: Mapping[str, object]) -> None:
-    """Tokens that the settings name as special, and that the tokenizer file only has in its vocabulary."""
+    """Mark tokens as special that the settings declare so and the tokenizer file does not."""
     extra = settings.get("additional_special_tokens") or settings.get("extra_special_tokens")
     more = extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list) else ()
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
@@ -108,7 +108,7 @@ def _make_special(backend: tokenizers.Tokenizer, tokens: Mapping[str, str], sett
 
 
 def _opening(backend: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """What the tokenizer's own post-processor puts before a text."""
+    """The tokens that the tokenizer's post-processor puts before a text."""
     bare = backend.encode("a", add_special_tokens=False).ids
     full = backend.encode("a", add_special_tokens=True).ids
     for start in range(len(full) - len(bare) + 1):
@@ -123,7 +123,8 @@ def _template(folder: Path, settings: Mapping[str, object], tokens: Mapping[str,
         return None
     if "default" not in sources:
         raise ModelError(
-            f"the chat templates of {folder} are named {', '.join(sorted(sources))}, and none is 'default': name one so"
+            f"the chat templates of {folder} are named {', '.join(sorted(sources))}, and none is 'default': rename one "
+            "to 'default'"
         )
     return ChatTemplate(
         sources["default"],
@@ -135,7 +136,7 @@ def _template(folder: Path, settings: Mapping[str, object], tokens: Mapping[str,
 
 
 def _sources(folder: Path, settings: Mapping[str, object]) -> dict[str, str]:
-    """Chat templates by name: the .jinja files of the directory win over the field of tokenizer_config.json."""
+    """Chat templates by name. The .jinja files of the directory override tokenizer_config.json."""
     sources: dict[str, str] = {}
     match settings.get("chat_template"):
         case None:
@@ -147,7 +148,9 @@ def _sources(folder: Path, settings: Mapping[str, object]) -> dict[str, str]:
                 fields = entry if isinstance(entry, dict) else {}
                 sources[_text(fields.get("name"), "chat_template")] = _text(fields.get("template"), "chat_template")
         case _:
-            raise ModelError(f"chat_template in {folder / 'tokenizer_config.json'} is no text and no list of texts")
+            raise ModelError(
+                f"chat_template in {folder / 'tokenizer_config.json'} is neither a string nor a list of templates"
+            )
     for name, path in (
         ("default", folder / "chat_template.jinja"),
         ("tool_use", folder / "additional_chat_templates" / "tool_use.jinja"),
@@ -157,7 +160,7 @@ def _sources(folder: Path, settings: Mapping[str, object]) -> dict[str, str]:
             try:
                 sources[name] = path.read_text("utf-8")
             except UnicodeDecodeError:
-                raise ModelError(f"{path} is not UTF-8 text: save it again as such") from None
+                raise ModelError(f"{path} is not UTF-8 text: save it as UTF-8") from None
     return sources
 
 
@@ -176,11 +179,11 @@ def _read(path: Path) -> dict[str, object]:
 
 def _check_size(path: Path) -> None:
     if path.stat().st_size > _LARGEST:
-        raise ModelError(f"{path} is larger than {_LARGEST >> 20} MiB, so it is no tokenizer file")
+        raise ModelError(f"{path} is larger than {_LARGEST >> 20} MiB, so it is not a tokenizer file")
 
 
 def _content(token: object) -> str | None:
-    """A token is written as its text, or as an object with its text."""
+    """The text of a token, which is a string or an object with one."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

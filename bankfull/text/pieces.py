@@ -1,9 +1,9 @@
-"""From a token to its bytes: what each kind of decoder does to one token, undone once and for all.
+"""The bytes of a token, for each kind of decoder.
 
-A decoder of the `tokenizers` library turns a list of tokens into text. Streaming needs the same by token, so decoding
-here is: the bytes of each token, joined, read as UTF-8. Bytes that are not UTF-8 become U+FFFD, once per maximal
-broken part; a `tokenizers` ByteFallback decoder instead gives up on a whole run of byte tokens if any is broken, which
-no stream could follow.
+A decoder of the `tokenizers` library turns a list of tokens into text. Streaming needs the text of each token, so
+decoding here joins the bytes of the tokens and reads them as UTF-8. Invalid UTF-8 becomes U+FFFD, one per maximal
+invalid part. The ByteFallback decoder of `tokenizers` instead rejects a whole run of byte tokens if any is invalid,
+which cannot be streamed.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def byte_level_alphabet() -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """How a vocabulary writes bytes."""
+    """How a vocabulary encodes bytes."""
 
     byte_level: bool = False  # each character of a token stands for one byte
     space_mark: bool = False  # U+2581 stands for a space
     byte_tokens: bool = False  # <0xAB> stands for the byte AB
-    drops_first_space: bool = False  # a decoded text loses one leading space: the one that encoding put there
-    separator: bytes = b""  # stands between two tokens
+    drops_first_space: bool = False  # decoding drops one leading space, which encoding added
+    separator: bytes = b""  # the separator between two tokens
 
     def bytes_of(self, token: str, *, added: bool, special: bool) -> bytes:
         if special or (added and self.byte_level):
@@ -63,7 +63,7 @@ _ALPHABET = byte_level_alphabet()
 
 
 def pieces_of(backend: tokenizers.Tokenizer) -> Pieces:
-    """How the decoder of `backend` reads its tokens; a decoder that joins tokens in another way is refused by name."""
+    """How the decoder of `backend` reads its tokens. An unsupported decoder is refused by name."""
     if backend.decoder is None:
         return Pieces(separator=b" ")
     found: set[str] = set()

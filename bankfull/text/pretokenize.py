@@ -1,8 +1,8 @@
-"""How each family of byte-level vocabularies cuts a text into words before its merges run.
+"""Pre-tokenization of byte-level vocabularies: how each family splits a text into words before its merges run.
 
-A GGUF file only names the family (`tokenizer.ggml.pre`). The steps here are the ones that the models' own
-tokenizer.json files carry; where a family is known only from the GGUF side, the patterns of that side. Each pattern
-cuts what the one before it left, its matches and the gaps between them becoming words.
+A GGUF file only names the family (`tokenizer.ggml.pre`). The steps are those of the models' tokenizer.json files, or,
+for families known only from GGUF, the patterns of that format. Each pattern splits the words of the previous one: its
+matches and the gaps between them become words.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _set(classes: str) -> str:
 
 
 def _cased(digits: str, ending: str) -> str:
-    """Words that also break where lower case turns to upper case."""
+    """A pattern that also splits words where lower case changes to upper case."""
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     lead = r"[^\r\n\p{L}\p{N}]?"
     words = f"{lead}{upper}*{lower}+{ending}|{lead}{upper}+{lower}*{ending}"
@@ -53,8 +53,8 @@ _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """One way to cut text; `whole_words` takes a word that is a token as it is, without running the merges."""
+class Pretokenization:
+    """One way to split text. `whole_words`: a word that is a token is used as it is, without merges."""
 
     patterns: tuple[str, ...]
     nfc: bool = False
@@ -69,9 +69,9 @@ class Family:
         return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-_FAMILIES: dict[Family, tuple[str, ...]] = {
-    Family(_DEFAULT): ("default",),
-    Family((_GPT2,)): (
+_FAMILIES: dict[Pretokenization, tuple[str, ...]] = {
+    Pretokenization(_DEFAULT): ("default",),
+    Pretokenization((_GPT2,)): (
         "gpt-2",
         "phi-2",
         "gigachat",
@@ -89,9 +89,17 @@ _FAMILIES: dict[Family, tuple[str, ...]] = {
         "trillion",
         "granite-docling",
     ),
-    Family((r"\p{N}", _GPT2)): ("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b", "mellum2"),
-    Family((r"\p{N}", _GPT2), nfc=True): ("command-r",),
-    Family((_LLAMA3,), whole_words=True, add_bos=True): (
+    Pretokenization((r"\p{N}", _GPT2)): (
+        "smollm",
+        "starcoder",
+        "refact",
+        "codeshell",
+        "exaone",
+        "minerva-7b",
+        "mellum2",
+    ),
+    Pretokenization((r"\p{N}", _GPT2), nfc=True): ("command-r",),
+    Pretokenization((_LLAMA3,), whole_words=True, add_bos=True): (
         "llama-bpe",
         "llama3",
         "llama-v3",
@@ -101,9 +109,9 @@ _FAMILIES: dict[Family, tuple[str, ...]] = {
         "midm-2.0",
         "lfm2",
     ),
-    Family((_LLAMA3,)): ("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"),
-    Family((_QWEN2,), nfc=True): ("qwen2",),
-    Family((_QWEN2,)): (
+    Pretokenization((_LLAMA3,)): ("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"),
+    Pretokenization((_QWEN2,), nfc=True): ("qwen2",),
+    Pretokenization((_QWEN2,)): (
         "deepseek-r1-qwen",
         "kormo",
         "f2llmv2",
@@ -113,22 +121,22 @@ _FAMILIES: dict[Family, tuple[str, ...]] = {
         "solar-open",
         "grok-2",
     ),
-    Family((_tiktoken(r"\p{N}", letters=r"\p{L}\p{M}"),), nfc=True): ("qwen35",),
-    Family((_TEKKEN,), whole_words=True, add_bos=True): ("tekken",),
-    Family((_GPT4O,)): ("gpt-4o", "llama4", "kanana2", "minimax-m2"),
-    Family(_DEEPSEEK3): ("deepseek-v3", "hunyuan-dense", "joyai-llm"),
-    Family(_DEEPSEEK_CODER): ("deepseek-coder",),
-    Family((_BLOOM,)): ("bloom", "gpt3-finnish", "poro-chat"),
-    Family((_BLOOM, r"\p{N}")): ("viking",),
-    Family((_BAILING,)): ("bailingmoe", "bailingmoe2", "llada-moe"),
-    Family((_SEED,)): ("seed-coder",),
+    Pretokenization((_tiktoken(r"\p{N}", letters=r"\p{L}\p{M}"),), nfc=True): ("qwen35",),
+    Pretokenization((_TEKKEN,), whole_words=True, add_bos=True): ("tekken",),
+    Pretokenization((_GPT4O,)): ("gpt-4o", "llama4", "kanana2", "minimax-m2"),
+    Pretokenization(_DEEPSEEK3): ("deepseek-v3", "hunyuan-dense", "joyai-llm"),
+    Pretokenization(_DEEPSEEK_CODER): ("deepseek-coder",),
+    Pretokenization((_BLOOM,)): ("bloom", "gpt3-finnish", "poro-chat"),
+    Pretokenization((_BLOOM, r"\p{N}")): ("viking",),
+    Pretokenization((_BAILING,)): ("bailingmoe", "bailingmoe2", "llada-moe"),
+    Pretokenization((_SEED,)): ("seed-coder",),
 }
 
-FAMILIES: dict[str, Family] = {name: family for family, names in _FAMILIES.items() for name in names}
+FAMILIES: dict[str, Pretokenization] = {name: family for family, names in _FAMILIES.items() for name in names}
 
 
-def family_named(name: object) -> Family:
-    """The family that `tokenizer.ggml.pre` names."""
+def family_named(name: object) -> Pretokenization:
+    """The pre-tokenization named by `tokenizer.ggml.pre`."""
     if isinstance(name, str) and name in FAMILIES:
         return FAMILIES[name]
     known = ", ".join(sorted(FAMILIES))

@@ -1,7 +1,7 @@
-"""The owner of the processes in which chat templates run (`render_worker`): starts them, asks them one thing at a time,
-and starts another in the place of one that ended, however it did.
+"""Starts the worker processes that render chat templates (`render_worker`), sends them one call at a time, and replaces
+a worker that has ended.
 
-There are two for this whole process, so that a short conversation never waits behind a long one.
+There are two workers, so that a short conversation never waits behind a long one.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from bankfull.text.render_wire import (
 )
 
 SHORT = 64 << 10
-"""Bytes of a call up to which it is a short one."""
+"""Largest size of a short call in bytes."""
 TEMPLATES = 16
-"""That a process keeps; a program seldom has more than one model."""
+"""Compiled templates that a worker keeps; a program rarely has more than one model."""
 PATIENCE = 60.0
-"""Seconds without an answer after which a process is ended that has not even used its processor time."""
+"""Time-out of a call in seconds, for a worker that has not used up its CPU time."""
 LOOK = 0.02
-"""Seconds between two looks at the memory of a process that the system does not limit."""
+"""Seconds between two checks of a worker's memory on systems without a memory limit."""
 BASE, PER_CHARACTER = 1 << 20, 8
-"""Characters that a template may make, and as many times those that it was given: JSON may spell one with six."""
+"""Characters that a template may generate: a constant, plus a multiple of its input (JSON escapes are six long)."""
 _FAILED = "the model's chat template failed: "
 _PASSED_ON = ("PATH", "LANG", "TZ", "TZDIR", "HOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 class Source:
-    """A template's text, and what it is called between the processes."""
+    """The source of a template, and its name in messages to the worker."""
 
     __slots__ = ("name", "text")
 
@@ -64,7 +64,7 @@ class Source:
 
 
 class RenderProcess:
-    """One process, for any thread, one call at a time."""
+    """One worker process, for any thread, one call at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -73,7 +73,7 @@ class RenderProcess:
         self._connection: socket.socket | None = None
         self._started = self._limited = False
         self._known: dict[str, frozenset[str]] = {}
-        """Templates that the process has compiled, oldest use first, and what they read."""
+        """Templates compiled by the worker, least recently used first, with the variables that they read."""
         self.starts = 0
 
     @property
@@ -81,21 +81,21 @@ class RenderProcess:
         return None if self._process is None else self._process.pid
 
     def begin(self) -> None:
-        """Start the process if there is none; it gets ready while others do their work."""
+        """Start the worker if there is none, without waiting for it."""
         with self._lock:
             if not self._alive():
                 self._start()
 
     def at_once(self, source: Source) -> bool:
-        """Could a call be answered at once: is nobody else asking, and is the template there?"""
+        """Whether a call would start at once: the worker is idle and has compiled the template."""
         return not self._lock.locked() and source.name in self._known and self._alive()
 
     def variables(self, source: Source) -> frozenset[str]:
-        """What a template reads without setting it first. Raises ModelError where it is no template."""
+        """The variables that a template reads without setting them first. Raises ModelError for a broken template."""
         return self._try(lambda: self._compiled(source))
 
     def render(self, source: Source, values: Mapping[str, object], given: int) -> str:
-        """`values`: plain data, with `given` characters in all."""
+        """Render with `values`: plain data with `given` characters in total."""
         longest = BASE + PER_CHARACTER * given
 
         def ask() -> tuple[bytes, str]:
@@ -114,7 +114,7 @@ class RenderProcess:
             self._end()
 
     def _try(self, call: Callable[[], T]) -> T:
-        """A process that had ended before it was asked anything says nothing about the call: another one is asked."""
+        """A worker that ended before it received the call is replaced, and the call is sent again."""
         with self._lock:
             for _ in range(2):
                 if not self._alive():
@@ -122,9 +122,9 @@ class RenderProcess:
                 with suppress(OSError):
                     return call()
                 self._end()
-        raise BankfullError("The process for chat templates ends as soon as it is started: is memory short?")
+        raise BankfullError("The process for chat templates ends right after its start; is enough memory free?")
 
-    # -- with the lock
+    # -- the caller holds the lock
 
     def _compiled(self, source: Source) -> frozenset[str]:
         name = source.name
@@ -143,25 +143,25 @@ class RenderProcess:
         return self._known[name]
 
     def _ask(self, request: Mapping[str, object], longest: int) -> tuple[bytes, str]:
-        """Raises OSError where the process had ended before."""
+        """Raises OSError if the worker had ended before."""
         assert self._connection is not None
         try:
             message = json.dumps(request, ensure_ascii=False)
-        except ValueError as error:  # a number with more digits than Python writes out
-            raise RequestError(f"the values for the model's chat template cannot be written down: {error}") from None
+        except ValueError as error:  # an integer with more digits than Python converts
+            raise RequestError(f"the values for the model's chat template cannot be encoded as JSON: {error}") from None
         try:
             self._wait_started()
             send(self._connection, REQUEST, message)
             answer = self._await(4 * longest + 4096) or (LIMITED, self._reason())
-        except BaseException:  # an interrupt, too: nobody may take this call's answer for the next one's
+        except BaseException:  # also after an interrupt: the next call must not receive this call's response
             self._end()
             raise
         if answer[0] == LIMITED:
-            self._start()  # now, so that the next call finds it started
+            self._start()  # now, so that the next call need not wait for it
         return answer
 
     def _await(self, most: int | None = None) -> tuple[bytes, str] | None:
-        """The next message; None where there will be none."""
+        """The next message; None if the worker has ended."""
         assert self._connection is not None and self._process is not None
         poll, waited = select.poll(), 0.0
         poll.register(self._connection, select.POLLIN)
@@ -185,7 +185,7 @@ class RenderProcess:
         self._started, self._limited = True, answer[1] == "limited"
 
     def _reason(self) -> str:
-        """Why the process gave no answer."""
+        """Why the worker sent no response."""
         assert self._process is not None
         self._process.kill()
         status = self._process.wait()
@@ -198,16 +198,16 @@ class RenderProcess:
         return f"its process ended {f'by signal {-status}' if status < 0 else f'with status {status}'}"
 
     def _alive(self) -> bool:
-        # A process that was forked from ours shares the socket, and must not speak on it.
+        # A forked child shares the socket and must not use it.
         return self._process is not None and self._owner == os.getpid() and self._process.poll() is None
 
     def _start(self) -> None:
         self._end()
         ours, theirs = socket.socketpair()
-        # Nothing of what the environment may hold, such as keys, is a template's business.
+        # An empty environment: templates must not see secrets such as API keys.
         environment = {k: v for k, v in os.environ.items() if k in _PASSED_ON or k.startswith(("PYTHON", "LC_"))}
         with theirs:
-            # -P: a file in the current folder must not pass for a module of ours.
+            # -P: a file in the current directory must not shadow a module of this package.
             command = [sys.executable, "-P", "-m", "bankfull.text.render_worker", str(theirs.fileno())]
             try:
                 self._process = subprocess.Popen(
@@ -236,7 +236,7 @@ class RenderProcess:
 
 
 def _resident(pid: int) -> int:
-    """Bytes that a process has in memory, by the means of any Unix."""
+    """Resident memory of a process in bytes, on any Unix."""
     try:
         told = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, check=False).stdout
         return int(told) << 10

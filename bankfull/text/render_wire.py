@@ -1,30 +1,30 @@
-"""What the owner of a template's process and the process say to each other: a kind, a length, and a text."""
+"""Messages between the engine or the server and a template worker: a kind, a length, and a text."""
 
 from __future__ import annotations
 
 import socket
 
 CPU_SECONDS = 1.0
-"""Of one call's processor time."""
+"""CPU time of one call in seconds."""
 MEMORY = 512 << 20
-"""Beyond what the process has when it starts."""
+"""Memory in bytes beyond the worker's own at its start."""
 
 TOO_MUCH = f"it needs more than {MEMORY >> 20} MiB of memory"
 NO_MEMORY = 3
-"""The status of a process that had no memory even to read its call."""
+"""Exit status of a worker without memory to read its call."""
 
 STARTED, COMPILED, MADE, RAISED, FAILED, LIMITED, BROKEN, REQUEST = (bytes([number]) for number in range(8))
 _HEADER = 9
 
 
 def send(connection: socket.socket, kind: bytes, text: str) -> None:
-    # A text from Python may hold half a surrogate pair; whoever reads the text says what is wrong with it.
+    # A Python string may contain a lone surrogate; the reader of the text reports it.
     body = text.encode("utf-8", "surrogatepass")
     connection.sendall(b"".join((kind, len(body).to_bytes(8, "big"), body)))
 
 
 def receive(connection: socket.socket, most: int | None = None) -> tuple[bytes, str] | None:
-    """None at the end. What is longer than `most` bytes is no message."""
+    """None at the end of the stream. A message has at most `most` bytes."""
     head = _exactly(connection, _HEADER)
     if head is None:
         return None

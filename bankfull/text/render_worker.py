@@ -1,8 +1,9 @@
-"""The process in which chat templates run: `python -m bankfull.text.render_worker FD`, where FD is its end of a socket
-pair.
+"""The worker process that renders chat templates: `python -m bankfull.text.render_worker FD`, where FD is its end of a
+socket pair.
 
-It has no keys in its environment, no files open but the socket, little memory, and a little time for each call: the
-system ends whatever takes more. It keeps nothing that anybody would miss; when the socket ends, it ends.
+A template is untrusted code. The worker has no secrets in its environment, no open files but the socket, and limits on
+memory and on CPU time per call, which the operating system enforces. It holds no state that must survive, and ends when
+the socket is closed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ LONGEST_SENTENCE = 500
 
 
 class Renderer:
-    """`begin` and `end` are called around all that a template does."""
+    """Compiles and renders templates. `begin` and `end` are called around each call."""
 
     def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
         self._begin, self._end = begin, end
@@ -67,7 +68,7 @@ class Renderer:
             return BROKEN, f"is broken in line {error.lineno}: {_sentence(error)}"
         except MemoryError:
             return BROKEN, f"needs more than {MEMORY >> 20} MiB of memory to be compiled"
-        except Exception as error:  # nested too deeply for the parser or for Python's own compiler
+        except Exception as error:  # nested too deeply for the parser or for Python's compiler
             return BROKEN, f"cannot be compiled: {_sentence(error)}"
         return COMPILED, json.dumps(sorted(variables))
 
@@ -78,7 +79,7 @@ class Renderer:
             return RAISED, _sentence(error)
         except MemoryError:
             return LIMITED, TOO_MUCH
-        except Exception as error:  # a template is a program: it can fail in any way
+        except Exception as error:  # a template is a program and can fail in any way
             return FAILED, _sentence(error)
         return (MADE, text) if len(text) <= longest else (LIMITED, too_long(longest))
 
@@ -89,8 +90,8 @@ def _sentence(error: Exception) -> str:
 
 
 def limit_memory() -> bool:
-    """To so much more than the process has now; whether the system will hold to it. Some (macOS) take the limit and
-    ignore it: there the owner looks at what the process has while it waits."""
+    """Limit the address space to its current size plus MEMORY; whether the system enforces the limit. macOS accepts the
+    limit and ignores it: there, the owner checks the worker's memory while it waits."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except (OSError, ValueError):
@@ -104,21 +105,21 @@ def limit_memory() -> bool:
 
 
 def main() -> None:
-    # A terminal sends its interrupts to all processes; this one ends with its owner.
+    # A terminal sends Ctrl-C to all processes; this one ends with its owner.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     connection = socket.socket(fileno=int(sys.argv[1]))
-    # Processor time, so that a busy machine fails no honest template. The system ends the process when it is over, in
-    # the middle of whatever Python itself would not leave.
+    # CPU time, so that a busy machine does not fail a valid template. The signal ends the process even inside a C
+    # function that Python would not interrupt.
     renderer = Renderer(lambda: _set_timer(CPU_SECONDS), lambda: _set_timer(0.0))
     send(connection, STARTED, "limited" if limit_memory() else "unlimited")
     while (message := receive(connection)) is not None:
         kind, text = renderer.answer(json.loads(message[1]))
         send(connection, kind, text)
         if kind == LIMITED:
-            return  # what it has taken is given back best by ending
+            return  # ending is the simplest way to release its memory
 
 
 def _set_timer(seconds: float) -> None:
@@ -133,4 +134,4 @@ if __name__ == "__main__":
         status = NO_MEMORY
     except BaseException:
         status = 1
-    os._exit(status)  # quietly: the owner tells what became of the call
+    os._exit(status)  # without output: the owner reports the failed call

@@ -1,8 +1,9 @@
-"""The environment that chat templates run in: a template is a program from a stranger.
+"""The jinja2 environment of chat templates. A template is untrusted code.
 
-jinja2's immutable sandbox keeps a template away from Python's internals and from what it was given. How long it runs
-and how much it makes is limited by the system, in a process of its own (`render_worker`): whatever a template calls,
-nothing here has to know its name.
+jinja2's immutable sandbox keeps a template from Python's internals and from changing its input. The operating system
+limits time and memory, because the template runs in a process of its own (`render_worker`): these limits hold whatever
+the template calls. minijinja counts instructions but not memory, so it would need the same process, and it differs from
+jinja2, which models are released with: no `{% generation %}`, `cycler`, `rsplit` or `%`, and other spellings of floats.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _GLOBALS = ("range", "dict", "namespace", "cycler", "joiner")
 
 
 class Raised(TemplateError):
-    """The template refused its input, in its own words."""
+    """The template called raise_exception."""
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
-    """Runs chat templates with the helpers that they expect."""
+    """Runs chat templates with the functions and filters that they use."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -52,12 +53,12 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return Template.from_code(self, code, self.make_globals(None)), variables
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        # The sandbox would hand out an undefined value, which prints as nothing.
+        # The sandbox would return an undefined value, which renders as an empty string.
         raise SecurityError(f"the attribute {attribute} of {type(obj).__name__} is not allowed in a chat template")
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}` marks what the assistant wrote; it matters in training only."""
+    """`{% generation %}` marks the assistant's text; it is used in training only."""
 
     tags: set[str] = {"generation"}  # noqa: RUF012, as the library declares it
 
@@ -76,7 +77,7 @@ def _tojson(
 ) -> str:
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     if ensure_ascii:
-        # A noncharacter stays as it is: it may be the marker that keeps a spelling as text.
+        # A noncharacter is not escaped: it may be the marker that keeps a special token as text (`guard`).
         text = re.sub(f"[^\x00-\x7f{NONCHARACTERS}]", lambda found: json.dumps(found[0])[1:-1], text)
     return text
 

@@ -1,11 +1,11 @@
-"""What a tokenizer promises about lengths, as far as its parts prove it: how many characters one token can cover, and
-where a text may be cut so that its parts, one by one, have the ids of the whole.
+"""Bounds that follow from the parts of a tokenizer: the most characters that one token can cover, and the places where
+a text may be cut so that the ids of its parts, concatenated, are the ids of the whole.
 
-A cut lies between a letter and a blank (a space, or a newline) that another letter follows. With the patterns that
-byte-level families cut words with, a word ends there whatever stands around it: each of them is a choice of runs of
-character classes without a look behind, none has a letter and then a blank in it, and the only look ahead (is the blank
-the last of its run?) sees the following letter on both sides. In a vocabulary of SentencePiece's kind, which has no
-such pattern, no merge may reach over the cut: no piece has a letter before a space mark.
+A cut lies between a letter and a blank (a space or a newline) that is followed by another letter. The patterns of
+byte-level families always end a word there: each is an alternation of runs of character classes without lookbehind,
+none matches a letter followed by a blank, and the only lookahead (is the blank the last of its run?) sees the following
+letter on both sides. A SentencePiece vocabulary has no pattern; there, no merge may cross the cut: no piece has a
+letter before a space mark.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from tokenizers import models
 from bankfull.text.pieces import SPACE_MARK, byte_level_alphabet
 from bankfull.text.pretokenize import FAMILIES
 
-# Scripts whose letters were assigned long ago: every library agrees about them.
+# Scripts whose letters were assigned long ago, so that all Unicode versions agree.
 _LETTER = "[A-Za-zÀ-ÖØ-öø-ʯΑ-ΡΣ-ώЀ-ҁҊ-ԥא-תء-غف-ي一-龥ぁ-ゖァ-ヺ가-힣]"
 _SEARCHED = 1 << 16
-"""Characters that are looked through in one go: the interpreter is held meanwhile."""
+"""Characters searched in one call, which holds the interpreter's lock."""
 _KNOWN_PATTERNS = frozenset(pattern for family in FAMILIES.values() for pattern in family.patterns)
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
     longest: int | None
-    """No token covers more characters of a text, those of `free` left aside; None: nobody knows."""
+    """Most characters that a token covers, not counting those of `free`; None: unknown."""
     free: str
-    """Characters that may cost no token: the vocabulary lacks them, or a token covers all of them around it."""
+    """Characters that may need no token: the vocabulary lacks them, or one token covers a whole run of them."""
     cut: re.Pattern[str] | None
-    """A letter behind which a text may be cut; None: it may be cut nowhere."""
+    """Pattern of a letter after which a text may be cut; None: no cut is allowed."""
 
     def exceeds(self, text: str, tokens: int) -> bool:
-        """Whether `text` certainly has more than so many tokens."""
+        """Whether `text` certainly has more than this many tokens."""
         if self.longest is None or len(text) <= (most := tokens * self.longest):
             return False
         return len(text) - sum(map(text.count, self.free)) > most
 
     def next_cut(self, text: str, start: int, end: int) -> int | None:
-        """The first place from `start` on, and before `end`, where the text may be cut."""
+        """The first position from `start` and before `end` where the text may be cut."""
         if self.cut is None:
             return None
         position = max(0, start - 1)
         while position < end:
-            # Two characters more: those behind the letter.
+            # Two more characters: those after the letter.
             found = self.cut.search(text, position, min(position + _SEARCHED, end) + 2)
             if found is not None:
                 return found.end() if found.end() < end else None
@@ -59,7 +59,7 @@ class Spans:
 
 
 def spans_of(backend: tokenizers.Tokenizer) -> Spans:
-    """What the parts of `backend` prove. A part that is not known proves nothing."""
+    """The bounds that follow from the parts of `backend`. An unknown part gives none."""
     vocabulary = backend.get_vocab(with_added_tokens=True)
     added = list(backend.get_added_tokens_decoder().values())
     normalizer, words = _steps(backend.normalizer), _steps(backend.pre_tokenizer)
@@ -69,7 +69,7 @@ def spans_of(backend: tokenizers.Tokenizer) -> Spans:
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:
-    """A normalizer or pre-tokenizer as the list of its steps."""
+    """The steps of a normalizer or pre-tokenizer."""
     return [] if part is None else _flat(json.loads(part.__getstate__()))
 
 
@@ -89,7 +89,7 @@ def _longest(
 ) -> int | None:
     if not isinstance(backend.model, models.BPE) or not all(map(_keeps_words, words)):
         return None
-    # A character that the vocabulary lacks must cost tokens, rather than share one with all of its kind around it.
+    # A character that the vocabulary lacks must need tokens of its own, not share one with its neighbours.
     if not _byte_level(words):
         spelled = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
         if not (backend.model.byte_fallback and spelled):
@@ -111,7 +111,7 @@ def _byte_level(words: list[dict[str, Any]]) -> bool:
 
 def _free(vocabulary: dict[str, int], added: list[tokenizers.AddedToken], words: list[dict[str, Any]]) -> str:
     free: set[str] = set()
-    if _byte_level(words):  # bytes that the vocabulary lacks are left out
+    if _byte_level(words):  # bytes that the vocabulary lacks are dropped
         free.update(chr(byte) for mark, byte in byte_level_alphabet().items() if byte < 0x80 and mark not in vocabulary)
     if any(token.lstrip or token.rstrip for token in added):
         free.update(chr(code) for code in range(0x3001) if chr(code).isspace())
@@ -119,7 +119,7 @@ def _free(vocabulary: dict[str, int], added: list[tokenizers.AddedToken], words:
 
 
 def _keeps_words(step: dict[str, Any]) -> bool:
-    """Whether a step of pre-tokenization leaves no character out."""
+    """Whether a pre-tokenization step keeps every character."""
     match step["type"]:
         case "ByteLevel" | "Digits" | "Metaspace":
             return True
@@ -129,7 +129,7 @@ def _keeps_words(step: dict[str, Any]) -> bool:
 
 
 def _shrinks_by(step: dict[str, Any]) -> int | None:
-    """How many characters a step of normalisation may turn into one; None: any number."""
+    """Most characters that a normalization step may turn into one; None: any number."""
     match step:
         case {"type": "NFC" | "NFKC"}:
             return 4  # no character has a longer canonical decomposition
@@ -159,7 +159,7 @@ def _cut(
 
 
 def _spares_cuts(added: Iterable[tokenizers.AddedToken]) -> bool:
-    """Whether no token that is cut out of the text reaches over a cut: by its spelling, or by blanks that it eats."""
+    """Whether no added token can cross a cut, by its spelling or by the blanks that it strips."""
     across = re.compile(f"{_LETTER}[ \n]|[ \n]{_LETTER}|{_LETTER}{SPACE_MARK}|{SPACE_MARK}{_LETTER}")
     begins, ends = re.compile(_LETTER), re.compile(f"{_LETTER}$")
     return not any(

@@ -1,7 +1,7 @@
-"""SentencePiece vocabularies of the BPE kind: pieces with scores, merged best score first.
+"""SentencePiece BPE vocabularies: pieces with scores, merged best score first.
 
-SentencePiece joins, over and over, the two neighbours whose union is the piece with the best score, leftmost first.
-That is a merge list: every way to cut a piece into two pieces, ranked by the score of the piece.
+SentencePiece repeatedly joins the two neighbours whose union is the piece with the best score, leftmost first. That is
+equivalent to a merge list with every split of a piece into two pieces, ranked by the score of the piece.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from tokenizers import decoders, models, normalizers
 
 from bankfull.errors import ModelError
 from bankfull.text.pieces import SPACE_MARK
-from bankfull.text.vocabulary import Kind, Vocabulary
+from bankfull.text.vocabulary import GgufVocabulary, Kind
 
 
 def sentencepiece_backend(
-    vocabulary: Vocabulary, scores: Sequence[float], *, space_prefix: bool
+    vocabulary: GgufVocabulary, scores: Sequence[float], *, space_prefix: bool
 ) -> tokenizers.Tokenizer:
     unknown = next(iter(vocabulary.of(Kind.UNKNOWN)), None)
     normal = {token: vocabulary.ids[token] for token in vocabulary.of(Kind.NORMAL)}
@@ -38,7 +38,8 @@ def sentencepiece_backend(
 
 
 def _merges(normal: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    # Only normal pieces are joined: control and byte pieces never come from text, user-defined ones are cut out first.
+    # Only normal pieces are merged: control and byte pieces never come from text, user-defined ones are split off
+    # first.
     ranked: list[tuple[float, int, int, str]] = []
     for piece, index in normal.items():
         for cut in range(1, len(piece)):

@@ -1,8 +1,8 @@
 """Stop strings in a stream of text.
 
-The stop string that is complete first wins, so generation ends at once and needs no further token to decide; among
-stops that are complete at the same character the longest wins, so that the least text is emitted. The outcome depends
-on the text alone, never on how it was cut into pieces.
+The stop string that is completed first wins, so generation ends without waiting for another token. Among stop strings
+completed at the same character the longest wins, so that the least text is emitted. The result depends only on the
+text, never on how it is split into pieces.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from bankfull.errors import RequestError
 
 
 class StopTable:
-    """All stop strings of a request as one automaton (Aho and Corasick). It never changes once it is built, so that all
-    samples of the request share it.
+    """All stop strings of a request as one Aho-Corasick automaton. It is immutable, so that all samples of the request
+    share it.
 
-    A state is a prefix of a stop string, by number; 0 is the empty one. One character of text costs the same however
-    many stop strings there are; building costs one operation per character of them all.
+    A state is the number of a prefix of a stop string; 0 is the empty prefix. The cost per character of text does not
+    depend on the number of stop strings; building the automaton is linear in their total length.
     """
 
     __slots__ = ("_depths", "_fallbacks", "_found", "_next", "_stops")
 
     def __init__(self, stops: Sequence[str]) -> None:
         if isinstance(stops, str):
-            raise RequestError(f"stop strings are a list, not the one text {stops!r}: put it in a list")
+            raise RequestError(f"stop strings must be a list, not the string {stops!r}: put it in a list")
         if not all(isinstance(stop, str) and stop for stop in stops):
-            raise RequestError(f"the stop strings {list(stops)!r} are not all non-empty texts: remove the others")
+            raise RequestError(f"the stop strings {list(stops)!r} must all be non-empty strings: remove the others")
         self._stops = list(dict.fromkeys(stops))
         self._next: list[dict[str, int]] = [{}]
         self._depths = [0]
         self._found = [-1]
-        """The longest stop string that the text ends with in this state, by number; -1: none."""
+        """For each state, the index of the longest stop string that ends there; -1: none."""
         for number, stop in enumerate(self._stops):
             self._found[self._state_of(stop)] = number
         self._fallbacks = [0] * len(self._next)
         self._find_fallbacks()
 
     def follow(self, state: int, character: str) -> int:
-        """The longest prefix of a stop string that the text ends with, now that `character` has come."""
+        """The state after `character`: the longest prefix of a stop string that the text ends with."""
         while (after := self._next[state].get(character)) is None:
             if state == 0:
                 return 0
@@ -47,7 +47,7 @@ class StopTable:
         return after
 
     def depth(self, state: int) -> int:
-        """How many characters may become a stop string."""
+        """Characters at the end of the text that may become a stop string."""
         return self._depths[state]
 
     def complete(self, state: int) -> str | None:
@@ -67,7 +67,7 @@ class StopTable:
         return state
 
     def _find_fallbacks(self) -> None:
-        """For each state the longest proper suffix of it that is a state, too: shorter states come first."""
+        """For each state, the longest proper suffix that is also a state; shorter states come first."""
         waiting = deque(self._next[0].values())
         while waiting:
             state = waiting.popleft()
@@ -80,8 +80,8 @@ class StopTable:
 
 
 class StopText:
-    """Passes text on, holding back what may become a stop string; `stopped` is the one that was found. `include` also
-    emits the stop string itself."""
+    """Passes text on and holds back what may become a stop string. `stopped` is the stop string that was found;
+    `include` emits it, too."""
 
     __slots__ = ("_held", "_include", "_state", "_table", "stopped")
 
@@ -110,7 +110,7 @@ class StopText:
         return pending[:safe]
 
     def finish(self) -> str:
-        """What was held back and turned out not to be a stop string."""
+        """The held-back text, when the stream ends without a stop string."""
         held, self._held = self._held, ""
         self._state = 0
         return held

@@ -1,6 +1,6 @@
-"""Chat templates: from messages to the text, and to the ids, that a model was trained on.
+"""Chat templates: turn messages into the prompt format, and the token ids, that a model was trained on.
 
-A template runs in a process of its own, within limits that the system holds it to (`render_process`).
+A template runs in a process of its own, with limits on time and memory (`render_process`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ _PROBE = "Can this be seen?"
 
 
 class ChatTemplate:
-    """A template. It is compiled when it is first needed: one that nobody chats with costs nothing. `tool_source` is
-    the variant that a model may ship for requests with tools.
-
-    `tokens` are the texts of the special tokens that the template may name, such as `bos_token`.
+    """A chat template, compiled at its first use. `tool_source` is the variant that some models have for requests with
+    tools. `tokens` are the texts of the special tokens that the template may use, such as `bos_token`.
     """
 
     def __init__(
@@ -47,22 +45,24 @@ class ChatTemplate:
 
     @cached_property
     def variables(self) -> tuple[frozenset[str], frozenset[str]]:
-        """What it reads without setting it first: without tools, and with them. Raises ModelError if it is broken."""
+        """The variables that the template reads without setting them, with and without tools. Raises ModelError if it
+        is
+        broken."""
         return short_calls.variables(self._plain), short_calls.variables(self._with_tools)
 
     @property
     def at_once(self) -> bool:
-        """Would a short conversation without tools be rendered without waiting for anybody else's?"""
+        """Whether a short conversation without tools would be rendered at once."""
         return short_calls.at_once(self._plain)
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether it has a place for tools. Without one they become part of the messages (`generic_tools`)."""
+        """Whether the template supports tools. Otherwise they become part of the messages (`generic_tools`)."""
         return "tools" in self.variables[1]
 
     @cached_property
     def takes_system(self) -> bool:
-        """Whether it has a place for a system message: some refuse one, and some leave it out."""
+        """Whether the template supports a system message: some refuse it, and some ignore it."""
         asked = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "?"}]
         try:
             return _PROBE in self._render({"messages": asked, "tools": None, "documents": None}, True)
@@ -77,7 +77,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **kwargs: object,
     ) -> str:
-        """The prompt of a conversation as the template alone writes it."""
+        """The prompt of a conversation as the template renders it."""
         given = self._checked(messages, tools, kwargs)
         return self._render(given, add_generation_prompt)
 
@@ -105,7 +105,7 @@ class ChatTemplate:
 def encode_chat(
     tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping[str, object]], **how: Any
 ) -> list[int]:
-    """The prompt of a conversation as ids: what `tokenizer.encode` makes of the rendered text."""
+    """The prompt of a conversation as ids: `tokenizer.encode` of the rendered text."""
     return tokenizer.opened(tokenizer.encode_marked(*render_chat(tokenizer, template, messages, **how)))
 
 
@@ -118,13 +118,13 @@ def render_chat(
     add_generation_prompt: bool = True,
     **kwargs: object,
 ) -> tuple[str, str | None]:
-    """The prompt of a conversation as text, with the marker in it that keeps spellings text (`guard`), if there is one.
+    """The prompt of a conversation as text, and the marker in it that keeps special tokens as text (`guard`), if any.
 
-    Where the template has no place for tools, they become part of the messages first (`generic_tools`).
+    If the template does not support tools, they become part of the messages first (`generic_tools`).
 
-    A special token that a message (or a tool, or any other value) spells stays text; only the template's own words are
-    special. A value that begins or ends with half a spelling is kept apart from its neighbours as well. A template that
-    itself cuts a value and glues the parts together is the one way around this.
+    The spelling of a special token in a message, a tool or another value stays text; only the template itself can
+    produce special tokens. This also covers a value that begins or ends with part of a spelling. The one exception is a
+    template that splits a value and joins the parts again.
     """
     given = template._checked(messages, tools, kwargs)
     if not template.takes_tools:
@@ -141,7 +141,7 @@ def render_chat(
 
 
 def plain(value: object, name: str, depth: int = 0) -> object:
-    """A copy of `value` in plain lists, dicts, texts and numbers; a template gets nothing else in its hands."""
+    """A copy of `value` in plain lists, dicts, strings and numbers: a template gets nothing else."""
     if depth > _DEEPEST:
         raise RequestError(f"{name} is nested more than {_DEEPEST} levels deep: flatten it")
     if value is None or isinstance(value, (bool, int, float)):
@@ -150,15 +150,15 @@ def plain(value: object, name: str, depth: int = 0) -> object:
         return str(value)
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
-            raise RequestError(f"{name} has an object with a key that is not a text: use texts as keys")
+            raise RequestError(f"{name} has an object with a key that is not a string: use strings as keys")
         return {str(key): plain(item, name, depth + 1) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
         return [plain(item, name, depth + 1) for item in value]
-    raise RequestError(f"{name} contains a {type(value).__name__}: use texts, numbers, lists and objects only")
+    raise RequestError(f"{name} contains a {type(value).__name__}: use only strings, numbers, lists and objects")
 
 
 def changed(value: object, change: Callable[[str, bool], str]) -> object:
-    """`value` with every text in it passed through `change(text, is_key)`."""
+    """`value` with every string replaced by `change(text, is_key)`."""
     if isinstance(value, str):
         return change(value, False)
     if isinstance(value, dict):
@@ -169,7 +169,7 @@ def changed(value: object, change: Callable[[str, bool], str]) -> object:
 
 
 def _texts(value: object) -> list[str]:
-    """Every text in `value`, keys included."""
+    """Every string in `value`, including keys."""
     texts: list[str] = []
 
     def note(text: str, key: bool) -> str:

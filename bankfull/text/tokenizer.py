@@ -14,13 +14,13 @@ from bankfull.text.spans import Spans, spans_of
 
 
 class Tokenizer:
-    """A vocabulary, and the model's rules about what begins and ends a text.
+    """A vocabulary, and the model's rules for the beginning and the end of a text.
 
-    `eos_ids` are all ids that end a text. `special_ids` are the tokens that steer the model rather than spell text.
-    `opening` is what stands before a text when `add_bos` is set: the beginning-of-text token unless the model wants
-    more. `space_prefix` is SentencePiece's dummy prefix: a text, and each text after a special token, begins with a
-    space of its own (it is put in by `encode`, not by the backend, because the backend would forget it before a
-    user-defined symbol). `vocab_size` is one more than the largest id, looked up in the backend if it is not given.
+    `eos_ids` are all ids that end a text. `special_ids` are control tokens, which do not stand for text. `opening` are
+    the tokens before a text when `add_bos` is set: the beginning-of-text token, unless the model needs more.
+    `space_prefix` is SentencePiece's dummy prefix: a space before a text and before each text after a special token
+    (`encode` adds it, because the backend would omit it before a user-defined symbol). `vocab_size` is one more than
+    the largest id; by default the backend's.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Tokenizer:
         self.space_prefix = space_prefix
         if add_bos and not self.opening:
             raise ModelError(
-                "the tokenizer asks for a beginning-of-text token and names none: add bos_token to the model's files"
+                "the tokenizer needs a beginning-of-text token and declares none: add bos_token to the model's files"
             )
         self.guard = SpecialGuard(backend, (added[id].content for id in self.special_ids))
         self.pieces = pieces_of(backend)
@@ -58,7 +58,7 @@ class Tokenizer:
 
     @cached_property
     def spans(self) -> Spans:
-        """How much a token can cover, and where texts may be cut."""
+        """Bounds on the characters of a token, and where a text may be cut."""
         return spans_of(self._backend)
 
     @property
@@ -68,8 +68,8 @@ class Tokenizer:
     def encode(self, text: str, *, add_bos: bool | None = None, parse_special: bool = True) -> list[int]:
         """The ids of `text`.
 
-        `parse_special=False` keeps the spelling of a special token as text. The opening is put before the text if
-        `add_bos` (by default the model's own rule) says so and the text does not spell it already.
+        `parse_special=False` keeps the spelling of a special token as text. With `add_bos` (default: the model's rule)
+        the opening is put before the text, unless the text begins with it.
         """
         if parse_special or not self.guard.spells(text):
             ids = self.encode_marked(text, None)
@@ -79,18 +79,18 @@ class Tokenizer:
         return self.opened(ids, add_bos)
 
     def encode_marked(self, text: str, marker: str | None) -> list[int]:
-        """The ids of a text in which the guard broke some spellings with `marker` (None: no spelling is broken)."""
+        """The ids of a text in which the guard has marked spellings with `marker` (None: no marks)."""
         return self.encode_spelled(self.spelled(text), marker)
 
     def spelled(self, text: str) -> str:
-        """`text` as the backend gets it, checked: parts of this one, cut where `spans` allow it, have the ids of the
-        whole."""
+        """`text` as it is passed to the backend, checked. Cut where `spans` allow it, the ids of its parts are those of
+        the whole."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"the text has a lone surrogate U+{ord(text[error.start]):04X} at character {error.start}, which is no "
-                "Unicode character: remove or replace it"
+                f"the text has a lone surrogate U+{ord(text[error.start]):04X} at character {error.start}, which is "
+                "not a Unicode character: remove or replace it"
             ) from None
         if self.space_prefix:
             parts = self.guard.split(text)
@@ -98,13 +98,13 @@ class Tokenizer:
         return text
 
     def encode_spelled(self, text: str, marker: str | None) -> list[int]:
-        """The ids of what `spelled` gave, or of a part of it."""
+        """The ids of a text from `spelled`, or of a part of it."""
         if marker is not None:
             return self.guard.encode(text, marker)
         return encode_with(self._backend, text)
 
     def opened(self, ids: list[int], add_bos: bool | None = None) -> list[int]:
-        """`ids` behind the opening, if it belongs there and is not there yet: a text never has two of them."""
+        """`ids` with the opening before them, if the text needs one and does not begin with it."""
         wanted = self.add_bos if add_bos is None else add_bos
         if not wanted:
             return ids
@@ -113,7 +113,7 @@ class Tokenizer:
         return ids if tuple(ids[: len(self.opening)]) == self.opening else [*self.opening, *ids]
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True, continuing: bool = False) -> str:
-        """The text of `ids`; `continuing` says that text stands before it, so that a leading space is kept."""
+        """The text of `ids`. `continuing`: other text precedes it, so a leading space is kept."""
         kept = [id for id in ids if not (skip_special and id in self.special_ids)]
         text = self.pieces.separator.join(map(self.token_bytes, kept)).decode(errors="replace")
         if self.pieces.drops_first_space or self.space_prefix:
@@ -121,9 +121,9 @@ class Tokenizer:
         return text
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes that token `id` adds to a text; none for an id between or behind the tokens (padding)."""
+        """The bytes that token `id` adds to a text; empty for an unused id (padding)."""
         if id < 0:
-            raise RequestError(f"{id} is no token id: ids begin at 0")
+            raise RequestError(f"{id} is not a token id: ids begin at 0")
         if id >= self.vocab_size:
             return b""
         known = self._bytes[id]
@@ -138,5 +138,5 @@ class Tokenizer:
         return known
 
     def token_text(self, id: int) -> str:
-        """Token `id` for a reader: broken bytes show as U+FFFD."""
+        """The text of token `id`; invalid UTF-8 becomes U+FFFD."""
         return self.token_bytes(id).decode(errors="replace")

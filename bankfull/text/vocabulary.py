@@ -1,4 +1,4 @@
-"""The token list of a GGUF file, checked: what every kind of vocabulary is built from."""
+"""The checked token list of a GGUF file, for every kind of vocabulary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bankfull.errors import ModelError
 
 
 class Kind(IntEnum):
-    """What GGUF calls the token type."""
+    """The token types of GGUF."""
 
     UNDEFINED = 0
     NORMAL = 1
@@ -27,11 +27,11 @@ class Kind(IntEnum):
 _KINDS = frozenset(map(int, Kind))
 
 
-class Vocabulary:
+class GgufVocabulary:
     """Tokens in the order of their ids, each with its kind.
 
-    There are hundreds of thousands, and a start waits for them: nothing here is done to each of them in turn that can
-    be done to all at once.
+    There may be hundreds of thousands, and the start waits for them: operations on the whole list are preferred to
+    loops.
     """
 
     __slots__ = ("_kinds", "_tokens", "ids", "searched_normalised")
@@ -39,10 +39,10 @@ class Vocabulary:
     def __init__(self, metadata: Mapping[str, object], *, searched_normalised: bool) -> None:
         tokens = sequence(metadata, "tokenizer.ggml.tokens")
         if set(map(type, tokens)) != {str}:
-            raise ModelError("tokenizer.ggml.tokens of the GGUF file is not a list of texts: the file is damaged")
+            raise ModelError("tokenizer.ggml.tokens of the GGUF file is not a list of strings: the file is damaged")
         self._tokens = cast("list[str]", tokens)
         if "" in self._tokens:
-            # A token without text is a placeholder: it keeps its id, under a name that no text spells.
+            # A token without text is a placeholder: it keeps its id, under a name that occurs in no text.
             self._tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(self._tokens)]
         self.ids = dict(zip(self._tokens, range(len(tokens)), strict=True))
         if len(self.ids) != len(self._tokens):
@@ -55,7 +55,7 @@ class Vocabulary:
             )
         try:
             known = _KINDS.issuperset(kinds)
-        except TypeError:  # something that is no number
+        except TypeError:  # not a number
             known = False
         if not known:
             raise ModelError("tokenizer.ggml.token_type of the GGUF file has a value outside 0..6: the file is damaged")
@@ -74,14 +74,14 @@ class Vocabulary:
         return [token for token, kind in zip(self._tokens, self._kinds, strict=True) if kind in wanted]
 
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
-        """Tells `backend` which tokens are cut out of a text before anything else."""
+        """Add to `backend` the tokens that are split off before pre-tokenization."""
         steering, symbols = self.of(Kind.CONTROL, Kind.UNKNOWN), self.of(Kind.USER_DEFINED)
         backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in steering])
         backend.add_tokens([AddedToken(token, special=False, normalized=self.searched_normalised) for token in symbols])
 
 
 def sequence(metadata: Mapping[str, object], key: str, default: list[object] | None = None) -> list[object]:
-    """The list under `key`; arrays of any library are read element by element."""
+    """The list under `key`, converted from an array of any library."""
     value = metadata.get(key, default)
     if value is None:
         raise ModelError(f"the GGUF file has no {key}: it holds no complete tokenizer, so convert the model again")

@@ -1,5 +1,5 @@
-"""A long text as parts that are tokenized one by one: what that takes in time and memory at once is bounded, and
-together their ids are those of the whole (`spans`). A text that cannot be cut is one part.
+"""Split a long text into parts that are tokenized one by one, which bounds the time and memory of each call. The ids of
+the parts, concatenated, are the ids of the whole (`spans`). A text that cannot be cut is one part.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from bankfull.text.spans import Spans
 
 WINDOW = 1 << 15
-"""Characters, or a few more: up to the next place where the text may be cut."""
+"""Characters of a part, up to the next position where the text may be cut."""
 
 
 def windows(text: str, spans: Spans) -> Iterator[str]:
-    """From the beginning."""
+    """The parts, from the beginning."""
     start = 0
     while (cut := spans.next_cut(text, start + WINDOW, len(text))) is not None:
         yield text[start:cut]
@@ -22,7 +22,7 @@ def windows(text: str, spans: Spans) -> Iterator[str]:
 
 
 def last_windows(text: str, spans: Spans) -> Iterator[str]:
-    """From the end: the last part first."""
+    """The parts, from the end."""
     end = len(text)
     while end:
         start: int | None = None

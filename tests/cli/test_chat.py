@@ -119,7 +119,7 @@ def test_quit_ends_the_program_at_once(cli: Cli, model: Path) -> None:
         ("/params temperature", "NAME=VALUE"),
         ("/params temperature=hot", "temperature"),
         ("/params warmth=1", "warmth"),
-        ("/params n=2", "n stays 1"),
+        ("/params n=2", "n must be 1"),
         ("/save", "/save"),
         ("/save /nowhere/at/all.json", "/nowhere"),
         ("/load", "/load"),

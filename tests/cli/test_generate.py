@@ -126,7 +126,7 @@ def test_a_run_that_is_complete_loads_no_model(
     run_again(cli, model, files)
     before = files[1].read_bytes()
     monkeypatch.setattr("bankfull.cli.options.EngineOptions.load", lambda self: pytest.fail("a model was loaded"))
-    assert "nothing is left to do" in run_again(cli, model, files).err
+    assert "nothing left to do" in run_again(cli, model, files).err
     assert files[1].read_bytes() == before
 
 
@@ -192,7 +192,7 @@ def test_a_bad_line_is_reported_in_its_place_and_the_others_go_on(
         assert "text" not in result
     assert all(len(r["token_ids"]) == 6 for r in found[1::2])
     assert found[6]["id"] == 3
-    assert "nothing is left to do" in cli("generate", "-i", given, "-o", out, "-m", model, *SHORT).err
+    assert "nothing left to do" in cli("generate", "-i", given, "-o", out, "-m", model, *SHORT).err
 
 
 def test_messages_for_a_model_without_template_are_an_error_of_their_line(

@@ -67,7 +67,7 @@ def test_limits_draws_the_roofline_into_a_file(cli: Cli, levels: Levels, tmp_pat
     assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
     assert "must end in .svg" in cli("limits", "--svg", tmp_path / "roofline.png").sentence
     assert "must end in .png" in cli("limits", "--png", tmp_path / "roofline.svg").sentence
-    assert "there is no folder" in cli("limits", "--svg", tmp_path / "none" / "roofline.svg").sentence
+    assert "there is no directory" in cli("limits", "--svg", tmp_path / "none" / "roofline.svg").sentence
 
 
 def test_a_picture_that_cannot_be_made_is_refused_before_anything_is_measured(

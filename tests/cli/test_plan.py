@@ -79,7 +79,7 @@ def test_a_configuration_is_enough_and_other_devices_are_looked_up(cli: Cli, tmp
         ((*TRAFFIC, "--slo", "ttft=soon"), "not an objective"),
         ((*TRAFFIC, "--devices", "h1000"), "did you mean"),
         ((*TRAFFIC, "--goal", "joy"), "goal 'joy' is unknown"),
-        ((*TRAFFIC, "--attainment", "110%"), "no part of the requests"),
+        ((*TRAFFIC, "--attainment", "110%"), "not a fraction of the requests"),
         ((*TRAFFIC, "--price", "-1"), "--price"),
         (("--traffic", "rate=5/s, in=1000, out=9"), "exceed the model's context"),
         ((*TRAFFIC, "--devices", "l4", "--verify", "--lossless"), "it is for l4"),

@@ -327,7 +327,7 @@ def test_the_command_runs_a_request_and_reads_its_own_account(
     ("arguments", "sentence"),
     [
         (["--saved", "/nowhere/at/all"], "cannot be read"),
-        (["--saved", "TEXT"], "holds no account"),
+        (["--saved", "TEXT"], "holds no explanation"),
         (["--url", "ftp://x", "hello"], "http://"),
         (["--url", "http://127.0.0.1:9", "hello"], "does not answer"),
         (["--url", "http://127.0.0.1:9"], "needs a prompt"),

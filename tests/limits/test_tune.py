@@ -91,7 +91,7 @@ def test_a_model_without_attention_has_shapes_too() -> None:
 
 @pytest.mark.parametrize("text", ("", "0", "1,", "1,1", "a", "-3", "1.5", "99999999", "1" * 5000, "²"))
 def test_rows_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not a list of different numbers"):
+    with pytest.raises(ConfigError, match="is not a list of distinct numbers"):
         parse_rows(text)
 
 

@@ -219,7 +219,7 @@ def test_an_interrupted_call_leaves_no_answer_to_the_next_one(
 
 def test_a_process_that_never_starts_is_one_sentence(process: RenderProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render_process.sys, "executable", "/bin/false")
-    with pytest.raises(BankfullError, match="ends as soon as it is started"):
+    with pytest.raises(BankfullError, match="ends right after its start"):
         process.render(Source("x"), {}, 0)
     assert process.starts == 2
 

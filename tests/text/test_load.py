@@ -135,7 +135,7 @@ def test_missing_and_broken_files_are_refused_in_one_sentence(tmp_path: Path) ->
     with pytest.raises(ModelError, match=r"no tokenizer\.json"):
         load_tokenizer(Files(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match="no readable tokenizer"):
+    with pytest.raises(ModelError, match="not a readable tokenizer"):
         load_tokenizer(Files(tmp_path))
     with pytest.raises(ModelError, match="not in the vocabulary"):
         load_tokenizer(write(tmp_path, fresh(), eos_token="<nowhere>"))

@@ -90,7 +90,7 @@ def test_a_lone_surrogate_is_refused_in_one_sentence() -> None:
         ("tokenizer.ggml.model", None, "names no tokenizer model"),
         ("tokenizer.ggml.tokens", None, "tokenizer.ggml.tokens"),
         ("tokenizer.ggml.tokens", "abc", "not a list"),
-        ("tokenizer.ggml.tokens", [1, 2], "not a list of texts"),
+        ("tokenizer.ggml.tokens", [1, 2], "not a list of strings"),
         ("tokenizer.ggml.scores", [0.0], "not one number for each"),
         ("tokenizer.ggml.token_type", [1], "token types"),
         ("tokenizer.ggml.bos_token_id", 10**9, "outside its"),

@@ -1,4 +1,4 @@
-"""Charts are drawn here and nowhere else: as SVG, as PNG, and in a terminal.
+"""Charts as SVG, as PNG and in a terminal.
 
     from bankfull.limits.charts import Axis, Chart, Mark, Series, print_chart, save
 
@@ -9,12 +9,14 @@
         [Series("decode", [(1, 0.010), (8, 0.011), (64, 0.020)]), Series("measured", [(8, 0.013)], kind="points")],
         [Mark(8, 0.011, "here")],
     )
-    chart.svg()                # a whole <svg> element; put into HTML as it is, light or dark as the reader's system is
-    chart.text(80, 20)         # braille; plain=True for letters only, color=True with escape sequences
-    print_chart(chart)         # text for the terminal at hand: its width, colours, and characters
-    save(chart, "latency.svg") # or .png, which needs the extra `charts`; check_path tells beforehand whether it can be
+    chart.svg()                # one <svg> element for a page or a file; light or dark as the reader's system
+    chart.text(80, 20)         # braille; plain=True: ASCII only, color=True: with escape sequences
+    print_chart(chart)         # text for the current terminal: its width, colours and characters
+    save(chart, "latency.svg") # or .png, which needs the extra `charts`; check_path checks the path beforehand
 
-Nothing here needs more than Python's own library, but for PNG.
+Only PNG needs more than Python's standard library. Of the libraries that draw SVG, pygal cannot place labels, has one
+log switch for both axes, and puts a script and ids into each chart, which keeps many of them out of one page;
+matplotlib needs 80 MB and a second to import.
 """
 
 from bankfull.limits.charts.model import Axis, Chart, Kind, Mark, Point, Series

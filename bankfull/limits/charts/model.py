@@ -1,4 +1,4 @@
-"""What a chart shows. How it looks is the business of `svg` and `text`."""
+"""The content of a chart. `svg` and `text` draw it."""
 
 from __future__ import annotations
 
@@ -16,30 +16,32 @@ class Axis:
     label: str
     log: bool = False
     low: float | None = None
-    """Where it begins and ends; None fits what is shown."""
+    """Ends of the axis; None: fitted to the data."""
     high: float | None = None
     unit: str = ""
-    """Of the values as they are given: "s", "B", "FLOP/s", "%". Ticks get decimal prefixes, and seconds small ones."""
+    """Unit of the values: "s", "B", "FLOP/s", "%". Tick labels get decimal prefixes; seconds only small ones."""
     names: Sequence[str] = ()
-    """For bars: what stands at 0, 1, 2, ... instead of numbers."""
+    """Labels of bars at 0, 1, 2, ... instead of numbers."""
 
     def __post_init__(self) -> None:
         ends = [end for end in (self.low, self.high) if end is not None]
         if not all(math.isfinite(end) for end in ends) or (len(ends) == 2 and ends[0] >= ends[1]):
-            raise ValueError(f"The axis {self.label!r} cannot reach from {self.low} to {self.high}.")
+            raise ValueError(
+                f"The axis {self.label!r} cannot go from {self.low} to {self.high}; give a low end below the high end."
+            )
         if self.log and any(end <= 0 for end in ends):
             raise ValueError(f"The axis {self.label!r} is logarithmic: its ends must be above 0.")
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points that belong together. What an axis cannot show (infinite, or not above 0 on a log scale) is left out, and
-    breaks a line in two. Between two points a line is straight on the paper, whatever the scales are."""
+    """The points of one line, set of bars, or area. Values that an axis cannot show (infinite, or not above 0 on a log
+    scale) are omitted and split a line. Lines between two points are straight on the page, whatever the scales."""
 
     name: str
     points: Sequence[Point]
     kind: Kind = "line"
-    """An area reaches down to the baseline; bars of several series stand side by side."""
+    """An area extends down to the baseline; bars of several series are side by side."""
     dashed: bool = False
 
     def __post_init__(self) -> None:
@@ -49,7 +51,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place of its own, with a word beside it."""
+    """A single point with a label."""
 
     x: float
     y: float
@@ -64,22 +66,19 @@ class Chart:
     series: Sequence[Series]
     marks: Sequence[Mark] = ()
     description: str = ""
-    """For who cannot see it; an empty one is made up from the series."""
+    """Alternative text; generated from the series if empty."""
 
     def svg(self, width: int = 760, height: int = 460, theme: Literal["auto", "light", "dark"] = "auto") -> str:
-        """One <svg> element. `auto` follows the reader's system by CSS variables; the others have fixed colours.
+        """One <svg> element. `auto` follows the reader's system with CSS variables; other themes have fixed colours.
 
-        `height` is without the legend, which takes as many lines as it needs.
+        `height` excludes the legend, which takes as many lines as it needs.
         """
         from bankfull.limits.charts.svg import draw
 
         return draw(self, width, height, theme)
 
     def text(self, width: int = 80, height: int = 20, *, color: bool = False, plain: bool = False) -> str:
-        """Lines of at most `width` columns, `height` of which are the plot itself.
-
-        `plain` uses nothing but ASCII to draw.
-        """
+        """Lines of at most `width` columns; the plot itself has `height` lines. `plain`: ASCII only."""
         from bankfull.limits.charts.text import draw
 
         return draw(self, width, height, color=color, plain=plain)

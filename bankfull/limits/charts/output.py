@@ -1,4 +1,4 @@
-"""Where a chart goes: the terminal at hand, or a file."""
+"""Output of charts to the terminal or to a file."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from bankfull.errors import ConfigError
 from bankfull.limits.charts.model import Chart
 
 WIDEST, PIPED = 120, 100
-"""Columns: of a wide terminal no more than these are used, and where there is no terminal there are as many."""
+"""Most columns of a chart, and the columns of one without a terminal."""
 PNG_SCALE = 2
 
 
 def print_chart(chart: Chart, height: int = 18, stream: TextIO | None = None) -> None:
-    """In colours where they are wanted, and in ASCII where the stream has no braille."""
+    """Print in colour if the terminal supports it, and in ASCII if the stream cannot encode braille."""
     out = sys.stdout if stream is None else stream
     terminal = out.isatty()
     width = min(shutil.get_terminal_size().columns, WIDEST) if terminal else PIPED
@@ -26,24 +26,24 @@ def print_chart(chart: Chart, height: int = 18, stream: TextIO | None = None) ->
 
 
 def save(chart: Chart, path: str | Path) -> None:
-    """As what the file's suffix says: .svg or .png."""
+    """Write a .svg or .png file, by its suffix."""
     check_path(path)
     path = Path(path)
     data = chart.svg().encode() if path.suffix.lower() == ".svg" else _png(chart)
     try:
         path.write_bytes(data)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}; name another file.") from None
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}; choose another file.") from None
 
 
 def check_path(path: str | Path) -> None:
-    """For whoever has long work to do before there is a chart: refuse at once what could not be written then."""
+    """Check before long work whether the chart can be written to `path`."""
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix not in (".svg", ".png"):
-        raise ConfigError(f"{path} must end in .svg or .png: the suffix says what kind of picture is written.")
+        raise ConfigError(f"{path} must end in .svg or .png: the suffix selects the format.")
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: there is no folder {path.absolute().parent}.")
+        raise ConfigError(f"{path} cannot be written: there is no directory {path.absolute().parent}.")
     if suffix == ".png":
         try:
             import resvg_py  # noqa: F401
@@ -59,14 +59,14 @@ def check_path(path: str | Path) -> None:
 def _png(chart: Chart) -> bytes:
     import resvg_py
 
-    # Letters that this font lacks are taken from the machine's fonts; where those lack them, too, there is a box.
+    # Characters that this font lacks come from the system's fonts; those missing there, too, become boxes.
     return resvg_py.svg_to_bytes(
         svg_string=chart.svg(theme="light"), zoom=PNG_SCALE, font_files=_fonts(), sans_serif_family="Open Sans"
     )
 
 
 def _fonts() -> list[str]:
-    """Where a font is missing, resvg leaves the text out and says nothing: so a missing file is an OSError here."""
+    """resvg silently omits text without a font, so a missing font file is an OSError here."""
     from ttf_opensans import OPENSANS_REGULAR, OPENSANS_SEMIBOLD
 
     return [str(font.path.resolve(strict=True)) for font in (OPENSANS_REGULAR, OPENSANS_SEMIBOLD)]

@@ -1,4 +1,4 @@
-"""Room for labels: where one covers nothing that stands there already."""
+"""Label placement: find a place that covers nothing else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 OUTSIDE = 1000.0
-"""How much worse it is to leave the plot than to cover something in it."""
+"""Penalty for leaving the plot, relative to covering something in it."""
 
 
 class Box(NamedTuple):
@@ -16,7 +16,7 @@ class Box(NamedTuple):
     bottom: float
 
     def shared(self, other: Box) -> float:
-        """The area of what both cover."""
+        """The area of the overlap."""
         across = min(self.right, other.right) - max(self.left, other.left)
         down = min(self.bottom, other.bottom) - max(self.top, other.top)
         return across * down if across > 0 and down > 0 else 0.0
@@ -27,7 +27,7 @@ class Box(NamedTuple):
 
 
 def best(candidates: Iterable[Box], taken: Sequence[Box], within: Box) -> tuple[Box, float]:
-    """The first that covers nothing, else the one that covers least; and how much that is."""
+    """The first place that covers nothing, else the one that covers least; and the covered area."""
     found: tuple[Box, float] | None = None
     for box in candidates:
         covered = sum(box.shared(other) for other in taken) + OUTSIDE * (box.area - box.shared(within))
@@ -40,7 +40,7 @@ def best(candidates: Iterable[Box], taken: Sequence[Box], within: Box) -> tuple[
 
 
 def around(x: float, y: float, width: float, height: float, gap: float, row: float, rows: int = 6) -> Iterator[Box]:
-    """Places for a label of that size: beside its point first, then further and further above and below."""
+    """Places for a label of this size: next to its point first, then increasingly far above and below."""
     middle = y - height / 2
     for step in range(rows + 1):
         for sign in (-1, 1) if step else (0,):

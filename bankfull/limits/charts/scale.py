@@ -1,4 +1,4 @@
-"""Where a value lies on an axis, and which values are written beside it."""
+"""Scales: the position of a value on an axis, and its ticks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from itertools import pairwise
 from bankfull.limits.charts.model import Axis, Chart, Point, Series
 
 SHORT_UNITS = ("s", "B", "%", "W", "J", "$")
-"""Short enough to be repeated at each tick; others stand beside the axis once."""
+"""Units short enough for every tick label; other units are in the axis label."""
 LARGE_PREFIXES = ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k"))
 SMALL_PREFIXES = ((0, ""), (-3, "m"), (-6, "u"), (-9, "n"))
-"""Of seconds."""
+"""Decimal prefixes of seconds."""
 FAR_FROM_ZERO = 0.8
-"""Values that all lie in the upper fifth would be hard to tell apart above a zero."""
+"""An axis starts at 0 unless all values lie in this upper part of it, where they would be hard to distinguish."""
 ROOM = 1.1
-"""Between what is shown and the ends of a log scale, as a factor."""
+"""Margin between the data and the ends of a log scale, as a factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Scale:
     high: float
 
     def at(self, value: float) -> float | None:
-        """0 at the axis' beginning, 1 at its end; beyond these outside of it; None where it has no place."""
+        """Position of a value: 0 at the low end of the axis, 1 at the high end; None if the axis cannot show it."""
         if not math.isfinite(value) or (self.axis.log and value <= 0):
             return None
         if self.axis.log:
@@ -35,7 +35,7 @@ class Scale:
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, most: int) -> list[tuple[float, str]]:
-        """Round values with their places: at most about `most`."""
+        """At most about `most` round values, with their positions."""
         if self.axis.names:
             values: Iterable[float] = range(len(self.axis.names))
         else:
@@ -44,7 +44,7 @@ class Scale:
         return [(at, self.shown(value)) for at, value in placed if at is not None and -1e-9 <= at <= 1 + 1e-9]
 
     def shown(self, value: float) -> str:
-        """A value as a reader would write it."""
+        """A value with its unit, formatted for reading."""
         names = self.axis.names
         if names:
             return names[int(value)] if 0 <= value < len(names) and value == int(value) else ""
@@ -79,14 +79,14 @@ def scales_of(chart: Chart) -> tuple[Scale, Scale]:
 
 
 def half_bar(series: Iterable[Series]) -> float:
-    """Half the room of the bars at one place, in units of the axis."""
+    """Half the width of the bars at one position, in units of the axis."""
     places = sorted({x for one in series if one.kind == "bars" for x, _ in one.points if math.isfinite(x)})
     gaps = [after - before for before, after in pairwise(places)]
     return 0.4 * min(gaps, default=1.0)
 
 
 def visible_runs(points: Iterable[Point], x: Scale, y: Scale) -> Iterator[list[tuple[Point, Point]]]:
-    """Stretches of points that have a place, each with that place as fractions of the axes."""
+    """Runs of consecutive points that the axes can show, as fractions of the axes."""
     run: list[tuple[Point, Point]] = []
     for point in points:
         across, up = x.at(point[0]), y.at(point[1])
@@ -101,7 +101,7 @@ def visible_runs(points: Iterable[Point], x: Scale, y: Scale) -> Iterator[list[t
 
 
 def clipped(start: Point, end: Point, low: Point = (0.0, 0.0), high: Point = (1.0, 1.0)) -> tuple[Point, Point] | None:
-    """The part of a straight line that lies within a rectangle (Liang and Barsky)."""
+    """The part of a line segment inside a rectangle (Liang-Barsky)."""
     steps = end[0] - start[0], end[1] - start[1]
     first, last = 0.0, 1.0
     for side in (0, 1):
@@ -122,8 +122,9 @@ def clipped(start: Point, end: Point, low: Point = (0.0, 0.0), high: Point = (1.
 def _scale(
     axis: Axis, values: list[float], *, upright: bool = False, margin: float = 0.0, filled: bool = False
 ) -> Scale:
-    """An upright axis has some room above and below what is shown, and prefers to begin at 0; it must where an area
-    stands for a value."""
+    """The ends of an axis. A vertical axis has a margin above and below the data and starts at 0 if possible; with
+    areas
+    or bars it must."""
     shown = [value for value in values if math.isfinite(value) and (value > 0 or not axis.log)]
     if axis.names:
         shown = [0.0, len(axis.names) - 1.0]
@@ -141,7 +142,7 @@ def _scale(
         most = max(most, 0.0)
     if least == most:
         least, most = least - 0.5, most + 0.5
-    if upright:  # room above the highest value, up to a round number
+    if upright:  # a margin above the highest value, up to a round number
         step = _even_step(least if axis.low is None else axis.low, most if axis.high is None else axis.high, 6)
         most = math.ceil(most / step - 1e-9) * step
         least = math.floor(least / step + 1e-9) * step

@@ -1,4 +1,4 @@
-"""A chart as one <svg> element: no script, no ids, nothing from outside, so that many of them fit into one page."""
+"""A chart as one <svg> element without scripts, ids or external resources, so that a page can contain many."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COLORS = len(LIGHT["series"])
 DASHES = ("", "7 4", "2 3", "9 3 2 3")
 FONT, SMALL = 13, 12
 WIDE = 0.58
-"""A character's mean width, in font sizes: fonts are the reader's, so widths are estimates."""
+"""Mean width of a character, as a fraction of the font size. An estimate: the reader's font is unknown."""
 LINE = 18
 GAP = 8.0
 _VARIABLE = re.compile(r"var\(--chart-([a-z]+)(?:-(\d+))?\)")
@@ -39,7 +39,7 @@ _UNSHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 def draw(chart: Chart, width: int, height: int, theme: str) -> str:
     if theme not in ("auto", "light", "dark"):
-        raise ValueError(f"A theme is auto, light or dark, not {theme!r}.")
+        raise ValueError(f"The theme {theme!r} is unknown; use auto, light or dark.")
     x, y = scales_of(chart)
     ticks = y.ticks(8)
     left = 34 + max((_width(text) for _, text in ticks), default=0)
@@ -65,7 +65,7 @@ def draw(chart: Chart, width: int, height: int, theme: str) -> str:
 
 
 def describe(chart: Chart) -> str:
-    """The chart in words: axes, and where each series begins and ends."""
+    """Alternative text: the axes, and the first and last point of each series."""
     x, y = scales_of(chart)
     told = [f"{y.title} against {x.title}."]
     for series in chart.series:
@@ -99,7 +99,7 @@ def _fixed(svg: str, palette: Palette) -> str:
 
 
 def _frame(chart: Chart, plot: Box, x: Scale, y: Scale, y_ticks: Sequence[tuple[float, str]]) -> Iterator[str]:
-    """Title, grid, ticks and what the axes are."""
+    """Title, grid, ticks and axis labels."""
     ink, muted, grid = "fill:var(--chart-ink)", "fill:var(--chart-muted)", "stroke:var(--chart-grid)"
     if chart.title:
         yield _label(plot.left, 24, chart.title, f"{ink};font-weight:600", size=FONT + 2)
@@ -122,7 +122,7 @@ def _frame(chart: Chart, plot: Box, x: Scale, y: Scale, y_ticks: Sequence[tuple[
 
 def _series(chart: Chart, plot: Box, x: Scale, y: Scale) -> Iterator[str]:
     bars = [series for series in chart.series if series.kind == "bars"]
-    # What is filled comes first, so that lines and points lie above it.
+    # Filled shapes first, so that lines and points are drawn over them.
     numbered = sorted(enumerate(chart.series), key=lambda pair: {"area": 0, "bars": 0, "line": 1}.get(pair[1].kind, 2))
     for number, series in numbered:
         yield f"<g aria-label={quoteattr(_clean(series.name))}>"
@@ -153,7 +153,7 @@ def _line(series: Series, number: int, plot: Box, x: Scale, y: Scale) -> Iterato
 
 
 def _stretches(places: Sequence[Point]) -> Iterator[list[Point]]:
-    """A line cut at the borders of the plot."""
+    """A line clipped to the plot."""
     stretch: list[Point] = []
     for start, end in pairwise(places):
         part = clipped(start, end)
@@ -201,7 +201,7 @@ def _marks(marks: Sequence[Mark], plot: Box, x: Scale, y: Scale) -> Iterator[str
         left, top = _at(plot, place)
         box, _ = best(around(left, top, _width(mark.label), 15, GAP, 15), taken, plot)
         taken.append(box)
-        if box.top > top + 2 or box.bottom < top - 2:  # not beside its point: a line leads there
+        if box.top > top + 2 or box.bottom < top - 2:  # not next to its point: draw a line to it
             across, edge = min(max(left, box.left), box.right), box.bottom if box.bottom < top else box.top
             yield (
                 f'<line x1="{_number(left)}" y1="{_number(top)}" x2="{_number(across)}" y2="{_number(edge)}" '
@@ -215,7 +215,7 @@ def _marks(marks: Sequence[Mark], plot: Box, x: Scale, y: Scale) -> Iterator[str
 
 
 def _legend(series: Sequence[Series], left: float, right: float, top: float) -> Iterator[tuple[float, float, str]]:
-    """Entries with their places, in as many lines as they need; none where there is only one series without a name."""
+    """Legend entries with their positions, in as many lines as needed; none for a single series without a name."""
     if not any(one.name for one in series):
         return
     across = left
@@ -264,7 +264,7 @@ def _label(
 
 
 def _baseline(y: Scale) -> float:
-    """Where bars and areas stand: at 0, or at the foot of a scale that has none."""
+    """The baseline of bars and areas: 0, or the low end of a scale without 0."""
     at = y.at(0.0)
     return 0.0 if at is None else at
 
@@ -290,7 +290,7 @@ def _number(value: float) -> str:
 
 
 def _clean(text: str) -> str:
-    """Names come from files that anybody may have written; XML has no place for some characters."""
+    """Escape untrusted names, and remove characters that XML does not allow."""
     return _UNSHOWN.sub("\ufffd", text)
 
 

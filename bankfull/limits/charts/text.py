@@ -1,4 +1,4 @@
-"""A chart as lines of text: dots of braille, or plain characters."""
+"""A chart as lines of text, in braille dots or ASCII."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from bankfull.limits.charts.places import Box, around, best
 from bankfull.limits.charts.scale import Scale, clipped, half_bar, scales_of, visible_runs
 
 BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""Of a braille character, by row and column of its dots."""
+"""Bits of a braille character, by row and column of its dots."""
 DOTS_ACROSS, DOTS_DOWN = 2, 4
 ESCAPES = (34, 33, 32, 35, 36, 31, 94, 90)
-"""Colours of a terminal, in the order of those on paper."""
+"""Terminal colours, in the order of the SVG colours."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SMALLEST = 24, 4
 LARGEST_LABEL = 40
@@ -45,7 +45,7 @@ def draw(chart: Chart, width: int, height: int, *, color: bool, plain: bool) -> 
 
 @dataclass(slots=True)
 class Sheet:
-    """Cells of dots, with letters above them; the first row is the top."""
+    """A grid of dots with characters over them; the first row is at the top."""
 
     width: int
     height: int
@@ -77,7 +77,7 @@ class Sheet:
             self.dot(round(a + (c - a) * step / steps), round(b + (d - b) * step / steps), owner)
 
     def fill(self, across: tuple[float, float], up: tuple[float, float], owner: int, every: int = 1) -> None:
-        """A rectangle of dots, or only every second one."""
+        """A rectangle of dots, filled completely or with every second dot."""
         begin, top = self._dot_of((min(max(across[0], 0.0), 1.0), min(max(max(up), 0.0), 1.0)))
         end, bottom = self._dot_of((min(max(across[1], 0.0), 1.0), min(max(min(up), 0.0), 1.0)))
         for column in range(begin, max(end, begin + 1)):
@@ -99,7 +99,7 @@ class Sheet:
             )
 
     def _cell(self, column: int, row: int) -> tuple[str, int | None]:
-        """A character, and the series that it belongs to."""
+        """The character of a cell, and the number of its series."""
         cell = column, row
         if cell in self.letters:
             return self.letters[cell]
@@ -142,7 +142,7 @@ def _draw_series(sheet: Sheet, all_series: Sequence[Series], x: Scale, y: Scale)
 
 
 def _name_lines(sheet: Sheet, all_series: Sequence[Series], x: Scale, y: Scale) -> None:
-    """Each line carries its letter, at the last of its points where no other letter stands yet."""
+    """Label each line with its letter, at its last point without another letter."""
     for number, series in enumerate(all_series):
         if series.kind in ("points", "bars"):
             continue
@@ -157,7 +157,7 @@ def _name_lines(sheet: Sheet, all_series: Sequence[Series], x: Scale, y: Scale) 
 
 
 def _draw_marks(sheet: Sheet, chart: Chart, x: Scale, y: Scale) -> list[tuple[str, str]]:
-    """Labels beside their points; where there is no room, a number, with what it stands for."""
+    """Labels next to their points; if there is no space, a number with a legend."""
     placed = []
     for mark in chart.marks:
         across, up = x.at(mark.x), y.at(mark.y)
@@ -235,5 +235,5 @@ def _inside(place: Point) -> bool:
 
 
 def _clean(text: str) -> str:
-    """A terminal obeys control characters, and names come from files that anybody may have written."""
+    """Remove control characters from untrusted names: a terminal would execute them."""
     return _CONTROLS.sub("\ufffd", text)

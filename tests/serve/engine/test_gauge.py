@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bankfull import LLM, SamplingParams
-from bankfull.cli.answer import Watch
+from bankfull.cli.answer import StepLog
 from bankfull.limits.machine import ceilings
 from bankfull.limits.machine.ceilings import Ceilings
 from bankfull.runtime.device import Device
@@ -27,7 +27,7 @@ def test_bytes_and_arithmetic_are_those_of_the_steps(llm: LLM, monkeypatch: pyte
     monkeypatch.setattr(ceilings, "known_of", lambda device: MEASURED)
     limits = known_limits(llm)
     assert limits is not None and limits[1] == {"read_bytes_per_s": 1e9, "flops": 1e11}
-    gauge, watch = Gauge(llm, limits[0]), Watch(llm)
+    gauge, watch = Gauge(llm, limits[0]), StepLog(llm)
     llm.generate([[1, 2, 3, 4, 5], [6, 7, 8]], PARAMS)
     load = gauge.load()
     shapes = watch.take()
