@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bankfull.serve.api.openai.common import TokenLine
 from bankfull.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from bankfull.runtime.device_runner import TokenLogprobs
+
+TokenLine = dict[int, tuple[float, str]]
+"""The logprobs of one position: token id -> (logprob, text)."""
 
 _rows = msgspec.msgpack.Decoder(tuple[bytes, bytes, bytes])
 

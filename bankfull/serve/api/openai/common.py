@@ -10,13 +10,11 @@ import msgspec
 from bankfull import __version__
 from bankfull.serve.api.errors import Refusal
 from bankfull.serve.api.events import Usage
+from bankfull.serve.engine.prompt_lines import TokenLine
 from bankfull.serve.settings import Settings
 from bankfull.text.tokenizer import Tokenizer
 
 FINGERPRINT = f"bankfull-{__version__}"
-
-TokenLine = dict[int, tuple[float, str]]
-"""Of one position: token -> (log-probability, text)."""
 
 
 class PromptDetails(msgspec.Struct):
