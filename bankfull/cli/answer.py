@@ -70,13 +70,13 @@ def answer(
     return FinishedAnswer(result, prompt_steps, rest, stopped) if begun else FinishedAnswer(result, rest, [], stopped)
 
 
-def cut_off(result: RequestOutput, context: int, *, more: str, anew: str) -> str | None:
-    """Why an answer was cut off, in one sentence; None if it was not. `more` explains how to raise the limit, `anew`
-    what to do when the context is full."""
+def cut_off(result: RequestOutput, context: int, *, more: str, when_full: str) -> str | None:
+    """Why an answer was cut off, in one sentence; None if it was not. `more` explains how to raise the limit,
+    `when_full` what to do when the context is full."""
     for output in result.outputs:
         if output.finish_reason == Finish.LENGTH.value:
             if len(result.prompt_token_ids) + len(output.token_ids) >= context:
-                return f"the context of {context} tokens is full, so the answer ends; {anew}."
+                return f"the context of {context} tokens is full, so the answer ends; {when_full}."
             return f"the answer was cut off after {len(output.token_ids)} tokens; {more}."
     return None
 

@@ -94,7 +94,7 @@ class ChatSession:
         if output.error:
             raise RequestError(output.error)
         self._messages += [said, {"role": "assistant", "content": output.text}]
-        if ended := cut_off(made.result, context, more=MORE, anew="type /reset to clear the conversation"):
+        if ended := cut_off(made.result, context, more=MORE, when_full="type /reset to clear the conversation"):
             say(f"bankfull: {ended}")
         say(speed_of(made, self._limit).line())
 
@@ -166,7 +166,7 @@ def _read(path: Path) -> list[Message]:
     """The messages of a file in the format of /save."""
     try:
         if path.stat().st_size > LARGEST_FILE or not path.is_file():
-            raise RequestError(f"{path} is no conversation that /save has written; choose another file.")
+            raise TypeError
         content = json.loads(path.read_bytes())
         messages = content["messages"]
         if not isinstance(messages, list):
@@ -178,8 +178,6 @@ def _read(path: Path) -> list[Message]:
                 raise TypeError
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except RequestError:
-        raise
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise RequestError(f"{path} is no conversation that /save has written; choose another file.") from None
+        raise RequestError(f"{path} is not a conversation written by /save; choose another file.") from None
     return messages

@@ -77,7 +77,7 @@ def run(
     if json:
         print(json_text.dumps(_as_json(engine.model, made, speed), ensure_ascii=False))
     else:
-        if ended := cut_off(made.result, llm.max_model_len, more=MORE, anew="shorten the prompt for a longer answer"):
+        if ended := cut_off(made.result, llm.max_model_len, more=MORE, when_full="shorten the prompt"):
             say(f"bankfull: {ended}")
         say(speed.line())
     return None

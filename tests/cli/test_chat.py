@@ -124,8 +124,8 @@ def test_quit_ends_the_program_at_once(cli: Cli, model: Path) -> None:
         ("/save /nowhere/at/all.json", "/nowhere"),
         ("/load", "/load"),
         ("/load /nowhere/at/all.json", "/nowhere"),
-        ("/load {junk}", "no conversation"),
-        ("/save {junk}", "no conversation"),
+        ("/load {junk}", "not a conversation"),
+        ("/save {junk}", "not a conversation"),
     ],
 )
 def test_a_command_that_cannot_be_obeyed_gets_a_sentence_and_the_talk_goes_on(
