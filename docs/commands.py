@@ -176,15 +176,20 @@ def make_targets() -> frozenset[str]:
     return frozenset(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
-def _fault_of_bankfull(arguments: list[str], complete: bool) -> str | None:
-    """Parses as the command line does, and runs nothing."""
+@cache
+def command_line() -> Any:
+    """All commands of `bankfull` as typer parses them."""
     import typer
 
-    from bankfull.cli.app import app
+    from bankfull.cli.app import make_app
 
+    return typer.main.get_command(make_app())
+
+
+def _fault_of_bankfull(arguments: list[str], complete: bool) -> str | None:
+    """Parses as the command line does, and runs nothing."""
     arguments = [word for word in arguments[: _end_of_command(arguments)] if word not in ("-h", "--help")]
-    command: Any = typer.main.get_command(app)
-    context, name = None, "bankfull"
+    command, context, name = command_line(), None, "bankfull"
     try:
         while True:
             context = command.make_context(name, list(arguments), parent=context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,12 @@ def test_paths_of_the_repository_are_recognized(text: str, there: bool) -> None:
 def test_links_are_followed_to_their_heading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "# One, `two` & three\n[a](page.md#one-two--three) [b](none.md) [c](#four) [d](https://example.org)"
     assert list(reading.faults_of_links(page_of(tmp_path, monkeypatch, text))) == ["none.md", "#four"]
+
+
+def test_the_architecture_lists_the_layers_that_lint_enforces() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (one["layers"] for one in contracts if one["id"] == "layers")
+    enforced = [sorted(layer.split(" | ")) for layer in layers if layer != "__main__"]
+    page = " ".join((ROOT / "docs" / "architecture.md").read_text().split())
+    found = re.search(r"modules further down: (.+?)\.", page)
+    assert found is not None and [sorted(layer.split(", ")) for layer in found[1].split("; ")] == enforced
