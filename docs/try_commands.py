@@ -23,6 +23,7 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from docs.commands import ROOT, Command, commands, fault_of, pages
 
@@ -55,6 +56,7 @@ SHORTER = (
         'bankfull bench sweep --slo "e2e=600s" --input-len 16 --first-rate 0.5 --highest-rate 1 --least-requests 2',
     ),
     (r"(bankfull bench (?:latency|throughput))", r"\1 --reps 1"),
+    (r"(bankfull plan smollm2)", r"\1 --no-calibrate"),
     (r"(bankfull quality \w+)", r"\1 --text text.txt"),
 )
 """The same command with less work: pattern and replacement."""
@@ -137,24 +139,29 @@ class Page:
         return ROOT if re.match(r"make |python -m (benchmarks|docs|tests)\b", text) else self.folder
 
     def _finish(self, command: Command, program: list[str]) -> Outcome:
-        """Waits for its end."""
+        """Waits for its end, and ends all of its processes when it takes too long."""
+        running = self._start(program, command.text, subprocess.PIPE)
         try:
-            done = subprocess.run(
-                program,
-                cwd=self._folder_of(command.text),
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=COMMAND_SECONDS,
-            )
+            output = running.communicate(timeout=COMMAND_SECONDS)[0].decode(errors="replace")
         except subprocess.TimeoutExpired:
+            os.killpg(running.pid, signal.SIGKILL)
+            running.communicate()
             return Outcome(command, "failed", f"still ran after {COMMAND_SECONDS} s")
-        if done.returncode:
-            return Outcome(command, "failed", f"exit code {done.returncode}: {done.stdout.strip()[-600:]}")
-        self.batch = "".join(re.findall(r"\bbatch_\w+", done.stdout)[:1]) or self.batch
+        if running.returncode:
+            return Outcome(command, "failed", f"exit code {running.returncode}: {output.strip()[-600:]}")
+        self.batch = "".join(re.findall(r"\bbatch_\w+", output)[:1]) or self.batch
         return Outcome(command, "ok")
+
+    def _start(self, program: list[str], text: str, output: int | IO[bytes]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            program,
+            cwd=self._folder_of(text),
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def _serve(self, command: Command, text: str) -> Outcome:
         """Starts the server and waits until it is ready."""
@@ -163,15 +170,7 @@ class Page:
             if probe.connect_ex(("127.0.0.1", PORT)) == 0:
                 return Outcome(command, "failed", f"port {PORT} is taken by another program; stop that first")
         with self.log.open("wb") as log:
-            self.server = subprocess.Popen(
-                ["bash", "-c", f"exec {text}"],
-                cwd=self._folder_of(text),
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self.server = self._start(["bash", "-c", f"exec {text}"], text, log)
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end and self.server.poll() is None:
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,20 @@ def test_a_failing_program_shows_its_last_lines(
 ) -> None:
     (found,) = followed(tmp_path, monkeypatch, programs, "raise SystemExit('the end')", language="python")
     assert found.result == "failed" and "the end" in found.detail
+
+
+def test_a_command_that_takes_too_long_ends_with_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: dict[str, str]
+) -> None:
+    monkeypatch.setattr(try_commands, "COMMAND_SECONDS", 0.5)
+    found = followed(tmp_path, monkeypatch, programs, "sleep 60 & echo $! > child; wait", "echo next")
+    assert [one.result for one in found] == ["failed", "ok"] and "still ran after" in found[0].detail
+    child = Path("/proc", (tmp_path / "page" / "child").read_text().strip(), "stat")
+    for _ in range(500):
+        if not child.exists() or ") Z " in child.read_text():
+            return
+        time.sleep(0.01)
+    pytest.fail("a process of the command is still there")
 
 
 @pytest.mark.skipif(not Path("/usr/bin/curl").exists(), reason="curl is not installed")
