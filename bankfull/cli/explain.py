@@ -79,13 +79,13 @@ def _ran(
     from bankfull.limits.explain.run_story import run_followed
     from bankfull.limits.meter.step_limit import step_limit_of
 
-    yardstick = step_limit_of(llm, measure=True)
-    adviser = None if yardstick is None else adviser_of(llm, yardstick)
-    recorder = RequestRecorder(llm.loaded.frontend.engine, yardstick)
+    step_limit = step_limit_of(llm, measure=True)
+    adviser = None if step_limit is None else adviser_of(llm, step_limit)
+    recorder = RequestRecorder(llm.loaded.frontend.engine, step_limit)
     first, run = run_followed(llm, recorder, _prompts(llm, prompt, prompt_len, streams), max_tokens)
-    found = {"the request": explained(first, yardstick, adviser)}
+    found = {"the request": explained(first, step_limit, adviser)}
     if streams > 1:
-        found["the run"] = explained(run, yardstick, adviser)
+        found["the run"] = explained(run, step_limit, adviser)
     return found
 
 

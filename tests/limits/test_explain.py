@@ -53,11 +53,11 @@ def fresh(**options: Any) -> LLM:
 
 def watched(llm: LLM) -> tuple[RequestRecorder, StepLimit, Adviser]:
     """Whether kernels are near the limit hangs on the machine that the test runs on: no advice here follows from it."""
-    yardstick = step_limit_on(llm, MEMORY_BOUND)
+    limit = step_limit_on(llm, MEMORY_BOUND)
     return (
-        RequestRecorder(llm.loaded.frontend.engine, yardstick),
-        yardstick,
-        replace(adviser_of(llm, yardstick), kernels=None),
+        RequestRecorder(llm.loaded.frontend.engine, limit),
+        limit,
+        replace(adviser_of(llm, limit), kernels=None),
     )
 
 
@@ -76,11 +76,11 @@ def adds_up(story: Story, found: Explanation) -> None:
 @pytest.mark.parametrize("step_tokens", [512, 16])
 def test_the_parts_of_a_request_add_up_to_its_time(streams: int, step_tokens: int) -> None:
     llm = fresh(step_tokens=step_tokens)
-    recorder, yardstick, adviser = watched(llm)
+    recorder, limit, adviser = watched(llm)
     story, run = run_followed(llm, recorder, prompts(streams), 10)
-    found = explain(story, yardstick, adviser)
+    found = explain(story, limit, adviser)
     adds_up(story, found)
-    adds_up(run, explain(run, yardstick, adviser))
+    adds_up(run, explain(run, limit, adviser))
     parts = {part.part: part for part in found.parts}
     assert parts[PREFILL].tokens == 20 and parts[DECODE].tokens == 9
     assert parts[PREFILL].steps == -(-20 // step_tokens)
@@ -107,18 +107,18 @@ def test_a_late_device_changes_nothing_but_the_time() -> None:
     with late_devices():
         llm = fresh(device="auto")
         assert llm.loaded.frontend.engine.depth == 1
-        recorder, yardstick, adviser = watched(llm)
+        recorder, limit, adviser = watched(llm)
         story, _ = run_followed(llm, recorder, prompts(3), 10)
-    adds_up(story, explain(story, yardstick, adviser))
+    adds_up(story, explain(story, limit, adviser))
     assert story.part(PREFILL).tokens == 20 and story.part(DECODE).tokens >= 9
 
 
 def test_a_cached_prefix_is_told_with_what_it_spared() -> None:
     llm = fresh(page_tokens=4)
-    recorder, yardstick, _ = watched(llm)
+    recorder, limit, _ = watched(llm)
     run_followed(llm, recorder, prompts(1), 3)
     story, _ = run_followed(llm, recorder, prompts(1), 3)
-    found = explain(story, yardstick)
+    found = explain(story, limit)
     assert found.cached_tokens == 16 and found.cached_saved_seconds is not None and found.cached_saved_seconds > 0
     assert "16 of 20 prompt tokens were cached" in facts(found)
 
@@ -139,14 +139,14 @@ def follow(llm: LLM, recorder: RequestRecorder, between: Callable[[int], None], 
 
 def test_prompts_of_others_are_told_apart_from_batch_mates() -> None:
     llm = fresh()
-    recorder, yardstick, _ = watched(llm)
+    recorder, limit, _ = watched(llm)
     others = iter(prompts(3, 60)[1:])
 
     def between(step: int) -> None:
         if step in (3, 5):
             llm.loaded.frontend.submit(next(others), SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
 
-    found = explain(follow(llm, recorder, between), yardstick)
+    found = explain(follow(llm, recorder, between), limit)
     decode = next(part for part in found.parts if part.part == DECODE)
     assert decode.detail is not None
     assert (decode.detail.other_prompts or 0) > 0 and (decode.detail.batch_mates or 0) > 0
@@ -154,7 +154,7 @@ def test_prompts_of_others_are_told_apart_from_batch_mates() -> None:
 
 def test_a_preempted_request_counts_recomputed_tokens() -> None:
     llm = fresh(prefix_cache=False)
-    recorder, yardstick, adviser = watched(llm)
+    recorder, limit, adviser = watched(llm)
     scheduler = llm.loaded.frontend.engine.scheduler
 
     def between(step: int) -> None:
@@ -162,7 +162,7 @@ def test_a_preempted_request_counts_recomputed_tokens() -> None:
             scheduler._preempt(scheduler._running[0])
 
     story = follow(llm, recorder, between)
-    found = explain(story, yardstick, adviser)
+    found = explain(story, limit, adviser)
     adds_up(story, found)
     room = next(adviser._room(story))
     assert room.seconds_saved == pytest.approx(story.part(RECOMPUTE).seconds) and room.options == {"kv_dtype": "int8"}
@@ -195,9 +195,9 @@ def step_limit(llm: LLM, streams: int, count: int, *names: str) -> float:
 
 def test_fewer_bytes_for_weights_save_what_was_promised() -> None:
     llm = fresh(activations="float")
-    recorder, yardstick, adviser = watched(llm)
+    recorder, limit, adviser = watched(llm)
     story, _ = run_followed(llm, recorder, prompts(1), 40)
-    advice = next(a for a in explain(story, yardstick, adviser).advice if "weights" in a.change)
+    advice = next(a for a in explain(story, limit, adviser).advice if "weights" in a.change)
     assert advice.options["quantize"] == "int4" and advice.seconds_saved > 0
     assert advice.limit_after < advice.limit_before
     followed = fresh(activations="float", **advice.options)
@@ -208,9 +208,9 @@ def test_fewer_bytes_for_weights_save_what_was_promised() -> None:
 
 def test_more_streams_cost_each_a_little_and_give_all_together_more() -> None:
     llm = fresh()
-    recorder, yardstick, adviser = watched(llm)
+    recorder, limit, adviser = watched(llm)
     story, _ = run_followed(llm, recorder, prompts(2), 20)
-    advice = next(a for a in explain(story, yardstick, adviser).advice if a.change == "more streams")
+    advice = next(a for a in explain(story, limit, adviser).advice if a.change == "more streams")
     assert advice.throughput_gain > 0 and advice.limit_after > advice.limit_before
     more = step_limit(fresh(), 2 + MORE_STREAMS, 20, DECODE)
     assert more == pytest.approx(advice.limit_after, rel=0.02)
@@ -239,9 +239,9 @@ def test_smaller_chunks_shorten_the_steps_that_decode_beside_prompts() -> None:
 
 def test_a_change_that_saves_nothing_is_not_advised() -> None:
     llm = fresh(quantize="int4", kv_dtype="int8", activations="float")
-    recorder, yardstick, adviser = watched(llm)
+    recorder, limit, adviser = watched(llm)
     story, _ = run_followed(llm, recorder, prompts(1), 10)
-    assert {a.change for a in explain(story, yardstick, adviser).advice} <= {"more streams"}
+    assert {a.change for a in explain(story, limit, adviser).advice} <= {"more streams"}
 
 
 # -- kernels far below the limit
@@ -250,23 +250,23 @@ def test_a_change_that_saves_nothing_is_not_advised() -> None:
 def followed() -> tuple[Story, StepLimit, Adviser]:
     """A request whose kernels were timed one by one."""
     llm = fresh()
-    yardstick = step_limit_on(llm, MEMORY_BOUND)
-    story, _ = run_followed(llm, RequestRecorder(llm.loaded.frontend.engine, yardstick), prompts(1), 20)
-    return story, yardstick, adviser_of(llm, yardstick)
+    limit = step_limit_on(llm, MEMORY_BOUND)
+    story, _ = run_followed(llm, RequestRecorder(llm.loaded.frontend.engine, limit), prompts(1), 20)
+    return story, limit, adviser_of(llm, limit)
 
 
-def at(story: Story, yardstick: StepLimit, adviser: Adviser, reached: Callable[[str], float]) -> Explanation:
+def at(story: Story, limit: StepLimit, adviser: Adviser, reached: Callable[[str], float]) -> Explanation:
     """As if each kernel had reached so much of its limit, and nothing else had taken time."""
     assert adviser.kernels is not None
     for part in story.parts.values():
         assert part.features is not None
-        reach = yardstick.ceilings.read_at(yardstick.form.cost_of(part.features / part.steps).read)
+        reach = limit.ceilings.read_at(limit.form.cost_of(part.features / part.steps).read)
         for label in part.kernels:
-            least = adviser.kernels.costs.summed(label, part.features).seconds(yardstick.peak, reach)
+            least = adviser.kernels.costs.summed(label, part.features).seconds(limit.peak, reach)
             part.kernels[label] = least / reached(adviser.kernels.name_of(label))
         part.inside = part.seconds = sum(part.kernels.values())
     story.ended = story.arrived + story.queue + sum(part.seconds for part in story.parts.values())
-    return explain(story, yardstick, adviser)
+    return explain(story, limit, adviser)
 
 
 def test_every_kernel_of_a_step_is_timed_and_has_a_name() -> None:
@@ -279,9 +279,9 @@ def test_every_kernel_of_a_step_is_timed_and_has_a_name() -> None:
 
 
 def test_the_kernels_that_lose_most_are_named_instead_of_more_streams() -> None:
-    story, yardstick, adviser = followed()
+    story, limit, adviser = followed()
     mlp = "the linear layers of the MLP"
-    found = at(story, yardstick, adviser, lambda name: 0.1 if name == mlp else 0.9)
+    found = at(story, limit, adviser, lambda name: 0.1 if name == mlp else 0.9)
     assert [advice.change for advice in found.advice] == ["slow kernels"]
     share = story.part(DECODE).kernels
     of_mlp = sum(s for label, s in share.items() if adviser.kernels and adviser.kernels.name_of(label) == mlp)
@@ -290,13 +290,13 @@ def test_the_kernels_that_lose_most_are_named_instead_of_more_streams() -> None:
     told = f"{mlp} take {of_mlp / part.seconds:.0%} of decode at 10% of their limit; these kernels ("
     assert told in found.summary and "more streams" not in found.summary
     assert found.advice[0].seconds_saved == pytest.approx(0.9 * of_mlp)
-    head = at(story, yardstick, adviser, lambda name: 0.05 if name == "the head" else 0.9)
+    head = at(story, limit, adviser, lambda name: 0.05 if name == "the head" else 0.9)
     assert "The head takes" not in head.summary and "the head takes" in head.summary
 
 
 def test_kernels_near_the_limit_are_not_blamed() -> None:
-    story, yardstick, adviser = followed()
-    found = at(story, yardstick, adviser, lambda name: 0.9)
+    story, limit, adviser = followed()
+    found = at(story, limit, adviser, lambda name: 0.9)
     assert "slow kernels" not in {advice.change for advice in found.advice}
 
 

@@ -53,14 +53,14 @@ class Advice:
 class Alternative:
     name: str
     options: Mapping[str, str]
-    yardstick: StepLimit
+    step_limit: StepLimit
 
 
 @dataclass(frozen=True, slots=True)
 class Adviser:
     """Finds better configurations for one loaded model."""
 
-    yardstick: StepLimit
+    step_limit: StepLimit
     alternatives: Sequence[Alternative]
     rows: int
     step_tokens: int
@@ -85,7 +85,7 @@ class Adviser:
         part = heaviest(story)
         if part is None or self.kernels is None:
             return None
-        slow = self.kernels.slowest(part, self.yardstick)
+        slow = self.kernels.slowest(part, self.step_limit)
         if slow is None:
             return None
         return Advice(
@@ -103,7 +103,7 @@ class Adviser:
         for other in self.alternatives:
             saved = before = after = 0.0
             for part in parts:
-                old, new = self._limits(part, other.yardstick)
+                old, new = self._limits(part, other.step_limit)
                 saved += part.inside * (1 - new / old)
                 before, after = before + old * part.steps, after + new * part.steps
             if not before or saved <= 0:
@@ -116,7 +116,7 @@ class Adviser:
 
     def _limits(self, part: StoryPart, other: StepLimit) -> tuple[float, float]:
         mean = _mean(part)
-        return self.yardstick.seconds(mean), other.seconds(mean)
+        return self.step_limit.seconds(mean), other.seconds(mean)
 
     def _chunks(self, story: Story) -> Iterator[Advice]:
         """Decode waits for other requests' prompts in the same step; smaller chunks reduce that."""
@@ -124,7 +124,7 @@ class Adviser:
         if part is None or part.features is None or part.prompt_features is None or self.step_tokens < 2:
             return
         mean, prompts = _mean(part), part.prompt_features / part.steps
-        before, after = self.yardstick.seconds(mean), self.yardstick.seconds(mean - prompts / 2)
+        before, after = self.step_limit.seconds(mean), self.step_limit.seconds(mean - prompts / 2)
         saved = part.inside * (1 - after / before)
         half = max(1, self.step_tokens // 2)
         yield Advice(
@@ -162,7 +162,7 @@ class Adviser:
         mean, batch = _mean(part), part.mean_sequences
         one = mean / batch
         one[[STEP, SCORED]] = 0.0
-        before, after = self.yardstick.seconds(mean), self.yardstick.seconds(mean + MORE_STREAMS * one)
+        before, after = self.step_limit.seconds(mean), self.step_limit.seconds(mean + MORE_STREAMS * one)
         step = part.seconds / part.steps
         longer = part.inside / part.steps * (after / before - 1)
         gain = (batch + MORE_STREAMS) / batch * step / (step + longer) - 1
@@ -192,7 +192,7 @@ def _options(options: Mapping[str, str]) -> str:
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
 
 
-def adviser_of(llm: LLM, yardstick: StepLimit) -> Adviser:
+def adviser_of(llm: LLM, step_limit: StepLimit) -> Adviser:
     """Takes a moment: each alternative runs on the meter."""
     loaded = llm.loaded
     recipe = Recipe.of_build(loaded.files, loaded.build)
@@ -206,17 +206,17 @@ def adviser_of(llm: LLM, yardstick: StepLimit) -> Adviser:
         other = variant.recipe
         try:
             form = closed_form(other.metered())
-            peak = yardstick.ceilings.peak_of(other.dtype_name, other.activations)
+            peak = step_limit.ceilings.peak_of(other.dtype_name, other.activations)
         except BankfullError:  # an alternative without a cost is skipped
             continue
-        alternatives.append(Alternative(variant.name, variant.options, StepLimit(form, yardstick.ceilings, peak)))
+        alternatives.append(Alternative(variant.name, variant.options, StepLimit(form, step_limit.ceilings, peak)))
     config = loaded.frontend.engine.scheduler.config
     taped = taped_of(loaded.frontend.engine)
     kernels = None
     if taped is not None:
         which = f"{native.select_isa()} instructions, {native.threads()} threads"
         kernels = KernelLimits(KernelCosts(metered, taped.tape.traffic), loaded.files.config, which)
-    return Adviser(yardstick, tuple(alternatives), config.rows, config.step_tokens, more, kernels)
+    return Adviser(step_limit, tuple(alternatives), config.rows, config.step_tokens, more, kernels)
 
 
 def heaviest(story: Story) -> StoryPart | None:

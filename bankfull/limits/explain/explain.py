@@ -69,15 +69,15 @@ class Explanation:
         return asdict(self)
 
 
-def explain(story: Story, yardstick: StepLimit | None = None, adviser: Adviser | None = None) -> Explanation:
+def explain(story: Story, step_limit: StepLimit | None = None, adviser: Adviser | None = None) -> Explanation:
     whole = max(story.seconds, 1e-9)
     parts = [ExplainedPart(QUEUE, story.queue, story.queue / whole)] if story.queue > 0 else []
-    parts += [_part(part, whole, yardstick) for part in story.parts.values() if part.seconds > 0 or part.steps]
+    parts += [_part(part, whole, step_limit) for part in story.parts.values() if part.seconds > 0 or part.steps]
     parts.sort(key=lambda part: ORDER.index(part.part))
     advice = [] if adviser is None else adviser.advise(story)
     saved = None
-    if yardstick is not None and story.cached:
-        saved = _prefill_seconds(story.cached, yardstick)
+    if step_limit is not None and story.cached:
+        saved = _prefill_seconds(story.cached, step_limit)
     return Explanation(
         story.seconds,
         story.prompt,
@@ -85,21 +85,21 @@ def explain(story: Story, yardstick: StepLimit | None = None, adviser: Adviser |
         story.preemptions,
         story.recomputed,
         tuple(parts),
-        _summary(story, parts, yardstick, advice),
+        _summary(story, parts, step_limit, advice),
         tuple(advice),
         story.waiting,
         saved,
     )
 
 
-def _prefill_seconds(tokens: int, yardstick: StepLimit) -> float:
+def _prefill_seconds(tokens: int, step_limit: StepLimit) -> float:
     """Shortest time for the first tokens of a prompt in one step without logits."""
     from bankfull.limits.meter.step import StepShape
 
-    return yardstick.least(yardstick.form.cost(StepShape((tokens,), (tokens,), 0)))
+    return step_limit.least(step_limit.form.cost(StepShape((tokens,), (tokens,), 0)))
 
 
-def _part(part: StoryPart, whole: float, yardstick: StepLimit | None) -> ExplainedPart:
+def _part(part: StoryPart, whole: float, step_limit: StepLimit | None) -> ExplainedPart:
     if not part.steps:
         return ExplainedPart(part.name, part.seconds, part.seconds / whole)
     host = part.seconds - part.inside
@@ -110,8 +110,8 @@ def _part(part: StoryPart, whole: float, yardstick: StepLimit | None) -> Explain
             part.alone, part.decodes - part.alone, part.limit - part.decodes, part.inside - part.limit, host
         )
         percent = 100 * part.limit / part.seconds if part.seconds else None
-        if yardstick is not None and part.features is not None:
-            bound = yardstick.bound(part.features / part.steps)
+        if step_limit is not None and part.features is not None:
+            bound = step_limit.bound(part.features / part.steps)
     return ExplainedPart(
         part.name,
         part.seconds,
@@ -126,7 +126,7 @@ def _part(part: StoryPart, whole: float, yardstick: StepLimit | None) -> Explain
     )
 
 
-def _summary(story: Story, parts: list[ExplainedPart], yardstick: StepLimit | None, advice: list[Advice]) -> str:
+def _summary(story: Story, parts: list[ExplainedPart], step_limit: StepLimit | None, advice: list[Advice]) -> str:
     """One or two sentences: the longest part, its share of the limit, and what would make it faster."""
     whole = max(story.seconds, 1e-9)
     sentences = []
@@ -140,7 +140,7 @@ def _summary(story: Story, parts: list[ExplainedPart], yardstick: StepLimit | No
         lead = f"{part.name} took {shown.share:.0%} of the time"
         if shown.percent_of_limit is not None:
             lead += f" and is bound by {shown.bound} at {shown.percent_of_limit:.0f}% of the limit"
-            if yardstick is not None and math.isinf(yardstick.peak):
+            if step_limit is not None and math.isinf(step_limit.peak):
                 lead += " (of memory alone: its arithmetic was not measured)"
             if shown.percent_of_limit > BEYOND:
                 lead += ", which was measured on a busier machine (`bankfull limits --refresh` measures it again)"

@@ -52,7 +52,7 @@ class StoryPart:
     prompt_features: np.ndarray | None = None
     """The part of `features` from prompts of other requests."""
 
-    def add(self, step: StepNote, seconds: float, own: Sequence[Work], yardstick: StepLimit | None) -> None:
+    def add(self, step: StepNote, seconds: float, own: Sequence[Work], step_limit: StepLimit | None) -> None:
         self.seconds += seconds
         self.steps += 1
         self.sequences += len(step.work)
@@ -63,18 +63,18 @@ class StoryPart:
         mine = {id(w) for w in own}
         strangers = [w for w in step.work if w.count > 1 and id(w) not in mine]
         self.prompt_tokens += sum(w.count for w in strangers)
-        if yardstick is None or step.features is None:
+        if step_limit is None or step.features is None:
             return
         self.features = step.features.copy() if self.features is None else self.features + step.features
-        limit = yardstick.seconds(step.features)
+        limit = step_limit.seconds(step.features)
         decodes = limit
         if strangers:
-            rest = yardstick.features([w for w in step.work if w.count == 1 or id(w) in mine])
-            decodes, theirs = yardstick.seconds(rest), step.features - rest
+            rest = step_limit.features([w for w in step.work if w.count == 1 or id(w) in mine])
+            decodes, theirs = step_limit.seconds(rest), step.features - rest
             self.prompt_features = theirs if self.prompt_features is None else self.prompt_features + theirs
         self.limit = (self.limit or 0.0) + limit
         self.decodes = (self.decodes or 0.0) + decodes
-        self.alone = (self.alone or 0.0) + (limit if len(own) == len(step.work) else yardstick.of_work(own))
+        self.alone = (self.alone or 0.0) + (limit if len(own) == len(step.work) else step_limit.of_work(own))
 
     def wait(self, seconds: float) -> None:
         """Add time in which nothing was computed for the request."""
@@ -134,9 +134,9 @@ class RequestRecorder:
     """Follows requests through an engine; without followed requests it observes nothing and costs nothing."""
 
     def __init__(
-        self, engine: Engine[DeviceRunner], yardstick: StepLimit | None, clock: Callable[[], float] = time.monotonic
+        self, engine: Engine[DeviceRunner], step_limit: StepLimit | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.yardstick = yardstick
+        self.step_limit = step_limit
         self._engine, self._clock = engine, clock
         self._stories: dict[Hashable, Story] = {}
         self._times: KernelTimes | None = None
@@ -183,7 +183,7 @@ class RequestRecorder:
         times = self._times = KernelTimes(self._engine)
         times.open()
         self._instruments.callback(times.close)
-        if self.yardstick is not None:
+        if self.step_limit is not None:
             self._instruments.enter_context(times.by_kernel())
         self._before, self._spent = now, times.seconds
         self.run = Story(now, now)
@@ -198,7 +198,7 @@ class RequestRecorder:
     def _note(self, plan: StepPlan) -> None:
         assert self._times is not None and self.run is not None
         now, spent = self._clock(), self._times.seconds
-        known = self.yardstick
+        known = self.step_limit
         found = known.features(plan.work) if known is not None and plan.work else None
         kernels = {label: seconds for label, (seconds, _) in self._times.take().items()}
         step = StepNote(plan.work, self._before, now, spent - self._spent, found, kernels)
@@ -247,7 +247,7 @@ class RequestRecorder:
         name = PREFILL if story.first is None else DECODE
         if name == DECODE and any(w.count > 1 for w in own):
             name = RECOMPUTE
-        story.part(name).add(step, seconds, own, self.yardstick)
+        story.part(name).add(step, seconds, own, self.step_limit)
         if story.first is None and any(w.sample for w in own):
             story.first = step.ended
 

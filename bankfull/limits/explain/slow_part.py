@@ -56,16 +56,16 @@ class KernelLimits:
     kernels: str
     """The instruction set and threads that run."""
 
-    def slowest(self, part: StoryPart, yardstick: StepLimit) -> SlowPart | None:
+    def slowest(self, part: StoryPart, step_limit: StepLimit) -> SlowPart | None:
         """None if kernels are near the limit, most of the time is outside of kernels, or none was timed."""
         if part.features is None or part.limit is None or not part.kernels or part.inside < part.seconds / 2:
             return None
         if part.limit > FAR_BELOW * part.inside:
             return None
-        reach = yardstick.ceilings.read_at(yardstick.form.cost_of(part.features / part.steps).read)
+        reach = step_limit.ceilings.read_at(step_limit.form.cost_of(part.features / part.steps).read)
         spent: dict[tuple[str, bool], tuple[float, float]] = {}
         for label, seconds in part.kernels.items():
-            least = self.costs.summed(label, part.features).seconds(yardstick.peak, reach)
+            least = self.costs.summed(label, part.features).seconds(step_limit.peak, reach)
             kind = self.name_of(label), label.endswith(_TORCH)
             before = spent.get(kind, (0.0, 0.0))
             spent[kind] = before[0] + seconds, before[1] + least

@@ -35,14 +35,14 @@ class Accounts:
         from bankfull.limits.explain.recorder import RequestRecorder
         from bankfull.limits.meter.step_limit import step_limit_of
 
-        yardstick: StepLimit | None = None
+        step_limit: StepLimit | None = None
         adviser: Adviser | None = None
         try:
-            yardstick = step_limit_of(self._llm, measure=False)
-            adviser = None if yardstick is None else adviser_of(self._llm, yardstick)
+            step_limit = step_limit_of(self._llm, measure=False)
+            adviser = None if step_limit is None else adviser_of(self._llm, step_limit)
         except BankfullError as error:  # a model may well run without a meter
             log.warning("Accounts have no limits: %s", error)
-        return RequestRecorder(self._llm.loaded.frontend.engine, yardstick), adviser
+        return RequestRecorder(self._llm.loaded.frontend.engine, step_limit), adviser
 
     # -- on the loop's thread
 
@@ -58,7 +58,7 @@ class Accounts:
 
         recorder, adviser = self._known
         story = recorder.finish(request, pending.arrived + (pending.result.metrics.finished or 0.0))
-        return explain(story, recorder.yardstick, adviser).as_json()
+        return explain(story, recorder.step_limit, adviser).as_json()
 
     def forget(self, request: int) -> None:
         if self._known is not None:

@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 log = logging.getLogger("bankfull")
 
 
-def known_limits(llm: LLM) -> tuple[ClosedForm, dict[str, float]] | None:
+def known_ceilings(llm: LLM) -> tuple[ClosedForm, dict[str, float]] | None:
     """What a step of this model costs, and the ceilings of the device that it runs on; None if they were never measured
     here. Measuring takes seconds, an idle device and free memory: that is not for a server to begin with."""
     from bankfull.limits.meter.step_limit import step_limit_of
 
     try:
-        yardstick = step_limit_of(llm, measure=False)
+        step_limit = step_limit_of(llm, measure=False)
     except BankfullError as error:  # a model may well run without a meter
         log.warning("No limits are shown: %s", error)
         return None
-    if yardstick is None:
+    if step_limit is None:
         return None
     # A small model's weights may be read from the cache again and again.
-    read = yardstick.ceilings.read_at(yardstick.form.cost(StepShape.decode()).read)
-    limits = {"read_bytes_per_s": read}
-    if yardstick.peak < math.inf:  # else nobody has measured the model's arithmetic here
-        limits["flops"] = yardstick.peak
-    return yardstick.form, limits
+    read = step_limit.ceilings.read_at(step_limit.form.cost(StepShape.decode()).read)
+    ceilings = {"read_bytes_per_s": read}
+    if step_limit.peak < math.inf:  # infinite if the model's arithmetic was not measured
+        ceilings["flops"] = step_limit.peak
+    return step_limit.form, ceilings
 
 
 class Gauge:

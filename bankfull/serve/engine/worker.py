@@ -228,7 +228,7 @@ class Worker:
         from bankfull.loop import EngineLoop
         from bankfull.ops.native import set_threads
         from bankfull.serve.engine.accounts import Accounts
-        from bankfull.serve.engine.gauge import Gauge, known_limits
+        from bankfull.serve.engine.gauge import Gauge, known_ceilings
 
         if wanted.threads is not None:
             set_threads(wanted.threads)
@@ -242,9 +242,9 @@ class Worker:
         start = llm.loaded.start
         self._say(Phase("warming up" if start is None else f"warming up, loaded in {start}"))
         warm_up(llm)
-        limits = known_limits(llm)
+        known = known_ceilings(llm)
         self._accounts = Accounts(llm)
-        self._gauge = Gauge(llm, limits[0] if limits is not None else None)
+        self._gauge = Gauge(llm, known[0] if known is not None else None)
         loaded = llm.loaded
         scheduler = self._front.engine.scheduler
         return Facts(
@@ -257,7 +257,7 @@ class Worker:
             step_tokens=scheduler.config.step_tokens,
             dtype=str(loaded.build.dtype).removeprefix("torch."),
             device=loaded.device.kind,
-            ceilings=limits[1] if limits is not None else None,
+            ceilings=known[1] if known is not None else None,
         )
 
     def _say(self, message: FromEngine) -> None:

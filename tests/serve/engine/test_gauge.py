@@ -11,7 +11,7 @@ from bankfull.cli.answer import StepLog
 from bankfull.limits.machine import ceilings
 from bankfull.limits.machine.ceilings import Ceilings
 from bankfull.runtime.device import Device
-from bankfull.serve.engine.gauge import Gauge, known_limits
+from bankfull.serve.engine.gauge import Gauge, known_ceilings
 from tests.tiny import speaking_folder
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -25,13 +25,13 @@ def llm() -> LLM:
 
 def test_bytes_and_arithmetic_are_those_of_the_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "known_of", lambda device: MEASURED)
-    limits = known_limits(llm)
-    assert limits is not None and limits[1] == {"read_bytes_per_s": 1e9, "flops": 1e11}
-    gauge, watch = Gauge(llm, limits[0]), StepLog(llm)
+    known = known_ceilings(llm)
+    assert known is not None and known[1] == {"read_bytes_per_s": 1e9, "flops": 1e11}
+    gauge, watch = Gauge(llm, known[0]), StepLog(llm)
     llm.generate([[1, 2, 3, 4, 5], [6, 7, 8]], PARAMS)
     load = gauge.load()
     shapes = watch.take()
-    costs = [limits[0].cost(shape) for shape in shapes]
+    costs = [known[0].cost(shape) for shape in shapes]
     assert load.steps == len(shapes) == 6
     assert load.bytes_moved == pytest.approx(sum(cost.bytes for cost in costs))
     assert load.flops == pytest.approx(sum(cost.flops for cost in costs))
@@ -63,7 +63,7 @@ def test_prefix_hits_are_counted_in_tokens(llm: LLM) -> None:
 
 def test_a_machine_that_was_never_measured_has_no_limits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "known_of", lambda device: None)
-    assert known_limits(llm) is None
+    assert known_ceilings(llm) is None
 
 
 def test_limits_are_those_of_the_device_that_the_model_runs_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +77,6 @@ def test_limits_are_those_of_the_device_that_the_model_runs_on(llm: LLM, monkeyp
 
     monkeypatch.setattr(ceilings, "known_of", lambda device: MEASURED)
     monkeypatch.setattr(ceilings, "known_of", known_of)
-    limits = known_limits(llm)
+    known = known_ceilings(llm)
     assert asked == [llm.loaded.device]
-    assert limits is not None and limits[1] == {"read_bytes_per_s": 4e12, "flops": 5e13}
+    assert known is not None and known[1] == {"read_bytes_per_s": 4e12, "flops": 5e13}
