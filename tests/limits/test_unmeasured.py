@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bankfull.bench.load.utilization import Ceiling, StepWork, Utilization, parse_counters
+from bankfull.bench.load.utilization import Ceiling, CountedWork, Utilization, parse_counters
 from bankfull.bench.offline_tables import notes
 from bankfull.cli.app import run_command
 from bankfull.config import RunConfig
@@ -262,4 +262,4 @@ def test_a_server_without_that_ceiling_is_compared_with_memory_alone() -> None:
     run = Utilization(found.work, found.ceiling, 4.0)
     assert run.percent_of_limit == 50.0 and run.mbu() == 0.5 and run.mfu() is None
     assert json.loads(json.dumps(run.as_json(), allow_nan=False))["ceiling_flop_per_s"] is None
-    assert StepWork(1.0, 1e9, 1e30).least(found.ceiling) == 1.0
+    assert CountedWork(1.0, 1e9, 1e30).least(found.ceiling) == 1.0

@@ -27,17 +27,17 @@ class Ceiling:
 
 
 @dataclass(frozen=True, slots=True)
-class StepWork:
+class CountedWork:
     seconds: float = 0.0
     """Time inside steps."""
     bytes: float = 0.0
     flops: float = 0.0
 
-    def __sub__(self, earlier: StepWork) -> StepWork:
-        return StepWork(self.seconds - earlier.seconds, self.bytes - earlier.bytes, self.flops - earlier.flops)
+    def __sub__(self, earlier: CountedWork) -> CountedWork:
+        return CountedWork(self.seconds - earlier.seconds, self.bytes - earlier.bytes, self.flops - earlier.flops)
 
-    def __add__(self, other: StepWork) -> StepWork:
-        return StepWork(self.seconds + other.seconds, self.bytes + other.bytes, self.flops + other.flops)
+    def __add__(self, other: CountedWork) -> CountedWork:
+        return CountedWork(self.seconds + other.seconds, self.bytes + other.bytes, self.flops + other.flops)
 
     def least(self, ceiling: Ceiling) -> float:
         """The shortest time for the work. For summed steps this is at most the sum of the steps' shortest times."""
@@ -48,7 +48,7 @@ class StepWork:
 class ServerCounters:
     """Counters of a bankfull server by kind of step."""
 
-    work: Mapping[str, StepWork]
+    work: Mapping[str, CountedWork]
     ceiling: Ceiling | None
 
 
@@ -64,7 +64,7 @@ def parse_counters(metrics: str | None) -> ServerCounters | None:
         except ValueError:
             continue
     names = ("engine_busy_seconds_total", "engine_bytes_moved_total", "engine_flops_total")
-    work = {kind: StepWork(*(values.get((name, kind), 0.0) for name in names)) for kind in KINDS}
+    work = {kind: CountedWork(*(values.get((name, kind), 0.0) for name in names)) for kind in KINDS}
     reads, computes = (values.get((f"ceiling_{what}_per_second", ""), 0.0) for what in ("bytes", "flops"))
     return ServerCounters(work, Ceiling(reads, computes or math.inf) if reads else None)
 
@@ -73,13 +73,13 @@ def parse_counters(metrics: str | None) -> ServerCounters | None:
 class Utilization:
     """Utilization of the machine during a run."""
 
-    work: Mapping[str, StepWork]
+    work: Mapping[str, CountedWork]
     ceiling: Ceiling
     duration: float
 
     @property
-    def whole(self) -> StepWork:
-        return sum(self.work.values(), StepWork())
+    def whole(self) -> CountedWork:
+        return sum(self.work.values(), CountedWork())
 
     def mbu(self, kind: str | None = None) -> float | None:
         """Memory bandwidth utilization inside steps, of all or one kind."""

@@ -16,7 +16,7 @@ from bankfull.bench.load.request_limits import RequestLimits
 from bankfull.bench.load.run import LoadRunner, LoadTest
 from bankfull.bench.load.server import ServerUnderTest, parse_address
 from bankfull.bench.load.slo import parse_slo
-from bankfull.bench.load.utilization import Ceiling, StepWork, parse_counters, utilization
+from bankfull.bench.load.utilization import Ceiling, CountedWork, parse_counters, utilization
 from bankfull.bench.load.workloads import Synthetic, parse_lengths
 from bankfull.limits.meter.closed_form import closed_form
 from bankfull.limits.meter.metered import MeteredModel
@@ -40,7 +40,10 @@ bankfull:ceiling_flops_per_second{model_name="a"} 5e10
 
 def test_metrics_of_ours_are_read_and_others_are_not() -> None:
     found = parse_counters(TEXT + CEILINGS)
-    assert found is not None and found.work == {"decode": StepWork(2.5, 1e9, 3e9), "prompt": StepWork(1.0, 2e8, 4e9)}
+    assert found is not None and found.work == {
+        "decode": CountedWork(2.5, 1e9, 3e9),
+        "prompt": CountedWork(1.0, 2e8, 4e9),
+    }
     assert found.ceiling == Ceiling(1e10, 5e10)
     without = parse_counters(TEXT)
     assert without is not None and without.ceiling is None
@@ -53,7 +56,7 @@ def test_a_run_is_the_difference_and_a_restart_is_none() -> None:
         parse_counters(TEXT.replace("2.5", "4.5").replace(" 1e9", " 9e9") + CEILINGS),
     )
     found = utilization(before, after, 4.0)
-    assert found is not None and found.whole == StepWork(2.0, 8e9, 0.0) and found.mbu() == pytest.approx(0.4)
+    assert found is not None and found.whole == CountedWork(2.0, 8e9, 0.0) and found.mbu() == pytest.approx(0.4)
     assert utilization(after, before, 4.0) is None, "falling counters mean a restarted process"
     assert utilization(before, parse_counters(TEXT), 4.0) is None and utilization(None, after, 4.0) is None
     assert utilization(before, before, 4.0) is None, "no work between the two"

@@ -13,7 +13,7 @@ from bankfull.bench.load.energy import Energy
 from bankfull.bench.load.measures import Measured
 from bankfull.bench.load.slo import parse_slo
 from bankfull.bench.load.sweep import Search
-from bankfull.bench.load.utilization import Ceiling, StepWork, Utilization
+from bankfull.bench.load.utilization import Ceiling, CountedWork, Utilization
 from bankfull.bench.report.charts import MOST_POINTS, thinned
 from bankfull.bench.report.html import as_html
 from bankfull.bench.report.json_fields import DETAILS, as_vllm
@@ -32,7 +32,7 @@ def report(name: str = "tiny", failed: str | None = None, count: int = 8) -> Loa
         runs.append(outcome(float(count), (), error=failed))
     date = "20260101-000000"
     setting = Setting("http://x", name, "completions", "8 x 100 in", "poisson", 1.0, 1.0, count, 0, None, date)
-    work = {"decode": StepWork(2.0, 8e9, 4e9), "prompt": StepWork(1.0, 1e9, 2e10)}
+    work = {"decode": CountedWork(2.0, 8e9, 4e9), "prompt": CountedWork(1.0, 1e9, 2e10)}
     return LoadReport(
         setting,
         Measured(runs, parse_slo("ttft=600ms, tpot=200ms")),
