@@ -25,7 +25,7 @@ HELP = """\
 /load FILE             continue a saved conversation
 /quit                  quit (also Ctrl-D)
 A line that ends with \\ continues on the next line. A message that begins with / is written with // instead."""
-MORE = "/params max_tokens=N raises the limit, max_tokens=none removes it"
+MORE = "/params max_tokens=N allows more, max_tokens=none fills the context"
 LARGEST_FILE = 64 << 20
 ROLES = ("system", "user", "assistant")
 

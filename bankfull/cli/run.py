@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from bankfull.frontend import Prompt
     from bankfull.llm import LLM
 
-MORE = "--max-tokens N raises the limit, --max-tokens none removes it"
+MORE = "--max-tokens N allows more, --max-tokens none fills the context"
 
 
 def run(

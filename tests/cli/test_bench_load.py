@@ -109,7 +109,7 @@ def test_compare_prints_ratios_of_servers_that_it_starts(cli: Cli, model: Path) 
         (("serve", "--slo", "fast"), "is not an objective"),
         (("serve", "--input-len", "some"), "not a length"),
         (("serve", "--sharegpt", "a", "--trace", "b"), "--sharegpt and --trace exclude each other"),
-        (("serve", "--extra-body", "[1]"), "no JSON object"),
+        (("serve", "--extra-body", "[1]"), "not a JSON object"),
         (("serve", "--price", 1, "--price-of", "h100"), "--price and --price-of exclude each other"),
         (("serve", "--price", -1), "--price -1"),
         (("serve", "--price-of", "abacus"), "abacus"),
