@@ -103,6 +103,21 @@ def test_nothing_is_timed_without_a_followed_request() -> None:
     assert not engine.on_settle and not engine.runner.observers and not llm.loaded.frontend.pending
 
 
+def test_following_replaces_nothing_on_a_live_engine() -> None:
+    llm = fresh()
+    engine = llm.loaded.frontend.engine
+    device, head = engine.runner.device, engine.runner.model.head
+    seen = []
+    engine.on_launch.append(
+        lambda plan: seen.append(
+            (engine.runner.device is device, engine.runner.model.head is head, len(engine.runner.observers))
+        )
+    )
+    recorder, _, _ = watched(llm)
+    run_followed(llm, recorder, prompts(2), 3)
+    assert set(seen) == {(True, True, 1)}
+
+
 def test_a_late_device_changes_nothing_but_the_time() -> None:
     with late_devices():
         llm = fresh(device="auto")
