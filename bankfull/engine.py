@@ -148,7 +148,7 @@ class Engine(Generic[RunnerKind]):
 
     def _note(self, plan: StepPlan) -> None:
         self.totals.steps += 1
-        self.totals.tokens += plan.tokens
+        self.totals.tokens += sum(work.count + work.drafts for work in plan.work)
         for observe in self.on_launch:
             observe(plan)
         for enter in plan.enter:

@@ -1,4 +1,4 @@
-"""Between people and the engine: prompts become requests, settled tokens become text.
+"""The front end of the engine: turns prompts into requests, and settled tokens into text.
 
 One `Frontend` serves the offline API, the asyncio engine and the command line alike; none of them owns a second loop.
 """
@@ -12,11 +12,9 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from torch import Tensor
-
 from bankfull.engine import Engine
 from bankfull.errors import RequestError
-from bankfull.outputs import CompletionOutput, Delta, Logprob, Metrics, RequestOutput
+from bankfull.outputs import CompletionOutput, Delta, Logprob, RequestOutput
 from bankfull.runtime.device_runner import Extra, TokenLogprobs
 from bankfull.runtime.rows import Job
 from bankfull.sample.grammar import GrammarCompiler, Matcher
@@ -32,46 +30,28 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 @dataclass(slots=True)
 class Sample:
-    """One of a request's n sequences, as text."""
+    """One of a request's n samples, as text."""
 
     output: CompletionOutput
     detokenizer: Detokenizer | None
     stop: StopText | None
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A request that is checked and ready to be queued: all that its samples share is here, and made once."""
-
-    text: str | None
-    ids: list[int]
-    params: SamplingParams
-    stop_ids: frozenset[int]
-    limit: int
-    generates: bool
-    matchers: tuple[Matcher, ...]
-    """One for each sample, where there is a grammar."""
-    stops: StopTable | None
-    allowed_mask: Tensor | None
-    """The tokens that it may use, packed."""
-    priority: int
-    salt: str
-    pool: str | None
-    tenant: str
-
-
 @dataclass(slots=True)
 class Pending:
-    """A request that has not ended."""
+    """A request from its preparation until it has ended."""
 
-    result: RequestOutput
+    request: Request
     params: SamplingParams
-    stop_ids: frozenset[int]
+    result: RequestOutput
     samples: list[Sample]
-    arrived: float
+    matchers: tuple[Matcher, ...] = ()
+    """One for each sample under a grammar, until the request is queued."""
+    arrived: float = 0.0
+    """When the request was queued, on the front end's clock."""
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     pooled: dict[int, Any] = field(default_factory=dict)
-    """Position -> hidden state, or sum of hidden states from there on."""
+    """Position -> hidden state, or sum of the hidden states from there on."""
 
 
 class Frontend:
@@ -90,7 +70,7 @@ class Frontend:
         self.vocab, self.max_len = vocab, max_len
         self.pending: dict[Hashable, Pending] = {}
         self.names_prompts = True
-        """Whether log-probabilities of prompts get the texts of their tokens; else they stay in `Pending`."""
+        """Whether prompt logprobs get the texts of their tokens; if not, they stay in `Pending`."""
         self._clock = clock
         self._numbers = count()
         self._seeds = random.Random(seed)
@@ -132,22 +112,21 @@ class Frontend:
             raise RequestError("This model has no chat template; use generate() with a plain prompt instead of chat().")
         return encode_chat(self.tokenizer, self.template, messages, **kwargs)
 
-    def submit(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: Hashable | None = None, **how: Any
-    ) -> Hashable:
-        """Queue a request; its id. Whatever is wrong with it is said now."""
-        return self.queue(self.prepare(prompt, params, **how), request_id)
+    def submit(self, prompt: Prompt, params: SamplingParams, **how: Any) -> Hashable:
+        """Prepare and queue a request; its id. Every error in it is raised now."""
+        return self.queue(self.prepare(prompt, params, **how))
 
     def prepare(
         self,
         prompt: Prompt,
         params: SamplingParams,
         *,
+        request_id: Hashable | None = None,
         priority: int = 0,
         salt: str = "",
         pool: str | None = None,
         tenant: str = "",
-    ) -> Prepared:
+    ) -> Pending:
         """All that is slow about a request (tokens, a grammar, tables) and all checks; may run on any thread."""
         text, ids = self.encode(prompt)
         generates = pool is None and params.max_tokens != 0
@@ -161,41 +140,42 @@ class Frontend:
             matcher = self._grammars.compile(params.structured)
             matchers = (matcher, *(matcher.copy() for _ in range(1, params.n)))
         stops = StopTable(params.stop) if params.stop and params.detokenize else None
-        allowed_mask = self.engine.allowed_mask(params)
-        return Prepared(
-            text, ids, params, stop_ids, limit, generates, matchers, stops, allowed_mask, priority, salt, pool, tenant
-        )
-
-    def queue(self, prepared: Prepared, request_id: Hashable | None = None) -> Hashable:
-        params, pool = prepared.params, prepared.pool
-        request_id = next(self._numbers) if request_id is None else request_id
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         request = Request(
-            request_id,
-            tuple(prepared.ids),
-            prepared.limit,
-            prepared.stop_ids,
-            samples=params.n if prepared.generates else 1,
-            priority=prepared.priority,
-            salt=prepared.salt.encode(),
-            tenant=prepared.tenant,
+            next(self._numbers) if request_id is None else request_id,
+            tuple(ids),
+            limit,
+            stop_ids,
+            samples=params.n if generates else 1,
+            priority=priority,
+            salt=salt.encode(),
+            tenant=tenant,
             # Every prompt position has to run when each one's scores or hidden state are part of the answer.
             reuse=params.prompt_logprobs is None and pool != "mean",
-            generates=prepared.generates,
+            generates=generates,
             scored=params.prompt_logprobs is not None,
-            payload=Job(params, seed, prepared.stop_ids, pool, prepared.allowed_mask),
         )
-        self.engine.add(request, prepared.matchers)
-        samples = [self._sample(i, params, prepared.stops) for i in range(request.samples)]
-        metrics = Metrics(time.time())
-        result = RequestOutput(request_id, prepared.text, prepared.ids, [s.output for s in samples], metrics=metrics)
-        self.pending[request_id] = Pending(result, params, prepared.stop_ids, samples, self._clock())
-        return request_id
+        request.payload = Job(params, params.seed or 0, stop_ids, pool, self.engine.allowed_mask(params))
+        samples = [self._sample(i, params, stops) for i in range(request.samples)]
+        result = RequestOutput(request.id, text, ids, [sample.output for sample in samples])
+        return Pending(request, params, result, samples, matchers)
+
+    def queue(self, pending: Pending) -> Hashable:
+        """Hand a prepared request to the engine; its id."""
+        request = pending.request
+        if pending.params.seed is None:
+            request.payload = replace(request.payload, seed=self._seeds.getrandbits(63))
+        self.engine.add(request, pending.matchers)
+        pending.matchers = ()
+        pending.result.metrics.arrival = time.time()
+        pending.arrived = self._clock()
+        self.pending[request.id] = pending
+        return request.id
 
     def _limit(self, prompt_len: int, params: SamplingParams, generates: bool) -> int:
+        """The most tokens, prompt included, that a sequence may reach."""
         if not generates:
             return prompt_len
-        if prompt_len >= self.max_len:
+        if prompt_len == self.max_len:
             raise RequestError(
                 f"The prompt has {prompt_len} tokens and fills the context of {self.max_len}; shorten it so that at "
                 "least one token can follow."
@@ -230,7 +210,7 @@ class Frontend:
         return self._absorb(self.engine.abort(request_id))
 
     def step(self) -> list[Delta]:
-        """Run the engine once; what it added to which request."""
+        """Run the engine once; the deltas of all requests."""
         return self._absorb(self.engine.step())
 
     def take(self, request_id: Hashable) -> RequestOutput:
@@ -283,13 +263,13 @@ class Frontend:
         )
 
     def _text(self, sample: Sample, pending: Pending, output: Output) -> str:
-        """The text that this output adds and that no later one can take back."""
+        """The text that this output adds and that later tokens cannot change."""
         done, params = sample.output, pending.params
         done.token_ids += output.tokens
         if sample.detokenizer is None:
             return ""
         tokens = list(output.tokens)
-        if output.finish is Finish.STOP and tokens and tokens[-1] in pending.stop_ids:
+        if output.finish is Finish.STOP and tokens and tokens[-1] in pending.request.stop_ids:
             if tokens[-1] in params.stop_token_ids:
                 done.stop_reason = tokens[-1]
             if not (params.include_stop_str_in_output and tokens[-1] in params.stop_token_ids):
@@ -322,10 +302,11 @@ class Frontend:
         return fresh
 
     def _named(self, token: int, line: TokenLogprobs) -> dict[int, Logprob]:
-        pairs = [*zip(line.top_ids, line.top_logprobs, strict=True)]
-        if token not in line.top_ids:
-            pairs.insert(0, (token, line.logprob))
-        return {i: Logprob(value, self.tokenizer.token_text(i)) for i, value in pairs}
+        """The log-probabilities of one position by token id, the token itself first."""
+        named = {token: Logprob(line.logprob, self.tokenizer.token_text(token))}
+        for other, value in zip(line.top_ids, line.top_logprobs, strict=True):
+            named[other] = Logprob(value, self.tokenizer.token_text(other))
+        return named
 
     def _end(self, pending: Pending, done: CompletionOutput, output: Output) -> None:
         assert output.finish is not None

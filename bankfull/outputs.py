@@ -1,14 +1,15 @@
-"""What a caller gets back."""
+"""Results of requests."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 
-@dataclass(slots=True)
-class Logprob:
-    """Of the model's own distribution, before penalties, temperature and truncation."""
+class Logprob(NamedTuple):
+    """A log-probability of the model's own distribution, before penalties, temperature and truncation."""
 
     logprob: float
     token: str
@@ -17,14 +18,14 @@ class Logprob:
 
 @dataclass(slots=True)
 class Metrics:
-    """Seconds, from the moment the request arrived."""
+    """Times of a request: seconds since its arrival."""
 
     arrival: float = 0.0
     """Wall-clock time of arrival."""
     queue: float | None = None
-    """Until the request first got a row."""
+    """Seconds until the request first got a row."""
     ttft: float | None = None
-    """Until its first token, queueing included."""
+    """Seconds until its first token, queueing included."""
     finished: float | None = None
     cached_tokens: int = 0
     """Prompt tokens whose state was found in the prefix cache."""
@@ -63,17 +64,21 @@ class RequestOutput:
     metrics: Metrics = field(default_factory=Metrics)
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What one step added to one sample of a request: the unit of streaming."""
+class Delta(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens and the text that one step added to one sample of a request: the unit of streaming, which the engine
+    process sends to the API as it is."""
 
     request_id: Any
     index: int
+    """The number of the sample, from 0."""
     text: str
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]] | None = None
+    """For each token: the log-probabilities at its position, by token id; the chosen token is the first."""
     finish_reason: str | None = None
+    """stop, length, abort or error; None while the sample goes on."""
     stop_reason: int | str | None = None
+    """The stop string, or the token of stop_token_ids, that ended the sample."""
     error: str | None = None
 
 
@@ -87,7 +92,7 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class ScoreOutput:
-    """How likely a text is: one logprob per token after the first."""
+    """Log-probabilities of a text: one per token after the first."""
 
     prompt_token_ids: list[int]
     logprobs: list[float]

@@ -28,8 +28,8 @@ if native.status() is not None:
 
 from bankfull.ops.native.sampling import choose
 from bankfull.runtime.taped import Taped
-from bankfull.sample.table import RowParams
 from tests.kit import late_devices
+from tests.sample.batch import entering
 from tests.test_tape import CPU, PAGE, built
 from tests.tiny import speaking_folder
 
@@ -73,7 +73,7 @@ class Side:
             self.rows.known[row] = count
         self.rows.sampling.chooser = choose
         for row, params in enumerate(all_params):
-            self.rows.sampling.set([RowParams(row, params, prompt_len=1, child=row % 2, seed=2**40 + row, stop_ids=[])])
+            self.rows.sampling.set([entering(row, params, prompt_len=1, child=row % 2, seed=2**40 + row, stop_ids=[])])
 
     def run(self, work: list[Work]) -> list[int]:
         """Batch, hidden states, choice and commit, one after the other."""

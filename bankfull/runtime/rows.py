@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bankfull.sample.params import SamplingParams
-from bankfull.sample.table import RowParams, SamplingTable
+from bankfull.sample.table import SamplingTable
 from bankfull.state.spec import Layout
 from bankfull.types import Enter, PageEdit, StepPlan
 
@@ -105,7 +105,7 @@ class Rows:
             self._edit(plan.pages)
 
     def _enter(self, enters: Sequence[Enter]) -> None:
-        entering: list[RowParams] = []
+        sampled: list[Enter] = []
         for enter in enters:
             row, job = enter.row, enter.payload
             assert isinstance(job, Job)
@@ -116,15 +116,13 @@ class Rows:
             if job.pool is not None or job.params.prompt_logprobs is not None:
                 self.with_extras.add(row)
             if job.pool is None:
-                entering.append(
-                    RowParams(row, job.params, enter.prompt_len, enter.child, job.seed, job.stop_ids, job.allowed_mask)
-                )
+                sampled.append(enter)
             if self.host is not None:
                 self.host.tokens[row, : len(enter.tokens)] = enter.tokens
                 self.host.known[row], self.host.slot[row] = len(enter.tokens), enter.slot
         if self.ship is not None:
             self._write(enters, self.ship)
-        self.sampling.set(entering)
+        self.sampling.set(sampled)
 
     def _write(self, enters: Sequence[Enter], ship: Ship) -> None:
         """Write all entering sequences in one copy and a few launches."""

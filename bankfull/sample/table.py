@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bankfull.errors import RequestError
 from bankfull.sample.params import MAX_VOCAB, SamplingParams
+from bankfull.types import Enter
 
 TEMPERATURE, TOP_P, MIN_P, TYPICAL_P, REPETITION, PRESENCE, FREQUENCY = range(7)
 SEED, CHILD, PROMPT_LEN, TOP_K, STOP_FROM, GREEDY, LOGPROBS = range(7)
@@ -61,21 +62,6 @@ PLAIN = RowFacts()
 """Plain greedy decoding."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowParams:
-    """The sampling parameters of a sequence that enters a row."""
-
-    row: int
-    params: SamplingParams
-    prompt_len: int
-    child: int
-    seed: int
-    stop_ids: Collection[int]
-    """End tokens and stop_token_ids: banned before min_tokens."""
-    allowed_mask: Tensor | None = None
-    """`SamplingTable.allowed_mask` of the params, where it was computed before."""
-
-
 class SamplingTable:
     """One line per row. Tensors for parameters of variable length are allocated at their first use, and grow."""
 
@@ -98,15 +84,17 @@ class SamplingTable:
         self.chooser: Chooser | None = None
         """The sampling kernel, where there is one; else tensor operations sample."""
 
-    def set(self, entering: Sequence[RowParams]) -> None:
-        """Sequences enter rows."""
-        for entry in entering:
-            if entry.params.bad_words and not entry.params.bad_word_ids:
+    def set(self, enters: Sequence[Enter]) -> None:
+        """Sequences enter rows. Their payload is the runner's (`runtime.rows.Job`): `params`, `seed`, `stop_ids` (end
+        tokens and stop_token_ids, banned before min_tokens) and `allowed_mask`, where it was computed before."""
+        jobs = [enter.payload for enter in enters]
+        for job in jobs:
+            if job.params.bad_words and not job.params.bad_word_ids:
                 raise RuntimeError("bad_words must be tokenized into bad_word_ids before a request enters a row")
-            if entry.allowed_mask is None:
-                self.check(entry.params, entry.stop_ids)
-        facts = [self.facts_of(entry.params, entry.stop_ids) for entry in entering]
-        rows = [entry.row for entry in entering]
+            if job.allowed_mask is None:
+                self.check(job.params, job.stop_ids)
+        facts = [self.facts_of(job.params, job.stop_ids) for job in jobs]
+        rows = [enter.row for enter in enters]
         self._write(
             self.reals,
             rows,
@@ -120,7 +108,7 @@ class SamplingTable:
                     params.presence_penalty,
                     params.frequency_penalty,
                 )
-                for params in (entry.params for entry in entering)
+                for params in (job.params for job in jobs)
             ],
         )
         self._write(
@@ -128,22 +116,22 @@ class SamplingTable:
             rows,
             [
                 (
-                    entry.seed,
-                    entry.child,
-                    entry.prompt_len,
+                    job.seed,
+                    enter.child,
+                    enter.prompt_len,
                     fact.top_k or self.vocab,
-                    entry.prompt_len + entry.params.min_tokens,
-                    int(entry.params.greedy),
-                    -1 if entry.params.logprobs is None else entry.params.logprobs,
+                    enter.prompt_len + job.params.min_tokens,
+                    int(job.params.greedy),
+                    -1 if job.params.logprobs is None else job.params.logprobs,
                 )
-                for entry, fact in zip(entering, facts, strict=True)
+                for enter, job, fact in zip(enters, jobs, facts, strict=True)
             ],
         )
-        for entry, fact in zip(entering, facts, strict=True):
-            self._set_bits(entry, fact)
-            self._set_bias(entry.row, entry.params)
-            self._set_bad_words(entry.row, entry.params)
-            self.facts[entry.row] = PLAIN if fact == PLAIN else fact  # the same object, so that comparing is cheap
+        for row, job, fact in zip(rows, jobs, facts, strict=True):
+            self._set_bits(row, job.params, job.stop_ids, job.allowed_mask, fact)
+            self._set_bias(row, job.params)
+            self._set_bad_words(row, job.params)
+            self.facts[row] = PLAIN if fact == PLAIN else fact  # the same object, so that comparing is cheap
 
     def clear(self, rows: Sequence[int]) -> None:
         """Sequences have left; until the next `set` their rows are plain greedy."""
@@ -256,12 +244,13 @@ class SamplingTable:
             line &= ~self._bits(params.banned_token_ids)
         return line.pin_memory() if self.device.type == "cuda" else line
 
-    def _set_bits(self, entry: RowParams, facts: RowFacts) -> None:
-        row = entry.row
+    def _set_bits(
+        self, row: int, params: SamplingParams, stop_ids: Collection[int], mask: Tensor | None, facts: RowFacts
+    ) -> None:
         if facts.restricted and self.allowed is None:
             self.allowed = torch.full((self.rows, self.words), -1, dtype=torch.int32, device=self.device)
         if self.allowed is not None:
-            mask = self.allowed_mask(entry.params) if entry.allowed_mask is None else entry.allowed_mask
+            mask = self.allowed_mask(params) if mask is None else mask
             if mask is None:
                 self.allowed[row].fill_(-1)
             else:
@@ -270,7 +259,7 @@ class SamplingTable:
             self.stops = torch.zeros((self.rows, self.words), dtype=torch.int32, device=self.device)
         if self.stops is not None:
             if facts.waits:
-                packed = self._bits(entry.stop_ids)
+                packed = self._bits(stop_ids)
                 if self.device.type == "cuda":
                     packed = packed.pin_memory()
                 self.stops[row].copy_(packed, non_blocking=True)

@@ -1,12 +1,17 @@
-"""Admission gates: how many waiting sequences a policy may admit in a step."""
+"""Admission: requests that are refused, sequences that wait for a row, and the gates that limit how many of them a
+policy may admit in a step."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
 from bankfull.config import SchedConfig
-from bankfull.errors import ConfigError
+from bankfull.errors import ConfigError, RequestError
+from bankfull.sched.sequence import OrderedSequences, Sequence
+from bankfull.state.manager import StateManager
+from bankfull.types import Request
 
 
 class Gate(Protocol):
@@ -90,3 +95,70 @@ def gate_of(config: SchedConfig) -> Gate:
     if made is None:
         raise ConfigError(f"batching={config.batching!r} is unknown; use one of {', '.join(GATES)}.")
     return made(config)
+
+
+class WaitingQueue(OrderedSequences):
+    """Sequences that wait for a row, in their order; the gate limits how many new ones are admitted."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self.gate = gate
+        self._fresh: OrderedDict[Sequence, None] = OrderedDict()
+        """Sequences that never ran, in the order of arrival."""
+
+    def arrive(self, seq: Sequence) -> None:
+        """Queue a new sequence; preempted ones come back by `enter`."""
+        self._fresh[seq] = None
+        self.enter(seq)
+
+    def leave(self, seq: Sequence) -> None:
+        super().leave(seq)
+        self._fresh.pop(seq, None)
+
+    def quota(self, running: int, now: float, sealed: bool) -> int:
+        """New sequences that may be admitted now."""
+        return self.gate.open(len(self._fresh), self._first_queued, running, now, sealed) if self._fresh else 0
+
+    def wake_at(self) -> float | None:
+        """The time at which `quota` may grow although nothing arrives."""
+        return self.gate.wake_at(len(self._fresh), self._first_queued)
+
+    @property
+    def _first_queued(self) -> float:
+        return next(iter(self._fresh)).queued_at if self._fresh else 0.0
+
+    def admissible(self, index: int, quota: int, tenant: str | None = None) -> int | None:
+        """Index of the first sequence from `index` on, of this tenant or of any, that could be admitted."""
+        if quota <= 0 and len(self._fresh) == len(self):
+            return None
+        for i in range(index, len(self)):
+            seq = self[i]
+            if seq.parent is None and (seq.admitted or quota > 0) and tenant in (None, seq.tenant):
+                return i
+        return None
+
+
+def check_request(request: Request, waiting: int, config: SchedConfig, state: StateManager) -> None:
+    """Refuses a request that can never run, or that finds the queue full. `waiting`: sequences in the queue before this
+    request's."""
+    if not request.prompt:
+        raise RequestError("The prompt is empty; give at least one token.")
+    if request.samples < 1:
+        raise RequestError(f"samples={request.samples!r} must be a whole number of at least 1.")
+    if waiting + request.samples > config.max_waiting:
+        raise RequestError(
+            f"{waiting} sequences are waiting and {request.samples} more would exceed max_waiting="
+            f"{config.max_waiting}; try again later."
+        )
+    if request.generates and request.limit <= len(request.prompt):
+        raise RequestError(
+            f"The prompt has {len(request.prompt)} tokens and the limit is {request.limit}; shorten the prompt or "
+            "raise the limit so that at least one token can follow."
+        )
+    length = request.limit if request.generates else len(request.prompt)
+    need = state.frames_for(length, config.step_tokens)
+    if need > state.pages.size:
+        raise RequestError(
+            f"The request may grow to {length} tokens, which need {need} pages of state, but the pool has "
+            f"{state.pages.size}; lower max_tokens, shorten the prompt, or give the pool more memory."
+        )

@@ -17,14 +17,12 @@ from itertools import count
 
 from bankfull.config import SchedConfig
 from bankfull.errors import RequestError
+from bankfull.sched.gates import WaitingQueue, check_request
 from bankfull.sched.pace import Pace, kinds_of
 from bankfull.sched.policies import policy_of
-from bankfull.sched.refusals import check_request
-from bankfull.sched.sequence import OrderedSequences, Sequence, adopt
-from bankfull.sched.settling import settle_sequence
+from bankfull.sched.sequence import OrderedSequences, Sequence, adopt, settle_sequence
 from bankfull.sched.shares import COMPANY_STEPS, Holdings, Tenants, batch_share, first_of_each
 from bankfull.sched.sketch import Sketch
-from bankfull.sched.waiting import WaitingQueue
 from bankfull.state.manager import Match, Reserved, SequenceState, StateManager
 from bankfull.state.prefix import Chain
 from bankfull.types import Enter, Finish, Output, PageEdit, Request, StepPlan, StepResult, Work

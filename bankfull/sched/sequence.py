@@ -7,9 +7,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from bankfull.state.manager import SequenceState
+from bankfull.state.manager import SequenceState, StateManager
 from bankfull.state.prefix import Chain
-from bankfull.types import Request, Work
+from bankfull.types import Finish, Output, Request, Work
 
 Order = tuple[bool, float, int]
 """Batch work last, then the policy's rank, then arrival: smaller runs first and is preempted last. Unique."""
@@ -125,3 +125,28 @@ def adopt(siblings: list[Sequence]) -> None:
         seq.parent, seq.children = None, siblings[1:]
     for seq in siblings[1:]:
         seq.parent = siblings[0]
+
+
+def settle_sequence(seq: Sequence, step: int, tokens: list[int], output: Output, state: StateManager) -> None:
+    """Appends the tokens that `seq` keeps, commits its state, and notes in `output` whether it ends."""
+    assert seq.state is not None
+    request = seq.request
+    for token in tokens:
+        seq.tokens.append(token)
+        output.tokens.append(token)
+        if token in request.stop_ids:
+            output.finish = Finish.STOP
+            break
+        if len(seq.tokens) >= request.limit:
+            output.finish = Finish.LENGTH
+            break
+    # Drafts behind an end are not part of the sequence, though the device has accepted them.
+    accepted = min(len(tokens) - 1, len(output.tokens)) if tokens else 0
+    seq.land(accepted)
+    # A row that ends may have one more step in flight, which reads the slot that the device has accepted.
+    last_use = step if output.finish is None else state.launched
+    state.commit(seq.state, last_use, accepted)
+    if seq.computed >= seq.state.border:
+        state.publish(seq.state, seq.tokens, seq.computed, seq.prompt_len)
+    if not request.generates and seq.computed >= seq.prompt_len:
+        output.finish = Finish.STOP

@@ -1,6 +1,6 @@
-"""The HTTP application: routes, how a call becomes an answer, and what becomes of everything that goes wrong.
+"""The HTTP application: routes, calls and their answers, and error responses.
 
-Authentication, limits and logs are middleware around it (`scope["bankfull.caller"]` says who calls).
+Authentication, limits and logs are middleware around it, which puts the caller into `scope["bankfull.caller"]`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 CLIENT_LEFT = 499
 RETRIED = (Busy, Unavailable, EngineDied)
-"""What says nothing about a call itself: there was no room, or no engine."""
+"""Errors worth a retry: they are about the service (no room, no engine), not about the call."""
 
 
 def create_app(
@@ -54,8 +54,8 @@ def create_app(
     more_apis: Mapping[str, Api] | None = None,
     supervisor: Supervisor | None = None,
 ) -> Starlette:
-    """`more_apis`: further endpoints that take a JSON body by POST, by path; `lifespan` lives as long as the server.
-    While a task of the `supervisor` is in trouble the server is not ready."""
+    """`more_apis`: further endpoints by path, which take a JSON body by POST. `lifespan`: the context of the server.
+    The server is not ready while a task of the `supervisor` fails."""
     apis = {**model_apis(backend, texts, settings), **(more_apis or {})}
     pulse = Pulse(settings.keep_alive_seconds)
     models = Models(backend, texts, settings)
@@ -79,7 +79,7 @@ def create_app(
 
     app = Starlette(
         routes=[
-            *(Route(path, Endpoint(api, settings, pulse), methods=["POST"]) for path, api in apis.items()),
+            *(Route(path, Endpoint(api, pulse), methods=["POST"]) for path, api in apis.items()),
             Route("/v1/models", models.all, methods=["GET"]),
             Route("/v1/models/{name:path}", models.one, methods=["GET"]),
             Route("/version", version, methods=["GET"]),
@@ -111,10 +111,10 @@ def model_apis(backend: Backend, texts: Texts, settings: Settings) -> dict[str, 
 
 
 class Endpoint:
-    """One API over HTTP, as a raw ASGI application: nothing stands between an engine step and the socket."""
+    """One API over HTTP, as a raw ASGI application, so that no framework layer runs per token."""
 
-    def __init__(self, api: Api, settings: Settings, pulse: Pulse) -> None:
-        self._api, self._settings, self._pulse = api, settings, pulse
+    def __init__(self, api: Api, pulse: Pulse) -> None:
+        self._api, self._pulse = api, pulse
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         begun = False
@@ -125,7 +125,7 @@ class Endpoint:
             await send(message)
 
         try:
-            body = await read_body(scope, receive, self._settings.max_body_bytes)
+            body = await read_body(receive)
             async with Client(receive):
                 made = await self._api.answer(body, caller_of(scope))
                 if isinstance(made, bytes):
@@ -140,8 +140,8 @@ class Endpoint:
 
 
 class Client:
-    """While it is entered, the client's leaving cancels the task that answers it, and so aborts its request. Nobody can
-    be told of what goes wrong then."""
+    """Context in which a disconnect of the client cancels the task that answers it, and so aborts its request. Errors
+    that follow a disconnect are logged: there is no client left to answer."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -159,7 +159,7 @@ class Client:
         if self._task is not None:
             self._task.uncancel()
         if issubclass(kind, Exception):
-            log.info("a call whose client has left ended with: %s", error)
+            log.info("error after the client disconnected: %s", error)
         return True
 
     async def _until_gone(self) -> None:
@@ -170,31 +170,23 @@ class Client:
             self._task.cancel()
 
 
-async def read_body(scope: Message, receive: Receive, limit: int) -> bytes:
-    """The whole body; one that is too large is refused before it has been read."""
-    too_large = Refusal(f"The body is larger than {limit} bytes.", code="body_too_large", status=413)
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit() and int(value[:20]) > limit:
-            raise too_large
-    parts, size = [], 0
+async def read_body(receive: Receive) -> bytes:
+    """The whole body. `guard.checks` bounds its size and its time, and hands it on in one piece."""
+    parts = []
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise Refusal("The client left before its call was complete.", status=CLIENT_LEFT)
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            raise too_large
-        parts.append(part)
+        parts.append(message.get("body", b""))
         if not message.get("more_body", False):
-            return b"".join(parts)
+            return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 async def call_api(
     apis: Mapping[str, Api], path: str, body: bytes | Mapping[str, Any], caller: Caller
 ) -> tuple[int, bytes]:
-    """A call that comes from within the service, such as a line of a batch: its status and its JSON document. Whatever
-    is worth another attempt (`RETRIED`) is raised."""
+    """A call from within the service, for example a line of a batch: its status and its JSON document. Errors worth a
+    retry (`RETRIED`) are raised."""
     api = apis.get(path)
     if api is None:
         problem = problem_of(Refusal(f"There is no API at {path[:100]}.", code="not_found", status=404))
@@ -213,7 +205,7 @@ async def call_api(
 
 
 class Probes:
-    """What is asked by those who watch the service."""
+    """Liveness and readiness probes."""
 
     def __init__(self, backend: Backend, supervisor: Supervisor | None = None) -> None:
         self._backend, self._supervisor = backend, supervisor
@@ -225,7 +217,7 @@ class Probes:
         if not self._backend.ready:
             raise Unavailable(self._backend.says)
         if self._supervisor is not None and (troubled := self._supervisor.troubled):
-            raise Unavailable(f"Something behind the API has failed and begins again: {', '.join(troubled)}.")
+            raise Unavailable(f"A background task has failed and is being restarted: {', '.join(troubled)}.")
         return as_json({"status": "ready"})
 
 
@@ -259,7 +251,7 @@ async def _told(request: Request, error: Exception) -> Response:
 
 
 async def _http_problem(request: Request, error: Exception) -> Response:
-    """What routing itself refuses."""
+    """Errors of routing itself: no such path, no such method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     path = request.url.path[:200]
     sentences = {

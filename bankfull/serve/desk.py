@@ -1,12 +1,12 @@
-"""Threads for work that would hold up a loop: tokenizing, rendering, compiling. What comes next is decided again after
-every slice of work:
+"""Worker threads for work that would block a loop: tokenizing, rendering, compiling grammars. The next slice of work
+is chosen anew after every slice:
 
-- batch work waits until no online work does;
-- among keys, whoever has had the least comes first;
-- of one key the shortest comes first, and one thread takes nothing but short work;
-- what nobody waits for any more is not begun, and not gone on with.
+- batch work waits until no online work is queued;
+- among keys, the one with the least work done comes first;
+- of one key, the shortest job comes first, and one thread takes only short jobs;
+- a job whose client has left is dropped.
 
-What one key may have here at once is bounded, and so is what all of them may.
+The queue is bounded per key and in total.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from typing import Any
 from bankfull.serve.engine.backend import Busy
 
 SHORT = 1 << 14
-"""Of this size at most is what one of the threads keeps itself free for."""
+"""Size up to which a job is short: one of the threads takes only short ones."""
 MOST_JOBS, MOST_JOBS_PER_KEY = 512, 256
-"""That one desk holds, unless it is made for fewer."""
+"""Jobs in one desk, in total and per key; a desk may be made for fewer per key."""
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """Something to do for a key. `size` says how long it may take: in characters, or the like."""
+class DeskJob:
+    """Work for a key. `size` is its expected cost, in characters or tokens."""
 
     owner: str
     size: int
     batch: bool
     work: Callable[[], Any]
-    """Where it returns a generator, that is run slice by slice: it yields the size of each, and returns the result."""
+    """A generator that it returns is run slice by slice: it yields the size of each, and returns the result."""
     tell: Callable[[Any, BaseException | None], None]
-    """Gets the result or the error, on a thread; not called for what was dropped."""
+    """Called with the result or the error, on a thread; not called for a dropped job."""
     left: int = 0
     slices: Generator[int, None, Any] | None = None
     dropped: bool = False
@@ -58,12 +58,12 @@ class Job:
 
 
 @dataclass(slots=True)
-class Line:
-    """What waits for one key, the shortest first."""
+class KeyQueue:
+    """The queue of one key, the shortest job first."""
 
     served: float
-    """How much it has had, by the desk's own clock."""
-    jobs: list[tuple[int, int, Job]] = field(default_factory=list)
+    """Size of the work done for the key, on the desk's virtual clock."""
+    jobs: list[tuple[int, int, DeskJob]] = field(default_factory=list)
 
 
 class Desk:
@@ -77,13 +77,13 @@ class Desk:
         most_jobs_per_key: int = MOST_JOBS_PER_KEY,
         threads: int = 2,
     ) -> None:
-        """`what` waits here, for people."""
+        """`what`: the kind of work, for messages."""
         self._most_jobs_per_key = most_jobs_per_key
         self._name, self._count, self._what = name, threads, what
         self._most, self._most_per_key = most_size, most_size_per_key
-        self._lines: dict[tuple[bool, str], Line] = {}
+        self._lines: dict[tuple[bool, str], KeyQueue] = {}
         self._held: dict[str, tuple[int, int]] = {}
-        """Jobs and sizes of each key that are here, begun or not."""
+        """Jobs and their total size for each key, running or queued."""
         self._changed = threading.Condition()
         self._threads: dict[int, threading.Thread] = {}
         self._numbers = count()
@@ -92,8 +92,8 @@ class Desk:
         self.begun = 0
         """Slices so far."""
 
-    def put(self, job: Job) -> None:
-        """From any thread. Busy where there is no room."""
+    def put(self, job: DeskJob) -> None:
+        """Queue a job, from any thread. Raises Busy when the queue is full."""
         with self._changed:
             self._refuse(job)
             jobs, size = self._held.get(job.owner, (0, 0))
@@ -102,8 +102,8 @@ class Desk:
             self._start()
             self._changed.notify_all()
 
-    def drop(self, job: Job) -> None:
-        """Nobody waits for it. From any thread, also when it has ended."""
+    def drop(self, job: DeskJob) -> None:
+        """Forget a job whose client has left. From any thread, also when the job has ended."""
         with self._changed:
             if not job.dropped:
                 job.dropped = True
@@ -120,12 +120,12 @@ class Desk:
 
     @property
     def waiting(self) -> int:
-        """Jobs that are here, begun or not."""
+        """Jobs in the desk, running or queued."""
         with self._changed:
             return sum(jobs for jobs, _ in self._held.values())
 
-    def _refuse(self, job: Job) -> None:
-        """Whoever has nothing here is let in, however large his work is: its own limits have let it pass."""
+    def _refuse(self, job: DeskJob) -> None:
+        """A key without any job here is always admitted: the size of a single job has limits of its own."""
         jobs, size = self._held.get(job.owner, (0, 0))
         if jobs >= self._most_jobs_per_key or (jobs and size + job.size > self._most_per_key):
             raise Busy(f"{jobs} {self._what} of this key wait already; try again later.", 1.0)
@@ -134,7 +134,7 @@ class Desk:
             raise Busy(f"{all_jobs} {self._what} wait already; try again later.", 1.0)
 
     def _start(self) -> None:
-        """The threads begin with the first work; one that has failed is replaced with the next."""
+        """The threads start with the first job; a thread that has died is replaced with the next one."""
         for number in range(self._count):
             if number not in self._threads or not self._threads[number].is_alive():
                 made = threading.Thread(
@@ -143,13 +143,13 @@ class Desk:
                 self._threads[number] = made
                 made.start()
 
-    def _queue(self, job: Job) -> None:
-        line = self._lines.setdefault((job.batch, job.owner), Line(self._clock))
+    def _queue(self, job: DeskJob) -> None:
+        line = self._lines.setdefault((job.batch, job.owner), KeyQueue(self._clock))
         if not line.jobs:
-            line.served = max(line.served, self._clock)  # who was away has saved nothing up
+            line.served = max(line.served, self._clock)  # an idle key does not save up credit
         heapq.heappush(line.jobs, (job.left, next(self._numbers), job))
 
-    def _leave(self, job: Job) -> None:
+    def _leave(self, job: DeskJob) -> None:
         jobs, size = self._held[job.owner]
         if jobs == 1:
             del self._held[job.owner]
@@ -181,10 +181,10 @@ class Desk:
                 self._leave(job)
             if not job.dropped:
                 job.tell(made, error)
-            del job, made, error  # while it waits for more, a thread keeps nothing alive
+            del job, made, error  # a waiting thread keeps no result alive
 
-    def _next(self, short: bool) -> Job | None:
-        """Waits; None when the desk is closed. `short`: takes nothing else."""
+    def _next(self, short: bool) -> DeskJob | None:
+        """The next job; blocks until there is one. None when the desk is closed. `short`: only short jobs."""
         with self._changed:
             while not self._closed:
                 chosen = min(

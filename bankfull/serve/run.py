@@ -1,4 +1,4 @@
-"""A server from beginning to end: the engine's process, the application, the socket, and what people are told."""
+"""A server from start to shutdown: the engine process, the application, the socket, and the greeting."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from bankfull.serve.guard.connections import ConnectionTable
 from bankfull.serve.guard.layers import Protection, protect
 from bankfull.serve.guard.listen import raise_file_limit, uvicorn_config
 from bankfull.serve.guard.reload import Reloader
-from bankfull.serve.guard.running import Running
 from bankfull.serve.guard.tls import certificates_of
 from bankfull.serve.settings import Settings
 from bankfull.serve.supervise import Supervisor
 from bankfull.serve.telemetry.log import Logs
 from bankfull.serve.telemetry.metrics import ServiceMetrics
+from bankfull.serve.telemetry.trace import Running
 from bankfull.serve.telemetry.watch import WatchedBackend
 
 FAREWELL_SECONDS = 5
-"""For last words: how long those who were told that the server ends may take to read it."""
+"""Seconds that clients have to read the last event after the grace period."""
 
 
 def run_server(
@@ -53,9 +53,9 @@ def run_server(
     stall_seconds: float = STALL_SECONDS,
     give_up_after: float = 0.0,
 ) -> None:
-    """Until it is stopped. A model that cannot be loaded at the start, or for `give_up_after` seconds later on (0: it
-    is tried for ever), ends it with a ModelError. `data`: where files and batches survive the server; without it they
-    end with it."""
+    """Serve until stopped. A model that cannot be loaded at the start, or for `give_up_after` seconds later on (0: no
+    limit), ends the server with a ModelError. `data`: the folder in which files and batches survive the server;
+    without it they are temporary."""
     logs = Logs(json=protection.log_json)
     try:
         with nullcontext(data) if data is not None else TemporaryDirectory(prefix="bankfull-serve-") as folder:
@@ -90,14 +90,14 @@ def _run(
     failure: list[Exception] = []
 
     async def announce(server: uvicorn.Server) -> None:
-        """That the model is there; and when it is given up, however late, the server ends with the reason."""
+        """Greet when the model is ready; end the server with the reason when the model is given up, however late."""
         try:
             await link.wait_ready()
             settle_heap()
-            with suppress(OSError):  # nobody reads it any more
+            with suppress(OSError):  # stdout is closed
                 print(greeting(link, settings, listening, protection), flush=True)
             await link.wait_failed()
-        except Exception as error:  # whoever would tell of the engine's end has failed: that is an end, too
+        except Exception as error:  # a failure of this task ends the server, too
             failure.append(error)
             server.should_exit = True
 
@@ -112,7 +112,7 @@ def _run(
         finally:
             announcing.cancel()
             await supervisor.close()
-            await link.drain(0.0)  # those who were given time have had it
+            await link.drain(0.0)  # the grace period is over
             await link.close()
             texts.close()
 
@@ -150,7 +150,7 @@ def _run(
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which tells those who are still being answered at the end of the grace."""
+    """uvicorn's server, which sends an error to the calls that still run at the end of the grace period."""
 
     def __init__(self, config: uvicorn.Config, running: Running, grace: float) -> None:
         super().__init__(config)
@@ -165,8 +165,8 @@ class Server(uvicorn.Server):
 
 
 def settle_heap() -> None:
-    """What lives as long as the process is not looked through by every full garbage collection, which stops the event
-    loop. Nearly everything else ends with its last reference, so that looking for the rest is seldom worth it."""
+    """Exclude objects that live as long as the process from garbage collection, which blocks the event loop. Nearly all
+    others are freed by their last reference, so that collections can be rare."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
@@ -189,7 +189,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def greeting(link: Link, settings: Settings, listening: socket.socket, protection: Protection) -> str:
-    """What a person needs to know when the model is ready."""
+    """The text for the terminal when the model is ready."""
     host, port = settings.host, listening.getsockname()[1]
     scheme = "http" if protection.tls.certificate is None else "https"
     url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

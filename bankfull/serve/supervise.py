@@ -1,7 +1,7 @@
-"""Background tasks with an owner: one that fails is in the log, and is begun again after a pause that doubles.
+"""Supervised background tasks: a task that fails is logged and restarted, with an exponential back-off.
 
-What runs for as long as the service does must never end in silence. The owner knows which tasks fail: `/ready` and the
-metrics ask it.
+A task that should run as long as the service must never end silently. `/ready` and the metrics report the tasks that
+fail.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ log = logging.getLogger("bankfull.serve")
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 10.0
 CALM_SECONDS = 60.0
-"""A task that ran for so long begins again with the shortest pause."""
+"""Seconds after which a running task counts as healthy: its back-off starts again with the shortest pause."""
 
 Work = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Supervisor:
-    """Of tasks on one event loop. `clock` and `sleep` are replaced by tests."""
+    """Supervises tasks on one event loop. Tests replace `clock` and `sleep`."""
 
     def __init__(
         self, *, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -36,9 +36,8 @@ class Supervisor:
         self.restarts: Counter[str] = Counter()
 
     def keep(self, name: str, work: Work, *, ends: bool = False, about: str = "") -> asyncio.Task[None]:
-        """Runs `work()` again and again until the task that is returned is cancelled, or the supervisor closed. Only
-        work that `ends` may return by itself; else that is a failure too. Several tasks may share a name; the log also
-        tells what each is `about`."""
+        """Runs `work()` again and again until the returned task is cancelled, or the supervisor is closed. A return is
+        a failure, too, unless `ends`. Several tasks may share a name; `about` tells them apart in the log."""
         kept = _Kept(name, f"{name} {about}".strip())
         task = asyncio.get_running_loop().create_task(self._keep(kept, work, ends), name=f"keeper of {name}")
         self._names.add(name)
@@ -48,7 +47,7 @@ class Supervisor:
 
     @property
     def running(self) -> dict[str, list[asyncio.Task[None]]]:
-        """What runs at this moment, by name: not those who wait for their next beginning."""
+        """The running tasks by name, without those that wait for their restart."""
         found: dict[str, list[asyncio.Task[None]]] = {name: [] for name in sorted(self._names)}
         for kept in self._kept.values():
             if kept.current is not None:
@@ -57,8 +56,8 @@ class Supervisor:
 
     @property
     def up(self) -> dict[str, bool]:
-        """Whether no task with this name is in trouble: one is from its failure until it has run for as long as it had
-        to wait, so that one that fails at once, every time, never looks well."""
+        """Whether all tasks of a name are healthy. A task is not from its failure until it has run for as long as its
+        back-off, so that a task that fails at once every time never looks healthy."""
         now = self._clock()
         troubled = {kept.name for kept in self._kept.values() if kept.current is None or now < kept.well_from}
         return {name: name not in troubled for name in sorted(self._names)}
@@ -68,7 +67,7 @@ class Supervisor:
         return [name for name, well in self.up.items() if not well]
 
     async def close(self) -> None:
-        """Ends all of them, and waits until they have ended."""
+        """Cancel all tasks, and wait until they have ended."""
         tasks = list(self._kept)
         for task in tasks:
             task.cancel()
@@ -81,7 +80,7 @@ class Supervisor:
             kept.current = current = asyncio.get_running_loop().create_task(work(), name=kept.name)
             try:
                 await asyncio.wait({current})
-            finally:  # only the keeper's own end is an end: the work may be cancelled by anybody, and begins again
+            finally:  # only cancelling the keeper is final: cancelled work is restarted
                 if not current.done():
                     current.cancel()
                     await asyncio.gather(current, return_exceptions=True)
@@ -93,16 +92,16 @@ class Supervisor:
             kept.current = None
             self.restarts[kept.name] += 1
             how = "was cancelled" if current.cancelled() else "ended by itself" if error is None else f"failed: {error}"
-            # What users or the machine did wrong is a sentence; the rest is a defect, and its place is wanted.
+            # Errors of users or of the machine are one sentence; any other is a defect, and its traceback is logged.
             where = error if error is not None and not isinstance(error, BankfullError | OSError) else None
-            log.error("the task %s %s; it begins again in %g s", kept.told, how, pause, exc_info=where)
+            log.error("the task %s %s; restart in %g s", kept.told, how, pause, exc_info=where)
             await self._sleep(pause)
             kept.well_from = self._clock() + pause
             pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def _first_cause(error: BaseException | None) -> BaseException | None:
-    """Of a group, which says only how many it has."""
+    """The first error of a group, whose own message is only a count."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -127,7 +127,7 @@ def render_chat(
     template that splits a value and joins the parts again.
     """
     given = template._checked(messages, tools, kwargs)
-    if not template.takes_tools:
+    if not template.takes_tools and (given["tools"] or any(map(_has_tools, given["messages"]))):
         told = with_tools_as_text(given["messages"], given["tools"], takes_system=template.takes_system)
         given |= {"messages": told, "tools": None}
     guard = tokenizer.guard
@@ -138,6 +138,11 @@ def render_chat(
     marked = changed(given, lambda text, key: guard.mark(text, marker, edges=not key))
     assert isinstance(marked, dict)
     return template._render(marked, add_generation_prompt), marker
+
+
+def _has_tools(message: Mapping[str, object]) -> bool:
+    """Whether a message is a call of a tool, or its result."""
+    return message.get("role") == "tool" or bool(message.get("tool_calls"))
 
 
 def plain(value: object, name: str, depth: int = 0) -> object:

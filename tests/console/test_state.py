@@ -11,6 +11,7 @@ import httpx
 import msgspec
 import pytest
 
+from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.app import create_app
@@ -24,7 +25,7 @@ from bankfull.serve.console.timelines import (
     least_seconds,
 )
 from bankfull.serve.engine.backend import EngineDied
-from bankfull.serve.engine.wire import Done, Facts, Load, Piece
+from bankfull.serve.engine.wire import Done, Facts, Load
 from bankfull.serve.guard.checks import access_policy
 from bankfull.serve.guard.keys import Keyring, new_key
 from bankfull.serve.guard.layers import protect
@@ -57,16 +58,16 @@ class Steps:
         self.facts: Facts | None = Facts("/secret/path", 64, 97, 4, 10, 16, 64, "float32", "cpu", CEILINGS)
         self.load: Load | None = None
         self.now = 100.0
-        self._items: asyncio.Queue[list[Piece | Done] | Exception] = asyncio.Queue()
+        self._items: asyncio.Queue[list[Delta | Done] | Exception] = asyncio.Queue()
 
-    def step(self, seconds: float, items: list[Piece | Done] | Exception, load: Load) -> None:
+    def step(self, seconds: float, items: list[Delta | Done] | Exception, load: Load) -> None:
         self.now += seconds
         self.load = load
         self._items.put_nowait(items)
 
     async def generate(
         self, prompt: list[int], params: SamplingParams, **how: Any
-    ) -> AsyncIterator[list[Piece | Done]]:
+    ) -> AsyncIterator[list[Delta | Done]]:
         while True:
             item = await self._items.get()
             if isinstance(item, Exception):
@@ -80,8 +81,8 @@ class Steps:
         return 0
 
 
-def piece(count: int = 1, finish: str | None = None) -> Piece:
-    return Piece(1, 0, "x", [5] * count, None, finish)
+def piece(count: int = 1, finish: str | None = None) -> Delta:
+    return Delta(1, 0, "x", [5] * count, None, finish)
 
 
 def watched(steps: Any) -> WatchedBackend:
@@ -286,8 +287,8 @@ def test_tokens_are_summed_without_a_call_per_token(monkeypatch: pytest.MonkeyPa
         backend, trace = Steps(), Trace("id", "POST", "/x", 100.0)
         watched = WatchedBackend(backend, ServiceMetrics(), Keyring())  # type: ignore[arg-type]
         for number in range(50):
-            backend.step(0.1, [Piece(1, 0, "ab", [5, 6])], load(number + 1))
-        backend.step(0.1, [Piece(1, 0, "c", [7], finish="stop"), Done(1, 0.0, 0.1, 5.1, 0, 101)], load(51))
+            backend.step(0.1, [Delta(1, 0, "ab", [5, 6])], load(number + 1))
+        backend.step(0.1, [Delta(1, 0, "c", [7], finish_reason="stop"), Done(1, 0.0, 0.1, 5.1, 0, 101)], load(51))
         with during(trace):
             steps = watched.generate([1, 2, 3], PARAMS)
         for _ in range(51 if ends_well else 50):

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from bankfull.runtime.rows import Job
 from bankfull.sample.logits import Sampled, SamplingTable, process, sample
 from bankfull.sample.params import SamplingParams
-from bankfull.sample.table import RowParams
+from bankfull.types import Enter
+
+
+def entering(
+    row: int, params: SamplingParams, *, prompt_len: int, child: int, seed: int, stop_ids: Collection[int]
+) -> Enter:
+    """A sequence that takes a row, as `SamplingTable.set` reads it."""
+    job = Job(params, seed, frozenset(stop_ids))
+    return Enter(row, row, (), 0, prompt_len, child, 0, job)
 
 
 @dataclass
@@ -48,7 +57,7 @@ def batch(
     tokens = torch.randint(-3, vocab + 3, (count + 3, longest + 4), generator=torch.Generator().manual_seed(1))
     for line, (params, prompt, output) in enumerate(zip(all_params, prompts, outputs, strict=True)):
         row = line + 2
-        table.set([RowParams(row, params, prompt_len=len(prompt), child=0, seed=seed + line, stop_ids=stop_ids)])
+        table.set([entering(row, params, prompt_len=len(prompt), child=0, seed=seed + line, stop_ids=stop_ids)])
         said = [*prompt, *output]
         tokens[row, : len(said)] = torch.tensor(said, dtype=torch.int64)
     length = torch.tensor([len(p) + len(o) for p, o in zip(prompts, outputs, strict=True)])

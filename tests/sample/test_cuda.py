@@ -6,7 +6,7 @@ import torch
 from bankfull.sample.logits import SamplingTable, process, sample
 from bankfull.sample.params import SamplingParams
 from bankfull.sample.random import uniform
-from bankfull.sample.table import RowParams
+from tests.sample.batch import entering
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -27,7 +27,7 @@ PARAMS = [
 def table_on(device: str) -> SamplingTable:
     table = SamplingTable(COUNT, VOCAB, device)
     for row, params in enumerate(PARAMS):
-        table.set([RowParams(row, params, prompt_len=4, child=0, seed=row, stop_ids=[0])])
+        table.set([entering(row, params, prompt_len=4, child=0, seed=row, stop_ids=[0])])
     return table
 
 
@@ -46,7 +46,7 @@ def test_nothing_waits_for_the_device_and_a_row_does_not_depend_on_its_mates() -
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        table.set([RowParams(0, PARAMS[0], prompt_len=4, child=0, seed=0, stop_ids=[0])])
+        table.set([entering(0, PARAMS[0], prompt_len=4, child=0, seed=0, stop_ids=[0])])
         together = sample(logits, rows, table, tokens, length, host_rows=host_rows)
         shaped = process(logits, rows, table, tokens, length, None, host_rows)
         untold = sample(logits, rows, table, tokens, length, host_rows=None)

@@ -21,7 +21,7 @@ from bankfull.sample import grammar
 from bankfull.sample.grammar import GrammarCompiler, MaskPool, Matcher
 from bankfull.sample.logits import SamplingTable, sample
 from bankfull.sample.params import SamplingParams, StructuredOutput
-from bankfull.sample.table import RowParams
+from tests.sample.batch import entering
 
 TEXT = ['{"name": "Ada", "age": 36, "tags": ["x", "y"], "ok": true}', "red green 2024-05-17 (1 + 2) * 3", "größer ☂"]
 
@@ -83,7 +83,7 @@ def finish(matcher: Matcher, tokenizer: ByteLevel, seed: int) -> list[int]:
         bias[tokenizer.backend.token_to_id("Ġ" if mark == " " else mark)] = weight
     table = SamplingTable(1, 512)
     params = SamplingParams(logit_bias=bias, temperature=2.0)
-    table.set([RowParams(0, params, prompt_len=0, child=0, seed=seed, stop_ids=tokenizer.eos_ids)])
+    table.set([entering(0, params, prompt_len=0, child=0, seed=seed, stop_ids=tokenizer.eos_ids)])
     out: list[int] = []
     held = torch.zeros(1, 1, dtype=torch.int64)
     for position in range(400):

@@ -10,10 +10,9 @@ from bankfull.errors import RequestError
 from bankfull.sample.adjust import unpacked
 from bankfull.sample.logits import SamplingTable, process
 from bankfull.sample.params import SamplingParams
-from bankfull.sample.table import RowParams
 from tests.quick import examples
 from tests.sample import oracle
-from tests.sample.batch import batch
+from tests.sample.batch import batch, entering
 
 VOCAB = 37
 token = st.integers(0, VOCAB - 1)
@@ -159,7 +158,7 @@ def test_a_greedy_row_is_processed_into_its_one_token() -> None:
 def test_one_row_can_be_processed_at_several_lengths_at_once() -> None:
     params = SamplingParams(frequency_penalty=0.5, bad_word_ids=[[2, 3]], min_tokens=2)
     table = SamplingTable(2, 6)
-    table.set([RowParams(1, params, prompt_len=1, child=0, seed=0, stop_ids=[5])])
+    table.set([entering(1, params, prompt_len=1, child=0, seed=0, stop_ids=[5])])
     tokens = torch.tensor([[0] * 4, [1, 2, 2, 4]])
     lengths = [1, 2, 3, 4]
     got = process(torch.zeros(4, 6, dtype=torch.float64), torch.full((4,), 1), table, tokens, torch.tensor(lengths))
@@ -183,7 +182,7 @@ def test_a_cleared_row_keeps_nothing_of_the_request_before() -> None:
         temperature=0.5,
     )
     made = batch([heavy, heavy], 8, prompts=[[1, 2]] * 2, stop_ids=[0])
-    made.table.set([RowParams(2, SamplingParams(), prompt_len=2, child=0, seed=0, stop_ids=[0])])
+    made.table.set([entering(2, SamplingParams(), prompt_len=2, child=0, seed=0, stop_ids=[0])])
     made.table.clear([3])
     logits = torch.randn(2, 8, dtype=torch.float64)
     for told in (True, False):
@@ -213,11 +212,11 @@ def test_wider_parameters_of_a_later_request_leave_earlier_rows_as_they_are() ->
 def test_an_id_outside_the_models_vocabulary_is_refused_by_name(params: dict[str, object]) -> None:
     table = SamplingTable(1, 10)
     with pytest.raises(RequestError, match=r"token 10, but the model's ids go from 0 to 9"):
-        table.set([RowParams(0, SamplingParams(**params), prompt_len=1, child=0, seed=0, stop_ids=[])])  # type: ignore[arg-type]
+        table.set([entering(0, SamplingParams(**params), prompt_len=1, child=0, seed=0, stop_ids=[])])  # type: ignore[arg-type]
 
 
 def test_bad_words_without_token_ids_are_an_error() -> None:
     with pytest.raises(RuntimeError, match="bad_words"):
         SamplingTable(1, 10).set(
-            [RowParams(0, SamplingParams(bad_words=["x"]), prompt_len=1, child=0, seed=0, stop_ids=[])]
+            [entering(0, SamplingParams(bad_words=["x"]), prompt_len=1, child=0, seed=0, stop_ids=[])]
         )

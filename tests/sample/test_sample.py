@@ -11,9 +11,9 @@ from bankfull.ops import native
 from bankfull.sample.draw import draw
 from bankfull.sample.logits import NO_TOKEN, Sampled, SamplingTable, sample
 from bankfull.sample.params import SamplingParams
-from bankfull.sample.table import Chooser, RowParams
+from bankfull.sample.table import Chooser
 from tests.sample import oracle
-from tests.sample.batch import batch
+from tests.sample.batch import batch, entering
 
 DRAWS = 20_000
 
@@ -34,7 +34,7 @@ def draws_of(
     """Many independent draws of one row: the position is what varies."""
     table = SamplingTable(1, len(logits))
     table.chooser = CHOOSERS[chooser]
-    table.set([RowParams(0, params, prompt_len=0, child=child, seed=seed, stop_ids=[])])
+    table.set([entering(0, params, prompt_len=0, child=child, seed=seed, stop_ids=[])])
     rows, length = torch.zeros(DRAWS, dtype=torch.int64), torch.arange(DRAWS)
     tokens = torch.zeros(1, 1, dtype=torch.int64)
     return sample(logits.expand(DRAWS, -1), rows, table, tokens, length, host_rows=[0] * DRAWS).tokens
@@ -95,7 +95,7 @@ def test_the_kernel_chooses_the_tokens_that_tensors_choose(vocab: int) -> None:
             table = SamplingTable(len(all_params), vocab)
             table.chooser = chooser
             for row, params in enumerate(all_params):
-                table.set([RowParams(row, params, prompt_len=0, child=row, seed=round_ + 2**40, stop_ids=[])])
+                table.set([entering(row, params, prompt_len=0, child=row, seed=round_ + 2**40, stop_ids=[])])
             rows = torch.arange(len(all_params))
             tokens = torch.zeros(len(all_params), 1, dtype=torch.int64)
             found = [
@@ -153,7 +153,7 @@ def test_every_instruction_set_cuts_where_tensors_cut(kind: str, every_isa: list
         table = SamplingTable(len(WIDE), vocab)
         table.chooser = chooser
         for row, params in enumerate(WIDE):
-            table.set([RowParams(row, params, prompt_len=0, child=0, seed=row, stop_ids=[])])
+            table.set([entering(row, params, prompt_len=0, child=0, seed=row, stop_ids=[])])
         found[name] = [
             sample(logits, rows, table, rows[:, None], rows + 9 * i, host_rows=lines).tokens.tolist() for i in range(6)
         ]

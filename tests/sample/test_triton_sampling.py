@@ -15,7 +15,7 @@ from bankfull.sample.draw import WEIGHT_BITS  # noqa: E402
 from bankfull.sample.logits import NO_TOKEN, SamplingTable, sample  # noqa: E402
 from bankfull.sample.params import SamplingParams  # noqa: E402
 from bankfull.sample.random import Purpose, uniform  # noqa: E402
-from bankfull.sample.table import RowParams  # noqa: E402
+from tests.sample.batch import entering  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED_IN_FULL = [] if torch.cuda.is_available() else [pytest.mark.full]
@@ -40,7 +40,7 @@ PARAMS = [
 def table_of(all_params: list[SamplingParams], vocab: int) -> SamplingTable:
     table = SamplingTable(len(all_params), vocab, DEVICE)
     for row, params in enumerate(all_params):
-        table.set([RowParams(row, params, prompt_len=0, child=row % 3, seed=row + 2**40 - 7, stop_ids=[])])
+        table.set([entering(row, params, prompt_len=0, child=row % 3, seed=row + 2**40 - 7, stop_ids=[])])
     return table
 
 

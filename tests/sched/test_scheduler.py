@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from bankfull.config import StateConfig
-from bankfull.sched.waiting import WaitingQueue
+from bankfull.sched.gates import WaitingQueue
 from bankfull.state.spec import Paged, StateSpec, TensorSpec
 from bankfull.types import StepResult
 from tests.sched.driver import FULL, MEMORY, TOKEN, drain, request, result, scheduler, step

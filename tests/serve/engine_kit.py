@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.engine.admission import QueueLimits
 from bankfull.serve.engine.link import Link
-from bankfull.serve.engine.wire import Done, Piece
+from bankfull.serve.engine.wire import Done
 from tests.tiny import speaking_folder
 
 T = TypeVar("T")
@@ -51,12 +52,12 @@ def service(limits: QueueLimits | None = None, **options: Any) -> Iterator[Servi
         made.runner.close()
 
 
-async def collect(link: Link, prompt: list[int], params: SamplingParams, **how: Any) -> list[Piece | Done]:
+async def collect(link: Link, prompt: list[int], params: SamplingParams, **how: Any) -> list[Delta | Done]:
     return [item async for items in link.generate(prompt, params, **how) for item in items]
 
 
-def text_of(items: list[Piece | Done], index: int = 0) -> str:
-    return "".join(item.text for item in items if isinstance(item, Piece) and item.index == index)
+def text_of(items: list[Delta | Done], index: int = 0) -> str:
+    return "".join(item.text for item in items if isinstance(item, Delta) and item.index == index)
 
 
 async def until(true: Callable[[], bool], seconds: float = 60.0) -> float:

@@ -9,9 +9,10 @@ from functools import lru_cache
 
 import tokenizers
 
+from bankfull.outputs import Delta, Logprob
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.api.texts import Texts
-from bankfull.serve.engine.wire import Done, Facts, Load, Piece
+from bankfull.serve.engine.wire import Done, Facts, Load
 from bankfull.serve.settings import Settings
 from bankfull.text.template import ChatTemplate
 from bankfull.text.tokenizer import Tokenizer
@@ -93,7 +94,7 @@ class Scripted:
         deadline: float | None = None,
         explain: bool = False,
         tenant: str = "",
-    ) -> AsyncIterator[list[Piece | Done]]:
+    ) -> AsyncIterator[list[Delta | Done]]:
         self.asked.append(Asked(prompt, params, priority, salt, pool, deadline, tenant))
         self.running += 1
         try:
@@ -104,13 +105,13 @@ class Scripted:
                     await asyncio.sleep(self.pause)
                     ids = scripted_tokenizer().encode(text)
                     ends = number == last and self.error is None
-                    items: list[Piece | Done] = []
+                    items: list[Delta | Done] = []
                     for index in range(params.n):
                         tokens += len(ids)
                         score = self.scores[index % len(self.scores)]
                         lines = [_line(token, score) for token in ids] if params.logprobs is not None else None
                         finish, stop = (self.finish, self.stop) if ends else (None, None)
-                        items.append(Piece(1, index, text, ids, lines, finish, stop))
+                        items.append(Delta(1, index, text, ids, lines, finish, stop))
                     yield items
             if self.error is not None:
                 raise self.error
@@ -130,10 +131,10 @@ class Scripted:
         return 7
 
 
-def _line(token: int, score: float = -0.25) -> dict[int, tuple[float, str]]:
+def _line(token: int, score: float = -0.25) -> dict[int, Logprob]:
     other = (token + 1) % 256
     words = scripted_tokenizer()
-    return {token: (score, words.token_text(token)), other: (-2.0, words.token_text(other))}
+    return {token: Logprob(score, words.token_text(token)), other: Logprob(-2.0, words.token_text(other))}
 
 
 def settings(**changes: object) -> Settings:

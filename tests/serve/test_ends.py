@@ -27,8 +27,8 @@ from bankfull.serve.guard.checks import access_policy
 from bankfull.serve.guard.keys import Keyring, new_key
 from bankfull.serve.guard.layers import protect
 from bankfull.serve.guard.reload import Reloader
-from bankfull.serve.guard.running import Running
 from bankfull.serve.telemetry.metrics import ServiceMetrics
+from bankfull.serve.telemetry.trace import Running
 from bankfull.serve.telemetry.watch import WatchedBackend
 from tests.serve.batch.test_batches import client_at, line, submit
 from tests.serve.batch_app import RandomHandler, batch_app

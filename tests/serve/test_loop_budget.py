@@ -19,10 +19,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from bankfull.serve.api.calls import Caller
+from bankfull.serve.api.calls import MAX_NESTS, MAX_TEXTS, MAX_VALUES, Caller, refuse_crowd
 from bankfull.serve.api.errors import Refusal, problem_of
 from bankfull.serve.api.openapi import POSTED, document
-from bankfull.serve.api.schema import MAX_NESTS, MAX_TEXTS, MAX_VALUES, refuse_crowd
 from bankfull.serve.app import create_app
 from tests.serve.scripted import FACTS, Scripted, scripted_texts, settings
 

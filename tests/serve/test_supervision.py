@@ -28,7 +28,7 @@ import pytest
 import bankfull
 from bankfull import LLM, AsyncEngine, SamplingParams
 from bankfull.serve.engine import worker as worker_module
-from bankfull.serve.engine.outbox import Outbox
+from bankfull.serve.engine.wire import Outbox
 from bankfull.serve.telemetry.log import Logs
 from tests.tiny import speaking_folder
 
@@ -48,13 +48,15 @@ OWNERS = {
     },
     "serve/engine/link.py": {
         "create_task": (1, "Link._orphan: the server ends with the reason"),
-        "ensure_future": (1, "Link._until_ended, which raises its failure"),
     },
-    "serve/engine/process.py": {"Popen": (1, "Link._supervise: started again")},
+    "serve/engine/process.py": {
+        "Popen": (1, "Link._supervise: started again"),
+        "ensure_future": (1, "EngineProcess.until_ended, which raises its failure"),
+    },
     "serve/guard/listen.py": {"create_task": (1, "the connection, whose handshake it is: it ends with it")},
     "serve/api/openai/completions.py": {"ensure_future": (2, "the request whose prompts they run")},
     "serve/desk.py": {"Thread": (1, "Desk: whoever waits is told of a failure; a thread that ends is replaced")},
-    "serve/engine/outbox.py": {"Thread": (1, "the engine process, which ends with the reason and is started again")},
+    "serve/engine/wire.py": {"Thread": (1, "the engine process, which ends with the reason and is started again")},
     "serve/run.py": {"ensure_future": (1, "run_server: whatever ends it ends the server")},
     "serve/api/sse.py": {"create_task": (1, "the stream")},
     "serve/data/store.py": {"ThreadPoolExecutor": (1, "Store: a failure is raised where the work is awaited")},

@@ -1,1 +1,1 @@
-"""HTTP APIs: schemas, how calls become requests, how answers become JSON or server-sent events."""
+"""HTTP APIs: schemas, requests from calls, and answers as JSON or server-sent events."""

@@ -1,89 +1,101 @@
-"""An answer as a row of blocks, for the APIs that keep text, thoughts and calls apart and in their order.
+"""An answer as a list of blocks, for the APIs that separate text, reasoning and tool calls, in their order.
 
-Whole and streamed answers are spelled from the same blocks, so they cannot differ.
+Whole and streamed answers are made from the same blocks, so they cannot differ.
 """
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Literal
 
-from bankfull.serve.api.events import Event, Finish, Reasoning, Text, ToolArguments, ToolStart, Turn
+from bankfull.outputs import Delta, Logprob
+from bankfull.serve.api.chat import Answer
+from bankfull.serve.api.events import Event, Reasoning, Text, ToolArguments, ToolStart, Turn
 
 Kind = Literal["text", "reasoning", "call"]
-TokenLine = tuple[int, dict[int, tuple[float, str]]]
-"""A chosen token, and at its position: token -> (log-probability, text)."""
+ChosenToken = tuple[int, dict[int, Logprob]]
+"""A chosen token, and the log-probabilities at its position by token id."""
 
 
 @dataclass(slots=True)
-class Block:
+class AnswerBlock:
     index: int
     kind: Kind
     id: str = ""
     name: str = ""
-    """Of a call: its id and the tool's name."""
+    """The id of a call, and the name of its tool."""
     pieces: list[str] = field(default_factory=list)
-    lines: list[TokenLine] = field(default_factory=list)
+    lines: list[ChosenToken] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """Of a call: its arguments as a JSON text."""
+        """The text; for a call, its arguments as JSON."""
         return "".join(self.pieces)
 
 
 @dataclass(slots=True)
 class Began:
-    block: Block
+    block: AnswerBlock
 
 
 @dataclass(slots=True)
 class Grew:
-    block: Block
+    block: AnswerBlock
     text: str
-    lines: list[TokenLine]
+    lines: list[ChosenToken]
 
 
 @dataclass(slots=True)
 class Ended:
-    """Before the next block begins, or with the answer itself."""
+    """A block has ended: before the next one begins, or with the answer."""
 
-    block: Block
+    block: AnswerBlock
 
 
 Change = Began | Grew | Ended
 
 
 class Blocks:
-    """One sample's blocks. At most one is open: the arguments of a call come before anything else begins."""
+    """One sample's blocks. At most one is open: the arguments of a call are complete before the next block begins."""
 
     def __init__(self) -> None:
-        self.all: list[Block] = []
-        self.finish: Finish | None = None
-        self._open: Block | None = None
-        self._unsaid: list[TokenLine] = []
+        self.all: list[AnswerBlock] = []
+        self.end: Delta | None = None
+        """The sample's last delta, which has its finish reason."""
+        self._open: AnswerBlock | None = None
+        self._unsaid: list[ChosenToken] = []
 
     @property
-    def open(self) -> Block | None:
+    def open(self) -> AnswerBlock | None:
         return self._open
 
     @property
     def cut_short(self) -> bool:
-        """Whether the last block ended for want of tokens."""
-        return self.finish is not None and self.finish.reason == "length"
+        """Whether max_tokens ended the last block."""
+        return self.end is not None and self.end.finish_reason == "length"
 
     def add(self, turn: Turn) -> list[Change]:
-        """What this turn changes, in order."""
+        """The changes of this turn, in order."""
         changes: list[Change] = []
-        if turn.logprobs:
-            self._unsaid += zip(turn.tokens, turn.logprobs, strict=False)
-        for event in turn.events:
+        delta, events = turn
+        if delta.logprobs:
+            self._unsaid += zip(delta.token_ids, delta.logprobs, strict=False)
+        for event in events:
             self._take(event, changes)
-        if turn.finish is not None:
-            self.finish = turn.finish
+        if delta.finish_reason is not None:
+            self.end = delta
             if self._unsaid and self._open is not None and self._open.kind == "text":
-                self._grow("", changes)  # tokens that end an answer have no text of their own
+                self._grow("", changes)  # the tokens that end an answer have no text
             self._close(changes)
         return changes
+
+    async def add_all(self, answer: Answer) -> None:
+        """The whole answer; it is closed however that ends."""
+        async with aclosing(answer):
+            async for turns in answer:
+                for turn in turns:
+                    self.add(turn)
 
     def _take(self, event: Event, changes: list[Change]) -> None:
         match event:
@@ -98,7 +110,7 @@ class Blocks:
 
     def _say(self, kind: Kind, text: str, changes: list[Change]) -> None:
         if self._open is None or self._open.kind != kind:
-            # A later thought comes as a paragraph; as a block of its own it needs no empty lines before it.
+            # Later reasoning comes as a new paragraph; a block of its own needs no empty lines before it.
             text = text.lstrip("\n") if kind == "reasoning" else text
             if not text:
                 return
@@ -107,14 +119,14 @@ class Blocks:
 
     def _begin(self, kind: Kind, changes: list[Change], id: str = "", name: str = "") -> None:
         self._close(changes)
-        self._open = Block(len(self.all), kind, id, name)
+        self._open = AnswerBlock(len(self.all), kind, id, name)
         self.all.append(self._open)
         changes.append(Began(self._open))
 
     def _grow(self, text: str, changes: list[Change]) -> None:
         block = self._open
         assert block is not None
-        # Log-probabilities belong to visible text; those of thoughts and calls are not told.
+        # Only visible text has logprobs in the answer; reasoning and calls have none.
         lines, self._unsaid = (self._unsaid if block.kind == "text" else []), []
         block.pieces.append(text)
         block.lines += lines

@@ -1,7 +1,7 @@
 """The core of every chat-like API: from a conversation to the events of its answer.
 
-An API translates its own spelling into an `Ask`, awaits `Chat.answer`, and spells what the `Answer` yields: for each
-engine step the `Turn`s of all samples that it added to. Nothing here knows how any API writes them down.
+An API translates its own call into an `Ask`, awaits `Chat.answer`, and writes the `Turn`s that the `Answer` yields for
+each engine step in its own format. Nothing here depends on the format of an API.
 
     answer = await chat.answer(ask)          # refused here, before anything was sent
     async with aclosing(answer):             # leaving early aborts the request
@@ -12,21 +12,25 @@ engine step the `Turn`s of all samples that it added to. Nothing here knows how 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import msgspec
+
+from bankfull.outputs import Delta, Logprob
 from bankfull.sample.params import SamplingParams
-from bankfull.serve.api.errors import GenerationFailed, Refusal
-from bankfull.serve.api.events import Finish, OutputParser, Reasoning, Text, ToolArguments, ToolStart, Turn, Usage
-from bankfull.serve.api.schema import asked_bytes
+from bankfull.serve.api.calls import asked_bytes
+from bankfull.serve.api.errors import GenerationFailed, Problem, Refusal
+from bankfull.serve.api.events import OutputParser, Reasoning, Text, ToolArguments, ToolStart, Turn, Usage
 from bankfull.serve.api.texts import Texts, fit, is_short, kept_tokens
 from bankfull.serve.engine.backend import Backend, Unavailable
-from bankfull.serve.engine.wire import Done, Facts, Piece
+from bankfull.serve.engine.wire import Done, Facts
 from bankfull.serve.parsers import grammar_for, parser_for
 
 ENDING_TOKENS = 64
-"""Of a prompt: enough to see whether it ends inside of a thought that the template has opened."""
+"""Last tokens of a prompt that show whether it ends inside of reasoning that the template has opened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +55,16 @@ class Ask:
     tool_choice: ToolChoice = "auto"
     parallel_tools: bool = True
     reasoning: bool = True
-    """Tell thoughts apart from the answer; False leaves them in its text."""
+    """Whether reasoning is separated from the answer; False leaves it in the text."""
     template_options: dict[str, Any] = field(default_factory=dict)
     truncate: int | None = None
-    """Keep so many of the prompt's last tokens; -1: as many as fit. None: a prompt that is too long is refused."""
+    """Number of the prompt's last tokens to keep; -1: as many as fit. None: a prompt that is too long is refused."""
     priority: int = 0
     salt: str = ""
     deadline: float | None = None
     """Seconds from now."""
     explain: bool = False
-    """Tell where the time went: `Answer.done.account`."""
+    """Whether `Answer.done` has an account of the time."""
 
 
 class Chat:
@@ -68,7 +72,7 @@ class Chat:
         self.backend, self.texts = backend, texts
 
     async def answer(self, ask: Ask) -> Answer:
-        """Renders and checks the conversation; the engine hears of it when the answer is first awaited."""
+        """Renders and checks the conversation, and submits it to the engine."""
         started = time.monotonic()
         context = facts_of(self.backend).max_len
         tools = callable_tools(ask)
@@ -76,7 +80,7 @@ class Chat:
         prompt = await self.prompt(ask)
         prompt = fit(prompt, context, ask.params, ask.truncate, "messages")
         ending = self.texts.tokenizer.decode(prompt[-ENDING_TOKENS:], skip_special=False)
-        # Tools may be as large as a body, and each sample has a parser that knows them.
+        # Tools may be as large as a body, and each sample has a parser for them.
         params, parsers = await self.texts.run_if(
             asked_bytes() if tools else 0, lambda: self._readers(ask, tools, ending)
         )
@@ -89,7 +93,7 @@ class Chat:
     def _readers(
         self, ask: Ask, tools: list[dict[str, Any]] | None, ending: str
     ) -> tuple[SamplingParams, list[OutputParser]]:
-        """The params with what forces a call, and a parser for each sample."""
+        """The sampling parameters, with a grammar where a call is forced, and a parser for each sample."""
         source, choice = self._source(tools), _as_template_choice(ask.tool_choice)
         takes_tools = self.texts.takes_tools
         params = ask.params
@@ -126,12 +130,12 @@ class Chat:
         return params, parsers
 
     async def prompt(self, ask: Ask, *, fits: bool = True) -> list[int]:
-        """The conversation as token ids: no more than the context holds unless `fits` is False or the call lets it be
-        cut. What could never fit is refused by its length."""
+        """The conversation as token ids: no more than the context holds, unless `fits` is False or the call truncates.
+        A text that could never fit is refused by its length in characters."""
         tools = callable_tools(ask)
         context = facts_of(self.backend).max_len
         keep = kept_tokens(ask.truncate, context)
-        # What a template makes of a caller's options nobody knows; switches are in common use, and harmless.
+        # A template may do anything with a caller's options; boolean switches are common, and cheap.
         plain = tools is None and all(isinstance(value, bool) for value in ask.template_options.values())
         plain = plain and (self.texts.template is None or self.texts.template.at_once)
         return await self.texts.run_short(
@@ -150,7 +154,7 @@ class Chat:
 
 
 def callable_tools(ask: Ask) -> list[dict[str, Any]] | None:
-    """The tools that the model may call; None when there are none. What contradicts itself is refused."""
+    """The tools that the model may call, or None. Contradictions are refused."""
     tools = None if ask.tool_choice == "none" else ask.tools or None
     named = ask.tool_choice.name if isinstance(ask.tool_choice, NamedTool) else None
     if not tools and (named is not None or ask.tool_choice == "required"):
@@ -166,17 +170,17 @@ def callable_tools(ask: Ask) -> list[dict[str, Any]] | None:
 
 
 class Answer:
-    """What comes of an `Ask`. Iterating gives, for each engine step, what it added to which sample."""
+    """The answer to an `Ask`. Iterating gives the turns of each engine step."""
 
     __slots__ = ("_calls", "_parsers", "_steps", "_unsaid", "done", "prompt", "usage")
 
     def __init__(
-        self, prompt: list[int], steps: AsyncIterator[list[Piece | Done]], parsers: list[OutputParser]
+        self, prompt: list[int], steps: AsyncIterator[list[Delta | Done]], parsers: list[OutputParser]
     ) -> None:
         self.prompt = prompt
         self.usage = Usage(len(prompt))
         self.done: Done | None = None
-        """The engine's own account, once all samples have ended."""
+        """The engine's summary, once all samples have ended."""
         self._steps = steps
         self._parsers = parsers
         self._calls = [False] * len(parsers)
@@ -192,7 +196,7 @@ class Answer:
     async def __anext__(self) -> list[Turn]:
         turns: list[Turn] = []
         for item in await anext(self._steps):
-            if isinstance(item, Piece):
+            if isinstance(item, Delta):
                 turns.append(self._turn(item))
             else:
                 self.done = item
@@ -200,32 +204,66 @@ class Answer:
         return turns
 
     async def aclose(self) -> None:
-        """Abort what still runs."""
+        """Abort the request if it still runs."""
         close = getattr(self._steps, "aclose", None)
         if close is not None:
             await close()
 
-    def _turn(self, piece: Piece) -> Turn:
-        if piece.finish == "error" or piece.finish == "abort":
-            raise GenerationFailed(piece.error)
-        index = piece.index
+    def _turn(self, delta: Delta) -> Turn:
+        finish, index, tokens = delta.finish_reason, delta.index, len(delta.token_ids)
+        if finish == "error" or finish == "abort":
+            raise GenerationFailed(delta.error)
         parser = self._parsers[index]
-        events = parser.push(piece.text) if piece.text else []
-        finish = None
-        if piece.finish is not None:
+        events = parser.push(delta.text) if delta.text else []
+        if finish is not None:
             events = events + parser.finish()
-        self._unsaid[index] += len(piece.tokens)
-        self.usage.completion_tokens += len(piece.tokens)
+        self._unsaid[index] += tokens
+        self.usage.completion_tokens += tokens
         for event in events:
             if isinstance(event, ToolStart):
                 self._calls[index] = True
             elif isinstance(event, Reasoning):
                 self.usage.reasoning_tokens += self._unsaid[index]
             self._unsaid[index] = 0
-        if piece.finish is not None:
-            called = self._calls[index] and piece.finish == "stop"
-            finish = Finish("tool_calls" if called else piece.finish, piece.stop)
-        return Turn(index, events, piece.tokens, piece.logprobs, finish)
+        if finish == "stop" and self._calls[index]:
+            delta = msgspec.structs.replace(delta, finish_reason="tool_calls")
+        return delta, events
+
+
+class AnswerStream(ABC):
+    """An answer as events, for `sse.send_events`: an API writes the turns of each step in its own format."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self._ended = False
+
+    @abstractmethod
+    def spell(self, turns: list[Turn]) -> bytes:
+        """The events of one step."""
+
+    @abstractmethod
+    def ending(self) -> bytes:
+        """The events that follow those of the last step."""
+
+    @abstractmethod
+    def failure(self, problem: Problem) -> bytes:
+        """The last events of a stream that fails."""
+
+    def __aiter__(self) -> AnswerStream:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._ended:
+            raise StopAsyncIteration
+        try:
+            turns = await self.answer.__anext__()
+        except StopAsyncIteration:
+            self._ended = True
+            return self.ending()
+        return self.spell(turns)
+
+    async def aclose(self) -> None:
+        await self.answer.aclose()
 
 
 @dataclass(slots=True)
@@ -238,7 +276,7 @@ class Call:
 
 
 @dataclass(slots=True)
-class Sample:
+class WholeSample:
     """One whole answer."""
 
     index: int
@@ -246,34 +284,37 @@ class Sample:
     reasoning: str = ""
     calls: list[Call] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, tuple[float, str]]] = field(default_factory=list)
-    finish: Finish | None = None
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    finish_reason: str = "length"
+    stop_reason: int | str | None = None
 
 
-async def collect(answer: Answer) -> list[Sample]:
+async def collect(answer: Answer) -> list[WholeSample]:
     """The whole answer, for callers that do not stream."""
-    samples = [Sample(index) for index in range(answer.samples)]
+    samples = [WholeSample(index) for index in range(answer.samples)]
     texts: list[list[str]] = [[] for _ in samples]
     thoughts: list[list[str]] = [[] for _ in samples]
     arguments: list[list[list[str]]] = [[] for _ in samples]
     try:
         async for turns in answer:
-            for turn in turns:
-                sample = samples[turn.index]
-                sample.tokens += turn.tokens
-                sample.logprobs += turn.logprobs or ()
-                sample.finish = turn.finish or sample.finish
-                for event in turn.events:
+            for delta, events in turns:
+                index = delta.index
+                sample = samples[index]
+                sample.tokens += delta.token_ids
+                sample.logprobs += delta.logprobs or ()
+                if delta.finish_reason is not None:
+                    sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason
+                for event in events:
                     match event:
                         case Text(text):
-                            texts[turn.index].append(text)
+                            texts[index].append(text)
                         case Reasoning(text):
-                            thoughts[turn.index].append(text)
+                            thoughts[index].append(text)
                         case ToolStart(_, id, name):
                             sample.calls.append(Call(id, name))
-                            arguments[turn.index].append([])
+                            arguments[index].append([])
                         case ToolArguments(number, text):
-                            arguments[turn.index][number].append(text)
+                            arguments[index][number].append(text)
     finally:
         await answer.aclose()
     for sample in samples:
@@ -291,5 +332,5 @@ def facts_of(backend: Backend) -> Facts:
 
 
 def _as_template_choice(choice: ToolChoice) -> str | dict[str, Any]:
-    """The spelling that the parsers take."""
+    """The tool choice in the format that the parsers take."""
     return {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedTool) else choice

@@ -1,5 +1,4 @@
-"""What can go wrong with a call, before an API spells it: a status, a sentence and a code, never a detail of the
-machine."""
+"""Errors of a call, independent of the API's format: a status, a sentence and a code, never a detail of the machine."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ RESTART_SECONDS = 5
 
 
 class Refusal(RequestError):
-    """A call that is refused, with what an API tells beside the sentence. `retry` False: trying again at once cannot
-    help, though the status suggests it."""
+    """A refused call, with the fields of an error beside its sentence. `retry` False: a retry cannot help, although the
+    status suggests it."""
 
     def __init__(
         self,
@@ -35,14 +34,15 @@ class Refusal(RequestError):
 
 
 class ContextOverflow(Refusal):
-    """The prompt and what may follow do not fit into the model's context."""
+    """The prompt and max_tokens do not fit into the model's context."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message, param=param, code="context_length_exceeded")
 
 
 class GenerationFailed(RequestError):
-    """The engine ended this one request. With a reason it is the request's own: a grammar that leaves no token."""
+    """The engine ended this one request. A reason means that the request itself is the cause, for example a grammar
+    that allows no token."""
 
     def __init__(self, reason: str | None = None) -> None:
         super().__init__(reason or "The engine ended this request before it was done.")
@@ -58,7 +58,7 @@ class Problem:
     code: str | None = None
     retry_after: float | None = None
     retry: bool | None = None
-    """False where trying again cannot help though the status suggests it."""
+    """False where a retry cannot help, although the status suggests it."""
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -76,7 +76,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 def problem_of(error: BaseException) -> Problem:
-    """What a client is told; whatever nobody expected is logged under an id, and only the id is told."""
+    """The error for the client; an unexpected one is logged under an id, and only the id is sent."""
     match error:
         case Refusal():
             kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")

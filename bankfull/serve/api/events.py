@@ -1,10 +1,12 @@
-"""What an answer means, before any API spells it: OpenAI's chat, its Responses and Anthropic's Messages are three
-spellings of these events."""
+"""The meaning of an answer, independent of the API's format: OpenAI's chat, its Responses and Anthropic's Messages
+write the same events in three formats."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
+
+from bankfull.outputs import Delta
 
 
 @dataclass(slots=True)
@@ -16,7 +18,7 @@ class Text:
 
 @dataclass(slots=True)
 class Reasoning:
-    """More of what the model thinks before it answers."""
+    """More of the model's reasoning before its answer."""
 
     text: str
 
@@ -49,28 +51,13 @@ class Usage:
     reasoning_tokens: int = 0
 
 
-@dataclass(slots=True)
-class Finish:
-    reason: str
-    """stop, length, tool_calls, abort or error."""
-    stop: int | str | None = None
-    """The stop string or token that ended it."""
-    error: str | None = None
-
-
-@dataclass(slots=True)
-class Turn:
-    """One sample's part of one engine step."""
-
-    index: int
-    events: list[Event] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, tuple[float, str]]] | None = None
-    finish: Finish | None = None
+Turn = tuple[Delta, list[Event]]
+"""One sample's part of one engine step: its tokens, and the meaning of their text. The finish reason is tool_calls
+where the sample stopped to call a tool."""
 
 
 class OutputParser(Protocol):
-    """Turns a model's raw text, however it is cut, into events. For any cutting the events add up to the same."""
+    """Turns a model's raw text into events. The pieces in which it arrives do not change their sum."""
 
     @property
     def wants_special_tokens(self) -> bool:
@@ -80,5 +67,5 @@ class OutputParser(Protocol):
     def push(self, text: str) -> list[Event]: ...
 
     def finish(self) -> list[Event]:
-        """What was held back because more text could have changed its meaning."""
+        """The events of text that was held back, because more text could have changed its meaning."""
         ...

@@ -14,7 +14,7 @@ from bankfull.serve.api.errors import ErrorReply
 from bankfull.serve.api.openai.chat_completions import ChatCall, ChatReply
 from bankfull.serve.api.openai.completions import CompletionCall, CompletionReply
 from bankfull.serve.api.openai.embeddings import EmbeddingCall, EmbeddingReply
-from bankfull.serve.api.openai.models import Model, ModelList
+from bankfull.serve.api.openai.models import ModelCard, ModelList
 from bankfull.serve.api.openai.responses import ResponseReply
 from bankfull.serve.api.openai.responses_call import ResponsesCall
 from bankfull.serve.api.tokens import DetokenizeCall, DetokenizeReply, TokenizeCall, TokenizeReply
@@ -36,7 +36,7 @@ POSTED: dict[str, tuple[str, Any, Any]] = {
 ERRORS = {"/v1/messages": MessageErrorReply, "/v1/messages/count_tokens": MessageErrorReply}
 READ: dict[str, tuple[str, Any]] = {
     "/v1/models": ("List the served model's names", ModelList),
-    "/v1/models/{name}": ("One of them", Model),
+    "/v1/models/{name}": ("One of them", ModelCard),
     "/version": ("The server's version", dict[str, str]),
     "/live": ("Whether the server answers", dict[str, str]),
     "/ready": ("Whether the engine can take a call", dict[str, str]),

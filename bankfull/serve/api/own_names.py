@@ -1,4 +1,4 @@
-"""The core speaks of parameters by the names of OpenAI's chat completions; other APIs have names of their own."""
+"""The core uses the parameter names of OpenAI's chat completions; other APIs have names of their own."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from bankfull.errors import RequestError
+from bankfull.serve.api.calls import named
 from bankfull.serve.api.errors import GenerationFailed, Refusal
-from bankfull.serve.api.schema import named
 
 _WRONG_VALUE = re.compile(r"(?P<path>\S+): Invalid (?:enum )?value '(?P<value>.*)'\.", re.DOTALL)
 
 
 @contextmanager
 def own_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Refusals within tell about parameters by the API's own names, and about kinds that it does not take by theirs."""
+    """Refusals raised inside use the API's own parameter names."""
     try:
         yield
     except GenerationFailed:

@@ -1,7 +1,7 @@
-"""Server-sent events: raw ASGI, one write for all that an engine step adds to a stream.
+"""Server-sent events: raw ASGI, one write per stream and engine step.
 
-A stream begins when its first events are there, so that a call that is refused, or finds no room, still gets an honest
-status. If they take about as long as a keep-alive interval, it begins with a comment instead.
+The response starts with the first events, so that a refused call still gets its proper status. If they take about as
+long as a keep-alive interval, it starts with a comment instead.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 SEND_BODY = "bankfull.send_body"
-"""In a call's scope: how the server itself sends. Layers that only add to an answer's head put nothing before it."""
+"""The key of an ASGI scope under which the outermost layer leaves the server's own `send`, for bodies: the layers add
+only headers."""
 
 LAST_WORDS_SECONDS = 1.0
-"""For the last events of a stream that the server itself ends."""
+"""Seconds for the last events of a stream that the server itself ends."""
 COMMENT = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 HEADERS = [
@@ -33,12 +34,12 @@ HEADERS = [
 
 
 class EventStream(Protocol):
-    """Events as bytes: each item is what one engine step adds, spelled and ready to be sent."""
+    """Events as bytes: each item has the events of one engine step, ready to be sent."""
 
     async def __anext__(self) -> bytes: ...
 
     async def aclose(self) -> None:
-        """Abort what still runs."""
+        """Abort the request if it still runs."""
         ...
 
     def failure(self, problem: Problem) -> bytes:
@@ -52,7 +53,7 @@ def event(data: bytes, name: str | None = None) -> bytes:
 
 
 class Pulse:
-    """Sends keep-alive comments into all streams that are silent: one timer for the whole server."""
+    """Sends keep-alive comments to all silent streams: one timer for the whole server."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -68,7 +69,7 @@ class Pulse:
     def remove(self, writer: Writer) -> None:
         self._writers.discard(writer)
         if not self._writers and self._timer is not None:
-            self._timer.cancel()  # an idle server has no timer
+            self._timer.cancel()  # an idle server needs no timer
             self._timer = None
 
     def _beat(self) -> None:
@@ -83,8 +84,8 @@ class Pulse:
 
 
 class Writer:
-    """The sending half of one stream. `send` begins it, through all layers that add to its head; `send_body`, which may
-    be the server's own, has the rest."""
+    """The sending half of one stream. `send` starts the response, through all layers that add headers; `send_body`,
+    which may be the server's own, sends the rest."""
 
     __slots__ = ("_begin", "_loop", "_open", "_send", "_turn", "begun", "silent_since")
 
@@ -94,7 +95,7 @@ class Writer:
         self._loop = asyncio.get_running_loop()
         self._open = True
         self.begun = False
-        """Whether the client has been told that all is well."""
+        """Whether the response has started, with status 200."""
         self.silent_since = self._loop.time()
 
     async def begin(self) -> None:
@@ -128,10 +129,10 @@ class Writer:
 
 
 async def send_events(stream: EventStream, send: Send, pulse: Pulse, send_body: Send | None = None) -> None:
-    """Raises what goes wrong before the stream has begun; afterwards it becomes the stream's last event. So does the
-    server's own reason for cancelling it."""
+    """Raises errors until the response has started; later ones become the stream's last event, like the server's own
+    reason for cancelling it."""
     writer = Writer(send, send_body or send)
-    pulse.add(writer)  # begins the stream if its first events take long
+    pulse.add(writer)  # starts the response if its first events take long
     try:
         try:
             while True:
@@ -144,7 +145,7 @@ async def send_events(stream: EventStream, send: Send, pulse: Pulse, send_body: 
                 raise
             await writer.write(stream.failure(problem_of(error)))
         except asyncio.CancelledError:
-            if writer.begun:  # nothing is sent to a client that has left
+            if writer.begun:  # a client that has left gets nothing
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LAST_WORDS_SECONDS):
                         await writer.write(stream.failure(problem_of(why_ended())))

@@ -1,4 +1,4 @@
-"""What a model's chat template lets a call switch: its thinking, and how hard it tries."""
+"""The switches of a model's chat template: reasoning on or off, and reasoning effort."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Switches:
         self._effort = EFFORT in names
 
     def thinking(self, wanted: bool, param: str) -> dict[str, Any]:
-        """Template options; without a switch thinking cannot be asked for, and is not prevented."""
+        """Template options. Without a switch reasoning cannot be requested, and is not prevented."""
         if self._thinking is not None:
             return {self._thinking: wanted}
         if wanted:

@@ -1,8 +1,8 @@
 """The served model's tokenizer, chat template and sampling defaults, in a process that never loads torch.
 
-Rendering and tokenizing may take long: they run on threads (`desk`), long texts in windows of bounded size, and what no
-prompt could hold is refused by its length. A short text is done before a thread would be reached, so it is done at
-once.
+Rendering and tokenizing may take long: they run on threads (`desk`), long texts in windows of bounded size, and a text
+that no prompt could hold is refused by its length. A short text is done on the event loop: that takes less time than
+waking a thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bankfull.errors import BankfullError
 from bankfull.sample.params import SamplingParams
 from bankfull.sample.recommended import recommended
 from bankfull.serve.api.errors import ContextOverflow, Refusal
-from bankfull.serve.desk import Desk, Job
+from bankfull.serve.desk import Desk, DeskJob
 from bankfull.serve.telemetry.trace import current_trace, owner_of_call
 from bankfull.text.load import load_tokenizer
 from bankfull.text.template import ChatTemplate, encode_chat, render_chat
@@ -29,41 +29,42 @@ from bankfull.weights.text_files import open_text_files
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
 Slices = Generator[int, None, Made]
-"""Work in slices: yields the size of each, and returns the result."""
+"""Work in slices: yields the size of each slice, and returns the result."""
 
 SHORT_TEXT, SHORT_CONVERSATION = 1024, 16
-"""Characters, and messages, that are rendered and tokenized on the event loop."""
+"""Characters and messages up to which a conversation is rendered and tokenized on the event loop."""
 SHORT_SECONDS = 0.005
-"""What they may take of it. A template is a program: where it takes longer, the next DETOURS texts go to a thread."""
+"""Seconds that a short text may take there. A template is a program: if one takes longer, the next DETOURS texts go to
+a thread."""
 DETOURS = 1000
 MAX_LOGPROB_ENTRIES = 1 << 18
 USUAL_ANSWER = 4096
-"""What an answer without max_tokens is taken for when its log-probabilities are counted."""
+"""Assumed length of an answer without max_tokens, for the limit of logprobs."""
 MAX_CHARACTERS = 8_000_000
-"""Of all texts of one call."""
+"""Characters a text may have."""
 MAX_WAITING, MAX_WAITING_PER_KEY = 64_000_000, 16_000_000
-"""Characters that wait to be rendered and tokenized; more are refused with 429."""
+"""Characters that wait to be rendered and tokenized, in total and per key; more are refused with 429."""
 BATCH_AT_ONCE = 2
-"""Lines of batches among them: the others wait in their file."""
+"""Lines of batches that are rendered and tokenized at the same time; the others wait in their file."""
 
 
 class Texts:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, defaults: Mapping[str, Any]) -> None:
-        """`defaults`: the sampling that applies where a call says nothing, under the names of SamplingParams."""
+        """`defaults`: default sampling parameters, under the names of SamplingParams."""
         self.tokenizer, self.template, self.defaults = tokenizer, template, dict(defaults)
         self.spans = tokenizer.spans
         self.desk = Desk("bankfull-texts", most_size=MAX_WAITING, most_size_per_key=MAX_WAITING_PER_KEY, what="texts")
         self._batch_turns = asyncio.Semaphore(BATCH_AT_ONCE)
         self._detours = 0
         if template is not None:
-            _ = template.variables  # one that is broken ends the start, not a call
-            # What is made once, such as what the template can do, is not for the first call to wait for.
+            _ = template.variables  # a broken template fails the start, not a call
+            # Cached properties of the template are computed now, so that the first call does not wait for them.
             with suppress(BankfullError):
                 encode_chat(tokenizer, template, [{"role": "user", "content": "?"}])
 
     @classmethod
     def open(cls, model: str) -> Texts:
-        """By path, hub id or short name; downloads what is not here."""
+        """Open by path, hub id or short name; downloads missing files."""
         files = open_text_files(locate(model))
         tokenizer, template = load_tokenizer(files)
         return cls(tokenizer, template, recommended(files, chats=template is not None))
@@ -77,20 +78,20 @@ class Texts:
         self.desk.close()
 
     async def run(self, size: int, work: Callable[[], Made] | Callable[[], Slices[Made]]) -> Made:
-        """`work` on a thread, slice by slice where it is a generator. `size`: the characters that it reads or writes,
-        about. Busy when too much waits; cancelling the wait drops the work wherever it is."""
+        """`work` on a thread, slice by slice where it is a generator. `size`: about the characters that it reads or
+        writes. Raises Busy when the queue is full; cancelling the wait drops the work."""
         trace, owner = current_trace(), owner_of_call()
         if trace is None or not trace.batch:
-            return await self._run(Job(owner, size, False, work, _nobody))
+            return await self._run(DeskJob(owner, size, False, work, _untold))
         async with self._batch_turns:
-            return await self._run(Job(owner, size, True, work, _nobody))
+            return await self._run(DeskJob(owner, size, True, work, _untold))
 
-    async def _run(self, job: Job) -> Any:
+    async def _run(self, job: DeskJob) -> Any:
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[Any] = loop.create_future()
 
         def end(made: Any, error: BaseException | None) -> None:
-            if not ended.done():  # else whoever waited has left
+            if not ended.done():  # else the client has left
                 ended.set_result(made) if error is None else ended.set_exception(error)
 
         def tell(made: Any, error: BaseException | None) -> None:
@@ -106,15 +107,15 @@ class Texts:
             raise
 
     async def run_if(self, size: int, work: Callable[[], Made]) -> Made:
-        """`work` on a thread if that is not small, else at once."""
+        """`work` on a thread if it is large, else at once."""
         return await self.run(size, work) if size > SHORT_TEXT else work()
 
     async def run_short(self, short: bool, size: int, work: Callable[[], Slices[Made]]) -> Made:
-        """`work` on a text: at once if that is short, else on a thread, which takes two more wake-ups."""
+        """`work` on a text: at once if the text is short, else on a thread, which takes two more wake-ups."""
         if not short or self._detours:
             self._detours = max(0, self._detours - 1)
             return await self.run(size, work)
-        begun = time.perf_counter()  # the event loop waits for the template's process, too
+        begun = time.perf_counter()  # includes the wait for the template's process
         try:
             return finished(work())
         finally:
@@ -133,8 +134,8 @@ class Texts:
         fits: bool = True,
         keep: int | None = None,
     ) -> Slices[list[int]]:
-        """The ids of a text. What cannot be a prompt of `context` tokens is refused by its length; with `fits` also
-        what turns out to have more. `keep`: the last so many ids are enough, and others may be missing."""
+        """The ids of a text. A text that cannot be a prompt of `context` tokens is refused by its length; with `fits`
+        also one that turns out to have more. `keep`: only the last `keep` ids are needed, and others may be missing."""
         opening = None if add_special else False
         return (yield from self._encode(self.tokenizer.spelled(text), None, context, param, fits, keep, opening))
 
@@ -153,7 +154,7 @@ class Texts:
             return self.tokenizer.opened(ids, opening) if whole else ids
         self._refuse_long(text, context, param)
         ids = []
-        for part in windows(text, self.spans):
+        for part in windows(text, self.spans) if len(text) > WINDOW else (text,):
             ids += self.tokenizer.encode_spelled(part, marker)
             if fits and keep is None and len(ids) > context:
                 raise ContextOverflow(
@@ -167,8 +168,8 @@ class Texts:
     def _last_ids(
         self, text: str, marker: str | None, context: int, param: str, keep: int
     ) -> Slices[tuple[list[int], bool]]:
-        """At least `keep` ids of the text's end, and whether they are all. Each part is read only if those behind it
-        have too few: together they are at most what `keep` tokens can cover, and one part more."""
+        """At least `keep` ids of the text's end, and whether they are all. A part is tokenized only if the later parts
+        have too few ids: together they are at most what `keep` tokens can cover, and one part more."""
         parts: list[list[int]] = []
         found = left = 0
         for part in last_windows(text, self.spans):
@@ -217,7 +218,7 @@ class Texts:
         return list(ids)
 
     def _refuse_long(self, text: str, context: int, param: str) -> None:
-        """No token covers more than the longest one does: this many characters cannot fit, whatever they are."""
+        """Refuses a text that cannot fit even if every token were the longest of the vocabulary."""
         if len(text) > MAX_CHARACTERS:
             raise Refusal(f"{param} has {len(text)} characters; give at most {MAX_CHARACTERS}.", param=param)
         if self.spans.exceeds(text, context):
@@ -229,7 +230,8 @@ class Texts:
 
 
 def fit(ids: list[int], context: int, params: SamplingParams, truncate: int | None, param: str) -> list[int]:
-    """The prompt as it will run: too long, it is cut at its beginning where the call asks for that, else refused."""
+    """The prompt as it will run. One that is too long is truncated at its beginning if the call allows it, else
+    refused."""
     if not ids:
         raise Refusal(f"{param} is empty: give at least one token.", param=param, code="empty_prompt")
     wanted = 1 if params.max_tokens is None else params.max_tokens
@@ -252,14 +254,14 @@ def fit(ids: list[int], context: int, params: SamplingParams, truncate: int | No
 
 
 def logprob_entries(prompt: int, params: SamplingParams, context: int) -> int:
-    """That one prompt's answer may hold."""
+    """Logprobs that the answer to one prompt may hold."""
     following = params.max_tokens if params.max_tokens is not None else min(context - prompt, USUAL_ANSWER)
     entries = 0 if params.logprobs is None else params.n * following * (params.logprobs + 1)
     return entries + (0 if params.prompt_logprobs is None else prompt * (params.prompt_logprobs + 1))
 
 
 def refuse_bulk(entries: int) -> None:
-    """Log-probabilities are many times as large as the text that they belong to. `entries`: of the whole call."""
+    """Refuses too many logprobs: they are many times as large as their text. `entries`: of the whole call."""
     if entries > MAX_LOGPROB_ENTRIES:
         raise Refusal(
             f"The answer would hold {entries} log-probabilities, more than {MAX_LOGPROB_ENTRIES}: lower logprobs, "
@@ -270,7 +272,7 @@ def refuse_bulk(entries: int) -> None:
 
 
 def finished(slices: Slices[Made]) -> Made:
-    """The result, here and now."""
+    """The result of all slices, run at once."""
     try:
         while True:
             next(slices)
@@ -280,16 +282,16 @@ def finished(slices: Slices[Made]) -> Made:
 
 
 def kept_tokens(truncate: int | None, context: int) -> int | None:
-    """How many of a prompt's last tokens matter at most; None: all."""
+    """Number of a prompt's last tokens that are needed at most; None: all."""
     return None if truncate is None else min(truncate if truncate > 0 else context, context)
 
 
-def _nobody(made: Any, error: BaseException | None) -> None:
-    """Listens to work that is only being made."""
+def _untold(made: Any, error: BaseException | None) -> None:
+    """Placeholder for `tell` until the job is queued."""
 
 
 def is_short(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a conversation is a few plain messages with little text."""
+    """Whether a conversation has few messages, all plain and with little text."""
     values = [value for message in messages[:SHORT_CONVERSATION] for value in message.values()]
     if len(messages) > SHORT_CONVERSATION or not all(isinstance(value, str) for value in values):
         return False

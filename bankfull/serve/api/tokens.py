@@ -7,13 +7,11 @@ from typing import Any
 import msgspec
 
 from bankfull.sample.params import SamplingParams
-from bankfull.serve.api.calls import Caller
+from bankfull.serve.api.calls import Caller, check_model, decode
 from bankfull.serve.api.chat import Ask, Chat, facts_of
 from bankfull.serve.api.errors import Problem, Refusal, openai_error
 from bankfull.serve.api.openai.chat_completions import Message, Tool, template_messages, template_tools
-from bankfull.serve.api.openai.common import check_model
 from bankfull.serve.api.openai.prompts import checked_ids
-from bankfull.serve.api.schema import decode
 from bankfull.serve.api.texts import Slices
 from bankfull.serve.settings import Settings
 from bankfull.text.tokenizer import Tokenizer

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from bankfull.serve.api.calls import refuse_crowd
 from bankfull.serve.api.errors import Refusal
-from bankfull.serve.api.schema import refuse_crowd
 from bankfull.serve.data.batch_store import BatchLine, LineProblem
 
 MOST_LINES = 50_000

@@ -1,8 +1,8 @@
-"""Who may come in: a queue that is bounded by requests and by tokens, and an honest word to those who may not.
+"""Admission: a queue bounded by requests and by tokens, with a realistic Retry-After for refused requests.
 
-A queue that is too long helps nobody: what is accepted would wait longer than its client does. Batch work is not
-counted: it has all the time in the world, and whoever feeds it bounds it. Where several tenants share the house, none
-can fill it: each may hold three times as much as is still free, so that there is always room for another.
+The queue is bounded because a request at the end of a long one would wait longer than its client does. Batch work is
+not counted: it has no deadline, and the batch runner bounds it. Where several tenants share the engine, none can fill
+the queue: each may hold three times as much as is still free, so that there is always room for another.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from bankfull.serve.engine.wire import Facts
 __all__ = ["BATCH_PRIORITY", "Admission", "QueueLimits", "Ticket"]
 
 REMEMBERED = 256
-"""Requests whose ends tell how fast room comes back."""
+"""Ended requests from which the rate of ends is estimated."""
 WINDOW = 30.0
-"""Seconds after which an end tells nothing about the present."""
+"""Seconds after which an end is too old for the estimate."""
 GREED = 3
-"""A tenant may hold so many times as much as is free: three quarters of the house when it is alone there."""
+"""Multiple of the free room that one tenant may hold: three quarters of the queue when it is alone."""
 SHORTEST_WAIT, LONGEST_WAIT = 1.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """What may wait beyond what the engine runs at once. None: as much again."""
+    """Requests and tokens that may wait beyond those that run at once. None: as many again."""
 
     requests: int | None = None
     tokens: int | None = None
@@ -45,7 +45,7 @@ class QueueLimits:
 class Ticket:
     samples: int
     tokens: int
-    """Of the prompt, and the most that may follow it."""
+    """Tokens of the prompt, and the most that may be generated."""
     counted: bool
     tenant: str = ""
 
@@ -57,21 +57,21 @@ class Admission:
         self._most_samples = self._most_tokens = 0
         self._max_len = 0
         self.samples = self.tokens = 0
-        """Of online requests that were let in and have not left."""
+        """Samples and tokens of admitted online requests that have not ended."""
         self._samples_of: Counter[str] = Counter()
         self._tokens_of: Counter[str] = Counter()
-        """The same by tenant; "" is nobody in particular, and may fill the house."""
+        """The same by tenant; the tenant "" may fill the whole queue."""
         self._ends: deque[tuple[float, int, int]] = deque(maxlen=REMEMBERED)
         self._promised = 0.0
         self._closed: str | None = "The model is still being loaded."
 
     @property
     def says(self) -> str:
-        """Why nobody comes in; nothing where the door is open."""
+        """Why requests are refused; empty while they are admitted."""
         return self._closed or ""
 
     def open(self, facts: Facts) -> None:
-        """The engine is there, and this is its size."""
+        """Admit requests to an engine of this size."""
         rows, pool = facts.rows, facts.pages * facts.page_tokens or facts.rows * facts.max_len
         self._most_samples = rows + (rows if self._limits.requests is None else self._limits.requests)
         self._most_tokens = pool + (pool if self._limits.tokens is None else self._limits.tokens)
@@ -79,7 +79,7 @@ class Admission:
         self._closed = None
 
     def close(self, reason: str) -> None:
-        """Nobody comes in any more; those who are in stay."""
+        """Refuse new requests; admitted ones go on."""
         self._closed = reason
 
     def enter(self, prompt: int, samples: int, max_tokens: int | None, priority: int, tenant: str = "") -> Ticket:
@@ -93,26 +93,24 @@ class Admission:
         return Ticket(samples, tokens, counted=True, tenant=tenant)
 
     def expect(self, samples: int, tokens: int, priority: int, tenant: str = "") -> None:
-        """Raises what `enter` would for a request of at least this size, and lets nobody in."""
+        """Raises what `enter` would for a request of at least this size, without admitting it."""
         if self._closed is not None:
             raise Unavailable(self._closed)
-        # Whoever comes into an empty house is let in: the engine itself refuses what it can never run.
+        # An empty queue admits any request: the engine itself refuses those that it can never run.
         full = self.samples + samples > self._most_samples or self.tokens + tokens > self._most_tokens
         if priority < BATCH_PRIORITY and self.samples and full:
             wait = self._wait_for(samples, tokens)
-            raise Busy(
-                f"{self.samples} answers are being written or wait already; try again in {wait:.0f} seconds.", wait
-            )
+            raise Busy(f"{self.samples} answers are running or queued already; try again in {wait:.0f} seconds.", wait)
         if priority < BATCH_PRIORITY and self._greedy(tenant, samples, tokens):
             wait = self._wait_for(samples, tokens)
             raise Busy(
-                f"{self._samples_of[tenant]} answers of this key are being written or wait already, and the rest of "
-                f"the room is for other keys; try again in {wait:.0f} seconds.",
+                f"{self._samples_of[tenant]} answers of this key are running or queued already, and the remaining "
+                f"room is for other keys; try again in {wait:.0f} seconds.",
                 wait,
             )
 
     def _greedy(self, tenant: str, samples: int, tokens: int) -> bool:
-        """Would the tenant, who has something in the house already, leave too little room for others?"""
+        """Whether the tenant, which has requests in the queue already, would leave too little room for others."""
         if not tenant or not self._samples_of[tenant]:
             return False
         free_samples = self._most_samples - self.samples - samples
@@ -138,7 +136,7 @@ class Admission:
             self._ends.append((self._clock(), ticket.samples, ticket.tokens))
 
     def _wait_for(self, samples: int, tokens: int) -> float:
-        """Seconds until there should be room for this one, behind all others that were told to come back."""
+        """Estimated seconds until there is room for this request, after all others that were refused before it."""
         now = self._clock()
         while self._ends and self._ends[0][0] < now - WINDOW:
             self._ends.popleft()

@@ -1,4 +1,4 @@
-"""All that an endpoint knows of the engine."""
+"""The engine as endpoints see it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from bankfull.errors import BankfullError
+from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
-from bankfull.serve.engine.wire import Done, Facts, Load, Piece
+from bankfull.serve.engine.wire import Done, Facts, Load
 
 STOPPED = "The server has shut down before the answer was complete."
 
 
 class Busy(BankfullError):
-    """The queue is full: the client may come back."""
+    """The queue is full: the client may retry."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -21,7 +22,7 @@ class Busy(BankfullError):
 
 
 class Unavailable(BankfullError):
-    """There is no engine right now: it loads, restarts or drains."""
+    """There is no engine right now: it is loading, restarting or draining."""
 
 
 class EngineDied(BankfullError):
@@ -38,7 +39,7 @@ class Backend(Protocol):
 
     @property
     def facts(self) -> Facts | None:
-        """None until the model was loaded for the first time."""
+        """None until the model has been loaded for the first time."""
         ...
 
     @property
@@ -46,21 +47,21 @@ class Backend(Protocol):
 
     @property
     def says(self) -> str:
-        """Why it is not ready, for clients: no names of files, no details of the machine."""
+        """Why it is not ready, for clients: without file names or details of the machine."""
         ...
 
     @property
     def restarts(self) -> int:
-        """Engine processes that were started in the place of one that ended."""
+        """Engine processes started to replace one that ended."""
         ...
 
     @property
     def failed_loads(self) -> int:
-        """Those that ended before the model was loaded."""
+        """Engine processes that ended before the model was loaded."""
         ...
 
     def expect(self, samples: int, priority: int = 0, tenant: str = "") -> None:
-        """Raises Busy or Unavailable where `generate` would for any prompt: then there is no use in preparing one."""
+        """Raises Busy or Unavailable where `generate` would for any prompt, so that none is prepared in vain."""
         ...
 
     def generate(
@@ -74,15 +75,15 @@ class Backend(Protocol):
         deadline: float | None = None,
         explain: bool = False,
         tenant: str = "",
-    ) -> AsyncIterator[list[Piece | Done]]:
-        """What each engine step adds, until `Done` (always the last). The request is on its way when this returns;
-        leaving the iterator, by `aclose`, by cancelling a wait or by letting go of it, aborts the request.
-        `deadline`: seconds from now. `explain`: `Done` tells where the time went. `tenant`: on whose behalf, where
-        several share the engine. The call itself raises Busy or
-        Unavailable, so that a refusal comes at once; the iterator raises RequestError, EngineDied, Unavailable (shut
-        down in the meantime) or DeadlineExceeded."""
+    ) -> AsyncIterator[list[Delta | Done]]:
+        """The deltas of each engine step, until `Done` (always the last item). The request is submitted when this
+        returns. Leaving the iterator, by `aclose`, by cancelling a wait or by dropping the last reference, aborts the
+        request. `deadline`: seconds from now. `explain`: `Done` has an account of the time. `tenant`: the owner of the
+        request, where several share the engine. The call itself raises Busy or Unavailable, so that a refusal comes at
+        once; the iterator raises RequestError, EngineDied, Unavailable (shut down in the meantime) or
+        DeadlineExceeded."""
         ...
 
     async def reset_cache(self) -> int:
-        """Forget unused prefixes; how many pages that freed."""
+        """Drop unused prefixes from the cache; the number of pages freed."""
         ...

@@ -1,5 +1,5 @@
-"""Requests on their way to the engine and back: deals out what the engine process says, and starts it again when it
-dies."""
+"""The API's link to the engine process: submits requests, distributes the deltas of each step to their streams, and
+restarts the process when it dies."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+import weakref
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from itertools import count
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from bankfull.errors import BankfullError, ConfigError, ModelError, RequestError
+from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.engine.admission import Admission, QueueLimits, Ticket
 from bankfull.serve.engine.backend import STOPPED, Busy, DeadlineExceeded, EngineDied, Unavailable
 from bankfull.serve.engine.process import EngineProcess
-from bankfull.serve.engine.stall import stalled
 from bankfull.serve.engine.wire import (
     Abort,
     Configure,
@@ -27,12 +28,11 @@ from bankfull.serve.engine.wire import (
     Forgotten,
     FromEngine,
     Load,
-    Phase,
-    Piece,
+    LoadingPhase,
     Ready,
     Refused,
     ResetCache,
-    Step,
+    StepMessage,
     Submit,
     ToEngine,
     pack,
@@ -43,13 +43,13 @@ from bankfull.serve.engine.wire import (
 log = logging.getLogger("bankfull.serve")
 
 MOST_FAILED_LOADS = 3
-"""Of a model that was never loaded. One that was is tried for ever, or until `give_up_after`."""
+"""Attempts to load a model for the first time. Later loads are retried for ever, or until `give_up_after`."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
-"""Seconds before the engine is started again: doubled with each death until it has stayed for CALM seconds."""
+"""Back-off in seconds before a restart: doubled with each death until the engine has run for CALM seconds."""
 CALM = 60.0
 STALL_SECONDS = 60.0
 LEAVING = 5.0
-"""Seconds that an engine which was told to leave gets for it."""
+"""Seconds that the engine process has to exit after its socket was closed."""
 
 NEVER_LOADED = "The model could not be loaded; the server ends, and its log says why."
 STARTED_AGAIN = "The engine has ended and is started again; ask again in a moment."
@@ -59,31 +59,46 @@ Options = Mapping[str, str | int | float | bool | None]
 
 
 class Stream:
-    """What comes back for one request, until somebody takes it."""
+    """The deltas of one request, step by step, until `Done`. Leaving it, by `aclose`, by cancelling the wait or by
+    dropping the last reference, aborts the request: the link itself holds only a weak reference."""
 
-    __slots__ = ("_error", "_link", "_ticket", "_timer", "_waiter", "batch", "ended", "id", "items", "prepared")
+    __slots__ = (
+        "__weakref__",
+        "_error",
+        "_link",
+        "_loop",
+        "_ticket",
+        "_timer",
+        "_waiter",
+        "ended",
+        "id",
+        "items",
+        "prepared",
+    )
 
     def __init__(self, link: Link, request: int, ticket: Ticket, prepared: bool) -> None:
         self.id = request
-        self.batch = not ticket.counted
         self.prepared = prepared
-        """The engine can run it at once: there is no grammar that it must compile first."""
-        self.items: list[Piece | Done] = []
+        """The engine can run it at once: there is no grammar to compile first."""
+        self.items: list[Delta | Done] = []
         self.ended = False
-        self._link = link
-        self._ticket = ticket
+        self._link, self._ticket = link, ticket
+        self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._error: BankfullError | None = None
 
-    async def next(self) -> list[Piece | Done]:
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> list[Delta | Done]:
         while not self.items:
             if self._error is not None:
                 error, self._error = self._error, None
                 raise error
             if self.ended:
                 raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             except asyncio.CancelledError:
@@ -94,6 +109,19 @@ class Stream:
         items, self.items = self.items, []
         return items
 
+    async def aclose(self) -> None:
+        self.leave()
+
+    def __del__(self) -> None:
+        if not self.ended:
+            # Garbage is collected on any thread, and after the end of the event loop too.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._link.abandon, self.id, self._ticket, self._timer)
+
+    @property
+    def batch(self) -> bool:
+        return not self._ticket.counted
+
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -101,54 +129,23 @@ class Stream:
     def end(self) -> None:
         """Nothing more will come."""
         self.ended = True
-        if self._timer is not None:
-            self._timer.cancel()
-        self._link.forget(self.id, self._ticket)
+        self._link.forget(self.id, self._ticket, self._timer)
 
     def leave(self) -> None:
-        """Nobody wants the rest."""
+        """The client does not want the rest."""
         if not self.ended:
-            self._link.abort(self.id)
-            self.end()
+            self.ended = True
+            self._link.abandon(self.id, self._ticket, self._timer)
 
     def fail(self, error: BankfullError) -> None:
-        """What has come already is still handed out, then the error is raised."""
+        """Raise the error after the items that have arrived already."""
         if not self.ended:
             self._error = error
             self.end()
             self.wake()
 
     def set_deadline(self, seconds: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
-
-    def _expire(self) -> None:
-        self._link.drop(self, DeadlineExceeded("The request's deadline has passed before its answer was complete."))
-
-
-class Answer:
-    """The client's end of a stream. Leaving it, by `aclose`, by cancelling the wait or by letting go of it, aborts the
-    request."""
-
-    __slots__ = ("_loop", "_stream")
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        self._loop = asyncio.get_running_loop()
-
-    def __aiter__(self) -> Answer:
-        return self
-
-    def __anext__(self) -> Coroutine[Any, Any, list[Piece | Done]]:
-        return self._stream.next()
-
-    async def aclose(self) -> None:
-        self._stream.leave()
-
-    def __del__(self) -> None:
-        if not self._stream.ended:
-            # Garbage is collected on any thread, and after the end of the event loop too.
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._stream.leave)
+        self._timer = self._loop.call_later(seconds, self._link.expire, self.id)
 
 
 class Link:
@@ -164,38 +161,38 @@ class Link:
         stall_seconds: float = STALL_SECONDS,
         give_up_after: float = 0.0,
     ) -> None:
-        """`stall_seconds`: an engine that has work and makes no progress for so long is started again; 0: it never is.
-        `give_up_after`: a model that was loaded once and is not again for so long is a `failure`; 0: it never is."""
+        """`stall_seconds`: time without progress after which an engine with work is restarted; 0: never.
+        `give_up_after`: time without an engine after which a model that was loaded before is a `failure`; 0: never."""
         for name, seconds in (("stall_seconds", stall_seconds), ("give_up_after", give_up_after)):
             if not 0 <= seconds < math.inf:
                 raise ConfigError(f"{name}={seconds} is no time; give seconds, or 0 to wait for ever.")
         self._stall_seconds, self._give_up_after = stall_seconds, give_up_after
         self._giving_up: asyncio.TimerHandle | None = None
         self._steps = 0
-        """That the engine has told of, in all its lives."""
+        """Steps that engine processes have reported."""
         self._configure = Configure(model, dict(options or {}), threads)
         self.admission = Admission(limits or QueueLimits())
         self.phase = "starting"
-        """How far loading is, for people."""
+        """How far loading is, for the log and the console."""
         self.failure: str | None = None
-        """Why there will be no engine any more, for whoever runs the server: clients are never told."""
+        """Why the engine is not restarted any more, for the operator; never sent to clients."""
         self.restarts = self.failed_loads = 0
         self._facts: Facts | None = None
         self._load: Load | None = None
         self._ready = False
         self._draining = False
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, weakref.ref[Stream]] = {}
         self._questions: dict[int, asyncio.Future[int]] = {}
         self._numbers = count(1)
         self._engine: EngineProcess | None = None
         self._refusal: str | None = None
-        """Why the model cannot be loaded, in the engine's own words."""
-        self._last_words = ""
-        """The same of the last load that failed, or how it ended."""
+        """Why the model cannot be loaded, as the engine process reported it."""
+        self._last_failure = ""
+        """Why the last load failed, or how its process ended."""
         self._supervisor: asyncio.Task[None] | None = None
         self._changed, self._failed = asyncio.Event(), asyncio.Event()
 
-    # -- what an endpoint knows
+    # -- the backend
 
     @property
     def ready(self) -> bool:
@@ -231,7 +228,7 @@ class Link:
         deadline: float | None = None,
         explain: bool = False,
         tenant: str = "",
-    ) -> AsyncIterator[list[Piece | Done]]:
+    ) -> AsyncIterator[list[Delta | Done]]:
         if deadline is not None and deadline <= 0:
             raise DeadlineExceeded("The request's deadline has passed before it was begun.")
         most = 0 if pool is not None else params.max_tokens
@@ -239,6 +236,7 @@ class Link:
         submit = Submit(next(self._numbers), prompt, params, priority, salt, pool, explain, tenant)
         size = preparation(submit)
         stream = Stream(self, submit.id, ticket, prepared=not size)
+        self._streams[stream.id] = weakref.ref(stream)
         try:
             self._send(postponed(submit, size, stream.batch) if size else submit, stream.id)
         except BaseException as error:
@@ -248,10 +246,9 @@ class Link:
             if isinstance(error, (TypeError, ValueError, OverflowError)):
                 raise RequestError(f"The request cannot be passed on to the engine: {error}.") from None
             raise
-        self._streams[stream.id] = stream
         if deadline is not None:
             stream.set_deadline(deadline)
-        return Answer(stream)
+        return stream
 
     async def reset_cache(self) -> int:
         question = next(self._numbers)
@@ -265,54 +262,54 @@ class Link:
     # -- life
 
     async def start(self) -> None:
-        """Returns at once; `wait_ready` tells when the model is loaded."""
+        """Returns at once; `wait_ready` waits until the model is loaded."""
         self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
         self._supervisor.add_done_callback(self._orphan)
 
     async def wait_ready(self) -> None:
-        """Raises ModelError when it was given up."""
+        """Raises ModelError when the model was given up."""
         while not self._ready:
             if self.failure is not None:
                 raise ModelError(self.failure)
             await self._changed.wait()
 
     async def wait_failed(self) -> NoReturn:
-        """Raises ModelError once it was given up; waits for ever if it never is."""
+        """Raises ModelError once the model is given up; otherwise waits for ever."""
         await self._failed.wait()
         raise ModelError(self.failure)
 
     async def drain(self, grace: float) -> None:
-        """No new requests; those who run may finish within `grace` seconds. Batch work is dropped: it is written down
-        elsewhere and continues after a restart."""
+        """Refuse new requests; running ones may finish within `grace` seconds. Batch work is aborted: it is on disk and
+        continues after a restart."""
         self._draining = True
         self.admission.close(SHUTTING_DOWN)
-        for stream in list(self._streams.values()):
+        for stream in self._live():
             if stream.batch:
                 self.drop(stream, Unavailable(STOPPED))
         end = time.monotonic() + grace
         while self._streams and (left := end - time.monotonic()) > 0:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), left)
-        for stream in list(self._streams.values()):
+        for stream in self._live():
             self.drop(stream, Unavailable(STOPPED))
 
     async def close(self) -> None:
-        """End the engine process; whoever still waits gets an error."""
+        """End the engine process; requests that still run get an error."""
         self._draining = True
         self.admission.close(SHUTTING_DOWN)
         if self._giving_up is not None:
             self._giving_up.cancel()
         if self._supervisor is not None:
             self._supervisor.cancel()
-            await asyncio.wait({self._supervisor})  # one that has failed has said so
+            await asyncio.wait({self._supervisor})  # a failure is logged already
 
     def _orphan(self, supervisor: asyncio.Task[None]) -> None:
-        """Whatever ends the supervisor, nobody is left without being told."""
+        """However the supervisor ends, every waiting request gets an error."""
         if not supervisor.cancelled() and (error := supervisor.exception()) is not None:
             log.error("The engine's supervisor has failed.", exc_info=error)
             if self._engine is not None:
                 self._engine.kill()
-            self._lose_everybody(Unavailable(STOPPED))
+            self._fail_all(Unavailable(STOPPED))
             self._give_up(f"The engine's supervisor has failed: {error!r}.")
 
     async def _supervise(self) -> None:
@@ -324,15 +321,15 @@ class Link:
             try:
                 await engine.start()
                 self._send(self._configure)
-                await self._until_ended(engine)
+                await engine.until_ended(self._stall_seconds, self._has_work, lambda: self._steps)
             except asyncio.CancelledError:
-                self._lose_everybody(Unavailable(STOPPED))
+                self._fail_all(Unavailable(STOPPED))
                 await engine.finish(LEAVING)
                 raise
             except OSError as error:
                 log.error("The engine process cannot be started: %s.", error)
             was_ready = self._ready
-            self._lose_everybody(EngineDied("The engine process has died while the request was running."))
+            self._fail_all(EngineDied("The engine process has died while the request was running."))
             how = await engine.finish(patience=1.0)
             if was_ready:
                 failed_loads = 0
@@ -342,11 +339,11 @@ class Link:
             else:
                 failed_loads += 1
                 self.failed_loads += 1
-                self._last_words = self._refusal or f"The engine process ended {how} while it loaded the model."
+                self._last_failure = self._refusal or f"The engine process ended {how} while it loaded the model."
                 if self._facts is None and (self._refusal is not None or failed_loads >= MOST_FAILED_LOADS):
-                    self._give_up(self._last_words)
+                    self._give_up(self._last_failure)
                     return
-                log.error("%s It is tried again in %g seconds.", self._last_words, pause)
+                log.error("%s It is tried again in %g seconds.", self._last_failure, pause)
                 if not self._draining:
                     self.admission.close(
                         f"The engine has ended, and {failed_loads} attempts to load the model again have failed; the "
@@ -358,42 +355,21 @@ class Link:
             pause = min(2 * pause, LONGEST_PAUSE)
             self.restarts += 1
 
-    async def _until_ended(self, engine: EngineProcess) -> None:
-        if not self._stall_seconds:
-            await engine.ended
-            return
-        watching = asyncio.ensure_future(
-            stalled(self._stall_seconds, self._has_work, lambda: self._steps + engine.progress)
-        )
-        try:
-            await asyncio.wait({engine.ended, watching}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            watching.cancel()
-        if not engine.ended.done():
-            watching.result()  # one that has failed tells nothing about the engine
-            log.error(
-                "The engine process %d has work, but made no progress for %g seconds; it is ended.",
-                engine.pid,
-                self._stall_seconds,
-            )
-            engine.kill()
-            await engine.ended
-
     def _has_work(self) -> bool:
-        """Whether steps must come."""
+        """Whether the engine must make progress."""
         if not self._ready:
             return False
         if self._load is not None and (self._load.running or self._load.waiting):
             return True
-        return any(stream.prepared for stream in self._streams.values())
+        return any(stream.prepared for stream in self._live())
 
     def _set_timer(self) -> None:
-        """There is no engine from now on."""
+        """Start the time-out of `give_up_after`: there is no engine from now on."""
         if self._give_up_after and self._giving_up is None:
-            self._giving_up = asyncio.get_running_loop().call_later(self._give_up_after, self._time_is_up)
+            self._giving_up = asyncio.get_running_loop().call_later(self._give_up_after, self._on_give_up)
 
-    def _time_is_up(self) -> None:
-        self._give_up(f"There was no engine for {self._give_up_after:g} seconds. {self._last_words}".strip())
+    def _on_give_up(self) -> None:
+        self._give_up(f"There was no engine for {self._give_up_after:g} seconds. {self._last_failure}".strip())
 
     def _give_up(self, why: str) -> None:
         log.error("%s It is not started again.", why)
@@ -403,12 +379,12 @@ class Link:
         self._notify()
 
     def _notify(self) -> None:
-        """Whoever waits for a change looks again."""
+        """Wake all tasks that wait for a change of state."""
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _lose_everybody(self, error: BankfullError) -> None:
-        """There is no engine any more."""
+    def _fail_all(self, error: BankfullError) -> None:
+        """Fail all requests: the engine process is gone."""
         if self._ready:
             self._set_timer()
             if not self._draining:
@@ -416,7 +392,7 @@ class Link:
         self._ready = False
         self._engine = None
         self._load = None
-        for stream in list(self._streams.values()):
+        for stream in self._live():
             stream.fail(error)
         for question in self._questions.values():
             if not question.done():
@@ -430,17 +406,37 @@ class Link:
             raise Unavailable("There is no engine right now; ask again in a moment.")
         self._engine.send(pack(message), request)
 
-    def abort(self, request: int) -> None:
+    def _abort(self, request: int) -> None:
         if self._engine is not None and not self._engine.withdraw(request):
             self._engine.send(pack(Abort([request])))
 
     def drop(self, stream: Stream, error: BankfullError) -> None:
-        """End a request before its time."""
+        """Abort a request with an error."""
         if not stream.ended:
-            self.abort(stream.id)
+            self._abort(stream.id)
             stream.fail(error)
 
-    def forget(self, request: int, ticket: Ticket) -> None:
+    # -- requests that end
+
+    def _live(self) -> list[Stream]:
+        return [stream for stream in (known() for known in self._streams.values()) if stream is not None]
+
+    def _stream(self, request: int) -> Stream | None:
+        known = self._streams.get(request)
+        return None if known is None else known()
+
+    def expire(self, request: int) -> None:
+        if (stream := self._stream(request)) is not None:
+            self.drop(stream, DeadlineExceeded("The request's deadline has passed before its answer was complete."))
+
+    def abandon(self, request: int, ticket: Ticket, timer: asyncio.TimerHandle | None) -> None:
+        """The client of a request that has not ended is gone."""
+        self._abort(request)
+        self.forget(request, ticket, timer)
+
+    def forget(self, request: int, ticket: Ticket, timer: asyncio.TimerHandle | None) -> None:
+        if timer is not None:
+            timer.cancel()
         self._streams.pop(request, None)
         self.admission.leave(ticket)
         self._notify()
@@ -449,17 +445,17 @@ class Link:
 
     def _receive(self, message: FromEngine) -> None:
         match message:
-            case Step():
+            case StepMessage():
                 self._steps += 1
                 self._load = message.load
                 self._deal(message)
             case Refused():
-                if (stream := self._streams.get(message.id)) is not None:
+                if (stream := self._stream(message.id)) is not None:
                     stream.fail(_error_of(message))
             case Forgotten():
                 if (question := self._questions.get(message.id)) is not None and not question.done():
                     question.set_result(message.pages)
-            case Phase():
+            case LoadingPhase():
                 self.phase = message.text
                 log.info("The engine is %s.", message.text)
             case Failed():
@@ -475,19 +471,19 @@ class Link:
                     self.admission.open(message.facts)
                 self._notify()
 
-    def _deal(self, step: Step) -> None:
-        """All of a step at once: this runs for every token of every stream."""
+    def _deal(self, step: StepMessage) -> None:
+        """Distribute the deltas of a step. This runs for every token of every stream, and wakes each stream once."""
         streams = self._streams
         woken = []
-        for piece in step.pieces:
-            stream = streams.get(piece.id)
-            if stream is not None:
+        for delta in step.deltas:
+            known = streams.get(delta.request_id)
+            if known is not None and (stream := known()) is not None:
                 if not stream.items:
                     woken.append(stream)
-                stream.items.append(piece)
+                stream.items.append(delta)
         for done in step.done:
-            stream = streams.get(done.id)
-            if stream is not None:
+            known = streams.get(done.id)
+            if known is not None and (stream := known()) is not None:
                 if not stream.items:
                     woken.append(stream)
                 stream.items.append(done)

@@ -1,4 +1,4 @@
-"""One life of the engine: a process, and the socket that it shares with nobody else."""
+"""One engine process, and the API's end of its private socket."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from typing import cast
 import msgspec
 
 from bankfull.progress import SharedProgress, watched_file
+from bankfull.serve.engine.stall import stalled
 from bankfull.serve.engine.wire import HEADER, FromEngine, body_length, decoder
 
 log = logging.getLogger("bankfull.serve")
 
 MOST_UNREAD = 64 << 10
-"""Bytes on their way to the engine that nothing can be withdrawn from any more."""
+"""Bytes in the socket's write buffer: messages in it cannot be withdrawn any more."""
 
 
 class EngineProcess(asyncio.Protocol):
-    """All that goes in and out, whole messages in the order in which they were sent."""
+    """Sends and receives whole messages, in their order."""
 
     def __init__(self, receive: Callable[[FromEngine], None]) -> None:
         self._receive = receive
@@ -37,13 +38,13 @@ class EngineProcess(asyncio.Protocol):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._transport: asyncio.WriteTransport | None = None
         self._unsent: deque[tuple[int | None, bytes]] = deque()
-        """While the engine is slow to read."""
+        """Messages that wait until the engine has read the earlier ones."""
         self._paused = False
 
     async def start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            # -P: a file in the current folder must not pass for a module of ours.
+            # -P: a file in the current folder must not shadow a module of the package.
             file = watched_file()
             try:
                 self._progress = SharedProgress(file)
@@ -58,7 +59,7 @@ class EngineProcess(asyncio.Protocol):
 
     @property
     def progress(self) -> int:
-        """Counts on while a step is under way."""
+        """A counter that grows while a step runs."""
         return self._progress.count if self._progress is not None else 0
 
     @property
@@ -66,7 +67,7 @@ class EngineProcess(asyncio.Protocol):
         return self._process.pid if self._process is not None else 0
 
     def send(self, message: bytes, request: int | None = None) -> None:
-        """In the order of the calls. `request`: the one that it submits, which may be withdrawn until it is written."""
+        """In the order of the calls. `request`: the request that the message submits, for `withdraw`."""
         assert self._transport is not None
         if self._paused:
             self._unsent.append((request, message))
@@ -74,19 +75,40 @@ class EngineProcess(asyncio.Protocol):
             self._transport.write(message)
 
     def withdraw(self, request: int) -> bool:
-        """Whether the engine will never hear of a request that was submitted."""
+        """Remove a submitted request that was not written yet; whether that was possible."""
         for index, (submitted, _) in enumerate(self._unsent):
             if submitted == request:
                 del self._unsent[index]
                 return True
         return False
 
+    async def until_ended(self, stall_seconds: float, has_work: Callable[[], bool], steps: Callable[[], int]) -> None:
+        """Returns when the process has ended. One that has work and makes no progress for `stall_seconds` is killed; 0:
+        it never is."""
+        if not stall_seconds:
+            await self.ended
+            return
+        watching = asyncio.ensure_future(stalled(stall_seconds, has_work, lambda: steps() + self.progress))
+        try:
+            await asyncio.wait({self.ended, watching}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watching.cancel()
+        if not self.ended.done():
+            watching.result()  # a watchdog that has failed proves nothing about the engine
+            log.error(
+                "The engine process %d has work, but made no progress for %g seconds; it is killed.",
+                self.pid,
+                stall_seconds,
+            )
+            self.kill()
+            await self.ended
+
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
 
     async def finish(self, patience: float) -> str:
-        """Wait for the process, end it if need be; how it ended."""
+        """Wait for the process, and kill it after `patience` seconds; how it ended."""
         if self._transport is not None:
             self._transport.close()
         if self._process is None:
@@ -98,7 +120,7 @@ class EngineProcess(asyncio.Protocol):
             status = await asyncio.to_thread(self._process.wait)
         return f"by signal {-status}" if status < 0 else f"with status {status}"
 
-    # -- asyncio's side
+    # -- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)
@@ -126,13 +148,13 @@ class EngineProcess(asyncio.Protocol):
         try:
             rest = self._deal_out(memoryview(data))
         except (ValueError, msgspec.MsgspecError):
-            log.exception("The engine process says what nobody understands; it is ended.")
+            log.exception("Unknown message type from the engine; closing the connection.")
             self.kill()
             return
         self._parts, self._size = [rest] if rest else [], len(rest)
 
     def _deal_out(self, data: memoryview) -> bytes:
-        """All whole messages; what is left of the data."""
+        """Pass on all whole messages; the rest of the data."""
         start, end = 0, len(data)
         while end - start >= HEADER:
             stop = start + HEADER + body_length(data[start : start + HEADER])

@@ -1,6 +1,6 @@
-"""Log-probabilities of a prompt on their way from the engine to the API: numbers in rows, because there may be a
-quarter of a million of them. The engine's loop packs them by position, the API's loop passes them on as they are, and a
-thread gives the tokens their texts.
+"""Prompt logprobs between the engine and the API: packed arrays, because there may be a quarter of a million of them.
+The engine's loop packs them by position, the API's loop passes them on unread, and a thread adds the texts of the
+tokens.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from bankfull.outputs import Logprob
 from bankfull.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from bankfull.runtime.device_runner import TokenLogprobs
 
-TokenLine = dict[int, tuple[float, str]]
-"""The logprobs of one position: token id -> (logprob, text)."""
+TokenLine = dict[int, Logprob]
+"""The logprobs of one position by token id; the token that stands there is the first."""
 
 _rows = msgspec.msgpack.Decoder(tuple[bytes, bytes, bytes])
 
 
 def pack_lines(tokens: Sequence[int], known: Mapping[int, TokenLogprobs]) -> bytes:
-    """`known`: by position; nothing is known of the first token."""
+    """`known`: by position; the first token has none."""
     counts, ids, values = array("i"), array("i"), array("d")
     for position, token in enumerate(tokens):
         before, line = len(ids), known.get(position)
@@ -40,7 +41,7 @@ def pack_lines(tokens: Sequence[int], known: Mapping[int, TokenLogprobs]) -> byt
 def unpack_lines(
     packed: bytes | Sequence[TokenLine | None] | None, tokens: Sequence[int], tokenizer: Tokenizer
 ) -> list[TokenLine | None] | None:
-    """Each line with the prompt's own token first. Not for an event loop."""
+    """The logprobs at each position, the prompt's own token first. Too slow for an event loop."""
     if packed is None or not isinstance(packed, bytes):
         return None if packed is None else list(packed)
     rows = _rows.decode(packed)
@@ -51,5 +52,5 @@ def unpack_lines(
         pairs = dict(zip(ids[start : start + count], values[start : start + count], strict=True))
         start += count
         order = [token, *(other for other in pairs if other != token)] if pairs else []
-        lines.append({other: (pairs[other], tokenizer.token_text(other)) for other in order} or None)
+        lines.append({other: Logprob(pairs[other], tokenizer.token_text(other)) for other in order} or None)
     return lines

@@ -1,7 +1,7 @@
-"""Tells an engine that hangs from one that has nothing to do.
+"""The watchdog: distinguishes an engine that hangs from an idle one.
 
-Quiet time is counted in beats, not read from a clock: after a pause in which this process itself did not run, what the
-engine has said meanwhile is read before the next beat.
+Time without progress is counted in beats, not read from a clock: after a pause in which this process itself did not
+run, the engine's messages are read before the next beat.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Callable
 
 BEATS = 20
-"""In the time after which an engine counts as stalled."""
+"""Beats in the time after which an engine counts as stalled."""
 
 
 async def stalled(seconds: float, busy: Callable[[], bool], progress: Callable[[], int]) -> None:
-    """Returns when `busy` was true and `progress` the same for so long."""
+    """Returns when `busy` was true and `progress` did not change for `seconds`."""
     quiet, before = 0, progress()
     while quiet < BEATS:
         await asyncio.sleep(seconds / BEATS)

@@ -1,30 +1,42 @@
-"""What the API process and the engine process say to each other: msgspec messages, each behind its length, over a
-private socket. Never pickle; nothing longer than MAX_MESSAGE is read.
+"""The protocol between the API process and the engine process: msgspec messages, each with a length prefix, over a
+private socket, and the engine's end of that socket. Never pickle; a message longer than MAX_MESSAGE is not read.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
+from bankfull.outputs import Delta, Logprob
 from bankfull.sample.params import SamplingParams
 
 MAX_MESSAGE = 64 << 20
+"""Bytes a message may have."""
 HEADER = 4
-"""Bytes of a message's length, little-endian."""
+"""Bytes of the length prefix, little-endian."""
 
 
 # -- to the engine
 
 
 class Configure(msgspec.Struct, tag="configure"):
-    """The first message: which model, and the options of `LLM`."""
+    """The first message: the model, and the options of `LLM`."""
 
     model: str
     options: dict[str, str | int | float | bool | None]
     threads: int | None = None
-    """That compute; None: one for each core."""
+    """Threads that compute; None: one for each core."""
 
 
 class Submit(msgspec.Struct, tag="submit", omit_defaults=True):
@@ -37,20 +49,20 @@ class Submit(msgspec.Struct, tag="submit", omit_defaults=True):
     pool: str | None = None
     """None, "last" or "mean": hidden states instead of tokens."""
     explain: bool = False
-    """Tell where the time went."""
+    """Whether `Done` has an account of the time."""
     tenant: str = ""
-    """On whose behalf: tenants share the engine evenly."""
+    """The owner of the request: tenants share the engine evenly."""
 
 
 class Later(msgspec.Struct, tag="later"):
-    """A `Submit` that takes long to prepare. It is packed once more, so that the engine's loop need not even unpack it,
-    and says what decides when its turn is."""
+    """A `Submit` that takes long to prepare, still packed, so that the engine's loop need not decode it. The other
+    fields decide when it is prepared."""
 
     id: int
     tenant: str
     batch: bool
     size: int
-    """How long it may take to prepare, in characters or tokens."""
+    """Cost of the preparation, in characters or tokens."""
     submit: bytes
 
 
@@ -59,24 +71,20 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class ResetCache(msgspec.Struct, tag="reset"):
-    """Forget all prefixes that nobody uses; answered by `Forgotten`."""
+    """Drop all unused prefixes from the cache; answered by `Forgotten`."""
 
     id: int
 
 
-class Stop(msgspec.Struct, tag="stop"):
-    """Finish nothing, leave at once: draining is the API's work."""
-
-
-ToEngine = Configure | Submit | Later | Abort | ResetCache | Stop
+ToEngine = Configure | Submit | Later | Abort | ResetCache
 
 LIGHT_PROMPT, LIGHT_TEXT, LIGHT_IDS = 4096, 256, 4096
-"""Tokens, characters of stop strings and bad words, and allowed ids that are checked and made into tables between two
-steps; whatever is larger, and every grammar, is prepared by a thread."""
+"""Tokens of a prompt, characters of stop strings and bad words, and allowed ids up to which a request is prepared
+between two steps; a larger one, and every grammar, is prepared by a thread."""
 
 
 def preparation(submit: Submit) -> int:
-    """What preparing this request may take, in characters and tokens; 0: so little that it is done at once."""
+    """Cost of preparing this request, in characters and tokens; 0: cheap enough for the engine's loop."""
     params = submit.params
     texts = sum(map(len, params.stop)) + sum(map(len, params.bad_words))
     ids = len(params.allowed_token_ids or ()) + len(params.banned_token_ids)
@@ -89,7 +97,7 @@ def preparation(submit: Submit) -> int:
 
 
 class Facts(msgspec.Struct):
-    """What the API needs to know of the model that is loaded."""
+    """Properties of the loaded model that the API needs."""
 
     name: str
     max_len: int
@@ -101,41 +109,26 @@ class Facts(msgspec.Struct):
     dtype: str
     device: str
     ceilings: dict[str, float] | None = None
-    """read_bytes_per_s, flops: this machine's for this model, if they were measured before; without flops where the
-    model's arithmetic could not be."""
+    """The machine's read_bytes_per_s and flops for this model, if they were measured before; without flops where the
+    model's arithmetic could not be measured."""
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """Loaded and warm."""
+    """The model is loaded and warmed up."""
 
     facts: Facts
 
 
-class Phase(msgspec.Struct, tag="phase"):
-    """How far loading is: one line for people."""
+class LoadingPhase(msgspec.Struct, tag="phase"):
+    """How far loading is, as one line for the log."""
 
     text: str
 
 
 class Failed(msgspec.Struct, tag="failed"):
-    """The model cannot be loaded as asked; the process leaves."""
+    """The model cannot be loaded; the process exits."""
 
     message: str
-
-
-class Piece(msgspec.Struct, array_like=True):
-    """What one step added to one sample of one request."""
-
-    id: int
-    index: int
-    text: str
-    tokens: list[int]
-    logprobs: list[dict[int, tuple[float, str]]] | None = None
-    """For each token: token id -> (log-probability, text); the chosen token first."""
-    finish: str | None = None
-    """stop, length, abort or error."""
-    stop: int | str | None = None
-    error: str | None = None
 
 
 class Done(msgspec.Struct, array_like=True):
@@ -147,15 +140,15 @@ class Done(msgspec.Struct, array_like=True):
     seconds: float
     cached_tokens: int
     output_tokens: int
-    prompt_logprobs: bytes | list[dict[int, tuple[float, str]] | None] | None = None
+    prompt_logprobs: bytes | list[dict[int, Logprob] | None] | None = None
     """Packed as in `prompt_lines`, or for each token: token id -> (log-probability, text); the prompt's own first."""
     embedding: list[float] | None = None
     account: dict[str, Any] | None = None
-    """Where the time went, if that was asked for."""
+    """Account of the request's time, if the call has `explain`."""
 
 
 class Load(msgspec.Struct, array_like=True):
-    """The engine's state after a step: raw material of metrics and admission."""
+    """The engine's state after a step, for metrics and admission."""
 
     running: int
     waiting: int
@@ -170,17 +163,17 @@ class Load(msgspec.Struct, array_like=True):
     """Seconds inside steps so far."""
     bytes_moved: float
     flops: float
-    """What the meter says that all steps so far moved and computed; 0 where this machine was never measured."""
+    """Bytes and operations of all steps so far, by the cost model; 0 where this machine was never measured."""
     decode_busy: float = 0.0
     decode_bytes: float = 0.0
     decode_flops: float = 0.0
-    """The same three of the steps that did nothing but decode: the rest computed prompts too."""
+    """The same three for pure decode steps; all other steps also computed prompts."""
 
 
-class Step(msgspec.Struct, tag="step"):
-    """One engine step, all requests together: written at once."""
+class StepMessage(msgspec.Struct, tag="step"):
+    """The results of one engine step for all requests, written at once."""
 
-    pieces: list[Piece]
+    deltas: list[Delta]
     done: list[Done]
     load: Load
 
@@ -198,14 +191,14 @@ class Forgotten(msgspec.Struct, tag="forgotten"):
     pages: int
 
 
-FromEngine = Phase | Ready | Failed | Step | Refused | Forgotten
+FromEngine = LoadingPhase | Ready | Failed | StepMessage | Refused | Forgotten
 
 _encoder = msgspec.msgpack.Encoder()
 _submits = msgspec.msgpack.Decoder(Submit)
 
 
 def postponed(submit: Submit, size: int, batch: bool) -> Later:
-    """The request as it is sent to the engine where preparing it takes long."""
+    """The message for a request that takes long to prepare."""
     return Later(submit.id, submit.tenant, batch, size, _encoder.encode(submit))
 
 
@@ -221,7 +214,7 @@ def pack(message: ToEngine | FromEngine) -> bytes:
 
 
 def body_length(header: bytes | bytearray | memoryview) -> int:
-    """How long the message behind a header is."""
+    """The length of the message that follows a header."""
     length = int.from_bytes(header, "little")
     if length > MAX_MESSAGE:
         raise ValueError(f"a message of {length} bytes is longer than {MAX_MESSAGE}")
@@ -231,3 +224,176 @@ def body_length(header: bytes | bytearray | memoryview) -> int:
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     """For `ToEngine` or `FromEngine`."""
     return msgspec.msgpack.Decoder(kind)
+
+
+# -- the engine's end of the socket
+
+READ_BYTES = 64 << 10
+READING_SECONDS = 0.002
+"""Seconds of one turn of the engine's loop for messages: running requests wait for the next step."""
+MOST_WAITING = 32 << 20
+"""Bytes queued for the API before the engine blocks: about ten thousand steps of streaming."""
+PATIENCE = 60.0
+"""Seconds after which an API that reads nothing counts as gone."""
+
+
+class ApiGone(Exception):
+    """The API process does not read the socket any more."""
+
+
+class Outbox:
+    """The engine's messages to the API: written at once where the socket takes them, else by a thread while the engine
+    goes on."""
+
+    def __init__(self, connection: socket.socket, give_up: Callable[[str, BaseException], None]) -> None:
+        """`give_up` is called with the writer thread's name and its error: nothing could be written any more."""
+        self._connection, self._give_up = connection, give_up
+        self._waiting: deque[memoryview] = deque()
+        self._size = 0
+        self._changed = threading.Condition()
+        threading.Thread(target=self._write_waiting, name="bankfull-writer", daemon=True).start()
+
+    def send(self, message: bytes) -> None:
+        """In the order of the calls. Returns at once unless MOST_WAITING bytes wait already."""
+        with self._changed:
+            if not self._waiting:
+                message = message[self._write_now(message) :]
+                if not message:
+                    return
+            deadline = time.monotonic() + PATIENCE
+            while self._size and self._size + len(message) > MOST_WAITING:
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise ApiGone
+            self._waiting.append(memoryview(message))
+            self._size += len(message)
+            self._changed.notify_all()
+
+    def _write_now(self, message: bytes) -> int:
+        try:
+            return self._connection.send(message, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise ApiGone from error
+
+    def _write_waiting(self) -> None:
+        try:
+            self._keep_writing()
+        except BaseException as error:
+            self._give_up(threading.current_thread().name, error)
+
+    def _keep_writing(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting:
+                    self._changed.wait()
+                first = self._waiting[0]
+            try:
+                self._connection.sendall(first)
+            except OSError:
+                return  # the reader gets the same error, and ends the process
+            with self._changed:
+                # Only now: while a message is listed here, no other thread writes.
+                self._waiting.popleft()
+                self._size -= len(first)
+                self._changed.notify_all()
+
+
+class MessageHead(msgspec.Struct):
+    """The readable part of a message that cannot be decoded."""
+
+    type: str = ""
+    id: int | None = None
+
+
+class NotAMessage(Exception):
+    """The data on the socket is not a message."""
+
+
+class Inbox:
+    """The API's messages, read on the engine's own thread: the bell of its loop. Other threads ring it by a pipe."""
+
+    def __init__(self, connection: socket.socket, take: Callable[[ToEngine | MessageHead], None]) -> None:
+        self._connection, self._take = connection, take
+        self._owner = threading.get_ident()
+        self._rung, self._rings = os.pipe()
+        for end in (self._rung, self._rings):
+            os.set_blocking(end, False)
+        self._news, self._more = select.poll(), select.poll()
+        self._news.register(connection, select.POLLIN)
+        self._news.register(self._rung, select.POLLIN)
+        self._more.register(connection, select.POLLIN)
+        self._read = bytearray()
+        self._decode = decoder(ToEngine).decode
+        self._decode_head = decoder(MessageHead).decode
+
+    def ring(self) -> None:
+        if threading.get_ident() != self._owner:  # an action posted from within `wait` runs when that returns
+            with suppress(BlockingIOError):  # the pipe is full: it rings anyway
+                os.write(self._rings, b"!")
+
+    def wait(self, seconds: float | None) -> None:
+        """Handle the messages that have arrived. Raises ApiGone, or NotAMessage."""
+        if self._whole() is not None:
+            seconds = 0.0
+        for file, _ in self._news.poll(None if seconds is None else math.ceil(1e3 * seconds)):
+            if file == self._rung:
+                os.read(self._rung, 4096)
+            else:
+                self._fill()
+        ends = time.monotonic() + READING_SECONDS
+        while (body := self._next()) is not None:
+            self._take(self._decoded(body))
+            if time.monotonic() > ends:
+                break
+
+    def _fill(self) -> None:
+        """Read at least one whole message, unless its end is late."""
+        while self._whole() is None:
+            try:
+                got = self._connection.recv(READ_BYTES)
+            except OSError as error:
+                raise ApiGone from error
+            if not got:
+                raise ApiGone
+            self._read += got
+            if self._whole() is None and not self._more.poll(math.ceil(1e3 * READING_SECONDS)):
+                return
+
+    def _whole(self) -> int | None:
+        """The end of the first message, if it has arrived."""
+        if len(self._read) < HEADER:
+            return None
+        try:
+            end = HEADER + body_length(self._read[:HEADER])
+        except ValueError as error:
+            raise NotAMessage(error) from None
+        return end if len(self._read) >= end else None
+
+    def _next(self) -> bytearray | None:
+        end = self._whole()
+        if end is None:
+            return None
+        body = self._read[HEADER:end]
+        del self._read[:end]
+        return body
+
+    def _decoded(self, body: bytearray) -> ToEngine | MessageHead:
+        try:
+            message: ToEngine = self._decode(body)
+            return message
+        except msgspec.ValidationError as error:
+            head = self._head(body)
+            if head is None or head.id is None:
+                raise NotAMessage(error) from None
+            print(f"bankfull: a message of the API cannot be decoded: {error}", file=sys.stderr)
+            return head
+        except msgspec.MsgspecError as error:
+            raise NotAMessage(error) from None
+
+    def _head(self, body: bytearray) -> MessageHead | None:
+        try:
+            head: MessageHead = self._decode_head(body)
+            return head
+        except msgspec.MsgspecError:
+            return None

@@ -1,178 +1,140 @@
 """The engine process: `python -m bankfull.serve.engine.worker FD [FILE]`. FD is its end of a private socket pair, FILE
 where it writes its progress.
 
-The main thread runs the engine's loop and reads, between steps, what the API says: no other thread has to be woken
-before an idle engine begins. What takes long to prepare (grammars, long prompts, tables of many stop strings) has
-threads of its own (`desk`), and is dropped there when it is aborted. Each step is answered by one message. The process
-keeps nothing that must survive it: when the socket ends, it ends.
+The main thread runs the engine's loop and reads the API's messages between steps, so that no other thread has to be
+woken before an idle engine starts. Requests that take long to prepare (grammars, long prompts, tables of many stop
+strings) are prepared by threads of their own (`desk`), and dropped there when they are aborted. Each step is answered
+by one message. The process has no state that must survive it: it exits when the socket is closed.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import select
 import signal
 import socket
 import sys
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Hashable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import msgspec
-
 from bankfull.errors import BankfullError, RequestError
+from bankfull.outputs import Delta
 from bankfull.progress import PROGRESS
 from bankfull.sched.policy import BATCH_PRIORITY
-from bankfull.serve.desk import Desk, Job
+from bankfull.serve.desk import Desk, DeskJob
 from bankfull.serve.engine.backend import Busy
-from bankfull.serve.engine.outbox import ApiGone, Outbox
 from bankfull.serve.engine.wire import (
-    HEADER,
     Abort,
+    ApiGone,
     Configure,
     Done,
     Facts,
     Failed,
     Forgotten,
     FromEngine,
+    Inbox,
     Later,
-    Phase,
-    Piece,
+    Load,
+    LoadingPhase,
+    MessageHead,
+    NotAMessage,
+    Outbox,
     Ready,
     Refused,
     ResetCache,
-    Step,
-    Stop,
+    StepMessage,
     Submit,
     ToEngine,
-    body_length,
-    decoder,
     pack,
     preparation,
     unpacked,
 )
 
 if TYPE_CHECKING:
-    from bankfull.frontend import Pending, Prepared
+    from bankfull.frontend import Pending
+    from bankfull.limits.meter.closed_form import ClosedForm
     from bankfull.llm import LLM
-    from bankfull.outputs import Delta, Logprob
+    from bankfull.types import StepPlan
 
 NICENESS = 5
-"""Beside the API's: the engine would take every core that there is."""
+"""Added to the API's niceness: the engine uses all cores."""
 MAX_PREPARING, MAX_PREPARING_PER_KEY = 32 << 20, 8 << 20
-"""Characters and tokens of requests that wait to be prepared; more are refused with 429."""
+"""Characters and tokens of requests that wait to be prepared, in total and per key; more are refused with 429."""
 MAX_JOBS_PER_KEY = 32
-READ_BYTES = 64 << 10
-READING_SECONDS = 0.002
-"""Of a turn of the engine's loop, for messages: those who are being answered wait for the next step."""
 SWITCH_SECONDS = 0.0005
-"""How long the engine's thread waits at most for another one to give up the interpreter."""
+"""Seconds the engine's thread waits at most for another thread to release the interpreter."""
 STEP_MS = 250.0
-"""That those who are being answered wait at most for somebody else's prompt, where the options do not say."""
+"""Milliseconds that running requests wait at most for the prefill of another one; the default of step_ms."""
 WARM_PROMPT, WARM_TOKENS = 64, 4
 
 
-class Head(msgspec.Struct):
-    """What is left of a message that cannot be understood."""
+class Gauge:
+    """Counters of the engine's load and work, updated step by step so that reading them costs nothing. `form`: the cost
+    model of a step; without it bytes and arithmetic are not counted."""
 
-    type: str = ""
-    id: int | None = None
+    def __init__(self, llm: LLM, form: ClosedForm | None) -> None:
+        self._engine = llm.loaded.frontend.engine
+        self._form = form
+        self._waiting: dict[Hashable, int] = {}
+        self._waiting_tokens = 0
+        self._queries = self._hits = 0
+        self._bytes = self._flops = 0.0
+        self._decode_busy = self._decode_bytes = self._decode_flops = 0.0
+        self._busy = self._engine.totals.busy
+        self._decodes = False
+        self._engine.on_launch.append(self._note)
 
+    def queued(self, request: Hashable, tokens: int) -> None:
+        self._waiting[request] = tokens
+        self._waiting_tokens += tokens
 
-class Nonsense(Exception):
-    """What the socket brought is no message."""
+    def gone(self, request: Hashable) -> None:
+        """A request has left the queue: it runs, or was aborted."""
+        self._waiting_tokens -= self._waiting.pop(request, 0)
 
+    def load(self) -> Load:
+        """The load after a step."""
+        engine, scheduler, pages = self._engine, self._engine.scheduler, self._engine.scheduler.state.pages
+        if self._decodes:
+            self._decode_busy += engine.totals.busy - self._busy
+        self._busy = engine.totals.busy
+        return Load(
+            scheduler.running,
+            scheduler.waiting,
+            self._waiting_tokens,
+            pages.size - pages.available,
+            pages.size,
+            self._queries,
+            self._hits,
+            scheduler.preemptions,
+            engine.totals.steps,
+            self._busy,
+            self._bytes,
+            self._flops,
+            self._decode_busy,
+            self._decode_bytes,
+            self._decode_flops,
+        )
 
-class Inbox:
-    """What the API says, read on the engine's own thread: the bell of its loop. Other threads ring it by a pipe."""
+    def _note(self, plan: StepPlan) -> None:
+        for enter in plan.enter:
+            self.gone(enter.request)
+            if not enter.child and len(enter.tokens) == enter.prompt_len:
+                self._queries += enter.prompt_len
+                self._hits += enter.computed
+        self._decodes = all(work.count == 1 for work in plan.work)
+        if self._form is None or not plan.work:
+            return
+        from bankfull.limits.meter.step import StepShape
 
-    def __init__(self, connection: socket.socket, take: Callable[[ToEngine | Head], None]) -> None:
-        self._connection, self._take = connection, take
-        self._owner = threading.get_ident()
-        self._rung, self._rings = os.pipe()
-        for end in (self._rung, self._rings):
-            os.set_blocking(end, False)
-        self._news, self._more = select.poll(), select.poll()
-        self._news.register(connection, select.POLLIN)
-        self._news.register(self._rung, select.POLLIN)
-        self._more.register(connection, select.POLLIN)
-        self._read = bytearray()
-        self._decode = decoder(ToEngine).decode
-        self._decode_head = decoder(Head).decode
-
-    def ring(self) -> None:
-        if threading.get_ident() != self._owner:  # who posts from within `wait` is seen when that returns
-            with suppress(BlockingIOError):  # rung often enough
-                os.write(self._rings, b"!")
-
-    def wait(self, seconds: float | None) -> None:
-        """Takes what has come. Raises ApiGone, or Nonsense."""
-        if self._whole() is not None:
-            seconds = 0.0
-        for file, _ in self._news.poll(None if seconds is None else math.ceil(1e3 * seconds)):
-            if file == self._rung:
-                os.read(self._rung, 4096)
-            else:
-                self._fill()
-        ends = time.monotonic() + READING_SECONDS
-        while (body := self._next()) is not None:
-            self._take(self._understood(body))
-            if time.monotonic() > ends:
-                break
-
-    def _fill(self) -> None:
-        """At least one whole message, unless its end is slow to come."""
-        while self._whole() is None:
-            try:
-                got = self._connection.recv(READ_BYTES)
-            except OSError as error:
-                raise ApiGone from error
-            if not got:
-                raise ApiGone
-            self._read += got
-            if self._whole() is None and not self._more.poll(math.ceil(1e3 * READING_SECONDS)):
-                return
-
-    def _whole(self) -> int | None:
-        """Where the first message ends, if it is here."""
-        if len(self._read) < HEADER:
-            return None
-        try:
-            end = HEADER + body_length(self._read[:HEADER])
-        except ValueError as error:
-            raise Nonsense(error) from None
-        return end if len(self._read) >= end else None
-
-    def _next(self) -> bytearray | None:
-        end = self._whole()
-        if end is None:
-            return None
-        body = self._read[HEADER:end]
-        del self._read[:end]
-        return body
-
-    def _understood(self, body: bytearray) -> ToEngine | Head:
-        try:
-            message: ToEngine = self._decode(body)
-            return message
-        except msgspec.ValidationError as error:
-            head = self._head(body)
-            if head is None or head.id is None:
-                raise Nonsense(error) from None
-            print(f"bankfull: a message of the API is not understood: {error}", file=sys.stderr)
-            return head
-        except msgspec.MsgspecError as error:
-            raise Nonsense(error) from None
-
-    def _head(self, body: bytearray) -> Head | None:
-        try:
-            head: Head = self._decode_head(body)
-            return head
-        except msgspec.MsgspecError:
-            return None
+        cost = self._form.cost(StepShape.of(plan.work))
+        self._bytes += cost.bytes
+        self._flops += cost.flops
+        if self._decodes:
+            self._decode_bytes += cost.bytes
+            self._decode_flops += cost.flops
 
 
 class Worker:
@@ -188,9 +150,11 @@ class Worker:
             most_jobs_per_key=MAX_JOBS_PER_KEY,
             what="requests with grammars or long prompts",
         )
-        self._coming: dict[int, Job | None] = {}
-        """Requests on their way into the engine, until they are queued; what was aborted is here no more."""
+        self._coming: dict[int, DeskJob | None] = {}
+        """Requests that are not queued in the engine yet, without those that were aborted."""
         self._pools: dict[int, str] = {}
+        self._explained: set[int] = set()
+        """Requests whose steps are timed, because their clients want to know where the time went."""
         self._told: tuple[int, ...] = ()
 
     def run(self) -> None:
@@ -208,12 +172,14 @@ class Worker:
             self._loop.run()
         except ApiGone:
             _leave(0)
-        except Nonsense as error:
-            print(f"bankfull: the engine stops, because its socket brought nonsense: {error}", file=sys.stderr)
+        except NotAMessage as error:
+            print(
+                f"bankfull: the engine stops, because the data on its socket is not a message: {error}", file=sys.stderr
+            )
             _leave(1)
 
     def _until_gone(self) -> None:
-        """On a thread: the process ends with its API, in the middle of a step too. It is woken by nothing else."""
+        """On a thread: the process exits with its API, even in the middle of a step. Nothing else wakes the thread."""
         try:
             poll = select.poll()
             poll.register(self._connection, getattr(select, "POLLRDHUP", select.POLLHUP))
@@ -223,27 +189,26 @@ class Worker:
         _leave(0)
 
     def _load(self, wanted: Configure) -> Facts:
-        self._say(Phase(f"loading {wanted.model}"))
+        self._say(LoadingPhase(f"loading {wanted.model}"))
         from bankfull.llm import LLM
         from bankfull.loop import EngineLoop
         from bankfull.ops.native import set_threads
-        from bankfull.serve.engine.accounts import Accounts
-        from bankfull.serve.engine.gauge import Gauge, known_ceilings
+        from bankfull.serve.engine.accounts import Explainer, known_ceilings
 
         if wanted.threads is not None:
             set_threads(wanted.threads)
         options: dict[str, Any] = {"step_ms": STEP_MS, **wanted.options}
         if not {"policy", "scheduling_policy"} & options.keys():
-            options["policy"] = "priority"  # batch work gives way
+            options["policy"] = "priority"  # batch work yields to online requests
         llm = LLM(wanted.model, **options)
         self._front = llm.loaded.frontend
         self._front.names_prompts = False  # the API does
         self._loop = EngineLoop(self._front, self._tell, self._inbox)
         start = llm.loaded.start
-        self._say(Phase("warming up" if start is None else f"warming up, loaded in {start}"))
+        self._say(LoadingPhase("warming up" if start is None else f"warming up, loaded in {start}"))
         warm_up(llm)
         known = known_ceilings(llm)
-        self._accounts = Accounts(llm)
+        self._accounts = Explainer(llm)
         self._gauge = Gauge(llm, known[0] if known is not None else None)
         loaded = llm.loaded
         scheduler = self._front.engine.scheduler
@@ -268,23 +233,23 @@ class Worker:
 
     # -- on the loop's thread
 
-    def _take(self, message: ToEngine | Head) -> None:
+    def _take(self, message: ToEngine | MessageHead) -> None:
         match message:
             case Submit():
                 size = preparation(message)
                 if size:
                     batch = message.priority >= BATCH_PRIORITY
-                    work = Job(message.tenant, size, batch, lambda: self._prepared(message), _nobody)
+                    work = DeskJob(message.tenant, size, batch, lambda: self._prepared(message), _untold)
                     self._prepare(message.id, work)
                 else:
                     self._check(message)
             case Later():
-                job = Job(
-                    message.tenant, message.size, message.batch, lambda: self._prepared(unpacked(message)), _nobody
+                job = DeskJob(
+                    message.tenant, message.size, message.batch, lambda: self._prepared(unpacked(message)), _untold
                 )
                 self._prepare(message.id, job)
             case Abort():
-                for request in message.ids:  # at once: it may be prepared right now, or wait for that
+                for request in message.ids:  # at once: it may be in preparation
                     if (left := self._coming.pop(request, None)) is not None:
                         self._desk.drop(left)
                 self._loop.post(lambda: self._abort(message.ids))
@@ -292,13 +257,11 @@ class Worker:
                 self._loop.post(lambda: self._reset(message.id))
             case Configure():
                 self._configured = message
-            case Stop():
-                _leave(0)
-            case Head(id=int(request)):
-                self._say(Refused(request, "internal", "The engine does not understand this request."))
+            case MessageHead(id=int(request)):
+                self._say(Refused(request, "internal", "The engine cannot decode this request."))
 
     def _check(self, wanted: Submit) -> None:
-        """Prepare it here and now."""
+        """Prepare it on the loop's thread."""
         self._coming[wanted.id] = None
         try:
             made = self._prepared(wanted)
@@ -308,10 +271,10 @@ class Worker:
         else:
             self._loop.post(lambda: self._queue(*made), wanted.tenant)
 
-    def _prepare(self, request: int, job: Job) -> None:
-        """By a thread, when its turn comes."""
+    def _prepare(self, request: int, job: DeskJob) -> None:
+        """Prepare it on a thread of the desk."""
 
-        def tell(made: tuple[Submit, Prepared], error: BaseException | None) -> None:
+        def tell(made: tuple[Submit, Pending], error: BaseException | None) -> None:
             if error is None:
                 self._loop.post(lambda: self._queue(*made), job.owner)
             else:
@@ -325,31 +288,33 @@ class Worker:
         except Busy as error:
             self._refuse(Refused(request, "busy", str(error)))
 
-    def _prepared(self, wanted: Submit) -> tuple[Submit, Prepared]:
+    def _prepared(self, wanted: Submit) -> tuple[Submit, Pending]:
         """On any thread."""
         if wanted.explain:
             self._accounts.prepare()
         return wanted, self._front.prepare(
             wanted.prompt,
             wanted.params,
+            request_id=wanted.id,
             priority=wanted.priority,
             salt=wanted.salt,
             pool=wanted.pool,
             tenant=wanted.tenant,
         )
 
-    def _queue(self, wanted: Submit, prepared: Prepared) -> None:
+    def _queue(self, wanted: Submit, pending: Pending) -> None:
         if wanted.id not in self._coming:
             return  # its client has left
         del self._coming[wanted.id]
         try:
-            self._front.queue(prepared, wanted.id)
+            self._front.queue(pending)
         except Exception as error:
             self._say(_refusal(wanted.id, error))
             return
-        self._gauge.queued(wanted.id, len(prepared.ids))
+        self._gauge.queued(wanted.id, len(pending.request.prompt))
         if wanted.explain:
-            self._accounts.follow(wanted.id, self._front.pending[wanted.id])
+            self._explained.add(wanted.id)
+            self._accounts.follow(wanted.id, pending)
         if wanted.pool is not None:
             self._pools[wanted.id] = wanted.pool
 
@@ -367,8 +332,10 @@ class Worker:
 
     def _forget(self, request: int) -> None:
         self._gauge.gone(request)
-        self._accounts.forget(request)
         self._pools.pop(request, None)
+        if request in self._explained:
+            self._explained.discard(request)
+            self._accounts.forget(request)
 
     def _reset(self, question: int) -> None:
         state = self._front.engine.scheduler.state
@@ -377,7 +344,6 @@ class Worker:
         self._say(Forgotten(question, freed))
 
     def _tell(self, deltas: list[Delta]) -> None:
-        pieces = [_piece(delta) for delta in deltas]
         # Several samples of a request may end in one step.
         ended = dict.fromkeys(delta.request_id for delta in deltas if delta.finish_reason is not None)
         done = [self._done(request) for request in ended if self._front.pending[request].result.finished]
@@ -385,16 +351,16 @@ class Worker:
         told = (load.running, load.waiting, load.waiting_tokens, load.pages_used, load.steps)
         if deltas or told != self._told:
             self._told = told
-            step = Step(pieces, done, load)
+            step = StepMessage(deltas, done, load)
             try:
                 self._say(step)
             except ValueError:
                 self._send_in_parts(step)
 
-    def _send_in_parts(self, step: Step) -> None:
-        """Log-probabilities of long prompts may be too much for one message, or even for one each."""
-        parts = [(piece.id, Step([piece], [], step.load)) for piece in step.pieces]
-        parts += [(done.id, Step([], [done], step.load)) for done in step.done]
+    def _send_in_parts(self, step: StepMessage) -> None:
+        """Prompt logprobs may be too large for one message, or even for one per request."""
+        parts = [(delta.request_id, StepMessage([delta], [], step.load)) for delta in step.deltas]
+        parts += [(done.id, StepMessage([], [done], step.load)) for done in step.done]
         for request, part in parts:
             try:
                 self._say(part)
@@ -403,20 +369,21 @@ class Worker:
                 self._say(Refused(request, "request", "The answer is too long to be sent; ask for fewer logprobs."))
 
     def _done(self, request: int) -> Done:
-        from bankfull.llm import embedding_of
-        from bankfull.serve.engine.prompt_lines import pack_lines
-
         pending: Pending = self._front.pending[request]
         pool = self._pools.get(request)
         embedding = None
         if pool is not None and pending.pooled:
+            from bankfull.llm import embedding_of
+
             embedding = embedding_of(pending, pool, normalize=True)
-        account = self._accounts.finish(request, pending)
+        account = self._accounts.finish(request, pending) if request in self._explained else None
         self._forget(request)
         result = self._front.take(request)
         metrics = result.metrics
         lines = None
         if pending.params.prompt_logprobs is not None:
+            from bankfull.serve.engine.prompt_lines import pack_lines
+
             lines = pack_lines(result.prompt_token_ids, pending.prompt_logprobs)
         return Done(
             request,
@@ -432,7 +399,7 @@ class Worker:
 
 
 def warm_up(llm: LLM) -> None:
-    """Touch everything that a first request would: a prompt, greedy and sampled tokens. Leaves no trace."""
+    """Run what a first request would: a prompt, greedy and sampled tokens. Then reset the counters and the cache."""
     from bankfull.engine import Totals
     from bankfull.sample.params import SamplingParams
 
@@ -449,8 +416,8 @@ def warm_up(llm: LLM) -> None:
 
 
 def give_way() -> None:
-    """From here on the API and the clients go first. Where threads have priorities of their own, all of them: the
-    kernels' threads are there already."""
+    """Lower the priority of the process: the API and the clients go first. Where each thread has a priority of its own,
+    of all threads: those of the kernels exist already."""
     try:
         threads = [int(name) for name in os.listdir("/proc/self/task")]
     except OSError:
@@ -461,57 +428,35 @@ def give_way() -> None:
             os.setpriority(os.PRIO_PROCESS, thread, wanted)
 
 
-def _nobody(made: Any, error: BaseException | None) -> None:
-    """Listens to a job until it is put on the desk."""
+def _untold(made: Any, error: BaseException | None) -> None:
+    """Placeholder for `tell` until the job is queued."""
 
 
 def _refusal(request: int, error: BaseException) -> Refused:
-    """Whatever happens while one request is prepared is that request's own trouble."""
+    """An error in the preparation of a request fails only that request."""
     if isinstance(error, RequestError):
         return Refused(request, "request", str(error))
     print(f"bankfull: request {request} could not be prepared: {error!r}", file=sys.stderr)
     return Refused(request, "internal", "The engine could not prepare this request.")
 
 
-def _piece(delta: Delta) -> Piece:
-    logprobs = None
-    if delta.logprobs is not None:
-        pairs = zip(delta.token_ids, delta.logprobs, strict=False)
-        logprobs = [_chosen_first(token, line) for token, line in pairs]
-    return Piece(
-        delta.request_id,
-        delta.index,
-        delta.text,
-        delta.token_ids,
-        logprobs,
-        delta.finish_reason,
-        delta.stop_reason,
-        delta.error,
-    )
-
-
-def _chosen_first(token: int, line: dict[int, Logprob]) -> dict[int, tuple[float, str]]:
-    order = sorted(line, key=lambda other: other != token)
-    return {other: (line[other].logprob, line[other].token) for other in order}
-
-
 def _give_up(thread: str, error: BaseException) -> NoReturn:
-    """A thread that the others rely on has failed: the process ends with the reason, and the API starts another."""
+    """A thread that the process needs has failed: it exits with the reason, and the API starts another one."""
     print(f"bankfull: the engine stops, because its thread {thread} has failed: {error!r}", file=sys.stderr)
     _leave(1)
 
 
 def _leave(status: int) -> NoReturn:
-    """At once, from any thread: nothing here needs an orderly end."""
+    """Exit at once, from any thread: nothing needs an orderly end."""
     sys.stderr.flush()
     os._exit(status)
 
 
 def main() -> None:
-    # Whoever stops the service stops the API, which lets running requests finish and then closes the socket.
+    # Signals stop the API, which lets running requests finish and then closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sent to the whole group, it is for the API to read its files again
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sent to the whole group: the API reloads its files
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         if len(sys.argv) > 2:

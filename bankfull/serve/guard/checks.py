@@ -19,8 +19,7 @@ from bankfull.serve.api.calls import CALLER, ON_RESERVE, Api, Caller, spelled_at
 from bankfull.serve.api.errors import Problem, Refusal, problem_of
 from bankfull.serve.console.pages import PAGES, STATE_PATH
 from bankfull.serve.guard.keys import Key, Keyring
-from bankfull.serve.guard.running import Running
-from bankfull.serve.telemetry.trace import current_trace, why_ended
+from bankfull.serve.telemetry.trace import Running, current_trace, why_ended
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

@@ -113,6 +113,8 @@ class Keyring:
     clock: Callable[[], float] = time.monotonic
     removed: list[Callable[[frozenset[Key]], None]] = field(default_factory=list)
     """Callbacks that receive the revoked keys."""
+    required: bool = field(init=False)
+    """Whether requests need a key. A key file without keys refuses everyone."""
     _keys: tuple[Key, ...] = ()
     _rate_limits: dict[str, RateLimits] = field(default_factory=dict)
     _stamp_seen: tuple[int, int] | None = None
@@ -122,6 +124,7 @@ class Keyring:
 
     def __post_init__(self) -> None:
         self._keys = self.fixed
+        self.required = bool(self.fixed) or self.file is not None
         if self.file is not None:
             self._stamp_seen = _stamp(self.file)
             self._keys = _distinct((*self.fixed, *read_keys(self.file)))
@@ -129,11 +132,6 @@ class Keyring:
 
     def __len__(self) -> int:
         return len(self._keys)
-
-    @property
-    def required(self) -> bool:
-        """Whether requests need a key. A key file without keys refuses everyone."""
-        return bool(self._keys) or self.file is not None
 
     def find(self, presented: bytes) -> Key | None:
         """The key that was presented, compared byte for byte without decoding or normalising."""

@@ -1,4 +1,4 @@
-"""All layers of the service in their order: a request is noted, checked, and then served."""
+"""The layers of the service in their order: watch, guard, application."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from starlette.responses import Response
 from bankfull.serve.engine.backend import Backend
 from bankfull.serve.guard.checks import AccessPolicy, App, Guard, GuardLimits
 from bankfull.serve.guard.connections import ConnectionLimits
-from bankfull.serve.guard.running import Running
 from bankfull.serve.guard.tls import Tls
 from bankfull.serve.telemetry.exposition import CONTENT_TYPE
 from bankfull.serve.telemetry.metrics import ServiceMetrics
+from bankfull.serve.telemetry.trace import Running
 from bankfull.serve.telemetry.watch import Watch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protection:
-    """All that the operator decides about it."""
+    """The operator's security options."""
 
     access: AccessPolicy
     tls: Tls = field(default_factory=Tls)
@@ -40,7 +40,7 @@ def protect(
     log_prompts: bool = False,
     running: Running | None = None,
 ) -> App:
-    """`app` behind keys and limits, with /metrics. Its endpoints must have been given a `WatchedBackend`."""
+    """`app` with key checks, limits and /metrics. Its endpoints must use a `WatchedBackend`."""
 
     async def show_metrics(request: Request) -> Response:
         return Response(metrics.write(backend), media_type=CONTENT_TYPE)

@@ -11,8 +11,8 @@ from contextlib import suppress
 
 from bankfull.serve.api.errors import Refusal
 from bankfull.serve.guard.keys import RELOAD_SECONDS, Key, Keyring
-from bankfull.serve.guard.running import Running
 from bankfull.serve.guard.tls import Certificates
+from bankfull.serve.telemetry.trace import Running
 
 log = logging.getLogger("bankfull.serve")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from bankfull.serve.parsers.reader import Markers, Steps
 from bankfull.serve.parsers.session import Session
@@ -38,6 +39,7 @@ REASONING_TAGS = (
 )
 
 
+@lru_cache(maxsize=16)
 def reasoning_tags_of(template_source: str) -> ReasoningTags | None:
     return next((tags for tags in REASONING_TAGS if tags.sign in template_source), None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from bankfull.sample.params import StructuredOutput
@@ -62,6 +63,7 @@ FORMATS = (
 GENERIC = ToolFormat("json", (), HERMES_BLOCKS, (json_calls(),), forced=TAGGED, single_call=True)
 
 
+@lru_cache(maxsize=16)
 def format_of(template_source: str, takes_tools: bool = True) -> ToolFormat:
     """The tool call format. If the template does not support tools, they are described and called in the generic
     format."""
@@ -97,8 +99,10 @@ def parser_for(
     prompt, whose end shows more reliably than the template whether reasoning is open. Without `parallel` only the first
     call is a call; further ones are text."""
     format = format_of(template_source, takes_tools)
-    callable_tools = tools_of(tools, tool_choice)
     tags = reasoning_tags_of(template_source) if reasoning else None
+    if not tools and tags is None and format is not HARMONY:
+        return PlainParser()
+    callable_tools = tools_of(tools, tool_choice)
     session = Session(callable_tools, parallel, make_id or id_maker(template_source))
     if format is HARMONY:
         return Parser(session, read_harmony)

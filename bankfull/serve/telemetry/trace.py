@@ -1,14 +1,17 @@
-"""One HTTP request on its way through the service: who asks, and what it has cost so far.
+"""The trace of an HTTP request: its caller, and its cost so far.
 
-The outermost layer makes a `Trace`; all that runs on its behalf finds it here, so that no endpoint can forget to count.
+The outermost layer makes a `Trace`. All code that runs for the request finds it in a context variable, so that no
+endpoint can forget to count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 from bankfull.errors import BankfullError
 from bankfull.serve.engine.backend import STOPPED, Unavailable
@@ -21,10 +24,10 @@ class Trace:
     method: str
     path: str
     arrived: float
-    """On the monotonic clock."""
+    """Time of arrival on the monotonic clock."""
     key: Key | None = None
     route: str = ""
-    """The path with the ids in it replaced by their names: few values, unlike `path`."""
+    """The path with ids replaced by their names: few values, unlike `path`."""
     status: int = 0
     problem: str | None = None
     """Why the answer broke off after its status had been sent."""
@@ -33,11 +36,11 @@ class Trace:
     cached_tokens: int = 0
     ttft: float | None = None
     batch: bool = False
-    """A line of a batch: nobody waits for it."""
+    """Whether it is a line of a batch, which no client waits for."""
     body: bytes | None = None
-    """What was asked; kept only where logs may hold it."""
+    """The request's body; kept only where logs may hold it."""
     ended: BankfullError | None = None
-    """Why the server itself has cancelled the task that answers it."""
+    """Why the server has cancelled the task that answers it."""
 
 
 _current: ContextVar[Trace | None] = ContextVar("bankfull_call", default=None)
@@ -48,22 +51,52 @@ def current_trace() -> Trace | None:
 
 
 def owner_of_call() -> str:
-    """The name of the key that this call is charged to; none where there are no keys."""
+    """The name of the key that this call is charged to; empty without keys."""
     trace = _current.get()
     return "" if trace is None or trace.key is None else trace.key.name
 
 
 def why_ended() -> BankfullError:
-    """What a client is told whose call the server has cancelled. Nobody gives a reason at the end of the server."""
+    """The error for a client whose call the server has cancelled. Without a reason, the server is shutting down."""
     trace = current_trace()
     return Unavailable(STOPPED) if trace is None or trace.ended is None else trace.ended
 
 
 @contextmanager
 def during(trace: Trace) -> Iterator[None]:
-    """Whatever runs inside, and every task that it starts, counts for it."""
+    """All code that runs inside, and every task that it starts, belongs to this trace."""
     token = _current.set(trace)
     try:
         yield
     finally:
         _current.reset(token)
+
+
+class Running:
+    """Calls in progress, so that the server can cancel them."""
+
+    def __init__(self) -> None:
+        self._calls: dict[asyncio.Task[Any], Trace] = {}
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    @contextmanager
+    def during(self, task: asyncio.Task[Any] | None, trace: Trace | None) -> Iterator[None]:
+        if task is None or trace is None:
+            yield
+            return
+        self._calls[task] = trace
+        try:
+            yield
+        finally:
+            del self._calls[task]
+
+    def end(self, error: BankfullError, which: Callable[[Trace], bool] = lambda trace: True) -> int:
+        """Cancel the calls that match; their number. Each gets the error: a stream as its last event, any other call as
+        its answer."""
+        ended = [(task, trace) for task, trace in self._calls.items() if trace.ended is None and which(trace)]
+        for task, trace in ended:
+            trace.ended = error
+            task.cancel()
+        return len(ended)

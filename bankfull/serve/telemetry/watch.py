@@ -1,5 +1,5 @@
-"""The outermost layer and the innermost one: a request gets its id and its `Trace` where it comes in, and what it makes
-the engine do is counted where it leaves the API.
+"""The outermost layer of the API, where a request gets its id and its `Trace`, and the innermost one, where the work of
+the engine is counted.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
 from bankfull.errors import BankfullError
+from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.api.errors import Refusal
@@ -18,7 +19,7 @@ from bankfull.serve.api.sse import SEND_BODY
 from bankfull.serve.console.pages import PAGES, STATE_PATH
 from bankfull.serve.console.timelines import OpenLine, TimeLines
 from bankfull.serve.engine.backend import Backend, Busy
-from bankfull.serve.engine.wire import Done, Facts, Load, Piece
+from bankfull.serve.engine.wire import Done, Facts, Load
 from bankfull.serve.guard.checks import App, Message, Receive, Scope, Send
 from bankfull.serve.guard.keys import Keyring, TokenBucket
 from bankfull.serve.telemetry.log import log_trace
@@ -27,8 +28,7 @@ from bankfull.serve.telemetry.trace import Trace, current_trace, during
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 QUIET_PATHS = frozenset({"/live", "/ready", "/health", "/metrics", STATE_PATH, *PAGES})
-"""Asked every few seconds by machines, or a dozen at once by a browser: counted, but logged only when something is
-wrong."""
+"""Paths that machines poll, or a browser loads a dozen at once: counted, but logged only on errors."""
 
 
 class Watch:
@@ -70,7 +70,7 @@ class Watch:
 
 
 def request_id(headers: list[tuple[bytes, bytes]]) -> bytes:
-    """The client's own, where it is one that may stand in logs and headers."""
+    """The client's own id if it is safe in logs and headers, else a new one."""
     for name, value in headers:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             return value
@@ -78,7 +78,7 @@ def request_id(headers: list[tuple[bytes, bytes]]) -> bytes:
 
 
 def route_of(scope: Scope) -> str:
-    """The path with every id replaced by its name, or nothing where no route was found."""
+    """The path with every id replaced by its name; empty where no route matches."""
     if "endpoint" not in scope:
         return ""
     path: str = scope["path"]
@@ -88,7 +88,7 @@ def route_of(scope: Scope) -> str:
 
 
 class WatchedBackend:
-    """The engine as endpoints see it: what it does for a request is counted, and charged to the key that asks."""
+    """The engine as endpoints see it. Counts the work of each request, and charges it to the caller's key."""
 
     def __init__(self, inner: Backend, metrics: ServiceMetrics, keyring: Keyring) -> None:
         self._inner, self._metrics, self._keyring = inner, metrics, keyring
@@ -136,10 +136,10 @@ class WatchedBackend:
         deadline: float | None = None,
         explain: bool = False,
         tenant: str = "",
-    ) -> AsyncIterator[list[Piece | Done]]:
+    ) -> AsyncIterator[list[Delta | Done]]:
         trace = current_trace()
         batch = priority >= BATCH_PRIORITY
-        asked = time.monotonic()  # before the engine hears of it, which may be on this very core, and at once
+        asked = time.monotonic()  # before the request is sent: the engine may run at once, on this very core
         with self._counting_refusals():
             most = len(prompt) if pool is not None else self._most_tokens(len(prompt), params)
             reserved = None if trace is None else self._reserve(trace, most, may_overdraw=batch)
@@ -162,7 +162,7 @@ class WatchedBackend:
         return CountedSteps(steps, self._metrics, trace, reserved, len(prompt), params.n, asked, batch=batch, line=line)
 
     def _tenant_of(self, trace: Trace | None) -> str:
-        """The owner of the call's key; nobody where there is one key at most, and nothing to be divided."""
+        """The owner of the call's key; empty with at most one key, where there is nothing to share."""
         return "" if trace is None or trace.key is None or len(self._keyring) < 2 else trace.key.name
 
     @contextmanager
@@ -174,13 +174,13 @@ class WatchedBackend:
             raise
 
     def _most_tokens(self, prompt: int, params: SamplingParams) -> int:
-        """That a request can cost: its prompt, and for each sample as much as may follow."""
+        """The most tokens a request can cost: its prompt, and the longest answer of each sample."""
         facts = self._inner.facts
         room = 0 if facts is None else max(0, facts.max_len - prompt)
         return prompt + params.n * (room if params.max_tokens is None else min(params.max_tokens, room))
 
-    def _reserve(self, trace: Trace, most: int, *, may_overdraw: bool) -> Reserved | None:
-        """None where nobody counts. Lines of batches have waited before they began, and may overdraw."""
+    def _reserve(self, trace: Trace, most: int, *, may_overdraw: bool) -> ReservedTokens | None:
+        """None without a token budget. Lines of batches have waited before they began, and may overdraw."""
         if trace.key is None or (tokens := self._keyring.rate_limits(trace.key).tokens) is None:
             return None
         if not may_overdraw:
@@ -197,11 +197,11 @@ class WatchedBackend:
                     f"{tokens.per_minute} per minute; try again in {seconds:.1f} s, or with a smaller max_tokens.",
                     seconds,
                 )
-        return Reserved(tokens, most)
+        return ReservedTokens(tokens, most)
 
 
-class Reserved:
-    """Tokens that were set aside for one request: all that it may need."""
+class ReservedTokens:
+    """Tokens set aside for one request: the most it may need."""
 
     __slots__ = ("_bucket", "_most")
 
@@ -210,7 +210,7 @@ class Reserved:
         bucket.take(most)
 
     def settle(self, used: int) -> None:
-        """Once, however the request ended: what it did not use is given back."""
+        """Once, however the request ended: unused tokens are given back."""
         most, self._most = self._most, used
         self._bucket.give_back(most - used)
 
@@ -235,10 +235,10 @@ class CountedSteps:
 
     def __init__(
         self,
-        steps: AsyncIterator[list[Piece | Done]],
+        steps: AsyncIterator[list[Delta | Done]],
         metrics: ServiceMetrics,
         trace: Trace | None,
-        reserved: Reserved | None,
+        reserved: ReservedTokens | None,
         prompt: int,
         samples: int,
         asked: float,
@@ -261,7 +261,7 @@ class CountedSteps:
     def __aiter__(self) -> CountedSteps:
         return self
 
-    async def __anext__(self) -> list[Piece | Done]:
+    async def __anext__(self) -> list[Delta | Done]:
         try:
             items = await self._steps.__anext__()
         except StopAsyncIteration:
@@ -273,13 +273,13 @@ class CountedSteps:
             raise
         fresh = 0
         for item in items:
-            if isinstance(item, Piece):
-                fresh += len(item.tokens)
-                if item.finish is not None:
-                    self._metrics.success.add(1, item.finish)
+            if isinstance(item, Delta):
+                fresh += len(item.token_ids)
+                if item.finish_reason is not None:
+                    self._metrics.success.add(1, item.finish_reason)
                     if self._line is not None:
-                        self._line.finish = item.finish
-            else:  # the last of all: whoever ends the request wants its tokens counted
+                        self._line.finish = item.finish_reason
+            else:  # always the last item: the end needs all tokens counted
                 if fresh:
                     self._count(fresh)
                     fresh = 0
@@ -310,7 +310,7 @@ class CountedSteps:
 
     def _begin(self, fresh: int, now: float) -> None:
         """The first tokens have come."""
-        if not self._batch:  # nobody waits for those of a batch
+        if not self._batch:  # no client waits for those of a batch
             self._metrics.first_token.observe(now - self._asked)
             if self._trace is not None and self._trace.ttft is None:
                 self._trace.ttft = now - self._trace.arrived
@@ -318,7 +318,7 @@ class CountedSteps:
             self._line.begin(fresh, now)
 
     def __del__(self) -> None:
-        self._settle()  # of whoever let go of it without a word
+        self._settle()  # dropped without `aclose`
 
     def _settle(self) -> None:
         reserved, self._reserved = self._reserved, None

@@ -17,6 +17,8 @@ import pytest
 from bankfull.serve.api.calls import CALLER, Caller
 from bankfull.serve.app import call_api, create_app
 from bankfull.serve.engine.backend import Busy
+from bankfull.serve.guard.checks import Guard, GuardLimits, access_policy
+from bankfull.serve.guard.keys import Keyring
 from tests.serve.scripted import Scripted, scripted_texts, scripted_tokenizer, settings
 from tests.serve.server import served
 
@@ -39,7 +41,9 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
 
 
 def test_errors_have_openais_shape_on_every_path() -> None:
-    with http(Scripted(), max_body_bytes=1000) as client:
+    app = create_app(Scripted(), scripted_texts(), settings())
+    guarded = Guard(app, access_policy(Keyring(), host="127.0.0.1"), GuardLimits(body_bytes=1000))
+    with served(guarded) as url, httpx.Client(base_url=url) as client:
         refused(client.get("/nothing"), 404)
         refused(client.get("/v1/models/unknown"), 404)
         response = client.get("/v1/chat/completions")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from bankfull.outputs import Delta, Logprob
 from bankfull.serve.api.blocks import Began, Blocks, Ended, Grew
-from bankfull.serve.api.events import Event, Finish, Reasoning, Text, ToolArguments, ToolStart, Turn
+from bankfull.serve.api.events import Event, Reasoning, Text, ToolArguments, ToolStart, Turn
 
 
 def turn(*events: Event, tokens: int = 0, finish: str | None = None) -> Turn:
     ids = list(range(tokens))
-    lines = [{token: (-1.0, "x")} for token in ids]
-    return Turn(0, list(events), ids, lines, Finish(finish) if finish else None)
+    lines = [{token: Logprob(-1.0, "x")} for token in ids]
+    return Delta(1, 0, "", ids, lines, finish), list(events)
 
 
 def test_a_block_ends_before_the_next_begins_and_the_last_with_the_answer() -> None:

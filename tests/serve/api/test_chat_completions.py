@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bankfull.sample.params import SamplingParams
+from bankfull.serve.api.calls import StreamOptions
 from bankfull.serve.api.chat import Answer
 from bankfull.serve.api.openai.chat_completions import ChatStream
-from bankfull.serve.api.schema import StreamOptions
 from bankfull.serve.app import create_app
 from bankfull.serve.engine.backend import Busy, DeadlineExceeded, EngineDied, Unavailable
 from bankfull.serve.parsers import PlainParser

@@ -14,7 +14,7 @@ from bankfull.serve.api import texts as module
 from bankfull.serve.api.chat import Ask, Chat
 from bankfull.serve.api.errors import ContextOverflow, Refusal
 from bankfull.serve.api.texts import Slices, finished, fit
-from bankfull.serve.desk import Job
+from bankfull.serve.desk import DeskJob
 from bankfull.serve.engine.backend import Busy
 from bankfull.serve.guard.keys import Key
 from bankfull.serve.telemetry.trace import Trace, during
@@ -231,7 +231,7 @@ def test_lines_of_batches_wait_their_turn_and_are_charged_to_their_key() -> None
     jobs: list[tuple[str, bool, int]] = []
     put = texts.desk.put
 
-    def noted(job: Job) -> None:
+    def noted(job: DeskJob) -> None:
         jobs.append((job.owner, job.batch, texts.desk.waiting))
         put(job)
 

@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.api.calls import Caller
 from bankfull.serve.api.openai.completions import Completions
 from bankfull.serve.api.openai.embeddings import Embeddings
 from bankfull.serve.engine.admission import Admission, QueueLimits
 from bankfull.serve.engine.backend import Busy, DeadlineExceeded
-from bankfull.serve.engine.wire import Done, Piece
+from bankfull.serve.engine.wire import Done
 from tests.serve.scripted import FACTS, Scripted, scripted_texts, settings
 
 
@@ -30,7 +31,7 @@ class Crowded(Scripted):
 
     def generate(
         self, prompt: list[int], params: SamplingParams, *, deadline: float | None = None, **more: Any
-    ) -> AsyncIterator[list[Piece | Done]]:
+    ) -> AsyncIterator[list[Delta | Done]]:
         if deadline is not None and deadline <= 0:
             raise DeadlineExceeded("It is over.")
         try:
@@ -39,7 +40,7 @@ class Crowded(Scripted):
             self.refused += 1
             raise
 
-        async def steps() -> AsyncIterator[list[Piece | Done]]:
+        async def steps() -> AsyncIterator[list[Delta | Done]]:
             try:
                 await asyncio.sleep(self.pause)
                 async for items in super(Crowded, self).generate(prompt, params, **more):

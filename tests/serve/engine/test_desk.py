@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bankfull.serve.desk import SHORT, Desk, Job
+from bankfull.serve.desk import SHORT, Desk, DeskJob
 from bankfull.serve.engine.backend import Busy
 
 LONG = SHORT + 1
@@ -40,7 +40,7 @@ class Diary:
 
     def put(
         self, owner: str, size: int, batch: bool = False, name: str = "", work: Callable[[], Any] | None = None
-    ) -> Job:
+    ) -> DeskJob:
         def noted() -> None:
             self.done.append(name or f"{owner}{size}")
 
@@ -49,12 +49,12 @@ class Diary:
                 self._open -= 1
                 self._ended.notify_all()
 
-        job = Job(owner, size, batch, work or noted, tell)
+        job = DeskJob(owner, size, batch, work or noted, tell)
         self.desk.put(job)
         self._open += 1
         return job
 
-    def drop(self, job: Job) -> None:
+    def drop(self, job: DeskJob) -> None:
         self.desk.drop(job)
         self._open -= 1
 
@@ -136,8 +136,8 @@ def test_errors_are_told_and_the_thread_goes_on() -> None:
     def fail() -> None:
         raise ValueError("no")
 
-    desk.put(Job("", 1, False, fail, lambda made, error: told.append(error)))
-    desk.put(Job("", 2, False, lambda: 7, lambda made, error: (told.append(made), ended.set())))
+    desk.put(DeskJob("", 1, False, fail, lambda made, error: told.append(error)))
+    desk.put(DeskJob("", 2, False, lambda: 7, lambda made, error: (told.append(made), ended.set())))
     assert ended.wait(30)
     assert isinstance(told[0], ValueError) and told[1] == 7
     desk.close()
@@ -148,7 +148,7 @@ def test_a_thread_that_ends_is_replaced_with_the_next_work(monkeypatch: pytest.M
     desk = Desk("test", what="works", most_size=100, most_size_per_key=100, threads=1)
     choose = desk._next
 
-    def fail(short: bool) -> Job | None:
+    def fail(short: bool) -> DeskJob | None:
         monkeypatch.setattr(desk, "_next", choose)
         raise RuntimeError("a defect")
 
@@ -157,6 +157,6 @@ def test_a_thread_that_ends_is_replaced_with_the_next_work(monkeypatch: pytest.M
     desk._threads[0].join(30)
     assert not desk._threads[0].is_alive()
     ended = threading.Event()
-    desk.put(Job("", 1, False, lambda: None, lambda made, error: ended.set()))
+    desk.put(DeskJob("", 1, False, lambda: None, lambda made, error: ended.set()))
     assert ended.wait(30)
     desk.close()

@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from bankfull.limits.explain.explain import Explanation
+from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.engine.link import Link
-from bankfull.serve.engine.wire import Done, Piece
+from bankfull.serve.engine.wire import Done
 from tests.serve.engine_kit import ENDLESS, PROMPT, collect, idle, service, until
 from tests.serve.scripted import Scripted
 from tests.serve.server import shared
@@ -87,7 +88,7 @@ def test_the_engine_tells_where_the_time_went() -> None:
     """One of three that run side by side; a second one that is left early, and the one after it."""
     few = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
-    async def ask(link: Link) -> list[list[Piece | Done]]:
+    async def ask(link: Link) -> list[list[Delta | Done]]:
         wanted = [collect(link, [number, *PROMPT], few, explain=number == 1) for number in range(3)]
         return await asyncio.gather(*wanted)
 

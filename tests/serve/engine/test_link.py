@@ -12,12 +12,13 @@ import pytest
 
 from bankfull import LLM, SamplingParams
 from bankfull.errors import ModelError, RequestError
+from bankfull.outputs import Delta
 from bankfull.sample.params import StructuredOutput
 from bankfull.serve.engine.admission import BATCH_PRIORITY
 from bankfull.serve.engine.backend import DeadlineExceeded, Unavailable
 from bankfull.serve.engine.link import Link
 from bankfull.serve.engine.prompt_lines import unpack_lines
-from bankfull.serve.engine.wire import Done, Piece
+from bankfull.serve.engine.wire import Done
 from tests.serve.engine_kit import ENDLESS, OPTIONS, PROMPT, Service, collect, idle, service, text_of, until
 from tests.tiny import speaking_folder
 
@@ -38,14 +39,14 @@ def offline() -> LLM:
 def test_answers_equal_offline_ones(serving: Service, offline: LLM) -> None:
     prompts = [PROMPT[:i] for i in range(5, 13)]
 
-    async def ask(link: Link) -> list[list[Piece | Done]]:
+    async def ask(link: Link) -> list[list[Delta | Done]]:
         return await asyncio.gather(*(collect(link, p, SEEDED) for p in prompts))
 
     for items, expected in zip(serving.run(ask), offline.generate(prompts, SEEDED), strict=True):
-        pieces, done = [i for i in items if isinstance(i, Piece)], items[-1]
+        pieces, done = [i for i in items if isinstance(i, Delta)], items[-1]
         assert text_of(items) == expected.outputs[0].text
-        assert [t for p in pieces for t in p.tokens] == expected.outputs[0].token_ids
-        assert pieces[-1].finish == "length"
+        assert [t for p in pieces for t in p.token_ids] == expected.outputs[0].token_ids
+        assert pieces[-1].finish_reason == "length"
         assert isinstance(done, Done) and done.output_tokens == 12 and done.ttft is not None
         lines = [line for p in pieces for line in p.logprobs or []]
         for token, line, other in zip(

@@ -41,9 +41,9 @@ class Engine:
 
     def act(self) -> None:
         """All that was posted."""
-        inbox = self.worker._loop._inbox
-        while inbox:
-            inbox.popleft()()
+        loop = self.worker._loop
+        while loop._sorted():
+            loop._act()
 
     def until(self, true: Callable[[], bool]) -> None:
         ends = time.monotonic() + 60
@@ -167,7 +167,7 @@ def test_a_request_that_was_taken_and_aborted_in_one_turn_reaches_no_queue(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queued: list[Any] = []
-    monkeypatch.setattr(engine.front, "queue", lambda prepared, request: queued.append(request))
+    monkeypatch.setattr(engine.front, "queue", lambda pending: queued.append(pending.request.id))
     engine.take(submitted(31), submitted(32), Abort([31]))
     monkeypatch.setattr(engine.worker._gauge, "queued", lambda *given: None)
     engine.act()

@@ -18,25 +18,25 @@ import msgspec
 import pytest
 
 from bankfull.sample.params import SamplingParams, StructuredOutput
-from bankfull.serve.engine import outbox
-from bankfull.serve.engine import worker as worker_module
-from bankfull.serve.engine.outbox import ApiGone, Outbox
+from bankfull.serve.engine import wire
 from bankfull.serve.engine.wire import (
     HEADER,
     MAX_MESSAGE,
     Abort,
+    ApiGone,
     Configure,
     FromEngine,
+    Inbox,
+    Outbox,
     Ready,
     Refused,
-    Step,
+    StepMessage,
     Submit,
     ToEngine,
     body_length,
     decoder,
     pack,
 )
-from bankfull.serve.engine.worker import Inbox
 from tests.serve.engine_kit import ENDLESS, OPTIONS, PROMPT
 from tests.tiny import speaking_folder
 
@@ -125,7 +125,7 @@ def test_a_long_prompt_is_prepared_beside_the_engine_and_can_be_aborted(worker: 
         if isinstance(message, Refused):
             refused.add(message.id)
             assert "5000 tokens" in message.message
-        elif isinstance(message, Step):
+        elif isinstance(message, StepMessage):
             done |= {end.id for end in message.done}
     assert done == {903}
 
@@ -151,7 +151,7 @@ def test_an_idle_worker_sleeps_and_one_thread_answers(worker: Process) -> None:
 
     before = settled()
     worker.send(Submit(911, PROMPT, SamplingParams(max_tokens=1)))
-    while not (isinstance(message := worker.next(), Step) and message.done):
+    while not (isinstance(message := worker.next(), StepMessage) and message.done):
         pass
     after = settled()
     woken = {name for name in after if after[name] != before.get(name)}
@@ -163,13 +163,13 @@ def test_interrupts_are_left_to_the_api_and_the_end_of_the_socket_ends_it(worker
     worker.process.send_signal(signal.SIGINT)
     worker.process.send_signal(signal.SIGTERM)
     worker.send(Submit(1, PROMPT, ENDLESS))
-    assert worker.until(Step).pieces[0].id == 1
+    assert worker.until(StepMessage).deltas[0].request_id == 1
     worker.send(Abort([1]))
-    while (load := worker.until(Step).load).running:
+    while (load := worker.until(StepMessage).load).running:
         pass
     assert load.pages_used == 0
     worker.send(Submit(2, PROMPT, ENDLESS))
-    worker.until(Step)
+    worker.until(StepMessage)
     worker.socket.close()
     assert worker.process.wait(5.0) == 0
 
@@ -217,8 +217,8 @@ def test_a_slow_reader_neither_stops_the_writer_nor_loses_a_byte() -> None:
 
 
 def test_a_reader_that_never_reads_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "MOST_WAITING", 1 << 20)
-    monkeypatch.setattr(outbox, "PATIENCE", 0.2)
+    monkeypatch.setattr(wire, "MOST_WAITING", 1 << 20)
+    monkeypatch.setattr(wire, "PATIENCE", 0.2)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         box = Outbox(theirs, failing)
@@ -250,7 +250,7 @@ def test_messages_are_put_together_from_whatever_comes(cuts: list[int]) -> None:
 
 
 def test_a_flood_of_messages_leaves_time_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "READING_SECONDS", 0.0)
+    monkeypatch.setattr(wire, "READING_SECONDS", 0.0)
     ours, theirs = socket.socketpair()
     taken: list[Any] = []
     inbox = Inbox(theirs, taken.append)

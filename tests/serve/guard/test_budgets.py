@@ -15,12 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.api.errors import Refusal
 from bankfull.serve.app import create_app
 from bankfull.serve.engine.backend import Busy, EngineDied
-from bankfull.serve.engine.wire import Done, Piece
+from bankfull.serve.engine.wire import Done
 from bankfull.serve.guard.checks import access_policy
 from bankfull.serve.guard.keys import Keyring, new_key
 from bankfull.serve.guard.layers import protect
@@ -47,12 +48,12 @@ class ScriptedSteps:
     """Steps that the test sends one by one."""
 
     samples: int
-    queue: asyncio.Queue[list[Piece | Done] | Exception] = field(default_factory=asyncio.Queue)
+    queue: asyncio.Queue[list[Delta | Done] | Exception] = field(default_factory=asyncio.Queue)
 
     def __aiter__(self) -> ScriptedSteps:
         return self
 
-    async def __anext__(self) -> list[Piece | Done]:
+    async def __anext__(self) -> list[Delta | Done]:
         item = await self.queue.get()
         if isinstance(item, Exception):
             raise item
@@ -62,7 +63,7 @@ class ScriptedSteps:
 class Engine(Scripted):
     """Accepts every request and generates only what the test sends."""
 
-    def generate(self, prompt: list[int], params: SamplingParams, **more: Any) -> AsyncIterator[list[Piece | Done]]:
+    def generate(self, prompt: list[int], params: SamplingParams, **more: Any) -> AsyncIterator[list[Delta | Done]]:
         return ScriptedSteps(params.n)
 
 
@@ -115,7 +116,7 @@ def test_concurrent_calls_never_exceed_the_token_bucket(actions: list[tuple[str,
             elif call is not None and action == "tokens":
                 index = third % len(call.left)
                 count = min(second, call.left[index])
-                call.told.queue.put_nowait([Piece(1, index, "", [1] * count)])
+                call.told.queue.put_nowait([Delta(1, index, "", [1] * count)])
                 await anext(call.steps)
                 call.left[index] -= count
                 call.used += count
@@ -180,7 +181,7 @@ def test_a_call_that_exceeds_the_limit_of_a_minute_is_refused_by_name() -> None:
 
 def test_a_refused_call_costs_nothing() -> None:
     class Full(Scripted):
-        def generate(self, *given: Any, **more: Any) -> AsyncIterator[list[Piece | Done]]:
+        def generate(self, *given: Any, **more: Any) -> AsyncIterator[list[Delta | Done]]:
             raise Busy("full", 1.0)
 
     _, key = new_key("alice", tokens=BUDGET)

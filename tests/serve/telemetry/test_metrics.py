@@ -12,10 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.engine.backend import Busy, EngineDied
-from bankfull.serve.engine.wire import Done, Facts, Load, Piece
+from bankfull.serve.engine.wire import Done, Facts, Load
 from bankfull.serve.guard.keys import Keyring, new_key
 from bankfull.serve.telemetry.exposition import Histogram, ScalarMetric, write_families
 from bankfull.serve.telemetry.metrics import ServiceMetrics
@@ -82,11 +83,11 @@ class FakeBackend:
 
     async def generate(
         self, prompt: list[int], params: SamplingParams, **how: Any
-    ) -> AsyncIterator[list[Piece | Done]]:
-        yield [Piece(1, 0, "a", [5])]
+    ) -> AsyncIterator[list[Delta | Done]]:
+        yield [Delta(1, 0, "a", [5])]
         if self._error is not None:
             raise self._error
-        yield [Piece(1, 0, "b", [6], finish="stop"), Done(1, 0.1, 0.3, 0.9, 2, 2)]
+        yield [Delta(1, 0, "b", [6], finish_reason="stop"), Done(1, 0.1, 0.3, 0.9, 2, 2)]
 
 
 def numbers(text: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Anthropic's /v1/messages and /v1/messages/count_tokens: how their answers are spelled, whole or as events."""
+"""Anthropic's /v1/messages and /v1/messages/count_tokens: their answers, whole or as events."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from typing import Any, Literal
 
 import msgspec
 
+from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.api.anthropic.messages_call import NAMES, CountTokensCall, MessagesCall, ask_of, prompt_of
 from bankfull.serve.api.anthropic.partial_json import partial_object
-from bankfull.serve.api.blocks import Began, Block, Blocks, Change, Ended, Grew
-from bankfull.serve.api.calls import Caller
-from bankfull.serve.api.chat import Answer, Chat
+from bankfull.serve.api.blocks import AnswerBlock, Began, Blocks, Change, Ended, Grew
+from bankfull.serve.api.calls import Caller, check_model, decode, new_id
+from bankfull.serve.api.chat import Answer, AnswerStream, Chat
 from bankfull.serve.api.errors import Problem
-from bankfull.serve.api.events import Finish, Usage
+from bankfull.serve.api.events import Turn, Usage
 from bankfull.serve.api.openai.chat_completions import account_of
-from bankfull.serve.api.openai.common import check_model, new_id
 from bankfull.serve.api.own_names import own_names
-from bankfull.serve.api.schema import decode
 from bankfull.serve.api.sse import EventStream, event
 from bankfull.serve.api.switches import Switches
 from bankfull.serve.settings import Settings
@@ -32,7 +31,7 @@ class TextReply(msgspec.Struct, tag_field="type", tag="text"):
 class ThinkingReply(msgspec.Struct, tag_field="type", tag="thinking"):
     thinking: str
     signature: str = ""
-    """Nothing is signed here; clients want the field."""
+    """Always empty: nothing is signed, but clients need the field."""
 
 
 class ToolUseReply(msgspec.Struct, tag_field="type", tag="tool_use"):
@@ -51,7 +50,7 @@ class ThinkingDetails(msgspec.Struct):
 
 class MessageUsage(msgspec.Struct):
     input_tokens: int
-    """Those that were not in the cache."""
+    """Prompt tokens that were not in the cache."""
     cache_read_input_tokens: int
     output_tokens: int
     output_tokens_details: ThinkingDetails
@@ -68,7 +67,7 @@ class MessageReply(msgspec.Struct):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     explain: dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
-    """Where the time went, if that was asked for."""
+    """Account of the time, if the call has `explain`."""
 
 
 class TokenCount(msgspec.Struct):
@@ -81,7 +80,7 @@ class MessageError(msgspec.Struct):
 
 
 class MessageErrorReply(msgspec.Struct):
-    """Anthropic's shape of every error."""
+    """Anthropic's format of every error."""
 
     error: MessageError
     type: Literal["error"] = "error"
@@ -122,19 +121,14 @@ class Messages:
         if call.stream:
             return MessageStream(answer, model, explain=bool(call.explain))
         blocks = Blocks()
-        try:
-            async for turns in answer:
-                for turn in turns:
-                    blocks.add(turn)
-        finally:
-            await answer.aclose()
+        await blocks.add_all(answer)
         content = [_content(block) for block in blocks.all]
         return _encode(
             MessageReply(
                 new_id("msg_"),
                 model,
                 content,
-                *_stopped(blocks.finish),
+                *_stopped(blocks.end),
                 _usage(answer.usage),
                 explain=account_of(answer) if call.explain else msgspec.UNSET,
             )
@@ -162,18 +156,18 @@ class CountTokens:
         return anthropic_error(problem)
 
 
-def _content(block: Block) -> ContentReply:
+def _content(block: AnswerBlock) -> ContentReply:
     if block.kind == "call":
         return ToolUseReply(block.id, block.name, partial_object(block.text))
     return TextReply(block.text) if block.kind == "text" else ThinkingReply(block.text)
 
 
-def _stopped(finish: Finish | None) -> tuple[StopReason, str | None]:
-    if finish is None or finish.reason == "length":
+def _stopped(end: Delta | None) -> tuple[StopReason, str | None]:
+    if end is None or end.finish_reason == "length":
         return "max_tokens", None
-    if finish.reason == "tool_calls":
+    if end.finish_reason == "tool_calls":
         return "tool_use", None
-    return ("stop_sequence", finish.stop) if isinstance(finish.stop, str) else ("end_turn", None)
+    return ("stop_sequence", end.stop_reason) if isinstance(end.stop_reason, str) else ("end_turn", None)
 
 
 def _usage(usage: Usage) -> MessageUsage:
@@ -185,35 +179,22 @@ def _usage(usage: Usage) -> MessageUsage:
     )
 
 
-class MessageStream:
+class MessageStream(AnswerStream):
     """The events of one answer."""
 
     def __init__(self, answer: Answer, model: str, *, explain: bool = False) -> None:
-        self._answer, self._model, self._explain = answer, model, explain
+        super().__init__(answer)
+        self._model, self._explain = model, explain
         self._blocks = Blocks()
         self._head = b""
-        """Of the open block's deltas: all that they share."""
-        self._begun = self._ended = False
+        """The common part of the open block's deltas."""
+        self._begun = False
 
-    def __aiter__(self) -> MessageStream:
-        return self
-
-    async def __anext__(self) -> bytes:
-        if self._ended:
-            raise StopAsyncIteration
-        try:
-            turns = await self._answer.__anext__()
-        except StopAsyncIteration:
-            self._ended = True
-            return b"".join([*self._opening(), *self._ending()])
+    def spell(self, turns: list[Turn]) -> bytes:
         events = self._opening()
         for turn in turns:
-            for change in self._blocks.add(turn):
-                events.append(self._spelled(change))
+            events += map(self._spelled, self._blocks.add(turn))
         return b"".join(events)
-
-    async def aclose(self) -> None:
-        await self._answer.aclose()
 
     def failure(self, problem: Problem) -> bytes:
         return event(anthropic_error(problem), "error")
@@ -222,17 +203,18 @@ class MessageStream:
         if self._begun:
             return []
         self._begun = True
-        # How much of the prompt was cached is told at the end, when it is known.
-        usage = _usage(Usage(self._answer.usage.prompt_tokens))
+        # The number of cached tokens is sent at the end, when it is known.
+        usage = _usage(Usage(self.answer.usage.prompt_tokens))
         message = MessageReply(new_id("msg_"), self._model, [], None, None, usage)
         return [_event("message_start", message=message), _event("ping")]
 
-    def _ending(self) -> list[bytes]:
-        reason, sequence = _stopped(self._blocks.finish)
+    def ending(self) -> bytes:
+        reason, sequence = _stopped(self._blocks.end)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        told = {"explain": account_of(self._answer)} if self._explain else {}
-        usage = _usage(self._answer.usage)
-        return [_event("message_delta", delta=delta, usage=usage, **told), _event("message_stop")]
+        told = {"explain": account_of(self.answer)} if self._explain else {}
+        usage = _usage(self.answer.usage)
+        last = [_event("message_delta", delta=delta, usage=usage, **told), _event("message_stop")]
+        return b"".join([*self._opening(), *last])
 
     def _spelled(self, change: Change) -> bytes:
         match change:
@@ -241,7 +223,7 @@ class MessageStream:
             case Began(block):
                 self._head = _delta_head(block)
                 # Not the block itself: within one step it may have grown already.
-                empty = Block(block.index, block.kind, block.id, block.name)
+                empty = AnswerBlock(block.index, block.kind, block.id, block.name)
                 return _event("content_block_start", index=block.index, content_block=_content(empty))
             case Ended(block):
                 return _event("content_block_stop", index=block.index)
@@ -251,7 +233,7 @@ def _event(name: str, **fields: Any) -> bytes:
     return event(_encode({"type": name, **fields}), name)
 
 
-def _delta_head(block: Block) -> bytes:
+def _delta_head(block: AnswerBlock) -> bytes:
     kinds = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
     kind, field = kinds.get(block.kind, ("input_json_delta", "partial_json"))
     whole = _event("content_block_delta", index=block.index, delta={"type": kind, field: ""})

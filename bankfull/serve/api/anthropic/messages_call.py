@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
 from bankfull.sample.params import SamplingParams
-from bankfull.serve.api.calls import Caller
-from bankfull.serve.api.chat import Ask, NamedTool, ToolChoice
-from bankfull.serve.api.errors import Refusal
-from bankfull.serve.api.openai.chat_completions import MAX_MESSAGES, Function, Tool, template_tools
-from bankfull.serve.api.schema import (
+from bankfull.serve.api.calls import (
+    Caller,
     JsonSchema,
     ResponseFormat,
     deadline_of,
+    params_over,
     priority_of,
     refuse_parts,
     salt_of,
     structured_output,
+    text_of,
 )
+from bankfull.serve.api.chat import Ask, NamedTool, ToolChoice
+from bankfull.serve.api.errors import Refusal
+from bankfull.serve.api.openai.chat_completions import MAX_MESSAGES, Function, Tool, template_tools
 from bankfull.serve.api.switches import Switches
 
-#: What the core calls otherwise.
+#: Parameter names of the core -> of this API.
 NAMES = {
     ", or set truncate_prompt_tokens": "",
     "stop": "stop_sequences",
@@ -31,7 +33,7 @@ NAMES = {
 }
 
 
-# -- what messages are made of
+# -- the content of messages
 
 
 class CacheControl(msgspec.Struct, forbid_unknown_fields=True):
@@ -53,7 +55,7 @@ class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking", forbid_unk
 
 
 class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking", forbid_unknown_fields=True):
-    """Nobody here can read it: it is left out of the prompt."""
+    """Encrypted: it is left out of the prompt."""
 
     data: str
 
@@ -116,7 +118,7 @@ MessageToolChoice = ChoiceAuto | ChoiceAny | ChoiceTool | ChoiceNone
 
 
 class ThinkingEnabled(msgspec.Struct, tag_field="type", tag="enabled", forbid_unknown_fields=True):
-    """The budget is checked, but models have no such brake: max_tokens bounds thoughts and answer together."""
+    """The budget is checked, but not enforced: max_tokens bounds reasoning and answer together."""
 
     budget_tokens: int
 
@@ -142,13 +144,13 @@ class OutputOptions(msgspec.Struct, forbid_unknown_fields=True):
     format: OutputFormat | None = None
 
 
-class Metadata(msgspec.Struct, forbid_unknown_fields=True):
+class CallMetadata(msgspec.Struct, forbid_unknown_fields=True):
     user_id: str | None = None
-    """Read by nobody: for the caller's own records."""
+    """Ignored: for the caller's own records."""
 
 
 class CountTokensCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What decides about the prompt."""
+    """The parameters that determine the prompt."""
 
     messages: list[MessageInput]
     model: str | None = None
@@ -167,7 +169,7 @@ class MessagesCall(CountTokensCall, kw_only=True, forbid_unknown_fields=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    metadata: Metadata | None = None
+    metadata: CallMetadata | None = None
     stream: bool | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     min_p: float | None = None
@@ -176,7 +178,7 @@ class MessagesCall(CountTokensCall, kw_only=True, forbid_unknown_fields=True):
     priority: int | None = None
     cache_salt: str | None = None
     explain: bool | None = None
-    """From min_p on, and chat_template_kwargs: what this server offers beyond Anthropic's."""
+    """From min_p on, and chat_template_kwargs: parameters of this server beyond Anthropic's."""
 
 
 def ask_of(call: MessagesCall, caller: Caller, defaults: Mapping[str, Any], switches: Switches) -> Ask:
@@ -199,8 +201,7 @@ def ask_of(call: MessagesCall, caller: Caller, defaults: Mapping[str, Any], swit
         "seed": call.seed,
         "structured": _structured(call.output_config),
     }
-    params = SamplingParams(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
-    ask = prompt_of(call, params, switches)
+    ask = prompt_of(call, params_over(defaults, given), switches)
     ask.priority = caller.ranked(priority_of(call))
     ask.salt = caller.salted(salt_of(call))
     ask.deadline = deadline_of(call)
@@ -266,7 +267,7 @@ def conversation_of(call: CountTokensCall) -> list[dict[str, Any]]:
         )
     made: list[dict[str, Any]] = []
     if call.system is not None:
-        made.append({"role": "system", "content": _text_of(call.system)})
+        made.append({"role": "system", "content": text_of(call.system)})
     tools: dict[str, str] = {}
     for index, message in enumerate(call.messages):
         where = f"messages[{index}]"
@@ -303,7 +304,7 @@ def _assistant(blocks: list[ContentBlock], where: str, tools: dict[str, str]) ->
 
 
 def _spoken_to(role: str, blocks: list[ContentBlock], where: str, tools: dict[str, str]) -> list[dict[str, Any]]:
-    """What the model is told: results of its calls are messages of their own."""
+    """The messages for the template: results of calls are messages of their own."""
     made: list[dict[str, Any]] = []
     texts: list[str] = []
     for number, block in enumerate(blocks):
@@ -324,15 +325,11 @@ def _spoken_to(role: str, blocks: list[ContentBlock], where: str, tools: dict[st
 
 
 def _result(block: ToolResultBlock, tools: dict[str, str]) -> dict[str, Any]:
-    text = _text_of(block.content or "")
+    text = text_of(block.content or "")
     made = {"role": "tool", "tool_call_id": block.tool_use_id, "content": f"Error: {text}" if block.is_error else text}
     if block.tool_use_id in tools:
         made["name"] = tools[block.tool_use_id]
     return made
-
-
-def _text_of(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
 def _misplaced(where: str, number: int, kind: str, role: str) -> Refusal:

@@ -26,7 +26,7 @@ def _candidates(text: str) -> list[str]:
 
 
 def _scan(text: str) -> tuple[str, int]:
-    """What closes the brackets that are open at its end, and up to where there are whole values only."""
+    """The closing brackets that are missing at its end, and the end of its last whole value."""
     open_brackets: list[str] = []
     whole = 0
     quoted = escaped = False

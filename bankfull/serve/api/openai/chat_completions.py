@@ -1,4 +1,4 @@
-"""OpenAI's /v1/chat/completions: how a call is spelled, and how its answer is, whole or streamed."""
+"""OpenAI's /v1/chat/completions: the schema of its calls, and of its answers, whole or streamed."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Any, Literal
 
 import msgspec
 
-from bankfull.serve.api.calls import Caller
-from bankfull.serve.api.chat import Answer, Ask, Chat, NamedTool, Sample, ToolChoice, collect
-from bankfull.serve.api.errors import Problem, Refusal, openai_error
-from bankfull.serve.api.events import Event, Finish, Reasoning, Text, ToolStart, Turn, Usage
-from bankfull.serve.api.openai.common import (
-    FINGERPRINT,
-    PromptLogprob,
-    TokenLine,
-    UsageReply,
-    check_model,
-    new_id,
-    prompt_logprobs_reply,
-    usage_reply,
-)
-from bankfull.serve.api.schema import (
-    Sampling,
+from bankfull.serve.api.calls import (
+    Caller,
+    SamplingFields,
     StreamOptions,
+    check_model,
     deadline_of,
     decode,
+    new_id,
     priority_of,
     refuse_parts,
     salt_of,
     sampling_params,
     truncation_of,
+)
+from bankfull.serve.api.chat import Answer, AnswerStream, Ask, Chat, NamedTool, ToolChoice, WholeSample, collect
+from bankfull.serve.api.errors import Problem, Refusal, openai_error
+from bankfull.serve.api.events import Event, Reasoning, Text, ToolStart, Turn, Usage
+from bankfull.serve.api.openai.common import (
+    FINGERPRINT,
+    PromptLogprob,
+    TokenLine,
+    UsageReply,
+    prompt_logprobs_reply,
+    usage_reply,
 )
 from bankfull.serve.api.sse import DONE, EventStream, event
 from bankfull.serve.api.switches import Effort, Switches
@@ -95,7 +95,7 @@ class ChosenTool(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["function"] = "function"
 
 
-class ChatCall(Sampling, kw_only=True):
+class ChatCall(SamplingFields, kw_only=True):
     messages: list[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -141,7 +141,7 @@ class ReplyMessage(msgspec.Struct, omit_defaults=True):
     tool_calls: list[ToolCall] | None = None
 
 
-class Choice(msgspec.Struct):
+class ChatChoice(msgspec.Struct):
     index: int
     message: ReplyMessage
     logprobs: Logprobs | None
@@ -153,7 +153,7 @@ class ChatReply(msgspec.Struct):
     id: str
     created: int
     model: str
-    choices: list[Choice]
+    choices: list[ChatChoice]
     usage: UsageReply
     object: Literal["chat.completion"] = "chat.completion"
     system_fingerprint: str = FINGERPRINT
@@ -173,7 +173,7 @@ class ToolCallDelta(msgspec.Struct, omit_defaults=True):
     function: FunctionDelta | None = None
 
 
-class Delta(msgspec.Struct, omit_defaults=True):
+class ChunkDelta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
     reasoning: str | None = None
@@ -183,7 +183,7 @@ class Delta(msgspec.Struct, omit_defaults=True):
 
 class ChunkChoice(msgspec.Struct):
     index: int
-    delta: Delta
+    delta: ChunkDelta
     logprobs: Logprobs | None
     finish_reason: str | None
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
@@ -264,7 +264,7 @@ class ChatCompletions:
 
 
 def entries_of(usage: Usage, prompt: int | None, top: int | None) -> int:
-    """Log-probabilities that an answer holds, about."""
+    """About the number of logprobs in an answer."""
     entries = 0 if prompt is None else usage.prompt_tokens * (prompt + 1)
     return entries + (0 if top is None else usage.completion_tokens * (top + 1))
 
@@ -284,7 +284,7 @@ def _refuse_contradictions(call: ChatCall) -> None:
         raise Refusal("prompt_logprobs cannot be streamed: leave one of them out.", param="prompt_logprobs")
 
 
-# -- from OpenAI's spelling to that of chat templates
+# -- from OpenAI's messages to those of chat templates
 
 
 def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
@@ -304,7 +304,7 @@ def _template_message(message: Message, where: str) -> dict[str, Any]:
             param=f"{where}.role",
             code="invalid_value",
         )
-    # Templates know the older name of those who develop an application.
+    # Templates know only the older name of this role.
     made: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     made["content"] = _text_of(message.content, where)
     if message.name is not None:
@@ -375,12 +375,11 @@ def tool_choice_of(choice: str | ChosenTool | None) -> ToolChoice:
     raise Refusal(f"tool_choice is {choice[:40]!r}: use auto, none, required, or name a function.", param="tool_choice")
 
 
-# -- the answer's spelling
+# -- answers in OpenAI's format
 
 
-def choice_of(sample: Sample, tokenizer: Tokenizer, top_logprobs: int | None) -> Choice:
+def choice_of(sample: WholeSample, tokenizer: Tokenizer, top_logprobs: int | None) -> ChatChoice:
     """`top_logprobs` None: no log-probabilities at all."""
-    finish = sample.finish or Finish("length")
     thought = sample.reasoning or None
     calls = [ToolCall(call.id, CalledFunction(call.name, call.arguments)) for call in sample.calls]
     content = None if calls and not sample.text else sample.text
@@ -388,16 +387,16 @@ def choice_of(sample: Sample, tokenizer: Tokenizer, top_logprobs: int | None) ->
     lines = None
     if top_logprobs is not None:
         lines = logprobs_of(sample.tokens, sample.logprobs, tokenizer, top_logprobs)
-    return Choice(sample.index, message, lines, finish.reason, finish.stop)
+    return ChatChoice(sample.index, message, lines, sample.finish_reason, sample.stop_reason)
 
 
 def logprobs_of(tokens: list[int], lines: list[TokenLine], tokenizer: Tokenizer, top: int | None = None) -> Logprobs:
-    """Of each token, and of the `top` likeliest in its place (None: of all that the engine tells)."""
+    """The logprob of each token, and of the `top` likeliest at its position (None: all that the engine sends)."""
     return Logprobs([_token_logprob(token, line, tokenizer, top) for token, line in zip(tokens, lines, strict=False)])
 
 
 def _token_logprob(token: int, line: TokenLine, tokenizer: Tokenizer, top: int | None) -> TokenLogprob:
-    # The engine also tells of the chosen token when it is not among the likeliest.
+    # The engine also sends the chosen token when it is not among the likeliest.
     ranked = sorted(line.items(), key=lambda item: -item[1][0])[:top]
     tops = [TopLogprob(text, value, list(tokenizer.token_bytes(other))) for other, (value, text) in ranked]
     value, text = line[token]
@@ -405,12 +404,12 @@ def _token_logprob(token: int, line: TokenLine, tokenizer: Tokenizer, top: int |
 
 
 def account_of(answer: Answer) -> dict[str, Any] | None:
-    """Where the time of a whole answer went."""
+    """The account of a whole answer's time."""
     return None if answer.done is None else answer.done.account
 
 
-class ChatStream:
-    """The chunks of one answer. Everything but the delta is the same in each of them, and spelled once."""
+class ChatStream(AnswerStream):
+    """The chunks of one answer. All but the delta is the same in each of them, and encoded once."""
 
     def __init__(
         self,
@@ -422,85 +421,72 @@ class ChatStream:
         *,
         explain: bool = False,
     ) -> None:
-        self._explain = explain
-        self._answer, self._tokenizer, self._options, self._top = answer, tokenizer, options, top_logprobs
+        super().__init__(answer)
+        self._tokenizer, self._options, self._top, self._explain = tokenizer, options, top_logprobs, explain
         empty = ChatChunk(new_id("chatcmpl-"), int(time.time()), model, [])
         self._empty = empty
         head, _, tail = _encode(empty).partition(b'"choices":[]')
         self._head = b"data: " + head + b'"choices":['
         usage = b',"usage":null' if options.include_usage else b""
         self._tail = b"}]" + usage + tail + b"\n\n"
-        self._begun = self._ended = False
+        self._begun = False
 
-    def __aiter__(self) -> ChatStream:
-        return self
-
-    async def __anext__(self) -> bytes:
-        if self._ended:
-            raise StopAsyncIteration
-        try:
-            turns = await self._answer.__anext__()
-        except StopAsyncIteration:
-            self._ended = True
-            return self._ending()
+    def spell(self, turns: list[Turn]) -> bytes:
         chunks = [] if self._begun else self._opening()
         self._begun = True
         for turn in turns:
             self._spell(turn, chunks)
         return b"".join(chunks)
 
-    async def aclose(self) -> None:
-        await self._answer.aclose()
-
     def failure(self, problem: Problem) -> bytes:
         return event(openai_error(problem)) + DONE
 
     def _opening(self) -> list[bytes]:
-        role = _encode(Delta("assistant", ""))
-        return [self._chunk(index, role) for index in range(self._answer.samples)]
+        role = _encode(ChunkDelta("assistant", ""))
+        return [self._chunk(index, role) for index in range(self.answer.samples)]
 
-    def _ending(self) -> bytes:
+    def ending(self) -> bytes:
         wants_usage = self._options.include_usage
         if not wants_usage and not self._explain:
             return DONE
         last = msgspec.structs.replace(
             self._empty,
-            usage=usage_reply(self._answer.usage) if wants_usage else msgspec.UNSET,
-            explain=account_of(self._answer) if self._explain else msgspec.UNSET,
+            usage=usage_reply(self.answer.usage) if wants_usage else msgspec.UNSET,
+            explain=account_of(self.answer) if self._explain else msgspec.UNSET,
         )
         return event(_encode(last)) + DONE
 
     def _spell(self, turn: Turn, chunks: list[bytes]) -> None:
+        delta, events = turn
         logprobs = b"null"
-        if turn.logprobs:
-            logprobs = _encode(logprobs_of(turn.tokens, turn.logprobs, self._tokenizer, self._top))
-        events = turn.events
-        if not events and turn.logprobs:
-            events = [Text("")]  # tokens whose text is held back still have log-probabilities
+        if delta.logprobs:
+            logprobs = _encode(logprobs_of(delta.token_ids, delta.logprobs, self._tokenizer, self._top))
+            events = events or [Text("")]  # tokens whose text is held back still have log-probabilities
         for item in events:
-            chunks.append(self._chunk(turn.index, _delta(item), logprobs))
+            chunks.append(self._chunk(delta.index, _spelled(item), logprobs))
             logprobs = b"null"
-        if turn.finish is not None:
-            ending = b'{"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b'
-            chunks.append(self._closed(turn.index, ending % (_encode(turn.finish.reason), _encode(turn.finish.stop))))
+        if delta.finish_reason is not None:
+            reasons = _encode(delta.finish_reason), _encode(delta.stop_reason)
+            ending = b'{"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b' % reasons
+            chunks.append(self._closed(delta.index, ending))
 
     def _chunk(self, index: int, delta: bytes, logprobs: bytes = b"null") -> bytes:
         return self._closed(index, b'{"delta":%b,"logprobs":%b,"finish_reason":null' % (delta, logprobs))
 
     def _closed(self, index: int, choice: bytes) -> bytes:
-        """A whole event around a choice that lacks its index and its end."""
+        """A whole event from a choice without its index and end."""
         tail = self._tail
         if self._options.continuous_usage_stats:
-            tail = tail.replace(b'"usage":null', b'"usage":' + _encode(usage_reply(self._answer.usage)), 1)
+            tail = tail.replace(b'"usage":null', b'"usage":' + _encode(usage_reply(self.answer.usage)), 1)
         return b'%b%b,"index":%d%b' % (self._head, choice, index, tail)
 
 
-def _delta(item: Event) -> bytes:
+def _spelled(item: Event) -> bytes:
     match item:
         case Text(text):
             return b'{"content":' + _encode(text) + b"}"
         case Reasoning(text):
-            return _encode(Delta(reasoning=text, reasoning_content=text))
+            return _encode(ChunkDelta(reasoning=text, reasoning_content=text))
         case ToolStart(index, id, name):
-            return _encode(Delta(tool_calls=[ToolCallDelta(index, id, "function", FunctionDelta(name, ""))]))
-    return _encode(Delta(tool_calls=[ToolCallDelta(item.index, function=FunctionDelta(arguments=item.text))]))
+            return _encode(ChunkDelta(tool_calls=[ToolCallDelta(index, id, "function", FunctionDelta(name, ""))]))
+    return _encode(ChunkDelta(tool_calls=[ToolCallDelta(item.index, function=FunctionDelta(arguments=item.text))]))

@@ -1,17 +1,14 @@
-"""What OpenAI's APIs spell alike: usage, log-probabilities, which model is meant."""
+"""Parts that OpenAI's APIs share: usage and log-probabilities."""
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 
 import msgspec
 
 from bankfull import __version__
-from bankfull.serve.api.errors import Refusal
 from bankfull.serve.api.events import Usage
 from bankfull.serve.engine.prompt_lines import TokenLine
-from bankfull.serve.settings import Settings
 from bankfull.text.tokenizer import Tokenizer
 
 FINGERPRINT = f"bankfull-{__version__}"
@@ -48,23 +45,6 @@ def usage_reply(usage: Usage) -> UsageReply:
     )
 
 
-def check_model(settings: Settings, name: str | None) -> str:
-    """How the answer names the model."""
-    if name is not None and name not in settings.names:
-        served = ", ".join(repr(served) for served in settings.names)
-        raise Refusal(
-            f"The model {name[:100]!r} is not served here: use {served}.",
-            param="model",
-            code="model_not_found",
-            status=404,
-        )
-    return name or settings.names[0]
-
-
-def new_id(prefix: str) -> str:
-    return prefix + uuid.uuid4().hex
-
-
 def prompt_logprobs_reply(
     lines: Sequence[TokenLine | None] | None,
 ) -> list[dict[str, PromptLogprob] | None] | None:
@@ -76,7 +56,7 @@ def prompt_logprobs_reply(
 
 
 def spelled(tokenizer: Tokenizer, token: int) -> str:
-    """A token for people: one that is no whole text shows its bytes, so that no two of them look the same."""
+    """A token's text for display: a token that is not valid UTF-8 shows its bytes, so that no two look the same."""
     data = tokenizer.token_bytes(token)
     try:
         return data.decode()

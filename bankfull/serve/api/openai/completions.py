@@ -10,8 +10,21 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
-from bankfull.serve.api.calls import Caller
+from bankfull.serve.api.calls import (
+    Caller,
+    SamplingFields,
+    StreamOptions,
+    check_model,
+    deadline_of,
+    decode,
+    new_id,
+    priority_of,
+    salt_of,
+    sampling_params,
+    truncation_of,
+)
 from bankfull.serve.api.chat import facts_of
 from bankfull.serve.api.errors import GenerationFailed, Problem, Refusal, openai_error
 from bankfull.serve.api.events import Usage
@@ -21,29 +34,17 @@ from bankfull.serve.api.openai.common import (
     PromptLogprob,
     TokenLine,
     UsageReply,
-    check_model,
-    new_id,
     prompt_logprobs_reply,
     spelled,
     usage_reply,
 )
 from bankfull.serve.api.openai.prompts import Prompts, encode_prompt, split_prompts
-from bankfull.serve.api.openai.turns import Turns
-from bankfull.serve.api.schema import (
-    Sampling,
-    StreamOptions,
-    deadline_of,
-    decode,
-    priority_of,
-    salt_of,
-    sampling_params,
-    truncation_of,
-)
+from bankfull.serve.api.openai.turns import PromptGate
 from bankfull.serve.api.sse import DONE, EventStream, event
 from bankfull.serve.api.texts import SHORT_TEXT, Texts, fit, logprob_entries, refuse_bulk
 from bankfull.serve.engine.backend import Backend
 from bankfull.serve.engine.prompt_lines import unpack_lines
-from bankfull.serve.engine.wire import Done, Piece
+from bankfull.serve.engine.wire import Done
 from bankfull.serve.settings import Settings
 from bankfull.text.tokenizer import Tokenizer
 
@@ -53,7 +54,7 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's own default, which clients count on."""
 
 
-class CompletionCall(Sampling, kw_only=True):
+class CompletionCall(SamplingFields, kw_only=True):
     prompt: Prompts
     echo: bool | None = None
     best_of: int | None = None
@@ -97,7 +98,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(slots=True)
-class Sample:
+class CompletionSample:
     text: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     lines: list[TokenLine] = field(default_factory=list)
@@ -111,18 +112,18 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """All that the prompts of one call have in common."""
+class CompletionJob:
+    """The parameters that all prompts of one call share."""
 
     call: CompletionCall
     params: SamplingParams
     kept: int
-    """Samples of each prompt that are answered: fewer than are made, if the best are chosen."""
+    """Samples of each prompt in the answer: fewer than are generated, with best_of."""
     echo: bool
     priority: int
     salt: str
     ends: float | None
-    """The deadline of the whole call, by the monotonic clock."""
+    """The deadline of the whole call, on the monotonic clock."""
 
     @property
     def seconds_left(self) -> float | None:
@@ -130,7 +131,7 @@ class Job:
 
 
 class Accounts:
-    """Where the time of each prompt went, as far as they have ended."""
+    """The accounts of the time of each prompt that has ended."""
 
     def __init__(self, prompts: int) -> None:
         self.told: list[dict[str, Any] | None] = [None] * prompts
@@ -168,7 +169,7 @@ class Completions:
     def spell(self, problem: Problem) -> bytes:
         return openai_error(problem)
 
-    def generate(self, job: Job, prompt: list[int]) -> AsyncIterator[list[Piece | Done]]:
+    def generate(self, job: CompletionJob, prompt: list[int]) -> AsyncIterator[list[Delta | Done]]:
         return self._backend.generate(
             prompt,
             job.params,
@@ -181,14 +182,14 @@ class Completions:
     def text_of(self, prompt: list[int]) -> str:
         return self._texts.tokenizer.decode(prompt, skip_special=False)
 
-    def turns(self, job: Job) -> Turns:
-        return Turns(self._settings.prompts_at_once, job.ends)
+    def turns(self, job: CompletionJob) -> PromptGate:
+        return PromptGate(self._settings.prompts_at_once, job.ends)
 
     @property
     def tokenizer(self) -> Tokenizer:
         return self._texts.tokenizer
 
-    def _job(self, call: CompletionCall, caller: Caller) -> Job:
+    def _job(self, call: CompletionCall, caller: Caller) -> CompletionJob:
         _refuse_contradictions(call)
         started, seconds = time.monotonic(), deadline_of(call)
         kept = 1 if call.n is None else call.n
@@ -205,7 +206,7 @@ class Completions:
         params = sampling_params(
             call, defaults, n=made, logprobs=logprobs, prompt_logprobs=prompt_logprobs, max_tokens=max_tokens
         )
-        return Job(
+        return CompletionJob(
             call,
             params,
             kept,
@@ -215,7 +216,7 @@ class Completions:
             ends=None if seconds is None else started + seconds,
         )
 
-    async def _prompts(self, job: Job) -> list[list[int]]:
+    async def _prompts(self, job: CompletionJob) -> list[list[int]]:
         call, facts = job.call, facts_of(self._backend)
         self._backend.expect(job.params.n, job.priority)
         truncate = truncation_of(call.truncate_prompt_tokens)
@@ -229,10 +230,10 @@ class Completions:
         return prompts
 
     async def _whole(
-        self, job: Job, turns: Turns, prompt: list[int], number: int, usage: Usage, accounts: Accounts
+        self, job: CompletionJob, turns: PromptGate, prompt: list[int], number: int, usage: Usage, accounts: Accounts
     ) -> list[CompletionChoice]:
         first = number * job.kept
-        samples = [Sample() for _ in range(job.params.n)]
+        samples = [CompletionSample() for _ in range(job.params.n)]
         done: Done | None = None
         async with turns.turn(lambda: self.generate(job, prompt)) as steps:
             async for items in steps:
@@ -244,10 +245,10 @@ class Completions:
                     refuse_failure(item)
                     sample = samples[item.index]
                     sample.text.append(item.text)
-                    sample.tokens += item.tokens
+                    sample.tokens += item.token_ids
                     sample.lines += item.logprobs or ()
-                    if item.finish is not None:
-                        sample.finish, sample.stop = item.finish, item.stop
+                    if item.finish_reason is not None:
+                        sample.finish, sample.stop = item.finish_reason, item.stop_reason
         usage.completion_tokens += sum(len(sample.tokens) for sample in samples)
         usage.cached_tokens += done.cached_tokens if done else 0
         packed = done.prompt_logprobs if done else None
@@ -264,7 +265,12 @@ class Completions:
         )
 
     def _choice(
-        self, job: Job, prompt: list[int], prompt_lines: list[TokenLine | None] | None, index: int, sample: Sample
+        self,
+        job: CompletionJob,
+        prompt: list[int],
+        prompt_lines: list[TokenLine | None] | None,
+        index: int,
+        sample: CompletionSample,
     ) -> CompletionChoice:
         text = "".join(sample.text)
         logprobs = None
@@ -294,9 +300,9 @@ def _refuse_contradictions(call: CompletionCall) -> None:
             raise Refusal("The prompt's logprobs cannot be streamed: leave stream out.", param="stream")
 
 
-def refuse_failure(piece: Piece) -> None:
-    if piece.finish in ("error", "abort"):
-        raise GenerationFailed(piece.error)
+def refuse_failure(delta: Delta) -> None:
+    if delta.finish_reason in ("error", "abort"):
+        raise GenerationFailed(delta.error)
 
 
 async def gather(works: list[Coroutine[Any, Any, Made]]) -> list[Made]:
@@ -313,7 +319,7 @@ async def gather(works: list[Coroutine[Any, Any, Made]]) -> list[Made]:
 def add_logprobs(
     reply: LogprobsReply, tokens: list[int], lines: Sequence[TokenLine | None], tokenizer: Tokenizer, offset: int
 ) -> int:
-    """`reply` with one more entry per token; where the next token's text begins."""
+    """Adds one entry per token to `reply`; the offset of the next token's text."""
     for token, line in zip(tokens, lines, strict=False):
         reply.tokens.append(spelled(tokenizer, token))
         reply.token_logprobs.append(None if line is None else line[token][0])
@@ -327,7 +333,7 @@ def add_logprobs(
 class CompletionStream:
     """The chunks of all prompts of a call, as they come."""
 
-    def __init__(self, api: Completions, job: Job, prompts: list[list[int]], model: str) -> None:
+    def __init__(self, api: Completions, job: CompletionJob, prompts: list[list[int]], model: str) -> None:
         self._api, self._job, self._prompts = api, job, prompts
         self._options = job.call.stream_options or StreamOptions()
         self._usage, self._accounts = Usage(sum(map(len, prompts))), Accounts(len(prompts))
@@ -383,12 +389,12 @@ class CompletionStream:
                         self._accounts.told[number] = item.account
                     else:
                         refuse_failure(item)
-                        self._usage.completion_tokens += len(item.tokens)
+                        self._usage.completion_tokens += len(item.token_ids)
                         chunks.append(self._chunk(self._choice(first + item.index, item)))
                 yield b"".join(chunks)
 
     async def _merged(self) -> AsyncGenerator[bytes, None]:
-        """The chunks of several prompts; what has come meanwhile is sent together."""
+        """The chunks of several prompts; those that have arrived are sent together."""
         ready: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
 
         async def pump(number: int) -> None:
@@ -416,14 +422,14 @@ class CompletionStream:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _choice(self, index: int, piece: Piece) -> CompletionChoice:
+    def _choice(self, index: int, delta: Delta) -> CompletionChoice:
         logprobs = None
-        if piece.logprobs and self._job.call.logprobs is not None:
+        if delta.logprobs and self._job.call.logprobs is not None:
             logprobs = LogprobsReply()
             self._offsets[index] = add_logprobs(
-                logprobs, piece.tokens, piece.logprobs, self._api.tokenizer, self._offsets[index]
+                logprobs, delta.token_ids, delta.logprobs, self._api.tokenizer, self._offsets[index]
             )
-        return CompletionChoice(index, piece.text, logprobs, piece.finish, piece.stop)
+        return CompletionChoice(index, delta.text, logprobs, delta.finish_reason, delta.stop_reason)
 
     def _chunk(self, choice: CompletionChoice) -> bytes:
         tail = self._tail

@@ -12,14 +12,12 @@ from typing import Literal
 import msgspec
 
 from bankfull.sample.params import SamplingParams
-from bankfull.serve.api.calls import Caller
+from bankfull.serve.api.calls import Caller, check_model, deadline_of, decode, priority_of, salt_of, truncation_of
 from bankfull.serve.api.chat import facts_of
 from bankfull.serve.api.errors import GenerationFailed, Problem, Refusal, openai_error
-from bankfull.serve.api.openai.common import check_model
 from bankfull.serve.api.openai.completions import gather
 from bankfull.serve.api.openai.prompts import Prompts, encode_prompt, split_prompts
-from bankfull.serve.api.openai.turns import Steps, Turns
-from bankfull.serve.api.schema import deadline_of, decode, priority_of, salt_of, truncation_of
+from bankfull.serve.api.openai.turns import PromptGate, Steps
 from bankfull.serve.api.texts import Texts, fit
 from bankfull.serve.engine.backend import Backend
 from bankfull.serve.engine.wire import Done
@@ -41,7 +39,7 @@ class EmbeddingCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user: str | None = None
 
 
-class Embedding(msgspec.Struct):
+class EmbeddingItem(msgspec.Struct):
     index: int
     embedding: list[float] | str
     object: Literal["embedding"] = "embedding"
@@ -53,7 +51,7 @@ class EmbeddingUsage(msgspec.Struct):
 
 
 class EmbeddingReply(msgspec.Struct):
-    data: list[Embedding]
+    data: list[EmbeddingItem]
     model: str
     usage: EmbeddingUsage
     object: Literal["list"] = "list"
@@ -80,7 +78,7 @@ class Embeddings:
             ids = await encode_prompt(self._texts, given, facts, truncate, param="input")
             prompts.append(fit(ids, facts.max_len, PARAMS, truncate, "input"))
         ends = None if seconds is None else started + seconds
-        turns = Turns(self._settings.prompts_at_once, ends)
+        turns = PromptGate(self._settings.prompts_at_once, ends)
         vectors = await gather([self._vector(turns, prompt, call, caller, ends) for prompt in prompts])
         if call.dimensions is not None and call.dimensions != len(vectors[0]):
             raise Refusal(
@@ -90,14 +88,14 @@ class Embeddings:
             )
         spell = as_base64 if call.encoding_format == "base64" else list
         tokens = sum(map(len, prompts))
-        data = [Embedding(index, spell(vector)) for index, vector in enumerate(vectors)]
+        data = [EmbeddingItem(index, spell(vector)) for index, vector in enumerate(vectors)]
         return msgspec.json.encode(EmbeddingReply(data, model, EmbeddingUsage(tokens, tokens)))
 
     def spell(self, problem: Problem) -> bytes:
         return openai_error(problem)
 
     async def _vector(
-        self, turns: Turns, prompt: list[int], call: EmbeddingCall, caller: Caller, ends: float | None
+        self, turns: PromptGate, prompt: list[int], call: EmbeddingCall, caller: Caller, ends: float | None
     ) -> list[float]:
         def begin() -> Steps:
             return self._backend.generate(
@@ -115,7 +113,7 @@ class Embeddings:
                 for item in items:
                     if isinstance(item, Done):
                         vector = item.embedding
-                    elif item.finish in ("error", "abort"):
+                    elif item.finish_reason in ("error", "abort"):
                         raise GenerationFailed(item.error)
         if vector is None:
             raise GenerationFailed()

@@ -1,4 +1,4 @@
-"""/v1/models: what is served, with the sampling that applies where a call says nothing."""
+"""/v1/models: the served model, with its default sampling parameters."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from bankfull.serve.api.openai.common import check_model
+from bankfull.serve.api.calls import check_model
 from bankfull.serve.api.texts import Texts
 from bankfull.serve.engine.backend import Backend
 from bankfull.serve.parsers.registry import format_of
 from bankfull.serve.settings import Settings
 
 
-class Model(msgspec.Struct):
+class ModelCard(msgspec.Struct):
     id: str
     created: int
     root: str
@@ -29,7 +29,7 @@ class Model(msgspec.Struct):
 
 
 class ModelList(msgspec.Struct):
-    data: list[Model]
+    data: list[ModelCard]
     object: Literal["list"] = "list"
 
 
@@ -43,13 +43,13 @@ class Models:
     async def one(self, request: Request) -> Response:
         return _json(self._model(check_model(self._settings, request.path_params["name"])))
 
-    def _model(self, name: str) -> Model:
+    def _model(self, name: str) -> ModelCard:
         facts = self._backend.facts
         defaults = self._texts.defaults if self._settings.use_generation_config else {}
         length = None if facts is None else facts.max_len
         template = self._texts.template
         parser = None if template is None else format_of(template.tool_source, template.takes_tools).name
-        return Model(name, self._settings.created, self._settings.names[0], length, defaults, parser)
+        return ModelCard(name, self._settings.created, self._settings.names[0], length, defaults, parser)
 
 
 def _json(value: msgspec.Struct) -> Response:

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses: how its answer is spelled, whole or as typed events. Nothing is stored."""
+"""OpenAI's /v1/responses: its answers, whole or as typed events. Nothing is stored."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from bankfull.serve.api.blocks import Began, Block, Blocks, Change, Ended, Grew, TokenLine
-from bankfull.serve.api.calls import Caller
-from bankfull.serve.api.chat import Answer, Chat
+from bankfull.serve.api.blocks import AnswerBlock, Began, Blocks, Change, ChosenToken, Ended, Grew
+from bankfull.serve.api.calls import Caller, check_model, decode, new_id
+from bankfull.serve.api.chat import Answer, AnswerStream, Chat
 from bankfull.serve.api.errors import Problem, openai_error
-from bankfull.serve.api.events import Usage
+from bankfull.serve.api.events import Turn, Usage
 from bankfull.serve.api.openai.chat_completions import TokenLogprob, account_of, entries_of, logprobs_of
-from bankfull.serve.api.openai.common import check_model, new_id
 from bankfull.serve.api.openai.responses_call import (
     NAMES,
     ChosenFunction,
@@ -26,7 +25,6 @@ from bankfull.serve.api.openai.responses_call import (
     ask_of,
 )
 from bankfull.serve.api.own_names import own_names
-from bankfull.serve.api.schema import decode
 from bankfull.serve.api.sse import EventStream, event
 from bankfull.serve.api.switches import Switches
 from bankfull.serve.settings import Settings
@@ -127,7 +125,7 @@ class ResponseReply(msgspec.Struct, kw_only=True):
     service_tier: str = "default"
     store: bool = False
     explain: dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
-    """Where the time went, once that is known and if it was asked for."""
+    """Account of the time, at the end and if the call has `explain`."""
 
 
 _decoder = msgspec.json.Decoder(ResponsesCall)
@@ -150,15 +148,10 @@ class Responses:
             ask = ask_of(call, caller, defaults, self._switches)
             answer = await self._chat.answer(ask)
         reply = _opened(call, model, ask.params.temperature, ask.params.top_p)
-        output = Output(self._chat.texts.tokenizer, call.top_logprobs or 0)
+        output = ResponseOutput(self._chat.texts.tokenizer, call.top_logprobs or 0)
         if call.stream:
             return ResponseStream(answer, reply, output, explain=ask.explain)
-        try:
-            async for turns in answer:
-                for turn in turns:
-                    output.blocks.add(turn)
-        finally:
-            await answer.aclose()
+        await output.blocks.add_all(answer)
         lines = entries_of(answer.usage, None, ask.params.logprobs)
         return await self._chat.texts.run_if(
             lines, lambda: _encode(_closed(reply, output, answer, explain=ask.explain))
@@ -168,7 +161,7 @@ class Responses:
         return openai_error(problem)
 
 
-class Output:
+class ResponseOutput:
     """The items of an answer; each block is one, and keeps its id."""
 
     def __init__(self, tokenizer: Tokenizer, top_logprobs: int) -> None:
@@ -176,7 +169,7 @@ class Output:
         self._tokenizer, self._top = tokenizer, top_logprobs
         self._ids: list[str] = []
 
-    def id_of(self, block: Block) -> str:
+    def id_of(self, block: AnswerBlock) -> str:
         while len(self._ids) <= block.index:
             self._ids.append(new_id(_ID_PREFIXES[self.blocks.all[len(self._ids)].kind]))
         return self._ids[block.index]
@@ -184,26 +177,26 @@ class Output:
     def items(self) -> list[Item]:
         return [self.item(block) for block in self.blocks.all]
 
-    def item(self, block: Block) -> Item:
+    def item(self, block: AnswerBlock) -> Item:
         """As it stands: whole, cut short, or still open."""
         last = block.index == len(self.blocks.all) - 1
         cut_short = last and (self.blocks.cut_short or block is self.blocks.open)
         return self._item(block, "incomplete" if cut_short else "completed", [self.part(block)])
 
-    def empty_item(self, block: Block) -> Item:
+    def empty_item(self, block: AnswerBlock) -> Item:
         return self._item(block, "in_progress", [])
 
-    def part(self, block: Block) -> OutputText | ReasoningText:
+    def part(self, block: AnswerBlock) -> OutputText | ReasoningText:
         text = block.text
         return ReasoningText(text) if block.kind == "reasoning" else OutputText(text, self.logprobs(block.lines))
 
-    def logprobs(self, lines: list[TokenLine]) -> list[TokenLogprob]:
+    def logprobs(self, lines: list[ChosenToken]) -> list[TokenLogprob]:
         if not lines:
             return []
         tokens, positions = [token for token, _ in lines], [line for _, line in lines]
         return logprobs_of(tokens, positions, self._tokenizer, self._top).content
 
-    def _item(self, block: Block, status: Status, parts: list[Any]) -> Item:
+    def _item(self, block: AnswerBlock, status: Status, parts: list[Any]) -> Item:
         name = self.id_of(block)
         if block.kind == "call":
             return FunctionCallItem(name, status, block.id, block.name, block.text if parts else "")
@@ -234,7 +227,7 @@ def _opened(call: ResponsesCall, model: str, temperature: float, top_p: float) -
     )
 
 
-def _closed(reply: ResponseReply, output: Output, answer: Answer, *, explain: bool) -> ResponseReply:
+def _closed(reply: ResponseReply, output: ResponseOutput, answer: Answer, *, explain: bool) -> ResponseReply:
     cut_short = output.blocks.cut_short
     return msgspec.structs.replace(
         reply,
@@ -247,7 +240,7 @@ def _closed(reply: ResponseReply, output: Output, answer: Answer, *, explain: bo
     )
 
 
-def _failed(reply: ResponseReply, output: Output, problem: Problem) -> ResponseReply:
+def _failed(reply: ResponseReply, output: ResponseOutput, problem: Problem) -> ResponseReply:
     code = "server_error" if problem.status >= 500 else "invalid_prompt"
     error = ResponseError("rate_limit_exceeded" if problem.status == 429 else code, problem.message)
     return msgspec.structs.replace(reply, status="failed", output=output.items(), error=error)
@@ -263,36 +256,26 @@ def _usage(usage: Usage) -> ResponseUsage:
     )
 
 
-class ResponseStream:
+class ResponseStream(AnswerStream):
     """The typed events of one answer."""
 
-    def __init__(self, answer: Answer, reply: ResponseReply, output: Output, *, explain: bool = False) -> None:
-        self._answer, self._reply, self._output, self._explain = answer, reply, output, explain
+    def __init__(self, answer: Answer, reply: ResponseReply, output: ResponseOutput, *, explain: bool = False) -> None:
+        super().__init__(answer)
+        self._reply, self._output, self._explain = reply, output, explain
         self._sent = 0
         self._head = b""
-        """Of the open block's deltas: all that they share."""
-        self._ended = False
+        """The common part of the open block's deltas."""
 
-    def __aiter__(self) -> ResponseStream:
-        return self
-
-    async def __anext__(self) -> bytes:
-        if self._ended:
-            raise StopAsyncIteration
-        try:
-            turns = await self._answer.__anext__()
-        except StopAsyncIteration:
-            self._ended = True
-            reply = _closed(self._reply, self._output, self._answer, explain=self._explain)
-            return b"".join(self._opening()) + self._event(f"response.{reply.status}", response=reply)
+    def spell(self, turns: list[Turn]) -> bytes:
         events = self._opening()
         for turn in turns:
             for change in self._output.blocks.add(turn):
                 self._spell(change, events)
         return b"".join(events)
 
-    async def aclose(self) -> None:
-        await self._answer.aclose()
+    def ending(self) -> bytes:
+        reply = _closed(self._reply, self._output, self.answer, explain=self._explain)
+        return b"".join(self._opening()) + self._event(f"response.{reply.status}", response=reply)
 
     def failure(self, problem: Problem) -> bytes:
         begun = self._sent > 0
@@ -325,11 +308,11 @@ class ResponseStream:
             case Ended(block):
                 self._end(block, events)
 
-    def _place(self, block: Block) -> dict[str, Any]:
+    def _place(self, block: AnswerBlock) -> dict[str, Any]:
         place: dict[str, Any] = {"item_id": self._output.id_of(block), "output_index": block.index}
         return place if block.kind == "call" else {**place, "content_index": 0}
 
-    def _begin(self, block: Block, events: list[bytes]) -> None:
+    def _begin(self, block: AnswerBlock, events: list[bytes]) -> None:
         item = self._output.empty_item(block)
         events.append(self._event("response.output_item.added", output_index=block.index, item=item))
         place = self._place(block)
@@ -341,7 +324,7 @@ class ResponseStream:
         data = _encode({"type": name, **place})
         self._head = f"event: {name}\ndata: ".encode() + data[:-1] + b',"sequence_number":'
 
-    def _end(self, block: Block, events: list[bytes]) -> None:
+    def _end(self, block: AnswerBlock, events: list[bytes]) -> None:
         place, item = self._place(block), self._output.item(block)
         if isinstance(item, FunctionCallItem):
             whole: dict[str, Any] = {"arguments": item.arguments}
@@ -355,6 +338,6 @@ class ResponseStream:
         events.append(self._event("response.output_item.done", output_index=block.index, item=item))
 
 
-def _event_name(block: Block, what: str) -> str:
+def _event_name(block: AnswerBlock, what: str) -> str:
     kinds = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
     return f"response.{kinds[block.kind]}.{what}"

@@ -8,23 +8,25 @@ from typing import Any, Literal
 import msgspec
 
 from bankfull.sample.params import SamplingParams
-from bankfull.serve.api.calls import Caller
-from bankfull.serve.api.chat import Ask, NamedTool, ToolChoice
-from bankfull.serve.api.errors import Refusal
-from bankfull.serve.api.openai.chat_completions import MAX_MESSAGES, Function, Tool, template_tools
-from bankfull.serve.api.schema import (
+from bankfull.serve.api.calls import (
+    Caller,
     JsonSchema,
     ResponseFormat,
     deadline_of,
     explained,
+    params_over,
     priority_of,
     refuse_parts,
     salt_of,
     structured_output,
+    text_of,
 )
+from bankfull.serve.api.chat import Ask, NamedTool, ToolChoice
+from bankfull.serve.api.errors import Refusal
+from bankfull.serve.api.openai.chat_completions import MAX_MESSAGES, Function, Tool, template_tools
 from bankfull.serve.api.switches import Effort, Switches
 
-#: What the core calls otherwise.
+#: Parameter names of the core -> of this API.
 NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
@@ -38,7 +40,7 @@ MAX_METADATA_VALUE = 512
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-# -- what the input is made of
+# -- the input
 
 
 class InputText(msgspec.Struct, tag_field="type", tag="input_text", forbid_unknown_fields=True):
@@ -46,14 +48,14 @@ class InputText(msgspec.Struct, tag_field="type", tag="input_text", forbid_unkno
 
 
 class SpokenText(msgspec.Struct, tag_field="type", tag="output_text", forbid_unknown_fields=True):
-    """What a model said before."""
+    """An earlier answer of the model."""
 
     text: str
     annotations: list[Any] = []
     logprobs: list[Any] | None = None
 
 
-class MessageInput(msgspec.Struct, tag_field="type", tag="message", forbid_unknown_fields=True):
+class ResponseMessage(msgspec.Struct, tag_field="type", tag="message", forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[InputText | SpokenText]
     id: str | None = None
@@ -98,7 +100,7 @@ class ReferenceInput(msgspec.Struct, tag_field="type", tag="item_reference"):
     id: str
 
 
-InputItem = MessageInput | FunctionCallInput | FunctionOutputInput | ReasoningInput | ReferenceInput
+InputItem = ResponseMessage | FunctionCallInput | FunctionOutputInput | ReasoningInput | ReferenceInput
 
 
 # -- the call
@@ -165,7 +167,7 @@ class ResponsesCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    """These three are read by nobody: for the caller's own records."""
+    """These three are ignored: for the caller's own records."""
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
@@ -176,7 +178,7 @@ class ResponsesCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: int | None = None
     cache_salt: str | None = None
     explain: bool | None = None
-    """From top_k on: what this server offers beyond OpenAI's, as in chat completions."""
+    """From top_k on: parameters of this server beyond OpenAI's, as in chat completions."""
 
 
 def ask_of(call: ResponsesCall, caller: Caller, defaults: Mapping[str, Any], switches: Switches) -> Ask:
@@ -255,7 +257,7 @@ def _params(call: ResponsesCall, defaults: Mapping[str, Any]) -> SamplingParams:
         )
     if wants_logprobs(call):
         given["logprobs"] = call.top_logprobs or 0
-    return SamplingParams(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
+    return params_over(defaults, given)
 
 
 def _response_format(text: TextOptions | None) -> ResponseFormat | None:
@@ -320,13 +322,13 @@ class _Folder:
 
     def add(self, item: InputItem, where: str) -> None:
         match item:
-            case MessageInput(role="assistant"):
+            case ResponseMessage(role="assistant"):
                 spoken = self._turn is not None and bool(self._turn["content"] or "tool_calls" in self._turn)
-                self._assistant(spoken)["content"] = _text_of(item.content)
-            case MessageInput():
-                # Templates know the older name of those who develop an application.
+                self._assistant(spoken)["content"] = text_of(item.content)
+            case ResponseMessage():
+                # Templates know only the older name of this role.
                 role = "system" if item.role == "developer" else item.role
-                self._other({"role": role, "content": _text_of(item.content)})
+                self._other({"role": role, "content": text_of(item.content)})
             case ReasoningInput():
                 if item.encrypted_content is not None:
                     raise Refusal(
@@ -341,7 +343,7 @@ class _Folder:
                 calls = self._assistant(False).setdefault("tool_calls", [])
                 calls.append(_call_of(item, where))
             case FunctionOutputInput():
-                made = {"role": "tool", "tool_call_id": item.call_id, "content": _text_of(item.output)}
+                made = {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
                 if item.call_id in self._tools:
                     made["name"] = self._tools[item.call_id]
                 self._other(made)
@@ -361,10 +363,6 @@ class _Folder:
     def _other(self, message: dict[str, Any]) -> None:
         self._turn = None
         self._messages.append(message)
-
-
-def _text_of(content: str | list[InputText | SpokenText] | list[InputText]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 def _call_of(item: FunctionCallInput, where: str) -> dict[str, Any]:

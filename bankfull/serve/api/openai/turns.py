@@ -1,7 +1,7 @@
-"""The prompts of one call, so many at a time.
+"""The prompts of one call, a limited number at a time.
 
-The call's first prompt is refused like any other request when the house is full. Once one of them is in, the others
-wait for room: a call that fits into an empty house, one prompt after the other, must not fail for its own length.
+The first prompt of a call is refused like any other request when the queue is full. Once one prompt is admitted, the
+others wait for room: a call whose prompts fit one after the other must not fail because it has many.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
+from bankfull.outputs import Delta
 from bankfull.serve.engine.backend import Busy
-from bankfull.serve.engine.wire import Done, Piece
+from bankfull.serve.engine.wire import Done
 
-Steps = AsyncIterator[list[Piece | Done]]
+Steps = AsyncIterator[list[Delta | Done]]
 
 
-class Turns:
+class PromptGate:
     def __init__(self, at_once: int, ends: float | None = None) -> None:
-        """`ends`: the call's deadline, by the monotonic clock."""
+        """`ends`: the call's deadline, on the monotonic clock."""
         self._gate = asyncio.Semaphore(at_once)
         self._door = asyncio.Lock()
         self._ends = ends
@@ -28,9 +29,9 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, begin: Callable[[], Steps]) -> AsyncIterator[Steps]:
-        """The steps of one prompt, which `begin` passes on to the engine; leaving aborts what still runs."""
+        """The steps of one prompt, which `begin` submits to the engine; leaving aborts the request."""
         async with self._gate:
-            # One asks at a time: who was refused is the first to ask again.
+            # One prompt at a time: a refused one is the first to try again.
             async with self._door:
                 steps = await self._let_in(begin)
             try:
@@ -53,7 +54,7 @@ class Turns:
                 return steps
 
     async def _wait_for_room(self, seconds: float) -> None:
-        """Until a prompt of this call has left, or as long as any client is told to wait."""
+        """Until a prompt of this call has ended, or for the time of Retry-After."""
         if self._ends is not None:
             seconds = min(seconds, max(0.0, self._ends - time.monotonic()))
         with suppress(TimeoutError):
@@ -61,7 +62,7 @@ class Turns:
 
 
 async def leave(steps: Steps) -> None:
-    """Abort what still runs."""
+    """Abort the request if it still runs."""
     close = getattr(steps, "aclose", None)
     if close is not None:
         await close()
