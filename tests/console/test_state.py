@@ -25,7 +25,7 @@ from bankfull.serve.console.timelines import (
     least_seconds,
 )
 from bankfull.serve.engine.backend import EngineDied
-from bankfull.serve.engine.wire import Done, Facts, Load
+from bankfull.serve.engine.wire import Facts, Load, RequestDone
 from bankfull.serve.guard.checks import access_policy
 from bankfull.serve.guard.keys import Keyring, new_key
 from bankfull.serve.guard.layers import protect
@@ -58,16 +58,16 @@ class Steps:
         self.facts: Facts | None = Facts("/secret/path", 64, 97, 4, 10, 16, 64, "float32", "cpu", CEILINGS)
         self.load: Load | None = None
         self.now = 100.0
-        self._items: asyncio.Queue[list[Delta | Done] | Exception] = asyncio.Queue()
+        self._items: asyncio.Queue[list[Delta | RequestDone] | Exception] = asyncio.Queue()
 
-    def step(self, seconds: float, items: list[Delta | Done] | Exception, load: Load) -> None:
+    def step(self, seconds: float, items: list[Delta | RequestDone] | Exception, load: Load) -> None:
         self.now += seconds
         self.load = load
         self._items.put_nowait(items)
 
     async def generate(
         self, prompt: list[int], params: SamplingParams, **how: Any
-    ) -> AsyncIterator[list[Delta | Done]]:
+    ) -> AsyncIterator[list[Delta | RequestDone]]:
         while True:
             item = await self._items.get()
             if isinstance(item, Exception):
@@ -119,7 +119,7 @@ def test_a_time_line_covers_a_request_from_arrival_to_end_with_its_limits(steps:
             steps.step(1.0, [piece()], load(2 + number, 50.0 * (number + 1), 1500.0))
             await answer.__anext__()
         assert (only(backend).tokens_per_s, only(backend).tokens_per_s_limit) == (1.0, 2.0)
-        steps.step(1.0, [piece(finish="length"), Done(1, 0.25, 2.0, 7.0, 2, 6)], load(6, 250.0, 1500.0))
+        steps.step(1.0, [piece(finish="length"), RequestDone(1, 0.25, 2.0, 7.0, 2, 6)], load(6, 250.0, 1500.0))
         await answer.__anext__()
         line = only(backend)
         assert line.number == 1 and line.outcome == "length" and line.route == "/v1/completions" and line.id == "req-1"
@@ -147,7 +147,7 @@ def test_without_ceilings_there_are_times_but_no_limits(steps: Steps) -> None:
             answer = backend.generate([1], PARAMS)
         steps.step(1.0, [piece()], load(1))
         await answer.__anext__()
-        steps.step(1.0, [piece(finish="stop"), Done(1, 0.0, 1.0, 2.0, 0, 2)], load(2, 50.0))
+        steps.step(1.0, [piece(finish="stop"), RequestDone(1, 0.0, 1.0, 2.0, 0, 2)], load(2, 50.0))
         await answer.__anext__()
         line = only(backend)
         assert (line.first_token, line.tokens_per_s) == (1.0, 1.0)
@@ -205,7 +205,7 @@ def test_the_document_is_bounded_and_contains_only_new_requests() -> None:
     batch = [lines.open(Trace("", "POST", "/v1/completions", 0.0), 1, batch=True) for _ in range(3 * KEPT_REQUESTS)]
     assert len(endpoint.after(0).requests) == SHOWN_RUNNING
     for line in [*opened, *batch]:
-        line.end(Done(1, 0.0, None, 1.0, 0, 0))
+        line.end(RequestDone(1, 0.0, None, 1.0, 0, 0))
     state = endpoint.after(0)
     assert len(state.requests) == KEPT_REQUESTS + KEPT_BATCH_LINES
     assert sum(line.batch for line in state.requests) == KEPT_BATCH_LINES
@@ -288,7 +288,9 @@ def test_tokens_are_summed_without_a_call_per_token(monkeypatch: pytest.MonkeyPa
         watched = WatchedBackend(backend, ServiceMetrics(), Keyring())  # type: ignore[arg-type]
         for number in range(50):
             backend.step(0.1, [Delta(1, 0, "ab", [5, 6])], load(number + 1))
-        backend.step(0.1, [Delta(1, 0, "c", [7], finish_reason="stop"), Done(1, 0.0, 0.1, 5.1, 0, 101)], load(51))
+        backend.step(
+            0.1, [Delta(1, 0, "c", [7], finish_reason="stop"), RequestDone(1, 0.0, 0.1, 5.1, 0, 101)], load(51)
+        )
         with during(trace):
             steps = watched.generate([1, 2, 3], PARAMS)
         for _ in range(51 if ends_well else 50):

@@ -13,7 +13,7 @@ from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.engine.admission import QueueLimits
 from bankfull.serve.engine.link import Link
-from bankfull.serve.engine.wire import Done
+from bankfull.serve.engine.wire import RequestDone
 from tests.tiny import speaking_folder
 
 T = TypeVar("T")
@@ -52,11 +52,11 @@ def service(limits: QueueLimits | None = None, **options: Any) -> Iterator[Servi
         made.runner.close()
 
 
-async def collect(link: Link, prompt: list[int], params: SamplingParams, **how: Any) -> list[Delta | Done]:
+async def collect(link: Link, prompt: list[int], params: SamplingParams, **how: Any) -> list[Delta | RequestDone]:
     return [item async for items in link.generate(prompt, params, **how) for item in items]
 
 
-def text_of(items: list[Delta | Done], index: int = 0) -> str:
+def text_of(items: list[Delta | RequestDone], index: int = 0) -> str:
     return "".join(item.text for item in items if isinstance(item, Delta) and item.index == index)
 
 

@@ -12,7 +12,7 @@ import tokenizers
 from bankfull.outputs import Delta, Logprob
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.api.texts import Texts
-from bankfull.serve.engine.wire import Done, Facts, Load
+from bankfull.serve.engine.wire import Facts, Load, RequestDone
 from bankfull.serve.settings import Settings
 from bankfull.text.template import ChatTemplate
 from bankfull.text.tokenizer import Tokenizer
@@ -94,7 +94,7 @@ class Scripted:
         deadline: float | None = None,
         explain: bool = False,
         tenant: str = "",
-    ) -> AsyncIterator[list[Delta | Done]]:
+    ) -> AsyncIterator[list[Delta | RequestDone]]:
         self.asked.append(Asked(prompt, params, priority, salt, pool, deadline, tenant))
         self.running += 1
         try:
@@ -105,7 +105,7 @@ class Scripted:
                     await asyncio.sleep(self.pause)
                     ids = scripted_tokenizer().encode(text)
                     ends = number == last and self.error is None
-                    items: list[Delta | Done] = []
+                    items: list[Delta | RequestDone] = []
                     for index in range(params.n):
                         tokens += len(ids)
                         score = self.scores[index % len(self.scores)]
@@ -120,7 +120,7 @@ class Scripted:
                 prompt_lines = [None if i == 0 else _line(token) for i, token in enumerate(prompt)]
             embedding = [3.0, 4.0, float(len(prompt) * 0)] if pool else None
             account = {"seconds": 0.5, "summary": "Nothing was slow."} if explain else None
-            yield [Done(1, 0.0, 0.0, 0.0, self.cached, tokens, prompt_lines, embedding, account)]
+            yield [RequestDone(1, 0.0, 0.0, 0.0, self.cached, tokens, prompt_lines, embedding, account)]
         finally:
             self.running -= 1
 

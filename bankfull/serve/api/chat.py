@@ -26,7 +26,7 @@ from bankfull.serve.api.errors import GenerationFailed, Problem, Refusal
 from bankfull.serve.api.events import OutputParser, Reasoning, Text, ToolArguments, ToolStart, Turn, Usage
 from bankfull.serve.api.texts import Texts, fit, is_short, kept_tokens
 from bankfull.serve.engine.backend import Backend, Unavailable
-from bankfull.serve.engine.wire import Done, Facts
+from bankfull.serve.engine.wire import Facts, RequestDone
 from bankfull.serve.parsers import grammar_for, parser_for
 
 ENDING_TOKENS = 64
@@ -175,11 +175,11 @@ class Answer:
     __slots__ = ("_calls", "_parsers", "_steps", "_unsaid", "done", "prompt", "usage")
 
     def __init__(
-        self, prompt: list[int], steps: AsyncIterator[list[Delta | Done]], parsers: list[OutputParser]
+        self, prompt: list[int], steps: AsyncIterator[list[Delta | RequestDone]], parsers: list[OutputParser]
     ) -> None:
         self.prompt = prompt
         self.usage = Usage(len(prompt))
-        self.done: Done | None = None
+        self.done: RequestDone | None = None
         """The engine's summary, once all samples have ended."""
         self._steps = steps
         self._parsers = parsers

@@ -17,7 +17,7 @@ from weakref import WeakSet
 import msgspec
 
 from bankfull.serve.engine.backend import Backend
-from bankfull.serve.engine.wire import Done, Load
+from bankfull.serve.engine.wire import Load, RequestDone
 from bankfull.serve.telemetry.trace import Trace
 
 KEPT_REQUESTS = 200
@@ -102,21 +102,21 @@ class OpenLine:
         """Record the first step with tokens; the caller adds the tokens of every step to `tokens`."""
         self._first, self._first_load, self._first_tokens = now, self._time_lines.backend.load, tokens
 
-    def end(self, done: Done) -> None:
+    def end(self, done: RequestDone) -> None:
         """Close the line after all samples have ended and all tokens were counted."""
         self._close(self.finish or "stop", done)
 
     def fail(self, reason: str) -> None:
         self._close(reason, None)
 
-    def _close(self, outcome: str, done: Done | None) -> None:
+    def _close(self, outcome: str, done: RequestDone | None) -> None:
         self.trace.completion_tokens += self.tokens
         self._time_lines.close(self, self._line(outcome, done))
 
     def show(self) -> TimeLine:
         return self._line("waiting" if self._first is None else "running", None)
 
-    def _line(self, outcome: str, done: Done | None) -> TimeLine:
+    def _line(self, outcome: str, done: RequestDone | None) -> TimeLine:
         now, load, trace = self._time_lines.clock(), self._time_lines.backend.load, self.trace
         first = now if self._first is None else self._first
         wait: float | None = first - self._submitted

@@ -8,7 +8,7 @@ from typing import Protocol
 from bankfull.errors import BankfullError
 from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
-from bankfull.serve.engine.wire import Done, Facts, Load
+from bankfull.serve.engine.wire import Facts, Load, RequestDone
 
 STOPPED = "The server has shut down before the answer was complete."
 
@@ -75,12 +75,12 @@ class Backend(Protocol):
         deadline: float | None = None,
         explain: bool = False,
         tenant: str = "",
-    ) -> AsyncIterator[list[Delta | Done]]:
-        """The deltas of each engine step, until `Done` (always the last item). The request is submitted when this
-        returns. Leaving the iterator, by `aclose`, by cancelling a wait or by dropping the last reference, aborts the
-        request. `deadline`: seconds from now. `explain`: `Done` has an account of the time. `tenant`: the owner of the
-        request, where several share the engine. The call itself raises Busy or Unavailable, so that a refusal comes at
-        once; the iterator raises RequestError, EngineDied, Unavailable (shut down in the meantime) or
+    ) -> AsyncIterator[list[Delta | RequestDone]]:
+        """The deltas of each engine step, until `RequestDone` (always the last item). The request is submitted when
+        this returns. Leaving the iterator, by `aclose`, by cancelling a wait or by dropping the last reference, aborts
+        the request. `deadline`: seconds from now. `explain`: `RequestDone` has an account of the time. `tenant`: the
+        owner of the request, where several share the engine. The call itself raises Busy or Unavailable, so that a
+        refusal comes at once; the iterator raises RequestError, EngineDied, Unavailable (shut down in the meantime) or
         DeadlineExceeded."""
         ...
 

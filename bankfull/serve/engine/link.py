@@ -22,7 +22,6 @@ from bankfull.serve.engine.process import EngineProcess
 from bankfull.serve.engine.wire import (
     Abort,
     Configure,
-    Done,
     Facts,
     Failed,
     Forgotten,
@@ -31,6 +30,7 @@ from bankfull.serve.engine.wire import (
     LoadingPhase,
     Ready,
     Refused,
+    RequestDone,
     ResetCache,
     StepMessage,
     Submit,
@@ -59,8 +59,8 @@ Options = Mapping[str, str | int | float | bool | None]
 
 
 class Stream:
-    """The deltas of one request, step by step, until `Done`. Leaving it, by `aclose`, by cancelling the wait or by
-    dropping the last reference, aborts the request: the link itself holds only a weak reference."""
+    """The deltas of one request, step by step, until `RequestDone`. Leaving it, by `aclose`, by cancelling the wait or
+    by dropping the last reference, aborts the request: the link itself holds only a weak reference."""
 
     __slots__ = (
         "__weakref__",
@@ -80,7 +80,7 @@ class Stream:
         self.id = request
         self.prepared = prepared
         """The engine can run it at once: there is no grammar to compile first."""
-        self.items: list[Delta | Done] = []
+        self.items: list[Delta | RequestDone] = []
         self.ended = False
         self._link, self._ticket = link, ticket
         self._loop = asyncio.get_running_loop()
@@ -91,7 +91,7 @@ class Stream:
     def __aiter__(self) -> Stream:
         return self
 
-    async def __anext__(self) -> list[Delta | Done]:
+    async def __anext__(self) -> list[Delta | RequestDone]:
         while not self.items:
             if self._error is not None:
                 error, self._error = self._error, None
@@ -228,7 +228,7 @@ class Link:
         deadline: float | None = None,
         explain: bool = False,
         tenant: str = "",
-    ) -> AsyncIterator[list[Delta | Done]]:
+    ) -> AsyncIterator[list[Delta | RequestDone]]:
         if deadline is not None and deadline <= 0:
             raise DeadlineExceeded("The request's deadline has passed before it was begun.")
         most = 0 if pool is not None else params.max_tokens

@@ -49,7 +49,7 @@ class Submit(msgspec.Struct, tag="submit", omit_defaults=True):
     pool: str | None = None
     """None, "last" or "mean": hidden states instead of tokens."""
     explain: bool = False
-    """Whether `Done` has an account of the time."""
+    """Whether `RequestDone` has an account of the time."""
     tenant: str = ""
     """The owner of the request: tenants share the engine evenly."""
 
@@ -131,7 +131,7 @@ class Failed(msgspec.Struct, tag="failed"):
     message: str
 
 
-class Done(msgspec.Struct, array_like=True):
+class RequestDone(msgspec.Struct, array_like=True):
     """All samples of a request have ended."""
 
     id: int
@@ -174,7 +174,7 @@ class StepMessage(msgspec.Struct, tag="step"):
     """The results of one engine step for all requests, written at once."""
 
     deltas: list[Delta]
-    done: list[Done]
+    done: list[RequestDone]
     load: Load
 
 

@@ -29,7 +29,6 @@ from bankfull.serve.engine.wire import (
     Abort,
     ApiGone,
     Configure,
-    Done,
     Facts,
     Failed,
     Forgotten,
@@ -43,6 +42,7 @@ from bankfull.serve.engine.wire import (
     Outbox,
     Ready,
     Refused,
+    RequestDone,
     ResetCache,
     StepMessage,
     Submit,
@@ -368,7 +368,7 @@ class Worker:
                 self._abort([request])
                 self._say(Refused(request, "request", "The answer is too long to be sent; ask for fewer logprobs."))
 
-    def _done(self, request: int) -> Done:
+    def _done(self, request: int) -> RequestDone:
         pending: Pending = self._front.pending[request]
         pool = self._pools.get(request)
         embedding = None
@@ -385,7 +385,7 @@ class Worker:
             from bankfull.serve.engine.prompt_lines import pack_lines
 
             lines = pack_lines(result.prompt_token_ids, pending.prompt_logprobs)
-        return Done(
+        return RequestDone(
             request,
             metrics.queue,
             metrics.ttft,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from bankfull.serve.engine.backend import Backend
-from bankfull.serve.engine.wire import Done, Facts, Load
+from bankfull.serve.engine.wire import Facts, Load, RequestDone
 from bankfull.serve.supervise import Supervisor
 from bankfull.serve.telemetry.exposition import Family, Histogram, ScalarMetric, write_families
 
@@ -150,7 +150,7 @@ class ServiceMetrics:
         self.request_generation.observe(output_tokens)
         self.request_samples.observe(samples)
 
-    def observe_latency(self, done: Done, seconds: float) -> None:
+    def observe_latency(self, done: RequestDone, seconds: float) -> None:
         """Record the times of an online request. Batch lines are left out: their queueing time would hide the latency
         of online calls."""
         self.latency.observe(seconds)

@@ -19,7 +19,7 @@ from bankfull.serve.api.sse import SEND_BODY
 from bankfull.serve.console.pages import PAGES, STATE_PATH
 from bankfull.serve.console.timelines import OpenLine, TimeLines
 from bankfull.serve.engine.backend import Backend, Busy
-from bankfull.serve.engine.wire import Done, Facts, Load
+from bankfull.serve.engine.wire import Facts, Load, RequestDone
 from bankfull.serve.guard.checks import App, Message, Receive, Scope, Send
 from bankfull.serve.guard.keys import Keyring, TokenBucket
 from bankfull.serve.telemetry.log import log_trace
@@ -136,7 +136,7 @@ class WatchedBackend:
         deadline: float | None = None,
         explain: bool = False,
         tenant: str = "",
-    ) -> AsyncIterator[list[Delta | Done]]:
+    ) -> AsyncIterator[list[Delta | RequestDone]]:
         trace = current_trace()
         batch = priority >= BATCH_PRIORITY
         asked = time.monotonic()  # before the request is sent: the engine may run at once, on this very core
@@ -235,7 +235,7 @@ class CountedSteps:
 
     def __init__(
         self,
-        steps: AsyncIterator[list[Delta | Done]],
+        steps: AsyncIterator[list[Delta | RequestDone]],
         metrics: ServiceMetrics,
         trace: Trace | None,
         reserved: ReservedTokens | None,
@@ -261,7 +261,7 @@ class CountedSteps:
     def __aiter__(self) -> CountedSteps:
         return self
 
-    async def __anext__(self) -> list[Delta | Done]:
+    async def __anext__(self) -> list[Delta | RequestDone]:
         try:
             items = await self._steps.__anext__()
         except StopAsyncIteration:
@@ -325,7 +325,7 @@ class CountedSteps:
         if reserved is not None:
             reserved.settle(self._used)
 
-    def _end(self, done: Done) -> None:
+    def _end(self, done: RequestDone) -> None:
         self._ended = True
         self._settle()
         self._metrics.observe_sizes(self._prompt, done.output_tokens, self._samples)

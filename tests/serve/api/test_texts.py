@@ -162,7 +162,8 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_read(monkeypatch: pytest
 
 
 def test_a_text_that_has_too_many_tokens_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows_module, "WINDOW", 100)
+    for place in (windows_module, module):
+        monkeypatch.setattr(place, "WINDOW", 100)
     texts = scripted_texts()
     slices = texts.encode("the river " * 130, 110)
     assert next(slices) <= 110

@@ -16,7 +16,7 @@ from bankfull.serve.api.openai.completions import Completions
 from bankfull.serve.api.openai.embeddings import Embeddings
 from bankfull.serve.engine.admission import Admission, QueueLimits
 from bankfull.serve.engine.backend import Busy, DeadlineExceeded
-from bankfull.serve.engine.wire import Done
+from bankfull.serve.engine.wire import RequestDone
 from tests.serve.scripted import FACTS, Scripted, scripted_texts, settings
 
 
@@ -31,7 +31,7 @@ class Crowded(Scripted):
 
     def generate(
         self, prompt: list[int], params: SamplingParams, *, deadline: float | None = None, **more: Any
-    ) -> AsyncIterator[list[Delta | Done]]:
+    ) -> AsyncIterator[list[Delta | RequestDone]]:
         if deadline is not None and deadline <= 0:
             raise DeadlineExceeded("It is over.")
         try:
@@ -40,7 +40,7 @@ class Crowded(Scripted):
             self.refused += 1
             raise
 
-        async def steps() -> AsyncIterator[list[Delta | Done]]:
+        async def steps() -> AsyncIterator[list[Delta | RequestDone]]:
             try:
                 await asyncio.sleep(self.pause)
                 async for items in super(Crowded, self).generate(prompt, params, **more):

@@ -14,7 +14,7 @@ from bankfull.limits.explain.explain import Explanation
 from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.engine.link import Link
-from bankfull.serve.engine.wire import Done
+from bankfull.serve.engine.wire import RequestDone
 from tests.serve.engine_kit import ENDLESS, PROMPT, collect, idle, service, until
 from tests.serve.scripted import Scripted
 from tests.serve.server import shared
@@ -88,7 +88,7 @@ def test_the_engine_tells_where_the_time_went() -> None:
     """One of three that run side by side; a second one that is left early, and the one after it."""
     few = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
-    async def ask(link: Link) -> list[list[Delta | Done]]:
+    async def ask(link: Link) -> list[list[Delta | RequestDone]]:
         wanted = [collect(link, [number, *PROMPT], few, explain=number == 1) for number in range(3)]
         return await asyncio.gather(*wanted)
 
@@ -102,10 +102,10 @@ def test_the_engine_tells_where_the_time_went() -> None:
         done = [items[-1] for items in made.run(ask)]
         made.run(leave)
         again = made.run(lambda link: collect(link, [9, *PROMPT], few, explain=True))[-1]
-    assert all(isinstance(item, Done) for item in done)
-    assert [item.account is not None for item in done if isinstance(item, Done)] == [False, True, False]
+    assert all(isinstance(item, RequestDone) for item in done)
+    assert [item.account is not None for item in done if isinstance(item, RequestDone)] == [False, True, False]
     for item in (done[1], again):
-        assert isinstance(item, Done)
+        assert isinstance(item, RequestDone)
         told = msgspec.convert(item.account, Explanation)
         assert told.seconds == pytest.approx(item.seconds)
         assert sum(part.seconds for part in told.parts) == pytest.approx(item.seconds)

@@ -242,7 +242,7 @@ def test_a_link_without_an_engine_for_a_stated_time_fails_with_a_reason(
         try:
             await fail_to_load(link, folder, 1)
             assert link.failure is None
-            link._time_is_up()  # the timer's own call, without the wait
+            link._on_give_up()  # the timer's own call, without the wait
             with pytest.raises(ModelError, match=r"no engine for 60 seconds.*There is no model"):
                 await link.wait_failed()
             assert str(tmp_path) not in link.says

@@ -18,7 +18,7 @@ from bankfull.serve.engine.admission import BATCH_PRIORITY
 from bankfull.serve.engine.backend import DeadlineExceeded, Unavailable
 from bankfull.serve.engine.link import Link
 from bankfull.serve.engine.prompt_lines import unpack_lines
-from bankfull.serve.engine.wire import Done
+from bankfull.serve.engine.wire import RequestDone
 from tests.serve.engine_kit import ENDLESS, OPTIONS, PROMPT, Service, collect, idle, service, text_of, until
 from tests.tiny import speaking_folder
 
@@ -39,7 +39,7 @@ def offline() -> LLM:
 def test_answers_equal_offline_ones(serving: Service, offline: LLM) -> None:
     prompts = [PROMPT[:i] for i in range(5, 13)]
 
-    async def ask(link: Link) -> list[list[Delta | Done]]:
+    async def ask(link: Link) -> list[list[Delta | RequestDone]]:
         return await asyncio.gather(*(collect(link, p, SEEDED) for p in prompts))
 
     for items, expected in zip(serving.run(ask), offline.generate(prompts, SEEDED), strict=True):
@@ -47,7 +47,7 @@ def test_answers_equal_offline_ones(serving: Service, offline: LLM) -> None:
         assert text_of(items) == expected.outputs[0].text
         assert [t for p in pieces for t in p.token_ids] == expected.outputs[0].token_ids
         assert pieces[-1].finish_reason == "length"
-        assert isinstance(done, Done) and done.output_tokens == 12 and done.ttft is not None
+        assert isinstance(done, RequestDone) and done.output_tokens == 12 and done.ttft is not None
         lines = [line for p in pieces for line in p.logprobs or []]
         for token, line, other in zip(
             expected.outputs[0].token_ids, lines, expected.outputs[0].logprobs or [], strict=True
@@ -61,7 +61,7 @@ def test_samples_prompt_logprobs_and_embeddings_come_through(serving: Service, o
     items = serving.run(lambda link: collect(link, PROMPT, params))
     expected = offline.generate(PROMPT, params)[0]
     assert [text_of(items, i) for i in range(3)] == [output.text for output in expected.outputs]
-    assert isinstance(items[-1], Done)
+    assert isinstance(items[-1], RequestDone)
     named = expected.prompt_logprobs
     lines = unpack_lines(items[-1].prompt_logprobs, PROMPT, offline.loaded.frontend.tokenizer)
     assert named is not None and lines is not None and lines[0] is None and named[0] is None
@@ -70,7 +70,7 @@ def test_samples_prompt_logprobs_and_embeddings_come_through(serving: Service, o
         assert line == {other: (pytest.approx(one.logprob), one.token) for other, one in whole.items()}
     for pool in ("last", "mean"):
         done = serving.run(lambda link, pool=pool: collect(link, PROMPT, SamplingParams(), pool=pool))[-1]
-        assert isinstance(done, Done)
+        assert isinstance(done, RequestDone)
         assert done.embedding == pytest.approx(offline.embed(PROMPT, pooling=pool)[0].embedding, abs=1e-5)
 
 
@@ -137,10 +137,10 @@ def test_the_prefix_cache_is_used_and_can_be_reset(serving: Service) -> None:
     async def reset(link: Link) -> tuple[int, int]:
         await collect(link, PROMPT, SEEDED)
         before = (await collect(link, PROMPT, SEEDED))[-1]
-        assert isinstance(before, Done) and before.cached_tokens > 0
+        assert isinstance(before, RequestDone) and before.cached_tokens > 0
         freed = await link.reset_cache()
         after = (await collect(link, PROMPT, SEEDED))[-1]
-        assert isinstance(after, Done)
+        assert isinstance(after, RequestDone)
         return freed, after.cached_tokens
 
     freed, cached = serving.run(reset)

@@ -21,7 +21,7 @@ from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.api.errors import Refusal
 from bankfull.serve.app import create_app
 from bankfull.serve.engine.backend import Busy, EngineDied
-from bankfull.serve.engine.wire import Done
+from bankfull.serve.engine.wire import RequestDone
 from bankfull.serve.guard.checks import access_policy
 from bankfull.serve.guard.keys import Keyring, new_key
 from bankfull.serve.guard.layers import protect
@@ -48,12 +48,12 @@ class ScriptedSteps:
     """Steps that the test sends one by one."""
 
     samples: int
-    queue: asyncio.Queue[list[Delta | Done] | Exception] = field(default_factory=asyncio.Queue)
+    queue: asyncio.Queue[list[Delta | RequestDone] | Exception] = field(default_factory=asyncio.Queue)
 
     def __aiter__(self) -> ScriptedSteps:
         return self
 
-    async def __anext__(self) -> list[Delta | Done]:
+    async def __anext__(self) -> list[Delta | RequestDone]:
         item = await self.queue.get()
         if isinstance(item, Exception):
             raise item
@@ -63,7 +63,9 @@ class ScriptedSteps:
 class Engine(Scripted):
     """Accepts every request and generates only what the test sends."""
 
-    def generate(self, prompt: list[int], params: SamplingParams, **more: Any) -> AsyncIterator[list[Delta | Done]]:
+    def generate(
+        self, prompt: list[int], params: SamplingParams, **more: Any
+    ) -> AsyncIterator[list[Delta | RequestDone]]:
         return ScriptedSteps(params.n)
 
 
@@ -124,7 +126,7 @@ def test_concurrent_calls_never_exceed_the_token_bucket(actions: list[tuple[str,
                 running.remove(call)
                 spent += call.used
                 if action == "end":
-                    call.told.queue.put_nowait([Done(1, 0.0, 0.0, 0.0, 0, call.used - call.prompt)])
+                    call.told.queue.put_nowait([RequestDone(1, 0.0, 0.0, 0.0, 0, call.used - call.prompt)])
                     await anext(call.steps)
                 elif action == "leave":
                     await call.steps.aclose()
@@ -181,7 +183,7 @@ def test_a_call_that_exceeds_the_limit_of_a_minute_is_refused_by_name() -> None:
 
 def test_a_refused_call_costs_nothing() -> None:
     class Full(Scripted):
-        def generate(self, *given: Any, **more: Any) -> AsyncIterator[list[Delta | Done]]:
+        def generate(self, *given: Any, **more: Any) -> AsyncIterator[list[Delta | RequestDone]]:
             raise Busy("full", 1.0)
 
     _, key = new_key("alice", tokens=BUDGET)

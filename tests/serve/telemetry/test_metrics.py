@@ -16,7 +16,7 @@ from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.engine.backend import Busy, EngineDied
-from bankfull.serve.engine.wire import Done, Facts, Load
+from bankfull.serve.engine.wire import Facts, Load, RequestDone
 from bankfull.serve.guard.keys import Keyring, new_key
 from bankfull.serve.telemetry.exposition import Histogram, ScalarMetric, write_families
 from bankfull.serve.telemetry.metrics import ServiceMetrics
@@ -83,11 +83,11 @@ class FakeBackend:
 
     async def generate(
         self, prompt: list[int], params: SamplingParams, **how: Any
-    ) -> AsyncIterator[list[Delta | Done]]:
+    ) -> AsyncIterator[list[Delta | RequestDone]]:
         yield [Delta(1, 0, "a", [5])]
         if self._error is not None:
             raise self._error
-        yield [Delta(1, 0, "b", [6], finish_reason="stop"), Done(1, 0.1, 0.3, 0.9, 2, 2)]
+        yield [Delta(1, 0, "b", [6], finish_reason="stop"), RequestDone(1, 0.1, 0.3, 0.9, 2, 2)]
 
 
 def numbers(text: str) -> dict[str, float]:

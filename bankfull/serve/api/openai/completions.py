@@ -44,7 +44,7 @@ from bankfull.serve.api.sse import DONE, EventStream, event
 from bankfull.serve.api.texts import SHORT_TEXT, Texts, fit, logprob_entries, refuse_bulk
 from bankfull.serve.engine.backend import Backend
 from bankfull.serve.engine.prompt_lines import unpack_lines
-from bankfull.serve.engine.wire import Done
+from bankfull.serve.engine.wire import RequestDone
 from bankfull.serve.settings import Settings
 from bankfull.text.tokenizer import Tokenizer
 
@@ -169,7 +169,7 @@ class Completions:
     def spell(self, problem: Problem) -> bytes:
         return openai_error(problem)
 
-    def generate(self, job: CompletionJob, prompt: list[int]) -> AsyncIterator[list[Delta | Done]]:
+    def generate(self, job: CompletionJob, prompt: list[int]) -> AsyncIterator[list[Delta | RequestDone]]:
         return self._backend.generate(
             prompt,
             job.params,
@@ -234,11 +234,11 @@ class Completions:
     ) -> list[CompletionChoice]:
         first = number * job.kept
         samples = [CompletionSample() for _ in range(job.params.n)]
-        done: Done | None = None
+        done: RequestDone | None = None
         async with turns.turn(lambda: self.generate(job, prompt)) as steps:
             async for items in steps:
                 for item in items:
-                    if isinstance(item, Done):
+                    if isinstance(item, RequestDone):
                         done = item
                         accounts.told[number] = item.account
                         continue
@@ -384,7 +384,7 @@ class CompletionStream:
                     text = self._api.text_of(prompt)
                     chunks += [self._chunk(CompletionChoice(first + i, text)) for i in range(job.kept)]
                 for item in items:
-                    if isinstance(item, Done):
+                    if isinstance(item, RequestDone):
                         self._usage.cached_tokens += item.cached_tokens
                         self._accounts.told[number] = item.account
                     else:

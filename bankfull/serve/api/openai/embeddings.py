@@ -20,7 +20,7 @@ from bankfull.serve.api.openai.prompts import Prompts, encode_prompt, split_prom
 from bankfull.serve.api.openai.turns import PromptGate, Steps
 from bankfull.serve.api.texts import Texts, fit
 from bankfull.serve.engine.backend import Backend
-from bankfull.serve.engine.wire import Done
+from bankfull.serve.engine.wire import RequestDone
 from bankfull.serve.settings import Settings
 
 PARAMS = SamplingParams(max_tokens=0, detokenize=False)
@@ -111,7 +111,7 @@ class Embeddings:
         async with turns.turn(begin) as steps:
             async for items in steps:
                 for item in items:
-                    if isinstance(item, Done):
+                    if isinstance(item, RequestDone):
                         vector = item.embedding
                     elif item.finish_reason in ("error", "abort"):
                         raise GenerationFailed(item.error)

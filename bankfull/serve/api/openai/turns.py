@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager, suppress
 
 from bankfull.outputs import Delta
 from bankfull.serve.engine.backend import Busy
-from bankfull.serve.engine.wire import Done
+from bankfull.serve.engine.wire import RequestDone
 
-Steps = AsyncIterator[list[Delta | Done]]
+Steps = AsyncIterator[list[Delta | RequestDone]]
 
 
 class PromptGate:
