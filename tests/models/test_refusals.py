@@ -43,7 +43,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("phi3-long", {"attention_bias": True}, "attention_bias = True"),
     ("phi3-long", {"partial_rotary_factor": 1e9}, "partial_rotary_factor = 1000000000.0"),
     ("phi3-long", {"partial_rotary_factor": 1.0}, "long_factor = .*a list of 4 positive numbers"),
-    ("opt", {"num_attention_heads": 5}, "hidden_size of 48, which 5 heads"),
+    ("opt", {"num_attention_heads": 5}, "hidden_size of 48, which is no multiple of its 5 heads"),
     ("mamba", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
 ]
 

@@ -148,5 +148,5 @@ def test_dropping_more_often_than_taking_is_caught() -> None:
     pool = Pool(1)
     [place] = pool.take(1) or []
     pool.drop(place, -1)
-    with pytest.raises(AssertionError, match="dropped more often"):
+    with pytest.raises(AssertionError, match="dropped without a reference"):
         pool.drop(place, -1)
