@@ -44,7 +44,7 @@ def test_from_a_file_of_requests_to_a_file_of_results(cli: Cli, url: str, reques
     assert fetched.code == 1 and "1 requests failed" in fetched.err
     assert [json.loads(each)["custom_id"] for each in output.read_text().splitlines()] == ["0", "1", "3", "4"]
     assert json.loads((tmp_path / "out.jsonl.errors").read_text())["custom_id"] == "2"
-    assert "cannot be cancelled" in cli("batch", "cancel", id, "--url", url).sentence
+    assert "no longer be cancelled" in cli("batch", "cancel", id, "--url", url).sentence
 
 
 def test_a_batch_with_bad_lines_says_which(cli: Cli, url: str, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_sweep_finds_the_rate_of_a_queue(cli: Cli, tmp_path: Path) -> None:
         shown = cli(*at, "--slo", "ttft=10s", "--highest-rate", 10).out
         assert "10 requests/s is the highest rate" in shown and "no higher rate was tried" in shown
         assert "a single request on the idle server" in cli(*at, "--slo", "ttft=10ms").sentence
-    assert "Attainment against rate" in page.read_text()
+    assert "SLO attainment by rate" in page.read_text()
 
 
 def test_compare_prints_ratios_of_servers_that_it_starts(cli: Cli, model: Path) -> None:
