@@ -6,6 +6,7 @@ import asyncio
 import gc
 import shlex
 import socket
+import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -39,6 +40,8 @@ from bankfull.serve.telemetry.watch import WatchedBackend
 
 FAREWELL_SECONDS = 5
 """Seconds that clients have to read the last event after the grace period."""
+SWITCH_SECONDS = 0.0005
+"""Seconds that the event loop waits at most for a thread that tokenizes to release the interpreter."""
 
 
 def run_server(
@@ -76,6 +79,7 @@ def _run(
     stall_seconds: float,
     give_up_after: float,
 ) -> None:
+    sys.setswitchinterval(SWITCH_SECONDS)
     running = Running()
     keyring = protection.access.keyring
     certificates = certificates_of(protection.tls)
