@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import msgspec
-
 
 class Logprob(NamedTuple):
     """A log-probability of the model's own distribution, before penalties, temperature and truncation."""
@@ -64,7 +62,8 @@ class RequestOutput:
     metrics: Metrics = field(default_factory=Metrics)
 
 
-class Delta(msgspec.Struct, frozen=True, array_like=True):
+@dataclass(slots=True)
+class Delta:
     """The tokens and the text that one step added to one sample of a request: the unit of streaming, which the engine
     process sends to the API as it is."""
 

@@ -37,5 +37,5 @@ def test_the_scenarios_reach_every_corner_that_they_are_meant_to_reach() -> None
 def test_a_planted_bug_is_found_within_some_hundred_scenarios(plant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises(SimulationError, match=r"seed \d+: .*python -m tests\.sim \d+"):
-        for seed in range(1500):
+        for seed in range(3000):
             simulate(seed)

@@ -220,7 +220,9 @@ def test_a_model_s_roofline_without_a_roof() -> None:
 
 
 def test_bench_notes_name_the_arithmetic_that_was_not_measured() -> None:
-    report: Any = SimpleNamespace(ceilings=UNMEASURED, dtype="float32", activations="int8", tape=None, bound={})
+    report: Any = SimpleNamespace(
+        ceilings=UNMEASURED, dtype="float32", activations="int8", tape=None, uncaptured=None, bound={}
+    )
     said = "\n".join(notes(report))
     assert "arithmetic in float32 with int8 activations not measured" in said and WHY in said
     report.ceilings = KNOWN

@@ -194,11 +194,11 @@ def test_a_server_whose_model_stays_away_ends_with_the_reason_where_that_is_aske
         said: set[str] = set()
         while server.process.poll() is None:
             try:
-                status, answer = server.get("/ready")
+                (status, answer), (live, _) = server.get("/ready"), server.get("/live")
             except OSError:
-                continue
+                continue  # the server has ended
             said.add(answer)
-            assert status in (200, 503) and str(tmp_path) not in answer and server.get("/live")[0] == 200
+            assert status in (200, 503) and str(tmp_path) not in answer and live == 200
             time.sleep(0.05)
         assert server.process.wait() not in (0, None)
         assert any("again" in answer for answer in said)

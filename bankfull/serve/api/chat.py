@@ -17,8 +17,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import msgspec
-
 from bankfull.outputs import Delta, Logprob
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.api.calls import asked_bytes
@@ -226,7 +224,7 @@ class Answer:
                 self.usage.reasoning_tokens += self._unsaid[index]
             self._unsaid[index] = 0
         if finish == "stop" and self._calls[index]:
-            delta = msgspec.structs.replace(delta, finish_reason="tool_calls")
+            delta = replace(delta, finish_reason="tool_calls")
         return delta, events
 
 
