@@ -15,12 +15,18 @@ from statistics import median
 
 ALONE = 4
 """Factor of the bound while no sequence decodes. A request that arrives meanwhile waits for the end of the step."""
+SHARED = 0.4
+"""Factor of the bound while requests of several tenants arrive. A new request waits for the end of the current step and
+then for its own step, which prompts of other tenants may fill; both together stay within the bound."""
 FIRST_TOKENS = 64
 """Prompt tokens beside decodes before any prompt was timed."""
 LEAST_TOKENS = 8
 """Minimum prompt tokens of a step on any machine: with fewer, one token costs as much as several."""
 SCORED = 4.0
 """Assumed cost of a prompt token with logprobs, relative to one without, before any was timed."""
+LEAST_SHARE = 0.4
+"""Least cost of a prompt token, relative to the average token of its step. The decodes of a step may be predicted as
+slower than the whole step, and a prompt token that seems free would make the next step endless."""
 REMEMBERED = 8
 """Steps that a rate is averaged over."""
 RELIABLE_TOKENS = 16
@@ -65,7 +71,9 @@ class Pace:
                 self._decodes.append((decoding, seconds))
             return
         # A prompt alone reads the weights, too, as one decoding sequence does.
-        left = max(0.0, seconds - self.decode_seconds(max(1, decoding)))
+        prompts = plain + scored
+        least = LEAST_SHARE * seconds * prompts / (prompts + decoding)
+        left = max(least, seconds - self.decode_seconds(max(1, decoding)))
         if not scored:
             self._plain.observe(plain, left)
         else:
@@ -88,12 +96,16 @@ class Pace:
         plain = self._plain.seconds
         return None if plain is None else SCORED * plain
 
-    def room(self, decoding: int, awaited: bool) -> Room | None:
+    def room(self, decoding: int, awaited: bool, shared: bool = False) -> Room | None:
         """Time for the prompts of a step with this many decoding sequences; None for no limit. `awaited`: a user waits
-        for the next token of one of them."""
-        if not self.bound or (not awaited and self._plain.seconds is None):
+        for the next token of one of them. `shared`: another tenant's request may arrive during the step."""
+        if not self.bound or (not awaited and not shared and self._plain.seconds is None):
             return None
-        return Room(self, (1 if awaited else ALONE) * self.bound - self.decode_seconds(max(1, decoding)))
+        factor = SHARED if shared else 1 if awaited else ALONE
+        seconds = factor * self.bound - self.decode_seconds(max(1, decoding))
+        if shared:  # many decodes of one tenant must not starve the prompts of another
+            seconds = max(seconds, SHARED / 2 * self.bound)
+        return Room(self, seconds)
 
 
 class Room:

@@ -157,7 +157,7 @@ class Scheduler:
             online = len(step.served)  # batch work comes after it, and no user waits for batch work
             awaited = online if step.batch else len(decoding)
             shared = not step.batch and self._tenants.alternate(self._clock())
-            step.room = self.pace.room(online + min(rows, len(decoding)), awaited > 0 or shared)
+            step.room = self.pace.room(online + min(rows, len(decoding)), awaited > 0, shared)
         stalled = not self._serve_each(decoding, step, drafts, rows)
         if not self._tenants.compete:
             stalled |= not self._serve_each(filling, step, drafts)

@@ -57,7 +57,7 @@ def create_app(
     """`more_apis`: further endpoints by path, which take a JSON body by POST. `lifespan`: the context of the server.
     The server is not ready while a task of the `supervisor` fails."""
     apis = {**model_apis(backend, texts, settings), **(more_apis or {})}
-    pulse = Pulse(settings.keep_alive_seconds)
+    pulse, large = Pulse(settings.keep_alive_seconds), LargeBodies()
     models = Models(backend, texts, settings)
     public = Probes(backend, supervisor)
     described = b""
@@ -79,7 +79,7 @@ def create_app(
 
     app = Starlette(
         routes=[
-            *(Route(path, Endpoint(api, pulse), methods=["POST"]) for path, api in apis.items()),
+            *(Route(path, Endpoint(api, pulse, large), methods=["POST"]) for path, api in apis.items()),
             Route("/v1/models", models.all, methods=["GET"]),
             Route("/v1/models/{name:path}", models.one, methods=["GET"]),
             Route("/version", version, methods=["GET"]),
@@ -110,11 +110,28 @@ def model_apis(backend: Backend, texts: Texts, settings: Settings) -> dict[str, 
     }
 
 
+LARGE_BODY = 64 << 10
+"""Bytes from which a body takes milliseconds to decode."""
+
+
+class LargeBodies:
+    """One large body per turn of the event loop: those of one client that arrive together must not delay the tokens of
+    others by the sum of their decoding."""
+
+    def __init__(self) -> None:
+        self._one = asyncio.Lock()
+
+    async def turn(self, size: int) -> None:
+        if size >= LARGE_BODY:
+            async with self._one:
+                await asyncio.sleep(0)
+
+
 class Endpoint:
     """One API over HTTP, as a raw ASGI application, so that no framework layer runs per token."""
 
-    def __init__(self, api: Api, pulse: Pulse) -> None:
-        self._api, self._pulse = api, pulse
+    def __init__(self, api: Api, pulse: Pulse, large: LargeBodies) -> None:
+        self._api, self._pulse, self._large = api, pulse, large
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         begun = False
@@ -127,6 +144,7 @@ class Endpoint:
         try:
             body = await read_body(receive)
             async with Client(receive):
+                await self._large.turn(len(body))
                 made = await self._api.answer(body, caller_of(scope))
                 if isinstance(made, bytes):
                     await send_json(noted, 200, made)

@@ -40,6 +40,8 @@ from bankfull.serve.telemetry.watch import WatchedBackend
 
 FAREWELL_SECONDS = 5
 """Seconds that clients have to read the last event after the grace period."""
+ACCEPTED_PER_TURN = 16
+"""Connections that one turn of the event loop accepts at most."""
 SWITCH_SECONDS = 0.0005
 """Seconds that the event loop waits at most for a thread that tokenizes to release the interpreter."""
 
@@ -148,7 +150,9 @@ def _run(
         timeout_graceful_shutdown=round(grace) + FAREWELL_SECONDS,
     )
     server = Server(config, running, grace)
-    server.run([listening])
+    # The event loop accepts one connection per turn and socket. A client that connects and leaves again and again would
+    # keep the connections of others waiting in the kernel.
+    server.run([listening, *(listening.dup() for _ in range(ACCEPTED_PER_TURN - 1))])
     if failure:
         raise failure[0]
 

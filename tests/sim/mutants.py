@@ -211,7 +211,7 @@ def a_prompt_takes_no_time(patch: MonkeyPatch) -> None:
 
 
 def time_is_left_beside_slow_decodes(patch: MonkeyPatch) -> None:
-    patch.setattr(Pace, "room", lambda pace, decoding, awaited: Room(pace, pace.bound) if pace.bound else None)
+    patch.setattr(Pace, "room", lambda pace, decoding, awaited, shared: Room(pace, pace.bound) if pace.bound else None)
 
 
 MUTANTS: list[Mutant] = [

@@ -34,8 +34,8 @@ Slices = Generator[int, None, Made]
 SHORT_TEXT, SHORT_CONVERSATION = 1024, 16
 """Characters and messages up to which a conversation is rendered and tokenized on the event loop."""
 SHORT_SECONDS = 0.005
-"""Seconds that a short text may take there. A template is a program: if one takes longer, the next DETOURS texts go to
-a thread."""
+"""Seconds that short texts may take in one turn of the event loop; more of them go to a thread. A template is a
+program: if a single text takes longer, the next DETOURS texts go to a thread, too."""
 DETOURS = 1000
 MAX_LOGPROB_ENTRIES = 1 << 18
 USUAL_ANSWER = 4096
@@ -56,6 +56,8 @@ class Texts:
         self.desk = Desk("bankfull-texts", most_size=MAX_WAITING, most_size_per_key=MAX_WAITING_PER_KEY, what="texts")
         self._batch_turns = asyncio.Semaphore(BATCH_AT_ONCE)
         self._detours = 0
+        self._spent = 0.0
+        """Seconds that short texts took in this turn of the event loop."""
         if template is not None:
             _ = template.variables  # a broken template fails the start, not a call
             # Cached properties of the template are computed now, so that the first call does not wait for them.
@@ -112,15 +114,22 @@ class Texts:
 
     async def run_short(self, short: bool, size: int, work: Callable[[], Slices[Made]]) -> Made:
         """`work` on a text: at once if the text is short, else on a thread, which takes two more wake-ups."""
-        if not short or self._detours:
+        if not short or self._detours or self._spent > SHORT_SECONDS:
             self._detours = max(0, self._detours - 1)
             return await self.run(size, work)
         begun = time.perf_counter()  # includes the wait for the template's process
         try:
             return finished(work())
         finally:
-            if time.perf_counter() - begun > SHORT_SECONDS:
+            seconds = time.perf_counter() - begun
+            if seconds > SHORT_SECONDS:
                 self._detours = DETOURS
+            if not self._spent:
+                asyncio.get_running_loop().call_soon(self._next_turn)
+            self._spent += seconds
+
+    def _next_turn(self) -> None:
+        self._spent = 0.0
 
     # -- on a thread, or at once where the text is short
 

@@ -229,8 +229,11 @@ def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 # -- the engine's end of the socket
 
 READ_BYTES = 64 << 10
-READING_SECONDS = 0.002
-"""Seconds of one turn of the engine's loop for messages: running requests wait for the next step."""
+READING_SECONDS, MOST_READING_SECONDS = 0.002, 0.02
+"""The least and the most time for messages in one turn of the engine's loop; running requests wait meanwhile."""
+READING_SHARE = 0.1
+"""Messages may take this fraction of the time since the last turn, within the two bounds above: more of them arrive
+during a long step."""
 MOST_WAITING = 32 << 20
 """Bytes queued for the API before the engine blocks: about ten thousand steps of streaming."""
 PATIENCE = 60.0
@@ -326,6 +329,7 @@ class Inbox:
         self._read = bytearray()
         self._decode = decoder(ToEngine).decode
         self._decode_head = decoder(MessageHead).decode
+        self._waited_at = time.monotonic()
 
     def ring(self) -> None:
         if threading.get_ident() != self._owner:  # an action posted from within `wait` runs when that returns
@@ -334,6 +338,7 @@ class Inbox:
 
     def wait(self, seconds: float | None) -> None:
         """Handle the messages that have arrived. Raises ApiGone, or NotAMessage."""
+        away = time.monotonic() - self._waited_at
         if self._whole() is not None:
             seconds = 0.0
         for file, _ in self._news.poll(None if seconds is None else math.ceil(1e3 * seconds)):
@@ -341,11 +346,14 @@ class Inbox:
                 os.read(self._rung, 4096)
             else:
                 self._fill()
-        ends = time.monotonic() + READING_SECONDS
+        ends = time.monotonic() + min(MOST_READING_SECONDS, max(READING_SECONDS, READING_SHARE * away))
         while (body := self._next()) is not None:
             self._take(self._decoded(body))
             if time.monotonic() > ends:
                 break
+            if self._whole() is None and self._more.poll(0):
+                self._fill()
+        self._waited_at = time.monotonic()
 
     def _fill(self) -> None:
         """Read at least one whole message, unless its end is late."""

@@ -242,7 +242,8 @@ class Worker:
                     work = DeskJob(message.tenant, size, batch, lambda: self._prepared(message), _untold)
                     self._prepare(message.id, work)
                 else:
-                    self._check(message)
+                    self._coming[message.id] = None
+                    self._loop.post(lambda: self._check(message), message.tenant)
             case Later():
                 job = DeskJob(
                     message.tenant, message.size, message.batch, lambda: self._prepared(unpacked(message)), _untold
@@ -261,15 +262,15 @@ class Worker:
                 self._say(Refused(request, "internal", "The engine cannot decode this request."))
 
     def _check(self, wanted: Submit) -> None:
-        """Prepare it on the loop's thread."""
-        self._coming[wanted.id] = None
+        """Prepare it on the loop's thread, in its tenant's turn."""
+        if wanted.id not in self._coming:
+            return  # its client has left
         try:
             made = self._prepared(wanted)
         except Exception as error:
-            refusal = _refusal(wanted.id, error)
-            self._loop.post(lambda: self._refuse(refusal), wanted.tenant)
+            self._refuse(_refusal(wanted.id, error))
         else:
-            self._loop.post(lambda: self._queue(*made), wanted.tenant)
+            self._queue(*made)
 
     def _prepare(self, request: int, job: DeskJob) -> None:
         """Prepare it on a thread of the desk."""

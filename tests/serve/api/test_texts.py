@@ -128,6 +128,25 @@ def test_what_takes_long_for_few_words_goes_to_a_thread_for_a_while(monkeypatch:
     assert at_once == [True, True, True, False, False, True]
 
 
+def test_many_short_texts_in_one_turn_of_the_loop_go_to_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = scripted_texts()
+    clock = 0.0
+    here = threading.get_ident()
+
+    def work() -> Slices[bool]:
+        nonlocal clock
+        clock += 0.002
+        yield 1
+        return threading.get_ident() == here
+
+    async def run() -> list[bool]:
+        return [await texts.run_short(True, 1, work) for _ in range(8)]
+
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock)
+    # The fourth one waits for a thread; meanwhile the loop has turned.
+    assert asyncio.run(run()) == [True, True, True, False] * 2
+
+
 def test_what_waits_for_a_thread_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_WAITING_PER_KEY", 250_000)
     texts = scripted_texts()

@@ -251,6 +251,7 @@ def test_messages_are_put_together_from_whatever_comes(cuts: list[int]) -> None:
 
 def test_a_flood_of_messages_leaves_time_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "READING_SECONDS", 0.0)
+    monkeypatch.setattr(wire, "MOST_READING_SECONDS", 0.0)
     ours, theirs = socket.socketpair()
     taken: list[Any] = []
     inbox = Inbox(theirs, taken.append)
@@ -259,3 +260,17 @@ def test_a_flood_of_messages_leaves_time_for_steps(monkeypatch: pytest.MonkeyPat
         for turn in range(3):
             inbox.wait(None)  # never waits while a message is here
             assert len(taken) == turn + 1
+
+
+def test_one_turn_reads_more_than_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a client that sends and leaves many requests during a long step delays those of others for many steps."""
+    monkeypatch.setattr(wire, "READ_BYTES", 64)
+    monkeypatch.setattr(wire, "READING_SECONDS", 60.0)
+    monkeypatch.setattr(wire, "MOST_READING_SECONDS", 60.0)
+    ours, theirs = socket.socketpair()
+    taken: list[Any] = []
+    inbox = Inbox(theirs, taken.append)
+    with ours, theirs:
+        ours.sendall(b"".join(pack(Abort([number])) for number in range(100)))
+        inbox.wait(None)
+        assert [message.ids for message in taken] == [[number] for number in range(100)]
