@@ -62,11 +62,11 @@ class Linear:
         outer: int,
         bias: bool = False,
         weight: QTensor | None = None,
-        mixes: bool = False,
+        int8_when_batched: bool = False,
     ) -> None:
-        """`mixes`: whether this weight may be multiplied in int8 when many rows are batched."""
+        """`int8_when_batched`: whether this weight may be multiplied in int8 when many rows are batched."""
         stored = build.weight("weight", (outer, inner)) if weight is None else weight
-        product, best = _operations(build, stored, mixes)
+        product, best = _operations(build, stored, int8_when_batched)
         self.outer = outer
         self.stored = Weight(build, product, stored)
         self.bias = build.tensor("bias", (outer,)) if bias else None
@@ -139,15 +139,17 @@ def stack(build: Build, parts: Sequence[Linear]) -> Linear | None:
     return whole
 
 
-def _operations(build: Build, weight: QTensor, mixes: bool) -> tuple[Operation, Operation]:
+def _operations(build: Build, weight: QTensor, int8_when_batched: bool) -> tuple[Operation, Operation]:
     """The operations for the product and for its arg-max."""
     activations = build.kit.activations
     if activations == BF16:
         return linear_bf16, best_output_bf16
     if activations not in (INT8, INT8_FEW) or not _rounds(weight):
         return linear, best_output
-    mixed = mixes and activations == INT8 and build.kit.offers(linear_hadamard, dtype=build.dtype, weight=weight)
-    return (linear_hadamard, best_output_hadamard) if mixed else (linear_int8, best_output_int8)
+    wanted = int8_when_batched and activations == INT8
+    if wanted and build.kit.offers(linear_hadamard, dtype=build.dtype, weight=weight):
+        return linear_hadamard, best_output_hadamard
+    return linear_int8, best_output_int8
 
 
 def _rounds(weight: QTensor) -> bool:
@@ -156,15 +158,15 @@ def _rounds(weight: QTensor) -> bool:
 
 
 def split_linear(
-    build: Build, inner: int, outers: list[int], bias: bool = False, mixes: Sequence[bool] = ()
+    build: Build, inner: int, outers: list[int], bias: bool = False, int8_when_batched: Sequence[bool] = ()
 ) -> list[Linear]:
     """Several layers stored as one stacked tensor (Phi's qkv and gate_up), as views without a copy."""
     whole = build.weight("weight", (sum(outers), inner))
     biases = build.tensor("bias", (sum(outers),)) if bias else None
     parts, first = [], 0
-    for outer, mixed in zip(outers, mixes or [False] * len(outers), strict=True):
+    for outer, batched in zip(outers, int8_when_batched or [False] * len(outers), strict=True):
         own = slice(first, first + outer)
-        part = Linear(build, inner, outer, weight=whole.rows(own), mixes=mixed)
+        part = Linear(build, inner, outer, weight=whole.rows(own), int8_when_batched=batched)
         part.bias = None if biases is None else biases[own]
         parts.append(part)
         first += outer

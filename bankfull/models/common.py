@@ -67,12 +67,12 @@ def attention(
     return Attention(
         build,
         heads,
-        Linear(build.at("q_proj"), hidden, query, qkv_bias, mixes=True),
-        Linear(build.at("k_proj"), hidden, kv, qkv_bias, mixes=True),
+        Linear(build.at("q_proj"), hidden, query, qkv_bias, int8_when_batched=True),
+        Linear(build.at("k_proj"), hidden, kv, qkv_bias, int8_when_batched=True),
         Linear(
             build.at("v_proj"), hidden, kv, qkv_bias
         ),  # rounding it would cost a fifth of all accuracy loss, and it is small
-        Linear(build.at("o_proj"), query, hidden, out_bias, mixes=True),
+        Linear(build.at("o_proj"), query, hidden, out_bias, int8_when_batched=True),
         **more,
     )
 
@@ -87,8 +87,8 @@ def gated_mlp(fields: ConfigFields, build: Build, activation: str = "hidden_act"
     hidden, inner, bias = fields.size("hidden_size"), fields.size("intermediate_size"), fields.flag("mlp_bias")
     return GatedMLP(
         build,
-        Linear(build.at("gate_proj"), hidden, inner, bias, mixes=True),
-        Linear(build.at("up_proj"), hidden, inner, bias, mixes=True),
+        Linear(build.at("gate_proj"), hidden, inner, bias, int8_when_batched=True),
+        Linear(build.at("up_proj"), hidden, inner, bias, int8_when_batched=True),
         Linear(build.at("down_proj"), inner, hidden, bias),  # rounding it would cost a third of all accuracy loss
         fields.text(activation),
     )
@@ -109,7 +109,7 @@ def tied_head(config: Config) -> tuple[str, ...]:
 def head_of(fields: ConfigFields, build: Build, embed: Embedding, cap: float | None = None) -> Head:
     vocab, hidden = embed.table.shape
     weight = embed.table if fields.flag("tie_word_embeddings") else None
-    return Head(build, Linear(build.at("lm_head"), hidden, vocab, weight=weight, mixes=True), cap)
+    return Head(build, Linear(build.at("lm_head"), hidden, vocab, weight=weight, int8_when_batched=True), cap)
 
 
 def decoder(

@@ -24,15 +24,15 @@ def build_phi3(config: Config, build: Build) -> Decoder:
     hidden, query, kv = fields.size("hidden_size"), heads.count * heads.size, heads.kv * heads.size
 
     def mixer(layer: int, at: Build) -> Attention:
-        q, k, v = split_linear(at.at("qkv_proj"), hidden, [query, kv, kv], mixes=(True, True, False))
-        return Attention(at, heads, q, k, v, Linear(at.at("o_proj"), query, hidden, mixes=True))
+        q, k, v = split_linear(at.at("qkv_proj"), hidden, [query, kv, kv], int8_when_batched=(True, True, False))
+        return Attention(at, heads, q, k, v, Linear(at.at("o_proj"), query, hidden, int8_when_batched=True))
 
     return prenorm_decoder(fields, build, heads, mixer, feed=fused_mlp, rope=partial_rope)
 
 
 def fused_mlp(fields: ConfigFields, build: Build) -> GatedMLP:
     hidden, inner = fields.size("hidden_size"), fields.size("intermediate_size")
-    gate, up = split_linear(build.at("gate_up_proj"), hidden, [inner, inner], mixes=(True, True))
+    gate, up = split_linear(build.at("gate_up_proj"), hidden, [inner, inner], int8_when_batched=(True, True))
     down = Linear(build.at("down_proj"), inner, hidden)
     return GatedMLP(build, gate, up, down, fields.text("hidden_act"))
 

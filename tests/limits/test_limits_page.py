@@ -66,7 +66,7 @@ def computed() -> dict[str, float]:
         "sequences that fit": whole.memory.most_sequences or 0,
         "int8 weights": faster["int8 weights"],
         "int4 weights": faster["int4 weights"],
-        "int8 keys and values, 64": found(batch=BATCH).point(BATCH).seconds
+        "int8 KV cache, 64": found(batch=BATCH).point(BATCH).seconds
         / found(kv_dtype="int8", batch=BATCH).point(BATCH).seconds,
         "no GQA, 64": {c.name: c.gain for c in found(batch=BATCH).changes}["one KV head per query head (MHA)"],
         "cost of 64": price / (BATCH / step[1] * 3600) * 1e6,

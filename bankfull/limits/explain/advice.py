@@ -145,7 +145,7 @@ class Adviser:
         lost = sum(part.seconds for name, part in story.parts.items() if name in (RECOMPUTE, PREEMPTED))
         limit = 0.0 if again is None or again.limit is None else again.limit / again.steps
         yield Advice(
-            f"int8 keys and values (--kv-dtype int8) would hold {self.more_tokens:.2g} times as many tokens in the "
+            f"an int8 KV cache (--kv-dtype int8) would hold {self.more_tokens:.2g} times as many tokens in the "
             f"same memory; being preempted took {lost:.2g} s",
             "room for state",
             {"kv_dtype": "int8"},
