@@ -65,7 +65,7 @@ class AsyncEngine:
             self._listeners[request] = listen
 
         self._waiting[request] = listen
-        open_samples = params.n
+        open_samples = params.n - len(prepared.request.finished)
         try:
             if self._ended is not None:
                 raise RuntimeError(self._ended)

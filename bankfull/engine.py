@@ -72,10 +72,11 @@ class Engine(Generic[RunnerKind]):
         self._grammars = Grammars()
 
     def add(self, request: Request, matchers: Sequence[Matcher] = ()) -> None:
-        """Queue a request; `matchers`: its grammar, once for each sample."""
+        """Queue a request; `matchers`: its grammar, once for each sample, at the position of the sample's tokens."""
         self.scheduler.add(request)
         for child, matcher in enumerate(matchers):
-            self._grammars.add((request.id, child), matcher)
+            if child not in request.finished:
+                self._grammars.add((request.id, child), matcher)
 
     def check_sampling(self: Engine[DeviceRunner], params: SamplingParams, stop_ids: Collection[int] = ()) -> None:
         """Raises RequestError where a token id is outside of the model's vocabulary."""

@@ -17,6 +17,7 @@ from bankfull.errors import RequestError
 from bankfull.outputs import CompletionOutput, Delta, Logprob, RequestOutput
 from bankfull.runtime.device_runner import Extra, TokenLogprobs
 from bankfull.runtime.rows import Job
+from bankfull.sample.generated import checked_generated, end_of
 from bankfull.sample.grammar import GrammarCompiler, Matcher
 from bankfull.sample.params import SamplingParams
 from bankfull.text.detokenize import Detokenizer
@@ -126,8 +127,14 @@ class Frontend:
         salt: str = "",
         pool: str | None = None,
         tenant: str = "",
+        generated: Sequence[Sequence[int]] = (),
+        finished: Sequence[int] = (),
     ) -> Pending:
-        """All that is slow about a request (tokens, a grammar, tables) and all checks; may run on any thread."""
+        """All that is slow about a request (tokens, a grammar, tables) and all checks; may run on any thread.
+
+        `generated`: tokens that each sample has generated on another engine. The samples continue exactly as if this
+        engine had generated them, except those whose numbers are in `finished`. Deltas and logprobs begin with the
+        first new token; the text and the token ids of the result are whole."""
         text, ids = self.encode(prompt)
         generates = pool is None and params.max_tokens != 0
         limit = self._limit(len(ids), params, generates)
@@ -154,10 +161,16 @@ class Frontend:
             generates=generates,
             scored=params.prompt_logprobs is not None,
         )
+        if generated or finished:
+            resumed = checked_generated(generated, finished, params, generates, self.vocab)
+            request.generated, request.finished = resumed
         request.payload = Job(params, params.seed or 0, stop_ids, pool, self.engine.allowed_mask(params))
         samples = [self._sample(i, params, stops) for i in range(request.samples)]
         result = RequestOutput(request.id, text, ids, [sample.output for sample in samples])
-        return Pending(request, params, result, samples, matchers)
+        pending = Pending(request, params, result, samples, matchers)
+        for number in range(len(request.generated)):
+            self._replay(pending, number)
+        return pending
 
     def queue(self, pending: Pending) -> Hashable:
         """Hand a prepared request to the engine; its id."""
@@ -170,6 +183,35 @@ class Frontend:
         pending.arrived = self._clock()
         self.pending[request.id] = pending
         return request.id
+
+    def _replay(self, pending: Pending, number: int) -> None:
+        """Bring a sample to the state in which another engine has left it. The text of its tokens was sent there."""
+        request, sample = pending.request, pending.samples[number]
+        tokens, ended, done = request.generated[number], number in request.finished, sample.output
+        finish = end_of(request, number)
+        if pending.matchers and finish is None:
+            matcher = pending.matchers[number]
+            if (taken := matcher.accepts(tokens)) < len(tokens):
+                raise RequestError(
+                    f"Token {taken + 1} of sample {number} in generated is not allowed by the request's grammar: give "
+                    "the grammar under which it was generated."
+                )
+            for token in tokens:
+                matcher.advance(token)
+            finish = Finish.STOP if matcher.finished else None
+        if ended and finish is None:
+            finish = Finish.ABORT  # unless its text has a stop string
+        done.text = self._text(sample, pending, Output(request.id, number, list(tokens), finish))
+        if sample.stop is not None and sample.stop.stopped is not None:
+            finish, done.stop_reason = Finish.STOP, sample.stop.stopped
+        if finish is not None:
+            if not ended:
+                raise RequestError(
+                    f"Sample {number} has already ended with its {len(tokens)} generated tokens ({finish.value}): list "
+                    "it in finished."
+                )
+            done.finish_reason = finish.value
+        pending.result.metrics.output_tokens += len(tokens)
 
     def _limit(self, prompt_len: int, params: SamplingParams, generates: bool) -> int:
         """The most tokens, prompt included, that a sequence may reach."""
@@ -231,7 +273,7 @@ class Frontend:
         done = sample.output
         now = self._clock() - pending.arrived
         metrics = pending.result.metrics
-        if output.child == 0:
+        if output.child == 0 or pending.request.finished:
             metrics.cached_tokens = output.cached
         started = self.engine.started.get(output.request)
         if metrics.queue is None and started is not None:
@@ -263,8 +305,10 @@ class Frontend:
         )
 
     def _text(self, sample: Sample, pending: Pending, output: Output) -> str:
-        """The text that this output adds and that later tokens cannot change."""
+        """The text that this output adds and that later tokens cannot change. All text so far depends only on all
+        tokens so far, not on the steps that gave them: a request can be continued on another engine."""
         done, params = sample.output, pending.params
+        early = params.min_tokens - 1 - len(done.token_ids)  # tokens in whose text stop strings do not count
         done.token_ids += output.tokens
         if sample.detokenizer is None:
             return ""
@@ -274,15 +318,19 @@ class Frontend:
                 done.stop_reason = tokens[-1]
             if not (params.include_stop_str_in_output and tokens[-1] in params.stop_token_ids):
                 tokens.pop()
+        ahead = ""
+        if sample.stop is not None and early > 0:
+            ahead = sample.detokenizer.push(tokens[:early])
+            tokens = tokens[early:]
         text = sample.detokenizer.push(tokens)
         if output.finish is not None:
             text += sample.detokenizer.finish()
         if sample.stop is None or len(done.token_ids) < params.min_tokens:
-            return text
+            return ahead + text
         text = sample.stop.push(text)
         if output.finish is not None and sample.stop.stopped is None:
             text += sample.stop.finish()
-        return text
+        return ahead + text
 
     def _take_extra(
         self, pending: Pending, done: CompletionOutput, output: Output, extra: Extra | None

@@ -44,6 +44,11 @@ class Request:
     """False if the request ends when its prompt has run (scoring, embedding)."""
     scored: bool = False
     """Whether every prompt position needs logits (prompt logprobs), which takes longer."""
+    generated: tuple[tuple[int, ...], ...] = ()
+    """Tokens that each sample has generated on another engine; empty for a new request. They are computed again like
+    those of a preempted sequence, and generation continues after them."""
+    finished: frozenset[int] = frozenset()
+    """Numbers of the samples that have ended on another engine and do not run."""
     payload: Any = None
 
 

@@ -145,9 +145,10 @@ def check_request(request: Request, waiting: int, config: SchedConfig, state: St
         raise RequestError("The prompt is empty; give at least one token.")
     if request.samples < 1:
         raise RequestError(f"samples={request.samples!r} must be a whole number of at least 1.")
-    if waiting + request.samples > config.max_waiting:
+    arriving = request.samples - len(request.finished)
+    if waiting + arriving > config.max_waiting:
         raise RequestError(
-            f"{waiting} sequences are waiting and {request.samples} more would exceed max_waiting="
+            f"{waiting} sequences are waiting and {arriving} more would exceed max_waiting="
             f"{config.max_waiting}; try again later."
         )
     if request.generates and request.limit <= len(request.prompt):

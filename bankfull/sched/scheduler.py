@@ -66,9 +66,13 @@ class Scheduler:
         batch = self.policy.is_batch(request)
         siblings = []
         for child in range(request.samples):
+            if child in request.finished:
+                continue
             chain = Chain(request.salt, self.state.layout.block_tokens)
             order = (batch, 0.0, next(self._arrivals))
             seq = Sequence(request, child, now, chain, list(request.prompt), order, batch)
+            if request.generated:
+                seq.tokens += request.generated[child]
             seq.order = (batch, self.policy.rank(seq, now), order[-1])
             siblings.append(seq)
             self._waiting.arrive(seq)
@@ -344,14 +348,17 @@ class Scheduler:
             if self._lack(seq, match) != (0, 0):
                 return
             if not seq.admitted:
-                seq.cached = match.length
+                seq.cached = min(match.length, seq.prompt_len)
             self._enter(seq, self.state.open(seq.chain, match), match.length, step)
             if not self._serve(seq, step, 0):
                 return
 
     def _match(self, seq: Sequence) -> Match:
         """The cached prefix (possibly empty) to start from; at least one token always runs."""
-        return self.state.match(seq.chain, seq.tokens, len(seq.tokens) - 1 if seq.request.reuse else 0)
+        if not seq.request.reuse:
+            return self.state.match(seq.chain, seq.tokens, 0)
+        # Siblings fork before the last prompt token, also where this sequence continues tokens of another engine.
+        return self.state.match(seq.chain, seq.tokens, (seq.prompt_len if seq.children else len(seq.tokens)) - 1)
 
     def _lack(self, seq: Sequence, match: Match) -> tuple[int, int]:
         # The headroom keeps the new sequence from being preempted, or preempting, with the very next token.

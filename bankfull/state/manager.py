@@ -239,7 +239,8 @@ class StateManager:
             tables.append(child)
         self.slots.share(state.slot)
         chain = Chain(b"", self.layout.block_tokens)
-        chain.names = list(state.chain.names)
+        # Later blocks of the parent may hold tokens that it has generated on another engine.
+        chain.names = state.chain.names[: length // self.layout.block_tokens + 1]
         published = [length // group.page_tokens for group in self.layout.paged]
         return self._opened(chain, tables, list(state.live), published, length, state.slot), transfers
 

@@ -220,7 +220,7 @@ class RequestRecorder:
                 self.run.recomputed += len(enter.tokens) - 1 - enter.computed
             elif not enter.child:
                 self.run.prompt += enter.prompt_len
-                self.run.cached += enter.computed
+                self.run.cached += min(enter.computed, enter.prompt_len)
             self._seen.add(key)
 
     def _note_one(self, request: Hashable, story: Story, plan: StepPlan, step: StepNote) -> None:
@@ -256,7 +256,7 @@ class RequestRecorder:
         story.entered += 1
         story.prompt = enter.prompt_len
         if story.entered == 1:
-            story.cached = enter.computed
+            story.cached = min(enter.computed, enter.prompt_len)
         elif story.entered > story.children:
             story.preemptions += 1
             story.recomputed += len(enter.tokens) - 1 - enter.computed  # the last one was never computed

@@ -52,6 +52,11 @@ class Submit(msgspec.Struct, tag="submit", omit_defaults=True):
     """Whether `RequestDone` has an account of the time."""
     tenant: str = ""
     """The owner of the request: tenants share the engine evenly."""
+    generated: list[list[int]] = []
+    """Tokens that each sample has generated on another engine, by sample number; empty for a new request. The engine
+    continues after them, and its deltas begin with the first new token."""
+    finished: list[int] = []
+    """Numbers of the samples that have ended on another engine: they are not continued and get no delta."""
 
 
 class Later(msgspec.Struct, tag="later"):
@@ -81,6 +86,9 @@ ToEngine = Configure | Submit | Later | Abort | ResetCache
 LIGHT_PROMPT, LIGHT_TEXT, LIGHT_IDS = 4096, 256, 4096
 """Tokens of a prompt, characters of stop strings and bad words, and allowed ids up to which a request is prepared
 between two steps; a larger one, and every grammar, is prepared by a thread."""
+REPLAY_COST = 4
+"""Cost of preparing one token that was generated on another engine, in prompt tokens: its text is searched for stop
+strings again."""
 
 
 def preparation(submit: Submit) -> int:
@@ -89,8 +97,11 @@ def preparation(submit: Submit) -> int:
     texts = sum(map(len, params.stop)) + sum(map(len, params.bad_words))
     ids = len(params.allowed_token_ids or ()) + len(params.banned_token_ids)
     structured = 0 if params.structured is None else 1 + len(params.structured.source)
-    light = len(submit.prompt) <= LIGHT_PROMPT and texts <= LIGHT_TEXT and ids <= LIGHT_IDS
-    return 0 if light and not structured and not submit.explain else len(submit.prompt) + texts + ids + structured
+    tokens = len(submit.prompt)
+    if submit.generated:
+        tokens += REPLAY_COST * sum(map(len, submit.generated))
+    light = tokens <= LIGHT_PROMPT and texts <= LIGHT_TEXT and ids <= LIGHT_IDS
+    return 0 if light and not structured and not submit.explain else tokens + texts + ids + structured
 
 
 # -- from the engine

@@ -301,6 +301,8 @@ class Worker:
             salt=wanted.salt,
             pool=wanted.pool,
             tenant=wanted.tenant,
+            generated=wanted.generated,
+            finished=wanted.finished,
         )
 
     def _queue(self, wanted: Submit, pending: Pending) -> None:
@@ -312,7 +314,7 @@ class Worker:
         except Exception as error:
             self._say(_refusal(wanted.id, error))
             return
-        self._gauge.queued(wanted.id, len(pending.request.prompt))
+        self._gauge.queued(wanted.id, len(wanted.prompt) + sum(map(len, wanted.generated)))
         if wanted.explain:
             self._explained.add(wanted.id)
             self._accounts.follow(wanted.id, pending)
