@@ -18,7 +18,7 @@ from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.engine.admission import Admission, QueueLimits, Ticket
 from bankfull.serve.engine.backend import STOPPED, Busy, DeadlineExceeded, EngineDied, Unavailable
-from bankfull.serve.engine.process import EngineProcess
+from bankfull.serve.engine.process import EngineFactory, EngineProcess
 from bankfull.serve.engine.wire import (
     Abort,
     Configure,
@@ -160,13 +160,16 @@ class Link:
         *,
         stall_seconds: float = STALL_SECONDS,
         give_up_after: float = 0.0,
+        open_engine: EngineFactory = EngineProcess,
     ) -> None:
         """`stall_seconds`: time without progress after which an engine with work is restarted; 0: never.
-        `give_up_after`: time without an engine after which a model that was loaded before is a `failure`; 0: never."""
+        `give_up_after`: time without an engine after which a model that was loaded before is a `failure`; 0: never.
+        `open_engine` makes each engine that is started: by default a process on this machine."""
         for name, seconds in (("stall_seconds", stall_seconds), ("give_up_after", give_up_after)):
             if not 0 <= seconds < math.inf:
                 raise ConfigError(f"{name}={seconds} is no time; give seconds, or 0 to wait for ever.")
         self._stall_seconds, self._give_up_after = stall_seconds, give_up_after
+        self._open_engine = open_engine
         self._giving_up: asyncio.TimerHandle | None = None
         self._steps = 0
         """Steps that engine processes have reported."""
@@ -179,8 +182,7 @@ class Link:
         self.restarts = self.failed_loads = 0
         self._facts: Facts | None = None
         self._load: Load | None = None
-        self._ready = False
-        self._draining = False
+        self._ready = self._draining = False
         self._streams: dict[int, weakref.ref[Stream]] = {}
         self._questions: dict[int, asyncio.Future[int]] = {}
         self._numbers = count(1)
@@ -315,7 +317,7 @@ class Link:
     async def _supervise(self) -> None:
         failed_loads, pause = 0, FIRST_PAUSE
         while True:
-            self._engine = engine = EngineProcess(self._receive)
+            self._engine = engine = self._open_engine(self._receive)
             self._refusal = None
             begun = time.monotonic()
             try:
@@ -357,11 +359,8 @@ class Link:
 
     def _has_work(self) -> bool:
         """Whether the engine must make progress."""
-        if not self._ready:
-            return False
-        if self._load is not None and (self._load.running or self._load.waiting):
-            return True
-        return any(stream.prepared for stream in self._live())
+        queued = self._load is not None and (self._load.running or self._load.waiting)
+        return self._ready and (bool(queued) or any(stream.prepared for stream in self._live()))
 
     def _set_timer(self) -> None:
         """Start the time-out of `give_up_after`: there is no engine from now on."""

@@ -166,3 +166,7 @@ class EngineProcess(asyncio.Protocol):
         else:
             self._needed = HEADER
         return bytes(data[start:])
+
+
+EngineFactory = Callable[[Callable[[FromEngine], None]], EngineProcess]
+"""Makes an engine, not started yet, that passes its messages to the given function."""
