@@ -13,8 +13,9 @@ from sys import maxsize
 
 from bankfull.config import StateConfig
 from bankfull.errors import ConfigError
+from bankfull.state.journal import SLOT, KeyJournal
 from bankfull.state.pages import Census, Pool
-from bankfull.state.policy import Full, GroupPolicy, Hit, Snapshots, Window
+from bankfull.state.policy import Full, GroupPolicy, Hit, Reusable, Snapshots, Window, longest_reusable
 from bankfull.state.prefix import Chain
 from bankfull.state.spec import Layout
 from bankfull.types import NULL, Transfer
@@ -104,15 +105,12 @@ class StateManager:
         """The longest cached prefix of at most `limit` tokens: the fixed point of every group's `reusable`."""
         if not self.prefix_cache or limit < self.layout.block_tokens:
             return Match(0)
-        length = limit
-        while True:
-            before = length
-            for g, policy in enumerate(self.policies):
-                length = policy.reusable(self._hits(chain, tokens, g), length)
-            if self.snapshots is not None:
-                length = self.snapshots.reusable(lambda end: self._find_slot(chain, tokens, end) is not None, length)
-            if length == before or not length:
-                break
+        rules: list[tuple[Reusable, Hit]] = [
+            (policy, self._hits(chain, tokens, g)) for g, policy in enumerate(self.policies)
+        ]
+        if self.snapshots is not None:
+            rules.append((self.snapshots, lambda end: self._find_slot(chain, tokens, end) is not None))
+        length = longest_reusable(limit, rules)
         if not length:
             return Match(0)
         tables = []
@@ -217,7 +215,7 @@ class StateManager:
                 self.pages.publish(table[i], (g, name))
             state.published[g] = max(state.published[g], full)
         if self.snapshots is not None and self.snapshots.wanted(computed, prompt_len):
-            self.slots.publish(state.slot, ("slot", state.chain.name(computed)))
+            self.slots.publish(state.slot, (SLOT, state.chain.name(computed)))
 
     def fork(self, state: SequenceState, length: int) -> tuple[SequenceState, list[Transfer]] | None:
         """A second sequence with the same first `length` tokens: full pages and the slot are shared, partial pages are
@@ -287,6 +285,10 @@ class StateManager:
         self.pages.forget()
         self.slots.forget()
 
+    def journal(self) -> KeyJournal:
+        """Follow the prefix cache from now on."""
+        return KeyJournal((self.pages, self.slots))
+
     def _transfer(self, src: int, dst: int) -> Transfer:
         transfer = Transfer(self._transfers, src, dst)
         self._transfers += 1
@@ -318,4 +320,4 @@ class StateManager:
 
     def _find_slot(self, chain: Chain, tokens: Sequence[int], end: int) -> int | None:
         name = chain.reach(tokens, end)
-        return None if name is None else self.slots.find(("slot", name))
+        return None if name is None else self.slots.find((SLOT, name))

@@ -12,6 +12,10 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bankfull.state.journal import KeyJournal
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,8 @@ class Pool:
         self.size = size
         self.settled = -1
         self.evictions = 0
+        self.journal: KeyJournal | None = None
+        """Follows every key that `find` finds; None: not followed."""
         self._free = list(range(size, 0, -1))
         self._refs = [0] * (size + 1)
         self._last = [-1] * (size + 1)
@@ -56,7 +62,10 @@ class Pool:
             return None
         while len(self._free) < count:
             oldest, _ = self._cached.popitem(last=False)
-            del self._by_key[self._key.pop(oldest)]
+            key = self._key.pop(oldest)
+            del self._by_key[key]
+            if self.journal is not None:
+                self.journal.note(key, False)
             self._free.append(oldest)
             self.evictions += 1
         taken = [self._free.pop() for _ in range(count)]
@@ -114,6 +123,8 @@ class Pool:
             return False
         self._by_key[key] = place
         self._key[place] = key
+        if self.journal is not None:
+            self.journal.note(key, True)
         return True
 
     def find(self, key: Hashable) -> int | None:
@@ -130,6 +141,12 @@ class Pool:
         self._cached.clear()
         self._key.clear()
         self._by_key.clear()
+        if self.journal is not None:
+            self.journal.reset()
+
+    def keys(self) -> Iterable[Hashable]:
+        """All keys that `find` finds, in the order of publication."""
+        return self._by_key.keys()
 
     def census(self) -> Census:
         held = sum(1 for refs in self._refs if refs)

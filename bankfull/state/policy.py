@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 Hit = Callable[[int], bool]
@@ -17,6 +17,23 @@ class GroupPolicy(Protocol):
     def reusable(self, hit: Hit, length: int) -> int:
         """The longest prefix, at most `length` tokens, whose state for this group is completely in the cache."""
         ...
+
+
+class Reusable(Protocol):
+    def reusable(self, hit: Hit, length: int) -> int: ...
+
+
+def longest_reusable(limit: int, rules: Sequence[tuple[Reusable, Hit]]) -> int:
+    """The longest prefix of at most `limit` tokens that is reusable by every rule: their greatest fixed point, whatever
+    their order."""
+    length = limit
+    while length:
+        before = length
+        for rule, hit in rules:
+            length = rule.reusable(hit, length)
+        if length == before:
+            break
+    return length
 
 
 class Full:

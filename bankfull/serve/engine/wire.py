@@ -37,6 +37,8 @@ class Configure(msgspec.Struct, tag="configure"):
     options: dict[str, str | int | float | bool | None]
     threads: int | None = None
     """Threads that compute; None: one for each core."""
+    tells_prefixes: bool = False
+    """Whether the engine reports the keys of its prefix cache and its pace, for routing between replicas."""
 
 
 class Submit(msgspec.Struct, tag="submit", omit_defaults=True):
@@ -122,6 +124,11 @@ class Facts(msgspec.Struct):
     ceilings: dict[str, float] | None = None
     """The machine's read_bytes_per_s and flops for this model, if they were measured before; without flops where the
     model's arithmetic could not be measured."""
+    groups: list[tuple[int, int]] = []
+    """Tokens per page and window of each page group; window 0: all tokens stay live. Empty: one group without a window,
+    or none for a model with only recurrent state."""
+    snapshots: int = 0
+    """Recurrent state is reusable only at multiples of this many tokens; 0: no recurrent state."""
 
 
 class Ready(msgspec.Struct, tag="ready"):
@@ -179,14 +186,30 @@ class Load(msgspec.Struct, array_like=True):
     decode_bytes: float = 0.0
     decode_flops: float = 0.0
     """The same three for pure decode steps; all other steps also computed prompts."""
+    prefill_ms_per_token: float = 0.0
+    """Milliseconds per prompt token, from the last steps; 0 if not measured, or not asked for."""
+    step_ms: float = 0.0
+    """Milliseconds of a decode step with one more row than now, from the last steps; 0 likewise."""
 
 
-class StepMessage(msgspec.Struct, tag="step"):
+class PrefixChanges(msgspec.Struct, array_like=True):
+    """Keys of the prefix cache that became available or were evicted: little-endian, 8 bytes each. They are the first
+    bytes of salted SHA-256 hashes (`state.prefix`), so that they reveal nothing about the tokens."""
+
+    added: bytes
+    dropped: bytes
+    reset: bool
+    """The reader must forget all keys first: `added` holds all there are, at most 65,536."""
+
+
+class StepMessage(msgspec.Struct, tag="step", omit_defaults=True):
     """The results of one engine step for all requests, written at once."""
 
     deltas: list[Delta]
     done: list[RequestDone]
     load: Load
+    prefixes: PrefixChanges | None = None
+    """Sent only if `Configure.tells_prefixes` is set, at most every 50 ms and when the engine becomes idle."""
 
 
 class Refused(msgspec.Struct, tag="refused"):

@@ -1,0 +1,204 @@
+"""Routing: which replica serves a request. Policies are pure: they see one `Candidate` per replica and return an index.
+
+`prefix`, the default, minimizes predicted milliseconds: the time until the first token, plus the time by which the
+prompt's prefill delays the streams that already run there. A session stays where its prefix is cached, because any
+other replica would compute it again, and leaves a replica whose queue costs more than that. Nothing else makes sessions
+stick. A prefix that all requests share spreads by the same rule: once the replica that holds it is busy enough, another
+one is faster although it must compute the prefix first, and holds it from then on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from random import Random
+from statistics import median
+from typing import Protocol
+
+from bankfull.errors import ConfigError
+from bankfull.serve.engine.wire import Load
+
+DEFAULT_PREFILL_MS = 0.5
+"""Assumed milliseconds of prefill per prompt token while no replica has measured its own."""
+DEFAULT_STEP_MS = 25.0
+"""Assumed milliseconds of a decode step while no replica has measured its own."""
+DEFAULT_STEP_TOKENS = 512
+"""Assumed tokens of a step for a replica that does not report them."""
+STREAM_WEIGHT = 0.5
+"""Weight of a millisecond by which a running stream is delayed, relative to one before the first token."""
+TIE_MS = 0.1
+"""Predictions are compared in steps of this many milliseconds; smaller differences are noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A replica that could serve a request, as the front knows it."""
+
+    load: Load | None = None
+    """Load after its last step; None before the first one."""
+    cached_tokens: int = 0
+    """Tokens of the request's prompt that its prefix cache holds."""
+    prefill_ms_per_token: float = 0.0
+    """Measured milliseconds per prompt token; 0 before any was measured."""
+    step_ms: float = 0.0
+    """Measured milliseconds of a decode step with its present rows; 0 before any was measured."""
+    inflight_tokens: int = 0
+    """Prompt tokens of online requests that it still has to compute: queued or in prefill, without cached ones."""
+    rows: int = 0
+    """Sequences that it runs at once; 0 if unknown."""
+    inflight: int = 0
+    """Samples of online requests that were sent to it and have not ended."""
+    batch_inflight: int = 0
+    """Samples of batch requests that were sent to it and have not ended."""
+    step_tokens: int = 0
+    """Tokens of a step at most; 0 if unknown."""
+    row_ms: float = 0.0
+    """Measured milliseconds from a request's first token to its end; 0 before any was measured."""
+
+    @property
+    def running(self) -> int:
+        return self.load.running if self.load is not None else 0
+
+    @property
+    def online(self) -> int:
+        """Online samples in flight, those of other fronts included."""
+        reported = self.load.running + self.load.waiting if self.load is not None else 0
+        return max(self.inflight, reported - self.batch_inflight)
+
+
+class RoutingPolicy(Protocol):
+    def choose(self, prompt_tokens: int, batch: bool, candidates: Sequence[Candidate]) -> int:
+        """The index of the replica for a request; there is at least one candidate."""
+        ...
+
+
+def first_token_ms(prompt_tokens: int, replica: Candidate) -> float:
+    """Predicted milliseconds until the first token, with the replica's own rates: wait for the running step and for a
+    row, the prefill of the queue, the prefill of the prompt, and the decodes that share these steps."""
+    own = max(1, prompt_tokens - replica.cached_tokens)
+    work = own + replica.inflight_tokens
+    wait = 0.0
+    if replica.running:
+        steps = math.ceil(work / (replica.step_tokens or DEFAULT_STEP_TOKENS))
+        wait = (0.5 + steps) * replica.step_ms
+    if replica.rows and replica.online >= replica.rows:
+        wait += (replica.online - replica.rows + 1) * replica.row_ms / replica.rows
+    return wait + work * replica.prefill_ms_per_token
+
+
+def stream_delay_ms(prompt_tokens: int, replica: Candidate) -> float:
+    """Milliseconds by which the prompt's prefill delays running streams, summed over them."""
+    own = max(1, prompt_tokens - replica.cached_tokens)
+    return own * replica.prefill_ms_per_token * replica.running
+
+
+def with_rates(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The same candidates; those without measured rates get the median of the others', or the defaults. A replica that
+    has just started serves the same model, and must look neither free nor hopeless."""
+    prefill = [c.prefill_ms_per_token for c in candidates if c.prefill_ms_per_token > 0]
+    step = [c.step_ms for c in candidates if c.step_ms > 0]
+    row = [c.row_ms for c in candidates if c.row_ms > 0]
+    if len(prefill) == len(step) == len(row) == len(candidates):
+        return list(candidates)
+    usual_prefill = median(prefill) if prefill else DEFAULT_PREFILL_MS
+    usual_step = median(step) if step else DEFAULT_STEP_MS
+    usual_row = median(row) if row else 0.0
+    return [
+        replace(
+            c,
+            prefill_ms_per_token=c.prefill_ms_per_token or usual_prefill,
+            step_ms=c.step_ms or usual_step,
+            row_ms=c.row_ms or usual_row,
+        )
+        for c in candidates
+    ]
+
+
+class _Rotation:
+    """Breaks ties in turn, so that equal replicas get equal shares."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def least(self, costs: Sequence[tuple[float, ...]]) -> int:
+        best = min(costs)
+        first = self._turn % len(costs)
+        index = next(i for i in (*range(first, len(costs)), *range(first)) if costs[i] == best)
+        self._turn = index + 1
+        return index
+
+    def least_online(self, candidates: Sequence[Candidate]) -> int:
+        """For batch work, which fills idle replicas: least online work, then least batch work, then most cached."""
+        return self.least([(c.online, c.batch_inflight, -c.cached_tokens) for c in candidates])
+
+
+class PrefixRouting:
+    """Fewest predicted milliseconds, by cached prefix and load."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._rotation = _Rotation()
+
+    def choose(self, prompt_tokens: int, batch: bool, candidates: Sequence[Candidate]) -> int:
+        if batch:
+            return self._rotation.least_online(candidates)
+        costs = []
+        for replica in with_rates(candidates):
+            cost = first_token_ms(prompt_tokens, replica) + STREAM_WEIGHT * stream_delay_ms(prompt_tokens, replica)
+            costs.append((round(cost / TIE_MS), replica.online))
+        return self._rotation.least(costs)
+
+
+class RoundRobin:
+    """Each replica in turn."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._turn = -1
+
+    def choose(self, prompt_tokens: int, batch: bool, candidates: Sequence[Candidate]) -> int:
+        self._turn += 1
+        return self._turn % len(candidates)
+
+
+class LeastLoaded:
+    """Fewest samples in flight, then fewest prompt tokens to compute."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._rotation = _Rotation()
+
+    def choose(self, prompt_tokens: int, batch: bool, candidates: Sequence[Candidate]) -> int:
+        if batch:
+            return self._rotation.least_online(candidates)
+        return self._rotation.least([(c.online, c.inflight_tokens) for c in candidates])
+
+
+class RandomTwo:
+    """The one with fewer samples in flight of two replicas drawn at random."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = Random(seed)
+
+    def choose(self, prompt_tokens: int, batch: bool, candidates: Sequence[Candidate]) -> int:
+        if len(candidates) == 1:
+            return 0
+        drawn = self._random.sample(range(len(candidates)), 2)
+        return min(drawn, key=lambda i: (candidates[i].online, candidates[i].inflight_tokens))
+
+
+POLICIES: dict[str, Callable[[int], RoutingPolicy]] = {
+    "prefix": PrefixRouting,
+    "round-robin": RoundRobin,
+    "least-loaded": LeastLoaded,
+    "random-two": RandomTwo,
+}
+"""Policies by the name that `--routing` takes; each is made from a seed."""
+DEFAULT_POLICY = "prefix"
+
+
+def routing_policy(name: str = DEFAULT_POLICY, seed: int = 0) -> RoutingPolicy:
+    if name not in POLICIES:
+        near = get_close_matches(name, POLICIES, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(POLICIES)}."
+        raise ConfigError(f"The routing policy {name[:40]!r} is unknown; {hint}")
+    return POLICIES[name](seed)
