@@ -24,7 +24,8 @@ from bankfull.serve.batch.service import BatchService, handle_within
 from bankfull.serve.console.state import console_routes
 from bankfull.serve.engine.admission import QueueLimits
 from bankfull.serve.engine.backend import STOPPED, Unavailable
-from bankfull.serve.engine.link import STALL_SECONDS, Link
+from bankfull.serve.engine.keeper import STALL_SECONDS
+from bankfull.serve.engine.link import Link
 from bankfull.serve.guard.checks import GuardLimits, caller_named
 from bankfull.serve.guard.connections import ConnectionTable
 from bankfull.serve.guard.layers import Protection, protect

@@ -46,11 +46,11 @@ OWNERS = {
         "create_task": (3, "the batch's task, which the supervisor keeps"),
         "ensure_future": (1, "the batch's task, which waits for it"),
     },
-    "serve/engine/link.py": {
-        "create_task": (1, "Link._orphan: the server ends with the reason"),
+    "serve/engine/keeper.py": {
+        "create_task": (1, "EngineKeeper._orphan: the server ends with the reason"),
     },
     "serve/engine/process.py": {
-        "Popen": (1, "Link._supervise: started again"),
+        "Popen": (1, "EngineKeeper._supervise: started again"),
         "ensure_future": (1, "EngineProcess.until_ended, which raises its failure"),
     },
     "serve/guard/listen.py": {"create_task": (1, "the connection, whose handshake it is: it ends with it")},

@@ -17,7 +17,7 @@ import pytest
 
 from bankfull import SamplingParams
 from bankfull.errors import ModelError
-from bankfull.serve.engine import link as link_module
+from bankfull.serve.engine import keeper as keeper_module
 from bankfull.serve.engine.admission import QueueLimits
 from bankfull.serve.engine.backend import Busy, EngineDied, Unavailable
 from bankfull.serve.engine.link import Link
@@ -164,9 +164,9 @@ def test_an_engine_that_cannot_be_loaded_three_times_is_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     starts: list[Any] = []
-    start = link_module.EngineProcess.start
+    start = keeper_module.EngineProcess.start
 
-    async def doomed(self: link_module.EngineProcess) -> None:
+    async def doomed(self: keeper_module.EngineProcess) -> None:
         await start(self)
         starts.append(self.pid)
         os.kill(self.pid, signal.SIGKILL)
@@ -180,7 +180,7 @@ def test_an_engine_that_cannot_be_loaded_three_times_is_given_up(
         finally:
             await link.close()
 
-    monkeypatch.setattr(link_module.EngineProcess, "start", doomed)
+    monkeypatch.setattr(keeper_module.EngineProcess, "start", doomed)
     asyncio.run(wait())
     assert len(starts) == 3
     assert "not started again" in caplog.text
@@ -208,13 +208,13 @@ async def fail_to_load(link: Link, folder: Path, attempts: int) -> Path:
 def test_a_model_that_was_away_is_loaded_as_soon_as_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(link_module, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(link_module, "LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr(keeper_module, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(keeper_module, "LONGEST_PAUSE", 0.02)
 
     async def lose_and_find(folder: Path) -> None:
         link = Link(str(folder), OPTIONS, threads=1)
         try:
-            away = await fail_to_load(link, folder, link_module.MOST_FAILED_LOADS + 1)
+            away = await fail_to_load(link, folder, keeper_module.MOST_FAILED_LOADS + 1)
             assert not link.ready and link.failure is None
             assert "attempts to load the model again have failed" in link.says
             assert str(tmp_path) not in link.says and "away" not in link.says and "/" not in link.says
@@ -235,7 +235,7 @@ def test_a_model_that_was_away_is_loaded_as_soon_as_it_is_back(
 def test_a_link_without_an_engine_for_a_stated_time_fails_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(keeper_module, "FIRST_PAUSE", 0.01)
 
     async def lose(folder: Path) -> None:
         link = Link(str(folder), OPTIONS, threads=1, give_up_after=60.0)
@@ -271,7 +271,7 @@ def test_the_time_to_give_up_runs_only_while_there_is_no_engine() -> None:
 
 
 def test_a_supervisor_that_fails_ends_the_whole_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(self: link_module.EngineProcess, patience: float) -> str:
+    async def broken(self: keeper_module.EngineProcess, patience: float) -> str:
         self.kill()
         raise RuntimeError("a defect")
 
@@ -281,7 +281,7 @@ def test_a_supervisor_that_fails_ends_the_whole_with_its_reason(monkeypatch: pyt
         try:
             await link.wait_ready()
             waiting = link.generate(PROMPT, ENDLESS)
-            monkeypatch.setattr(link_module.EngineProcess, "finish", broken)
+            monkeypatch.setattr(keeper_module.EngineProcess, "finish", broken)
             assert link.engine_pid is not None
             os.kill(link.engine_pid, signal.SIGKILL)
             with pytest.raises((EngineDied, Unavailable)):

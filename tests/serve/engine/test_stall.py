@@ -12,7 +12,7 @@ import pytest
 from bankfull import SamplingParams
 from bankfull.errors import ConfigError
 from bankfull.progress import Progress, SharedProgress, watched_file
-from bankfull.serve.engine import link as link_module
+from bankfull.serve.engine import keeper as keeper_module
 from bankfull.serve.engine.backend import EngineDied
 from bankfull.serve.engine.link import Link
 from bankfull.serve.engine.stall import stalled
@@ -103,7 +103,7 @@ def test_the_count_of_another_process_is_read_where_it_lies(memory: bool, monkey
 def test_an_engine_that_hangs_is_ended_and_started_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(keeper_module, "FIRST_PAUSE", 0.0)
 
     async def hang() -> None:
         link = Link(str(speaking_folder()), OPTIONS, threads=1, stall_seconds=SECONDS)
