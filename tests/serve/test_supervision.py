@@ -51,7 +51,11 @@ OWNERS = {
     },
     "serve/engine/process.py": {
         "Popen": (1, "EngineKeeper._supervise: started again"),
-        "ensure_future": (1, "EngineProcess.until_ended, which raises its failure"),
+        "ensure_future": (1, "EngineConnection.until_ended, which raises its failure"),
+    },
+    "serve/engine/gateway.py": {
+        "create_subprocess_exec": (1, "the session: its end ends the server's connection, and Link starts another"),
+        "create_task": (2, "the gateway, which logs a failure; the session, whose control connection it reads"),
     },
     "serve/guard/listen.py": {"create_task": (1, "the connection, whose handshake it is: it ends with it")},
     "serve/api/openai/completions.py": {"ensure_future": (2, "the request whose prompts they run")},

@@ -14,7 +14,7 @@ from typing import NoReturn
 from bankfull.errors import BankfullError, ConfigError, ModelError
 from bankfull.serve.engine.admission import Admission, QueueLimits
 from bankfull.serve.engine.backend import STOPPED, EngineDied, Unavailable
-from bankfull.serve.engine.process import EngineFactory, EngineProcess
+from bankfull.serve.engine.process import EngineConnection, EngineFactory
 from bankfull.serve.engine.wire import Configure, Facts, FromEngine, Load, Ready, pack
 
 log = logging.getLogger("bankfull.serve")
@@ -64,7 +64,7 @@ class EngineKeeper(ABC):
         self._facts: Facts | None = None
         self._load: Load | None = None
         self._ready = self._draining = False
-        self._engine: EngineProcess | None = None
+        self._engine: EngineConnection | None = None
         self._refusal: str | None = None
         """Why the model cannot be loaded, as the engine process reported it."""
         self._last_failure = ""

@@ -1,4 +1,4 @@
-"""One engine process, and the API's end of its private socket."""
+"""The API's end of an engine's socket, and an engine that runs as a child process."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import cast
 import msgspec
 
 from bankfull.progress import SharedProgress, watched_file
+from bankfull.serve.engine.backend import Unavailable
 from bankfull.serve.engine.stall import stalled
 from bankfull.serve.engine.wire import HEADER, FromEngine, body_length, decoder
 
@@ -24,8 +25,8 @@ MOST_UNREAD = 64 << 10
 """Bytes in the socket's write buffer: messages in it cannot be withdrawn any more."""
 
 
-class EngineProcess(asyncio.Protocol):
-    """Sends and receives whole messages, in their order."""
+class EngineConnection(asyncio.Protocol):
+    """Sends and receives whole messages, in their order. Subclasses start and end the engine."""
 
     def __init__(self, receive: Callable[[FromEngine], None]) -> None:
         self._receive = receive
@@ -33,42 +34,16 @@ class EngineProcess(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._size = 0
         self._needed = HEADER
-        self._process: subprocess.Popen[bytes] | None = None
-        self._progress: SharedProgress | None = None
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._transport: asyncio.WriteTransport | None = None
         self._unsent: deque[tuple[int | None, bytes]] = deque()
         """Messages that wait until the engine has read the earlier ones."""
         self._paused = False
 
-    async def start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # -P: a file in the current folder must not shadow a module of the package.
-            file = watched_file()
-            try:
-                self._progress = SharedProgress(file)
-                shared = [theirs.fileno(), file]
-                command = [sys.executable, "-P", "-m", "bankfull.serve.engine.worker", *map(str, shared)]
-                self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=2, close_fds=True, pass_fds=shared
-                )
-            finally:
-                os.close(file)
-        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
-
-    @property
-    def progress(self) -> int:
-        """A counter that grows while a step runs."""
-        return self._progress.count if self._progress is not None else 0
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid if self._process is not None else 0
-
     def send(self, message: bytes, request: int | None = None) -> None:
         """In the order of the calls. `request`: the request that the message submits, for `withdraw`."""
-        assert self._transport is not None
+        if self._transport is None:
+            raise Unavailable("The engine is starting; ask again in a moment.")
         if self._paused:
             self._unsent.append((request, message))
         else:
@@ -103,22 +78,27 @@ class EngineProcess(asyncio.Protocol):
             self.kill()
             await self.ended
 
+    async def start(self) -> None:
+        """Start the engine and connect to it. Raises OSError."""
+        raise NotImplementedError
+
+    @property
+    def progress(self) -> int:
+        """A counter that grows while a step runs."""
+        raise NotImplementedError
+
+    @property
+    def pid(self) -> int:
+        """The number of the engine's process on its machine; 0 before it is known."""
+        raise NotImplementedError
+
     def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
+        """End the engine at once."""
+        raise NotImplementedError
 
     async def finish(self, patience: float) -> str:
-        """Wait for the process, and kill it after `patience` seconds; how it ended."""
-        if self._transport is not None:
-            self._transport.close()
-        if self._process is None:
-            return "before it began"
-        try:
-            status = await asyncio.to_thread(self._process.wait, patience)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            status = await asyncio.to_thread(self._process.wait)
-        return f"by signal {-status}" if status < 0 else f"with status {status}"
+        """Wait for the engine, and kill it after `patience` seconds; how it ended."""
+        raise NotImplementedError
 
     # -- asyncio.Protocol
 
@@ -168,5 +148,62 @@ class EngineProcess(asyncio.Protocol):
         return bytes(data[start:])
 
 
-EngineFactory = Callable[[Callable[[FromEngine], None]], EngineProcess]
+class EngineProcess(EngineConnection):
+    """A child process, connected by a private pair of sockets."""
+
+    def __init__(self, receive: Callable[[FromEngine], None]) -> None:
+        super().__init__(receive)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._progress: SharedProgress | None = None
+
+    async def start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            file = watched_file()
+            try:
+                self._progress = SharedProgress(file)
+                shared = [theirs.fileno(), file]
+                self._process = subprocess.Popen(
+                    worker_command(*shared), stdin=subprocess.DEVNULL, stdout=2, close_fds=True, pass_fds=shared
+                )
+            finally:
+                os.close(file)
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
+
+    @property
+    def progress(self) -> int:
+        return self._progress.count if self._progress is not None else 0
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    async def finish(self, patience: float) -> str:
+        if self._transport is not None:
+            self._transport.close()
+        if self._process is None:
+            return "before it began"
+        try:
+            status = await asyncio.to_thread(self._process.wait, patience)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = await asyncio.to_thread(self._process.wait)
+        return how_ended(status)
+
+
+def worker_command(*files: int) -> list[str]:
+    """Starts the engine with these inherited files: its socket, and where it writes its progress."""
+    # -P: a file in the current folder must not shadow a module of the package.
+    return [sys.executable, "-P", "-m", "bankfull.serve.engine.worker", *map(str, files)]
+
+
+def how_ended(status: int) -> str:
+    return f"by signal {-status}" if status < 0 else f"with status {status}"
+
+
+EngineFactory = Callable[[Callable[[FromEngine], None]], EngineConnection]
 """Makes an engine, not started yet, that passes its messages to the given function."""

@@ -1,0 +1,165 @@
+"""An engine process on another machine, behind the gateway of a replica."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from typing import cast
+
+from bankfull.serve.engine.gateway import HEARTBEAT, KILL, RUNNING
+from bankfull.serve.engine.handshake import CONTROL, ENGINE, HANDSHAKE_SECONDS, SESSION, HandshakeRefused, call, tune
+from bankfull.serve.engine.process import EngineConnection, how_ended
+from bankfull.serve.engine.wire import Failed, FromEngine
+
+log = logging.getLogger("bankfull.serve")
+
+SILENT_SECONDS = 5.0
+"""Time without a heartbeat after which the replica's machine counts as gone. The death of a process is noticed at once,
+because its connections are closed; only a machine without power or network is silent."""
+
+
+class RemoteEngine(EngineConnection):
+    """Connected by TCP. The gateway reports the engine's progress and kills it on request; when either connection is
+    lost, the engine has ended."""
+
+    def __init__(self, receive: Callable[[FromEngine], None], address: tuple[str, int], token: bytes) -> None:
+        super().__init__(receive)
+        self._address, self._token = address, token
+        self._control: ControlConnection | None = None
+        self._problem = "before it began"
+        """How the engine ended, if its gateway does not report a status."""
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        session = secrets.token_bytes(SESSION)
+        try:
+            control = await self._open(CONTROL, session)
+            _, self._control = await loop.create_connection(lambda: ControlConnection(self._lost), sock=control)
+            data = await self._open(ENGINE, session)
+            await loop.create_connection(lambda: self, sock=data)
+        except HandshakeRefused as error:  # the same with every further attempt
+            self._receive(Failed(f"{self.where}: {error}"))
+            raise ConnectionError(str(error)) from None
+        except OSError as error:
+            why = "no answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
+            self._problem = f"without a connection to {self.where} ({why})"
+            raise
+
+    @property
+    def where(self) -> str:
+        host, port = self._address
+        return f"{host}:{port}"
+
+    @property
+    def progress(self) -> int:
+        return self._control.progress if self._control is not None else 0
+
+    @property
+    def pid(self) -> int:
+        return self._control.pid if self._control is not None else 0
+
+    def kill(self) -> None:
+        if self._control is not None:
+            self._control.kill()
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def finish(self, patience: float) -> str:
+        if self._transport is not None:
+            self._transport.close()
+        if self._control is None:
+            return self._problem
+        if (status := await self._control.wait(patience)) is None:
+            self._control.kill()
+            status = await self._control.wait(HANDSHAKE_SECONDS)
+        self._control.close()
+        return self._problem if status is None else how_ended(status)
+
+    def _lost(self, why: str) -> None:
+        """The gateway is gone, and with it the watchdog: the engine is not used any longer."""
+        self._problem = f"when {why} ({self.where})"
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _open(self, purpose: bytes, session: bytes) -> socket.socket:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
+            found = await loop.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
+            connection = socket.socket(*found[0][:3])
+            try:
+                connection.setblocking(False)
+                tune(connection)
+                await loop.sock_connect(connection, found[0][4])
+                await call(connection, self._token, purpose, session)
+            except BaseException:
+                connection.close()
+                raise
+        return connection
+
+
+class ControlConnection(asyncio.Protocol):
+    """The control connection to a gateway."""
+
+    def __init__(self, lost: Callable[[str], None]) -> None:
+        self._lost = lost
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.WriteTransport | None = None
+        self._read = bytearray()
+        self._silence: asyncio.TimerHandle | None = None
+        self._exited: asyncio.Future[int | None] = self._loop.create_future()
+        """The exit status; None: it never became known."""
+        self._closed = False
+        self.progress = self.pid = 0
+
+    def kill(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(KILL)
+
+    async def wait(self, seconds: float) -> int | None:
+        """The exit status of the engine, if it comes in time."""
+        with suppress(TimeoutError):
+            return await asyncio.wait_for(asyncio.shield(self._exited), seconds)
+        return None
+
+    def close(self) -> None:
+        self._closed = True
+        if self._transport is not None:
+            self._transport.close()
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+        self._expect()
+
+    def data_received(self, data: bytes) -> None:
+        self._read += data
+        self._expect()
+        while len(self._read) >= HEARTBEAT.size:
+            self.pid, self.progress, status = HEARTBEAT.unpack(self._read[: HEARTBEAT.size])
+            del self._read[: HEARTBEAT.size]
+            if status != RUNNING and not self._exited.done():
+                self._exited.set_result(status)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
+        if not self._exited.done():
+            self._exited.set_result(None)
+        if not self._closed:
+            self._lost("the connection to its machine was lost")
+
+    def _expect(self) -> None:
+        """Restart the time-out for the next heartbeat."""
+        if self._silence is not None:
+            self._silence.cancel()
+        self._silence = self._loop.call_later(SILENT_SECONDS, self._silent)
+
+    def _silent(self) -> None:
+        log.error("The gateway of a replica has sent no heartbeat for %g seconds.", SILENT_SECONDS)
+        if self._transport is not None:
+            self._transport.abort()
