@@ -71,4 +71,4 @@ async def until(true: Callable[[], bool], seconds: float = 60.0) -> float:
 
 def idle(link: Link) -> bool:
     load = link.load
-    return load is not None and load.running == load.waiting == load.waiting_tokens == load.pages_used == 0
+    return load is None or load.running == load.waiting == load.waiting_tokens == load.pages_used == 0

@@ -21,6 +21,7 @@ from bankfull.serve.engine import keeper as keeper_module
 from bankfull.serve.engine.admission import QueueLimits
 from bankfull.serve.engine.backend import Busy, EngineDied, Unavailable
 from bankfull.serve.engine.link import Link
+from bankfull.serve.engine.process import EngineProcess
 from tests.serve.engine_kit import ENDLESS, OPTIONS, PROMPT, Service, collect, idle, service, until
 from tests.tiny import speaking_folder
 
@@ -164,9 +165,9 @@ def test_an_engine_that_cannot_be_loaded_three_times_is_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     starts: list[Any] = []
-    start = keeper_module.EngineProcess.start
+    start = EngineProcess.start
 
-    async def doomed(self: keeper_module.EngineProcess) -> None:
+    async def doomed(self: EngineProcess) -> None:
         await start(self)
         starts.append(self.pid)
         os.kill(self.pid, signal.SIGKILL)
@@ -180,7 +181,7 @@ def test_an_engine_that_cannot_be_loaded_three_times_is_given_up(
         finally:
             await link.close()
 
-    monkeypatch.setattr(keeper_module.EngineProcess, "start", doomed)
+    monkeypatch.setattr(EngineProcess, "start", doomed)
     asyncio.run(wait())
     assert len(starts) == 3
     assert "not started again" in caplog.text
@@ -271,7 +272,7 @@ def test_the_time_to_give_up_runs_only_while_there_is_no_engine() -> None:
 
 
 def test_a_supervisor_that_fails_ends_the_whole_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(self: keeper_module.EngineProcess, patience: float) -> str:
+    async def broken(self: EngineProcess, patience: float) -> str:
         self.kill()
         raise RuntimeError("a defect")
 
@@ -281,7 +282,7 @@ def test_a_supervisor_that_fails_ends_the_whole_with_its_reason(monkeypatch: pyt
         try:
             await link.wait_ready()
             waiting = link.generate(PROMPT, ENDLESS)
-            monkeypatch.setattr(keeper_module.EngineProcess, "finish", broken)
+            monkeypatch.setattr(EngineProcess, "finish", broken)
             assert link.engine_pid is not None
             os.kill(link.engine_pid, signal.SIGKILL)
             with pytest.raises((EngineDied, Unavailable)):

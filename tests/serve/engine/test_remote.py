@@ -17,7 +17,7 @@ from bankfull import SamplingParams
 from bankfull.errors import ModelError
 from bankfull.serve.engine import gateway as gateway_module
 from bankfull.serve.engine import handshake
-from bankfull.serve.engine import link as link_module
+from bankfull.serve.engine import keeper as keeper_module
 from bankfull.serve.engine import remote as remote_module
 from bankfull.serve.engine.backend import EngineDied
 from bankfull.serve.engine.gateway import Gateway
@@ -103,7 +103,7 @@ def test_the_answers_are_those_of_a_child_process() -> None:
 def test_a_killed_engine_fails_its_requests_and_is_started_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(keeper_module, "FIRST_PAUSE", 0.0)
 
     async def kill() -> None:
         async with gateway() as (made, address), linked(lambda: address) as link:
@@ -127,7 +127,7 @@ def test_a_killed_engine_fails_its_requests_and_is_started_again(
 def test_an_engine_that_hangs_is_killed_through_its_gateway(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(keeper_module, "FIRST_PAUSE", 0.0)
 
     async def hang() -> None:
         async with gateway() as (made, address), linked(lambda: address, stall_seconds=2.0) as link:
@@ -162,7 +162,7 @@ def test_closing_the_link_ends_the_engine_and_frees_the_gateway() -> None:
 
 
 def test_a_gateway_that_ends_takes_its_engine_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(keeper_module, "FIRST_PAUSE", 0.0)
 
     async def end() -> None:
         async with gateway() as (_, second):
@@ -325,7 +325,7 @@ def test_a_process_that_took_the_port_gets_no_prompt() -> None:
 
 
 def test_no_gateway_at_the_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(keeper_module, "FIRST_PAUSE", 0.0)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
