@@ -149,6 +149,14 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    def seeded(self, seed: int) -> SamplingParams:
+        """The same parameters with this seed, not checked again: `dataclasses.replace` takes 77 us."""
+        made = object.__new__(SamplingParams)
+        for name in SamplingParams.__slots__:
+            object.__setattr__(made, name, getattr(self, name))
+        object.__setattr__(made, "seed", seed)
+        return made
+
     def _check_numbers(self) -> None:
         _integer("n", self.n, 1, MAX_SAMPLES)
         _integer("top_k", self.top_k, -1, MAX_VOCAB)

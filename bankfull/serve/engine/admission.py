@@ -82,11 +82,24 @@ class Admission:
         """Refuse new requests; admitted ones go on."""
         self._closed = reason
 
-    def enter(self, prompt: int, samples: int, max_tokens: int | None, priority: int, tenant: str = "") -> Ticket:
-        """Raises Busy or Unavailable."""
+    def enter(
+        self,
+        prompt: int,
+        samples: int,
+        max_tokens: int | None,
+        priority: int,
+        tenant: str = "",
+        *,
+        admitted: bool = False,
+    ) -> Ticket:
+        """Raises Busy or Unavailable. A request that another engine has `admitted` is counted, but not refused for a
+        full queue."""
         most = max(0, self._max_len - prompt)
         tokens = prompt + samples * (most if max_tokens is None else min(max_tokens, most))
-        self.expect(samples, tokens, priority, tenant)
+        if not admitted:
+            self.expect(samples, tokens, priority, tenant)
+        elif self._closed is not None:
+            raise Unavailable(self._closed)
         if priority >= BATCH_PRIORITY:
             return Ticket(samples, tokens, counted=False)
         self._count(tenant, samples, tokens)

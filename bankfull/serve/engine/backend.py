@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from bankfull.errors import BankfullError
 from bankfull.outputs import Delta
@@ -29,8 +29,21 @@ class EngineDied(BankfullError):
     """The engine process ended while a request was running."""
 
 
+class EngineFault(EngineDied):
+    """The engine failed on this one request and goes on with all others: no other engine would do better."""
+
+
 class DeadlineExceeded(BankfullError):
     """The request's own deadline has passed."""
+
+
+class Continuation(NamedTuple):
+    """A request that another engine has begun. It was admitted there, so no engine refuses it for a full queue."""
+
+    generated: list[list[int]]
+    """Tokens of each sample so far, by sample number; empty to begin anew."""
+    finished: list[int]
+    """Numbers of the samples that have ended."""
 
 
 class Backend(Protocol):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import weakref
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from itertools import count
 
@@ -14,7 +14,7 @@ from bankfull.errors import BankfullError, RequestError
 from bankfull.outputs import Delta
 from bankfull.sample.params import SamplingParams
 from bankfull.serve.engine.admission import QueueLimits, Ticket
-from bankfull.serve.engine.backend import STOPPED, Busy, DeadlineExceeded, EngineDied, Unavailable
+from bankfull.serve.engine.backend import STOPPED, Busy, Continuation, DeadlineExceeded, EngineFault, Unavailable
 from bankfull.serve.engine.keeper import SHUTTING_DOWN, STALL_SECONDS, EngineKeeper
 from bankfull.serve.engine.process import EngineFactory, EngineProcess
 from bankfull.serve.engine.wire import (
@@ -26,6 +26,7 @@ from bankfull.serve.engine.wire import (
     FromEngine,
     Load,
     LoadingPhase,
+    PrefixChanges,
     Ready,
     Refused,
     RequestDone,
@@ -146,15 +147,18 @@ class Link(EngineKeeper):
         stall_seconds: float = STALL_SECONDS,
         give_up_after: float = 0.0,
         open_engine: EngineFactory = EngineProcess,
+        tells_prefixes: bool = False,
     ) -> None:
         """`stall_seconds`: time without progress after which an engine with work is restarted; 0: never.
         `give_up_after`: time without an engine after which a model that was loaded before is a `failure`; 0: never.
-        `open_engine` makes each engine that is started: by default a process on this machine."""
-        configure = Configure(model, dict(options or {}), threads)
+        `open_engine` makes each engine that is started: by default a process on this machine. `tells_prefixes`: the
+        engine reports the keys of its prefix cache to `on_prefixes`, for routing."""
+        configure = Configure(model, dict(options or {}), threads, tells_prefixes)
         super().__init__(configure, limits or QueueLimits(), open_engine, stall_seconds, give_up_after)
         self._streams: dict[int, weakref.ref[Stream]] = {}
         self._questions: dict[int, asyncio.Future[int]] = {}
         self._numbers = count(1)
+        self.on_prefixes: Callable[[PrefixChanges], None] | None = None
 
     # -- the backend
 
@@ -192,12 +196,16 @@ class Link(EngineKeeper):
         deadline: float | None = None,
         explain: bool = False,
         tenant: str = "",
+        begun: Continuation | None = None,
     ) -> AsyncIterator[list[Delta | RequestDone]]:
+        """`begun`: what the samples have generated on another engine. The deltas begin with the first new token."""
         if deadline is not None and deadline <= 0:
             raise DeadlineExceeded("The request's deadline has passed before it was begun.")
         most = 0 if pool is not None else params.max_tokens
-        ticket = self.admission.enter(len(prompt), params.n, most, priority, tenant)
+        ticket = self.admission.enter(len(prompt), params.n, most, priority, tenant, admitted=begun is not None)
         submit = Submit(next(self._numbers), prompt, params, priority, salt, pool, explain, tenant)
+        if begun is not None:
+            submit.generated, submit.finished = begun
         size = preparation(submit)
         stream = Stream(self, submit.id, ticket, prepared=not size)
         self._streams[stream.id] = weakref.ref(stream)
@@ -302,6 +310,8 @@ class Link(EngineKeeper):
                 self._steps += 1
                 self._load = message.load
                 self._deal(message)
+                if message.prefixes is not None and self.on_prefixes is not None:
+                    self.on_prefixes(message.prefixes)
             case Refused():
                 if (stream := self._stream(message.id)) is not None:
                     stream.fail(_error_of(message))
@@ -342,4 +352,4 @@ def _error_of(refused: Refused) -> BankfullError:
         return RequestError(refused.message)
     if refused.kind == "busy":
         return Busy(refused.message, 1.0)
-    return EngineDied(refused.message)
+    return EngineFault(refused.message)
