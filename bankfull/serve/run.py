@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -32,6 +33,8 @@ from bankfull.serve.guard.layers import Protection, protect
 from bankfull.serve.guard.listen import raise_file_limit, uvicorn_config
 from bankfull.serve.guard.reload import Reloader
 from bankfull.serve.guard.tls import certificates_of
+from bankfull.serve.replicas.local import SetFactory
+from bankfull.serve.replicas.replica_set import ReplicaSet
 from bankfull.serve.settings import Settings
 from bankfull.serve.supervise import Supervisor
 from bankfull.serve.telemetry.log import Logs
@@ -58,15 +61,17 @@ def run_server(
     grace: float = 30.0,
     stall_seconds: float = STALL_SECONDS,
     give_up_after: float = 0.0,
+    replicas: SetFactory | None = None,
 ) -> None:
     """Serve until stopped. A model that cannot be loaded at the start, or for `give_up_after` seconds later on (0: no
     limit), ends the server with a ModelError. `data`: the folder in which files and batches survive the server;
-    without it they are temporary."""
+    without it they are temporary. `replicas` makes the engines behind the API from a function that makes a link to one
+    (see `replicas.local`); without it there is one engine process, and no set of replicas on the path of a request."""
     logs = Logs(json=protection.log_json)
     try:
         with nullcontext(data) if data is not None else TemporaryDirectory(prefix="bankfull-serve-") as folder:
             place, times = Path(folder), (grace, stall_seconds, give_up_after)
-            _run(model, options, settings, protection, place, queue_requests, *times)
+            _run(model, options, settings, protection, place, queue_requests, *times, replicas)
     finally:
         logs.close()
 
@@ -81,6 +86,7 @@ def _run(
     grace: float,
     stall_seconds: float,
     give_up_after: float,
+    replicas: SetFactory | None,
 ) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     running = Running()
@@ -93,7 +99,12 @@ def _run(
     listening = listen(settings.host, settings.port)
     texts = Texts.open(model)
     queue = QueueLimits(requests=queue_requests)
-    link = Link(model, options, queue, stall_seconds=stall_seconds, give_up_after=give_up_after)
+    many = replicas is not None
+    make_link = partial(
+        Link, model, options, queue, stall_seconds=stall_seconds, give_up_after=give_up_after, tells_prefixes=many
+    )
+    link = make_link() if replicas is None else replicas(make_link)
+    views = link.views if isinstance(link, ReplicaSet) else None
     failure: list[Exception] = []
 
     async def announce(server: uvicorn.Server) -> None:
@@ -124,7 +135,9 @@ def _run(
             texts.close()
 
     supervisor = Supervisor()
-    metrics = ServiceMetrics(settings.names[0], vllm_names=protection.vllm_metrics, supervisor=supervisor)
+    metrics = ServiceMetrics(
+        settings.names[0], vllm_names=protection.vllm_metrics, supervisor=supervisor, replicas=views
+    )
     backend = WatchedBackend(link, metrics, keyring)
     app = create_app(backend, texts, settings, lifespan=life, supervisor=supervisor)
     batches = BatchService(
@@ -136,7 +149,7 @@ def _run(
         most_body_bytes=settings.max_body_bytes,
         supervisor=supervisor,
     )
-    app.router.routes.extend([*batches.routes, *console_routes(backend, metrics, backend.lines, settings)])
+    app.router.routes.extend([*batches.routes, *console_routes(backend, metrics, backend.lines, settings, views)])
     limits = GuardLimits(body_bytes=settings.max_body_bytes)
     layers = protect(
         app, backend, protection.access, metrics, limits=limits, log_prompts=protection.log_prompts, running=running
@@ -197,7 +210,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def greeting(link: Link, settings: Settings, listening: socket.socket, protection: Protection) -> str:
+def greeting(link: Link | ReplicaSet, settings: Settings, listening: socket.socket, protection: Protection) -> str:
     """The text for the terminal when the model is ready."""
     host, port = settings.host, listening.getsockname()[1]
     scheme = "http" if protection.tls.certificate is None else "https"

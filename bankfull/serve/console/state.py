@@ -7,6 +7,7 @@ Every API key may read it. A key sees its own requests; a key with `admin` sees 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -20,9 +21,12 @@ from bankfull.serve.console.pages import STATE_PATH, page_routes
 from bankfull.serve.console.timelines import TimeLine, TimeLines
 from bankfull.serve.engine.backend import Backend
 from bankfull.serve.engine.wire import Facts
+from bankfull.serve.replicas.view import ReplicaView
 from bankfull.serve.settings import Settings
 from bankfull.serve.telemetry.metrics import ServiceMetrics
 from bankfull.serve.telemetry.trace import current_trace
+
+Views = Callable[[], Sequence[ReplicaView]]
 
 SHOWN_RUNNING = 100
 FRESH = {"cache-control": "no-store"}
@@ -45,13 +49,23 @@ class State(msgspec.Struct):
     """The first SHOWN_RUNNING running requests, and those that ended after the number in the query."""
     last: int
     """The number for the next query."""
+    replicas: list[dict[str, Any]] = []
+    """The engines behind the API; empty where there is only one, without a set of replicas."""
 
 
 class ConsoleState:
     """The endpoint of the state document."""
 
-    def __init__(self, backend: Backend, metrics: ServiceMetrics, lines: TimeLines, settings: Settings) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        metrics: ServiceMetrics,
+        lines: TimeLines,
+        settings: Settings,
+        replicas: Views | None = None,
+    ) -> None:
         self._backend, self._metrics, self._lines, self._settings = backend, metrics, lines, settings
+        self._replicas = replicas
 
     async def show(self, request: Request) -> Response:
         state = self.after(_number(request.query_params.get("after", "0")))
@@ -81,6 +95,7 @@ class ConsoleState:
             sum(metrics.generation_tokens.values.values()),
             shown,
             last,
+            [] if self._replicas is None else [_shown(view) for view in self._replicas()],
         )
 
 
@@ -91,13 +106,24 @@ def _public(facts: Facts) -> dict[str, Any]:
     return public
 
 
+def _shown(view: ReplicaView) -> dict[str, Any]:
+    """All of a replica except its problem, which may name a path on this machine; counters by name."""
+    shown = msgspec.structs.asdict(view)
+    del shown["problem"]
+    if view.load is not None:
+        shown["load"] = msgspec.structs.asdict(view.load)
+    return shown
+
+
 def _number(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 16):
         raise Refusal("after must be the `last` of an earlier response.", param="after")
     return int(text)
 
 
-def console_routes(backend: Backend, metrics: ServiceMetrics, lines: TimeLines, settings: Settings) -> list[Route]:
+def console_routes(
+    backend: Backend, metrics: ServiceMetrics, lines: TimeLines, settings: Settings, replicas: Views | None = None
+) -> list[Route]:
     """All routes of the console."""
-    state = ConsoleState(backend, metrics, lines, settings)
+    state = ConsoleState(backend, metrics, lines, settings, replicas)
     return [*page_routes(), Route(STATE_PATH, state.show, methods=["GET"])]

@@ -37,6 +37,11 @@ class ReplicaMeter:
         self._row_ms = 0.0
         self.load: Load | None = None
 
+    @property
+    def requests(self) -> int:
+        """Requests that were sent and have not ended."""
+        return len(self._requests)
+
     def started(self, facts: Facts) -> None:
         """The replica's engine is ready."""
         self._rows, self._step_tokens = facts.rows, facts.step_tokens

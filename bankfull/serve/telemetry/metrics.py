@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from bankfull.serve.engine.backend import Backend
 from bankfull.serve.engine.wire import Facts, Load, RequestDone
+from bankfull.serve.replicas.view import ReplicaView
 from bankfull.serve.supervise import Supervisor
 from bankfull.serve.telemetry.exposition import Family, Histogram, ScalarMetric, write_families
+from bankfull.serve.telemetry.replica_metrics import replica_families
 
 PREFIX = "bankfull:"
 VLLM_PREFIX = "vllm:"
@@ -35,8 +37,10 @@ class ServiceMetrics:
         vllm_names: bool = False,
         clock: Callable[[], float] = time.monotonic,
         supervisor: Supervisor | None = None,
+        replicas: Callable[[], Sequence[ReplicaView]] | None = None,
     ) -> None:
         self._model, self._clock, self._supervisor = model, clock, supervisor
+        self._replicas = replicas
         self._marks: deque[tuple[float, Load]] = deque()
         gauge, counter = "gauge", "counter"
         # -- metrics that vLLM has too
@@ -178,6 +182,8 @@ class ServiceMetrics:
         shown = [family for family in self.families if family not in self._needs or self._needs[family] in ceilings]
         name = self._model if self._model is not None or facts is None else facts.name
         labels = {} if name is None else {"model_name": name}
+        if self._replicas is not None:
+            shown += replica_families(self._replicas())
         return write_families(shown, PREFIX, labels) + write_families(self._vllm_families, VLLM_PREFIX, labels)
 
     def _update(self, load: Load, facts: Facts | None) -> None:

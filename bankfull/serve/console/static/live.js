@@ -39,12 +39,32 @@ export function livePage() {
   return (state) => {
     const ceilings = state.now?.facts?.ceilings ?? null;
     find("#roofline").hidden = !ceilings;
-    find("#unmeasured").hidden = !state.now?.facts || Boolean(ceilings);
+    const replicas = state.now?.replicas ?? [];
+    find("#unmeasured").hidden = !state.now?.facts || Boolean(ceilings) || replicas.length > 1;
+    find("#replicas").hidden = replicas.length < 2;
+    find("#replicas tbody").replaceChildren(...replicas.map(replicaRow));
     find("#doubtful").hidden = !doubtful(state.samples);
     find("#tiles").replaceChildren(...tiles(state, ceilings));
     if (ceilings) roofline.show(ceilings, state.samples);
     for (const chart of charts) chart.show(state.samples);
   };
+}
+
+function replicaRow(replica) {
+  const { load } = replica;
+  const figures = [
+    ["Running", load ? `${count(load.running)} of ${count(replica.rows)}` : "–"],
+    ["Waiting", count(load?.waiting)],
+    ["KV cache pages", percent(load?.pages_total ? load.pages_used / load.pages_total : null)],
+    ["Prefix hits", percent(replica.hit_rate)],
+    ["Restarts", count(replica.restarts)],
+    ["Resumed elsewhere", count(replica.resumed)],
+  ];
+  return make(
+    "tr", {},
+    ...["name", "state", "device"].map((name) => make("td", { "data-name": name }, replica[name])),
+    ...figures.map(([name, value]) => make("td", { "data-name": name, class: "figure" }, value)),
+  );
 }
 
 /** Whether the last steps clearly beat their limit, which means that the limit was measured badly. */

@@ -113,7 +113,7 @@ export function between(first, second) {
     found: passed.prefix_hits,
     step: passed.steps ? passed.busy / passed.steps : null,
     limit: passed.steps && least ? least / passed.steps : null,
-    busy: Math.min(1, passed.busy / seconds),
+    busy: Math.min(1, passed.busy / seconds / Math.max(1, second.replicas?.length ?? 0)),
     decode, prompt,
   };
 }

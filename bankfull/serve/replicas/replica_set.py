@@ -1,0 +1,422 @@
+"""The API's backend over several engines: routes each request to a replica, and keeps streams alive when one ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from itertools import count
+from random import SystemRandom
+from typing import NoReturn, Protocol
+
+import msgspec
+
+from bankfull.errors import ConfigError, ModelError
+from bankfull.outputs import Delta
+from bankfull.sample.params import SamplingParams
+from bankfull.sched.policy import BATCH_PRIORITY
+from bankfull.serve.engine.backend import Backend, Busy, Continuation, DeadlineExceeded, Unavailable
+from bankfull.serve.engine.wire import Facts, Load, PrefixChanges, RequestDone
+from bankfull.serve.replicas.meter import ReplicaMeter
+from bankfull.serve.replicas.prefixes import HeldPrefixes, PromptKeys
+from bankfull.serve.replicas.resume import Leg, ResumableStream, SentParts
+from bankfull.serve.replicas.routing import RoutingPolicy
+from bankfull.serve.replicas.view import ReplicaView
+
+log = logging.getLogger("bankfull.serve")
+
+PATIENCE = 10.0
+"""Seconds that a stream waits for a replica that can continue it; a small model is loaded again in about 3."""
+NO_REPLICA = "No replica is running; ask again in a moment."
+COUNTERS = (
+    "prefix_queries",
+    "prefix_hits",
+    "preemptions",
+    "steps",
+    "busy",
+    "bytes_moved",
+    "flops",
+    "decode_busy",
+    "decode_bytes",
+    "decode_flops",
+)
+"""Fields of `Load` that only grow while an engine runs."""
+GAUGES = ("running", "waiting", "waiting_tokens", "pages_used", "pages_total")
+
+
+class ReplicaLink(Backend, Protocol):
+    """One engine and its supervision: `Link`, or a test's own."""
+
+    phase: str
+    failure: str | None
+    on_change: Callable[[], None] | None
+    on_prefixes: Callable[[PrefixChanges], None] | None
+
+    def generate(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        salt: str = "",
+        pool: str | None = None,
+        deadline: float | None = None,
+        explain: bool = False,
+        tenant: str = "",
+        begun: Continuation | None = None,
+    ) -> AsyncIterator[list[Delta | RequestDone]]: ...
+
+    async def start(self) -> None: ...
+
+    async def drain(self, grace: float) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class RoutedReplica:
+    """One engine, what the front knows about it, and what it has counted."""
+
+    def __init__(self, name: str, link: ReplicaLink) -> None:
+        self.name, self.link = name, link
+        self.meter = ReplicaMeter()
+        self.held: HeldPrefixes | None = None
+        self.refusal = ""
+        """Why its engine does not fit to the others."""
+        self.leaving = False
+        self.resumed = 0
+        self.seen: Load | None = None
+        """The load that was last added up."""
+        link.on_prefixes = self._apply
+
+    @property
+    def ready(self) -> bool:
+        return self.link.ready and not self.leaving and not self.refusal
+
+    @property
+    def state(self) -> str:
+        if self.link.failure is not None:
+            return "failed"
+        if self.leaving:
+            return "draining"
+        if self.refusal:
+            return "refused"
+        if self.link.ready:
+            return "ready"
+        return "loading" if self.link.facts is None else "restarting"
+
+    def begin(self, facts: Facts) -> None:
+        self.meter.started(facts)
+        self.held = HeldPrefixes(facts)
+
+    def lose(self) -> None:
+        self.meter.lost()
+        self.held = None
+
+    def cached_tokens(self, keys: PromptKeys) -> int:
+        return 0 if self.held is None else self.held.cached_tokens(keys)
+
+    def _apply(self, changes: PrefixChanges) -> None:
+        if self.held is not None:
+            self.held.apply(changes)
+
+    def view(self) -> ReplicaView:
+        link, load = self.link, self.link.load
+        queries = load.prefix_queries if load is not None else 0
+        return ReplicaView(
+            name=self.name,
+            state=self.state,
+            problem=link.failure or self.refusal,
+            device=link.facts.device if link.facts is not None else "",
+            rows=link.facts.rows if link.facts is not None else 0,
+            requests=self.meter.requests,
+            load=load,
+            prefix_keys=0 if self.held is None else len(self.held),
+            hit_rate=load.prefix_hits / queries if load is not None and queries else None,
+            restarts=link.restarts,
+            failed_loads=link.failed_loads,
+            resumed=self.resumed,
+        )
+
+
+class ReplicaSet:
+    """A `Backend`. All of it runs on one event loop."""
+
+    def __init__(self, links: Mapping[str, ReplicaLink], policy: RoutingPolicy, *, patience: float = PATIENCE) -> None:
+        """`links` by name; more can be added while it runs. `patience`: seconds that a stream whose replica has ended
+        waits for another one."""
+        self.patience = patience
+        self._policy = policy
+        self._replicas: dict[str, RoutedReplica] = {}
+        self._facts: Facts | None = None
+        """Those of the first replica that was ready: the others must fit to them."""
+        self._numbers = count(1)
+        self._seeds = SystemRandom()
+        self._started = self._closing = False
+        self._changed = asyncio.Event()
+        self._removed_restarts = self._removed_failures = 0
+        self._past = dict.fromkeys(COUNTERS, 0.0)
+        """Counters of engines that have ended: without them the sums would fall."""
+        for name, link in links.items():
+            self._enlist(name, link)
+
+    # -- the backend
+
+    @property
+    def ready(self) -> bool:
+        return not self._closing and any(replica.ready for replica in self._replicas.values())
+
+    @property
+    def facts(self) -> Facts | None:
+        """Of the model, with the rows and pages of all replicas. The ceilings of one machine are not those of all."""
+        known = [r.link.facts for r in self._replicas.values() if r.link.facts is not None and not r.refusal]
+        if self._facts is None or len(known) < 2:
+            return self._facts
+        rows, pages = sum(facts.rows for facts in known), sum(facts.pages for facts in known)
+        return msgspec.structs.replace(self._facts, rows=rows, pages=pages, ceilings=None)
+
+    @property
+    def load(self) -> Load | None:
+        """The sum of all replicas; counters never fall, although engines end."""
+        self._settle_counters()
+        loads = [replica.seen for replica in self._replicas.values() if replica.seen is not None]
+        if not loads and not self._past["steps"]:
+            return None
+        sums = {name: sum(getattr(load, name) for load in loads) for name in (*GAUGES, *COUNTERS)}
+        for name, past in self._past.items():
+            sums[name] += type(sums[name])(past)
+        return Load(**sums)
+
+    @property
+    def says(self) -> str:
+        """The reason of the replica that is nearest to being ready."""
+        reasons = [replica.link.says for replica in self._replicas.values() if not replica.refusal]
+        return "" if self.ready else next(filter(None, reasons), NO_REPLICA)
+
+    @property
+    def restarts(self) -> int:
+        return self._removed_restarts + sum(replica.link.restarts for replica in self._replicas.values())
+
+    @property
+    def failed_loads(self) -> int:
+        return self._removed_failures + sum(replica.link.failed_loads for replica in self._replicas.values())
+
+    def expect(self, samples: int, priority: int = 0, tenant: str = "") -> None:
+        refusals: list[Busy | Unavailable] = []
+        for replica in self._replicas.values():
+            if replica.ready:
+                try:
+                    replica.link.expect(samples, priority, tenant)
+                    return
+                except (Busy, Unavailable) as error:
+                    refusals.append(error)
+        raise _mildest(refusals) or Unavailable(self.says or NO_REPLICA)
+
+    def generate(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        salt: str = "",
+        pool: str | None = None,
+        deadline: float | None = None,
+        explain: bool = False,
+        tenant: str = "",
+    ) -> AsyncIterator[list[Delta | RequestDone]]:
+        if deadline is not None and deadline <= 0:
+            raise DeadlineExceeded("The request's deadline has passed before it was begun.")
+        if params.seed is None:
+            # An engine would draw a seed that another one cannot know.
+            params = params.seeded(self._seeds.getrandbits(63))
+        return ResumableStream(self, SentParts(prompt, params, priority, salt, pool, explain, tenant), deadline)
+
+    async def reset_cache(self) -> int:
+        """Of all replicas; one that ends meanwhile has an empty cache anyway."""
+        asked = [replica.link.reset_cache() for replica in self._replicas.values() if replica.link.ready]
+        freed = await asyncio.gather(*asked, return_exceptions=True)
+        return sum(pages for pages in freed if isinstance(pages, int))
+
+    # -- replicas
+
+    async def add(self, name: str, link: ReplicaLink) -> None:
+        """One more replica. It gets requests as soon as it is ready. Starts it, if the set was started."""
+        self._enlist(name, link)
+        if self._started:
+            await link.start()
+
+    async def remove(self, name: str, grace: float = 30.0) -> None:
+        """Drain a replica and end it: it gets no new requests, online ones may finish there within `grace` seconds,
+        and the rest continue on other replicas."""
+        replica = self._replicas.get(name)
+        if replica is None:
+            raise ConfigError(f"There is no replica {name!r}; there are {', '.join(self._replicas) or 'none'}.")
+        replica.leaving = True
+        self._notify()
+        await replica.link.drain(grace)
+        await replica.link.close()
+        self._settle_counters()
+        if replica.seen is not None:
+            self._count_past(replica.seen)
+        self._removed_restarts += replica.link.restarts
+        self._removed_failures += replica.link.failed_loads
+        del self._replicas[name]
+        replica.link.on_change = replica.link.on_prefixes = None
+        for refused in [other for other in self._replicas.values() if other.refusal]:
+            self._on_change(refused)  # it may have differed from this one only
+        self._notify()
+
+    def views(self) -> list[ReplicaView]:
+        return [replica.view() for replica in self._replicas.values()]
+
+    def _enlist(self, name: str, link: ReplicaLink) -> None:
+        if name in self._replicas:
+            raise ConfigError(f"There is a replica {name!r} already; give each its own name.")
+        replica = self._replicas[name] = RoutedReplica(name, link)
+        link.on_change = lambda: self._on_change(replica)
+        self._on_change(replica)
+
+    def _on_change(self, replica: RoutedReplica) -> None:
+        """Its engine has become ready, has ended or is given up."""
+        facts = replica.link.facts
+        if replica.link.ready and facts is not None:
+            others = [r for r in self._replicas.values() if r is not replica and r.link.facts is not None]
+            if self._facts is None or all(other.refusal for other in others):
+                self._facts = facts
+            replica.refusal = _difference(replica.name, facts, self._facts)
+            if replica.refusal:
+                log.error("%s", replica.refusal)
+            else:
+                replica.begin(facts)
+        else:
+            replica.lose()
+        self._notify()
+
+    def _notify(self) -> None:
+        """Wake all tasks that wait for a change of state."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _settle_counters(self) -> None:
+        for replica in self._replicas.values():
+            load, seen = replica.link.load, replica.seen
+            if seen is not None and (load is None or load.steps < seen.steps):
+                self._count_past(seen)  # that engine has ended
+            replica.seen = load
+
+    def _count_past(self, load: Load) -> None:
+        for name in COUNTERS:
+            self._past[name] += getattr(load, name)
+
+    # -- requests
+
+    @property
+    def closing(self) -> bool:
+        return self._closing
+
+    def dispatch(self, parts: SentParts, deadline: float | None, begun: Continuation | None = None) -> Leg:
+        """Submit a request to the replica that the policy chooses among those that admit it. Raises Busy or Unavailable
+        if none does."""
+        choices = [replica for replica in self._replicas.values() if replica.ready]
+        tokens = len(parts.prompt) + (sum(map(len, begun.generated)) if begun is not None else 0)
+        batch = parts.priority >= BATCH_PRIORITY
+        cached = self._cached_tokens(parts, choices)
+        refusals: list[Busy | Unavailable] = []
+        while choices:
+            index = 0
+            if len(choices) > 1:
+                for replica in choices:
+                    replica.meter.load = replica.link.load
+                seen = [replica.meter.candidate(held) for replica, held in zip(choices, cached, strict=True)]
+                index = self._policy.choose(tokens, batch, seen)
+            replica, held = choices.pop(index), cached.pop(index)
+            try:
+                steps = replica.link.generate(
+                    parts.prompt,
+                    parts.params,
+                    priority=parts.priority,
+                    salt=parts.salt,
+                    pool=parts.pool,
+                    deadline=deadline,
+                    explain=parts.explain,
+                    tenant=parts.tenant,
+                    begun=begun,
+                )
+            except (Busy, Unavailable) as error:
+                refusals.append(error)
+                continue
+            number = next(self._numbers)
+            replica.meter.sent(number, tokens, held, parts.params.n, batch)
+            return Leg(replica.name, steps, replica.meter, number)
+        raise _mildest(refusals) or Unavailable(self.says or NO_REPLICA)
+
+    def _cached_tokens(self, parts: SentParts, choices: list[RoutedReplica]) -> list[int]:
+        """Tokens of the prompt that each replica holds."""
+        if len(choices) < 2 or self._facts is None:
+            return [0] * len(choices)
+        reuse = parts.params.prompt_logprobs is None and parts.pool != "mean"
+        keys = PromptKeys(parts.prompt, parts.salt, self._facts.page_tokens, reuse=reuse)
+        return [replica.cached_tokens(keys) for replica in choices]
+
+    async def wait_change(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), seconds)
+
+    def resumed(self, replica: str) -> None:
+        if (left := self._replicas.get(replica)) is not None:
+            left.resumed += 1
+
+    # -- life
+
+    async def start(self) -> None:
+        """Returns at once; `wait_ready` waits until a replica has loaded the model."""
+        self._started = True
+        for replica in self._replicas.values():
+            await replica.link.start()
+
+    async def wait_ready(self) -> None:
+        """Raises ModelError when every replica has been given up."""
+        while not self.ready:
+            self._raise_failure()
+            await self._changed.wait()
+
+    async def wait_failed(self) -> NoReturn:
+        """Raises ModelError once every replica has been given up; otherwise waits for ever."""
+        while True:
+            self._raise_failure()
+            await self._changed.wait()
+
+    def _raise_failure(self) -> None:
+        failures = [replica.link.failure for replica in self._replicas.values()]
+        if failures and None not in failures:
+            raise ModelError(failures[0])
+
+    async def drain(self, grace: float) -> None:
+        """Refuse new requests; running ones may finish within `grace` seconds."""
+        self._closing = True
+        await asyncio.gather(*(replica.link.drain(grace) for replica in self._replicas.values()))
+
+    async def close(self) -> None:
+        """End all engines; requests that still run get an error."""
+        self._closing = True
+        await asyncio.gather(*(replica.link.close() for replica in self._replicas.values()))
+
+
+def _mildest(refusals: list[Busy | Unavailable]) -> Busy | Unavailable | None:
+    """The refusal with the shortest wait."""
+    waits = [refusal for refusal in refusals if isinstance(refusal, Busy)]
+    if waits:
+        return min(waits, key=lambda busy: busy.retry_after)
+    return refusals[0] if refusals else None
+
+
+def _difference(name: str, facts: Facts, others: Facts) -> str:
+    """Why a replica cannot serve beside the others, in one sentence; empty if it can."""
+    for what, own, usual in (
+        ("serves the model", facts.name, others.name),
+        ("has a vocabulary of size", facts.vocab, others.vocab),
+        ("has a context in tokens of", facts.max_len, others.max_len),
+    ):
+        if own != usual:
+            return f"Replica {name} {what} {own}, the others {usual}: start it with the same model and options."
+    return ""

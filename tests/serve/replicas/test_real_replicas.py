@@ -1,0 +1,269 @@
+"""Two real engine processes with a tiny model: one is killed, and its streams go on with the tokens of an undisturbed
+run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from random import Random
+from typing import Any
+
+import pytest
+
+from bankfull import SamplingParams
+from bankfull.outputs import Delta
+from bankfull.sample.params import StructuredOutput
+from bankfull.sched.policy import BATCH_PRIORITY
+from bankfull.serve.engine.backend import Unavailable
+from bankfull.serve.engine.link import Link
+from bankfull.serve.engine.wire import RequestDone
+from bankfull.serve.replicas.replica_set import ReplicaSet
+from bankfull.serve.replicas.routing import routing_policy
+from tests.serve.engine_kit import OPTIONS, until
+from tests.tiny import speaking_folder
+
+PROMPT = list(range(40, 60))
+Items = list[Delta | RequestDone]
+
+
+def make_link() -> Link:
+    return Link(str(speaking_folder()), OPTIONS, threads=1, tells_prefixes=True)
+
+
+class Replicas:
+    """The set, its links, and the event loop on which all of it runs."""
+
+    def __init__(self) -> None:
+        self.links = {"a": make_link(), "b": make_link()}
+        self.set = ReplicaSet(self.links, routing_policy("least-loaded"), patience=60.0)
+        self.runner = asyncio.Runner()
+
+    def run(self, what: Callable[[Replicas], Awaitable[None]], timeout: float = 120.0) -> None:
+        async def bounded() -> None:
+            await asyncio.wait_for(what(self), timeout)
+
+        self.runner.run(bounded())
+
+    async def both_ready(self) -> None:
+        await until(lambda: all(link.ready for link in self.links.values()), 120)
+
+    def kill(self, name: str) -> None:
+        pid = self.links[name].engine_pid
+        assert pid
+        os.kill(pid, signal.SIGKILL)
+
+    def where(self) -> str:
+        """The replica of the only request."""
+        [name] = [view.name for view in self.set.views() if view.requests]
+        return name
+
+
+@contextmanager
+def running() -> Iterator[Replicas]:
+    async def start(made: Replicas) -> None:
+        await made.set.start()
+        await made.both_ready()
+
+    made = Replicas()
+    try:
+        made.run(start, timeout=240.0)
+        yield made
+    finally:
+        made.runner.run(made.set.close())
+        made.runner.close()
+
+
+@pytest.fixture(scope="module")
+def replicas() -> Iterator[Replicas]:
+    with running() as made:
+        yield made
+
+
+async def collect(stream: AsyncIterator[Items]) -> Items:
+    return [item async for items in stream for item in items]
+
+
+def told(items: Items) -> dict[int, tuple[list[int], str, list[Any], str | None]]:
+    """Of each sample: tokens, text, log-probabilities of the chosen tokens, and the reason of its end."""
+    found: dict[int, tuple[list[int], str, list[Any], str | None]] = {}
+    for item in items:
+        if isinstance(item, Delta):
+            tokens, text, scores, finish = found.get(item.index, ([], "", [], None))
+            assert finish is None, "something came after the end"
+            fresh = [next(iter(line)) for line in item.logprobs or ()]
+            found[item.index] = tokens + item.token_ids, text + item.text, scores + fresh, item.finish_reason
+    assert isinstance(items[-1], RequestDone) and sum(isinstance(item, RequestDone) for item in items) == 1
+    assert items[-1].output_tokens == sum(len(tokens) for tokens, *_ in found.values())
+    return found
+
+
+CASES = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True),
+    "sampled": SamplingParams(seed=5, max_tokens=60, ignore_eos=True, top_p=0.95, logprobs=2),
+    "samples": SamplingParams(seed=6, max_tokens=40, ignore_eos=True, n=3),
+    "penalties": SamplingParams(
+        seed=7, max_tokens=60, ignore_eos=True, repetition_penalty=1.3, presence_penalty=0.5, min_tokens=30
+    ),
+    "grammar": SamplingParams(seed=8, max_tokens=60, structured=StructuredOutput(regex="[ab]{30}[cd]{25}")),
+    "prompt logprobs": SamplingParams(seed=9, max_tokens=50, ignore_eos=True, prompt_logprobs=1),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_killed_engine_costs_a_stream_no_token(replicas: Replicas, case: str) -> None:
+    params = CASES[case]
+
+    async def check(made: Replicas) -> None:
+        await made.both_ready()
+        usual = await collect(made.set.generate(PROMPT, params))
+        stream = made.set.generate(PROMPT, params)
+        items: Items = []
+        killed = ""
+        async for step in stream:
+            items += step
+            if not killed and sum(len(item.token_ids) for item in items if isinstance(item, Delta)) >= 5 * params.n:
+                killed = made.where()
+                made.kill(killed)
+        assert killed and told(items) == told(usual)
+        [view] = [view for view in made.set.views() if view.name == killed]
+        assert view.resumed
+        if params.prompt_logprobs is not None:
+            assert isinstance(items[-1], RequestDone) and isinstance(usual[-1], RequestDone)
+            assert items[-1].prompt_logprobs == usual[-1].prompt_logprobs is not None
+
+    replicas.run(check)
+
+
+def test_a_request_without_a_seed_goes_on_as_it_began(replicas: Replicas) -> None:
+    """The front draws its seed: the second engine must not draw another one."""
+
+    async def check(made: Replicas) -> None:
+        await made.both_ready()
+        params = SamplingParams(max_tokens=60, ignore_eos=True)
+        seeds: list[int | None] = []
+        for link in made.links.values():
+            _record_seeds(link, seeds)
+        try:
+            items: Items = []
+            killed = False
+            async for step in made.set.generate(PROMPT, params):
+                items += step
+                if not killed and len(items) > 5:
+                    killed = True
+                    made.kill(made.where())
+        finally:
+            for link in made.links.values():
+                del link.generate  # type: ignore[method-assign]
+        assert len(seeds) == 2 and seeds[0] == seeds[1] is not None
+        await made.both_ready()
+        again = await collect(made.set.generate(PROMPT, params.seeded(seeds[0])))
+        assert told(items) == told(again)
+
+    replicas.run(check)
+
+
+def _record_seeds(link: Link, seeds: list[int | None]) -> None:
+    generate = link.generate
+
+    def recording(prompt: list[int], params: SamplingParams, **how: Any) -> AsyncIterator[Items]:
+        seeds.append(params.seed)
+        return generate(prompt, params, **how)
+
+    link.generate = recording  # type: ignore[method-assign, assignment]
+
+
+def test_an_embedding_and_batch_work_survive_too(replicas: Replicas) -> None:
+    async def check(made: Replicas) -> None:
+        await made.both_ready()
+        params = SamplingParams(max_tokens=1)
+        usual = await collect(made.set.generate(PROMPT, params, pool="mean"))
+        stream = made.set.generate(PROMPT, params, pool="mean")
+        made.kill(made.where())
+        found = await collect(stream)
+        assert found[-1].embedding == usual[-1].embedding is not None  # type: ignore[union-attr]
+        await made.both_ready()
+        batch = SamplingParams(seed=1, max_tokens=40, ignore_eos=True)
+        usual = await collect(made.set.generate(PROMPT, batch, priority=BATCH_PRIORITY))
+        stream = made.set.generate(PROMPT, batch, priority=BATCH_PRIORITY)
+        first = await anext(stream)
+        made.kill(made.where())
+        assert told([*first, *await collect(stream)]) == told(usual)
+
+    replicas.run(check)
+
+
+def test_a_drained_replica_hands_its_streams_over(replicas: Replicas) -> None:
+    params = SamplingParams(seed=2, max_tokens=60, ignore_eos=True)
+
+    async def check(made: Replicas) -> None:
+        await made.both_ready()
+        usual = await collect(made.set.generate(PROMPT, params))
+        stream = made.set.generate(PROMPT, params)
+        first = await anext(stream)
+        name = made.where()
+        removing = asyncio.ensure_future(made.set.remove(name, grace=0.0))
+        assert told([*first, *await collect(stream)]) == told(usual)
+        await removing
+        assert [view.name for view in made.set.views()] != [] and name not in [v.name for v in made.set.views()]
+        made.links[name] = make_link()
+        await made.set.add(name, made.links[name])
+        await made.both_ready()
+
+    replicas.run(check)
+
+
+@asynccontextmanager
+async def kills(made: Replicas, random: Random, pause: float) -> AsyncIterator[list[str]]:
+    """Kill one engine after the other, as long as it is entered."""
+    killed: list[str] = []
+
+    async def kill() -> None:
+        while True:
+            await asyncio.sleep(pause * random.random())
+            await until(lambda: made.set.ready)
+            name = random.choice([name for name, link in made.links.items() if link.ready])
+            made.kill(name)
+            killed.append(name)
+
+    task = asyncio.ensure_future(kill())
+    try:
+        yield killed
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+def test_a_storm_of_kills_loses_and_doubles_nothing(replicas: Replicas) -> None:
+    random = Random(11)
+    requests = [
+        (
+            [random.randrange(300) for _ in range(random.randint(1, 40))],
+            SamplingParams(seed=number, max_tokens=random.randint(20, 60), ignore_eos=True, n=random.choice([1, 1, 2])),
+        )
+        for number in range(24)
+    ]
+
+    async def client(made: Replicas, prompt: list[int], params: SamplingParams) -> Items:
+        while True:
+            try:
+                return await collect(made.set.generate(prompt, params))
+            except Unavailable:  # refused before it began
+                await asyncio.sleep(0.02)
+
+    async def check(made: Replicas) -> None:
+        await made.both_ready()
+        usual = [told(await client(made, *request)) for request in requests]
+        resumed = sum(view.resumed for view in made.set.views())
+        async with kills(made, random, 0.5) as killed:
+            found: list[Any] = []
+            while len(killed) < 4:
+                found += await asyncio.gather(*(client(made, *request) for request in requests))
+        for number, items in enumerate(found):
+            assert told(items) == usual[number % len(requests)]
+        assert sum(view.resumed for view in made.set.views()) > resumed
+        await until(lambda: all(view.requests == 0 for view in made.set.views()))
+
+    replicas.run(check, timeout=240.0)
