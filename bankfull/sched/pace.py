@@ -58,6 +58,8 @@ class Pace:
 
     def __init__(self, bound: float = 0.0, least: int = LEAST_TOKENS) -> None:
         self.bound, self.least = bound, least
+        self.measured = bound > 0
+        """Whether steps are timed, which a bound needs."""
         self._decodes: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
         """Sequences and seconds of steps without prompts."""
         self._plain, self._scored = Rate(), Rate()

@@ -442,7 +442,7 @@ class Scheduler:
 
     def took(self, plan: StepPlan, seconds: float) -> None:
         """The oldest launched step has finished; `seconds`: the time the device spent on it alone."""
-        if self.pace.bound:
+        if self.pace.measured:
             step, served = self._inflight[0]
             assert step == plan.step, f"step {plan.step} has taken its time where {step} is due"
             parts = zip(plan.work, served, strict=True)

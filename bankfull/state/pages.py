@@ -52,6 +52,11 @@ class Pool:
         return len(self._free) + len(self._cached)
 
     @property
+    def cached(self) -> int:
+        """Unreferenced places whose content can be found by its key."""
+        return len(self._cached)
+
+    @property
     def coming(self) -> int:
         """Quarantined places, which become available when the launched steps have settled."""
         return len(self._waiting)

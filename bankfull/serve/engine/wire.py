@@ -190,6 +190,8 @@ class Load(msgspec.Struct, array_like=True):
     """Milliseconds per prompt token, from the last steps; 0 if not measured, or not asked for."""
     step_ms: float = 0.0
     """Milliseconds of a decode step with one more row than now, from the last steps; 0 likewise."""
+    pages_cached: int = 0
+    """Unused pages that hold cached prefixes; 0 if not asked for."""
 
 
 class PrefixChanges(msgspec.Struct, array_like=True):

@@ -25,6 +25,7 @@ from bankfull.progress import PROGRESS
 from bankfull.sched.policy import BATCH_PRIORITY
 from bankfull.serve.desk import Desk, DeskJob
 from bankfull.serve.engine.backend import Busy
+from bankfull.serve.engine.prefix_report import PrefixReporter
 from bankfull.serve.engine.wire import (
     Abort,
     ApiGone,
@@ -53,6 +54,7 @@ from bankfull.serve.engine.wire import (
 )
 
 if TYPE_CHECKING:
+    from bankfull.engine import Engine
     from bankfull.frontend import Pending
     from bankfull.limits.meter.closed_form import ClosedForm
     from bankfull.llm import LLM
@@ -72,10 +74,11 @@ WARM_PROMPT, WARM_TOKENS = 64, 4
 
 class Gauge:
     """Counters of the engine's load and work, updated step by step so that reading them costs nothing. `form`: the cost
-    model of a step; without it bytes and arithmetic are not counted."""
+    model of a step; without it bytes and arithmetic are not counted. `paced`: the load has the pace of the last steps
+    and the cached pages, for routing."""
 
-    def __init__(self, llm: LLM, form: ClosedForm | None) -> None:
-        self._engine = llm.loaded.frontend.engine
+    def __init__(self, engine: Engine[Any], form: ClosedForm | None, paced: bool = False) -> None:
+        self._engine = engine
         self._form = form
         self._waiting: dict[Hashable, int] = {}
         self._waiting_tokens = 0
@@ -85,6 +88,9 @@ class Gauge:
         self._busy = self._engine.totals.busy
         self._decodes = False
         self._engine.on_launch.append(self._note)
+        self._pace = self._engine.scheduler.pace if paced else None
+        if self._pace is not None:
+            self._pace.measured = True
 
     def queued(self, request: Hashable, tokens: int) -> None:
         self._waiting[request] = tokens
@@ -116,7 +122,15 @@ class Gauge:
             self._decode_busy,
             self._decode_bytes,
             self._decode_flops,
+            *self._for_routing(),
         )
+
+    def _for_routing(self) -> tuple[float, float, int] | tuple[()]:
+        if self._pace is None:
+            return ()
+        scheduler = self._engine.scheduler
+        token, step = self._pace.token_seconds(False), self._pace.decode_seconds(scheduler.running + 1)
+        return 1e3 * (token or 0.0), 1e3 * step, scheduler.state.pages.cached
 
     def _note(self, plan: StepPlan) -> None:
         for enter in plan.enter:
@@ -156,6 +170,7 @@ class Worker:
         self._explained: set[int] = set()
         """Requests whose steps are timed, because their clients want to know where the time went."""
         self._told: tuple[int, ...] = ()
+        self._prefixes: PrefixReporter | None = None
 
     def run(self) -> None:
         threading.Thread(target=self._until_gone, name="bankfull-watcher", daemon=True).start()
@@ -209,20 +224,24 @@ class Worker:
         warm_up(llm)
         known = known_ceilings(llm)
         self._accounts = Explainer(llm)
-        self._gauge = Gauge(llm, known[0] if known is not None else None)
-        loaded = llm.loaded
-        scheduler = self._front.engine.scheduler
+        engine, loaded = self._front.engine, llm.loaded
+        self._gauge = Gauge(engine, known[0] if known is not None else None, paced=wanted.tells_prefixes)
+        scheduler, state = engine.scheduler, engine.scheduler.state
+        if wanted.tells_prefixes:
+            self._prefixes = PrefixReporter(state)
         return Facts(
             name=wanted.model,
             max_len=llm.max_model_len,
             vocab=self._front.vocab,
             rows=scheduler.config.rows,
-            pages=scheduler.state.pages.size,
+            pages=state.pages.size,
             page_tokens=loaded.layout.block_tokens,
             step_tokens=scheduler.config.step_tokens,
             dtype=str(loaded.build.dtype).removeprefix("torch."),
             device=loaded.device.kind,
             ceilings=known[1] if known is not None else None,
+            groups=[(group.page_tokens, group.window or 0) for group in loaded.layout.paged],
+            snapshots=state.snapshots.block if state.snapshots is not None else 0,
         )
 
     def _say(self, message: FromEngine) -> None:
@@ -352,9 +371,10 @@ class Worker:
         done = [self._done(request) for request in ended if self._front.pending[request].result.finished]
         load = self._gauge.load()
         told = (load.running, load.waiting, load.waiting_tokens, load.pages_used, load.steps)
-        if deltas or told != self._told:
+        prefixes = None if self._prefixes is None else self._prefixes.report(idle=not self._front.engine.busy)
+        if deltas or told != self._told or prefixes is not None:
             self._told = told
-            step = StepMessage(deltas, done, load)
+            step = StepMessage(deltas, done, load, prefixes)
             try:
                 self._say(step)
             except ValueError:
@@ -362,6 +382,8 @@ class Worker:
 
     def _send_in_parts(self, step: StepMessage) -> None:
         """Prompt logprobs may be too large for one message, or even for one per request."""
+        if step.prefixes is not None:
+            self._say(StepMessage([], [], step.load, step.prefixes))
         parts = [(delta.request_id, StepMessage([delta], [], step.load)) for delta in step.deltas]
         parts += [(done.id, StepMessage([], [done], step.load)) for done in step.done]
         for request, part in parts:

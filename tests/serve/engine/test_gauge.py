@@ -28,7 +28,7 @@ def test_bytes_and_arithmetic_are_those_of_the_steps(llm: LLM, monkeypatch: pyte
     monkeypatch.setattr(ceilings, "known_of", lambda device: MEASURED)
     known = known_ceilings(llm)
     assert known is not None and known[1] == {"read_bytes_per_s": 1e9, "flops": 1e11}
-    gauge, watch = Gauge(llm, known[0]), StepLog(llm)
+    gauge, watch = Gauge(llm.loaded.frontend.engine, known[0]), StepLog(llm)
     llm.generate([[1, 2, 3, 4, 5], [6, 7, 8]], PARAMS)
     load = gauge.load()
     shapes = watch.take()
@@ -40,7 +40,7 @@ def test_bytes_and_arithmetic_are_those_of_the_steps(llm: LLM, monkeypatch: pyte
 
 
 def test_what_waits_is_counted_until_it_runs_or_leaves(llm: LLM) -> None:
-    gauge = Gauge(llm, None)
+    gauge = Gauge(llm.loaded.frontend.engine, None)
     front = llm.loaded.frontend
     for request, length in (("runs", 5), ("leaves", 7)):
         front.submit(list(range(length)), PARAMS, request_id=request)
@@ -55,7 +55,7 @@ def test_what_waits_is_counted_until_it_runs_or_leaves(llm: LLM) -> None:
 
 
 def test_prefix_hits_are_counted_in_tokens(llm: LLM) -> None:
-    gauge = Gauge(llm, None)
+    gauge = Gauge(llm.loaded.frontend.engine, None)
     for _ in range(2):
         llm.generate(list(range(10)), PARAMS)
     load = gauge.load()
