@@ -17,10 +17,10 @@ from bankfull.state.policy import Full, GroupPolicy, Hit, Snapshots, Window, lon
 from bankfull.state.prefix import Chain
 
 MOST_KEYS = 1 << 18
-"""Keys kept per replica (about 25 MB). A full set takes no more until the replica evicts some: a chain then loses its
+"""Keys kept per replica (about 18 MB). A full set takes no more until the replica evicts some: a chain then loses its
 end, which costs a little precision, and never its start, which would hide the whole chain."""
 MOST_BLOCKS = 4096
-"""Blocks of a prompt that are hashed at most, a few milliseconds of the event loop. The rest of a longer prompt counts
+"""Blocks of a prompt that are hashed at most, because the event loop waits for it. The rest of a longer prompt counts
 as not cached at every replica alike."""
 FIRST_BLOCKS = 8
 """Blocks that are hashed first; then twice as many each time, while a replica still holds all of them."""
