@@ -37,6 +37,7 @@ SETTINGS: dict[str, Sequence[object]] = {
     "n": (1, 3),
     "page": (1, 4, 16),
     "strategy": tuple(STRATEGIES),
+    "resumed": (False, True),
 }
 Case = tuple[object, ...]
 
@@ -96,12 +97,14 @@ def check(
     n: int,
     page: int,
     strategy: str,
+    resumed: bool = False,
     dtype: torch.dtype = torch.float64,
     providers: str = "torch",
     kv_dtype: torch.dtype | None = None,
     moody: bool = False,
 ) -> None:
-    """Rounded keys and values are compared with a plain loop that rounds them alike."""
+    """Rounded keys and values are compared with a plain loop that rounds them alike. `resumed`: each sample continues
+    a different number of tokens that another engine has generated."""
     how = () if kv_dtype is None else (dtype, providers, kv_dtype)
     model = model_of(shape, *(how or (dtype, providers)))
     asked = prompts()[: 1 + mates]
@@ -123,12 +126,16 @@ def check(
         for i, prompt in enumerate(asked):
             bench.add(("warm", i), prompt, NEW)
         bench.run()
+    cuts = {
+        (i, child): (7 * i + 5 * child + page) % NEW if resumed else 0 for i in range(len(asked)) for child in range(n)
+    }
     for i, prompt in enumerate(asked):
-        bench.add(i, prompt, NEW, n=n)
+        before = tuple(tuple(expected[i][: cuts[i, child]]) for child in range(n)) if resumed else ()
+        bench.add(i, prompt, NEW, n=n, generated=before)
     bench.run(preempt=random.Random(chunk * 31 + page) if preempt else None)
     for i in range(len(asked)):
         for child in range(n):
-            assert bench.tokens[i, child] == expected[i], f"prompt {i}, sample {child}"
+            assert bench.tokens[i, child] == expected[i][cuts[i, child] :], f"prompt {i}, sample {child}"
             assert bench.finish[i, child] == "length"
     if cache == "warm":
         assert bench.cached[0] > 0, "the prefix cache was never hit"
@@ -147,15 +154,25 @@ def cases() -> Iterator[object]:
 
 @pytest.mark.parametrize(",".join(SETTINGS), list(cases()))
 def test_greedy_tokens_equal_the_naive_loop(
-    shape: str, cache: str, chunk: int, depth: int, preempt: bool, mates: int, n: int, page: int, strategy: str
+    shape: str,
+    cache: str,
+    chunk: int,
+    depth: int,
+    preempt: bool,
+    mates: int,
+    n: int,
+    page: int,
+    strategy: str,
+    resumed: bool,
 ) -> None:
-    check(shape, cache, chunk, depth, preempt, mates, n, page, strategy)
+    check(shape, cache, chunk, depth, preempt, mates, n, page, strategy, resumed)
 
 
 @pytest.mark.parametrize("shape", SETTINGS["shape"])
 @pytest.mark.parametrize("depth", (0, 1))
 def test_kernels_in_float32_equal_the_naive_loop(shape: str, depth: int) -> None:
-    check(shape, "warm", 7, depth, True, 4, 3, 4, "drafts", torch.float32, "auto")
+    for resumed in (False, True):
+        check(shape, "warm", 7, depth, True, 4, 3, 4, "drafts", resumed, torch.float32, "auto")
 
 
 class Moody(Pace):
@@ -173,7 +190,7 @@ class Moody(Pace):
 @pytest.mark.parametrize("depth", (0, 1))
 def test_chunks_cut_by_time_change_no_token(shape: str, depth: int) -> None:
     check(shape, "warm", 64, depth, True, 4, 1, 4, "drafts", moody=True)
-    check(shape, "off", 64, depth, False, 4, 1, 4, "plain", torch.float32, "auto", moody=True)
+    check(shape, "off", 64, depth, False, 4, 1, 4, "plain", False, torch.float32, "auto", moody=True)
 
 
 @pytest.mark.parametrize("page", (1, 4))

@@ -32,9 +32,18 @@ MARGIN = 1e-3
 
 @pytest.mark.parametrize(",".join(SETTINGS), list(cases()))
 def test_every_combination_gives_the_tokens_of_a_plain_loop_on_the_host(
-    shape: str, cache: str, chunk: int, depth: int, preempt: bool, mates: int, n: int, page: int, strategy: str
+    shape: str,
+    cache: str,
+    chunk: int,
+    depth: int,
+    preempt: bool,
+    mates: int,
+    n: int,
+    page: int,
+    strategy: str,
+    resumed: bool,
 ) -> None:
-    check(shape, cache, chunk, depth, preempt, mates, n, page, strategy, torch.float32, "auto")
+    check(shape, cache, chunk, depth, preempt, mates, n, page, strategy, resumed, torch.float32, "auto")
 
 
 def built(name: str, dtype: torch.dtype, device: torch.device, providers: str) -> tuple[Decoder, Kit]:

@@ -187,6 +187,13 @@ def a_page_is_named_by_its_own_tokens_only(patch: MonkeyPatch) -> None:
     patch.setattr(Chain, "extend", extend)
 
 
+def a_parent_starts_behind_the_fork(patch: MonkeyPatch) -> None:
+    def match(sched: Scheduler, seq: Sequence) -> Match:
+        return sched.state.match(seq.chain, seq.tokens, len(seq.tokens) - 1 if seq.request.reuse else 0)
+
+    patch.setattr(Scheduler, "_match", match)
+
+
 def batch_work_gives_no_way(patch: MonkeyPatch) -> None:
     def serve(sched: Scheduler, seq: Sequence, step: Sketch, drafts: int) -> bool:
         served = original(sched, seq, step, drafts)
@@ -232,6 +239,7 @@ MUTANTS: list[Mutant] = [
     the_last_prompt_token_is_reused,
     drafts_take_the_budget_of_decodes,
     a_page_is_named_by_its_own_tokens_only,
+    a_parent_starts_behind_the_fork,
     batch_work_gives_no_way,
     a_displaced_sequence_takes_its_pages_back,
     a_prompt_takes_no_time,

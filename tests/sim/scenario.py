@@ -58,6 +58,7 @@ def scenario_of(seed: int) -> Scenario:
         snapshot_every=random.choice((1, 2, 3, 5)),
     )
     arrivals = _arrivals(random, vocab, rows)
+    _resume_some(Random(seed + 4), arrivals, vocab)
     depth = random.randint(0, 1)
     drafts = random.choice((0, 0, 1, 2, 3))
     return Scenario(
@@ -136,6 +137,21 @@ def _arrivals(random: Random, vocab: int, rows: int) -> tuple[Arrival, ...]:
     for arrival in arrivals:
         arrival.request.payload = arrival.request
     return tuple(arrivals)
+
+
+def _resume_some(random: Random, arrivals: tuple[Arrival, ...], vocab: int) -> None:
+    """Some requests continue what another engine has generated, each sample from a place of its own."""
+    for request in (arrival.request for arrival in arrivals):
+        if not request.generates or random.random() < 0.7:
+            continue
+        whole = [expected(request, child, vocab)[0] for child in range(request.samples)]
+        ended = {child for child in range(request.samples) if random.random() < 0.2}
+        ended.discard(random.randrange(request.samples))  # at least one goes on
+        request.finished = frozenset(ended)
+        request.generated = tuple(
+            tuple(tokens if child in ended else tokens[: random.randrange(len(tokens))])
+            for child, tokens in enumerate(whole)
+        )
 
 
 def _prompt(random: Random, arrivals: list[Arrival], vocab: int) -> tuple[int, ...]:

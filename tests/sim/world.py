@@ -34,6 +34,8 @@ class Summary:
     finished: int = 0
     aborted: int = 0
     drafts: int = 0
+    resumed: int = 0
+    """Sequences that continue tokens of another engine."""
     yielded: int = 0
     """Steps in which batch work held a row and yielded."""
     bounded: int = 0
@@ -107,7 +109,10 @@ class World:
             demand(need <= self.scenario.frames, "a request that can never run was accepted")
             self.requests[request.id] = request  # type: ignore[index]
             for child in range(request.samples):
-                self.receipts[request.id, child] = Receipt()  # type: ignore[index]
+                if child not in request.finished:
+                    before = list(request.generated[child]) if request.generated else []
+                    self.receipts[request.id, child] = Receipt(before)  # type: ignore[index]
+                    self.summary.resumed += bool(before)
             self.patience += 40 + 6 * request.samples * request.limit * (2 + len(self.receipts))
         self.sched.sealed = not self.arrivals
 
@@ -174,7 +179,8 @@ class World:
         demand(receipt.cached in (None, output.cached), "the number of cached tokens changes")
         if output.finish is not Finish.ABORT:
             receipt.cached = output.cached
-        allowed = len(request.prompt) - 1 if request.reuse and self.scenario.state.prefix_cache else 0
+        most = len(request.prompt) - (not request.generated)
+        allowed = most if request.reuse and self.scenario.state.prefix_cache else 0
         demand(0 <= output.cached <= allowed, f"{output.cached} tokens cached of at most {allowed}")
         self.summary.cached += output.cached if output.finish else 0
         if output.finish is None:
