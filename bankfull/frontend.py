@@ -308,7 +308,6 @@ class Frontend:
         """The text that this output adds and that later tokens cannot change. All text so far depends only on all
         tokens so far, not on the steps that gave them: a request can be continued on another engine."""
         done, params = sample.output, pending.params
-        early = params.min_tokens - 1 - len(done.token_ids)  # tokens in whose text stop strings do not count
         done.token_ids += output.tokens
         if sample.detokenizer is None:
             return ""
@@ -319,9 +318,9 @@ class Frontend:
             if not (params.include_stop_str_in_output and tokens[-1] in params.stop_token_ids):
                 tokens.pop()
         ahead = ""
-        if sample.stop is not None and early > 0:
-            ahead = sample.detokenizer.push(tokens[:early])
-            tokens = tokens[early:]
+        # Before min_tokens stop strings do not count.
+        if sample.stop is not None and (early := params.min_tokens - 1 - len(done.token_ids) + len(output.tokens)) > 0:
+            ahead, tokens = sample.detokenizer.push(tokens[:early]), tokens[early:]
         text = sample.detokenizer.push(tokens)
         if output.finish is not None:
             text += sample.detokenizer.finish()

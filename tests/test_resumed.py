@@ -21,6 +21,7 @@ from bankfull.errors import RequestError
 from bankfull.frontend import Frontend
 from bankfull.outputs import Delta, Logprob, RequestOutput
 from bankfull.sample.params import StructuredOutput
+from bankfull.types import Output
 from tests.kit import late_devices
 from tests.quick import examples
 from tests.tiny import speaking_folder
@@ -102,6 +103,8 @@ def run(
         deltas += front.step()
     while front.engine.busy:  # a step in flight
         assert not front.step()
+    grammars = front.engine._grammars
+    assert not grammars._matchers and not grammars._pending, "the engine remembers grammars of samples that have ended"
     return deltas, front.take(request)
 
 
@@ -241,6 +244,33 @@ def test_a_stop_string_is_found_across_the_cut(paged: Pair) -> None:
         params = replace(GREEDY, stop=(stop,))
         result = assert_resumes(paged, params, [cut])
         assert result.outputs[0].stop_reason == stop
+
+
+@examples(500)
+@given(
+    places=st.lists(st.integers(0, 99), min_size=1, max_size=12),
+    early=st.integers(0, 12),
+    stop=st.sampled_from(("e", "ne", "\ufffd", "in")),
+    data=st.data(),
+)
+def test_the_text_depends_on_the_tokens_and_not_on_the_steps_that_gave_them(
+    paged: Pair, places: list[int], early: int, stop: str, data: st.DataObject
+) -> None:
+    """Verified drafts give several tokens in a step, also across min_tokens."""
+    params = SamplingParams(max_tokens=20, min_tokens=early, stop=(stop,), ignore_eos=True)
+    words = paged[0].tokenizer.encode("then in the engine \U0001f30a", add_bos=False)
+    tokens = [words[place % len(words)] for place in places]
+
+    def text(pieces: list[list[int]]) -> tuple[str, str | None]:
+        pending = paged[0].prepare(PROMPT, params)
+        [sample] = pending.samples
+        found = "".join(paged[0]._text(sample, pending, Output(0, 0, piece)) for piece in pieces)
+        assert sample.stop is not None
+        return found, sample.stop.stopped
+
+    borders = sorted(data.draw(st.sets(st.integers(1, len(tokens)))))
+    pieces = [tokens[a:b] for a, b in zip([0, *borders], [*borders, len(tokens)], strict=True)]
+    assert text(pieces) == text([[token] for token in tokens])
 
 
 def test_an_interrupted_resumption_can_be_resumed(paged: Pair) -> None:

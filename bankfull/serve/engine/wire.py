@@ -89,8 +89,8 @@ LIGHT_PROMPT, LIGHT_TEXT, LIGHT_IDS = 4096, 256, 4096
 """Tokens of a prompt, characters of stop strings and bad words, and allowed ids up to which a request is prepared
 between two steps; a larger one, and every grammar, is prepared by a thread."""
 REPLAY_COST = 4
-"""Cost of preparing one token that was generated on another engine, in prompt tokens: its text is searched for stop
-strings again."""
+"""Estimated cost of preparing one token that was generated on another engine, in prompt tokens: it is detokenized and
+searched for stop strings."""
 
 
 def preparation(submit: Submit) -> int:

@@ -333,7 +333,8 @@ class Worker:
         except Exception as error:
             self._say(_refusal(wanted.id, error))
             return
-        self._gauge.queued(wanted.id, len(wanted.prompt) + sum(map(len, wanted.generated)))
+        resumed = sum(len(tokens) for i, tokens in enumerate(wanted.generated) if i not in wanted.finished)
+        self._gauge.queued(wanted.id, len(wanted.prompt) + resumed)
         if wanted.explain:
             self._explained.add(wanted.id)
             self._accounts.follow(wanted.id, pending)

@@ -124,7 +124,9 @@ def test_samples_enter_the_steps_gradually(engine: Engine) -> None:
 def test_what_prepares_at_once_is_little(engine: Engine) -> None:
     light = SamplingParams(temperature=1.0, n=128, stop=["\n\n", "END"], bad_words=["no"], max_tokens=5)
     assert preparation(Submit(1, PROMPT, light)) == 0
+    assert preparation(Submit(1, PROMPT, light, generated=[[1] * 500, [2] * 500])) == 0
     for heavy in (
+        Submit(1, PROMPT, light, generated=[[1] * 600, [2] * 600]),
         Submit(1, [1] * 4097, light),
         Submit(1, PROMPT, SamplingParams(stop=["x" * 257])),
         Submit(1, PROMPT, SamplingParams(bad_words=["x" * 257])),

@@ -30,6 +30,7 @@ from bankfull.serve.engine.wire import (
     Outbox,
     Ready,
     Refused,
+    RequestDone,
     StepMessage,
     Submit,
     ToEngine,
@@ -159,6 +160,34 @@ def test_an_idle_worker_sleeps_and_one_thread_answers(worker: Process) -> None:
     assert str(worker.process.pid) in woken and len(woken) <= 2
 
 
+def answered(worker: Process, submit: Submit) -> tuple[dict[int, list[int]], RequestDone]:
+    """The tokens of each sample that got any delta, and the end of the request."""
+    worker.send(submit)
+    tokens: dict[int, list[int]] = {}
+    while True:
+        message = worker.until(StepMessage)
+        for delta in message.deltas:
+            tokens.setdefault(delta.index, []).extend(delta.token_ids)
+        if message.done:
+            return tokens, message.done[0]
+
+
+@pytest.mark.parametrize("grammar", [None, StructuredOutput(regex="[a-z ]{30}")], ids=["light", "prepared by a thread"])
+def test_a_request_of_another_engine_is_continued(worker: Process, grammar: StructuredOutput | None) -> None:
+    params = SamplingParams(n=3, seed=4, max_tokens=9, structured=grammar)
+    whole, _ = answered(worker, Submit(921, PROMPT, params))
+    before = [whole[0], whole[1][:4], []]
+    later, done = answered(worker, Submit(922, PROMPT, params, generated=before, finished=[0]))
+    assert later == {1: whole[1][4:], 2: whole[2]}
+    assert done.output_tokens == sum(map(len, whole.values()))
+
+
+def test_a_request_that_cannot_be_continued_is_refused(worker: Process) -> None:
+    worker.send(Submit(931, PROMPT, SamplingParams(max_tokens=2, seed=1), generated=[[50, 51]]))
+    refused = worker.until(Refused)
+    assert (refused.id, refused.kind) == (931, "request") and "already ended" in refused.message
+
+
 def test_interrupts_are_left_to_the_api_and_the_end_of_the_socket_ends_it(worker: Process) -> None:
     worker.process.send_signal(signal.SIGINT)
     worker.process.send_signal(signal.SIGTERM)
@@ -199,7 +228,7 @@ def test_params_survive_the_wire() -> None:
         prompt_logprobs=1,
         structured=StructuredOutput(json={"type": "object"}),
     )
-    submit = Submit(5, [1, 2], params, priority=3, salt="key", pool=None)
+    submit = Submit(5, [1, 2], params, priority=3, salt="key", pool=None, generated=[[3], []], finished=[0])
     assert decoder(ToEngine).decode(pack(submit)[HEADER:]) == submit
 
 
